@@ -1,0 +1,39 @@
+"""Every axis name of the project, once, with its meaning.
+
+An axis is a value (`haliax.Axis`), made where its size is known; the names stand here so that one name has one
+meaning everywhere. Weight axes keep Levanter's names, so that sharding rules carry over.
+"""
+
+# Weights
+LAYERS = "layers"  # decoder layers, the leading axis of stacked parameters and of the page pool
+EMBED = "embed"  # width of the residual stream
+MLP = "mlp"  # inner width of the feed-forward block
+VOCAB = "vocab"  # token ids
+KV_HEADS = "kv_head"  # key/value heads
+Q_HEADS_PER_GROUP = "q_heads_per_group"  # query heads that share one key/value head
+HEAD_SIZE = "head_size"  # width of one head
+
+# Sequences
+SEQ = "seq"  # slot: a sequence's row in the tables of `DecodeState`
+POSITION = "position"  # place of a token within its sequence
+ROW = "row"  # one sequence that takes part in the current step
+ROW_BOUND = "row_bound"  # boundaries between rows: one more than ROW
+TOKEN = "token"  # packed token of the current step
+
+# Pages
+PAGE = "page"  # the pool
+SEQ_PAGE = "seq_page"  # the pages of one sequence, in logical order
+PAGE_OFFSET = "page_offset"  # token within a page
+KV_PAIR = "kv_pair"  # keys and values of all heads, interleaved k0, v0, k1, v1, ...
+
+# Sampling
+BIAS = "bias"  # entries of a request's logit bias
+STOP = "stop"  # stop token sequences of a request
+STOP_TOKEN = "stop_token"  # tokens of one stop sequence, right-aligned
+SEED_WORD = "seed_word"  # the two 32-bit words of a 64-bit seed, high word first
+TOP = "top"  # the likeliest tokens of a position
+
+# Host and device
+OUTPUT = "output"  # entries of the output ring, one per sampled token
+ADMITTED = "admitted"  # pieces of requests in one Admission
+UPLOAD = "upload"  # packed tokens of one Admission
