@@ -1,0 +1,36 @@
+"""`PageBatchInfo`: what one step hands to the model and to attention."""
+
+import equinox as eqx
+import haliax.haxtyping as ht
+from haliax import NamedArray
+from jax import Array
+
+
+class PageBatchInfo(eqx.Module):
+    """The packed tokens of one step, whose they are, and where their keys and values go.
+
+    All arrays are int32 and padded on the right. Query `i` of row `s` sees the keys `0 … seq_lens[s] - q_len + i` of
+    that sequence and no others, where `q_len = cu_q_lens[s + 1] - cu_q_lens[s]`.
+    """
+
+    tokens: ht.i32[NamedArray, " token"]
+    positions: ht.i32[NamedArray, " token"]
+    """Place of each token in its sequence; 0 for padding."""
+    slot_ids: ht.i32[NamedArray, " row"]
+    """Slot of each row; none is the number of slots."""
+    cu_q_lens: ht.i32[NamedArray, " row_bound"]
+    """Row `s` owns the tokens `cu_q_lens[s] … cu_q_lens[s + 1] - 1`; padding repeats the last bound."""
+    seq_lens: ht.i32[NamedArray, " row"]
+    """Tokens that are stored once this step has written its own; 0 for padding."""
+    page_indices: ht.i32[NamedArray, "row seq_page"]
+    """Pages of each row in logical order; none is the number of pages in the pool."""
+    num_seqs: ht.i32[NamedArray, ""]
+    """Rows in use."""
+    new_token_dests: ht.i32[NamedArray, " token"]
+    """Where each token's K/V go: `page * page_size + page offset`; none is `num_pages * page_size`."""
+    page_size: int = eqx.field(static=True)
+
+    def pages_and_offsets(self) -> tuple[Array, Array]:
+        """(page, page offset) of each new token; the page is none for padding."""
+        dests = self.new_token_dests.array
+        return dests // self.page_size, dests % self.page_size

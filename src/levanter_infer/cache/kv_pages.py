@@ -1,0 +1,74 @@
+"""`KvPages`: the one pool that stores the keys and values of all layers."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from haliax import NamedArray
+from jax import Array
+
+from levanter_infer.axes import HEAD_SIZE, KV_HEADS, KV_PAIR, LAYERS, PAGE, PAGE_OFFSET, TOKEN
+from levanter_infer.cache.batch_info import PageBatchInfo
+from levanter_infer.cache.named import full, replace
+
+_BITS = {1: jnp.uint8, 2: jnp.uint16}
+
+
+class KvPages(eqx.Module):
+    """Keys and values, `[layers, page, page_offset, kv_pair, head_size]`, heads interleaved k0, v0, k1, v1, …
+
+    The memory layout is decided in `init` and known to nobody else but the attention implementations, which receive
+    the pool whole, with a layer index. On a CPU the 16- and 8-bit floats are stored as integers of their width,
+    because XLA would otherwise convert the whole pool at every scatter (docs/decisions/0006).
+    """
+
+    pages: NamedArray
+    dtype: jnp.dtype = eqx.field(static=True)
+    """What the stored bits mean."""
+
+    @staticmethod
+    def init(
+        *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_size: int, dtype, as_bits: bool
+    ) -> "KvPages":
+        """A pool of zeros. `as_bits`: store narrow floats as integers of their width."""
+        dtype = jnp.dtype(dtype)
+        stored = _BITS.get(dtype.itemsize, dtype) if as_bits and jnp.issubdtype(dtype, jnp.floating) else dtype
+        axes = (
+            (LAYERS, num_layers),
+            (PAGE, num_pages),
+            (PAGE_OFFSET, page_size),
+            (KV_PAIR, 2 * num_kv_heads),
+            (HEAD_SIZE, head_size),
+        )
+        return KvPages(pages=full(axes, 0, stored), dtype=dtype)
+
+    @property
+    def num_pages(self) -> int:
+        return self.pages.axis_size(PAGE)
+
+    def write(self, layer: Array, batch: PageBatchInfo, k: NamedArray, v: NamedArray) -> "KvPages":
+        """Store the step's new keys and values of one layer, all tokens at once.
+
+        Args:
+            layer: i32[], may be traced.
+            k, v: [token, kv_head, head_size], already rotated.
+        """
+        order = (TOKEN, KV_HEADS, HEAD_SIZE)
+        pair = jnp.stack([k.rearrange(order).array, v.rearrange(order).array], axis=2)
+        flat = pair.reshape(pair.shape[0], 2 * pair.shape[1], pair.shape[3])
+        page, offset = batch.pages_and_offsets()
+        pages = self.pages.array.at[layer, page, offset].set(self._encode(flat), mode="drop")
+        return replace(self, pages=pages)
+
+    def copy_pages(self, source: Array, target: Array) -> "KvPages":
+        """Copy whole pages, in all layers: `source[i]` to `target[i]`, i32[n]; pairs of none are ignored."""
+        copied = self.pages.array.at[:, source].get(mode="clip")
+        return replace(self, pages=self.pages.array.at[:, target].set(copied, mode="drop"))
+
+    def zero(self) -> "KvPages":
+        """The same pool with every byte cleared, for debugging and for those who must wipe."""
+        return replace(self, pages=jnp.zeros_like(self.pages.array))
+
+    def _encode(self, values: Array) -> Array:
+        values = values.astype(self.dtype)
+        stored = self.pages.array.dtype
+        return values if stored == values.dtype else jax.lax.bitcast_convert_type(values, stored)
