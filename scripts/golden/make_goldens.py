@@ -1,0 +1,284 @@
+"""Write tests/golden: what HF transformers answers on small random checkpoints.
+
+Run from the repository root in an environment of its own (scripts/golden/requirements.txt):
+
+    python -m venv /tmp/hf && /tmp/hf/bin/pip install torch==2.13.0
+    /tmp/hf/bin/pip install -r scripts/golden/requirements.txt
+    /tmp/hf/bin/python scripts/golden/make_goldens.py [case ...]
+
+The weights come from `tests/golden_cases.py`; here they are put into the HF model, which runs in float32 with eager
+attention and without a cache. For each case the script also proves that the golden can fail: with the case's
+feature switched off (`without`), the logits must move by at least 50 times the bound that the tests allow.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from golden_cases import (
+    GOLDEN_DIR,
+    NUM_GREEDY,
+    RELATIVE_BOUND,
+    GoldenPrompt,
+    make_weights,
+    save_case,
+    unit_noise,
+    weights_sha256,
+)
+
+VISIBLE = 50  # times the bound: how far a switched-off feature must move a logit
+
+BASE = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-5,
+    "use_cache": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "attention_dropout": 0.0,
+    "torch_dtype": "float32",
+    "transformers_version": "4.57.6",
+}
+LLAMA = {
+    **BASE,
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "pretraining_tp": 1,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rope_scaling": None,
+}
+MISTRAL = {**BASE, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "head_dim": 16}
+QWEN = {**BASE, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_scaling": None}
+QWEN2 = {**QWEN, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+QWEN3 = {**QWEN, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "attention_bias": False}
+NO_WINDOW = {"use_sliding_window": False, "sliding_window": 4, "max_window_layers": 0}  # a window that must not act
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+YARN_ALL_KEYS = {
+    **YARN,
+    "beta_fast": 16.0,
+    "beta_slow": 0.5,
+    "mscale": 1.3,
+    "mscale_all_dim": 0.6,
+    "truncate": False,
+}
+SHORT_FACTOR = [1.0, 1.02, 1.05, 1.1, 1.2, 1.35, 1.5, 1.75]
+LONG_FACTOR = [1.05, 1.3, 1.8, 2.6, 4.0, 5.5, 7.0, 8.0]
+
+
+@dataclass(frozen=True)
+class Case:
+    config: dict
+    prompt_lens: tuple[int, ...]
+    without: dict = field(default_factory=dict)  # config keys that switch the case's feature off
+    length_threshold: int | None = None  # the rope changes when a sequence grows beyond this
+    changes_beyond: bool = False  # and keeps changing with every token after it
+
+
+def longrope(**keys) -> dict:
+    return {"rope_type": "longrope", "short_factor": SHORT_FACTOR, "long_factor": LONG_FACTOR, **keys}
+
+
+CASES = {
+    "llama1": Case({**LLAMA, "num_key_value_heads": 4, "rms_norm_eps": 1e-6}, (1, 7, 40), {"rope_theta": 100.0}),
+    "llama2_bias": Case(
+        {**LLAMA, "num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 0.03},
+        (6, 33),
+        {"attention_bias": False},
+    ),
+    "llama_mlp_bias": Case({**LLAMA, "mlp_bias": True, "rms_norm_eps": 0.03}, (9, 26), {"rms_norm_eps": 1e-5}),
+    "llama3": Case({**LLAMA, "rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE}, (8, 120), {"rope_scaling": None}),
+    "llama_linear": Case({**LLAMA, "rope_scaling": {"type": "linear", "factor": 4.0}}, (9, 70), {"rope_scaling": None}),
+    "llama_dynamic": Case(
+        {**LLAMA, "max_position_embeddings": 64, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        (9, 32, 64, 100),
+        {"rope_scaling": None},
+        length_threshold=64,
+        changes_beyond=True,
+    ),
+    "llama_yarn": Case(
+        {**LLAMA, "max_position_embeddings": 128, "rope_scaling": YARN}, (10, 90), {"rope_scaling": None}
+    ),
+    "llama_yarn_keys": Case(
+        {**LLAMA, "max_position_embeddings": 128, "rope_scaling": YARN_ALL_KEYS}, (10, 90), {"rope_scaling": YARN}
+    ),
+    "llama_yarn_factor": Case(
+        {**LLAMA, "max_position_embeddings": 128, "rope_scaling": {**YARN, "attention_factor": 1.4}},
+        (12, 70),
+        {"rope_scaling": YARN},
+    ),
+    "llama_longrope": Case(
+        {
+            **LLAMA,
+            "max_position_embeddings": 256,
+            "original_max_position_embeddings": 48,
+            "rope_scaling": longrope(),
+        },
+        (14, 48, 49, 100),
+        {"rope_scaling": longrope(long_factor=SHORT_FACTOR)},
+        length_threshold=48,
+    ),
+    "llama_longrope_factor": Case(
+        {**LLAMA, "max_position_embeddings": 64, "rope_scaling": longrope(factor=4.0)},
+        (16, 80),
+        {"rope_scaling": longrope(factor=1.0)},
+        length_threshold=64,
+    ),
+    "llama_tied": Case({**LLAMA, "tie_word_embeddings": True, "num_hidden_layers": 3}, (5, 30), {"rope_theta": 100.0}),
+    "llama_head_dim": Case(
+        {**LLAMA, "hidden_size": 48, "head_dim": 32, "num_key_value_heads": 1}, (5, 30), {"rope_theta": 100.0}
+    ),
+    "mistral_window": Case({**MISTRAL, "sliding_window": 8}, (5, 8, 9, 96), {"sliding_window": 9}),
+    "mistral": Case({**MISTRAL, "sliding_window": None, "head_dim": 24}, (5, 60), {"sliding_window": 40}),
+    "qwen2": Case({**QWEN2, **NO_WINDOW}, (6, 40), {"rope_theta": 1e4}),
+    "qwen2_window": Case(
+        {**QWEN2, "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        (7, 80),
+        {"max_window_layers": 0},
+    ),
+    "qwen3": Case({**QWEN3, **NO_WINDOW, "head_dim": 32, "tie_word_embeddings": True}, (6, 40), {"rope_theta": 1e4}),
+    "qwen3_layer_types": Case(
+        {
+            **QWEN3,
+            "head_dim": 16,
+            "attention_bias": True,
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        (7, 80),
+        {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+    ),
+}
+
+
+def build_model(name: str, config: dict, *, strict: bool = True) -> torch.nn.Module:
+    """The HF model with the case's weights; `strict=False` leaves out tensors that a changed config has no use for."""
+    hf_config = AutoConfig.for_model(**json.loads(json.dumps(config)))
+    model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager", dtype=torch.float32).eval()
+    weights = {key: torch.from_numpy(value) for key, value in make_weights(name, CASES[name].config).items()}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
+    if set(missing) - tied or (strict and unexpected):
+        raise ValueError(
+            f"{name}: HF misses {missing} and has no use for {unexpected}; mend golden_cases.tensor_shapes"
+        )
+    model.tie_weights()
+    return model
+
+
+@torch.no_grad()
+def full_logits(name: str, config: dict, tokens: np.ndarray, *, strict: bool = True) -> np.ndarray:
+    """f32[len(tokens), vocab] of a fresh model: a dynamic rope remembers the longest sequence that it has seen."""
+    model = build_model(name, config, strict=strict)
+    return model(input_ids=torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[0].numpy()
+
+
+def greedy_tokens(name: str, config: dict, prompt: np.ndarray) -> np.ndarray:
+    """NUM_GREEDY tokens, each from a forward over the whole sequence, checked against HF's cached `generate`."""
+    tokens = prompt
+    model = build_model(name, config)
+    with torch.no_grad():
+        for _ in range(NUM_GREEDY):
+            logits = model(input_ids=torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits
+            tokens = np.append(tokens, np.int32(logits[0, -1].argmax()))
+        model = build_model(name, config)
+        model.generation_config.eos_token_id = None
+        ids = torch.from_numpy(prompt.astype(np.int64))[None]
+        mask = torch.ones_like(ids)
+        cached = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=NUM_GREEDY, pad_token_id=0)
+    if cached[0].tolist() != tokens.tolist():
+        raise ValueError(f"{name}: HF's generate with a cache and its full forward disagree on a {len(prompt)} prompt")
+    return tokens[len(prompt) :].astype(np.int32)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    wide = logits.astype(np.float64)
+    wide = wide - wide.max(axis=-1, keepdims=True)
+    return wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
+
+
+def golden_prompt(name: str, case: Case, length: int) -> GoldenPrompt:
+    noise = unit_noise(name, f"prompt {length}", (length,))
+    tokens = ((noise / np.sqrt(3.0) + 1.0) / 2.0 * case.config["vocab_size"]).astype(np.int32)
+    limit = case.length_threshold
+    stays = limit is None or length + NUM_GREEDY <= limit or (length > limit and not case.changes_beyond)
+    greedy = greedy_tokens(name, case.config, tokens) if stays else np.zeros(0, np.int32)
+    logits = full_logits(name, case.config, np.concatenate([tokens, greedy[:-1]]))
+    positions = np.unique(np.array([0, length // 3, length // 2, length - 2, length - 1]).clip(0))
+    logprobs = log_softmax(logits)
+    steps = np.arange(len(greedy)) + length - 1
+    best = np.sort(logits[steps], axis=-1)[:, -2:] if len(greedy) else np.zeros((0, 2), np.float32)
+    return GoldenPrompt(
+        tokens=tokens,
+        positions=positions.astype(np.int32),
+        logits=logits[positions],
+        prompt_logprobs=logprobs[np.arange(length - 1), tokens[1:]].astype(np.float32),
+        scale=float(np.abs(logits).max()),
+        greedy=greedy,
+        greedy_gaps=best[:, 1] - best[:, 0],
+        greedy_logprobs=logprobs[steps, greedy].astype(np.float32),
+    )
+
+
+def check_case(name: str, case: Case, prompts: list[GoldenPrompt]) -> str:
+    """Refuse a golden that proves little: an invisible feature, a dull continuation, a close call."""
+    longest = max(prompts, key=lambda p: len(p.tokens))
+    changed = full_logits(name, {**case.config, **case.without}, longest.tokens, strict=False)
+    moved = float(np.abs(changed[longest.positions] - longest.logits).max()) / longest.bound
+    distinct = min((len(set(p.greedy.tolist())) for p in prompts if len(p.greedy)), default=0)
+    gap = min((float(p.greedy_gaps.min()) / p.bound for p in prompts if len(p.greedy)), default=np.inf)
+    line = f"{name:22s} moved {moved:8.0f}x  distinct {distinct:2d}  gap {gap:7.1f}x  scale {longest.scale:5.1f}"
+    if moved < VISIBLE:
+        raise ValueError(f"{line}: without={case.without} moves no logit by {VISIBLE}x the bound")
+    if gap < 1.0:
+        raise ValueError(f"{line}: a greedy choice closer than the bound; change the prompt lengths")
+    if distinct < 6:
+        raise ValueError(f"{line}: fewer than 6 distinct greedy tokens; change the gains or the prompt lengths")
+    return line
+
+
+def main(names: list[str]) -> None:
+    torch.set_num_threads(1)
+    GOLDEN_DIR.mkdir(exist_ok=True)
+    print(f"bound {RELATIVE_BOUND} of the logit scale, {NUM_GREEDY} greedy tokens")
+    for name in names or CASES:
+        case = CASES[name]
+        prompts = [golden_prompt(name, case, length) for length in case.prompt_lens]
+        print(check_case(name, case, prompts), flush=True)
+        save_case(GOLDEN_DIR, name, prompts)
+    # The keys as given, not as HF completes them: older checkpoints have no head_dim and no layer_types.
+    # The config keys as given, not as HF completes them: older checkpoints have no head_dim and no layer_types.
+    entries = {
+        name: {"config": case.config, "weights_sha256": weights_sha256(make_weights(name, case.config))}
+        for name, case in CASES.items()
+    }
+    (GOLDEN_DIR / "cases.json").write_text(json.dumps(entries, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,164 @@
+"""Golden cases: small random checkpoints that a seed rebuilds, and what HF transformers answered on them.
+
+`scripts/golden/make_goldens.py` writes `tests/golden/cases.json` (the `config.json` of every case) and one
+`tests/golden/<case>.npz` per case; tests read them here. Only numpy and safetensors are needed: the weights are
+made from the raw bits of PCG64, whose stream numpy guarantees (the distributions of `Generator` it does not).
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+GOLDEN_DIR = Path(__file__).parent / "golden"
+RELATIVE_BOUND = 2e-4  # of the logit scale, the largest |logit| that HF gave for the prompt
+NUM_GREEDY = 32
+
+# Gains chosen so that attention is neither uniform nor one-hot (scores have a spread of about 2) and the layers
+# outweigh the token's own embedding in the residual stream; the top two logits are then apart by 0.1 to 10.
+_GAINS = {
+    "q_proj": 1.4,
+    "k_proj": 1.4,
+    "v_proj": 1.0,
+    "o_proj": 2.0,
+    "gate_proj": 1.4,
+    "up_proj": 1.4,
+    "down_proj": 2.0,
+}
+
+
+@dataclass(frozen=True)
+class GoldenPrompt:
+    """What HF answered on one prompt of P tokens, in float32 with eager attention.
+
+    logits[i] belongs to position positions[i]; prompt_logprobs[i] is the logprob of token i + 1.
+    The greedy arrays have NUM_GREEDY entries, or none where the answer depends on how the sequence came about
+    (a rope scaling that changes with the length of the sequence, crossed on the way).
+    """
+
+    tokens: np.ndarray  # i32[P]
+    positions: np.ndarray  # i32[n]
+    logits: np.ndarray  # f32[n, vocab]
+    prompt_logprobs: np.ndarray  # f32[P - 1]
+    scale: float  # the largest |logit| over all positions of prompt and continuation
+    greedy: np.ndarray  # i32
+    greedy_gaps: np.ndarray  # f32, best minus second logit at each greedy step
+    greedy_logprobs: np.ndarray  # f32, of the chosen tokens
+
+    @property
+    def bound(self) -> float:
+        """The largest difference in a logit that counts as equal."""
+        return RELATIVE_BOUND * self.scale
+
+
+@dataclass(frozen=True)
+class GoldenCase:
+    name: str
+    config: dict  # what stands in config.json
+    weights_sha256: str  # of the weights that HF was given
+    prompts: tuple[GoldenPrompt, ...]
+
+
+def case_names() -> list[str]:
+    return list(json.loads((GOLDEN_DIR / "cases.json").read_text()))
+
+
+def load_case(name: str) -> GoldenCase:
+    entry = json.loads((GOLDEN_DIR / "cases.json").read_text())[name]
+    with np.load(GOLDEN_DIR / f"{name}.npz") as arrays:
+        fields = [f for f in GoldenPrompt.__dataclass_fields__ if f != "scale"]
+        count = sum(key.startswith("tokens_") for key in arrays)
+        prompts = tuple(
+            GoldenPrompt(scale=float(arrays[f"scale_{i}"]), **{f: arrays[f"{f}_{i}"] for f in fields})
+            for i in range(count)
+        )
+    return GoldenCase(name, entry["config"], entry["weights_sha256"], prompts)
+
+
+def save_case(directory: Path, name: str, prompts: list[GoldenPrompt]) -> None:
+    arrays = {f"{f}_{i}": getattr(p, f) for i, p in enumerate(prompts) for f in GoldenPrompt.__dataclass_fields__}
+    np.savez_compressed(directory / f"{name}.npz", **{key: np.asarray(value) for key, value in arrays.items()})
+
+
+def unit_noise(case: str, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
+    """float64 of mean 0 and variance 1, uniform in ±sqrt(3): a pure function of its arguments."""
+    seed = int.from_bytes(hashlib.sha256(f"{case}/{tensor}".encode()).digest(), "big")
+    raw = np.random.PCG64(seed).random_raw(int(np.prod(shape)))
+    unit = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return ((unit * 2.0 - 1.0) * np.sqrt(3.0)).reshape(shape)
+
+
+def tensor_shapes(config: dict) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that HF would write for this config."""
+    embed, mlp, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or embed // heads
+    q, kv = heads * head_dim, config["num_key_value_heads"] * head_dim
+    family = config["model_type"]
+    attention_bias = config.get("attention_bias", False)
+    biased = {
+        "q_proj": attention_bias or family == "qwen2",
+        "k_proj": attention_bias or family == "qwen2",
+        "v_proj": attention_bias or family == "qwen2",
+        "o_proj": attention_bias,
+        **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), config.get("mlp_bias", False)),
+    }
+    linears = {
+        "self_attn": {"q_proj": (q, embed), "k_proj": (kv, embed), "v_proj": (kv, embed), "o_proj": (embed, q)},
+        "mlp": {"gate_proj": (mlp, embed), "up_proj": (mlp, embed), "down_proj": (embed, mlp)},
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], embed)}
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        shapes[f"{prefix}.input_layernorm.weight"] = (embed,)
+        shapes[f"{prefix}.post_attention_layernorm.weight"] = (embed,)
+        if family == "qwen3":
+            shapes[f"{prefix}.self_attn.q_norm.weight"] = (head_dim,)
+            shapes[f"{prefix}.self_attn.k_norm.weight"] = (head_dim,)
+        for block, members in linears.items():
+            for name, shape in members.items():
+                shapes[f"{prefix}.{block}.{name}.weight"] = shape
+                if biased[name]:
+                    shapes[f"{prefix}.{block}.{name}.bias"] = shape[:1]
+    shapes["model.norm.weight"] = (embed,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], embed)
+    return shapes
+
+
+def make_weights(case: str, config: dict) -> dict[str, np.ndarray]:
+    """Every tensor of the case's checkpoint, float32, in HF's names and layout."""
+    return {name: _tensor(case, name, shape) for name, shape in tensor_shapes(config).items()}
+
+
+def weights_sha256(weights: dict[str, np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        digest.update(name.encode())
+        digest.update(weights[name].tobytes())
+    return digest.hexdigest()
+
+
+def _tensor(case: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    noise = unit_noise(case, name, shape)
+    module, kind = name.split(".")[-2:]
+    if module.endswith("norm"):
+        value = 1.0 + 0.2 * noise
+    elif kind == "bias":
+        value = 0.3 * noise
+    elif module in _GAINS:
+        value = noise * (_GAINS[module] / np.sqrt(shape[1]))
+    else:  # embeddings and head: logits of spread 3 behind a norm of unit size
+        value = noise * (3.0 / np.sqrt(shape[1]))
+    return value.astype(np.float32)
+
+
+def write_checkpoint(directory: Path, case: GoldenCase) -> Path:
+    """Write `config.json` and `model.safetensors` as HF would."""
+    from safetensors.numpy import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(case.config))
+    save_file(make_weights(case.name, case.config), directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
