@@ -1,0 +1,85 @@
+"""`check_invariants`: what must hold between any two operations on a state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from levanter_infer.decode.sequence_table import FINISHED, FREE, RUNNING, WAITING
+from levanter_infer.decode.state import DecodeState
+
+
+def violations(state: DecodeState) -> dict[str, Array]:
+    """How often each invariant is violated, i32[] by name; all zero in a healthy state. Works inside jit.
+
+    docs/invariants.md explains each of them. Costs O(slots × positions + pages): for tests and debugging.
+    """
+    table, pages = state.sequences, state.page_table
+    size, num_pages, num_slots = pages.page_size, pages.num_pages, table.num_slots
+    indices, counts = table.page_indices.array, pages.ref_counts.array
+    computed = table.num_computed.array
+    held = table.num_held(size)
+    column = jnp.arange(indices.shape[1], dtype=jnp.int32)[None, :]
+    holds = column < held[:, None]
+    slot = jnp.arange(num_slots, dtype=jnp.int32)
+
+    recount = jnp.zeros(num_pages, jnp.int32).at[jnp.where(holds, indices, num_pages)].add(1, mode="drop")
+    owner = jnp.full(num_pages, num_slots, jnp.int32).at[jnp.where(holds, indices, num_pages)].min(
+        jnp.broadcast_to(slot[:, None], indices.shape), mode="drop"
+    )
+    owner_of = owner.at[indices].get(mode="fill", fill_value=num_slots)
+    owner_page = indices.at[owner_of, jnp.broadcast_to(column, indices.shape)].get(mode="fill", fill_value=num_pages)
+    twice = _repeats(jnp.where(holds, indices, num_pages), num_pages)
+
+    status = table.status.array
+    idle = (status == FREE) | (status == FINISHED)
+    live = (status > FREE) & (status < FINISHED)
+    lens = table.seq_lens.array
+    counted = {
+        "reference counts equal the slots that hold a page": recount != counts,
+        "no reference count is below zero": counts < 0,
+        "a page stands at most once in a slot": twice,
+        "held pages exist": holds & (indices >= num_pages),
+        "places past the held pages are none": ~holds & (indices != num_pages),
+        "a shared page stands at the same place in all its slots": holds & (owner_page != indices),
+        "slots that share a page agree on its tokens": _tokens_differ(state, owner_of, holds),
+        "free slots hold nothing": idle & (computed > 0),
+        "no more is stored than known": live & (computed > lens),
+        "a sequence that can run has work": ((status == RUNNING) | (status == WAITING)) & (computed >= lens),
+        "lengths stay within their limits": live & ((lens > table.max_lens.array) | (lens < table.prompt_lens.array)),
+        "the free ring holds exactly the free pages": _ring_differs(state),
+        "free and held pages make up the pool": pages.num_free.array + jnp.sum(counts > 0, dtype=jnp.int32)
+        != num_pages,
+    }
+    return {name: jnp.sum(jnp.asarray(bad), dtype=jnp.int32) for name, bad in counted.items()}
+
+
+def check_invariants(state: DecodeState) -> None:
+    """Raise AssertionError that names every violated invariant and how often it is violated."""
+    bad = {name: int(count) for name, count in jax.tree.map(np.asarray, violations(state)).items() if count}
+    assert not bad, f"violated invariants (times): {bad}"
+
+
+def _repeats(indices: Array, num_pages: int) -> Array:
+    ordered = jnp.sort(indices, axis=1)
+    return (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] < num_pages)
+
+
+def _tokens_differ(state: DecodeState, owner_of: Array, holds: Array) -> Array:
+    """Where a slot's stored tokens differ from those of the first holder of the same page, bool[seq, position]."""
+    table, size = state.sequences, state.page_table.page_size
+    tokens, computed = table.tokens.array, table.num_computed.array
+    position = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    owner = jnp.where(holds, owner_of, table.num_slots)[:, position // size]
+    theirs = tokens.at[owner, jnp.broadcast_to(position[None, :], tokens.shape)].get(mode="fill", fill_value=0)
+    stored = jnp.minimum(computed[:, None], computed.at[owner].get(mode="fill", fill_value=0))
+    return (position[None, :] < stored) & (tokens != theirs)
+
+
+def _ring_differs(state: DecodeState) -> Array:
+    pages = state.page_table
+    index = jnp.arange(pages.num_pages, dtype=jnp.int32)
+    place = (pages.ring_head.array + index) % pages.num_pages
+    listed = jnp.where(index < pages.num_free.array, pages.free_ring.array[place], pages.num_pages)
+    times = jnp.zeros(pages.num_pages, jnp.int32).at[listed].add(1, mode="drop")
+    return times != (pages.ref_counts.array == 0)

@@ -1,0 +1,125 @@
+"""What a round tells the host: `OutputRing` while it runs, `RoundOutputs` when it ends."""
+
+import equinox as eqx
+import haliax.haxtyping as ht
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import NamedArray
+from jax import Array
+
+from levanter_infer.axes import OUTPUT, TOP
+from levanter_infer.cache.named import full, replace, scalar
+from levanter_infer.decode.sampling import SampleOutput
+from levanter_infer.decode.sequence_table import WAITING
+from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.state import Counters, DecodeState
+
+
+class OutputRing(eqx.Module):
+    """Sampled tokens in the order of sampling; entries from `count` on are stale."""
+
+    slot_ids: ht.i32[NamedArray, " output"]
+    tokens: ht.i32[NamedArray, " output"]
+    logprobs: ht.f32[NamedArray, " output"]
+    """Of the model's distribution."""
+    processed_logprobs: ht.f32[NamedArray, " output"]
+    """Of the distribution that was sampled from."""
+    top_ids: ht.i32[NamedArray, "output top"]
+    top_logprobs: ht.f32[NamedArray, "output top"]
+    count: ht.i32[NamedArray, ""]
+
+    @staticmethod
+    def init(size: int, max_top: int) -> "OutputRing":
+        output, top = (OUTPUT, size), (TOP, max_top)
+        return OutputRing(
+            slot_ids=full((output,), 0),
+            tokens=full((output,), 0),
+            logprobs=full((output,), 0, jnp.float32),
+            processed_logprobs=full((output,), 0, jnp.float32),
+            top_ids=full((output, top), 0),
+            top_logprobs=full((output, top), 0, jnp.float32),
+            count=scalar(0),
+        )
+
+    @property
+    def size(self) -> int:
+        return self.tokens.axis_size(OUTPUT)
+
+    def push(self, emits: Array, slots: Array, sampled: SampleOutput) -> "OutputRing":
+        """Append the rows in the mask `emits`, bool[row]. Requires: they fit."""
+        rank = jnp.cumsum(emits, dtype=jnp.int32)
+        place = jnp.where(emits, self.count.array + rank - 1, self.size)
+
+        def put(name, values):
+            return getattr(self, name).array.at[place].set(values, mode="drop")
+
+        return replace(
+            self,
+            slot_ids=put("slot_ids", slots),
+            tokens=put("tokens", sampled.tokens),
+            logprobs=put("logprobs", sampled.logprobs),
+            processed_logprobs=put("processed_logprobs", sampled.processed_logprobs),
+            top_ids=put("top_ids", sampled.top_ids),
+            top_logprobs=put("top_logprobs", sampled.top_logprobs),
+            count=self.count.array + rank[-1],
+        )
+
+
+class RoundOutputs(eqx.Module):
+    """One download per round: everything of fixed small size in one int32 array.
+
+    `packed` is scalars, then status, finish reason and `seq_lens` of every slot, then the ring's slot ids, tokens and
+    the bits of both logprobs. The likeliest tokens stay apart: they are read only if a request wants them.
+    """
+
+    packed: Array
+    top_ids: Array
+    top_logprobs: Array
+
+
+_SCALARS = ("count", "free_pages", "running", "waiting", *Counters.__annotations__)
+
+
+def pack_outputs(state: DecodeState, ring: OutputRing) -> RoundOutputs:
+    table = state.sequences
+    scalars = {
+        "count": ring.count.array,
+        "free_pages": state.page_table.num_free.array,
+        "running": jnp.sum(table.is_status(WAITING + 1), dtype=jnp.int32),
+        "waiting": jnp.sum(table.is_status(WAITING), dtype=jnp.int32),
+        **{name: getattr(state.counters, name).array for name in Counters.__annotations__},
+    }
+    bits = [jax.lax.bitcast_convert_type(a.array, jnp.int32) for a in (ring.logprobs, ring.processed_logprobs)]
+    packed = jnp.concatenate(
+        [
+            jnp.stack([scalars[name] for name in _SCALARS]),
+            table.status.array,
+            table.finish_reason.array,
+            table.seq_lens.array,
+            ring.slot_ids.array,
+            ring.tokens.array,
+            *bits,
+        ]
+    )
+    return RoundOutputs(packed=packed, top_ids=ring.top_ids.array, top_logprobs=ring.top_logprobs.array)
+
+
+class HostOutputs:
+    """`RoundOutputs` on the host, unpacked into numpy arrays of the entries in use."""
+
+    def __init__(self, outputs: RoundOutputs, shapes: Shapes):
+        packed = np.asarray(outputs.packed)
+        scalars, rest = packed[: len(_SCALARS)], packed[len(_SCALARS) :]
+        self.scalars: dict[str, int] = dict(zip(_SCALARS, scalars.tolist(), strict=True))
+        per_slot, ring = rest[: 3 * shapes.num_slots], rest[3 * shapes.num_slots :]
+        self.status, self.finish_reason, self.seq_lens = per_slot.reshape(3, shapes.num_slots)
+        count = self.scalars["count"]
+        slot_ids, tokens, logprobs, processed = ring.reshape(4, -1)[:, :count]
+        self.slot_ids, self.tokens = slot_ids, tokens
+        self.logprobs, self.processed_logprobs = logprobs.view(np.float32), processed.view(np.float32)
+        self._outputs, self._count = outputs, count
+
+    def top(self) -> tuple[np.ndarray, np.ndarray]:
+        """(token ids, logprobs) of the likeliest tokens of each entry, [count, max_logprobs]: a download of its own."""
+        return np.asarray(self._outputs.top_ids)[: self._count], np.asarray(self._outputs.top_logprobs)[: self._count]

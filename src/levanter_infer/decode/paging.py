@@ -1,0 +1,242 @@
+"""Pages of sequences: taking, copying on write, forking, giving back. Nothing here ever fails for want of pages."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from levanter_infer.cache.named import replace
+from levanter_infer.cache.page_table import PageTable, ragged_index, run_if
+from levanter_infer.decode.sequence_table import FINISHED, RUNNING, WAITING, SequenceTable, pages_for
+from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.state import DecodeState
+
+_RELEASE_BLOCK = 1024
+"""Pages given back per trip of the release loop: usually there is one trip."""
+
+
+def pages_needed(state: DecodeState, take: Array) -> tuple[Array, Array]:
+    """What computing `take` more tokens costs each slot.
+
+    Returns: i32[seq], new pages to append; bool[seq], whether the page it writes first is shared, so that it may
+        have to be copied.
+    """
+    table, size = state.sequences, state.page_table.page_size
+    computed = table.num_computed.array
+    new = pages_for(computed + take, size) - pages_for(computed, size)
+    tail = _page_at(table, computed // size)
+    shared = state.page_table.ref_counts.array.at[tail].get(mode="fill", fill_value=0) > 1
+    return new, (take > 0) & (computed % size != 0) & shared
+
+
+def preempt(state: DecodeState, shapes: Shapes, order: Array, take: Array) -> tuple[DecodeState, Array]:
+    """Take pages back from the youngest sequences until the step's needs can be met.
+
+    A preempted sequence keeps its tokens, waits, and computes them again later. The oldest is never preempted, and
+    admission has made sure that it fits alone.
+
+    Returns: the new state, and `take` without those that were preempted.
+    """
+    new, copies = pages_needed(state, take)
+    need = new + copies.astype(jnp.int32)
+    short = jnp.sum(need, dtype=jnp.int32) > state.page_table.num_free.array
+
+    def body(carry):
+        state, take = carry
+        table = state.sequences
+        released = _released_by_suffix(table, state.page_table, order)
+        needed = jnp.cumsum(need[order], dtype=jnp.int32)
+        # Survivors are the k oldest. Their needs grow with k and what the others give back shrinks.
+        fits = needed <= state.page_table.num_free.array + released
+        survivors = jnp.maximum(jnp.sum(fits, dtype=jnp.int32), 1)
+        rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32))
+        live = (table.status.array == RUNNING) | (table.status.array == WAITING)
+        victims = live & (rank >= survivors) & (table.num_computed.array > 0)
+        loses_place = live & (rank >= survivors)
+        counters = state.counters
+        state = eqx.tree_at(
+            lambda s: s.counters,
+            state,
+            replace(
+                counters,
+                preemptions=counters.preemptions.array + jnp.sum(victims, dtype=jnp.int32),
+                recomputed=counters.recomputed.array
+                + jnp.sum(jnp.where(victims, table.num_computed.array, 0), dtype=jnp.int32),
+            ),
+        )
+        state = release(state, victims)
+        status = jnp.where(loses_place, WAITING, state.sequences.status.array)
+        state = eqx.tree_at(lambda s: s.sequences, state, replace(state.sequences, status=status))
+        return state, jnp.where(loses_place, 0, take)
+
+    return run_if(short, body, (state, take))
+
+
+def take_pages(state: DecodeState, shapes: Shapes, take: Array) -> tuple[DecodeState, Array, Array]:
+    """Give every scheduled token a page to write to; shared pages that are written get a copy.
+
+    Returns: the new state, and (source, target) pages to copy, i32[seq] each; unused pairs hold `num_pages`.
+    Requires: enough free pages (`preempt` sees to it).
+    Source: copy-on-write of PagedAttention, arXiv:2309.06180, section 4.4.
+    """
+    table, page_table = state.sequences, state.page_table
+    size, num_pages = page_table.page_size, page_table.num_pages
+    new, shared = pages_needed(state, take)
+    first = table.num_computed.array // size
+    source = jnp.where(shared, _page_at(table, first), num_pages)
+    copies = shared & ~run_if(jnp.any(shared), lambda _: _keeps_page(page_table, source), jnp.zeros_like(shared))
+
+    counts = new + copies.astype(jnp.int32)
+    page_table, pages = page_table.allocate(jnp.sum(counts, dtype=jnp.int32), shapes.max_new_pages)
+    slot, item, valid = ragged_index(counts, jnp.int32(0), shapes.max_new_pages)
+    held = pages_for(table.num_computed.array, size)
+    begin = jnp.where(copies, first, held)
+    column = begin.at[slot].get(mode="fill", fill_value=0) + item
+    page_indices = table.page_indices.array.at[jnp.where(valid, slot, table.num_slots), column].set(pages, mode="drop")
+
+    source = jnp.where(copies, source, num_pages)
+    target = jnp.where(copies, _page_at(replace(table, page_indices=page_indices), first), num_pages)
+    # A copied page keeps at least one reference: `_keeps_page` leaves it to one of its holders.
+    page_table = replace(page_table, ref_counts=page_table.ref_counts.array.at[source].add(-1, mode="drop"))
+    counters = state.counters
+    held_now = num_pages - page_table.num_free.array
+    counters = replace(
+        counters,
+        copied_pages=counters.copied_pages.array + jnp.sum(copies, dtype=jnp.int32),
+        pages_peak=jnp.maximum(counters.pages_peak.array, held_now),
+    )
+    state = eqx.tree_at(
+        lambda s: (s.sequences, s.page_table, s.counters),
+        state,
+        (replace(table, page_indices=page_indices), page_table, counters),
+    )
+    return state, source, target
+
+
+def release(state: DecodeState, slots: Array) -> DecodeState:
+    """Give back all pages of the slots in the mask `slots`, bool[seq]; their tokens stay.
+
+    Afterwards these slots hold nothing: `num_computed` is 0 and `page_indices` is none. The pages of a sequence
+    return from the last to the first, so that the beginning of its text stays in the pool longest.
+    """
+
+    def give_back(state: DecodeState) -> DecodeState:
+        table, page_table = state.sequences, state.page_table
+        held = jnp.where(slots, table.num_held(page_table.page_size), 0)
+        total = jnp.sum(held, dtype=jnp.int32)
+
+        def block(carry):
+            start, page_table = carry
+            slot, item, valid = ragged_index(held, start, _RELEASE_BLOCK)
+            column = held.at[slot].get(mode="fill", fill_value=0) - 1 - item
+            page = table.page_indices.array.at[slot, column].get(mode="fill", fill_value=page_table.num_pages)
+            page = jnp.where(valid, page, page_table.num_pages)
+            return start + _RELEASE_BLOCK, page_table.release(page)
+
+        _, page_table = jax.lax.while_loop(lambda carry: carry[0] < total, block, (jnp.int32(0), page_table))
+        page_indices = jnp.where(slots[:, None], page_table.num_pages, table.page_indices.array)
+        table = replace(
+            table, page_indices=page_indices, num_computed=jnp.where(slots, 0, table.num_computed.array)
+        )
+        return eqx.tree_at(lambda s: (s.sequences, s.page_table), state, (table, page_table))
+
+    return run_if(jnp.any(slots & (state.sequences.num_computed.array > 0)), give_back, state)
+
+
+def free_pages_for_finished(state: DecodeState, finished: Array, reason: Array) -> DecodeState:
+    """End the sequences in the mask `finished` with `reason` (i32[seq]) and give back their pages."""
+    table = state.sequences
+    table = replace(
+        table,
+        status=jnp.where(finished, FINISHED, table.status.array),
+        finish_reason=jnp.where(finished, reason, table.finish_reason.array),
+        fork_source=jnp.where(finished, table.num_slots, table.fork_source.array),
+    )
+    return release(eqx.tree_at(lambda s: s.sequences, state, table), finished)
+
+
+def fork(state: DecodeState, children: Array, parents: Array, lens: Array) -> DecodeState:
+    """Let `children` share the pages that hold the first `lens` tokens of their `parents`. Moves no data.
+
+    Args:
+        children: bool[seq], slots that hold no pages.
+        parents: i32[seq], the slot whose pages each child shares.
+        lens: i32[seq], tokens to share; at most the parent's `num_computed`.
+    Requires: child and parent have the same first `lens` tokens.
+    """
+
+    def share(state: DecodeState) -> DecodeState:
+        table, page_table = state.sequences, state.page_table
+        held = pages_for(lens, page_table.page_size)
+        column = jnp.arange(table.page_indices.array.shape[1], dtype=jnp.int32)
+        inherits = children[:, None] & (column[None, :] < held[:, None])
+        pages = jnp.where(
+            inherits,
+            table.page_indices.array.at[parents].get(mode="fill", fill_value=page_table.num_pages),
+            page_table.num_pages,
+        )
+        table = replace(
+            table,
+            page_indices=jnp.where(children[:, None], pages, table.page_indices.array),
+            num_computed=jnp.where(children, lens, table.num_computed.array),
+        )
+        counters = state.counters
+        counters = replace(counters, forks=counters.forks.array + jnp.sum(children, dtype=jnp.int32))
+        return eqx.tree_at(
+            lambda s: (s.sequences, s.page_table, s.counters), state, (table, page_table.share(pages), counters)
+        )
+
+    return run_if(jnp.any(children), share, state)
+
+
+def fork_when_ready(state: DecodeState) -> DecodeState:
+    """Start the forks whose parent has computed the prompt; those whose parent is gone go on alone.
+
+    A child shares all of the prompt but its last token, which it computes itself, so that it samples its first
+    token like any other sequence. If that token's page is shared, writing it copies the page.
+    """
+    table = state.sequences
+    source = table.fork_source.array
+    waits = table.is_status(WAITING) & (source < table.num_slots)
+    lens = table.prompt_lens.array - 1
+    parent_status = table.status.array.at[source].get(mode="fill", fill_value=FINISHED)
+    parent_computed = table.num_computed.array.at[source].get(mode="fill", fill_value=0)
+    ready = waits & (parent_status == RUNNING) & (parent_computed >= lens) & (lens > 0)
+    alone = waits & ((parent_status == FINISHED) | (lens == 0))
+    state = fork(state, ready, source, lens)
+    table = replace(state.sequences, fork_source=jnp.where(ready | alone, table.num_slots, source))
+    return eqx.tree_at(lambda s: s.sequences, state, table)
+
+
+def _page_at(table: SequenceTable, column: Array) -> Array:
+    """The page at `column` (i32[seq]) of each slot; none where there is none."""
+    slots = jnp.arange(table.num_slots, dtype=jnp.int32)
+    num_pages = jnp.iinfo(jnp.int32).max  # past the end of any pool, as columns past the end of the table are
+    return table.page_indices.array.at[slots, column].get(mode="fill", fill_value=num_pages)
+
+
+def _keeps_page(page_table: PageTable, source: Array) -> Array:
+    """Which writer of a shared page may keep it: the first, if all its holders write in this step. bool[seq]
+
+    Args:
+        source: i32[seq], the shared page that each slot writes; none elsewhere.
+    """
+    order = jnp.argsort(source, stable=True)
+    pages = source[order]
+    begin = jnp.searchsorted(pages, pages, side="left")
+    end = jnp.searchsorted(pages, pages, side="right")
+    holders = page_table.ref_counts.array.at[pages].get(mode="fill", fill_value=0)
+    index = jnp.arange(pages.shape[0], dtype=begin.dtype)
+    keeps = (index == begin) & ((end - begin).astype(jnp.int32) == holders)
+    return jnp.zeros(source.shape, jnp.bool_).at[order].set(keeps)
+
+
+def _released_by_suffix(table: SequenceTable, page_table: PageTable, order: Array) -> Array:
+    """Pages that become free if all slots younger than the k + 1 oldest give theirs back, i32[k]."""
+    num_slots, num_pages = table.num_slots, page_table.num_pages
+    rank = jnp.zeros_like(order).at[order].set(jnp.arange(num_slots, dtype=jnp.int32))
+    pages = table.page_indices.array
+    holder = jnp.broadcast_to(rank[:, None], pages.shape)
+    oldest = jnp.full(num_pages, num_slots, jnp.int32).at[pages].min(holder, mode="drop")
+    freed = jnp.zeros(num_slots, jnp.int32).at[oldest].add(1, mode="drop")
+    return jnp.sum(freed, dtype=jnp.int32) - jnp.cumsum(freed, dtype=jnp.int32)

@@ -1,0 +1,67 @@
+"""Every compiled program of the engine. The only place with `jit`."""
+
+import dataclasses
+import functools
+
+import jax
+
+from levanter_infer.cache import KvPages
+from levanter_infer.decode.admission import Admission
+from levanter_infer.decode.loop import run_round
+from levanter_infer.decode.outputs import RoundOutputs
+from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.state import GenState
+from levanter_infer.layers.attention import AttentionSpec
+
+
+class Programs:
+    """The programs of one engine: `init`, `round`, `reset` and `zero_cache`, each compiled once.
+
+    All that changes between calls is array contents, so that whatever the requests look like, nothing is compiled
+    again. The state is donated: a caller goes on with the returned one.
+    """
+
+    def __init__(self, model, shapes: Shapes, attention: AttentionSpec, *, kv_dtype, as_bits: bool):
+        config = model.config
+
+        def new_cache() -> KvPages:
+            return KvPages.init(
+                num_layers=config.num_layers,
+                num_pages=shapes.num_pages,
+                page_size=shapes.page_size,
+                num_kv_heads=config.num_kv_heads,
+                head_size=config.head_dim,
+                dtype=kv_dtype,
+                as_bits=as_bits,
+            )
+
+        def init() -> GenState:
+            return GenState.init(shapes, new_cache())
+
+        def one_round(model, state: GenState, admission: Admission) -> tuple[GenState, RoundOutputs]:
+            return run_round(model, state, admission, shapes, attention)
+
+        def reset(state: GenState) -> GenState:
+            return GenState.init(shapes, state.kv)
+
+        def zero_cache(state: GenState) -> GenState:
+            return dataclasses.replace(state, kv=state.kv.zero())
+
+        self._compiled = {
+            "init": jax.jit(init),
+            "round": jax.jit(one_round, donate_argnums=(1,)),
+            "reset": jax.jit(reset, donate_argnums=(0,)),
+            "zero_cache": jax.jit(zero_cache, donate_argnums=(0,)),
+        }
+        self.init = self._compiled["init"]
+        self.round = functools.partial(self._compiled["round"], model)
+        self.reset = self._compiled["reset"]
+        self.zero_cache = self._compiled["zero_cache"]
+
+    def compilations(self) -> dict[str, int]:
+        """How many times each program has been compiled; 1 at most in a healthy engine."""
+        return {name: program._cache_size() for name, program in self._compiled.items()}
+
+    def lower_round(self, model, state, admission):
+        """The round program lowered for inspection; arguments may be `jax.ShapeDtypeStruct`s."""
+        return self._compiled["round"].lower(model, state, admission)

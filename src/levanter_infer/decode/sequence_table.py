@@ -1,0 +1,94 @@
+"""`SequenceTable`: what is known of each sequence, one slot each."""
+
+import equinox as eqx
+import haliax.haxtyping as ht
+import jax.numpy as jnp
+from haliax import NamedArray
+from jax import Array
+
+from levanter_infer.axes import POSITION, SEQ, SEQ_PAGE
+from levanter_infer.cache.named import full
+
+# Status of a slot
+FREE = 0  # holds nothing, never used since the last reset
+LOADING = 1  # its prompt is still being uploaded
+WAITING = 2  # ready, but without a place among the running ones
+RUNNING = 3  # takes part in every step while tokens are pending
+FINISHED = 4  # holds nothing; its results wait for the host, which may use the slot again
+
+# Why a sequence finished
+NOT_FINISHED = 0
+STOP = 1  # a stop token sequence was generated
+LENGTH = 2  # max_tokens or the engine's length limit was reached
+ERROR = 3  # its logits were not finite
+ABORT = 4  # cancelled by the host
+
+
+class SequenceTable(eqx.Module):
+    """Per slot: the tokens, how many of them have their K/V stored, and the pages that hold these.
+
+    A slot has work while `num_computed < seq_lens`; it samples in the step that makes them equal. Prompts, chunks of
+    prompts, decoding and coming back after preemption are this one case. A slot holds exactly
+    `ceil(num_computed / page_size)` pages. Absent page ids are `num_pages`, absent slots `num_slots`.
+    """
+
+    tokens: ht.i32[NamedArray, "seq position"]
+    seq_lens: ht.i32[NamedArray, " seq"]
+    """Tokens known: prompt and generated."""
+    num_computed: ht.i32[NamedArray, " seq"]
+    """Tokens whose keys and values are stored."""
+    page_indices: ht.i32[NamedArray, "seq seq_page"]
+    """Pages in logical order: position p stands in page `page_indices[p // page_size]` at offset `p % page_size`."""
+    status: ht.i32[NamedArray, " seq"]
+    finish_reason: ht.i32[NamedArray, " seq"]
+    arrival: ht.i32[NamedArray, " seq"]
+    """Order of arrival, smallest first: who runs first, and (largest) who is preempted first."""
+    prompt_lens: ht.i32[NamedArray, " seq"]
+    max_lens: ht.i32[NamedArray, " seq"]
+    """`seq_lens` at which the sequence ends with reason LENGTH."""
+    fork_source: ht.i32[NamedArray, " seq"]
+    """Slot whose prompt pages this one will share; none for a sequence of its own, and after the fork."""
+
+    @staticmethod
+    def init(num_slots: int, max_seq_len: int, num_pages: int, page_size: int) -> "SequenceTable":
+        seq = (SEQ, num_slots)
+        return SequenceTable(
+            tokens=full((seq, (POSITION, max_seq_len)), 0),
+            seq_lens=full((seq,), 0),
+            num_computed=full((seq,), 0),
+            page_indices=full((seq, (SEQ_PAGE, -(-max_seq_len // page_size))), num_pages),
+            status=full((seq,), FREE),
+            finish_reason=full((seq,), NOT_FINISHED),
+            arrival=full((seq,), 0),
+            prompt_lens=full((seq,), 0),
+            max_lens=full((seq,), 0),
+            fork_source=full((seq,), num_slots),
+        )
+
+    @property
+    def num_slots(self) -> int:
+        return self.seq_lens.axis_size(SEQ)
+
+    @property
+    def max_seq_len(self) -> int:
+        return self.tokens.axis_size(POSITION)
+
+    def is_status(self, status: int) -> Array:
+        """bool[seq]"""
+        return self.status.array == status
+
+    def num_held(self, page_size: int) -> Array:
+        """Pages that each slot holds, i32[seq]."""
+        return pages_for(self.num_computed.array, page_size)
+
+
+def pages_for(num_tokens: Array, page_size: int) -> Array:
+    """Pages that hold `num_tokens` tokens of one sequence."""
+    return (num_tokens + (page_size - 1)) // page_size
+
+
+def by_arrival(table: SequenceTable) -> Array:
+    """Slots from the oldest to the youngest, i32[seq]; slots that hold no sequence come last."""
+    live = (table.status.array > FREE) & (table.status.array < FINISHED)
+    order = jnp.argsort(jnp.where(live, table.arrival.array, jnp.iinfo(jnp.int32).max), stable=True)
+    return order.astype(jnp.int32)

@@ -1,0 +1,63 @@
+"""`Shapes`: the static sizes of everything that a generation program contains."""
+
+import dataclasses
+
+from levanter_infer.decode.sampling import SamplingLimits
+
+MIN_ROWS = 4
+"""Fewest rows of a matrix product: below it XLA's CPU products of bf16 are slow and rows lose their bits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """Sizes that a program is compiled for; they do not depend on what the requests look like."""
+
+    num_slots: int
+    """Rows of the tables: running and waiting sequences."""
+    max_seqs: int
+    """Sequences that run at once."""
+    max_seq_len: int
+    """Prompt and generated tokens of one sequence."""
+    num_pages: int
+    page_size: int
+    max_step_tokens: int
+    """Token budget of one step; at least `max_seqs`."""
+    max_round_steps: int
+    """Most steps of one round; sets the size of the output ring."""
+    upload_tokens: int
+    """Prompt tokens that one `Admission` can carry."""
+    limits: SamplingLimits
+
+    def __post_init__(self):
+        if self.max_step_tokens < self.max_seqs:
+            raise ValueError(
+                f"max_step_tokens={self.max_step_tokens} is less than max_seqs={self.max_seqs}, so that a step could "
+                "not hold one token of every running sequence; raise max_step_tokens or lower max_seqs"
+            )
+        if self.num_slots < self.max_seqs:
+            raise ValueError(f"num_slots={self.num_slots} is less than max_seqs={self.max_seqs}")
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest bucket."""
+        return max(self.max_seqs, MIN_ROWS)
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Token capacities of a step: a lone decode, everybody decodes, a full chunk; ascending, 1 to 3 of them."""
+        lone = MIN_ROWS if self.max_seqs <= 4 * MIN_ROWS else 2 * MIN_ROWS
+        return tuple(sorted({lone, max(lone, self.max_rows), max(lone, self.max_rows, self.max_step_tokens)}))
+
+    def rows(self, bucket: int) -> int:
+        """Rows of a bucket: every token may belong to another sequence."""
+        return min(bucket, self.max_rows)
+
+    @property
+    def max_new_pages(self) -> int:
+        """Most pages that one step takes: for its tokens, one begun page a row, and one copy a row."""
+        return -(-self.max_step_tokens // self.page_size) + 2 * self.max_seqs
+
+    @property
+    def ring_size(self) -> int:
+        """Sampled tokens that one round can hold."""
+        return self.max_round_steps * self.max_seqs

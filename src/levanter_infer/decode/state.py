@@ -1,0 +1,63 @@
+"""`DecodeState` and `GenState`: everything that a generation depends on, as one pytree on the device."""
+
+import equinox as eqx
+import haliax.haxtyping as ht
+from haliax import NamedArray
+
+from levanter_infer.axes import SEQ
+from levanter_infer.cache import KvPages, PageTable
+from levanter_infer.cache.named import scalar
+from levanter_infer.decode.sampling import SamplingTable
+from levanter_infer.decode.sequence_table import SequenceTable
+from levanter_infer.decode.shapes import Shapes
+
+
+class Counters(eqx.Module):
+    """What has happened since the last reset. Totals wrap at 2^31; the host adds up differences."""
+
+    steps: ht.i32[NamedArray, ""]
+    preemptions: ht.i32[NamedArray, ""]
+    """Times that a sequence lost its pages."""
+    recomputed: ht.i32[NamedArray, ""]
+    """Tokens whose stored K/V were given up by preemption."""
+    prompt_tokens: ht.i32[NamedArray, ""]
+    """Tokens computed in chunks of more than one, recomputation included."""
+    generated: ht.i32[NamedArray, ""]
+    copied_pages: ht.i32[NamedArray, ""]
+    """Pages copied because a shared one was to be written."""
+    forks: ht.i32[NamedArray, ""]
+    pages_peak: ht.i32[NamedArray, ""]
+    """Most pages held at once."""
+
+    @staticmethod
+    def init() -> "Counters":
+        return Counters(**{name: scalar(0) for name in Counters.__annotations__})
+
+
+class DecodeState(eqx.Module):
+    """Tables without storage: sequences, how to sample them, and who holds which page."""
+
+    sequences: SequenceTable
+    sampling: SamplingTable
+    page_table: PageTable
+    counters: Counters
+
+    @staticmethod
+    def init(shapes: Shapes) -> "DecodeState":
+        return DecodeState(
+            sequences=SequenceTable.init(shapes.num_slots, shapes.max_seq_len, shapes.num_pages, shapes.page_size),
+            sampling=SamplingTable.empty(SEQ, shapes.num_slots, shapes.limits),
+            page_table=PageTable.init(shapes.num_pages, shapes.page_size),
+            counters=Counters.init(),
+        )
+
+
+class GenState(eqx.Module):
+    """`DecodeState` and the pool that it indexes."""
+
+    decode: DecodeState
+    kv: KvPages
+
+    @staticmethod
+    def init(shapes: Shapes, kv: KvPages) -> "GenState":
+        return GenState(decode=DecodeState.init(shapes), kv=kv)

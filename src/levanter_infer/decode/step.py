@@ -1,0 +1,186 @@
+"""One step: pack, allocate, forward, sample, append, free."""
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from levanter_infer.axes import ROW, ROW_BOUND, SEQ_PAGE, TOKEN
+from levanter_infer.cache import KvPages, PageBatchInfo
+from levanter_infer.cache.named import replace, scalar
+from levanter_infer.cache.page_table import run_if
+from levanter_infer.decode.outputs import OutputRing
+from levanter_infer.decode.packing import StepPlan, choose_tokens, pack, start_waiting
+from levanter_infer.decode.paging import fork_when_ready, free_pages_for_finished, preempt, take_pages
+from levanter_infer.decode.sampling import SampleOutput, sample, stop_match
+from levanter_infer.decode.sequence_table import ERROR, LENGTH, STOP, by_arrival
+from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.state import DecodeState, GenState
+from levanter_infer.layers.attention import AttentionSpec
+
+
+def step(model, state: GenState, ring: OutputRing, shapes: Shapes, attention: AttentionSpec):
+    """Run one step of all running sequences.
+
+    Returns: the new state and ring.
+    """
+    decode, plan, source, target = schedule(state.decode, shapes)
+    copies = jnp.any(target < shapes.num_pages)
+    kv = run_if(copies, lambda kv: kv.copy_pages(*_compact(source, target, shapes)), state.kv)
+    kv, sampled = forward(model, decode, kv, plan, shapes, attention)
+    decode, ring = append(decode, ring, plan, sampled, shapes)
+    return GenState(decode=decode, kv=kv), ring
+
+
+def schedule(state: DecodeState, shapes: Shapes) -> tuple[DecodeState, StepPlan, Array, Array]:
+    """Decide what the step computes and give it pages.
+
+    Returns: the new state, the plan, and (source, target) pages to copy before anything is written.
+    """
+    state = start_waiting(state, shapes)
+    order = by_arrival(state.sequences)
+    take = choose_tokens(state, shapes, order)
+    state, take = preempt(state, shapes, order, take)
+    state, source, target = take_pages(state, shapes, take)
+    return state, pack(state, shapes, order, take), source, target
+
+
+def forward(model, state: DecodeState, kv: KvPages, plan: StepPlan, shapes: Shapes, attention: AttentionSpec):
+    """Compute the plan's tokens in the smallest bucket that holds them, and sample.
+
+    Each bucket is a loop of zero or one trips and not a branch of `lax.switch`, which would copy the pool at every
+    step on a CPU.
+
+    Returns: the pool with the new K/V, and `SampleOutput` over `max_rows` rows.
+    """
+    sampled = empty_sample(shapes)
+    lower = 0
+    for bucket in shapes.buckets:
+        fits = (plan.num_tokens > lower) & (plan.num_tokens <= bucket)
+        lower = bucket
+
+        def run(carry, bucket=bucket):
+            kv, sampled = carry
+            rows = shapes.rows(bucket)
+            batch = batch_info(state, plan, bucket, rows, shapes)
+            hidden, kv = model.hidden(batch, kv, attention)
+            last = jnp.clip(batch.cu_q_lens.array[1:] - 1, 0)
+            logits = model.logits(hidden.take(TOKEN, hax.named(last, (ROW,))))
+            seq_lens = batch.seq_lens.array
+            result = sample(
+                logits.rearrange((ROW, ...)).array,
+                state.sampling.rows(batch.slot_ids.array),
+                positions=seq_lens,
+                tokens=state.sequences.tokens.array,
+                slot_ids=batch.slot_ids.array,
+                prompt_lens=state.sequences.prompt_lens.array.at[batch.slot_ids.array].get(mode="fill", fill_value=0),
+                seq_lens=seq_lens,
+                max_top=shapes.limits.max_logprobs,
+            )
+            return kv, jax.tree.map(lambda all, new: all.at[:rows].set(new), sampled, result)
+
+        kv, sampled = run_if(fits, run, (kv, sampled))
+    return kv, sampled
+
+
+def empty_sample(shapes: Shapes) -> SampleOutput:
+    rows, top = shapes.max_rows, shapes.limits.max_logprobs
+    return SampleOutput(
+        tokens=jnp.zeros(rows, jnp.int32),
+        logprobs=jnp.zeros(rows, jnp.float32),
+        processed_logprobs=jnp.zeros(rows, jnp.float32),
+        top_ids=jnp.zeros((rows, top), jnp.int32),
+        top_logprobs=jnp.zeros((rows, top), jnp.float32),
+        finite=jnp.ones(rows, jnp.bool_),
+    )
+
+
+def batch_info(state: DecodeState, plan: StepPlan, bucket: int, rows: int, shapes: Shapes) -> PageBatchInfo:
+    """The plan as the model sees it, in a bucket of `bucket` tokens and `rows` rows."""
+    table, size = state.sequences, shapes.page_size
+    slots = plan.slot_ids[:rows]
+    bounds = plan.cu_q_lens[: rows + 1]
+    token = jnp.arange(bucket, dtype=jnp.int32)
+    row = jnp.searchsorted(bounds[1:], token, side="right").astype(jnp.int32)
+    valid = token < plan.num_tokens
+    slot = jnp.where(valid, slots.at[row].get(mode="fill", fill_value=0), table.num_slots)
+    computed = table.num_computed.array
+    position = computed.at[slot].get(mode="fill", fill_value=0) + token - bounds.at[row].get(mode="fill", fill_value=0)
+    position = jnp.where(valid, position, 0)
+    page = table.page_indices.array.at[slot, position // size].get(mode="fill", fill_value=shapes.num_pages)
+    dests = jnp.where(valid, page * size + position % size, shapes.num_pages * size)
+    seq_lens = (computed + plan.take).at[slots].get(mode="fill", fill_value=0)
+    page_indices = table.page_indices.array.at[slots].get(mode="fill", fill_value=shapes.num_pages)
+    return PageBatchInfo(
+        tokens=hax.named(table.tokens.array.at[slot, position].get(mode="fill", fill_value=0), (TOKEN,)),
+        positions=hax.named(position, (TOKEN,)),
+        slot_ids=hax.named(slots, (ROW,)),
+        cu_q_lens=hax.named(bounds, (ROW_BOUND,)),
+        seq_lens=hax.named(seq_lens, (ROW,)),
+        page_indices=hax.named(page_indices, (ROW, SEQ_PAGE)),
+        num_seqs=scalar(plan.num_rows),
+        new_token_dests=hax.named(dests, (TOKEN,)),
+        page_size=size,
+    )
+
+
+def append(
+    state: DecodeState, ring: OutputRing, plan: StepPlan, sampled: SampleOutput, shapes: Shapes
+) -> tuple[DecodeState, OutputRing]:
+    """Store the sampled tokens, end the sequences that are done, give back their pages, and start forks."""
+    table = state.sequences
+    num_slots = table.num_slots
+    computed = table.num_computed.array + plan.take
+    slots = plan.slot_ids
+    lens = table.seq_lens.array.at[slots].get(mode="fill", fill_value=0)
+    samples = (computed.at[slots].get(mode="fill", fill_value=0) == lens) & (slots < num_slots)
+    failed = samples & ~sampled.finite
+    emits = samples & sampled.finite
+
+    writer = jnp.where(emits, slots, num_slots)
+    tokens = table.tokens.array.at[writer, lens].set(sampled.tokens, mode="drop")
+    seq_lens = table.seq_lens.array.at[writer].add(1, mode="drop")
+    stopped = emits & _stops(state, tokens, slots, lens + 1, shapes)
+    full = emits & (lens + 1 >= table.max_lens.array.at[slots].get(mode="fill", fill_value=0))
+    reason = jnp.where(failed, ERROR, jnp.where(stopped, STOP, LENGTH)).astype(jnp.int32)
+    done = failed | stopped | full
+    finished = jnp.zeros(num_slots, jnp.bool_).at[slots].set(done, mode="drop")
+    reasons = jnp.zeros(num_slots, jnp.int32).at[slots].set(reason, mode="drop")
+
+    q_lens = plan.cu_q_lens[1:] - plan.cu_q_lens[:-1]
+    counters = state.counters
+    counters = replace(
+        counters,
+        steps=counters.steps.array + 1,
+        generated=counters.generated.array + jnp.sum(emits, dtype=jnp.int32),
+        prompt_tokens=counters.prompt_tokens.array + jnp.sum(jnp.where(q_lens > 1, q_lens, 0), dtype=jnp.int32),
+    )
+    table = replace(table, tokens=tokens, seq_lens=seq_lens, num_computed=computed)
+    state = eqx.tree_at(lambda s: (s.sequences, s.counters), state, (table, counters))
+    ring = ring.push(emits, slots, sampled)
+    state = fork_when_ready(state)
+    return free_pages_for_finished(state, finished, reasons), ring
+
+
+def _stops(state: DecodeState, tokens: Array, slots: Array, lens: Array, shapes: Shapes) -> Array:
+    """Which rows have just completed one of their stop token sequences, bool[row].
+
+    Only generated tokens count: a stop sequence never matches across the end of the prompt.
+    """
+    table, sampling = state.sequences, state.sampling.rows(slots)
+    width = shapes.limits.max_stop_tokens
+    prompt_lens = table.prompt_lens.array.at[slots].get(mode="fill", fill_value=0)[:, None]
+    position = lens[:, None] - width + jnp.arange(width, dtype=jnp.int32)[None, :]
+    column = jnp.where(position >= prompt_lens, position, table.max_seq_len)
+    window = tokens.at[slots[:, None], column].get(mode="fill", fill_value=shapes.limits.vocab_size)
+    enough = (lens - prompt_lens[:, 0]) >= sampling.min_tokens.array
+    return stop_match(sampling.stop_ids.array, sampling.stop_lens.array, window, enough)
+
+
+def _compact(source: Array, target: Array, shapes: Shapes) -> tuple[Array, Array]:
+    """The pairs to copy at the front of arrays of `max_seqs` entries: only sequences that run write anything."""
+    used = target < shapes.num_pages
+    place = jnp.where(used, jnp.cumsum(used, dtype=jnp.int32) - 1, shapes.max_seqs)
+    none = jnp.full(shapes.max_seqs, shapes.num_pages, jnp.int32)
+    return none.at[place].set(source, mode="drop"), none.at[place].set(target, mode="drop")
