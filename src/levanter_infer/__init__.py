@@ -1,0 +1,41 @@
+"""levanter_infer: batch sampling for JAX training stacks.
+
+The public names load when they are first used, so that a command can refuse a wrong option before JAX is imported.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from levanter_infer.checkpoints.load import load_model as load_model
+    from levanter_infer.engine.config import EngineConfig as EngineConfig
+    from levanter_infer.engine.engine import InferenceEngine as InferenceEngine
+    from levanter_infer.engine.params import SamplingParams as SamplingParams
+    from levanter_infer.engine.pure import GenerateOutput as GenerateOutput
+    from levanter_infer.engine.pure import generate as generate
+    from levanter_infer.engine.request import Completion as Completion
+    from levanter_infer.engine.request import Request as Request
+    from levanter_infer.engine.request import RequestOutput as RequestOutput
+
+_WHERE = {
+    "load_model": "checkpoints.load",
+    "EngineConfig": "engine.config",
+    "InferenceEngine": "engine.engine",
+    "SamplingParams": "engine.params",
+    "GenerateOutput": "engine.pure",
+    "generate": "engine.pure",
+    "Completion": "engine.request",
+    "Request": "engine.request",
+    "RequestOutput": "engine.request",
+}
+__all__ = sorted(_WHERE)
+
+
+def __getattr__(name: str):
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

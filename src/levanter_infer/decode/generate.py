@@ -1,0 +1,99 @@
+"""Generation as a pure function of arrays: the same steps, from start to end inside the caller's program."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from levanter_infer.cache import KvPages
+from levanter_infer.cache.named import replace
+from levanter_infer.decode.outputs import OutputRing
+from levanter_infer.decode.loop import run_steps
+from levanter_infer.decode.sampling import SamplingTable
+from levanter_infer.decode.sequence_table import WAITING
+from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.state import GenState
+from levanter_infer.layers.attention import AttentionSpec
+
+
+class Generated(eqx.Module):
+    """What was sampled, per slot; entries from `num_tokens` on are padding (token 0, logprob 0)."""
+
+    token_ids: Array
+    """i32[slots, max_tokens]"""
+    logprobs: Array
+    """f32[slots, max_tokens], under the model"""
+    processed_logprobs: Array
+    """f32[slots, max_tokens], under the distribution that was sampled from"""
+    num_tokens: Array
+    """i32[slots]"""
+    finish_reason: Array
+    """i32[slots], a code of `sequence_table`"""
+
+
+def generate_all(
+    model,
+    kv: KvPages,
+    prompts: Array,
+    prompt_lens: Array,
+    sampling: SamplingTable,
+    *,
+    n: int,
+    max_tokens: int,
+    shapes: Shapes,
+    attention: AttentionSpec,
+) -> Generated:
+    """Sample `n` continuations of each prompt; pure and traceable.
+
+    Args:
+        kv: a pool of `shapes.num_pages` pages, content irrelevant.
+        prompts: i32[batch, length], padded on the right.
+        prompt_lens: i32[batch], at least 1.
+        sampling: over the slots; slot `b * n + i` is sample `i` of prompt `b`.
+    Requires: `shapes.num_slots == batch * n`; each sequence fits alone into the pool and into `max_seq_len`.
+    """
+    state = GenState.init(shapes, kv)
+    table = state.decode.sequences
+    slots = jnp.arange(shapes.num_slots, dtype=jnp.int32)
+    lens = jnp.repeat(prompt_lens.astype(jnp.int32), n)
+    leader = slots // n * n
+    rows = jnp.repeat(prompts.astype(jnp.int32), n, axis=0)
+    table = replace(
+        table,
+        tokens=table.tokens.array.at[:, : prompts.shape[1]].set(rows),
+        seq_lens=lens,
+        prompt_lens=lens,
+        status=jnp.full_like(slots, WAITING),
+        arrival=slots,
+        max_lens=jnp.minimum(lens + max_tokens, shapes.max_seq_len),
+        fork_source=jnp.where(slots == leader, shapes.num_slots, leader),
+    )
+    state = eqx.tree_at(lambda s: (s.decode.sequences, s.decode.sampling), state, (table, sampling))
+    ring = OutputRing.init(shapes.ring_size, shapes.limits.max_logprobs)
+    forever = jnp.int32(jnp.iinfo(jnp.int32).max)
+    state, ring = run_steps(
+        model, state, ring, shapes, attention, max_steps=forever, wanted_slots=jnp.int32(shapes.num_slots + 1)
+    )
+    return _collect(state, ring, prompt_lens=lens, max_tokens=max_tokens, shapes=shapes)
+
+
+def _collect(state: GenState, ring: OutputRing, *, prompt_lens: Array, max_tokens: int, shapes: Shapes) -> Generated:
+    """Sort the ring's entries by slot, keeping the order of sampling."""
+    index = jnp.arange(ring.size, dtype=jnp.int32)
+    slot = jnp.where(index < ring.count.array, ring.slot_ids.array, shapes.num_slots)
+    order = jnp.argsort(slot, stable=True)
+    ordered = slot[order]
+    place = index - jnp.searchsorted(ordered, ordered, side="left").astype(jnp.int32)
+
+    def per_slot(values: Array) -> Array:
+        empty = jnp.zeros((shapes.num_slots, max_tokens), values.dtype)
+        return empty.at[ordered, place].set(values[order], mode="drop")
+
+    table = state.decode.sequences
+    return Generated(
+        token_ids=per_slot(ring.tokens.array),
+        logprobs=per_slot(ring.logprobs.array),
+        processed_logprobs=per_slot(ring.processed_logprobs.array),
+        num_tokens=table.seq_lens.array - prompt_lens,
+        finish_reason=table.finish_reason.array,
+    )

@@ -1,0 +1,127 @@
+"""`EngineConfig`: what a user may choose about the engine, and the sizes that follow."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from levanter_infer.decode.sampling import SamplingLimits
+from levanter_infer.decode.shapes import Shapes
+from levanter_infer.runtime.memory import default_pool_bytes
+
+_KV_DTYPES = ("float32", "bfloat16", "float16")
+MAX_STOP_TOKENS = 16
+"""Tokens of one stop token sequence, at most."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Sizes and policies of an engine. None means: chosen from model and machine, and printed by the frontends."""
+
+    page_size: int | None = None
+    """Tokens per page, a power of two. Default 16."""
+    max_pages: int | None = None
+    """Pages in the pool. Default: enough for `max_seqs` sequences of `max_seq_len`, within free memory."""
+    max_seqs: int = 64
+    """Sequences that run at once; as many again may wait on the device."""
+    max_seq_len: int | None = None
+    """Prompt and generated tokens of one sequence. Default: what the model was made for, at most 32768."""
+    max_step_tokens: int | None = None
+    """Tokens computed in one step; bounds the chunks in which prompts are computed. Default 256, or 4 * max_seqs."""
+    kv_dtype: str | None = None
+    """float32, bfloat16 or float16. Default: that of the model's weights."""
+    attention: str = "auto"
+    """Attention implementation: auto, xla or reference."""
+    prefix_cache: bool = False
+    """Sharing of equal prompt beginnings between requests; not available in this version."""
+    admission: str = "optimistic"
+    """When requests enter: `optimistic` (as soon as there is a place; preemption makes room)."""
+    numerics: str = "default"
+    """`default`: random numbers depend on the request alone; rounding may depend on its company."""
+    max_round_steps: int = 64
+    """Steps of one launch, at most."""
+    max_round_seconds: float = 0.5
+    """Cancellation takes effect between rounds; steps per round adapt so that a round stays under this time."""
+    max_logprobs: int = 20
+    """Largest `logprobs` that a request may ask for."""
+    max_logit_bias: int = 300
+    """Entries of a request's `logit_bias`, at most."""
+    max_stop_sequences: int = 8
+    """Entries of a request's `stop_token_ids` (16 tokens each) and of its `stop`, at most."""
+
+    def __post_init__(self):
+        for name in ("page_size", "max_pages", "max_seq_len", "max_step_tokens"):
+            _check_positive(name, getattr(self, name), optional=True)
+        for name in ("max_seqs", "max_round_steps"):
+            _check_positive(name, getattr(self, name))
+        for name in ("max_logprobs", "max_logit_bias", "max_stop_sequences"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise ValueError(f"engine.{name}={value!r}: expected an integer of at least 0")
+        if isinstance(self.max_round_seconds, bool) or not self.max_round_seconds > 0:
+            raise ValueError(f"engine.max_round_seconds={self.max_round_seconds!r}: expected seconds above 0")
+        if self.page_size is not None and self.page_size & (self.page_size - 1):
+            raise ValueError(f"engine.page_size={self.page_size} is not a power of two; use one of 8, 16, 32, 64, 128")
+        if self.kv_dtype is not None and self.kv_dtype not in _KV_DTYPES:
+            raise ValueError(f"engine.kv_dtype={self.kv_dtype!r}: expected one of {', '.join(_KV_DTYPES)}")
+        if self.prefix_cache:
+            raise ValueError("engine.prefix_cache=true is not available in this version; leave it out")
+        if self.admission != "optimistic":
+            raise ValueError(f"engine.admission={self.admission!r} is not available; this version has: optimistic")
+        if self.numerics != "default":
+            raise ValueError(f"engine.numerics={self.numerics!r} is not available; this version has: default")
+        if self.attention not in ("auto", "xla", "reference"):
+            raise ValueError(f"engine.attention={self.attention!r} is not available; use auto, xla or reference")
+
+
+def _check_positive(name: str, value, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if type(value) is not int or value < 1:
+        raise ValueError(f"engine.{name}={value!r}: expected a whole number of at least 1")
+
+
+def resolve_shapes(config: EngineConfig, model, num_eos: int) -> Shapes:
+    """The static sizes of an engine for `model`.
+
+    Args:
+        num_eos: end-of-sequence ids of the model; each takes a place among the stop token sequences.
+    Raises: ValueError if the pool could not hold one page per running sequence, or sizes contradict each other.
+    """
+    arch = model.config
+    page_size = config.page_size or 16
+    max_seq_len = config.max_seq_len or min(arch.max_position_embeddings, 32768)
+    max_step_tokens = config.max_step_tokens or max(256, 4 * config.max_seqs)
+    wanted = config.max_seqs * -(-max_seq_len // page_size)
+    page_bytes = (
+        arch.num_layers * page_size * 2 * arch.num_kv_heads * arch.head_dim * kv_dtype(config, model).itemsize
+    )
+    num_pages = config.max_pages or max(1, min(wanted, default_pool_bytes() // page_bytes))
+    if num_pages * page_size >= 2**31:
+        raise ValueError(f"a pool of {num_pages} pages of {page_size} tokens exceeds 2^31 tokens; lower max_pages")
+    return Shapes(
+        num_slots=2 * config.max_seqs,
+        max_seqs=config.max_seqs,
+        max_seq_len=max_seq_len,
+        num_pages=num_pages,
+        page_size=page_size,
+        max_step_tokens=max_step_tokens,
+        max_round_steps=config.max_round_steps,
+        upload_tokens=max(4096, max_step_tokens),
+        limits=SamplingLimits(
+            vocab_size=arch.vocab_size,
+            max_logprobs=min(config.max_logprobs, arch.vocab_size),
+            max_logit_bias=config.max_logit_bias,
+            max_stop_sequences=config.max_stop_sequences + num_eos,
+            max_stop_tokens=MAX_STOP_TOKENS,
+        ),
+    )
+
+
+def kv_dtype(config: EngineConfig, model) -> jnp.dtype:
+    return jnp.dtype(config.kv_dtype or model.embeddings.dtype)
+
+
+def stores_bits() -> bool:
+    """Whether narrow floats are stored as integers: on a CPU, where XLA converts the pool otherwise."""
+    return jax.default_backend() == "cpu"

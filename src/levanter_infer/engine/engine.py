@@ -1,0 +1,304 @@
+"""`InferenceEngine`: adds requests and reads results; everything per token happens on the device."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from haliax import NamedArray
+
+from levanter_infer.decode.outputs import HostOutputs, RoundOutputs
+from levanter_infer.decode.programs import Programs
+from levanter_infer.decode.sequence_table import pages_for
+from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes, stores_bits
+from levanter_infer.engine.params import check_limits, derive_seed
+from levanter_infer.engine.request import Request, RequestOutput
+from levanter_infer.engine.sequence import Group
+from levanter_infer.engine.sequence import Sequence as HostSequence
+from levanter_infer.engine.slots import SlotManager, empty_admission
+from levanter_infer.engine.stats import Stats
+from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
+from levanter_infer.layers.attention import AttentionSpec
+
+logger = logging.getLogger(__name__)
+
+_FIRST_ROUND_STEPS = 8
+
+
+@dataclasses.dataclass
+class _Launched:
+    round_id: int
+    outputs: RoundOutputs
+    started: float
+
+
+class InferenceEngine:
+    """Samples many requests together on one device.
+
+    The host and the device meet once a round: one upload of new requests, one download of sampled tokens, and the
+    next round is launched before the last one is read.
+
+    Args:
+        model: a `DecoderModel`.
+        tokenizer: needed for text prompts, chats, text stops and the text of completions.
+        config: sizes and policies.
+        seed: from which, with its id, a request without a seed derives its own.
+    """
+
+    def __init__(self, model, tokenizer=None, config: EngineConfig | None = None, *, seed: int = 0, score_mod=None, mask_mod=None):
+        self.config = config or EngineConfig()
+        self.model, self.tokenizer, self.seed = model, tokenizer, seed
+        self._eos = tuple(tokenizer.eos_token_ids) if tokenizer is not None else ()
+        self.shapes = resolve_shapes(self.config, model, len(self._eos))
+        attention = AttentionSpec(impl=self.config.attention, score_mod=score_mod, mask_mod=mask_mod)
+        self.programs = Programs(
+            model, self.shapes, attention, kv_dtype=kv_dtype(self.config, model), as_bits=stores_bits()
+        )
+        self.state = self.programs.init()
+        self._nothing = jax.device_put(empty_admission(self.shapes))
+        self._stats = Stats(self.shapes.num_pages)
+        self._rounds = 0
+        self._round_steps = min(_FIRST_ROUND_STEPS, self.config.max_round_steps)
+        self._last_end = 0.0
+        self._start_over()
+        logger.info("engine: %s", self.describe())
+
+    def _start_over(self) -> None:
+        self._slots = SlotManager(self.shapes, self._eos)
+        self._groups: dict[int, Group] = {}
+        self._in_flight: _Launched | None = None
+
+    def describe(self) -> dict[str, object]:
+        """What was chosen, by name of the config key where there is one."""
+        shapes, kv = self.shapes, self.state.kv
+        return {
+            "page_size": shapes.page_size,
+            "max_pages": shapes.num_pages,
+            "max_seqs": shapes.max_seqs,
+            "max_seq_len": shapes.max_seq_len,
+            "max_step_tokens": shapes.max_step_tokens,
+            "kv_dtype": str(kv.dtype),
+            "attention": "xla" if self.config.attention == "auto" else self.config.attention,
+            "step_buckets": list(shapes.buckets),
+            "pool_mb": round(kv.pages.array.nbytes / 2**20, 1),
+            "device": str(jax.devices()[0]),
+        }
+
+    # Requests
+
+    def generate(
+        self, requests: Sequence[Request], *, on_update: Callable[[int, int, int], None] | None = None
+    ) -> list[RequestOutput]:
+        """Sample all requests.
+
+        A request that cannot be served comes back with `error` and no completions; the others are not affected.
+
+        Args:
+            on_update: called after each round with (sequences finished, sequences in all, tokens generated so far).
+        Returns: one output per request, in their order.
+        """
+        outputs: list[RequestOutput | None] = [None] * len(requests)
+        groups: dict[int, Group] = {}
+        try:
+            for i, request in enumerate(requests):
+                try:
+                    groups[i] = self._make_group(request, str(i))
+                except ValueError as error:
+                    ids = list(request.prompt_token_ids or [])
+                    outputs[i] = RequestOutput(request.id or str(i), request.prompt, ids, [], str(error))
+                else:
+                    self._slots.add(groups[i])
+                    self._stats.on_submit(len(groups[i].prompt_token_ids))
+            self._run(list(groups.values()), on_update)
+        except BaseException:
+            self.reset()  # what was running is lost to its caller; the engine stays usable
+            raise
+        for i, group in groups.items():
+            outputs[i] = _output_of(group)
+        return [output for output in outputs if output is not None]
+
+    def _run(self, groups: list[Group], on_update) -> None:
+        total = sum(len(group.sequences) for group in groups)
+        finished = 0
+        while finished < total:
+            finished += len(self.step_round())
+            if on_update is not None:
+                tokens = sum(len(s.token_ids) for group in groups for s in group.sequences)
+                on_update(finished, total, tokens)
+        self.drain()
+
+    def step_round(self) -> list[HostSequence]:
+        """Launch the next round and read the one before; returns the sequences whose result became known."""
+        launched = self._launch()
+        previous, self._in_flight = self._in_flight, launched
+        return self._read(previous) if previous is not None else []
+
+    def drain(self) -> None:
+        """Run until the device is idle: every page is free afterwards."""
+        while not self._slots.is_idle or self._in_flight is not None:
+            previous, self._in_flight = self._in_flight, None
+            if previous is not None:
+                self._read(previous)
+            if not self._slots.is_idle:
+                self._in_flight = self._launch()
+        self._stats.on_idle()
+
+    def submit(self, request: Request) -> Group:
+        """Queue a request for the coming rounds. Raises: ValueError if it cannot be served."""
+        group = self._make_group(request, str(self._stats.as_dict()["prompt_tokens"]))
+        self._slots.add(group)
+        self._stats.on_submit(len(group.prompt_token_ids))
+        return group
+
+    def cancel(self, group: Group) -> None:
+        """End a submitted request with reason "abort"; its pages are free two rounds later at the most."""
+        self._slots.discard(group)
+
+    def _launch(self) -> _Launched:
+        fields = self._slots.next_admission(self._rounds, self._round_steps)
+        uploaded = jax.device_put(fields)
+        admission = dataclasses.replace(
+            self._nothing,
+            **{
+                name: NamedArray(value, getattr(self._nothing, name).axes) if name != "sampling" else value
+                for name, value in uploaded.items()
+            },
+        )
+        started = time.perf_counter()
+        self.state, outputs = self.programs.round(self.state, admission)
+        outputs.packed.copy_to_host_async()
+        launched = _Launched(self._rounds, outputs, started)
+        self._rounds += 1
+        return launched
+
+    def _read(self, launched: _Launched) -> list[HostSequence]:
+        before = self._stats.as_dict()["steps"]
+        outputs = HostOutputs(launched.outputs, self.shapes)
+        end = time.perf_counter()
+        seconds = end - max(launched.started, self._last_end)
+        self._last_end = end
+        self._stats.on_round(outputs, seconds)
+        self._adapt(int(self._stats.as_dict()["steps"] or 0) - int(before or 0), seconds, launched.round_id)
+        return self._slots.collect(outputs, launched.round_id)
+
+    def _adapt(self, steps: int, seconds: float, round_id: int) -> None:
+        """Choose the number of steps that fits into `max_round_seconds`, from the last round's time per step."""
+        if steps == 0 or round_id == 0:
+            return
+        fitting = int(self.config.max_round_seconds * steps / seconds)
+        self._round_steps = max(1, min(fitting, 2 * self._round_steps, self.config.max_round_steps))
+
+    def _make_group(self, request: Request, default_id: str) -> Group:
+        ids = self._token_ids(request)
+        params, shapes = request.sampling, self.shapes
+        check_limits(
+            params,
+            vocab_size=shapes.limits.vocab_size,
+            max_logprobs=self.config.max_logprobs,
+            max_logit_bias=self.config.max_logit_bias,
+            max_stop_sequences=self.config.max_stop_sequences,
+        )
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer and this engine has none; use stop_token_ids")
+        if params.n > shapes.num_slots:
+            raise ValueError(
+                f"n={params.n} exceeds the {shapes.num_slots} slots that engine.max_seqs={shapes.max_seqs} gives; "
+                "raise engine.max_seqs"
+            )
+        group = Group(
+            id=request.id if request.id is not None else default_id,
+            prompt=request.prompt,
+            prompt_token_ids=ids,
+            params=params,
+            seed=params.seed if params.seed is not None else derive_seed(self.seed, request.id or default_id),
+            max_len=self._max_len(len(ids), params.max_tokens),
+        )
+        for index in range(params.n):
+            sequence = HostSequence(group=group, index=index)
+            if self.tokenizer is not None:
+                sequence.decoder = IncrementalDecoder(self.tokenizer)
+                if params.stop:
+                    sequence.matcher = StopMatcher(params.stop, min_tokens=params.min_tokens)
+            group.sequences.append(sequence)
+        return group
+
+    def _token_ids(self, request: Request) -> list[int]:
+        given = [n for n in ("prompt", "prompt_token_ids", "messages") if getattr(request, n) is not None]
+        if len(given) != 1:
+            raise ValueError(f"a request needs one of prompt, prompt_token_ids, messages; got {given or 'none'}")
+        if request.prompt_token_ids is None and self.tokenizer is None:
+            raise ValueError(f"{given[0]} needs a tokenizer and this engine has none; give prompt_token_ids")
+        if request.messages is not None:
+            text = self.tokenizer.apply_chat_template(list(request.messages), add_generation_prompt=True)
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+        elif request.prompt is not None:
+            ids = self.tokenizer.encode(request.prompt)
+        else:
+            ids = _checked_ids(request.prompt_token_ids, self.shapes.limits.vocab_size)
+        if not ids:
+            raise ValueError("the prompt is empty; give at least one token")
+        return ids
+
+    def _max_len(self, prompt_len: int, max_tokens: int) -> int:
+        shapes = self.shapes
+        if prompt_len >= shapes.max_seq_len:
+            raise ValueError(
+                f"the prompt has {prompt_len} tokens, which leaves no room to generate within "
+                f"engine.max_seq_len={shapes.max_seq_len}; shorten it or raise engine.max_seq_len"
+            )
+        if max_tokens > shapes.max_seq_len:
+            raise ValueError(
+                f"max_tokens={max_tokens} exceeds engine.max_seq_len={shapes.max_seq_len}; lower it or raise "
+                "engine.max_seq_len"
+            )
+        max_len = min(prompt_len + max_tokens, shapes.max_seq_len)
+        needed = int(pages_for(np.asarray(max_len), shapes.page_size))
+        if needed > shapes.num_pages:
+            raise ValueError(
+                f"the sequence may need {needed} pages ({prompt_len} prompt tokens and up to {max_len - prompt_len} "
+                f"more, {shapes.page_size} a page) and the pool has {shapes.num_pages}; raise engine.max_pages or "
+                "lower max_tokens"
+            )
+        return max_len
+
+    # State
+
+    def reset(self) -> None:
+        """Forget all sequences. Touches tables only, never the pool; nothing is compiled for it."""
+        self._in_flight = None
+        self.state = self.programs.reset(self.state)
+        self._stats.on_reset()
+        self._start_over()
+
+    def zero_cache(self) -> None:
+        """Overwrite every stored key and value with zeros. Requires: no request in progress."""
+        if not self._slots.is_idle:
+            raise ValueError("zero_cache while requests are in progress would change their results; finish them first")
+        self.state = self.programs.zero_cache(self.state)
+
+    def stats(self) -> dict[str, object]:
+        """Totals since the engine was made: tokens, rates, pages, preemptions, steps, rounds, compilations."""
+        programs = self.programs.compilations()
+        return {**self._stats.as_dict(), "compilations": sum(programs.values()), "programs": programs}
+
+
+def _checked_ids(token_ids, vocab_size: int) -> list[int]:
+    ids = []
+    for i, token in enumerate(token_ids):
+        if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
+            raise ValueError(f"prompt_token_ids[{i}]={token!r} is not an integer")
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"prompt_token_ids[{i}]={token} is outside the vocabulary of {vocab_size} tokens")
+        ids.append(int(token))
+    return ids
+
+
+def _output_of(group: Group) -> RequestOutput:
+    return RequestOutput(
+        id=group.id,
+        prompt=group.prompt,
+        prompt_token_ids=group.prompt_token_ids,
+        completions=[sequence.completion() for sequence in group.sequences],
+    )

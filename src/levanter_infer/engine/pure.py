@@ -1,0 +1,156 @@
+"""`generate`: sampling as a pure function, for use inside `jit`, `scan` or a training step."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import NamedArray
+from jax import Array
+
+from levanter_infer.axes import SEQ
+from levanter_infer.cache import KvPages
+from levanter_infer.decode.generate import generate_all
+from levanter_infer.decode.sequence_table import pages_for
+from levanter_infer.decode.shapes import Shapes
+from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes, stores_bits
+from levanter_infer.engine.encode_sampling import SamplingColumns
+from levanter_infer.engine.params import SamplingParams, check_limits
+from levanter_infer.layers.attention import AttentionSpec
+
+
+class GenerateOutput(eqx.Module):
+    """Sampled continuations; entries from `num_tokens` on are padding (token 0, logprob 0)."""
+
+    token_ids: Array
+    """i32[batch, n, max_tokens]"""
+    logprobs: Array
+    """f32[batch, n, max_tokens], under the model"""
+    processed_logprobs: Array
+    """f32[batch, n, max_tokens], under the distribution that was sampled from"""
+    num_tokens: Array
+    """i32[batch, n]"""
+    finish_reason: Array
+    """i32[batch, n]: 1 stop, 2 length, 3 error"""
+
+
+def generate(
+    model,
+    prompt_token_ids,
+    prompt_lens,
+    sampling: SamplingParams | None = None,
+    *,
+    config: EngineConfig | None = None,
+    seeds=None,
+    eos_token_ids: tuple[int, ...] = (),
+    score_mod=None,
+    mask_mod=None,
+) -> GenerateOutput:
+    """Sample continuations of a batch of prompts; pure, and traceable by `jit` and `scan`.
+
+    Args:
+        model: a `DecoderModel`; its arrays may be traced.
+        prompt_token_ids: i32[batch, length], padded on the right with anything.
+        prompt_lens: i32[batch], from 1 to `length`.
+        sampling: one for all prompts. Text stops need a host and are refused.
+        config: sizes; `max_seq_len` defaults to what the call needs and `max_pages` to enough for everybody who runs.
+        seeds: u32[batch, 2], the high and low word of each prompt's seed, may be traced. Default: `sampling.seed`
+            plus the prompt's place, or the place alone.
+        eos_token_ids: tokens that end a sequence, unless `sampling.ignore_eos`.
+    Raises: ValueError for sizes that contradict each other. Values inside traced arrays are not checked: a token id
+        out of range, or a length of 0, gives an undefined continuation of that prompt.
+    """
+    params, config = sampling or SamplingParams(), config or EngineConfig()
+    prompts, lens = jnp.asarray(prompt_token_ids, jnp.int32), jnp.asarray(prompt_lens, jnp.int32)
+    if prompts.ndim != 2 or lens.shape != prompts.shape[:1]:
+        raise ValueError(
+            f"prompt_token_ids has shape {prompts.shape} and prompt_lens {lens.shape}; expected [batch, length] "
+            "and [batch]"
+        )
+    if params.stop:
+        raise ValueError("stop strings need a host; use stop_token_ids, or InferenceEngine")
+    shapes = _shapes(config, model, params, prompts.shape, len(eos_token_ids))
+    check_limits(
+        params,
+        vocab_size=shapes.limits.vocab_size,
+        max_logprobs=config.max_logprobs,
+        max_logit_bias=config.max_logit_bias,
+        max_stop_sequences=config.max_stop_sequences,
+    )
+    batch, n = prompts.shape[0], params.n
+    table = _sampling_table(params, batch, shapes, eos_token_ids, seeds)
+    arch = model.config
+    kv = KvPages.init(
+        num_layers=arch.num_layers,
+        num_pages=shapes.num_pages,
+        page_size=shapes.page_size,
+        num_kv_heads=arch.num_kv_heads,
+        head_size=arch.head_dim,
+        dtype=kv_dtype(config, model),
+        as_bits=stores_bits(),
+    )
+    attention = AttentionSpec(impl=config.attention, score_mod=score_mod, mask_mod=mask_mod)
+    result = generate_all(
+        model, kv, prompts, lens, table, n=n, max_tokens=params.max_tokens, shapes=shapes, attention=attention
+    )
+    return GenerateOutput(
+        **{
+            field.name: getattr(result, field.name).reshape(batch, n, *getattr(result, field.name).shape[1:])
+            for field in dataclasses.fields(GenerateOutput)
+        }
+    )
+
+
+def _shapes(config: EngineConfig, model, params: SamplingParams, shape: tuple[int, int], num_eos: int) -> Shapes:
+    """Sizes for exactly this call: a slot for every sequence, and a ring for all that they can generate."""
+    batch, length = shape
+    slots = batch * params.n
+    needed = length + params.max_tokens
+    if config.max_seq_len is not None and needed > config.max_seq_len:
+        raise ValueError(
+            f"prompts of up to {length} tokens and max_tokens={params.max_tokens} need {needed} positions but "
+            f"max_seq_len={config.max_seq_len}; raise it or lower max_tokens"
+        )
+    max_seqs = min(config.max_seqs, slots)
+    page_size = config.page_size or 16
+    pages_each = int(pages_for(np.asarray(needed), page_size))
+    max_pages = config.max_pages or max_seqs * pages_each
+    if max_pages < pages_each:
+        raise ValueError(
+            f"one sequence may need {pages_each} pages and max_pages={max_pages}; raise max_pages or lower max_tokens"
+        )
+    sized = dataclasses.replace(
+        config,
+        max_seqs=max_seqs,
+        max_seq_len=needed,
+        page_size=page_size,
+        max_pages=max_pages,
+        max_step_tokens=config.max_step_tokens or max(256, 4 * max_seqs),
+    )
+    return dataclasses.replace(
+        resolve_shapes(sized, model, num_eos),
+        num_slots=slots,
+        max_round_steps=-(-slots * params.max_tokens // max_seqs) + 1,
+    )
+
+
+def _sampling_table(params: SamplingParams, batch: int, shapes: Shapes, eos_token_ids: tuple[int, ...], seeds):
+    columns = SamplingColumns(shapes.num_slots, shapes.limits)
+    for slot in range(shapes.num_slots):
+        place, index = divmod(slot, params.n)
+        seed = ((params.seed or 0) + place) % 2**64
+        columns.set(slot, params, seed=seed, sample_index=index, eos_token_ids=eos_token_ids)
+    table = jax.tree.map(jnp.asarray, columns.table())
+    table = jax.tree.map(
+        lambda named: NamedArray(named.array, (named.axes[0].alias(SEQ), *named.axes[1:])),
+        table,
+        is_leaf=lambda leaf: isinstance(leaf, NamedArray),
+    )
+    if seeds is None:
+        return table
+    words = jnp.asarray(seeds, jnp.uint32)
+    if words.shape != (batch, 2):
+        raise ValueError(f"seeds has shape {words.shape}; expected [batch, 2], the high and low word of each seed")
+    words = jnp.repeat(words, params.n, axis=0)
+    return eqx.tree_at(lambda t: t.seed, table, NamedArray(words, table.seed.axes))

@@ -1,0 +1,96 @@
+"""Host side of one sequence: what has come back of it so far."""
+
+import dataclasses
+
+import numpy as np
+
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import Completion
+from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
+
+
+@dataclasses.dataclass
+class Sequence:
+    """One of the `n` continuations of a request, from submission to completion."""
+
+    group: "Group"
+    index: int
+    slot: int | None = None
+    first_round: int = -1
+    """The round that admitted it; outputs of earlier rounds for its slot belong to somebody else."""
+    arrival: int = 0
+    uploaded: int = 0
+    """Prompt tokens that are on the device or on their way."""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    processed_logprobs: list[float] = dataclasses.field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+    """Set once the result is known; the slot may still have to be given back."""
+    decoder: IncrementalDecoder | None = None
+    matcher: StopMatcher | None = None
+    text: str = ""
+
+    def extend(self, tokens: np.ndarray, logprobs: np.ndarray, processed: np.ndarray, top) -> None:
+        """Take the tokens of one round; stops at a text stop string, whatever follows is dropped."""
+        wanted = self.group.params.logprobs
+        for i, token in enumerate(tokens.tolist()):
+            self.token_ids.append(token)
+            self.logprobs.append(float(logprobs[i]))
+            self.processed_logprobs.append(float(processed[i]))
+            if wanted and top is not None:
+                ids, values = top[0][i, :wanted].tolist(), top[1][i, :wanted].tolist()
+                self.top_logprobs.append(dict(zip(ids, values, strict=True)))
+            if self._add_text(token):
+                self.finish_reason = "stop"
+                return
+
+    def _add_text(self, token: int) -> bool:
+        if self.decoder is None:
+            return False
+        piece = self.decoder.push(token)
+        self.text += piece
+        if self.matcher is None:
+            return False
+        cut = self.matcher.push(piece, len(self.token_ids))
+        if cut is None:
+            return False
+        self.text = self.text[:cut]
+        return True
+
+    def finish(self, reason: str) -> None:
+        if self.finish_reason is None:
+            self.finish_reason = reason
+            if self.decoder is not None:
+                self.text += self.decoder.flush()
+
+    def completion(self) -> Completion:
+        assert self.finish_reason is not None
+        return Completion(
+            index=self.index,
+            token_ids=self.token_ids,
+            text=self.text if self.decoder is not None else None,
+            finish_reason=self.finish_reason,
+            logprobs=np.asarray(self.logprobs, np.float32),
+            processed_logprobs=np.asarray(self.processed_logprobs, np.float32),
+            top_logprobs=self.top_logprobs if self.group.params.logprobs else None,
+            seed=self.group.seed,
+        )
+
+
+@dataclasses.dataclass
+class Group:
+    """The sequences of one request."""
+
+    id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_len: int
+    """Tokens, prompt included, at which its sequences end."""
+    sequences: list[Sequence] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        return all(s.finish_reason is not None for s in self.sequences)

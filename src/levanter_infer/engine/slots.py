@@ -1,0 +1,209 @@
+"""`SlotManager`: which sequence has which slot, and what to tell the device next."""
+
+import collections
+
+import numpy as np
+from haliax import Axis, NamedArray
+
+from levanter_infer.axes import ADMITTED, SEQ, UPLOAD
+from levanter_infer.decode.admission import Admission
+from levanter_infer.decode.outputs import HostOutputs
+from levanter_infer.decode.sequence_table import ABORT, ERROR, FINISHED, LENGTH, STOP
+from levanter_infer.decode.shapes import Shapes
+from levanter_infer.engine.encode_sampling import SamplingColumns
+from levanter_infer.engine.sequence import Group, Sequence
+
+REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error", ABORT: "abort"}
+_INT32 = 2**31
+
+
+class SlotManager:
+    """Host mirror of the slots: an upper bound of what is in use, exact as of the last round that was read.
+
+    A slot is given to a sequence in `next_admission`, and taken back when a round's outputs show that its sequence
+    has finished. Rounds are read one behind, so a slot may stand empty on the device for a round; waiting slots fill
+    its place there meanwhile.
+    """
+
+    def __init__(self, shapes: Shapes, eos_token_ids: tuple[int, ...]):
+        self._shapes = shapes
+        self._eos = eos_token_ids
+        self._free = collections.deque(range(shapes.num_slots))
+        self._occupants: dict[int, Sequence] = {}
+        self._pending: collections.deque[Group] = collections.deque()
+        self._loading: collections.deque[Group] = collections.deque()
+        self._cancel: set[int] = set()
+        self._arrivals = 0
+
+    def add(self, group: Group) -> None:
+        self._pending.append(group)
+
+    def discard(self, group: Group) -> None:
+        """End the group's unfinished sequences: at once if they wait here, else by the next admission."""
+        if group in self._pending:
+            self._pending.remove(group)
+        for sequence in group.sequences:
+            if sequence.finish_reason is None:
+                sequence.finish("abort")
+            if sequence.slot is not None:
+                self._cancel.add(sequence.slot)
+        if group in self._loading:
+            self._loading.remove(group)
+
+    def cancel_slot(self, sequence: Sequence) -> None:
+        """Stop computing a sequence whose result is known already."""
+        assert sequence.slot is not None
+        self._cancel.add(sequence.slot)
+
+    @property
+    def num_pending(self) -> int:
+        """Groups that have no slot yet."""
+        return len(self._pending)
+
+    def next_admission(self, round_id: int, max_steps: int) -> dict[str, np.ndarray | object]:
+        """The arrays of the next `Admission`, by field: only scalars where nothing is admitted or cancelled."""
+        fields: dict[str, np.ndarray | object] = {}
+        pieces = self._next_pieces(round_id)
+        if pieces:
+            fields |= self._encode(pieces)
+        if self._cancel:
+            mask = np.zeros(self._shapes.num_slots, bool)
+            mask[list(self._cancel)] = True
+            fields["cancel"] = mask
+        fields["has_pieces"] = np.asarray(bool(pieces))
+        fields["has_cancellations"] = np.asarray(bool(self._cancel))
+        fields["max_steps"] = np.asarray(max_steps, np.int32)
+        fields["wanted_slots"] = np.asarray(self._wanted_slots(), np.int32)
+        self._cancel = set()
+        return fields
+
+    def _wanted_slots(self) -> int:
+        if self._loading:
+            return 0
+        if self._pending:
+            return self._pending[0].params.n
+        return self._shapes.num_slots + 1
+
+    def _next_pieces(self, round_id: int) -> list[tuple[Sequence, int, int]]:
+        """(sequence, start, length) of what fits into one upload: pieces of long prompts first, then new groups."""
+        room = self._shapes.upload_tokens
+        pieces: list[tuple[Sequence, int, int]] = []
+        while room > 0 and (self._loading or (self._pending and len(self._free) >= self._pending[0].params.n)):
+            if not self._loading:
+                group = self._pending.popleft()
+                for sequence in group.sequences:
+                    sequence.slot = self._free.popleft()
+                    sequence.first_round = round_id
+                    sequence.arrival = self._next_arrival()
+                    self._occupants[sequence.slot] = sequence
+                self._loading.append(group)
+            group = self._loading[0]
+            leader = group.sequences[0]
+            length = min(room, len(group.prompt_token_ids) - leader.uploaded)
+            pieces.append((leader, leader.uploaded, length))
+            leader.uploaded += length
+            room -= length
+            if leader.uploaded == len(group.prompt_token_ids):
+                pieces.extend((child, 0, 0) for child in group.sequences[1:])
+                self._loading.popleft()
+        return pieces
+
+    def _encode(self, pieces: list[tuple[Sequence, int, int]]) -> dict[str, np.ndarray | object]:
+        shapes = self._shapes
+        names = ("lens", "starts", "slot_ids", "prompt_lens", "max_lens", "arrival", "fork_source")
+        columns = {name: np.zeros(shapes.num_slots, np.int32) for name in names}
+        columns["slot_ids"][:] = shapes.num_slots
+        columns["fork_source"][:] = shapes.num_slots
+        complete = np.zeros(shapes.num_slots, bool)
+        tokens = np.zeros(shapes.upload_tokens, np.int32)
+        sampling = SamplingColumns(shapes.num_slots, shapes.limits)
+        used = 0
+        for row, (sequence, start, length) in enumerate(pieces):
+            group = sequence.group
+            tokens[used : used + length] = group.prompt_token_ids[start : start + length]
+            used += length
+            values = {
+                "lens": length,
+                "starts": start,
+                "slot_ids": sequence.slot,
+                "prompt_lens": len(group.prompt_token_ids),
+                "max_lens": group.max_len,
+                "arrival": sequence.arrival,
+                "fork_source": shapes.num_slots if sequence.index == 0 else group.sequences[0].slot,
+            }
+            for name, value in values.items():
+                columns[name][row] = value
+            complete[row] = sequence.index > 0 or start + length == len(group.prompt_token_ids)
+            sampling.set(row, group.params, seed=group.seed, sample_index=sequence.index, eos_token_ids=self._eos)
+        return {**columns, "complete": complete, "tokens": tokens, "sampling": sampling.table()}
+
+    def _next_arrival(self) -> int:
+        self._arrivals += 1
+        assert self._arrivals < _INT32 - 1, "arrivals are renumbered when the engine is idle"
+        return self._arrivals
+
+    def collect(self, outputs: HostOutputs, round_id: int) -> list[Sequence]:
+        """Take a round's outputs; returns the sequences whose result became known."""
+        wants_top = any(s.group.params.logprobs for s in self._occupants.values())
+        top = outputs.top() if wants_top else None
+        known: list[Sequence] = []
+        order = np.argsort(outputs.slot_ids, kind="stable")
+        slots, begins = np.unique(outputs.slot_ids[order], return_index=True)
+        for slot, entries in zip(slots.tolist(), np.split(order, begins[1:]), strict=True):
+            sequence = self._occupants.get(slot)
+            if sequence is None or sequence.first_round > round_id or sequence.finish_reason is not None:
+                continue
+            own_top = (top[0][entries], top[1][entries]) if top is not None else None
+            sequence.extend(
+                outputs.tokens[entries], outputs.logprobs[entries], outputs.processed_logprobs[entries], own_top
+            )
+            if sequence.finish_reason is not None:
+                known.append(sequence)
+                if outputs.status[slot] != FINISHED:
+                    self.cancel_slot(sequence)
+        for slot, sequence in list(self._occupants.items()):
+            if outputs.status[slot] == FINISHED and sequence.first_round <= round_id:
+                if sequence.finish_reason is None:
+                    sequence.finish(REASONS[int(outputs.finish_reason[slot])])
+                    known.append(sequence)
+                del self._occupants[slot]
+                sequence.slot = None
+                self._cancel.discard(slot)
+                self._free.append(slot)
+        if not self._occupants:
+            self._arrivals = 0
+        return known
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._occupants or self._pending)
+
+
+def empty_admission(shapes: Shapes) -> Admission:
+    """An admission that admits nothing; its arrays stand in for those that a round does not need to upload."""
+
+    def array(axis: str, size: int, value=0, dtype=np.int32) -> NamedArray:
+        return NamedArray(np.full(size, value, dtype), (Axis(axis, size),))  # type: ignore[arg-type]
+
+    admitted, none = (ADMITTED, shapes.num_slots), shapes.num_slots
+    return Admission(
+        tokens=array(UPLOAD, shapes.upload_tokens),
+        lens=array(*admitted),
+        starts=array(*admitted),
+        slot_ids=array(*admitted, none),
+        complete=array(*admitted, False, np.bool_),
+        prompt_lens=array(*admitted),
+        max_lens=array(*admitted),
+        arrival=array(*admitted),
+        fork_source=array(*admitted, none),
+        sampling=SamplingColumns(shapes.num_slots, shapes.limits).table(),
+        cancel=array(SEQ, shapes.num_slots, False, np.bool_),
+        max_steps=_scalar(np.asarray(0, np.int32)),
+        wanted_slots=_scalar(np.asarray(shapes.num_slots + 1, np.int32)),
+        has_pieces=_scalar(np.asarray(False)),
+        has_cancellations=_scalar(np.asarray(False)),
+    )
+
+
+def _scalar(value: np.ndarray) -> NamedArray:
+    return NamedArray(value, ())  # type: ignore[arg-type]
