@@ -65,3 +65,8 @@ class Programs:
     def lower_round(self, model, state, admission):
         """The round program lowered for inspection; arguments may be `jax.ShapeDtypeStruct`s."""
         return self._compiled["round"].lower(model, state, admission)
+
+
+def compile_program(function, donate: tuple[int, ...] = ()):
+    """Compile a device function that is not part of an engine: a bench, or one operation of a test."""
+    return jax.jit(function, donate_argnums=donate)

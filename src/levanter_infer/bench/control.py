@@ -1,0 +1,157 @@
+"""The control path alone: a step without a model, in a pool that is nearly full.
+
+Every step packs, allocates, copies on write, appends, applies stop rules, frees the pages of finished sequences and
+lets new ones take their place; pages are reused least recently released first. Keys and values are the only thing
+left out.
+"""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from levanter_infer.bench.report import emit, provenance, spread
+from levanter_infer.cache.named import replace
+from levanter_infer.decode.invariants import check_invariants
+from levanter_infer.decode.outputs import OutputRing
+from levanter_infer.decode.programs import compile_program
+from levanter_infer.decode.sampling import SamplingLimits
+from levanter_infer.decode.sequence_table import FINISHED, RUNNING, WAITING
+from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.state import DecodeState
+from levanter_infer.decode.step import append, empty_sample, schedule
+
+PAGE_SIZE = 16
+SLOTS = (64, 256, 1024)
+PAGES = (4096, 16384, 65536, 262144)
+_FILL = 0.97
+_VOCAB = 32000
+
+
+def run(slots=SLOTS, pages=PAGES, *, steps: int = 200, repeats: int = 5) -> None:
+    """Print one line per (slots, pages): `step_ms` is the median over `repeats` launches of `steps` steps."""
+    about = provenance()
+    for num_slots in slots:
+        for num_pages in pages:
+            if num_pages >= 2 * num_slots:
+                emit({"bench": "control", **measure(num_slots, num_pages, steps=steps, repeats=repeats), **about})
+
+
+def measure(num_slots: int, num_pages: int, *, steps: int, repeats: int) -> dict[str, object]:
+    shapes = control_shapes(num_slots, num_pages)
+    state = nearly_full(shapes)
+    program = compile_program(lambda state: control_loop(state, shapes, steps), donate=(0,))
+    state = jax.block_until_ready(program(state))  # compiles, and leaves the regular start
+    before = _totals(state)
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        state = jax.block_until_ready(program(state))
+        times.append((time.perf_counter() - start) / steps * 1e3)
+    check_invariants(state)
+    after = _totals(state)
+    moved = {name: round((after[name] - before[name]) / (steps * repeats), 3) for name in before}
+    return {
+        "slots": num_slots,
+        "pages": num_pages,
+        "step_ms": spread(times)["median"],
+        "step_ms_spread": spread(times),
+        "page_size": PAGE_SIZE,
+        "steps": steps,
+        "free_pages": int(state.page_table.num_free.array),
+        "per_step": moved,
+    }
+
+
+def _totals(state: DecodeState) -> dict[str, int]:
+    names = ("generated", "prompt_tokens", "preemptions")
+    return {name: int(getattr(state.counters, name).array) for name in names}
+
+
+def control_shapes(num_slots: int, num_pages: int) -> Shapes:
+    mean_pages = num_pages // num_slots
+    return Shapes(
+        num_slots=num_slots,
+        max_seqs=num_slots,
+        max_seq_len=2 * mean_pages * PAGE_SIZE,
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+        max_step_tokens=4 * num_slots,
+        max_round_steps=2,
+        upload_tokens=1,
+        limits=SamplingLimits(
+            vocab_size=_VOCAB, max_logprobs=1, max_logit_bias=1, max_stop_sequences=8, max_stop_tokens=16
+        ),
+    )
+
+
+def nearly_full(shapes: Shapes, seed: int = 0) -> DecodeState:
+    """All slots decode, at random places of sequences of random lengths, and hold most of the pool."""
+    rng = np.random.default_rng(seed)
+    state = DecodeState.init(shapes)
+    slots, size = shapes.num_slots, shapes.page_size
+    mean = shapes.num_pages * size * _FILL / slots
+    stored = rng.uniform(0.3, 1.7, slots)
+    stored = np.maximum((stored / stored.sum() * mean * slots - size).astype(np.int32), 2)
+    stored = np.minimum(stored, shapes.max_seq_len - 2)
+    held = -(-stored // size)
+    order = rng.permutation(shapes.num_pages).astype(np.int32)
+    indices = np.full(state.sequences.page_indices.array.shape, shapes.num_pages, np.int32)
+    for slot, end in enumerate(np.cumsum(held)):
+        indices[slot, : held[slot]] = order[end - held[slot] : end]
+    used = int(held.sum())
+    counts = np.zeros(shapes.num_pages, np.int32)
+    counts[order[:used]] = 1
+    prompt = np.maximum(stored // 2, 1).astype(np.int32)
+    i32 = lambda values: jnp.asarray(values, jnp.int32)  # noqa: E731
+    sequences = replace(
+        state.sequences,
+        tokens=i32(rng.integers(0, _VOCAB, state.sequences.tokens.array.shape)),
+        seq_lens=i32(stored + 1),
+        num_computed=i32(stored),
+        page_indices=i32(indices),
+        status=i32(np.full(slots, RUNNING)),
+        arrival=i32(rng.permutation(slots)),
+        prompt_lens=i32(prompt),
+        max_lens=i32(np.minimum(stored + 1 + rng.integers(1, np.maximum(stored, 2)), shapes.max_seq_len)),
+    )
+    page_table = replace(
+        state.page_table,
+        ref_counts=i32(counts),
+        free_ring=i32(np.concatenate([order[used:], order[:used]])),
+        num_free=i32(shapes.num_pages - used),
+    )
+    return DecodeState(
+        sequences=sequences, sampling=state.sampling, page_table=page_table, counters=state.counters
+    )
+
+
+def control_loop(state: DecodeState, shapes: Shapes, steps: int) -> DecodeState:
+    """`steps` steps without a model; finished sequences start again from their prompt as new arrivals."""
+    sampled = empty_sample(shapes)
+
+    def body(carry):
+        step, state, ring = carry
+        state, plan, _, _ = schedule(state, shapes)
+        ring = replace(ring, count=jnp.zeros((), jnp.int32))
+        state, ring = append(state, ring, plan, sampled, shapes)
+        return step + 1, _recycle(state), ring
+
+    ring = OutputRing.init(shapes.ring_size, shapes.limits.max_logprobs)
+    return jax.lax.while_loop(lambda carry: carry[0] < steps, body, (jnp.int32(0), state, ring))[1]
+
+
+def _recycle(state: DecodeState) -> DecodeState:
+    table = state.sequences
+    again = table.is_status(FINISHED)
+    youngest = jnp.max(table.arrival.array) + jnp.cumsum(again, dtype=jnp.int32)
+    table = replace(
+        table,
+        status=jnp.where(again, WAITING, table.status.array),
+        seq_lens=jnp.where(again, table.prompt_lens.array, table.seq_lens.array),
+        arrival=jnp.where(again, youngest, table.arrival.array),
+    )
+    return DecodeState(
+        sequences=table, sampling=state.sampling, page_table=state.page_table, counters=state.counters
+    )

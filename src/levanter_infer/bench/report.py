@@ -1,0 +1,66 @@
+"""One JSON line per case, with what is needed to compare it with another."""
+
+import hashlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import jax
+
+
+def provenance() -> dict[str, object]:
+    """Commit, machine and versions of this run."""
+    return {
+        "commit": _commit(),
+        "machine": {
+            "cpu": _cpu_name(),
+            "cores": os.cpu_count(),
+            "device": str(jax.devices()[0].device_kind),
+            "platform": jax.default_backend(),
+        },
+        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "equinox", "haliax")}
+        | {"python": platform.python_version()},
+    }
+
+
+def emit(case: dict[str, object]) -> None:
+    print(json.dumps(case), flush=True)
+
+
+def spread(values: Sequence[float], digits: int = 4) -> dict[str, float | int]:
+    """Median, smallest and largest of repeated measurements."""
+    return {
+        "median": round(statistics.median(values), digits),
+        "min": round(min(values), digits),
+        "max": round(max(values), digits),
+        "runs": len(values),
+    }
+
+
+def digest(value: object) -> str:
+    """A short hash of anything that JSON can hold: equal workloads and equal outputs have equal hashes."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _commit() -> str | None:
+    here = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(here), "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
