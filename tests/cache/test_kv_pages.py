@@ -1,0 +1,89 @@
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levanter_infer.axes import HEAD_SIZE, KV_HEADS, ROW, ROW_BOUND, SEQ_PAGE, TOKEN
+from levanter_infer.cache import KvPages, PageBatchInfo
+from levanter_infer.cache.named import scalar
+from tests.hlo import pool_copies
+
+SHAPE = dict(num_layers=2, num_pages=10, page_size=4, num_kv_heads=2, head_size=8)
+
+
+def batch_info(dests, page_size=4):
+    zeros = jnp.zeros(1, jnp.int32)
+    return PageBatchInfo(
+        tokens=hax.named(jnp.zeros(len(dests), jnp.int32), (TOKEN,)),
+        positions=hax.named(jnp.zeros(len(dests), jnp.int32), (TOKEN,)),
+        slot_ids=hax.named(zeros, (ROW,)),
+        cu_q_lens=hax.named(jnp.asarray([0, len(dests)], jnp.int32), (ROW_BOUND,)),
+        seq_lens=hax.named(zeros, (ROW,)),
+        page_indices=hax.named(zeros[None], (ROW, SEQ_PAGE)),
+        num_seqs=scalar(1),
+        new_token_dests=hax.named(jnp.asarray(dests, jnp.int32), (TOKEN,)),
+        page_size=page_size,
+    )
+
+
+def keys_and_values(rng, count):
+    shape = (count, SHAPE["num_kv_heads"], SHAPE["head_size"])
+    make = lambda: hax.named(jnp.asarray(rng.standard_normal(shape), jnp.float32), (TOKEN, KV_HEADS, HEAD_SIZE))  # noqa: E731
+    return make(), make()
+
+
+def values(kv: KvPages):
+    raw = kv.pages.array
+    return np.asarray(raw if raw.dtype == kv.dtype else jax.lax.bitcast_convert_type(raw, kv.dtype), np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_position_5_of_pages_2_7_is_written_to_page_7_offset_1(dtype):
+    # The toy example of paged addressing: page size 4, page_indices [2, 7, none], position 5.
+    page_indices, position = [2, 7, 10], 5
+    dest = page_indices[position // 4] * 4 + position % 4
+    kv = KvPages.init(**SHAPE, dtype=dtype, as_bits=True)
+    k, v = keys_and_values(np.random.default_rng(0), 1)
+    after = values(kv.write(jnp.int32(1), batch_info([dest]), k, v))
+    stored = after[1, 7, 1]
+    assert np.allclose(stored[0::2], np.asarray(k.array[0].astype(dtype), np.float32))
+    assert np.allclose(stored[1::2], np.asarray(v.array[0].astype(dtype), np.float32))
+    after[1, 7, 1] = 0
+    assert not after.any()
+
+
+def test_padding_tokens_are_written_nowhere():
+    kv = KvPages.init(**SHAPE, dtype="float32", as_bits=True)
+    k, v = keys_and_values(np.random.default_rng(0), 2)
+    after = values(kv.write(jnp.int32(0), batch_info([40, 40]), k, v))
+    assert not after.any()
+
+
+def test_copy_pages_copies_all_layers_and_ignores_none():
+    kv = KvPages.init(**SHAPE, dtype="float32", as_bits=True)
+    filled = hax.named(jnp.arange(kv.pages.array.size, dtype=jnp.float32).reshape(kv.pages.array.shape), kv.pages.axes)
+    kv = KvPages(pages=filled, dtype=kv.dtype)
+    after = values(kv.copy_pages(jnp.asarray([3, 10], jnp.int32), jnp.asarray([8, 10], jnp.int32)))
+    expected = values(kv).copy()
+    expected[:, 8] = expected[:, 3]
+    assert np.array_equal(after, expected)
+
+
+def test_zero_clears_every_byte():
+    kv = KvPages.init(**SHAPE, dtype="bfloat16", as_bits=True)
+    k, v = keys_and_values(np.random.default_rng(0), 1)
+    assert not values(kv.write(jnp.int32(0), batch_info([5]), k, v).zero()).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_write_inside_a_loop_does_not_copy_the_pool(dtype):
+    shape = {**SHAPE, "num_pages": 4096}
+    kv = KvPages.init(**shape, dtype=dtype, as_bits=True)
+    k, v = keys_and_values(np.random.default_rng(0), 1)
+
+    def run(kv):
+        return jax.lax.fori_loop(0, 3, lambda i, kv: kv.write(jnp.int32(1), batch_info([5]), k, v), kv)
+
+    text = jax.jit(run, donate_argnums=0).lower(kv).compile().as_text()
+    assert not pool_copies(text, kv.pages.array.shape, kv.pages.array.dtype)

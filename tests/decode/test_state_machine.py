@@ -1,0 +1,76 @@
+"""Random operations on the tables, against the plain Python model of them."""
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from tests.decode.driver import SHAPES, VOCAB, Driver, random_operation
+
+EXAMPLES = 2000
+
+
+class Tables(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.driver = Driver()
+
+    @rule(
+        prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9),
+        max_tokens=st.integers(1, 12),
+        n=st.integers(1, 3),
+        stop=st.none() | st.integers(0, VOCAB - 1),
+    )
+    def admit(self, prompt, max_tokens, n, stop):
+        self.driver.admit(prompt, max_tokens, n, stop)
+
+    @rule(seed=st.integers(0, 2**20))
+    def step(self, seed):
+        self.driver.step(seed)
+
+    @rule(seed=st.integers(0, 2**20))
+    def three_steps(self, seed):
+        for i in range(3):
+            self.driver.step(seed + i)
+
+    @rule(which=st.lists(st.integers(0, SHAPES.num_slots - 1), max_size=3))
+    def cancel(self, which):
+        self.driver.cancel([slot for slot in which if slot in self.driver.live_slots()])
+
+    @rule()
+    def reset(self):
+        self.driver.reset()
+
+    @invariant()
+    def device_equals_model(self):
+        self.driver.check()
+
+    def teardown(self):
+        self.driver.finish()
+
+
+def test_device_tables_equal_the_model_under_random_operations():
+    run_state_machine_as_test(
+        Tables,
+        settings=settings(
+            max_examples=EXAMPLES,
+            stateful_step_count=12,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_random_operations_reach_preemption_forks_and_copies():
+    """The comparison above means little if the interesting cases are not reached."""
+    driver, rng = Driver(), np.random.default_rng(0)
+    reached = np.zeros(3, int)
+    for _ in range(400):
+        before = np.array([driver.model.preemptions, driver.model.copied, driver.model.forks])
+        random_operation(driver, rng)
+        after = np.array([driver.model.preemptions, driver.model.copied, driver.model.forks])
+        reached += np.maximum(after - before, 0)
+    driver.finish()
+    assert (reached > 10).all(), f"preemptions, copies, forks: {reached}"
