@@ -52,7 +52,12 @@ class InferenceEngine:
         self.model, self.tokenizer, self.seed = model, tokenizer, seed
         self._eos = tuple(tokenizer.eos_token_ids) if tokenizer is not None else ()
         self.shapes = resolve_shapes(self.config, model, len(self._eos))
-        attention = AttentionSpec(impl=self.config.attention, score_mod=score_mod, mask_mod=mask_mod)
+        attention = AttentionSpec(
+            impl=self.config.attention,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+            max_seq_len=self.shapes.max_seq_len,
+        )
         self.programs = Programs(
             model, self.shapes, attention, kv_dtype=kv_dtype(self.config, model), as_bits=stores_bits()
         )

@@ -90,7 +90,9 @@ def generate(
         dtype=kv_dtype(config, model),
         as_bits=stores_bits(),
     )
-    attention = AttentionSpec(impl=config.attention, score_mod=score_mod, mask_mod=mask_mod)
+    attention = AttentionSpec(
+        impl=config.attention, score_mod=score_mod, mask_mod=mask_mod, max_seq_len=shapes.max_seq_len
+    )
     result = generate_all(
         model, kv, prompts, lens, table, n=n, max_tokens=params.max_tokens, shapes=shapes, attention=attention
     )
