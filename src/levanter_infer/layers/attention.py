@@ -1,0 +1,174 @@
+"""Grouped-query attention over pages, and over a plain sequence."""
+
+from dataclasses import dataclass
+from typing import Callable, Sequence
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from jax import Array
+
+from levanter_infer import kernels
+from levanter_infer.axes import HEAD_SIZE, KV_HEADS, POSITION, Q_HEADS_PER_GROUP, TOKEN
+from levanter_infer.cache import KvPages, PageBatchInfo
+from levanter_infer.layers.linear import Linear
+from levanter_infer.layers.norm import RMSNorm
+from levanter_infer.layers.rotary import rotate
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """How attention is computed; static under jit. What it computes is the model's."""
+
+    impl: str = "auto"
+    """Implementation of the paged forward: auto, reference or xla."""
+    score_mod: Callable | None = None
+    """score_mod(score, q_pos, kv_pos, head) -> score, elementwise; score is the scaled product, f32."""
+    mask_mod: Callable | None = None
+    """mask_mod(q_pos, kv_pos, head) -> bool, elementwise, true = seen, on top of causality and window."""
+    max_seq_len: int | None = None
+    """Tokens of the longest sequence. Only ropes that depend on a sequence's length look at it (layers/rotary.py)."""
+
+
+class Attention(eqx.Module):
+    """Projections, the optional norms of queries and keys, the rotation, and attention itself.
+
+    Query head h is (kv_head, q_heads_per_group) = divmod(h, q_heads_per_group).
+    """
+
+    q_proj: Linear
+    """[layers, kv_head, q_heads_per_group, head_size, embed]"""
+    k_proj: Linear
+    v_proj: Linear
+    """[layers, kv_head, head_size, embed]"""
+    o_proj: Linear
+    """[layers, embed, kv_head, q_heads_per_group, head_size]"""
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+    soft_cap: float | None = eqx.field(static=True)
+    """Scores become soft_cap · tanh(score / soft_cap)."""
+
+    @staticmethod
+    def init(
+        batch: Sequence[Axis],
+        embed: Axis,
+        *,
+        num_kv_heads: int,
+        q_heads_per_group: int,
+        head_dim: int,
+        qkv_bias: bool,
+        out_bias: bool,
+        qk_norm_eps: float | None,
+        soft_cap: float | None,
+        key: Array,
+        dtype,
+    ) -> "Attention":
+        """`qk_norm_eps`: None for no norms of queries and keys."""
+        q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+        kv_heads, size = Axis(KV_HEADS, num_kv_heads), Axis(HEAD_SIZE, head_dim)
+        q_heads = (kv_heads, Axis(Q_HEADS_PER_GROUP, q_heads_per_group), size)
+        norm = None if qk_norm_eps is None else RMSNorm.init(batch, size, eps=qk_norm_eps, dtype=dtype)
+        return Attention(
+            q_proj=Linear.init(batch, q_heads, (embed,), key=q_key, dtype=dtype, bias=qkv_bias),
+            k_proj=Linear.init(batch, (kv_heads, size), (embed,), key=k_key, dtype=dtype, bias=qkv_bias),
+            v_proj=Linear.init(batch, (kv_heads, size), (embed,), key=v_key, dtype=dtype, bias=qkv_bias),
+            o_proj=Linear.init(batch, (embed,), q_heads, key=o_key, dtype=dtype, bias=out_bias),
+            q_norm=norm,
+            k_norm=norm,
+            soft_cap=soft_cap,
+        )
+
+    def paged(
+        self,
+        x: NamedArray,
+        rope: tuple[NamedArray, NamedArray],
+        kv: KvPages,
+        layer: Array,
+        batch: PageBatchInfo,
+        window: Array | None,
+        spec: AttentionSpec,
+    ) -> tuple[NamedArray, KvPages]:
+        """Write the step's keys and values, then attend over the pages of each row.
+
+        Args:
+            x: [token, embed]
+            rope: cos, sin of each token.
+            layer: i32[], which layer of the pool.
+            window: i32[], keys with q_pos - k_pos < window are seen; None for all.
+        Returns: [token, embed] and the pool.
+        """
+        q, k, v = self._project(x, rope)
+        kv = kv.write(layer, batch, k, v)
+        order = (TOKEN, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE)
+        q = q.rearrange(order)
+        num_tokens, head_dim = q.array.shape[0], q.array.shape[3]
+        attended = kernels.ragged_paged_attention(
+            q.array.reshape(num_tokens, -1, head_dim),
+            kv.pages.array,
+            layer=layer,
+            page_indices=batch.page_indices.array,
+            seq_lens=batch.seq_lens.array,
+            cu_q_lens=batch.cu_q_lens.array,
+            num_seqs=batch.num_seqs.array,
+            scale=head_dim**-0.5,
+            kv_dtype=kv.dtype,
+            sliding_window=window,
+            soft_cap=self.soft_cap,
+            score_mod=spec.score_mod,
+            mask_mod=spec.mask_mod,
+            impl=spec.impl,
+        )
+        return self.o_proj(NamedArray(attended.reshape(q.array.shape), q.axes)), kv
+
+    def dense(
+        self, x: NamedArray, rope: tuple[NamedArray, NamedArray], window: Array | None, spec: AttentionSpec
+    ) -> NamedArray:
+        """Causal attention within each sequence, no cache: the whole matrix of scores at once.
+
+        Args:
+            x: [..., position, embed], position 0 first.
+            window: as in `paged`.
+        Returns: [..., position, embed].
+        """
+        q, k, v = self._project(x, rope)
+        batch = tuple(axis.name for axis in x.axes[:-2])
+        q = q.rearrange((*batch, POSITION, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE))
+        k, v = (a.rearrange((*batch, POSITION, KV_HEADS, HEAD_SIZE)).array for a in (k, v))
+        f32 = jnp.float32
+        scores = jnp.einsum("...qhgd,...khd->...hgqk", q.array, k, preferred_element_type=f32)
+        scores = scores * f32(k.shape[-1] ** -0.5)
+        scores, seen = self._modify(scores, window, spec)
+        # A finite floor: a row whose keys are all masked gives zeros, in value and gradient.
+        weights = jnp.where(seen, jax.nn.softmax(jnp.where(seen, scores, f32(-1e30)), axis=-1), f32(0))
+        attended = jnp.einsum("...hgqk,...khd->...qhgd", weights.astype(v.dtype), v, preferred_element_type=f32)
+        return self.o_proj(NamedArray(attended.astype(x.dtype), q.axes))
+
+    def _modify(self, scores: Array, window: Array | None, spec: AttentionSpec) -> tuple[Array, Array]:
+        """Soft cap, then the caller's score_mod; and which keys are seen.
+
+        Args: scores: f32[..., kv_head, q_heads_per_group, query, key].
+        """
+        shape = scores.shape
+        head, q_pos, kv_pos = (
+            jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+            for axis in (len(shape) - 4, len(shape) - 2, len(shape) - 1)
+        )
+        head = head * shape[-3] + jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 3)
+        if self.soft_cap is not None:
+            cap = jnp.float32(self.soft_cap)
+            scores = cap * jnp.tanh(scores / cap)
+        if spec.score_mod is not None:
+            scores = spec.score_mod(scores, q_pos, kv_pos, head)
+        seen = kv_pos <= q_pos
+        if window is not None:
+            seen = seen & (q_pos - kv_pos < window)
+        if spec.mask_mod is not None:
+            seen = seen & spec.mask_mod(q_pos, kv_pos, head)
+        return scores, seen
+
+    def _project(self, x: NamedArray, rope) -> tuple[NamedArray, NamedArray, NamedArray]:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q, *rope), rotate(k, *rope), v

@@ -1,0 +1,34 @@
+"""The gated feed-forward block, SwiGLU."""
+
+from typing import Sequence
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from jax import Array
+
+from levanter_infer.layers.linear import Linear
+
+
+class Mlp(eqx.Module):
+    """`down(silu(gate(x)) · up(x))`. Source: arXiv:2002.05202."""
+
+    gate_proj: Linear
+    up_proj: Linear
+    down_proj: Linear
+
+    @staticmethod
+    def init(batch: Sequence[Axis], embed: Axis, mlp: Axis, *, bias: bool, key: Array, dtype) -> "Mlp":
+        gate, up, down = jax.random.split(key, 3)
+        return Mlp(
+            gate_proj=Linear.init(batch, (mlp,), (embed,), key=gate, dtype=dtype, bias=bias),
+            up_proj=Linear.init(batch, (mlp,), (embed,), key=up, dtype=dtype, bias=bias),
+            down_proj=Linear.init(batch, (embed,), (mlp,), key=down, dtype=dtype, bias=bias),
+        )
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        """Args: x: [..., embed]. Returns: [..., embed]."""
+        gate = hax.nn.silu(self.gate_proj(x).astype(jnp.float32))
+        return self.down_proj((gate * self.up_proj(x).astype(jnp.float32)).astype(x.dtype))

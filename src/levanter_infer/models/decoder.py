@@ -1,0 +1,197 @@
+"""The decoder that all families share: one scanned stack of attention and feed-forward blocks."""
+
+from dataclasses import dataclass
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from jax import Array
+
+from levanter_infer.axes import EMBED, LAYERS, MLP, POSITION, SEQ_PAGE, VOCAB
+from levanter_infer.cache import KvPages, PageBatchInfo
+from levanter_infer.layers.attention import Attention, AttentionSpec
+from levanter_infer.layers.linear import contract
+from levanter_infer.layers.mlp import Mlp
+from levanter_infer.layers.norm import RMSNorm
+from levanter_infer.layers.rotary import RopeConfig, rotary_tables
+
+PLAIN = AttentionSpec()
+"""Attention as the model alone defines it."""
+NO_WINDOW = 2**30
+"""Window of a layer that sees everything, where other layers have one: larger than any position."""
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """What a checkpoint's `config.json` says about the mathematics, in one form for all families."""
+
+    model_type: str
+    """HF's name of the family."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    """Longest sequence that the checkpoint was made for, in tokens."""
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    """Of the attention's output projection."""
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_windows: tuple[int | None, ...] = ()
+    """Per layer; None sees everything. Empty where no layer has a window."""
+    attention_soft_cap: float | None = None
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_heads} is no multiple of num_key_value_heads={self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd; rotary embedding needs an even one")
+        if self.sliding_windows and len(self.sliding_windows) != self.num_layers:
+            raise ValueError(f"{len(self.sliding_windows)} sliding windows for {self.num_layers} layers")
+
+
+class DecoderLayer(eqx.Module):
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+
+    input_norm: RMSNorm
+    attention: Attention
+    mlp_norm: RMSNorm
+    mlp: Mlp
+
+    @staticmethod
+    def init(batch: tuple[Axis, ...], config: DecoderConfig, *, key: Array, dtype) -> "DecoderLayer":
+        """`batch`: axes of independent layers."""
+        attention_key, mlp_key = jax.random.split(key)
+        embed = Axis(EMBED, config.hidden_size)
+        norm = RMSNorm.init(batch, embed, eps=config.rms_norm_eps, dtype=dtype)
+        attention = Attention.init(
+            batch,
+            embed,
+            num_kv_heads=config.num_kv_heads,
+            q_heads_per_group=config.num_heads // config.num_kv_heads,
+            head_dim=config.head_dim,
+            qkv_bias=config.qkv_bias,
+            out_bias=config.out_bias,
+            qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+            soft_cap=config.attention_soft_cap,
+            key=attention_key,
+            dtype=dtype,
+        )
+        mlp = Mlp.init(
+            batch, embed, Axis(MLP, config.intermediate_size), bias=config.mlp_bias, key=mlp_key, dtype=dtype
+        )
+        return DecoderLayer(input_norm=norm, attention=attention, mlp_norm=norm, mlp=mlp)
+
+
+class DecoderModel(eqx.Module):
+    """Token ids in, logits out: over plain sequences (`__call__`) and over pages (`hidden`, then `logits`)."""
+
+    embeddings: NamedArray
+    """[vocab, embed]"""
+    layers: DecoderLayer
+    """Every parameter with a leading `layers` axis."""
+    norm: RMSNorm
+    lm_head: NamedArray | None
+    """[vocab, embed]; None where the embeddings serve as head."""
+    config: DecoderConfig = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: DecoderConfig, *, key: Array, dtype=jnp.float32) -> "DecoderModel":
+        """Random parameters: embeddings and head of standard deviation 0.02, the rest as in `Linear.init`."""
+        embed_key, layers_key, head_key = jax.random.split(key, 3)
+        vocab, embed = Axis(VOCAB, config.vocab_size), Axis(EMBED, config.hidden_size)
+
+        def table(key: Array) -> NamedArray:
+            return (hax.random.normal(key, (vocab, embed), dtype=jnp.float32) * jnp.float32(0.02)).astype(dtype)
+
+        return DecoderModel(
+            embeddings=table(embed_key),
+            layers=DecoderLayer.init((Axis(LAYERS, config.num_layers),), config, key=layers_key, dtype=dtype),
+            norm=RMSNorm.init((), embed, eps=config.rms_norm_eps, dtype=dtype),
+            lm_head=None if config.tie_word_embeddings else table(head_key),
+            config=config,
+        )
+
+    def __call__(self, tokens: NamedArray, attention: AttentionSpec = PLAIN) -> NamedArray:
+        """The plain causal forward, without a cache: for training, audits, and as the oracle.
+
+        Args:
+            tokens: i32[..., position], position 0 first.
+            attention: `score_mod` and `mask_mod` act as in the paged forward, `impl` does not matter. `max_seq_len`
+                None is the size of the position axis; only length-dependent ropes look at it (layers/rotary.py).
+        Returns: f32[..., position, vocab].
+        """
+        tokens = tokens.rearrange((..., POSITION))
+        num_positions = tokens.axis_size(POSITION)
+        positions = hax.arange(tokens.resolve_axis(POSITION), dtype=jnp.int32)
+        rope = self._rope(positions, attention.max_seq_len or num_positions)
+
+        def block(x: NamedArray, layer: DecoderLayer, window: Array | None) -> NamedArray:
+            x = x + layer.attention.dense(layer.input_norm(x), rope, window, attention)
+            return x + layer.mlp(layer.mlp_norm(x))
+
+        x = hax.fold(block, LAYERS)(self._embed(tokens), self.layers, self._windows())
+        return self.logits(x)
+
+    def hidden(self, batch: PageBatchInfo, kv: KvPages, attention: AttentionSpec = PLAIN) -> tuple[NamedArray, KvPages]:
+        """The paged forward: write the K/V of the step's tokens and compute their last hidden states.
+
+        Args:
+            batch: the step's packed tokens.
+            kv: the pool; it is carried through the scan over layers whole, never sliced.
+        Returns: [token, embed] for `logits`, meaningless for padding; and the pool.
+        Raises: ValueError where the rope depends on the length of sequences that may outgrow the original context
+            and `attention.max_seq_len` does not say how long they get.
+        """
+        rope = self._rope(batch.positions, self._max_seq_len(batch, attention))
+
+        def block(carry, layer: DecoderLayer, window: Array | None, index: Array):
+            x, kv = carry
+            attended, kv = layer.attention.paged(layer.input_norm(x), rope, kv, index, batch, window, attention)
+            x = x + attended
+            return x + layer.mlp(layer.mlp_norm(x)), kv
+
+        indices = jnp.arange(self.config.num_layers, dtype=jnp.int32)
+        return hax.fold(block, LAYERS)((self._embed(batch.tokens), kv), self.layers, self._windows(), indices)
+
+    def logits(self, hidden: NamedArray) -> NamedArray:
+        """Final norm and head. Args: hidden: [..., embed]. Returns: f32[..., vocab]."""
+        head = self.embeddings if self.lm_head is None else self.lm_head
+        return contract(self.norm(hidden), head, 1)
+
+    def _embed(self, tokens: NamedArray) -> NamedArray:
+        rows = self.embeddings.array.at[tokens.array].get(mode="fill", fill_value=0)
+        return NamedArray(rows, (*tokens.axes, self.embeddings.axes[1]))
+
+    def _rope(self, positions: NamedArray, rope_len: int) -> tuple[NamedArray, NamedArray]:
+        return rotary_tables(self.config.rope, self.config.head_dim, positions, rope_len)
+
+    def _windows(self) -> Array | None:
+        """i32[layers], or None where no layer has a window."""
+        windows = self.config.sliding_windows
+        if all(window is None for window in windows):
+            return None
+        return jnp.asarray([NO_WINDOW if window is None else window for window in windows], jnp.int32)
+
+    def _max_seq_len(self, batch: PageBatchInfo, attention: AttentionSpec) -> int:
+        capacity = batch.page_indices.axis_size(SEQ_PAGE) * batch.page_size
+        rope = self.config.rope
+        if attention.max_seq_len is not None or not rope.depends_on_length:
+            return attention.max_seq_len or capacity
+        if rope.original_len is not None and capacity > rope.original_len:
+            raise ValueError(
+                f"rope_scaling {rope.kind!r} depends on how long sequences get: up to {capacity} tokens here, beyond "
+                f"the original {rope.original_len}; give AttentionSpec(max_seq_len=...)"
+            )
+        return capacity

@@ -1,0 +1,270 @@
+"""Strict reading of HF `config.json`: every key is read, neutral, informational, or refused by name."""
+
+import difflib
+import math
+from typing import Any, Mapping, Sequence
+
+from levanter_infer.layers.rotary import ROPE_KINDS, RopeConfig
+
+INFORMATIONAL = frozenset(
+    # About the file, the tokenizer or the library.
+    "_name_or_path _commit_hash architectures transformers_version model_type torch_dtype dtype use_cache "
+    "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class "
+    "initializer_range return_dict output_hidden_states output_attentions torchscript use_bfloat16 "
+    "tf_legacy_loss id2label label2id num_labels problem_type finetuning_task task_specific_params prefix "
+    "_attn_implementation attn_implementation _attn_implementation_autoset _flash_attn_2_enabled "
+    "transformers.js_config unsloth_version unsloth_fixed gradient_checkpointing is_llama_config "
+    # Of training only.
+    "attention_dropout hidden_dropout resid_pdrop embd_pdrop "
+    # Defaults of generation; the request says what holds.
+    "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature "
+    "top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
+    "bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id "
+    "forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens "
+    "begin_suppress_tokens".split()
+)
+"""Keys that do not touch the mathematics of the forward pass."""
+
+NEUTRAL: dict[str, tuple] = {
+    "pretraining_tp": (1, None),
+    "is_encoder_decoder": (False,),
+    "is_decoder": (False, True),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (None,),
+    "tie_encoder_decoder": (False,),
+    "chunk_size_feed_forward": (0,),
+    "pruned_heads": (None, {}),
+    "partial_rotary_factor": (1, None),
+    "rope_interleaved": (False, None),
+    "use_mrope": (False, None),
+    "quantization_config": (None,),
+    "compression_config": (None,),
+    "auto_map": (None, {}),
+}
+"""Keys that would change the mathematics, and the values at which they do not."""
+
+_ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ("original_max_position_embeddings",)),
+    "yarn": (
+        ("factor",),
+        (
+            *("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+            *("mscale", "mscale_all_dim", "truncate"),
+        ),
+    ),
+    "longrope": (
+        ("short_factor", "long_factor"),
+        ("factor", "attention_factor", "original_max_position_embeddings"),
+    ),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+}
+"""Per rope kind, the keys that it must and may have."""
+
+
+class HfConfig:
+    """A `config.json` that is read key by key, and complains in the end about what nobody read.
+
+    Errors are `ValueError`s that name the key, what it held, and what was expected.
+    """
+
+    def __init__(self, raw: Mapping[str, Any]):
+        self.raw = raw
+        self._read: set[str] = set()
+
+    def _get(self, key: str, default: Any) -> Any:
+        self._read.add(key)
+        return self.raw.get(key, default)
+
+    def fail(self, key: str, expected: str) -> ValueError:
+        return ValueError(f"config.json: {key}={self.raw.get(key)!r}, expected {expected}")
+
+    def count(self, key: str, default: int | None = None, *, null: int | None = None) -> int:
+        """A whole number of at least 1. `null`: what an explicit null stands for."""
+        value = self._get(key, default)
+        if value is None and null is not None:
+            return null
+        if value is None and key not in self.raw:
+            raise ValueError(f"config.json: {key} is missing, expected a whole number of at least 1")
+        if type(value) is not int or not 0 < value < 2**31:
+            raise self.fail(key, "a whole number of at least 1")
+        return value
+
+    def optional_count(self, key: str, default: int | None = None) -> int | None:
+        return None if self._get(key, default) is None else self.count(key, default)
+
+    def size(self, key: str, default: int) -> int:
+        """A whole number of at least 0."""
+        return 0 if self._get(key, default) == 0 else self.count(key, default)
+
+    def number(self, key: str, default: float) -> float:
+        """A finite number above 0."""
+        return _number("config.json", key, self._get(key, default))
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self.fail(key, "true or false")
+        return value
+
+    def one_of(self, key: str, default: str, allowed: Sequence[str]) -> str:
+        value = self._get(key, default)
+        if value not in allowed:
+            raise self.fail(key, f"one of {', '.join(allowed)}: nothing else is implemented")
+        return value
+
+    def names(self, key: str, allowed: Sequence[str]) -> tuple[str, ...] | None:
+        """A list of names, or None where the key is absent or null."""
+        value = self._get(key, None)
+        if value is None:
+            return None
+        if not isinstance(value, list) or any(item not in allowed for item in value):
+            raise self.fail(key, f"a list of {' and '.join(allowed)}")
+        return tuple(value)
+
+    def only(self, key: str, *allowed: Any) -> None:
+        """Accept an absent key, or one of the values at which it changes nothing."""
+        if self._get(key, allowed[0]) not in allowed:
+            values = " or ".join(repr(value) for value in allowed)
+            raise self.fail(key, f"{values}: this checkpoint needs something that is not implemented")
+
+    def rope(self, head_dim: int, max_position_embeddings: int) -> RopeConfig:
+        """The rope, from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`."""
+        old, new = self._get("rope_scaling", None), self._get("rope_parameters", None)
+        if old is not None and new is not None and old != new:
+            raise ValueError("config.json: rope_scaling and rope_parameters contradict each other; leave one out")
+        where = "rope_scaling" if new is None else "rope_parameters"
+        scaling = old if new is None else new
+        if scaling is not None and not isinstance(scaling, dict):
+            raise self.fail(where, "null or an object")
+        scaling = dict(scaling or {})
+        theta = self._shared(scaling, where, "rope_theta", 10000.0)
+        original = self._shared(scaling, where, "original_max_position_embeddings", None)
+        self._shared(scaling, where, "partial_rotary_factor", 1.0)
+        kind = _rope_kind(scaling, where)
+        if kind != "longrope" and self.raw.get("original_max_position_embeddings") is not None:
+            raise self.fail("original_max_position_embeddings", f"none with rope type {kind!r}")
+        if original is not None:
+            scaling["original_max_position_embeddings"] = original
+        return parse_rope(kind, float(theta), scaling, where, head_dim, max_position_embeddings)
+
+    def _shared(self, scaling: dict, where: str, key: str, default):
+        """Take a key out of the rope object or from beside it; in both it must be the same."""
+        outer, inner = self._get(key, None), scaling.pop(key, None)
+        if outer is not None and inner is not None and outer != inner:
+            raise ValueError(f"config.json: {key}={outer!r} but {where}.{key}={inner!r}; they must be equal")
+        value = inner if outer is None else outer
+        if value is None:
+            return default
+        if key == "partial_rotary_factor" and value != 1:
+            raise ValueError(f"config.json: {key}={value!r}, expected 1: partial rotation is not implemented")
+        return _number("config.json", key, value)
+
+    def finish(self) -> None:
+        """Refuse every key that is neither read, informational, nor at a neutral value."""
+        for key, allowed in NEUTRAL.items():
+            if key in self.raw and key not in self._read:
+                self.only(key, *allowed)
+        known = self._read | INFORMATIONAL | set(NEUTRAL)
+        for key in self.raw:
+            if key not in known:
+                raise _unknown(f"config.json: key {key!r} (value {self.raw[key]!r})", key, known)
+
+
+def parse_rope(
+    kind: str, theta: float, scaling: Mapping[str, Any], where: str, head_dim: int, max_position_embeddings: int
+) -> RopeConfig:
+    """Check the keys of one rope kind and fill in what HF derives.
+
+    Where the original length is not given, HF takes `max_position_embeddings` for it. Where longrope gives one, its
+    factor is the ratio of the two, and a `factor` beside it must agree.
+    """
+    required, optional = _ROPE_KEYS[kind]
+    for key in required:
+        if scaling.get(key) is None:
+            raise ValueError(f"config.json: {where} of type {kind!r} lacks {key}")
+    for key in scaling:
+        if key not in (*required, *optional):
+            raise _unknown(f"config.json: {where}.{key}={scaling[key]!r}", key, (*required, *optional))
+    values: dict[str, Any] = {key: value for key, value in scaling.items() if value is not None}
+    original = values.pop("original_max_position_embeddings", None)
+    for key in ("short_factor", "long_factor"):
+        if key in values:
+            values[key] = _divisors(where, key, values[key], head_dim // 2)
+    truncate = values.pop("truncate", None)
+    if truncate is not None and not isinstance(truncate, bool):
+        raise ValueError(f"config.json: {where}.truncate={truncate!r}, expected true or false")
+    values = {k: v if isinstance(v, tuple) else _number(f"config.json: {where}", k, v) for k, v in values.items()}
+    if values.get("factor", 1.0) < 1:
+        raise ValueError(f"config.json: {where}.factor={values['factor']!r}, expected at least 1")
+    original = _original_len(kind, original, where, max_position_embeddings)
+    if kind == "longrope":
+        values["factor"] = _longrope_factor(values.get("factor"), scaling, where, original, max_position_embeddings)
+    if kind == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
+        raise ValueError(f"config.json: {where}.high_freq_factor must exceed low_freq_factor, got {dict(scaling)}")
+    return RopeConfig(kind=kind, theta=theta, original_len=original, truncate=truncate, **values)
+
+
+def _original_len(kind: str, given, where: str, max_position_embeddings: int) -> int | None:
+    if kind in ("default", "linear"):
+        return None
+    if given is None:
+        return max_position_embeddings
+    if given != int(given):
+        raise ValueError(f"config.json: {where}.original_max_position_embeddings={given!r}, expected a whole number")
+    if kind == "dynamic" and given != max_position_embeddings:
+        raise ValueError(
+            f"config.json: {where}.original_max_position_embeddings={given} with rope type 'dynamic', expected "
+            f"max_position_embeddings={max_position_embeddings}: HF scales from the latter"
+        )
+    return int(given)
+
+
+def _longrope_factor(given, scaling: Mapping, where: str, original: int | None, max_positions: int) -> float:
+    if scaling.get("original_max_position_embeddings") is None:
+        if given is None and scaling.get("attention_factor") is None:
+            raise ValueError(
+                f"config.json: {where} of type 'longrope' needs factor, attention_factor or "
+                "original_max_position_embeddings"
+            )
+        return 1.0 if given is None else given
+    assert original is not None
+    ratio = max_positions / original
+    if given is not None and given != ratio:
+        raise ValueError(
+            f"config.json: {where}.factor={given} but max_position_embeddings / original_max_position_embeddings is "
+            f"{ratio}; make them agree"
+        )
+    return ratio
+
+
+def _rope_kind(scaling: dict, where: str) -> str:
+    kinds = {value for value in (scaling.pop("rope_type", None), scaling.pop("type", None)) if value is not None}
+    if len(kinds) > 1:
+        raise ValueError(f"config.json: {where} has type and rope_type, which differ: {sorted(map(str, kinds))}")
+    if not kinds and scaling:
+        raise ValueError(f"config.json: {where} has no rope_type; expected one of {', '.join(ROPE_KINDS)}")
+    kind = kinds.pop() if kinds else "default"
+    if kind not in ROPE_KINDS:
+        raise ValueError(f"config.json: {where}.rope_type={kind!r}, expected one of {', '.join(ROPE_KINDS)}")
+    return kind
+
+
+def _divisors(where: str, key: str, value, count: int) -> tuple[float, ...]:
+    if not isinstance(value, list) or len(value) != count:
+        got = f"{len(value)} entries" if isinstance(value, list) else repr(value)
+        raise ValueError(f"config.json: {where}.{key} has {got}, expected a list of head_dim / 2 = {count} numbers")
+    return tuple(_number(f"config.json: {where}", key, item) for item in value)
+
+
+def _number(where: str, key: str, value) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{where}: {key}={value!r}, expected a finite number above 0")
+    return float(value)
+
+
+def _unknown(what: str, key: str, known) -> ValueError:
+    nearest = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.0)
+    hint = f"; the nearest known key is {nearest[0]!r}" if nearest else ""
+    return ValueError(f"{what} is not known here, and it may change what the model computes{hint}")
