@@ -1,0 +1,275 @@
+"""`Tokenizer`: text to token ids and back, from the files of an HF model directory, on the `tokenizers` library alone.
+
+Source: the files are read as transformers 4.57 reads them for a fast tokenizer.
+"""
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import processors
+
+from levanter_infer.checkpoints.chat_template import ChatTemplate
+
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+_MAX_FILE_BYTES = 2**28
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_BOS_BY_CLASS = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
+"""Tokenizer classes whose configuration, not whose tokenizer.json, says which special tokens enclose a prompt."""
+
+
+class Tokenizer:
+    """Encodes prompts, decodes tokens, renders chats. Made by `from_directory`.
+
+    Attributes:
+        vocab_size: one more than the largest token id.
+        eos_token_ids: ids that end a sequence.
+        fingerprint: sha256 of the files it was read from.
+        is_byte_level: whether decoding is nothing but the bytes of each token, joined and read as UTF-8.
+    """
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    fingerprint: str
+    is_byte_level: bool
+
+    def __init__(
+        self, files: Mapping[str, bytes], *, model_config: Mapping[str, object] | None = None, where: str = ""
+    ):
+        """Use `from_directory`; `files` are contents by name, `where` is for messages."""
+        self._where = where
+        self._tokenizer = _parse_tokenizer(files["tokenizer.json"], where)
+        self._config = _parse_json(files, "tokenizer_config.json", where)
+        self._named_tokens = _named_tokens(self._config, _parse_json(files, "special_tokens_map.json", where))
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self._special_ids = frozenset(
+            i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        self._set_post_processor()
+        generation = _parse_json(files, "generation_config.json", where)
+        self.eos_token_ids = self._find_eos(generation, model_config or {})
+        self._template_source = _template_source(files, self._config, where)
+        self.fingerprint = _fingerprint(files)
+        self.is_byte_level = _is_byte_level(files["tokenizer.json"])
+        self._bytes_of_token: dict[int, bytes] = {}
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> "Tokenizer":
+        """Read a model directory. Raises: ValueError naming the file that is missing or broken."""
+        directory = Path(path)
+        if not directory.is_dir():
+            raise ValueError(f"tokenizer: {directory} is not a directory")
+        files = {name: _read(directory / name) for name in _FILES if (directory / name).is_file()}
+        if "tokenizer.json" not in files:
+            raise ValueError(
+                f"{directory} has no tokenizer.json; save the tokenizer with transformers' "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(...), which writes one"
+            )
+        config_file = directory / "config.json"
+        config = {"config.json": _read(config_file)} if config_file.is_file() else {}
+        return cls(files, model_config=_parse_json(config, "config.json", str(directory)), where=str(directory))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; special tokens written in it count as such.
+
+        Args:
+            add_special_tokens: also add what the model expects around a prompt, usually a token at its beginning.
+        Raises: ValueError if `text` is not a string of Unicode characters.
+        """
+        if not isinstance(text, str):
+            raise ValueError(f"prompt is {type(text).__name__}; expected a string")
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except (UnicodeError, TypeError) as e:
+            raise ValueError("prompt holds half of a surrogate pair, which is not a Unicode character") from e
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of tokens. Ids without a token give none. Raises: ValueError if an id is not below `vocab_size`."""
+        ids = [int(i) for i in token_ids]
+        for i in ids:
+            if not 0 <= i < self.vocab_size:
+                raise ValueError(f"token id {i} is outside the tokenizer's vocabulary of {self.vocab_size}")
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `decode` skips the token."""
+        return token_id in self._special_ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 bytes, perhaps of a part of a character, that the token stands for; empty for an id without a token.
+
+        Requires: `is_byte_level`.
+        """
+        known = self._bytes_of_token.get(token_id)
+        if known is None:
+            token = self._tokenizer.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+            known = self._bytes_of_token[token_id] = b"" if token is None else _bytes_of(token)
+        return known
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._template_source)
+
+    @functools.cached_property
+    def _template(self) -> ChatTemplate:
+        if not self._template_source:
+            raise ValueError(
+                f"{self._where or 'the model'} has no chat template, so it takes no messages; give a prompt instead"
+            )
+        return ChatTemplate(self._template_source)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool = True) -> str:
+        """The prompt text of a conversation; encode it without special tokens, the template has written them.
+
+        Args:
+            add_generation_prompt: end with the words that begin the assistant's turn.
+        Raises: ValueError if there is no template, it fails, or the messages do not suit it.
+        """
+        return self._template.render(
+            messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self._named_tokens
+        )
+
+    def _id_of(self, name: str) -> int | None:
+        token = self._named_tokens.get(name)
+        return self._tokenizer.token_to_id(token) if isinstance(token, str) else None
+
+    def _set_post_processor(self) -> None:
+        """Apply `add_bos_token` and `add_eos_token` as transformers does."""
+        by_config = str(self._config.get("tokenizer_class", "")).removesuffix("Fast") in _BOS_BY_CLASS
+        bos = bool(self._config.get("add_bos_token", by_config))
+        eos = by_config and bool(self._config.get("add_eos_token", False))
+        if not by_config and not (bos and self._id_of("bos_token") not in self._tokenizer.encode("").ids):
+            return
+        wanted = [name for name, add in (("bos_token", bos), ("eos_token", eos)) if add]
+        for name in wanted:
+            if self._id_of(name) is None:
+                raise ValueError(
+                    f"{self._where}/tokenizer_config.json asks for add_{name}, but {name} is "
+                    f"{self._named_tokens.get(name)!r}, which is not a token of tokenizer.json"
+                )
+        single = (["$bos"] if bos else []) + ["$A"] + (["$eos"] if eos else [])
+        names = {"$bos": "bos_token", "$eos": "eos_token"}
+        self._tokenizer.post_processor = processors.TemplateProcessing(
+            single=[str(self._named_tokens[names[s]]) if s in names else s for s in single],
+            special_tokens=[(str(self._named_tokens[name]), self._id_of(name)) for name in wanted],
+        )
+
+    def _find_eos(self, generation: Mapping, model_config: Mapping) -> tuple[int, ...]:
+        for source, config in (("generation_config.json", generation), ("config.json", model_config)):
+            value = config.get("eos_token_id")
+            if value is None:
+                continue
+            ids = value if isinstance(value, list) else [value]
+            if not all(type(i) is int and i >= 0 for i in ids):
+                raise ValueError(f"{self._where}/{source}: eos_token_id is {value!r}; expected a token id or a list")
+            return tuple(dict.fromkeys(ids))
+        own = self._id_of("eos_token")
+        return () if own is None else (own,)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        size = path.stat().st_size
+        if size > _MAX_FILE_BYTES:
+            raise ValueError(f"{path} has {size} bytes; a tokenizer's file has at most {_MAX_FILE_BYTES}")
+        return path.read_bytes()
+    except OSError as e:
+        raise ValueError(f"cannot read {path}: {e.strerror}") from e
+
+
+def _parse_tokenizer(content: bytes, where: str) -> tokenizers.Tokenizer:
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+    except Exception as e:  # the library raises plain Exception
+        raise ValueError(f"{where}/tokenizer.json is not a tokenizer that this library reads: {e}") from e
+    # Prompts are never cut or filled up, whatever the file was saved with.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _parse_json(files: Mapping[str, bytes], name: str, where: str) -> dict:
+    if name not in files:
+        return {}
+    try:
+        value = json.loads(files[name])
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{where}/{name} is not JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}/{name} holds a {type(value).__name__}; expected a JSON object")
+    return value
+
+
+def _named_tokens(config: Mapping, tokens_map: Mapping) -> dict[str, object]:
+    """Text of the special tokens that have a name, as templates see them."""
+    named: dict[str, object] = {}
+    for name in _NAMED_TOKENS:
+        value = config.get(name, tokens_map.get(name))
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            named[name] = value
+    extra = config.get("additional_special_tokens", tokens_map.get("additional_special_tokens"))
+    if isinstance(extra, list) and extra:
+        texts = [t.get("content") if isinstance(t, dict) else t for t in extra]
+        named["additional_special_tokens"] = [t for t in texts if isinstance(t, str)]
+    return named
+
+
+def _template_source(files: Mapping[str, bytes], config: Mapping, where: str) -> str | None:
+    if "chat_template.jinja" in files:
+        try:
+            return files["chat_template.jinja"].decode("utf-8")
+        except UnicodeDecodeError as e:
+            raise ValueError(f"{where}/chat_template.jinja is not UTF-8: {e}") from e
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        if "default" not in named:
+            raise ValueError(
+                f"{where}/tokenizer_config.json: chat_template has {sorted(map(str, named))}; "
+                "expected one named default"
+            )
+        template = named["default"]
+    if template is not None and not isinstance(template, str):
+        kind = type(template).__name__
+        raise ValueError(f"{where}/tokenizer_config.json: chat_template is {kind}, expected a string")
+    return template
+
+
+def _fingerprint(files: Mapping[str, bytes]) -> str:
+    digest = hashlib.sha256()
+    for name in _FILES:
+        if name in files:
+            digest.update(f"{name} {len(files[name])}\n".encode())
+            digest.update(files[name])
+    return digest.hexdigest()
+
+
+def _is_byte_level(content: bytes) -> bool:
+    decoder = json.loads(content).get("decoder") or {}
+    steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
+    return [step.get("type") for step in steps] == ["ByteLevel"]
+
+
+def _bytes_of(token: str) -> bytes:
+    table = _byte_of_character()
+    if all(c in table for c in token):
+        return bytes(table[c] for c in token)
+    return token.encode()  # an added token, which is written as it is
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, int]:
+    """The characters in which byte-level vocabularies write bytes. Source: GPT-2's `bytes_to_unicode`."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

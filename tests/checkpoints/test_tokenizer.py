@@ -1,0 +1,209 @@
+"""The tokenizer reads what an HF directory says, as transformers does, and names what is wrong with one."""
+
+import hashlib
+import json
+
+import pytest
+from tokenizers import Tokenizer as RawTokenizer
+
+from levanter_infer.checkpoints.tokenizer import Tokenizer
+from tests import tokenizer_files
+from tests.tokenizer_files import CHATML, byte_fallback, byte_level, write
+
+TEXTS = ["hello world", "the cat, the mat.", "  two  spaces\n\tand lines ", "ëé ☃ 猫 🙂", ""]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_encoding_and_decoding_return_the_text(tmp_path, text):
+    tokenizer = Tokenizer.from_directory(write(tmp_path, byte_level()))
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_post_processor_adds_bos_only_when_special_tokens_are_wanted(tmp_path):
+    tokenizer = Tokenizer.from_directory(write(tmp_path, byte_level(bos=True)))
+    plain = tokenizer.encode("hello", add_special_tokens=False)
+    assert tokenizer.encode("hello") == [0, *plain]
+    assert tokenizer.decode([0, *plain]) == "hello"
+    assert tokenizer.decode([0, *plain], skip_special_tokens=False) == "<|bos|>hello"
+
+
+def test_special_tokens_written_in_a_prompt_count_as_such(tmp_path):
+    tokenizer = Tokenizer.from_directory(write(tmp_path, byte_level()))
+    assert tokenizer.encode("<|bos|>hello") == [0, *tokenizer.encode("hello")]
+
+
+@pytest.mark.parametrize(
+    "config, begin, end",
+    [
+        ({"tokenizer_class": "LlamaTokenizer"}, [1], []),
+        ({"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True, "add_eos_token": True}, [1], [2]),
+        ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}, [], []),
+        ({"tokenizer_class": "PreTrainedTokenizerFast"}, [], []),
+        ({"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True}, [1], []),
+        ({}, [], []),
+    ],
+)
+def test_bos_and_eos_are_added_as_the_config_says(tmp_path, config, begin, end):
+    config = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}, **config}
+    tokenizer = Tokenizer.from_directory(write(tmp_path, byte_fallback(), tokenizer_config=config))
+    plain = tokenizer.encode("hello", add_special_tokens=False)
+    assert tokenizer.encode("hello") == [*begin, *plain, *end]
+
+
+def test_bos_that_the_post_processor_adds_is_not_added_again(tmp_path):
+    config = {"bos_token": "<|bos|>", "add_bos_token": True}
+    tokenizer = Tokenizer.from_directory(write(tmp_path, byte_level(bos=True), tokenizer_config=config))
+    assert tokenizer.encode("hello").count(0) == 1
+
+
+def test_bos_of_the_config_must_be_a_token(tmp_path):
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<nothing>"}
+    with pytest.raises(ValueError, match="add_bos_token, but bos_token is '<nothing>'"):
+        Tokenizer.from_directory(write(tmp_path, byte_fallback(), tokenizer_config=config))
+
+
+def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
+    raw = byte_level()
+    raw.enable_truncation(2)
+    raw.enable_padding(length=100)
+    tokenizer = Tokenizer.from_directory(write(tmp_path, raw))
+    assert tokenizer.decode(tokenizer.encode("the cat sat on the mat")) == "the cat sat on the mat"
+
+
+@pytest.mark.parametrize(
+    "files, expected",
+    [
+        ({"generation_config": {"eos_token_id": [2, 1, 2]}, "config": {"eos_token_id": 0}}, (2, 1)),
+        ({"generation_config": {"bos_token_id": 0}, "config": {"eos_token_id": 0}}, (0,)),
+        ({"tokenizer_config": {"eos_token": "<|eos|>"}}, (1,)),
+        ({"special_tokens_map": {"eos_token": {"content": "<|im_end|>"}}}, (2,)),
+        ({}, ()),
+    ],
+)
+def test_end_of_sequence_comes_from_the_first_file_that_has_it(tmp_path, files, expected):
+    assert Tokenizer.from_directory(write(tmp_path, byte_level(), **files)).eos_token_ids == expected
+
+
+def test_vocab_size_counts_added_tokens_and_larger_ids_are_an_error(tmp_path):
+    raw = byte_level()
+    tokenizer = Tokenizer.from_directory(write(tmp_path, raw))
+    assert tokenizer.vocab_size == raw.get_vocab_size(with_added_tokens=True)
+    for bad in (-1, tokenizer.vocab_size):
+        with pytest.raises(ValueError, match=f"token id {bad} is outside the tokenizer's vocabulary"):
+            tokenizer.decode([0, bad])
+
+
+def test_half_a_surrogate_pair_is_refused(tmp_path):
+    tokenizer = Tokenizer.from_directory(write(tmp_path, byte_level()))
+    with pytest.raises(ValueError, match="surrogate"):
+        tokenizer.encode("a\ud800")
+    with pytest.raises(ValueError, match="expected a string"):
+        tokenizer.encode(3)  # type: ignore[arg-type]
+
+
+def test_token_bytes_agree_with_the_library(tmp_path):
+    tokenizer = Tokenizer.from_directory(write(tmp_path, byte_level()))
+    assert tokenizer.is_byte_level
+    for i in range(tokenizer.vocab_size):
+        text = tokenizer.decode([i], skip_special_tokens=False)
+        assert tokenizer.token_bytes(i).decode(errors="replace") == text
+    assert tokenizer.token_bytes(tokenizer.vocab_size) == b""
+    assert not Tokenizer.from_directory(write(tmp_path / "b", byte_fallback())).is_byte_level
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+RENDERED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    "files, expected",
+    [
+        ({"tokenizer_config": {"chat_template": CHATML}}, RENDERED),
+        (
+            {
+                "tokenizer_config": {
+                    "chat_template": [{"name": "tools", "template": "x"}, {"name": "default", "template": CHATML}]
+                }
+            },
+            RENDERED,
+        ),
+        ({"tokenizer_config": {"chat_template": CHATML}, "chat_template": "file {{ messages[0].content }}"}, "file hi"),
+        (
+            {
+                "tokenizer_config": {
+                    "bos_token": {"content": "<|bos|>"},
+                    "chat_template": "{{ bos_token }}{{ pad_token }}",
+                },
+                "special_tokens_map": {"bos_token": "no", "pad_token": "pad"},
+            },
+            "<|bos|>pad",
+        ),
+    ],
+)
+def test_chat_template_is_found_where_models_have_it(tmp_path, files, expected):
+    tokenizer = Tokenizer.from_directory(write(tmp_path, byte_level(), **files))
+    assert tokenizer.has_chat_template
+    assert tokenizer.apply_chat_template(MESSAGES) == expected
+
+
+def test_chat_without_the_generation_prompt(tmp_path):
+    tokenizer = Tokenizer.from_directory(write(tmp_path, byte_level(), chat_template=CHATML))
+    assert tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=False) == "<|im_start|>user\nhi<|im_end|>\n"
+
+
+def test_messages_without_a_template_are_refused(tmp_path):
+    tokenizer = Tokenizer.from_directory(write(tmp_path, byte_level()))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(ValueError, match="has no chat template.*give a prompt instead"):
+        tokenizer.apply_chat_template(MESSAGES)
+
+
+def test_fingerprint_depends_on_every_file(tmp_path):
+    one = Tokenizer.from_directory(write(tmp_path / "a", byte_level(), tokenizer_config={}))
+    same = Tokenizer.from_directory(write(tmp_path / "b", byte_level(), tokenizer_config={}))
+    other = Tokenizer.from_directory(write(tmp_path / "c", byte_level(), tokenizer_config={}, chat_template="x"))
+    assert one.fingerprint == same.fingerprint != other.fingerprint
+    assert len(one.fingerprint) == len(hashlib.sha256().hexdigest())
+
+
+def break_file(directory, name, content):
+    (directory / name).write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "name, content, match",
+    [
+        ("tokenizer.json", b"", "tokenizer.json is not a tokenizer"),
+        ("tokenizer.json", b"{}", "tokenizer.json is not a tokenizer"),
+        ("tokenizer.json", b"\xff\xfe", "tokenizer.json is not a tokenizer"),
+        ("tokenizer_config.json", b"{", "tokenizer_config.json is not JSON"),
+        ("tokenizer_config.json", b"[" * 100_000, "tokenizer_config.json is not JSON"),
+        ("tokenizer_config.json", b"[]", "tokenizer_config.json holds a list; expected a JSON object"),
+        ("tokenizer_config.json", b'{"chat_template": 3}', "chat_template is int, expected a string"),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "a"}]}', "expected one named default"),
+        ("generation_config.json", b'{"eos_token_id": "</s>"}', "eos_token_id is '</s>'; expected a token id"),
+        ("generation_config.json", b'{"eos_token_id": [true]}', "eos_token_id is .True.; expected a token id"),
+        ("config.json", b"nope", "config.json is not JSON"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja is not UTF-8"),
+    ],
+)
+def test_broken_file_is_named(tmp_path, name, content, match):
+    directory = write(tmp_path, byte_level())
+    break_file(directory, name, content)
+    with pytest.raises(ValueError, match=match):
+        Tokenizer.from_directory(directory)
+
+
+def test_missing_directory_and_missing_file_are_named(tmp_path):
+    with pytest.raises(ValueError, match="nowhere is not a directory"):
+        Tokenizer.from_directory(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="has no tokenizer.json; save the tokenizer with"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_written_directory_is_what_the_library_itself_reads(tmp_path):
+    directory = tokenizer_files.write(tmp_path, byte_level())
+    raw = RawTokenizer.from_file(str(directory / "tokenizer.json"))
+    ours = Tokenizer.from_directory(directory)
+    assert all(ours.encode(text) == raw.encode(text).ids for text in TEXTS)
+    assert json.loads((directory / "tokenizer.json").read_text())["decoder"]["type"] == "ByteLevel"
