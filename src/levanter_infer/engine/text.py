@@ -1,0 +1,120 @@
+"""Text of a growing sequence: `IncrementalDecoder` turns tokens into text, `StopMatcher` finds stop strings in it."""
+
+import codecs
+import functools
+from collections.abc import Sequence
+
+from levanter_infer.checkpoints.tokenizer import Tokenizer
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_MAX_HELD = 4
+"""Tokens held back until their bytes make a character: UTF-8 needs four bytes at most."""
+
+
+class IncrementalDecoder:
+    """Text of a sequence, token by token, in pieces that together are `tokenizer.decode` of all its tokens.
+
+    Bytes of an unfinished character are held back. Special tokens, and ids of a padded vocabulary that no token has,
+    give no text. Each token costs the same however long the sequence is.
+
+    One difference from `decode`: with byte-fallback vocabularies (Llama 2) a broken byte there also spoils the whole
+    characters next to it, which have been given out here by then and stay.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._bytes = codecs.getincrementaldecoder("utf-8")("replace") if tokenizer.is_byte_level else None
+        self._given: list[int] = []
+        self._held: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """Text that became certain with this token; may be empty."""
+        tokenizer = self._tokenizer
+        if tokenizer.is_special(token_id) or not 0 <= token_id < tokenizer.vocab_size:
+            return ""
+        if self._bytes is not None:
+            return self._bytes.decode(tokenizer.token_bytes(token_id))
+        self._held.append(token_id)
+        piece = self._held_text()
+        if piece.endswith(_REPLACEMENT) and len(self._held) < _MAX_HELD:
+            return ""
+        self._given, self._held = self._held, []
+        return piece
+
+    def flush(self) -> str:
+        """Text of what is held back, when no more tokens follow."""
+        if self._bytes is not None:
+            return self._bytes.decode(b"", final=True)
+        piece = self._held_text() if self._held else ""
+        self._given, self._held = self._held, []
+        return piece
+
+    def _held_text(self) -> str:
+        """Decoded after the tokens before them: decoders treat the beginning of a text in their own way."""
+        before = self._tokenizer.decode(self._given)
+        text = self._tokenizer.decode(self._given + self._held)
+        return text[len(before) :] if text.startswith(before) else self._tokenizer.decode(self._held)
+
+
+class StopMatcher:
+    """Finds the first stop string in a text that arrives in pieces.
+
+    First is the one that is complete first; of several that end at the same place, the longest. Only the text given to
+    `push` counts, so nothing matches across the end of the prompt. Time is linear in the text, for each stop string.
+
+    Args:
+        stops: non-empty strings.
+        min_tokens: a stop string completed by an earlier token than this one does not count.
+    Source: Knuth, Morris, Pratt, Fast Pattern Matching in Strings, 1977.
+    """
+
+    def __init__(self, stops: Sequence[str], *, min_tokens: int = 0):
+        if not all(stops):
+            raise ValueError("a stop string is empty; expected at least one character")
+        self._patterns = [(stop, _failure_table(stop)) for stop in dict.fromkeys(stops)]
+        self._matched = [0] * len(self._patterns)
+        self._min_tokens = min_tokens
+        self._length = 0
+
+    def push(self, piece: str, num_tokens: int) -> int | None:
+        """Take the text that token number `num_tokens` (from 1) added.
+
+        Returns: where the stop string begins, in characters of the whole text, or None; after a match, `piece` may
+            hold text behind it, and nothing more is to be pushed.
+        """
+        counts = num_tokens >= self._min_tokens
+        best: tuple[int, int] | None = None
+        for i, (stop, table) in enumerate(self._patterns):
+            if self._matched[i] == 0 and stop[0] not in piece:
+                continue
+            end, self._matched[i] = _advance(stop, table, self._matched[i], piece, stop_at_match=counts)
+            if end is not None:
+                candidate = (self._length + end, self._length + end - len(stop))
+                best = candidate if best is None else min(best, candidate)
+        self._length += len(piece)
+        return None if best is None else best[1]
+
+
+@functools.lru_cache(maxsize=1024)
+def _failure_table(stop: str) -> tuple[int, ...]:
+    """For each prefix of `stop`, the length of its longest proper suffix that is a prefix too."""
+    table, length = [0], 0
+    for c in stop[1:]:
+        while length and stop[length] != c:
+            length = table[length - 1]
+        length += stop[length] == c
+        table.append(length)
+    return tuple(table)
+
+
+def _advance(stop: str, table: tuple[int, ...], matched: int, piece: str, *, stop_at_match: bool):
+    """(end of the first match in `piece` or None, characters of `stop` matched at the end of what was read)."""
+    for position, c in enumerate(piece):
+        while matched and stop[matched] != c:
+            matched = table[matched - 1]
+        matched += stop[matched] == c
+        if matched == len(stop):
+            if stop_at_match:
+                return position + 1, matched
+            matched = table[matched - 1]
+    return None, matched
