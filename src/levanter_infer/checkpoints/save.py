@@ -1,14 +1,15 @@
 """Write a model as an ordinary HF checkpoint directory."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 import numpy as np
 
-from levanter_infer.checkpoints.weights import DTYPES, get_parameter, write_safetensors
+from levanter_infer.checkpoints.weights import DTYPES, write_safetensors
 from levanter_infer.models.decoder import DecoderModel
-from levanter_infer.models.family import parameters
+from levanter_infer.models.family import get_parameter, parameters
 from levanter_infer.models.registry import FAMILIES
 
 _DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}

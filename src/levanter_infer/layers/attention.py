@@ -1,7 +1,7 @@
 """Grouped-query attention over pages, and over a plain sequence."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Callable, Sequence
 
 import equinox as eqx
 import jax

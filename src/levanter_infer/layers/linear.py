@@ -1,6 +1,6 @@
 """Linear maps whose weights are stored outputs first: `[layers, out..., in...]`."""
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import equinox as eqx
 import haliax as hax

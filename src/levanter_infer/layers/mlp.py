@@ -1,6 +1,6 @@
 """The gated feed-forward block, SwiGLU."""
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import equinox as eqx
 import haliax as hax

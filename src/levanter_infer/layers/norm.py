@@ -1,6 +1,6 @@
 """RMSNorm."""
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import equinox as eqx
 import haliax as hax

@@ -60,6 +60,17 @@ class DecoderConfig:
         if self.sliding_windows and len(self.sliding_windows) != self.num_layers:
             raise ValueError(f"{len(self.sliding_windows)} sliding windows for {self.num_layers} layers")
 
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model, from the sizes alone."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = 2 * self.hidden_size * (q + kv)
+        attention += (q + 2 * kv) * self.qkv_bias + self.hidden_size * self.out_bias + 2 * self.head_dim * self.qk_norm
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        mlp += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
+        tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return tables + self.num_layers * (attention + mlp + 2 * self.hidden_size) + self.hidden_size
+
 
 class DecoderLayer(eqx.Module):
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""

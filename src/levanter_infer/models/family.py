@@ -1,12 +1,19 @@
 """What a model family has to say, and what those of the Llama kin share."""
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Mapping
+from typing import Any
+
+import equinox as eqx
+from haliax import NamedArray
 
 from levanter_infer.axes import LAYERS
 from levanter_infer.layers.rotary import RopeConfig
 from levanter_infer.models.decoder import DecoderConfig, DecoderModel
 from levanter_infer.models.hf_config import HfConfig
+
+MAX_LAYERS = 10_000
+"""More is taken for a broken config.json."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +92,24 @@ def parameters(model: DecoderModel, family: Family) -> list[Parameter]:
     return found
 
 
-def _resolve(model: DecoderModel, path: str):
-    owner, array = None, model
+def set_parameter(model: DecoderModel, path: str, array: NamedArray) -> DecoderModel:
+    """`model` with the parameter at the dotted `path` replaced."""
+    return eqx.tree_at(lambda tree: get_parameter(tree, path), model, array)
+
+
+def get_parameter(model: DecoderModel, path: str) -> NamedArray:
+    return _resolve(model, path)[1]
+
+
+def is_ignored(hf_name: str) -> bool:
+    """Whether a checkpoint may hold this tensor although no model has a use for it."""
+    return hf_name.endswith(IGNORED_TENSORS)
+
+
+def _resolve(model: DecoderModel, path: str) -> tuple[Any, Any]:
+    """Owner and array at a path; (None, None) below a module that the model does not have."""
+    owner: Any = None
+    array: Any = model
     for name in path.split("."):
         if array is None:
             return None, None
@@ -126,7 +149,7 @@ def common_fields(hf: HfConfig, *, kv_heads: int | None, head_dim: int | None, m
         "vocab_size": hf.count("vocab_size"),
         "hidden_size": hidden,
         "intermediate_size": hf.count("intermediate_size"),
-        "num_layers": hf.count("num_hidden_layers"),
+        "num_layers": hf.count("num_hidden_layers", most=MAX_LAYERS),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,

@@ -2,7 +2,8 @@
 
 import difflib
 import math
-from typing import Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from levanter_infer.layers.rotary import ROPE_KINDS, RopeConfig
 
@@ -80,15 +81,15 @@ class HfConfig:
     def fail(self, key: str, expected: str) -> ValueError:
         return ValueError(f"config.json: {key}={self.raw.get(key)!r}, expected {expected}")
 
-    def count(self, key: str, default: int | None = None, *, null: int | None = None) -> int:
-        """A whole number of at least 1. `null`: what an explicit null stands for."""
+    def count(self, key: str, default: int | None = None, *, null: int | None = None, most: int = 2**31 - 1) -> int:
+        """A whole number from 1 to `most`. `null`: what an explicit null stands for."""
         value = self._get(key, default)
         if value is None and null is not None:
             return null
         if value is None and key not in self.raw:
             raise ValueError(f"config.json: {key} is missing, expected a whole number of at least 1")
-        if type(value) is not int or not 0 < value < 2**31:
-            raise self.fail(key, "a whole number of at least 1")
+        if type(value) is not int or not 0 < value <= most:
+            raise self.fail(key, f"a whole number from 1 to {most}")
         return value
 
     def optional_count(self, key: str, default: int | None = None) -> int | None:

@@ -1,6 +1,7 @@
 """Llama 1 to 3.x, and what calls itself so (SmolLM2, TinyLlama, Yi, ...)."""
 
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from levanter_infer.models.decoder import DecoderConfig
 from levanter_infer.models.family import TENSOR_NAMES, Family, common_fields, common_to_hf

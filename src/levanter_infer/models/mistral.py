@@ -1,6 +1,7 @@
 """Mistral: Llama with a sliding window in every layer, or in none."""
 
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from levanter_infer.models.decoder import DecoderConfig
 from levanter_infer.models.family import TENSOR_NAMES, Family, common_fields, common_to_hf

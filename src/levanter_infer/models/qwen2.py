@@ -1,6 +1,7 @@
 """Qwen2 and Qwen2.5: Llama with biases on queries, keys and values, and windows in some layers."""
 
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from levanter_infer.models.decoder import DecoderConfig
 from levanter_infer.models.family import TENSOR_NAMES, Family, common_fields, common_to_hf

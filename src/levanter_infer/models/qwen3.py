@@ -1,6 +1,7 @@
 """Qwen3, dense: Qwen2 without its biases, with norms of queries and keys."""
 
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from levanter_infer.models.decoder import DecoderConfig
 from levanter_infer.models.family import TENSOR_NAMES, Family, common_fields, common_to_hf

@@ -1,6 +1,7 @@
 """Which family serves which `model_type`."""
 
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from levanter_infer.models.family import Family
 from levanter_infer.models.llama import LLAMA

@@ -1,0 +1,152 @@
+"""Load an HF checkpoint: check everything against the headers, then read tensor by tensor into stacked arrays."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from levanter_infer.checkpoints.source import CONFIG, Source, resolve_source
+from levanter_infer.checkpoints.weights import DTYPES, StoredTensor, enumerate_names, stored_tensors
+from levanter_infer.models.decoder import DecoderConfig, DecoderModel
+from levanter_infer.models.family import Parameter, is_ignored, parameters, set_parameter
+from levanter_infer.models.registry import family_for
+
+if TYPE_CHECKING:
+    from levanter_infer.checkpoints.tokenizer import Tokenizer
+
+_LM_HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def load_model(
+    path_or_id: str | Path, *, dtype: str | None = None, revision: str | None = None
+) -> tuple[DecoderModel, "Tokenizer | None"]:
+    """A checkpoint's model and tokenizer.
+
+    Args:
+        path_or_id: a directory in HF's layout, or a hub id.
+        dtype: bfloat16 or float32; None keeps the stored one.
+        revision: branch, tag or commit of the hub repository.
+    Returns: the model, and the tokenizer or None if there is no tokenizer.json.
+    Raises: ValueError saying which file, key or tensor is wrong and what to do, before weights are allocated.
+    """
+    source = resolve_source(path_or_id, revision)
+    model = load_weights(source, dtype=dtype)
+    return model, load_tokenizer(source)
+
+
+def load_tokenizer(source: Source) -> "Tokenizer | None":
+    if not source.has("tokenizer.json"):
+        return None
+    from levanter_infer.checkpoints.tokenizer import Tokenizer
+
+    return Tokenizer.from_directory(source.directory)
+
+
+def load_weights(source: Source, *, dtype: str | None = None) -> DecoderModel:
+    """The model of a checkpoint. The host holds one stacked parameter at a time beside the model itself.
+
+    Raises: ValueError as `load_model`.
+    """
+    wanted = _wanted_dtype(dtype)
+    hf_config = source.read_json(CONFIG)
+    family = family_for(hf_config)
+    config = family.config_from_hf(hf_config)
+    tensors = stored_tensors(source)
+    _check_size(config, tensors, source)
+    model = eqx.filter_eval_shape(DecoderModel.init, config, key=jax.ShapeDtypeStruct((), jax.random.key(0).dtype))
+    params = parameters(model, family)
+    _check_names(params, tensors, config, source)
+    _check_headers(params, tensors)
+    stored = _one_dtype(params, tensors, wanted)
+    for param in params:
+        model = set_parameter(model, param.path, _read(param, tensors, stored))
+    if config.tie_word_embeddings and _LM_HEAD in tensors:
+        _check_tied(tensors[_LM_HEAD], tensors[_EMBEDDINGS])
+    return model
+
+
+def _wanted_dtype(dtype: str | None) -> np.dtype | None:
+    if dtype is None:
+        return None
+    if dtype not in ("bfloat16", "float32"):
+        raise ValueError(f"dtype={dtype!r}, expected bfloat16, float32, or none for the stored one")
+    return jnp.dtype(dtype)
+
+
+def _check_size(config: DecoderConfig, tensors: dict[str, StoredTensor], source: Source) -> None:
+    """Refuse a config.json that claims a model that these files cannot hold, before anything of its size is made."""
+    smallest = min(dtype.itemsize for dtype in DTYPES.values())
+    held = sum(tensor.num_bytes for tensor in tensors.values()) // smallest
+    if config.num_parameters > held or config.num_layers > len(tensors):
+        raise ValueError(
+            f"{source.name}: config.json describes {config.num_layers} layers and {config.num_parameters} parameters, "
+            f"but the files hold {len(tensors)} tensors with at most {held} parameters; config and weights do not "
+            "belong together, or a shard is missing"
+        )
+
+
+def _check_names(
+    params: list[Parameter], tensors: dict[str, StoredTensor], config: DecoderConfig, source: Source
+) -> None:
+    expected = {name for param in params for name in param.hf_names}
+    missing = sorted(expected - set(tensors))
+    allowed = {_LM_HEAD} if config.tie_word_embeddings else set()
+    unexpected = sorted(name for name in set(tensors) - expected - allowed if not is_ignored(name))
+    problems = []
+    if missing:
+        problems.append(f"missing tensors: {enumerate_names(missing)}")
+    if unexpected:
+        problems.append(f"tensors that config.json has no use for: {enumerate_names(unexpected)}")
+    if problems:
+        raise ValueError(
+            f"{source.name}: {'; '.join(problems)}; config.json and the weights do not belong together (keys to look "
+            "at: num_hidden_layers, tie_word_embeddings, attention_bias, mlp_bias, model_type)"
+        )
+
+
+def _check_headers(params: list[Parameter], tensors: dict[str, StoredTensor]) -> None:
+    for param in params:
+        for name in param.hf_names:
+            tensor = tensors[name]
+            if tensor.shape != param.hf_shape:
+                raise ValueError(
+                    f"{tensor.path}: tensor {name!r} has shape {list(tensor.shape)}, config.json expects "
+                    f"{list(param.hf_shape)}; they do not belong together"
+                )
+            if tensor.dtype not in DTYPES:
+                raise ValueError(
+                    f"{tensor.path}: tensor {name!r} is stored as {tensor.dtype}, expected one of {', '.join(DTYPES)}; "
+                    "quantized checkpoints are not supported, convert it"
+                )
+
+
+def _one_dtype(params: list[Parameter], tensors: dict[str, StoredTensor], wanted: np.dtype | None) -> np.dtype:
+    names = sorted({tensors[name].dtype for param in params for name in param.hf_names})
+    if wanted is None and len(names) > 1:
+        raise ValueError(f"tensors are stored as {' and '.join(names)}; give dtype=bfloat16 or dtype=float32")
+    return DTYPES[names[0]] if wanted is None else wanted
+
+
+def _read(param: Parameter, tensors: dict[str, StoredTensor], dtype: np.dtype) -> hax.NamedArray:
+    stacked = np.empty((len(param.hf_names), *param.hf_shape), dtype)
+    for row, name in zip(stacked, param.hf_names, strict=True):
+        tensors[name].read_into(row)
+    return hax.NamedArray(jnp.asarray(stacked.reshape([axis.size for axis in param.axes])), param.axes)
+
+
+def _check_tied(head: StoredTensor, embeddings: StoredTensor) -> None:
+    same = head.shape == embeddings.shape and head.dtype == embeddings.dtype
+    if same:
+        copies = [np.empty(tensor.shape, DTYPES[tensor.dtype]) for tensor in (head, embeddings)]
+        head.read_into(copies[0])
+        embeddings.read_into(copies[1])
+        same = bool((copies[0].view(np.uint8) == copies[1].view(np.uint8)).all())
+    if not same:
+        raise ValueError(
+            f"{head.path}: {head.name!r} differs from {embeddings.name!r} although config.json says "
+            "tie_word_embeddings=true; set it to false to use both"
+        )
