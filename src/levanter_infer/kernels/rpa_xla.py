@@ -1,0 +1,215 @@
+"""The `xla` implementation: streaming softmax over page groups, a few blocks of queries at a time.
+
+The packed tokens are cut into blocks of at most `block_q` queries of one row. Blocks go in two lanes, so that decode
+tokens do not pay for the width of chunks: rows with one token, and rows with more. A lane runs a tile of blocks at a
+time; within the tile one loop over groups of pages keeps the running maximum, sum and output of every query. Only the
+blocks that exist and the groups that a tile's queries see are visited, so the work follows the live contexts.
+
+Every shape inside the loops is fixed, and groups that a query does not see change none of its bits. So the result of
+a row does not depend on the other rows of the batch, nor on how many there are.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from levanter_infer.kernels.rules import MASKED, ScoreRules, decode_bits
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Static sizes of one pass."""
+
+    block_q: int
+    """Queries of a block."""
+    tile: int
+    """Blocks that run together."""
+    group_tokens: int
+    """Keys of one turn of the streaming softmax; rounded up to whole pages."""
+
+
+DECODE = Lane(block_q=1, tile=4, group_tokens=128)
+CHUNK = Lane(block_q=16, tile=4, group_tokens=128)
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Blocks of a lane, i32[max_blocks] each."""
+
+    row: Array
+    first_token: Array
+    num_tokens: Array
+    first_pos: Array
+    """Position of the first query in its sequence."""
+    count: Array
+    """i32[]: blocks that exist; the others have no tokens."""
+
+
+def xla_attention(
+    q: Array,
+    kv_pages: Array,
+    *,
+    layer: Array,
+    page_indices: Array,
+    seq_lens: Array,
+    cu_q_lens: Array,
+    num_seqs: Array,
+    kv_dtype: jnp.dtype,
+    rules: ScoreRules,
+    sinks: Array | None,
+) -> Array:
+    """`ragged_paged_attention`, whose arguments these are."""
+    num_tokens, num_rows = q.shape[0], page_indices.shape[0]
+    q_lens = jnp.where(jnp.arange(num_rows, dtype=jnp.int32) < num_seqs, cu_q_lens[1:] - cu_q_lens[:-1], 0)
+    call = _Call(q, kv_pages, layer, page_indices, kv_dtype, rules, sinks)
+    out = jnp.zeros_like(q)
+    lanes = [(DECODE, q_lens == 1, num_rows)]
+    if num_tokens > 1:
+        chunks = min(num_rows, num_tokens // 2)
+        lanes.append((CHUNK, q_lens > 1, chunks + (num_tokens - chunks) // CHUNK.block_q))
+    for lane, member, max_blocks in lanes:
+        blocks = _cut(jnp.where(member, q_lens, 0), seq_lens, cu_q_lens, lane.block_q, max_blocks)
+        out = call.run_lane(out, blocks, lane)
+    return out
+
+
+def _cut(q_lens: Array, seq_lens: Array, cu_q_lens: Array, block_q: int, max_blocks: int) -> _Blocks:
+    """Cut every row's tokens into blocks, in order."""
+    per_row = (q_lens + (block_q - 1)) // block_q
+    ends = jnp.cumsum(per_row, dtype=jnp.int32)
+    block = jnp.arange(max_blocks, dtype=jnp.int32)
+    row = jnp.searchsorted(ends, block, side="right").astype(jnp.int32)
+
+    def of_row(values):
+        return values.at[row].get(mode="fill", fill_value=0)
+
+    skipped = (block - of_row(ends - per_row)) * block_q
+    return _Blocks(
+        row=row,
+        first_token=of_row(cu_q_lens[:-1]) + skipped,
+        num_tokens=jnp.clip(of_row(q_lens) - skipped, 0, block_q),
+        first_pos=of_row(seq_lens - q_lens) + skipped,
+        count=ends[-1],
+    )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What all tiles of a call share."""
+
+    q: Array
+    kv_pages: Array
+    layer: Array
+    page_indices: Array
+    kv_dtype: jnp.dtype
+    rules: ScoreRules
+    sinks: Array | None
+
+    @property
+    def kv_heads(self) -> int:
+        return self.kv_pages.shape[3] // 2
+
+    @property
+    def heads_per_group(self) -> int:
+        return self.q.shape[1] // self.kv_heads
+
+    def run_lane(self, out: Array, blocks: _Blocks, lane: Lane) -> Array:
+        """Fill in the output of a lane's tokens."""
+        num_tokens = self.q.shape[0]
+        offset = jnp.arange(lane.block_q, dtype=jnp.int32)[None, :]
+
+        def body(carry):
+            index, out = carry
+            block = index * lane.tile + jnp.arange(lane.tile, dtype=jnp.int32)
+            row = blocks.row.at[block].get(mode="fill", fill_value=self.page_indices.shape[0])
+            first, length, first_pos = (
+                values.at[block].get(mode="fill", fill_value=0)[:, None]
+                for values in (blocks.first_token, blocks.num_tokens, blocks.first_pos)
+            )
+            live = offset < length
+            token = jnp.where(live, first + offset, num_tokens)
+            queries = self.q.at[token].get(mode="fill", fill_value=0)
+            result = self.run_tile(queries, row, first_pos + offset, live, lane)
+            return index + 1, out.at[token].set(result, mode="drop")
+
+        def cond(carry):
+            return carry[0] * lane.tile < blocks.count
+
+        return jax.lax.while_loop(cond, body, (jnp.int32(0), out))[1]
+
+    def run_tile(self, queries: Array, row: Array, q_pos: Array, live: Array, lane: Lane) -> Array:
+        """Attention of one tile.
+
+        Args:
+            queries: [tile, block_q, Hq, D].
+            row: i32[tile]
+            q_pos: i32[tile, block_q]
+            live: bool[tile, block_q], which queries exist.
+        Returns: as `queries`.
+        """
+        f32 = jnp.float32
+        tile, block_q, num_heads, head_dim = queries.shape
+        page_size = self.kv_pages.shape[2]
+        group_pages = min(-(-lane.group_tokens // page_size), self.page_indices.shape[1])
+        group = group_pages * page_size
+        # [tile, kv_head, heads of the group x queries, D]: one product per kv head, K and V are never repeated.
+        grouped = queries.astype(f32).reshape(tile, block_q, self.kv_heads, self.heads_per_group, head_dim)
+        rows_of_q = self.heads_per_group * block_q
+        query = grouped.transpose(0, 2, 3, 1, 4).reshape(tile, self.kv_heads, rows_of_q, head_dim)
+        head = jnp.arange(num_heads, dtype=jnp.int32).reshape(1, self.kv_heads, self.heads_per_group, 1, 1)
+        q_pos5 = q_pos[:, None, None, :, None]
+        live5 = live[:, None, None, :, None]
+        end = jnp.max(jnp.where(live, q_pos + 1, 0))
+        start = jnp.min(jnp.where(live, self.rules.first_seen(q_pos), end))
+
+        def body(carry):
+            index, high, total, acc = carry
+            keys, values, stored = self.load(row, index, group_pages)
+            kv_pos = (index * group + jnp.arange(group, dtype=jnp.int32))[None, None, None, None, :]
+            seen = self.rules.seen(q_pos5, kv_pos, head) & stored[:, None, None, None, :] & live5
+            # 0 * NaN is NaN: a value that no query of the block sees is cleared, not only given no weight.
+            used = jnp.any(seen, axis=(2, 3))
+            values = jnp.where(
+                jnp.swapaxes(jnp.broadcast_to(used, (tile, used.shape[1], group)), 1, 2)[..., None], values, f32(0)
+            )
+            products = jnp.einsum("bhqd,bkhd->bhqk", query, keys, precision="highest")
+            products = products.reshape(tile, self.kv_heads, self.heads_per_group, block_q, group)
+            scores = jnp.where(seen, self.rules.scores(products, q_pos5, kv_pos, head), f32(MASKED))
+            new_high = jnp.maximum(high, jnp.max(scores, axis=-1, keepdims=True))
+            weights = jnp.where(seen, jnp.exp(scores - new_high), f32(0))
+            shrink = jnp.exp(high - new_high)
+            total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
+            weighted = jnp.einsum(
+                "bhqk,bkhd->bhqd",
+                weights.reshape(tile, self.kv_heads, rows_of_q, group),
+                values,
+                precision="highest",
+            )
+            acc = acc * shrink + weighted.reshape(acc.shape)
+            return index + 1, new_high, total, acc
+
+        shape = (tile, self.kv_heads, self.heads_per_group, block_q)
+        if self.sinks is None:
+            high, total = jnp.full((*shape, 1), MASKED, f32), jnp.zeros((*shape, 1), f32)
+        else:
+            sinks = self.sinks.reshape(1, self.kv_heads, self.heads_per_group, 1, 1)
+            high, total = jnp.broadcast_to(sinks, (*shape, 1)), jnp.ones((*shape, 1), f32)
+        init = (start // group, high, total, jnp.zeros((*shape, head_dim), f32))
+        _, _, total, acc = jax.lax.while_loop(lambda carry: carry[0] * group < end, body, init)
+        result = acc / jnp.where(total == 0, f32(1), total)
+        result = result.transpose(0, 3, 1, 2, 4).reshape(queries.shape)
+        return result.astype(queries.dtype)
+
+    def load(self, row: Array, index: Array, group_pages: int) -> tuple[Array, Array, Array]:
+        """Keys and values of one group of pages of each row, f32[tile, tokens, Hkv, D], and bool[tile, tokens],
+        which of them lie on a page."""
+        num_pages, page_size, pairs, head_dim = self.kv_pages.shape[1:]
+        column = index * group_pages + jnp.arange(group_pages, dtype=jnp.int32)
+        pages = self.page_indices.at[row[:, None], column[None, :]].get(mode="fill", fill_value=num_pages)
+        # One gather from the pool itself: a slice of the layer would copy it.
+        stored = self.kv_pages.at[self.layer, pages].get(mode="clip")
+        values = decode_bits(stored, self.kv_dtype)
+        values = values.reshape(row.shape[0], group_pages * page_size, pairs // 2, 2, head_dim)
+        return values[:, :, :, 0], values[:, :, :, 1], jnp.repeat(pages < num_pages, page_size, axis=1)

@@ -1,0 +1,61 @@
+"""What a query sees and how a product becomes a score: the part that all implementations have in common."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
+"""Score of an unseen key. Finite, so that a query that sees nothing subtracts no infinities."""
+
+
+@dataclass(frozen=True)
+class ScoreRules:
+    """The options of one attention call. All methods are elementwise: index arrays have the rank of the scores."""
+
+    scale: float
+    sliding_window: Array | None = None
+    """i32[]"""
+    soft_cap: float | None = None
+    alibi_slopes: Array | None = None
+    """f32[q_heads]"""
+    score_mod: Callable | None = None
+    mask_mod: Callable | None = None
+
+    def scores(self, products: Array, q_pos: Array, kv_pos: Array, head: Array) -> Array:
+        """Scale, soft cap, ALiBi, `score_mod`, in this order; f32 in and out."""
+        scores = products * jnp.float32(self.scale)
+        if self.soft_cap is not None:
+            cap = jnp.float32(self.soft_cap)
+            scores = cap * jnp.tanh(scores / cap)
+        if self.alibi_slopes is not None:
+            scores = scores + self.alibi_slopes[head] * (kv_pos - q_pos).astype(jnp.float32)
+        if self.score_mod is not None:
+            scores = self.score_mod(scores, q_pos, kv_pos, head).astype(jnp.float32)
+        return scores
+
+    def seen(self, q_pos: Array, kv_pos: Array, head: Array) -> Array:
+        """bool, broadcastable to the scores: causality, the window, `mask_mod`."""
+        seen = kv_pos <= q_pos
+        if self.sliding_window is not None:
+            seen = seen & (q_pos - kv_pos < self.sliding_window)
+        if self.mask_mod is not None:
+            seen = seen & self.mask_mod(q_pos, kv_pos, head)
+        return seen
+
+    def first_seen(self, q_pos: Array) -> Array:
+        """Lower bound of the key positions that a query at `q_pos` sees."""
+        if self.sliding_window is None:
+            return jnp.zeros_like(q_pos)
+        return jnp.maximum(q_pos - self.sliding_window + 1, 0)
+
+
+def decode_bits(stored: Array, kv_dtype: jnp.dtype) -> Array:
+    """f32 values of what a pool stores: `kv_dtype` itself, or its bits as an unsigned integer of the same width."""
+    if stored.dtype != kv_dtype:
+        # bfloat16 is the upper half of a float32; said this way the conversion is one shift on every target.
+        if kv_dtype == jnp.bfloat16:
+            return (stored.astype(jnp.uint32) << jnp.uint32(16)).view(jnp.float32)
+        stored = stored.view(kv_dtype)
+    return stored.astype(jnp.float32)
