@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from golden_cases import (
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.golden_cases import (
     GOLDEN_DIR,
     NUM_GREEDY,
     RELATIVE_BOUND,
