@@ -87,3 +87,14 @@ def test_a_write_inside_a_loop_does_not_copy_the_pool(dtype):
 
     text = jax.jit(run, donate_argnums=0).lower(kv).compile().as_text()
     assert not pool_copies(text, kv.pages.array.shape, kv.pages.array.dtype)
+
+
+def test_position_two_million_of_a_large_pool_is_an_ordinary_destination():
+    # An earlier engine used 2 000 000 for "nowhere" and dropped what was written to page 15625, offset 0.
+    kv = KvPages.init(
+        num_layers=1, num_pages=15_626, page_size=128, num_kv_heads=1, head_size=1, dtype="bfloat16", as_bits=True
+    )
+    one = hax.named(jnp.ones((1, 1, 1), jnp.float32), (TOKEN, KV_HEADS, HEAD_SIZE))
+    kv = kv.write(jnp.int32(0), batch_info([2_000_000], page_size=128), one, one)
+    assert kv.pages.array[0, 15_625, 0].tolist() == [[0x3F80], [0x3F80]]
+    assert int(jnp.count_nonzero(kv.pages.array)) == 2

@@ -62,9 +62,9 @@ class Programs:
         """How many times each program has been compiled; 1 at most in a healthy engine."""
         return {name: program._cache_size() for name, program in self._compiled.items()}
 
-    def lower_round(self, model, state, admission):
-        """The round program lowered for inspection; arguments may be `jax.ShapeDtypeStruct`s."""
-        return self._compiled["round"].lower(model, state, admission)
+    def trace_round(self, model, state, admission):
+        """The round program, traced for inspection; arguments may be `jax.ShapeDtypeStruct`s."""
+        return self._compiled["round"].trace(model, state, admission)
 
 
 def compile_program(function, donate: tuple[int, ...] = ()):

@@ -1,0 +1,229 @@
+"""One test per fault that an earlier engine of this kind had; each would fail on that fault.
+
+The numbers are those of docs/faults.md.
+"""
+
+import functools
+import re
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levanter_infer.axes import POSITION
+from levanter_infer.decode.invariants import check_invariants
+from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.engine import InferenceEngine
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import Request
+from tests.tiny_models import tiny_model, uncached_greedy
+
+VOCAB = 61
+POISON = 60
+
+
+def engine(model=None, **config) -> InferenceEngine:
+    sizes = {"max_seqs": 4, "max_seq_len": 64, "page_size": 4, "max_step_tokens": 16}
+    return InferenceEngine(model or tiny_model(), config=EngineConfig(**{**sizes, **config}))
+
+
+def greedy(max_tokens: int = 8, **fields) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, **fields)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, POISON, length).tolist()
+
+
+def one(engine: InferenceEngine, ids: list[int], sampling: SamplingParams):
+    (output,) = engine.generate([Request(prompt_token_ids=ids, sampling=sampling)])
+    assert output.error is None, output.error
+    return output.completions[0]
+
+
+def assert_idle(engine: InferenceEngine) -> None:
+    check_invariants(engine.state.decode)
+    assert engine.stats()["pages_free"] == engine.shapes.num_pages
+
+
+def test_c1_a_prompt_longer_than_a_step_is_served_and_one_longer_than_the_engine_is_refused():
+    subject = engine()
+    long, too_long = prompt(50), prompt(64)
+    outputs = subject.generate(
+        [Request(prompt_token_ids=too_long, sampling=greedy()), Request(prompt_token_ids=long, sampling=greedy())]
+    )
+    assert "64 tokens" in outputs[0].error and "max_seq_len=64" in outputs[0].error
+    assert outputs[1].completions[0].token_ids == uncached_greedy(tiny_model(), long, 8)
+
+
+def test_c3_running_out_of_pages_loses_nothing_and_leaves_the_engine_usable():
+    subject = engine(max_pages=8)
+    requests = [Request(prompt_token_ids=prompt(6, i), sampling=greedy(20)) for i in range(6)]
+    for _ in range(2):
+        outputs = subject.generate(requests)
+        assert [o.completions[0].finish_reason for o in outputs] == ["length"] * 6
+        assert all(len(o.completions[0].token_ids) == 20 for o in outputs)
+    assert subject.stats()["preemptions"] > 0
+    assert_idle(subject)
+
+
+def test_c4_reset_after_use_compiles_once_and_the_engine_goes_on():
+    subject = engine()
+    first = one(subject, prompt(5), greedy()).token_ids
+    subject.reset()
+    assert one(subject, prompt(5), greedy()).token_ids == first
+    subject.reset()
+    assert subject.stats()["programs"]["reset"] == 1 and subject.stats()["programs"]["round"] == 1
+
+
+def test_c5_length_limits_end_a_sequence_and_give_its_pages_back():
+    subject = engine(max_seq_len=16)
+    completion = one(subject, prompt(10), greedy(16))
+    assert (completion.finish_reason, len(completion.token_ids)) == ("length", 6)
+    assert_idle(subject)
+
+
+def test_c6_no_token_is_dropped_when_more_is_pending_than_a_step_holds():
+    subject = engine(max_seqs=8, max_step_tokens=8, max_round_steps=2)
+    outputs = subject.generate([Request(prompt_token_ids=prompt(9, i), sampling=greedy(7)) for i in range(20)])
+    for i, output in enumerate(outputs):
+        assert output.completions[0].token_ids == uncached_greedy(tiny_model(), prompt(9, i), 7)
+
+
+def test_c7_samples_of_one_request_share_a_pool_that_holds_one_of_them():
+    subject = engine(max_pages=3)
+    (output,) = subject.generate([Request(prompt_token_ids=prompt(6), sampling=greedy(6, n=4))])
+    assert [c.token_ids for c in output.completions] == [uncached_greedy(tiny_model(), prompt(6), 6)] * 4
+    assert_idle(subject)
+
+
+def test_c8_asking_for_logprobs_compiles_nothing():
+    subject = engine()
+    plain = one(subject, prompt(5), greedy())
+    asked = one(subject, prompt(5), greedy(logprobs=5))
+    assert plain.top_logprobs is None and len(asked.top_logprobs) == 8
+    assert [len(top) for top in asked.top_logprobs] == [5] * 8
+    assert subject.stats()["programs"]["round"] == 1
+
+
+def test_c9_a_stop_sequence_does_not_match_across_the_end_of_the_prompt():
+    subject = engine()
+    first = one(subject, prompt(5), greedy()).token_ids[0]
+    across = one(subject, prompt(5), greedy(stop_token_ids=[[prompt(5)[-1], first]]))
+    assert (across.finish_reason, len(across.token_ids)) == ("length", 8)
+
+
+def test_c10_stop_sequences_are_separate_and_reasons_and_logprobs_are_right():
+    subject = engine()
+    free = one(subject, prompt(5, 3), greedy())
+    stop = next(i for i in range(2, 8) if free.token_ids[i - 1 : i + 1] not in [free.token_ids[:2]])
+    pair, other = free.token_ids[stop - 1 : stop + 1], (free.token_ids[0] + 1) % VOCAB
+    stopped = one(subject, prompt(5, 3), greedy(stop_token_ids=[[other, other, other], pair]))
+    assert stopped.finish_reason == "stop" and stopped.token_ids[-2:] == pair
+    assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+    assert len(stopped.logprobs) == len(stopped.processed_logprobs) == len(stopped.token_ids)
+    assert free.finish_reason == "length" and len(free.logprobs) == 8
+
+
+def test_c12_an_over_long_prompt_is_refused_and_not_cut():
+    (output,) = engine(max_seq_len=16).generate([Request(prompt_token_ids=prompt(16), sampling=greedy())])
+    assert output.completions == [] and "leaves no room to generate" in output.error
+
+
+def test_c13_logprobs_are_the_models_and_processed_ones_are_the_samplers():
+    sampling = SamplingParams(max_tokens=6, temperature=0.5, seed=1)
+    completion = one(engine(), prompt(5), sampling)
+    ids = prompt(5) + completion.token_ids
+    logits = tiny_model()(hax.named(jnp.asarray(ids, jnp.int32), (POSITION,))).array[4:-1]
+    chosen = jnp.asarray(completion.token_ids)[:, None]
+    for got, temperature in ((completion.logprobs, 1.0), (completion.processed_logprobs, 0.5)):
+        expected = jnp.take_along_axis(jax.nn.log_softmax(logits / temperature, axis=-1), chosen, axis=1)[:, 0]
+        np.testing.assert_allclose(got, expected, atol=2e-4)
+
+
+@pytest.fixture(scope="module")
+def poisonous():
+    """A model in which one token makes everything behind it NaN."""
+    model = tiny_model()
+    table = model.embeddings.array.at[POISON].set(jnp.nan)
+    return eqx.tree_at(lambda m: m.embeddings, model, hax.NamedArray(table, model.embeddings.axes))
+
+
+def test_c14_a_row_that_is_not_finite_ends_alone(poisonous):
+    subject = engine(poisonous, max_seqs=4, max_pages=12)
+    sampling = SamplingParams(max_tokens=10, temperature=1.0, seed=3, logprobs=2, logit_bias={POISON: -1e9})
+    healthy = [Request(prompt_token_ids=prompt(5 + i, i), sampling=sampling) for i in range(6)]
+    alone = [subject.generate([request])[0].completions[0] for request in healthy]
+    poisoned = [Request(prompt_token_ids=[*prompt(4, 9), POISON], sampling=greedy(n=2)) for _ in range(3)]
+    mixed = [request for pair in zip(healthy, poisoned * 2, strict=True) for request in pair]
+    outputs = subject.generate(mixed)
+    for output in outputs[1::2]:
+        assert [(c.finish_reason, c.token_ids) for c in output.completions] == [("error", [])] * 2
+    for output, expected in zip(outputs[0::2], alone, strict=True):
+        (completion,) = output.completions
+        assert completion.token_ids == expected.token_ids and completion.finish_reason == expected.finish_reason
+        np.testing.assert_allclose(completion.logprobs, expected.logprobs, atol=1e-4)
+    assert_idle(subject)
+
+
+def test_c15_an_interrupted_call_leaves_the_engine_empty_and_usable():
+    subject = engine()
+    expected = one(subject, prompt(5), greedy()).token_ids
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        subject.generate([Request(prompt_token_ids=prompt(5), sampling=greedy(40))] * 9, on_update=interrupt)
+    check_invariants(subject.state.decode)
+    assert one(subject, prompt(5), greedy()).token_ids == expected
+    assert_idle(subject)
+
+
+def test_cancellation_gives_all_pages_back_within_two_rounds():
+    subject = engine(max_round_steps=2)
+    groups = [
+        subject.submit(Request(prompt_token_ids=prompt(5, i), sampling=greedy(50, n=2), id=str(i))) for i in range(3)
+    ]
+    for _ in range(3):
+        subject.step_round()
+    subject.cancel(groups[0])
+    subject.cancel(groups[2])
+    assert {s.finish_reason for s in groups[0].sequences} == {"abort"}
+    subject.drain()
+    assert [s.finish_reason for s in groups[1].sequences] == ["length"] * 2
+    assert groups[1].sequences[0].token_ids == uncached_greedy(tiny_model(), prompt(5, 1), 50)
+    assert_idle(subject)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request(prompt_token_ids=[]), "empty"),
+        (Request(prompt_token_ids=[1, 61]), r"prompt_token_ids\[1\]=61"),
+        (Request(prompt_token_ids=[-1]), "outside the vocabulary"),
+        (Request(prompt_token_ids=[1.5]), "not an integer"),
+        (Request(prompt_token_ids=[True]), "not an integer"),
+        (Request(), "one of prompt"),
+        (Request(prompt="hi"), "needs a tokenizer"),
+        (Request(prompt_token_ids=[1], sampling=SamplingParams(max_tokens=65)), "max_tokens=65"),
+        (Request(prompt_token_ids=[1] * 40, sampling=SamplingParams(max_tokens=20)), "10 pages|15 pages|pool has 8"),
+        (Request(prompt_token_ids=[1], sampling=SamplingParams(n=9)), "engine.max_seqs"),
+        (Request(prompt_token_ids=[1], sampling=SamplingParams(logprobs=21)), "max_logprobs"),
+        (Request(prompt_token_ids=[1], sampling=SamplingParams(stop="x")), "stop strings need a tokenizer"),
+    ],
+)
+def test_a_bad_request_is_refused_alone_and_says_why(request_, message):
+    subject = _shared()
+    good = Request(prompt_token_ids=prompt(3), sampling=greedy(4))
+    first, bad, last = subject.generate([good, request_, good])
+    assert bad.completions == [] and re.search(message, bad.error), bad.error
+    assert first.completions[0].token_ids == last.completions[0].token_ids == uncached_greedy(tiny_model(), prompt(3), 4)
+
+
+@functools.lru_cache
+def _shared() -> InferenceEngine:
+    return engine(max_pages=8)

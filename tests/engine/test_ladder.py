@@ -1,0 +1,92 @@
+"""The same tokens on every path: uncached, reference, xla, chunked, mixed, forked, preempted.
+
+Each rung compares whole greedy continuations with those of the plain uncached forward.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+
+from levanter_infer.decode.invariants import check_invariants
+from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.engine import InferenceEngine
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import Request
+from tests.tiny_models import tiny_model, uncached_greedy
+
+STEPS = 20
+LENGTHS = (23, 1, 7, 16, 33, 40)
+
+
+@functools.lru_cache
+def prompts():
+    rng = np.random.default_rng(7)
+    return [rng.integers(0, 61, length).tolist() for length in LENGTHS]
+
+
+@functools.lru_cache
+def expected():
+    return [uncached_greedy(tiny_model(), prompt, STEPS) for prompt in prompts()]
+
+
+def run(which, n=1, **config):
+    """Token ids of every completion, and the engine after the run."""
+    engine = InferenceEngine(tiny_model(), config=EngineConfig(**{"max_seq_len": 64, **config}))
+    sampling = SamplingParams(max_tokens=STEPS, temperature=0.0, n=n)
+    outputs = engine.generate([Request(prompt_token_ids=prompts()[i], sampling=sampling) for i in which])
+    check_invariants(engine.state.decode)
+    assert engine.stats()["pages_free"] == engine.shapes.num_pages
+    return [[c.token_ids for c in output.completions] for output in outputs], engine
+
+
+@pytest.mark.parametrize("impl", ["reference", "xla"])
+def test_paged_attention_gives_the_tokens_of_the_uncached_forward(impl):
+    tokens, _ = run([0], max_seqs=1, attention=impl)
+    assert tokens == [[expected()[0]]]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16, 1000])
+def test_prompt_chunks_of_any_size_give_the_same_tokens(chunk):
+    tokens, engine = run([0, 4], max_seqs=1, max_step_tokens=chunk)
+    assert tokens == [[expected()[0]], [expected()[4]]]
+    prompt_steps = sum(-(-LENGTHS[i] // chunk) for i in (0, 4))
+    assert engine.stats()["steps"] == prompt_steps + 2 * (STEPS - 1)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+def test_mixed_batches_give_the_same_tokens_at_any_page_size(page_size):
+    tokens, _ = run(range(len(LENGTHS)), max_seqs=4, max_step_tokens=24, page_size=page_size)
+    assert tokens == [[t] for t in expected()]
+
+
+def test_forks_give_the_same_tokens_and_copy_pages_only_where_they_diverge():
+    tokens, engine = run([0, 3], n=3, max_seqs=6, page_size=8)
+    assert tokens == [[expected()[0]] * 3, [expected()[3]] * 3]
+    stats = engine.stats()
+    assert stats["forks"] == 4
+    # Each fork writes one shared page: its copy is all that it costs beyond its own tokens.
+    assert 0 < stats["copied_pages"] <= 4
+
+
+def test_preempted_sequences_give_the_same_tokens():
+    which = [0, 1, 2, 3, 4, 5] * 2
+    tokens, engine = run(which, max_seqs=6, page_size=4, max_pages=17, max_step_tokens=16)
+    assert tokens == [[expected()[i]] for i in which]
+    assert engine.stats()["preemptions"] >= len(which) // 2
+
+
+def test_sampled_tokens_do_not_depend_on_company_slots_or_preemption():
+    sampling = SamplingParams(max_tokens=12, temperature=1.0, top_p=0.9, n=2, seed=11)
+    requests = [Request(prompt_token_ids=p, sampling=sampling, id=str(i)) for i, p in enumerate(prompts())]
+    roomy = InferenceEngine(tiny_model(), config=EngineConfig(max_seq_len=64, max_seqs=12))
+    tight = InferenceEngine(
+        tiny_model(), config=EngineConfig(max_seq_len=64, max_seqs=4, page_size=4, max_pages=16, max_step_tokens=16)
+    )
+    together = [[c.token_ids for c in o.completions] for o in roomy.generate(requests)]
+    preempted = [[c.token_ids for c in o.completions] for o in tight.generate(requests[::-1])][::-1]
+    alone = [[c.token_ids for c in roomy.generate([request])[0].completions] for request in requests]
+    assert together == alone
+    assert preempted == alone
+    assert tight.stats()["preemptions"] > 0
+    assert len({tuple(t) for samples in alone for t in samples}) == 2 * len(requests)

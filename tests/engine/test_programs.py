@@ -1,0 +1,101 @@
+"""What is compiled: how many programs, and whether any of them copies the pool."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.engine import InferenceEngine
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import Request
+from tests.hlo import pool_copies
+from tests.tiny_models import tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def random_request(rng: np.random.Generator) -> Request:
+    """A request of random shape and parameters, some of them refused."""
+    length = int(rng.integers(0, 60))
+    sampling = SamplingParams(
+        max_tokens=int(rng.integers(1, 12)),
+        temperature=float(rng.choice([0.0, 0.7, 1.3])),
+        top_k=int(rng.choice([0, 5])),
+        top_p=float(rng.choice([1.0, 0.9])),
+        min_p=float(rng.choice([0.0, 0.05])),
+        n=int(rng.integers(1, 4)),
+        logprobs=rng.choice([None, 0, 3]),
+        frequency_penalty=float(rng.choice([0.0, 0.5])),
+        presence_penalty=float(rng.choice([0.0, 0.5])),
+        repetition_penalty=float(rng.choice([1.0, 1.2])),
+        logit_bias={3: 2.0} if rng.random() < 0.2 else None,
+        stop_token_ids=[int(rng.integers(0, 61))] if rng.random() < 0.3 else [],
+        min_tokens=int(rng.integers(0, 2)),
+        ignore_eos=bool(rng.random() < 0.5),
+    )
+    return Request(prompt_token_ids=rng.integers(0, 61, length).tolist(), sampling=sampling)
+
+
+def test_two_hundred_mixed_requests_compile_nothing_new():
+    engine = InferenceEngine(tiny_model(), config=EngineConfig(max_seqs=8, max_seq_len=64, page_size=4, max_pages=60))
+    engine.generate([Request(prompt_token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=2))])
+    engine.reset()
+    programs = engine.stats()["programs"]
+    assert programs == {"init": 1, "round": 1, "reset": 1, "zero_cache": 0}
+    rng = np.random.default_rng(0)
+    served = 0
+    for _ in range(10):
+        outputs = engine.generate([random_request(rng) for _ in range(20)])
+        served += sum(not output.error for output in outputs)
+        if rng.random() < 0.3:
+            engine.reset()
+    assert served > 150
+    assert engine.stats()["programs"] == programs
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_round_program_makes_no_pool_sized_copy_on_a_cpu(dtype):
+    config = EngineConfig(max_seqs=8, max_seq_len=256, max_pages=4096, max_step_tokens=64)
+    engine = InferenceEngine(tiny_model(dtype=dtype), config=config)
+    assert len(engine.shapes.buckets) == 3
+    pool = engine.state.kv.pages.array
+    compiled = engine.programs.trace_round(engine.model, engine.state, engine._nothing).lower().compile()
+    assert pool_copies(compiled.as_text(), pool.shape, pool.dtype) == []
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < pool.nbytes
+
+
+def test_the_round_program_makes_no_pool_sized_copy_on_v5e():
+    pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra `test`")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.tpu_compile", "v5e"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["copies"] == []
+    assert report["temp_bytes"] < report["pool_bytes"]
+
+
+def test_a_round_uploads_nothing_but_its_admission():
+    engine = InferenceEngine(tiny_model(), config=EngineConfig(max_seqs=4, max_seq_len=64))
+    request = Request(prompt_token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=30))
+    engine.generate([request])
+    with jax.transfer_guard_host_to_device("disallow"):
+        with pytest.raises(Exception, match="transfer"):
+            jax.numpy.ones(3) + np.ones(3, np.float32)  # the guard works on this platform
+        assert not engine.generate([request])[0].error
+
+
+def test_an_empty_round_uploads_only_scalars():
+    engine = InferenceEngine(tiny_model(), config=EngineConfig(max_seqs=4, max_seq_len=64))
+    fields = engine._slots.next_admission(0, 1)
+    assert all(np.ndim(value) == 0 for value in fields.values())

@@ -1,0 +1,99 @@
+"""`generate` as a pure function: the same tokens as the engine, inside other people's programs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams, generate
+from tests.tiny_models import tiny_model, uncached_greedy
+
+LENGTHS = (5, 9, 2)
+
+
+def batch():
+    rng = np.random.default_rng(3)
+    padded = np.zeros((len(LENGTHS), max(LENGTHS)), np.int32)
+    for row, length in enumerate(LENGTHS):
+        padded[row, :length] = rng.integers(0, 61, length)
+    return padded, np.asarray(LENGTHS, np.int32)
+
+
+def test_inside_jit_it_gives_the_tokens_of_the_uncached_forward():
+    prompts, lens = batch()
+    sampling = SamplingParams(max_tokens=7, temperature=0.0, n=2)
+    config = EngineConfig(max_seqs=3, page_size=4, max_step_tokens=8)
+    output = jax.jit(lambda model: generate(model, prompts, lens, sampling, config=config))(tiny_model())
+    assert output.token_ids.shape == (3, 2, 7) and output.num_tokens.tolist() == [[7, 7]] * 3
+    for row, length in enumerate(LENGTHS):
+        expected = uncached_greedy(tiny_model(), prompts[row, :length].tolist(), 7)
+        assert output.token_ids[row].tolist() == [expected] * 2
+    assert output.finish_reason.tolist() == [[2, 2]] * 3
+
+
+def test_it_samples_what_the_engine_samples_with_the_same_seeds_in_a_pool_for_one():
+    prompts, lens = batch()
+    sampling = SamplingParams(max_tokens=6, temperature=1.0, top_p=0.9, n=2)
+    seeds = np.asarray([[0, 5], [1, 6], [0, 2**32 - 1]], np.uint32)
+    config = EngineConfig(max_seqs=3, page_size=4, max_pages=4)
+    output = generate(tiny_model(), prompts, lens, sampling, config=config, seeds=seeds)
+    engine = InferenceEngine(tiny_model(), config=EngineConfig(max_seqs=6, max_seq_len=32))
+    requests = [
+        Request(
+            prompt_token_ids=prompts[row, :length].tolist(),
+            sampling=SamplingParams(
+                max_tokens=6, temperature=1.0, top_p=0.9, n=2, seed=(int(seeds[row, 0]) << 32) + int(seeds[row, 1])
+            ),
+        )
+        for row, length in enumerate(LENGTHS)
+    ]
+    for row, expected in enumerate(engine.generate(requests)):
+        assert output.token_ids[row].tolist() == [c.token_ids for c in expected.completions]
+        for index, completion in enumerate(expected.completions):
+            np.testing.assert_allclose(output.logprobs[row, index], completion.logprobs, atol=1e-4)
+
+
+def test_it_works_inside_scan_with_traced_prompts_and_seeds():
+    prompts, lens = batch()
+    sampling = SamplingParams(max_tokens=4, temperature=1.0)
+
+    def turn(prompts, step):
+        seeds = jnp.stack([jnp.zeros(3, jnp.uint32), jnp.full(3, step, jnp.uint32)], axis=1)
+        output = generate(tiny_model(), prompts, lens, sampling, seeds=seeds, config=EngineConfig(max_seqs=3))
+        return prompts.at[:, 0].set(output.token_ids[:, 0, 0]), output.token_ids
+
+    _, tokens = jax.jit(lambda p: jax.lax.scan(turn, p, jnp.arange(3, dtype=jnp.uint32)))(jnp.asarray(prompts))
+    seeds = np.asarray([[0, 0]] * 3, np.uint32)
+    first = generate(tiny_model(), prompts, lens, sampling, seeds=seeds, config=EngineConfig(max_seqs=3))
+    assert tokens[0].tolist() == first.token_ids.tolist()
+    assert tokens[0].tolist() != tokens[1].tolist()
+
+
+def test_eos_ends_a_sequence_and_padding_follows():
+    prompts, lens = batch()
+    free = generate(tiny_model(), prompts, lens, SamplingParams(max_tokens=6, temperature=0.0))
+    eos = int(free.token_ids[0, 0, 2])
+    stopped = generate(
+        tiny_model(), prompts, lens, SamplingParams(max_tokens=6, temperature=0.0), eos_token_ids=(eos,)
+    )
+    length = free.token_ids[0, 0].tolist().index(eos) + 1
+    assert int(stopped.num_tokens[0, 0]) == length and int(stopped.finish_reason[0, 0]) == 1
+    assert stopped.token_ids[0, 0, length:].tolist() == [0] * (6 - length)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sampling": SamplingParams(stop="x")}, "stop strings need a host"),
+        ({"prompt_lens": np.asarray([1, 2], np.int32)}, r"expected \[batch, length\]"),
+        ({"seeds": np.zeros((3,), np.uint32)}, r"expected \[batch, 2\]"),
+        ({"config": EngineConfig(max_pages=1, page_size=4)}, "max_pages=1"),
+        ({"config": EngineConfig(max_seq_len=10)}, "max_seq_len=10"),
+        ({"sampling": SamplingParams(logprobs=30)}, "max_logprobs"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(change, message):
+    prompts, lens = batch()
+    arguments = {"prompt_lens": lens, "sampling": SamplingParams(max_tokens=8), **change}
+    with pytest.raises(ValueError, match=message):
+        generate(tiny_model(), prompts, **arguments)

@@ -1,0 +1,51 @@
+"""Small random models for tests: every family feature that the engine has to carry, in a few kilobytes."""
+
+import functools
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+
+from levanter_infer.axes import POSITION
+from levanter_infer.models.decoder import DecoderModel
+from levanter_infer.models.registry import config_from_hf
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 61,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+
+@functools.lru_cache
+def tiny_model(seed: int = 0, dtype: str = "float32", **changes) -> DecoderModel:
+    """A random model whose logits are far enough apart for greedy decoding to be well defined."""
+    config = config_from_hf({**LLAMA, **changes})
+    model = DecoderModel.init(config, key=jax.random.key(seed), dtype=jnp.dtype(dtype))
+    return jax.tree.map(lambda leaf: leaf * jnp.asarray(3, leaf.dtype), model)
+
+
+def uncached_greedy(model: DecoderModel, prompt: list[int], steps: int) -> list[int]:
+    """The oracle: the whole sequence through the plain forward for every token."""
+    length = len(prompt) + steps
+    forward = _forward()
+    tokens = list(prompt)
+    for _ in range(steps):
+        padded = jnp.asarray(tokens + [0] * (length - len(tokens)), jnp.int32)
+        logits = forward(model, hax.named(padded, (POSITION,))).array
+        tokens.append(int(jnp.argmax(logits[len(tokens) - 1])))
+    return tokens[len(prompt) :]
+
+
+@functools.lru_cache
+def _forward():
+    return jax.jit(lambda model, tokens: model(tokens))
