@@ -1,0 +1,120 @@
+"""Sums in a fixed order, and one draw per row from unnormalised weights."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+FAN = 16
+"""Children of a node of the sampling tree; a power of two."""
+
+
+def group_sums(values: Array) -> Array:
+    """f32[row, n] -> f32[row, ceil(n / FAN)]: entry i is the sum of the entries i, i + width, i + 2 * width, ...
+
+    Only elementwise additions, in an order that the code fixes: a reduction may associate differently for another
+    number of rows, and the bits of a row would depend on its company.
+    """
+    rows, size = values.shape
+    width = group_width(size)
+    values = jnp.pad(values, ((0, 0), (0, FAN * width - size))).reshape(rows, FAN, width)
+    return _fold(values)
+
+
+def _fold(values: Array) -> Array:
+    """Sum over axis 1, whose size is a power of two, by adding halves."""
+    while values.shape[1] > 1:
+        half = values.shape[1] // 2
+        values = values[:, :half] + values[:, half:]
+    return values[:, 0]
+
+
+def group_width(size: int) -> int:
+    return -(-size // FAN)
+
+
+def row_sums(values: Array) -> Array:
+    """f32[row, n] -> f32[row], in a fixed order."""
+    while values.shape[1] > 1:
+        values = group_sums(values)
+    return values[:, 0]
+
+
+def random_words(seed: Array, sample_index: Array, position: Array, count: int) -> Array:
+    """u32[row, count], a function of (seed, sample index, position) alone.
+
+    Args:
+        seed: u32[row, 2], high word first.
+        sample_index: i32[row]
+        position: i32[row], the position that the sampled token takes in its sequence.
+
+    Each pair of words is one threefry2x32 block at its own counter, through `fold_in`: unlike `jax.random.bits` that
+    does not depend on JAX's settings.
+    """
+
+    def words(seed, sample_index, position):
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        key = jax.random.fold_in(jax.random.fold_in(key, sample_index), position)
+        blocks = jax.vmap(lambda block: jax.random.fold_in(key, block))(jnp.arange(-(-count // 2), dtype=jnp.int32))
+        return jax.random.key_data(blocks).reshape(-1)[:count]
+
+    return jax.vmap(words)(seed, sample_index, position)
+
+
+def num_words(size: int) -> int:
+    """Random words that `draw` needs per row for `size` weights."""
+    return FAN * len(_level_sizes(size))
+
+
+def _level_sizes(size: int) -> list[int]:
+    """Sizes of the levels of the tree below its root, the leaves first."""
+    sizes = [size]
+    while sizes[-1] > FAN:
+        sizes.append(group_width(sizes[-1]))
+    return sizes
+
+
+def draw(weights: Array, leaf_weights: Callable[[Array], Array], words: Array) -> tuple[Array, Array]:
+    """Choose one index per row with probability proportional to its weight.
+
+    Descends a tree of sums from the root, with one choice among FAN children per level. Each choice is made with
+    fresh random words and relative to the masses of these children only, so that f32 rounding is relative too: about
+    2^-22 of a token's probability, however small. A cumulative sum over the vocabulary would be off by 2^-24 of the
+    total mass at every token, which is more than a token of the tail has.
+
+    Args:
+        weights: f32[row, n], at least 0. Consumed by one sum only, so that it need not be stored.
+        leaf_weights: the weights of the tokens i32[row, k] as f32[row, k], 0 for indices from n up.
+        words: u32[row, num_words(n)].
+    Returns:
+        The index i32[row] (arbitrary where all weights are 0, else one with a weight above 0) and the row's sum of
+        weights f32[row].
+    """
+    levels = [weights]
+    while levels[-1].shape[1] > FAN:
+        levels.append(group_sums(levels[-1]))
+    total = row_sums(levels[-1])
+    node = jnp.zeros(weights.shape[0], jnp.int32)
+    for depth, level in enumerate(reversed(levels)):
+        width = group_width(level.shape[1])
+        children = node[:, None] + width * jax.lax.broadcasted_iota(jnp.int32, (1, FAN), 1)
+        if depth == len(levels) - 1:
+            masses = leaf_weights(children)
+        else:
+            masses = jnp.take_along_axis(level, children, axis=1, mode="fill", fill_value=0.0)
+        node = node + width * _choose_child(masses, words[:, depth * FAN : (depth + 1) * FAN])
+    return node, total
+
+
+def _choose_child(masses: Array, words: Array) -> Array:
+    """Index i32[row] of one of the FAN masses f32[row, FAN], in proportion to them; words: u32[row, FAN].
+
+    A race: child i arrives after an exponential time of rate `masses[i]`, and the first one wins. Without mass it
+    never arrives. Times have their resolution, 2^-32, at 0, where light children win: a child's probability is that
+    close to its share.
+    """
+    uniform = words.astype(jnp.float32) * jnp.float32(2.0**-32) + jnp.float32(2.0**-33)
+    clock = -jnp.log1p(-jnp.minimum(uniform, jnp.float32(1 - 2.0**-24)))
+    arrival = jnp.where(masses > 0, clock / masses, jnp.inf)
+    return jnp.argmin(arrival, axis=1).astype(jnp.int32)

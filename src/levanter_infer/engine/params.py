@@ -1,0 +1,235 @@
+"""`SamplingParams`: how to sample one request. Imports no JAX, so that a command line can refuse bad input at once."""
+
+import dataclasses
+import difflib
+import hashlib
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+
+MAX_STOP_TOKENS = 16
+"""Tokens of one stop token sequence, at most."""
+_MAX_BIAS = 1e30
+_MAX_INT = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How to sample one request.
+
+    Order of processing: repetition, frequency and presence penalty; logit_bias; min_tokens; temperature; top_k, top_p
+    of what top_k leaves, min_p.
+
+    Raises: ValueError for a value of the wrong type or out of range.
+    """
+
+    max_tokens: int = 64
+    """Tokens to generate, at most; at least 1. The engine's max_seq_len may end a sequence earlier."""
+    temperature: float = 1.0
+    """Divides the logits, 0 to 1e6. 0 (and below 1e-5): always the likeliest token, the first of equals."""
+    top_k: int | None = 0
+    """Sample from the k likeliest tokens only, ties included. 0 or None: from all."""
+    top_p: float = 1.0
+    """Sample from the likeliest tokens that together hold this share of the probability, above 0 to 1; ties included.
+    1: from all."""
+    min_p: float = 0.0
+    """Sample from tokens at least this times as likely as the likeliest one, 0 to 1. 0: from all."""
+    n: int = 1
+    """Independent samples of the request; at least 1."""
+    seed: int | None = None
+    """0 to 2^64 - 1; samples of one request differ whatever the seed. None: derived from the config's seed and the
+    request's id."""
+    stop: str | Sequence[str] = ()
+    """A string or strings that end a sample as soon as they appear in its text; the text is cut before them. Kept as a
+    tuple."""
+    stop_token_ids: Sequence[int | Sequence[int]] = ()
+    """Token ids, or sequences of up to 16 token ids, that end a sample once generated. Kept as a tuple of tuples."""
+    ignore_eos: bool = False
+    """Go on after an end-of-sequence token."""
+    min_tokens: int = 0
+    """Generate at least so many tokens: until then end-of-sequence and one-token stops are impossible, and no other
+    stop ends the sample. 0 to max_tokens."""
+    logprobs: int | None = None
+    """None: no log probabilities; 0: of the generated tokens; k: also of the k likeliest tokens at each place."""
+    prompt_logprobs: None = None
+    """Not available yet: anything but None is refused."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time it has been generated; -2 to 2."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token that has been generated; -2 to 2."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens that occur in prompt or output; 0.01 to 100. 1: off."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these token ids. Ids may be decimal strings, as in JSON. Kept as a dict of int to
+    float."""
+
+    def __post_init__(self):
+        _check_int("max_tokens", self.max_tokens, 1, _MAX_INT, "generate at least one token")
+        _check_number("temperature", self.temperature, 0, 1e6, "use 0 for greedy sampling")
+        if self.top_k is not None:
+            _check_int("top_k", self.top_k, 0, _MAX_INT, "use 0 to switch it off")
+        _check_number("top_p", self.top_p, 0, 1, "use 1 to switch it off", above=True)
+        _check_number("min_p", self.min_p, 0, 1, "use 0 to switch it off")
+        _check_int("n", self.n, 1, _MAX_INT, "ask for at least one sample")
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, 2**64 - 1, "use a seed of at most 64 bits, or leave it out")
+        if type(self.ignore_eos) is not bool:
+            raise ValueError(f"ignore_eos={self.ignore_eos!r}: expected true or false")
+        _check_int("min_tokens", self.min_tokens, 0, _MAX_INT, "use 0 to switch it off")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}; raise max_tokens or lower "
+                "min_tokens"
+            )
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, _MAX_INT, "leave it out if none are wanted")
+        if self.prompt_logprobs is not None:
+            raise ValueError(f"prompt_logprobs={self.prompt_logprobs!r} is not available yet; leave it out")
+        _check_number("frequency_penalty", self.frequency_penalty, -2, 2, "use 0 to switch it off")
+        _check_number("presence_penalty", self.presence_penalty, -2, 2, "use 0 to switch it off")
+        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100, "use 1 to switch it off")
+        # Several spellings are accepted; readers see one
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _stop_sequences(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> "SamplingParams":
+        """Parameters by name, as read from a config or a row of input.
+
+        Raises: ValueError for a name that is not a parameter (with the nearest one that is), or a bad value.
+        """
+        if not isinstance(values, Mapping):
+            raise ValueError(f"sampling={values!r}: expected a mapping of parameter names to values")
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in values:
+            if name not in known:
+                nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+                raise ValueError(
+                    f"sampling has no parameter {str(name)!r}; the nearest known one is {nearest!r} (known: "
+                    f"{', '.join(known)})"
+                )
+        return cls(**values)  # type: ignore[arg-type]
+
+
+def check_limits(
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    max_logprobs: int,
+    max_logit_bias: int,
+    max_stop_sequences: int,
+    max_stop_tokens: int = MAX_STOP_TOKENS,
+) -> None:
+    """Check a request against the sizes that the engine's programs were compiled for.
+
+    Raises: ValueError naming the parameter and the config key to raise.
+    """
+    wanted = {
+        "max_logprobs": (f"logprobs={params.logprobs}", params.logprobs or 0, max_logprobs),
+        "max_logit_bias": _counted("logit_bias", params.logit_bias or (), max_logit_bias),
+        "max_stop_sequences": max(
+            _counted("stop", params.stop, max_stop_sequences),
+            _counted("stop_token_ids", params.stop_token_ids, max_stop_sequences),
+            key=lambda entry: entry[1],
+        ),
+    }
+    for key, (got, number, limit) in wanted.items():
+        if number > limit:
+            raise ValueError(f"{got} but engine.{key}={limit}; raise engine.{key} or ask for less")
+    for i, sequence in enumerate(stop_sequences(params)):
+        if len(sequence) > max_stop_tokens:
+            raise ValueError(
+                f"stop_token_ids[{i}] has {len(sequence)} tokens; a stop token sequence has at most {max_stop_tokens}"
+            )
+        _check_vocabulary(f"stop_token_ids[{i}]", sequence, vocab_size)
+    _check_vocabulary("logit_bias", params.logit_bias or (), vocab_size)
+
+
+def stop_sequences(params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+    """`stop_token_ids` in the form in which it is kept."""
+    return params.stop_token_ids  # type: ignore[return-value]
+
+
+def derive_seed(config_seed: int, request_id: str) -> int:
+    """The seed of a request that has none: a function of the config's seed and the request's id, 64 bits."""
+    digest = hashlib.sha256(f"{config_seed}:{request_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def _counted(name: str, entries: Sequence | Mapping, limit: int) -> tuple[str, int, int]:
+    return f"{name} has {len(entries)} entries", len(entries), limit
+
+
+def _check_vocabulary(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token in ids:
+        if token >= vocab_size:
+            raise ValueError(f"{name} holds token id {token}, outside the vocabulary of {vocab_size} tokens")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _check_int(name: str, value: object, low: int, high: int, remedy: str) -> None:
+    if not (_is_int(value) and low <= value <= high):  # type: ignore[operator]
+        bounds = f"of at least {low}" if high == _MAX_INT else f"from {low} to {high}"
+        raise ValueError(f"{name}={value!r}: expected a whole number {bounds}; {remedy}")
+
+
+def _check_number(name: str, value: object, low: float, high: float, remedy: str, above: bool = False) -> None:
+    if not (_is_number(value) and low <= value <= high and not (above and value == low)):  # type: ignore[operator]
+        if isinstance(value, str):
+            remedy = "write it without quotes, and in YAML with a decimal point (1.0e-5, not 1e-5)"
+        bounds = f"above {low} and up to {high}" if above else f"from {low} to {high}"
+        raise ValueError(f"{name}={value!r}: expected a number {bounds}; {remedy}")
+
+
+def _stop_strings(stop: object) -> tuple[str, ...]:
+    strings = [stop] if isinstance(stop, str) else _entries("stop", stop, "a string or a list of strings")
+    for i, string in enumerate(strings):
+        if not isinstance(string, str) or not string:
+            raise ValueError(f"stop[{i}]={string!r}: expected a string of at least one character")
+    return tuple(strings)
+
+
+def _stop_sequences(sequences: object) -> tuple[tuple[int, ...], ...]:
+    expected = "a list whose entries are token ids or lists of token ids"
+    result = []
+    for i, entry in enumerate(_entries("stop_token_ids", sequences, expected)):
+        ids = (entry,) if _is_int(entry) else _entries(f"stop_token_ids[{i}]", entry, "a token id or token ids")
+        if len(ids) == 0 or not all(_is_int(token) and 0 <= token <= _MAX_INT for token in ids):
+            raise ValueError(f"stop_token_ids[{i}]={entry!r}: expected a token id or a list of at least one token id")
+        result.append(tuple(int(token) for token in ids))
+    return tuple(result)
+
+
+def _entries(name: str, value: object, expected: str) -> Sequence:
+    if value is None:
+        return ()
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return value
+    raise ValueError(f"{name}={value!r}: expected {expected}")
+
+
+def _bias(bias: object) -> dict[int, float]:
+    if bias is None:
+        return {}
+    if not isinstance(bias, Mapping):
+        raise ValueError(f"logit_bias={bias!r}: expected a mapping of token ids to numbers")
+    result: dict[int, float] = {}
+    for key, value in bias.items():
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+        if not (_is_int(token) and 0 <= token <= _MAX_INT):  # type: ignore[operator]
+            raise ValueError(f"logit_bias has the key {key!r}: expected a token id")
+        if token in result:
+            raise ValueError(f"logit_bias names token id {token} twice; name it once")
+        if not (_is_number(value) and abs(value) <= _MAX_BIAS):  # written so that NaN fails too
+            raise ValueError(
+                f"logit_bias[{key}]={value!r}: expected a number from -1e30 to 1e30; use -100 to make a token all but impossible"
+            )
+        result[int(token)] = float(value)
+    return result
