@@ -43,9 +43,8 @@ def filter_thresholds(logits: Array, weights: Array, top_k: Array, top_p: Array)
     total = jax.lax.cond(jnp.any(wants_p & ~complete), lambda: row_sums(weights), lambda: jnp.zeros(rows, jnp.float32))
     kept_mass = row_sums(jnp.where(best >= kth[:, None], mass, 0))
     budget = top_p * jnp.where(complete, kept_mass, total)
-    above = jnp.where(best[:, None, :] > best[:, :, None], mass[:, None, :], 0)
-    above = row_sums(above.reshape(rows * count, count)).reshape(rows, count)
-    passes = (above < budget[:, None]) & (best >= kth[:, None])
+    # Of equal candidates the first counts only what is likelier, and if it passes the threshold admits them all
+    passes = (_mass_before(mass) < budget[:, None]) & (best >= kth[:, None])
     pth = jnp.where(wants_p, jnp.min(jnp.where(passes, best, jnp.inf), axis=1), -jnp.inf)
     found_p = ~wants_p | complete | (~wants_k & ~passes[:, -1])
 
@@ -56,6 +55,16 @@ def filter_thresholds(logits: Array, weights: Array, top_k: Array, top_p: Array)
         lambda: threshold,
         lambda: jnp.where(found, threshold, _bisected_thresholds(logits, weights, top_k, top_p)),
     )
+
+
+def _mass_before(mass: Array) -> Array:
+    """Exclusive prefix sums over axis 1, in a fixed order."""
+    sums = jnp.pad(mass[:, :-1], ((0, 0), (1, 0)))
+    shift = 1
+    while shift < mass.shape[1]:
+        sums = sums + jnp.pad(sums[:, :-shift], ((0, 0), (shift, 0)))
+        shift *= 2
+    return sums
 
 
 def _bisected_thresholds(logits: Array, weights: Array, top_k: Array, top_p: Array) -> Array:

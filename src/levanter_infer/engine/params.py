@@ -229,7 +229,8 @@ def _bias(bias: object) -> dict[int, float]:
             raise ValueError(f"logit_bias names token id {token} twice; name it once")
         if not (_is_number(value) and abs(value) <= _MAX_BIAS):  # written so that NaN fails too
             raise ValueError(
-                f"logit_bias[{key}]={value!r}: expected a number from -1e30 to 1e30; use -100 to make a token all but impossible"
+                f"logit_bias[{key}]={value!r}: expected a number from -1e30 to 1e30; -100 makes a token all but "
+                "impossible"
             )
         result[int(token)] = float(value)
     return result

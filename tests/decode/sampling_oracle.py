@@ -1,0 +1,86 @@
+"""The sampled distribution, written plainly in float64, and tables to sample with."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import scipy.stats
+from haliax import NamedArray
+
+from levanter_infer.axes import SEQ
+from levanter_infer.decode.sampling import SamplingLimits, SamplingTable
+from levanter_infer.engine.encode_sampling import SamplingColumns
+from levanter_infer.engine.params import SamplingParams
+
+EOS = 3
+
+
+def limits_for(vocab_size: int) -> SamplingLimits:
+    return SamplingLimits(
+        vocab_size=vocab_size, max_logprobs=6, max_logit_bias=4, max_stop_sequences=5, max_stop_tokens=16
+    )
+
+
+def table_of(params: list[SamplingParams], vocab_size: int, seeds=None, sample_indices=None) -> SamplingTable:
+    """A table over `seq` with one slot for each of `params`."""
+    columns = SamplingColumns(len(params), limits_for(vocab_size))
+    for row, entry in enumerate(params):
+        seed = 2**40 + row if seeds is None else seeds[row]
+        index = 0 if sample_indices is None else sample_indices[row]
+        columns.set(row, entry, seed=seed, sample_index=index, eos_token_ids=(EOS,))
+    uploaded = columns.table()
+    empty = SamplingTable.empty(SEQ, len(params), limits_for(vocab_size))
+    named = {
+        name: NamedArray(jnp.asarray(column.array), empty.columns[name].axes)
+        for name, column in uploaded.columns.items()
+    }
+    return dataclasses.replace(empty, **named)
+
+
+def processed_logits(logits, params: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:
+    """Logits after penalties, bias and bans."""
+    z = np.asarray(logits, np.float64).copy()
+    for token in set(prompt) | set(output):
+        z[token] = z[token] / params.repetition_penalty if z[token] > 0 else z[token] * params.repetition_penalty
+    for token in set(output):
+        z[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
+    for token, bias in params.logit_bias.items():
+        z[token] += bias
+    if len(output) < params.min_tokens:
+        stops = [ids[0] for ids in params.stop_token_ids if len(ids) == 1] + ([] if params.ignore_eos else [EOS])
+        z[stops] = -np.inf
+    return z
+
+
+def distribution(logits, params: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:
+    """Probability of each token."""
+    z = processed_logits(logits, params, prompt, output)
+    if params.temperature == 0:
+        return np.eye(len(z))[np.argmax(z)]
+    p = np.exp((z - z.max()) / params.temperature)
+    p /= p.sum()
+    if params.top_k:
+        kth = np.sort(z)[::-1][min(params.top_k, len(z)) - 1]
+        p = np.where(z >= kth, p, 0) / p[z >= kth].sum()
+    if params.top_p < 1:
+        likelier = np.array([p[z > value].sum() for value in z])
+        p = np.where(likelier < params.top_p, p, 0)
+        p /= p.sum()
+    p = np.where(p >= params.min_p * p.max(), p, 0)
+    return p / p.sum()
+
+
+def chi_square_p(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    """Probability of a deviation at least as large; cells of few expected draws are put together."""
+    expected = probabilities * counts.sum()
+    order = np.argsort(expected)
+    counts, expected = counts[order], expected[order]
+    small = np.cumsum(expected) < 10
+    first = int(small.sum())
+    observed = np.append(counts[:first].sum(), counts[first:])
+    expected = np.append(expected[:first].sum(), expected[first:])
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    if len(expected) == 1:
+        return 1.0
+    statistic = float(((observed - expected) ** 2 / expected).sum())
+    return float(scipy.stats.chi2.sf(statistic, len(expected) - 1))

@@ -1,0 +1,125 @@
+"""The distribution that is sampled from is the exact one, for every parameter and for mixtures."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levanter_infer.decode.sampling import SampleOutput, SamplingTable, sample
+from levanter_infer.engine.params import SamplingParams
+from tests.decode.sampling_oracle import EOS, chi_square_p, distribution, table_of
+
+VOCAB, DRAWS, MAX_LEN = 200, 24_000, 64
+PROMPT = [5, 9, 9, 17, 60, 150, EOS]
+OUTPUT = [9, 21, 21, 21, 40, 41, 199]
+SPREAD = np.random.default_rng(7).normal(size=VOCAB).astype(np.float32) * 1.3
+TIED = np.round(SPREAD * 2) / 2
+
+
+@jax.jit
+def many(logits, table: SamplingTable, tokens) -> SampleOutput:
+    """DRAWS draws of slot 0, which differ in position only."""
+    slots = jnp.zeros(DRAWS, jnp.int32)
+    return sample(
+        jnp.broadcast_to(logits, (DRAWS, VOCAB)),
+        table.rows(slots),
+        positions=jnp.arange(DRAWS, dtype=jnp.int32),
+        tokens=tokens,
+        slot_ids=slots,
+        prompt_lens=slots + len(PROMPT),
+        seq_lens=slots + len(PROMPT) + len(OUTPUT),
+        max_top=0,
+    )
+
+
+def draws_of(logits, params: SamplingParams, seed: int) -> SampleOutput:
+    history = PROMPT + OUTPUT
+    tokens = jnp.asarray([history + [0] * (MAX_LEN - len(history))], jnp.int32)
+    return many(jnp.asarray(logits, jnp.float32)[None], table_of([params], VOCAB, seeds=[seed]), tokens)
+
+
+CASES = {
+    "plain": {},
+    "temperature_low": {"temperature": 0.4},
+    "temperature_high": {"temperature": 3.0},
+    "top_k_1": {"top_k": 1},
+    "top_k_few": {"top_k": 5},
+    "top_k_beyond_the_candidates": {"top_k": 110},
+    "top_k_all": {"top_k": 5000},
+    "top_p_small": {"top_p": 0.4},
+    "top_p_tiny": {"top_p": 1e-6},
+    "top_p_beyond_the_candidates": {"top_p": 0.97},
+    "min_p": {"min_p": 0.1},
+    "min_p_1": {"min_p": 1.0},
+    "top_k_and_top_p": {"top_k": 20, "top_p": 0.7},
+    "top_k_and_top_p_beyond_the_candidates": {"top_k": 150, "top_p": 0.9},
+    "all_filters": {"temperature": 1.4, "top_k": 40, "top_p": 0.9, "min_p": 0.05},
+    "repetition_penalty": {"repetition_penalty": 1.8},
+    "repetition_reward": {"repetition_penalty": 0.6},
+    "frequency_penalty": {"frequency_penalty": 1.1},
+    "frequency_reward": {"frequency_penalty": -0.6},
+    "presence_penalty": {"presence_penalty": 1.5},
+    "logit_bias": {"logit_bias": {0: 2.5, 199: -1.0, 21: 3.0, 7: -100}},
+    "min_tokens": {"min_tokens": len(OUTPUT) + 1, "stop_token_ids": [21, [5, 6]]},
+    "min_tokens_reached": {"min_tokens": len(OUTPUT), "stop_token_ids": [21, [5, 6]]},
+    "ignore_eos": {"min_tokens": 60, "ignore_eos": True},
+    "everything": {
+        "temperature": 0.8,
+        "top_k": 120,
+        "top_p": 0.95,
+        "min_p": 0.001,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.3,
+        "presence_penalty": -0.4,
+        "logit_bias": {0: 2.0, 30: 1.0},
+        "min_tokens": 20,
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sampled_distribution_is_the_exact_one(name):
+    params = SamplingParams(**CASES[name])
+    logits = SPREAD.copy()
+    logits[EOS] = 2.0
+    out = draws_of(logits, params, seed=11)
+    exact = distribution(logits, params, PROMPT, OUTPUT)
+    counts = np.bincount(np.asarray(out.tokens), minlength=VOCAB)
+    assert counts[exact == 0].sum() == 0
+    assert chi_square_p(counts, exact) > 1e-4
+    np.testing.assert_allclose(out.processed_logprobs, np.log(exact[np.asarray(out.tokens)]), atol=2e-5)
+    assert np.asarray(out.finite).all()
+
+
+def test_chi_square_notices_a_neighbouring_distribution():
+    out = draws_of(SPREAD, SamplingParams(temperature=1.0), seed=11)
+    counts = np.bincount(np.asarray(out.tokens), minlength=VOCAB)
+    assert chi_square_p(counts, distribution(SPREAD, SamplingParams(temperature=1.1), PROMPT, OUTPUT)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "changes", [{"top_k": 7}, {"top_p": 0.3}, {"top_k": 70, "top_p": 0.8}, {"top_k": 3, "top_p": 0.5}]
+)
+def test_filters_keep_all_tokens_that_tie_with_the_threshold(changes):
+    params = SamplingParams(**changes)
+    exact = distribution(TIED, params, PROMPT, OUTPUT)
+    weakest = TIED[exact > 0].min()
+    assert (TIED == weakest).sum() > 1 and (exact[TIED == weakest] > 0).all()
+    out = draws_of(TIED, params, seed=5)
+    counts = np.bincount(np.asarray(out.tokens), minlength=VOCAB)
+    assert counts[exact == 0].sum() == 0
+    assert chi_square_p(counts, exact) > 1e-4
+
+
+def test_tokens_without_probability_are_never_drawn():
+    logits = np.full(VOCAB, -np.inf, np.float32)
+    logits[[0, 15, 16, 77, 198]] = [0.0, -3e38, 1e-30, -200.0, -9.0]
+    out = draws_of(logits, SamplingParams(), seed=3)
+    assert set(np.asarray(out.tokens).tolist()) <= {0, 16, 198}
+    assert np.asarray(out.finite).all()
+
+
+def test_a_uniform_row_of_any_size_is_drawn_uniformly():
+    out = draws_of(np.zeros(VOCAB), SamplingParams(temperature=1.7), seed=2**64 - 1)
+    counts = np.bincount(np.asarray(out.tokens), minlength=VOCAB)
+    assert chi_square_p(counts, np.full(VOCAB, 1 / VOCAB)) > 1e-4
