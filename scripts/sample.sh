@@ -7,6 +7,12 @@ source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 use_venv ""
 case " $* " in
   *" --config "* | *" --config="* | *" --help "* | *" -h "*) ;;
-  *) set -- --config "$repository/configs/tiny.yaml" "$@" ;;
+  *)
+    # The configuration names its model relative to the repository.
+    if [ "$PWD" != "$repository" ]; then
+      set -- --model "$repository/models/tiny" "$@"
+    fi
+    set -- --config "$repository/configs/tiny.yaml" "$@"
+    ;;
 esac
 exec "$venv_python" -m levanter_infer.sample "$@"
