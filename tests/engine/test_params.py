@@ -1,0 +1,227 @@
+"""`SamplingParams`: what is accepted, what is refused and in which words, and how it is encoded."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import levanter_infer.engine.params as params_module
+from levanter_infer.decode.sampling_table import SamplingLimits, SamplingTable
+from levanter_infer.engine.encode_sampling import SamplingColumns
+from levanter_infer.engine.params import SamplingParams, check_limits, derive_seed
+
+LIMITS = {"vocab_size": 100, "max_logprobs": 20, "max_logit_bias": 3, "max_stop_sequences": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens=0: expected a whole number of at least 1"),
+        ({"max_tokens": True}, "max_tokens=True: expected a whole number"),
+        ({"max_tokens": 2.0}, "max_tokens=2.0: expected a whole number"),
+        ({"max_tokens": None}, "max_tokens=None"),
+        ({"temperature": -0.1}, "temperature=-0.1: expected a number from 0 to"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+        ({"temperature": 10**400}, "temperature=1000"),
+        ({"temperature": "1e-5"}, "temperature='1e-5'.*in YAML with a decimal point"),
+        ({"temperature": False}, "temperature=False"),
+        ({"top_k": -1}, "top_k=-1: expected .* use 0 to switch it off"),
+        ({"top_k": 1.5}, "top_k=1.5"),
+        ({"top_p": 0.0}, "top_p=0.0: expected a number above 0 and up to 1"),
+        ({"top_p": 1.1}, "top_p=1.1"),
+        ({"min_p": -0.2}, "min_p=-0.2"),
+        ({"min_p": 2}, "min_p=2"),
+        ({"n": 0}, "n=0"),
+        ({"seed": -1}, "seed=-1: expected a whole number from 0 to 18446744073709551615"),
+        ({"seed": 2**64}, "seed=18446744073709551616"),
+        ({"seed": 1.0}, "seed=1.0"),
+        ({"ignore_eos": 1}, "ignore_eos=1: expected true or false"),
+        ({"min_tokens": -1}, "min_tokens=-1"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9 exceeds max_tokens=8; raise max_tokens"),
+        ({"logprobs": -1}, "logprobs=-1"),
+        ({"logprobs": True}, "logprobs=True"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs=0 is not available yet; leave it out"),
+        ({"prompt_logprobs": 5}, "prompt_logprobs=5 is not available yet"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty=2.1: expected a number from -2 to 2"),
+        ({"presence_penalty": "x"}, "presence_penalty='x'"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0: expected a number from 0.01 to 100"),
+        ({"stop": 5}, "stop=5: expected a string or a list of strings"),
+        ({"stop": ["a", ""]}, r"stop\[1\]='': expected a string of at least one character"),
+        ({"stop": [None]}, r"stop\[0\]=None"),
+        ({"stop_token_ids": 7}, "stop_token_ids=7: expected a list"),
+        ({"stop_token_ids": "7"}, "stop_token_ids='7': expected a list"),
+        ({"stop_token_ids": [[]]}, r"stop_token_ids\[0\]=\[\]"),
+        ({"stop_token_ids": [3, -1]}, r"stop_token_ids\[1\]=-1"),
+        ({"stop_token_ids": [3, True]}, r"stop_token_ids\[1\]=True"),
+        ({"stop_token_ids": [3, 2.0]}, r"stop_token_ids\[1\]=2.0"),
+        ({"logit_bias": [1]}, r"logit_bias=\[1\]: expected a mapping"),
+        ({"logit_bias": {"x": 1}}, "logit_bias has the key 'x': expected a token id"),
+        ({"logit_bias": {-1: 1}}, "logit_bias has the key -1"),
+        ({"logit_bias": {True: 1}}, "logit_bias has the key True"),
+        ({"logit_bias": {1: "a"}}, r"logit_bias\[1\]='a': expected a number"),
+        ({"logit_bias": {1: float("nan")}}, r"logit_bias\[1\]=nan"),
+        ({"logit_bias": {1: float("-inf")}}, r"logit_bias\[1\]=-inf"),
+        ({"logit_bias": {1: 2.0, "1": 3.0}}, "logit_bias names token id 1 twice"),
+    ],
+)
+def test_bad_value_is_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        SamplingParams(**changes)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        SamplingParams.from_dict(changes)
+
+
+def test_equivalent_spellings_are_kept_alike():
+    params = SamplingParams(
+        stop="\n", stop_token_ids=[5, [6, 7]], logit_bias={"12": 1, 3: -2.5}, top_k=None, temperature=np.float32(0.5)
+    )
+    assert params.stop == ("\n",)
+    assert params.stop_token_ids == ((5,), (6, 7))
+    assert params.logit_bias == {12: 1.0, 3: -2.5}
+    assert dataclasses.replace(params, n=2) == dataclasses.replace(params, n=2)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    plain = SamplingParams.from_dict({"stop": None, "stop_token_ids": None, "logit_bias": None})
+    assert plain == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("top_P", "top_p"), ("max_new_tokens", "max_tokens"), ("repetition_penality", "repetition_penalty")],
+)
+def test_unknown_name_is_refused_with_the_nearest_known_one(name, nearest):
+    with pytest.raises(ValueError, match=f"no parameter '{name}'; the nearest known one is '{nearest}'"):
+        SamplingParams.from_dict({"temperature": 1.0, name: 1})
+
+
+@pytest.mark.parametrize("name", ["stream", "tools", "best_of", "beam_width", "use_beam_search", "response_format"])
+def test_parameter_of_another_engine_is_refused_by_name(name):
+    with pytest.raises(ValueError, match=f"no parameter '{name}'; the nearest known one is '[a-z_]+'"):
+        SamplingParams.from_dict({name: 1})
+
+
+def test_sampling_that_is_no_mapping_is_refused():
+    with pytest.raises(ValueError, match="expected a mapping"):
+        SamplingParams.from_dict([("n", 1)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"logprobs": 30}, "logprobs=30 but engine.max_logprobs=20; raise engine.max_logprobs"),
+        ({"logit_bias": dict.fromkeys(range(4), 1.0)}, "logit_bias has 4 entries but engine.max_logit_bias=3; raise"),
+        ({"stop_token_ids": [1, 2, 3]}, "stop_token_ids has 3 entries but engine.max_stop_sequences=2"),
+        ({"stop": ["a", "b", "c"]}, "stop has 3 entries but engine.max_stop_sequences=2"),
+        ({"stop_token_ids": [list(range(17))]}, r"stop_token_ids\[0\] has 17 tokens; .* at most 16"),
+        ({"stop_token_ids": [1, [2, 100]]}, r"stop_token_ids\[1\] holds token id 100, outside the vocabulary of 100"),
+        ({"logit_bias": {100: 1.0}}, "logit_bias holds token id 100, outside the vocabulary of 100 tokens"),
+    ],
+)
+def test_request_beyond_a_static_limit_is_refused_with_the_config_key(changes, message):
+    with pytest.raises(ValueError, match=message):
+        check_limits(SamplingParams(**changes), **LIMITS)
+
+
+def test_request_at_every_limit_is_accepted():
+    params = SamplingParams(
+        logprobs=20,
+        logit_bias={0: 1.0, 98: 1.0, 99: 1.0},
+        stop=["a", "b"],
+        stop_token_ids=[list(range(16)), 99],
+    )
+    check_limits(params, **LIMITS)
+
+
+def test_derived_seed_depends_on_config_seed_and_id_alone():
+    assert derive_seed(0, "0") == 0xAC72368A586A18C1  # sha256("0:0")
+    seeds = {derive_seed(config_seed, request) for config_seed in range(3) for request in ("0", "1", "00", "é")}
+    assert len(seeds) == 12
+    assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+def test_params_module_does_not_import_jax():
+    code = (
+        "import importlib.util, sys\n"
+        f"spec = importlib.util.spec_from_file_location('params', {str(Path(params_module.__file__))!r})\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "sys.modules['params'] = module\n"
+        "spec.loader.exec_module(module)\n"
+        "assert module.SamplingParams().n == 1\n"
+        "assert not {'jax', 'haliax', 'equinox', 'numpy'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def limits(max_stop_sequences: int = 4) -> SamplingLimits:
+    return SamplingLimits(
+        vocab_size=100, max_logprobs=5, max_logit_bias=3, max_stop_sequences=max_stop_sequences, max_stop_tokens=16
+    )
+
+
+def test_columns_without_sequences_are_an_empty_table():
+    columns, empty = SamplingColumns(3, limits()).table(), SamplingTable.empty("admitted", 3, limits())
+    for name, column in columns.columns.items():
+        other = empty.columns[name]
+        assert column.axes == other.axes and column.array.dtype == other.array.dtype, name
+        assert np.array_equal(column.array, other.array), name
+
+
+def test_columns_hold_what_was_asked():
+    columns = SamplingColumns(2, limits())
+    params = SamplingParams(
+        temperature=0.5,
+        top_k=1000,
+        top_p=0.25,
+        min_p=0.125,
+        min_tokens=2,
+        logprobs=4,
+        frequency_penalty=0.5,
+        presence_penalty=-0.5,
+        repetition_penalty=1.5,
+        logit_bias={7: 1.5, 99: -3.0},
+        stop_token_ids=[[1, 2, 3], 9],
+    )
+    columns.set(1, params, seed=0x0123456789ABCDEF, sample_index=3, eos_token_ids=(9, 11, 100))
+    row = {name: column.array[1] for name, column in columns.table().columns.items()}
+    assert {name: row[name].item() for name in row if row[name].ndim == 0} == {
+        "temperature": 0.5,
+        "top_k": 100,
+        "top_p": 0.25,
+        "min_p": 0.125,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "sample_index": 3,
+        "min_tokens": 2,
+        "num_logprobs": 4,
+    }
+    assert row["seed"].tolist() == [0x01234567, 0x89ABCDEF]
+    assert row["bias_ids"].tolist() == [7, 99, 100] and row["bias_values"].tolist() == [1.5, -3.0, 0.0]
+    assert row["stop_lens"].tolist() == [3, 1, 1, 0]
+    assert row["stop_ids"][0].tolist() == [100] * 13 + [1, 2, 3]
+    assert row["stop_ids"][:, -1].tolist() == [3, 9, 11, 100]
+    assert (columns.table().temperature.array[0], columns.table().stop_lens.array[0].tolist()) == (0.0, [0, 0, 0, 0])
+
+
+def test_ignore_eos_leaves_only_the_stops_that_were_asked():
+    columns = SamplingColumns(1, limits())
+    columns.set(0, SamplingParams(ignore_eos=True, stop_token_ids=[4]), seed=0, sample_index=0, eos_token_ids=(9,))
+    assert columns.table().stop_lens.array.tolist() == [[1, 0, 0, 0]]
+    assert columns.table().stop_ids.array[0, 0, -1] == 4
+
+
+def test_top_p_too_small_for_float32_still_keeps_a_token():
+    columns = SamplingColumns(1, limits())
+    columns.set(0, SamplingParams(top_p=1e-60), seed=0, sample_index=0, eos_token_ids=())
+    assert columns.table().top_p.array[0] > 0
+
+
+def test_limits_of_zero_give_columns_of_no_width():
+    none = SamplingLimits(vocab_size=10, max_logprobs=0, max_logit_bias=0, max_stop_sequences=0, max_stop_tokens=16)
+    columns = SamplingColumns(1, none)
+    columns.set(0, SamplingParams(), seed=0, sample_index=0, eos_token_ids=())
+    table = columns.table()
+    assert table.bias_ids.array.shape == (1, 0) and table.stop_ids.array.shape == (1, 0, 16)
