@@ -1,0 +1,268 @@
+"""`RunConfig`: what the command line tools read from a YAML file and `--dotted.key value` overrides.
+
+Nothing here imports JAX, so that a mistake in a configuration is answered at once.
+"""
+
+import dataclasses
+import difflib
+import re
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import draccus
+import yaml
+
+from levanter_infer.engine.params import SamplingParams
+
+if TYPE_CHECKING:
+    from levanter_infer.engine.config import EngineConfig
+
+_MAX_CONFIG_BYTES = 2**22
+_SOURCES = ("prompts", "prompts_file", "chat")
+_PLAIN_TEXT = (
+    *("model.path", "model.dtype", "model.revision", "tokenizer", "prompts", "prompts_file"),
+    *("output.path", "sampling.stop"),
+)
+"""Keys whose value on the command line is the text itself; all others are read as YAML."""
+_SHORT = {"model": "path", "output": "path"}
+"""Sections that may be given as a plain string, and the key that it stands for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSource:
+    """Where the model comes from."""
+
+    path: str
+    """A directory in HF's layout, or a hub id."""
+    dtype: str | None = None
+    """bfloat16 or float32; default: as stored."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub repository."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each mesh axis. This version runs on one device."""
+
+    data: int = 1
+    model: int = 1
+    expert: int = 1
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != 1:
+                raise ValueError(
+                    f"mesh.{field.name}={value}: this version runs on one device; leave mesh out or set the axis to 1"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputConfig:
+    """Where rows are written."""
+
+    path: str
+    """A JSONL file."""
+    overwrite: bool = False
+    """Replace the file if it exists."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """One run of `levanter_infer.sample`."""
+
+    model: ModelSource
+    """A path or hub id, or a mapping with `path`, `dtype`, `revision`."""
+    tokenizer: str | None = None
+    """A directory or hub id to take the tokenizer from; default: the model's."""
+    prompts: list[str] | None = None
+    """Prompts, or a single one."""
+    prompts_file: str | None = None
+    """A text file with one prompt a line, or JSONL rows."""
+    chat: Any = False
+    """true: each text prompt is what a user says in a chat. A list of messages is a chat to continue; a list of such
+    lists is several."""
+    sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    """Sampling parameters of every request; rows of a prompts file may override them. Its `seed` is the one from which
+    requests derive theirs."""
+    engine: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Keys of `EngineConfig`; see `engine_config`."""
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    output: OutputConfig | None = None
+    """A JSONL file for the results, or a mapping with `path`, `overwrite`."""
+
+    def __post_init__(self):
+        given = [name for name in _SOURCES if getattr(self, name) not in (None, False, True)]
+        if not given:
+            raise ValueError("nothing to sample: give prompts, prompts_file, or chat with a list of messages")
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are both given; expected one of them")
+        if self.prompts is not None and not self.prompts:
+            raise ValueError("prompts is an empty list; expected at least one prompt")
+        if not self.model.path:
+            raise ValueError("model is empty; expected a directory or a hub id")
+
+    def engine_config(self) -> "EngineConfig":
+        """The engine's section. Imports JAX. Raises: ValueError for an unknown key or a wrong value."""
+        from levanter_infer.engine.config import EngineConfig
+
+        return decode_section(EngineConfig, self.engine, "engine")
+
+    @property
+    def chats(self) -> list[list[Mapping[str, Any]]]:
+        """The conversations written in the configuration itself."""
+        if not isinstance(self.chat, list):
+            return []
+        return self.chat if all(isinstance(c, list) for c in self.chat) else [self.chat]
+
+
+def load_config(path: str | Path | None, overrides: Sequence[tuple[str, str]] = ()) -> RunConfig:
+    """Read a configuration.
+
+    Args:
+        path: a YAML file; None if the overrides say everything.
+        overrides: (dotted key, text) in order. A later one replaces an earlier, but for `prompts`, which add up.
+            Prompts given here take the place of those in the file, in whichever form those are.
+    Raises: ValueError naming the file or key that is wrong.
+    """
+    content = {} if path is None else _read_yaml(Path(path))
+    for name, key in _SHORT.items():
+        if isinstance(content.get(name), str):
+            content[name] = {key: content[name]}
+    _apply_overrides(content, overrides)
+    check_keys(content, [f.name for f in dataclasses.fields(RunConfig)], "")
+    if "model" not in content:
+        raise ValueError("no model: give `model: <directory or hub id>` in the configuration, or --model")
+    if isinstance(content.get("prompts"), str):
+        content["prompts"] = [content["prompts"]]
+    _check_chat(content.get("chat", False))
+    return decode_section(RunConfig, content, "")
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
+            raise ValueError(f"{path} has more than {_MAX_CONFIG_BYTES} bytes; put prompts into a prompts_file")
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except OSError as e:
+        raise ValueError(f"cannot read the configuration {path}: {e.strerror}") from e
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as e:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(e).split())}") from e
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}; expected keys such as model and prompts")
+    return content
+
+
+class _Loader(yaml.SafeLoader):
+    """`yaml.safe_load`, but a key written twice is an error and 1e-5 is a number."""
+
+    def construct_mapping(self, node, deep=False):
+        mapping = super().construct_mapping(node, deep)
+        if len(mapping) < len(node.value) and not any(key.tag.endswith(":merge") for key, _ in node.value):
+            raise yaml.constructor.ConstructorError("a key is written twice in a mapping", node.start_mark)
+        return mapping
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$"), list("-+.0123456789")
+)
+
+
+def _apply_overrides(content: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> None:
+    values: dict[str, Any] = {}
+    for key, text in overrides:
+        key = f"{key}.{_SHORT[key]}" if key in _SHORT else key
+        value = _parse_value(key, text)
+        values[key] = [*values.get(key, []), value] if key == "prompts" else value
+    if any(key in _SOURCES and not isinstance(value, bool) for key, value in values.items()):
+        for name in _SOURCES:
+            if not isinstance(content.get(name), bool):
+                content.pop(name, None)
+    for key, value in values.items():
+        section = content
+        *outer, last = key.split(".")
+        for name in outer:
+            if section.get(name) is None:
+                section[name] = {}
+            section = section[name]
+            if not isinstance(section, dict):
+                raise ValueError(f"--{key}: {name} has no keys within it")
+        section[last] = value
+
+
+def _parse_value(key: str, text: str) -> Any:
+    if key in _PLAIN_TEXT and not (key == "sampling.stop" and text[:1] in ("[", '"')):
+        return text
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as e:
+        raise ValueError(f"--{key} {text!r} is not a YAML value: {' '.join(str(e).split())}") from e
+
+
+def _check_chat(chat: Any) -> None:
+    if not isinstance(chat, bool) and not (isinstance(chat, list) and chat and all(_is_chat_item(c) for c in chat)):
+        raise ValueError("chat is neither true, false, a list of {role, content} messages, nor a list of such lists")
+
+
+def _is_chat_item(item: Any) -> bool:
+    return isinstance(item, dict) or (isinstance(item, list) and all(isinstance(m, dict) for m in item))
+
+
+def decode_section(cls: type, content: Any, path: str) -> Any:
+    """A dataclass from plain values.
+
+    Args:
+        path: dotted key of the section, for messages; empty for the whole configuration.
+    Raises: ValueError naming an unknown key with the nearest known one, or a value of the wrong type.
+    """
+    if not isinstance(content, dict):
+        raise ValueError(f"{path or 'the configuration'} is {content!r:.60}; expected a mapping of keys to values")
+    if cls is SamplingParams:
+        return SamplingParams.from_dict(content)
+    check_keys(content, [f.name for f in dataclasses.fields(cls)], path)
+    values = dict(content)
+    for name, hint in typing.get_type_hints(cls).items():
+        inner = [t for t in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(t)]
+        if inner and values.get(name) is not None:
+            values[name] = decode_section(typing.cast(type, inner[0]), values[name], f"{path}.{name}".lstrip("."))
+        elif name in values:
+            values[name] = _decode_value(hint, values[name], f"{path}.{name}".lstrip("."))
+    missing = [
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ValueError(f"{path or 'the configuration'} lacks {', '.join(missing)}")
+    return cls(**values)
+
+
+def _decode_value(hint: Any, value: Any, key: str) -> Any:
+    try:
+        return draccus.decode(hint, value)
+    except Exception as e:  # draccus lets AttributeError and others through where a container is a plain value
+        expected = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
+        raise ValueError(f"{key}={value!r:.60}: expected {_READABLE.get(expected, expected)}") from e
+
+
+_READABLE = {
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "dict[str, typing.Any]": "a mapping of keys to values",
+    "list[str] | None": "a text or a list of texts",
+    "str | None": "text",
+    "int | None": "a whole number",
+}
+
+
+def check_keys(given: Iterable[Any], known: Sequence[str], path: str) -> None:
+    """Raises: ValueError naming the first key that is not known and the nearest that is."""
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+            raise ValueError(f"unknown key {f'{path}.{key}' if path else key}; {hint}")

@@ -1,0 +1,302 @@
+"""Prompts files in, output rows out, and completions made safe for a terminal."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: nothing keeps two runs apart there
+    fcntl = None
+
+from levanter_infer.config import RunConfig, check_keys
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import Request, RequestOutput
+
+MAX_LINE_BYTES = 2**24
+MAX_ROWS = 1_000_000
+MAX_N = 4096
+"""Samples of one row, at most; the engine may allow fewer."""
+_JSONL = (".jsonl", ".ndjson")
+_ROW_KEYS = ("prompt", "prompt_token_ids", "messages", "id", "sampling")
+_PROMPT_KEYS = _ROW_KEYS[:3]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row of the input: a request, or why there is none."""
+
+    id: str
+    request: Request | None
+    error: str | None = None
+
+
+def read_rows(config: RunConfig) -> list[Row]:
+    """The requests of a run, in order.
+
+    A row that is wrong becomes an error of that row. `sampling.seed` of the configuration is left to the engine, which
+    derives a seed of its own for every request; the `seed` of a row is its request's.
+
+    Raises: ValueError if the file cannot be read at all, or has too many rows.
+    """
+    base = dataclasses.replace(config.sampling, seed=None)
+    if config.prompts_file is not None:
+        contents = _read_file(Path(config.prompts_file), as_chat=bool(config.chat))
+    elif config.prompts is not None:
+        prompts = enumerate(config.prompts)
+        contents = ((f"prompts[{i}]", _as_chat(p) if config.chat else {"prompt": p}) for i, p in prompts)
+    else:
+        contents = ((f"chat[{i}]", {"messages": chat}) for i, chat in enumerate(config.chats))
+    rows: list[Row] = []
+    seen: dict[str, str] = {}
+    for where, content in contents:
+        if len(rows) == MAX_ROWS:
+            raise ValueError(f"{where}: more than {MAX_ROWS} rows; split the file")
+        row = _make_row(content, str(len(rows)), where, base)
+        if row.id in seen and row.error is None:
+            row = Row(row.id, None, f"{where}: id {row.id!r} is that of {seen[row.id]} too; ids must differ")
+        seen.setdefault(row.id, where)
+        rows.append(row)
+    if not rows:
+        raise ValueError(f"{config.prompts_file} has no rows; expected at least one prompt")
+    return rows
+
+
+def _as_chat(prompt: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": prompt}]}
+
+
+def _read_file(path: Path, *, as_chat: bool) -> Iterator[tuple[str, Any]]:
+    """(where, content) of each line that is not blank; a content that is an exception is that row's error."""
+    if path.suffix == ".json":
+        raise ValueError(f"prompts_file {path}: expected .jsonl with one row a line, or text with one prompt a line")
+    try:
+        with open(path, "rb") as file:
+            number = 0
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if line.strip():
+                    content = _parse_line(line, jsonl=path.suffix in _JSONL, as_chat=as_chat)
+                    yield f"{path}:{number}", content
+                while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n") and line:
+                    line = file.readline(MAX_LINE_BYTES + 1)
+    except OSError as e:
+        raise ValueError(f"cannot read prompts_file {path}: {e.strerror}") from e
+
+
+def _parse_line(line: bytes, *, jsonl: bool, as_chat: bool) -> Any:
+    if len(line) > MAX_LINE_BYTES:
+        return ValueError(f"the line is longer than {MAX_LINE_BYTES} bytes")
+    try:
+        text = line.decode("utf-8").rstrip("\r\n")
+        content = json.loads(text) if jsonl else {"prompt": text}
+    except UnicodeDecodeError as e:
+        return ValueError(f"the line is not UTF-8: {e}")
+    except (ValueError, RecursionError) as e:
+        return ValueError(f"the line is not JSON: {e}")
+    if as_chat and isinstance(content, dict) and isinstance(content.get("prompt"), str):
+        content |= _as_chat(content.pop("prompt"))
+    return content
+
+
+def _make_row(content: Any, default_id: str, where: str, base: SamplingParams) -> Row:
+    if isinstance(content, dict) and isinstance(content.get("id"), (str, int)):
+        default_id = str(content["id"])
+    try:
+        if isinstance(content, ValueError):
+            raise content
+        return Row(default_id, _make_request(content, default_id, base))
+    except ValueError as e:
+        return Row(default_id, None, f"{where}: {e}")
+
+
+def _make_request(content: Any, row_id: str, base: SamplingParams) -> Request:
+    if not isinstance(content, dict):
+        raise ValueError(f"the row is {content!r:.60}; expected an object with prompt, prompt_token_ids or messages")
+    check_keys(content, _ROW_KEYS, "")
+    given = [key for key in _PROMPT_KEYS if content.get(key) is not None]
+    if len(given) != 1:
+        raise ValueError(f"expected one of prompt, prompt_token_ids, messages; got {' and '.join(given) or 'none'}")
+    kind, value = given[0], content[given[0]]
+    if kind == "prompt" and not isinstance(value, str):
+        raise ValueError(f"prompt is {value!r:.60}; expected a string")
+    if kind != "prompt" and not isinstance(value, list):
+        raise ValueError(f"{kind} is {value!r:.60}; expected a list")
+    if type(content.get("id", "")) not in (str, int):
+        raise ValueError(f"id is {content['id']!r:.60}; expected a string or a whole number")
+    sampling = base
+    if content.get("sampling") is not None:
+        sampling = merge_sampling(base, content["sampling"])
+    if sampling.n > MAX_N:
+        raise ValueError(f"sampling.n={sampling.n}; expected at most {MAX_N}")
+    prompt: dict[str, Any] = {kind: value}
+    return Request(**prompt, sampling=sampling, id=row_id)
+
+
+def merge_sampling(base: SamplingParams, overrides: Any) -> SamplingParams:
+    """`base` with a row's own parameters. Raises: ValueError naming an unknown or wrong one."""
+    if not isinstance(overrides, dict):
+        raise ValueError(f"sampling is {overrides!r:.60}; expected an object of sampling parameters")
+    values = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
+    return SamplingParams.from_dict(values | overrides)
+
+
+# Output
+
+
+def output_rows(output: RequestOutput, sampling: SamplingParams | None) -> Iterator[dict[str, Any]]:
+    """Rows of one request's result, one per sample, or one with `error` if it failed.
+
+    Args:
+        sampling: what it asked for; decides which log probabilities are in the rows.
+    """
+    common = {"id": output.id, "prompt": output.prompt, "prompt_token_ids": list(output.prompt_token_ids)}
+    if output.error is not None:
+        empty = {"index": None, "text": None, "token_ids": [], "logprobs": None, "finish_reason": "error", "seed": None}
+        yield _ordered({**common, **empty}) | {"error": output.error}
+        return
+    wanted = None if sampling is None else sampling.logprobs
+    for c in output.completions:
+        row = _ordered(
+            {
+                **common,
+                "index": c.index,
+                "text": c.text,
+                "token_ids": c.token_ids,
+                "logprobs": None if wanted is None else [_number_or_null(v) for v in c.logprobs],
+                "finish_reason": c.finish_reason,
+                "seed": c.seed,
+            }
+        )
+        if wanted and c.top_logprobs is not None:
+            row["top_logprobs"] = [{str(i): _number_or_null(v) for i, v in top.items()} for top in c.top_logprobs]
+        yield row
+
+
+def _ordered(values: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("id", "index", "prompt", "prompt_token_ids", "text", "token_ids", "logprobs", "finish_reason", "seed")
+    return {name: values[name] for name in names}
+
+
+def _number_or_null(value: float) -> float | None:
+    """The shortest decimal that reads back as the same f32; JSON has no infinities."""
+    return float(str(np.float32(value))) if math.isfinite(value) else None
+
+
+class RowWriter:
+    """Writes rows beside an output file, which appears complete or not at all.
+
+    Rows go to FILE.partial, which takes FILE's name in `commit`. Used as a context manager: without a commit the
+    partial file is removed. One left by a run that was killed is taken over.
+
+    Args:
+        path: the output file.
+        overwrite: replace what is there.
+    Raises: ValueError if the file exists, cannot be written, or another run is writing it.
+    """
+
+    def __init__(self, path: str | Path, *, overwrite: bool = False):
+        self.path = Path(path)
+        self._partial = self.path.with_name(self.path.name + ".partial")
+        self._overwrite = overwrite
+        if self.path.is_dir():
+            raise ValueError(f"output {self.path} is a directory; expected a file")
+        if self.path.exists() and not overwrite:
+            raise ValueError(f"output {self.path} exists; give another name, or --overwrite to replace it")
+        try:
+            self._file: IO[str] | None = _open_alone(self._partial)
+        except BlockingIOError:
+            raise ValueError(f"another run is writing {self._partial}; wait for it or give another name") from None
+        except OSError as e:
+            raise ValueError(f"cannot write output {self.path}: {e.strerror}") from e
+
+    def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append rows. Raises: ValueError if the disk does not take them."""
+        assert self._file is not None, "written after commit"
+        try:
+            for row in rows:
+                self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False).translate(_SURROGATES) + "\n")
+        except OSError as e:
+            raise ValueError(f"cannot write output {self.path}: {e.strerror}") from e
+
+    def commit(self) -> None:
+        """Make the file durable under its name. Raises: ValueError if somebody else has made one meanwhile."""
+        assert self._file is not None, "committed twice"
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            if self._overwrite:
+                os.replace(self._partial, self.path)
+            else:
+                os.link(self._partial, self.path)  # unlike a rename, this fails if the name is taken
+                os.unlink(self._partial)
+        except FileExistsError:
+            self._close()
+            raise ValueError(f"output {self.path} appeared meanwhile; the rows are in {self._partial}") from None
+        except OSError as e:
+            raise ValueError(f"cannot write output {self.path}: {e.strerror}") from e
+        self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def __enter__(self) -> "RowWriter":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._partial)
+            self._close()
+
+
+def _open_alone(path: Path) -> IO[str]:
+    """Open `path` empty, for this process alone. Raises: BlockingIOError if another has it; OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    try:
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Between open and lock another run may have finished and renamed this very file to its output.
+        if not path.exists() or not os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            raise BlockingIOError
+        os.ftruncate(descriptor, 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "w", encoding="utf-8", newline="\n")
+
+
+_SURROGATES = {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}
+"""Halves of surrogate pairs, which UTF-8 cannot hold, as JSON writes them."""
+
+_JOINERS = "\u200c\u200d"
+"""Format characters that words and emoji of many scripts are written with; they change no order."""
+_UNSAFE = re.compile("[^\\n\\t\\x20-\\x7e]")
+
+
+def escape_for_terminal(text: str) -> str:
+    """`text` with everything that a terminal might obey, or that changes the order of what is shown, made visible.
+
+    Newlines and tabs stay; control and format characters, line separators, surrogates and unassigned codes become
+    escapes such as \\x1b.
+    """
+    return _UNSAFE.sub(_visible, text)
+
+
+def _visible(match: re.Match[str]) -> str:
+    c = match[0]
+    if c in _JOINERS or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp"):
+        return c
+    code = ord(c)
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"

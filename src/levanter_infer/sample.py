@@ -1,0 +1,301 @@
+"""`python -m levanter_infer.sample --config FILE`: sample prompts from a model.
+
+Completions go to standard output, everything else to standard error. Exit status: 0 all is well, 1 some requests
+failed, 2 wrong usage or configuration, 130 interrupted.
+"""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from levanter_infer.config import MeshConfig, ModelSource, OutputConfig, RunConfig, check_keys, load_config
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import Request, RequestOutput
+from levanter_infer.rows import Row, RowWriter, escape_for_terminal, output_rows, read_rows
+
+if TYPE_CHECKING:
+    from levanter_infer.engine.engine import InferenceEngine
+
+_MAX_SHOWN_ERRORS = 20
+_MAX_SHOWN_PROMPT = 400
+_SHOWN_WITH_OUTPUT = 8
+"""Requests whose completions are printed when all of them go to a file."""
+
+USAGE = """\
+usage: python -m levanter_infer.sample --config FILE [--KEY VALUE ...]
+
+Sample completions of prompts from a model. FILE is YAML; two lines are enough:
+
+  model: models/tiny          # a directory in Hugging Face's layout, or a hub id
+  prompts: ["17+25="]
+
+Every key can be given, or overridden, on the command line: --sampling.temperature 0 --output rows.jsonl
+
+  --config FILE       the configuration; may be left out if --model and a prompt are given
+  --output FILE       write one JSON row per sample; never replaces a file
+  --overwrite         let --output replace a file
+  --prompts TEXT      a prompt, in place of the configuration's; may be repeated
+  --help              this text
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    with contextlib.suppress(AttributeError):
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
+        if arguments is None:
+            print(help_text())
+            return 0
+        return run(load_config(arguments[0], arguments[1]))
+    except ValueError as e:
+        _say(f"error: {e}")
+        return 2
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that nothing is flushed at exit
+        return 1
+
+
+def _interrupt(*_) -> None:
+    raise KeyboardInterrupt
+
+
+def parse_arguments(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]] | None:
+    """(configuration file, overrides), or None for help. Raises: ValueError for a malformed option."""
+    path, overrides, rest = None, [], list(argv)
+    while rest:
+        option = rest.pop(0)
+        if option in ("--help", "-h"):
+            return None
+        if not option.startswith("--") or option == "--":
+            raise ValueError(f"unexpected {option!r}: expected --config FILE and --key value; see --help")
+        key, has_value, value = option[2:].partition("=")
+        check_keys([key.split(".")[0]], [*(f.name for f in dataclasses.fields(RunConfig)), "config", "overwrite"], "")
+        if key == "overwrite" and not has_value:
+            value = "true"
+        elif not has_value:
+            if not rest or rest[0].startswith("--"):
+                raise ValueError(f"--{key} needs a value; one that begins with -- is written --{key}=VALUE")
+            value = rest.pop(0)
+        if key == "config":
+            if path is not None:
+                raise ValueError("--config is given twice; expected one configuration")
+            path = value
+        else:
+            overrides.append(("output.overwrite" if key == "overwrite" else key, value))
+    return path, overrides
+
+
+def help_text() -> str:
+    """Usage, and every key with its default."""
+    from draccus.wrappers.docstring import get_attribute_docstring
+
+    from levanter_infer.engine.config import EngineConfig
+
+    sections = {
+        "": RunConfig,
+        "model.": ModelSource,
+        "output.": OutputConfig,
+        "mesh.": MeshConfig,
+        "sampling.": SamplingParams,
+        "engine.": EngineConfig,
+    }
+    lines = [USAGE, "keys (and defaults):"]
+    for prefix, cls in sections.items():
+        for field in dataclasses.fields(cls):
+            plain = field.default is not dataclasses.MISSING and field.default not in (None, ())
+            lines.append(f"  {prefix}{field.name}" + (f" ({field.default})" if plain else ""))
+            doc = " ".join(get_attribute_docstring(cls, field.name).docstring_below.split())
+            lines.extend(textwrap.wrap(doc, 100, initial_indent="      ", subsequent_indent="      "))
+    return "\n".join(lines)
+
+
+def run(config: RunConfig) -> int:
+    """Sample what the configuration asks for; returns the exit status. Raises: ValueError for what stops the run."""
+    rows = read_rows(config)
+    output = config.output
+    with RowWriter(output.path, overwrite=output.overwrite) if output else contextlib.nullcontext() as writer:
+        engine = make_engine(config, len(rows))
+        requests = [row.request for row in rows if row.request is not None]
+        begin = time.perf_counter()
+        with progress_bar() as on_update:
+            sampled = engine.generate(requests, on_update=on_update)
+        seconds = time.perf_counter() - begin
+        outputs = merge_outputs(rows, sampled)
+        if writer is not None:
+            for row, result in zip(rows, outputs, strict=True):
+                writer.write(output_rows(result, row.request.sampling if row.request else None))
+            writer.commit()
+    shown = outputs if output is None else outputs[:_SHOWN_WITH_OUTPUT]
+    for row, result in zip(rows, shown, strict=False):
+        if result.error is None:
+            print(completion_text(row.request, result, color=sys.stdout.isatty()))
+    sys.stdout.flush()
+    if output is not None:
+        _say(f"{'the others' if len(shown) < len(outputs) else 'rows'} are in {output.path}")
+    failed = report_failures(outputs)
+    _say(summary(outputs, engine.stats(), seconds))
+    return 1 if failed else 0
+
+
+def make_engine(config: RunConfig, num_rows: int) -> "InferenceEngine":
+    """Load model and tokenizer, and say what was chosen. Raises: ValueError saying what is wrong with them."""
+    from levanter_infer.checkpoints.source import resolve_source
+    from levanter_infer.checkpoints.tokenizer import Tokenizer
+
+    source = resolve_source(config.model.path, config.model.revision)
+    if config.tokenizer is not None:
+        tokenizer = Tokenizer.from_directory(resolve_source(config.tokenizer).directory)
+    else:
+        tokenizer = Tokenizer.from_directory(source.directory) if source.has("tokenizer.json") else None
+
+    # Everything above answers before JAX is imported.
+    from levanter_infer.checkpoints.load import load_weights
+    from levanter_infer.engine.engine import InferenceEngine
+
+    engine_config = config.engine_config()
+    begin = time.perf_counter()
+    model = load_weights(source, dtype=config.model.dtype)
+    _say(
+        f"model     {source.name}"
+        + (f" at revision {source.revision}" if source.revision else "")
+        + f": {model.config.num_parameters / 1e6:.4g}M parameters, {model.embeddings.dtype}, "
+        + f"loaded in {time.perf_counter() - begin:.1f} s"
+    )
+    if tokenizer is not None:
+        _say(f"tokenizer {tokenizer.vocab_size} tokens, sha256 {tokenizer.fingerprint[:16]}")
+    engine = InferenceEngine(model, tokenizer, engine_config, seed=config.sampling.seed or 0)
+    _say("engine    " + " ".join(f"{key}={value}" for key, value in engine.describe().items()))
+    _say(f"sampling  {sampling_text(config.sampling)}")
+    _say(f"requests  {num_rows}")
+    return engine
+
+
+def sampling_text(params: SamplingParams) -> str:
+    """The parameters that differ from their defaults, and the two that everybody asks about."""
+    default = SamplingParams()
+    names = [f.name for f in dataclasses.fields(params)]
+    shown = [
+        name
+        for name in names
+        if name in ("max_tokens", "temperature") or getattr(params, name) != getattr(default, name)
+    ]
+    return " ".join(f"{name}={getattr(params, name)!r}" for name in shown)
+
+
+def merge_outputs(rows: Sequence[Row], sampled: Sequence[RequestOutput]) -> list[RequestOutput]:
+    """Outputs in the order of the rows, with an error for each row that has no request."""
+    rest = iter(sampled)
+    return [
+        next(rest) if row.request is not None else RequestOutput(row.id, None, [], [], error=row.error) for row in rows
+    ]
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[int, int, int], None] | None]:
+    """A callback for `InferenceEngine.generate` that draws a bar on standard error, or None where nobody watches."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total} samples, {task.fields[tokens]} tokens"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("compiling", total=None, tokens=0)
+
+        def update(finished: int, total: int, tokens: int) -> None:
+            description = "sampling" if tokens else "compiling"
+            progress.update(task, completed=finished, total=total, tokens=tokens, description=description)
+
+        yield update
+
+
+def completion_text(request: Request | None, output: RequestOutput, *, color: bool) -> str:
+    """A request and its samples, safe to print."""
+    dim, plain = ("\x1b[2m", "\x1b[0m") if color else ("", "")
+    lines = [f"{dim}[{escape_for_terminal(output.id)}]{plain} " + _indented(_shown_prompt(request), "    ")]
+    for c in output.completions:
+        mark = f"  {c.index}> " if len(output.completions) > 1 else "  -> "
+        text = c.text if c.text is not None else " ".join(map(str, c.token_ids))
+        lines.append(mark + _indented(text.rstrip("\n"), " " * len(mark)))
+        count = f"{len(c.token_ids)} token{'s' if len(c.token_ids) != 1 else ''}"
+        lines.append(f"{dim}{' ' * len(mark)}({c.finish_reason}, {count}){plain}")
+    return "\n".join(lines)
+
+
+def _shown_prompt(request: Request | None) -> str:
+    if request is None or request.prompt_token_ids is not None:
+        ids = [] if request is None else list(request.prompt_token_ids or ())
+        text = " ".join(map(str, ids))
+    elif request.messages is not None:
+        text = "\n".join(f"{m.get('role')}: {m.get('content')}" for m in request.messages)
+    else:
+        text = request.prompt or ""
+    return text if len(text) <= _MAX_SHOWN_PROMPT else "… " + text[-_MAX_SHOWN_PROMPT:]
+
+
+def _indented(text: str, indent: str) -> str:
+    return escape_for_terminal(text).replace("\n", "\n" + indent)
+
+
+def report_failures(outputs: Sequence[RequestOutput]) -> int:
+    """Say which requests failed; returns how many."""
+    errors: list[str] = []
+    for output in outputs:
+        broken = [c.index for c in output.completions if c.finish_reason == "error"]
+        if output.error is not None:
+            errors.append(f"request {output.id}: {output.error}")
+        elif broken:
+            errors.append(f"request {output.id}: sample {broken[0]}: the model's logits are not finite")
+    for error in errors[:_MAX_SHOWN_ERRORS]:
+        _say(f"error: {error}")
+    if len(errors) > _MAX_SHOWN_ERRORS:
+        _say(f"error: and {len(errors) - _MAX_SHOWN_ERRORS} more requests")
+    return len(errors)
+
+
+def summary(outputs: Sequence[RequestOutput], stats: Mapping[str, Any], seconds: float) -> str:
+    """The closing lines; `stats` are those of `InferenceEngine.stats`."""
+    failed = sum(output.error is not None for output in outputs)
+    samples = sum(len(output.completions) for output in outputs)
+
+    def rate(key: str) -> str:
+        value = stats[key]
+        return "-" if value is None else f"{value:.0f} tok/s"
+
+    first = stats["time_to_first_token_s"]
+    return (
+        f"done      {len(outputs)} requests ({failed} failed), {samples} samples, {stats['prompt_tokens']} prompt and "
+        f"{stats['generated_tokens']} generated tokens in {seconds:.1f} s\n"
+        f"speed     prefill {rate('prefill_tokens_per_s')}, decode {rate('decode_tokens_per_s')}, first token after "
+        f"{'-' if first is None else f'{first:.2f} s'} (compilation included)\n"
+        f"work      {stats['steps']} steps in {stats['rounds']} rounds, {stats['pages_peak']} of "
+        f"{stats['pages_total']} pages at the peak, {stats['preemptions']} preemptions, "
+        f"{stats['compilations']} programs compiled"
+    )
+
+
+def _say(text: str) -> None:
+    """Print for people, on standard error."""
+    print(escape_for_terminal(text), file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

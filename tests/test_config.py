@@ -1,0 +1,163 @@
+"""A configuration is read as written, and every mistake in one is named, before JAX is imported."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from levanter_infer.config import OutputConfig, load_config
+from levanter_infer.engine.config import EngineConfig
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+
+
+def config_from(tmp_path, text, *overrides):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return load_config(path, overrides)
+
+
+def test_two_lines_are_enough(tmp_path):
+    config = config_from(tmp_path, "model: models/tiny\nprompts: ['17+25=']\n")
+    assert config.model.path == "models/tiny" and config.prompts == ["17+25="]
+    assert config.engine_config() == EngineConfig()
+
+
+def test_every_section_is_read(tmp_path):
+    config = config_from(
+        tmp_path,
+        """
+        model: {path: org/name, dtype: bfloat16, revision: abc}
+        tokenizer: other
+        prompts_file: rows.jsonl
+        chat: true
+        sampling: {temperature: 1e-3, stop: ["\\n"], logit_bias: {3: -1}, top_k: 5}
+        engine: {max_seqs: 4, max_round_seconds: 1}
+        mesh: {data: 1, model: 1}
+        output: {path: out.jsonl, overwrite: true}
+        """,
+    )
+    assert (config.model.dtype, config.model.revision, config.tokenizer) == ("bfloat16", "abc", "other")
+    assert config.prompts_file == "rows.jsonl" and config.chat is True
+    assert config.sampling.temperature == 1e-3 and config.sampling.stop == ("\n",)
+    assert config.sampling.logit_bias == {3: -1.0} and config.sampling.top_k == 5
+    assert config.engine_config() == EngineConfig(max_seqs=4, max_round_seconds=1.0)
+    assert config.output == OutputConfig("out.jsonl", overwrite=True)
+
+
+def test_overrides_replace_single_keys(tmp_path):
+    text = "model: {path: a, dtype: float32}\nprompts: x\nsampling: {temperature: 1.0, top_k: 3}\noutput: o\n"
+    overrides = [("sampling.temperature", "0"), ("model", "b"), ("output.overwrite", "true"), ("engine.max_seqs", "2")]
+    config = config_from(tmp_path, text, *overrides)
+    assert (config.model.path, config.model.dtype) == ("b", "float32")
+    assert (config.sampling.temperature, config.sampling.top_k) == (0, 3)
+    assert config.output == OutputConfig("o", overwrite=True) and config.engine == {"max_seqs": 2}
+
+
+@pytest.mark.parametrize(
+    "override, expected",
+    [
+        (("prompts_file", "rows.jsonl"), (None, "rows.jsonl")),
+        (("prompts", "[INST] 1: x"), (["[INST] 1: x"], None)),
+    ],
+)
+def test_prompts_of_the_command_line_take_the_place_of_the_files(tmp_path, override, expected):
+    for text in ("model: m\nprompts: [a, b]\n", "model: m\nprompts_file: p\n", "model: m\nchat: [{role: u}]\n"):
+        config = config_from(tmp_path, text, override)
+        assert (config.prompts, config.prompts_file) == expected and not config.chats
+
+
+def test_repeated_prompts_add_up():
+    config = load_config(None, [("model", "m"), ("prompts", "17"), ("prompts", "true")])
+    assert config.prompts == ["17", "true"]
+
+
+def test_stop_strings_of_the_command_line_are_text_or_a_yaml_list():
+    base = [("model", "m"), ("prompts", "x")]
+    assert load_config(None, [*base, ("sampling.stop", "no: 5")]).sampling.stop == ("no: 5",)
+    assert load_config(None, [*base, ("sampling.stop", '["\\n", "b"]')]).sampling.stop == ("\n", "b")
+
+
+def test_chat_holds_one_conversation_or_several():
+    turn = "{role: user, content: hi}"
+    one = load_config(None, [("model", "m"), ("chat", f"[{turn}, {turn}]")]).chats
+    several = load_config(None, [("model", "m"), ("chat", f"[[{turn}], [{turn}, {turn}]]")]).chats
+    assert [len(c) for c in one] == [2] and [len(c) for c in several] == [1, 2]
+
+
+START = "model: m\nprompts: x\n"
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("prompts: x", "no model: give `model:"),
+        ("model: m", "nothing to sample: give prompts, prompts_file, or chat"),
+        ("model: m\nprompts: []", "prompts is an empty list"),
+        ("model: ''\nprompts: x", "model is empty"),
+        ("modle: m\nprompts: x", "unknown key modle; did you mean model?"),
+        (START + "prompts_file: y", "prompts and prompts_file are both given"),
+        (START + "sampling: {temprature: 1}", "'temprature'; the nearest known one is 'temperature'"),
+        (START + "sampling: {temperature: hot}", "temperature='hot': expected a number"),
+        (START + "sampling: 5", "sampling is 5; expected a mapping"),
+        (START + "mesh: {model: 4}", "mesh.model=4: this version runs on one device"),
+        (START + "mesh: {expert: 2}", "mesh.expert=2: this version runs on one device"),
+        (START + "mesh: {modell: 4}", "unknown key mesh.modell; did you mean model?"),
+        (START + "engine: 5", "engine=5: expected a mapping"),
+        (START + "output: {pth: o}", "unknown key output.pth; did you mean path?"),
+        (START + "output: {overwrite: true}", "output lacks path"),
+        (START + "chat: 5", "chat is neither true, false, a list"),
+        ("model: m\nprompts: {a: b}", "prompts={'a': 'b'}: expected a text or a list of texts"),
+        ("model: m\nmodel: n\nprompts: x", "a key is written twice"),
+        ("model: [", "is not YAML"),
+        ("- a", "holds a list; expected keys such as model and prompts"),
+        ("", "holds a NoneType"),
+    ],
+)
+def test_mistake_is_named(tmp_path, text, message):
+    with pytest.raises(ValueError) as error:
+        config_from(tmp_path, text)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "engine, message",
+    [
+        ({"max_seq": 4}, "unknown key engine.max_seq; did you mean max_seqs?"),
+        ({"max_seqs": "x"}, "engine.max_seqs='x': expected a whole number"),
+        ({"max_seqs": 0}, "engine.max_seqs=0: expected a whole number of at least 1"),
+    ],
+)
+def test_mistake_in_the_engine_section_is_named(tmp_path, engine, message):
+    with pytest.raises(ValueError) as error:
+        config_from(tmp_path, START + f"engine: {engine}").engine_config()
+    assert message in str(error.value)
+
+
+def test_unreadable_configuration_is_named(tmp_path):
+    with pytest.raises(ValueError, match="cannot read the configuration .*nope.yaml: No such file"):
+        load_config(tmp_path / "nope.yaml")
+    with pytest.raises(ValueError, match="cannot read the configuration"):
+        load_config(tmp_path)
+
+
+def test_override_inside_a_plain_value_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="--prompts.x: prompts has no keys within it"):
+        config_from(tmp_path, START, ("prompts.x", "1"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_configuration_of_the_repository_loads(path):
+    config = load_config(path)
+    assert config.model.path and config.engine_config()
+
+
+def test_configuration_is_checked_without_jax():
+    code = (
+        "import sys; from levanter_infer.config import load_config; import levanter_infer.sample\n"
+        "load_config(None, [('model', 'm'), ('prompts', 'x')]); assert 'jax' not in sys.modules"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"}, cwd=Path(__file__).parent.parent
+    )

@@ -1,0 +1,222 @@
+"""Rows in: each wrong one is an error of its own. Rows out: complete or not at all, never over something else."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from levanter_infer import rows
+from levanter_infer.config import load_config
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import Completion, RequestOutput
+from levanter_infer.rows import RowWriter, escape_for_terminal, output_rows, read_rows
+
+
+def config_of(**values):
+    return dataclasses.replace(load_config(None, [("model", "m"), ("prompts", "x")]), prompts=None, **values)
+
+
+def read(tmp_path, content, name="rows.jsonl", **values):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return read_rows(config_of(prompts_file=str(path), **values))
+
+
+def test_prompts_of_the_configuration_are_numbered():
+    config = dataclasses.replace(load_config(None, [("model", "m"), ("prompts", "a"), ("prompts", "b")]))
+    assert [(r.id, r.request.prompt, r.request.id) for r in read_rows(config)] == [("0", "a", "0"), ("1", "b", "1")]
+
+
+def test_chat_makes_each_prompt_a_message(tmp_path):
+    config = dataclasses.replace(load_config(None, [("model", "m"), ("prompts", "a")]), chat=True)
+    message = [{"role": "user", "content": "a"}]
+    assert read_rows(config)[0].request.messages == message
+    assert read(tmp_path, '{"prompt": "a"}', chat=True)[0].request.messages == message
+    assert read_rows(config_of(chat=message))[0].request.messages == message
+
+
+def test_text_file_has_one_prompt_a_line(tmp_path):
+    result = read(tmp_path, "17+25=\r\n\n  two words \nümläut", name="prompts.txt")
+    assert [r.request.prompt for r in result] == ["17+25=", "  two words ", "ümläut"]
+    assert [r.id for r in result] == ["0", "1", "2"]
+
+
+def test_jsonl_row_may_have_each_kind_of_prompt_an_id_and_sampling(tmp_path):
+    lines = [
+        {"prompt": "a"},
+        {"prompt_token_ids": [1, 2], "id": 17},
+        {"messages": [{"role": "user", "content": "x"}], "id": "chat", "sampling": {"top_k": 7, "seed": 3}},
+    ]
+    base = SamplingParams(temperature=0.5, stop=["x"], seed=9, logit_bias={3: 1.0})
+    result = read(tmp_path, "\n".join(map(json.dumps, lines)), sampling=base)
+    assert [r.id for r in result] == ["0", "17", "chat"] == [r.request.id for r in result]
+    assert result[1].request.prompt_token_ids == [1, 2]
+    assert result[0].request.sampling == dataclasses.replace(base, seed=None)
+    assert result[2].request.sampling == dataclasses.replace(base, top_k=7, seed=3)
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("{", "the line is not JSON"),
+        ("[" * 100_000, "the line is not JSON"),
+        ("9" * 5000, "the line is not JSON"),
+        ("3", "the row is 3; expected an object"),
+        ("{}", "expected one of prompt, prompt_token_ids, messages; got none"),
+        ('{"prompt": "a", "messages": []}', "got prompt and messages"),
+        ('{"promt": "a"}', "unknown key promt; did you mean prompt?"),
+        ('{"prompt": 3}', "prompt is 3; expected a string"),
+        ('{"prompt_token_ids": "12"}', "prompt_token_ids is '12'; expected a list"),
+        ('{"messages": {}}', "messages is {}; expected a list"),
+        ('{"prompt": "a", "id": 1.5}', "id is 1.5; expected a string or a whole number"),
+        ('{"prompt": "a", "id": true}', "id is True; expected a string or a whole number"),
+        ('{"prompt": "a", "sampling": 3}', "sampling is 3; expected an object"),
+        ('{"prompt": "a", "sampling": {"temp": 3}}', "no parameter 'temp'"),
+        ('{"prompt": "a", "sampling": {"max_tokens": 0}}', "max_tokens=0: expected"),
+        ('{"prompt": "a", "sampling": {"temperature": NaN}}', "temperature=nan: expected"),
+        ('{"prompt": "a", "sampling": {"n": 5000}}', "sampling.n=5000; expected at most 4096"),
+        ('{"prompt": "a", "id": "0"}', "id '0' is that of"),
+        (b'{"prompt": "\xff"}', "the line is not UTF-8"),
+    ],
+)
+def test_wrong_row_is_an_error_of_that_row_alone(tmp_path, line, message):
+    line = line.encode() if isinstance(line, str) else line
+    result = read(tmp_path, b'{"prompt": "before"}\n' + line + b'\n{"prompt": "after"}\n')
+    assert [r.error is None for r in result] == [True, False, True]
+    assert result[1].request is None
+    assert f"{tmp_path / 'rows.jsonl'}:2: " in result[1].error and message in result[1].error
+
+
+def test_overlong_line_is_an_error_of_that_row_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "MAX_LINE_BYTES", 30)
+    content = json.dumps({"prompt": "x" * 100}) + '\n{"prompt": "after"}\n' + json.dumps({"prompt": "y" * 10}) + "\n"
+    result = read(tmp_path, content)
+    assert "longer than 30 bytes" in result[0].error
+    assert [r.request.prompt for r in result[1:]] == ["after", "y" * 10]
+
+
+def test_number_of_rows_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "MAX_ROWS", 3)
+    assert len(read(tmp_path, "a\nb\nc\n", name="p.txt")) == 3
+    with pytest.raises(ValueError, match=r"p.txt:4: more than 3 rows; split the file"):
+        read(tmp_path, "a\nb\nc\nd\n", name="p.txt")
+
+
+def test_file_that_cannot_be_read_stops_the_run(tmp_path):
+    with pytest.raises(ValueError, match="cannot read prompts_file .*nope.jsonl: No such file"):
+        read_rows(config_of(prompts_file=str(tmp_path / "nope.jsonl")))
+    with pytest.raises(ValueError, match="expected .jsonl with one row a line"):
+        read_rows(config_of(prompts_file=str(tmp_path / "rows.json")))
+    with pytest.raises(ValueError, match="has no rows"):
+        read(tmp_path, "\n\n")
+
+
+def completion(**changes):
+    values = {
+        "index": 0,
+        "token_ids": [5, 6],
+        "text": "a\x1b[2Jb",
+        "finish_reason": "stop",
+        "logprobs": np.asarray([-0.1, -np.inf], np.float32),
+        "processed_logprobs": np.zeros(2, np.float32),
+        "top_logprobs": None,
+        "seed": 2**63,
+    }
+    return Completion(**(values | changes))
+
+
+OUTPUT = RequestOutput("r", "p", [1, 2], [completion(), completion(index=1)])
+KEYS = ["id", "index", "prompt", "prompt_token_ids", "text", "token_ids", "logprobs", "finish_reason", "seed"]
+
+
+def test_output_row_has_the_documented_keys_and_one_row_a_sample():
+    result = list(output_rows(OUTPUT, SamplingParams(logprobs=0)))
+    assert [list(row) for row in result] == [KEYS, KEYS] and [row["index"] for row in result] == [0, 1]
+    row = result[0]
+    assert (row["id"], row["prompt"], row["prompt_token_ids"], row["seed"]) == ("r", "p", [1, 2], 2**63)
+    assert row["logprobs"] == [-0.1, None] and np.float32(row["logprobs"][0]) == np.float32(-0.1)
+    assert row["text"] == "a\x1b[2Jb"  # files hold what was sampled
+
+
+def test_log_probabilities_are_in_a_row_only_if_asked_for():
+    top = [{7: np.float32(-0.5)}, {8: np.float32(-1)}]
+    output = dataclasses.replace(OUTPUT, completions=[completion(top_logprobs=top)])
+    assert next(output_rows(output, SamplingParams()))["logprobs"] is None
+    row = next(output_rows(output, SamplingParams(logprobs=1)))
+    assert row["top_logprobs"] == [{"7": -0.5}, {"8": -1.0}] and list(row)[: len(KEYS)] == KEYS
+
+
+def test_failed_request_has_a_row_with_its_error():
+    (row,) = output_rows(RequestOutput("r", "p", [], [], error="too long"), None)
+    assert list(row) == [*KEYS, "error"] and row["error"] == "too long" and row["finish_reason"] == "error"
+
+
+def write_all(path, content, **options):
+    with RowWriter(path, **options) as writer:
+        writer.write(content)
+        writer.commit()
+
+
+def test_rows_appear_at_commit_under_the_files_name(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with RowWriter(path) as writer:
+        writer.write([{"text": "é\n\x1b"}, {"text": "\ud800 half"}])
+        assert not path.exists()
+        writer.commit()
+    assert [json.loads(line)["text"] for line in path.read_text().splitlines()] == ["é\n\x1b", "\ud800 half"]
+    assert [p.name for p in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def test_existing_output_is_replaced_only_when_told(tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.write_text("precious")
+    with pytest.raises(ValueError, match="exists; give another name, or --overwrite"):
+        RowWriter(path)
+    assert path.read_text() == "precious"
+    write_all(path, [{"a": 1}], overwrite=True)
+    assert path.read_text() == '{"a": 1}\n'
+    assert [p.name for p in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def test_output_that_appears_during_the_run_is_not_replaced(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with RowWriter(path) as writer:
+        writer.write([{"a": 1}])
+        path.write_text("precious")
+        with pytest.raises(ValueError, match=r"appeared meanwhile; the rows are in .*\.partial"):
+            writer.commit()
+    assert path.read_text() == "precious"
+    assert (tmp_path / "out.jsonl.partial").read_text() == '{"a": 1}\n'
+
+
+def test_run_that_fails_leaves_nothing_behind(tmp_path):
+    with pytest.raises(KeyboardInterrupt), RowWriter(tmp_path / "out.jsonl") as writer:
+        writer.write([{"a": 1}])
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_partial_file_of_a_killed_run_is_taken_over_and_that_of_a_living_one_is_not(tmp_path):
+    path = tmp_path / "out.jsonl"
+    (tmp_path / "out.jsonl.partial").write_text("left by a killed run\n")
+    with RowWriter(path) as writer:
+        with pytest.raises(ValueError, match="another run is writing"):
+            RowWriter(path)
+        writer.write([{"a": 1}])
+        writer.commit()
+    assert path.read_text() == '{"a": 1}\n'
+
+
+@pytest.mark.parametrize("make", [lambda p: p / "none" / "out", lambda p: p])
+def test_output_that_cannot_be_written_is_named(tmp_path, make):
+    with pytest.raises(ValueError, match="output .*(No such file|is a directory)"):
+        RowWriter(make(tmp_path))
+
+
+def test_terminal_text_has_no_control_characters():
+    hostile = "a\x1b[2J\x07\x9b31m\r\x00\u202e\u2066\u2028\ud800\U000e0041\x7f\ue000"
+    assert escape_for_terminal(hostile) == (
+        "a\\x1b[2J\\x07\\x9b31m\\x0d\\x00\\u202e\\u2066\\u2028\\ud800\\U000e0041\\x7f\\ue000"
+    )
+    assert escape_for_terminal("tab\tline\nümläut 猫🙂 👩\u200d🔬 [red]") == "tab\tline\nümläut 猫🙂 👩\u200d🔬 [red]"

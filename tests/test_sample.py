@@ -1,0 +1,216 @@
+"""The command: what it prints, writes and returns, for what it is given."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from levanter_infer import sample
+from levanter_infer.checkpoints.save import save_model
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import Completion, Request, RequestOutput
+from tests.tiny_models import tiny_model
+from tests.tokenizer_files import CHATML, byte_level, write
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A random model with a byte-level tokenizer, as an HF directory."""
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer = byte_level()
+    changes = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 256}
+    save_model(tiny_model(**changes), directory)
+    return write(directory, tokenizer, chat_template=CHATML, generation_config={"eos_token_id": 1})
+
+
+@pytest.fixture(scope="module")
+def engines():
+    return []
+
+
+@pytest.fixture
+def one_engine(engines, monkeypatch):
+    """The first engine of this file serves every test that asks for it: compiling is what takes time here."""
+    make = sample.make_engine
+
+    def make_once(config, num_rows):
+        if not engines:
+            engines.append(make(config, num_rows))
+        return engines[0]
+
+    monkeypatch.setattr(sample, "make_engine", make_once)
+
+
+@pytest.fixture
+def command(capsys):
+    def run(*arguments):
+        status = sample.main(list(arguments))
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+SMALL = ("--engine.max_seqs", "4", "--engine.page_size", "8", "--engine.max_step_tokens", "32")
+
+
+def test_mixed_requests_give_rows_completions_summary_and_status(checkpoint, command, engines, monkeypatch, tmp_path):
+    """One good request in each form, one that is refused by the engine and one that cannot be read."""
+    lines = [
+        {"prompt": "hello", "id": "text", "sampling": {"n": 2, "logprobs": 0}},
+        {"prompt_token_ids": [3, 4, 5]},
+        {"messages": [{"role": "user", "content": "the cat"}], "id": "chat"},
+        {"prompt": "hello " * 500, "id": "long"},
+        {"promt": "x", "id": "typo"},
+    ]
+    make = sample.make_engine
+    monkeypatch.setattr(sample, "make_engine", lambda *args: engines.append(make(*args)) or engines[-1])
+    prompts, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    arguments = ("--model", str(checkpoint), "--prompts_file", str(prompts), "--output", str(output))
+    sampling = ("--sampling.max_tokens", "6", "--sampling.ignore_eos", "true", "--sampling.seed", "5")
+    status, out, err = command(*arguments, *sampling, *SMALL)
+    assert status == 1
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [(row["id"], row["index"]) for row in rows] == [
+        *(("text", 0), ("text", 1), ("1", 0), ("chat", 0), ("long", None), ("typo", None))
+    ]
+    assert all(len(row["token_ids"]) == 6 and row["finish_reason"] == "length" for row in rows[:4])
+    assert [len(row["logprobs"] or ()) for row in rows[:4]] == [6, 6, 0, 0]
+    assert rows[0]["token_ids"] != rows[1]["token_ids"] and rows[0]["seed"] == rows[1]["seed"] != rows[2]["seed"]
+    assert "leaves no room to generate" in rows[4]["error"] and "did you mean prompt?" in rows[5]["error"]
+    assert out.count("(length, 6 tokens)") == 4 and "\x1b" not in out
+    assert "error: request long: " in err and "error: request typo: " in err
+    for expected in ("max_seqs=4", "page_size=8", "sha256 ", "5 requests (2 failed), 4 samples", "programs compiled"):
+        assert expected in err
+
+
+def test_all_well_returns_zero_and_a_written_file_is_kept(checkpoint, command, one_engine, tmp_path):
+    output = tmp_path / "out.jsonl"
+    base = ("--model", str(checkpoint), "--prompts", "hello", "--sampling.max_tokens", "3", "--output", str(output))
+    assert command(*base, *SMALL)[0] == 0
+    first = output.read_text()
+    status, out, err = command(*base, *SMALL)
+    assert (status, out, output.read_text()) == (2, "", first) and "--overwrite to replace it" in err
+    status, _, _ = command(*base, *SMALL, "--overwrite")
+    assert status == 0 and output.read_text() == first  # the same seed, the same row
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "error: no model: give `model:"),
+        (["prompts"], "error: unexpected 'prompts': expected --config FILE and --key value"),
+        (["--config"], "error: --config needs a value"),
+        (["--sampling.seed", "--model"], "error: --sampling.seed needs a value"),
+        (["--config", "a", "--config", "b"], "error: --config is given twice"),
+        (["--confg", "a"], "error: unknown key confg; did you mean config?"),
+        (["--config", "nope.yaml"], "error: cannot read the configuration nope.yaml"),
+        (["--model", "m", "--prompts", "x", "--sampling.temprature", "1"], "the nearest known one is 'temperature'"),
+        (["--model", "m", "--prompts", "x", "--mesh.model", "4"], "mesh.model=4: this version runs on one device"),
+        (["--model", "m", "--prompts_file", "nope.txt"], "error: cannot read prompts_file nope.txt"),
+        (["--model", "./nope", "--prompts", "x"], "error: model './nope' is no such directory"),
+        (["--model", ".", "--prompts", "x", "--output", "nope/out"], "error: cannot write output nope/out"),
+        (["--model", ".", "--prompts", "x", "--engine.max_seq", "1"], "unknown key engine.max_seq; did you mean"),
+        (["--model", ".", "--prompts", "x"], "config.json"),
+    ],
+)
+def test_mistake_returns_two_and_one_line(command, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = command(*arguments)
+    assert (status, out) == (2, "") and message in err and "Traceback" not in err and err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mistake_is_answered_without_jax(tmp_path):
+    code = (
+        "import sys; from levanter_infer.sample import main\n"
+        "status = main(['--model', './nope', '--prompts', 'x']); assert 'jax' not in sys.modules; sys.exit(status)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(ROOT / "src")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "no such directory" in done.stderr
+
+
+def test_help_names_every_key(command):
+    status, out, _ = command("--help")
+    assert status == 0 and sample.main(["--model", "m", "-h"]) == 0
+    for key in (
+        "--overwrite",
+        "sampling.top_p (1.0)",
+        "engine.max_seqs (64)",
+        "model.revision",
+        "prompts_file",
+        "mesh.",
+    ):
+        assert key in out
+
+
+def completion(text, index=0, finish_reason="stop"):
+    nothing = np.zeros(1, np.float32)
+    return Completion(index, [5], text, finish_reason, nothing, nothing, None, 0)
+
+
+def test_completions_are_safe_and_readable_on_a_terminal():
+    output = RequestOutput("a\x1b", "p", [1], [completion("one\ntwo\x1b[2J\n", 0), completion("x", 1)])
+    text = sample.completion_text(Request(prompt="line\nnext"), output, color=False)
+    assert text == (
+        "[a\\x1b] line\n    next\n  0> one\n     two\\x1b[2J\n     (stop, 1 token)\n  1> x\n     (stop, 1 token)"
+    )
+    ids = RequestOutput("0", None, [1, 2], [completion(None)])
+    assert sample.completion_text(Request(prompt_token_ids=[1, 2]), ids, color=False).startswith("[0] 1 2\n  -> 5\n")
+    chat = Request(messages=[{"role": "user", "content": "hi"}])
+    assert sample.completion_text(chat, ids, color=True).startswith("\x1b[2m[0]\x1b[0m user: hi\n")
+
+
+def test_sequence_that_ends_in_error_counts_as_failed(capsys):
+    outputs = [
+        RequestOutput("a", "p", [1], [completion("x"), completion("", 1, "error")]),
+        RequestOutput("b", "p", [1], [completion("x")]),
+        *(RequestOutput(str(i), None, [], [], error="bad\x1b") for i in range(30)),
+    ]
+    assert sample.report_failures(outputs) == 31
+    err = capsys.readouterr().err
+    assert "request a: sample 1: the model's logits are not finite" in err
+    assert "bad\\x1b" in err and "and 11 more requests" in err and err.count("\n") == 21
+
+
+def test_sampling_text_shows_what_differs_from_the_defaults():
+    assert sample.sampling_text(SamplingParams(top_k=5)) == "max_tokens=64 temperature=1.0 top_k=5"
+
+
+def test_interrupt_returns_130(command, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sample, "run", interrupted)
+    status, _, err = command("--model", "m", "--prompts", "x")
+    assert status == 130 and err == "interrupted\n"
+
+
+def test_command_runs_in_a_process_of_its_own(checkpoint, tmp_path):
+    """As users start it, without the strict checks of the tests."""
+    config = tmp_path / "run.yaml"
+    config.write_text(f"model: {checkpoint}\nprompts: [hello, the cat]\nsampling: {{max_tokens: 4}}\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, "-m", "levanter_infer.sample", "--config", str(config), *SMALL],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("[0] hello\n  -> ") and "[1] the cat\n" in done.stdout
+    assert "2 requests (0 failed), 2 samples" in done.stderr
