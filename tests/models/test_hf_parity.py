@@ -1,0 +1,152 @@
+"""Every model family gives the logits and greedy tokens of HF transformers (tests/golden, float32)."""
+
+import hashlib
+
+import equinox as eqx
+import haliax as hax
+import jax
+import numpy as np
+import pytest
+
+from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams
+from levanter_infer.axes import POSITION
+from levanter_infer.checkpoints.load import load_model
+from tests.golden_cases import (
+    NUM_GREEDY,
+    GoldenCase,
+    GoldenPrompt,
+    case_names,
+    load_case,
+    make_weights,
+    unit_noise,
+    weights_sha256,
+    write_checkpoint,
+)
+
+CASES = case_names()
+# An engine's program takes seconds to compile: one case per family, those whose paged forward has the most to get
+# wrong (windows in some layers, and a rope that takes its frequencies from max_seq_len).
+ENGINE_CASES = ("llama_longrope", "mistral_window", "qwen2_window", "qwen3_layer_types")
+LENGTH_DEPENDENT = ("dynamic", "longrope")  # rope scalings that look at the length of the whole sequence
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    """`load(case)`: the case's model, from a checkpoint directory on disk, once per module."""
+    models = {}
+
+    def load(case: GoldenCase):
+        if case.name not in models:
+            directory = write_checkpoint(tmp_path_factory.mktemp(case.name), case)
+            models[case.name], _ = load_model(directory, dtype="float32")
+        return models[case.name]
+
+    return load
+
+
+@pytest.fixture
+def quick_compile():
+    """The same program, less optimised: a third less time to compile."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@eqx.filter_jit
+def _forward(model, tokens):
+    return model(tokens).array
+
+
+def _logits(model, case: GoldenCase) -> list[np.ndarray]:
+    """Per prompt, f32[P + greedy - 1, vocab] of the uncached forward over prompt and golden continuation."""
+    sequences = [np.concatenate([p.tokens, p.greedy[:-1]]).astype(np.int32) for p in case.prompts]
+    if (case.config.get("rope_scaling") or {}).get("rope_type") in LENGTH_DEPENDENT:
+        return [np.asarray(_forward(model, hax.named(tokens, POSITION))) for tokens in sequences]
+    longest = max(len(tokens) for tokens in sequences)
+    padded = np.stack([np.pad(tokens, (0, longest - len(tokens))) for tokens in sequences])
+    logits = np.asarray(_forward(model, hax.named(padded, ("batch", POSITION))))
+    return [row[: len(tokens)] for row, tokens in zip(logits, sequences, strict=True)]
+
+
+def _assert_close(got: np.ndarray, want: np.ndarray, bound: float, what: str) -> None:
+    assert got.shape == want.shape, f"{what}: shape {got.shape}, HF gave {want.shape}"
+    error = np.abs(got - want)
+    assert error.max(initial=0.0) <= bound, f"{what}: off by {error.max():.3g}, bound {bound:.3g}, at {error.argmax()}"
+
+
+def _assert_greedy(tokens: list[int], prompt: GoldenPrompt, what: str) -> None:
+    """Equal to HF's, up to the first step at which HF's two best logits are closer than the bound."""
+    assert len(tokens) == len(prompt.greedy), f"{what}: {len(tokens)} tokens, HF gave {len(prompt.greedy)}"
+    for step, (got, want) in enumerate(zip(tokens, prompt.greedy.tolist(), strict=True)):
+        if got != want:
+            gap = prompt.greedy_gaps[step]
+            assert gap < prompt.bound, f"{what}: step {step} gave {got}, HF gave {want}, ahead by {gap:.3g}"
+            return
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_hf(name, load):
+    case = load_case(name)
+    for prompt, logits in zip(case.prompts, _logits(load(case), case), strict=True):
+        what = f"{name}, prompt of {len(prompt.tokens)}"
+        _assert_close(logits[prompt.positions], prompt.logits, prompt.bound, what)
+        logprobs = np.asarray(jax.nn.log_softmax(logits.astype(np.float32), axis=-1))
+        given = logprobs[np.arange(len(prompt.tokens) - 1), prompt.tokens[1:]]
+        # A logprob is a logit less a log-sum of logits: twice the bound.
+        _assert_close(given, prompt.prompt_logprobs, 2 * prompt.bound, f"{what}, prompt logprobs")
+        steps = np.arange(len(prompt.greedy)) + len(prompt.tokens) - 1
+        _assert_close(logprobs[steps, prompt.greedy], prompt.greedy_logprobs, 2 * prompt.bound, f"{what}, logprobs")
+        # Fed with HF's tokens, the forward's choice at every step is the uncached greedy continuation.
+        _assert_greedy(logits[steps].argmax(axis=-1).tolist(), prompt, f"{what}, greedy")
+
+
+@pytest.mark.parametrize("name", ENGINE_CASES)
+def test_engine_greedy_equals_hf(name, load, quick_compile):
+    case = load_case(name)
+    prompts = [p for p in case.prompts if len(p.greedy)]
+    original_len = case.config.get("original_max_position_embeddings")
+    if original_len is not None:  # an engine whose sequences may grow beyond it has the long frequencies for all
+        prompts = [p for p in prompts if len(p.tokens) > original_len]
+    # Chunks smaller than the longer prompts, pages smaller than the windows.
+    config = EngineConfig(page_size=4, max_pages=96, max_seqs=4, max_seq_len=160, max_step_tokens=24)
+    engine = InferenceEngine(load(case), config=config)
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_GREEDY, ignore_eos=True, logprobs=0)
+    outputs = engine.generate([Request(prompt_token_ids=p.tokens.tolist(), sampling=sampling) for p in prompts])
+    for prompt, output in zip(prompts, outputs, strict=True):
+        what = f"{name}, prompt of {len(prompt.tokens)}"
+        assert output.error is None, f"{what}: {output.error}"
+        (completion,) = output.completions
+        _assert_greedy(list(completion.token_ids), prompt, what)
+        if list(completion.token_ids) == prompt.greedy.tolist():
+            logprobs = np.asarray(completion.logprobs)
+            _assert_close(logprobs, prompt.greedy_logprobs, 2 * prompt.bound, f"{what}, logprobs")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_those_hf_was_given(name):
+    case = load_case(name)
+    assert weights_sha256(make_weights(name, case.config)) == case.weights_sha256
+
+
+def test_weight_generator_is_pinned():
+    noise = unit_noise("llama1", "model.embed_tokens.weight", (256, 64))
+    assert (
+        hashlib.sha256(noise.tobytes()).hexdigest()
+        == "c73796bf41dfb8f58536433ba146df10e840adb6471b64677af3cff6730405e2"
+    )
+    assert abs(noise.mean()) < 0.02 and abs(noise.std() - 1.0) < 0.02
+
+
+def test_goldens_cover_every_family_and_rope_scaling():
+    cases = [load_case(name) for name in CASES]
+    assert {c.config["model_type"] for c in cases} == {"llama", "mistral", "qwen2", "qwen3"}
+    scalings = [c.config.get("rope_scaling") or {} for c in cases]
+    assert {s.get("rope_type", s.get("type")) for s in scalings} == {
+        None,
+        "llama3",
+        "linear",
+        "dynamic",
+        "yarn",
+        "longrope",
+    }
+    assert all(any(len(p.greedy) == NUM_GREEDY for p in c.prompts) for c in cases)
