@@ -8,14 +8,20 @@ An example is a list of `Segment`s; only segments with `learned=True` enter the 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from .grammar import ANIMALS, SYSTEM_PROMPTS, make_story
-from .tokenizer import ASSISTANT, EOS, SYSTEM, USER
+from .tokenizer import ASSISTANT, EOS, EOS_ID, SYSTEM, USER
 
 MAX_OPERAND = 99
-MAX_DIGITS = 6
+
+# Rows and tokens per row, for each kind of example in a step. Kinds have batches of their own, so that short sums are
+# not padded to the length of a story.
+SUM_ROWS, SUM_LEN = 320, 12
+LINE_ROWS, LINE_LEN = 48, 32
+PASSAGE_ROWS, PASSAGE_LEN = 12, 128
 
 
 @dataclass(frozen=True)
@@ -29,8 +35,7 @@ class Segment:
 Example = list[Segment]
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Padded rows: `tokens` i32[row, position] and `weights` f32[row, position].
 
     `weights[r, i]` is the weight of predicting token i of row r from the ones before it; 0 for prompts and padding.
@@ -46,7 +51,7 @@ def is_held_out_sum(a: int, b: int) -> bool:
 
 
 def is_held_out_sort(digits: Sequence[int]) -> bool:
-    """Whether this list of digits is kept out of training: four or more, and sum of (i + 1) * digit_i divisible by 11."""
+    """Whether this list is kept out of training: four digits or more, sum of (i + 1) * digits[i] divisible by 11."""
     return len(digits) >= 4 and sum((i + 1) * d for i, d in enumerate(digits)) % 11 == 0
 
 
@@ -120,7 +125,7 @@ def draw_line(rng: random.Random) -> Example:
 
 
 def draw_passage(rng: random.Random) -> Example:
-    """A long example: a story, a chat about a story, or a chat of several short turns, with or without a system text."""
+    """A long example: a story, a chat about a story, or a chat of several turns, with or without a system text."""
     kind = rng.random()
     if kind < 0.5:
         return [Segment(f"{make_story(rng)}\n{EOS}", True)]
@@ -145,7 +150,7 @@ def sum_stream(rng: random.Random) -> Iterator[Example]:
 
 
 def encode_example(encode: Callable[[str], list[int]], example: Example) -> tuple[list[int], list[float]]:
-    """Token ids and loss weights of one example; the very first token is never predicted, as nothing stands before it."""
+    """Token ids and loss weights of one example; its first token is never predicted, as nothing stands before it."""
     ids: list[int] = []
     weights: list[float] = []
     for segment in example:
@@ -156,12 +161,12 @@ def encode_example(encode: Callable[[str], list[int]], example: Example) -> tupl
     return ids, weights
 
 
-def make_batch(encode: Callable[[str], list[int]], examples: Sequence[Example], *, length: int, pad_id: int) -> Batch:
+def make_batch(encode: Callable[[str], list[int]], examples: Sequence[Example], *, length: int) -> Batch:
     """Pad examples to `length` tokens.
 
     Raises: ValueError if an example does not fit.
     """
-    tokens = np.full((len(examples), length), pad_id, np.int32)
+    tokens = np.full((len(examples), length), EOS_ID, np.int32)
     weights = np.zeros((len(examples), length), np.float32)
     for row, example in enumerate(examples):
         ids, learned = encode_example(encode, example)
@@ -170,3 +175,16 @@ def make_batch(encode: Callable[[str], list[int]], examples: Sequence[Example], 
         tokens[row, : len(ids)] = ids
         weights[row, : len(ids)] = learned
     return Batch(tokens, weights)
+
+
+def batches(encode: Callable[[str], list[int]], seed: int) -> Iterator[list[Batch]]:
+    """For each step the batches of sums, lines and passages; the same seed gives the same stream."""
+    rng = random.Random(seed)
+    sums = sum_stream(rng)
+
+    while True:
+        yield [
+            make_batch(encode, [next(sums) for _ in range(SUM_ROWS)], length=SUM_LEN),
+            make_batch(encode, [draw_line(rng) for _ in range(LINE_ROWS)], length=LINE_LEN),
+            make_batch(encode, [draw_passage(rng) for _ in range(PASSAGE_ROWS)], length=PASSAGE_LEN),
+        ]

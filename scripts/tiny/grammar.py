@@ -35,10 +35,10 @@ _TEMPLATES = (
     "But the {thing} was lost, and {hero} felt {feeling}. {friend} the {animal2} looked {spot} and found the {thing}. "
     '"Thank you, {friend}!" said {hero}. They learned that {lesson}.',
     "{opening}, a {adj} {animal} named {hero} walked to the {place}. {hero} wanted to find a {colour} {thing}. "
-    "A {adj2} {animal2} named {friend} said, \"Look {spot}!\" There it was, and {hero} shared the {thing} with "
+    'A {adj2} {animal2} named {friend} said, "Look {spot}!" There it was, and {hero} shared the {thing} with '
     "{friend}. They learned that {lesson}.",
     "{opening}, there was a {adj} {animal} in the {place}. The name of the {animal} was {hero}, and {hero} was "
-    "{feeling}. Then {friend} the {animal2} came and brought a {colour} {thing}. \"I found it {spot},\" said {friend}. "
+    '{feeling}. Then {friend} the {animal2} came and brought a {colour} {thing}. "I found it {spot}," said {friend}. '
     "From that day on {hero} and {friend} were friends, and {hero} knew that {lesson}.",
 )
 _CHOICES = {

@@ -24,9 +24,9 @@ MAX_LENGTH = 512
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if message['role'] == 'assistant' -%}"
-    "{{- '<|assistant|>' + message['content'] | trim + '\\n' + eos_token -}}"
+    "{{- '<|assistant|>' + (message['content'] or '') | trim + '\\n' + eos_token -}}"
     "{%- elif message['role'] in ['system', 'user'] -%}"
-    "{{- '<|' + message['role'] + '|>' + message['content'] | trim -}}"
+    "{{- '<|' + message['role'] + '|>' + (message['content'] or '') | trim -}}"
     "{%- else -%}"
     "{{- raise_exception('the tiny model knows the roles system, user and assistant, not ' + message['role']) -}}"
     "{%- endif -%}"

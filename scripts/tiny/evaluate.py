@@ -1,0 +1,101 @@
+"""How often the tiny model is right: plain greedy decoding with the uncached forward, one full forward per token."""
+
+import random
+import re
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+from tokenizers import Tokenizer
+
+from levanter_infer.axes import POSITION
+from levanter_infer.models.decoder import DecoderModel
+
+from .data import Example, chat, draw_digits, plain, sort_task, sum_task
+from .grammar import NAMES, is_story, make_story
+from .tokenizer import EOS, EOS_ID
+
+_ROWS = 256
+
+
+@jax.jit
+def _next_tokens(model: DecoderModel, tokens: NamedArray, lens: jax.Array) -> jax.Array:
+    """The likeliest next token of each row. tokens: i32[row, position]; lens: i32[row], tokens that count."""
+    logits = model(tokens).array
+    last = jnp.take_along_axis(logits, (lens - 1)[:, None, None], axis=1)[:, 0]
+    return jnp.argmax(last, axis=-1).astype(jnp.int32)
+
+
+def greedy(model: DecoderModel, tokenizer: Tokenizer, prompts: Sequence[str], max_tokens: int) -> list[str]:
+    """What the model writes after each prompt, with the end token where it wrote one."""
+    texts = []
+    for start in range(0, len(prompts), _ROWS):
+        texts += _greedy_rows(model, tokenizer, prompts[start : start + _ROWS], max_tokens)
+    return texts
+
+
+def _greedy_rows(model: DecoderModel, tokenizer: Tokenizer, prompts: Sequence[str], max_tokens: int) -> list[str]:
+    ids = [encoding.ids for encoding in tokenizer.encode_batch(list(prompts), add_special_tokens=False)]
+    starts = np.array([len(row) for row in ids], np.int32)
+    width = int(starts.max()) + max_tokens
+    tokens = np.full((len(ids), width), EOS_ID, np.int32)
+    for row, prompt in zip(tokens, ids, strict=True):
+        row[: len(prompt)] = prompt
+    axes = (Axis("row", len(ids)), Axis(POSITION, width))
+    lens, running, rows = starts.copy(), np.ones(len(ids), bool), np.arange(len(ids))
+    for _ in range(max_tokens):
+        chosen = np.asarray(_next_tokens(model, NamedArray(jnp.asarray(tokens), axes), jnp.asarray(lens)))
+        tokens[rows[running], lens[running]] = chosen[running]
+        lens[running] += 1
+        running &= chosen != EOS_ID
+        if not running.any():
+            break
+    # An answer that never ended shows as one without its end token.
+    spans = [tokens[i, starts[i] : lens[i]].tolist() for i in range(len(ids))]
+    return tokenizer.decode_batch(spans, skip_special_tokens=False)
+
+
+def _share_exact(model: DecoderModel, tokenizer: Tokenizer, examples: Sequence[Example], max_tokens: int) -> float:
+    """Share of examples whose last segment the model writes exactly, end token included."""
+    answers = greedy(model, tokenizer, [_before_last(example) for example in examples], max_tokens)
+    return float(np.mean([a == example[-1].text for a, example in zip(answers, examples, strict=True)]))
+
+
+def share_of_sums(
+    model: DecoderModel, tokenizer: Tokenizer, pairs: Sequence[tuple[int, int]], *, as_chat: bool = False
+) -> float:
+    """Share of these sums answered right, as plain lines or as a user's messages."""
+    tasks = [sum_task(a, b) for a, b in pairs]
+    return _share_exact(model, tokenizer, [chat([task]) if as_chat else plain(task) for task in tasks], max_tokens=5)
+
+
+def share_of_sorts(model: DecoderModel, tokenizer: Tokenizer, *, count: int, as_chat: bool = False) -> float:
+    """Share of `count` held-out lists (four to six digits) sorted right."""
+    rng = random.Random(2)
+    tasks = [sort_task(draw_digits(rng, held_out=True)) for _ in range(count)]
+    return _share_exact(model, tokenizer, [chat([task]) if as_chat else plain(task) for task in tasks], max_tokens=15)
+
+
+def share_of_stories(model: DecoderModel, tokenizer: Tokenizer, *, count: int) -> float:
+    """Share of `count` stories, each begun up to the hero's name, that the model ends within the grammar."""
+    rng = random.Random(3)
+    beginnings = []
+    for _ in range(count):
+        words = re.split(r"(?<=\w)(?=\W)", make_story(rng))
+        hero = next(i for i, word in enumerate(words) if word[1:] in NAMES)
+        beginnings.append("".join(words[: hero + 1]))
+    stories = [b + rest for b, rest in zip(beginnings, greedy(model, tokenizer, beginnings, 112), strict=True)]
+    return float(
+        np.mean([story.endswith(f"\n{EOS}") and is_story(story.removesuffix(f"\n{EOS}")) for story in stories])
+    )
+
+
+def chat_prompt(message: str) -> str:
+    """One user's message as the chat template renders it."""
+    return _before_last(chat([(message, "")]))
+
+
+def _before_last(example: Example) -> str:
+    return "".join(segment.text for segment in example[:-1])
