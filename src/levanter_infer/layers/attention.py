@@ -12,6 +12,7 @@ from jax import Array
 from levanter_infer import kernels
 from levanter_infer.axes import HEAD_SIZE, KV_HEADS, POSITION, Q_HEADS_PER_GROUP, TOKEN
 from levanter_infer.cache import KvPages, PageBatchInfo
+from levanter_infer.kernels.rules import MASKED, ScoreRules
 from levanter_infer.layers.linear import Linear
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.rotary import rotate
@@ -119,6 +120,7 @@ class Attention(eqx.Module):
             mask_mod=spec.mask_mod,
             impl=spec.impl,
         )
+        assert not isinstance(attended, tuple), "weights were not asked for"
         return self.o_proj(NamedArray(attended.reshape(q.array.shape), q.axes)), kv
 
     def dense(
@@ -136,39 +138,34 @@ class Attention(eqx.Module):
         q = q.rearrange((*batch, POSITION, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE))
         k, v = (a.rearrange((*batch, POSITION, KV_HEADS, HEAD_SIZE)).array for a in (k, v))
         f32 = jnp.float32
-        scores = jnp.einsum("...qhgd,...khd->...hgqk", q.array, k, preferred_element_type=f32)
-        scores = scores * f32(k.shape[-1] ** -0.5)
-        scores, seen = self._modify(scores, window, spec)
-        # A finite floor: a row whose keys are all masked gives zeros, in value and gradient.
-        weights = jnp.where(seen, jax.nn.softmax(jnp.where(seen, scores, f32(-1e30)), axis=-1), f32(0))
+        products = jnp.einsum("...qhgd,...khd->...hgqk", q.array, k, preferred_element_type=f32)
+        rules = ScoreRules(
+            scale=k.shape[-1] ** -0.5,
+            sliding_window=window,
+            soft_cap=self.soft_cap,
+            score_mod=spec.score_mod,
+            mask_mod=spec.mask_mod,
+        )
+        q_pos, kv_pos, head = _indices(products)
+        seen = jnp.broadcast_to(rules.seen(q_pos, kv_pos, head), products.shape)
+        scores = jnp.where(seen, rules.scores(products, q_pos, kv_pos, head), f32(MASKED))
+        # A query that sees nothing gives zeros, as over pages.
+        weights = jnp.where(seen, jax.nn.softmax(scores, axis=-1), f32(0))
         attended = jnp.einsum("...hgqk,...khd->...qhgd", weights.astype(v.dtype), v, preferred_element_type=f32)
         return self.o_proj(NamedArray(attended.astype(x.dtype), q.axes))
-
-    def _modify(self, scores: Array, window: Array | None, spec: AttentionSpec) -> tuple[Array, Array]:
-        """Soft cap, then the caller's score_mod; and which keys are seen.
-
-        Args: scores: f32[..., kv_head, q_heads_per_group, query, key].
-        """
-        shape = scores.shape
-        head, q_pos, kv_pos = (
-            jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-            for axis in (len(shape) - 4, len(shape) - 2, len(shape) - 1)
-        )
-        head = head * shape[-3] + jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 3)
-        if self.soft_cap is not None:
-            cap = jnp.float32(self.soft_cap)
-            scores = cap * jnp.tanh(scores / cap)
-        if spec.score_mod is not None:
-            scores = spec.score_mod(scores, q_pos, kv_pos, head)
-        seen = kv_pos <= q_pos
-        if window is not None:
-            seen = seen & (q_pos - kv_pos < window)
-        if spec.mask_mod is not None:
-            seen = seen & spec.mask_mod(q_pos, kv_pos, head)
-        return scores, seen
 
     def _project(self, x: NamedArray, rope) -> tuple[NamedArray, NamedArray, NamedArray]:
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, *rope), rotate(k, *rope), v
+
+
+def _indices(scores: Array) -> tuple[Array, Array, Array]:
+    """Query positions, key positions and query heads, broadcastable to scores [..., kv_head, group, query, key]."""
+    num_heads, group, num_queries, num_keys = scores.shape[-4:]
+    leading = (1,) * (scores.ndim - 4)
+    q_pos = jnp.arange(num_queries, dtype=jnp.int32).reshape(*leading, 1, 1, num_queries, 1)
+    kv_pos = jnp.arange(num_keys, dtype=jnp.int32).reshape(*leading, 1, 1, 1, num_keys)
+    head = jnp.arange(num_heads * group, dtype=jnp.int32).reshape(*leading, num_heads, group, 1, 1)
+    return q_pos, kv_pos, head

@@ -1,5 +1,6 @@
 """Linear maps whose weights are stored outputs first: `[layers, out..., in...]`."""
 
+import math
 from collections.abc import Sequence
 
 import equinox as eqx
@@ -11,7 +12,7 @@ from jax import Array
 
 MIN_ROWS = 4
 """Fewest rows of a product. On a CPU one row of bf16 is ten times slower than four, and rows keep their bits at any
-count from four up (docs/decisions)."""
+count from four up."""
 
 
 class Linear(eqx.Module):
@@ -21,7 +22,7 @@ class Linear(eqx.Module):
     """
 
     weight: NamedArray
-    """[layers, out..., in...]; without `layers` once a scan has picked a layer."""
+    """[layers, out..., in...], or its bits (`as_bits`); without `layers` once a scan has picked a layer."""
     bias: NamedArray | None
     """[layers, out...]"""
     num_in: int = eqx.field(static=True)
@@ -32,9 +33,7 @@ class Linear(eqx.Module):
         batch: Sequence[Axis], out: Sequence[Axis], ins: Sequence[Axis], *, key: Array, dtype, bias: bool = False
     ) -> "Linear":
         """Normal weights of variance 1 / inputs, zero bias. `batch`: axes of independent maps, `layers` as a rule."""
-        fan_in = 1
-        for axis in ins:
-            fan_in *= axis.size
+        fan_in = math.prod(axis.size for axis in ins)
         weight = hax.random.normal(key, (*batch, *out, *ins), dtype=jnp.float32) * jnp.float32(fan_in**-0.5)
         return Linear(
             weight=weight.astype(dtype),
@@ -52,20 +51,36 @@ def contract(x: NamedArray, weight: NamedArray, num_in: int, bias: NamedArray | 
 
     Args:
         x: [rows..., in...]
-        weight: [out..., in...]
+        weight: [out..., in...], in the dtype of `x` or its bits (`as_bits`).
         bias: [out...]
     Returns: f32[rows..., out...]
     """
     ins, out = weight.axes[-num_in:], weight.axes[:-num_in]
     assert x.axes[-num_in:] == ins, f"input axes {x.axes} do not end with those of the weight, {ins}"
     rows = x.axes[:-num_in]
-    count = 1
-    for axis in rows:
-        count *= axis.size
-    flat = x.array.reshape((count, *(axis.size for axis in ins)))
+    fan_in = math.prod(axis.size for axis in ins)
+    count = math.prod(axis.size for axis in rows)
+    # Both as matrices: XLA's CPU backend transposes weights of more axes.
+    flat = x.array.reshape(count, fan_in)
+    matrix = from_bits(weight.array, x.dtype).reshape(-1, fan_in)
     if count < MIN_ROWS:
-        flat = jnp.pad(flat, [(0, MIN_ROWS - count)] + [(0, 0)] * num_in)
-    contracted = (tuple(range(1, 1 + num_in)), tuple(range(len(out), len(out) + num_in)))
-    y = jax.lax.dot_general(flat, weight.array, (contracted, ((), ())), preferred_element_type=jnp.float32)
+        flat = jnp.pad(flat, [(0, MIN_ROWS - count), (0, 0)])
+    y = jax.lax.dot_general(flat, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     result = NamedArray(y[:count].reshape([axis.size for axis in (*rows, *out)]), (*rows, *out))
     return result if bias is None else result + bias.astype(jnp.float32)
+
+
+def as_bits(array: NamedArray) -> NamedArray:
+    """A bfloat16 or float16 array as the uint16 of its bits; others unchanged. `from_bits` undoes it.
+
+    On a CPU, XLA converts a whole stack of 16-bit floats to float32 at every step, where a layer or rows are to be
+    taken from it; of integers it takes the part alone.
+    """
+    if array.dtype.itemsize != 2 or not jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    return NamedArray(jax.lax.bitcast_convert_type(array.array, jnp.uint16), array.axes)
+
+
+def from_bits(array: Array, dtype) -> Array:
+    """`array`, or what its bits mean if it is unsigned integers."""
+    return jax.lax.bitcast_convert_type(array, dtype) if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else array

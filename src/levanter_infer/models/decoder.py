@@ -1,5 +1,6 @@
 """The decoder that all families share: one scanned stack of attention and feed-forward blocks."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import equinox as eqx
@@ -12,7 +13,7 @@ from jax import Array
 from levanter_infer.axes import EMBED, LAYERS, MLP, POSITION, SEQ_PAGE, VOCAB
 from levanter_infer.cache import KvPages, PageBatchInfo
 from levanter_infer.layers.attention import Attention, AttentionSpec
-from levanter_infer.layers.linear import contract
+from levanter_infer.layers.linear import Linear, as_bits, contract, from_bits
 from levanter_infer.layers.mlp import Mlp
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.rotary import RopeConfig, rotary_tables
@@ -134,6 +135,26 @@ class DecoderModel(eqx.Module):
             config=config,
         )
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of parameters and activations, however the weights are stored."""
+        return self.norm.weight.dtype
+
+    def as_bits(self) -> "DecoderModel":
+        """The same model with its large 16-bit weights stored as integers, for a CPU: see `linear.as_bits`.
+
+        A tied head becomes a copy of the embeddings, because rows are taken from bits and products from floats.
+        """
+        if as_bits(self.embeddings) is self.embeddings:
+            return self
+        layers = jax.tree.map(
+            lambda part: dataclasses.replace(part, weight=as_bits(part.weight)) if isinstance(part, Linear) else part,
+            self.layers,
+            is_leaf=lambda part: isinstance(part, Linear),
+        )
+        head = self.embeddings if self.lm_head is None else self.lm_head
+        return dataclasses.replace(self, embeddings=as_bits(self.embeddings), layers=layers, lm_head=head)
+
     def __call__(self, tokens: NamedArray, attention: AttentionSpec = PLAIN) -> NamedArray:
         """The plain causal forward, without a cache: for training, audits, and as the oracle.
 
@@ -183,7 +204,7 @@ class DecoderModel(eqx.Module):
 
     def _embed(self, tokens: NamedArray) -> NamedArray:
         rows = self.embeddings.array.at[tokens.array].get(mode="fill", fill_value=0)
-        return NamedArray(rows, (*tokens.axes, self.embeddings.axes[1]))
+        return NamedArray(from_bits(rows, self.dtype), (*tokens.axes, self.embeddings.axes[1]))
 
     def _rope(self, positions: NamedArray, rope_len: int) -> tuple[NamedArray, NamedArray]:
         return rotary_tables(self.config.rope, self.config.head_dim, positions, rope_len)
