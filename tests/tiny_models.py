@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from levanter_infer.axes import POSITION
 from levanter_infer.models.decoder import DecoderModel
-from levanter_infer.models.registry import config_from_hf
+from levanter_infer.models.registry import family_for
 
 LLAMA = {
     "model_type": "llama",
@@ -29,7 +29,7 @@ LLAMA = {
 @functools.lru_cache
 def tiny_model(seed: int = 0, dtype: str = "float32", **changes) -> DecoderModel:
     """A random model whose logits are far enough apart for greedy decoding to be well defined."""
-    config = config_from_hf({**LLAMA, **changes})
+    config = family_for({**LLAMA, **changes}).config_from_hf({**LLAMA, **changes})
     model = DecoderModel.init(config, key=jax.random.key(seed), dtype=jnp.dtype(dtype))
     return jax.tree.map(lambda leaf: leaf * jnp.asarray(3, leaf.dtype), model)
 

@@ -15,8 +15,8 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from levanter_infer.models.registry import config_from_hf
 from levanter_infer.models.decoder import DecoderModel
+from levanter_infer.models.llama import LLAMA
 
 MODES = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 1.0, "top_p": 0.95, "top_k": 50}}
 
@@ -36,7 +36,7 @@ def run(args) -> None:
 
 def random_model(args) -> DecoderModel:
     """A Llama of the given shape with random weights."""
-    config = config_from_hf(
+    config = LLAMA.config_from_hf(
         {
             "model_type": "llama",
             "architectures": ["LlamaForCausalLM"],

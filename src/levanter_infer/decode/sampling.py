@@ -204,7 +204,8 @@ def _draw_tokens(logits: Array, peak: Array, column: dict[str, Array], positions
     everything = jnp.full_like(peak, -jnp.inf)
 
     def thresholds():
-        return filter_thresholds(logits, weights(logits, everything, jnp.full_like(peak, _MIN_EXPONENT)), top_k, top_p)
+        lightest = jnp.full_like(peak, _MIN_EXPONENT)
+        return filter_thresholds(logits, lambda z: weights(z, everything, lightest), top_k, top_p)
 
     threshold = jax.lax.cond(jnp.any((top_k < vocab) | (top_p < 1)), thresholds, lambda: everything)
 

@@ -1,5 +1,7 @@
 """Thresholds of top_k and top_p, without sorting the vocabulary."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -9,21 +11,22 @@ from levanter_infer.decode.sampling_draw import row_sums
 CANDIDATES = 64
 """Likeliest tokens among which thresholds are looked for first."""
 _KEY_BITS = 32
+_SIGN = 0x80000000
 
 
-def filter_thresholds(logits: Array, weights: Array, top_k: Array, top_p: Array) -> Array:
+def filter_thresholds(logits: Array, weigh: Callable[[Array], Array], top_k: Array, top_p: Array) -> Array:
     """The smallest logit that a token may have to pass top_k and then top_p, f32[row].
 
     top_k keeps the tokens whose logit is at least the k-th largest. top_p keeps, of these, the tokens for which the
     likelier ones together have less than `top_p` of their mass. Tokens that equal the threshold are all kept: which
     tokens pass does not depend on the order of the vocabulary.
 
-    The thresholds mostly lie among the CANDIDATES likeliest tokens. A row for which they do not is bisected over the
-    bits of its logits, exactly, in at most 32 rounds. Which way a row goes depends on that row alone.
+    The thresholds mostly lie among the CANDIDATES likeliest tokens. For a row where they do not they are found bit by
+    bit, exactly, in 32 passes over the vocabulary. Which way a row goes depends on that row alone.
 
     Args:
         logits: f32[row, vocab], without NaN in rows whose result matters.
-        weights: f32[row, vocab], unnormalised probabilities, increasing with the logit.
+        weigh: unnormalised probabilities of some logits f32[row, n], increasing with the logit.
         top_k: i32[row]; vocab or more: off.
         top_p: f32[row]; 1 or more: off.
     """
@@ -31,8 +34,8 @@ def filter_thresholds(logits: Array, weights: Array, top_k: Array, top_p: Array)
     wants_k, wants_p = top_k < vocab, top_p < 1
     count = min(CANDIDATES, vocab)
     # Behind the barrier, so that XLA does not merge slices into it and sort the whole vocabulary
-    best, ids = jax.lax.optimization_barrier(jax.lax.top_k(logits, count))
-    mass = jnp.take_along_axis(weights, ids, axis=1)
+    best, _ = jax.lax.optimization_barrier(jax.lax.top_k(logits, count))
+    mass = weigh(best)
 
     rank = jnp.clip(top_k - 1, 0, count - 1)
     kth = jnp.take_along_axis(best, rank[:, None], axis=1)[:, 0]
@@ -40,9 +43,11 @@ def filter_thresholds(logits: Array, weights: Array, top_k: Array, top_p: Array)
     found_k = ~wants_k | (top_k <= count)
     complete = wants_k & found_k & (best[:, -1] < kth)  # every token that passes top_k is a candidate
 
-    total = jax.lax.cond(jnp.any(wants_p & ~complete), lambda: row_sums(weights), lambda: jnp.zeros(rows, jnp.float32))
+    total = jax.lax.cond(
+        jnp.any(wants_p & ~wants_k), lambda: row_sums(weigh(logits)), lambda: jnp.zeros(rows, jnp.float32)
+    )
     kept_mass = row_sums(jnp.where(best >= kth[:, None], mass, 0))
-    budget = top_p * jnp.where(complete, kept_mass, total)
+    budget = top_p * jnp.where(wants_k, kept_mass, total)
     # Of equal candidates the first counts only what is likelier, and if it passes the threshold admits them all
     passes = (_mass_before(mass) < budget[:, None]) & (best >= kth[:, None])
     pth = jnp.where(wants_p, jnp.min(jnp.where(passes, best, jnp.inf), axis=1), -jnp.inf)
@@ -53,7 +58,7 @@ def filter_thresholds(logits: Array, weights: Array, top_k: Array, top_p: Array)
     return jax.lax.cond(
         jnp.all(found),
         lambda: threshold,
-        lambda: jnp.where(found, threshold, _bisected_thresholds(logits, weights, top_k, top_p)),
+        lambda: jnp.where(found, threshold, _searched_thresholds(logits, weigh(logits), top_k, top_p)),
     )
 
 
@@ -67,61 +72,50 @@ def _mass_before(mass: Array) -> Array:
     return sums
 
 
-def _bisected_thresholds(logits: Array, weights: Array, top_k: Array, top_p: Array) -> Array:
-    """`filter_thresholds` of every row by bisection."""
+def _searched_thresholds(logits: Array, weights: Array, top_k: Array, top_p: Array) -> Array:
+    """`filter_thresholds` of every row, bit by bit."""
     keys = float_keys(logits)
     vocab = logits.shape[1]
-    kth = jax.lax.cond(
-        jnp.any(top_k < vocab),
-        lambda: _kth_key(keys, jnp.minimum(top_k, vocab)),
-        lambda: jnp.full_like(top_k, jnp.iinfo(jnp.int32).min),
-    )
-    # Compare as floats: -0.0 and 0.0 are ties although their keys differ
-    kth_logit = jnp.where(top_k < vocab, key_floats(kth), -jnp.inf)
+    everything = jnp.full_like(top_p, -jnp.inf)
+
+    def kth():
+        ones = jnp.ones((1, 1), jnp.float32)  # a count of less than 2^24 is exact in f32
+        return key_floats(_largest_key(keys, ones, jnp.minimum(top_k, vocab).astype(jnp.float32)))
+
+    # Tokens are compared as floats and not by their keys, so that -0.0 and 0.0 tie
+    kth_logit = jnp.where(top_k < vocab, jax.lax.cond(jnp.any(top_k < vocab), kth, lambda: everything), -jnp.inf)
 
     def nucleus():
         kept = jnp.where(logits >= kth_logit[:, None], weights, 0)
-        return key_floats(_nucleus_key(keys, kept, top_p * row_sums(kept)))
+        return key_floats(_largest_key(keys, kept, top_p * row_sums(kept)))
 
-    pth_logit = jax.lax.cond(jnp.any(top_p < 1), nucleus, lambda: kth_logit)
+    pth_logit = jax.lax.cond(jnp.any(top_p < 1), nucleus, lambda: everything)
     return jnp.where(top_p < 1, jnp.maximum(kth_logit, pth_logit), kth_logit)
 
 
-def _kth_key(keys: Array, k: Array) -> Array:
-    """The largest key that at least k >= 1 of each row's keys reach, i32[row]: the row's k-th largest."""
+def _largest_key(keys: Array, weights: Array, target: Array) -> Array:
+    """The largest key of each row such that the keys from it up weigh at least `target`, u32[row].
 
-    def halve(_, bounds):
-        low, high = bounds
-        middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
-        reached = jnp.sum(keys >= middle[:, None], axis=1, dtype=jnp.int32) >= k
-        return jnp.where(reached, middle, low), jnp.where(reached, high, middle - 1)
+    That is the key of a token: the first one with which the sum, from the largest key down, reaches the target.
 
-    return jax.lax.fori_loop(0, _KEY_BITS, halve, _full_range(k))[0]
+    Requires: 0 < target <= the row's weight.
+    """
 
+    def decide(bit, key):
+        tried = key | (jnp.uint32(_SIGN) >> bit.astype(jnp.uint32))
+        weight = row_sums(jnp.where(keys >= tried[:, None], weights, 0))
+        return jnp.where(weight >= target, tried, key)
 
-def _nucleus_key(keys: Array, weights: Array, budget: Array) -> Array:
-    """The smallest key of each row with less than `budget` weight on larger ones, i32[row]."""
-
-    def halve(_, bounds):
-        low, high = bounds
-        middle = (low & high) + ((low ^ high) >> 1)  # the mean, rounded down
-        inside = row_sums(jnp.where(keys > middle[:, None], weights, 0)) < budget
-        return jnp.where(inside, low, middle + 1), jnp.where(inside, middle, high)
-
-    return jax.lax.fori_loop(0, _KEY_BITS, halve, _full_range(budget))[1]
-
-
-def _full_range(like: Array) -> tuple[Array, Array]:
-    limits = jnp.iinfo(jnp.int32)
-    return jnp.full(like.shape, limits.min, jnp.int32), jnp.full(like.shape, limits.max, jnp.int32)
+    return jax.lax.fori_loop(0, _KEY_BITS, decide, jnp.zeros(keys.shape[0], jnp.uint32))
 
 
 def float_keys(values: Array) -> Array:
-    """int32 in the order of the float32 `values`."""
-    bits = jax.lax.bitcast_convert_type(values, jnp.int32)
-    return bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF))
+    """uint32 in the order of the float32 `values`."""
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    return jnp.where(bits >= jnp.uint32(_SIGN), ~bits, bits | jnp.uint32(_SIGN))
 
 
 def key_floats(keys: Array) -> Array:
     """The float32 values of `float_keys`."""
-    return jax.lax.bitcast_convert_type(keys ^ ((keys >> 31) & jnp.int32(0x7FFFFFFF)), jnp.float32)
+    bits = jnp.where(keys >= jnp.uint32(_SIGN), keys & jnp.uint32(_SIGN - 1), ~keys)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)

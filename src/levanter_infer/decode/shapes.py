@@ -48,6 +48,11 @@ class Shapes:
         lone = MIN_ROWS if self.max_seqs <= 4 * MIN_ROWS else 2 * MIN_ROWS
         return tuple(sorted({lone, max(lone, self.max_rows), max(lone, self.max_rows, self.max_step_tokens)}))
 
+    @property
+    def row_buckets(self) -> tuple[int, ...]:
+        """Row capacities of the head and of sampling: few sequences, and all that run."""
+        return tuple(sorted({self.rows(self.buckets[0]), self.max_rows}))
+
     def rows(self, bucket: int) -> int:
         """Rows of a bucket: every token may belong to another sequence."""
         return min(bucket, self.max_rows)

@@ -54,34 +54,51 @@ def forward(model, state: DecodeState, kv: KvPages, plan: StepPlan, shapes: Shap
 
     Returns: the pool with the new K/V, and `SampleOutput` over `max_rows` rows.
     """
-    sampled = empty_sample(shapes)
-    lower = 0
-    for bucket in shapes.buckets:
-        fits = (plan.num_tokens > lower) & (plan.num_tokens <= bucket)
-        lower = bucket
+    embed = model.embeddings.axes[1]
+    hidden = jnp.zeros((shapes.max_rows, embed.size), model.embeddings.dtype)
+    for lower, bucket in zip((0, *shapes.buckets), shapes.buckets, strict=False):
 
         def run(carry, bucket=bucket):
-            kv, sampled = carry
+            kv, hidden = carry
             rows = shapes.rows(bucket)
             batch = batch_info(state, plan, bucket, rows, shapes)
-            hidden, kv = model.hidden(batch, kv, attention)
+            states, kv = model.hidden(batch, kv, attention)
             last = jnp.clip(batch.cu_q_lens.array[1:] - 1, 0)
-            logits = model.logits(hidden.take(TOKEN, hax.named(last, (ROW,))))
-            seq_lens = batch.seq_lens.array
+            return kv, hidden.at[:rows].set(states.rearrange((TOKEN, embed)).array[last])
+
+        fits = (plan.num_tokens > lower) & (plan.num_tokens <= bucket)
+        kv, hidden = run_if(fits, run, (kv, hidden))
+    return kv, sample_rows(model, state, hidden, plan, shapes)
+
+
+def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes: Shapes) -> SampleOutput:
+    """Logits and a sampled token of each row, from the hidden states [row, embed] of the rows' last tokens.
+
+    The head runs on rows and on no other tokens. The last row may be a prompt that goes on in the next step: its
+    sample is not used.
+    """
+    table, embed = state.sequences, model.embeddings.axes[1]
+    sampled = empty_sample(shapes)
+    for lower, rows in zip((0, *shapes.row_buckets), shapes.row_buckets, strict=False):
+
+        def run(sampled, rows=rows):
+            slots = plan.slot_ids[:rows]
+            logits = model.logits(hax.named(hidden[:rows], (ROW, embed)))
+            lens = table.seq_lens.array.at[slots].get(mode="fill", fill_value=0)
             result = sample(
                 logits.rearrange((ROW, ...)).array,
-                state.sampling.rows(batch.slot_ids.array),
-                positions=seq_lens,
-                tokens=state.sequences.tokens.array,
-                slot_ids=batch.slot_ids.array,
-                prompt_lens=state.sequences.prompt_lens.array.at[batch.slot_ids.array].get(mode="fill", fill_value=0),
-                seq_lens=seq_lens,
+                state.sampling.rows(slots),
+                positions=lens,
+                tokens=table.tokens.array,
+                slot_ids=slots,
+                prompt_lens=table.prompt_lens.array.at[slots].get(mode="fill", fill_value=0),
+                seq_lens=lens,
                 max_top=shapes.limits.max_logprobs,
             )
-            return kv, jax.tree.map(lambda all, new: all.at[:rows].set(new), sampled, result)
+            return jax.tree.map(lambda all_rows, new: all_rows.at[:rows].set(new), sampled, result)
 
-        kv, sampled = run_if(fits, run, (kv, sampled))
-    return kv, sampled
+        sampled = run_if((plan.num_rows > lower) & (plan.num_rows <= rows), run, sampled)
+    return sampled
 
 
 def empty_sample(shapes: Shapes) -> SampleOutput:

@@ -147,9 +147,7 @@ class SlotManager:
         wants_top = any(s.group.params.logprobs for s in self._occupants.values())
         top = outputs.top() if wants_top else None
         known: list[Sequence] = []
-        order = np.argsort(outputs.slot_ids, kind="stable")
-        slots, begins = np.unique(outputs.slot_ids[order], return_index=True)
-        for slot, entries in zip(slots.tolist(), np.split(order, begins[1:]), strict=True):
+        for slot, entries in _entries_by_slot(outputs.slot_ids):
             sequence = self._occupants.get(slot)
             if sequence is None or sequence.first_round > round_id or sequence.finish_reason is not None:
                 continue
@@ -177,6 +175,14 @@ class SlotManager:
     @property
     def is_idle(self) -> bool:
         return not (self._occupants or self._pending)
+
+
+def _entries_by_slot(slot_ids: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """(slot, its entries in the order of sampling) for each slot among the entries."""
+    order = np.argsort(slot_ids, kind="stable")
+    slots, begins = np.unique(slot_ids[order], return_index=True)
+    ends = np.append(begins, len(order))[1:]
+    return [(int(slot), order[begin:end]) for slot, begin, end in zip(slots, begins, ends, strict=True)]
 
 
 def empty_admission(shapes: Shapes) -> Admission:
