@@ -77,7 +77,7 @@ def test_zero_clears_every_byte():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_write_inside_a_loop_does_not_copy_the_pool(dtype):
+def test_a_write_inside_a_loop_does_not_copy_the_pool(dtype, optimized):
     shape = {**SHAPE, "num_pages": 4096}
     kv = KvPages.init(**shape, dtype=dtype, as_bits=True)
     k, v = keys_and_values(np.random.default_rng(0), 1)
