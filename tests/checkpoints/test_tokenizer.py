@@ -194,6 +194,15 @@ def test_broken_file_is_named(tmp_path, name, content, match):
         Tokenizer.from_directory(directory)
 
 
+def test_tokenizer_that_panics_is_a_value_error(tmp_path):
+    directory = write(tmp_path, byte_level())
+    content = json.loads((directory / "tokenizer.json").read_text())
+    content["model"]["continuing_subword_prefix"] = "x" * 10  # longer than its tokens
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="tokenizer.json is not a tokenizer"):
+        Tokenizer.from_directory(directory)
+
+
 def test_missing_directory_and_missing_file_are_named(tmp_path):
     with pytest.raises(ValueError, match="nowhere is not a directory"):
         Tokenizer.from_directory(tmp_path / "nowhere")

@@ -3,10 +3,11 @@
 Source: the files are read as transformers 4.57 reads them for a fast tokenizer.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -88,9 +89,11 @@ class Tokenizer:
         if not isinstance(text, str):
             raise ValueError(f"prompt is {type(text).__name__}; expected a string")
         try:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        except (UnicodeError, TypeError) as e:
+            text.encode()
+        except UnicodeEncodeError as e:
             raise ValueError("prompt holds half of a surrogate pair, which is not a Unicode character") from e
+        with _library_errors(f"{self._where}/tokenizer.json cannot encode the prompt"):
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of tokens. Ids without a token give none. Raises: ValueError if an id is not below `vocab_size`."""
@@ -98,7 +101,8 @@ class Tokenizer:
         for i in ids:
             if not 0 <= i < self.vocab_size:
                 raise ValueError(f"token id {i} is outside the tokenizer's vocabulary of {self.vocab_size}")
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        with _library_errors(f"{self._where}/tokenizer.json cannot decode tokens"):
+            return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def is_special(self, token_id: int) -> bool:
         """Whether `decode` skips the token."""
@@ -143,11 +147,11 @@ class Tokenizer:
         return self._tokenizer.token_to_id(token) if isinstance(token, str) else None
 
     def _set_post_processor(self) -> None:
-        """Apply `add_bos_token` and `add_eos_token` as transformers does."""
+        """Apply `add_bos_token` and `add_eos_token` as transformers does; an explicit true holds for any class."""
         by_config = str(self._config.get("tokenizer_class", "")).removesuffix("Fast") in _BOS_BY_CLASS
         bos = bool(self._config.get("add_bos_token", by_config))
         eos = by_config and bool(self._config.get("add_eos_token", False))
-        if not by_config and not (bos and self._id_of("bos_token") not in self._tokenizer.encode("").ids):
+        if not by_config and not (bos and self._id_of("bos_token") not in self.encode("")):
             return
         wanted = [name for name, add in (("bos_token", bos), ("eos_token", eos)) if add]
         for name in wanted:
@@ -186,11 +190,20 @@ def _read(path: Path) -> bytes:
         raise ValueError(f"cannot read {path}: {e.strerror}") from e
 
 
-def _parse_tokenizer(content: bytes, where: str) -> tokenizers.Tokenizer:
+@contextlib.contextmanager
+def _library_errors(message: str) -> Iterator[None]:
+    """The library raises plain Exception, and a broken file can make its Rust code panic."""
     try:
+        yield
+    except BaseException as e:
+        if isinstance(e, Exception) or type(e).__name__ == "PanicException":
+            raise ValueError(f"{message}: {e}") from e
+        raise
+
+
+def _parse_tokenizer(content: bytes, where: str) -> tokenizers.Tokenizer:
+    with _library_errors(f"{where}/tokenizer.json is not a tokenizer that this library reads"):
         tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-    except Exception as e:  # the library raises plain Exception
-        raise ValueError(f"{where}/tokenizer.json is not a tokenizer that this library reads: {e}") from e
     # Prompts are never cut or filled up, whatever the file was saved with.
     tokenizer.no_truncation()
     tokenizer.no_padding()
