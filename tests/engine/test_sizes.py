@@ -1,0 +1,82 @@
+"""What sizes follow from a configuration, and how much memory sequences take."""
+
+import pytest
+
+from levanter_infer.engine import config as engine_config
+from levanter_infer.engine.config import EngineConfig, resolve_shapes
+from levanter_infer.engine.engine import InferenceEngine
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import Request
+from tests.tiny_models import tiny_model
+
+TOKEN_BYTES = 2 * 2 * 2 * 8 * 4  # layers, K and V, kv heads, head size, f32
+
+
+def test_the_pool_holds_everybody_if_memory_allows(monkeypatch):
+    monkeypatch.setattr(engine_config, "default_pool_bytes", lambda: 1 << 40)
+    shapes = resolve_shapes(EngineConfig(max_seqs=8, max_seq_len=100, page_size=16), tiny_model(), 1)
+    assert shapes.num_pages == 8 * 7
+
+
+def test_the_pool_is_bounded_by_free_memory(monkeypatch):
+    monkeypatch.setattr(engine_config, "default_pool_bytes", lambda: 10 * 16 * TOKEN_BYTES + 1)
+    shapes = resolve_shapes(EngineConfig(max_seqs=8, max_seq_len=100, page_size=16), tiny_model(), 1)
+    assert shapes.num_pages == 10
+
+
+def test_narrow_pages_cost_half(monkeypatch):
+    monkeypatch.setattr(engine_config, "default_pool_bytes", lambda: 10 * 16 * TOKEN_BYTES)
+    config = EngineConfig(max_seqs=8, max_seq_len=100, page_size=16, kv_dtype="bfloat16")
+    assert resolve_shapes(config, tiny_model(), 1).num_pages == 20
+
+
+def test_pages_decide_the_pool_and_sequence_length_only_the_tables():
+    def bytes_of(**sizes):
+        engine = InferenceEngine(tiny_model(), config=EngineConfig(max_seqs=2, page_size=4, **sizes))
+        return engine.state.kv.pages.array.nbytes, engine.state.decode.sequences.tokens.array.nbytes
+
+    small, long, many = (
+        bytes_of(max_pages=12, max_seq_len=32),
+        bytes_of(max_pages=12, max_seq_len=512),
+        bytes_of(max_pages=24, max_seq_len=32),
+    )
+    assert small[0] == long[0] == 12 * 4 * TOKEN_BYTES and many[0] == 2 * small[0]
+    assert long[1] == 16 * small[1] and many[1] == small[1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"max_seqs": 8, "max_step_tokens": 4}, "max_step_tokens=4"),
+        ({"max_pages": 2**28, "page_size": 16}, "exceeds 2.31 tokens"),
+        ({"page_size": 12}, "power of two"),
+        ({"max_pages": 0}, "max_pages=0"),
+        ({"kv_dtype": "int8"}, "kv_dtype"),
+        ({"attention": "tpu"}, "attention"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused_by_name(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_shapes(EngineConfig(**{"max_seq_len": 32, **sizes}), tiny_model(), 1)
+
+
+def test_mixed_lengths_waste_less_than_a_page_each():
+    lengths, generated, size = (3, 50, 17, 30, 9), 6, 4
+    config = EngineConfig(max_seqs=5, max_seq_len=64, page_size=size, max_step_tokens=128)
+    engine = InferenceEngine(tiny_model(), config=config)
+    sampling = SamplingParams(max_tokens=generated, temperature=0.0)
+    engine.generate([Request(prompt_token_ids=[1] * length, sampling=sampling) for length in lengths])
+    stored = [length + generated - 1 for length in lengths]  # the last token is never computed
+    assert engine.stats()["pages_peak"] == sum(-(-count // size) for count in stored)
+    assert engine.stats()["pages_peak"] * size - sum(stored) < len(lengths) * size
+
+
+def test_memory_of_samples_does_not_grow_with_samples_times_history():
+    history, generated, n, size = 48, 5, 8, 4
+    config = EngineConfig(max_seqs=n, max_seq_len=64, page_size=size, max_step_tokens=128)
+    engine = InferenceEngine(tiny_model(), config=config)
+    sampling = SamplingParams(max_tokens=generated, temperature=1.0, n=n, seed=3)
+    engine.generate([Request(prompt_token_ids=[1] * history, sampling=sampling)])
+    shared, own = history // size, 1 + -(-generated // size)
+    assert engine.stats()["pages_peak"] <= shared + n * own
+    assert engine.stats()["pages_peak"] < n * history // size // 2
