@@ -7,7 +7,10 @@ import jax.numpy as jnp
 from jax import Array
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
-"""Score of an unseen key. Finite, so that a query that sees nothing subtracts no infinities."""
+"""Score of an unseen key. Finite, so that no infinities are subtracted."""
+
+NOTHING_SEEN = MASKED / 2
+"""Where a running maximum starts: above `MASKED`, so that unseen keys get the weight 0 even before the first seen."""
 
 
 @dataclass(frozen=True)
