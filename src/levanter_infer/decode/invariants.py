@@ -1,10 +1,12 @@
 """`check_invariants`: what must hold between any two operations on a state."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
+from levanter_infer.decode.programs import compile_program
 from levanter_infer.decode.sequence_table import FINISHED, FREE, RUNNING, WAITING
 from levanter_infer.decode.state import DecodeState
 
@@ -56,8 +58,14 @@ def violations(state: DecodeState) -> dict[str, Array]:
 
 def check_invariants(state: DecodeState) -> None:
     """Raise AssertionError that names every violated invariant and how often it is violated."""
-    bad = {name: int(count) for name, count in jax.tree.map(np.asarray, violations(state)).items() if count}
+    counts = jax.device_get(_compiled_violations()(state))
+    bad = {name: int(count) for name, count in counts.items() if count}
     assert not bad, f"violated invariants (times): {bad}"
+
+
+@functools.cache
+def _compiled_violations():
+    return compile_program(violations)
 
 
 def _repeats(indices: Array, num_pages: int) -> Array:
@@ -82,4 +90,4 @@ def _ring_differs(state: DecodeState) -> Array:
     place = (pages.ring_head.array + index) % pages.num_pages
     listed = jnp.where(index < pages.num_free.array, pages.free_ring.array[place], pages.num_pages)
     times = jnp.zeros(pages.num_pages, jnp.int32).at[listed].add(1, mode="drop")
-    return times != (pages.ref_counts.array == 0)
+    return times != (pages.ref_counts.array == 0).astype(jnp.int32)
