@@ -214,3 +214,22 @@ def test_command_runs_in_a_process_of_its_own(checkpoint, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("[0] hello\n  -> ") and "[1] the cat\n" in done.stdout
     assert "2 requests (0 failed), 2 samples" in done.stderr
+
+
+def test_progress_is_drawn_only_where_somebody_watches(monkeypatch, capsys):
+    with sample.progress_bar() as update:
+        assert update is None
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with sample.progress_bar() as update:
+        assert update is not None
+        update(1, 4, 27)
+    assert "1/4 samples, 27 tokens" in capsys.readouterr().err
+
+
+def test_value_error_inside_the_engine_is_not_taken_for_the_users_mistake():
+    class Broken:
+        def generate(self, *_, **__):
+            raise ValueError("incompatible shapes")
+
+    with pytest.raises(RuntimeError, match="please report this"):
+        sample._generate(Broken(), [], None)  # type: ignore[arg-type]

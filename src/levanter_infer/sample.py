@@ -1,7 +1,7 @@
 """`python -m levanter_infer.sample --config FILE`: sample prompts from a model.
 
 Completions go to standard output, everything else to standard error. Exit status: 0 all is well, 1 some requests
-failed, 2 wrong usage or configuration, 130 interrupted.
+failed, 2 wrong usage or configuration, 130 interrupted, 141 nobody reads the output any more.
 """
 
 import contextlib
@@ -49,7 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     with contextlib.suppress(AttributeError):
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
         arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
         if arguments is None:
@@ -64,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that nothing is flushed at exit
-        return 1
+        return 141
 
 
 def _interrupt(*_) -> None:
@@ -130,7 +129,7 @@ def run(config: RunConfig) -> int:
         requests = [row.request for row in rows if row.request is not None]
         begin = time.perf_counter()
         with progress_bar() as on_update:
-            sampled = engine.generate(requests, on_update=on_update)
+            sampled = _generate(engine, requests, on_update)
         seconds = time.perf_counter() - begin
         outputs = merge_outputs(rows, sampled)
         if writer is not None:
@@ -147,6 +146,13 @@ def run(config: RunConfig) -> int:
     failed = report_failures(outputs)
     _say(summary(outputs, engine.stats(), seconds))
     return 1 if failed else 0
+
+
+def _generate(engine: "InferenceEngine", requests: list[Request], on_update) -> list[RequestOutput]:
+    try:
+        return engine.generate(requests, on_update=on_update)
+    except ValueError as e:  # what requests do wrong is in their outputs, so this is a fault of ours: show all of it
+        raise RuntimeError("sampling failed; please report this with the traceback") from e
 
 
 def make_engine(config: RunConfig, num_rows: int) -> "InferenceEngine":
@@ -214,15 +220,16 @@ def progress_bar() -> Iterator[Callable[[int, int, int], None] | None]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.completed}/{task.total} samples, {task.fields[tokens]} tokens"),
+        TextColumn("{task.fields[count]}"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("compiling", total=None, tokens=0)
+    # A few updates a second: the processor has programs to compile.
+    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4) as progress:
+        task = progress.add_task("compiling", total=None, count="")
 
         def update(finished: int, total: int, tokens: int) -> None:
-            description = "sampling" if tokens else "compiling"
-            progress.update(task, completed=finished, total=total, tokens=tokens, description=description)
+            count = f"{finished}/{total} samples, {tokens} tokens"
+            progress.update(task, completed=finished, total=total, count=count, description="sampling")
 
         yield update
 
@@ -298,4 +305,5 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _interrupt)  # so that a partial output file is removed
     sys.exit(main())
