@@ -9,6 +9,8 @@ from levanter_infer.decode.sampling import SampleOutput, SamplingTable, sample
 from levanter_infer.engine.params import SamplingParams
 from tests.decode.sampling_oracle import EOS, chi_square_p, distribution, table_of
 
+pytestmark = pytest.mark.usefixtures("optimized")  # bits and distributions of what users run
+
 VOCAB, DRAWS, MAX_LEN = 200, 24_000, 64
 PROMPT = [5, 9, 9, 17, 60, 150, EOS]
 OUTPUT = [9, 21, 21, 21, 40, 41, 199]
