@@ -1,0 +1,233 @@
+"""The decoder itself: causality, layouts, and the paged forward against the plain one."""
+
+import functools
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levanter_infer.axes import POSITION, ROW, SEQ_PAGE, TOKEN
+from levanter_infer.cache import KvPages, PageBatchInfo
+from levanter_infer.layers.attention import AttentionSpec
+from levanter_infer.layers.linear import Linear
+from levanter_infer.layers.rotary import RopeConfig
+from levanter_infer.models.decoder import DecoderConfig, DecoderModel
+
+PAGE_SIZE, NUM_PAGES, SEQ_PAGES = 4, 16, 6
+NUM_TOKENS, NUM_ROWS = 12, 3
+PLAIN = AttentionSpec()
+
+
+@functools.cache
+def tiny(dtype: str = "float32", **changes) -> DecoderModel:
+    """Two layers with every option, the first with a window; weights from numpy, which compiles nothing."""
+    config = DecoderConfig(
+        **{
+            "model_type": "qwen3",
+            "vocab_size": 17,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 32,
+            "rms_norm_eps": 1e-5,
+            "rope": RopeConfig(),
+            "qkv_bias": True,
+            "out_bias": True,
+            "mlp_bias": True,
+            "qk_norm": True,
+            "sliding_windows": (3, None),
+            **changes,
+        }
+    )
+    rng = np.random.default_rng(0)
+    shapes = eqx.filter_eval_shape(DecoderModel.init, config, key=jax.eval_shape(lambda: jax.random.key(0)))
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * 0.4, dtype), shapes)
+
+
+def tokens_of(rows) -> hax.NamedArray:
+    rows = jnp.asarray(rows, jnp.int32)
+    return hax.named(rows, ("batch", POSITION)[-rows.ndim :])
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def plain(model, tokens, spec=PLAIN):
+    return model(tokens, spec).array
+
+
+@functools.partial(jax.jit, static_argnums=(3,))
+def paged(model, batch, kv, spec):
+    hidden, kv = model.hidden(batch, kv, spec)
+    return model.logits(hidden).array, kv
+
+
+def batch_of(sequences, starts, pages) -> PageBatchInfo:
+    """Row s computes `sequences[s][starts[s]:]`, its K/V in `pages[s]`; padded to NUM_TOKENS and NUM_ROWS."""
+    spots = [(s, p) for s, start in enumerate(starts) for p in range(start, len(sequences[s]))]
+    pad, pad_rows = NUM_TOKENS - len(spots), NUM_ROWS - len(sequences)
+    bounds = np.cumsum([0, *(len(q) - start for q, start in zip(sequences, starts, strict=True)), *[0] * pad_rows])
+    table = np.full((NUM_ROWS, SEQ_PAGES), NUM_PAGES)
+    for row, held in enumerate(pages):
+        table[row, : len(held)] = held
+    dests = [pages[s][p // PAGE_SIZE] * PAGE_SIZE + p % PAGE_SIZE for s, p in spots]
+
+    def i32(values, *axes):
+        return hax.named(jnp.asarray(np.array(values), jnp.int32), axes)
+
+    return PageBatchInfo(
+        tokens=i32([*(sequences[s][p] for s, p in spots), *[0] * pad], TOKEN),
+        positions=i32([*(p for _, p in spots), *[0] * pad], TOKEN),
+        slot_ids=i32(range(NUM_ROWS), ROW),
+        cu_q_lens=i32(bounds, "row_bound"),
+        seq_lens=i32([*map(len, sequences), *[0] * pad_rows], ROW),
+        page_indices=i32(table, ROW, SEQ_PAGE),
+        num_seqs=i32(len(sequences)),
+        new_token_dests=i32([*dests, *[NUM_PAGES * PAGE_SIZE] * pad], TOKEN),
+        page_size=PAGE_SIZE,
+    )
+
+
+def pool(model: DecoderModel, as_bits: bool = False) -> KvPages:
+    config = model.config
+    return KvPages.init(
+        num_layers=config.num_layers,
+        num_pages=NUM_PAGES,
+        page_size=PAGE_SIZE,
+        num_kv_heads=config.num_kv_heads,
+        head_size=config.head_dim,
+        dtype=model.dtype,
+        as_bits=as_bits,
+    )
+
+
+SEQUENCES = [np.arange(9) * 5 % 17, np.arange(6) * 7 % 17]
+PAGES = [[3, 0, 7], [12, 5]]
+
+
+def paged_logits(model, spec=PLAIN, as_bits=False):
+    """Logits of every token of SEQUENCES: the first sequence in chunks of 4 and 5, the second whole."""
+    first, kv = paged(model, batch_of([SEQUENCES[0][:4]], [0], PAGES[:1]), pool(model, as_bits), spec)
+    second, _ = paged(model, batch_of(SEQUENCES, [4, 0], PAGES), kv, spec)
+    return [np.concatenate([first[:4], second[:5]]), np.asarray(second[5:11])]
+
+
+@pytest.mark.parametrize("impl", ["reference", "xla"])
+def test_paged_forward_equals_the_plain_one(impl):
+    model = tiny()
+    for logits, sequence in zip(paged_logits(model, AttentionSpec(impl=impl)), SEQUENCES, strict=True):
+        np.testing.assert_allclose(logits, plain(model, tokens_of(sequence)), atol=2e-4)
+
+
+def test_hooks_act_alike_in_both_forwards():
+    spec = AttentionSpec(
+        score_mod=lambda score, q_pos, kv_pos, head: score + 0.5 * ((q_pos - kv_pos) * (head + 1)).astype(jnp.float32),
+        mask_mod=lambda q_pos, kv_pos, head: (kv_pos % 3 != 1) | (head == 2),
+    )
+    model = tiny(attention_soft_cap=0.1)
+    expected = [np.asarray(plain(model, tokens_of(sequence), spec)) for sequence in SEQUENCES]
+    for logits, want in zip(paged_logits(model, spec), expected, strict=True):
+        np.testing.assert_allclose(logits, want, atol=2e-4)
+    assert np.abs(expected[0] - plain(model, tokens_of(SEQUENCES[0]))).max() > 0.1
+    assert np.abs(plain(model, tokens_of(SEQUENCES[0])) - plain(tiny(), tokens_of(SEQUENCES[0]))).max() > 0.01
+
+
+def test_bits_of_bf16_weights_and_pages_give_the_same_bits():
+    model = tiny("bfloat16", tie_word_embeddings=True)
+    stored = model.as_bits()
+    linear = stored.layers.attention.o_proj
+    assert isinstance(linear, Linear) and linear.weight.dtype == jnp.uint16 == stored.embeddings.dtype
+    assert stored.dtype == model.dtype == jnp.bfloat16 and tiny().as_bits() is tiny()
+    for a, b in zip(paged_logits(model), paged_logits(stored, as_bits=True), strict=True):
+        assert a.dtype == np.float32 and (a == b).all() and np.isfinite(a).all()
+    rounded = np.asarray(plain(model, tokens_of(SEQUENCES[0])))
+    assert np.abs(paged_logits(stored, as_bits=True)[0] - rounded).max() < 0.05 * np.abs(rounded).max()
+
+
+def test_plain_forward_gives_f32_logits_of_every_position_in_any_company():
+    model = tiny()
+    rows = np.stack([SEQUENCES[0], SEQUENCES[0][::-1]])
+    logits = plain(model, tokens_of(rows))
+    assert logits.shape == (2, 9, 17) and logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits[1], plain(model, tokens_of(rows[1])), atol=1e-5)
+
+
+def test_later_tokens_do_not_reach_earlier_logits():
+    model = tiny()
+    changed = SEQUENCES[0].copy()
+    changed[5] += 1
+    before, after = (np.asarray(plain(model, tokens_of(t))) for t in (SEQUENCES[0], changed))
+    assert (before[:5] == after[:5]).all() and (np.abs(before[5:] - after[5:]).max(axis=-1) > 1e-4).all()
+
+
+def test_window_hides_what_lies_before_it():
+    model = tiny(sliding_windows=(3, 3))
+    changed = SEQUENCES[0].copy()
+    changed[0] += 1
+    before, after = (np.asarray(plain(model, tokens_of(t))) for t in (SEQUENCES[0], changed))
+    # Two layers of window 3 see four positions back.
+    assert (np.abs(before[:5] - after[:5]).max(axis=-1) > 1e-4).all() and (before[5:] == after[5:]).all()
+
+
+def test_weights_are_stored_layers_then_outputs_then_inputs():
+    layers = tiny().layers
+    q = ("kv_head", "q_heads_per_group", "head_size")
+    names = {
+        "q_proj": ("layers", *q, "embed"),
+        "k_proj": ("layers", "kv_head", "head_size", "embed"),
+        "v_proj": ("layers", "kv_head", "head_size", "embed"),
+        "o_proj": ("layers", "embed", *q),
+    }
+    for name, expected in names.items():
+        assert tuple(axis.name for axis in getattr(layers.attention, name).weight.axes) == expected
+    for name, expected in {"gate": ("mlp", "embed"), "up": ("mlp", "embed"), "down": ("embed", "mlp")}.items():
+        axes = getattr(layers.mlp, f"{name}_proj").weight.axes
+        assert tuple(axis.name for axis in axes) == ("layers", *expected)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "qkv_bias": False, "qk_norm": False}])
+def test_parameter_count_from_sizes_equals_that_of_the_arrays(changes):
+    model = tiny(**changes)
+    assert model.config.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(model))
+
+
+def test_tied_head_is_the_embeddings():
+    model = tiny(tie_word_embeddings=True)
+    assert model.lm_head is None
+    untied = eqx.tree_at(lambda m: m.lm_head, model, model.embeddings, is_leaf=lambda leaf: leaf is None)
+    hidden = hax.named(jnp.linspace(-1, 1, 16), "embed")
+    assert (model.logits(hidden).array == untied.logits(hidden).array).all()
+
+
+def test_init_is_finite_and_follows_its_key():
+    init = jax.jit(lambda key: DecoderModel.init(tiny().config, key=key))
+    first, again, other = (init(jax.random.key(seed)) for seed in (0, 0, 1))
+    assert eqx.tree_equal(first, again) and not eqx.tree_equal(first, other)
+    assert float(jnp.std(first.embeddings.array)) == pytest.approx(0.02, rel=0.2)
+    assert float(jnp.std(first.layers.mlp.down_proj.weight.array)) == pytest.approx(24**-0.5, rel=0.1)
+
+
+def test_rope_that_depends_on_length_wants_to_know_it():
+    longrope = RopeConfig(
+        kind="longrope", factor=4.0, original_len=8, short_factor=(1.0,) * 4, long_factor=(1.0, 2.0, 3.0, 4.0)
+    )
+    model = tiny(rope=longrope)
+    with pytest.raises(ValueError, match=r"up to 24 tokens here, beyond the original 8; give AttentionSpec\(max_seq"):
+        paged_logits(model)
+    spec = AttentionSpec(max_seq_len=24)
+    expected = np.asarray(plain(model, tokens_of(SEQUENCES[1]), spec))
+    np.testing.assert_allclose(paged_logits(model, spec)[1], expected, atol=2e-4)
+    # Left to itself the plain forward goes by the sequence, as HF does: 6 tokens are within the original 8.
+    assert np.abs(plain(model, tokens_of(SEQUENCES[1])) - expected).max() > 1e-3
+
+
+def test_config_refuses_sizes_that_do_not_fit():
+    config = tiny().config
+    with pytest.raises(ValueError, match="num_attention_heads=4 is no multiple of num_key_value_heads=3"):
+        DecoderConfig(**{**vars(config), "num_kv_heads": 3})
+    with pytest.raises(ValueError, match="1 sliding windows for 2 layers"):
+        DecoderConfig(**{**vars(config), "sliding_windows": (3,)})

@@ -1,0 +1,165 @@
+"""`config.json` is read strictly: what changes the mathematics is honoured or refused by name."""
+
+import pytest
+
+from levanter_infer.layers.rotary import RopeConfig
+from levanter_infer.models.registry import FAMILIES, family_for
+from tests.golden_cases import case_names, load_case
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+QWEN2 = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 2}
+LONG = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]}
+
+
+def parse(raw=LLAMA, **changes):
+    config = {**raw, **changes}
+    return family_for(config).config_from_hf(config)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"sliding_windw": 4}, r"'sliding_windw' \(value 4\).*nearest known key"),
+        ({"num_experts": 8}, "'num_experts'"),
+        ({"sliding_window": 4}, "'sliding_window'"),
+        ({"qk_layernorm": True}, "'qk_layernorm'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config=.*expected None"),
+        ({"pretraining_tp": 2}, "pretraining_tp=2, expected 1"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, expected 1"),
+        ({"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder=True"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu', expected one of silu"),
+        ({"vocab_size": None}, "vocab_size=None, expected a whole number from 1"),
+        ({"vocab_size": "32"}, "vocab_size='32'"),
+        ({"vocab_size": True}, "vocab_size=True"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000.*to 10000"),
+        ({"num_attention_heads": 3}, "hidden_size=16, expected a multiple of num_attention_heads=3"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4, expected a multiple of num_key_value_heads=3"),
+        ({"head_dim": 5}, "head_dim=5, expected an even number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan, expected a finite number"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes', expected true or false"),
+        ({"attention_bias": None}, "attention_bias=None, expected true or false"),
+        ({"model_type": "gpt2"}, "model_type='gpt2', expected one of llama, mistral, qwen2, qwen3"),
+    ],
+)
+def test_config_refuses_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        parse(**changes)
+
+
+@pytest.mark.parametrize(
+    "scaling, message",
+    [
+        ({"rope_type": "mrope"}, "rope_type='mrope', expected one of default"),
+        ({"factor": 2.0}, "no rope_type"),
+        ({"rope_type": "linear", "type": "yarn", "factor": 2.0}, "differ"),
+        ({"rope_type": "linear"}, "'linear' lacks factor"),
+        ({"rope_type": "linear", "factor": 0.5}, "factor=0.5, expected at least 1"),
+        ({"rope_type": "linear", "factor": "2"}, "factor='2', expected a finite number"),
+        ({"rope_type": "linear", "factor": 2.0, "beta_fst": 1}, "beta_fst=1 is not known"),
+        ({"rope_type": "yarn", "factor": 2.0, "truncate": 1}, "truncate=1, expected true or false"),
+        ({"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64}, "with rope type 'dynamic'"),
+        ({"rope_type": "longrope", **LONG}, "needs factor"),
+        ({"rope_type": "longrope", **LONG, "short_factor": [1.0]}, "1 entries, expected .* = 2 numbers"),
+        (
+            {"rope_type": "longrope", **LONG, "factor": 3.0, "original_max_position_embeddings": 1024},
+            "factor=3.0 but .* is 2.0",
+        ),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 4.0,
+                "high_freq_factor": 1.0,
+                "original_max_position_embeddings": 64,
+            },
+            "high_freq_factor must exceed",
+        ),
+        ({"rope_type": "default", "rope_theta": 5.0}, "rope_theta=10000.0 but rope_scaling.rope_theta=5.0"),
+        ([1], r"rope_scaling=\[1\], expected null or an object"),
+    ],
+)
+def test_rope_refuses_by_name(scaling, message):
+    with pytest.raises(ValueError, match=message):
+        parse(rope_scaling=scaling, rope_theta=10000.0)
+
+
+def test_rope_is_the_same_in_both_spellings():
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    old = parse(rope_theta=5e5, rope_scaling=scaling)
+    assert old.rope == RopeConfig(kind="yarn", theta=5e5, factor=4.0, original_len=32)
+    assert parse(rope_parameters={**scaling, "rope_theta": 5e5}) == old
+    with pytest.raises(ValueError, match="contradict"):
+        parse(rope_scaling=scaling, rope_parameters={"rope_type": "default"})
+
+
+def test_longrope_original_length_stands_beside_or_inside():
+    scaling = {"type": "longrope", **LONG}
+    beside = parse(rope_scaling=scaling, original_max_position_embeddings=512)
+    assert (beside.rope.original_len, beside.rope.factor) == (512, 4.0)
+    assert parse(rope_scaling={**scaling, "original_max_position_embeddings": 512}) == beside
+    with pytest.raises(ValueError, match="none with rope type 'default'"):
+        parse(original_max_position_embeddings=512)
+
+
+def test_absent_keys_take_the_defaults_of_hf():
+    llama, qwen3 = parse(), parse({**QWEN2, "model_type": "qwen3"})
+    assert (llama.num_kv_heads, llama.head_dim, llama.rms_norm_eps) == (4, 4, 1e-6)
+    assert (llama.max_position_embeddings, llama.rope.theta, llama.tie_word_embeddings) == (2048, 10000.0, False)
+    assert qwen3.head_dim == 128 and parse(head_dim=8).head_dim == 8 and parse(head_dim=None).head_dim == 4
+    mistral = parse({**LLAMA, "model_type": "mistral", "num_key_value_heads": None})
+    assert mistral.num_kv_heads == 4 and mistral.sliding_windows == (4096, 4096)
+
+
+def test_mistral_window_is_in_all_layers_or_in_none():
+    mistral = {**LLAMA, "model_type": "mistral", "num_key_value_heads": 2}
+    assert parse(mistral, sliding_window=8).sliding_windows == (8, 8)
+    assert parse(mistral, sliding_window=None).sliding_windows == ()
+    with pytest.raises(ValueError, match="attention_bias=True, expected False"):
+        parse(mistral, attention_bias=True)
+
+
+def test_qwen_windows_follow_the_four_keys():
+    window = {"use_sliding_window": True, "sliding_window": 8}
+    assert parse(QWEN2, sliding_window=8, max_window_layers=0).sliding_windows == ()
+    assert parse(QWEN2, **window, max_window_layers=1).sliding_windows == (None, 8)
+    assert parse(QWEN2, **window, max_window_layers=2).sliding_windows == ()
+    kinds = ["sliding_attention", "full_attention"]
+    assert parse(QWEN2, **window, max_window_layers=2, layer_types=kinds).sliding_windows == (8, None)
+    with pytest.raises(ValueError, match="without use_sliding_window=true"):
+        parse(QWEN2, sliding_window=8, layer_types=kinds)
+    with pytest.raises(ValueError, match="one entry for each of num_hidden_layers=2"):
+        parse(QWEN2, **window, layer_types=kinds[:1])
+    with pytest.raises(ValueError, match="a list of full_attention and sliding_attention"):
+        parse(QWEN2, **window, layer_types=["chunked_attention", "full_attention"])
+
+
+def test_biases_and_norms_are_those_of_the_family():
+    def kinds(config):
+        return config.qkv_bias, config.out_bias, config.mlp_bias, config.qk_norm
+
+    assert kinds(parse()) == (False, False, False, False)
+    assert kinds(parse(attention_bias=True, mlp_bias=True)) == (True, True, True, False)
+    assert kinds(parse(QWEN2)) == (True, False, False, False)
+    assert kinds(parse({**QWEN2, "model_type": "qwen3"}, attention_bias=True)) == (True, True, False, True)
+
+
+def test_informational_keys_change_nothing():
+    extras = {"torch_dtype": "bfloat16", "use_cache": False, "eos_token_id": [1, 2], "attention_dropout": 0.1}
+    assert parse(**extras, _name_or_path="x", pretraining_tp=1, temperature=0.7, rope_scaling=None) == parse()
+
+
+def test_config_survives_the_way_to_hf_and_back():
+    configs = [load_case(name).config for name in case_names()]
+    assert {config["model_type"] for config in configs} == set(FAMILIES)
+    for raw in configs:
+        family = family_for(raw)
+        config = family.config_from_hf(raw)
+        assert family.config_from_hf(family.config_to_hf(config)) == config
