@@ -1,0 +1,317 @@
+"""Loading: every tensor once, everything checked before it is read, nothing from outside the directory."""
+
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from levanter_infer.checkpoints import load as load_module
+from levanter_infer.checkpoints import source as source_module
+from levanter_infer.checkpoints.load import load_model
+from levanter_infer.checkpoints.source import resolve_source
+from tests.golden_cases import make_weights
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 11,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+def weights(**changes):
+    return make_weights("load", {**CONFIG, **changes})
+
+
+@pytest.fixture
+def write(tmp_path):
+    """`write(tensors, **config changes)` -> directory; a second call writes over the first."""
+
+    def write(tensors=None, name="model.safetensors", **changes):
+        (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+        save_file(weights(**changes) if tensors is None else tensors, tmp_path / name)
+        return tmp_path
+
+    return write
+
+
+@pytest.fixture
+def write_shards(tmp_path, write):
+    """Two shards with an index; `weight_map` changes are applied to the index alone."""
+
+    def write_shards(**weight_map):
+        tensors = weights()
+        names = sorted(tensors)  # K_PROJ is in the first shard
+        parts = {"a-1.safetensors": names[::2], "a-2.safetensors": names[1::2]}
+        for shard, held in parts.items():
+            write({name: tensors[name] for name in held}, shard)
+        index = {name: shard for shard, held in parts.items() for name in held}
+        index = {name: shard for name, shard in {**index, **weight_map}.items() if shard is not None}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+        return tmp_path
+
+    return write_shards
+
+
+@pytest.fixture
+def no_reading(monkeypatch):
+    """Reading a tensor is an error: what a test refuses, it refuses by the headers."""
+
+    def read(*_):
+        raise AssertionError("a tensor was read")
+
+    monkeypatch.setattr(load_module, "_read", read)
+
+
+def test_load_puts_every_tensor_in_its_place(write):
+    model, tokenizer = load_model(write())
+    tensors = weights()
+    assert tokenizer is None and model.config.num_layers == 2
+    k_proj = model.layers.attention.k_proj.weight
+    assert [axis.name for axis in k_proj.axes] == ["layers", "kv_head", "head_size", "embed"]
+    assert (np.asarray(k_proj.array[1]).reshape(4, 8) == tensors[K_PROJ]).all()
+    o_proj = model.layers.attention.o_proj.weight.array[0]
+    assert (np.asarray(o_proj).reshape(8, 8) == tensors["model.layers.0.self_attn.o_proj.weight"]).all()
+    assert (np.asarray(model.lm_head.array) == tensors["lm_head.weight"]).all()
+    assert sum(leaf.size for leaf in jax.tree.leaves(model)) == sum(t.size for t in tensors.values())
+
+
+def test_dtype_is_the_stored_one_unless_asked(write):
+    stored = {name: tensor.astype(jnp.bfloat16) for name, tensor in weights().items()}
+    directory = write(stored)
+    for dtype, expected in ((None, jnp.bfloat16), ("bfloat16", jnp.bfloat16), ("float32", jnp.float32)):
+        model, _ = load_model(directory, dtype=dtype)
+        assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype(expected)}
+        assert (np.asarray(model.norm.weight.array) == stored["model.norm.weight"]).all()
+    with pytest.raises(ValueError, match="dtype='int8', expected bfloat16, float32"):
+        load_model(directory, dtype="int8")
+    stored["model.norm.weight"] = stored["model.norm.weight"].astype(np.float32)
+    with pytest.raises(ValueError, match="stored as BF16 and F32; give dtype"):
+        load_model(write(stored))
+
+
+def test_shards_load_like_one_file(write_shards, write):
+    sharded, _ = load_model(write_shards())
+    single, _ = load_model(write())
+    for a, b in zip(jax.tree.leaves(sharded), jax.tree.leaves(single), strict=True):
+        assert (a == b).all()
+
+
+@pytest.mark.parametrize(
+    "shard",
+    ["../a-1.safetensors", "/tmp/a-1.safetensors", "sub/a-1.safetensors", "..", "a-1.bin", 3, ".hidden.safetensors"],
+)
+def test_index_names_only_files_beside_it(write_shards, no_reading, shard):
+    with pytest.raises(ValueError, match="expected the plain name of a .safetensors file beside the index"):
+        load_model(write_shards(**{K_PROJ: shard}))
+
+
+def test_index_and_shards_must_agree(write_shards, no_reading):
+    with pytest.raises(ValueError, match="a-2.safetensors lacks tensors that the index places there.*k_proj"):
+        load_model(write_shards(**{K_PROJ: "a-2.safetensors"}))
+    with pytest.raises(ValueError, match="no file a-3.safetensors"):
+        load_model(write_shards(**{K_PROJ: "a-3.safetensors"}))
+    directory = write_shards()
+    extra = load_file(directory / "a-2.safetensors") | {K_PROJ: weights()[K_PROJ]}
+    save_file(extra, directory / "a-2.safetensors")
+    with pytest.raises(ValueError, match=f"{K_PROJ!r} is in .*a-1.safetensors and in .*a-2.safetensors"):
+        load_model(directory)
+
+
+def test_links_out_of_the_directory_are_refused(write, tmp_path_factory):
+    directory = write()
+    outside = tmp_path_factory.mktemp("outside") / "secret.safetensors"
+    (directory / "model.safetensors").rename(outside)
+    (directory / "model.safetensors").symlink_to(outside)
+    with pytest.raises(ValueError, match="outside the model directory"):
+        load_model(directory)
+
+
+def test_links_of_a_hub_cache_into_its_blobs_are_followed(write, tmp_path_factory):
+    repo = tmp_path_factory.mktemp("models--org--name")
+    snapshot, blobs = repo / "snapshots" / "0123abc", repo / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(sorted(write().iterdir())):
+        path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(os.path.relpath(blobs / str(number), snapshot))
+    model, _ = load_model(snapshot)
+    assert (np.asarray(model.embeddings.array) == weights()["model.embed_tokens.weight"]).all()
+
+
+def test_missing_and_unexpected_tensors_are_named_together(write, no_reading):
+    tensors = weights()
+    tensors["model.layers.1.self_attn.q_norm.weight"] = np.ones(2, np.float32)
+    del tensors[K_PROJ]
+    with pytest.raises(ValueError, match=f"missing tensors: {K_PROJ!r}; .* no use for: 'model.layers.1.*q_norm"):
+        load_model(write(tensors))
+
+
+def test_more_layers_in_the_files_than_in_the_config_are_refused(write, no_reading):
+    with pytest.raises(ValueError, match="no use for: 'model.layers.1.*and 3 more"):
+        load_model(write(weights(), num_hidden_layers=1))
+
+
+def test_computed_rope_buffers_of_old_checkpoints_are_ignored(write):
+    tensors = weights() | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(1, np.float32)}
+    load_model(write(tensors))
+
+
+def test_shapes_are_checked_before_anything_is_read(write, no_reading):
+    tensors = weights()
+    tensors[K_PROJ] = tensors[K_PROJ].T.copy()
+    with pytest.raises(ValueError, match=r"k_proj.weight' has shape \[8, 4\], config.json expects \[4, 8\]"):
+        load_model(write(tensors))
+
+
+def test_quantized_tensors_are_refused(write, no_reading):
+    tensors = weights()
+    tensors[K_PROJ] = tensors[K_PROJ].astype(np.int8)
+    with pytest.raises(ValueError, match="k_proj.weight' is stored as I8, expected one of F32, F16, BF16; quantized"):
+        load_model(write(tensors))
+
+
+@pytest.mark.parametrize("changes", [{"vocab_size": 2**30}, {"num_hidden_layers": 9999}, {"hidden_size": 2**20}])
+def test_config_larger_than_the_files_is_refused_before_anything_is_made(write, monkeypatch, changes):
+    monkeypatch.setattr(load_module.eqx, "filter_eval_shape", lambda *_, **__: pytest.fail("made shapes"))
+    with pytest.raises(ValueError, match="config.json describes .* parameters, but the files hold 21 tensors"):
+        load_model(write(weights(), **changes))
+
+
+def test_tied_checkpoint_has_no_head_of_its_own(write):
+    tensors = weights(tie_word_embeddings=True)
+    model, _ = load_model(write(tie_word_embeddings=True))
+    assert model.lm_head is None
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    model, _ = load_model(write(tensors, tie_word_embeddings=True))
+    assert model.lm_head is None
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] + np.float32(1)
+    with pytest.raises(ValueError, match="'lm_head.weight' differs from 'model.embed_tokens.weight' although"):
+        load_model(write(tensors, tie_word_embeddings=True))
+    del tensors["lm_head.weight"]
+    with pytest.raises(ValueError, match="missing tensors: 'lm_head.weight'.*tie_word_embeddings"):
+        load_model(write(tensors, tie_word_embeddings=False))
+
+
+def _truncated(data: bytes) -> bytes:
+    return data[:-1]
+
+
+def _longer(data: bytes) -> bytes:
+    return data + b"\0"
+
+
+def _header_too_long(data: bytes) -> bytes:
+    return (2**40).to_bytes(8, "little") + data[8:]
+
+
+def _overlapping(data: bytes) -> bytes:
+    return _edited(data, lambda header: header[K_PROJ].update(data_offsets=header["model.norm.weight"]["data_offsets"]))
+
+
+def _larger_than_its_bytes(data: bytes) -> bytes:
+    return _edited(data, lambda header: header[K_PROJ].update(shape=[2**40, 8]))
+
+
+def _repeated_name(data: bytes) -> bytes:
+    size = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + size].rstrip()
+    entry = json.dumps({K_PROJ: json.loads(header)[K_PROJ]}).encode()[1:]
+    return _with_header(data, header[:-1] + b"," + entry)
+
+
+def _edited(data: bytes, edit) -> bytes:
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    edit(header)
+    return _with_header(data, json.dumps(header).encode())
+
+
+def _with_header(data: bytes, header: bytes) -> bytes:
+    body = data[8 + int.from_bytes(data[:8], "little") :]
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header + body
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [_truncated, _longer, _header_too_long, _overlapping, _larger_than_its_bytes, _repeated_name, lambda _: b""],
+)
+def test_damaged_file_is_named_with_a_remedy(write, no_reading, damage):
+    path = write() / "model.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=r"model\.safetensors.*(again|mend)"):
+        load_model(path.parent)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"a": 1, "a": 2}', "[" * 100_000, "\xff"])
+def test_broken_config_is_named(write, text):
+    path = write() / "config.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match="config.json"):
+        load_model(path.parent)
+
+
+def test_huge_config_is_refused_unread(write):
+    path = write() / "config.json"
+    path.write_bytes(b" " * (2**20 + 1))
+    with pytest.raises(ValueError, match="1048577 bytes, expected at most 1048576"):
+        load_model(path.parent)
+
+
+def test_pickled_weights_are_refused_with_the_way_out(write):
+    directory = write()
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="found pytorch_model.bin but no model.safetensors.*convert to safetensors"):
+        load_model(directory)
+    (directory / "pytorch_model.bin").unlink()
+    with pytest.raises(ValueError, match="no model.safetensors and no model.safetensors.index.json"):
+        load_model(directory)
+
+
+def test_what_is_no_model_is_refused(write, tmp_path):
+    with pytest.raises(ValueError, match="no such directory, and no hub id of the form org/name"):
+        load_model(tmp_path / "absent")
+    with pytest.raises(ValueError, match="is a file; give the directory"):
+        load_model(write() / "config.json")
+    with pytest.raises(ValueError, match="revision='main' with the directory"):
+        load_model(tmp_path, revision="main")
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ValueError, match="no file config.json"):
+        load_model(tmp_path)
+
+
+def test_hub_id_fetches_text_then_the_shards_of_one_commit(write_shards, monkeypatch):
+    directory = write_shards()
+    calls = []
+
+    def download(name, revision, files):
+        calls.append((name, revision, files))
+        return directory
+
+    monkeypatch.setattr(source_module, "_download", download)
+    source = resolve_source("org/name", revision="v1")
+    assert source.revision == directory.name and source.directory == directory
+    assert [call[:2] for call in calls] == [("org/name", "v1"), ("org/name", directory.name)]
+    assert not any(name.endswith(".safetensors") for name in calls[0][2])
+    assert {name for name in calls[1][2] if name.endswith(".safetensors")} == {"a-1.safetensors", "a-2.safetensors"}
+    assert not any("*" in name for call in calls for name in call[2])
+
+
+def test_hub_that_does_not_answer_is_reported(monkeypatch):
+    import huggingface_hub
+
+    def fail(*_, **__):
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ValueError, match="'org/name' at revision 'v1': .*OSError: no network; check the name"):
+        load_model("org/name", revision="v1")
