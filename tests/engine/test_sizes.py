@@ -60,6 +60,19 @@ def test_sizes_that_make_no_sense_are_refused_by_name(sizes, message):
         resolve_shapes(EngineConfig(**{"max_seq_len": 32, **sizes}), tiny_model(), 1)
 
 
+def test_a_round_ends_at_the_step_limit_and_the_next_goes_on():
+    config = EngineConfig(max_seqs=2, max_seq_len=32, page_size=4, max_round_steps=3)
+    engine = InferenceEngine(tiny_model(), config=config)
+    group = engine.submit(Request(prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=11, temperature=0.0)))
+    known = []
+    while not group.is_done:
+        engine.step_round()
+        known.append(engine.stats()["steps"])
+    assert all(after - before <= 3 for before, after in zip([0, *known], known, strict=False))
+    assert known[-1] == 11 and len(group.sequences[0].token_ids) == 11
+    engine.drain()
+
+
 def test_mixed_lengths_waste_less_than_a_page_each():
     lengths, generated, size = (3, 50, 17, 30, 9), 6, 4
     config = EngineConfig(max_seqs=5, max_seq_len=64, page_size=size, max_step_tokens=128)
