@@ -73,6 +73,11 @@ def test_repeated_prompts_add_up():
     assert config.prompts == ["17", "true"]
 
 
+def test_empty_sections_are_as_if_left_out(tmp_path):
+    config = config_from(tmp_path, "model: m\nprompts: x\nsampling:\nengine:\nmesh:\noutput:\nchat:\n")
+    assert config == load_config(None, [("model", "m"), ("prompts", "x")])
+
+
 def test_stop_strings_of_the_command_line_are_text_or_a_yaml_list():
     base = [("model", "m"), ("prompts", "x")]
     assert load_config(None, [*base, ("sampling.stop", "no: 5")]).sampling.stop == ("no: 5",)
@@ -96,6 +101,8 @@ START = "model: m\nprompts: x\n"
         ("model: m", "nothing to sample: give prompts, prompts_file, or chat"),
         ("model: m\nprompts: []", "prompts is an empty list"),
         ("model: ''\nprompts: x", "model is empty"),
+        ("model:\nprompts: x", "no model: give `model:"),
+        ("model: 5\nprompts: x", "model is 5; expected a mapping"),
         ("modle: m\nprompts: x", "unknown key modle; did you mean model?"),
         (START + "prompts_file: y", "prompts and prompts_file are both given"),
         (START + "sampling: {temprature: 1}", "'temprature'; the nearest known one is 'temperature'"),

@@ -128,6 +128,7 @@ def load_config(path: str | Path | None, overrides: Sequence[tuple[str, str]] = 
     Raises: ValueError naming the file or key that is wrong.
     """
     content = {} if path is None else _read_yaml(Path(path))
+    content = {key: value for key, value in content.items() if value is not None}  # a key with nothing behind it
     for name, key in _SHORT.items():
         if isinstance(content.get(name), str):
             content[name] = {key: content[name]}
