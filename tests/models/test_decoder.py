@@ -231,3 +231,15 @@ def test_config_refuses_sizes_that_do_not_fit():
         DecoderConfig(**{**vars(config), "num_kv_heads": 3})
     with pytest.raises(ValueError, match="1 sliding windows for 2 layers"):
         DecoderConfig(**{**vars(config), "sliding_windows": (3,)})
+
+
+def test_bits_spare_a_cpu_the_conversion_of_whole_stacks():
+    def converted(model: DecoderModel) -> bool:
+        batch = batch_of(SEQUENCES, [0, 0], PAGES)
+        text = paged.lower(model, batch, pool(model, as_bits=True), PLAIN).compile().as_text()
+        return any(shape in text for shape in ("f32[2,24,16]", "f32[2,16,24]", "f32[17,16]"))
+
+    model = tiny("bfloat16", tie_word_embeddings=True)
+    assert not converted(model.as_bits())
+    # Should a later XLA leave the floats alone too, then `as_bits` has done its work and can go.
+    assert converted(model)
