@@ -199,21 +199,20 @@ def test_interrupt_returns_130(command, monkeypatch):
     assert status == 130 and err == "interrupted\n"
 
 
-def test_command_runs_in_a_process_of_its_own(checkpoint, tmp_path):
-    """As users start it, without the strict checks of the tests."""
-    config = tmp_path / "run.yaml"
-    config.write_text(f"model: {checkpoint}\nprompts: [hello, the cat]\nsampling: {{max_tokens: 4}}\n")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+def test_command_samples_the_configuration_of_the_repository(checkpoint, tmp_path):
+    """As users start it, in a process without the strict checks of the tests; a random model stands in for the tiny."""
+    arguments = ["--config", "configs/tiny.yaml", "--model", str(checkpoint), "--sampling.max_tokens", "4"]
     done = subprocess.run(
-        [sys.executable, "-m", "levanter_infer.sample", "--config", str(config), *SMALL],
-        env=environment,
+        [sys.executable, "-m", "levanter_infer.sample", *arguments, *SMALL],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("[0] hello\n  -> ") and "[1] the cat\n" in done.stdout
-    assert "2 requests (0 failed), 2 samples" in done.stderr
+    assert done.stdout.startswith("[0] 17+25=\n  -> ") and "\n[5] Once upon a time\n  -> " in done.stdout
+    assert "(0 failed)" in done.stderr and "temperature=0 stop=('\\n',)" in done.stderr
 
 
 def test_progress_is_drawn_only_where_somebody_watches(monkeypatch, capsys):
