@@ -39,8 +39,8 @@ def main(generation: str) -> None:
     def abstract(tree):
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated), tree)
 
-    config = EngineConfig(max_seqs=8, max_seq_len=256, max_pages=2048, max_step_tokens=64)
-    model = tiny_model(dtype="bfloat16", hidden_size=256, num_attention_heads=2, num_key_value_heads=1)
+    config = EngineConfig(max_seqs=8, max_seq_len=256, max_pages=32768, max_step_tokens=64)
+    model = tiny_model(dtype="bfloat16", hidden_size=256, num_attention_heads=4, num_key_value_heads=4, head_dim=128)
     shapes = resolve_shapes(config, model, 1)
     programs = Programs(model, shapes, AttentionSpec(impl="xla"), kv_dtype=jnp.bfloat16, as_bits=False)
     state = jax.eval_shape(programs.init)

@@ -176,7 +176,7 @@ def make_engine(config: RunConfig, num_rows: int) -> "InferenceEngine":
     _say(
         f"model     {source.name}"
         + (f" at revision {source.revision}" if source.revision else "")
-        + f": {model.config.num_parameters / 1e6:.4g}M parameters, {model.embeddings.dtype}, "
+        + f": {model.config.num_parameters / 1e6:.4g}M parameters, {model.dtype}, "
         + f"loaded in {time.perf_counter() - begin:.1f} s"
     )
     if tokenizer is not None:

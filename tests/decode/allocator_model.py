@@ -166,7 +166,7 @@ class AllocatorModel:
             if state.status != WAITING or state.source is None:
                 continue
             parent, lens = self.slots[state.source], state.prompt_len - 1
-            if lens == 0 or parent.status == FINISHED:
+            if lens == 0:
                 alone.append(i)
             elif parent.status == RUNNING and parent.computed >= lens:
                 ready.append(i)
@@ -184,6 +184,9 @@ class AllocatorModel:
         for i in sorted(reasons):
             self._release(i)
             self.slots[i].status, self.slots[i].reason, self.slots[i].source = FINISHED, reasons[i], None
+        for slot in self.slots:
+            if slot.source in reasons:
+                slot.source = None
 
     def _release(self, i: int) -> None:
         for page in reversed(self.slots[i].pages):

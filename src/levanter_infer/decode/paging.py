@@ -144,13 +144,18 @@ def release(state: DecodeState, slots: Array) -> DecodeState:
 
 
 def free_pages_for_finished(state: DecodeState, finished: Array, reason: Array) -> DecodeState:
-    """End the sequences in the mask `finished` with `reason` (i32[seq]) and give back their pages."""
+    """End the sequences in the mask `finished` with `reason` (i32[seq]) and give back their pages.
+
+    Forks that still wait for one of them go on alone: its slot may belong to another sequence by the next step.
+    """
     table = state.sequences
+    source = table.fork_source.array
+    orphaned = finished.at[source].get(mode="fill", fill_value=False)
     table = replace(
         table,
         status=jnp.where(finished, FINISHED, table.status.array),
         finish_reason=jnp.where(finished, reason, table.finish_reason.array),
-        fork_source=jnp.where(finished, table.num_slots, table.fork_source.array),
+        fork_source=jnp.where(finished | orphaned, table.num_slots, source),
     )
     return release(eqx.tree_at(lambda s: s.sequences, state, table), finished)
 
@@ -190,7 +195,7 @@ def fork(state: DecodeState, children: Array, parents: Array, lens: Array) -> De
 
 
 def fork_when_ready(state: DecodeState) -> DecodeState:
-    """Start the forks whose parent has computed the prompt; those whose parent is gone go on alone.
+    """Start the forks whose parent has computed the prompt.
 
     A child shares all of the prompt but its last token, which it computes itself, so that it samples its first
     token like any other sequence. If that token's page is shared, writing it copies the page.
@@ -202,7 +207,7 @@ def fork_when_ready(state: DecodeState) -> DecodeState:
     parent_status = table.status.array.at[source].get(mode="fill", fill_value=FINISHED)
     parent_computed = table.num_computed.array.at[source].get(mode="fill", fill_value=0)
     ready = waits & (parent_status == RUNNING) & (parent_computed >= lens) & (lens > 0)
-    alone = waits & ((parent_status == FINISHED) | (lens == 0))
+    alone = waits & (lens == 0)
     state = fork(state, ready, source, lens)
     table = replace(state.sequences, fork_source=jnp.where(ready | alone, table.num_slots, source))
     return eqx.tree_at(lambda s: s.sequences, state, table)

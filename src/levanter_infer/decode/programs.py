@@ -23,6 +23,8 @@ class Programs:
 
     def __init__(self, model, shapes: Shapes, attention: AttentionSpec, *, kv_dtype, as_bits: bool):
         config = model.config
+        if as_bits:
+            model = model.as_bits()
 
         def new_cache() -> KvPages:
             return KvPages.init(

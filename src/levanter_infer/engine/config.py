@@ -119,7 +119,7 @@ def resolve_shapes(config: EngineConfig, model, num_eos: int) -> Shapes:
 
 
 def kv_dtype(config: EngineConfig, model) -> jnp.dtype:
-    return jnp.dtype(config.kv_dtype or model.embeddings.dtype)
+    return jnp.dtype(config.kv_dtype or model.dtype)
 
 
 def stores_bits() -> bool:

@@ -94,7 +94,8 @@ def generate(
         impl=config.attention, score_mod=score_mod, mask_mod=mask_mod, max_seq_len=shapes.max_seq_len
     )
     result = generate_all(
-        model, kv, prompts, lens, table, n=n, max_tokens=params.max_tokens, shapes=shapes, attention=attention
+        model.as_bits() if stores_bits() else model,
+        kv, prompts, lens, table, n=n, max_tokens=params.max_tokens, shapes=shapes, attention=attention
     )
     return GenerateOutput(
         **{
