@@ -1,6 +1,6 @@
 """Random operations on the device's tables, compared with the plain Python model after each. Run by hand.
 
-    python scripts/fuzz_control.py --operations 1000000 --seed 0
+python scripts/fuzz_control.py --operations 1000000 --seed 0
 """
 
 import argparse

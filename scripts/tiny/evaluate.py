@@ -14,7 +14,7 @@ from levanter_infer.axes import POSITION
 from levanter_infer.models.decoder import DecoderModel
 
 from .data import Example, chat, draw_digits, plain, sort_task, sum_task
-from .grammar import NAMES, is_story, make_story
+from .grammar import HEROES, is_story, make_story
 from .tokenizer import EOS, EOS_ID
 
 _ROWS = 256
@@ -84,7 +84,7 @@ def share_of_stories(model: DecoderModel, tokenizer: Tokenizer, *, count: int) -
     beginnings = []
     for _ in range(count):
         words = re.split(r"(?<=\w)(?=\W)", make_story(rng))
-        hero = next(i for i, word in enumerate(words) if word[1:] in NAMES)
+        hero = next(i for i, word in enumerate(words) if word[1:] in HEROES)
         beginnings.append("".join(words[: hero + 1]))
     stories = [b + rest for b, rest in zip(beginnings, greedy(model, tokenizer, beginnings, 112), strict=True)]
     return float(

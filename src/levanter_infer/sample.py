@@ -292,10 +292,10 @@ def summary(outputs: Sequence[RequestOutput], stats: Mapping[str, Any], seconds:
         f"done      {len(outputs)} requests ({failed} failed), {samples} samples, {stats['prompt_tokens']} prompt and "
         f"{stats['generated_tokens']} generated tokens in {seconds:.1f} s\n"
         f"speed     prefill {rate('prefill_tokens_per_s')}, decode {rate('decode_tokens_per_s')}, first token after "
-        f"{'-' if first is None else f'{first:.2f} s'} (compilation included)\n"
+        f"{'-' if first is None else f'{first:.2f} s'}\n"
         f"work      {stats['steps']} steps in {stats['rounds']} rounds, {stats['pages_peak']} of "
         f"{stats['pages_total']} pages at the peak, {stats['preemptions']} preemptions, "
-        f"{stats['compilations']} programs compiled"
+        f"{stats['compilations']} programs compiled in {stats['compile_s']:.1f} s"
     )
 
 

@@ -221,7 +221,9 @@ def test_a_bad_request_is_refused_alone_and_says_why(request_, message):
     good = Request(prompt_token_ids=prompt(3), sampling=greedy(4))
     first, bad, last = subject.generate([good, request_, good])
     assert bad.completions == [] and re.search(message, bad.error), bad.error
-    assert first.completions[0].token_ids == last.completions[0].token_ids == uncached_greedy(tiny_model(), prompt(3), 4)
+    assert (
+        first.completions[0].token_ids == last.completions[0].token_ids == uncached_greedy(tiny_model(), prompt(3), 4)
+    )
 
 
 @functools.lru_cache

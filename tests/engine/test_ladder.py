@@ -93,7 +93,9 @@ def test_preempted_sequences_give_the_same_tokens():
         waits = np.asarray((table.status.array == WAITING) & (table.seq_lens.array > table.prompt_lens.array))
         preempted |= {g.id for g in groups if g.sequences[0].slot is not None and waits[g.sequences[0].slot]}
     engine.drain()
-    assert [group.sequences[0].token_ids for group in groups] == [uncached_greedy(tiny_model(), p, steps) for p in short]
+    assert [group.sequences[0].token_ids for group in groups] == [
+        uncached_greedy(tiny_model(), p, steps) for p in short
+    ]
     assert len(preempted) > len(groups) // 2
     assert_idle(engine)
 

@@ -73,9 +73,7 @@ def test_eos_ends_a_sequence_and_padding_follows():
     prompts, lens = batch()
     free = generate(tiny_model(), prompts, lens, SamplingParams(max_tokens=6, temperature=0.0))
     eos = int(free.token_ids[0, 0, 2])
-    stopped = generate(
-        tiny_model(), prompts, lens, SamplingParams(max_tokens=6, temperature=0.0), eos_token_ids=(eos,)
-    )
+    stopped = generate(tiny_model(), prompts, lens, SamplingParams(max_tokens=6, temperature=0.0), eos_token_ids=(eos,))
     length = free.token_ids[0, 0].tolist().index(eos) + 1
     assert int(stopped.num_tokens[0, 0]) == length and int(stopped.finish_reason[0, 0]) == 1
     assert stopped.token_ids[0, 0, length:].tolist() == [0] * (6 - length)

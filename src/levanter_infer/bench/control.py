@@ -124,9 +124,7 @@ def nearly_full(shapes: Shapes, seed: int = 0) -> DecodeState:
         free_ring=i32(np.concatenate([order[used:], order[:used]])),
         num_free=i32(shapes.num_pages - used),
     )
-    return DecodeState(
-        sequences=sequences, sampling=state.sampling, page_table=page_table, counters=state.counters
-    )
+    return DecodeState(sequences=sequences, sampling=state.sampling, page_table=page_table, counters=state.counters)
 
 
 def control_loop(state: DecodeState, shapes: Shapes, steps: int) -> DecodeState:
@@ -147,7 +145,7 @@ def control_loop(state: DecodeState, shapes: Shapes, steps: int) -> DecodeState:
 
 
 def _instead_of_a_model(batch: PageBatchInfo, sampled: SampleOutput) -> SampleOutput:
-    """"Sample" tokens that depend on all that a model would read, so that nothing of it is optimised away."""
+    """ "Sample" tokens that depend on all that a model would read, so that nothing of it is optimised away."""
     rows = sampled.tokens.shape[0]
     pages = jnp.sum(batch.page_indices.array, axis=1, dtype=jnp.int32)
     token = batch.tokens.array[:rows] + batch.positions.array[:rows] + batch.new_token_dests.array[:rows]
@@ -165,6 +163,4 @@ def _recycle(state: DecodeState) -> DecodeState:
         seq_lens=jnp.where(again, table.prompt_lens.array, table.seq_lens.array),
         arrival=jnp.where(again, youngest, table.arrival.array),
     )
-    return DecodeState(
-        sequences=table, sampling=state.sampling, page_table=state.page_table, counters=state.counters
-    )
+    return DecodeState(sequences=table, sampling=state.sampling, page_table=state.page_table, counters=state.counters)

@@ -102,5 +102,3 @@ def _write_pieces(state: DecodeState, admission: Admission) -> DecodeState:
     )
     sampling = state.sampling.set_rows(slots, admission.sampling)
     return eqx.tree_at(lambda s: (s.sequences, s.sampling), state, (table, sampling))
-
-

@@ -1,14 +1,13 @@
 """Generation as a pure function of arrays: the same steps, from start to end inside the caller's program."""
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.cache import KvPages
 from levanter_infer.cache.named import replace
-from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.loop import run_steps
+from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.sampling import SamplingTable
 from levanter_infer.decode.sequence_table import WAITING
 from levanter_infer.decode.shapes import Shapes

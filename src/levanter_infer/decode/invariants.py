@@ -26,8 +26,10 @@ def violations(state: DecodeState) -> dict[str, Array]:
     slot = jnp.arange(num_slots, dtype=jnp.int32)
 
     recount = jnp.zeros(num_pages, jnp.int32).at[jnp.where(holds, indices, num_pages)].add(1, mode="drop")
-    owner = jnp.full(num_pages, num_slots, jnp.int32).at[jnp.where(holds, indices, num_pages)].min(
-        jnp.broadcast_to(slot[:, None], indices.shape), mode="drop"
+    owner = (
+        jnp.full(num_pages, num_slots, jnp.int32)
+        .at[jnp.where(holds, indices, num_pages)]
+        .min(jnp.broadcast_to(slot[:, None], indices.shape), mode="drop")
     )
     owner_of = owner.at[indices].get(mode="fill", fill_value=num_slots)
     owner_page = indices.at[owner_of, jnp.broadcast_to(column, indices.shape)].get(mode="fill", fill_value=num_pages)

@@ -41,8 +41,10 @@ def run_steps(
 
     def goes_on(carry):
         steps, state, ring = carry
-        return (steps < max_steps) & (ring.count.array + shapes.max_seqs <= ring.size) & has_work(
-            state.decode, shapes, wanted_slots
+        return (
+            (steps < max_steps)
+            & (ring.count.array + shapes.max_seqs <= ring.size)
+            & has_work(state.decode, shapes, wanted_slots)
         )
 
     def body(carry):

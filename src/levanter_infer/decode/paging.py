@@ -135,9 +135,7 @@ def release(state: DecodeState, slots: Array) -> DecodeState:
 
         _, page_table = jax.lax.while_loop(lambda carry: carry[0] < total, block, (jnp.int32(0), page_table))
         page_indices = jnp.where(slots[:, None], page_table.num_pages, table.page_indices.array)
-        table = replace(
-            table, page_indices=page_indices, num_computed=jnp.where(slots, 0, table.num_computed.array)
-        )
+        table = replace(table, page_indices=page_indices, num_computed=jnp.where(slots, 0, table.num_computed.array))
         return eqx.tree_at(lambda s: (s.sequences, s.page_table), state, (table, page_table))
 
     return run_if(jnp.any(slots & (state.sequences.num_computed.array > 0)), give_back, state)

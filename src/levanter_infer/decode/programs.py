@@ -62,7 +62,11 @@ class Programs:
 
     def compilations(self) -> dict[str, int]:
         """How many times each program has been compiled; 1 at most in a healthy engine."""
-        return {name: program._cache_size() for name, program in self._compiled.items()}
+        # The number that JAX itself keeps; it has no public name.
+        return {
+            name: program._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
+            for name, program in self._compiled.items()
+        }
 
     def trace_round(self, model, state, admission):
         """The round program, traced for inspection; arguments may be `jax.ShapeDtypeStruct`s."""

@@ -1,5 +1,7 @@
 """`SequenceTable`: what is known of each sequence, one slot each."""
 
+from typing import TypeVar
+
 import equinox as eqx
 import haliax.haxtyping as ht
 import jax.numpy as jnp
@@ -22,6 +24,9 @@ STOP = 1  # a stop token sequence was generated
 LENGTH = 2  # max_tokens or the engine's length limit was reached
 ERROR = 3  # its logits were not finite
 ABORT = 4  # cancelled by the host
+
+
+Tokens = TypeVar("Tokens", int, Array)
 
 
 class SequenceTable(eqx.Module):
@@ -82,8 +87,8 @@ class SequenceTable(eqx.Module):
         return pages_for(self.num_computed.array, page_size)
 
 
-def pages_for(num_tokens: Array, page_size: int) -> Array:
-    """Pages that hold `num_tokens` tokens of one sequence."""
+def pages_for(num_tokens: Tokens, page_size: int) -> Tokens:
+    """Pages that hold `num_tokens` tokens of one sequence; a whole number or an array of them."""
     return (num_tokens + (page_size - 1)) // page_size
 
 

@@ -22,6 +22,8 @@ class Counters(eqx.Module):
     """Tokens whose stored K/V were given up by preemption."""
     prompt_tokens: ht.i32[NamedArray, ""]
     """Tokens computed in chunks of more than one, recomputation included."""
+    prompt_steps: ht.i32[NamedArray, ""]
+    """Steps that computed such chunks."""
     generated: ht.i32[NamedArray, ""]
     copied_pages: ht.i32[NamedArray, ""]
     """Pages copied because a shared one was to be written."""

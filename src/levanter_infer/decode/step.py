@@ -166,12 +166,14 @@ def append(
     reasons = jnp.zeros(num_slots, jnp.int32).at[slots].set(reason, mode="drop")
 
     q_lens = plan.cu_q_lens[1:] - plan.cu_q_lens[:-1]
+    num_chunk_tokens = jnp.sum(jnp.where(q_lens > 1, q_lens, 0), dtype=jnp.int32)
     counters = state.counters
     counters = replace(
         counters,
         steps=counters.steps.array + 1,
         generated=counters.generated.array + jnp.sum(emits, dtype=jnp.int32),
-        prompt_tokens=counters.prompt_tokens.array + jnp.sum(jnp.where(q_lens > 1, q_lens, 0), dtype=jnp.int32),
+        prompt_tokens=counters.prompt_tokens.array + num_chunk_tokens,
+        prompt_steps=counters.prompt_steps.array + (num_chunk_tokens > 0).astype(jnp.int32),
     )
     table = replace(table, tokens=tokens, seq_lens=seq_lens, num_computed=computed)
     state = eqx.tree_at(lambda s: (s.sequences, s.counters), state, (table, counters))

@@ -93,9 +93,7 @@ def resolve_shapes(config: EngineConfig, model, num_eos: int) -> Shapes:
     max_seq_len = config.max_seq_len or min(arch.max_position_embeddings, 32768)
     max_step_tokens = config.max_step_tokens or max(256, 4 * config.max_seqs)
     wanted = config.max_seqs * -(-max_seq_len // page_size)
-    page_bytes = (
-        arch.num_layers * page_size * 2 * arch.num_kv_heads * arch.head_dim * kv_dtype(config, model).itemsize
-    )
+    page_bytes = arch.num_layers * page_size * 2 * arch.num_kv_heads * arch.head_dim * kv_dtype(config, model).itemsize
     num_pages = config.max_pages or max(1, min(wanted, default_pool_bytes() // page_bytes))
     if num_pages * page_size >= 2**31:
         raise ValueError(f"a pool of {num_pages} pages of {page_size} tokens exceeds 2^31 tokens; lower max_pages")

@@ -47,7 +47,9 @@ class InferenceEngine:
         seed: from which, with its id, a request without a seed derives its own.
     """
 
-    def __init__(self, model, tokenizer=None, config: EngineConfig | None = None, *, seed: int = 0, score_mod=None, mask_mod=None):
+    def __init__(
+        self, model, tokenizer=None, config: EngineConfig | None = None, *, seed: int = 0, score_mod=None, mask_mod=None
+    ):
         self.config = config or EngineConfig()
         self.model, self.tokenizer, self.seed = model, tokenizer, seed
         self._eos = tuple(tokenizer.eos_token_ids) if tokenizer is not None else ()
@@ -65,6 +67,8 @@ class InferenceEngine:
         self._nothing = jax.device_put(empty_admission(self.shapes))
         self._stats = Stats(self.shapes.num_pages)
         self._rounds = 0
+        self._submissions = 0
+        self._warm = False
         self._round_steps = min(_FIRST_ROUND_STEPS, self.config.max_round_steps)
         self._last_end = 0.0
         self._start_over()
@@ -104,6 +108,7 @@ class InferenceEngine:
             on_update: called after each round with (sequences finished, sequences in all, tokens generated so far).
         Returns: one output per request, in their order.
         """
+        self.warmup()
         outputs: list[RequestOutput | None] = [None] * len(requests)
         groups: dict[int, Group] = {}
         try:
@@ -152,7 +157,9 @@ class InferenceEngine:
 
     def submit(self, request: Request) -> Group:
         """Queue a request for the coming rounds. Raises: ValueError if it cannot be served."""
-        group = self._make_group(request, str(self._stats.as_dict()["prompt_tokens"]))
+        self.warmup()
+        group = self._make_group(request, str(self._submissions))
+        self._submissions += 1
         self._slots.add(group)
         self._stats.on_submit(len(group.prompt_token_ids))
         return group
@@ -160,6 +167,16 @@ class InferenceEngine:
     def cancel(self, group: Group) -> None:
         """End a submitted request with reason "abort"; its pages are free two rounds later at the most."""
         self._slots.discard(group)
+
+    def warmup(self) -> None:
+        """Compile the round program now rather than with the first request; later calls do nothing."""
+        if self._warm:
+            return
+        start = time.perf_counter()
+        self.state, outputs = self.programs.round(self.state, self._nothing)
+        jax.block_until_ready(outputs)
+        self._warm = True
+        self._stats.compile_s = time.perf_counter() - start
 
     def _launch(self) -> _Launched:
         fields = self._slots.next_admission(self._rounds, self._round_steps)
@@ -179,18 +196,16 @@ class InferenceEngine:
         return launched
 
     def _read(self, launched: _Launched) -> list[HostSequence]:
-        before = self._stats.as_dict()["steps"]
         outputs = HostOutputs(launched.outputs, self.shapes)
         end = time.perf_counter()
         seconds = end - max(launched.started, self._last_end)
         self._last_end = end
-        self._stats.on_round(outputs, seconds)
-        self._adapt(int(self._stats.as_dict()["steps"] or 0) - int(before or 0), seconds, launched.round_id)
+        self._adapt(self._stats.on_round(outputs, seconds), seconds)
         return self._slots.collect(outputs, launched.round_id)
 
-    def _adapt(self, steps: int, seconds: float, round_id: int) -> None:
+    def _adapt(self, steps: int, seconds: float) -> None:
         """Choose the number of steps that fits into `max_round_seconds`, from the last round's time per step."""
-        if steps == 0 or round_id == 0:
+        if steps == 0:
             return
         fitting = int(self.config.max_round_seconds * steps / seconds)
         self._round_steps = max(1, min(fitting, 2 * self._round_steps, self.config.max_round_steps))
@@ -233,15 +248,15 @@ class InferenceEngine:
         given = [n for n in ("prompt", "prompt_token_ids", "messages") if getattr(request, n) is not None]
         if len(given) != 1:
             raise ValueError(f"a request needs one of prompt, prompt_token_ids, messages; got {given or 'none'}")
-        if request.prompt_token_ids is None and self.tokenizer is None:
+        if request.prompt_token_ids is not None:
+            ids = _checked_ids(request.prompt_token_ids, self.shapes.limits.vocab_size)
+        elif self.tokenizer is None:
             raise ValueError(f"{given[0]} needs a tokenizer and this engine has none; give prompt_token_ids")
-        if request.messages is not None:
+        elif request.messages is not None:
             text = self.tokenizer.apply_chat_template(list(request.messages), add_generation_prompt=True)
             ids = self.tokenizer.encode(text, add_special_tokens=False)
-        elif request.prompt is not None:
-            ids = self.tokenizer.encode(request.prompt)
         else:
-            ids = _checked_ids(request.prompt_token_ids, self.shapes.limits.vocab_size)
+            ids = self.tokenizer.encode(request.prompt)
         if not ids:
             raise ValueError("the prompt is empty; give at least one token")
         return ids
@@ -259,7 +274,7 @@ class InferenceEngine:
                 "engine.max_seq_len"
             )
         max_len = min(prompt_len + max_tokens, shapes.max_seq_len)
-        needed = int(pages_for(np.asarray(max_len), shapes.page_size))
+        needed = pages_for(max_len, shapes.page_size)
         if needed > shapes.num_pages:
             raise ValueError(
                 f"the sequence may need {needed} pages ({prompt_len} prompt tokens and up to {max_len - prompt_len} "

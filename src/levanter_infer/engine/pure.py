@@ -5,7 +5,6 @@ import dataclasses
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from haliax import NamedArray
 from jax import Array
 
@@ -95,7 +94,14 @@ def generate(
     )
     result = generate_all(
         model.as_bits() if stores_bits() else model,
-        kv, prompts, lens, table, n=n, max_tokens=params.max_tokens, shapes=shapes, attention=attention
+        kv,
+        prompts,
+        lens,
+        table,
+        n=n,
+        max_tokens=params.max_tokens,
+        shapes=shapes,
+        attention=attention,
     )
     return GenerateOutput(
         **{
@@ -105,7 +111,7 @@ def generate(
     )
 
 
-def _shapes(config: EngineConfig, model, params: SamplingParams, shape: tuple[int, int], num_eos: int) -> Shapes:
+def _shapes(config: EngineConfig, model, params: SamplingParams, shape: tuple[int, ...], num_eos: int) -> Shapes:
     """Sizes for exactly this call: a slot for every sequence, and a ring for all that they can generate."""
     batch, length = shape
     slots = batch * params.n
@@ -117,7 +123,7 @@ def _shapes(config: EngineConfig, model, params: SamplingParams, shape: tuple[in
         )
     max_seqs = min(config.max_seqs, slots)
     page_size = config.page_size or 16
-    pages_each = int(pages_for(np.asarray(needed), page_size))
+    pages_each = pages_for(needed, page_size)
     max_pages = config.max_pages or max_seqs * pages_each
     if max_pages < pages_each:
         raise ValueError(

@@ -188,7 +188,7 @@ def _entries_by_slot(slot_ids: np.ndarray) -> list[tuple[int, np.ndarray]]:
 def empty_admission(shapes: Shapes) -> Admission:
     """An admission that admits nothing; its arrays stand in for those that a round does not need to upload."""
 
-    def array(axis: str, size: int, value=0, dtype=np.int32) -> NamedArray:
+    def array(axis: str, size: int, value=0, dtype: type = np.int32) -> NamedArray:
         return NamedArray(np.full(size, value, dtype), (Axis(axis, size),))  # type: ignore[arg-type]
 
     admitted, none = (ADMITTED, shapes.num_slots), shapes.num_slots

@@ -1,5 +1,6 @@
 """`Stats`: what an engine has done, added up on the host once a round."""
 
+import dataclasses
 import time
 
 from levanter_infer.decode.outputs import HostOutputs
@@ -8,6 +9,7 @@ _TOTALS = {
     "steps": "steps",
     "preemptions": "preemptions",
     "recomputed": "recomputed_tokens",
+    "prompt_steps": "prompt_steps",
     "generated": "generated_tokens",
     "prompt_tokens": "computed_prompt_tokens",
     "copied_pages": "copied_pages",
@@ -16,12 +18,22 @@ _TOTALS = {
 _WRAP = 2**32
 
 
+@dataclasses.dataclass
+class _Phase:
+    """Sums over the rounds of one kind."""
+
+    seconds: float = 0.0
+    steps: int = 0
+    prompt_steps: int = 0
+    prompt_tokens: int = 0
+    generated: int = 0
+
+
 class Stats:
     """Totals since the engine was made, and rates.
 
-    A round in which prompt tokens were computed counts for the prefill rate and every other one for the decode rate,
-    because nothing interrupts the device to time single steps. The first round of a program is left out of both: it
-    may contain a compilation.
+    Nothing interrupts the device to time single steps. The time of a decode step comes from rounds in which no
+    prompt was computed; what the other rounds took beyond their decode steps counts as prefill.
     """
 
     def __init__(self, pages_total: int):
@@ -34,16 +46,17 @@ class Stats:
         self._prompt_tokens = 0
         self._first_token_s: float | None = None
         self._submitted: float | None = None
-        self._tokens = {"prefill": 0, "decode": 0}
-        self._seconds = {"prefill": 0.0, "decode": 0.0}
+        self._decode = _Phase()
+        self._mixed = _Phase()
+        self.compile_s = 0.0
 
     def on_submit(self, num_prompt_tokens: int) -> None:
         self._prompt_tokens += num_prompt_tokens
         if self._submitted is None:
             self._submitted, self._first_token_s = time.perf_counter(), None
 
-    def on_round(self, outputs: HostOutputs, seconds: float) -> None:
-        """Count one round.
+    def on_round(self, outputs: HostOutputs, seconds: float) -> int:
+        """Count one round; returns its steps.
 
         Args:
             seconds: from its launch, or from the end of the round before if that was later, to its end.
@@ -59,10 +72,13 @@ class Stats:
         self._rounds += 1
         if delta["generated"] and self._first_token_s is None and self._submitted is not None:
             self._first_token_s = time.perf_counter() - self._submitted
-        if self._rounds > 1:
-            phase = "prefill" if delta["prompt_tokens"] else "decode"
-            self._tokens[phase] += delta["prompt_tokens"] if phase == "prefill" else delta["generated"]
-            self._seconds[phase] += seconds
+        phase = self._mixed if delta["prompt_steps"] else self._decode
+        phase.seconds += seconds
+        phase.steps += delta["steps"]
+        phase.prompt_steps += delta["prompt_steps"]
+        phase.prompt_tokens += delta["prompt_tokens"]
+        phase.generated += delta["generated"]
+        return delta["steps"]
 
     def on_reset(self) -> None:
         """The device's counters start again at zero."""
@@ -72,17 +88,24 @@ class Stats:
         """The next submission starts a new measurement of the time to the first token."""
         self._submitted = None
 
+    def _prefill_s(self) -> float:
+        mixed = self._mixed
+        step_s = self._decode.seconds / self._decode.steps if self._decode.steps else 0.0
+        # A step with a prompt chunk is no cheaper than one without.
+        return max(mixed.seconds - (mixed.steps - mixed.prompt_steps) * step_s, mixed.prompt_steps * step_s)
+
     def as_dict(self) -> dict[str, float | int | None]:
-        def rate(phase: str) -> float | None:
-            return self._tokens[phase] / self._seconds[phase] if self._seconds[phase] > 0 else None
+        def rate(tokens: int, seconds: float) -> float | None:
+            return tokens / seconds if tokens and seconds > 0 else None
 
         return {
             **self._totals,
             "prompt_tokens": self._prompt_tokens,
             "rounds": self._rounds,
-            "prefill_tokens_per_s": rate("prefill"),
-            "decode_tokens_per_s": rate("decode"),
+            "prefill_tokens_per_s": rate(self._mixed.prompt_tokens, self._prefill_s()),
+            "decode_tokens_per_s": rate(self._decode.generated, self._decode.seconds),
             "time_to_first_token_s": self._first_token_s,
+            "compile_s": self.compile_s,
             "pages_total": self._pages_total,
             "pages_free": self._pages_free,
             "pages_peak": self._pages_peak,

@@ -26,24 +26,30 @@ class Lane:
     """Queries of a block."""
     tile: int
     """Blocks that run together."""
-    group_tokens: int
-    """Keys of one turn of the streaming softmax; rounded up to whole pages."""
 
 
 _GROUP_TOKENS = 128
+_CHUNK_QUERIES = 16
 _MIN_DOT_ROWS = 4
-"""With fewer rows XLA's CPU products take another path, and a decode token would not have the bits that it has in a
-chunk. The same holds for more than 64 rows of short heads, hence 16 queries in a block."""
+_MIN_REDUCED = 4096
+"""XLA's CPU compiler takes other paths, with other bits, for products of fewer than 4 rows, for some products of more
+than 64, and for reductions of fewer than 4096 elements. Lanes keep away from all three, so that a token has the same
+bits decoded or in a chunk, and in any number of rows."""
 
 
-def decode_lane(num_rows: int, heads_per_kv_head: int) -> Lane:
-    """Measured on two CPU cores: tiles of 2 are best for a lone sequence, of 8 for 32."""
-    return Lane(-(-_MIN_DOT_ROWS // heads_per_kv_head), min(max(num_rows // 4, 2), 8), _GROUP_TOKENS)
+def lanes(num_tokens: int, num_rows: int, kv_heads: int, heads_per_kv_head: int, group: int) -> tuple[Lane, Lane]:
+    """Sizes for decode tokens and for chunks, in groups of `group` keys.
 
+    Measured on two CPU cores at 9 query heads of 64: tiles of 2 are best for a lone decode token (0.07 ms at 256 keys;
+    tiles of 8: 0.17 ms), of 8 for 32 of them and for a chunk of 256 tokens (1.3 ms; tiles of 1: 2.1 ms).
+    """
+    decode_queries = -(-_MIN_DOT_ROWS // heads_per_kv_head)
 
-def chunk_lane(num_tokens: int) -> Lane:
-    """Measured on two CPU cores: a chunk of 256 tokens takes 1.3 ms in tiles of 8 blocks, 2.1 ms in tiles of 1."""
-    return Lane(16, min(max(num_tokens // 32, 1), 8), _GROUP_TOKENS)
+    def lane(block_q: int, tile: int) -> Lane:
+        reduced = kv_heads * heads_per_kv_head * block_q * group
+        return Lane(block_q, max(min(tile, 8), -(-_MIN_REDUCED // reduced)))
+
+    return lane(decode_queries, max(num_rows // 4, 2)), lane(_CHUNK_QUERIES, max(num_tokens // 32, 1))
 
 
 @dataclass(frozen=True)
@@ -75,14 +81,16 @@ def xla_attention(
     """`ragged_paged_attention`, whose arguments these are."""
     num_tokens, num_rows = q.shape[0], page_indices.shape[0]
     q_lens = jnp.where(jnp.arange(num_rows, dtype=jnp.int32) < num_seqs, cu_q_lens[1:] - cu_q_lens[:-1], 0)
-    call = _Call(q, kv_pages, layer, page_indices, kv_dtype, rules, sinks)
+    page_size = kv_pages.shape[2]
+    group_pages = min(-(-_GROUP_TOKENS // page_size), page_indices.shape[1])
+    call = _Call(q, kv_pages, layer, page_indices, kv_dtype, rules, sinks, group_pages)
     out = jnp.zeros_like(q)
-    decode = decode_lane(num_rows, call.heads_per_group)
-    lanes = [(decode, q_lens == 1, num_rows)]
+    decode, chunk = lanes(num_tokens, num_rows, call.kv_heads, call.heads_per_group, group_pages * page_size)
+    passes = [(decode, q_lens == 1, num_rows)]
     if num_tokens > 1:
-        chunk, chunks = chunk_lane(num_tokens), min(num_rows, num_tokens // 2)
-        lanes.append((chunk, q_lens > 1, chunks + (num_tokens - chunks) // chunk.block_q))
-    for lane, member, max_blocks in lanes:
+        chunks = min(num_rows, num_tokens // 2)
+        passes.append((chunk, q_lens > 1, chunks + (num_tokens - chunks) // chunk.block_q))
+    for lane, member, max_blocks in passes:
         blocks = _cut(jnp.where(member, q_lens, 0), seq_lens, cu_q_lens, lane.block_q, max_blocks)
         out = call.run_lane(out, blocks, lane)
     return out
@@ -119,6 +127,8 @@ class _Call:
     kv_dtype: jnp.dtype
     rules: ScoreRules
     sinks: Array | None
+    group_pages: int
+    """Pages of one turn of the streaming softmax."""
 
     @property
     def kv_heads(self) -> int:
@@ -144,7 +154,7 @@ class _Call:
             live = offset < length
             token = jnp.where(live, first + offset, num_tokens)
             queries = self.q.at[token].get(mode="fill", fill_value=0)
-            result = self.run_tile(queries, row, first_pos + offset, live, lane)
+            result = self.run_tile(queries, row, first_pos + offset, live)
             return index + 1, out.at[token].set(result, mode="drop")
 
         def cond(carry):
@@ -152,7 +162,7 @@ class _Call:
 
         return jax.lax.while_loop(cond, body, (jnp.int32(0), out))[1]
 
-    def run_tile(self, queries: Array, row: Array, q_pos: Array, live: Array, lane: Lane) -> Array:
+    def run_tile(self, queries: Array, row: Array, q_pos: Array, live: Array) -> Array:
         """Attention of one tile.
 
         Args:
@@ -165,9 +175,7 @@ class _Call:
         f32 = jnp.float32
         tile, block_q, num_heads, head_dim = queries.shape
         kv_heads, per_kv_head = self.kv_heads, self.heads_per_group
-        page_size = self.kv_pages.shape[2]
-        group_pages = min(-(-lane.group_tokens // page_size), self.page_indices.shape[1])
-        group = group_pages * page_size
+        group = self.group_pages * self.kv_pages.shape[2]
         # [tile, kv_head, (head, query), D]: one product per kv head, K and V are never repeated.
         query = queries.astype(f32).reshape(tile, block_q, kv_heads, per_kv_head, head_dim).transpose(0, 2, 3, 1, 4)
         query = query.reshape(tile, kv_heads, per_kv_head * block_q, head_dim)
@@ -180,7 +188,7 @@ class _Call:
         def body(carry):
             index, high, total, acc = carry
             kv_pos = (index * group + jnp.arange(group, dtype=jnp.int32)).reshape(1, 1, 1, 1, group)
-            keys, values, stored = self.load(row, index, group_pages)
+            keys, values, stored = self.load(row, index)
             seen = self.rules.seen(q_pos, kv_pos, head) & stored[:, None, None, None, :] & live
             # 0 * NaN is NaN: a value that no query of the block sees is cleared, not only given no weight.
             used = jnp.any(seen, axis=(2, 3))[..., None]
@@ -205,11 +213,11 @@ class _Call:
         result = (acc / jnp.where(total == 0, f32(1), total)).reshape(*by_head, head_dim)
         return result.transpose(0, 3, 1, 2, 4).reshape(queries.shape).astype(queries.dtype)
 
-    def load(self, row: Array, index: Array, group_pages: int) -> tuple[Array, Array, Array]:
+    def load(self, row: Array, index: Array) -> tuple[Array, Array, Array]:
         """Keys and values of one group of pages of each row, f32[tile, Hkv, tokens, D], and bool[tile, tokens],
         which of them lie on a page."""
         num_pages, page_size, pairs, head_dim = self.kv_pages.shape[1:]
-        column = index * group_pages + jnp.arange(group_pages, dtype=jnp.int32)
+        column = index * self.group_pages + jnp.arange(self.group_pages, dtype=jnp.int32)
         pages = self.page_indices.at[row[:, None], column[None, :]].get(mode="fill", fill_value=num_pages)
 
         def by_head(pool, layer, pages):

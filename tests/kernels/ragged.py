@@ -1,0 +1,145 @@
+"""Random ragged batches over a shuffled, poisoned pool, and their attention computed from contiguous K/V in numpy."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+LAYERS, LAYER = 3, 1
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Static sizes of a batch."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    tokens: int = 48
+    rows: int = 5
+    max_pages: int = 12
+    dtype: str = "float32"
+    stored: str | None = None
+    """Unsigned integer that holds the bits of `dtype`."""
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """A batch as the entry takes it (`arrays`), and the same as one contiguous sequence per row."""
+
+    sizes: Sizes
+    arrays: dict
+    q_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    queries: list[np.ndarray]
+    """[q_len, q_heads, head_dim] per row."""
+    keys: list[np.ndarray]
+    """[seq_len, kv_heads, head_dim] per row."""
+    values: list[np.ndarray]
+
+
+def make_ragged(sizes: Sizes, rows: list[tuple[int, int]], seed: int = 0) -> Ragged:
+    """A batch with (q_len, seq_len) per row.
+
+    Whatever no row may read is NaN: other layers, free pages, places beyond a sequence's end, padding queries.
+    """
+    rng = np.random.default_rng(seed)
+    q_lens, seq_lens = tuple(q for q, _ in rows), tuple(n for _, n in rows)
+    assert sum(q_lens) <= sizes.tokens and len(rows) <= sizes.rows
+    num_pages = sizes.rows * sizes.max_pages + 3
+    pool = np.full((LAYERS, num_pages, sizes.page_size, 2 * sizes.kv_heads, sizes.head_dim), np.nan, np.float32)
+    page_indices = np.full((sizes.rows, sizes.max_pages), num_pages, np.int32)
+    free = iter(rng.permutation(num_pages))
+
+    def rounded(*shape, dtype=sizes.dtype):
+        return np.asarray(jnp.asarray(rng.standard_normal(shape), dtype).astype(jnp.float32))
+
+    queries, keys, values = [], [], []
+    for row, (q_len, seq_len) in enumerate(rows):
+        queries.append(rounded(q_len, sizes.q_heads, sizes.head_dim, dtype="float32"))
+        keys.append(rounded(seq_len, sizes.kv_heads, sizes.head_dim))
+        values.append(rounded(seq_len, sizes.kv_heads, sizes.head_dim))
+        for page in range(-(-seq_len // sizes.page_size)):
+            page_indices[row, page] = next(free)
+        for position in range(seq_len):
+            place = LAYER, page_indices[row, position // sizes.page_size], position % sizes.page_size
+            pool[(*place, slice(0, None, 2))] = keys[row][position]
+            pool[(*place, slice(1, None, 2))] = values[row][position]
+    q = np.full((sizes.tokens, sizes.q_heads, sizes.head_dim), np.nan, np.float32)
+    if rows:
+        q[: sum(q_lens)] = np.concatenate(queries)
+    padding = [0] * (sizes.rows - len(rows))
+    stored = jnp.asarray(pool).astype(sizes.dtype)
+    arrays = dict(
+        q=jnp.asarray(q),
+        kv_pages=stored if sizes.stored is None else stored.view(sizes.stored),
+        layer=jnp.int32(LAYER),
+        page_indices=jnp.asarray(page_indices),
+        seq_lens=jnp.asarray([*seq_lens, *padding], jnp.int32),
+        cu_q_lens=jnp.asarray(np.cumsum([0, *q_lens, *padding]), jnp.int32),
+        num_seqs=jnp.int32(len(rows)),
+    )
+    return Ragged(sizes, arrays, q_lens, seq_lens, queries, keys, values)
+
+
+def random_rows(sizes: Sizes, kind: str, seed: int) -> list[tuple[int, int]]:
+    """(q_len, seq_len) per row: `decode`, `prompts`, `chunks` (prompts with history) or `mixed`."""
+    rng = np.random.default_rng(seed)
+    longest, budget, rows = sizes.max_pages * sizes.page_size, sizes.tokens, []
+    for row in range(int(rng.integers(1, sizes.rows + 1))):
+        wide = kind != "decode" and (kind != "mixed" or row % 2 == 1)
+        left = budget - (sizes.rows - row - 1)
+        q_len = int(rng.integers(1, max(1, min(left, longest)) + 1)) if wide else 1
+        history = 0 if kind == "prompts" else int(rng.integers(0, longest - q_len + 1))
+        budget -= q_len
+        rows.append((q_len, q_len + history))
+    return rows
+
+
+def dense_attention(
+    batch: Ragged,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
+    score_mod=None,
+    mask_mod=None,
+) -> np.ndarray:
+    """The right answer, f64, one row, query and head at a time."""
+    sizes = batch.sizes
+    out = np.zeros((sizes.tokens, sizes.q_heads, sizes.head_dim))
+    token = 0
+    for q, k, v, q_len, seq_len in zip(
+        batch.queries, batch.keys, batch.values, batch.q_lens, batch.seq_lens, strict=True
+    ):
+        for i in range(q_len):
+            for head in range(sizes.q_heads):
+                kv_head = head // (sizes.q_heads // sizes.kv_heads)
+                q_pos = seq_len - q_len + i
+                first = 0 if sliding_window is None else max(0, q_pos - sliding_window + 1)
+                kv_pos = np.arange(first, q_pos + 1)
+                if mask_mod is not None:
+                    kv_pos = kv_pos[np.asarray(mask_mod(q_pos, kv_pos, head), bool)]
+                if kv_pos.size == 0:
+                    continue
+                scores = k[kv_pos, kv_head].astype(np.float64) @ q[i, head] * scale
+                if soft_cap is not None:
+                    scores = soft_cap * np.tanh(scores / soft_cap)
+                if alibi_slopes is not None:
+                    scores = scores + alibi_slopes[head] * (kv_pos - q_pos)
+                if score_mod is not None:
+                    scores = np.asarray(score_mod(scores, q_pos, kv_pos, head))
+                logits = scores if sinks is None else np.append(scores, sinks[head])
+                weights = np.exp(scores - logits.max()) / np.exp(logits - logits.max()).sum()
+                out[token + i, head] = weights @ v[kv_pos, kv_head]
+        token += q_len
+    return out
+
+
+def bits(array) -> np.ndarray:
+    """For comparisons that tell 0.0 from -0.0 and hold NaN equal to itself."""
+    return np.asarray(jax.lax.bitcast_convert_type(array, jnp.uint32))

@@ -1,0 +1,64 @@
+"""The entry: choice of the implementation and messages for arguments that do not fit."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from levanter_infer.kernels import ragged_paged_attention
+
+I32, F32, BF16 = jnp.int32, jnp.float32, jnp.bfloat16
+
+
+def arguments(**changes):
+    good = dict(
+        q=jnp.zeros((4, 6, 8), F32),
+        kv_pages=jnp.zeros((2, 5, 4, 4, 8), F32),
+        layer=0,
+        page_indices=jnp.zeros((3, 2), I32),
+        seq_lens=jnp.zeros(3, I32),
+        cu_q_lens=jnp.zeros(4, I32),
+        num_seqs=jnp.int32(0),
+        scale=1.0,
+    )
+    return {**good, **changes}
+
+
+def test_auto_takes_what_the_explicit_name_takes():
+    traced = arguments()
+    del traced["scale"]
+    for impl in ("auto", "reference", "xla"):
+        out = jax.jit(functools.partial(ragged_paged_attention, scale=1.0, impl=impl))(**traced)
+        assert out.shape == (4, 6, 8) and not out.any()
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(impl="tpu"), 'impl="tpu" is not available in this version; use one of: auto, reference, xla'),
+        (dict(impl="gpu"), 'impl="gpu" is not available'),
+        (dict(impl="flash"), 'impl="flash" is unknown; use one of: auto, reference, xla'),
+        (dict(return_attn=True), 'return_attn=True with impl="xla"'),
+        (dict(q=jnp.zeros((4, 8), F32)), r"q: got float32\[4, 8\]"),
+        (dict(q=jnp.zeros((4, 5, 8), F32)), "4 interleaved heads for 5 query heads"),
+        (dict(q=jnp.zeros((4, 6, 16), F32)), "got head_dim 8, expected 16"),
+        (dict(kv_pages=jnp.zeros((5, 4, 4, 8), F32)), "give the whole pool"),
+        (dict(kv_pages=jnp.zeros((2, 5, 4, 3, 8), F32)), "got 3 interleaved heads"),
+        (dict(kv_dtype=BF16), "got dtype float32, expected bfloat16 or an unsigned integer of 2 bytes"),
+        (dict(kv_pages=jnp.zeros((2, 5, 4, 4, 8), jnp.uint16)), "kv_dtype: got uint16, expected the floating dtype"),
+        (dict(page_indices=jnp.zeros(3, I32)), r"page_indices: got shape \(3,\)"),
+        (dict(page_indices=jnp.zeros((3, 2), jnp.int16)), r"page_indices: got int16\[3, 2\], expected int32"),
+        (dict(seq_lens=jnp.zeros(2, I32)), r"seq_lens: got int32\[2\], expected int32\[3\]"),
+        (dict(cu_q_lens=jnp.zeros(3, I32)), r"cu_q_lens: got int32\[3\], expected int32\[4\]"),
+        (dict(num_seqs=jnp.zeros(1, I32)), r"num_seqs: got int32\[1\], expected int32\[\]"),
+        (dict(sliding_window=jnp.float32(3)), r"sliding_window: got float32\[\], expected an int32 scalar"),
+        (dict(layer=jnp.zeros(1, I32)), r"layer: got int32\[1\]"),
+        (dict(soft_cap=0.0), "soft_cap: got 0.0, expected a positive number"),
+        (dict(sinks=jnp.zeros(2, F32)), r"sinks: got shape \(2,\), expected one entry per query head, \(6,\)"),
+        (dict(alibi_slopes=jnp.zeros((6, 1), F32)), r"alibi_slopes: got shape \(6, 1\)"),
+    ],
+)
+def test_bad_arguments_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ragged_paged_attention(**arguments(**changes))

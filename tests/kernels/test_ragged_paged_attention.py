@@ -1,0 +1,163 @@
+"""Both implementations against attention on contiguous K/V; the pools are poisoned wherever nobody may read."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levanter_infer.kernels import IMPLEMENTATIONS, ragged_paged_attention
+from tests.kernels.ragged import LAYER, Sizes, dense_attention, make_ragged, random_rows
+
+SIZES = {
+    "mqa-page4": Sizes(8, 1, 16, 4, max_pages=40),
+    "gqa3-page16-bits": Sizes(6, 2, 64, 16, dtype="bfloat16", stored="uint16"),
+    "mha-page1": Sizes(2, 2, 128, 1, max_pages=150, rows=4),
+    "gqa2-page64-bf16": Sizes(4, 2, 32, 64, max_pages=4, dtype="bfloat16"),
+}
+KINDS = ("decode", "prompts", "chunks", "mixed")
+
+
+@functools.cache
+def attention(impl, scale=0.3, kv_dtype=None, soft_cap=None, score_mod=None, mask_mod=None):
+    """The jitted entry; everything that may be traced is."""
+    static = dict(scale=scale, kv_dtype=kv_dtype, soft_cap=soft_cap, score_mod=score_mod, mask_mod=mask_mod)
+    return jax.jit(lambda arrays: ragged_paged_attention(**arrays, **static, impl=impl))
+
+
+def check(batch, impl, *, traced=None, **static):
+    traced = traced or {}
+    options = dict(scale=0.3, **static)
+    out = attention(impl, kv_dtype=batch.sizes.dtype, **options)({**batch.arrays, **traced})
+    # f32: scores reach 20, so that their rounding alone moves a weight by 2e-6 of itself.
+    numpy = {name: np.asarray(value) for name, value in traced.items()}
+    np.testing.assert_allclose(out, dense_attention(batch, **options, **numpy), atol=1e-5, rtol=1e-5)
+    return out
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_attention_of_random_batches_equals_dense(sizes, impl):
+    for kind in KINDS:
+        for seed in range(3):
+            check(make_ragged(sizes, random_rows(sizes, kind, seed), seed), impl)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_attention_of_the_named_batches_equals_dense(impl):
+    n = 21
+    scenarios = {
+        "one prompt": [(n, n)],
+        "decode step 7": [(1, n + 8)],
+        "A decodes, B brings a chunk": [(1, 30), (9, 25)],
+        "a page boundary": [(1, 16), (1, 17), (16, 32), (2, 33)],
+        "a chunk longer than a block": [(1, 3), (40, 150)],
+        "one token": [(1, 1)],
+        "nobody": [],
+    }
+    for rows in scenarios.values():
+        check(make_ragged(SIZES["mqa-page4"], rows), impl)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_window_is_traced_and_equals_dense(impl):
+    batch = make_ragged(SIZES["mqa-page4"], [(1, 140), (1, 3), (20, 150), (7, 7)])
+    for window in (1, 5, 130, 1000):
+        check(batch, impl, traced=dict(sliding_window=jnp.int32(window)))
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_cap_alibi_and_sinks_equal_dense(impl):
+    batch = make_ragged(SIZES["gqa3-page16-bits"], [(1, 140), (30, 170), (4, 4)])
+    slopes, sinks = jnp.asarray(2.0 ** -np.arange(6), jnp.float32), jnp.linspace(-3, 3, 6, dtype=jnp.float32)
+    check(batch, impl, traced=dict(alibi_slopes=slopes, sinks=sinks), soft_cap=0.7)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_mods_equal_dense_and_a_query_that_sees_nothing_gives_zeros(impl):
+    def score_mod(score, q_pos, kv_pos, head):
+        relative = jnp.asarray(q_pos - kv_pos).astype(jnp.float32)
+        return score * jnp.float32(1.5) - relative / (jnp.asarray(head) + 2).astype(jnp.float32)
+
+    def mask_mod(q_pos, kv_pos, head):
+        return ((kv_pos + head) % 3 != 1) & (q_pos % 4 != 2)
+
+    batch = make_ragged(SIZES["mqa-page4"], [(1, 139), (1, 12), (20, 30)])
+    out = check(batch, impl, score_mod=score_mod, mask_mod=mask_mod)
+    assert not out[0].any() and out[1].any()
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_hidden_keys_on_pages_of_none_are_not_read(impl):
+    sizes = SIZES["mqa-page4"]
+    batch = make_ragged(sizes, [(1, 100), (3, 90)])
+    none = batch.arrays["kv_pages"].shape[1]
+    batch.arrays["page_indices"] = batch.arrays["page_indices"].at[:2, :15].set(none)
+    check(batch, impl, traced=dict(sliding_window=jnp.int32(20)))
+
+
+@pytest.mark.parametrize("context", [1024, 16384])
+def test_long_contexts_equal_dense_without_nan(context):
+    sizes = Sizes(2, 1, 16, 16, tokens=4, rows=2, max_pages=context // 16)
+    batch = make_ragged(sizes, [(1, context), (3, context - 5)])
+    for impl in IMPLEMENTATIONS:
+        assert np.isfinite(check(batch, impl)).all()
+
+
+def test_large_scores_do_not_overflow():
+    batch = make_ragged(SIZES["mqa-page4"], [(1, 150), (20, 60)])
+    batch.arrays["q"] = batch.arrays["q"] * jnp.float32(1e4)
+    out = [attention(impl, kv_dtype="float32")(batch.arrays) for impl in IMPLEMENTATIONS]
+    assert np.isfinite(out[0][:21]).all()
+    np.testing.assert_allclose(out[1], out[0], atol=2e-3)
+
+
+def test_bf16_queries_give_bf16_rounded_once():
+    batch = make_ragged(SIZES["gqa3-page16-bits"], [(1, 100), (20, 60)])
+    q = batch.arrays["q"].astype(jnp.bfloat16)
+    for impl in IMPLEMENTATIONS:
+        run = attention(impl, kv_dtype="bfloat16")
+        exact = run({**batch.arrays, "q": q.astype(jnp.float32)})
+        out = run({**batch.arrays, "q": q})
+        assert out.dtype == jnp.bfloat16
+        np.testing.assert_allclose(out.astype(jnp.float32), exact, rtol=2**-8, atol=1e-6)
+
+
+def test_float8_bits_are_read_as_float8():
+    batch = make_ragged(Sizes(4, 2, 16, 8, dtype="float8_e4m3fn", stored="uint8"), [(1, 70), (10, 20)])
+    for impl in IMPLEMENTATIONS:
+        check(batch, impl)
+
+
+def test_reference_returns_the_weights():
+    batch = make_ragged(SIZES["mqa-page4"], [(1, 9), (2, 5)])
+    out, weights = jax.jit(functools.partial(ragged_paged_attention, scale=0.3, impl="reference", return_attn=True))(
+        **batch.arrays
+    )
+    assert weights.shape == (48, 8, 160)
+    np.testing.assert_allclose(weights.sum(-1)[:3], 1, atol=1e-6)
+    assert (np.asarray(weights[:, 0] > 0).sum(-1)[:4] == [9, 4, 5, 0]).all()
+    np.testing.assert_allclose(weights[0, :, :9] @ batch.values[0][:, 0], out[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_position_5_of_pages_of_4_is_offset_1_of_the_second_page(impl):
+    num_pages, none = 9, 9
+    value = jnp.arange(num_pages * 4, dtype=jnp.float32).reshape(num_pages, 4)
+    pool = jnp.zeros((LAYER + 1, num_pages, 4, 2, 1), jnp.float32).at[LAYER, :, :, 1, 0].set(value)
+
+    def only_position_5(q_pos, kv_pos, head):
+        return (kv_pos == 5) & (q_pos >= 0) & (head >= 0)
+
+    arrays = dict(
+        q=jnp.ones((1, 1, 1), jnp.float32),
+        kv_pages=pool,
+        layer=jnp.int32(LAYER),
+        page_indices=jnp.asarray([[2, 7, none]], jnp.int32),
+        seq_lens=jnp.asarray([7], jnp.int32),
+        cu_q_lens=jnp.asarray([0, 1], jnp.int32),
+        num_seqs=jnp.int32(1),
+    )
+    out = attention(impl, mask_mod=only_position_5)(arrays)
+    assert out[0, 0, 0] == value[7, 1]

@@ -1,0 +1,123 @@
+"""What only the streaming path has: lanes, tiles, groups, and a pool that must stay where it is."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levanter_infer.kernels import ragged_paged_attention, rpa_xla
+from tests.hlo import pool_copies
+from tests.kernels.ragged import LAYERS, Sizes, bits, make_ragged
+
+SIZES = Sizes(6, 2, 32, 16, tokens=200, rows=8, max_pages=20, dtype="bfloat16", stored="uint16")
+MIXED = [(1, 300), (70, 260), (1, 3), (2, 2), (33, 290), (1, 129)]
+
+
+@jax.jit
+def xla(arrays, sliding_window=None):
+    return ragged_paged_attention(**arrays, scale=0.2, kv_dtype=jnp.bfloat16, sliding_window=sliding_window, impl="xla")
+
+
+def with_lanes(batch):
+    """A trace of its own, for the lanes that a test has put in place."""
+    return jax.jit(lambda arrays: xla.__wrapped__(arrays))(batch.arrays)
+
+
+def test_bits_of_a_row_do_not_depend_on_the_others():
+    together = make_ragged(SIZES, MIXED)
+    window = jnp.int32(100)
+    out = xla(together.arrays, window)
+    token = 0
+    for row, (q_len, _) in enumerate(MIXED):
+        alone = dict(together.arrays)
+        alone["page_indices"] = jnp.roll(together.arrays["page_indices"], -row, axis=0)
+        alone["seq_lens"] = jnp.roll(together.arrays["seq_lens"], -row)
+        alone["cu_q_lens"] = jnp.full(9, q_len, jnp.int32).at[0].set(0)
+        alone["num_seqs"] = jnp.int32(1)
+        alone["q"] = jnp.roll(together.arrays["q"], -token, axis=0)
+        np.testing.assert_array_equal(bits(xla(alone, window)[:q_len]), bits(out[token : token + q_len]))
+        token += q_len
+
+
+def test_bits_of_a_token_are_the_same_decoded_or_in_a_chunk():
+    batch = make_ragged(SIZES, [(150, 310)])
+    whole = xla(batch.arrays)
+    for split in ([1] * 5, [1, 2, 64, 1]):
+        done = 0
+        for q_len in split:
+            part = dict(batch.arrays)
+            part["q"] = jnp.roll(batch.arrays["q"], -done, axis=0)
+            part["seq_lens"] = batch.arrays["seq_lens"].at[0].set(160 + done + q_len)
+            part["cu_q_lens"] = jnp.full(9, q_len, jnp.int32).at[0].set(0)
+            np.testing.assert_array_equal(bits(xla(part)[:q_len]), bits(whole[done : done + q_len]))
+            done += q_len
+
+
+def test_poison_in_another_row_changes_no_bits():
+    batch = make_ragged(SIZES, [(1, 200), (60, 200), (1, 120)])
+    clean = xla(batch.arrays)
+    foreign = batch.arrays["page_indices"][1, :13]
+    poisoned = dict(batch.arrays)
+    poisoned["kv_pages"] = batch.arrays["kv_pages"].at[:, foreign].set(jnp.uint16(0x7FC0))
+    poisoned["q"] = batch.arrays["q"].at[1:61].set(jnp.nan)
+    out = xla(poisoned)
+    for token in (0, 61):
+        np.testing.assert_array_equal(bits(out[token]), bits(clean[token]))
+    assert np.isnan(out[1:61]).all()
+
+
+@pytest.mark.parametrize("tile", [3, 16])
+def test_bits_do_not_depend_on_the_tile(tile, monkeypatch):
+    batch = make_ragged(SIZES, MIXED)
+    used = rpa_xla.lanes(200, 8, 2, 3, 128)
+    monkeypatch.setattr(rpa_xla, "lanes", lambda *_: tuple(replace(lane, tile=tile) for lane in used))
+    np.testing.assert_array_equal(bits(with_lanes(batch)), bits(xla(batch.arrays)))
+
+
+@pytest.mark.parametrize("block_q, group", [(1, 16), (6, 40), (64, 512)])
+def test_sizes_of_blocks_and_groups_change_only_rounding(block_q, group, monkeypatch):
+    batch = make_ragged(SIZES, MIXED)
+    monkeypatch.setattr(rpa_xla, "lanes", lambda *_: (rpa_xla.Lane(block_q, 1), rpa_xla.Lane(block_q, 3)))
+    monkeypatch.setattr(rpa_xla, "_GROUP_TOKENS", group)
+    np.testing.assert_allclose(with_lanes(batch), xla(batch.arrays), atol=1e-5)
+
+
+def test_every_token_finds_a_block():
+    """The static number of blocks holds the worst division of the tokens into rows."""
+    for tokens, rows in ((4, 4), (40, 8), (130, 40)):
+        sizes = Sizes(1, 1, 8, 4, tokens=tokens, rows=rows, max_pages=-(-tokens // 4))
+        run = jax.jit(lambda arrays: ragged_paged_attention(**arrays, scale=1.0, impl="xla"))
+        for q_len in (1, 2, 3, 17, tokens):
+            q_lens = [q_len] * min(rows, tokens // q_len)
+            if q_lens and q_len > 1:
+                q_lens[-1] += tokens - sum(q_lens)
+            batch = make_ragged(sizes, [(q, q) for q in q_lens])
+            out = run({**batch.arrays, "q": jnp.ones_like(batch.arrays["q"])})
+            assert (np.abs(np.asarray(out[: sum(q_lens)])).max(axis=(1, 2), initial=0) > 0).all()
+
+
+def test_the_loop_of_a_step_copies_no_pool():
+    """A loop that writes a token and attends, as the engine's does: every layer, both lanes."""
+    batch = make_ragged(SIZES, [(1, 300), (20, 260)])
+
+    def step(pool, arrays):
+        def layer(index, carry):
+            pool, q = carry
+            page = arrays["page_indices"][:, 0]
+            pool = pool.at[index, page, 0].set(jnp.ones((8, 4, 32), jnp.uint16), mode="drop")
+            out = ragged_paged_attention(
+                **{**arrays, "q": q, "kv_pages": pool, "layer": index}, scale=0.2, kv_dtype=jnp.bfloat16, impl="xla"
+            )
+            return pool, out
+
+        def body(carry):
+            trips, pool, q = carry
+            return trips + 1, *jax.lax.fori_loop(0, LAYERS, layer, (pool, q))
+
+        return jax.lax.while_loop(lambda carry: carry[0] < 3, body, (jnp.int32(0), pool, arrays["q"]))
+
+    pool = batch.arrays.pop("kv_pages")
+    text = jax.jit(step, donate_argnums=0).lower(pool, batch.arrays).compile().as_text()
+    assert pool_copies(text, pool.shape, pool.dtype) == []
