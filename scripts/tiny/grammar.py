@@ -28,7 +28,8 @@ _TEMPLATES = (
     "{opening}, a {adj} {animal} named {hero} lost a {colour} {thing}. {friend} the {animal2} looked {spot} and found "
     'the {thing}. "Thank you, {friend}!" said {hero}, and the {animal} hugged the {animal2}.',
     "{opening}, a {adj} {animal} named {hero} went to the {place} to find a {thing}. In the {place} {hero} met "
-    '{friend} the {animal2}. "The {thing} is {spot}," said {friend}. {hero} thanked {friend} and took the {thing} home.',
+    '{friend} the {animal2}. "The {thing} is {spot}," said {friend}. '
+    "{hero} thanked {friend} and took the {thing} home.",
     "{opening}, a {adj} {animal} named {hero} was {feeling}. {friend} the {animal2} saw it and gave {hero} a {colour} "
     "{thing}. The {thing} made {hero} happy, and {hero} and {friend} played in the {place} until night.",
 )
