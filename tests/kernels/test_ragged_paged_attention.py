@@ -19,20 +19,23 @@ SIZES = {
 KINDS = ("decode", "prompts", "chunks", "mixed")
 
 
-@functools.cache
-def attention(impl, scale=0.3, kv_dtype=None, soft_cap=None, score_mod=None, mask_mod=None):
+def attention(impl, kv_dtype="float32", soft_cap=None, score_mod=None, mask_mod=None):
     """The jitted entry; everything that may be traced is."""
-    static = dict(scale=scale, kv_dtype=kv_dtype, soft_cap=soft_cap, score_mod=score_mod, mask_mod=mask_mod)
+    return _jitted(impl, kv_dtype, soft_cap, score_mod, mask_mod)
+
+
+@functools.cache
+def _jitted(impl, kv_dtype, soft_cap, score_mod, mask_mod):
+    static = dict(scale=0.3, kv_dtype=kv_dtype, soft_cap=soft_cap, score_mod=score_mod, mask_mod=mask_mod)
     return jax.jit(lambda arrays: ragged_paged_attention(**arrays, **static, impl=impl))
 
 
 def check(batch, impl, *, traced=None, **static):
     traced = traced or {}
-    options = dict(scale=0.3, **static)
-    out = attention(impl, kv_dtype=batch.sizes.dtype, **options)({**batch.arrays, **traced})
+    out = attention(impl, batch.sizes.dtype, **static)({**batch.arrays, **traced})
     # f32: scores reach 20, so that their rounding alone moves a weight by 2e-6 of itself.
     numpy = {name: np.asarray(value) for name, value in traced.items()}
-    np.testing.assert_allclose(out, dense_attention(batch, **options, **numpy), atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(out, dense_attention(batch, scale=0.3, **static, **numpy), atol=1e-5, rtol=1e-5)
     return out
 
 
@@ -108,7 +111,7 @@ def test_long_contexts_equal_dense_without_nan(context):
 def test_large_scores_do_not_overflow():
     batch = make_ragged(SIZES["mqa-page4"], [(1, 150), (20, 60)])
     batch.arrays["q"] = batch.arrays["q"] * jnp.float32(1e4)
-    out = [attention(impl, kv_dtype="float32")(batch.arrays) for impl in IMPLEMENTATIONS]
+    out = [attention(impl)(batch.arrays) for impl in IMPLEMENTATIONS]
     assert np.isfinite(out[0][:21]).all()
     np.testing.assert_allclose(out[1], out[0], atol=2e-3)
 
@@ -117,7 +120,7 @@ def test_bf16_queries_give_bf16_rounded_once():
     batch = make_ragged(SIZES["gqa3-page16-bits"], [(1, 100), (20, 60)])
     q = batch.arrays["q"].astype(jnp.bfloat16)
     for impl in IMPLEMENTATIONS:
-        run = attention(impl, kv_dtype="bfloat16")
+        run = attention(impl, "bfloat16")
         exact = run({**batch.arrays, "q": q.astype(jnp.float32)})
         out = run({**batch.arrays, "q": q})
         assert out.dtype == jnp.bfloat16
