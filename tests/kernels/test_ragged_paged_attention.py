@@ -43,7 +43,7 @@ def check(batch, impl, *, traced=None, **static):
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_attention_of_random_batches_equals_dense(sizes, impl):
     for kind in KINDS:
-        for seed in range(3):
+        for seed in range(2):
             check(make_ragged(sizes, random_rows(sizes, kind, seed), seed), impl)
 
 
