@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from levanter_infer.checkpoints.load import load_model as load_model
+    from levanter_infer.decode.generate import GenerateOutput as GenerateOutput
     from levanter_infer.engine.config import EngineConfig as EngineConfig
     from levanter_infer.engine.engine import InferenceEngine as InferenceEngine
     from levanter_infer.engine.params import SamplingParams as SamplingParams
-    from levanter_infer.engine.pure import GenerateOutput as GenerateOutput
     from levanter_infer.engine.pure import generate as generate
     from levanter_infer.engine.request import Completion as Completion
     from levanter_infer.engine.request import Request as Request
@@ -22,7 +22,7 @@ _WHERE = {
     "EngineConfig": "engine.config",
     "InferenceEngine": "engine.engine",
     "SamplingParams": "engine.params",
-    "GenerateOutput": "engine.pure",
+    "GenerateOutput": "decode.generate",
     "generate": "engine.pure",
     "Completion": "engine.request",
     "Request": "engine.request",

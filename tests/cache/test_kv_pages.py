@@ -35,7 +35,7 @@ def keys_and_values(rng, count):
 
 def values(kv: KvPages):
     raw = kv.pages.array
-    return np.asarray(raw if raw.dtype == kv.dtype else jax.lax.bitcast_convert_type(raw, kv.dtype), np.float32)
+    return np.array(raw if raw.dtype == kv.dtype else jax.lax.bitcast_convert_type(raw, kv.dtype), np.float32)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -15,19 +15,22 @@ from levanter_infer.decode.state import GenState
 from levanter_infer.layers.attention import AttentionSpec
 
 
-class Generated(eqx.Module):
-    """What was sampled, per slot; entries from `num_tokens` on are padding (token 0, logprob 0)."""
+class GenerateOutput(eqx.Module):
+    """Sampled continuations; entries from `num_tokens` on are padding (token 0, logprob 0).
+
+    The leading axes are `slots` in `generate_all` and `batch, n` in the public `generate`.
+    """
 
     token_ids: Array
-    """i32[slots, max_tokens]"""
+    """i32[..., max_tokens]"""
     logprobs: Array
-    """f32[slots, max_tokens], under the model"""
+    """f32[..., max_tokens], under the model"""
     processed_logprobs: Array
-    """f32[slots, max_tokens], under the distribution that was sampled from"""
+    """f32[..., max_tokens], under the distribution that was sampled from"""
     num_tokens: Array
-    """i32[slots]"""
+    """i32[...]"""
     finish_reason: Array
-    """i32[slots], a code of `sequence_table`"""
+    """i32[...]: 1 stop, 2 length, 3 error"""
 
 
 def generate_all(
@@ -41,7 +44,7 @@ def generate_all(
     max_tokens: int,
     shapes: Shapes,
     attention: AttentionSpec,
-) -> Generated:
+) -> GenerateOutput:
     """Sample `n` continuations of each prompt; pure and traceable.
 
     Args:
@@ -76,7 +79,9 @@ def generate_all(
     return _collect(state, ring, prompt_lens=lens, max_tokens=max_tokens, shapes=shapes)
 
 
-def _collect(state: GenState, ring: OutputRing, *, prompt_lens: Array, max_tokens: int, shapes: Shapes) -> Generated:
+def _collect(
+    state: GenState, ring: OutputRing, *, prompt_lens: Array, max_tokens: int, shapes: Shapes
+) -> GenerateOutput:
     """Sort the ring's entries by slot, keeping the order of sampling."""
     index = jnp.arange(ring.size, dtype=jnp.int32)
     slot = jnp.where(index < ring.count.array, ring.slot_ids.array, shapes.num_slots)
@@ -89,7 +94,7 @@ def _collect(state: GenState, ring: OutputRing, *, prompt_lens: Array, max_token
         return empty.at[ordered, place].set(values[order], mode="drop")
 
     table = state.decode.sequences
-    return Generated(
+    return GenerateOutput(
         token_ids=per_slot(ring.tokens.array),
         logprobs=per_slot(ring.logprobs.array),
         processed_logprobs=per_slot(ring.processed_logprobs.array),

@@ -5,12 +5,11 @@ import functools
 
 import jax
 
-from levanter_infer.cache import KvPages
 from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.loop import run_round
 from levanter_infer.decode.outputs import RoundOutputs
 from levanter_infer.decode.shapes import Shapes
-from levanter_infer.decode.state import GenState
+from levanter_infer.decode.state import GenState, empty_cache
 from levanter_infer.layers.attention import AttentionSpec
 
 
@@ -26,19 +25,8 @@ class Programs:
         if as_bits:
             model = model.as_bits()
 
-        def new_cache() -> KvPages:
-            return KvPages.init(
-                num_layers=config.num_layers,
-                num_pages=shapes.num_pages,
-                page_size=shapes.page_size,
-                num_kv_heads=config.num_kv_heads,
-                head_size=config.head_dim,
-                dtype=kv_dtype,
-                as_bits=as_bits,
-            )
-
         def init() -> GenState:
-            return GenState.init(shapes, new_cache())
+            return GenState.init(shapes, empty_cache(config, shapes, dtype=kv_dtype, as_bits=as_bits))
 
         def one_round(model, state: GenState, admission: Admission) -> tuple[GenState, RoundOutputs]:
             return run_round(model, state, admission, shapes, attention)

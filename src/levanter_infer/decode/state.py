@@ -54,6 +54,19 @@ class DecodeState(eqx.Module):
         )
 
 
+def empty_cache(config, shapes: Shapes, *, dtype, as_bits: bool) -> KvPages:
+    """A pool of `shapes.num_pages` pages for the model that `config` (a `DecoderConfig`) describes."""
+    return KvPages.init(
+        num_layers=config.num_layers,
+        num_pages=shapes.num_pages,
+        page_size=shapes.page_size,
+        num_kv_heads=config.num_kv_heads,
+        head_size=config.head_dim,
+        dtype=dtype,
+        as_bits=as_bits,
+    )
+
+
 class GenState(eqx.Module):
     """`DecodeState` and the pool that it indexes."""
 

@@ -6,32 +6,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from haliax import NamedArray
-from jax import Array
 
 from levanter_infer.axes import SEQ
-from levanter_infer.cache import KvPages
-from levanter_infer.decode.generate import generate_all
+from levanter_infer.decode.generate import GenerateOutput, generate_all
 from levanter_infer.decode.sequence_table import pages_for
 from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.state import empty_cache
 from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes, stores_bits
 from levanter_infer.engine.encode_sampling import SamplingColumns
 from levanter_infer.engine.params import SamplingParams, check_limits
 from levanter_infer.layers.attention import AttentionSpec
-
-
-class GenerateOutput(eqx.Module):
-    """Sampled continuations; entries from `num_tokens` on are padding (token 0, logprob 0)."""
-
-    token_ids: Array
-    """i32[batch, n, max_tokens]"""
-    logprobs: Array
-    """f32[batch, n, max_tokens], under the model"""
-    processed_logprobs: Array
-    """f32[batch, n, max_tokens], under the distribution that was sampled from"""
-    num_tokens: Array
-    """i32[batch, n]"""
-    finish_reason: Array
-    """i32[batch, n]: 1 stop, 2 length, 3 error"""
 
 
 def generate(
@@ -79,36 +63,20 @@ def generate(
     )
     batch, n = prompts.shape[0], params.n
     table = _sampling_table(params, batch, shapes, eos_token_ids, seeds)
-    arch = model.config
-    kv = KvPages.init(
-        num_layers=arch.num_layers,
-        num_pages=shapes.num_pages,
-        page_size=shapes.page_size,
-        num_kv_heads=arch.num_kv_heads,
-        head_size=arch.head_dim,
-        dtype=kv_dtype(config, model),
-        as_bits=stores_bits(),
-    )
-    attention = AttentionSpec(
-        impl=config.attention, score_mod=score_mod, mask_mod=mask_mod, max_seq_len=shapes.max_seq_len
-    )
     result = generate_all(
         model.as_bits() if stores_bits() else model,
-        kv,
+        empty_cache(model.config, shapes, dtype=kv_dtype(config, model), as_bits=stores_bits()),
         prompts,
         lens,
         table,
         n=n,
         max_tokens=params.max_tokens,
         shapes=shapes,
-        attention=attention,
+        attention=AttentionSpec(
+            impl=config.attention, score_mod=score_mod, mask_mod=mask_mod, max_seq_len=shapes.max_seq_len
+        ),
     )
-    return GenerateOutput(
-        **{
-            field.name: getattr(result, field.name).reshape(batch, n, *getattr(result, field.name).shape[1:])
-            for field in dataclasses.fields(GenerateOutput)
-        }
-    )
+    return jax.tree.map(lambda per_slot: per_slot.reshape(batch, n, *per_slot.shape[1:]), result)
 
 
 def _shapes(config: EngineConfig, model, params: SamplingParams, shape: tuple[int, ...], num_eos: int) -> Shapes:
