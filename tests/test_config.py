@@ -119,7 +119,17 @@ START = "model: m\nprompts: x\n"
         ("model: m\nmodel: n\nprompts: x", "a key is written twice"),
         ("model: [", "is not YAML"),
         ("- a", "holds a list; expected keys such as model and prompts"),
-        ("", "holds a NoneType"),
+        ("", "is empty; expected keys such as model and prompts"),
+        (START + "x: 2024-99-99", "is not YAML: month must be in 1..12"),
+        ("model: m\nprompts: [1]", "prompts[0] is 1; expected text, put it in quotes"),
+        ("model: m\nprompts: [a, null]", "prompts[1] is None; expected text"),
+        (START + "tokenizer: true", "tokenizer=True: expected text"),
+        (START + "output: {path: null}", "output.path=None: expected text"),
+        (START + "output: ''", "output=''; expected the name of a file or directory"),
+        ('model: "a\\0b"\nprompts: x', "model='a\\x00b'; expected the name of a file"),
+        (START + "mesh: {model: true}", "mesh.model=True: expected a whole number"),
+        (START + f"sampling: {{seed: 0x{'f' * 9000}}}", "seed=a whole number of 36000 bits: expected"),
+        (START + "engine: &a {x: *a}", "its aliases stand for more than"),
     ],
 )
 def test_mistake_is_named(tmp_path, text, message):
@@ -140,6 +150,28 @@ def test_mistake_in_the_engine_section_is_named(tmp_path, engine, message):
     with pytest.raises(ValueError) as error:
         config_from(tmp_path, START + f"engine: {engine}").engine_config()
     assert message in str(error.value)
+
+
+def test_message_is_short_however_large_what_it_names(tmp_path):
+    """A few hundred bytes of aliases stand for 10^9 values."""
+    keys = ("stop", "stop_token_ids", "n", "seed", "top_k", "top_p", "min_p", "logprobs", "max_tokens")
+    bomb = "".join(f"  {key}: &a{i} [{', '.join([f'*a{i - 1}' if i else 'x'] * 10)}]\n" for i, key in enumerate(keys))
+    for text in ("sampling:\n" + bomb, "? " + "k" * 100_000 + "\n: 1\n", "tokenizer: [" + "x" * 100_000 + "]"):
+        with pytest.raises(ValueError) as error:
+            config_from(tmp_path, START + text)
+        assert len(str(error.value)) < 500
+
+
+def test_aliases_are_read(tmp_path):
+    config = config_from(tmp_path, "model: &name m\ntokenizer: *name\nprompts: x\n")
+    assert config.tokenizer == "m"
+
+
+@pytest.mark.parametrize("key, text", [("chat", "[" * 3000), ("sampling.temperature", "2024-99-99")])
+def test_override_that_is_no_yaml_is_named(key, text):
+    with pytest.raises(ValueError, match=f"--{key} .* is not a YAML value") as error:
+        load_config(None, [("model", "m"), ("prompts", "x"), (key, text)])
+    assert len(str(error.value)) < 600
 
 
 def test_unreadable_configuration_is_named(tmp_path):

@@ -14,18 +14,21 @@ from typing import TYPE_CHECKING, Any
 import draccus
 import yaml
 
-from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.params import SamplingParams, brief
 
 if TYPE_CHECKING:
     from levanter_infer.engine.config import EngineConfig
 
 _MAX_CONFIG_BYTES = 2**22
+_MAX_ALIASED_NODES = 100_000
+"""Values of a configuration that has aliases, each counted as often as it is named."""
 _SOURCES = ("prompts", "prompts_file", "chat")
 _PLAIN_TEXT = (
     *("model.path", "model.dtype", "model.revision", "tokenizer", "prompts", "prompts_file"),
     *("output.path", "sampling.stop"),
 )
 """Keys whose value on the command line is the text itself; all others are read as YAML."""
+_FILES = ("model.path", "tokenizer", "prompts_file", "output.path")
 _SHORT = {"model": "path", "output": "path"}
 """Sections that may be given as a plain string, and the key that it stands for."""
 
@@ -103,6 +106,11 @@ class RunConfig:
             raise ValueError("prompts is an empty list; expected at least one prompt")
         if not self.model.path:
             raise ValueError("model is empty; expected a directory or a hub id")
+        for name in _FILES:
+            section, _, key = name.rpartition(".")
+            value = getattr(getattr(self, section) if section else self, key, None)
+            if value is not None and (not value or "\0" in value):
+                raise ValueError(f"{section or key}={brief(value)}; expected the name of a file or directory")
 
     def engine_config(self) -> "EngineConfig":
         """The engine's section. Imports JAX. Raises: ValueError for an unknown key or a wrong value."""
@@ -146,18 +154,57 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             raise ValueError(f"{path} has more than {_MAX_CONFIG_BYTES} bytes; put prompts into a prompts_file")
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        content = _parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise ValueError(f"cannot read the configuration {path}: {e.strerror}") from e
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as e:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(e).split())}") from e
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path} is not UTF-8: {e}; save it as UTF-8") from e
+    except _BadYaml as e:
+        raise ValueError(f"{path} is not YAML: {e}") from e
+    if content is None:
+        raise ValueError(f"{path} is empty; expected keys such as model and prompts")
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}; expected keys such as model and prompts")
     return content
 
 
+class _BadYaml(Exception):
+    """A text that is no YAML, or no YAML that a configuration may be."""
+
+
+def _parse_yaml(text: str) -> Any:
+    try:
+        loader = _Loader(text)
+        content = loader.get_single_data()
+        if loader.has_aliases:
+            _check_aliases(content)
+    except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as e:
+        raise _BadYaml(" ".join(str(e).split())[:300]) from e
+    return content
+
+
+def _check_aliases(content: Any) -> None:
+    """Refuse what is short only because of its aliases. Raises: ValueError."""
+    count, rest = 0, [content]
+    while rest:
+        value = rest.pop()
+        count += 1
+        if count > _MAX_ALIASED_NODES:
+            raise ValueError(f"its aliases stand for more than {_MAX_ALIASED_NODES} values; write them out")
+        if isinstance(value, dict):
+            rest.extend((*value.keys(), *value.values()))
+        elif isinstance(value, (list, tuple, set)):
+            rest.extend(value)
+
+
 class _Loader(yaml.SafeLoader):
     """`yaml.safe_load`, but a key written twice is an error and 1e-5 is a number."""
+
+    has_aliases = False
+
+    def compose_node(self, parent, index):
+        self.has_aliases = self.has_aliases or self.check_event(yaml.AliasEvent)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node, deep=False):
         mapping = super().construct_mapping(node, deep)
@@ -197,9 +244,9 @@ def _parse_value(key: str, text: str) -> Any:
     if key in _PLAIN_TEXT and not (key == "sampling.stop" and text[:1] in ("[", '"')):
         return text
     try:
-        return yaml.load(text, _Loader)
-    except yaml.YAMLError as e:
-        raise ValueError(f"--{key} {text!r} is not a YAML value: {' '.join(str(e).split())}") from e
+        return _parse_yaml(text)
+    except _BadYaml as e:
+        raise ValueError(f"--{key} {brief(text)} is not a YAML value: {e}") from e
 
 
 def _check_chat(chat: Any) -> None:
@@ -219,7 +266,7 @@ def decode_section(cls: type, content: Any, path: str) -> Any:
     Raises: ValueError naming an unknown key with the nearest known one, or a value of the wrong type.
     """
     if not isinstance(content, dict):
-        raise ValueError(f"{path or 'the configuration'} is {content!r:.60}; expected a mapping of keys to values")
+        raise ValueError(f"{path or 'the configuration'} is {brief(content)}; expected a mapping of keys to values")
     if cls is SamplingParams:
         return SamplingParams.from_dict(content)
     check_keys(content, [f.name for f in dataclasses.fields(cls)], path)
@@ -241,11 +288,26 @@ def decode_section(cls: type, content: Any, path: str) -> Any:
 
 
 def _decode_value(hint: Any, value: Any, key: str) -> Any:
+    expected = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
+    readable = _READABLE.get(expected, expected)
+    _check_plain(hint, value, key, readable)
     try:
         return draccus.decode(hint, value)
     except Exception as e:  # draccus lets AttributeError and others through where a container is a plain value
-        expected = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
-        raise ValueError(f"{key}={value!r:.60}: expected {_READABLE.get(expected, expected)}") from e
+        raise ValueError(f"{key}={brief(value)}: expected {readable}") from e
+
+
+def _check_plain(hint: Any, value: Any, key: str, readable: str) -> None:
+    """Refuse what draccus would turn into something else: a number or null into text, true into 1."""
+    kinds = {hint} if typing.get_origin(hint) in (dict, list) else {*typing.get_args(hint), hint}
+    if isinstance(value, list) and list[str] in kinds:
+        for i, item in enumerate(value):
+            if not isinstance(item, str):
+                raise ValueError(f"{key}[{i}] is {brief(item)}; expected text, put it in quotes")
+    elif str in kinds and not isinstance(value, str) and not (value is None and type(None) in kinds):
+        raise ValueError(f"{key}={brief(value)}: expected {readable}, put it in quotes")
+    elif isinstance(value, bool) and not {bool, Any} & kinds:
+        raise ValueError(f"{key}={brief(value)}: expected {readable}")
 
 
 _READABLE = {
@@ -264,6 +326,7 @@ def check_keys(given: Iterable[Any], known: Sequence[str], path: str) -> None:
     """Raises: ValueError naming the first key that is not known and the nearest that is."""
     for key in given:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            key = str(key) if len(str(key)) <= 80 else f"{str(key)[:80]}..."
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
             raise ValueError(f"unknown key {f'{path}.{key}' if path else key}; {hint}")

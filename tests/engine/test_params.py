@@ -75,6 +75,26 @@ def test_bad_value_is_refused_by_name(changes, message):
         SamplingParams.from_dict(changes)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": "x" * 10**6},
+        {"temperature": [[[["x" * 100] * 100] * 100] * 100] * 100},
+        {"top_k": 10**4000},
+        {"top_k": 1 << 40_000},
+        {"stop": ["x" * 10**6]},
+        {"stop_token_ids": [["x"] * 10**6]},
+        {"logit_bias": {"1" * 5000: 1.0}},
+        {"logit_bias": {1: "x" * 10**6}},
+        {"k" * 10**6: 1},
+    ],
+)
+def test_message_is_short_however_large_the_value(changes):
+    with pytest.raises(ValueError, match=next(iter(changes))[:20]) as error:
+        SamplingParams.from_dict(changes)
+    assert len(str(error.value)) < 600
+
+
 def test_equivalent_spellings_are_kept_alike():
     params = SamplingParams(
         stop="\n", stop_token_ids=[5, [6, 7]], logit_bias={"12": 1, 3: -2.5}, top_k=None, temperature=np.float32(0.5)
@@ -140,6 +160,10 @@ def test_derived_seed_depends_on_config_seed_and_id_alone():
     seeds = {derive_seed(config_seed, request) for config_seed in range(3) for request in ("0", "1", "00", "é")}
     assert len(seeds) == 12
     assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+def test_seed_is_derived_from_any_id():
+    assert derive_seed(0, "\ud800") != derive_seed(0, "\ud801")
 
 
 def test_params_module_does_not_import_jax():

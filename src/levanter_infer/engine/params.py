@@ -4,12 +4,17 @@ import dataclasses
 import difflib
 import hashlib
 import numbers
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 
 MAX_STOP_TOKENS = 16
 """Tokens of one stop token sequence, at most."""
+MAX_STOP_CHARS = 4096
+"""Characters of one stop string, at most."""
 _MAX_BIAS = 1e30
 _MAX_INT = 2**31 - 1
+_MAX_DIGITS = 20
+"""Digits of a token id that is written as a string."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +44,8 @@ class SamplingParams:
     """0 to 2^64 - 1; samples of one request differ whatever the seed. None: derived from the config's seed and the
     request's id."""
     stop: str | Sequence[str] = ()
-    """A string or strings that end a sample as soon as they appear in its text; the text is cut before them. Kept as a
-    tuple."""
+    """A string or strings, of up to 4096 characters, that end a sample as soon as they appear in its text; the text is
+    cut before them. Kept as a tuple."""
     stop_token_ids: Sequence[int | Sequence[int]] = ()
     """Token ids, or sequences of up to 16 token ids, that end a sample once generated. Kept as a tuple of tuples."""
     ignore_eos: bool = False
@@ -73,7 +78,7 @@ class SamplingParams:
         if self.seed is not None:
             _check_int("seed", self.seed, 0, 2**64 - 1, "use a seed of at most 64 bits, or leave it out")
         if type(self.ignore_eos) is not bool:
-            raise ValueError(f"ignore_eos={self.ignore_eos!r}: expected true or false")
+            raise ValueError(f"ignore_eos={brief(self.ignore_eos)}: expected true or false")
         _check_int("min_tokens", self.min_tokens, 0, _MAX_INT, "use 0 to switch it off")
         if self.min_tokens > self.max_tokens:
             raise ValueError(
@@ -83,7 +88,7 @@ class SamplingParams:
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, _MAX_INT, "leave it out if none are wanted")
         if self.prompt_logprobs is not None:
-            raise ValueError(f"prompt_logprobs={self.prompt_logprobs!r} is not available yet; leave it out")
+            raise ValueError(f"prompt_logprobs={brief(self.prompt_logprobs)} is not available yet; leave it out")
         _check_number("frequency_penalty", self.frequency_penalty, -2, 2, "use 0 to switch it off")
         _check_number("presence_penalty", self.presence_penalty, -2, 2, "use 0 to switch it off")
         _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100, "use 1 to switch it off")
@@ -99,16 +104,33 @@ class SamplingParams:
         Raises: ValueError for a name that is not a parameter (with the nearest one that is), or a bad value.
         """
         if not isinstance(values, Mapping):
-            raise ValueError(f"sampling={values!r}: expected a mapping of parameter names to values")
+            raise ValueError(f"sampling={brief(values)}: expected a mapping of parameter names to values")
         known = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             if name not in known:
-                nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+                nearest = difflib.get_close_matches(str(name)[:80], known, n=1, cutoff=0.0)[0]
                 raise ValueError(
-                    f"sampling has no parameter {str(name)!r}; the nearest known one is {nearest!r} (known: "
+                    f"sampling has no parameter {brief(str(name))}; the nearest known one is {nearest!r} (known: "
                     f"{', '.join(known)})"
                 )
         return cls(**values)  # type: ignore[arg-type]
+
+
+class _Brief(reprlib.Repr):
+    def __init__(self):
+        super().__init__()
+        self.maxlevel = 3
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = 4
+        self.maxstring = self.maxother = self.maxlong = 80
+
+    def repr_int(self, x, level):
+        return super().repr_int(x, level) if x.bit_length() < 4096 else f"a whole number of {x.bit_length()} bits"
+
+
+def brief(value: object) -> str:
+    """`repr` for messages: short, however large or deeply nested the value is."""
+    text = _Brief().repr(value)
+    return text if len(text) <= 160 else text[:120] + "..." + text[-37:]
 
 
 def check_limits(
@@ -152,7 +174,7 @@ def stop_sequences(params: SamplingParams) -> tuple[tuple[int, ...], ...]:
 
 def derive_seed(config_seed: int, request_id: str) -> int:
     """The seed of a request that has none: a function of the config's seed and the request's id, 64 bits."""
-    digest = hashlib.sha256(f"{config_seed}:{request_id}".encode()).digest()
+    digest = hashlib.sha256(f"{config_seed}:{request_id}".encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big")
 
 
@@ -177,7 +199,7 @@ def _is_number(value: object) -> bool:
 def _check_int(name: str, value: object, low: int, high: int, remedy: str) -> None:
     if not (_is_int(value) and low <= value <= high):  # type: ignore[operator]
         bounds = f"of at least {low}" if high == _MAX_INT else f"from {low} to {high}"
-        raise ValueError(f"{name}={value!r}: expected a whole number {bounds}; {remedy}")
+        raise ValueError(f"{name}={brief(value)}: expected a whole number {bounds}; {remedy}")
 
 
 def _check_number(name: str, value: object, low: float, high: float, remedy: str, above: bool = False) -> None:
@@ -185,14 +207,16 @@ def _check_number(name: str, value: object, low: float, high: float, remedy: str
         if isinstance(value, str):
             remedy = "write it without quotes, and in YAML with a decimal point (1.0e-5, not 1e-5)"
         bounds = f"above {low} and up to {high}" if above else f"from {low} to {high}"
-        raise ValueError(f"{name}={value!r}: expected a number {bounds}; {remedy}")
+        raise ValueError(f"{name}={brief(value)}: expected a number {bounds}; {remedy}")
 
 
 def _stop_strings(stop: object) -> tuple[str, ...]:
     strings = [stop] if isinstance(stop, str) else _entries("stop", stop, "a string or a list of strings")
     for i, string in enumerate(strings):
         if not isinstance(string, str) or not string:
-            raise ValueError(f"stop[{i}]={string!r}: expected a string of at least one character")
+            raise ValueError(f"stop[{i}]={brief(string)}: expected a string of at least one character")
+        if len(string) > MAX_STOP_CHARS:
+            raise ValueError(f"stop[{i}] has {len(string)} characters; a stop string has at most {MAX_STOP_CHARS}")
     return tuple(strings)
 
 
@@ -202,7 +226,9 @@ def _stop_sequences(sequences: object) -> tuple[tuple[int, ...], ...]:
     for i, entry in enumerate(_entries("stop_token_ids", sequences, expected)):
         ids = (entry,) if _is_int(entry) else _entries(f"stop_token_ids[{i}]", entry, "a token id or token ids")
         if len(ids) == 0 or not all(_is_int(token) and 0 <= token <= _MAX_INT for token in ids):
-            raise ValueError(f"stop_token_ids[{i}]={entry!r}: expected a token id or a list of at least one token id")
+            raise ValueError(
+                f"stop_token_ids[{i}]={brief(entry)}: expected a token id or a list of at least one token id"
+            )
         result.append(tuple(int(token) for token in ids))
     return tuple(result)
 
@@ -212,24 +238,25 @@ def _entries(name: str, value: object, expected: str) -> Sequence:
         return ()
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return value
-    raise ValueError(f"{name}={value!r}: expected {expected}")
+    raise ValueError(f"{name}={brief(value)}: expected {expected}")
 
 
 def _bias(bias: object) -> dict[int, float]:
     if bias is None:
         return {}
     if not isinstance(bias, Mapping):
-        raise ValueError(f"logit_bias={bias!r}: expected a mapping of token ids to numbers")
+        raise ValueError(f"logit_bias={brief(bias)}: expected a mapping of token ids to numbers")
     result: dict[int, float] = {}
     for key, value in bias.items():
-        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+        digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= _MAX_DIGITS
+        token = int(key) if digits else key
         if not (_is_int(token) and 0 <= token <= _MAX_INT):  # type: ignore[operator]
-            raise ValueError(f"logit_bias has the key {key!r}: expected a token id")
+            raise ValueError(f"logit_bias has the key {brief(key)}: expected a token id")
         if token in result:
             raise ValueError(f"logit_bias names token id {token} twice; name it once")
         if not (_is_number(value) and abs(value) <= _MAX_BIAS):  # written so that NaN fails too
             raise ValueError(
-                f"logit_bias[{key}]={value!r}: expected a number from -1e30 to 1e30; -100 makes a token all but "
+                f"logit_bias[{key}]={brief(value)}: expected a number from -1e30 to 1e30; -100 makes a token all but "
                 "impossible"
             )
         result[int(token)] = float(value)
