@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import stat
 
 import numpy as np
 import pytest
@@ -40,6 +42,22 @@ def test_text_file_has_one_prompt_a_line(tmp_path):
     result = read(tmp_path, "17+25=\r\n\n  two words \nümläut", name="prompts.txt")
     assert [r.request.prompt for r in result] == ["17+25=", "  two words ", "ümläut"]
     assert [r.id for r in result] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "ROWS.JSONL", "rows.txt"])
+def test_byte_order_mark_and_the_case_of_the_suffix_change_nothing(tmp_path, name):
+    line = b"a" if name.endswith(".txt") else b'{"prompt": "a"}'
+    assert [r.request.prompt for r in read(tmp_path, b"\xef\xbb\xbf" + line, name=name)] == ["a"]
+
+
+def test_row_with_two_prompts_is_refused_in_a_chat_too(tmp_path):
+    line = '{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}'
+    assert "got prompt and messages" in read(tmp_path, line, chat=True)[0].error
+
+
+def test_key_written_twice_is_an_error_of_the_row(tmp_path):
+    result = read(tmp_path, '{"prompt": "a", "prompt": "b"}\n{"prompt": "c"}')
+    assert "a key is written twice" in result[0].error and result[1].request.prompt == "c"
 
 
 def test_jsonl_row_may_have_each_kind_of_prompt_an_id_and_sampling(tmp_path):
@@ -220,3 +238,45 @@ def test_terminal_text_has_no_control_characters():
         "a\\x1b[2J\\x07\\x9b31m\\x0d\\x00\\u202e\\u2066\\u2028\\ud800\\U000e0041\\x7f\\ue000"
     )
     assert escape_for_terminal("tab\tline\nümläut 猫🙂 👩\u200d🔬 [red]") == "tab\tline\nümläut 猫🙂 👩\u200d🔬 [red]"
+
+
+@pytest.mark.parametrize("path", ["", ".", "/"])
+def test_output_without_a_name_is_refused(path):
+    with pytest.raises(ValueError, match="has no file name"):
+        RowWriter(path)
+
+
+def test_output_with_a_name_that_is_too_long_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="cannot write output .*: File name too long"):
+        RowWriter(tmp_path / ("x" * 300))
+
+
+def test_pipe_or_device_is_never_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="is a device or a pipe"):
+        RowWriter(tmp_path / "pipe", overwrite=True)
+    assert stat.S_ISFIFO(os.stat(tmp_path / "pipe").st_mode)
+
+
+def test_link_that_leads_nowhere_is_refused_before_the_work(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="exists; give another name"):
+        RowWriter(tmp_path / "link")
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_output_appears_on_a_file_system_without_hard_links(tmp_path, monkeypatch, taken):
+    def refuse(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    path = tmp_path / "out.jsonl"
+    with RowWriter(path) as writer:
+        writer.write([{"a": 1}])
+        if taken:
+            path.write_text("mine")
+            with pytest.raises(ValueError, match="appeared meanwhile"):
+                writer.commit()
+        else:
+            writer.commit()
+    assert path.read_text() == ("mine" if taken else '{"a": 1}\n')

@@ -1,11 +1,13 @@
 """Prompts files in, output rows out, and completions made safe for a terminal."""
 
+import codecs
 import contextlib
 import dataclasses
 import json
 import math
 import os
 import re
+import stat
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,7 +21,7 @@ except ImportError:  # not a POSIX system: nothing keeps two runs apart there
     fcntl = None
 
 from levanter_infer.config import RunConfig, check_keys
-from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import Request, RequestOutput
 
 MAX_LINE_BYTES = 2**24
@@ -63,7 +65,7 @@ def read_rows(config: RunConfig) -> list[Row]:
             raise ValueError(f"{where}: more than {MAX_ROWS} rows; split the file")
         row = _make_row(content, str(len(rows)), where, base)
         if row.id in seen and row.error is None:
-            row = Row(row.id, None, f"{where}: id {row.id!r} is that of {seen[row.id]} too; ids must differ")
+            row = Row(row.id, None, f"{where}: id {brief(row.id)} is that of {seen[row.id]} too; ids must differ")
         seen.setdefault(row.id, where)
         rows.append(row)
     if not rows:
@@ -77,15 +79,17 @@ def _as_chat(prompt: str) -> dict[str, Any]:
 
 def _read_file(path: Path, *, as_chat: bool) -> Iterator[tuple[str, Any]]:
     """(where, content) of each line that is not blank; a content that is an exception is that row's error."""
-    if path.suffix == ".json":
+    suffix = path.suffix.lower()
+    if suffix == ".json":
         raise ValueError(f"prompts_file {path}: expected .jsonl with one row a line, or text with one prompt a line")
     try:
         with open(path, "rb") as file:
             number = 0
             while line := file.readline(MAX_LINE_BYTES + 1):
                 number += 1
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip():
-                    content = _parse_line(line, jsonl=path.suffix in _JSONL, as_chat=as_chat)
+                    content = _parse_line(line, jsonl=suffix in _JSONL, as_chat=as_chat)
                     yield f"{path}:{number}", content
                 while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n") and line:
                     line = file.readline(MAX_LINE_BYTES + 1)
@@ -98,13 +102,21 @@ def _parse_line(line: bytes, *, jsonl: bool, as_chat: bool) -> Any:
         return ValueError(f"the line is longer than {MAX_LINE_BYTES} bytes")
     try:
         text = line.decode("utf-8").rstrip("\r\n")
-        content = json.loads(text) if jsonl else {"prompt": text}
+        content = json.loads(text, object_pairs_hook=_unique) if jsonl else {"prompt": text}
     except UnicodeDecodeError as e:
         return ValueError(f"the line is not UTF-8: {e}")
     except (ValueError, RecursionError) as e:
         return ValueError(f"the line is not JSON: {e}")
     if as_chat and isinstance(content, dict) and isinstance(content.get("prompt"), str):
-        content |= _as_chat(content.pop("prompt"))
+        if content.get("messages") is None:  # otherwise there are two prompts, which is refused as such
+            content |= _as_chat(content.pop("prompt"))
+    return content
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("a key is written twice in an object")
     return content
 
 
@@ -121,18 +133,18 @@ def _make_row(content: Any, default_id: str, where: str, base: SamplingParams) -
 
 def _make_request(content: Any, row_id: str, base: SamplingParams) -> Request:
     if not isinstance(content, dict):
-        raise ValueError(f"the row is {content!r:.60}; expected an object with prompt, prompt_token_ids or messages")
+        raise ValueError(f"the row is {brief(content)}; expected an object with prompt, prompt_token_ids or messages")
     check_keys(content, _ROW_KEYS, "")
     given = [key for key in _PROMPT_KEYS if content.get(key) is not None]
     if len(given) != 1:
         raise ValueError(f"expected one of prompt, prompt_token_ids, messages; got {' and '.join(given) or 'none'}")
     kind, value = given[0], content[given[0]]
     if kind == "prompt" and not isinstance(value, str):
-        raise ValueError(f"prompt is {value!r:.60}; expected a string")
+        raise ValueError(f"prompt is {brief(value)}; expected a string")
     if kind != "prompt" and not isinstance(value, list):
-        raise ValueError(f"{kind} is {value!r:.60}; expected a list")
+        raise ValueError(f"{kind} is {brief(value)}; expected a list")
     if type(content.get("id", "")) not in (str, int):
-        raise ValueError(f"id is {content['id']!r:.60}; expected a string or a whole number")
+        raise ValueError(f"id is {brief(content['id'])}; expected a string or a whole number")
     sampling = base
     if content.get("sampling") is not None:
         sampling = merge_sampling(base, content["sampling"])
@@ -145,7 +157,7 @@ def _make_request(content: Any, row_id: str, base: SamplingParams) -> Request:
 def merge_sampling(base: SamplingParams, overrides: Any) -> SamplingParams:
     """`base` with a row's own parameters. Raises: ValueError naming an unknown or wrong one."""
     if not isinstance(overrides, dict):
-        raise ValueError(f"sampling is {overrides!r:.60}; expected an object of sampling parameters")
+        raise ValueError(f"sampling is {brief(overrides)}; expected an object of sampling parameters")
     values = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
     return SamplingParams.from_dict(values | overrides)
 
@@ -206,13 +218,12 @@ class RowWriter:
 
     def __init__(self, path: str | Path, *, overwrite: bool = False):
         self.path = Path(path)
+        if not self.path.name:
+            raise ValueError(f"output {str(path)!r} has no file name; expected a file")
         self._partial = self.path.with_name(self.path.name + ".partial")
         self._overwrite = overwrite
-        if self.path.is_dir():
-            raise ValueError(f"output {self.path} is a directory; expected a file")
-        if self.path.exists() and not overwrite:
-            raise ValueError(f"output {self.path} exists; give another name, or --overwrite to replace it")
         try:
+            _check_replaceable(self.path, overwrite)
             self._file: IO[str] | None = _open_alone(self._partial)
         except BlockingIOError:
             raise ValueError(f"another run is writing {self._partial}; wait for it or give another name") from None
@@ -237,8 +248,7 @@ class RowWriter:
             if self._overwrite:
                 os.replace(self._partial, self.path)
             else:
-                os.link(self._partial, self.path)  # unlike a rename, this fails if the name is taken
-                os.unlink(self._partial)
+                _rename_new(self._partial, self.path)
         except FileExistsError:
             self._close()
             raise ValueError(f"output {self.path} appeared meanwhile; the rows are in {self._partial}") from None
@@ -259,6 +269,33 @@ class RowWriter:
             with contextlib.suppress(OSError):
                 os.unlink(self._partial)
             self._close()
+
+
+def _check_replaceable(path: Path, overwrite: bool) -> None:
+    """Raises: ValueError if rows may not take the place of what is there; OSError if nobody can tell."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(mode) or (stat.S_ISLNK(mode) and path.is_dir()):
+        raise ValueError(f"output {path} is a directory; expected a file")
+    if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
+        raise ValueError(f"output {path} is a device or a pipe; expected a file, which is replaced when all is done")
+    if not overwrite:
+        raise ValueError(f"output {path} exists; give another name, or --overwrite to replace it")
+
+
+def _rename_new(old: Path, new: Path) -> None:
+    """Rename, but not over something else. Raises: FileExistsError; OSError."""
+    try:
+        os.link(old, new)  # unlike a rename, this fails if the name is taken
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links: take the name first
+        os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        os.replace(old, new)
+    else:
+        os.unlink(old)
 
 
 def _open_alone(path: Path) -> IO[str]:
