@@ -1,8 +1,11 @@
 """Strict JAX for every test: implicit dtype and rank promotion are errors.
 
 Compilation is most of the time that these tests take, so they skip XLA's expensive optimisations, which change speed
-and not meaning. A test that reads a compiled program asks for the real one with the fixture `optimized`.
+and not meaning, and share what they compile. A test that reads a compiled program asks for the real one with the
+fixture `optimized`.
 """
+
+import os
 
 import jax
 import pytest
@@ -12,6 +15,16 @@ def pytest_configure(config):
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_disable_most_optimizations", True)
+    # Equal programs are compiled once for all processes of this checkout, those that tests start included.
+    settings = {
+        "JAX_COMPILATION_CACHE_DIR": str(config.rootpath / ".pytest_cache" / "xla"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    os.environ.update(settings)
+    jax.config.update("jax_compilation_cache_dir", settings["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 @pytest.fixture

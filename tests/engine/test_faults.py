@@ -153,7 +153,7 @@ def poisonous():
 
 
 def test_c14_a_row_that_is_not_finite_ends_alone(poisonous):
-    subject = engine(poisonous, max_seqs=4, max_pages=12)
+    subject = engine(poisonous, max_pages=8)
     sampling = SamplingParams(max_tokens=10, temperature=1.0, seed=3, logprobs=2, logit_bias={POISON: -1e9})
     healthy = [Request(prompt_token_ids=prompt(5 + i, i), sampling=sampling) for i in range(6)]
     alone = [subject.generate([request])[0].completions[0] for request in healthy]
@@ -184,7 +184,7 @@ def test_c15_an_interrupted_call_leaves_the_engine_empty_and_usable():
 
 
 def test_cancellation_gives_all_pages_back_within_two_rounds():
-    subject = engine(max_round_steps=2)
+    subject = engine(max_seqs=8, max_step_tokens=8, max_round_steps=2)
     groups = [
         subject.submit(Request(prompt_token_ids=prompt(5, i), sampling=greedy(50, n=2), id=str(i))) for i in range(3)
     ]

@@ -1,5 +1,8 @@
 """`generate` as a pure function: the same tokens as the engine, inside other people's programs."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,19 +34,28 @@ def test_inside_jit_it_gives_the_tokens_of_the_uncached_forward():
     assert output.finish_reason.tolist() == [[2, 2]] * 3
 
 
+SAMPLED = SamplingParams(max_tokens=6, temperature=1.0, top_p=0.9, n=2)
+POOL_FOR_ONE = EngineConfig(max_seqs=3, page_size=4, max_pages=4, max_step_tokens=8)
+
+
+def sampled(prompts, lens, seeds):
+    return generate(tiny_model(), prompts, lens, SAMPLED, config=POOL_FOR_ONE, seeds=seeds)
+
+
+@functools.lru_cache
+def compiled():
+    return jax.jit(sampled)
+
+
 def test_it_samples_what_the_engine_samples_with_the_same_seeds_in_a_pool_for_one():
     prompts, lens = batch()
-    sampling = SamplingParams(max_tokens=6, temperature=1.0, top_p=0.9, n=2)
     seeds = np.asarray([[0, 5], [1, 6], [0, 2**32 - 1]], np.uint32)
-    config = EngineConfig(max_seqs=3, page_size=4, max_pages=4)
-    output = generate(tiny_model(), prompts, lens, sampling, config=config, seeds=seeds)
+    output = compiled()(prompts, lens, seeds)
     engine = InferenceEngine(tiny_model(), config=EngineConfig(max_seqs=6, max_seq_len=32))
     requests = [
         Request(
             prompt_token_ids=prompts[row, :length].tolist(),
-            sampling=SamplingParams(
-                max_tokens=6, temperature=1.0, top_p=0.9, n=2, seed=(int(seeds[row, 0]) << 32) + int(seeds[row, 1])
-            ),
+            sampling=dataclasses.replace(SAMPLED, seed=(int(seeds[row, 0]) << 32) + int(seeds[row, 1])),
         )
         for row, length in enumerate(LENGTHS)
     ]
@@ -55,28 +67,26 @@ def test_it_samples_what_the_engine_samples_with_the_same_seeds_in_a_pool_for_on
 
 def test_it_works_inside_scan_with_traced_prompts_and_seeds():
     prompts, lens = batch()
-    sampling = SamplingParams(max_tokens=4, temperature=1.0)
 
     def turn(prompts, step):
         seeds = jnp.stack([jnp.zeros(3, jnp.uint32), jnp.full(3, step, jnp.uint32)], axis=1)
-        output = generate(tiny_model(), prompts, lens, sampling, seeds=seeds, config=EngineConfig(max_seqs=3))
-        return prompts.at[:, 0].set(output.token_ids[:, 0, 0]), output.token_ids
+        tokens = sampled(prompts, lens, seeds).token_ids
+        return prompts.at[:, 0].set(tokens[:, 0, 0]), tokens
 
     _, tokens = jax.jit(lambda p: jax.lax.scan(turn, p, jnp.arange(3, dtype=jnp.uint32)))(jnp.asarray(prompts))
-    seeds = np.asarray([[0, 0]] * 3, np.uint32)
-    first = generate(tiny_model(), prompts, lens, sampling, seeds=seeds, config=EngineConfig(max_seqs=3))
+    first = compiled()(prompts, lens, np.asarray([[0, 0]] * 3, np.uint32))
     assert tokens[0].tolist() == first.token_ids.tolist()
     assert tokens[0].tolist() != tokens[1].tolist()
 
 
 def test_eos_ends_a_sequence_and_padding_follows():
     prompts, lens = batch()
-    free = generate(tiny_model(), prompts, lens, SamplingParams(max_tokens=6, temperature=0.0))
-    eos = int(free.token_ids[0, 0, 2])
-    stopped = generate(tiny_model(), prompts, lens, SamplingParams(max_tokens=6, temperature=0.0), eos_token_ids=(eos,))
-    length = free.token_ids[0, 0].tolist().index(eos) + 1
+    free = uncached_greedy(tiny_model(), prompts[0, : LENGTHS[0]].tolist(), 7)
+    length = free.index(free[2]) + 1
+    sampling = SamplingParams(max_tokens=7, temperature=0.0)
+    stopped = jax.jit(lambda p: generate(tiny_model(), p, lens, sampling, eos_token_ids=(free[2],)))(prompts)
     assert int(stopped.num_tokens[0, 0]) == length and int(stopped.finish_reason[0, 0]) == 1
-    assert stopped.token_ids[0, 0, length:].tolist() == [0] * (6 - length)
+    assert stopped.token_ids[0, 0].tolist() == free[:length] + [0] * (7 - length)
 
 
 @pytest.mark.parametrize(
