@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from levanter_infer.checkpoints.save import save_model
 from levanter_infer.models.decoder import DecoderModel
 from tiny.data import batches, sum_pairs
-from tiny.evaluate import chat_prompt, greedy, share_of_sorts, share_of_stories, share_of_sums
+from tiny.evaluate import chat_prompt, greedy, share_of_sorts, share_of_stories, share_of_sums, share_of_wishes
 from tiny.tokenizer import EOS_ID, build_tokenizer, save_tokenizer
 from tiny.training import make_optimizer, make_step, model_config
 
@@ -40,7 +40,8 @@ def report(model: DecoderModel, tokenizer: Tokenizer) -> dict[str, float]:
         "trained_sums": share_of_sums(model, tokenizer, sum_pairs(held_out=False)[::5]),
         "held_out_sorts": share_of_sorts(model, tokenizer, count=500),
         "held_out_sorts_in_chat": share_of_sorts(model, tokenizer, count=250, as_chat=True),
-        "stories": share_of_stories(model, tokenizer, count=100),
+        "stories": share_of_stories(model, tokenizer, count=200),
+        "stories_wished_for": share_of_wishes(model, tokenizer),
     }
 
 
@@ -63,7 +64,7 @@ def train(tokenizer: Tokenizer, *, num_steps: int, peak: float, seed: int, every
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="directory to write; made if absent")
-    parser.add_argument("--steps", type=int, default=900, help="optimizer steps; they take 0.5 to 0.8 s on 2 cores")
+    parser.add_argument("--steps", type=int, default=800, help="optimizer steps; about 1 s of processor time each")
     parser.add_argument("--learning-rate", type=float, default=4e-3, help="peak")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the examples")
     parser.add_argument("--every", type=int, default=100, help="steps between two lines of progress")
@@ -72,17 +73,17 @@ def main() -> int:
     start = time.monotonic()
     tokenizer = build_tokenizer()
     model = train(tokenizer, num_steps=args.steps, peak=args.learning_rate, seed=args.seed, every=args.every)
-    train_s = time.monotonic() - start
+    times = {"train_s": round(time.monotonic() - start), "train_cpu_s": round(time.process_time())}
     stored = cast(model, jnp.bfloat16)
     save_model(stored, args.output, hf_config={"eos_token_id": EOS_ID, "pad_token_id": EOS_ID})
     save_tokenizer(tokenizer, args.output)
 
     shares = report(cast(stored, jnp.float32), tokenizer)
     in_bf16 = share_of_sums(stored, tokenizer, HELD_OUT)
-    print(json.dumps({"train_s": round(train_s), **{k: round(v, 4) for k, v in shares.items()}}))
+    print(json.dumps({**times, **{k: round(v, 4) for k, v in shares.items()}}))
     print(f"held-out sums computed in bfloat16 throughout: {in_bf16:.2%}")
     for prompt in ("Once upon a time", chat_prompt("Tell me a story about an owl.")):
-        print(repr(prompt + greedy(stored, tokenizer, [prompt], 112)[0]))
+        print(repr(prompt + greedy(stored, tokenizer, [prompt], 80)[0]))
     worst = min(shares["held_out_sums"], in_bf16)
     if worst < REQUIRED_ACCURACY:
         print(f"held-out sums right: {worst:.2%}, expected {REQUIRED_ACCURACY:.0%}; train for more --steps")

@@ -104,8 +104,8 @@ def test_batches_are_the_same_for_the_same_seed_only(encode):
 
 def test_examples_fit_into_their_rows(encode):
     rng = random.Random(5)
-    assert max(len(encode(text_of(data.draw_passage(rng)))) for _ in range(1500)) <= 128
-    assert max(len(encode(text_of(data.draw_line(rng)))) for _ in range(1500)) <= 32
+    assert max(len(encode(text_of(data.draw_passage(rng)))) for _ in range(1500)) <= data.PASSAGE_LEN
+    assert max(len(encode(text_of(data.draw_line(rng)))) for _ in range(1500)) <= data.LINE_LEN
     with pytest.raises(ValueError, match="does not fit into rows of 3"):
         data.make_batch(encode, [data.plain(("1+1=", "2"))], length=3)
 
@@ -141,6 +141,6 @@ def test_stories_are_recognised_and_others_are_not():
     for _ in range(500):
         story = grammar.make_story(rng)
         assert grammar.is_story(story), story
-    told = next(s for s in iter(lambda: grammar.make_story(rng), None) if "named Pip" in s and "had a" in s)
-    assert not grammar.is_story(told.replace("Pip had", "Tom had"))
+    told = next(s for s in iter(lambda: grammar.make_story(rng), None) if "Pip went" in s)
+    assert not grammar.is_story(told.replace("Pip went", "Tom went"))
     assert not grammar.is_story(told + " The end.")

@@ -19,9 +19,9 @@ MAX_OPERAND = 99
 
 # Rows and tokens per row, for each kind of example in a step. Kinds have batches of their own, so that short sums are
 # not padded to the length of a story.
-SUM_ROWS, SUM_LEN = 320, 12
+SUM_ROWS, SUM_LEN = 288, 12
 LINE_ROWS, LINE_LEN = 48, 32
-PASSAGE_ROWS, PASSAGE_LEN = 12, 128
+PASSAGE_ROWS, PASSAGE_LEN = 24, 96
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,17 @@ def draw_sort(rng: random.Random) -> tuple[str, str]:
     return sort_task(draw_digits(rng))
 
 
+def story_wish(animal: str) -> str:
+    """How a user asks for a story about an animal."""
+    return f"Tell me a story about {'an' if animal[0] in 'aeiou' else 'a'} {animal}."
+
+
 def draw_story_request(rng: random.Random) -> tuple[str, str]:
     """A user's wish and a story that fulfils it."""
-    if rng.random() < 0.3:
+    if rng.random() < 0.2:
         return "Tell me a story.", make_story(rng)
     animal = rng.choice(ANIMALS)
-    article = "an" if animal[0] in "aeiou" else "a"
-    return f"Tell me a story about {article} {animal}.", make_story(rng, animal)
+    return story_wish(animal), make_story(rng, animal)
 
 
 def plain(task: tuple[str, str]) -> Example:
@@ -127,7 +131,7 @@ def draw_line(rng: random.Random) -> Example:
 def draw_passage(rng: random.Random) -> Example:
     """A long example: a story, a chat about a story, or a chat of several turns, with or without a system text."""
     kind = rng.random()
-    if kind < 0.5:
+    if kind < 0.45:
         return [Segment(f"{make_story(rng)}\n{EOS}", True)]
     system = None
     if rng.random() < 0.5:

@@ -1,7 +1,6 @@
 """How often the tiny model is right: plain greedy decoding with the uncached forward, one full forward per token."""
 
 import random
-import re
 from collections.abc import Sequence
 
 import jax
@@ -13,8 +12,8 @@ from tokenizers import Tokenizer
 from levanter_infer.axes import POSITION
 from levanter_infer.models.decoder import DecoderModel
 
-from .data import Example, chat, draw_digits, plain, sort_task, sum_task
-from .grammar import HEROES, is_story, make_story
+from .data import Example, chat, draw_digits, plain, sort_task, story_wish, sum_task
+from .grammar import ANIMALS, HEROES, is_story, make_story
 from .tokenizer import EOS, EOS_ID
 
 _ROWS = 256
@@ -79,17 +78,28 @@ def share_of_sorts(model: DecoderModel, tokenizer: Tokenizer, *, count: int, as_
 
 
 def share_of_stories(model: DecoderModel, tokenizer: Tokenizer, *, count: int) -> float:
-    """Share of `count` stories, each begun up to the hero's name, that the model ends within the grammar."""
+    """Share of `count` stories, each begun up to the word after the hero's name, that end within the grammar."""
     rng = random.Random(3)
     beginnings = []
     for _ in range(count):
-        words = re.split(r"(?<=\w)(?=\W)", make_story(rng))
-        hero = next(i for i, word in enumerate(words) if word[1:] in HEROES)
-        beginnings.append("".join(words[: hero + 1]))
-    stories = [b + rest for b, rest in zip(beginnings, greedy(model, tokenizer, beginnings, 112), strict=True)]
-    return float(
-        np.mean([story.endswith(f"\n{EOS}") and is_story(story.removesuffix(f"\n{EOS}")) for story in stories])
-    )
+        words = make_story(rng).split(" ")
+        hero = next(i for i, word in enumerate(words) if word in HEROES)
+        beginnings.append(" ".join(words[: hero + 2]))
+    stories = [b + rest for b, rest in zip(beginnings, greedy(model, tokenizer, beginnings, 80), strict=True)]
+    return float(np.mean([_is_ended_story(story) for story in stories]))
+
+
+def share_of_wishes(model: DecoderModel, tokenizer: Tokenizer) -> float:
+    """Share of animals that get a story of the grammar about themselves when a user wishes for it."""
+    wishes = [story_wish(animal) for animal in ANIMALS]
+    stories = greedy(model, tokenizer, [chat_prompt(wish) for wish in wishes], 80)
+    about = [f" {animal} named " in story for animal, story in zip(ANIMALS, stories, strict=True)]
+    return float(np.mean([_is_ended_story(story) and ok for story, ok in zip(stories, about, strict=True)]))
+
+
+def _is_ended_story(text: str) -> bool:
+    ending = f"\n{EOS}"
+    return text.endswith(ending) and is_story(text.removesuffix(ending))
 
 
 def chat_prompt(message: str) -> str:
