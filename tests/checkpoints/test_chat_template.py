@@ -208,6 +208,13 @@ def test_rendering_goes_on_after_a_limit_was_hit_and_gives_up_after_three():
         template.render([{"role": "user"}])
 
 
+def test_number_of_messages_is_bounded():
+    template = ChatTemplate("{{ messages | length }}")
+    assert template.render([{"role": "user"}] * 10_000) == "10000"
+    with pytest.raises(ValueError, match="messages has 10001 entries; expected at most 10000"):
+        template.render([{"role": "user"}] * 10_001)
+
+
 def test_thousand_chats_share_one_process():
     template = ChatTemplate(CHATML)
     template.render(CHAT, **VARIABLES)

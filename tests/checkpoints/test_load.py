@@ -289,6 +289,21 @@ def test_what_is_no_model_is_refused(write, tmp_path):
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize("name, says", [("~nobody-of-this-name/m", "home directory"), ("x" * 300, "name too long")])
+def test_name_that_no_directory_can_have_is_reported(name, says):
+    with pytest.raises(ValueError, match=f"cannot look for model '.*{says}.*; give a directory or a hub id"):
+        resolve_source(name)
+
+
+def test_tokenizer_of_a_hub_id_is_fetched_without_weights(write, monkeypatch):
+    directory, fetched = write(), []
+    monkeypatch.setattr(source_module, "_download", lambda name, at, files: fetched.extend(files) or directory)
+    source = resolve_source("org/name", weights=False)
+    assert source.revision == directory.name and not any(
+        ".safetensors" in file for file in fetched if "index" not in file
+    )
+
+
 def test_hub_id_fetches_text_then_the_shards_of_one_commit(write_shards, monkeypatch):
     directory = write_shards()
     calls = []

@@ -182,6 +182,13 @@ def break_file(directory, name, content):
         ("tokenizer_config.json", b'{"chat_template": 3}', "chat_template is int, expected a string"),
         ("tokenizer_config.json", b'{"chat_template": [{"name": "a"}]}', "expected one named default"),
         ("generation_config.json", b'{"eos_token_id": "</s>"}', "eos_token_id is '</s>'; expected a token id"),
+        ("generation_config.json", b'{"eos_token_id": "' + b"x" * 10**5 + b'"}', r"eos_token_id is 'x{79}; expected"),
+        (
+            "generation_config.json",
+            b'{"eos_token_id": [' + b"1, " * 64 + b"2]}",
+            "65 eos_token_id; expected at most 64",
+        ),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": [1]}]}', "expected one named default"),
         ("generation_config.json", b'{"eos_token_id": [true]}', "eos_token_id is .True.; expected a token id"),
         ("config.json", b"nope", "config.json is not JSON"),
         ("chat_template.jinja", b"\xff", "chat_template.jinja is not UTF-8"),
@@ -216,3 +223,25 @@ def test_written_directory_is_what_the_library_itself_reads(tmp_path):
     ours = Tokenizer.from_directory(directory)
     assert all(ours.encode(text) == raw.encode(text).ids for text in TEXTS)
     assert json.loads((directory / "tokenizer.json").read_text())["decoder"]["type"] == "ByteLevel"
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "config.json"]
+)
+def test_links_out_of_the_directory_are_refused(tmp_path, name):
+    directory = tmp_path / "model"
+    directory.mkdir()
+    write(directory, byte_level())
+    (tmp_path / "private").write_text("{}")
+    (directory / name).unlink(missing_ok=True)
+    (directory / name).symlink_to(tmp_path / "private")
+    with pytest.raises(ValueError, match=f"{name} links to .*/private, outside the model directory"):
+        Tokenizer.from_directory(directory)
+
+
+def test_special_token_that_cannot_enclose_a_prompt_is_named(tmp_path):
+    raw = byte_level()
+    raw.add_special_tokens(["b:1"])
+    config = {"add_bos_token": True, "bos_token": "b:1"}
+    with pytest.raises(ValueError, match="tokenizer_config.json: bos_token cannot enclose a prompt: "):
+        Tokenizer.from_directory(write(tmp_path, raw, tokenizer_config=config))

@@ -25,6 +25,7 @@ _MAX_ANSWER_BYTES = 2**27
 _MAX_KILLS = 3
 MAX_TEMPLATE_CHARS = 1_000_000
 MAX_OUTPUT_CHARS = 8_000_000
+MAX_MESSAGES = 10_000
 
 
 class ChatTemplate:
@@ -99,9 +100,15 @@ class ChatTemplate:
 
 
 def check_messages(messages) -> None:
-    """Raises: ValueError unless `messages` is a non-empty list of mappings with a role and, if any, a text content."""
+    """Raises: ValueError unless `messages` is a list of mappings with a role and, if any, a text content.
+
+    Their number is from 1 to `MAX_MESSAGES`: with more, a request could bring a good template to its limits, which are
+    there against bad ones.
+    """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
         raise ValueError("messages must be a non-empty list of {role, content} mappings")
+    if len(messages) > MAX_MESSAGES:
+        raise ValueError(f"messages has {len(messages)} entries; expected at most {MAX_MESSAGES}")
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not all(isinstance(key, str) for key in message):
             raise ValueError(f"messages[{i}] is {message!r:.80}; expected a mapping with role and content")

@@ -39,12 +39,7 @@ class Source:
         path = self.directory / name
         if not path.is_file():
             raise ValueError(f"{self.name}: no file {name} in {self.directory}; the checkpoint is incomplete")
-        root, target = self.directory.resolve(), path.resolve()
-        inside = target.is_relative_to(root)
-        if not inside and root.parent.name == "snapshots":
-            inside = target.is_relative_to(root.parent.parent / "blobs")
-        if not inside:
-            raise ValueError(f"{path} links to {target}, outside the model directory; copy the file into {root}")
+        check_inside(path, self.directory)
         return path
 
     def has(self, name: str) -> bool:
@@ -56,7 +51,10 @@ class Source:
         limit = _MAX_JSON_BYTES[name]
         if path.stat().st_size > limit:
             raise ValueError(f"{path} has {path.stat().st_size} bytes, expected at most {limit}; it is no {name}")
-        return parse_json(path.read_bytes(), str(path))
+        try:
+            return parse_json(path.read_bytes(), str(path))
+        except OSError as e:
+            raise ValueError(f"cannot read {path}: {e.strerror}") from e
 
     def shards(self) -> dict[str, set[str] | None]:
         """File name -> the tensors that the index says it holds; None where there is no index.
@@ -83,6 +81,16 @@ class Source:
         return shards
 
 
+def check_inside(path: Path, directory: Path) -> None:
+    """Raises: ValueError if a file of a model directory is a link that leads out of it."""
+    root, target = directory.resolve(), path.resolve()
+    inside = target.is_relative_to(root)
+    if not inside and root.parent.name == "snapshots":
+        inside = target.is_relative_to(root.parent.parent / "blobs")
+    if not inside:
+        raise ValueError(f"{path} links to {target}, outside the model directory; copy the file into {root}")
+
+
 def parse_json(data: bytes, what: str) -> dict[str, Any]:
     """A JSON object without repeated names. Raises: ValueError naming `what`."""
 
@@ -101,26 +109,34 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
     return value
 
 
-def resolve_source(path_or_id: str | Path, revision: str | None = None) -> Source:
+def resolve_source(path_or_id: str | Path, revision: str | None = None, *, weights: bool = True) -> Source:
     """Find a checkpoint, and fetch it if it is on the hub: configuration, tokenizer and safetensors, nothing else.
 
     Args:
         path_or_id: a directory, or a hub id such as `org/name`.
         revision: branch, tag or commit of the hub repository; pin a commit for results that can be repeated.
+        weights: fetch the safetensors too.
     Raises: ValueError if there is no such directory or repository.
     """
-    directory = Path(path_or_id).expanduser()
-    if directory.is_dir():
+    try:
+        directory = Path(path_or_id).expanduser()
+        is_directory, exists = directory.is_dir(), directory.exists()
+    except (RuntimeError, OSError) as e:  # no such user's home; a name too long; a folder that may not be entered
+        why = e.strerror if isinstance(e, OSError) else e
+        raise ValueError(f"cannot look for model {str(path_or_id)[:200]!r}: {why}; give a directory or a hub id") from e
+    if is_directory:
         if revision is not None:
             raise ValueError(f"revision={revision!r} with the directory {directory}: revisions are for hub ids")
         return Source(directory, str(path_or_id), None)
     name = str(path_or_id)
-    if directory.exists() or not _HUB_ID.fullmatch(name):
-        kind = "a file" if directory.exists() else "no such directory, and no hub id of the form org/name"
+    if exists or not _HUB_ID.fullmatch(name):
+        kind = "a file" if exists else "no such directory, and no hub id of the form org/name"
         raise ValueError(f"model {name!r} is {kind}; give the directory that holds {CONFIG}, or a hub id")
     text = Source(_download(name, revision, _TEXT_FILES), name, None)
     commit = text.directory.name
     logger.info("model %s: revision %s", name, commit)
+    if not weights:
+        return Source(text.directory, name, commit)
     shards = [SINGLE] if not text.has(INDEX) else list(text.shards())
     return Source(_download(name, commit, (*_TEXT_FILES, *shards)), name, commit)
 

@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import processors
 
 from levanter_infer.checkpoints.chat_template import ChatTemplate
+from levanter_infer.checkpoints.source import check_inside
 
 _FILES = (
     "tokenizer.json",
@@ -23,6 +24,8 @@ _FILES = (
     "chat_template.jinja",
 )
 _MAX_FILE_BYTES = 2**28
+_MAX_EOS = 64
+"""End-of-sequence ids, at most: each takes a place in the tables of every request."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BOS_BY_CLASS = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
 """Tokenizer classes whose configuration, not whose tokenizer.json, says which special tokens enclose a prompt."""
@@ -69,14 +72,14 @@ class Tokenizer:
         directory = Path(path)
         if not directory.is_dir():
             raise ValueError(f"tokenizer: {directory} is not a directory")
-        files = {name: _read(directory / name) for name in _FILES if (directory / name).is_file()}
+        files = {name: _read(directory, name) for name in _FILES if (directory / name).is_file()}
         if "tokenizer.json" not in files:
             raise ValueError(
                 f"{directory} has no tokenizer.json; save the tokenizer with transformers' "
                 "AutoTokenizer.from_pretrained(...).save_pretrained(...), which writes one"
             )
-        config_file = directory / "config.json"
-        config = {"config.json": _read(config_file)} if config_file.is_file() else {}
+        has_config = (directory / "config.json").is_file()
+        config = {"config.json": _read(directory, "config.json")} if has_config else {}
         return cls(files, model_config=_parse_json(config, "config.json", str(directory)), where=str(directory))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -162,10 +165,11 @@ class Tokenizer:
                 )
         single = (["$bos"] if bos else []) + ["$A"] + (["$eos"] if eos else [])
         names = {"$bos": "bos_token", "$eos": "eos_token"}
-        self._tokenizer.post_processor = processors.TemplateProcessing(
-            single=[str(self._named_tokens[names[s]]) if s in names else s for s in single],
-            special_tokens=[(str(self._named_tokens[name]), self._id_of(name)) for name in wanted],
-        )
+        with _library_errors(f"{self._where}/tokenizer_config.json: {' and '.join(wanted)} cannot enclose a prompt"):
+            self._tokenizer.post_processor = processors.TemplateProcessing(
+                single=[str(self._named_tokens[names[s]]) if s in names else s for s in single],
+                special_tokens=[(str(self._named_tokens[name]), self._id_of(name)) for name in wanted],
+            )
 
     def _find_eos(self, generation: Mapping, model_config: Mapping) -> tuple[int, ...]:
         for source, config in (("generation_config.json", generation), ("config.json", model_config)):
@@ -174,13 +178,18 @@ class Tokenizer:
                 continue
             ids = value if isinstance(value, list) else [value]
             if not all(type(i) is int and i >= 0 for i in ids):
-                raise ValueError(f"{self._where}/{source}: eos_token_id is {value!r}; expected a token id or a list")
+                got = repr(value)[:80]
+                raise ValueError(f"{self._where}/{source}: eos_token_id is {got}; expected a token id or a list")
+            if len(ids) > _MAX_EOS:
+                raise ValueError(f"{self._where}/{source}: {len(ids)} eos_token_id; expected at most {_MAX_EOS}")
             return tuple(dict.fromkeys(ids))
         own = self._id_of("eos_token")
         return () if own is None else (own,)
 
 
-def _read(path: Path) -> bytes:
+def _read(directory: Path, name: str) -> bytes:
+    path = directory / name
+    check_inside(path, directory)
     try:
         size = path.stat().st_size
         if size > _MAX_FILE_BYTES:
@@ -245,10 +254,10 @@ def _template_source(files: Mapping[str, bytes], config: Mapping, where: str) ->
             raise ValueError(f"{where}/chat_template.jinja is not UTF-8: {e}") from e
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        named = {str(t.get("name")): t.get("template") for t in template if isinstance(t, dict)}
         if "default" not in named:
             raise ValueError(
-                f"{where}/tokenizer_config.json: chat_template has {sorted(map(str, named))}; "
+                f"{where}/tokenizer_config.json: chat_template has {str(sorted(named))[:80]}; "
                 "expected one named default"
             )
         template = named["default"]
