@@ -232,3 +232,47 @@ def test_value_error_inside_the_engine_is_not_taken_for_the_users_mistake():
 
     with pytest.raises(RuntimeError, match="please report this"):
         sample._generate(Broken(), [], None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.partial"])
+def test_output_never_replaces_the_prompts(command, tmp_path, name):
+    prompts = tmp_path / name
+    prompts.write_text('{"prompt": "a"}\n')
+    arguments = ("--model", "m", "--prompts_file", str(prompts), "--output", str(tmp_path / "rows.jsonl"))
+    status, _, err = command(*arguments, "--overwrite")
+    assert status == 2 and "would replace the prompts_file" in err
+    assert prompts.read_text() == '{"prompt": "a"}\n'
+
+
+def test_error_or_id_of_many_lines_is_shown_in_one(capsys):
+    fake = "a\nerror: request 7: b\x1b[31m" + "x" * 10**6
+    sample.report_failures([RequestOutput(fake, None, [], [], error=fake)])
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and len(err) < 1000 and "\x1b" not in err
+    done = RequestOutput("1\n[2] fake", "p", [1], [])
+    assert sample.completion_text(Request(prompt="p"), done, color=False) == "[1 [2] fake] p"
+
+
+def test_engine_that_does_not_fit_into_memory_is_the_users_mistake(checkpoint, command):
+    arguments = ("--model", str(checkpoint), "--prompts", "x", "--engine.max_pages", "100000000")
+    status, _, err = command(*arguments)
+    assert status == 2 and "does not fit into memory" in err and "lower engine.max_pages" in err
+
+
+@pytest.mark.parametrize("redirection", [">&-", "2>&-", ">&- 2>&-"])
+@pytest.mark.parametrize("arguments, status", [("--help", 0), ("--config nowhere.yaml", 2)])
+def test_closed_standard_stream_changes_no_status(redirection, arguments, status):
+    line = f"{sys.executable} -m levanter_infer.sample {arguments} {redirection}"
+    assert subprocess.run(["bash", "-c", line], capture_output=True, cwd=ROOT).returncode == status
+
+
+def test_completions_are_not_asked_of_a_closed_standard_output(checkpoint, one_engine, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert sample.main(["--model", str(checkpoint), "--prompts", "hello", "--sampling.max_tokens", "2", *SMALL]) == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_full_disk_behind_standard_output_is_reported():
+    line = f"{sys.executable} -m levanter_infer.sample --help > /dev/full"
+    result = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 2 and result.stderr == "error: No space left on device\n"

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _MAX_SHOWN_ERRORS = 20
 _MAX_SHOWN_PROMPT = 400
+_MAX_MESSAGE = 800
+"""Characters of one error on the terminal."""
 _SHOWN_WITH_OUTPUT = 8
 """Requests whose completions are printed when all of them go to a file."""
 
@@ -47,8 +49,14 @@ Every key can be given, or overridden, on the command line: --sampling.temperatu
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    with contextlib.suppress(AttributeError):
-        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        with _standard_streams():
+            return _command(argv)
+    except BrokenPipeError:
+        return 141
+
+
+def _command(argv: Sequence[str] | None) -> int:
     try:
         arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
         if arguments is None:
@@ -56,14 +64,38 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         return run(load_config(arguments[0], arguments[1]))
     except ValueError as e:
-        _say(f"error: {e}")
+        _say(_one_line(f"error: {e}"))
+        return 2
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        _say(_one_line(f"error: {e.strerror or e}" + (f": {e.filename}" if e.filename else "")))
         return 2
     except KeyboardInterrupt:
         _say("interrupted")
         return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that nothing is flushed at exit
-        return 141
+
+
+@contextlib.contextmanager
+def _standard_streams() -> Iterator[None]:
+    """Take any text on standard output, which may be closed; leave nothing that fails to be flushed at exit."""
+    with contextlib.ExitStack() as stack:
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # closed by whoever started us
+                nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+                setattr(sys, name, nowhere)
+                stack.callback(setattr, sys, name, None)
+        with contextlib.suppress(AttributeError):
+            sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+        try:
+            yield
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                try:
+                    stream.flush()
+                except OSError:
+                    with contextlib.suppress(OSError, ValueError):
+                        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _interrupt(*_) -> None:
@@ -124,6 +156,8 @@ def run(config: RunConfig) -> int:
     """Sample what the configuration asks for; returns the exit status. Raises: ValueError for what stops the run."""
     rows = read_rows(config)
     output = config.output
+    if output is not None and config.prompts_file is not None:
+        _check_apart(output.path, config.prompts_file)
     with RowWriter(output.path, overwrite=output.overwrite) if output else contextlib.nullcontext() as writer:
         engine = make_engine(config, len(rows))
         requests = [row.request for row in rows if row.request is not None]
@@ -148,6 +182,13 @@ def run(config: RunConfig) -> int:
     return 1 if failed else 0
 
 
+def _check_apart(output: str, prompts_file: str) -> None:
+    """Raises: ValueError if writing the output would destroy the prompts."""
+    for name in (output, f"{output}.partial"):
+        if os.path.exists(name) and os.path.samefile(name, prompts_file):
+            raise ValueError(f"output {output} would replace the prompts_file {prompts_file}; give another name")
+
+
 def _generate(engine: "InferenceEngine", requests: list[Request], on_update) -> list[RequestOutput]:
     try:
         return engine.generate(requests, on_update=on_update)
@@ -162,11 +203,13 @@ def make_engine(config: RunConfig, num_rows: int) -> "InferenceEngine":
 
     source = resolve_source(config.model.path, config.model.revision)
     if config.tokenizer is not None:
-        tokenizer = Tokenizer.from_directory(resolve_source(config.tokenizer).directory)
+        tokenizer = Tokenizer.from_directory(resolve_source(config.tokenizer, weights=False).directory)
     else:
         tokenizer = Tokenizer.from_directory(source.directory) if source.has("tokenizer.json") else None
 
     # Everything above answers before JAX is imported.
+    from jax.errors import JaxRuntimeError
+
     from levanter_infer.checkpoints.load import load_weights
     from levanter_infer.engine.engine import InferenceEngine
 
@@ -181,7 +224,15 @@ def make_engine(config: RunConfig, num_rows: int) -> "InferenceEngine":
     )
     if tokenizer is not None:
         _say(f"tokenizer {tokenizer.vocab_size} tokens, sha256 {tokenizer.fingerprint[:16]}")
-    engine = InferenceEngine(model, tokenizer, engine_config, seed=config.sampling.seed or 0)
+    try:
+        engine = InferenceEngine(model, tokenizer, engine_config, seed=config.sampling.seed or 0)
+    except JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        raise ValueError(
+            f"the engine does not fit into memory ({' '.join(str(e).split())[:120]}); lower engine.max_pages, "
+            "engine.page_size, engine.max_seqs or engine.max_logit_bias"
+        ) from e
     _say("engine    " + " ".join(f"{key}={value}" for key, value in engine.describe().items()))
     _say(f"sampling  {sampling_text(config.sampling)}")
     _say(f"requests  {num_rows}")
@@ -237,7 +288,7 @@ def progress_bar() -> Iterator[Callable[[int, int, int], None] | None]:
 def completion_text(request: Request | None, output: RequestOutput, *, color: bool) -> str:
     """A request and its samples, safe to print."""
     dim, plain = ("\x1b[2m", "\x1b[0m") if color else ("", "")
-    lines = [f"{dim}[{escape_for_terminal(output.id)}]{plain} " + _indented(_shown_prompt(request), "    ")]
+    lines = [f"{dim}[{_one_line(output.id)}]{plain} " + _indented(_shown_prompt(request), "    ")]
     for c in output.completions:
         mark = f"  {c.index}> " if len(output.completions) > 1 else "  -> "
         text = c.text if c.text is not None else " ".join(map(str, c.token_ids))
@@ -272,7 +323,7 @@ def report_failures(outputs: Sequence[RequestOutput]) -> int:
         elif broken:
             errors.append(f"request {output.id}: sample {broken[0]}: the model's logits are not finite")
     for error in errors[:_MAX_SHOWN_ERRORS]:
-        _say(f"error: {error}")
+        _say(_one_line(f"error: {error}"))
     if len(errors) > _MAX_SHOWN_ERRORS:
         _say(f"error: and {len(errors) - _MAX_SHOWN_ERRORS} more requests")
     return len(errors)
@@ -297,6 +348,14 @@ def summary(outputs: Sequence[RequestOutput], stats: Mapping[str, Any], seconds:
         f"{stats['pages_total']} pages at the peak, {stats['preemptions']} preemptions, "
         f"{stats['compilations']} programs compiled in {stats['compile_s']:.1f} s"
     )
+
+
+def _one_line(text: str) -> str:
+    """`text` in one line of bounded length, so that nothing in it looks like a line of ours."""
+    text = " ".join(text.split())
+    if len(text) > _MAX_MESSAGE:
+        text = f"{text[: _MAX_MESSAGE - 100]} ... {text[-80:]}"
+    return escape_for_terminal(text)
 
 
 def _say(text: str) -> None:
