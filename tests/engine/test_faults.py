@@ -229,3 +229,39 @@ def test_a_bad_request_is_refused_alone_and_says_why(request_, message):
 @functools.lru_cache
 def _shared() -> InferenceEngine:
     return engine(max_pages=8)
+
+
+def test_samples_of_a_prompt_that_takes_several_uploads_wait_for_all_of_it():
+    """Their slots may still show the end of an earlier sequence while the prompt is on its way."""
+    subject = _with_small_uploads()
+    short = Request(prompt_token_ids=prompt(3), sampling=greedy(2))
+    long = Request(prompt_token_ids=prompt(40, 5), sampling=greedy(6, n=3))
+    expected = uncached_greedy(tiny_model(), prompt(40, 5), 6)
+    for _ in range(3):
+        subject.generate([short] * 8)
+        (output,) = subject.generate([long])
+        assert [c.token_ids for c in output.completions] == [expected] * 3
+    assert_idle(subject)
+
+
+def test_cancelling_a_prompt_that_is_still_being_uploaded_gives_its_slots_back():
+    subject = _with_small_uploads()
+    long = Request(prompt_token_ids=prompt(40, 5), sampling=greedy(6, n=3))
+    for rounds in range(4):
+        groups = [subject.submit(long) for _ in range(2)]
+        for _ in range(rounds):
+            subject.step_round()
+        subject.cancel(groups[0])
+        subject.drain()
+        assert {s.finish_reason for s in groups[0].sequences} == {"abort"}
+        assert [s.token_ids for s in groups[1].sequences] == [uncached_greedy(tiny_model(), prompt(40, 5), 6)] * 3
+    assert_idle(subject)
+    assert len(subject._slots._free) == subject.shapes.num_slots
+
+
+@functools.lru_cache
+def _with_small_uploads() -> InferenceEngine:
+    """An engine whose uploads hold 16 tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("levanter_infer.engine.config.MIN_UPLOAD_TOKENS", 16)
+        return engine()

@@ -13,6 +13,9 @@ _KV_DTYPES = ("float32", "bfloat16", "float16")
 MAX_STOP_TOKENS = 16
 """Tokens of one stop token sequence, at most."""
 
+MIN_UPLOAD_TOKENS = 4096
+"""Prompt tokens that one round can bring to the device, at least; longer prompts take several rounds."""
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
@@ -105,7 +108,7 @@ def resolve_shapes(config: EngineConfig, model, num_eos: int) -> Shapes:
         page_size=page_size,
         max_step_tokens=max_step_tokens,
         max_round_steps=config.max_round_steps,
-        upload_tokens=max(4096, max_step_tokens),
+        upload_tokens=max(MIN_UPLOAD_TOKENS, max_step_tokens),
         limits=SamplingLimits(
             vocab_size=arch.vocab_size,
             max_logprobs=min(config.max_logprobs, arch.vocab_size),

@@ -9,15 +9,16 @@ from levanter_infer.engine.request import Completion
 from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Sequence:
     """One of the `n` continuations of a request, from submission to completion."""
 
     group: "Group"
     index: int
     slot: int | None = None
-    first_round: int = -1
-    """The round that admitted it; outputs of earlier rounds for its slot belong to somebody else."""
+    first_round: int | None = None
+    """The round that told the device of it; what earlier ones say of its slot belongs to somebody else. None: not
+    told yet."""
     arrival: int = 0
     uploaded: int = 0
     """Prompt tokens that are on the device or on their way."""
@@ -78,7 +79,7 @@ class Sequence:
         )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Group:
     """The sequences of one request."""
 

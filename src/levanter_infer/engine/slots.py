@@ -45,7 +45,9 @@ class SlotManager:
         for sequence in group.sequences:
             if sequence.finish_reason is None:
                 sequence.finish("abort")
-            if sequence.slot is not None:
+            if sequence.slot is not None and sequence.first_round is None:
+                self._vacate(sequence)
+            elif sequence.slot is not None:
                 self._cancel.add(sequence.slot)
         if group in self._loading:
             self._loading.remove(group)
@@ -93,18 +95,20 @@ class SlotManager:
                 group = self._pending.popleft()
                 for sequence in group.sequences:
                     sequence.slot = self._free.popleft()
-                    sequence.first_round = round_id
                     sequence.arrival = self._next_arrival()
                     self._occupants[sequence.slot] = sequence
                 self._loading.append(group)
             group = self._loading[0]
             leader = group.sequences[0]
+            leader.first_round = round_id if leader.first_round is None else leader.first_round
             length = min(room, len(group.prompt_token_ids) - leader.uploaded)
             pieces.append((leader, leader.uploaded, length))
             leader.uploaded += length
             room -= length
             if leader.uploaded == len(group.prompt_token_ids):
-                pieces.extend((child, 0, 0) for child in group.sequences[1:])
+                for child in group.sequences[1:]:
+                    child.first_round = round_id
+                    pieces.append((child, 0, 0))
                 self._loading.popleft()
         return pieces
 
@@ -149,7 +153,7 @@ class SlotManager:
         known: list[Sequence] = []
         for slot, entries in _entries_by_slot(outputs.slot_ids):
             sequence = self._occupants.get(slot)
-            if sequence is None or sequence.first_round > round_id or sequence.finish_reason is not None:
+            if sequence is None or not _is_told(sequence, round_id) or sequence.finish_reason is not None:
                 continue
             own_top = (top[0][entries], top[1][entries]) if top is not None else None
             sequence.extend(
@@ -160,21 +164,30 @@ class SlotManager:
                 if outputs.status[slot] != FINISHED:
                     self.cancel_slot(sequence)
         for slot, sequence in list(self._occupants.items()):
-            if outputs.status[slot] == FINISHED and sequence.first_round <= round_id:
+            if outputs.status[slot] == FINISHED and _is_told(sequence, round_id):
                 if sequence.finish_reason is None:
                     sequence.finish(REASONS[int(outputs.finish_reason[slot])])
                     known.append(sequence)
-                del self._occupants[slot]
-                sequence.slot = None
-                self._cancel.discard(slot)
-                self._free.append(slot)
+                self._vacate(sequence)
         if not self._occupants:
             self._arrivals = 0
         return known
 
+    def _vacate(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        del self._occupants[sequence.slot]
+        self._cancel.discard(sequence.slot)
+        self._free.append(sequence.slot)
+        sequence.slot = None
+
     @property
     def is_idle(self) -> bool:
         return not (self._occupants or self._pending)
+
+
+def _is_told(sequence: Sequence, round_id: int) -> bool:
+    """Whether the device knew of the sequence in that round."""
+    return sequence.first_round is not None and sequence.first_round <= round_id
 
 
 def _entries_by_slot(slot_ids: np.ndarray) -> list[tuple[int, np.ndarray]]:
