@@ -43,6 +43,19 @@ def test_a_chat_is_answered(engine):
     assert (completion.text or "").strip() == "42" and completion.finish_reason == "stop"
 
 
+def test_a_tokenizer_of_another_model_is_noticed(engine):
+    class Stranger:
+        def encode(self, text):
+            return [engine.shapes.limits.vocab_size]
+
+    own, engine.tokenizer = engine.tokenizer, Stranger()
+    try:
+        (output,) = engine.generate([Request(prompt="1+1=")])
+    finally:
+        engine.tokenizer = own
+    assert "do not belong together" in output.error
+
+
 def test_a_text_stop_keeps_the_tokens_that_completed_it(engine):
     sampling = SamplingParams(temperature=0.0, max_tokens=60, stop=["named", "zzz"])
     (output,) = engine.generate([Request(prompt="Once upon a time", sampling=sampling)])

@@ -43,6 +43,8 @@ def parse(raw=LLAMA, **changes):
         ({"num_attention_heads": 3}, "hidden_size=16, expected a multiple of num_attention_heads=3"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4, expected a multiple of num_key_value_heads=3"),
         ({"head_dim": 5}, "head_dim=5, expected an even number"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps=a number of hundreds of digits"),
+        ({"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, "rope_type is no name"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan, expected a finite number"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes', expected true or false"),
         ({"attention_bias": None}, "attention_bias=None, expected true or false"),

@@ -257,6 +257,12 @@ class InferenceEngine:
             ids = self.tokenizer.encode(text, add_special_tokens=False)
         else:
             ids = self.tokenizer.encode(request.prompt)
+        vocab_size = self.shapes.limits.vocab_size
+        if ids and max(ids) >= vocab_size:
+            raise ValueError(
+                f"the tokenizer gave token {max(ids)}, outside the model's vocabulary of {vocab_size} tokens: tokenizer "
+                "and model do not belong together"
+            )
         if not ids:
             raise ValueError("the prompt is empty; give at least one token")
         return ids

@@ -1,7 +1,6 @@
 """Strict reading of HF `config.json`: every key is read, neutral, informational, or refused by name."""
 
 import difflib
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -241,9 +240,12 @@ def _longrope_factor(given, scaling: Mapping, where: str, original: int | None, 
 
 
 def _rope_kind(scaling: dict, where: str) -> str:
-    kinds = {value for value in (scaling.pop("rope_type", None), scaling.pop("type", None)) if value is not None}
+    given = [value for value in (scaling.pop("rope_type", None), scaling.pop("type", None)) if value is not None]
+    if not all(isinstance(value, str) for value in given):
+        raise ValueError(f"config.json: {where}.rope_type is no name; expected one of {', '.join(ROPE_KINDS)}")
+    kinds = set(given)
     if len(kinds) > 1:
-        raise ValueError(f"config.json: {where} has type and rope_type, which differ: {sorted(map(str, kinds))}")
+        raise ValueError(f"config.json: {where} has type and rope_type, which differ: {sorted(kinds)}")
     if not kinds and scaling:
         raise ValueError(f"config.json: {where} has no rope_type; expected one of {', '.join(ROPE_KINDS)}")
     kind = kinds.pop() if kinds else "default"
@@ -260,9 +262,15 @@ def _divisors(where: str, key: str, value, count: int) -> tuple[float, ...]:
 
 
 def _number(where: str, key: str, value) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{where}: {key}={value!r}, expected a finite number above 0")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < 1e308:
+        raise ValueError(f"{where}: {key}={_short(value)}, expected a finite number above 0")
     return float(value)
+
+
+def _short(value) -> str:
+    """For messages. Python refuses to print a whole number of thousands of digits."""
+    return "a number of hundreds of digits" if type(value) is int and abs(value) > 10**100 else repr(value)[:100]
 
 
 def _unknown(what: str, key: str, known) -> ValueError:
