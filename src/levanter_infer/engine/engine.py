@@ -260,8 +260,8 @@ class InferenceEngine:
         vocab_size = self.shapes.limits.vocab_size
         if ids and max(ids) >= vocab_size:
             raise ValueError(
-                f"the tokenizer gave token {max(ids)}, outside the model's vocabulary of {vocab_size} tokens: tokenizer "
-                "and model do not belong together"
+                f"the tokenizer gave token {max(ids)}, outside the model's vocabulary of {vocab_size} tokens: "
+                "tokenizer and model do not belong together"
             )
         if not ids:
             raise ValueError("the prompt is empty; give at least one token")
