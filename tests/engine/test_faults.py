@@ -265,3 +265,47 @@ def _with_small_uploads() -> InferenceEngine:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("levanter_infer.engine.config.MIN_UPLOAD_TOKENS", 16)
         return engine()
+
+
+def test_an_interrupt_that_takes_the_state_with_it_leaves_the_engine_usable():
+    subject = engine()
+    expected = one(subject, prompt(5), greedy()).token_ids
+    run = subject.programs.round
+
+    def interrupted(*arguments):
+        run(*arguments)  # the state is donated, and what came of it is lost
+        raise KeyboardInterrupt
+
+    subject.programs.round = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        subject.generate([Request(prompt_token_ids=prompt(5), sampling=greedy())])
+    subject.programs.round = run
+    assert one(subject, prompt(5), greedy()).token_ids == expected
+    assert_idle(subject)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (Request(prompt_token_ids=np.arange(70) % 60), "70 tokens"),
+        (Request(prompt_token_ids=np.array([], np.int32)), "empty"),
+        (Request(prompt_token_ids=5), "prompt_token_ids is int"),
+        (Request(prompt_token_ids=[1], sampling={"n": 2}), "sampling is dict"),
+    ],
+)
+def test_input_of_another_type_is_refused_alone(bad, message):
+    good = Request(prompt_token_ids=np.asarray(prompt(3)), sampling=greedy(4, seed=np.int32(5)))
+    first, refused = _shared().generate([good, bad])
+    assert message in refused.error
+    assert first.completions[0].token_ids == uncached_greedy(tiny_model(), prompt(3), 4)
+
+
+def test_a_reset_by_somebody_else_ends_what_was_in_progress():
+    subject = _shared()
+    group = subject.submit(Request(prompt_token_ids=prompt(3), sampling=greedy(20, n=2)))
+    (output,) = subject.generate(
+        [Request(prompt_token_ids=prompt(4), sampling=greedy(20))], on_update=lambda *_: subject.reset()
+    )
+    assert output.completions[0].finish_reason == "abort"
+    assert group.is_done
+    assert_idle(subject)

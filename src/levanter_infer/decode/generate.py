@@ -57,7 +57,8 @@ def generate_all(
     state = GenState.init(shapes, kv)
     table = state.decode.sequences
     slots = jnp.arange(shapes.num_slots, dtype=jnp.int32)
-    lens = jnp.repeat(prompt_lens.astype(jnp.int32), n)
+    # Lengths may be traced, so that nobody has checked them; without a pending token a sequence would never end.
+    lens = jnp.repeat(jnp.clip(prompt_lens.astype(jnp.int32), 1, prompts.shape[1]), n)
     leader = slots // n * n
     rows = jnp.repeat(prompts.astype(jnp.int32), n, axis=0)
     table = replace(

@@ -13,7 +13,7 @@ from levanter_infer.decode.outputs import HostOutputs, RoundOutputs
 from levanter_infer.decode.programs import Programs
 from levanter_infer.decode.sequence_table import pages_for
 from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes, stores_bits
-from levanter_infer.engine.params import check_limits, derive_seed
+from levanter_infer.engine.params import SamplingParams, check_limits, derive_seed
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.engine.sequence import Group
 from levanter_infer.engine.sequence import Sequence as HostSequence
@@ -108,16 +108,18 @@ class InferenceEngine:
             on_update: called after each round with (sequences finished, sequences in all, tokens generated so far).
         Returns: one output per request, in their order.
         """
-        self.warmup()
         outputs: list[RequestOutput | None] = [None] * len(requests)
         groups: dict[int, Group] = {}
         try:
+            self.warmup()
             for i, request in enumerate(requests):
                 try:
                     groups[i] = self._make_group(request, str(i))
                 except ValueError as error:
-                    ids = list(request.prompt_token_ids or [])
-                    outputs[i] = RequestOutput(request.id or str(i), request.prompt, ids, [], str(error))
+                    name = request.id if request.id is not None else str(i)
+                    given = request.prompt_token_ids
+                    ids = list(given) if isinstance(given, (Sequence, np.ndarray)) else []
+                    outputs[i] = RequestOutput(name, request.prompt, ids, [], str(error))
                 else:
                     self._slots.add(groups[i])
                     self._stats.on_submit(len(groups[i].prompt_token_ids))
@@ -131,12 +133,12 @@ class InferenceEngine:
 
     def _run(self, groups: list[Group], on_update) -> None:
         total = sum(len(group.sequences) for group in groups)
-        finished = 0
-        while finished < total:
-            finished += len(self.step_round())
+        while not all(group.is_done for group in groups):
+            self.step_round()
             if on_update is not None:
-                tokens = sum(len(s.token_ids) for group in groups for s in group.sequences)
-                on_update(finished, total, tokens)
+                sequences = [sequence for group in groups for sequence in group.sequences]
+                finished = sum(sequence.finish_reason is not None for sequence in sequences)
+                on_update(finished, total, sum(len(sequence.token_ids) for sequence in sequences))
         self.drain()
 
     def step_round(self) -> list[HostSequence]:
@@ -165,7 +167,10 @@ class InferenceEngine:
         return group
 
     def cancel(self, group: Group) -> None:
-        """End a submitted request with reason "abort"; its pages are free two rounds later at the most."""
+        """End a submitted request with reason "abort", at once; its pages are free two rounds later at the most.
+
+        `step_round` does not return its sequences: the caller knows of them.
+        """
         self._slots.discard(group)
 
     def warmup(self) -> None:
@@ -213,6 +218,8 @@ class InferenceEngine:
     def _make_group(self, request: Request, default_id: str) -> Group:
         ids = self._token_ids(request)
         params, shapes = request.sampling, self.shapes
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling is {type(params).__name__}; expected SamplingParams")
         check_limits(
             params,
             vocab_size=shapes.limits.vocab_size,
@@ -227,12 +234,13 @@ class InferenceEngine:
                 f"n={params.n} exceeds the {shapes.num_slots} slots that engine.max_seqs={shapes.max_seqs} gives; "
                 "raise engine.max_seqs"
             )
+        name = request.id if request.id is not None else default_id
         group = Group(
-            id=request.id if request.id is not None else default_id,
+            id=name,
             prompt=request.prompt,
             prompt_token_ids=ids,
             params=params,
-            seed=params.seed if params.seed is not None else derive_seed(self.seed, request.id or default_id),
+            seed=params.seed if params.seed is not None else derive_seed(self.seed, name),
             max_len=self._max_len(len(ids), params.max_tokens),
         )
         for index in range(params.n):
@@ -292,9 +300,15 @@ class InferenceEngine:
     # State
 
     def reset(self) -> None:
-        """Forget all sequences. Touches tables only, never the pool; nothing is compiled for it."""
+        """Forget all sequences; those in progress end with reason "abort".
+
+        Touches tables only, never the pool; nothing is compiled for it. Only where an interrupted launch took the
+        state with it, a new one is made.
+        """
         self._in_flight = None
-        self.state = self.programs.reset(self.state)
+        lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
+        self.state = self.programs.init() if lost else self.programs.reset(self.state)
+        self._slots.abandon()
         self._stats.on_reset()
         self._start_over()
 
@@ -311,6 +325,8 @@ class InferenceEngine:
 
 
 def _checked_ids(token_ids, vocab_size: int) -> list[int]:
+    if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, (Sequence, np.ndarray)):
+        raise ValueError(f"prompt_token_ids is {type(token_ids).__name__}; expected a list of token ids")
     ids = []
     for i, token in enumerate(token_ids):
         if isinstance(token, bool) or not isinstance(token, (int, np.integer)):

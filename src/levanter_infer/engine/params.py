@@ -92,7 +92,10 @@ class SamplingParams:
         _check_number("frequency_penalty", self.frequency_penalty, -2, 2, "use 0 to switch it off")
         _check_number("presence_penalty", self.presence_penalty, -2, 2, "use 0 to switch it off")
         _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100, "use 1 to switch it off")
-        # Several spellings are accepted; readers see one
+        # Several spellings are accepted, numpy's integers too; readers see one
+        for name in ("max_tokens", "top_k", "n", "seed", "min_tokens", "logprobs"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, int(getattr(self, name)))
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_sequences(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))

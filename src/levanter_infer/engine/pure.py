@@ -42,7 +42,7 @@ def generate(
             plus the prompt's place, or the place alone.
         eos_token_ids: tokens that end a sequence, unless `sampling.ignore_eos`.
     Raises: ValueError for sizes that contradict each other. Values inside traced arrays are not checked: a token id
-        out of range, or a length of 0, gives an undefined continuation of that prompt.
+        out of range gives an undefined continuation of that prompt; lengths are clipped to 1 … `length`.
     """
     params, config = sampling or SamplingParams(), config or EngineConfig()
     prompts, lens = jnp.asarray(prompt_token_ids, jnp.int32), jnp.asarray(prompt_lens, jnp.int32)

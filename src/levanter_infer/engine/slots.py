@@ -52,6 +52,12 @@ class SlotManager:
         if group in self._loading:
             self._loading.remove(group)
 
+    def abandon(self) -> None:
+        """End everything that has not finished; the device has forgotten it."""
+        waiting = [sequence for group in self._pending for sequence in group.sequences]
+        for sequence in [*self._occupants.values(), *waiting]:
+            sequence.finish("abort")
+
     def cancel_slot(self, sequence: Sequence) -> None:
         """Stop computing a sequence whose result is known already."""
         assert sequence.slot is not None
