@@ -14,6 +14,11 @@ from tests.tiny_models import tiny_model, uncached_greedy
 LENGTHS = (5, 9, 2)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _model_made_outside_of_any_trace():
+    tiny_model()
+
+
 def batch():
     rng = np.random.default_rng(3)
     padded = np.zeros((len(LENGTHS), max(LENGTHS)), np.int32)
