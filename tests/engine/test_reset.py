@@ -34,7 +34,7 @@ def test_reset_empties_the_tables_and_writes_nothing_to_the_pool(engine):
     assert int(decode.page_table.num_free.array) == 16 and not decode.page_table.ref_counts.array.any()
     assert (decode.sequences.page_indices.array == 16).all() and not decode.sequences.seq_lens.array.any()
     assert not decode.sequences.status.array.any()
-    assert group.sequences[0].finish_reason is None  # what was running is simply forgotten
+    assert group.sequences[0].finish_reason == "abort"
 
 
 def test_results_after_a_reset_do_not_depend_on_what_the_pool_still_holds(engine):
