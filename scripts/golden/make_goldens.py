@@ -2,9 +2,9 @@
 
 Run from the repository root in an environment of its own (scripts/golden/requirements.txt):
 
-    python -m venv /tmp/hf && /tmp/hf/bin/pip install torch==2.13.0
-    /tmp/hf/bin/pip install -r scripts/golden/requirements.txt
-    /tmp/hf/bin/python scripts/golden/make_goldens.py [case ...]
+    python -m venv .venv-hf && .venv-hf/bin/pip install torch==2.13.0
+    .venv-hf/bin/pip install -r scripts/golden/requirements.txt
+    .venv-hf/bin/python scripts/golden/make_goldens.py [case ...]
 
 The weights come from `tests/golden_cases.py`; here they are put into the HF model, which runs in float32 with eager
 attention and without a cache. For each case the script also proves that the golden can fail: with the case's

@@ -11,7 +11,7 @@ from jax import Array
 from levanter_infer.axes import OUTPUT, TOP
 from levanter_infer.cache.named import full, replace, scalar
 from levanter_infer.decode.sampling import SampleOutput
-from levanter_infer.decode.sequence_table import WAITING
+from levanter_infer.decode.sequence_table import RUNNING, WAITING
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import Counters, DecodeState
 
@@ -86,7 +86,7 @@ def pack_outputs(state: DecodeState, ring: OutputRing) -> RoundOutputs:
     scalars = {
         "count": ring.count.array,
         "free_pages": state.page_table.num_free.array,
-        "running": jnp.sum(table.is_status(WAITING + 1), dtype=jnp.int32),
+        "running": jnp.sum(table.is_status(RUNNING), dtype=jnp.int32),
         "waiting": jnp.sum(table.is_status(WAITING), dtype=jnp.int32),
         **{name: getattr(state.counters, name).array for name in Counters.__annotations__},
     }

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.cache.named import replace
-from levanter_infer.decode.sequence_table import RUNNING, WAITING, by_arrival, pages_for
+from levanter_infer.decode.sequence_table import RUNNING, WAITING, pages_for
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
 
@@ -26,7 +26,7 @@ class StepPlan(eqx.Module):
     num_tokens: Array
 
 
-def start_waiting(state: DecodeState, shapes: Shapes) -> DecodeState:
+def start_waiting(state: DecodeState, shapes: Shapes, order: Array) -> DecodeState:
     """Give free places to waiting sequences, in order of arrival.
 
     One starts only if the pages that it needs for all its known tokens are free beyond those that the running ones
@@ -42,7 +42,6 @@ def start_waiting(state: DecodeState, shapes: Shapes) -> DecodeState:
     num_running = jnp.sum(running, dtype=jnp.int32)
     available = page_table.num_free.array - jnp.sum(jnp.where(running, need, 0), dtype=jnp.int32)
 
-    order = by_arrival(table)
     ready_in_order = ready[order]
     rank = jnp.cumsum(ready_in_order, dtype=jnp.int32)
     cumulative = jnp.cumsum(jnp.where(ready_in_order, need[order], 0), dtype=jnp.int32)

@@ -29,7 +29,7 @@ def pages_needed(state: DecodeState, take: Array) -> tuple[Array, Array]:
     return new, (take > 0) & (computed % size != 0) & shared
 
 
-def preempt(state: DecodeState, shapes: Shapes, order: Array, take: Array) -> tuple[DecodeState, Array]:
+def preempt(state: DecodeState, order: Array, take: Array) -> tuple[DecodeState, Array]:
     """Take pages back from the youngest sequences until the step's needs can be met.
 
     A preempted sequence keeps its tokens, waits, and computes them again later. The oldest is never preempted, and
@@ -44,15 +44,15 @@ def preempt(state: DecodeState, shapes: Shapes, order: Array, take: Array) -> tu
     def body(carry):
         state, take = carry
         table = state.sequences
-        released = _released_by_suffix(table, state.page_table, order)
+        rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32))
+        released = _released_by_suffix(table, state.page_table, rank)
         needed = jnp.cumsum(need[order], dtype=jnp.int32)
         # Survivors are the k oldest. Their needs grow with k and what the others give back shrinks.
         fits = needed <= state.page_table.num_free.array + released
         survivors = jnp.maximum(jnp.sum(fits, dtype=jnp.int32), 1)
-        rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32))
         live = (table.status.array == RUNNING) | (table.status.array == WAITING)
-        victims = live & (rank >= survivors) & (table.num_computed.array > 0)
         loses_place = live & (rank >= survivors)
+        victims = loses_place & (table.num_computed.array > 0)
         counters = state.counters
         state = eqx.tree_at(
             lambda s: s.counters,
@@ -234,10 +234,13 @@ def _keeps_page(page_table: PageTable, source: Array) -> Array:
     return jnp.zeros(source.shape, jnp.bool_).at[order].set(keeps)
 
 
-def _released_by_suffix(table: SequenceTable, page_table: PageTable, order: Array) -> Array:
-    """Pages that become free if all slots younger than the k + 1 oldest give theirs back, i32[k]."""
+def _released_by_suffix(table: SequenceTable, page_table: PageTable, rank: Array) -> Array:
+    """Pages that become free if all slots younger than the k + 1 oldest give theirs back, i32[k].
+
+    Args:
+        rank: i32[seq], place of each slot in the order of arrival.
+    """
     num_slots, num_pages = table.num_slots, page_table.num_pages
-    rank = jnp.zeros_like(order).at[order].set(jnp.arange(num_slots, dtype=jnp.int32))
     pages = table.page_indices.array
     holder = jnp.broadcast_to(rank[:, None], pages.shape)
     oldest = jnp.full(num_pages, num_slots, jnp.int32).at[pages].min(holder, mode="drop")

@@ -38,10 +38,10 @@ def schedule(state: DecodeState, shapes: Shapes) -> tuple[DecodeState, StepPlan,
 
     Returns: the new state, the plan, and (source, target) pages to copy before anything is written.
     """
-    state = start_waiting(state, shapes)
     order = by_arrival(state.sequences)
+    state = start_waiting(state, shapes, order)
     take = choose_tokens(state, shapes, order)
-    state, take = preempt(state, shapes, order, take)
+    state, take = preempt(state, order, take)
     state, source, target = take_pages(state, shapes, take)
     return state, pack(state, shapes, order, take), source, target
 

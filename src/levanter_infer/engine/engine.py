@@ -76,7 +76,6 @@ class InferenceEngine:
 
     def _start_over(self) -> None:
         self._slots = SlotManager(self.shapes, self._eos)
-        self._groups: dict[int, Group] = {}
         self._in_flight: _Launched | None = None
 
     def describe(self) -> dict[str, object]:

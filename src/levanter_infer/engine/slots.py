@@ -63,11 +63,6 @@ class SlotManager:
         assert sequence.slot is not None
         self._cancel.add(sequence.slot)
 
-    @property
-    def num_pending(self) -> int:
-        """Groups that have no slot yet."""
-        return len(self._pending)
-
     def next_admission(self, round_id: int, max_steps: int) -> dict[str, np.ndarray | object]:
         """The arrays of the next `Admission`, by field: only scalars where nothing is admitted or cancelled."""
         fields: dict[str, np.ndarray | object] = {}
