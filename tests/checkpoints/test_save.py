@@ -63,6 +63,6 @@ def test_dtype_without_a_name_is_refused(tmp_path):
     with pytest.raises(ValueError, match="weights are int8, expected one of float32, float16, bfloat16"):
         save_model(jax.tree.map(lambda leaf: leaf.astype(np.int8), model), tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
-    bits = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model).as_bits()
+    bits = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model).for_cpu("xla")
     with pytest.raises(ValueError, match="weights are uint16"):
         save_model(bits, tmp_path / "saved")

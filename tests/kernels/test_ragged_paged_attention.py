@@ -77,7 +77,7 @@ def test_cap_alibi_and_sinks_equal_dense(impl):
     check(batch, impl, traced=dict(alibi_slopes=slopes, sinks=sinks), soft_cap=0.7)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", ["reference", "xla"])
 def test_mods_equal_dense_and_a_query_that_sees_nothing_gives_zeros(impl):
     def score_mod(score, q_pos, kv_pos, head):
         relative = jnp.asarray(q_pos - kv_pos).astype(jnp.float32)
@@ -113,7 +113,8 @@ def test_large_scores_do_not_overflow():
     batch.arrays["q"] = batch.arrays["q"] * jnp.float32(1e4)
     out = [attention(impl)(batch.arrays) for impl in IMPLEMENTATIONS]
     assert np.isfinite(out[0][:21]).all()
-    np.testing.assert_allclose(out[1], out[0], atol=2e-3)
+    for result in out[1:]:
+        np.testing.assert_allclose(result, out[0], atol=2e-3)
 
 
 def test_bf16_queries_give_bf16_rounded_once():
@@ -129,7 +130,7 @@ def test_bf16_queries_give_bf16_rounded_once():
 
 def test_float8_bits_are_read_as_float8():
     batch = make_ragged(Sizes(4, 2, 16, 8, dtype="float8_e4m3fn", stored="uint8"), [(1, 70), (10, 20)])
-    for impl in IMPLEMENTATIONS:
+    for impl in ("reference", "xla"):
         check(batch, impl)
 
 

@@ -138,10 +138,10 @@ def test_hooks_act_alike_in_both_forwards():
 
 def test_bits_of_bf16_weights_and_pages_give_the_same_bits():
     model = tiny("bfloat16", tie_word_embeddings=True)
-    stored = model.as_bits()
+    stored = model.for_cpu("xla")
     linear = stored.layers.attention.o_proj
     assert isinstance(linear, Linear) and linear.weight.dtype == jnp.uint16 == stored.embeddings.dtype
-    assert stored.dtype == model.dtype == jnp.bfloat16 and tiny().as_bits() is tiny()
+    assert stored.dtype == model.dtype == jnp.bfloat16 and tiny().for_cpu("xla").embeddings is tiny().embeddings
     for a, b in zip(paged_logits(model), paged_logits(stored, as_bits=True), strict=True):
         assert a.dtype == np.float32 and (a == b).all() and np.isfinite(a).all()
     rounded = np.asarray(plain(model, tokens_of(SEQUENCES[0])))
@@ -240,6 +240,6 @@ def test_bits_spare_a_cpu_the_conversion_of_whole_stacks():
         return any(shape in text for shape in ("f32[2,24,16]", "f32[2,16,24]", "f32[17,16]"))
 
     model = tiny("bfloat16", tie_word_embeddings=True)
-    assert not converted(model.as_bits())
-    # Should a later XLA leave the floats alone too, then `as_bits` has done its work and can go.
+    assert not converted(model.for_cpu("xla"))
+    # Should a later XLA leave the floats alone too, then `for_cpu` has done its work and can go.
     assert converted(model)

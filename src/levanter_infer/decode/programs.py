@@ -22,8 +22,6 @@ class Programs:
 
     def __init__(self, model, shapes: Shapes, attention: AttentionSpec, *, kv_dtype, as_bits: bool):
         config = model.config
-        if as_bits:
-            model = model.as_bits()
 
         def init() -> GenState:
             return GenState.init(shapes, empty_cache(config, shapes, dtype=kv_dtype, as_bits=as_bits))

@@ -83,7 +83,7 @@ def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes
 
         def run(sampled, rows=rows):
             slots = plan.slot_ids[:rows]
-            logits = model.logits(hax.named(hidden[:rows], (ROW, embed)))
+            logits = model.logits(hax.named(hidden[:rows], (ROW, embed)), plan.num_rows)
             lens = table.seq_lens.array.at[slots].get(mode="fill", fill_value=0)
             result = sample(
                 logits.rearrange((ROW, ...)).array,

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
 from levanter_infer.decode.sampling import SamplingLimits
@@ -34,7 +33,9 @@ class EngineConfig:
     kv_dtype: str | None = None
     """float32, bfloat16 or float16. Default: that of the model's weights."""
     attention: str = "auto"
-    """Attention implementation: auto, xla or reference."""
+    """Attention implementation: auto, xla, reference or, on a CPU, cpu."""
+    products: str = "auto"
+    """What computes matrix products: auto, xla or, on a CPU, cpu."""
     prefix_cache: bool = False
     """Sharing of equal prompt beginnings between requests; not available in this version."""
     admission: str = "optimistic"
@@ -73,8 +74,10 @@ class EngineConfig:
             raise ValueError(f"engine.admission={self.admission!r} is not available; this version has: optimistic")
         if self.numerics != "default":
             raise ValueError(f"engine.numerics={self.numerics!r} is not available; this version has: default")
-        if self.attention not in ("auto", "xla", "reference"):
-            raise ValueError(f"engine.attention={self.attention!r} is not available; use auto, xla or reference")
+        if self.attention not in ("auto", "xla", "reference", "cpu"):
+            raise ValueError(f"engine.attention={self.attention!r} is not available; use auto, xla, reference or cpu")
+        if self.products not in ("auto", "xla", "cpu"):
+            raise ValueError(f"engine.products={self.products!r} is not available; use auto, xla or cpu")
 
 
 def _check_positive(name: str, value, optional: bool = False) -> None:
@@ -121,8 +124,3 @@ def resolve_shapes(config: EngineConfig, model, num_eos: int) -> Shapes:
 
 def kv_dtype(config: EngineConfig, model) -> jnp.dtype:
     return jnp.dtype(config.kv_dtype or model.dtype)
-
-
-def stores_bits() -> bool:
-    """Whether narrow floats are stored as integers: on a CPU, where XLA converts the pool otherwise."""
-    return jax.default_backend() == "cpu"

@@ -12,7 +12,8 @@ from haliax import NamedArray
 from levanter_infer.decode.outputs import HostOutputs, RoundOutputs
 from levanter_infer.decode.programs import Programs
 from levanter_infer.decode.sequence_table import pages_for
-from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes, stores_bits
+from levanter_infer.engine.backend import Backend
+from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
 from levanter_infer.engine.params import SamplingParams, check_limits, derive_seed
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.engine.sequence import Group
@@ -54,14 +55,20 @@ class InferenceEngine:
         self.model, self.tokenizer, self.seed = model, tokenizer, seed
         self._eos = tuple(tokenizer.eos_token_ids) if tokenizer is not None else ()
         self.shapes = resolve_shapes(self.config, model, len(self._eos))
+        has_mods = score_mod is not None or mask_mod is not None
+        self.backend = Backend.choose(self.config, model, has_mods=has_mods)
         attention = AttentionSpec(
-            impl=self.config.attention,
+            impl=self.backend.attention,
             score_mod=score_mod,
             mask_mod=mask_mod,
             max_seq_len=self.shapes.max_seq_len,
         )
         self.programs = Programs(
-            model, self.shapes, attention, kv_dtype=kv_dtype(self.config, model), as_bits=stores_bits()
+            self.backend.prepare(model),
+            self.shapes,
+            attention,
+            kv_dtype=kv_dtype(self.config, model),
+            as_bits=self.backend.on_cpu,
         )
         self.state = self.programs.init()
         self._nothing = jax.device_put(empty_admission(self.shapes))
@@ -88,7 +95,8 @@ class InferenceEngine:
             "max_seq_len": shapes.max_seq_len,
             "max_step_tokens": shapes.max_step_tokens,
             "kv_dtype": str(kv.dtype),
-            "attention": "xla" if self.config.attention == "auto" else self.config.attention,
+            "attention": self.backend.attention,
+            "products": self.backend.products,
             "step_buckets": list(shapes.buckets),
             "pool_mb": round(kv.pages.array.nbytes / 2**20, 1),
             "device": str(jax.devices()[0]),

@@ -12,7 +12,8 @@ from levanter_infer.decode.generate import GenerateOutput, generate_all
 from levanter_infer.decode.sequence_table import pages_for
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import empty_cache
-from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes, stores_bits
+from levanter_infer.engine.backend import Backend
+from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
 from levanter_infer.engine.encode_sampling import SamplingColumns
 from levanter_infer.engine.params import SamplingParams, check_limits
 from levanter_infer.layers.attention import AttentionSpec
@@ -63,9 +64,10 @@ def generate(
     )
     batch, n = prompts.shape[0], params.n
     table = _sampling_table(params, batch, shapes, eos_token_ids, seeds)
+    backend = Backend.choose(config, model, has_mods=score_mod is not None or mask_mod is not None)
     result = generate_all(
-        model.as_bits() if stores_bits() else model,
-        empty_cache(model.config, shapes, dtype=kv_dtype(config, model), as_bits=stores_bits()),
+        backend.prepare(model),
+        empty_cache(model.config, shapes, dtype=kv_dtype(config, model), as_bits=backend.on_cpu),
         prompts,
         lens,
         table,
@@ -73,7 +75,7 @@ def generate(
         max_tokens=params.max_tokens,
         shapes=shapes,
         attention=AttentionSpec(
-            impl=config.attention, score_mod=score_mod, mask_mod=mask_mod, max_seq_len=shapes.max_seq_len
+            impl=backend.attention, score_mod=score_mod, mask_mod=mask_mod, max_seq_len=shapes.max_seq_len
         ),
     )
     return jax.tree.map(lambda per_slot: per_slot.reshape(batch, n, *per_slot.shape[1:]), result)

@@ -6,11 +6,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
+from levanter_infer.kernels.cpu import cpu_attention
 from levanter_infer.kernels.rpa_reference import reference_attention
 from levanter_infer.kernels.rpa_xla import xla_attention
 from levanter_infer.kernels.rules import ScoreRules
 
-IMPLEMENTATIONS = ("reference", "xla")
+IMPLEMENTATIONS = ("reference", "xla", "cpu")
 _PLANNED = ("gpu", "tpu")
 
 
@@ -65,7 +66,8 @@ def ragged_paged_attention(
             broadcast against each other and have equal rank; `score` is f32. It runs on unseen keys too, without
             effect.
         mask_mod: `mask_mod(q_pos, kv_pos, head) -> bool`, true = seen, on top of causality and window.
-        impl: `reference` (dense; the oracle), `xla` (streaming softmax) or `auto` (`xla`).
+        impl: `reference` (dense; the oracle), `xla` (streaming softmax), `cpu` (C++, on a CPU only, without
+            `score_mod` and `mask_mod`, see `kernels.cpu`) or `auto` (`xla`, which runs everywhere).
         return_attn: also return the attention weights, f32[T, Hq, max_pages * page_size]; `reference` only.
 
     Returns: [T, Hq, D] in q's dtype, accumulated in f32; padding tokens give zeros.
@@ -96,8 +98,7 @@ def ragged_paged_attention(
         score_mod=score_mod,
         mask_mod=mask_mod,
     )
-    run = reference_attention if impl == "reference" else xla_attention
-    result = run(
+    result = _RUN[impl](
         q,
         kv_pages,
         layer=_scalar("layer", layer),
@@ -112,6 +113,9 @@ def ragged_paged_attention(
     if impl == "reference":
         return result if return_attn else result[0]
     return result
+
+
+_RUN = {"reference": reference_attention, "xla": xla_attention, "cpu": cpu_attention}
 
 
 def _resolve(impl: str) -> str:

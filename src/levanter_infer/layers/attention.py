@@ -13,7 +13,7 @@ from levanter_infer import kernels
 from levanter_infer.axes import HEAD_SIZE, KV_HEADS, POSITION, Q_HEADS_PER_GROUP, TOKEN
 from levanter_infer.cache import KvPages, PageBatchInfo
 from levanter_infer.kernels.rules import MASKED, ScoreRules
-from levanter_infer.layers.linear import Linear
+from levanter_infer.layers.linear import Linear, apply
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.rotary import rotate
 
@@ -23,7 +23,7 @@ class AttentionSpec:
     """How attention is computed; static under jit. What it computes is the model's."""
 
     impl: str = "auto"
-    """Implementation of the paged forward: auto, reference or xla."""
+    """Implementation of the paged forward: auto, reference, xla or cpu."""
     score_mod: Callable | None = None
     """score_mod(score, q_pos, kv_pos, head) -> score, elementwise; score is the scaled product, f32."""
     mask_mod: Callable | None = None
@@ -155,7 +155,7 @@ class Attention(eqx.Module):
         return self.o_proj(NamedArray(attended.astype(x.dtype), q.axes))
 
     def _project(self, x: NamedArray, rope) -> tuple[NamedArray, NamedArray, NamedArray]:
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v = apply(x, self.q_proj, self.k_proj, self.v_proj)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, *rope), rotate(k, *rope), v

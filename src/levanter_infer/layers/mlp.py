@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax import Array
 
-from levanter_infer.layers.linear import Linear
+from levanter_infer.layers.linear import Linear, apply
 
 
 class Mlp(eqx.Module):
@@ -30,5 +30,5 @@ class Mlp(eqx.Module):
 
     def __call__(self, x: NamedArray) -> NamedArray:
         """Args: x: [..., embed]. Returns: [..., embed]."""
-        gate = hax.nn.silu(self.gate_proj(x).astype(jnp.float32))
-        return self.down_proj((gate * self.up_proj(x).astype(jnp.float32)).astype(x.dtype))
+        gate, up = (part.astype(jnp.float32) for part in apply(x, self.gate_proj, self.up_proj))
+        return self.down_proj((hax.nn.silu(gate) * up).astype(x.dtype))

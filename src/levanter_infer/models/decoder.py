@@ -13,7 +13,7 @@ from jax import Array
 from levanter_infer.axes import EMBED, LAYERS, MLP, POSITION, SEQ_PAGE, VOCAB
 from levanter_infer.cache import KvPages, PageBatchInfo
 from levanter_infer.layers.attention import Attention, AttentionSpec
-from levanter_infer.layers.linear import Linear, as_bits, contract, from_bits
+from levanter_infer.layers.linear import Linear, as_bits, contract, from_bits, pick_layer
 from levanter_infer.layers.mlp import Mlp
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.rotary import RopeConfig, rotary_tables
@@ -105,6 +105,14 @@ class DecoderLayer(eqx.Module):
         )
         return DecoderLayer(input_norm=norm, attention=attention, mlp_norm=norm, mlp=mlp)
 
+    def at(self, index: Array, num_rows: Array) -> "DecoderLayer":
+        """One layer of a stack, for inputs whose first `num_rows` rows count."""
+        return jax.tree.map(
+            lambda part: part.at(index, num_rows) if isinstance(part, Linear) else pick_layer(part, index),
+            self,
+            is_leaf=lambda part: isinstance(part, Linear | NamedArray),
+        )
+
 
 class DecoderModel(eqx.Module):
     """Token ids in, logits out: over plain sequences (`__call__`) and over pages (`hidden`, then `logits`)."""
@@ -117,6 +125,8 @@ class DecoderModel(eqx.Module):
     lm_head: NamedArray | None
     """[vocab, embed]; None where the embeddings serve as head."""
     config: DecoderConfig = eqx.field(static=True)
+    head_kernel: str = eqx.field(static=True, default="xla")
+    """What computes the head: see `Linear.kernel`."""
 
     @staticmethod
     def init(config: DecoderConfig, *, key: Array, dtype=jnp.float32) -> "DecoderModel":
@@ -140,20 +150,28 @@ class DecoderModel(eqx.Module):
         """Of parameters and activations, however the weights are stored."""
         return self.norm.weight.dtype
 
-    def as_bits(self) -> "DecoderModel":
-        """The same model with its large 16-bit weights stored as integers, for a CPU: see `linear.as_bits`.
+    def for_cpu(self, kernel: str) -> "DecoderModel":
+        """The same model as a CPU reads it fastest: 16-bit weights stored as integers (`linear.as_bits`).
 
-        A tied head becomes a copy of the embeddings, because rows are taken from bits and products from floats.
+        Args:
+            kernel: what computes the products: xla, or cpu (`kernels.cpu`). With xla a tied head becomes a copy of
+                the embeddings, because rows are taken from bits and products from floats.
         """
-        if as_bits(self.embeddings) is self.embeddings:
-            return self
-        layers = jax.tree.map(
-            lambda part: dataclasses.replace(part, weight=as_bits(part.weight)) if isinstance(part, Linear) else part,
-            self.layers,
-            is_leaf=lambda part: isinstance(part, Linear),
+
+        def convert(part):
+            if not isinstance(part, Linear):
+                return part
+            return dataclasses.replace(part, weight=as_bits(part.weight), kernel=kernel)
+
+        head = self.lm_head
+        if kernel == "cpu":
+            head = None if head is None else as_bits(head)
+        elif as_bits(self.embeddings) is not self.embeddings:
+            head = self.embeddings if head is None else head
+        layers = jax.tree.map(convert, self.layers, is_leaf=lambda part: isinstance(part, Linear))
+        return dataclasses.replace(
+            self, embeddings=as_bits(self.embeddings), layers=layers, lm_head=head, head_kernel=kernel
         )
-        head = self.embeddings if self.lm_head is None else self.lm_head
-        return dataclasses.replace(self, embeddings=as_bits(self.embeddings), layers=layers, lm_head=head)
 
     def __call__(self, tokens: NamedArray, attention: AttentionSpec = PLAIN) -> NamedArray:
         """The plain causal forward, without a cache: for training, audits, and as the oracle.
@@ -188,19 +206,28 @@ class DecoderModel(eqx.Module):
         """
         rope = self._rope(batch.positions, self._max_seq_len(batch, attention))
 
-        def block(carry, layer: DecoderLayer, window: Array | None, index: Array):
+        windows = self._windows()
+        num_tokens = batch.cu_q_lens.array[-1]
+
+        def block(index: Array, carry: tuple[NamedArray, KvPages]):
             x, kv = carry
+            layer, window = self.layers.at(index, num_tokens), None if windows is None else windows[index]
             attended, kv = layer.attention.paged(layer.input_norm(x), rope, kv, index, batch, window, attention)
             x = x + attended
             return x + layer.mlp(layer.mlp_norm(x)), kv
 
-        indices = jnp.arange(self.config.num_layers, dtype=jnp.int32)
-        return hax.fold(block, LAYERS)((self._embed(batch.tokens), kv), self.layers, self._windows(), indices)
+        return jax.lax.fori_loop(0, self.config.num_layers, block, (self._embed(batch.tokens), kv))
 
-    def logits(self, hidden: NamedArray) -> NamedArray:
-        """Final norm and head. Args: hidden: [..., embed]. Returns: f32[..., vocab]."""
+    def logits(self, hidden: NamedArray, num_rows: Array | None = None) -> NamedArray:
+        """Final norm and head.
+
+        Args:
+            hidden: [..., embed]
+            num_rows: i32[], how many rows count; the others may give anything. None: all.
+        Returns: f32[..., vocab].
+        """
         head = self.embeddings if self.lm_head is None else self.lm_head
-        return contract(self.norm(hidden), head, 1)
+        return contract(self.norm(hidden), [head], 1, num_rows=num_rows, kernel=self.head_kernel)[0]
 
     def _embed(self, tokens: NamedArray) -> NamedArray:
         rows = self.embeddings.array.at[tokens.array].get(mode="fill", fill_value=0)

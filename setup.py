@@ -1,0 +1,29 @@
+"""Builds the optional C++ kernels for CPUs; everything else is in pyproject.toml."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+NATIVE = Path("src/levanter_infer/kernels/native")
+
+
+def native_kernels() -> list[Extension]:
+    jaxlib = importlib.util.find_spec("jaxlib")
+    if sys.platform == "win32" or jaxlib is None or jaxlib.origin is None:
+        return []
+    return [
+        Extension(
+            "levanter_infer.kernels._native",
+            sources=[str(NATIVE / "handlers.cc")],
+            depends=[str(path) for path in sorted(NATIVE.iterdir())],
+            include_dirs=[str(Path(jaxlib.origin).parent / "include")],
+            extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=fast", "-fvisibility=hidden", "-Wno-psabi"],
+            language="c++",
+            optional=True,  # a machine without a compiler installs the package all the same
+        )
+    ]
+
+
+setup(ext_modules=native_kernels())

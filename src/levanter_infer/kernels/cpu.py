@@ -1,0 +1,119 @@
+"""The `cpu` implementations: C++ kernels that XLA calls (`native/`), for products and for attention.
+
+They are optional: where the package was installed without a compiler, `available` is false and the `xla` forms serve.
+A CPU is limited by memory when few tokens are computed, and XLA's own products read 16-bit weights several times.
+"""
+
+import ctypes
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from levanter_infer.kernels.rules import ScoreRules
+
+_LIBRARY = "levanter_infer.kernels._native"
+_DTYPES = (jnp.float32, jnp.bfloat16)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """The kernels, made known to XLA; None if they were not built."""
+    spec = importlib.util.find_spec(_LIBRARY)
+    if spec is None or spec.origin is None:
+        return None
+    library = ctypes.CDLL(spec.origin)
+    library.levanter_infer_isa.restype = ctypes.c_char_p
+    for name in ("levanter_infer_linear", "levanter_infer_attention"):
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+    return library
+
+
+def available() -> bool:
+    """Whether the kernels were built for this Python."""
+    return _library() is not None
+
+
+def isa() -> str:
+    """The instruction set that the kernels use on this processor: avx512, avx2 or generic."""
+    library = _library()
+    if library is None:
+        raise ValueError(
+            'the "cpu" kernels were not built: installing levanter_infer needs a C++17 compiler (g++ or clang++) for '
+            "them; install one and install the package again, or use xla"
+        )
+    return library.levanter_infer_isa().decode()
+
+
+def supports_dtype(dtype) -> bool:
+    """Whether weights or pages of this dtype can be read."""
+    return jnp.dtype(dtype) in _DTYPES
+
+
+def stacked_products(
+    x: Array, weights: list[Array], layer: Array, num_rows: Array | None = None, *, isa_name: str | None = None
+) -> list[Array]:
+    """`x · weight[layer]ᵀ` for each stack of weights, with all sums in float32.
+
+    The stacks are read where they lie. A result has the same bits for any number of rows.
+
+    Args:
+        x: f32[rows, inputs]
+        weights: [layers, outputs, inputs] each; f32, bf16, or the uint16 of its bits.
+        layer: i32[]
+        num_rows: i32[], how many rows count; the others give zeros and cost nothing. None: all.
+        isa_name: instruction set; by default the best one.
+    Returns: f32[rows, outputs] each.
+    Raises: ValueError if the kernels were not built.
+    """
+    results = [jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), jnp.float32) for weight in weights]
+    call = jax.ffi.ffi_call("levanter_infer_linear", results, vmap_method="sequential")
+    used = jnp.int32(x.shape[0]) if num_rows is None else num_rows
+    return list(call(x, used, layer, *weights, isa=isa_name or isa()))
+
+
+def cpu_attention(
+    q: Array,
+    kv_pages: Array,
+    *,
+    layer: Array,
+    page_indices: Array,
+    seq_lens: Array,
+    cu_q_lens: Array,
+    num_seqs: Array,
+    kv_dtype: jnp.dtype,
+    rules: ScoreRules,
+    sinks: Array | None,
+    isa_name: str | None = None,
+) -> Array:
+    """`ragged_paged_attention`, whose arguments these are.
+
+    Raises: ValueError for what only the other implementations do: `score_mod`, `mask_mod`, pages of other dtypes.
+    """
+    if rules.score_mod is not None or rules.mask_mod is not None:
+        raise ValueError('impl="cpu" cannot call score_mod or mask_mod; use "xla"')
+    if not supports_dtype(kv_dtype):
+        raise ValueError(f'impl="cpu" reads pages of float32 or bfloat16, not {kv_dtype}; use "xla"')
+    f32, num_heads = jnp.float32, q.shape[1]
+    far = jnp.int32(2**31 - 1)
+    slopes = jnp.zeros(num_heads, f32) if rules.alibi_slopes is None else rules.alibi_slopes
+    call = jax.ffi.ffi_call("levanter_infer_attention", jax.ShapeDtypeStruct(q.shape, f32), vmap_method="sequential")
+    result = call(
+        q.astype(f32),
+        kv_pages,
+        layer,
+        page_indices,
+        seq_lens,
+        cu_q_lens,
+        num_seqs,
+        far if rules.sliding_window is None else rules.sliding_window,
+        slopes,
+        jnp.full(num_heads, -jnp.inf, f32) if sinks is None else sinks,
+        scale=np.float32(rules.scale),
+        soft_cap=np.float32(rules.soft_cap or 0),
+        isa=isa_name or isa(),
+    )
+    return result.astype(q.dtype)

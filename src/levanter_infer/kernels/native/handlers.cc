@@ -1,0 +1,252 @@
+// XLA custom calls for CPUs: products with 16-bit or 32-bit weights, and attention over pages.
+//
+// What each computes is said in ../cpu.py. The kernels are compiled once per instruction set, from the same source.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+#include "parallel.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = ::xla::ffi;
+
+namespace levanter_infer {
+
+struct BFloat16 {
+  uint16_t bits = 0;
+};
+
+struct LinearArgs {
+  const float* x;  // [rows, inputs]
+  int64_t rows, inputs;
+};
+
+struct AttentionArgs {
+  const float* q;    // [tokens, query_heads, head_dim]
+  const void* pool;  // [layers, num_pages, page_size, 2 * kv_heads, head_dim]
+  const int32_t *page_indices, *seq_lens, *cu_q_lens;
+  float* out;  // as q
+  int64_t layer, query_heads, kv_heads, head_dim, num_pages, page_size, max_pages, window;
+  float scale, soft_cap;         // soft_cap 0: none
+  const float *slopes, *sinks;   // [query_heads]; sinks of -inf: none
+};
+
+constexpr int64_t LINEAR_TILE = 24;  // outputs of one piece of work; a multiple of OUTS
+constexpr int ROWS = 4, OUTS = 3;    // of x, of w: what the registers of AVX2 hold
+constexpr int64_t FEW_ROWS = 8;      // up to here weights are widened at every use, and not once for all rows
+constexpr int KEYS = 32;             // positions of one turn of the streaming softmax
+constexpr int64_t QUERIES = 8;  // of one piece of work
+
+struct Kernels {
+  void (*linear_f32)(const LinearArgs&, const float* w, int64_t outs, float* y, int64_t y_stride);
+  void (*linear_bf16)(const LinearArgs&, const BFloat16* w, int64_t outs, float* y, int64_t y_stride);
+  void (*attend_f32)(const AttentionArgs&, int64_t row, int64_t first, int64_t count, int64_t head_begin,
+                     int64_t head_end, float* scratch);
+  void (*attend_bf16)(const AttentionArgs&, int64_t row, int64_t first, int64_t count, int64_t head_begin,
+                      int64_t head_end, float* scratch);
+};
+
+namespace generic {
+constexpr int LANES = 4;
+#include "kernels.inc"
+}  // namespace generic
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define LEVANTER_INFER_X86 1
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+namespace avx2 {
+constexpr int LANES = 8;
+#include "kernels.inc"
+}  // namespace avx2
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma,prefer-vector-width=512")
+namespace avx512 {
+constexpr int LANES = 16;
+#include "kernels.inc"
+}  // namespace avx512
+#pragma GCC pop_options
+#endif
+
+// The widest instruction set that both this build and the processor know.
+const char* best_isa() {
+#ifdef LEVANTER_INFER_X86
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq"))
+    return "avx512";
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "avx2";
+#endif
+  return "generic";
+}
+
+const Kernels& kernels_for(std::string_view isa) {
+#ifdef LEVANTER_INFER_X86
+  if (isa == "avx512") return avx512::KERNELS;
+  if (isa == "avx2") return avx2::KERNELS;
+#endif
+  return generic::KERNELS;
+}
+
+bool is_bf16(ffi::AnyBuffer buffer) {
+  return buffer.element_type() == ffi::DataType::BF16 || buffer.element_type() == ffi::DataType::U16;
+}
+
+ffi::Error invalid(const char* message) { return ffi::Error::InvalidArgument(message); }
+
+// Arguments: x f32[rows, inputs]; used i32[], how many rows count; layer i32[]; then weights [layers, outputs, inputs]. Results: f32[rows, outputs] each.
+ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> used,
+                  ffi::Buffer<ffi::S32> layer,
+                  ffi::RemainingArgs weights, ffi::RemainingRets results, std::string_view isa) {
+  if (x.dimensions().size() != 2 || weights.size() != results.size()) return invalid("linear: shapes do not fit");
+  struct Matrix {
+    const void* weight;
+    bool bf16;
+    float* y;
+    int64_t outputs, first_tile;
+  };
+  const int64_t rows = std::clamp<int64_t>(*used.typed_data(), 0, x.dimensions()[0]);
+  const LinearArgs args{x.typed_data(), rows, x.dimensions()[1]};
+  std::vector<Matrix> matrices;
+  int64_t tiles = 0;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const auto weight = weights.get<ffi::AnyBuffer>(i);
+    auto result = results.get<ffi::Buffer<ffi::F32>>(i);
+    if (!weight.has_value() || !result.has_value()) return invalid("linear: an argument is missing");
+    const auto shape = weight->dimensions();
+    const int64_t index = *layer.typed_data();
+    if (shape.size() != 3 || shape[2] != args.inputs) return invalid("linear: weights are not [layers, outputs, inputs]");
+    if (index < 0 || index >= shape[0]) return invalid("linear: there is no such layer");
+    const bool bf16 = is_bf16(*weight);
+    if (!bf16 && weight->element_type() != ffi::DataType::F32) return invalid("linear: weights are neither bf16 nor f32");
+    const int64_t offset = index * shape[1] * shape[2] * (bf16 ? 2 : 4);
+    matrices.push_back({static_cast<const char*>(weight->untyped_data()) + offset, bf16, (*result)->typed_data(),
+                        shape[1], tiles});
+    std::fill((*result)->typed_data() + rows * shape[1], (*result)->typed_data() + x.dimensions()[0] * shape[1], 0.0f);
+    tiles += (shape[1] + LINEAR_TILE - 1) / LINEAR_TILE;
+  }
+  const Kernels& kernels = kernels_for(isa);
+  parallel_for(threads, tiles, [&](int64_t tile) {
+    size_t m = matrices.size() - 1;
+    while (matrices[m].first_tile > tile) --m;
+    const Matrix& matrix = matrices[m];
+    const int64_t first = (tile - matrix.first_tile) * LINEAR_TILE;
+    const int64_t outs = std::min(LINEAR_TILE, matrix.outputs - first), offset = first * args.inputs;
+    if (matrix.bf16)
+      kernels.linear_bf16(args, static_cast<const BFloat16*>(matrix.weight) + offset, outs, matrix.y + first,
+                          matrix.outputs);
+    else
+      kernels.linear_f32(args, static_cast<const float*>(matrix.weight) + offset, outs, matrix.y + first,
+                         matrix.outputs);
+  });
+  return ffi::Error::Success();
+}
+
+// As `ragged_paged_attention`; q and the result in f32.
+ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer pool,
+                     ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> page_indices, ffi::Buffer<ffi::S32> seq_lens,
+                     ffi::Buffer<ffi::S32> cu_q_lens, ffi::Buffer<ffi::S32> num_seqs, ffi::Buffer<ffi::S32> window,
+                     ffi::Buffer<ffi::F32> slopes, ffi::Buffer<ffi::F32> sinks, ffi::ResultBuffer<ffi::F32> out,
+                     float scale, float soft_cap, std::string_view isa) {
+  const auto shape = pool.dimensions();
+  if (q.dimensions().size() != 3 || shape.size() != 5 || page_indices.dimensions().size() != 2)
+    return invalid("attention: shapes do not fit");
+  const bool bf16 = is_bf16(pool);
+  if (!bf16 && pool.element_type() != ffi::DataType::F32) return invalid("attention: the pool is neither bf16 nor f32");
+  AttentionArgs args;
+  args.q = q.typed_data();
+  args.pool = pool.untyped_data();
+  args.page_indices = page_indices.typed_data();
+  args.seq_lens = seq_lens.typed_data();
+  args.cu_q_lens = cu_q_lens.typed_data();
+  args.out = out->typed_data();
+  args.layer = *layer.typed_data();
+  args.query_heads = q.dimensions()[1];
+  args.head_dim = q.dimensions()[2];
+  args.num_pages = shape[1];
+  args.page_size = shape[2];
+  args.kv_heads = shape[3] / 2;
+  args.max_pages = page_indices.dimensions()[1];
+  args.window = *window.typed_data();
+  args.scale = scale;
+  args.soft_cap = soft_cap;
+  args.slopes = slopes.typed_data();
+  args.sinks = sinks.typed_data();
+  if (args.layer < 0 || args.layer >= shape[0]) return invalid("attention: there is no such layer");
+
+  const int64_t tokens = q.dimensions()[0], rows = std::clamp<int64_t>(*num_seqs.typed_data(), 0, page_indices.dimensions()[0]);
+  struct Piece {
+    int32_t row;
+    int64_t first, count, head_begin, head_end;
+  };
+  std::vector<Piece> pieces;
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t begin = args.cu_q_lens[row], end = std::min<int64_t>(args.cu_q_lens[row + 1], tokens);
+    if (begin < 0 || args.seq_lens[row] > args.max_pages * args.page_size) return invalid("attention: a row is out of range");
+    for (int64_t first = begin; first < end; first += QUERIES)
+      pieces.push_back({static_cast<int32_t>(row), first, std::min(QUERIES, end - first), 0, args.kv_heads});
+  }
+  // Few blocks of queries: a head is a piece of work. Otherwise a token's keys and values of all heads are read together.
+  if (static_cast<int64_t>(pieces.size()) < 4 * threads.num_threads()) {
+    std::vector<Piece> split;
+    for (const Piece& piece : pieces)
+      for (int64_t head = 0; head < args.kv_heads; ++head)
+        split.push_back({piece.row, piece.first, piece.count, head, head + 1});
+    pieces.swap(split);
+  }
+  const int64_t used = rows == 0 ? 0 : std::min<int64_t>(args.cu_q_lens[rows], tokens);
+  std::fill(args.out + used * args.query_heads * args.head_dim, args.out + tokens * args.query_heads * args.head_dim, 0.0f);
+  const int64_t width = (args.head_dim + 15) / 16 * 16, query_rows = QUERIES * (args.query_heads / args.kv_heads);
+  const size_t scratch_size = (2 * query_rows + 2 * KEYS) * width + query_rows * (KEYS + 3);
+  const Kernels& kernels = kernels_for(isa);
+  parallel_for(threads, pieces.size(), [&](int64_t i) {
+    static thread_local std::vector<float> scratch;
+    if (scratch.size() < scratch_size) scratch.resize(scratch_size);
+    const Piece& piece = pieces[i];
+    (bf16 ? kernels.attend_bf16 : kernels.attend_f32)(args, piece.row, piece.first, piece.count, piece.head_begin,
+                                                      piece.head_end, scratch.data());
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace levanter_infer
+
+#pragma GCC visibility push(default)
+
+extern "C" const char* levanter_infer_isa() {
+  return levanter_infer::best_isa();
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_linear, levanter_infer::linear,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<std::string_view>("isa"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_attention, levanter_infer::attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("soft_cap")
+                                  .Attr<std::string_view>("isa"));
+
+#pragma GCC visibility pop

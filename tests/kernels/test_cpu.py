@@ -1,0 +1,151 @@
+"""The C++ kernels: products against NumPy in every instruction set of this processor, and what their bits depend on."""
+
+import ctypes
+import functools
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levanter_infer.kernels import cpu
+from levanter_infer.kernels.rules import ScoreRules
+from tests.kernels.ragged import Sizes, dense_attention, make_ragged
+
+ISAS = ("generic", "avx2", "avx512")
+built = pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")
+
+
+def usable(isa: str) -> bool:
+    return cpu.available() and ISAS.index(isa) <= ISAS.index(cpu.isa())
+
+
+each_isa = pytest.mark.parametrize(
+    "isa", [pytest.param(isa, marks=pytest.mark.skipif(not usable(isa), reason="not on this machine")) for isa in ISAS]
+)
+
+
+def random_problem(rows, inputs, outputs, dtype, layers=2):
+    rng = np.random.default_rng(rows * inputs)
+    x = jnp.asarray(rng.standard_normal((rows, inputs)), jnp.float32)
+    return x, [jnp.asarray(rng.standard_normal((layers, out, inputs)), dtype) for out in outputs]
+
+
+@functools.cache
+def products(isa):
+    return jax.jit(functools.partial(cpu.stacked_products, isa_name=isa))
+
+
+def test_the_kernels_are_built_where_there_is_a_compiler():
+    assert cpu.available() == (shutil.which("g++") is not None or shutil.which("clang++") is not None)
+
+
+@each_isa
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "rows, inputs, outputs", [(1, 576, (50,)), (3, 70, (1, 2, 24)), (9, 2100, (25, 3)), (40, 33, (7,))]
+)
+def test_products_equal_numpy(isa, dtype, rows, inputs, outputs):
+    x, weights = random_problem(rows, inputs, outputs, dtype)
+    for layer in (0, 1):
+        for y, weight in zip(products(isa)(x, weights, jnp.int32(layer)), weights, strict=True):
+            exact = np.asarray(x, np.float64) @ np.asarray(weight[layer], np.float64).T
+            np.testing.assert_allclose(y, exact, atol=2e-6 * np.sqrt(inputs) * np.abs(x).max(), rtol=1e-6)
+
+
+@built
+def test_the_bits_of_bfloat16_are_read_as_bfloat16():
+    x, (weight,) = random_problem(5, 64, (9,), "bfloat16")
+    bits = jax.lax.bitcast_convert_type(weight, jnp.uint16)
+    one, other = (products(None)(x, [w], jnp.int32(1))[0] for w in (weight, bits))
+    np.testing.assert_array_equal(one, other)
+
+
+@each_isa
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_has_the_same_bits_in_any_number_of_rows_and_at_any_place(isa, dtype):
+    x, weights = random_problem(37, 1500, (30,), dtype)
+    whole = np.asarray(products(isa)(x, weights, jnp.int32(1))[0])
+    for first, count in ((0, 1), (3, 2), (5, 3), (7, 4), (11, 8), (2, 9), (20, 17)):
+        part = products(isa)(x[first : first + count], weights, jnp.int32(1))[0]
+        np.testing.assert_array_equal(part, whole[first : first + count])
+
+
+@built
+def test_rows_that_do_not_count_give_zeros_and_may_hold_nan():
+    x, weights = random_problem(12, 40, (5, 6), "float32")
+    whole = products(None)(x, weights, jnp.int32(0))
+    some = products(None)(x.at[7:].set(jnp.nan), weights, jnp.int32(0), jnp.int32(7))
+    for part, all_rows in zip(some, whole, strict=True):
+        np.testing.assert_array_equal(part[:7], all_rows[:7])
+        assert not part[7:].any()
+
+
+@built
+def test_arguments_that_do_not_fit_are_refused():
+    x, weights = random_problem(2, 8, (3,), "float32")
+    with pytest.raises(Exception, match="no such layer"):
+        jax.block_until_ready(products(None)(x, weights, jnp.int32(2)))
+    with pytest.raises(Exception, match="not \\[layers, outputs, inputs\\]"):
+        jax.block_until_ready(products(None)(x[:, :7], weights, jnp.int32(0)))
+    with pytest.raises(Exception, match="neither bf16 nor f32"):
+        jax.block_until_ready(products(None)(x, [weights[0].astype(jnp.int32)], jnp.int32(0)))
+
+
+@each_isa
+@pytest.mark.parametrize("head_dim", [8, 64, 80])
+def test_attention_equals_dense_in_every_instruction_set(isa, head_dim):
+    sizes = Sizes(6, 2, head_dim, 16, dtype="bfloat16", stored="uint16")
+    batch = make_ragged(sizes, [(1, 140), (30, 170), (4, 4)])
+    rules = ScoreRules(scale=0.3)
+    out = cpu.cpu_attention(**batch.arrays, kv_dtype=jnp.dtype("bfloat16"), rules=rules, sinks=None, isa_name=isa)
+    np.testing.assert_allclose(out, dense_attention(batch, scale=0.3), atol=1e-5, rtol=1e-5)
+
+
+@built
+def test_a_query_has_the_same_bits_decoded_and_in_any_chunk():
+    sizes = Sizes(6, 2, 64, 16, dtype="bfloat16", stored="uint16")
+    length = 150
+    batch = make_ragged(sizes, [(30, length)])
+    rules = ScoreRules(scale=0.3, sliding_window=jnp.int32(100))
+    q = batch.arrays["q"]
+
+    def run(first, count):
+        """The queries first … first + count - 1 of the row's 30."""
+        arrays = {
+            **batch.arrays,
+            "q": jnp.zeros_like(q).at[:count].set(q[first : first + count]),
+            "seq_lens": batch.arrays["seq_lens"].at[0].set(length - 30 + first + count),
+            "cu_q_lens": batch.arrays["cu_q_lens"].at[1:].set(count),
+        }
+        return cpu.cpu_attention(**arrays, kv_dtype=jnp.dtype("bfloat16"), rules=rules, sinks=None)[:count]
+
+    whole = run(0, 30)
+    for first, count in ((0, 1), (29, 1), (4, 3), (5, 8), (3, 25)):
+        np.testing.assert_array_equal(run(first, count), whole[first : first + count])
+
+
+@built
+def test_what_the_attention_kernel_cannot_do_is_refused():
+    batch = make_ragged(Sizes(2, 1, 16, 4, max_pages=40), [(1, 9)])
+    with pytest.raises(ValueError, match="score_mod"):
+        rules = ScoreRules(scale=1.0, score_mod=lambda score, *_: score)
+        cpu.cpu_attention(**batch.arrays, kv_dtype=jnp.dtype("float32"), rules=rules, sinks=None)
+    with pytest.raises(ValueError, match="not float16"):
+        cpu.cpu_attention(**batch.arrays, kv_dtype=jnp.dtype("float16"), rules=ScoreRules(scale=1.0), sinks=None)
+
+
+@built
+def test_nan_in_a_query_gives_nan_there_and_nowhere_else():
+    batch = make_ragged(Sizes(2, 1, 16, 4, max_pages=40), [(1, 9), (1, 40)])
+    q = batch.arrays["q"].at[1, 0, 0].set(jnp.nan)
+    arrays = {**batch.arrays, "q": q}
+    out = cpu.cpu_attention(**arrays, kv_dtype=jnp.dtype("float32"), rules=ScoreRules(scale=0.3), sinks=None)
+    assert np.isnan(out[1, 0]).all() and np.isfinite(out[0]).all() and np.isfinite(out[1, 1]).all()
+
+
+@built
+def test_the_library_names_its_instruction_set():
+    assert cpu.isa() in ISAS
+    assert isinstance(cpu._library(), ctypes.CDLL)
