@@ -19,7 +19,15 @@ def native_kernels() -> list[Extension]:
             sources=[str(NATIVE / "handlers.cc")],
             depends=[str(path) for path in sorted(NATIVE.iterdir())],
             include_dirs=[str(Path(jaxlib.origin).parent / "include")],
-            extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=fast", "-fvisibility=hidden", "-Wno-psabi"],
+            extra_compile_args=[
+                "-std=c++17",
+                "-O3",
+                "-ffp-contract=fast",
+                "-fvisibility=hidden",
+                "-Wno-psabi",
+                "-pthread",
+            ],
+            extra_link_args=["-pthread"],
             language="c++",
             optional=True,  # a machine without a compiler installs the package all the same
         )

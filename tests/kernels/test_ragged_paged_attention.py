@@ -145,7 +145,7 @@ def test_reference_returns_the_weights():
     np.testing.assert_allclose(weights[0, :, :9] @ batch.values[0][:, 0], out[0], atol=1e-5)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", ["reference", "xla"])
 def test_position_5_of_pages_of_4_is_offset_1_of_the_second_page(impl):
     num_pages, none = 9, 9
     value = jnp.arange(num_pages * 4, dtype=jnp.float32).reshape(num_pages, 4)

@@ -21,8 +21,8 @@ struct BFloat16 {
 };
 
 struct LinearArgs {
-  const float* x;  // [rows, inputs]
-  int64_t rows, inputs;
+  const float* x;  // [rows, x_stride], arranged for the weights' type
+  int64_t rows, inputs, x_stride;
 };
 
 struct AttentionArgs {
@@ -35,13 +35,18 @@ struct AttentionArgs {
   const float *slopes, *sinks;   // [query_heads]; sinks of -inf: none
 };
 
-constexpr int64_t LINEAR_TILE = 24;  // outputs of one piece of work; a multiple of OUTS
-constexpr int ROWS = 4, OUTS = 3;    // of x, of w: what the registers of AVX2 hold
+constexpr int64_t LINEAR_TILE = 24;  // outputs of one piece of work
+constexpr int64_t ROWS = 4;          // rows that are computed together
+constexpr int64_t GROUP = 12;        // outputs whose weights are used for all of few rows before the next are read
 constexpr int64_t FEW_ROWS = 8;      // up to here weights are widened at every use, and not once for all rows
+constexpr int64_t ARRANGED_ROWS = 32;
 constexpr int KEYS = 32;             // positions of one turn of the streaming softmax
 constexpr int64_t QUERIES = 8;  // of one piece of work
 
 struct Kernels {
+  int64_t step;
+  void (*arrange_f32)(const float* x, int64_t inputs, float* to);
+  void (*arrange_bf16)(const float* x, int64_t inputs, float* to);
   void (*linear_f32)(const LinearArgs&, const float* w, int64_t outs, float* y, int64_t y_stride);
   void (*linear_bf16)(const LinearArgs&, const BFloat16* w, int64_t outs, float* y, int64_t y_stride);
   void (*attend_f32)(const AttentionArgs&, int64_t row, int64_t first, int64_t count, int64_t head_begin,
@@ -105,38 +110,54 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
   if (x.dimensions().size() != 2 || weights.size() != results.size()) return invalid("linear: shapes do not fit");
   struct Matrix {
     const void* weight;
-    bool bf16;
     float* y;
     int64_t outputs, first_tile;
   };
   const int64_t rows = std::clamp<int64_t>(*used.typed_data(), 0, x.dimensions()[0]);
-  const LinearArgs args{x.typed_data(), rows, x.dimensions()[1]};
+  const int64_t inputs = x.dimensions()[1];
+  const Kernels& kernels = kernels_for(isa);
   std::vector<Matrix> matrices;
   int64_t tiles = 0;
+  bool bf16 = false;
   for (size_t i = 0; i < weights.size(); ++i) {
     const auto weight = weights.get<ffi::AnyBuffer>(i);
     auto result = results.get<ffi::Buffer<ffi::F32>>(i);
     if (!weight.has_value() || !result.has_value()) return invalid("linear: an argument is missing");
     const auto shape = weight->dimensions();
     const int64_t index = *layer.typed_data();
-    if (shape.size() != 3 || shape[2] != args.inputs) return invalid("linear: weights are not [layers, outputs, inputs]");
+    if (shape.size() != 3 || shape[2] != inputs) return invalid("linear: weights are not [layers, outputs, inputs]");
     if (index < 0 || index >= shape[0]) return invalid("linear: there is no such layer");
-    const bool bf16 = is_bf16(*weight);
+    if (i == 0) bf16 = is_bf16(*weight);
+    if (is_bf16(*weight) != bf16) return invalid("linear: weights of one call have one type");
     if (!bf16 && weight->element_type() != ffi::DataType::F32) return invalid("linear: weights are neither bf16 nor f32");
     const int64_t offset = index * shape[1] * shape[2] * (bf16 ? 2 : 4);
-    matrices.push_back({static_cast<const char*>(weight->untyped_data()) + offset, bf16, (*result)->typed_data(),
+    matrices.push_back({static_cast<const char*>(weight->untyped_data()) + offset, (*result)->typed_data(),
                         shape[1], tiles});
     std::fill((*result)->typed_data() + rows * shape[1], (*result)->typed_data() + x.dimensions()[0] * shape[1], 0.0f);
     tiles += (shape[1] + LINEAR_TILE - 1) / LINEAR_TILE;
   }
-  const Kernels& kernels = kernels_for(isa);
-  parallel_for(threads, tiles, [&](int64_t tile) {
+
+  LinearArgs args{x.typed_data(), rows, inputs, inputs};
+  if (bf16 || inputs % kernels.step != 0) {
+    static thread_local std::vector<float> arranged;
+    args.x_stride = (inputs + kernels.step - 1) / kernels.step * kernels.step;
+    if (arranged.size() < static_cast<size_t>(rows * args.x_stride)) arranged.resize(rows * args.x_stride);
+    float* to = arranged.data();
+    Workers::shared().run(threads.num_threads(), (rows + ARRANGED_ROWS - 1) / ARRANGED_ROWS, [&](int64_t piece) {
+      const int64_t last = std::min(rows, (piece + 1) * ARRANGED_ROWS);
+      for (int64_t row = piece * ARRANGED_ROWS; row < last; ++row)
+        (bf16 ? kernels.arrange_bf16 : kernels.arrange_f32)(x.typed_data() + row * inputs, inputs,
+                                                            to + row * args.x_stride);
+    });
+    args.x = to;
+  }
+  Workers::shared().run(threads.num_threads(), tiles, [&](int64_t tile) {
     size_t m = matrices.size() - 1;
     while (matrices[m].first_tile > tile) --m;
     const Matrix& matrix = matrices[m];
     const int64_t first = (tile - matrix.first_tile) * LINEAR_TILE;
     const int64_t outs = std::min(LINEAR_TILE, matrix.outputs - first), offset = first * args.inputs;
-    if (matrix.bf16)
+    if (bf16)
       kernels.linear_bf16(args, static_cast<const BFloat16*>(matrix.weight) + offset, outs, matrix.y + first,
                           matrix.outputs);
     else
@@ -198,12 +219,12 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
         split.push_back({piece.row, piece.first, piece.count, head, head + 1});
     pieces.swap(split);
   }
+  const Kernels& kernels = kernels_for(isa);
   const int64_t used = rows == 0 ? 0 : std::min<int64_t>(args.cu_q_lens[rows], tokens);
   std::fill(args.out + used * args.query_heads * args.head_dim, args.out + tokens * args.query_heads * args.head_dim, 0.0f);
-  const int64_t width = (args.head_dim + 15) / 16 * 16, query_rows = QUERIES * (args.query_heads / args.kv_heads);
+  const int64_t width = (args.head_dim + kernels.step - 1) / kernels.step * kernels.step, query_rows = QUERIES * (args.query_heads / args.kv_heads);
   const size_t scratch_size = (2 * query_rows + 2 * KEYS) * width + query_rows * (KEYS + 3);
-  const Kernels& kernels = kernels_for(isa);
-  parallel_for(threads, pieces.size(), [&](int64_t i) {
+  Workers::shared().run(threads.num_threads(), pieces.size(), [&](int64_t i) {
     static thread_local std::vector<float> scratch;
     if (scratch.size() < scratch_size) scratch.resize(scratch_size);
     const Piece& piece = pieces[i];
