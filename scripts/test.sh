@@ -6,4 +6,4 @@ use_venv "test,train"
 cd "$repository"
 export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
 # Whole files go to one process: the tests of a file share compiled programs.
-exec "$venv_python" -m pytest -n 2 --dist loadfile "$@"
+exec "$venv_python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -27,6 +27,17 @@ def pytest_configure(config):
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+LONGEST = (
+    "test_state_machine.py", "test_ladder.py", "test_programs.py", "test_faults.py", "test_readme.py", "test_pure.py",
+    "test_hf_parity.py", "test_sample.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first, so that no process is left alone with one of them at the end."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
 @pytest.fixture
 def optimized():
     """Compile as users do."""

@@ -2,15 +2,17 @@
 
 import dataclasses
 import functools
+import math
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from levanter_infer.decode.admission import admit
 from levanter_infer.decode.invariants import violations
 from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.sampling import SamplingLimits
-from levanter_infer.decode.sequence_table import by_arrival
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.decode.step import append, empty_sample, schedule
@@ -37,19 +39,71 @@ SHAPES = Shapes(
 def programs():
     """The three operations, compiled once for all examples."""
 
-    def step(state, tokens, finite):
-        state, plan, source, target = schedule(state, SHAPES)
+    def step(leaves, tokens, finite):
+        state, plan, source, target = schedule(whole(leaves), SHAPES)
         sampled = dataclasses.replace(empty_sample(SHAPES), tokens=tokens, finite=finite)
         ring = OutputRing.init(SHAPES.ring_size, 1)
         state, _ = append(state, ring, plan, sampled, SHAPES)
-        return state, (plan.slot_ids, source, target)
+        return jax.tree.leaves(state), jnp.concatenate([plan.slot_ids, source, target])
 
+    admission_structure = jax.tree.structure(empty_admission(SHAPES))
     return {
-        "init": jax.jit(lambda: DecodeState.init(SHAPES)),
-        "admit": jax.jit(admit),
+        "init": jax.jit(lambda: jax.tree.leaves(DecodeState.init(SHAPES))),
+        "admit": jax.jit(
+            lambda leaves, admission: jax.tree.leaves(
+                admit(whole(leaves), jax.tree.unflatten(admission_structure, admission))
+            )
+        ),
         "step": jax.jit(step),
-        "observe": jax.jit(lambda state: (state, by_arrival(state.sequences), violations(state))),
+        "observe": jax.jit(
+            lambda leaves: jnp.concatenate([part.ravel().astype(jnp.int32) for part in seen(whole(leaves))])
+        ),
     }
+
+
+def whole(leaves: list[jax.Array]) -> DecodeState:
+    """The state of its arrays. Between calls they stay apart: putting the tables together takes longer than a step."""
+    return jax.tree.unflatten(state_structure(), leaves)
+
+
+@functools.lru_cache
+def state_structure():
+    return jax.tree.structure(jax.eval_shape(lambda: DecodeState.init(SHAPES)))
+
+
+def seen(state: DecodeState) -> list[jax.Array]:
+    """What is compared with the model, in the order of `Seen`."""
+    table, pages, counters = state.sequences, state.page_table, state.counters
+    named = [
+        pages.ref_counts, pages.free_ring, pages.ring_head, pages.num_free, table.status, table.page_indices,
+        table.num_computed, table.finish_reason, table.tokens, counters.preemptions, counters.copied_pages,
+        counters.forks,
+    ]  # fmt: skip
+    bad = violations(state)
+    return [*(part.array for part in named), jnp.stack([bad[name] for name in sorted(bad)])]
+
+
+@functools.lru_cache
+def layout() -> tuple[list[tuple[int, ...]], list[str]]:
+    """Shapes of what `seen` returns, and the names of the invariants in its last part."""
+    state = jax.eval_shape(lambda: DecodeState.init(SHAPES))
+    return [part.shape for part in jax.eval_shape(seen, state)], sorted(jax.eval_shape(violations, state))
+
+
+class Seen(NamedTuple):
+    ref_counts: np.ndarray
+    free_ring: np.ndarray
+    ring_head: np.ndarray
+    num_free: np.ndarray
+    status: np.ndarray
+    page_indices: np.ndarray
+    num_computed: np.ndarray
+    finish_reason: np.ndarray
+    tokens: np.ndarray
+    preemptions: np.ndarray
+    copied_pages: np.ndarray
+    forks: np.ndarray
+    violations: np.ndarray
 
 
 class Driver:
@@ -58,7 +112,7 @@ class Driver:
         self.reset()
 
     def reset(self) -> None:
-        self.state = programs()["init"]()
+        self.leaves = programs()["init"]()
         shapes = SHAPES
         self.model = AllocatorModel(
             shapes.num_slots, shapes.max_seqs, shapes.num_pages, shapes.page_size, shapes.max_step_tokens
@@ -107,7 +161,8 @@ class Driver:
         rng = np.random.default_rng(seed)
         sampled = rng.integers(0, VOCAB, SHAPES.max_rows).astype(np.int32)
         finite = rng.random(SHAPES.max_rows) >= failure_rate
-        self.state, (rows, source, target) = programs()["step"](self.state, sampled, finite)
+        self.leaves, plan = programs()["step"](self.leaves, sampled, finite)
+        rows, source, target = np.split(np.asarray(plan), [SHAPES.max_rows, (SHAPES.max_rows + plan.size) // 2])
         expected = self.model.step(sampled, finite)
         rows = [int(slot) for slot in rows if slot < SHAPES.num_slots]
         assert rows == expected, f"rows {rows}, the model says {expected}"
@@ -120,28 +175,35 @@ class Driver:
             name: value if name == "sampling" else dataclasses.replace(getattr(admission, name), array=value)
             for name, value in fields.items()
         }
-        self.state = programs()["admit"](self.state, dataclasses.replace(admission, **changes))
+        admission = jax.tree.leaves(dataclasses.replace(admission, **changes))
+        self.leaves = programs()["admit"](self.leaves, admission)
 
     def check(self) -> None:
         """Compare everything, and check the invariants."""
-        state, _, bad = jax.device_get(programs()["observe"](self.state))
-        bad = {name: int(count) for name, count in bad.items() if count}
+        # One array, because every array that leaves the device costs more than all that it holds.
+        flat, parts = np.asarray(programs()["observe"](self.leaves)), []
+        shapes, names = layout()
+        for shape in shapes:
+            size = math.prod(shape)
+            parts.append(flat[:size].reshape(shape))
+            flat = flat[size:]
+        device, model = Seen(*parts), self.model
+        bad = {name: int(count) for name, count in zip(names, device.violations, strict=True) if count}
         assert not bad, f"violated invariants: {bad}"
-        table, pages, model = state.sequences, state.page_table, self.model
-        assert pages.ref_counts.array.tolist() == model.refs
-        ring, head, count = pages.free_ring.array, int(pages.ring_head.array), int(pages.num_free.array)
-        assert [int(ring[(head + i) % len(ring)]) for i in range(count)] == model.free
+        assert device.ref_counts.tolist() == model.refs
+        ring, first, count = device.free_ring.tolist(), int(device.ring_head), int(device.num_free)
+        assert [ring[(first + i) % len(ring)] for i in range(count)] == model.free
+        pages, tokens = device.page_indices.tolist(), device.tokens.tolist()
         for i, slot in enumerate(model.slots):
-            assert table.status.array[i] == slot.status, f"slot {i}"
-            assert table.page_indices.array[i, : len(slot.pages)].tolist() == slot.pages, f"slot {i}"
-            assert (table.page_indices.array[i, len(slot.pages) :] == SHAPES.num_pages).all(), f"slot {i}"
-            assert table.num_computed.array[i] == slot.computed, f"slot {i}"
-            assert table.finish_reason.array[i] == slot.reason, f"slot {i}"
-            assert table.tokens.array[i, : len(slot.tokens)].tolist() == slot.tokens, f"slot {i}"
-        counters = state.counters
-        assert int(counters.preemptions.array) == model.preemptions
-        assert int(counters.copied_pages.array) == model.copied
-        assert int(counters.forks.array) == model.forks
+            none = [SHAPES.num_pages] * (len(pages[i]) - len(slot.pages))
+            assert device.status[i] == slot.status, f"slot {i}"
+            assert pages[i] == slot.pages + none, f"slot {i}"
+            assert device.num_computed[i] == slot.computed, f"slot {i}"
+            assert device.finish_reason[i] == slot.reason, f"slot {i}"
+            assert tokens[i][: len(slot.tokens)] == slot.tokens, f"slot {i}"
+        assert device.preemptions == model.preemptions
+        assert device.copied_pages == model.copied
+        assert device.forks == model.forks
 
     def finish(self) -> None:
         """Run until everything has ended; then every page is free."""

@@ -50,7 +50,7 @@ class Shapes:
 
     @property
     def row_buckets(self) -> tuple[int, ...]:
-        """Row capacities of the head and of sampling: few sequences, and all that run."""
+        """Row capacities of the head: few sequences, and all that run."""
         return tuple(sorted({self.rows(self.buckets[0]), self.max_rows}))
 
     def rows(self, bucket: int) -> int:

@@ -15,9 +15,13 @@ from levanter_infer.decode.packing import StepPlan, choose_tokens, pack, start_w
 from levanter_infer.decode.paging import fork_when_ready, free_pages_for_finished, preempt, take_pages
 from levanter_infer.decode.sampling import SampleOutput, sample, stop_match
 from levanter_infer.decode.sequence_table import ERROR, LENGTH, STOP, by_arrival
-from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.shapes import MIN_ROWS, Shapes
 from levanter_infer.decode.state import DecodeState, GenState
 from levanter_infer.layers.attention import AttentionSpec
+
+SAMPLED_ROWS = MIN_ROWS
+"""Rows that are sampled together. Few, so that sampling is compiled once, for a shape that suits one sequence and, a
+few rows after another, any number; what a row gets is the same in any company because the shape is."""
 
 
 def step(model, state: GenState, ring: OutputRing, shapes: Shapes, attention: AttentionSpec):
@@ -74,31 +78,51 @@ def forward(model, state: DecodeState, kv: KvPages, plan: StepPlan, shapes: Shap
 def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes: Shapes) -> SampleOutput:
     """Logits and a sampled token of each row, from the hidden states [row, embed] of the rows' last tokens.
 
-    The head runs on rows and on no other tokens. The last row may be a prompt that goes on in the next step: its
-    sample is not used.
+    The last row may be a prompt that goes on in the next step: its sample is not used.
     """
-    table, embed = state.sequences, model.embeddings.axes[1]
-    sampled = empty_sample(shapes)
+    logits = head(model, hidden, plan, shapes)
+    table = state.sequences
+
+    def part(array: Array, first: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(array, first, SAMPLED_ROWS)
+
+    def body(carry):
+        # A slice that would pass the end starts earlier, and some rows are sampled again, with the same result.
+        first, sampled = carry
+        slots = part(plan.slot_ids, first)
+        lens = table.seq_lens.array.at[slots].get(mode="fill", fill_value=0)
+        result = sample(
+            part(logits, first),
+            state.sampling.rows(slots),
+            positions=lens,
+            tokens=table.tokens.array,
+            slot_ids=slots,
+            prompt_lens=table.prompt_lens.array.at[slots].get(mode="fill", fill_value=0),
+            seq_lens=lens,
+            max_top=shapes.limits.max_logprobs,
+        )
+        sampled = jax.tree.map(
+            lambda rows, new: jax.lax.dynamic_update_slice_in_dim(rows, new, first, 0), sampled, result
+        )
+        return first + SAMPLED_ROWS, sampled
+
+    return jax.lax.while_loop(lambda carry: carry[0] < plan.num_rows, body, (jnp.int32(0), empty_sample(shapes)))[1]
+
+
+def head(model, hidden: Array, plan: StepPlan, shapes: Shapes) -> Array:
+    """Logits of each row, f32[row, vocab]. The head runs on rows in use and on no other tokens."""
+    embed = model.embeddings.axes[1]
+
+    def logits_of(rows: int) -> Array:
+        return model.logits(hax.named(hidden[:rows], (ROW, embed)), plan.num_rows).rearrange((ROW, ...)).array
+
+    if model.skips_rows:
+        return logits_of(shapes.max_rows)
+    logits = jnp.zeros((shapes.max_rows, model.config.vocab_size), jnp.float32)
     for lower, rows in zip((0, *shapes.row_buckets), shapes.row_buckets, strict=False):
-
-        def run(sampled, rows=rows):
-            slots = plan.slot_ids[:rows]
-            logits = model.logits(hax.named(hidden[:rows], (ROW, embed)), plan.num_rows)
-            lens = table.seq_lens.array.at[slots].get(mode="fill", fill_value=0)
-            result = sample(
-                logits.rearrange((ROW, ...)).array,
-                state.sampling.rows(slots),
-                positions=lens,
-                tokens=table.tokens.array,
-                slot_ids=slots,
-                prompt_lens=table.prompt_lens.array.at[slots].get(mode="fill", fill_value=0),
-                seq_lens=lens,
-                max_top=shapes.limits.max_logprobs,
-            )
-            return jax.tree.map(lambda all_rows, new: all_rows.at[:rows].set(new), sampled, result)
-
-        sampled = run_if((plan.num_rows > lower) & (plan.num_rows <= rows), run, sampled)
-    return sampled
+        fits = (plan.num_rows > lower) & (plan.num_rows <= rows)
+        logits = run_if(fits, lambda logits, rows=rows: logits.at[:rows].set(logits_of(rows)), logits)
+    return logits
 
 
 def empty_sample(shapes: Shapes) -> SampleOutput:

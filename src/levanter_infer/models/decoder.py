@@ -150,6 +150,11 @@ class DecoderModel(eqx.Module):
         """Of parameters and activations, however the weights are stored."""
         return self.norm.weight.dtype
 
+    @property
+    def skips_rows(self) -> bool:
+        """Whether rows beyond those in use cost nothing in `logits`."""
+        return self.head_kernel == "cpu"
+
     def for_cpu(self, kernel: str) -> "DecoderModel":
         """The same model as a CPU reads it fastest: 16-bit weights stored as integers (`linear.as_bits`).
 
