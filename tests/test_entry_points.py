@@ -13,7 +13,10 @@ import levanter_infer
 from levanter_infer.bench.__main__ import main as bench
 
 ROOT = Path(__file__).resolve().parents[1]
-MODULES = sorted(module.name for module in pkgutil.walk_packages(levanter_infer.__path__, "levanter_infer."))
+LIBRARIES = {"levanter_infer.kernels._native"}  # loaded by kernels/cpu.py; no Python in it
+MODULES = sorted(
+    {module.name for module in pkgutil.walk_packages(levanter_infer.__path__, "levanter_infer.")} - LIBRARIES
+)
 SCRIPTS = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (ROOT / "scripts").glob("*.py")

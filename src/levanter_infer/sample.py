@@ -18,6 +18,7 @@ from levanter_infer.config import MeshConfig, ModelSource, OutputConfig, RunConf
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.rows import Row, RowWriter, escape_for_terminal, output_rows, read_rows
+from levanter_infer.runtime.compile_cache import enable_compile_cache
 
 if TYPE_CHECKING:
     from levanter_infer.engine.engine import InferenceEngine
@@ -62,6 +63,7 @@ def _command(argv: Sequence[str] | None) -> int:
         if arguments is None:
             print(help_text())
             return 0
+        enable_compile_cache()
         return run(load_config(arguments[0], arguments[1]))
     except ValueError as e:
         _say(_one_line(f"error: {e}"))

@@ -3,6 +3,8 @@
 import argparse
 import sys
 
+from levanter_infer.runtime.compile_cache import enable_compile_cache
+
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m levanter_infer.bench", description=__doc__)
@@ -26,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     ):  # fmt: skip
         throughput.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args(argv)
+    enable_compile_cache()
 
     if args.command == "control":
         from levanter_infer.bench import control as bench

@@ -1,0 +1,30 @@
+"""HF transformers' `generate` as one side of `run.py`. Runs in an environment without this package."""
+
+import torch
+from protocol import serve
+from transformers import AutoModelForCausalLM
+
+
+def start(setup: dict):
+    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[setup["dtype"]]
+    model = AutoModelForCausalLM.from_pretrained(setup["checkpoint"], dtype=dtype, attn_implementation="sdpa").eval()
+
+    @torch.inference_mode()
+    def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
+        ids = torch.tensor(prompts)
+        result = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        return result[:, ids.shape[1] :].tolist()
+
+    return generate
+
+
+if __name__ == "__main__":
+    serve(start)

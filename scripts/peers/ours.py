@@ -1,0 +1,24 @@
+"""This engine as one side of `run.py`."""
+
+from protocol import serve
+
+from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams
+from levanter_infer.checkpoints.load import load_model
+
+
+def start(setup: dict):
+    model, _ = load_model(setup["checkpoint"], dtype=setup["dtype"])
+    longest = -(-(setup["prompt"] + setup["output"] + 1) // 16) * 16
+    engine = InferenceEngine(model, config=EngineConfig(max_seqs=setup["batch"], max_seq_len=longest))
+    engine.warmup()
+
+    def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
+        sampling = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+        outputs = engine.generate([Request(prompt_token_ids=prompt, sampling=sampling) for prompt in prompts])
+        return [list(output.completions[0].token_ids) for output in outputs]
+
+    return generate
+
+
+if __name__ == "__main__":
+    serve(start)
