@@ -24,8 +24,9 @@ def enable_compile_cache() -> Path | None:
 
     Returns: the directory; None if there is no cache, which a warning explains unless it was asked for.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
-        return Path(jax.config.jax_compilation_cache_dir)
+    given = jax.config.values["jax_compilation_cache_dir"]
+    if given is not None:
+        return Path(given)
     wanted = os.environ.get(VARIABLE)
     if wanted == "off":
         return None
