@@ -63,7 +63,6 @@ def _command(argv: Sequence[str] | None) -> int:
         if arguments is None:
             print(help_text())
             return 0
-        enable_compile_cache()
         return run(load_config(arguments[0], arguments[1]))
     except ValueError as e:
         _say(_one_line(f"error: {e}"))
@@ -215,6 +214,7 @@ def make_engine(config: RunConfig, num_rows: int) -> "InferenceEngine":
     from levanter_infer.checkpoints.load import load_weights
     from levanter_infer.engine.engine import InferenceEngine
 
+    enable_compile_cache()
     engine_config = config.engine_config()
     begin = time.perf_counter()
     model = load_weights(source, dtype=config.model.dtype)

@@ -1,18 +1,22 @@
 """What is compiled: how many programs, and whether any of them copies the pool."""
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import haliax as hax
 import jax
 import numpy as np
 import pytest
 
+from levanter_infer.decode.programs import RecompilationError
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
+from levanter_infer.engine.slots import empty_admission
 from tests.hlo import pool_copies
 from tests.tiny_models import tiny_model
 
@@ -39,6 +43,25 @@ def random_request(rng: np.random.Generator) -> Request:
         ignore_eos=bool(rng.random() < 0.5),
     )
     return Request(prompt_token_ids=rng.integers(0, 61, length).tolist(), sampling=sampling)
+
+
+def test_a_second_compilation_of_the_round_is_an_error_or_a_warning_that_names_what_changed(caplog):
+    def wider(engine):
+        """An admission with a place for twice as many prompt tokens."""
+        admission = empty_admission(engine.shapes)
+        (axis,) = admission.tokens.axes
+        return dataclasses.replace(admission, tokens=hax.named(np.zeros(2 * axis.size, np.int32), axis.name))
+
+    model, sizes = tiny_model(), dict(max_seqs=2, max_seq_len=16, page_size=4)
+    strict = InferenceEngine(model, config=EngineConfig(**sizes))
+    strict.warmup()
+    with pytest.raises(RecompilationError, match=r"admission\.tokens\S* was int32\[4096\] and is int32\[8192\]$"):
+        strict.programs.round(strict.state, wider(strict))
+
+    lenient = InferenceEngine(model, config=EngineConfig(**sizes, recompilation="warn"))
+    lenient.warmup()
+    lenient.programs.round(lenient.state, wider(lenient))
+    assert "was int32[4096] and is int32[8192]" in caplog.text
 
 
 def test_two_hundred_mixed_requests_compile_nothing_new():

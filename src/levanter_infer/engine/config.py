@@ -46,6 +46,8 @@ class EngineConfig:
     """Steps of one launch, at most."""
     max_round_seconds: float = 0.5
     """Cancellation takes effect between rounds; steps per round adapt so that a round stays under this time."""
+    recompilation: str = "error"
+    """What happens if the program of a warm engine is compiled again, which no request can cause: error or warn."""
     max_logprobs: int = 20
     """Largest `logprobs` that a request may ask for."""
     max_logit_bias: int = 300
@@ -72,6 +74,8 @@ class EngineConfig:
             raise ValueError("engine.prefix_cache=true is not available in this version; leave it out")
         if self.admission != "optimistic":
             raise ValueError(f"engine.admission={self.admission!r} is not available; this version has: optimistic")
+        if self.recompilation not in ("error", "warn"):
+            raise ValueError(f"engine.recompilation={self.recompilation!r}: expected error or warn")
         if self.numerics != "default":
             raise ValueError(f"engine.numerics={self.numerics!r} is not available; this version has: default")
         if self.attention not in ("auto", "xla", "reference", "cpu"):

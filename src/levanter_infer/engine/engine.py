@@ -69,6 +69,7 @@ class InferenceEngine:
             attention,
             kv_dtype=kv_dtype(self.config, model),
             as_bits=self.backend.on_cpu,
+            on_recompile=logger.warning if self.config.recompilation == "warn" else None,
         )
         self.state = self.programs.init()
         self._nothing = jax.device_put(empty_admission(self.shapes))

@@ -7,8 +7,6 @@ import platform
 import stat
 from pathlib import Path
 
-import jax
-
 logger = logging.getLogger(__name__)
 
 VARIABLE = "LEVANTER_INFER_COMPILE_CACHE"
@@ -24,6 +22,8 @@ def enable_compile_cache() -> Path | None:
 
     Returns: the directory; None if there is no cache, which a warning explains unless it was asked for.
     """
+    import jax  # here, because commands check their configuration without it
+
     given = jax.config.values["jax_compilation_cache_dir"]
     if given is not None:
         return Path(given)
