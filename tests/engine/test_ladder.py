@@ -1,4 +1,4 @@
-"""The same tokens on every path: uncached, reference, xla, chunked, mixed, forked, preempted.
+"""The same tokens on every path: uncached, reference, xla, C++, chunked, mixed, forked, preempted.
 
 Each rung compares whole greedy continuations with those of the plain uncached forward.
 """
@@ -45,23 +45,27 @@ def assert_idle(engine):
     assert engine.stats()["pages_free"] == engine.shapes.num_pages
 
 
-@pytest.mark.parametrize("impl", ["reference", "xla"])
-def test_paged_attention_gives_the_tokens_of_the_uncached_forward(impl):
-    tokens, _ = run([0], max_seqs=1, attention=impl)
+XLA = dict(attention="xla", products="xla")
+"""What engines run without the C++ kernels: on accelerators, and on a CPU where they were not built."""
+
+
+@pytest.mark.parametrize("backend", [{"attention": "reference"}, XLA, {}], ids=["reference", "xla", "auto"])
+def test_paged_attention_gives_the_tokens_of_the_uncached_forward(backend):
+    tokens, _ = run([0], max_seqs=1, **backend)
     assert tokens == [[expected()[0]]]
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 16, 1000])
-def test_prompt_chunks_of_any_size_give_the_same_tokens(chunk):
-    tokens, engine = run([0, 4], max_seqs=1, max_step_tokens=chunk)
+@pytest.mark.parametrize("chunk, backend", [(1, {}), (3, XLA), (16, XLA), (16, {}), (1000, {})])
+def test_prompt_chunks_of_any_size_give_the_same_tokens(chunk, backend):
+    tokens, engine = run([0, 4], max_seqs=1, max_step_tokens=chunk, **backend)
     assert tokens == [[expected()[0]], [expected()[4]]]
     prompt_steps = sum(-(-LENGTHS[i] // chunk) for i in (0, 4))
     assert engine.stats()["steps"] == prompt_steps + 2 * (STEPS - 1)
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 64])
-def test_mixed_batches_give_the_same_tokens_at_any_page_size(page_size):
-    tokens, _ = run(range(len(LENGTHS)), max_seqs=4, max_step_tokens=24, page_size=page_size)
+@pytest.mark.parametrize("page_size, backend", [(1, {}), (4, XLA), (64, {})])
+def test_mixed_batches_give_the_same_tokens_at_any_page_size(page_size, backend):
+    tokens, _ = run(range(len(LENGTHS)), max_seqs=4, max_step_tokens=24, page_size=page_size, **backend)
     assert tokens == [[t] for t in expected()]
 
 
@@ -81,7 +85,7 @@ def test_preempted_sequences_give_the_same_tokens():
     engine = InferenceEngine(
         tiny_model(),
         config=EngineConfig(
-            max_seq_len=64, max_seqs=8, page_size=4, max_pages=24, max_step_tokens=16, max_round_steps=1
+            max_seq_len=64, max_seqs=8, page_size=4, max_pages=24, max_step_tokens=16, max_round_steps=1, **XLA
         ),
     )
     sampling = SamplingParams(max_tokens=steps, temperature=0.0)

@@ -12,6 +12,7 @@ import pytest
 from levanter_infer.kernels import cpu
 from levanter_infer.kernels.rules import ScoreRules
 from tests.kernels.ragged import Sizes, dense_attention, make_ragged
+from tests.tiny_models import tiny_model
 
 ISAS = ("generic", "avx2", "avx512")
 built = pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")
@@ -149,3 +150,29 @@ def test_nan_in_a_query_gives_nan_there_and_nowhere_else():
 def test_the_library_names_its_instruction_set():
     assert cpu.isa() in ISAS
     assert isinstance(cpu._library(), ctypes.CDLL)
+
+
+@built
+def test_a_window_of_nothing_gives_zeros_whatever_the_values_hold():
+    batch = make_ragged(Sizes(2, 1, 16, 4, max_pages=40), [(8, 8)])
+    arrays = {**batch.arrays, "kv_pages": jnp.full_like(batch.arrays["kv_pages"], jnp.nan)}
+    rules = ScoreRules(scale=0.3, sliding_window=jnp.int32(0))
+    out = cpu.cpu_attention(**arrays, kv_dtype=jnp.dtype("float32"), rules=rules, sinks=None)
+    assert not np.asarray(out).any()
+
+
+@built
+@pytest.mark.parametrize("bounds", [[0, -5, -5, -5, -5, -5], [3, 8, 8, 8, 8, 8]])
+def test_bounds_that_do_not_ascend_from_0_are_refused(bounds):
+    batch = make_ragged(Sizes(2, 1, 16, 4, max_pages=40), [(8, 8)])
+    arrays = {**batch.arrays, "cu_q_lens": jnp.asarray(bounds, jnp.int32)}
+    with pytest.raises(Exception, match="does not ascend"):
+        rules = ScoreRules(scale=0.3)
+        jax.block_until_ready(cpu.cpu_attention(**arrays, kv_dtype=jnp.dtype("float32"), rules=rules, sinks=None))
+
+
+@built
+def test_a_model_of_float16_is_not_taken_for_bfloat16():
+    model = tiny_model(dtype="float16")
+    with pytest.raises(ValueError, match="not float16"):
+        model.for_cpu("cpu")

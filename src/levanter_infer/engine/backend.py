@@ -46,7 +46,7 @@ def _misfit(on_cpu: bool, dtype, what: str) -> str | None:
     if not on_cpu:
         return f"this engine runs on {jax.default_backend()}"
     if not cpu.available():
-        return "the kernels were not built; install a C++17 compiler and then the package again"
+        return "the kernels were not built, or cannot be loaded; install a C++17 compiler and then the package again"
     if not cpu.supports_dtype(dtype):
         return f"{what} are {dtype}; the kernels read float32 and bfloat16"
     return None

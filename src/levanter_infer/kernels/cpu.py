@@ -21,11 +21,14 @@ _DTYPES = (jnp.float32, jnp.bfloat16)
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The kernels, made known to XLA; None if they were not built."""
+    """The kernels, made known to XLA; None if they were not built, or for a system that this one cannot load."""
     spec = importlib.util.find_spec(_LIBRARY)
     if spec is None or spec.origin is None:
         return None
-    library = ctypes.CDLL(spec.origin)
+    try:
+        library = ctypes.CDLL(spec.origin)
+    except OSError:
+        return None
     library.levanter_infer_isa.restype = ctypes.c_char_p
     for name in ("levanter_infer_linear", "levanter_infer_attention"):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
@@ -33,7 +36,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Whether the kernels were built for this Python."""
+    """Whether the kernels were built for this Python, and can be loaded."""
     return _library() is not None
 
 
@@ -42,8 +45,8 @@ def isa() -> str:
     library = _library()
     if library is None:
         raise ValueError(
-            'the "cpu" kernels were not built: installing levanter_infer needs a C++17 compiler (g++ or clang++) for '
-            "them; install one and install the package again, or use xla"
+            'the "cpu" kernels were not built, or cannot be loaded: installing levanter_infer needs a C++17 compiler '
+            "(g++ or clang++) for them; install one and install the package again, or use xla"
         )
     return library.levanter_infer_isa().decode()
 
@@ -72,7 +75,7 @@ def stacked_products(
     results = [jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), jnp.float32) for weight in weights]
     call = jax.ffi.ffi_call("levanter_infer_linear", results, vmap_method="sequential")
     used = jnp.int32(x.shape[0]) if num_rows is None else num_rows
-    return list(call(x, used, layer, *weights, isa=isa_name or isa()))
+    return list(call(x, used.astype(jnp.int32), layer.astype(jnp.int32), *weights, isa=isa_name or isa()))
 
 
 def cpu_attention(

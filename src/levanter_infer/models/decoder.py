@@ -12,6 +12,7 @@ from jax import Array
 
 from levanter_infer.axes import EMBED, LAYERS, MLP, POSITION, SEQ_PAGE, VOCAB
 from levanter_infer.cache import KvPages, PageBatchInfo
+from levanter_infer.kernels.cpu import supports_dtype
 from levanter_infer.layers.attention import Attention, AttentionSpec
 from levanter_infer.layers.linear import Linear, as_bits, contract, from_bits, pick_layer
 from levanter_infer.layers.mlp import Mlp
@@ -161,7 +162,10 @@ class DecoderModel(eqx.Module):
         Args:
             kernel: what computes the products: xla, or cpu (`kernels.cpu`). With xla a tied head becomes a copy of
                 the embeddings, because rows are taken from bits and products from floats.
+        Raises: ValueError if the cpu kernels cannot read weights of this dtype.
         """
+        if kernel == "cpu" and not supports_dtype(self.dtype):
+            raise ValueError(f'kernel="cpu" reads weights of float32 or bfloat16, not {self.dtype}; use "xla"')
 
         def convert(part):
             if not isinstance(part, Linear):

@@ -207,7 +207,8 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
   std::vector<Piece> pieces;
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t begin = args.cu_q_lens[row], end = std::min<int64_t>(args.cu_q_lens[row + 1], tokens);
-    if (begin < 0 || args.seq_lens[row] > args.max_pages * args.page_size) return invalid("attention: a row is out of range");
+    if ((row == 0 && begin != 0) || begin > args.cu_q_lens[row + 1]) return invalid("attention: cu_q_lens does not ascend from 0");
+    if (args.seq_lens[row] > args.max_pages * args.page_size) return invalid("attention: a row is out of range");
     for (int64_t first = begin; first < end; first += QUERIES)
       pieces.push_back({static_cast<int32_t>(row), first, std::min(QUERIES, end - first), 0, args.kv_heads});
   }

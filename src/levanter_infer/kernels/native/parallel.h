@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace levanter_infer {
@@ -36,7 +37,7 @@ class Workers {
       for (int64_t i = 0; i < count; ++i) work(i);
       return;
     }
-    for (; started_ < threads - 1; ++started_) std::thread([this] { serve(); }).detach();
+    start(threads - 1);
     call_ = [](const void* work, int64_t i) { (*static_cast<const Work*>(work))(i); };
     work_ = &work;
     count_ = count;
@@ -55,6 +56,13 @@ class Workers {
   // Of `state_`: the upper half is the number of the call, the lower half is OPEN and how many workers are at it.
   static constexpr uint64_t OPEN = 1u << 31;
   static constexpr int SPINS = 2000, YIELDS = 100;
+
+  void start(int64_t workers) {
+    try {
+      for (; started_ < workers; ++started_) std::thread([this] { serve(); }).detach();
+    } catch (const std::system_error&) {  // the system allows no more threads; those that there are will do
+    }
+  }
 
   void take_pieces() {
     for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) call_(work_, i);
