@@ -68,10 +68,9 @@ class Programs:
         Raises: RecompilationError if this call had to be compiled although the round had been compiled before, and
             `on_recompile` is not given. The state is gone then, like that of any call that fails.
         """
-        program = self._compiled["round"]
-        before = program._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
-        result = program(self._model, state, admission)
-        if program._cache_size() > before:  # pyright: ignore[reportAttributeAccessIssue]
+        before = self._compilations("round")
+        result = self._compiled["round"](self._model, state, admission)
+        if self._compilations("round") > before:
             # Of deleted arrays the types are still known.
             arguments = _describe({"model": self._model, "state": state, "admission": admission})
             if before > 0:
@@ -94,11 +93,11 @@ class Programs:
 
     def compilations(self) -> dict[str, int]:
         """How many times each program has been compiled; 1 at most in a healthy engine."""
+        return {name: self._compilations(name) for name in self._compiled}
+
+    def _compilations(self, name: str) -> int:
         # The number that JAX itself keeps; it has no public name.
-        return {
-            name: program._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
-            for name, program in self._compiled.items()
-        }
+        return self._compiled[name]._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
 
     def trace_round(self, model, state, admission):
         """The round program, traced for inspection; arguments may be `jax.ShapeDtypeStruct`s."""
