@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import levanter_infer
+from levanter_infer.bench.__main__ import COMMANDS
 from levanter_infer.bench.__main__ import main as bench
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,8 +62,16 @@ def test_bench_throughput_prints_one_line_per_mode_and_batch(capsys):
         assert case["decode_tokens_per_s"]["median"] > 0 and case["prefill_tokens_per_s"]["median"] > 0
 
 
-def test_bench_without_a_subcommand_says_what_there_is(capsys):
+@pytest.mark.parametrize("command", COMMANDS)
+def test_bench_command_explains_itself(command, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        bench([command, "--help"])
+    assert exit_.value.code == 0
+    assert f"bench {command}" in capsys.readouterr().out
+
+
+def test_bench_without_a_command_says_what_there_is(capsys):
     with pytest.raises(SystemExit) as exit_:
         bench([])
     assert exit_.value.code == 2
-    assert "control" in capsys.readouterr().err
+    assert "COMMAND" in capsys.readouterr().err

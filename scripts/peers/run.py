@@ -8,18 +8,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
-
 from levanter_infer.bench.report import digest, emit, provenance, spread
-from levanter_infer.bench.throughput import random_model
+from levanter_infer.bench.workload import SHAPES, random_model, random_prompts
 from levanter_infer.checkpoints.save import save_model
 
 HERE = Path(__file__).resolve().parent
-SHAPES = {
-    "S": dict(hidden=576, layers=30, heads=9, kv_heads=3, mlp=1536, vocab=49152),
-    "M": dict(hidden=2048, layers=16, heads=32, kv_heads=8, mlp=8192, vocab=128256),
-}
-"""SmolLM2-135M's and Llama-3.2-1B's."""
 
 
 class Side:
@@ -56,8 +49,7 @@ def common_prefix(a: list[int], b: list[int]) -> int:
 
 
 def compare(sides: dict[str, Side], args, batch: int) -> dict:
-    rng = np.random.default_rng(batch)
-    prompts = rng.integers(0, SHAPES[args.shape]["vocab"], (batch, args.prompt)).tolist()
+    prompts = random_prompts(SHAPES[args.shape]["vocab"], [args.prompt] * batch, seed=batch)
     rates = {name: {"prefill": [], "decode": []} for name in sides}
     tokens = {}
     for repeat in range(args.repeats + 1):
@@ -101,9 +93,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     pythons = {"ours": sys.executable, **dict(peer.split("=", 1) for peer in args.peer)}
-    shape = argparse.Namespace(**SHAPES[args.shape], dtype=args.dtype)
     with tempfile.TemporaryDirectory() as checkpoint:
-        save_model(random_model(shape), checkpoint)
+        save_model(random_model(SHAPES[args.shape], args.dtype), checkpoint)
         for batch in (int(part) for part in args.batch.split(",")):
             setup = dict(checkpoint=checkpoint, dtype=args.dtype, batch=batch, prompt=args.prompt, output=args.output)
             sides = {name: Side(python, f"{name}.py", setup) for name, python in pythons.items()}

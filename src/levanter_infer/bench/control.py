@@ -5,7 +5,9 @@ lets new ones take their place; pages are reused least recently released first. 
 left out.
 """
 
+import argparse
 import dataclasses
+import itertools
 import time
 
 import jax
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from levanter_infer.bench.report import emit, provenance, spread
+from levanter_infer.bench.workload import numbers
 from levanter_infer.cache import PageBatchInfo
 from levanter_infer.cache.named import replace
 from levanter_infer.decode.invariants import check_invariants
@@ -31,13 +34,20 @@ _FILL = 0.97
 _VOCAB = 32000
 
 
-def run(slots=SLOTS, pages=PAGES, *, steps: int = 200, repeats: int = 5) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--slots", type=numbers, default=SLOTS, help="comma-separated; default 64,256,1024")
+    parser.add_argument("--pages", type=numbers, default=PAGES, help="comma-separated; default 4096 … 262144")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=5)
+
+
+def run(args: argparse.Namespace) -> None:
     """Print one line per (slots, pages): `step_ms` is the median over `repeats` launches of `steps` steps."""
     about = provenance()
-    for num_slots in slots:
-        for num_pages in pages:
-            if num_pages >= 2 * num_slots:
-                emit({"bench": "control", **measure(num_slots, num_pages, steps=steps, repeats=repeats), **about})
+    for num_slots, num_pages in itertools.product(args.slots, args.pages):
+        if num_pages >= 2 * num_slots:
+            case = measure(num_slots, num_pages, steps=args.steps, repeats=args.repeats)
+            emit({"bench": "control", **case, **about})
 
 
 def measure(num_slots: int, num_pages: int, *, steps: int, repeats: int) -> dict[str, object]:

@@ -1,0 +1,69 @@
+"""What the benches run: random models of known shapes and random prompts, from seeds."""
+
+import argparse
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from levanter_infer.models.decoder import DecoderModel
+from levanter_infer.models.llama import LLAMA
+
+SHAPES = {
+    "tiny": dict(hidden=64, layers=2, heads=4, kv_heads=2, mlp=128, vocab=257),
+    "S": dict(hidden=576, layers=30, heads=9, kv_heads=3, mlp=1536, vocab=49152),
+    "M": dict(hidden=2048, layers=16, heads=32, kv_heads=8, mlp=8192, vocab=128256),
+}
+"""S is SmolLM2-135M's, M is Llama-3.2-1B's."""
+SAMPLING = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 1.0, "top_p": 0.95, "top_k": 50}}
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """`1,2,3` as integers, for argparse."""
+    return tuple(int(part) for part in text.split(","))
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, shape: str = "S") -> None:
+    """`--shape`, each of its sizes for itself, and `--dtype`."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--shape", choices=SHAPES, default=shape, help=f"default {shape}")
+    for name in SHAPES["S"]:
+        group.add_argument(f"--{name.replace('_', '-')}", type=int, help="default: the shape's")
+    group.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+
+
+def model_sizes(args: argparse.Namespace) -> dict[str, int]:
+    """The sizes that `add_model_arguments` has read."""
+    sizes = SHAPES[args.shape]
+    return {name: size if getattr(args, name) is None else getattr(args, name) for name, size in sizes.items()}
+
+
+def random_model(sizes: dict[str, int], dtype: str, *, max_positions: int = 8192) -> DecoderModel:
+    """A Llama of the given sizes with random weights and a tied head."""
+    config = LLAMA.config_from_hf(
+        {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": sizes["hidden"],
+            "num_hidden_layers": sizes["layers"],
+            "num_attention_heads": sizes["heads"],
+            "num_key_value_heads": sizes["kv_heads"],
+            "intermediate_size": sizes["mlp"],
+            "vocab_size": sizes["vocab"],
+            "max_position_embeddings": max_positions,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 100000.0,
+            "tie_word_embeddings": True,
+        }
+    )
+    return DecoderModel.init(config, key=jax.random.key(0), dtype=jnp.dtype(dtype))
+
+
+def random_prompts(vocab: int, lens: list[int], seed: int) -> list[list[int]]:
+    """Token ids, one prompt per length."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab, length).tolist() for length in lens]
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
