@@ -9,7 +9,9 @@ from levanter_infer.checkpoints.load import load_model
 def start(setup: dict):
     model, _ = load_model(setup["checkpoint"], dtype=setup["dtype"])
     longest = -(-(setup["prompt"] + setup["output"] + 1) // 16) * 16
-    engine = InferenceEngine(model, config=EngineConfig(max_seqs=setup["batch"], max_seq_len=longest))
+    engine = InferenceEngine(
+        model, config=EngineConfig(max_seqs=setup["batch"], max_seq_len=longest), donate_model=True
+    )
     engine.warmup()
 
     def generate(prompts: list[list[int]], count: int) -> list[list[int]]:

@@ -12,6 +12,8 @@ VOCAB = "vocab"  # token ids
 KV_HEADS = "kv_head"  # key/value heads
 Q_HEADS_PER_GROUP = "q_heads_per_group"  # query heads that share one key/value head
 HEAD_SIZE = "head_size"  # width of one head
+PANEL = "panel"  # groups of outputs whose weights a CPU reads together
+PANEL_SIZE = "panel_size"  # the weights of one panel
 
 # Sequences
 SEQ = "seq"  # slot: a sequence's row in the tables of `DecodeState`

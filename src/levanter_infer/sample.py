@@ -227,7 +227,7 @@ def make_engine(config: RunConfig, num_rows: int) -> "InferenceEngine":
     if tokenizer is not None:
         _say(f"tokenizer {tokenizer.vocab_size} tokens, sha256 {tokenizer.fingerprint[:16]}")
     try:
-        engine = InferenceEngine(model, tokenizer, engine_config, seed=config.sampling.seed or 0)
+        engine = InferenceEngine(model, tokenizer, engine_config, seed=config.sampling.seed or 0, donate_model=True)
     except JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise

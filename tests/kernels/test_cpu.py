@@ -34,8 +34,15 @@ def random_problem(rows, inputs, outputs, dtype, layers=2):
 
 
 @functools.cache
-def products(isa):
-    return jax.jit(functools.partial(cpu.stacked_products, isa_name=isa))
+def compiled(isa):
+    return jax.jit(functools.partial(cpu.stacked_products, isa_name=isa), static_argnums=2)
+
+
+def products(isa, x, weights, layer, num_rows=None):
+    """The products with weights [layers, outputs, inputs], by the kernels of one instruction set."""
+    outputs = tuple(weight.shape[1] for weight in weights)
+    panels = [cpu.to_panels(weight, isa_name=isa) for weight in weights]
+    return compiled(isa)(x, panels, outputs, jnp.int32(layer), None if num_rows is None else jnp.int32(num_rows))
 
 
 def test_the_kernels_are_built_where_there_is_a_compiler():
@@ -45,53 +52,67 @@ def test_the_kernels_are_built_where_there_is_a_compiler():
 @each_isa
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "rows, inputs, outputs", [(1, 576, (50,)), (3, 70, (1, 2, 24)), (9, 2100, (25, 3)), (40, 33, (7,))]
+    "rows, inputs, outputs", [(1, 576, (50,)), (3, 70, (1, 2, 24)), (9, 2100, (25, 3)), (50, 33, (7,))]
 )
 def test_products_equal_numpy(isa, dtype, rows, inputs, outputs):
     x, weights = random_problem(rows, inputs, outputs, dtype)
     for layer in (0, 1):
-        for y, weight in zip(products(isa)(x, weights, jnp.int32(layer)), weights, strict=True):
+        for y, weight in zip(products(isa, x, weights, layer), weights, strict=True):
             exact = np.asarray(x, np.float64) @ np.asarray(weight[layer], np.float64).T
             np.testing.assert_allclose(y, exact, atol=2e-6 * np.sqrt(inputs) * np.abs(x).max(), rtol=1e-6)
 
 
-@built
-def test_the_bits_of_bfloat16_are_read_as_bfloat16():
-    x, (weight,) = random_problem(5, 64, (9,), "bfloat16")
-    bits = jax.lax.bitcast_convert_type(weight, jnp.uint16)
-    one, other = (products(None)(x, [w], jnp.int32(1))[0] for w in (weight, bits))
-    np.testing.assert_array_equal(one, other)
+@each_isa
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("traced", [False, True])
+def test_rows_are_found_again_in_panels(isa, dtype, traced):
+    _, (weight,) = random_problem(1, 9, (41,), dtype, layers=1)
+    to_panels = functools.partial(cpu.to_panels, isa_name=isa)
+    panels = (jax.jit(to_panels) if traced else to_panels)(weight)
+    rows = cpu.panel_rows(panels[0], jnp.asarray([0, 40, 17, 3]), 9, isa_name=isa)
+    found = rows if dtype == "float32" else jax.lax.bitcast_convert_type(rows, jnp.bfloat16)
+    np.testing.assert_array_equal(found, weight[0, np.asarray([0, 40, 17, 3])])
+    assert not np.asarray(cpu.panel_rows(panels[0], jnp.asarray([10**6]), 9, isa_name=isa)).any()
 
 
 @each_isa
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_row_has_the_same_bits_in_any_number_of_rows_and_at_any_place(isa, dtype):
-    x, weights = random_problem(37, 1500, (30,), dtype)
-    whole = np.asarray(products(isa)(x, weights, jnp.int32(1))[0])
+    x, weights = random_problem(61, 1500, (30,), dtype)
+    whole = np.asarray(products(isa, x, weights, 1)[0])
     for first, count in ((0, 1), (3, 2), (5, 3), (7, 4), (11, 8), (2, 9), (20, 17)):
-        part = products(isa)(x[first : first + count], weights, jnp.int32(1))[0]
+        part = products(isa, x[first : first + count], weights, 1)[0]
         np.testing.assert_array_equal(part, whole[first : first + count])
 
 
 @built
 def test_rows_that_do_not_count_give_zeros_and_may_hold_nan():
-    x, weights = random_problem(12, 40, (5, 6), "float32")
-    whole = products(None)(x, weights, jnp.int32(0))
-    some = products(None)(x.at[7:].set(jnp.nan), weights, jnp.int32(0), jnp.int32(7))
+    x, weights = random_problem(12, 41, (5, 6), "float32")
+    whole = products(None, x, weights, 0)
+    some = products(None, x.at[7:].set(jnp.nan), weights, 0, 7)
     for part, all_rows in zip(some, whole, strict=True):
         np.testing.assert_array_equal(part[:7], all_rows[:7])
         assert not part[7:].any()
 
 
 @built
+def test_nan_in_the_next_row_does_not_reach_a_row_of_odd_length():
+    x, weights = random_problem(2, 41, (5,), "float32")
+    np.testing.assert_array_equal(
+        products(None, x.at[1].set(jnp.nan), weights, 0)[0][0], products(None, x, weights, 0)[0][0]
+    )
+
+
+@built
 def test_arguments_that_do_not_fit_are_refused():
     x, weights = random_problem(2, 8, (3,), "float32")
     with pytest.raises(Exception, match="no such layer"):
-        jax.block_until_ready(products(None)(x, weights, jnp.int32(2)))
-    with pytest.raises(Exception, match="not \\[layers, outputs, inputs\\]"):
-        jax.block_until_ready(products(None)(x[:, :7], weights, jnp.int32(0)))
+        jax.block_until_ready(products(None, x, weights, 2))
+    with pytest.raises(Exception, match="weights are not \\[layers, panels"):
+        jax.block_until_ready(products(None, x[:, :6], weights, 0))
     with pytest.raises(Exception, match="neither bf16 nor f32"):
-        jax.block_until_ready(products(None)(x, [weights[0].astype(jnp.int32)], jnp.int32(0)))
+        panels = cpu.to_panels(weights[0]).astype(jnp.int32)
+        jax.block_until_ready(compiled(None)(x, [panels], (3,), jnp.int32(0)))
 
 
 @each_isa

@@ -11,8 +11,9 @@ import pytest
 
 from levanter_infer.axes import POSITION, ROW, SEQ_PAGE, TOKEN
 from levanter_infer.cache import KvPages, PageBatchInfo
+from levanter_infer.kernels import cpu
 from levanter_infer.layers.attention import AttentionSpec
-from levanter_infer.layers.linear import Linear
+from levanter_infer.layers.linear import Linear, PanelLinear
 from levanter_infer.layers.rotary import RopeConfig
 from levanter_infer.models.decoder import DecoderConfig, DecoderModel
 
@@ -146,6 +147,31 @@ def test_bits_of_bf16_weights_and_pages_give_the_same_bits():
         assert a.dtype == np.float32 and (a == b).all() and np.isfinite(a).all()
     rounded = np.asarray(plain(model, tokens_of(SEQUENCES[0])))
     assert np.abs(paged_logits(stored, as_bits=True)[0] - rounded).max() < 0.05 * np.abs(rounded).max()
+
+
+@pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")
+@pytest.mark.parametrize("tied", [True, False])
+def test_panels_give_the_same_logits_paged_and_plain(tied):
+    model = tiny(tie_word_embeddings=tied)
+    stored = model.for_cpu("cpu")
+    assert isinstance(stored.layers.mlp.down_proj, PanelLinear) and stored.skips_rows and not model.skips_rows
+    for logits, other in zip(paged_logits(stored), paged_logits(model), strict=True):
+        np.testing.assert_allclose(logits, other, atol=1e-4)
+    np.testing.assert_allclose(plain(stored, tokens_of(SEQUENCES[0])), plain(model, tokens_of(SEQUENCES[0])), atol=1e-4)
+    with pytest.raises(ValueError, match="in panels already"):
+        stored.for_cpu("cpu")
+
+
+@pytest.mark.parametrize("kernel", ["xla", "cpu"] if cpu.available() else ["xla"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_donated_model_is_not_kept_beside_its_copy(kernel, tied):
+    model = jax.tree.map(jnp.copy, tiny("bfloat16", tie_word_embeddings=tied))
+    expected = np.asarray(plain(model.for_cpu(kernel), tokens_of(SEQUENCES[0])))
+    stored = model.for_cpu(kernel, donate=True)
+    alive = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(model) if not leaf.is_deleted()}
+    own = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(stored)}
+    assert alive <= own, "weights of the given model that no one uses any more"
+    np.testing.assert_array_equal(plain(stored, tokens_of(SEQUENCES[0])), expected)
 
 
 def test_plain_forward_gives_f32_logits_of_every_position_in_any_company():

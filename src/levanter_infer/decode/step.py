@@ -58,7 +58,7 @@ def forward(model, state: DecodeState, kv: KvPages, plan: StepPlan, shapes: Shap
 
     Returns: the pool with the new K/V, and `SampleOutput` over `max_rows` rows.
     """
-    embed = model.embeddings.axes[1]
+    embed = model.embed
     hidden = jnp.zeros((shapes.max_rows, embed.size), model.dtype)
     for lower, bucket in zip((0, *shapes.buckets), shapes.buckets, strict=False):
 
@@ -111,7 +111,7 @@ def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes
 
 def head(model, hidden: Array, plan: StepPlan, shapes: Shapes) -> Array:
     """Logits of each row, f32[row, vocab]. The head runs on rows in use and on no other tokens."""
-    embed = model.embeddings.axes[1]
+    embed = model.embed
 
     def logits_of(rows: int) -> Array:
         return model.logits(hax.named(hidden[:rows], (ROW, embed)), plan.num_rows).rearrange((ROW, ...)).array

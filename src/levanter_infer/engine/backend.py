@@ -36,9 +36,9 @@ class Backend:
             attention=_resolve("attention", config.attention, attention_misfit),
         )
 
-    def prepare(self, model):
-        """The model in the form that the device reads fastest."""
-        return model.for_cpu(self.products) if self.on_cpu else model
+    def prepare(self, model, *, donate: bool = False):
+        """The model in the form that the device reads fastest. `donate`: its arrays may be deleted for it."""
+        return model.for_cpu(self.products, donate=donate) if self.on_cpu else model
 
 
 def _misfit(on_cpu: bool, dtype, what: str) -> str | None:

@@ -46,13 +46,23 @@ class InferenceEngine:
         tokenizer: needed for text prompts, chats, text stops and the text of completions.
         config: sizes and policies.
         seed: from which, with its id, a request without a seed derives its own.
+        donate_model: the engine may delete the model's arrays as it lays out its own, so that the weights are in memory
+            once.
     """
 
     def __init__(
-        self, model, tokenizer=None, config: EngineConfig | None = None, *, seed: int = 0, score_mod=None, mask_mod=None
+        self,
+        model,
+        tokenizer=None,
+        config: EngineConfig | None = None,
+        *,
+        seed: int = 0,
+        score_mod=None,
+        mask_mod=None,
+        donate_model: bool = False,
     ):
         self.config = config or EngineConfig()
-        self.model, self.tokenizer, self.seed = model, tokenizer, seed
+        self.tokenizer, self.seed = tokenizer, seed
         self._eos = tuple(tokenizer.eos_token_ids) if tokenizer is not None else ()
         self.shapes = resolve_shapes(self.config, model, len(self._eos))
         has_mods = score_mod is not None or mask_mod is not None
@@ -63,8 +73,9 @@ class InferenceEngine:
             mask_mod=mask_mod,
             max_seq_len=self.shapes.max_seq_len,
         )
+        self.model = self.backend.prepare(model, donate=donate_model)
         self.programs = Programs(
-            self.backend.prepare(model),
+            self.model,
             self.shapes,
             attention,
             kv_dtype=kv_dtype(self.config, model),

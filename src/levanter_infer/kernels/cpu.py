@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 from levanter_infer.kernels.rules import ScoreRules
 
@@ -30,6 +31,7 @@ def _library() -> ctypes.CDLL | None:
     except OSError:
         return None
     library.levanter_infer_isa.restype = ctypes.c_char_p
+    library.levanter_infer_panel.argtypes = [ctypes.c_char_p]
     for name in ("levanter_infer_linear", "levanter_infer_attention"):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return library
@@ -56,8 +58,69 @@ def supports_dtype(dtype) -> bool:
     return jnp.dtype(dtype) in _DTYPES
 
 
+def panel_width(isa_name: str | None = None) -> int:
+    """Outputs that lie side by side in a panel; `isa_name`: instruction set, by default the best one."""
+    name = isa_name or isa()
+    library = _library()
+    assert library is not None
+    return library.levanter_infer_panel(name.encode())
+
+
+def to_panels(weight: Array, *, isa_name: str | None = None) -> Array:
+    """Weights in the order in which `stacked_products` reads them.
+
+    Panels of `panel_width` outputs; in a panel one pair of inputs after the other; float32 holds all outputs of the
+    pair's first input and then those of the second, bfloat16 the two inputs of each output side by side. Missing
+    outputs and inputs are zeros.
+
+    Args:
+        weight: [layers, outputs, inputs], f32 or bf16. May be traced.
+    Returns: f32 or u16 (the bits) [layers, panels, inputs rounded up to even · panel_width].
+    """
+    wide, xp = weight.dtype == jnp.float32, jnp if isinstance(weight, Tracer) else np
+    layers, outputs, inputs = weight.shape
+    if xp is np:
+        bits = np.asarray(weight) if wide else np.asarray(weight).view(np.uint16)
+    else:
+        bits = weight if wide else jax.lax.bitcast_convert_type(weight, jnp.uint16)
+    width = panel_width(isa_name)
+    num_panels, pairs = -(-outputs // width), -(-inputs // 2)
+    missing = num_panels * width - outputs, 2 * pairs - inputs
+    if any(missing):
+        bits = xp.pad(bits, [(0, 0), (0, missing[0]), (0, missing[1])])
+    apart = bits.reshape(layers, num_panels, width, pairs, 2)
+    order = (0, 1, 3, 4, 2) if wide else (0, 1, 3, 2, 4)
+    return jnp.asarray(xp.transpose(apart, order).reshape(layers, num_panels, 2 * pairs * width))
+
+
+def panel_rows(panels: Array, rows: Array, inputs: int, *, isa_name: str | None = None) -> Array:
+    """Rows of a matrix in panels; an index past the last panel gives zeros.
+
+    Args:
+        panels: [panels, size]
+        rows: i32[n]
+    Returns: [n, inputs], f32 or u16.
+    """
+    width = panel_width(isa_name)
+    num_panels, size = panels.shape
+    panel, place = rows // width, rows % width
+    if panels.dtype == jnp.float32:
+        apart = panels.reshape(num_panels, size // width, width)
+        found = apart.at[panel, :, place].get(mode="fill", fill_value=0)
+    else:
+        apart = panels.reshape(num_panels, size // width // 2, width, 2)
+        found = apart.at[panel, :, place, :].get(mode="fill", fill_value=0)
+    return found.reshape(rows.shape[0], size // width)[:, :inputs]
+
+
 def stacked_products(
-    x: Array, weights: list[Array], layer: Array, num_rows: Array | None = None, *, isa_name: str | None = None
+    x: Array,
+    weights: list[Array],
+    outputs: list[int],
+    layer: Array,
+    num_rows: Array | None = None,
+    *,
+    isa_name: str | None = None,
 ) -> list[Array]:
     """`x · weight[layer]ᵀ` for each stack of weights, with all sums in float32.
 
@@ -65,14 +128,15 @@ def stacked_products(
 
     Args:
         x: f32[rows, inputs]
-        weights: [layers, outputs, inputs] each; f32, bf16, or the uint16 of its bits.
+        weights: of `to_panels`, each.
+        outputs: how many there are of each.
         layer: i32[]
         num_rows: i32[], how many rows count; the others give zeros and cost nothing. None: all.
         isa_name: instruction set; by default the best one.
     Returns: f32[rows, outputs] each.
     Raises: ValueError if the kernels were not built.
     """
-    results = [jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), jnp.float32) for weight in weights]
+    results = [jax.ShapeDtypeStruct((x.shape[0], count), jnp.float32) for count in outputs]
     call = jax.ffi.ffi_call("levanter_infer_linear", results, vmap_method="sequential")
     used = jnp.int32(x.shape[0]) if num_rows is None else num_rows
     return list(call(x, used.astype(jnp.int32), layer.astype(jnp.int32), *weights, isa=isa_name or isa()))

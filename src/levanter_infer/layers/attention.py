@@ -13,7 +13,7 @@ from levanter_infer import kernels
 from levanter_infer.axes import HEAD_SIZE, KV_HEADS, POSITION, Q_HEADS_PER_GROUP, TOKEN
 from levanter_infer.cache import KvPages, PageBatchInfo
 from levanter_infer.kernels.rules import MASKED, ScoreRules
-from levanter_infer.layers.linear import Linear, apply
+from levanter_infer.layers.linear import Linear, LinearMap, apply
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.rotary import rotate
 
@@ -38,12 +38,12 @@ class Attention(eqx.Module):
     Query head h is (kv_head, q_heads_per_group) = divmod(h, q_heads_per_group).
     """
 
-    q_proj: Linear
+    q_proj: LinearMap
     """[layers, kv_head, q_heads_per_group, head_size, embed]"""
-    k_proj: Linear
-    v_proj: Linear
+    k_proj: LinearMap
+    v_proj: LinearMap
     """[layers, kv_head, head_size, embed]"""
-    o_proj: Linear
+    o_proj: LinearMap
     """[layers, embed, kv_head, q_heads_per_group, head_size]"""
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None

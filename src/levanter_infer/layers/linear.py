@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax import Array
 
-from levanter_infer.kernels.cpu import stacked_products
+from levanter_infer.axes import LAYERS, PANEL, PANEL_SIZE
+from levanter_infer.kernels.cpu import panel_rows, stacked_products, to_panels
 
 MIN_ROWS = 4
 """Fewest rows of a product. On a CPU one row of bf16 is ten times slower than four, and rows keep their bits at any
@@ -30,12 +31,6 @@ class Linear(eqx.Module):
     """[layers, out...]"""
     num_in: int = eqx.field(static=True)
     """How many of the last axes of `weight` are inputs."""
-    kernel: str = eqx.field(static=True, default="xla")
-    """What computes the products: xla, or cpu (`kernels.cpu`)."""
-    layer: Array | None = None
-    """i32[], which layer of the stacks is meant. None where there are no stacks: a scan has picked a layer."""
-    num_rows: Array | None = None
-    """i32[], how many rows of x count; the `cpu` kernel skips the others. None: all."""
 
     @staticmethod
     def init(
@@ -51,34 +46,86 @@ class Linear(eqx.Module):
         )
 
     def at(self, layer: Array, num_rows: Array) -> "Linear":
-        """The map of one layer, for x whose first `num_rows` rows count.
+        """The map of one layer of a stack. `num_rows`: as in `PanelLinear`; all rows are computed here."""
+        return jax.tree.map(
+            lambda part: pick_layer(part, layer), self, is_leaf=lambda part: isinstance(part, NamedArray)
+        )
 
-        Nothing is sliced here: the `cpu` kernel reads the stack where it lies.
-        """
-        return dataclasses.replace(self, layer=layer, num_rows=num_rows)
+    def products(self, x: NamedArray, *maps: "Linear") -> list[NamedArray]:
+        """Without bias, f32[..., out...] for each of `maps`."""
+        return [contract(x, part.weight, part.num_in) for part in maps]
 
     def __call__(self, x: NamedArray) -> NamedArray:
         """Args: x: [..., in...], the input axes last and in the order of the weight's."""
         return apply(x, self)[0]
 
 
-def apply(x: NamedArray, *maps: Linear) -> list[NamedArray]:
-    """Several maps of the same input; the `cpu` kernel computes them in one call."""
-    first = maps[0]
-    results = contract(
-        x,
-        [part.weight for part in maps],
-        first.num_in,
-        layer=first.layer,
-        num_rows=first.num_rows,
-        kernel=first.kernel,
-    )
-    biases = [part.bias for part in maps]
-    if first.layer is not None:
-        biases = [None if bias is None else pick_layer(bias, first.layer) for bias in biases]
+class PanelLinear(eqx.Module):
+    """A `Linear` for a CPU: its weights lie as the C++ kernels read them, and all layers stay in one piece."""
+
+    panels: NamedArray
+    """[layers, panel, panel_size] of `kernels.cpu.to_panels`; without `layers` where the map is not one of a stack."""
+    bias: NamedArray | None
+    """[layers, out...], or [out...] where the layer has been chosen."""
+    outs: tuple[Axis, ...] = eqx.field(static=True)
+    ins: tuple[Axis, ...] = eqx.field(static=True)
+    layer: Array
+    """i32[], which entry of the stack is meant; 0 where there is none."""
+    num_rows: Array | None = None
+    """i32[], how many rows of x count; the others cost nothing and give zeros. None: all."""
+
+    @staticmethod
+    def of(linear: Linear, *, stacked: bool = True) -> "PanelLinear":
+        """The same map. `stacked`: whether the first axis of the weight is that of layers."""
+        axes = linear.weight.axes[1:] if stacked else linear.weight.axes
+        outs, ins = axes[: -linear.num_in], axes[-linear.num_in :]
+        sizes = [math.prod(axis.size for axis in part) for part in (outs, ins)]
+        panels = to_panels(linear.weight.array.reshape(-1, *sizes))
+        names = tuple(Axis(name, size) for name, size in zip((LAYERS, PANEL, PANEL_SIZE), panels.shape, strict=True))
+        return PanelLinear(
+            panels=NamedArray(panels if stacked else panels[0], names if stacked else names[1:]),
+            bias=linear.bias,
+            outs=outs,
+            ins=ins,
+            layer=jnp.int32(0),
+        )
+
+    def at(self, layer: Array, num_rows: Array) -> "PanelLinear":
+        """The map of one layer, for x whose first `num_rows` rows count. Nothing is sliced here."""
+        bias = None if self.bias is None else pick_layer(self.bias, layer)
+        return dataclasses.replace(self, bias=bias, layer=layer, num_rows=num_rows)
+
+    def rows(self, indices: Array, dtype) -> Array:
+        """Rows of the matrix, [n, in] of `dtype`; zeros for an index out of range. Requires: not one of a stack."""
+        return from_bits(panel_rows(self.panels.array, indices, math.prod(axis.size for axis in self.ins)), dtype)
+
+    def products(self, x: NamedArray, *maps: "PanelLinear") -> list[NamedArray]:
+        """Without bias, f32[..., out...] for each of `maps`, which are computed in one call."""
+        rows = x.axes[: -len(self.ins)]
+        assert x.axes[-len(self.ins) :] == self.ins, f"{x.axes} do not end with the inputs {self.ins}"
+        flat = x.array.reshape(-1, math.prod(axis.size for axis in self.ins)).astype(jnp.float32)
+        counts = [math.prod(axis.size for axis in part.outs) for part in maps]
+        stacks = [part.panels.array if part.panels.ndim == 3 else part.panels.array[None] for part in maps]
+        results = stacked_products(flat, stacks, counts, self.layer, self.num_rows)
+        return [
+            NamedArray(y.reshape([axis.size for axis in (*rows, *part.outs)]), (*rows, *part.outs))
+            for y, part in zip(results, maps, strict=True)
+        ]
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        """As `Linear`."""
+        return apply(x, self)[0]
+
+
+LinearMap = Linear | PanelLinear
+
+
+def apply(x: NamedArray, *maps: LinearMap) -> list[NamedArray]:
+    """Several maps, of one kind and of the same layer, of the same input."""
+    results = maps[0].products(x, *maps)  # type: ignore[arg-type]
     return [
-        (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
-        for y, bias in zip(results, biases, strict=True)
+        (y if part.bias is None else y + part.bias.astype(jnp.float32)).astype(x.dtype)
+        for y, part in zip(results, maps, strict=True)
     ]
 
 
@@ -87,45 +134,19 @@ def pick_layer(stack: NamedArray, layer: Array) -> NamedArray:
     return NamedArray(jax.lax.dynamic_index_in_dim(stack.array, layer, keepdims=False), stack.axes[1:])
 
 
-def contract(
-    x: NamedArray,
-    weights: Sequence[NamedArray],
-    num_in: int,
-    *,
-    layer: Array | None = None,
-    num_rows: Array | None = None,
-    kernel: str = "xla",
-) -> list[NamedArray]:
-    """Contract the last `num_in` axes of `x` with those of each weight; float32 sums and results.
+def contract(x: NamedArray, weight: NamedArray, num_in: int) -> NamedArray:
+    """Contract the last `num_in` axes of `x` with those of the weight; float32 sums and results.
 
     Args:
         x: [rows..., in...]
-        weights: [out..., in...] each, in the dtype of `x` or its bits (`as_bits`); with a first axis more if `layer`
-            is given.
-        layer: i32[], which entry of the weights' first axis.
-        num_rows: i32[], how many rows count; the cpu kernel skips the others. None: all.
-        kernel: xla, or cpu.
-    Returns: f32[rows..., out...] each.
+        weight: [out..., in...], in the dtype of `x` or its bits (`as_bits`).
+    Returns: f32[rows..., out...].
     """
     ins, rows = x.axes[-num_in:], x.axes[:-num_in]
-    for weight in weights:
-        assert weight.axes[-num_in:] == ins, f"input axes {x.axes} do not end with those of the weight, {weight.axes}"
-    fan_in = math.prod(axis.size for axis in ins)
-    flat = x.array.reshape(-1, fan_in)
-    outs = [weight.axes[0 if layer is None else 1 : -num_in] for weight in weights]
-    if kernel == "cpu":
-        # Stacks of matrices; a weight without layers is a stack of one.
-        shapes = [(-1 if layer is not None else 1, math.prod(axis.size for axis in out), fan_in) for out in outs]
-        stacks = [weight.array.reshape(shape) for weight, shape in zip(weights, shapes, strict=True)]
-        index = jnp.int32(0) if layer is None else layer
-        results = stacked_products(flat.astype(jnp.float32), stacks, index, num_rows)
-    else:
-        picked = weights if layer is None else [pick_layer(weight, layer) for weight in weights]
-        results = [_product(flat, from_bits(weight.array, x.dtype).reshape(-1, fan_in)) for weight in picked]
-    return [
-        NamedArray(y.reshape([axis.size for axis in (*rows, *out)]), (*rows, *out))
-        for y, out in zip(results, outs, strict=True)
-    ]
+    assert weight.axes[-num_in:] == ins, f"input axes {x.axes} do not end with those of the weight, {weight.axes}"
+    fan_in, out = math.prod(axis.size for axis in ins), weight.axes[:-num_in]
+    y = _product(x.array.reshape(-1, fan_in), from_bits(weight.array, x.dtype).reshape(-1, fan_in))
+    return NamedArray(y.reshape([axis.size for axis in (*rows, *out)]), (*rows, *out))
 
 
 def _product(flat: Array, matrix: Array) -> Array:

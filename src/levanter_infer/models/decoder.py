@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax import Array
+from jax.core import Tracer
 
 from levanter_infer.axes import EMBED, LAYERS, MLP, POSITION, SEQ_PAGE, VOCAB
 from levanter_infer.cache import KvPages, PageBatchInfo
 from levanter_infer.kernels.cpu import supports_dtype
 from levanter_infer.layers.attention import Attention, AttentionSpec
-from levanter_infer.layers.linear import Linear, as_bits, contract, from_bits, pick_layer
+from levanter_infer.layers.linear import Linear, PanelLinear, as_bits, contract, from_bits, pick_layer
 from levanter_infer.layers.mlp import Mlp
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.rotary import RopeConfig, rotary_tables
@@ -109,25 +110,23 @@ class DecoderLayer(eqx.Module):
     def at(self, index: Array, num_rows: Array) -> "DecoderLayer":
         """One layer of a stack, for inputs whose first `num_rows` rows count."""
         return jax.tree.map(
-            lambda part: part.at(index, num_rows) if isinstance(part, Linear) else pick_layer(part, index),
+            lambda part: pick_layer(part, index) if isinstance(part, NamedArray) else part.at(index, num_rows),
             self,
-            is_leaf=lambda part: isinstance(part, Linear | NamedArray),
+            is_leaf=lambda part: isinstance(part, Linear | PanelLinear | NamedArray),
         )
 
 
 class DecoderModel(eqx.Module):
     """Token ids in, logits out: over plain sequences (`__call__`) and over pages (`hidden`, then `logits`)."""
 
-    embeddings: NamedArray
+    embeddings: NamedArray | PanelLinear
     """[vocab, embed]"""
     layers: DecoderLayer
     """Every parameter with a leading `layers` axis."""
     norm: RMSNorm
-    lm_head: NamedArray | None
+    lm_head: NamedArray | PanelLinear | None
     """[vocab, embed]; None where the embeddings serve as head."""
     config: DecoderConfig = eqx.field(static=True)
-    head_kernel: str = eqx.field(static=True, default="xla")
-    """What computes the head: see `Linear.kernel`."""
 
     @staticmethod
     def init(config: DecoderConfig, *, key: Array, dtype=jnp.float32) -> "DecoderModel":
@@ -152,35 +151,54 @@ class DecoderModel(eqx.Module):
         return self.norm.weight.dtype
 
     @property
+    def embed(self) -> Axis:
+        """Axis of the hidden states."""
+        return self.norm.weight.axes[0]
+
+    @property
     def skips_rows(self) -> bool:
         """Whether rows beyond those in use cost nothing in `logits`."""
-        return self.head_kernel == "cpu"
+        return isinstance(self._head, PanelLinear)
 
-    def for_cpu(self, kernel: str) -> "DecoderModel":
-        """The same model as a CPU reads it fastest: 16-bit weights stored as integers (`linear.as_bits`).
+    @property
+    def _head(self) -> NamedArray | PanelLinear:
+        return self.embeddings if self.lm_head is None else self.lm_head
+
+    def for_cpu(self, kernel: str, *, donate: bool = False) -> "DecoderModel":
+        """The same model as a CPU reads it fastest.
 
         Args:
-            kernel: what computes the products: xla, or cpu (`kernels.cpu`). With xla a tied head becomes a copy of
-                the embeddings, because rows are taken from bits and products from floats.
+            kernel: what computes the products. cpu: `kernels.cpu`, with all weights in panels. xla: 16-bit weights
+                become integers (`linear.as_bits`), and a tied head a copy of the embeddings, because rows are taken
+                from bits and products from floats.
+            donate: give up this model's weights one after the other, so that there are never two copies of all.
         Raises: ValueError if the cpu kernels cannot read weights of this dtype.
         """
         if kernel == "cpu" and not supports_dtype(self.dtype):
             raise ValueError(f'kernel="cpu" reads weights of float32 or bfloat16, not {self.dtype}; use "xla"')
 
+        def bits(named: NamedArray) -> NamedArray:
+            return _given_up(named, as_bits(named), donate)
+
+        def panels(linear: Linear, stacked: bool = True) -> PanelLinear:
+            return _given_up(linear.weight, PanelLinear.of(linear, stacked=stacked), donate)
+
         def convert(part):
             if not isinstance(part, Linear):
                 return part
-            return dataclasses.replace(part, weight=as_bits(part.weight), kernel=kernel)
+            return panels(part) if kernel == "cpu" else dataclasses.replace(part, weight=bits(part.weight))
 
-        head = self.lm_head
+        embeddings, head = self.embeddings, self.lm_head
+        if isinstance(embeddings, PanelLinear) or isinstance(head, PanelLinear):
+            raise ValueError("the weights are in panels already; give the model as it was loaded")
         if kernel == "cpu":
-            head = None if head is None else as_bits(head)
-        elif as_bits(self.embeddings) is not self.embeddings:
-            head = self.embeddings if head is None else head
+            last = panels(Linear(weight=self._head, bias=None, num_in=1), stacked=False)  # type: ignore[arg-type]
+            embeddings, head = (last, None) if head is None else (bits(embeddings), last)
+        elif as_bits(embeddings) is not embeddings:
+            head = embeddings if head is None else head
+            embeddings = as_bits(embeddings) if head is embeddings else bits(embeddings)
         layers = jax.tree.map(convert, self.layers, is_leaf=lambda part: isinstance(part, Linear))
-        return dataclasses.replace(
-            self, embeddings=as_bits(self.embeddings), layers=layers, lm_head=head, head_kernel=kernel
-        )
+        return dataclasses.replace(self, embeddings=embeddings, layers=layers, lm_head=head)
 
     def __call__(self, tokens: NamedArray, attention: AttentionSpec = PLAIN) -> NamedArray:
         """The plain causal forward, without a cache: for training, audits, and as the oracle.
@@ -235,12 +253,18 @@ class DecoderModel(eqx.Module):
             num_rows: i32[], how many rows count; the others may give anything. None: all.
         Returns: f32[..., vocab].
         """
-        head = self.embeddings if self.lm_head is None else self.lm_head
-        return contract(self.norm(hidden), [head], 1, num_rows=num_rows, kernel=self.head_kernel)[0]
+        x, head = self.norm(hidden), self._head
+        if isinstance(head, PanelLinear):
+            return dataclasses.replace(head, num_rows=num_rows).products(x, head)[0]
+        return contract(x, head, 1)
 
     def _embed(self, tokens: NamedArray) -> NamedArray:
-        rows = self.embeddings.array.at[tokens.array].get(mode="fill", fill_value=0)
-        return NamedArray(from_bits(rows, self.dtype), (*tokens.axes, self.embeddings.axes[1]))
+        table, ids = self.embeddings, tokens.array
+        if isinstance(table, PanelLinear):
+            rows = table.rows(ids.reshape(-1), self.dtype).reshape(*ids.shape, self.embed.size)
+        else:
+            rows = from_bits(table.array.at[ids].get(mode="fill", fill_value=0), self.dtype)
+        return NamedArray(rows, (*tokens.axes, self.embed))
 
     def _rope(self, positions: NamedArray, rope_len: int) -> tuple[NamedArray, NamedArray]:
         return rotary_tables(self.config.rope, self.config.head_dim, positions, rope_len)
@@ -263,3 +287,11 @@ class DecoderModel(eqx.Module):
                 f"the original {rope.original_len}; give AttentionSpec(max_seq_len=...)"
             )
         return capacity
+
+
+def _given_up(old: NamedArray, new, donate: bool):
+    """`new`; the memory of `old`, from which it was made, is free again if `donate`."""
+    if donate and new is not old and not isinstance(old.array, Tracer):
+        jax.block_until_ready(new)
+        old.array.delete()
+    return new

@@ -21,8 +21,8 @@ struct BFloat16 {
 };
 
 struct LinearArgs {
-  const float* x;  // [rows, x_stride], arranged for the weights' type
-  int64_t rows, inputs, x_stride;
+  const float* x;  // [rows, x_stride]
+  int64_t rows, inputs, x_stride;  // inputs: of a panel, an even number
 };
 
 struct AttentionArgs {
@@ -35,18 +35,15 @@ struct AttentionArgs {
   const float *slopes, *sinks;   // [query_heads]; sinks of -inf: none
 };
 
-constexpr int64_t LINEAR_TILE = 24;  // outputs of one piece of work
-constexpr int64_t ROWS = 4;          // rows that are computed together
-constexpr int64_t GROUP = 12;        // outputs whose weights are used for all of few rows before the next are read
-constexpr int64_t FEW_ROWS = 8;      // up to here weights are widened at every use, and not once for all rows
-constexpr int64_t ARRANGED_ROWS = 32;
+constexpr int64_t ROWS = 6;           // rows that are computed together
+constexpr int64_t MANY_ROWS = 48;     // from here on 16-bit weights are widened once for all rows
+constexpr int64_t PREFETCHED = 2048;  // how far ahead, in bytes, weights are asked for
+constexpr int64_t PIECES = 8, MAX_PANELS = 8;  // pieces of work per thread that are enough; panels of one piece
 constexpr int KEYS = 32;             // positions of one turn of the streaming softmax
 constexpr int64_t QUERIES = 8;  // of one piece of work
 
 struct Kernels {
-  int64_t step;
-  void (*arrange_f32)(const float* x, int64_t inputs, float* to);
-  void (*arrange_bf16)(const float* x, int64_t inputs, float* to);
+  int64_t panel;
   void (*linear_f32)(const LinearArgs&, const float* w, int64_t outs, float* y, int64_t y_stride);
   void (*linear_bf16)(const LinearArgs&, const BFloat16* w, int64_t outs, float* y, int64_t y_stride);
   void (*attend_f32)(const AttentionArgs&, int64_t row, int64_t first, int64_t count, int64_t head_begin,
@@ -103,66 +100,67 @@ bool is_bf16(ffi::AnyBuffer buffer) {
 
 ffi::Error invalid(const char* message) { return ffi::Error::InvalidArgument(message); }
 
-// Arguments: x f32[rows, inputs]; used i32[], how many rows count; layer i32[]; then weights [layers, outputs, inputs]. Results: f32[rows, outputs] each.
+// Arguments: x f32[rows, inputs]; used i32[], how many rows count; layer i32[]; then weights [layers, panels, size of a
+// panel]. Results: f32[rows, outputs] each.
 ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> used,
-                  ffi::Buffer<ffi::S32> layer,
-                  ffi::RemainingArgs weights, ffi::RemainingRets results, std::string_view isa) {
+                  ffi::Buffer<ffi::S32> layer, ffi::RemainingArgs weights, ffi::RemainingRets results,
+                  std::string_view isa) {
   if (x.dimensions().size() != 2 || weights.size() != results.size()) return invalid("linear: shapes do not fit");
   struct Matrix {
-    const void* weight;
+    const void* panels;
     float* y;
-    int64_t outputs, first_tile;
+    int64_t outputs, first_panel;
   };
   const int64_t rows = std::clamp<int64_t>(*used.typed_data(), 0, x.dimensions()[0]);
-  const int64_t inputs = x.dimensions()[1];
+  const int64_t inputs = x.dimensions()[1], index = *layer.typed_data();
   const Kernels& kernels = kernels_for(isa);
+  const int64_t panel_size = (inputs + 1) / 2 * 2 * kernels.panel;
   std::vector<Matrix> matrices;
-  int64_t tiles = 0;
+  int64_t panels = 0;
   bool bf16 = false;
   for (size_t i = 0; i < weights.size(); ++i) {
     const auto weight = weights.get<ffi::AnyBuffer>(i);
     auto result = results.get<ffi::Buffer<ffi::F32>>(i);
     if (!weight.has_value() || !result.has_value()) return invalid("linear: an argument is missing");
-    const auto shape = weight->dimensions();
-    const int64_t index = *layer.typed_data();
-    if (shape.size() != 3 || shape[2] != inputs) return invalid("linear: weights are not [layers, outputs, inputs]");
+    const auto shape = weight->dimensions(), out = (*result)->dimensions();
+    if (shape.size() != 3 || shape[2] != panel_size || out.size() != 2 || out[0] != x.dimensions()[0] ||
+        (out[1] + kernels.panel - 1) / kernels.panel != shape[1])
+      return invalid("linear: weights are not [layers, panels, size of a panel]");
     if (index < 0 || index >= shape[0]) return invalid("linear: there is no such layer");
     if (i == 0) bf16 = is_bf16(*weight);
     if (is_bf16(*weight) != bf16) return invalid("linear: weights of one call have one type");
     if (!bf16 && weight->element_type() != ffi::DataType::F32) return invalid("linear: weights are neither bf16 nor f32");
-    const int64_t offset = index * shape[1] * shape[2] * (bf16 ? 2 : 4);
-    matrices.push_back({static_cast<const char*>(weight->untyped_data()) + offset, (*result)->typed_data(),
-                        shape[1], tiles});
-    std::fill((*result)->typed_data() + rows * shape[1], (*result)->typed_data() + x.dimensions()[0] * shape[1], 0.0f);
-    tiles += (shape[1] + LINEAR_TILE - 1) / LINEAR_TILE;
+    const int64_t offset = index * shape[1] * panel_size * (bf16 ? 2 : 4);
+    matrices.push_back({static_cast<const char*>(weight->untyped_data()) + offset, (*result)->typed_data(), out[1], panels});
+    std::fill((*result)->typed_data() + rows * out[1], (*result)->typed_data() + out[0] * out[1], 0.0f);
+    panels += shape[1];
   }
 
-  LinearArgs args{x.typed_data(), rows, inputs, inputs};
-  if (bf16 || inputs % kernels.step != 0) {
-    static thread_local std::vector<float> arranged;
-    args.x_stride = (inputs + kernels.step - 1) / kernels.step * kernels.step;
-    if (arranged.size() < static_cast<size_t>(rows * args.x_stride)) arranged.resize(rows * args.x_stride);
-    float* to = arranged.data();
-    Workers::shared().run(threads.num_threads(), (rows + ARRANGED_ROWS - 1) / ARRANGED_ROWS, [&](int64_t piece) {
-      const int64_t last = std::min(rows, (piece + 1) * ARRANGED_ROWS);
-      for (int64_t row = piece * ARRANGED_ROWS; row < last; ++row)
-        (bf16 ? kernels.arrange_bf16 : kernels.arrange_f32)(x.typed_data() + row * inputs, inputs,
-                                                            to + row * args.x_stride);
-    });
-    args.x = to;
+  LinearArgs args{x.typed_data(), rows, (inputs + 1) / 2 * 2, inputs};
+  if (inputs % 2 != 0) {  // a zero after each row stands for the second input of the last pair
+    static thread_local std::vector<float> padded;
+    args.x_stride = args.inputs;
+    padded.assign(rows * args.inputs, 0.0f);
+    for (int64_t row = 0; row < rows; ++row)
+      std::copy(args.x + row * inputs, args.x + (row + 1) * inputs, padded.data() + row * args.inputs);
+    args.x = padded.data();
   }
-  Workers::shared().run(threads.num_threads(), tiles, [&](int64_t tile) {
-    size_t m = matrices.size() - 1;
-    while (matrices[m].first_tile > tile) --m;
-    const Matrix& matrix = matrices[m];
-    const int64_t first = (tile - matrix.first_tile) * LINEAR_TILE;
-    const int64_t outs = std::min(LINEAR_TILE, matrix.outputs - first), offset = first * args.inputs;
-    if (bf16)
-      kernels.linear_bf16(args, static_cast<const BFloat16*>(matrix.weight) + offset, outs, matrix.y + first,
-                          matrix.outputs);
-    else
-      kernels.linear_f32(args, static_cast<const float*>(matrix.weight) + offset, outs, matrix.y + first,
-                         matrix.outputs);
+  // Few panels at a time where there are many, so that the threads seldom meet at the counter.
+  const int64_t together = std::clamp<int64_t>(panels / (threads.num_threads() * PIECES), 1, MAX_PANELS);
+  Workers::shared().run(threads.num_threads(), (panels + together - 1) / together, [&](int64_t piece) {
+    for (int64_t panel = piece * together; panel < std::min(panels, (piece + 1) * together); ++panel) {
+      size_t m = matrices.size() - 1;
+      while (matrices[m].first_panel > panel) --m;
+      const Matrix& matrix = matrices[m];
+      const int64_t place = panel - matrix.first_panel, first = place * kernels.panel;
+      const int64_t outs = std::min(kernels.panel, matrix.outputs - first), offset = place * panel_size;
+      if (bf16)
+        kernels.linear_bf16(args, static_cast<const BFloat16*>(matrix.panels) + offset, outs, matrix.y + first,
+                            matrix.outputs);
+      else
+        kernels.linear_f32(args, static_cast<const float*>(matrix.panels) + offset, outs, matrix.y + first,
+                           matrix.outputs);
+    }
   });
   return ffi::Error::Success();
 }
@@ -223,8 +221,9 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
   const Kernels& kernels = kernels_for(isa);
   const int64_t used = rows == 0 ? 0 : std::min<int64_t>(args.cu_q_lens[rows], tokens);
   std::fill(args.out + used * args.query_heads * args.head_dim, args.out + tokens * args.query_heads * args.head_dim, 0.0f);
-  const int64_t width = (args.head_dim + kernels.step - 1) / kernels.step * kernels.step, query_rows = QUERIES * (args.query_heads / args.kv_heads);
-  const size_t scratch_size = (2 * query_rows + 2 * KEYS) * width + query_rows * (KEYS + 3);
+  const int64_t width = (args.head_dim + kernels.panel - 1) / kernels.panel * kernels.panel;
+  const int64_t query_rows = QUERIES * (args.query_heads / args.kv_heads);
+  const size_t scratch_size = (2 * KEYS + 1) * width + query_rows * (KEYS + args.kv_heads * (2 * width + 2));
   Workers::shared().run(threads.num_threads(), pieces.size(), [&](int64_t i) {
     static thread_local std::vector<float> scratch;
     if (scratch.size() < scratch_size) scratch.resize(scratch_size);
@@ -241,6 +240,10 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
 
 extern "C" const char* levanter_infer_isa() {
   return levanter_infer::best_isa();
+}
+
+extern "C" int levanter_infer_panel(const char* isa) {
+  return static_cast<int>(levanter_infer::kernels_for(isa).panel);
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_linear, levanter_infer::linear,
