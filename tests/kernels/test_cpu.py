@@ -35,14 +35,15 @@ def random_problem(rows, inputs, outputs, dtype, layers=2):
 
 @functools.cache
 def compiled(isa):
-    return jax.jit(functools.partial(cpu.stacked_products, isa_name=isa), static_argnums=2)
+    return jax.jit(functools.partial(cpu.stacked_products, isa_name=isa), static_argnums=2, static_argnames="eps")
 
 
-def products(isa, x, weights, layer, num_rows=None):
+def products(isa, x, weights, layer, num_rows=None, **around):
     """The products with weights [layers, outputs, inputs], by the kernels of one instruction set."""
     outputs = tuple(weight.shape[1] for weight in weights)
     panels = [cpu.to_panels(weight, isa_name=isa) for weight in weights]
-    return compiled(isa)(x, panels, outputs, jnp.int32(layer), None if num_rows is None else jnp.int32(num_rows))
+    rows = None if num_rows is None else jnp.int32(num_rows)
+    return compiled(isa)(x, panels, outputs, jnp.int32(layer), rows, **around)
 
 
 def test_the_kernels_are_built_where_there_is_a_compiler():
@@ -93,6 +94,38 @@ def test_rows_that_do_not_count_give_zeros_and_may_hold_nan():
     for part, all_rows in zip(some, whole, strict=True):
         np.testing.assert_array_equal(part[:7], all_rows[:7])
         assert not part[7:].any()
+
+
+@each_isa
+@pytest.mark.parametrize("inputs", [33, 576])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_norm_gate_and_residual_in_the_same_call_equal_numpy(isa, inputs, dtype):
+    x, weights = random_problem(11, inputs, (20, 7), dtype)
+    rng = np.random.default_rng(1)
+    norm = jnp.asarray(rng.standard_normal((2, inputs)), dtype)
+    gate = jnp.asarray(4 * rng.standard_normal(x.shape), jnp.float32)
+    residual = jnp.asarray(rng.standard_normal((11, 20)), jnp.float32)
+    wide = np.asarray(x, np.float64)
+    normed = wide / np.sqrt((wide**2).mean(1, keepdims=True) + 0.1) * np.asarray(norm[1], np.float64)
+    gated = wide * np.asarray(gate, np.float64) / (1 + np.exp(-np.asarray(gate, np.float64)))
+    exact = [np.asarray(weight[1], np.float64).T for weight in weights]
+    close = functools.partial(np.testing.assert_allclose, atol=2e-6 * inputs, rtol=1e-5)
+    for y, weight in zip(products(isa, x, weights, 1, norm=norm, eps=0.1), exact, strict=True):
+        close(y, normed @ weight)
+    close(products(isa, x, weights[:1], 1, gate=gate, residual=residual)[0], gated @ exact[0] + residual)
+    some = products(isa, x.at[3:].set(jnp.nan), weights[:1], 1, 3, norm=norm, eps=0.1, residual=residual)[0]
+    close(some[:3], (normed @ exact[0] + residual)[:3])
+    assert not np.asarray(some[3:]).any()
+
+
+@built
+def test_a_norm_or_gate_has_the_same_bits_in_any_number_of_rows():
+    x, weights = random_problem(60, 70, (20,), "bfloat16")
+    extras = {"norm": jnp.ones((2, 70)), "gate": x[::-1]}
+    for name, extra in extras.items():
+        whole = products(None, x, weights, 0, **{name: extra})[0]
+        part = products(None, x[8:9], weights, 0, **{name: extra if name == "norm" else extra[8:9]})[0]
+        np.testing.assert_array_equal(part, whole[8:9])
 
 
 @built

@@ -59,7 +59,7 @@ def forward(model, state: DecodeState, kv: KvPages, plan: StepPlan, shapes: Shap
     Returns: the pool with the new K/V, and `SampleOutput` over `max_rows` rows.
     """
     embed = model.embed
-    hidden = jnp.zeros((shapes.max_rows, embed.size), model.dtype)
+    hidden = jnp.zeros((shapes.max_rows, embed.size), model.activation_dtype)
     for lower, bucket in zip((0, *shapes.buckets), shapes.buckets, strict=False):
 
         def run(carry, bucket=bucket):

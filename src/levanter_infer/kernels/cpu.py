@@ -120,11 +120,16 @@ def stacked_products(
     layer: Array,
     num_rows: Array | None = None,
     *,
+    norm: Array | None = None,
+    eps: float = 0.0,
+    gate: Array | None = None,
+    residual: Array | None = None,
     isa_name: str | None = None,
 ) -> list[Array]:
     """`x · weight[layer]ᵀ` for each stack of weights, with all sums in float32.
 
-    The stacks are read where they lie. A result has the same bits for any number of rows.
+    The stacks are read where they lie. A result has the same bits for any number of rows. What else a layer does
+    between two products can be asked for in the same call, because on a CPU every call has its price.
 
     Args:
         x: f32[rows, inputs]
@@ -132,14 +137,32 @@ def stacked_products(
         outputs: how many there are of each.
         layer: i32[]
         num_rows: i32[], how many rows count; the others give zeros and cost nothing. None: all.
+        norm: f32 or bf16 [layers, inputs]; `x / sqrt(mean(x²) + eps) · norm[layer]` takes the place of x.
+        gate: f32[rows, inputs]; `silu(gate) · x` takes the place of x. Not together with `norm`.
+        residual: f32[rows, outputs], added to the result; with one stack of weights only.
         isa_name: instruction set; by default the best one.
     Returns: f32[rows, outputs] each.
     Raises: ValueError if the kernels were not built.
     """
+    assert norm is None or gate is None, "a product has one kind of input"
     results = [jax.ShapeDtypeStruct((x.shape[0], count), jnp.float32) for count in outputs]
     call = jax.ffi.ffi_call("levanter_infer_linear", results, vmap_method="sequential")
     used = jnp.int32(x.shape[0]) if num_rows is None else num_rows
-    return list(call(x, used.astype(jnp.int32), layer.astype(jnp.int32), *weights, isa=isa_name or isa()))
+    extras = [extra for extra in (norm, gate, residual) if extra is not None]
+    return list(
+        call(
+            x,
+            used.astype(jnp.int32),
+            layer.astype(jnp.int32),
+            *extras,
+            *weights,
+            isa=isa_name or isa(),
+            has_norm=norm is not None,
+            has_gate=gate is not None,
+            has_residual=residual is not None,
+            eps=np.float32(eps),
+        )
+    )
 
 
 def cpu_attention(

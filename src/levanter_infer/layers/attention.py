@@ -83,6 +83,7 @@ class Attention(eqx.Module):
     def paged(
         self,
         x: NamedArray,
+        norm: RMSNorm,
         rope: tuple[NamedArray, NamedArray],
         kv: KvPages,
         layer: Array,
@@ -90,7 +91,7 @@ class Attention(eqx.Module):
         window: Array | None,
         spec: AttentionSpec,
     ) -> tuple[NamedArray, KvPages]:
-        """Write the step's keys and values, then attend over the pages of each row.
+        """`x + attention(norm(x))`: write the step's keys and values, then attend over the pages of each row.
 
         Args:
             x: [token, embed]
@@ -99,7 +100,7 @@ class Attention(eqx.Module):
             window: i32[], keys with q_pos - k_pos < window are seen; None for all.
         Returns: [token, embed] and the pool.
         """
-        q, k, v = self._project(x, rope)
+        q, k, v = self._project(x, norm, rope)
         kv = kv.write(layer, batch, k, v)
         order = (TOKEN, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE)
         q = q.rearrange(order)
@@ -121,19 +122,25 @@ class Attention(eqx.Module):
             impl=spec.impl,
         )
         assert not isinstance(attended, tuple), "weights were not asked for"
-        return self.o_proj(NamedArray(attended.reshape(q.array.shape), q.axes)), kv
+        attended = NamedArray(attended.reshape(q.array.shape), q.axes)
+        return apply(attended, self.o_proj, residual=x)[0], kv
 
     def dense(
-        self, x: NamedArray, rope: tuple[NamedArray, NamedArray], window: Array | None, spec: AttentionSpec
+        self,
+        x: NamedArray,
+        norm: RMSNorm,
+        rope: tuple[NamedArray, NamedArray],
+        window: Array | None,
+        spec: AttentionSpec,
     ) -> NamedArray:
-        """Causal attention within each sequence, no cache: the whole matrix of scores at once.
+        """`x + attention(norm(x))`, causal within each sequence, no cache: the whole matrix of scores at once.
 
         Args:
             x: [..., position, embed], position 0 first.
             window: as in `paged`.
         Returns: [..., position, embed].
         """
-        q, k, v = self._project(x, rope)
+        q, k, v = self._project(x, norm, rope)
         batch = tuple(axis.name for axis in x.axes[:-2])
         q = q.rearrange((*batch, POSITION, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE))
         k, v = (a.rearrange((*batch, POSITION, KV_HEADS, HEAD_SIZE)).array for a in (k, v))
@@ -152,10 +159,10 @@ class Attention(eqx.Module):
         # A query that sees nothing gives zeros, as over pages.
         weights = jnp.where(seen, jax.nn.softmax(scores, axis=-1), f32(0))
         attended = jnp.einsum("...hgqk,...khd->...qhgd", weights.astype(v.dtype), v, preferred_element_type=f32)
-        return self.o_proj(NamedArray(attended.astype(x.dtype), q.axes))
+        return apply(NamedArray(attended.astype(x.dtype), q.axes), self.o_proj, residual=x)[0]
 
-    def _project(self, x: NamedArray, rope) -> tuple[NamedArray, NamedArray, NamedArray]:
-        q, k, v = apply(x, self.q_proj, self.k_proj, self.v_proj)
+    def _project(self, x: NamedArray, norm: RMSNorm, rope) -> tuple[NamedArray, NamedArray, NamedArray]:
+        q, k, v = apply(x, self.q_proj, self.k_proj, self.v_proj, norm=norm)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, *rope), rotate(k, *rope), v

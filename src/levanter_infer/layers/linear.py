@@ -13,6 +13,8 @@ from jax import Array
 
 from levanter_infer.axes import LAYERS, PANEL, PANEL_SIZE
 from levanter_infer.kernels.cpu import panel_rows, stacked_products, to_panels
+from levanter_infer.layers.norm import RMSNorm
+from levanter_infer.layers.stack import pick_layer
 
 MIN_ROWS = 4
 """Fewest rows of a product. On a CPU one row of bf16 is ten times slower than four, and rows keep their bits at any
@@ -51,9 +53,15 @@ class Linear(eqx.Module):
             lambda part: pick_layer(part, layer), self, is_leaf=lambda part: isinstance(part, NamedArray)
         )
 
-    def products(self, x: NamedArray, *maps: "Linear") -> list[NamedArray]:
-        """Without bias, f32[..., out...] for each of `maps`."""
-        return [contract(x, part.weight, part.num_in) for part in maps]
+    def compute(self, x: NamedArray, maps: Sequence["Linear"], around: "Around") -> list[NamedArray]:
+        """`apply` for maps of this kind."""
+        if around.norm is not None:
+            x = around.norm(x)
+        if around.gate is not None:
+            gated = hax.nn.silu(around.gate.astype(jnp.float32)) * x.astype(jnp.float32)
+            x = gated.astype(x.dtype)
+        results = [_biased(contract(x, part.weight, part.num_in), part).astype(x.dtype) for part in maps]
+        return results if around.residual is None else [around.residual + y for y in results]
 
     def __call__(self, x: NamedArray) -> NamedArray:
         """Args: x: [..., in...], the input axes last and in the order of the weight's."""
@@ -99,16 +107,32 @@ class PanelLinear(eqx.Module):
         """Rows of the matrix, [n, in] of `dtype`; zeros for an index out of range. Requires: not one of a stack."""
         return from_bits(panel_rows(self.panels.array, indices, math.prod(axis.size for axis in self.ins)), dtype)
 
-    def products(self, x: NamedArray, *maps: "PanelLinear") -> list[NamedArray]:
-        """Without bias, f32[..., out...] for each of `maps`, which are computed in one call."""
-        rows = x.axes[: -len(self.ins)]
+    def compute(self, x: NamedArray, maps: Sequence["PanelLinear"], around: "Around") -> list[NamedArray]:
+        """`apply` for maps of this kind, all in one call. The results are float32."""
+        rows, norm = x.axes[: -len(self.ins)], around.norm
         assert x.axes[-len(self.ins) :] == self.ins, f"{x.axes} do not end with the inputs {self.ins}"
-        flat = x.array.reshape(-1, math.prod(axis.size for axis in self.ins)).astype(jnp.float32)
-        counts = [math.prod(axis.size for axis in part.outs) for part in maps]
-        stacks = [part.panels.array if part.panels.ndim == 3 else part.panels.array[None] for part in maps]
-        results = stacked_products(flat, stacks, counts, self.layer, self.num_rows)
+
+        def flat(named: NamedArray | None, last: tuple[Axis, ...]) -> Array | None:
+            if named is None:
+                return None
+            assert named.axes == (*rows, *last), f"{named.axes} are not {(*rows, *last)}"
+            return named.array.reshape(-1, math.prod(axis.size for axis in last)).astype(jnp.float32)
+
+        inputs = flat(x, self.ins)
+        assert inputs is not None
+        results = stacked_products(
+            inputs,
+            [_stack(part.panels) for part in maps],
+            [math.prod(axis.size for axis in part.outs) for part in maps],
+            self.layer,
+            self.num_rows,
+            norm=None if norm is None else _stack(norm.weight, ndim=2),
+            eps=0.0 if norm is None else norm.eps,
+            gate=flat(around.gate, self.ins),
+            residual=flat(around.residual, self.outs),
+        )
         return [
-            NamedArray(y.reshape([axis.size for axis in (*rows, *part.outs)]), (*rows, *part.outs))
+            _biased(NamedArray(y.reshape([axis.size for axis in (*rows, *part.outs)]), (*rows, *part.outs)), part)
             for y, part in zip(results, maps, strict=True)
         ]
 
@@ -120,18 +144,30 @@ class PanelLinear(eqx.Module):
 LinearMap = Linear | PanelLinear
 
 
-def apply(x: NamedArray, *maps: LinearMap) -> list[NamedArray]:
-    """Several maps, of one kind and of the same layer, of the same input."""
-    results = maps[0].products(x, *maps)  # type: ignore[arg-type]
-    return [
-        (y if part.bias is None else y + part.bias.astype(jnp.float32)).astype(x.dtype)
-        for y, part in zip(results, maps, strict=True)
-    ]
+@dataclasses.dataclass(frozen=True)
+class Around:
+    """What happens before and after a product, which a kernel may do in the same call."""
+
+    norm: RMSNorm | None = None
+    """The input is norm(x)."""
+    gate: NamedArray | None = None
+    """The input is silu(gate) · x, as in SwiGLU."""
+    residual: NamedArray | None = None
+    """Added to the result."""
 
 
-def pick_layer(stack: NamedArray, layer: Array) -> NamedArray:
-    """One entry along the first axis."""
-    return NamedArray(jax.lax.dynamic_index_in_dim(stack.array, layer, keepdims=False), stack.axes[1:])
+def apply(x: NamedArray, *maps: LinearMap, **around) -> list[NamedArray]:
+    """Several maps, of one kind and of the same layer, of the same input; `around`: the fields of `Around`."""
+    return maps[0].compute(x, maps, Around(**around))  # type: ignore[arg-type]
+
+
+def _biased(y: NamedArray, part: LinearMap) -> NamedArray:
+    return y if part.bias is None else y + part.bias.astype(jnp.float32)
+
+
+def _stack(named: NamedArray, ndim: int = 3) -> Array:
+    """An array with its axis of layers; what is not one of a stack becomes a stack of one."""
+    return named.array if named.ndim == ndim else named.array[None]
 
 
 def contract(x: NamedArray, weight: NamedArray, num_in: int) -> NamedArray:

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 
 import equinox as eqx
-import haliax as hax
 import jax
-import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax import Array
 
 from levanter_infer.layers.linear import Linear, LinearMap, apply
+from levanter_infer.layers.norm import RMSNorm
 
 
 class Mlp(eqx.Module):
@@ -28,7 +27,7 @@ class Mlp(eqx.Module):
             down_proj=Linear.init(batch, (embed,), (mlp,), key=down, dtype=dtype, bias=bias),
         )
 
-    def __call__(self, x: NamedArray) -> NamedArray:
-        """Args: x: [..., embed]. Returns: [..., embed]."""
-        gate, up = (part.astype(jnp.float32) for part in apply(x, self.gate_proj, self.up_proj))
-        return self.down_proj((hax.nn.silu(gate) * up).astype(x.dtype))
+    def __call__(self, x: NamedArray, norm: RMSNorm) -> NamedArray:
+        """`x + mlp(norm(x))`. Args: x: [..., embed]. Returns: [..., embed]."""
+        gate, up = apply(x, self.gate_proj, self.up_proj, norm=norm)
+        return apply(up, self.down_proj, gate=gate, residual=x)[0]

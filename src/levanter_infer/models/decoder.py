@@ -15,7 +15,7 @@ from levanter_infer.axes import EMBED, LAYERS, MLP, POSITION, SEQ_PAGE, VOCAB
 from levanter_infer.cache import KvPages, PageBatchInfo
 from levanter_infer.kernels.cpu import supports_dtype
 from levanter_infer.layers.attention import Attention, AttentionSpec
-from levanter_infer.layers.linear import Linear, PanelLinear, as_bits, contract, from_bits, pick_layer
+from levanter_infer.layers.linear import Linear, PanelLinear, apply, as_bits, contract, from_bits
 from levanter_infer.layers.mlp import Mlp
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.rotary import RopeConfig, rotary_tables
@@ -110,9 +110,9 @@ class DecoderLayer(eqx.Module):
     def at(self, index: Array, num_rows: Array) -> "DecoderLayer":
         """One layer of a stack, for inputs whose first `num_rows` rows count."""
         return jax.tree.map(
-            lambda part: pick_layer(part, index) if isinstance(part, NamedArray) else part.at(index, num_rows),
+            lambda part: part.at(index) if isinstance(part, RMSNorm) else part.at(index, num_rows),
             self,
-            is_leaf=lambda part: isinstance(part, Linear | PanelLinear | NamedArray),
+            is_leaf=lambda part: isinstance(part, Linear | PanelLinear | RMSNorm),
         )
 
 
@@ -147,8 +147,13 @@ class DecoderModel(eqx.Module):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of parameters and activations, however the weights are stored."""
+        """Of parameters, however they are stored."""
         return self.norm.weight.dtype
+
+    @property
+    def activation_dtype(self) -> jnp.dtype:
+        """Of the residual stream. The C++ kernels compute in float32 and are spared the conversions."""
+        return jnp.dtype(jnp.float32) if self.skips_rows else self.dtype
 
     @property
     def embed(self) -> Axis:
@@ -215,8 +220,8 @@ class DecoderModel(eqx.Module):
         rope = self._rope(positions, attention.max_seq_len or num_positions)
 
         def block(x: NamedArray, layer: DecoderLayer, window: Array | None) -> NamedArray:
-            x = x + layer.attention.dense(layer.input_norm(x), rope, window, attention)
-            return x + layer.mlp(layer.mlp_norm(x))
+            x = layer.attention.dense(x, layer.input_norm, rope, window, attention)
+            return layer.mlp(x, layer.mlp_norm)
 
         x = hax.fold(block, LAYERS)(self._embed(tokens), self.layers, self._windows())
         return self.logits(x)
@@ -239,9 +244,8 @@ class DecoderModel(eqx.Module):
         def block(index: Array, carry: tuple[NamedArray, KvPages]):
             x, kv = carry
             layer, window = self.layers.at(index, num_tokens), None if windows is None else windows[index]
-            attended, kv = layer.attention.paged(layer.input_norm(x), rope, kv, index, batch, window, attention)
-            x = x + attended
-            return x + layer.mlp(layer.mlp_norm(x)), kv
+            x, kv = layer.attention.paged(x, layer.input_norm, rope, kv, index, batch, window, attention)
+            return layer.mlp(x, layer.mlp_norm), kv
 
         return jax.lax.fori_loop(0, self.config.num_layers, block, (self._embed(batch.tokens), kv))
 
@@ -253,10 +257,10 @@ class DecoderModel(eqx.Module):
             num_rows: i32[], how many rows count; the others may give anything. None: all.
         Returns: f32[..., vocab].
         """
-        x, head = self.norm(hidden), self._head
+        head = self._head
         if isinstance(head, PanelLinear):
-            return dataclasses.replace(head, num_rows=num_rows).products(x, head)[0]
-        return contract(x, head, 1)
+            return apply(hidden, dataclasses.replace(head, num_rows=num_rows), norm=self.norm)[0]
+        return contract(self.norm(hidden), head, 1)
 
     def _embed(self, tokens: NamedArray) -> NamedArray:
         table, ids = self.embeddings, tokens.array
@@ -264,7 +268,7 @@ class DecoderModel(eqx.Module):
             rows = table.rows(ids.reshape(-1), self.dtype).reshape(*ids.shape, self.embed.size)
         else:
             rows = from_bits(table.array.at[ids].get(mode="fill", fill_value=0), self.dtype)
-        return NamedArray(rows, (*tokens.axes, self.embed))
+        return NamedArray(rows.astype(self.activation_dtype), (*tokens.axes, self.embed))
 
     def _rope(self, positions: NamedArray, rope_len: int) -> tuple[NamedArray, NamedArray]:
         return rotary_tables(self.config.rope, self.config.head_dim, positions, rope_len)

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <string_view>
 #include <type_traits>
 #include <vector>
@@ -38,14 +39,19 @@ struct AttentionArgs {
 constexpr int64_t ROWS = 6;           // rows that are computed together
 constexpr int64_t MANY_ROWS = 48;     // from here on 16-bit weights are widened once for all rows
 constexpr int64_t PREFETCHED = 2048;  // how far ahead, in bytes, weights are asked for
+constexpr int64_t PREPARED_ROWS = 8;
 constexpr int64_t PIECES = 8, MAX_PANELS = 8;  // pieces of work per thread that are enough; panels of one piece
 constexpr int KEYS = 32;             // positions of one turn of the streaming softmax
 constexpr int64_t QUERIES = 8;  // of one piece of work
 
 struct Kernels {
   int64_t panel;
-  void (*linear_f32)(const LinearArgs&, const float* w, int64_t outs, float* y, int64_t y_stride);
-  void (*linear_bf16)(const LinearArgs&, const BFloat16* w, int64_t outs, float* y, int64_t y_stride);
+  void (*normalize)(const float* x, const float* weight, int64_t size, float eps, float* to);
+  void (*gated)(const float* x, const float* gate, int64_t size, float* to);
+  void (*linear_f32)(const LinearArgs&, const float* w, int64_t outs, const float* residual, float* y,
+                     int64_t y_stride);
+  void (*linear_bf16)(const LinearArgs&, const BFloat16* w, int64_t outs, const float* residual, float* y,
+                      int64_t y_stride);
   void (*attend_f32)(const AttentionArgs&, int64_t row, int64_t first, int64_t count, int64_t head_begin,
                      int64_t head_end, float* scratch);
   void (*attend_bf16)(const AttentionArgs&, int64_t row, int64_t first, int64_t count, int64_t head_begin,
@@ -98,28 +104,96 @@ bool is_bf16(ffi::AnyBuffer buffer) {
   return buffer.element_type() == ffi::DataType::BF16 || buffer.element_type() == ffi::DataType::U16;
 }
 
+// Of a bf16 or f32 array.
+float float_at(const ffi::AnyBuffer& buffer, int64_t i) {
+  if (!is_bf16(buffer)) return static_cast<const float*>(buffer.untyped_data())[i];
+  const uint32_t word = static_cast<uint32_t>(static_cast<const uint16_t*>(buffer.untyped_data())[i]) << 16;
+  float value;
+  std::memcpy(&value, &word, sizeof value);
+  return value;
+}
+
+bool same_shape(ffi::Span<const int64_t> a, ffi::Span<const int64_t> b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end());
+}
+
 ffi::Error invalid(const char* message) { return ffi::Error::InvalidArgument(message); }
 
-// Arguments: x f32[rows, inputs]; used i32[], how many rows count; layer i32[]; then weights [layers, panels, size of a
-// panel]. Results: f32[rows, outputs] each.
+// One matrix of a call, and where its results go.
+struct Matrix {
+  const void* panels;
+  float* y;
+  int64_t outputs, first_panel;
+};
+
+// The rows of x as the products read them: an even number of inputs, normalized or gated where that is asked for.
+const float* prepared(const Kernels& kernels, int64_t threads, const LinearArgs& args, int64_t inputs,
+                      const float* norm, float eps, const float* gate) {
+  static thread_local std::vector<float> buffer;
+  const size_t size = args.rows * args.inputs;
+  if (buffer.size() < size) buffer.resize(size);
+  float* to = buffer.data();
+  Workers::shared().run(threads, (args.rows + PREPARED_ROWS - 1) / PREPARED_ROWS, [&](int64_t piece) {
+    const int64_t last = std::min(args.rows, (piece + 1) * PREPARED_ROWS);
+    for (int64_t row = piece * PREPARED_ROWS; row < last; ++row) {
+      const float* from = args.x + row * inputs;
+      float* own = to + row * args.inputs;
+      own[args.inputs - 1] = 0;  // the second input of the last pair, where there is none
+      if (norm != nullptr)
+        kernels.normalize(from, norm, inputs, eps, own);
+      else if (gate != nullptr)
+        kernels.gated(from, gate + row * inputs, inputs, own);
+      else
+        std::copy_n(from, inputs, own);
+    }
+  });
+  return to;
+}
+
+// Arguments: x f32[rows, inputs]; used i32[], how many rows count; layer i32[]; then, where the attributes say so, the
+// weight of a norm [layers, inputs], a gate f32[rows, inputs], a residual f32[rows, outputs] for a single result; then
+// weights [layers, panels, size of a panel]. Results: f32[rows, outputs] each.
 ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> used,
-                  ffi::Buffer<ffi::S32> layer, ffi::RemainingArgs weights, ffi::RemainingRets results,
-                  std::string_view isa) {
-  if (x.dimensions().size() != 2 || weights.size() != results.size()) return invalid("linear: shapes do not fit");
-  struct Matrix {
-    const void* panels;
-    float* y;
-    int64_t outputs, first_panel;
-  };
+                  ffi::Buffer<ffi::S32> layer, ffi::RemainingArgs rest, ffi::RemainingRets results,
+                  std::string_view isa, bool has_norm, bool has_gate, bool has_residual, float eps) {
+  const size_t extras = has_norm + has_gate + has_residual;
+  if (x.dimensions().size() != 2 || rest.size() != extras + results.size() || (has_residual && results.size() != 1))
+    return invalid("linear: shapes do not fit");
   const int64_t rows = std::clamp<int64_t>(*used.typed_data(), 0, x.dimensions()[0]);
   const int64_t inputs = x.dimensions()[1], index = *layer.typed_data();
   const Kernels& kernels = kernels_for(isa);
+
+  size_t next = 0;
+  std::vector<float> norm;
+  if (has_norm) {
+    const auto weight = rest.get<ffi::AnyBuffer>(next++);
+    if (!weight.has_value() || weight->dimensions().size() != 2 || weight->dimensions()[1] != inputs)
+      return invalid("linear: the norm does not fit");
+    if (index < 0 || index >= weight->dimensions()[0]) return invalid("linear: there is no such layer");
+    norm.resize(inputs);
+    for (int64_t i = 0; i < inputs; ++i) norm[i] = float_at(*weight, index * inputs + i);
+  }
+  const float* gate = nullptr;
+  if (has_gate) {
+    const auto buffer = rest.get<ffi::Buffer<ffi::F32>>(next++);
+    if (!buffer.has_value() || !same_shape(buffer->dimensions(), x.dimensions())) return invalid("linear: the gate does not fit");
+    gate = buffer->typed_data();
+  }
+  const float* residual = nullptr;
+  if (has_residual) {
+    const auto buffer = rest.get<ffi::Buffer<ffi::F32>>(next++);
+    auto result = results.get<ffi::Buffer<ffi::F32>>(0);
+    if (!buffer.has_value() || !result.has_value() || !same_shape(buffer->dimensions(), (*result)->dimensions()))
+      return invalid("linear: the residual does not fit");
+    residual = buffer->typed_data();
+  }
+
   const int64_t panel_size = (inputs + 1) / 2 * 2 * kernels.panel;
   std::vector<Matrix> matrices;
   int64_t panels = 0;
   bool bf16 = false;
-  for (size_t i = 0; i < weights.size(); ++i) {
-    const auto weight = weights.get<ffi::AnyBuffer>(i);
+  for (size_t i = 0; i < results.size(); ++i) {
+    const auto weight = rest.get<ffi::AnyBuffer>(next + i);
     auto result = results.get<ffi::Buffer<ffi::F32>>(i);
     if (!weight.has_value() || !result.has_value()) return invalid("linear: an argument is missing");
     const auto shape = weight->dimensions(), out = (*result)->dimensions();
@@ -131,19 +205,16 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
     if (is_bf16(*weight) != bf16) return invalid("linear: weights of one call have one type");
     if (!bf16 && weight->element_type() != ffi::DataType::F32) return invalid("linear: weights are neither bf16 nor f32");
     const int64_t offset = index * shape[1] * panel_size * (bf16 ? 2 : 4);
-    matrices.push_back({static_cast<const char*>(weight->untyped_data()) + offset, (*result)->typed_data(), out[1], panels});
-    std::fill((*result)->typed_data() + rows * out[1], (*result)->typed_data() + out[0] * out[1], 0.0f);
+    float* y = (*result)->typed_data();
+    matrices.push_back({static_cast<const char*>(weight->untyped_data()) + offset, y, out[1], panels});
+    std::fill(y + rows * out[1], y + out[0] * out[1], 0.0f);
     panels += shape[1];
   }
 
   LinearArgs args{x.typed_data(), rows, (inputs + 1) / 2 * 2, inputs};
-  if (inputs % 2 != 0) {  // a zero after each row stands for the second input of the last pair
-    static thread_local std::vector<float> padded;
+  if (rows > 0 && (has_norm || has_gate || inputs % 2 != 0)) {
+    args.x = prepared(kernels, threads.num_threads(), args, inputs, has_norm ? norm.data() : nullptr, eps, gate);
     args.x_stride = args.inputs;
-    padded.assign(rows * args.inputs, 0.0f);
-    for (int64_t row = 0; row < rows; ++row)
-      std::copy(args.x + row * inputs, args.x + (row + 1) * inputs, padded.data() + row * args.inputs);
-    args.x = padded.data();
   }
   // Few panels at a time where there are many, so that the threads seldom meet at the counter.
   const int64_t together = std::clamp<int64_t>(panels / (threads.num_threads() * PIECES), 1, MAX_PANELS);
@@ -154,11 +225,12 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
       const Matrix& matrix = matrices[m];
       const int64_t place = panel - matrix.first_panel, first = place * kernels.panel;
       const int64_t outs = std::min(kernels.panel, matrix.outputs - first), offset = place * panel_size;
+      const float* added = residual == nullptr ? nullptr : residual + first;
       if (bf16)
-        kernels.linear_bf16(args, static_cast<const BFloat16*>(matrix.panels) + offset, outs, matrix.y + first,
-                            matrix.outputs);
+        kernels.linear_bf16(args, static_cast<const BFloat16*>(matrix.panels) + offset, outs, added,
+                            matrix.y + first, matrix.outputs);
       else
-        kernels.linear_f32(args, static_cast<const float*>(matrix.panels) + offset, outs, matrix.y + first,
+        kernels.linear_f32(args, static_cast<const float*>(matrix.panels) + offset, outs, added, matrix.y + first,
                            matrix.outputs);
     }
   });
@@ -254,7 +326,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_linear, levanter_infer::linear,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .RemainingArgs()
                                   .RemainingRets()
-                                  .Attr<std::string_view>("isa"));
+                                  .Attr<std::string_view>("isa")
+                                  .Attr<bool>("has_norm")
+                                  .Attr<bool>("has_gate")
+                                  .Attr<bool>("has_residual")
+                                  .Attr<float>("eps"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_attention, levanter_infer::attention,
                               ffi::Ffi::Bind()
