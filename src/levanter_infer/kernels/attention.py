@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
+from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.cpu import cpu_attention
 from levanter_infer.kernels.rpa_reference import reference_attention
 from levanter_infer.kernels.rpa_xla import xla_attention
@@ -98,9 +99,9 @@ def ragged_paged_attention(
         score_mod=score_mod,
         mask_mod=mask_mod,
     )
-    result = _RUN[impl](
-        q,
-        kv_pages,
+    call = AttentionCall(
+        q=q,
+        kv_pages=kv_pages,
         layer=_scalar("layer", layer),
         page_indices=page_indices,
         seq_lens=seq_lens,
@@ -110,6 +111,7 @@ def ragged_paged_attention(
         rules=rules,
         sinks=None if sinks is None else sinks.astype(f32),
     )
+    result = _RUN[impl](call)
     if impl == "reference":
         return result if return_attn else result[0]
     return result
