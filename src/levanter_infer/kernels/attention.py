@@ -1,5 +1,6 @@
 """The attention entry: checks the arguments and chooses the implementation."""
 
+import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -8,12 +9,13 @@ from jax.typing import ArrayLike, DTypeLike
 
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.cpu import cpu_attention
+from levanter_infer.kernels.rpa_gpu import gpu_attention
 from levanter_infer.kernels.rpa_reference import reference_attention
 from levanter_infer.kernels.rpa_xla import xla_attention
 from levanter_infer.kernels.rules import ScoreRules
 
-IMPLEMENTATIONS = ("reference", "xla", "cpu")
-_PLANNED = ("gpu", "tpu")
+IMPLEMENTATIONS = ("reference", "xla", "cpu", "gpu", "gpu_interpret")
+_PLANNED = ("tpu",)
 
 
 def ragged_paged_attention(
@@ -68,7 +70,8 @@ def ragged_paged_attention(
             effect.
         mask_mod: `mask_mod(q_pos, kv_pos, head) -> bool`, true = seen, on top of causality and window.
         impl: `reference` (dense; the oracle), `xla` (streaming softmax), `cpu` (C++, on a CPU only, without
-            `score_mod` and `mask_mod`, see `kernels.cpu`) or `auto` (`xla`, which runs everywhere).
+            `score_mod` and `mask_mod`, see `kernels.cpu`), `gpu` (Pallas, on an NVIDIA GPU only), `gpu_interpret` (the
+            same in Pallas' interpreter, for tests) or `auto` (`xla`, which runs everywhere).
         return_attn: also return the attention weights, f32[T, Hq, max_pages * page_size]; `reference` only.
 
     Returns: [T, Hq, D] in q's dtype, accumulated in f32; padding tokens give zeros.
@@ -117,7 +120,13 @@ def ragged_paged_attention(
     return result
 
 
-_RUN = {"reference": reference_attention, "xla": xla_attention, "cpu": cpu_attention}
+_RUN = {
+    "reference": reference_attention,
+    "xla": xla_attention,
+    "cpu": cpu_attention,
+    "gpu": gpu_attention,
+    "gpu_interpret": functools.partial(gpu_attention, interpret=True),
+}
 
 
 def _resolve(impl: str) -> str:

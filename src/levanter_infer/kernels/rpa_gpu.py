@@ -1,8 +1,8 @@
 """The `gpu` implementation: Pallas on Triton, for NVIDIA GPUs of compute capability 8.0 and above.
 
-The packed tokens are cut into blocks of queries of one row, as in `rpa_xla`, and a program computes one block for one kv
-head: the query heads of the kv head and the queries of the block are the rows of one tile, at least 16 of them as the
-tensor cores want. Blocks go in two lanes. In the chunk lane a program reads all keys that its queries see. In the
+The packed tokens are cut into blocks of queries of one row, as in `rpa_xla`, and a program computes one block for one
+kv head: the query heads of the kv head and the queries of the block are the rows of one tile, at least 16 of them as
+the tensor cores want. Blocks go in two lanes. In the chunk lane a program reads all keys that its queries see. In the
 decode lane a sequence has one query, so that few programs would read long histories; they are cut into splits, whose
 maxima, sums and outputs a second kernel combines. Where they are cut depends on the sequence's own length alone, and
 with it the bits of a row.
@@ -27,6 +27,9 @@ from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _LOG2_E = math.log2(math.e)
 
+MIN_CAPABILITY = 8.0
+"""Compute capability of the oldest GPUs whose tensor cores take bfloat16."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
@@ -45,7 +48,7 @@ class Tile:
     """Turns of a split, at least."""
 
 
-_SPLITS, _MIN_SPLIT_TOKENS = 32, 256
+MAX_SPLITS, MIN_SPLIT_TOKENS = 32, 256
 """A history of 8192 tokens or more occupies 32 programs per kv head; a shorter one fewer, as splits cost the second
 kernel's reads."""
 _TURN_BYTES = 32 * 1024
@@ -63,16 +66,21 @@ def lanes(*, heads_per_kv_head: int, head_dim: int, itemsize: int, max_tokens: i
     dim = _side(head_dim)
     keys = max(16, min(64, _TURN_BYTES // (2 * dim * itemsize)))
     warps = 8 if dim > 128 else 4
-    splits = min(_SPLITS, _power_of_two(-(-max_tokens // _MIN_SPLIT_TOKENS)))
+    splits = min(MAX_SPLITS, _power_of_two(-(-max_tokens // MIN_SPLIT_TOKENS)))
     decode = Tile(
         rows=min(64, _side(heads_per_kv_head)),
         keys=keys,
         warps=warps,
         stages=3,
         splits=splits,
-        min_turns=_MIN_SPLIT_TOKENS // keys,
+        min_turns=MIN_SPLIT_TOKENS // keys,
     )
     return decode, Tile(rows=64, keys=keys, warps=warps, stages=3)
+
+
+def supports_dtype(dtype) -> bool:
+    """Whether pages of this dtype can be read."""
+    return jnp.dtype(dtype) in _DTYPES
 
 
 def gpu_attention(call: AttentionCall, *, interpret: bool = False) -> Array:
@@ -82,7 +90,7 @@ def gpu_attention(call: AttentionCall, *, interpret: bool = False) -> Array:
         interpret: run by Pallas' interpreter, on any platform, slowly; for tests.
     Raises: ValueError for pages of a dtype that the tensor cores do not take.
     """
-    if call.kv_dtype not in _DTYPES:
+    if not supports_dtype(call.kv_dtype):
         raise ValueError(f'impl="gpu" reads pages of float32, bfloat16 or float16, not {call.kv_dtype}; use "xla"')
     decode, chunk = lanes(
         heads_per_kv_head=call.heads_per_kv_head,
@@ -183,9 +191,7 @@ def _attend(_, refs: dict, *out_refs, call: AttentionCall, tile: Tile) -> None:
             high, total, acc = carry
             kv_pos = lo + index * tile.keys + jnp.arange(tile.keys, dtype=jnp.int32)
             reached = (kv_pos >= start) & (kv_pos < end)
-            page = plt.load(
-                refs["pages"].at[row, kv_pos // call.page_size], mask=reached, other=jnp.int32(num_pages)
-            )
+            page = plt.load(refs["pages"].at[row, kv_pos // call.page_size], mask=reached, other=jnp.int32(num_pages))
             stored = page < num_pages
             seen = rules.seen(q_pos[:, None], kv_pos[None, :], head[:, None]) & (live[:, None] & stored[None, :])
             if rules.mask_mod is not None:
