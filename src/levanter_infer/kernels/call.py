@@ -1,4 +1,4 @@
-"""One attention call: what every implementation receives, and its tokens cut into blocks."""
+"""One attention call: what every implementation receives."""
 
 from dataclasses import dataclass
 
@@ -48,36 +48,3 @@ class AttentionCall:
         """i32[R], tokens of each row; 0 for rows that are not in use."""
         used = jnp.arange(self.num_rows, dtype=jnp.int32) < self.num_seqs
         return jnp.where(used, self.cu_q_lens[1:] - self.cu_q_lens[:-1], 0)
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Queries of one row that are computed together, i32[max_blocks] each."""
-
-    row: Array
-    first_token: Array
-    num_tokens: Array
-    first_pos: Array
-    """Position of the first query in its sequence."""
-    count: Array
-    """i32[]: blocks that exist; the others have no tokens."""
-
-
-def cut(q_lens: Array, seq_lens: Array, cu_q_lens: Array, block_q: int, max_blocks: int) -> Blocks:
-    """Cut every row's tokens into blocks, in order."""
-    per_row = (q_lens + (block_q - 1)) // block_q
-    ends = jnp.cumsum(per_row, dtype=jnp.int32)
-    block = jnp.arange(max_blocks, dtype=jnp.int32)
-    row = jnp.searchsorted(ends, block, side="right").astype(jnp.int32)
-
-    def of_row(values):
-        return values.at[row].get(mode="fill", fill_value=0)
-
-    skipped = (block - of_row(ends - per_row)) * block_q
-    return Blocks(
-        row=row,
-        first_token=of_row(cu_q_lens[:-1]) + skipped,
-        num_tokens=jnp.clip(of_row(q_lens) - skipped, 0, block_q),
-        first_pos=of_row(seq_lens - q_lens) + skipped,
-        count=ends[-1],
-    )

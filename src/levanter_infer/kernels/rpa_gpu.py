@@ -7,8 +7,8 @@ decode lane a sequence has one query, so that few programs would read long histo
 maxima, sums and outputs a second kernel combines. Where they are cut depends on the sequence's own length alone, and
 with it the bits of a row.
 
-Nothing depends on the number of live blocks but the programs that have work: a grid holds the worst division of the
-tokens into rows, and programs beyond the live ones end at once.
+A program finds its block itself, from the bounds of the rows: what is computed before a kernel would be ten launches a
+layer. A grid holds the worst division of the tokens into rows, and programs without work end at once.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from levanter_infer.kernels.call import AttentionCall, Blocks, cut
+from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -42,6 +42,8 @@ class Tile:
     warps: int
     stages: int
     """Turns whose keys and values are on their way at once."""
+    decodes: bool
+    """Whether this is the lane of rows with one query; else of those with more."""
     splits: int = 1
     """Parts that a history is cut into, at most; a power of two."""
     min_turns: int = 1
@@ -72,10 +74,11 @@ def lanes(*, heads_per_kv_head: int, head_dim: int, itemsize: int, max_tokens: i
         keys=keys,
         warps=warps,
         stages=3,
+        decodes=True,
         splits=splits,
         min_turns=MIN_SPLIT_TOKENS // keys,
     )
-    return decode, Tile(rows=64, keys=keys, warps=warps, stages=3)
+    return decode, Tile(rows=64, keys=keys, warps=warps, stages=3, decodes=False)
 
 
 def supports_dtype(dtype) -> bool:
@@ -98,33 +101,30 @@ def gpu_attention(call: AttentionCall, *, interpret: bool = False) -> Array:
         itemsize=_operand_dtype(call).itemsize,
         max_tokens=call.page_indices.shape[1] * call.page_size,
     )
-    q_lens, out = call.q_lens, jnp.zeros_like(call.q)
-
-    def blocks(member: Array, block_q: int, max_blocks: int) -> Blocks:
-        return cut(jnp.where(member, q_lens, 0), call.seq_lens, call.cu_q_lens, block_q, max_blocks)
-
+    out = jnp.zeros_like(call.q)
     if call.num_tokens > 1:
-        block_q = max(1, chunk.rows // call.heads_per_kv_head)
-        chunks = min(call.num_rows, call.num_tokens // 2)
-        max_blocks = chunks + (call.num_tokens - chunks) // block_q
-        out = _run(call, chunk, blocks(q_lens > 1, block_q, max_blocks), out, interpret)
-    return _run(call, decode, blocks(q_lens == 1, 1, call.num_rows), out, interpret)
+        out = _run(call, chunk, out, interpret)
+    return _run(call, decode, out, interpret)
 
 
-def _run(call: AttentionCall, tile: Tile, blocks: Blocks, out: Array, interpret: bool) -> Array:
+def _run(call: AttentionCall, tile: Tile, out: Array, interpret: bool) -> Array:
     """Fill in the output of a lane's tokens."""
-    num_blocks, num_heads, head_dim = blocks.row.shape[0], *out.shape[1:]
-    rules, f32 = call.rules, jnp.float32
+    num_heads, head_dim = out.shape[1:]
+    num_blocks = call.num_rows if tile.decodes else call.num_rows + call.num_tokens // _block_q(call, tile)
     head_blocks = -(-call.heads_per_kv_head // tile.rows)
-    work = jnp.stack([blocks.row, blocks.first_token, blocks.num_tokens, blocks.first_pos], axis=1)
-    window = None if rules.sliding_window is None else rules.sliding_window.reshape(1)
+    rules, f32 = call.rules, jnp.float32
+    bounds = dict(
+        cu_q_lens=call.cu_q_lens,
+        seq_lens=call.seq_lens,
+        num_seqs=call.num_seqs.reshape(1),
+        window=None if rules.sliding_window is None else rules.sliding_window.reshape(1),
+    )
     inputs = dict(
+        bounds,
         q=call.q,
         kv=call.kv_pages,
         layer=call.layer.reshape(1),
         pages=call.page_indices,
-        work=work,
-        window=window,
         slopes=rules.alibi_slopes,
         sinks=call.sinks,
     )
@@ -151,7 +151,7 @@ def _run(call: AttentionCall, tile: Tile, blocks: Blocks, out: Array, interpret:
         interpret=interpret,
         name="combine_splits",
     )
-    return combine(out, *parts, dict(work=work, window=window, sinks=call.sinks))
+    return combine(out, *parts, dict(bounds, sinks=call.sinks))
 
 
 def _attend(_, refs: dict, *out_refs, call: AttentionCall, tile: Tile) -> None:
@@ -163,9 +163,10 @@ def _attend(_, refs: dict, *out_refs, call: AttentionCall, tile: Tile) -> None:
     head_blocks = -(-per_kv_head // tile.rows)
     kv_head, head_block = pl.program_id(0) // head_blocks, pl.program_id(0) % head_blocks
 
-    @pl.when(refs["work"][block, 2] > 0)
+    row, first_token, num_queries, first_pos = _block(call, tile, refs, block)
+
+    @pl.when(num_queries > 0)
     def live_block():
-        row, first_token, num_queries, first_pos = (refs["work"][block, i] for i in range(4))
         layer = refs["layer"][0]
         rules = _rules(call, refs)
         start, end, lo, turns, per_split = _cut_history(rules, tile, first_pos, num_queries)
@@ -246,9 +247,10 @@ def _combine(_, acc_ref, high_ref, total_ref, refs: dict, out_ref, *, call: Atte
     head, block = pl.program_id(0), pl.program_id(1)
     head_dim, f32 = call.q.shape[2], jnp.float32
 
-    @pl.when(refs["work"][block, 2] > 0)
+    _, token, num_queries, first_pos = _block(call, tile, refs, block)
+
+    @pl.when(num_queries > 0)
     def live_block():
-        token, num_queries, first_pos = (refs["work"][block, i] for i in (1, 2, 3))
         *_, turns, per_split = _cut_history(_rules(call, refs), tile, first_pos, num_queries)
         split = jnp.arange(tile.splits, dtype=jnp.int32)
         dim = jnp.arange(_side(head_dim), dtype=jnp.int32)
@@ -265,6 +267,35 @@ def _combine(_, acc_ref, high_ref, total_ref, refs: dict, out_ref, *, call: Atte
         parts = _load(acc_ref.at[block, split[:, None], head, dim[None, :]], exists)
         result = jnp.sum(parts * shrink[:, None], axis=0) / jnp.where(total == 0, f32(1), total)
         plt.store(out_ref.at[token, head, dim], result.astype(out_ref.dtype), mask=dim < head_dim)
+
+
+def _block_q(call: AttentionCall, tile: Tile) -> int:
+    """Queries of a block."""
+    return 1 if tile.decodes else max(1, tile.rows // call.heads_per_kv_head)
+
+
+def _block(call: AttentionCall, tile: Tile, refs: dict, block: Array) -> tuple[Array, Array, Array, Array]:
+    """Row, first token, queries and position of the first query of a block, i32[] each; 0 queries if there is none.
+
+    A decode block is a row. Among the blocks of chunks, row s begins with number cu_q_lens[s] // block_q + s: that
+    leaves each row enough of them, whatever the rows before it are, and some that have no work.
+    """
+    block_q = _block_q(call, tile)
+    if tile.decodes:
+        row, skipped = block, jnp.int32(0)
+    else:
+        rows = jnp.arange(_power_of_two(call.num_rows), dtype=jnp.int32)
+        in_use = rows < refs["num_seqs"][0]
+        begins = plt.load(refs["cu_q_lens"].at[rows], mask=in_use, other=jnp.int32(0)) // block_q + rows
+        row = jnp.sum((in_use & (begins <= block)).astype(jnp.int32)) - 1
+        row = jnp.maximum(row, 0)
+        skipped = (block - refs["cu_q_lens"][row] // block_q - row) * block_q
+    first, end = refs["cu_q_lens"][row], refs["cu_q_lens"][row + 1]
+    q_len = end - first
+    belongs = (q_len == 1) if tile.decodes else (q_len > 1)
+    belongs = belongs & (row < refs["num_seqs"][0])
+    num_queries = jnp.where(belongs, jnp.clip(q_len - skipped, 0, block_q), 0)
+    return row, first + skipped, num_queries, refs["seq_lens"][row] - q_len + skipped
 
 
 def _cut_history(rules, tile: Tile, first_pos: Array, num_queries: Array):

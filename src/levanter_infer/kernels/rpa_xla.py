@@ -1,6 +1,6 @@
 """The `xla` implementation: streaming softmax over page groups, a few blocks of queries at a time.
 
-The packed tokens are cut into blocks of at most `block_q` queries of one row. Blocks go in two lanes, so that decode
+The packed tokens are cut into blocks of at most `block_q` queries of one row. _Blocks go in two lanes, so that decode
 tokens do not pay for the width of chunks: rows with one token, and rows with more. A lane runs a tile of blocks at a
 time; within the tile one loop over groups of pages keeps the running maximum, sum and output of every query. Only the
 blocks that exist and the groups that a tile's queries see are visited, so the work follows the live contexts.
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.kernels.call import AttentionCall, Blocks, cut
+from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN, decode_bits
 
 
@@ -26,7 +26,7 @@ class Lane:
     block_q: int
     """Queries of a block."""
     tile: int
-    """Blocks that run together."""
+    """_Blocks that run together."""
 
 
 _GROUP_TOKENS = 128
@@ -53,6 +53,19 @@ def lanes(num_tokens: int, num_rows: int, kv_heads: int, heads_per_kv_head: int,
     return lane(decode_queries, max(num_rows // 4, 2)), lane(_CHUNK_QUERIES, max(num_tokens // 32, 1))
 
 
+@dataclass(frozen=True)
+class _Blocks:
+    """Queries of one row that are computed together, i32[max_blocks] each."""
+
+    row: Array
+    first_token: Array
+    num_tokens: Array
+    first_pos: Array
+    """Position of the first query in its sequence."""
+    count: Array
+    """i32[]: blocks that exist; the others have no tokens."""
+
+
 def xla_attention(call: AttentionCall) -> Array:
     """`ragged_paged_attention` in jnp."""
     num_tokens, num_rows, q_lens = call.num_tokens, call.num_rows, call.q_lens
@@ -65,9 +78,29 @@ def xla_attention(call: AttentionCall) -> Array:
         chunks = min(num_rows, num_tokens // 2)
         passes.append((chunk, q_lens > 1, chunks + (num_tokens - chunks) // chunk.block_q))
     for lane, member, max_blocks in passes:
-        blocks = cut(jnp.where(member, q_lens, 0), call.seq_lens, call.cu_q_lens, lane.block_q, max_blocks)
+        blocks = _cut(jnp.where(member, q_lens, 0), call.seq_lens, call.cu_q_lens, lane.block_q, max_blocks)
         out = tiles.run_lane(out, blocks, lane)
     return out
+
+
+def _cut(q_lens: Array, seq_lens: Array, cu_q_lens: Array, block_q: int, max_blocks: int) -> _Blocks:
+    """Cut every row's tokens into blocks, in order."""
+    per_row = (q_lens + (block_q - 1)) // block_q
+    ends = jnp.cumsum(per_row, dtype=jnp.int32)
+    block = jnp.arange(max_blocks, dtype=jnp.int32)
+    row = jnp.searchsorted(ends, block, side="right").astype(jnp.int32)
+
+    def of_row(values):
+        return values.at[row].get(mode="fill", fill_value=0)
+
+    skipped = (block - of_row(ends - per_row)) * block_q
+    return _Blocks(
+        row=row,
+        first_token=of_row(cu_q_lens[:-1]) + skipped,
+        num_tokens=jnp.clip(of_row(q_lens) - skipped, 0, block_q),
+        first_pos=of_row(seq_lens - q_lens) + skipped,
+        count=ends[-1],
+    )
 
 
 @dataclass(frozen=True)
@@ -78,7 +111,7 @@ class _Tiles:
     group_pages: int
     """Pages of one turn of the streaming softmax."""
 
-    def run_lane(self, out: Array, blocks: Blocks, lane: Lane) -> Array:
+    def run_lane(self, out: Array, blocks: _Blocks, lane: Lane) -> Array:
         """Fill in the output of a lane's tokens."""
         call = self.call
         num_tokens = call.num_tokens
