@@ -8,6 +8,13 @@ import numpy as np
 
 LAYERS, LAYER = 3, 1
 
+RUNS_HERE = (
+    ("reference", "xla", "gpu") if jax.default_backend() == "gpu" else ("reference", "xla", "cpu", "gpu_interpret")
+)
+"""Implementations of attention that can be tried on this machine."""
+CALLS_MODS = tuple(impl for impl in RUNS_HERE if impl != "cpu")
+"""Those that take `score_mod` and `mask_mod`."""
+
 
 @dataclass(frozen=True)
 class Sizes:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from levanter_infer.kernels import cpu
+from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import ScoreRules
 from tests.kernels.ragged import Sizes, dense_attention, make_ragged
 from tests.tiny_models import tiny_model
@@ -154,7 +155,7 @@ def test_attention_equals_dense_in_every_instruction_set(isa, head_dim):
     sizes = Sizes(6, 2, head_dim, 16, dtype="bfloat16", stored="uint16")
     batch = make_ragged(sizes, [(1, 140), (30, 170), (4, 4)])
     rules = ScoreRules(scale=0.3)
-    out = cpu.cpu_attention(**batch.arrays, kv_dtype=jnp.dtype("bfloat16"), rules=rules, sinks=None, isa_name=isa)
+    out = cpu.cpu_attention(AttentionCall(**batch.arrays, kv_dtype=jnp.dtype("bfloat16"), rules=rules), isa_name=isa)
     np.testing.assert_allclose(out, dense_attention(batch, scale=0.3), atol=1e-5, rtol=1e-5)
 
 
@@ -174,7 +175,7 @@ def test_a_query_has_the_same_bits_decoded_and_in_any_chunk():
             "seq_lens": batch.arrays["seq_lens"].at[0].set(length - 30 + first + count),
             "cu_q_lens": batch.arrays["cu_q_lens"].at[1:].set(count),
         }
-        return cpu.cpu_attention(**arrays, kv_dtype=jnp.dtype("bfloat16"), rules=rules, sinks=None)[:count]
+        return cpu.cpu_attention(AttentionCall(**arrays, kv_dtype=jnp.dtype("bfloat16"), rules=rules))[:count]
 
     whole = run(0, 30)
     for first, count in ((0, 1), (29, 1), (4, 3), (5, 8), (3, 25)):
@@ -186,9 +187,9 @@ def test_what_the_attention_kernel_cannot_do_is_refused():
     batch = make_ragged(Sizes(2, 1, 16, 4, max_pages=40), [(1, 9)])
     with pytest.raises(ValueError, match="score_mod"):
         rules = ScoreRules(scale=1.0, score_mod=lambda score, *_: score)
-        cpu.cpu_attention(**batch.arrays, kv_dtype=jnp.dtype("float32"), rules=rules, sinks=None)
+        cpu.cpu_attention(AttentionCall(**batch.arrays, kv_dtype=jnp.dtype("float32"), rules=rules))
     with pytest.raises(ValueError, match="not float16"):
-        cpu.cpu_attention(**batch.arrays, kv_dtype=jnp.dtype("float16"), rules=ScoreRules(scale=1.0), sinks=None)
+        cpu.cpu_attention(AttentionCall(**batch.arrays, kv_dtype=jnp.dtype("float16"), rules=ScoreRules(scale=1.0)))
 
 
 @built
@@ -196,7 +197,7 @@ def test_nan_in_a_query_gives_nan_there_and_nowhere_else():
     batch = make_ragged(Sizes(2, 1, 16, 4, max_pages=40), [(1, 9), (1, 40)])
     q = batch.arrays["q"].at[1, 0, 0].set(jnp.nan)
     arrays = {**batch.arrays, "q": q}
-    out = cpu.cpu_attention(**arrays, kv_dtype=jnp.dtype("float32"), rules=ScoreRules(scale=0.3), sinks=None)
+    out = cpu.cpu_attention(AttentionCall(**arrays, kv_dtype=jnp.dtype("float32"), rules=ScoreRules(scale=0.3)))
     assert np.isnan(out[1, 0]).all() and np.isfinite(out[0]).all() and np.isfinite(out[1, 1]).all()
 
 
@@ -211,7 +212,7 @@ def test_a_window_of_nothing_gives_zeros_whatever_the_values_hold():
     batch = make_ragged(Sizes(2, 1, 16, 4, max_pages=40), [(8, 8)])
     arrays = {**batch.arrays, "kv_pages": jnp.full_like(batch.arrays["kv_pages"], jnp.nan)}
     rules = ScoreRules(scale=0.3, sliding_window=jnp.int32(0))
-    out = cpu.cpu_attention(**arrays, kv_dtype=jnp.dtype("float32"), rules=rules, sinks=None)
+    out = cpu.cpu_attention(AttentionCall(**arrays, kv_dtype=jnp.dtype("float32"), rules=rules))
     assert not np.asarray(out).any()
 
 
@@ -222,7 +223,7 @@ def test_bounds_that_do_not_ascend_from_0_are_refused(bounds):
     arrays = {**batch.arrays, "cu_q_lens": jnp.asarray(bounds, jnp.int32)}
     with pytest.raises(Exception, match="does not ascend"):
         rules = ScoreRules(scale=0.3)
-        jax.block_until_ready(cpu.cpu_attention(**arrays, kv_dtype=jnp.dtype("float32"), rules=rules, sinks=None))
+        jax.block_until_ready(cpu.cpu_attention(AttentionCall(**arrays, kv_dtype=jnp.dtype("float32"), rules=rules)))
 
 
 @built

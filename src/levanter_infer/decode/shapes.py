@@ -27,6 +27,10 @@ class Shapes:
     upload_tokens: int
     """Prompt tokens that one `Admission` can carry."""
     limits: SamplingLimits
+    sampled_rows: int | None = MIN_ROWS
+    """Rows that are sampled together; None: all. Few suit a CPU: sampling is compiled once, for a shape that suits one
+    sequence and, a few rows after another, any number; what a row gets is the same in any company because the shape
+    is. Where a loop costs more than its rows (a GPU asks its host whether to go on), all are better."""
 
     def __post_init__(self):
         if self.max_step_tokens < self.max_seqs:

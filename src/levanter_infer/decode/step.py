@@ -15,13 +15,9 @@ from levanter_infer.decode.packing import StepPlan, choose_tokens, pack, start_w
 from levanter_infer.decode.paging import fork_when_ready, free_pages_for_finished, preempt, take_pages
 from levanter_infer.decode.sampling import SampleOutput, sample, stop_match
 from levanter_infer.decode.sequence_table import ERROR, LENGTH, STOP, by_arrival
-from levanter_infer.decode.shapes import MIN_ROWS, Shapes
+from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState, GenState
 from levanter_infer.layers.attention import AttentionSpec
-
-SAMPLED_ROWS = MIN_ROWS
-"""Rows that are sampled together. Few, so that sampling is compiled once, for a shape that suits one sequence and, a
-few rows after another, any number; what a row gets is the same in any company because the shape is."""
 
 
 def step(model, state: GenState, ring: OutputRing, shapes: Shapes, attention: AttentionSpec):
@@ -82,17 +78,12 @@ def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes
     """
     logits = head(model, hidden, plan, shapes)
     table = state.sequences
+    count = shapes.sampled_rows
 
-    def part(array: Array, first: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(array, first, SAMPLED_ROWS)
-
-    def body(carry):
-        # A slice that would pass the end starts earlier, and some rows are sampled again, with the same result.
-        first, sampled = carry
-        slots = part(plan.slot_ids, first)
+    def result_of(logits: Array, slots: Array) -> SampleOutput:
         lens = table.seq_lens.array.at[slots].get(mode="fill", fill_value=0)
-        result = sample(
-            part(logits, first),
+        return sample(
+            logits,
             state.sampling.rows(slots),
             positions=lens,
             tokens=table.tokens.array,
@@ -101,10 +92,18 @@ def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes
             seq_lens=lens,
             max_top=shapes.limits.max_logprobs,
         )
+
+    if count is None:
+        return result_of(logits, plan.slot_ids)
+
+    def body(carry):
+        # A slice that would pass the end starts earlier, and some rows are sampled again, with the same result.
+        first, sampled = carry
+        part = (jax.lax.dynamic_slice_in_dim(array, first, count) for array in (logits, plan.slot_ids))
         sampled = jax.tree.map(
-            lambda rows, new: jax.lax.dynamic_update_slice_in_dim(rows, new, first, 0), sampled, result
+            lambda rows, new: jax.lax.dynamic_update_slice_in_dim(rows, new, first, 0), sampled, result_of(*part)
         )
-        return first + SAMPLED_ROWS, sampled
+        return first + count, sampled
 
     return jax.lax.while_loop(lambda carry: carry[0] < plan.num_rows, body, (jnp.int32(0), empty_sample(shapes)))[1]
 

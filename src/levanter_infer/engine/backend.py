@@ -1,49 +1,62 @@
 """`Backend`: which implementations suit the device that the engine runs on."""
 
 import dataclasses
+import logging
 
 import jax
 
+from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.config import EngineConfig, kv_dtype
-from levanter_infer.kernels import cpu
+from levanter_infer.kernels import cpu, rpa_gpu
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
     """What `auto` stands for on this machine."""
 
-    on_cpu: bool
+    platform: str
+    """cpu, gpu or tpu."""
     products: str
     """Of weights and activations: xla or cpu."""
     attention: str
-    """xla, reference or cpu."""
+    """xla, reference, cpu or gpu."""
 
     @staticmethod
     def choose(config: EngineConfig, model, *, has_mods: bool) -> "Backend":
-        """The kernels written for CPUs where they can do the work, and XLA's own code otherwise.
+        """The kernels written for the platform where they can do the work, and XLA's own code otherwise.
 
         Args:
-            has_mods: whether there is a `score_mod` or a `mask_mod`, which only XLA can call.
+            has_mods: whether there is a `score_mod` or a `mask_mod`, which the kernels for CPUs cannot call.
         Raises: ValueError if the configuration asks for something that this machine or this model does not allow.
         """
-        on_cpu = jax.default_backend() == "cpu"
-        attention_misfit = _misfit(on_cpu, kv_dtype(config, model), "pages")
-        if attention_misfit is None and has_mods:
-            attention_misfit = "score_mod and mask_mod run in XLA only"
+        pages = kv_dtype(config, model)
+        cpu_attention = _cpu_misfit(pages, "pages")
+        if cpu_attention is None and has_mods:
+            cpu_attention = "score_mod and mask_mod run in XLA only"
         return Backend(
-            on_cpu=on_cpu,
-            products=_resolve("products", config.products, _misfit(on_cpu, model.dtype, "weights")),
-            attention=_resolve("attention", config.attention, attention_misfit),
+            platform=jax.default_backend(),
+            products=_resolve("products", config.products, {"cpu": _cpu_misfit(model.dtype, "weights")}),
+            attention=_resolve("attention", config.attention, {"cpu": cpu_attention, "gpu": _gpu_misfit(pages)}),
         )
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.platform == "cpu"
 
     def prepare(self, model, *, donate: bool = False):
         """The model in the form that the device reads fastest. `donate`: its arrays may be deleted for it."""
         return model.for_cpu(self.products, donate=donate) if self.on_cpu else model
 
+    def adapt(self, shapes: Shapes) -> Shapes:
+        """The sizes as the device runs them fastest."""
+        return dataclasses.replace(shapes, sampled_rows=None) if self.platform == "gpu" else shapes
 
-def _misfit(on_cpu: bool, dtype, what: str) -> str | None:
+
+def _cpu_misfit(dtype, what: str) -> str | None:
     """Why the CPU kernels cannot be used, if so."""
-    if not on_cpu:
+    if jax.default_backend() != "cpu":
         return f"this engine runs on {jax.default_backend()}"
     if not cpu.available():
         return "the kernels were not built, or cannot be loaded; install a C++17 compiler and then the package again"
@@ -52,9 +65,25 @@ def _misfit(on_cpu: bool, dtype, what: str) -> str | None:
     return None
 
 
-def _resolve(key: str, wanted: str, misfit: str | None) -> str:
+def _gpu_misfit(dtype) -> str | None:
+    """Why the attention kernel for GPUs cannot be used, if so."""
+    if jax.default_backend() != "gpu":
+        return f"this engine runs on {jax.default_backend()}"
+    capability = jax.devices()[0].compute_capability
+    if not capability.replace(".", "").isdigit() or float(capability) < rpa_gpu.MIN_CAPABILITY:
+        return f"the device is {capability}; the kernel needs NVIDIA's compute capability {rpa_gpu.MIN_CAPABILITY}"
+    if not rpa_gpu.supports_dtype(dtype):
+        return f"pages are {dtype}; the kernel reads float32, bfloat16 and float16"
+    return None
+
+
+def _resolve(key: str, wanted: str, misfits: dict[str, str | None]) -> str:
+    """What `wanted` means, given why each kernel of our own cannot be used."""
     if wanted == "auto":
-        return "cpu" if misfit is None else "xla"
-    if wanted == "cpu" and misfit is not None:
-        raise ValueError(f'engine.{key}="cpu" is not possible: {misfit}')
+        chosen = next((name for name, misfit in misfits.items() if misfit is None), "xla")
+        reasons = "; ".join(f"not {name}: {misfit}" for name, misfit in misfits.items() if misfit is not None)
+        logger.info("engine.%s=auto is %s%s", key, chosen, reasons and f" ({reasons})")
+        return chosen
+    if misfits.get(wanted) is not None:
+        raise ValueError(f'engine.{key}="{wanted}" is not possible: {misfits[wanted]}')
     return wanted

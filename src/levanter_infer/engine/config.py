@@ -33,7 +33,7 @@ class EngineConfig:
     kv_dtype: str | None = None
     """float32, bfloat16 or float16. Default: that of the model's weights."""
     attention: str = "auto"
-    """Attention implementation: auto, xla, reference or, on a CPU, cpu."""
+    """Attention implementation: auto, xla, reference or, on a CPU, cpu, on an NVIDIA GPU, gpu."""
     products: str = "auto"
     """What computes matrix products: auto, xla or, on a CPU, cpu."""
     prefix_cache: bool = False
@@ -78,8 +78,10 @@ class EngineConfig:
             raise ValueError(f"engine.recompilation={self.recompilation!r}: expected error or warn")
         if self.numerics != "default":
             raise ValueError(f"engine.numerics={self.numerics!r} is not available; this version has: default")
-        if self.attention not in ("auto", "xla", "reference", "cpu"):
-            raise ValueError(f"engine.attention={self.attention!r} is not available; use auto, xla, reference or cpu")
+        if self.attention not in ("auto", "xla", "reference", "cpu", "gpu"):
+            raise ValueError(
+                f"engine.attention={self.attention!r} is not available; use auto, xla, reference, cpu or gpu"
+            )
         if self.products not in ("auto", "xla", "cpu"):
             raise ValueError(f"engine.products={self.products!r} is not available; use auto, xla or cpu")
 

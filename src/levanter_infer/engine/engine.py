@@ -64,9 +64,9 @@ class InferenceEngine:
         self.config = config or EngineConfig()
         self.tokenizer, self.seed = tokenizer, seed
         self._eos = tuple(tokenizer.eos_token_ids) if tokenizer is not None else ()
-        self.shapes = resolve_shapes(self.config, model, len(self._eos))
         has_mods = score_mod is not None or mask_mod is not None
         self.backend = Backend.choose(self.config, model, has_mods=has_mods)
+        self.shapes = self.backend.adapt(resolve_shapes(self.config, model, len(self._eos)))
         attention = AttentionSpec(
             impl=self.backend.attention,
             score_mod=score_mod,

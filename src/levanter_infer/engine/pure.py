@@ -54,7 +54,8 @@ def generate(
         )
     if params.stop:
         raise ValueError("stop strings need a host; use stop_token_ids, or InferenceEngine")
-    shapes = _shapes(config, model, params, prompts.shape, len(eos_token_ids))
+    backend = Backend.choose(config, model, has_mods=score_mod is not None or mask_mod is not None)
+    shapes = backend.adapt(_shapes(config, model, params, prompts.shape, len(eos_token_ids)))
     check_limits(
         params,
         vocab_size=shapes.limits.vocab_size,
@@ -64,7 +65,6 @@ def generate(
     )
     batch, n = prompts.shape[0], params.n
     table = _sampling_table(params, batch, shapes, eos_token_ids, seeds)
-    backend = Backend.choose(config, model, has_mods=score_mod is not None or mask_mod is not None)
     result = generate_all(
         backend.prepare(model),
         empty_cache(model.config, shapes, dtype=kv_dtype(config, model), as_bits=backend.on_cpu),

@@ -1,18 +1,21 @@
 """The attention entry: checks the arguments and chooses the implementation."""
 
+import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
+from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.cpu import cpu_attention
+from levanter_infer.kernels.rpa_gpu import gpu_attention
 from levanter_infer.kernels.rpa_reference import reference_attention
 from levanter_infer.kernels.rpa_xla import xla_attention
 from levanter_infer.kernels.rules import ScoreRules
 
-IMPLEMENTATIONS = ("reference", "xla", "cpu")
-_PLANNED = ("gpu", "tpu")
+IMPLEMENTATIONS = ("reference", "xla", "cpu", "gpu", "gpu_interpret")
+_PLANNED = ("tpu",)
 
 
 def ragged_paged_attention(
@@ -67,7 +70,8 @@ def ragged_paged_attention(
             effect.
         mask_mod: `mask_mod(q_pos, kv_pos, head) -> bool`, true = seen, on top of causality and window.
         impl: `reference` (dense; the oracle), `xla` (streaming softmax), `cpu` (C++, on a CPU only, without
-            `score_mod` and `mask_mod`, see `kernels.cpu`) or `auto` (`xla`, which runs everywhere).
+            `score_mod` and `mask_mod`, see `kernels.cpu`), `gpu` (Pallas, on an NVIDIA GPU only), `gpu_interpret` (the
+            same in Pallas' interpreter, for tests) or `auto` (`xla`, which runs everywhere).
         return_attn: also return the attention weights, f32[T, Hq, max_pages * page_size]; `reference` only.
 
     Returns: [T, Hq, D] in q's dtype, accumulated in f32; padding tokens give zeros.
@@ -98,9 +102,9 @@ def ragged_paged_attention(
         score_mod=score_mod,
         mask_mod=mask_mod,
     )
-    result = _RUN[impl](
-        q,
-        kv_pages,
+    call = AttentionCall(
+        q=q,
+        kv_pages=kv_pages,
         layer=_scalar("layer", layer),
         page_indices=page_indices,
         seq_lens=seq_lens,
@@ -110,12 +114,19 @@ def ragged_paged_attention(
         rules=rules,
         sinks=None if sinks is None else sinks.astype(f32),
     )
+    result = _RUN[impl](call)
     if impl == "reference":
         return result if return_attn else result[0]
     return result
 
 
-_RUN = {"reference": reference_attention, "xla": xla_attention, "cpu": cpu_attention}
+_RUN = {
+    "reference": reference_attention,
+    "xla": xla_attention,
+    "cpu": cpu_attention,
+    "gpu": gpu_attention,
+    "gpu_interpret": functools.partial(gpu_attention, interpret=True),
+}
 
 
 def _resolve(impl: str) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from levanter_infer.kernels.rules import ScoreRules
+from levanter_infer.kernels.call import AttentionCall
 
 _LIBRARY = "levanter_infer.kernels._native"
 _DTYPES = (jnp.float32, jnp.bfloat16)
@@ -165,40 +165,28 @@ def stacked_products(
     )
 
 
-def cpu_attention(
-    q: Array,
-    kv_pages: Array,
-    *,
-    layer: Array,
-    page_indices: Array,
-    seq_lens: Array,
-    cu_q_lens: Array,
-    num_seqs: Array,
-    kv_dtype: jnp.dtype,
-    rules: ScoreRules,
-    sinks: Array | None,
-    isa_name: str | None = None,
-) -> Array:
-    """`ragged_paged_attention`, whose arguments these are.
+def cpu_attention(call: AttentionCall, *, isa_name: str | None = None) -> Array:
+    """`ragged_paged_attention` in C++.
 
     Raises: ValueError for what only the other implementations do: `score_mod`, `mask_mod`, pages of other dtypes.
     """
+    rules, sinks = call.rules, call.sinks
     if rules.score_mod is not None or rules.mask_mod is not None:
         raise ValueError('impl="cpu" cannot call score_mod or mask_mod; use "xla"')
-    if not supports_dtype(kv_dtype):
-        raise ValueError(f'impl="cpu" reads pages of float32 or bfloat16, not {kv_dtype}; use "xla"')
-    f32, num_heads = jnp.float32, q.shape[1]
+    if not supports_dtype(call.kv_dtype):
+        raise ValueError(f'impl="cpu" reads pages of float32 or bfloat16, not {call.kv_dtype}; use "xla"')
+    f32, num_heads = jnp.float32, call.q.shape[1]
     far = jnp.int32(2**31 - 1)
     slopes = jnp.zeros(num_heads, f32) if rules.alibi_slopes is None else rules.alibi_slopes
-    call = jax.ffi.ffi_call("levanter_infer_attention", jax.ShapeDtypeStruct(q.shape, f32), vmap_method="sequential")
-    result = call(
-        q.astype(f32),
-        kv_pages,
-        layer,
-        page_indices,
-        seq_lens,
-        cu_q_lens,
-        num_seqs,
+    out = jax.ShapeDtypeStruct(call.q.shape, f32)
+    result = jax.ffi.ffi_call("levanter_infer_attention", out, vmap_method="sequential")(
+        call.q.astype(f32),
+        call.kv_pages,
+        call.layer,
+        call.page_indices,
+        call.seq_lens,
+        call.cu_q_lens,
+        call.num_seqs,
         far if rules.sliding_window is None else rules.sliding_window,
         slopes,
         jnp.full(num_heads, -jnp.inf, f32) if sinks is None else sinks,
@@ -206,4 +194,4 @@ def cpu_attention(
         soft_cap=np.float32(rules.soft_cap or 0),
         isa=isa_name or isa(),
     )
-    return result.astype(q.dtype)
+    return result.astype(call.q.dtype)

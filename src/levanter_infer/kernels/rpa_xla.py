@@ -1,6 +1,6 @@
 """The `xla` implementation: streaming softmax over page groups, a few blocks of queries at a time.
 
-The packed tokens are cut into blocks of at most `block_q` queries of one row. Blocks go in two lanes, so that decode
+The packed tokens are cut into blocks of at most `block_q` queries of one row. _Blocks go in two lanes, so that decode
 tokens do not pay for the width of chunks: rows with one token, and rows with more. A lane runs a tile of blocks at a
 time; within the tile one loop over groups of pages keeps the running maximum, sum and output of every query. Only the
 blocks that exist and the groups that a tile's queries see are visited, so the work follows the live contexts.
@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN, ScoreRules, decode_bits
+from levanter_infer.kernels.call import AttentionCall
+from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN, decode_bits
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Lane:
     block_q: int
     """Queries of a block."""
     tile: int
-    """Blocks that run together."""
+    """_Blocks that run together."""
 
 
 _GROUP_TOKENS = 128
@@ -54,7 +55,7 @@ def lanes(num_tokens: int, num_rows: int, kv_heads: int, heads_per_kv_head: int,
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Blocks of a lane, i32[max_blocks] each."""
+    """Queries of one row that are computed together, i32[max_blocks] each."""
 
     row: Array
     first_token: Array
@@ -65,34 +66,20 @@ class _Blocks:
     """i32[]: blocks that exist; the others have no tokens."""
 
 
-def xla_attention(
-    q: Array,
-    kv_pages: Array,
-    *,
-    layer: Array,
-    page_indices: Array,
-    seq_lens: Array,
-    cu_q_lens: Array,
-    num_seqs: Array,
-    kv_dtype: jnp.dtype,
-    rules: ScoreRules,
-    sinks: Array | None,
-) -> Array:
-    """`ragged_paged_attention`, whose arguments these are."""
-    num_tokens, num_rows = q.shape[0], page_indices.shape[0]
-    q_lens = jnp.where(jnp.arange(num_rows, dtype=jnp.int32) < num_seqs, cu_q_lens[1:] - cu_q_lens[:-1], 0)
-    page_size = kv_pages.shape[2]
-    group_pages = min(-(-_GROUP_TOKENS // page_size), page_indices.shape[1])
-    call = _Call(q, kv_pages, layer, page_indices, kv_dtype, rules, sinks, group_pages)
-    out = jnp.zeros_like(q)
-    decode, chunk = lanes(num_tokens, num_rows, call.kv_heads, call.heads_per_group, group_pages * page_size)
+def xla_attention(call: AttentionCall) -> Array:
+    """`ragged_paged_attention` in jnp."""
+    num_tokens, num_rows, q_lens = call.num_tokens, call.num_rows, call.q_lens
+    group_pages = min(-(-_GROUP_TOKENS // call.page_size), call.page_indices.shape[1])
+    tiles = _Tiles(call, group_pages)
+    out = jnp.zeros_like(call.q)
+    decode, chunk = lanes(num_tokens, num_rows, call.kv_heads, call.heads_per_kv_head, group_pages * call.page_size)
     passes = [(decode, q_lens == 1, num_rows)]
     if num_tokens > 1:
         chunks = min(num_rows, num_tokens // 2)
         passes.append((chunk, q_lens > 1, chunks + (num_tokens - chunks) // chunk.block_q))
     for lane, member, max_blocks in passes:
-        blocks = _cut(jnp.where(member, q_lens, 0), seq_lens, cu_q_lens, lane.block_q, max_blocks)
-        out = call.run_lane(out, blocks, lane)
+        blocks = _cut(jnp.where(member, q_lens, 0), call.seq_lens, call.cu_q_lens, lane.block_q, max_blocks)
+        out = tiles.run_lane(out, blocks, lane)
     return out
 
 
@@ -117,43 +104,30 @@ def _cut(q_lens: Array, seq_lens: Array, cu_q_lens: Array, block_q: int, max_blo
 
 
 @dataclass(frozen=True)
-class _Call:
+class _Tiles:
     """What all tiles of a call share."""
 
-    q: Array
-    kv_pages: Array
-    layer: Array
-    page_indices: Array
-    kv_dtype: jnp.dtype
-    rules: ScoreRules
-    sinks: Array | None
+    call: AttentionCall
     group_pages: int
     """Pages of one turn of the streaming softmax."""
 
-    @property
-    def kv_heads(self) -> int:
-        return self.kv_pages.shape[3] // 2
-
-    @property
-    def heads_per_group(self) -> int:
-        return self.q.shape[1] // self.kv_heads
-
     def run_lane(self, out: Array, blocks: _Blocks, lane: Lane) -> Array:
         """Fill in the output of a lane's tokens."""
-        num_tokens = self.q.shape[0]
+        call = self.call
+        num_tokens = call.num_tokens
         offset = jnp.arange(lane.block_q, dtype=jnp.int32)[None, :]
 
         def body(carry):
             index, out = carry
             block = index * lane.tile + jnp.arange(lane.tile, dtype=jnp.int32)
-            row = blocks.row.at[block].get(mode="fill", fill_value=self.page_indices.shape[0])
+            row = blocks.row.at[block].get(mode="fill", fill_value=call.page_indices.shape[0])
             first, length, first_pos = (
                 values.at[block].get(mode="fill", fill_value=0)[:, None]
                 for values in (blocks.first_token, blocks.num_tokens, blocks.first_pos)
             )
             live = offset < length
             token = jnp.where(live, first + offset, num_tokens)
-            queries = self.q.at[token].get(mode="fill", fill_value=0)
+            queries = call.q.at[token].get(mode="fill", fill_value=0)
             result = self.run_tile(queries, row, first_pos + offset, live)
             return index + 1, out.at[token].set(result, mode="drop")
 
@@ -172,16 +146,16 @@ class _Call:
             live: bool[tile, block_q], which queries exist.
         Returns: as `queries`.
         """
-        f32 = jnp.float32
+        call, f32 = self.call, jnp.float32
         tile, block_q, num_heads, head_dim = queries.shape
-        kv_heads, per_kv_head = self.kv_heads, self.heads_per_group
-        group = self.group_pages * self.kv_pages.shape[2]
+        kv_heads, per_kv_head = call.kv_heads, call.heads_per_kv_head
+        group = self.group_pages * call.kv_pages.shape[2]
         # [tile, kv_head, (head, query), D]: one product per kv head, K and V are never repeated.
         query = queries.astype(f32).reshape(tile, block_q, kv_heads, per_kv_head, head_dim).transpose(0, 2, 3, 1, 4)
         query = query.reshape(tile, kv_heads, per_kv_head * block_q, head_dim)
         head = jnp.arange(num_heads, dtype=jnp.int32).reshape(1, kv_heads, per_kv_head, 1, 1)
         end = jnp.max(jnp.where(live, q_pos + 1, 0))
-        start = jnp.min(jnp.where(live, self.rules.first_seen(q_pos), end))
+        start = jnp.min(jnp.where(live, call.rules.first_seen(q_pos), end))
         q_pos, live = q_pos[:, None, None, :, None], live[:, None, None, :, None]
         by_row, by_head = query.shape[:3], (tile, kv_heads, per_kv_head, block_q)
 
@@ -189,12 +163,12 @@ class _Call:
             index, high, total, acc = carry
             kv_pos = (index * group + jnp.arange(group, dtype=jnp.int32)).reshape(1, 1, 1, 1, group)
             keys, values, stored = self.load(row, index)
-            seen = self.rules.seen(q_pos, kv_pos, head) & stored[:, None, None, None, :] & live
+            seen = call.rules.seen(q_pos, kv_pos, head) & stored[:, None, None, None, :] & live
             # 0 * NaN is NaN: a value that no query of the block sees is cleared, not only given no weight.
             used = jnp.any(seen, axis=(2, 3))[..., None]
             values = jnp.where(jnp.broadcast_to(used, values.shape), values, f32(0))
             products = jnp.einsum("bhqd,bhkd->bhqk", query, keys, precision="highest")
-            scores = self.rules.scores(products.reshape(*by_head, group), q_pos, kv_pos, head)
+            scores = call.rules.scores(products.reshape(*by_head, group), q_pos, kv_pos, head)
             scores = jnp.where(seen, scores, f32(MASKED)).reshape(*by_row, group)
             new_high = jnp.maximum(high, jnp.max(scores, axis=-1, keepdims=True))
             weights = jnp.exp(scores - new_high)
@@ -203,10 +177,10 @@ class _Call:
             acc = acc * shrink + jnp.einsum("bhqk,bhkd->bhqd", weights, values, precision="highest")
             return index + 1, new_high, total, acc
 
-        if self.sinks is None:
+        if call.sinks is None:
             high, total = jnp.full((*by_row, 1), NOTHING_SEEN, f32), jnp.zeros((*by_row, 1), f32)
         else:
-            high = jnp.broadcast_to(self.sinks.reshape(head.shape)[..., 0], by_head).reshape(*by_row, 1)
+            high = jnp.broadcast_to(call.sinks.reshape(head.shape)[..., 0], by_head).reshape(*by_row, 1)
             total = jnp.ones((*by_row, 1), f32)
         init = (start // group, high, total, jnp.zeros((*by_row, head_dim), f32))
         _, _, total, acc = jax.lax.while_loop(lambda carry: carry[0] * group < end, body, init)
@@ -216,9 +190,10 @@ class _Call:
     def load(self, row: Array, index: Array) -> tuple[Array, Array, Array]:
         """Keys and values of one group of pages of each row, f32[tile, Hkv, tokens, D], and bool[tile, tokens],
         which of them lie on a page."""
-        num_pages, page_size, pairs, head_dim = self.kv_pages.shape[1:]
+        call = self.call
+        num_pages, page_size, pairs, head_dim = call.kv_pages.shape[1:]
         column = index * self.group_pages + jnp.arange(self.group_pages, dtype=jnp.int32)
-        pages = self.page_indices.at[row[:, None], column[None, :]].get(mode="fill", fill_value=num_pages)
+        pages = call.page_indices.at[row[:, None], column[None, :]].get(mode="fill", fill_value=num_pages)
 
         def by_head(pool, layer, pages):
             def gather(first):
@@ -235,6 +210,6 @@ class _Call:
 
         # From the pool itself, since a slice of the layer would copy it. By head costs a third less on a CPU; on a TPU
         # it would make the compiler turn the layout of the whole pool around.
-        keys, values = jax.lax.platform_dependent(self.kv_pages, self.layer, pages, cpu=by_head, default=whole)
-        keys, values = decode_bits(keys, self.kv_dtype), decode_bits(values, self.kv_dtype)
+        keys, values = jax.lax.platform_dependent(call.kv_pages, call.layer, pages, cpu=by_head, default=whole)
+        keys, values = decode_bits(keys, call.kv_dtype), decode_bits(values, call.kv_dtype)
         return keys, values, jnp.repeat(pages < num_pages, page_size, axis=1)

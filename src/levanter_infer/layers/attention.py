@@ -23,7 +23,7 @@ class AttentionSpec:
     """How attention is computed; static under jit. What it computes is the model's."""
 
     impl: str = "auto"
-    """Implementation of the paged forward: auto, reference, xla or cpu."""
+    """Implementation of the paged forward: auto, or one of `kernels.IMPLEMENTATIONS`."""
     score_mod: Callable | None = None
     """score_mod(score, q_pos, kv_pos, head) -> score, elementwise; score is the scaled product, f32."""
     mask_mod: Callable | None = None

@@ -1,0 +1,136 @@
+"""The attention kernel on the GPU of this machine: is it right, and how near to the memory's speed is it?
+
+Needs jax with CUDA and NumPy, nothing else. One JSON line per case; ends with 1 if a result is wrong.
+
+python scripts/gpu_check.py                              parity, then speed
+python scripts/gpu_check.py --speed --tile keys=32,warps=8   with other tiles than the kernel chooses
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src"), str(Path(__file__).resolve().parents[1])]
+from tests.kernels.ragged import Sizes, make_ragged  # noqa: E402
+
+from levanter_infer.kernels import ragged_paged_attention, rpa_gpu  # noqa: E402
+
+PEAK_GB_S = {"H200": 4800, "H100": 3350, "A100": 2039, "B200": 8000}
+"""Memory bandwidth by a part of the device's name."""
+
+
+def parity() -> int:
+    """Every head size, page size and dtype, mixed batches, all rules; the `reference` on the same device is right."""
+    wrong = 0
+    for head_dim, page_size in ((64, 8), (96, 32), (128, 16), (256, 256)):
+        for dtype in ("float32", "bfloat16", "float16"):
+            for heads, kv_heads in ((8, 8), (9, 3), (32, 8), (71, 1)):
+                sizes = Sizes(heads, kv_heads, head_dim, page_size, rows=8, tokens=400, dtype=dtype, max_pages=0)
+                sizes = dataclasses.replace(sizes, max_pages=-(-3000 // page_size))
+                batch = make_ragged(sizes, [(1, 2900), (200, 900), (1, 17), (64, 64), (1, 300)])
+                arrays = dict(batch.arrays, q=batch.arrays["q"].astype(dtype), sliding_window=jnp.int32(1500))
+                arrays.update(sinks=jnp.ones(heads), alibi_slopes=jnp.full(heads, 0.01))
+                arrays["q"] = jnp.where(jnp.isnan(arrays["q"]), 0, arrays["q"])
+
+                def attend(arrays, impl, dtype=dtype, head_dim=head_dim):
+                    static = dict(scale=head_dim**-0.5, soft_cap=30.0, kv_dtype=dtype, impl=impl)
+                    return ragged_paged_attention(**arrays, **static)
+
+                out, right = (
+                    np.asarray(jax.jit(functools.partial(attend, impl=impl))(arrays), np.float32)
+                    for impl in ("gpu", "reference")
+                )
+                error, allowed = float(np.abs(out - right).max()), 1e-5 if dtype == "float32" else 2e-2
+                good = error <= allowed  # NaN is not
+                wrong += not good
+                case = dict(head_dim=head_dim, page_size=page_size, dtype=dtype, heads=heads, kv_heads=kv_heads)
+                print(json.dumps({"check": "parity", "good": good, "error": error, "allowed": allowed, **case}))
+    return wrong
+
+
+def speed(tile: dict[str, int], impls: list[str], layers: int = 16, repeats: int = 5) -> None:
+    """Decode and chunks of a model of 32 heads, 8 kv heads of 128, bf16; every call reads another layer."""
+    if tile:
+        chosen = rpa_gpu.lanes
+
+        def other(**sizes):
+            return tuple(dataclasses.replace(lane, **tile) for lane in chosen(**sizes))
+
+        rpa_gpu.lanes = other
+    device = jax.devices()[0].device_kind
+    peak = next((value for name, value in PEAK_GB_S.items() if name in device), None)
+    cases = [(1, 1, 1024), (1, 1, 32768), (32, 1, 1024), (32, 1, 8192), (256, 1, 1024), (1, 2048, 2048), (4, 256, 4096)]
+    for impl in impls:
+        for rows, q_len, context in cases:
+            seconds, read = _seconds(impl, rows, q_len, context, layers, repeats)
+            flops = 4 * rows * q_len * (context - q_len / 2) * 32 * 128
+            report = {"us": round(seconds * 1e6, 1), "gb_s": round(read / seconds / 1e9), "of_peak": None}
+            if peak:
+                report["of_peak"] = round(read / seconds / 1e9 / peak, 3)
+            report["tflop_s"] = round(flops / seconds / 1e12, 1)
+            case = dict(impl=impl, rows=rows, q_len=q_len, context=context, tile=tile, device=device)
+            print(json.dumps({"check": "speed", **report, **case}), flush=True)
+
+
+def _seconds(impl: str, rows: int, q_len: int, context: int, layers: int, repeats: int) -> tuple[float, int]:
+    """Of one call, best of `repeats`, and the bytes of keys and values that it has to read."""
+    heads, kv_heads, dim, page_size = 32, 8, 128, 16
+    each = context // page_size
+    pool = jnp.zeros((layers, rows * each, page_size, 2 * kv_heads, dim), jnp.bfloat16) + jnp.bfloat16(0.1)
+    pages = jnp.asarray(np.random.default_rng(0).permutation(rows * each).reshape(rows, each), jnp.int32)
+    bounds = jnp.arange(rows + 1, dtype=jnp.int32) * q_len
+    lens = jnp.full(rows, context, jnp.int32)
+
+    def run(q, pool):
+        def call(index, q):
+            return ragged_paged_attention(
+                q,
+                pool,
+                layer=index % layers,
+                page_indices=pages,
+                seq_lens=lens,
+                cu_q_lens=bounds,
+                num_seqs=jnp.int32(rows),
+                scale=dim**-0.5,
+                impl=impl,
+            )
+
+        return jax.lax.fori_loop(0, 4 * layers, call, q)
+
+    jitted, q = jax.jit(run), jnp.ones((rows * q_len, heads, dim), jnp.bfloat16)
+    jax.block_until_ready(jitted(q, pool))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(jitted(q, pool))
+        times.append((time.perf_counter() - start) / (4 * layers))
+    return min(times), rows * context * 2 * kv_heads * dim * 2
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parity", action="store_true", help="only this")
+    parser.add_argument("--speed", action="store_true", help="only this")
+    parser.add_argument("--impl", default="gpu,xla", help="whose speed; default gpu,xla")
+    parser.add_argument("--tile", default="", help="fields of rpa_gpu.Tile for both lanes, name=value,…")
+    args = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        raise SystemExit(f"JAX runs on {jax.default_backend()} here; this needs an NVIDIA GPU and jax with CUDA")
+    both = args.parity == args.speed
+    wrong = parity() if both or args.parity else 0
+    if both or args.speed:
+        tile = dict(part.split("=") for part in args.tile.split(",") if part)
+        speed({name: int(value) for name, value in tile.items()}, args.impl.split(","))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Everything that waits for an NVIDIA GPU, in about ten minutes: parity and speed of the attention kernel, its tests
+# compiled, then the throughput of the engine. Needs jax with CUDA in $PYTHON (default python3); haliax, equinox and
+# pytest for the latter two parts, which are left out without them. Results: JSON lines in the folder $1 (default
+# gpu-results), for docs/benchmarks/gpu.md.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=${PYTHON:-python3}
+results=${1:-gpu-results}
+mkdir -p "$results"
+export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH}
+failed=0
+
+has() { "$python" -c "import $1" 2>/dev/null; }
+
+nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv >"$results/device.csv" 2>&1
+"$python" scripts/gpu_check.py --parity | tee "$results/parity.jsonl" || failed=1
+"$python" scripts/gpu_check.py --speed | tee "$results/speed.jsonl" || failed=1
+if has pytest; then
+  "$python" -m pytest -p no:cacheprovider tests/kernels/test_ragged_paged_attention.py tests/kernels/test_rpa_gpu.py \
+    | tee "$results/pytest.txt" || failed=1
+fi
+if has haliax && has equinox; then
+  for attention in gpu xla; do
+    "$python" -m levanter_infer.bench throughput --shape M --batch 1,32,256 --output 64 --repeats 3 \
+      --attention "$attention" | tee "$results/throughput-$attention.jsonl" || failed=1
+  done
+fi
+exit "$failed"

@@ -1,0 +1,95 @@
+"""Compiles the round program for an H200 that is not there, and prints what became of it, as one JSON line.
+
+`python -m tests.gpu_compile`. Needs jax-cuda12-plugin and jax-cuda12-pjrt of jax's version, nvidia-cuda-nvcc-cu12, and
+no driver. Kernels that Triton cannot compile, or that take more shared memory than there is, are found here, and
+copies that nobody asked for; how fast it all is is not.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 141000000000
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+def main() -> None:
+    nvcc = next((str(p) for part in sys.path for p in Path(part).glob("nvidia/cu*/bin/ptxas")), None)
+    if nvcc is None:
+        raise SystemExit("no ptxas: install nvidia-cuda-nvcc-cu12")
+    # Without autotuning: there is nothing to tune on.
+    flags = f"--xla_gpu_cuda_data_dir={Path(nvcc).parents[1]} --xla_gpu_autotune_level=0"
+    os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}")
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from levanter_infer.decode.programs import Programs
+    from levanter_infer.engine.backend import Backend
+    from levanter_infer.engine.config import EngineConfig, resolve_shapes
+    from levanter_infer.engine.slots import empty_admission
+    from levanter_infer.layers.attention import AttentionSpec
+    from tests.hlo import pool_copies
+    from tests.tiny_models import tiny_model
+
+    jax.devices()  # makes the plugin known
+    topology = topologies.get_topology_desc("cuda", platform="cuda", topology="1x1x1", target_config=TARGET)
+    replicated = NamedSharding(Mesh(np.asarray(topology.devices[:1]), ("x",)), PartitionSpec())
+
+    def abstract(tree):
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated), tree)
+
+    config = EngineConfig(max_seqs=8, max_seq_len=512, max_pages=32768, max_step_tokens=64)
+    model = tiny_model(dtype="bfloat16", hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=128)
+    backend = Backend(platform="gpu", products="xla", attention="gpu")
+    shapes = backend.adapt(resolve_shapes(config, model, 1))
+    programs = Programs(
+        model, shapes, AttentionSpec(impl=backend.attention), kv_dtype=jnp.bfloat16, as_bits=backend.on_cpu
+    )
+    state = jax.eval_shape(programs.init)
+    lowered = programs.trace_round(abstract(model), abstract(state), abstract(empty_admission(shapes)))
+    compiled = lowered.lower(lowering_platforms=("cuda",)).compile()
+    pool, text = state.kv.pages.array, compiled.as_text()
+    print(
+        json.dumps(
+            {
+                "copies": pool_copies(text, pool.shape, pool.dtype),
+                "pool_bytes": int(np.prod(pool.shape)) * pool.dtype.itemsize,
+                "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
+                "kernels": text.count('custom_call_target="__gpu$xla.gpu.triton"'),
+                "loops": text.count(" while("),
+            }
+        )
+    )
+    if out := os.environ.get("GPU_COMPILE_TEXT"):
+        Path(out).write_text(text)
+
+
+if __name__ == "__main__":
+    main()

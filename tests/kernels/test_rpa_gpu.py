@@ -1,0 +1,172 @@
+"""What is particular to the `gpu` implementation, in Pallas' interpreter or, where there is a GPU, on it.
+
+The oracle tests of `test_ragged_paged_attention.py` run on it as well.
+"""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxlib import gpu_triton
+from jaxlib.version import __version__ as jaxlib_text
+
+from levanter_infer.kernels import ragged_paged_attention, rpa_gpu
+from tests.kernels.ragged import RUNS_HERE, Sizes, bits, dense_attention, make_ragged
+
+GPU = RUNS_HERE[-1]
+jaxlib_version = tuple(int(part) for part in jaxlib_text.split(".")[:3])
+SIZES = Sizes(6, 2, 32, 16, tokens=60, rows=6, max_pages=20)
+MIXED = [(1, 300), (7, 260), (1, 3), (2, 2), (30, 290), (1, 129)]
+
+
+def lower_for_gpu(jitted, *args) -> str:
+    """The program for a GPU, which need not be there; after jaxlib 0.10 the CUDA plugin has to be."""
+    if jaxlib_version > (0, 10, 2) and not hasattr(gpu_triton, "TritonKernel"):
+        pytest.skip("this jaxlib lowers Triton with the CUDA plugin only")
+    return jitted.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@functools.cache
+def _jitted(kv_dtype, mods):
+    static = dict(scale=0.3, kv_dtype=kv_dtype, impl=GPU, **dict(mods))
+    return jax.jit(lambda arrays: ragged_paged_attention(**arrays, **static))
+
+
+def run(batch, retrace=False, **mods):
+    """`retrace`: in a trace of its own, which sees what a test has patched."""
+    jitted = _jitted(batch.sizes.dtype, tuple(mods.items()))
+    return (jax.jit(lambda arrays: jitted.__wrapped__(arrays)) if retrace else jitted)(batch.arrays)
+
+
+def check(batch, out, **rules):
+    np.testing.assert_allclose(out, dense_attention(batch, scale=0.3, **rules), atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def many_splits(monkeypatch):
+    """Histories in parts of at least 32 keys, heads in tiles of 16."""
+
+    def smaller(lanes=rpa_gpu.lanes, **sizes):
+        decode, chunk = lanes(**sizes)
+        return replace(decode, rows=16, keys=16, splits=4, min_turns=2), replace(chunk, rows=16, keys=32)
+
+    monkeypatch.setattr(rpa_gpu, "lanes", smaller)
+
+
+@pytest.mark.parametrize("head_dim, page_size", [(64, 8), (96, 32), (128, 16), (256, 256)])
+def test_every_head_dim_and_page_size_equals_dense(head_dim, page_size):
+    sizes = Sizes(4, 2, head_dim, page_size, tokens=12, rows=3, max_pages=max(1, 320 // page_size), dtype="bfloat16")
+    batch = make_ragged(sizes, [(1, 250), (9, 140), (1, 17)])
+    check(batch, run(batch))
+
+
+def test_pages_of_float16_equal_dense():
+    batch = make_ragged(replace(SIZES, dtype="float16"), MIXED[:4])
+    check(batch, run(batch))
+
+
+@pytest.mark.parametrize("q_heads, kv_heads", [(1, 1), (3, 3), (12, 2), (40, 1)])
+def test_splits_and_tiles_of_heads_equal_dense(q_heads, kv_heads, many_splits):
+    batch = make_ragged(Sizes(q_heads, kv_heads, 16, 8, tokens=24, rows=4, max_pages=20), [(1, 160), (18, 40), (1, 50)])
+    sinks, slopes = jnp.linspace(-3, 3, q_heads, dtype=jnp.float32), jnp.linspace(0.1, 1, q_heads, dtype=jnp.float32)
+    batch.arrays.update(sinks=sinks, alibi_slopes=slopes, sliding_window=jnp.int32(130))
+    out = run(batch, retrace=True)
+    check(batch, out, sinks=np.asarray(sinks), alibi_slopes=np.asarray(slopes), sliding_window=130)
+
+
+def test_bits_of_a_row_do_not_depend_on_the_others(many_splits):
+    together = make_ragged(SIZES, MIXED)
+    together.arrays["sliding_window"] = jnp.int32(200)
+    jitted = jax.jit(_jitted.__wrapped__("float32", ()).__wrapped__)
+    out = jitted(together.arrays)
+    check(together, out, sliding_window=200)
+    token = 0
+    for row, (q_len, _) in enumerate(MIXED):
+        alone = dict(together.arrays)
+        alone["page_indices"] = jnp.roll(together.arrays["page_indices"], -row, axis=0)
+        alone["seq_lens"] = jnp.roll(together.arrays["seq_lens"], -row)
+        alone["cu_q_lens"] = jnp.full(7, q_len, jnp.int32).at[0].set(0)
+        alone["num_seqs"] = jnp.int32(1)
+        alone["q"] = jnp.roll(together.arrays["q"], -token, axis=0)
+        np.testing.assert_array_equal(bits(jitted(alone)[:q_len]), bits(out[token : token + q_len]))
+        token += q_len
+
+
+def test_poison_that_a_query_does_not_see_changes_nothing(many_splits):
+    """In another row's pages and queries, before the window, and where `mask_mod` hides it."""
+
+    def mask_mod(q_pos, kv_pos, head):
+        return (kv_pos != 270) & (q_pos >= 0) & (head >= 0)
+
+    batch = make_ragged(SIZES, [(1, 300), (7, 100), (1, 290)])
+    batch.arrays["sliding_window"] = jnp.int32(100)
+    pages = batch.arrays["page_indices"]
+    pool = batch.arrays["kv_pages"]
+    for row in (0, 2):
+        pool = pool.at[:, pages[row, :11]].set(jnp.nan).at[:, pages[row, 270 // 16], 270 % 16].set(jnp.nan)
+    batch.arrays["kv_pages"] = pool.at[:, pages[1, :7]].set(jnp.nan)
+    batch.arrays["q"] = batch.arrays["q"].at[1:8].set(jnp.nan)
+    out = np.asarray(run(batch, retrace=True, mask_mod=mask_mod))
+    exact = dense_attention(batch, scale=0.3, sliding_window=100, mask_mod=mask_mod)
+    for token in (0, 8):
+        np.testing.assert_allclose(out[token], exact[token], atol=1e-5)
+    assert np.isnan(out[1:8]).all() and not out[9:].any()
+
+
+def test_pages_of_float8_are_refused():
+    batch = make_ragged(Sizes(4, 2, 16, 8, dtype="float8_e4m3fn"), [(1, 9)])
+    with pytest.raises(ValueError, match='reads pages of float32, bfloat16 or float16, not float8_e4m3fn; use "xla"'):
+        run(batch)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of other platforms")
+def test_a_cpu_refuses_to_compile_it():
+    batch = make_ragged(SIZES, [(1, 9)])
+    with pytest.raises(ValueError, match="interpret"):
+        jax.jit(functools.partial(ragged_paged_attention, scale=0.3, impl="gpu"))(**batch.arrays)
+
+
+def _bend(score, q_pos, kv_pos, head):
+    return score - jnp.float32(0.1) * (q_pos - kv_pos).astype(jnp.float32) / (head + 1).astype(jnp.float32)
+
+
+def _stripes(q_pos, kv_pos, head):
+    return ((kv_pos + head) % 3 != 1) & (q_pos % 4 != 2)
+
+
+@pytest.mark.parametrize(
+    "sizes, options",
+    [
+        (Sizes(32, 8, 128, 16, dtype="bfloat16"), {}),
+        (Sizes(9, 3, 64, 8, max_pages=400, dtype="bfloat16"), dict(score_mod=_bend, mask_mod=_stripes)),
+        (Sizes(4, 4, 256, 256, dtype="float16"), dict(soft_cap=20.0)),
+        (Sizes(71, 1, 96, 64, tokens=1, rows=1), {}),
+        (Sizes(6, 2, 64, 16, max_pages=80, stored="uint16", dtype="bfloat16"), dict(sinks=True, window=True)),
+        (Sizes(6, 2, 64, 16, max_pages=80), dict(alibi=True, window=True)),
+    ],
+)
+def test_every_option_is_lowered_for_a_gpu(sizes, options):
+    arrays = dict(make_ragged(replace(sizes, tokens=1 if sizes.rows == 1 else 48), [(1, 9)]).arrays)
+    options = dict(options)
+    if options.pop("sinks", False):
+        arrays["sinks"] = jnp.zeros(sizes.q_heads)
+    if options.pop("alibi", False):
+        arrays["alibi_slopes"] = jnp.ones(sizes.q_heads)
+    if options.pop("window", False):
+        arrays["sliding_window"] = jnp.int32(100)
+    static = dict(scale=0.1, kv_dtype=jnp.dtype(sizes.dtype), impl="gpu", **options)
+    text = lower_for_gpu(jax.jit(lambda arrays: ragged_paged_attention(**arrays, **static)), arrays)
+    splits = sizes.max_pages * sizes.page_size > rpa_gpu.MIN_SPLIT_TOKENS
+    # One kernel for chunks if there can be any, one for decode tokens, one to combine their splits.
+    assert text.count("custom_call") == (sizes.tokens > 1) + 1 + splits
+
+
+def test_nothing_is_made_of_the_pool():
+    """It goes to the kernels whole: no slice of a layer, no padding, no other dtype."""
+    arrays = make_ragged(replace(SIZES, head_dim=24), [(1, 300), (20, 260)]).arrays
+    jaxpr = jax.make_jaxpr(functools.partial(ragged_paged_attention, scale=0.2, impl="gpu"))(**arrays)
+    assert [eqn.primitive.name for eqn in jaxpr.eqns].count("pallas_call") == 3
+    assert max(out.aval.size for eqn in jaxpr.eqns for out in eqn.outvars) < arrays["kv_pages"][0].size
