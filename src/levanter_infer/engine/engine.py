@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -357,11 +358,11 @@ class InferenceEngine:
         self._stats.registry.set("programs", dict(programs))
         return self._stats.registry
 
-    def stats(self) -> dict[str, object]:
+    def stats(self) -> dict[str, Any]:
         """`metrics` as a dict: tokens, rates, pages, preemptions, steps, rounds, compilations, …"""
         return self.metrics().as_dict("round")
 
-    def memory(self) -> dict[str, object]:
+    def memory(self) -> dict[str, Any]:
         """Who holds how much, after the rounds launched so far; waits for them. Also enters it into `metrics`."""
         registry, kv = self._stats.registry, self.state.kv
         values = audit(self.state.decode).metrics(

@@ -7,6 +7,7 @@ Values come from what a round brings to the host anyway ("round"), from a look a
 import bisect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 Value = int | float | None | dict[str, "int | float"]
 _PREFIX = "levanter_infer_"
@@ -26,7 +27,7 @@ class Metric:
     """round, state or bench, as above."""
     counter: str | None = None
     """The field of `decode.state.Counters` whose increase it adds up."""
-    label: str | None = None
+    label: str = ""
     """Its value is a mapping; what the keys are."""
     contract: str = ""
     """Ids of docs/contract.md."""
@@ -149,10 +150,10 @@ class Registry:
             if metric.source == "round" and metric.kind == "histogram":
                 self._observed[metric.name] = _Histogram()
             elif metric.source == "round":
-                self._values[metric.name] = 0 if metric.kind == "counter" and metric.label is None else None
+                self._values[metric.name] = 0 if metric.kind == "counter" and not metric.label else None
 
     def set(self, name: str, value: Value) -> None:
-        assert METRICS[name].kind != "histogram" and isinstance(value, dict) == (METRICS[name].label is not None)
+        assert METRICS[name].kind != "histogram" and isinstance(value, dict) == bool(METRICS[name].label)
         self._values[name] = value
 
     def add(self, name: str, amount: int | float) -> None:
@@ -167,7 +168,7 @@ class Registry:
     def __getitem__(self, name: str) -> Value:
         return self._values[name]
 
-    def as_dict(self, source: str | None = None) -> dict[str, object]:
+    def as_dict(self, source: str | None = None) -> dict[str, Any]:
         """Values by name, for JSON; None where nothing is known yet. Histograms as count, sum and cumulative buckets.
 
         Args:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
 from jax import Array
+from jax.core import Tracer
 
 from levanter_infer.kernels.cpu import stacked_products
 
@@ -145,7 +146,7 @@ def as_bits(array: NamedArray) -> NamedArray:
     """
     if array.dtype.itemsize != 2 or not jnp.issubdtype(array.dtype, jnp.floating):
         return array
-    if isinstance(array.array, jax.core.Tracer):
+    if isinstance(array.array, Tracer):
         return NamedArray(jax.lax.bitcast_convert_type(array.array, jnp.uint16), array.axes)
     # If somebody donates `array`, JAX sees that its memory is in use and copies.
     place = array.array.sharding if array.array.committed else None
