@@ -35,7 +35,7 @@ def test_every_section_is_read(tmp_path):
         sampling: {temperature: 1e-3, stop: ["\\n"], logit_bias: {3: -1}, top_k: 5}
         engine: {max_seqs: 4, max_round_seconds: 1}
         mesh: {data: 1, model: 1}
-        output: {path: out.jsonl, overwrite: true}
+        output: {path: out.jsonl, overwrite: true, metrics: out.prom}
         """,
     )
     assert (config.model.dtype, config.model.revision, config.tokenizer) == ("bfloat16", "abc", "other")
@@ -43,7 +43,7 @@ def test_every_section_is_read(tmp_path):
     assert config.sampling.temperature == 1e-3 and config.sampling.stop == ("\n",)
     assert config.sampling.logit_bias == {3: -1.0} and config.sampling.top_k == 5
     assert config.engine_config() == EngineConfig(max_seqs=4, max_round_seconds=1.0)
-    assert config.output == OutputConfig("out.jsonl", overwrite=True)
+    assert config.output == OutputConfig("out.jsonl", overwrite=True, metrics="out.prom")
 
 
 def test_overrides_replace_single_keys(tmp_path):
@@ -113,7 +113,8 @@ START = "model: m\nprompts: x\n"
         (START + "mesh: {modell: 4}", "unknown key mesh.modell; did you mean model?"),
         (START + "engine: 5", "engine=5: expected a mapping"),
         (START + "output: {pth: o}", "unknown key output.pth; did you mean path?"),
-        (START + "output: {overwrite: true}", "output lacks path"),
+        (START + "output: {overwrite: true}", "output lacks path and metrics"),
+        (START + "output: {metrics: m.txt}", "output.metrics='m.txt'; expected a name that ends in .json or .prom"),
         (START + "chat: 5", "chat is neither true, false, a list"),
         ("model: m\nprompts: {a: b}", "prompts={'a': 'b'}: expected a text or a list of texts"),
         ("model: m\nmodel: n\nprompts: x", "a key is written twice"),
@@ -124,7 +125,7 @@ START = "model: m\nprompts: x\n"
         ("model: m\nprompts: [1]", "prompts[0] is 1; expected text, put it in quotes"),
         ("model: m\nprompts: [a, null]", "prompts[1] is None; expected text"),
         (START + "tokenizer: true", "tokenizer=True: expected text"),
-        (START + "output: {path: null}", "output.path=None: expected text"),
+        (START + "output: {path: 5}", "output.path=5: expected text"),
         (START + "output: ''", "output=''; expected the name of a file or directory"),
         ('model: "a\\0b"\nprompts: x', "model='a\\x00b'; expected the name of a file"),
         (START + "mesh: {model: true}", "mesh.model=True: expected a whole number"),

@@ -102,6 +102,21 @@ def test_all_well_returns_zero_and_a_written_file_is_kept(checkpoint, command, o
     assert status == 0 and output.read_text() == first  # the same seed, the same row
 
 
+def test_metrics_are_written_as_json_or_for_prometheus(checkpoint, command, one_engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(sample, "_LOG_SECONDS", 0)
+    base = ("--model", str(checkpoint), "--prompts", "hello", "--sampling.max_tokens", "3", *SMALL)
+    files = tmp_path / "m.json", tmp_path / "m.prom"
+    for file in files:
+        status, out, err = command(*base, "--output.metrics", str(file))
+        assert status == 0 and "hello" in out and "progress  " in err and " pages_total=" in err
+    values = json.loads(files[0].read_text())
+    assert values["generated_tokens"] > 0 and values["pages_free"] == values["pages_total"]
+    assert values["peak_memory_bytes"] > values["pool_bytes"] + values["weights_bytes"]
+    assert f"levanter_infer_pages_total {float(values['pages_total'])}\n" in files[1].read_text()
+    status, _, err = command(*base, "--output.metrics", str(files[0]))
+    assert status == 2 and "--overwrite to replace it" in err
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -25,10 +25,10 @@ _MAX_ALIASED_NODES = 100_000
 _SOURCES = ("prompts", "prompts_file", "chat")
 _PLAIN_TEXT = (
     *("model.path", "model.dtype", "model.revision", "tokenizer", "prompts", "prompts_file"),
-    *("output.path", "sampling.stop"),
+    *("output.path", "output.metrics", "sampling.stop"),
 )
 """Keys whose value on the command line is the text itself; all others are read as YAML."""
-_FILES = ("model.path", "tokenizer", "prompts_file", "output.path")
+_FILES = ("model.path", "tokenizer", "prompts_file", "output.path", "output.metrics")
 _SHORT = {"model": "path", "output": "path"}
 """Sections that may be given as a plain string, and the key that it stands for."""
 
@@ -64,12 +64,20 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OutputConfig:
-    """Where rows are written."""
+    """What is written, and where."""
 
-    path: str
-    """A JSONL file."""
+    path: str | None = None
+    """A JSONL file for the rows."""
     overwrite: bool = False
-    """Replace the file if it exists."""
+    """Replace files that exist."""
+    metrics: str | None = None
+    """A file for what the engine has counted: FILE.json, or FILE.prom in Prometheus' text format."""
+
+    def __post_init__(self):
+        if self.path is None and self.metrics is None:
+            raise ValueError("output lacks path and metrics; expected a file for rows, one for metrics, or both")
+        if self.metrics is not None and not self.metrics.endswith((".json", ".prom")):
+            raise ValueError(f"output.metrics={brief(self.metrics)}; expected a name that ends in .json or .prom")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +102,7 @@ class RunConfig:
     """Keys of `EngineConfig`; see `engine_config`."""
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     output: OutputConfig | None = None
-    """A JSONL file for the results, or a mapping with `path`, `overwrite`."""
+    """A JSONL file for the results, or a mapping with `path`, `overwrite`, `metrics`."""
 
     def __post_init__(self):
         given = [name for name in _SOURCES if getattr(self, name) not in (None, False, True)]

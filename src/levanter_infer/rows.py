@@ -205,7 +205,7 @@ def _number_or_null(value: float) -> float | None:
 
 
 class RowWriter:
-    """Writes rows beside an output file, which appears complete or not at all.
+    """Writes rows, or other text, beside an output file, which appears complete or not at all.
 
     Rows go to FILE.partial, which takes FILE's name in `commit`. Used as a context manager: without a commit the
     partial file is removed. One left by a run that was killed is taken over.
@@ -232,10 +232,14 @@ class RowWriter:
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows. Raises: ValueError if the disk does not take them."""
+        for row in rows:
+            self.write_text(json.dumps(row, ensure_ascii=False, allow_nan=False).translate(_SURROGATES) + "\n")
+
+    def write_text(self, text: str) -> None:
+        """Append text of another kind. Raises: ValueError if the disk does not take it."""
         assert self._file is not None, "written after commit"
         try:
-            for row in rows:
-                self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False).translate(_SURROGATES) + "\n")
+            self._file.write(text)
         except OSError as e:
             raise ValueError(f"cannot write output {self.path}: {e.strerror}") from e
 

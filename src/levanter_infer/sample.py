@@ -6,6 +6,7 @@ failed, 2 wrong usage or configuration, 130 interrupted, 141 nobody reads the ou
 
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import sys
@@ -29,6 +30,8 @@ _MAX_MESSAGE = 800
 """Characters of one error on the terminal."""
 _SHOWN_WITH_OUTPUT = 8
 """Requests whose completions are printed when all of them go to a file."""
+_LOG_SECONDS = 10
+"""Between lines about the run where no progress bar is drawn."""
 
 USAGE = """\
 usage: python -m levanter_infer.sample --config FILE [--KEY VALUE ...]
@@ -42,7 +45,8 @@ Every key can be given, or overridden, on the command line: --sampling.temperatu
 
   --config FILE       the configuration; may be left out if --model and a prompt are given
   --output FILE       write one JSON row per sample; never replaces a file
-  --overwrite         let --output replace a file
+  --output.metrics FILE.json   write what the engine counted; FILE.prom for Prometheus
+  --overwrite         let these replace files
   --prompts TEXT      a prompt, in place of the configuration's; may be repeated
   --help              this text
 """
@@ -156,31 +160,48 @@ def help_text() -> str:
 def run(config: RunConfig) -> int:
     """Sample what the configuration asks for; returns the exit status. Raises: ValueError for what stops the run."""
     rows = read_rows(config)
-    output = config.output
-    if output is not None and config.prompts_file is not None:
-        _check_apart(output.path, config.prompts_file)
-    with RowWriter(output.path, overwrite=output.overwrite) if output else contextlib.nullcontext() as writer:
+    output = config.output.path if config.output else None
+    with _files(config) as (writer, metrics):
         engine = make_engine(config, len(rows))
         requests = [row.request for row in rows if row.request is not None]
         begin = time.perf_counter()
         with progress_bar() as on_update:
-            sampled = _generate(engine, requests, on_update)
+            sampled = _generate(engine, requests, on_update or _log_lines(engine))
         seconds = time.perf_counter() - begin
         outputs = merge_outputs(rows, sampled)
         if writer is not None:
             for row, result in zip(rows, outputs, strict=True):
                 writer.write(output_rows(result, row.request.sampling if row.request else None))
             writer.commit()
+        if metrics is not None:
+            metrics.write_text(metrics_text(engine, as_prometheus=metrics.path.suffix == ".prom"))
+            metrics.commit()
     shown = outputs if output is None else outputs[:_SHOWN_WITH_OUTPUT]
     for row, result in zip(rows, shown, strict=False):
         if result.error is None:
             print(completion_text(row.request, result, color=sys.stdout.isatty()))
     sys.stdout.flush()
     if output is not None:
-        _say(f"{'the others' if len(shown) < len(outputs) else 'rows'} are in {output.path}")
+        _say(f"{'the others' if len(shown) < len(outputs) else 'rows'} are in {output}")
     failed = report_failures(outputs)
     _say(summary(outputs, engine.stats(), seconds))
     return 1 if failed else 0
+
+
+@contextlib.contextmanager
+def _files(config: RunConfig) -> Iterator[tuple[RowWriter | None, RowWriter | None]]:
+    """Writers of the rows and of the metrics, None for what is not asked for. Raises: ValueError."""
+    output = config.output
+    with contextlib.ExitStack() as stack:
+
+        def writer(path: str | None) -> RowWriter | None:
+            if output is None or path is None:
+                return None
+            if config.prompts_file is not None:
+                _check_apart(path, config.prompts_file)
+            return stack.enter_context(RowWriter(path, overwrite=output.overwrite))
+
+        yield (writer(output.path), writer(output.metrics)) if output else (None, None)
 
 
 def _check_apart(output: str, prompts_file: str) -> None:
@@ -285,6 +306,26 @@ def progress_bar() -> Iterator[Callable[[int, int, int], None] | None]:
             progress.update(task, completed=finished, total=total, count=count, description="sampling")
 
         yield update
+
+
+def _log_lines(engine: "InferenceEngine") -> Callable[[int, int, int], None]:
+    """A callback that says every few seconds how the run goes."""
+    last = time.monotonic()
+
+    def update(finished: int, total: int, _: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _LOG_SECONDS:
+            last = time.monotonic()
+            _say(f"progress  {finished}/{total} samples, {engine.metrics().line()}")
+
+    return update
+
+
+def metrics_text(engine: "InferenceEngine", *, as_prometheus: bool) -> str:
+    """All that the engine has counted, as Prometheus' text or as JSON."""
+    engine.memory()
+    registry = engine.metrics()
+    return registry.prometheus() if as_prometheus else json.dumps(registry.as_dict(), indent=1) + "\n"
 
 
 def completion_text(request: Request | None, output: RequestOutput, *, color: bool) -> str:

@@ -54,6 +54,16 @@ def test_bits_give_the_same_bits():
     assert (stored(x).array == linear(x).array).all()
 
 
+def test_bits_share_the_memory_of_the_weights_and_outlive_them():
+    weight = _random(OUT, EMBED, dtype=jnp.bfloat16)
+    expected = np.array(weight.array).view(np.uint16)
+    stored = as_bits(weight)
+    assert stored.array.unsafe_buffer_pointer() == weight.array.unsafe_buffer_pointer()
+    jax.jit(lambda a: a + 1, donate_argnums=0)(weight.array).block_until_ready()
+    del weight
+    assert (np.asarray(stored.array) == expected).all()
+
+
 def test_float32_weights_stay_as_they_are():
     weight = _random(OUT, EMBED)
     assert as_bits(weight) is weight

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import jax
 
+from levanter_infer.engine.metrics import METRICS
+
 
 def provenance() -> dict[str, object]:
     """Commit, machine and versions of this run."""
@@ -26,6 +28,13 @@ def provenance() -> dict[str, object]:
         "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "equinox", "haliax")}
         | {"python": platform.python_version()},
     }
+
+
+def measured(**values: object) -> dict[str, object]:
+    """Measurements under names that the metrics of the engine declare (engine/metrics.py)."""
+    unknown = sorted(set(values) - set(METRICS))
+    assert not unknown, f"no such metrics: {unknown}"
+    return values
 
 
 def emit(case: dict[str, object]) -> None:

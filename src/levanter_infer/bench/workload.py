@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from levanter_infer.models.decoder import DecoderModel
+from levanter_infer.models.decoder import DecoderConfig, DecoderModel
 from levanter_infer.models.llama import LLAMA
 
 SHAPES = {
@@ -38,9 +38,9 @@ def model_sizes(args: argparse.Namespace) -> dict[str, int]:
     return {name: size if getattr(args, name) is None else getattr(args, name) for name, size in sizes.items()}
 
 
-def random_model(sizes: dict[str, int], dtype: str, *, max_positions: int = 8192) -> DecoderModel:
-    """A Llama of the given sizes with random weights and a tied head."""
-    config = LLAMA.config_from_hf(
+def model_config(sizes: dict[str, int], max_positions: int = 8192) -> DecoderConfig:
+    """A Llama of the given sizes with a tied head."""
+    return LLAMA.config_from_hf(
         {
             "model_type": "llama",
             "architectures": ["LlamaForCausalLM"],
@@ -56,7 +56,11 @@ def random_model(sizes: dict[str, int], dtype: str, *, max_positions: int = 8192
             "tie_word_embeddings": True,
         }
     )
-    return DecoderModel.init(config, key=jax.random.key(0), dtype=jnp.dtype(dtype))
+
+
+def random_model(sizes: dict[str, int], dtype: str, *, max_positions: int = 8192) -> DecoderModel:
+    """A model of that configuration with random weights."""
+    return DecoderModel.init(model_config(sizes, max_positions), key=jax.random.key(0), dtype=jnp.dtype(dtype))
 
 
 def random_prompts(vocab: int, lens: list[int], seed: int) -> list[list[int]]:

@@ -78,16 +78,20 @@ class RoundOutputs(eqx.Module):
     top_logprobs: Array
 
 
-_SCALARS = ("count", "free_pages", "running", "waiting", *Counters.__annotations__)
+_STATE_SCALARS = ("count", "free_pages", "running", "waiting", "stored_tokens", "refs_max", "refs_sum")
+_SCALARS = (*_STATE_SCALARS, *Counters.__annotations__)
 
 
 def pack_outputs(state: DecodeState, ring: OutputRing) -> RoundOutputs:
-    table = state.sequences
+    table, ref_counts = state.sequences, state.page_table.ref_counts.array
     scalars = {
         "count": ring.count.array,
         "free_pages": state.page_table.num_free.array,
         "running": jnp.sum(table.is_status(RUNNING), dtype=jnp.int32),
         "waiting": jnp.sum(table.is_status(WAITING), dtype=jnp.int32),
+        "stored_tokens": jnp.sum(table.num_computed.array, dtype=jnp.int32),
+        "refs_max": jnp.max(ref_counts),
+        "refs_sum": jnp.sum(ref_counts, dtype=jnp.int32),
         **{name: getattr(state.counters, name).array for name in Counters.__annotations__},
     }
     bits = [jax.lax.bitcast_convert_type(a.array, jnp.int32) for a in (ring.logprobs, ring.processed_logprobs)]

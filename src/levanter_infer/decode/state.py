@@ -28,6 +28,8 @@ class Counters(eqx.Module):
     copied_pages: ht.i32[NamedArray, ""]
     """Pages copied because a shared one was to be written."""
     forks: ht.i32[NamedArray, ""]
+    pages_touched: ht.i32[NamedArray, ""]
+    """Pages of the context of every row, added up over steps: what attention reads."""
     pages_peak: ht.i32[NamedArray, ""]
     """Most pages held at once."""
 

@@ -14,7 +14,7 @@ from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.packing import StepPlan, choose_tokens, pack, start_waiting
 from levanter_infer.decode.paging import fork_when_ready, free_pages_for_finished, preempt, take_pages
 from levanter_infer.decode.sampling import SampleOutput, sample, stop_match
-from levanter_infer.decode.sequence_table import ERROR, LENGTH, STOP, by_arrival
+from levanter_infer.decode.sequence_table import ERROR, LENGTH, STOP, by_arrival, pages_for
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState, GenState
 from levanter_infer.layers.attention import AttentionSpec
@@ -190,6 +190,7 @@ def append(
 
     q_lens = plan.cu_q_lens[1:] - plan.cu_q_lens[:-1]
     num_chunk_tokens = jnp.sum(jnp.where(q_lens > 1, q_lens, 0), dtype=jnp.int32)
+    context_pages = jnp.where(plan.take > 0, pages_for(computed, shapes.page_size), 0)
     counters = state.counters
     counters = replace(
         counters,
@@ -197,6 +198,7 @@ def append(
         generated=counters.generated.array + jnp.sum(emits, dtype=jnp.int32),
         prompt_tokens=counters.prompt_tokens.array + num_chunk_tokens,
         prompt_steps=counters.prompt_steps.array + (num_chunk_tokens > 0).astype(jnp.int32),
+        pages_touched=counters.pages_touched.array + jnp.sum(context_pages, dtype=jnp.int32),
     )
     table = replace(table, tokens=tokens, seq_lens=seq_lens, num_computed=computed)
     state = eqx.tree_at(lambda s: (s.sequences, s.counters), state, (table, counters))

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,6 +15,8 @@ from levanter_infer.decode.programs import Programs
 from levanter_infer.decode.sequence_table import pages_for
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
+from levanter_infer.engine.memory_audit import audit
+from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.params import SamplingParams, check_limits, derive_seed
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.engine.sequence import Group
@@ -22,6 +25,7 @@ from levanter_infer.engine.slots import SlotManager, empty_admission
 from levanter_infer.engine.stats import Stats
 from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
 from levanter_infer.layers.attention import AttentionSpec
+from levanter_infer.runtime.memory import peak_bytes, return_free_memory
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +88,11 @@ class InferenceEngine:
         )
         self.state = self.programs.init()
         self._nothing = jax.device_put(empty_admission(self.shapes))
-        self._stats = Stats(self.shapes.num_pages)
+        self._stats = Stats(
+            pages_total=self.shapes.num_pages,
+            pool_bytes=self.state.kv.pages.array.nbytes,
+            weights_bytes=_num_bytes(model),
+        )
         self._rounds = 0
         self._submissions = 0
         self._warm = False
@@ -160,9 +168,14 @@ class InferenceEngine:
                 on_update(finished, total, sum(len(sequence.token_ids) for sequence in sequences))
         self.drain()
 
-    def step_round(self) -> list[HostSequence]:
-        """Launch the next round and read the one before; returns the sequences whose result became known."""
-        launched = self._launch()
+    def step_round(self, *, max_steps: int | None = None) -> list[HostSequence]:
+        """Launch the next round and read the one before; returns the sequences whose result became known.
+
+        Args:
+            max_steps: fewer steps than the engine would choose: with 1 every step can be timed, at the price of a
+                launch and a download each.
+        """
+        launched = self._launch(max_steps)
         previous, self._in_flight = self._in_flight, launched
         return self._read(previous) if previous is not None else []
 
@@ -196,14 +209,18 @@ class InferenceEngine:
         """Compile the round program now rather than with the first request; later calls do nothing."""
         if self._warm:
             return
+        return_free_memory()  # of loading the model: compiling needs much
         start = time.perf_counter()
         self.state, outputs = self.programs.round(self.state, self._nothing)
         jax.block_until_ready(outputs)
         self._warm = True
-        self._stats.compile_s = time.perf_counter() - start
+        self._stats.registry.set("compile_s", time.perf_counter() - start)
+        return_free_memory()
 
-    def _launch(self) -> _Launched:
-        fields = self._slots.next_admission(self._rounds, self._round_steps)
+    def _launch(self, max_steps: int | None = None) -> _Launched:
+        begin = time.perf_counter()
+        steps = self._round_steps if max_steps is None else min(max_steps, self._round_steps)
+        fields = self._slots.next_admission(self._rounds, steps)
         uploaded = jax.device_put(fields)
         admission = dataclasses.replace(
             self._nothing,
@@ -217,15 +234,21 @@ class InferenceEngine:
         outputs.packed.copy_to_host_async()
         launched = _Launched(self._rounds, outputs, started)
         self._rounds += 1
+        self._stats.on_time(launch=time.perf_counter() - begin)
         return launched
 
     def _read(self, launched: _Launched) -> list[HostSequence]:
+        begin = time.perf_counter()
+        jax.block_until_ready(launched.outputs.packed)
+        ready = time.perf_counter()
         outputs = HostOutputs(launched.outputs, self.shapes)
         end = time.perf_counter()
         seconds = end - max(launched.started, self._last_end)
         self._last_end = end
         self._adapt(self._stats.on_round(outputs, seconds), seconds)
-        return self._slots.collect(outputs, launched.round_id)
+        known = self._slots.collect(outputs, launched.round_id)
+        self._stats.on_time(wait=ready - begin, download=end - ready, collect=time.perf_counter() - end)
+        return known
 
     def _adapt(self, steps: int, seconds: float) -> None:
         """Choose the number of steps that fits into `max_round_seconds`, from the last round's time per step."""
@@ -337,10 +360,32 @@ class InferenceEngine:
             raise ValueError("zero_cache while requests are in progress would change their results; finish them first")
         self.state = self.programs.zero_cache(self.state)
 
-    def stats(self) -> dict[str, object]:
-        """Totals since the engine was made: tokens, rates, pages, preemptions, steps, rounds, compilations."""
+    # Metrics
+
+    def metrics(self) -> Registry:
+        """Everything that was counted since the engine was made, as of the last round that was read."""
         programs = self.programs.compilations()
-        return {**self._stats.as_dict(), "compilations": sum(programs.values()), "programs": programs}
+        self._stats.registry.set("compilations", sum(programs.values()))
+        self._stats.registry.set("programs", dict(programs))
+        return self._stats.registry
+
+    def stats(self) -> dict[str, Any]:
+        """`metrics` as a dict: tokens, rates, pages, preemptions, steps, rounds, compilations, …"""
+        return self.metrics().as_dict("round")
+
+    def memory(self) -> dict[str, Any]:
+        """Who holds how much, after the rounds launched so far; waits for them. Also enters it into `metrics`."""
+        registry, kv = self._stats.registry, self.state.kv
+        values = audit(self.state.decode).metrics(
+            page_bytes=kv.pages.array.nbytes // kv.num_pages, weights_bytes=_num_bytes(self.model)
+        )
+        for name, value in {**values, "peak_memory_bytes": peak_bytes()}.items():
+            registry.set(name, value)
+        return registry.as_dict("state")
+
+
+def _num_bytes(tree) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def _checked_ids(token_ids, vocab_size: int) -> list[int]:

@@ -4,17 +4,11 @@ import dataclasses
 import time
 
 from levanter_infer.decode.outputs import HostOutputs
+from levanter_infer.engine.metrics import METRICS, Registry
 
-_TOTALS = {
-    "steps": "steps",
-    "preemptions": "preemptions",
-    "recomputed": "recomputed_tokens",
-    "prompt_steps": "prompt_steps",
-    "generated": "generated_tokens",
-    "prompt_tokens": "computed_prompt_tokens",
-    "copied_pages": "copied_pages",
-    "forks": "forks",
-}
+_TOTALS = {metric.counter: metric.name for metric in METRICS.values() if metric.counter is not None}
+_AS_THEY_ARE = ("running", "waiting", "stored_tokens", "refs_max", "refs_sum")
+"""Scalars of a round that are metrics of the same name."""
 _WRAP = 2**32
 
 
@@ -30,30 +24,35 @@ class _Phase:
 
 
 class Stats:
-    """Totals since the engine was made, and rates.
+    """Totals since the engine was made, and rates, written into `registry`.
 
     Nothing interrupts the device to time single steps. The time of a decode step comes from rounds in which no
     prompt was computed; what the other rounds took beyond their decode steps counts as prefill.
     """
 
-    def __init__(self, pages_total: int):
+    def __init__(self, *, pages_total: int, pool_bytes: int, weights_bytes: int):
+        self.registry = Registry()
         self._last: dict[str, int] = dict.fromkeys(_TOTALS, 0)
-        self._totals = dict.fromkeys(_TOTALS.values(), 0)
-        self._pages_total = pages_total
-        self._pages_free = pages_total
+        self._pages_total, self._page_bytes = pages_total, pool_bytes // pages_total
         self._pages_peak = 0
-        self._rounds = 0
-        self._prompt_tokens = 0
-        self._first_token_s: float | None = None
         self._submitted: float | None = None
         self._decode = _Phase()
         self._mixed = _Phase()
-        self.compile_s = 0.0
+        sizes = {"pages_total": pages_total, "pool_bytes": pool_bytes, "weights_bytes": weights_bytes}
+        for name, value in {**sizes, "page_bytes": self._page_bytes, "pages_peak": 0, "compile_s": 0.0}.items():
+            self.registry.set(name, value)
+        self._nobody_holds_anything()
+
+    def _nobody_holds_anything(self) -> None:
+        for name in ("pages_in_use", *_AS_THEY_ARE):
+            self.registry.set(name, 0)
+        self.registry.set("pages_free", self._pages_total)
 
     def on_submit(self, num_prompt_tokens: int) -> None:
-        self._prompt_tokens += num_prompt_tokens
+        self.registry.add("prompt_tokens", num_prompt_tokens)
         if self._submitted is None:
-            self._submitted, self._first_token_s = time.perf_counter(), None
+            self._submitted = time.perf_counter()
+            self.registry.set("time_to_first_token_s", None)
 
     def on_round(self, outputs: HostOutputs, seconds: float) -> int:
         """Count one round; returns its steps.
@@ -61,52 +60,57 @@ class Stats:
         Args:
             seconds: from its launch, or from the end of the round before if that was later, to its end.
         """
+        registry, scalars = self.registry, outputs.scalars
         delta = {}
         for counter, name in _TOTALS.items():
-            value = outputs.scalars[counter]
-            delta[counter] = (value - self._last[counter]) % _WRAP
-            self._last[counter] = value
-            self._totals[name] += delta[counter]
-        self._pages_free = outputs.scalars["free_pages"]
-        self._pages_peak = max(self._pages_peak, outputs.scalars["pages_peak"])
-        self._rounds += 1
-        if delta["generated"] and self._first_token_s is None and self._submitted is not None:
-            self._first_token_s = time.perf_counter() - self._submitted
+            delta[counter] = (scalars[counter] - self._last[counter]) % _WRAP
+            self._last[counter] = scalars[counter]
+            registry.add(name, delta[counter])
+        registry.add("rounds", 1)
+        registry.observe("round_s", seconds)
+        registry.add("paged_kv_bytes_read", delta["pages_touched"] * self._page_bytes)
+        for name in _AS_THEY_ARE:
+            registry.set(name, scalars[name])
+        registry.set("pages_free", scalars["free_pages"])
+        registry.set("pages_in_use", self._pages_total - scalars["free_pages"])
+        self._pages_peak = max(self._pages_peak, scalars["pages_peak"])
+        registry.set("pages_peak", self._pages_peak)
+        if delta["generated"] and registry["time_to_first_token_s"] is None and self._submitted is not None:
+            registry.set("time_to_first_token_s", time.perf_counter() - self._submitted)
         phase = self._mixed if delta["prompt_steps"] else self._decode
         phase.seconds += seconds
         phase.steps += delta["steps"]
         phase.prompt_steps += delta["prompt_steps"]
         phase.prompt_tokens += delta["prompt_tokens"]
         phase.generated += delta["generated"]
+        self._set_rates()
         return delta["steps"]
+
+    def on_time(self, **seconds: float) -> None:
+        """Add what the host spent on a round, by the first word of the metric: launch, wait, download, collect."""
+        for name, spent in seconds.items():
+            self.registry.add(f"{name}_s", spent)
 
     def on_reset(self) -> None:
         """The device's counters start again at zero."""
         self._last = dict.fromkeys(_TOTALS, 0)
+        self._nobody_holds_anything()
 
     def on_idle(self) -> None:
         """The next submission starts a new measurement of the time to the first token."""
         self._submitted = None
 
-    def _prefill_s(self) -> float:
-        mixed = self._mixed
-        step_s = self._decode.seconds / self._decode.steps if self._decode.steps else 0.0
+    def _set_rates(self) -> None:
+        def ratio(amount: float, per: float) -> float | None:
+            return amount / per if amount and per > 0 else None
+
+        decode, mixed = self._decode, self._mixed
+        step_s = ratio(decode.seconds, decode.steps) or 0.0
         # A step with a prompt chunk is no cheaper than one without.
-        return max(mixed.seconds - (mixed.steps - mixed.prompt_steps) * step_s, mixed.prompt_steps * step_s)
-
-    def as_dict(self) -> dict[str, float | int | None]:
-        def rate(tokens: int, seconds: float) -> float | None:
-            return tokens / seconds if tokens and seconds > 0 else None
-
-        return {
-            **self._totals,
-            "prompt_tokens": self._prompt_tokens,
-            "rounds": self._rounds,
-            "prefill_tokens_per_s": rate(self._mixed.prompt_tokens, self._prefill_s()),
-            "decode_tokens_per_s": rate(self._decode.generated, self._decode.seconds),
-            "time_to_first_token_s": self._first_token_s,
-            "compile_s": self.compile_s,
-            "pages_total": self._pages_total,
-            "pages_free": self._pages_free,
-            "pages_peak": self._pages_peak,
-        }
+        prefill_s = max(mixed.seconds - (mixed.steps - mixed.prompt_steps) * step_s, mixed.prompt_steps * step_s)
+        self.registry.set("prefill_tokens_per_s", ratio(mixed.prompt_tokens, prefill_s))
+        self.registry.set("decode_tokens_per_s", ratio(decode.generated, decode.seconds))
+        generated = decode.generated + mixed.generated
+        copied = self.registry["copied_pages"]
+        assert isinstance(copied, int)
+        self.registry.set("copies_per_token", copied / generated if generated else None)

@@ -8,8 +8,10 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import Axis, NamedArray
 from jax import Array
+from jax.core import Tracer
 
 from levanter_infer.axes import LAYERS, PANEL, PANEL_SIZE
 from levanter_infer.kernels.cpu import panel_rows, stacked_products, to_panels
@@ -197,11 +199,15 @@ def as_bits(array: NamedArray) -> NamedArray:
     """A bfloat16 or float16 array as the uint16 of its bits; others unchanged. `from_bits` undoes it.
 
     On a CPU, XLA converts a whole stack of 16-bit floats to float32 at every step, where a layer or rows are to be
-    taken from it; of integers it takes the part alone.
+    taken from it; of integers it takes the part alone. Outside of a trace the result shares the memory of `array`.
     """
     if array.dtype.itemsize != 2 or not jnp.issubdtype(array.dtype, jnp.floating):
         return array
-    return NamedArray(jax.lax.bitcast_convert_type(array.array, jnp.uint16), array.axes)
+    if isinstance(array.array, Tracer):
+        return NamedArray(jax.lax.bitcast_convert_type(array.array, jnp.uint16), array.axes)
+    # If somebody donates `array`, JAX sees that its memory is in use and copies.
+    place = array.array.sharding if array.array.committed else None
+    return NamedArray(jax.device_put(np.asarray(array.array).view(np.uint16), place), array.axes)
 
 
 def from_bits(array: Array, dtype) -> Array:

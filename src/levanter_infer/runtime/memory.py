@@ -1,6 +1,9 @@
-"""How much memory a pool may take by default."""
+"""What the machine says of its memory, and how much of it a pool may take by default."""
 
+import contextlib
+import ctypes
 import os
+from pathlib import Path
 
 import jax
 
@@ -15,3 +18,29 @@ def default_pool_bytes() -> int:
         return int((stats["bytes_limit"] - stats.get("bytes_in_use", 0)) * _DEVICE_SHARE)
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(int(available * _CPU_SHARE), _CPU_LIMIT_BYTES)
+
+
+def process_bytes() -> tuple[int, int]:
+    """Resident memory of this process: now, and the most so far. Zeros where the system does not say (/proc)."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0, 0
+    found = {
+        name: int(rest.split()[0]) * 1024
+        for name, _, rest in (line.partition(":") for line in lines)
+        if rest[-2:] == "kB"
+    }
+    return found.get("VmRSS", 0), found.get("VmHWM", 0)
+
+
+def peak_bytes() -> int:
+    """The most memory in use so far: of the device, where it keeps count, else of this process."""
+    stats = jax.local_devices()[0].memory_stats()
+    return stats["peak_bytes_in_use"] if stats and "peak_bytes_in_use" in stats else process_bytes()[1]
+
+
+def return_free_memory() -> None:
+    """Let malloc return what was freed to the system: compiling a round leaves some 300 MB with it."""
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)

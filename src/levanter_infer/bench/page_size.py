@@ -1,0 +1,118 @@
+"""Speed and waste over page sizes and batches.
+
+Tokens/s are those of whole calls, with rounds of many steps. Step times need rounds of one step, which cost a launch
+and a download each: `one_step_rounds_cost` is what the same call takes then, over what it takes otherwise. Speeds are
+not compared here; equal `output_hash` is what would allow it.
+"""
+
+import argparse
+import itertools
+import time
+
+import numpy as np
+
+from levanter_infer.bench.plot import add_plot_argument, draw
+from levanter_infer.bench.report import digest, emit, measured, provenance, spread
+from levanter_infer.bench.workload import (
+    add_model_arguments,
+    model_sizes,
+    numbers,
+    random_model,
+    random_prompts,
+    round_up,
+)
+from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.engine import InferenceEngine
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import Request
+
+PAGE_SIZES = (8, 16, 32, 64, 128, 256)
+BATCHES = (8, 16, 32, 64)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--page-size", type=numbers, default=PAGE_SIZES, help="comma-separated; default 8 … 256")
+    parser.add_argument("--batch", type=numbers, default=BATCHES, help="comma-separated; default 8,16,32,64")
+    parser.add_argument("--prompt", type=int, default=128, help="mean of the prompts' lengths; default 128")
+    parser.add_argument("--output", type=int, default=32, help="generated tokens; default 32")
+    parser.add_argument("--repeats", type=int, default=3)
+    add_plot_argument(parser)
+    add_model_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print one line per page size and batch; the figure shows tokens/s."""
+    about = provenance()
+    model = random_model(model_sizes(args), args.dtype)
+    curves: dict[str, tuple[list[float], list[float]]] = {}
+    for batch, page_size in itertools.product(args.batch, args.page_size):
+        case = measure(model, args, batch, page_size)
+        emit({"bench": "page-size", **case, **about})
+        xs, ys = curves.setdefault(f"batch {batch}", ([], []))
+        xs.append(page_size)
+        ys.append(case["generated_tokens_per_s"]["median"])
+    draw(args.plot, curves, title="Generation over page size", x="tokens per page", y="generated tokens/s", log=True)
+
+
+def measure(model, args: argparse.Namespace, batch: int, page_size: int) -> dict:
+    # Lengths spread over a page of any size, the same for every page size.
+    lens = np.random.default_rng(batch).integers(args.prompt // 2, args.prompt * 3 // 2 + 1, batch).tolist()
+    prompts = random_prompts(model.config.vocab_size, lens, seed=batch)
+    sampling = SamplingParams(max_tokens=args.output, temperature=0.0, ignore_eos=True)
+    requests = [Request(prompt_token_ids=prompt, sampling=sampling) for prompt in prompts]
+    longest = round_up(args.prompt * 3 // 2 + args.output, max(PAGE_SIZES))
+    config = EngineConfig(max_seqs=batch, max_seq_len=longest, page_size=page_size)
+    engine = InferenceEngine(model, config=config)
+    outputs = engine.generate(requests)  # compiles
+    whole = []
+    for _ in range(args.repeats):
+        start = time.perf_counter()
+        engine.generate(requests)
+        whole.append(time.perf_counter() - start)
+    steps = step_by_step(engine, requests)
+    decode = [
+        seconds for seconds, prompt_steps in zip(steps["seconds"], steps["prompts"], strict=True) if not prompt_steps
+    ]
+    prefill = [
+        seconds for seconds, prompt_steps in zip(steps["seconds"], steps["prompts"], strict=True) if prompt_steps
+    ]
+    return {
+        "page_size": page_size,
+        "batch": batch,
+        "prompt": args.prompt,
+        "output": args.output,
+        "generated_tokens_per_s": spread([batch * args.output / seconds for seconds in whole], 1),
+        **measured(
+            decode_tick_ms_p50=round(float(np.percentile(decode, 50)) * 1e3, 3),
+            decode_tick_ms_p95=round(float(np.percentile(decode, 95)) * 1e3, 3),
+            prefill_chunk_ms=round(float(np.median(prefill)) * 1e3, 3),
+        ),
+        "decode_ticks": len(decode),
+        "one_step_rounds_cost": round(sum(steps["seconds"]) / min(whole), 3),
+        "wasted_percent": round(100 * (1 - sum(steps["stored"]) / sum(steps["room"])), 2),
+        "config": {"model": model_sizes(args), "dtype": args.dtype, "engine": engine.describe()},
+        "workload_hash": digest([prompts, args.output]),
+        "output_hash": digest([completion.token_ids for output in outputs for completion in output.completions]),
+    }
+
+
+def step_by_step(engine: InferenceEngine, requests: list[Request]) -> dict[str, list]:
+    """Run the requests one step a round.
+
+    Returns: of every step its `seconds`, `prompts` (1 if it computed a chunk of a prompt, else 0), and the tokens that
+        are `stored` after it in pages that have `room` for so many.
+    """
+    found: dict[str, list] = {"seconds": [], "prompts": [], "stored": [], "room": []}
+    groups = [engine.submit(request) for request in requests]
+    before = engine.stats()
+    while not all(group.is_done for group in groups):
+        engine.step_round(max_steps=1)
+        stats = engine.stats()
+        if stats["steps"] > before["steps"]:
+            found["seconds"].append(stats["round_s"]["sum"] - before["round_s"]["sum"])
+            found["prompts"].append(stats["prompt_steps"] - before["prompt_steps"])
+            found["stored"].append(stats["stored_tokens"])
+            found["room"].append(stats["pages_in_use"] * engine.shapes.page_size)
+        before = stats
+    engine.drain()
+    return found

@@ -1,0 +1,84 @@
+"""`audit`: how much of the pool is held, how much of that is used, and by whom."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from levanter_infer.decode.state import DecodeState
+from levanter_infer.engine.metrics import Value
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryAudit:
+    """The memory of a `DecodeState` at one moment, in tokens and pages."""
+
+    page_size: int
+    pages_in_use: int
+    live_tokens: int
+    """Tokens whose keys and values are stored; a token that several sequences share counts once."""
+    table_bytes: int
+    """Of everything but the pool."""
+    refcounts: dict[int, int]
+    """Pages by the number of their references."""
+    slot_pages: dict[int, int]
+    """Pages of each slot that holds any."""
+    slot_tokens: dict[int, int]
+    """Tokens known of each of these slots, stored or not."""
+
+    @property
+    def wasted_tokens(self) -> int:
+        """Room in pages in use that nobody has filled."""
+        return self.pages_in_use * self.page_size - self.live_tokens
+
+    def overhead(self, *, page_bytes: int, weights_bytes: int) -> float:
+        """Memory in use over the theoretical minimum, which is weights and stored K/V; less 1."""
+        token_bytes = page_bytes / self.page_size
+        used = weights_bytes + self.table_bytes + self.pages_in_use * page_bytes
+        return used / (weights_bytes + self.live_tokens * token_bytes) - 1
+
+    def metrics(self, *, page_bytes: int, weights_bytes: int) -> dict[str, Value]:
+        """Values of the metrics that come from here.
+
+        Args:
+            page_bytes: of a page, all layers.
+            weights_bytes: of the model.
+        """
+        token_bytes = page_bytes // self.page_size
+        return {
+            "reserved_bytes": self.pages_in_use * page_bytes,
+            "live_bytes": self.live_tokens * token_bytes,
+            "wasted_bytes": self.wasted_tokens * token_bytes,
+            "table_bytes": self.table_bytes,
+            "memory_overhead": self.overhead(page_bytes=page_bytes, weights_bytes=weights_bytes),
+            "refcount_histogram": {str(count): pages for count, pages in self.refcounts.items()},
+            "slot_pages": {str(slot): pages for slot, pages in self.slot_pages.items()},
+            "slot_tokens": {str(slot): tokens for slot, tokens in self.slot_tokens.items()},
+        }
+
+
+def audit(state: DecodeState) -> MemoryAudit:
+    """Look at the state; fetches the tables from the device and waits for the rounds under way."""
+    size, num_pages = state.page_table.page_size, state.page_table.num_pages
+    table = state.sequences
+    computed, lens, pages, counts = (
+        np.asarray(named.array)
+        for named in (table.num_computed, table.seq_lens, table.page_indices, state.page_table.ref_counts)
+    )
+    first = np.arange(pages.shape[1]) * size
+    filled = np.clip(computed[:, None] - first, 0, size)
+    held = filled > 0
+    most = np.zeros(num_pages, np.int64)
+    np.maximum.at(most, pages[held], filled[held])  # holders of one page may have filled it to different places
+    references, times = np.unique(counts, return_counts=True)
+    num_held = held.sum(axis=1)
+    holders = np.flatnonzero(num_held).tolist()
+    return MemoryAudit(
+        page_size=size,
+        pages_in_use=int((counts > 0).sum()),
+        live_tokens=int(most.sum()),
+        table_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
+        refcounts=dict(zip(references.tolist(), times.tolist(), strict=True)),
+        slot_pages={slot: int(num_held[slot]) for slot in holders},
+        slot_tokens={slot: int(lens[slot]) for slot in holders},
+    )
