@@ -21,4 +21,4 @@ def start(setup: dict):
 
 
 if __name__ == "__main__":
-    serve(start)
+    serve(start, ("jax", "jaxlib"))
