@@ -2,6 +2,8 @@
 
 import argparse
 import importlib
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -94,14 +96,31 @@ def test_a_saved_checkpoint_is_read_for_gguf(tmp_path, dtype):
 def test_a_side_is_stopped_while_it_is_not_asked(script, tmp_path):
     one = side.Side([sys.executable, script("one")], {}, tmp_path / "one.log")
     try:
-        seconds, tokens = one.measure([[3]], 4)
-        assert tokens == [[3, 4, 5, 6]] and seconds < 5
+        measured = one.measure([[3]], 4)
+        assert measured.tokens == [[3, 4, 5, 6]] and measured.seconds < 5
         deadline = time.monotonic() + 10
         while state_of(one.process) != "T":
             assert time.monotonic() < deadline, state_of(one.process)
     finally:
         one.close()
     assert one.process.returncode == 0
+
+
+def test_processor_time_of_others_is_noticed(script, tmp_path):
+    spin = "end = time.process_time() + 0.3\n        while time.process_time() < end: pass"
+    busy = side.Side([sys.executable, script("busy", spin)], {}, tmp_path / "busy.log")
+    idle = side.Side([sys.executable, script("idle", "time.sleep(0.3)")], {}, tmp_path / "idle.log")
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        assert idle.measure([[3]], 1).disturbed > 0.1 / (os.cpu_count() or 1)
+        own = side.group_ticks(busy.process.pid)
+        busy.measure([[3]], 1)
+        assert side.group_ticks(busy.process.pid) - own >= 0.25 * os.sysconf("SC_CLK_TCK")
+    finally:
+        other.kill()
+        other.wait()
+        busy.close()
+        idle.close()
 
 
 def test_a_side_that_ends_says_what_it_printed_last(script, tmp_path):

@@ -11,7 +11,7 @@ from statistics import mean
 
 import jax
 import jax.numpy as jnp
-from side import Side, SideError
+from side import Measurement, Side, SideError
 from verdict import WIDTH, common_prefix, differs, largest_shortfall, ratio, spaced, to_best
 
 from levanter_infer.bench.report import digest, emit, provenance, spread
@@ -46,16 +46,28 @@ class Peer:
 
 @dataclasses.dataclass
 class Measured:
-    """What a side has shown: tokens/s of every repeat, and the tokens of the last one."""
+    """What a side has shown: tokens/s and disturbance of every repeat, and the tokens of the last one."""
 
     dtype: str
     versions: dict[str, str]
     rates: dict[str, list[float]] = dataclasses.field(default_factory=lambda: {"prefill": [], "decode": []})
+    disturbed: list[float] = dataclasses.field(default_factory=list)
     tokens: list[list[int]] = dataclasses.field(default_factory=list)
+
+    def add(self, first: Measurement, whole: Measurement, args: argparse.Namespace) -> None:
+        """A call for one token, and one for `args.output` more."""
+        batch, decoding = len(whole.tokens), max(whole.seconds - first.seconds, 1e-9)
+        self.rates["prefill"].append(batch * args.prompt / first.seconds)
+        self.rates["decode"].append(batch * args.output / decoding)
+        self.disturbed.append(max(first.disturbed, whole.disturbed))
+        self.tokens = whole.tokens
 
     def report(self) -> dict:
         rates = {kind: spread(values, 1) for kind, values in self.rates.items()}
-        return {"dtype": self.dtype, "versions": self.versions, **rates, "output_hash": digest(self.tokens)}
+        return {
+            "dtype": self.dtype, "versions": self.versions, **rates, "disturbed": spread(self.disturbed, 2),
+            "output_hash": digest(self.tokens),
+        }  # fmt: skip
 
 
 def measure(
@@ -84,15 +96,14 @@ def measure(
         for repeat in range(args.repeats + 1):
             for label in [label for label in sides if label not in errors]:
                 try:
-                    first, _ = sides[label].measure(prompts, 1)
-                    whole, found[label].tokens = sides[label].measure(prompts, 1 + args.output)
+                    first = sides[label].measure(prompts, 1)
+                    whole = sides[label].measure(prompts, 1 + args.output)
                 except SideError as error:
                     errors[label] = str(error)
                     del found[label]
                     continue
                 if repeat > 0:
-                    found[label].rates["prefill"].append(len(prompts) * args.prompt / first)
-                    found[label].rates["decode"].append(len(prompts) * args.output / max(whole - first, 1e-9))
+                    found[label].add(first, whole, args)
     return found, errors
 
 

@@ -1,16 +1,31 @@
-"""One engine in its own process, as `run.py` holds it."""
+"""One engine in its own process, as `run.py` holds it. For Linux."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
+
+TICKS = os.sysconf("SC_CLK_TCK") * (os.cpu_count() or 1)
+"""Of all processors in a second."""
 
 
 class SideError(Exception):
     """A side could not start, or ended."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """One task as a side did it."""
+
+    seconds: float
+    tokens: list[list[int]]
+    disturbed: float
+    """Share of the machine's processors that others used meanwhile."""
 
 
 class Side:
@@ -26,10 +41,12 @@ class Side:
             )
         self.versions = self._ask(setup)["versions"]
 
-    def measure(self, prompts: list[list[int]], count: int) -> tuple[float, list[list[int]]]:
-        """Seconds and tokens of `count` tokens after each prompt."""
+    def measure(self, prompts: list[list[int]], count: int) -> Measurement:
+        """Let it generate `count` tokens after each prompt."""
+        begin, used = time.monotonic(), self._others()
         answer = self._ask({"prompts": prompts, "count": count})
-        return answer["seconds"], answer["tokens"]
+        share = (self._others() - used) / (TICKS * (time.monotonic() - begin))
+        return Measurement(answer["seconds"], answer["tokens"], max(0.0, share))
 
     def close(self) -> None:
         self._signal(signal.SIGCONT)
@@ -58,3 +75,24 @@ class Side:
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
+
+    def _others(self) -> int:
+        return machine_ticks() - group_ticks(self.process.pid)
+
+
+def machine_ticks() -> int:
+    """Processor time that has been used since the machine started, by anything."""
+    line = Path("/proc/stat").read_text().partition("\n")[0]
+    user, nice, system, _, _, interrupts, soft, stolen, *_ = map(int, line.split()[1:])
+    return user + nice + system + interrupts + soft + stolen
+
+
+def group_ticks(group: int) -> int:
+    """Processor time that the living processes of a group have used."""
+    ticks = 0
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit():
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                ticks += int(fields[11]) + int(fields[12]) if int(fields[2]) == group else 0
+    return ticks
