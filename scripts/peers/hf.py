@@ -5,9 +5,14 @@ from protocol import serve
 from transformers import AutoModelForCausalLM
 
 
+def load(setup: dict):
+    torch.set_num_threads(setup["threads"])
+    dtype = getattr(torch, setup["dtype"])
+    return AutoModelForCausalLM.from_pretrained(setup["checkpoint"], dtype=dtype, attn_implementation="sdpa").eval()
+
+
 def start(setup: dict):
-    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[setup["dtype"]]
-    model = AutoModelForCausalLM.from_pretrained(setup["checkpoint"], dtype=dtype, attn_implementation="sdpa").eval()
+    model = load(setup)
 
     @torch.inference_mode()
     def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
@@ -27,4 +32,4 @@ def start(setup: dict):
 
 
 if __name__ == "__main__":
-    serve(start)
+    serve(start, ("torch", "transformers"))

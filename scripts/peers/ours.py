@@ -23,4 +23,4 @@ def start(setup: dict):
 
 
 if __name__ == "__main__":
-    serve(start)
+    serve(start, ("jax", "jaxlib"))

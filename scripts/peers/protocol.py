@@ -5,22 +5,29 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from importlib import metadata
 
 Generate = Callable[[list[list[int]], int], list[list[int]]]
 
 
-def serve(start: Callable[[dict], Generate]) -> None:
+def serve(start: Callable[[dict], Generate], packages: tuple[str, ...]) -> None:
     """Answer measurements until the input ends.
 
-    The first line is the setup: checkpoint, dtype, batch, prompt, output. Each further one is
-    `{"prompts": [[token ids]], "count": n}` and is answered by `{"seconds": s, "tokens": [[token ids]]}`.
+    The first line is the setup: checkpoint, dtype, batch, prompt, output, threads. It is answered by the versions of
+    `packages` when the side is ready. Each further line is `{"prompts": [[token ids]], "count": n}` and is answered by
+    `{"seconds": s, "tokens": [[token ids]]}`.
     """
     # Libraries print; the answers have a stream of their own.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def answer(message: dict) -> None:
+        print(json.dumps(message), file=answers, flush=True)
+
     generate = start(json.loads(sys.stdin.readline()))
+    answer({"versions": {name: metadata.version(name) for name in packages}})
     for line in sys.stdin:
         task = json.loads(line)
         begin = time.perf_counter()
         tokens = generate(task["prompts"], task["count"])
-        print(json.dumps({"seconds": time.perf_counter() - begin, "tokens": tokens}), file=answers, flush=True)
+        answer({"seconds": time.perf_counter() - begin, "tokens": tokens})

@@ -1,108 +1,179 @@
 """Compare this engine with others on the same prompts and weights, in turn. See README.md beside this file."""
 
 import argparse
-import json
-import statistics
-import subprocess
+import dataclasses
+import os
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
+from statistics import mean
+
+import jax
+import jax.numpy as jnp
+from side import Measurement, Side, SideError
+from verdict import WIDTH, common_prefix, differs, largest_shortfall, ratio, spaced, to_best
 
 from levanter_infer.bench.report import digest, emit, provenance, spread
-from levanter_infer.bench.workload import SHAPES, random_model, random_prompts
+from levanter_infer.bench.workload import SHAPES, numbers, random_model, random_prompts
 from levanter_infer.checkpoints.save import save_model
 
 HERE = Path(__file__).resolve().parent
 
 
-class Side:
-    """One engine in its own process."""
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """One engine: `--peer NAME[:DTYPE]=PYTHON`."""
 
-    def __init__(self, python: str, script: str, setup: dict):
-        self.process = subprocess.Popen(
-            [python, str(HERE / script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-        self._send(setup)
+    label: str
+    """NAME[:DTYPE], as written"""
+    python: str
+    script: Path
+    dtype: str | None = None
+    """None: the run's."""
 
-    def _send(self, message: dict) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(message).encode() + b"\n")
-        self.process.stdin.flush()
-
-    def measure(self, prompts: list[list[int]], count: int) -> tuple[float, list[list[int]]]:
-        assert self.process.stdout is not None
-        self._send({"prompts": prompts, "count": count})
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self.process.args} ended with status {self.process.wait()}; run it by hand to see why")
-        answer = json.loads(line)
-        return answer["seconds"], answer["tokens"]
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(timeout=60)
+    @staticmethod
+    def parse(text: str) -> "Peer":
+        label, _, python = text.partition("=")
+        name, _, dtype = label.partition(":")
+        script = HERE / f"{name}.py"
+        if not name or not python or not script.is_file():
+            raise argparse.ArgumentTypeError(f"{text!r}: expected NAME[:DTYPE]=PYTHON, with NAME.py in {HERE}")
+        if dtype and dtype not in WIDTH:
+            raise argparse.ArgumentTypeError(f"{text!r}: DTYPE is {dtype!r}, expected one of {', '.join(WIDTH)}")
+        return Peer(label, python, script, dtype or None)
 
 
-def common_prefix(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+@dataclasses.dataclass
+class Measured:
+    """What a side has shown: tokens/s and disturbance of every repeat, and the tokens of the last one."""
+
+    dtype: str
+    versions: dict[str, str]
+    rates: dict[str, list[float]] = dataclasses.field(default_factory=lambda: {"prefill": [], "decode": []})
+    disturbed: list[float] = dataclasses.field(default_factory=list)
+    tokens: list[list[int]] = dataclasses.field(default_factory=list)
+
+    def add(self, first: Measurement, whole: Measurement, args: argparse.Namespace) -> None:
+        """A call for one token, and one for `args.output` more."""
+        batch, decoding = len(whole.tokens), max(whole.seconds - first.seconds, 1e-9)
+        self.rates["prefill"].append(batch * args.prompt / first.seconds)
+        self.rates["decode"].append(batch * args.output / decoding)
+        self.disturbed.append(max(first.disturbed, whole.disturbed))
+        self.tokens = whole.tokens
+
+    def report(self) -> dict:
+        rates = {kind: spread(values, 1) for kind, values in self.rates.items()}
+        return {
+            "dtype": self.dtype, "versions": self.versions, **rates, "disturbed": spread(self.disturbed, 2),
+            "output_hash": digest(self.tokens),
+        }  # fmt: skip
 
 
-def compare(sides: dict[str, Side], args, batch: int) -> dict:
+def measure(
+    peers: list[Peer], args: argparse.Namespace, prompts: list[list[int]], directory: Path
+) -> tuple[dict[str, Measured], dict[str, str]]:
+    """All sides in turn, `repeats` times after one that warms up.
+
+    Returns: what each side has shown, and the errors of those that could not start or ended.
+    """
+    sides: dict[str, Side] = {}
+    found: dict[str, Measured] = {}
+    errors: dict[str, str] = {}
+    setup = dict(
+        checkpoint=str(directory), batch=len(prompts), prompt=args.prompt, output=args.output, threads=args.threads
+    )
+    with ExitStack() as stack:
+        for peer in peers:
+            dtype = peer.dtype or args.dtype
+            try:
+                side = Side([peer.python, peer.script], {**setup, "dtype": dtype}, directory / f"{peer.label}.log")
+            except SideError as error:
+                errors[peer.label] = str(error)
+                continue
+            sides[peer.label], found[peer.label] = side, Measured(dtype, side.versions)
+            stack.callback(side.close)
+        for repeat in range(args.repeats + 1):
+            for label in [label for label in sides if label not in errors]:
+                try:
+                    first = sides[label].measure(prompts, 1)
+                    whole = sides[label].measure(prompts, 1 + args.output)
+                except SideError as error:
+                    errors[label] = str(error)
+                    del found[label]
+                    continue
+                if repeat > 0:
+                    found[label].add(first, whole, args)
+    return found, errors
+
+
+def compare(peers: list[Peer], args: argparse.Namespace, batch: int, directory: Path) -> dict:
+    """One line: the rates of every side, ratios between those that did the same work, errors of those that failed."""
     prompts = random_prompts(SHAPES[args.shape]["vocab"], [args.prompt] * batch, seed=batch)
-    rates = {name: {"prefill": [], "decode": []} for name in sides}
-    tokens = {}
-    for repeat in range(args.repeats + 1):
-        for name, side in sides.items():
-            first, _ = side.measure(prompts, 1)
-            whole, tokens[name] = side.measure(prompts, 1 + args.output)
-            if repeat > 0:  # the first one warms up
-                rates[name]["prefill"].append(batch * args.prompt / first)
-                rates[name]["decode"].append(batch * args.output / max(whole - first, 1e-9))
+    found, errors = measure(peers, args, prompts, directory)
     case = {
         "bench": "peers", "shape": args.shape, "dtype": args.dtype, "batch": batch, "prompt": args.prompt,
-        "output": args.output, "workload_hash": digest(prompts),
+        "output": args.output, "threads": args.threads, "workload_hash": digest(prompts),
     }  # fmt: skip
-    for name in sides:
-        case[name] = {kind: spread(values, 1) for kind, values in rates[name].items()}
-        case[name]["output_hash"] = digest(tokens[name])
-    for name in sides:
-        if name != "ours":
-            case[f"ours/{name}"] = ratio(rates["ours"], rates[name], tokens["ours"], tokens[name], args.dtype)
+    case |= {label: side.report() for label, side in found.items()}
+    case |= {label: {"error": error} for label, error in errors.items()}
+    if "ours" not in found:
+        return case
+    ours, ratios = found["ours"], {}
+    shortfalls = {} if args.dtype == "float32" else shortfalls_of(found, args, prompts)
+    for label, peer in found.items():
+        if label == "ours":
+            continue
+        pair = {name: shortfalls[name] for name in ("ours", label)} if shortfalls else {}
+        refusal = differs(ours.tokens, peer.tokens, pair)
+        if refusal is None:
+            ratios[label] = ratio(ours.rates, peer.rates)
+        agreed = mean(common_prefix(a, b) for a, b in zip(ours.tokens, peer.tokens, strict=True))
+        case[f"ours/{label}"] = {
+            "tokens_agreed": agreed,
+            "tokens": 1 + args.output,
+            **({f"shortfall_{name}": round(value, 4) for name, value in pair.items()}),
+            **({"refused": refusal} if refusal else ratios[label]),
+        }
+    if ratios:
+        case["ours/best"] = to_best(ratios)
     return case
 
 
-def ratio(ours: dict, peer: dict, our_tokens, peer_tokens, dtype: str) -> dict:
-    agreed = [common_prefix(a, b) for a, b in zip(our_tokens, peer_tokens, strict=True)]
-    needed = len(our_tokens[0]) if dtype == "float32" else 1
-    agreement = {"tokens_agreed": statistics.mean(agreed), "tokens": len(our_tokens[0])}
-    if min(agreed) < needed:
-        return {**agreement, "refused": f"the outputs differ: only {min(agreed)} tokens agree, expected {needed}"}
-    medians = {kind: statistics.median(ours[kind]) / statistics.median(peer[kind]) for kind in ours}
-    return {**agreement, **{kind: round(value, 2) for kind, value in medians.items()}}
+def shortfalls_of(found: dict[str, Measured], args: argparse.Namespace, prompts: list[list[int]]) -> dict[str, float]:
+    """`largest_shortfall` of each side, over some of the sequences."""
+    weights = random_model(SHAPES[args.shape], args.dtype)
+    model = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights)
+    rows = spaced(len(prompts), args.check)
+    return {
+        label: largest_shortfall(model, [prompts[i] for i in rows], [side.tokens[i] for i in rows])
+        for label, side in found.items()
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peer", action="append", required=True, help="NAME=PYTHON; NAME.py lies beside this script")
+    parser.add_argument(
+        "--peer", action="append", required=True, type=Peer.parse, metavar="NAME[:DTYPE]=PYTHON",
+        help="NAME.py beside this script, in PYTHON's environment; DTYPE: of the run's width, if it is faster there",
+    )  # fmt: skip
     parser.add_argument("--shape", choices=SHAPES, default="S")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--batch", default="1,8,32")
+    parser.add_argument("--batch", type=numbers, default=(1, 8, 32))
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--check", type=int, default=4, help="sequences read again to judge outputs in 16 bits")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each peer")
     args = parser.parse_args()
-    pythons = {"ours": sys.executable, **dict(peer.split("=", 1) for peer in args.peer)}
-    with tempfile.TemporaryDirectory() as checkpoint:
-        save_model(random_model(SHAPES[args.shape], args.dtype), checkpoint)
-        for batch in (int(part) for part in args.batch.split(",")):
-            setup = dict(checkpoint=checkpoint, dtype=args.dtype, batch=batch, prompt=args.prompt, output=args.output)
-            sides = {name: Side(python, f"{name}.py", setup) for name, python in pythons.items()}
-            try:
-                emit({**compare(sides, args, batch), **provenance()})
-            finally:
-                for side in sides.values():
-                    side.close()
+    for peer in args.peer:
+        if peer.dtype and WIDTH[peer.dtype] != WIDTH[args.dtype]:
+            parser.error(f"--peer {peer.label}: {peer.dtype} is not as wide as --dtype {args.dtype}")
+    peers = [Peer("ours", sys.executable, HERE / "ours.py"), *args.peer]
+    with tempfile.TemporaryDirectory() as directory:
+        save_model(random_model(SHAPES[args.shape], args.dtype), directory)
+        for batch in args.batch:
+            emit({**compare(peers, args, batch, Path(directory)), **provenance()})
     return 0
 
 
