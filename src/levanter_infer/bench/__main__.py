@@ -8,6 +8,7 @@ from levanter_infer.runtime.compile_cache import enable_compile_cache
 
 COMMANDS = {
     "control": "a step without a model: tables, allocation, stop rules",
+    "open-loop": "requests that come at any time: latencies, phases, continuous against static batches",
     "throughput": "prefill and decode tokens/s of a random model",
 }
 """Each is a module of this package with `add_arguments(parser)` and `run(args)`; - in a name is _ in the module's."""

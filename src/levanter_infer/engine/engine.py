@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,13 +27,17 @@ from levanter_infer.layers.attention import AttentionSpec
 logger = logging.getLogger(__name__)
 
 _FIRST_ROUND_STEPS = 8
+_POLL_S = 0.0005
 
 
 @dataclasses.dataclass
 class _Launched:
     round_id: int
     outputs: RoundOutputs
+    max_steps: int
     started: float
+    """When the device could begin with it, if it had nothing else to do."""
+    launch_s: float
 
 
 class InferenceEngine:
@@ -79,6 +84,7 @@ class InferenceEngine:
         self._warm = False
         self._round_steps = min(_FIRST_ROUND_STEPS, self.config.max_round_steps)
         self._last_end = 0.0
+        self._step_s = 0.0
         self._start_over()
         logger.info("engine: %s", self.describe())
 
@@ -149,11 +155,32 @@ class InferenceEngine:
                 on_update(finished, total, sum(len(sequence.token_ids) for sequence in sequences))
         self.drain()
 
-    def step_round(self) -> list[HostSequence]:
-        """Launch the next round and read the one before; returns the sequences whose result became known."""
-        launched = self._launch()
+    def step_round(self, max_steps: int | None = None) -> list[HostSequence]:
+        """Launch the next round and read the one before; returns the sequences whose result became known.
+
+        Args:
+            max_steps: steps of the launched round, if fewer than the engine would choose: tokens are seen when their
+                round is read, so that rounds of one step show each token as soon as it is there.
+        """
+        launched = self._launch(max_steps)
         previous, self._in_flight = self._in_flight, launched
         return self._read(previous) if previous is not None else []
+
+    def linger(self) -> None:
+        """Wait until the round in flight has ended or is about to; returns at once if there is none.
+
+        A request enters the next round that is launched, so one that comes just after a launch waits for two. Who has
+        requests coming at any time calls this before `step_round`, and submits in between all that have come: the
+        next round is launched as late as it can be without the device standing idle.
+        """
+        launched = self._in_flight
+        if launched is None:
+            return
+        begun = max(launched.started, self._last_end)
+        until = begun + launched.max_steps * self._step_s - 2 * launched.launch_s
+        packed = launched.outputs.packed
+        while time.perf_counter() < until and not packed.is_ready():  # pyright: ignore[reportAttributeAccessIssue]
+            time.sleep(_POLL_S)
 
     def drain(self) -> None:
         """Run until the device is idle: every page is free afterwards."""
@@ -191,8 +218,10 @@ class InferenceEngine:
         self._warm = True
         self._stats.compile_s = time.perf_counter() - start
 
-    def _launch(self) -> _Launched:
-        fields = self._slots.next_admission(self._rounds, self._round_steps)
+    def _launch(self, max_steps: int | None = None) -> _Launched:
+        begin = time.perf_counter()
+        steps = self._round_steps if max_steps is None else min(max_steps, self._round_steps)
+        fields = self._slots.next_admission(self._rounds, steps)
         uploaded = jax.device_put(fields)
         admission = dataclasses.replace(
             self._nothing,
@@ -204,7 +233,7 @@ class InferenceEngine:
         started = time.perf_counter()
         self.state, outputs = self.programs.round(self.state, admission)
         outputs.packed.copy_to_host_async()
-        launched = _Launched(self._rounds, outputs, started)
+        launched = _Launched(self._rounds, outputs, steps, started, launch_s=time.perf_counter() - begin)
         self._rounds += 1
         return launched
 
@@ -220,7 +249,8 @@ class InferenceEngine:
         """Choose the number of steps that fits into `max_round_seconds`, from the last round's time per step."""
         if steps == 0:
             return
-        fitting = int(self.config.max_round_seconds * steps / seconds)
+        self._step_s = seconds / steps
+        fitting = int(self.config.max_round_seconds / self._step_s)
         self._round_steps = max(1, min(fitting, 2 * self._round_steps, self.config.max_round_steps))
 
     def _make_group(self, request: Request, default_id: str) -> Group:
@@ -326,7 +356,7 @@ class InferenceEngine:
             raise ValueError("zero_cache while requests are in progress would change their results; finish them first")
         self.state = self.programs.zero_cache(self.state)
 
-    def stats(self) -> dict[str, object]:
+    def stats(self) -> dict[str, Any]:
         """Totals since the engine was made: tokens, rates, pages, preemptions, steps, rounds, compilations."""
         programs = self.programs.compilations()
         return {**self._stats.as_dict(), "compilations": sum(programs.values()), "programs": programs}
