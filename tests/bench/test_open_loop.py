@@ -10,7 +10,7 @@ import pytest
 
 from levanter_infer.bench.__main__ import main as bench
 from levanter_infer.bench.drive import run_continuous, run_static
-from levanter_infer.bench.machine import jitter, stolen_seconds
+from levanter_infer.bench.machine import jitter, others_seconds
 from levanter_infer.bench.open_loop import compare_static, phase_lines
 from levanter_infer.bench.report import percentiles
 from levanter_infer.bench.timeline import Round, Timeline, bounds, in_steady, phases, spikes
@@ -130,8 +130,8 @@ def test_ratios_are_refused_where_the_outputs_differ(capsys):
 def test_the_machine_is_probed():
     probe = jitter(0.02)
     assert probe["gaps"] >= 0 and probe["longest_ms"] <= probe["gaps_ms"] + 0.1
-    stolen = stolen_seconds()
-    assert stolen is None or stolen >= 0
+    others = others_seconds()
+    assert others is None or others >= 0
 
 
 LENS = (3, 12, 1, 7, 5, 4)

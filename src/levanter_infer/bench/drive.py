@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from levanter_infer.bench.machine import stolen_seconds
+from levanter_infer.bench.machine import others_seconds
 from levanter_infer.bench.timeline import Round, Timeline
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.request import Request
@@ -74,7 +74,7 @@ class _Run:
         self._start = time.perf_counter()
         self._busy_since = 0.0
         self._totals = engine.stats()
-        self._stolen = stolen_seconds()
+        self._others = others_seconds()
 
     @property
     def is_done(self) -> bool:
@@ -99,7 +99,7 @@ class _Run:
 
     def round(self) -> None:
         self._engine.step_round(self._max_steps)
-        now, stolen, totals = self.now(), stolen_seconds(), self._engine.stats()
+        now, others, totals = self.now(), others_seconds(), self._engine.stats()
         tokens = 0
         for i, group in list(self.running.items()):
             times = self._token_times[i]
@@ -118,10 +118,10 @@ class _Run:
                     prompt_steps=prompt_steps,
                     tokens=tokens,
                     decoding=sum(bool(self._token_times[i]) for i in self.running),
-                    stolen_s=None if stolen is None or self._stolen is None else stolen - self._stolen,
+                    others_s=None if others is None or self._others is None else others - self._others,
                 )
             )
-            self._busy_since, self._stolen = now, stolen
+            self._busy_since, self._others = now, others
         self._totals = totals
 
     def finish(self) -> Timeline:

@@ -43,12 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--load", type=float, default=0.8, help="rate of arrival as a share of the capacity; default 0.8")
     load.add_argument("--rate", type=float, help="requests a second, instead of --load")
     load.add_argument("--tokens-target", type=int, default=10000, help="generated tokens of the open loop")
-    load.add_argument("--closed-requests", type=int, help="requests of the closed loop; default 4 * max_seqs")
+    load.add_argument("--closed-requests", type=int, help="requests of the closed loop; default 8 * max_seqs")
     load.add_argument("--prompt", type=numbers, default=(16, 128), help="shortest,longest prompt; default 16,128")
     load.add_argument("--output", type=numbers, default=(8, 256), help="shortest,longest output; default 8,256")
     load.add_argument("--seed", type=int, default=0, help="of lengths, prompts and arrivals")
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--max-seqs", type=int, default=32)
+    engine.add_argument("--max-seqs", type=int, default=16, help="default 16")
     engine.add_argument(
         "--max-step-tokens", "--prefill-chunk", type=numbers, default=(64,), help="comma-separated; default 64"
     )
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
     for page_size, budget in itertools.product(args.page_size, args.max_step_tokens):
         config = EngineConfig(max_seqs=args.max_seqs, max_seq_len=longest, max_step_tokens=budget, page_size=page_size)
         engine = InferenceEngine(model, config=config)
-        closed, capacity = measure_closed(engine, requests[: args.closed_requests or 4 * args.max_seqs], args)
+        closed, capacity = measure_closed(engine, requests[: args.closed_requests or 8 * args.max_seqs], args)
         opened = measure_open(engine, requests, capacity, args)
         shared = {
             "config": {
@@ -239,7 +239,7 @@ def _decode_only(timeline: Timeline) -> list[Round]:
 
 
 def _spike_report(rounds: Sequence[Round]) -> dict[str, object]:
-    """Those over twice their median, and what the machine took from them."""
+    """Those over twice their median, and what the machine gave to others during the worst of them."""
     found, threshold_s = spikes(rounds)
     worst = sorted(found, key=lambda r: -r.step_s)[:_NAMED_SPIKES]
     return {
@@ -250,7 +250,7 @@ def _spike_report(rounds: Sequence[Round]) -> dict[str, object]:
             {
                 "ms": round(r.step_s * 1e3, 1),
                 "decoding": r.decoding,
-                "stolen_ms": None if r.stolen_s is None else round(r.stolen_s * 1e3),
+                "others_ms": None if r.others_s is None else round(r.others_s * 1e3),
             }
             for r in worst
         ],

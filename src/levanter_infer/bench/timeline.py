@@ -22,7 +22,7 @@ class Round:
     tokens: int
     decoding: int
     """Sequences between their first and their last token."""
-    stolen_s: float | None = None
+    others_s: float | None = None
     """Processor time that the machine gave to others meanwhile, where it says so."""
 
     @property

@@ -15,6 +15,7 @@ from levanter_infer.decode.programs import Programs
 from levanter_infer.decode.sequence_table import pages_for
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
+from levanter_infer.engine.pace import Pace
 from levanter_infer.engine.params import SamplingParams, check_limits, derive_seed
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.engine.sequence import Group
@@ -26,7 +27,6 @@ from levanter_infer.layers.attention import AttentionSpec
 
 logger = logging.getLogger(__name__)
 
-_FIRST_ROUND_STEPS = 8
 _POLL_S = 0.0005
 
 
@@ -34,10 +34,11 @@ _POLL_S = 0.0005
 class _Launched:
     round_id: int
     outputs: RoundOutputs
-    max_steps: int
     started: float
     """When the device could begin with it, if it had nothing else to do."""
     launch_s: float
+    expected_s: float
+    """What it should take on the device."""
 
 
 class InferenceEngine:
@@ -82,9 +83,8 @@ class InferenceEngine:
         self._rounds = 0
         self._submissions = 0
         self._warm = False
-        self._round_steps = min(_FIRST_ROUND_STEPS, self.config.max_round_steps)
+        self._pace = Pace(self.config.max_round_steps, self.config.max_round_seconds)
         self._last_end = 0.0
-        self._step_s = 0.0
         self._start_over()
         logger.info("engine: %s", self.describe())
 
@@ -176,8 +176,7 @@ class InferenceEngine:
         launched = self._in_flight
         if launched is None:
             return
-        begun = max(launched.started, self._last_end)
-        until = begun + launched.max_steps * self._step_s - 2 * launched.launch_s
+        until = max(launched.started, self._last_end) + launched.expected_s - 2 * launched.launch_s
         packed = launched.outputs.packed
         while time.perf_counter() < until and not packed.is_ready():  # pyright: ignore[reportAttributeAccessIssue]
             time.sleep(_POLL_S)
@@ -220,7 +219,9 @@ class InferenceEngine:
 
     def _launch(self, max_steps: int | None = None) -> _Launched:
         begin = time.perf_counter()
-        steps = self._round_steps if max_steps is None else min(max_steps, self._round_steps)
+        with_prompts = self._slots.has_prompts
+        steps = self._pace.steps(with_prompts)
+        steps = steps if max_steps is None else min(max_steps, steps)
         fields = self._slots.next_admission(self._rounds, steps)
         uploaded = jax.device_put(fields)
         admission = dataclasses.replace(
@@ -233,7 +234,13 @@ class InferenceEngine:
         started = time.perf_counter()
         self.state, outputs = self.programs.round(self.state, admission)
         outputs.packed.copy_to_host_async()
-        launched = _Launched(self._rounds, outputs, steps, started, launch_s=time.perf_counter() - begin)
+        launched = _Launched(
+            self._rounds,
+            outputs,
+            started,
+            launch_s=time.perf_counter() - begin,
+            expected_s=self._pace.seconds(with_prompts, steps),
+        )
         self._rounds += 1
         return launched
 
@@ -242,16 +249,9 @@ class InferenceEngine:
         end = time.perf_counter()
         seconds = end - max(launched.started, self._last_end)
         self._last_end = end
-        self._adapt(self._stats.on_round(outputs, seconds), seconds)
+        steps, prompt_steps = self._stats.on_round(outputs, seconds)
+        self._pace.on_round(prompt_steps > 0, steps, seconds)
         return self._slots.collect(outputs, launched.round_id)
-
-    def _adapt(self, steps: int, seconds: float) -> None:
-        """Choose the number of steps that fits into `max_round_seconds`, from the last round's time per step."""
-        if steps == 0:
-            return
-        self._step_s = seconds / steps
-        fitting = int(self.config.max_round_seconds / self._step_s)
-        self._round_steps = max(1, min(fitting, 2 * self._round_steps, self.config.max_round_steps))
 
     def _make_group(self, request: Request, default_id: str) -> Group:
         ids = self._token_ids(request)

@@ -55,8 +55,8 @@ class Stats:
         if self._submitted is None:
             self._submitted, self._first_token_s = time.perf_counter(), None
 
-    def on_round(self, outputs: HostOutputs, seconds: float) -> int:
-        """Count one round; returns its steps.
+    def on_round(self, outputs: HostOutputs, seconds: float) -> tuple[int, int]:
+        """Count one round; returns its steps, and those of them that computed prompt tokens.
 
         Args:
             seconds: from its launch, or from the end of the round before if that was later, to its end.
@@ -78,7 +78,7 @@ class Stats:
         phase.prompt_steps += delta["prompt_steps"]
         phase.prompt_tokens += delta["prompt_tokens"]
         phase.generated += delta["generated"]
-        return delta["steps"]
+        return delta["steps"], delta["prompt_steps"]
 
     def on_reset(self) -> None:
         """The device's counters start again at zero."""
