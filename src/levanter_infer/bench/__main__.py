@@ -10,6 +10,7 @@ COMMANDS = {
     "control": "a step without a model: tables, allocation, stop rules",
     "memory": "peak memory of a process; what pages waste on mixes of lengths",
     "page-size": "tokens/s, step times and waste over page sizes and batches",
+    "open-loop": "requests that come at any time: latencies, phases, continuous against static batches",
     "throughput": "prefill and decode tokens/s of a random model",
 }
 """Each is a module of this package with `add_arguments(parser)` and `run(args)`; - in a name is _ in the module's."""

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from levanter_infer.engine.metrics import METRICS
 
@@ -49,6 +50,15 @@ def spread(values: Sequence[float], digits: int = 4) -> dict[str, float | int]:
         "max": round(max(values), digits),
         "runs": len(values),
     }
+
+
+def percentiles(runs: Sequence[Sequence[float]], digits: int = 2) -> dict[str, dict[str, float | int]]:
+    """p50, p95, p99 and largest value of each run, as the spread over the runs; empty if a run has no values."""
+    if not all(len(values) for values in runs):
+        return {}
+    places = {"p50": 50, "p95": 95, "p99": 99, "max": 100}
+    found = np.array([np.percentile(values, list(places.values())) for values in runs])
+    return {name: spread(found[:, i].tolist(), digits) for i, name in enumerate(places)}
 
 
 def digest(value: object) -> str:

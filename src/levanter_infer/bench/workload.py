@@ -17,6 +17,8 @@ SHAPES = {
 """S is SmolLM2-135M's, M is Llama-3.2-1B's."""
 SAMPLING = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 1.0, "top_p": 0.95, "top_k": 50}}
 
+ARRIVALS = ("poisson", "constant")
+
 
 def numbers(text: str) -> tuple[int, ...]:
     """`1,2,3` as integers, for argparse."""
@@ -67,6 +69,27 @@ def random_prompts(vocab: int, lens: list[int], seed: int) -> list[list[int]]:
     """Token ids, one prompt per length."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, vocab, length).tolist() for length in lens]
+
+
+def mixed_lens(shortest: int, longest: int, count: int, seed: int) -> list[int]:
+    """Lengths spread evenly over the logarithms between two bounds: many short ones, few long ones."""
+    rng = np.random.default_rng(seed)
+    lens = np.exp(rng.uniform(np.log(shortest), np.log(longest + 1), count))
+    return np.clip(lens.astype(int), shortest, longest).tolist()
+
+
+def arrival_times(kind: str, count: int, rate: float, seed: int) -> list[float]:
+    """When requests come, in seconds, ascending: `rate` a second, one of `ARRIVALS`.
+
+    The same seed gives the same pattern at every rate, stretched.
+    """
+    if kind == "constant":
+        gaps = np.ones(count)
+    elif kind == "poisson":
+        gaps = np.random.default_rng(seed).exponential(1.0, count)
+    else:
+        raise ValueError(f"arrivals {kind!r}: expected one of {', '.join(ARRIVALS)}")
+    return (np.cumsum(gaps) / rate).tolist()
 
 
 def round_up(value: int, multiple: int) -> int:

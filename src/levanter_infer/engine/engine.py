@@ -17,6 +17,7 @@ from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
 from levanter_infer.engine.memory_audit import audit
 from levanter_infer.engine.metrics import Registry
+from levanter_infer.engine.pace import Pace
 from levanter_infer.engine.params import SamplingParams, check_limits, derive_seed
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.engine.sequence import Group
@@ -29,7 +30,7 @@ from levanter_infer.runtime.memory import peak_bytes, return_free_memory
 
 logger = logging.getLogger(__name__)
 
-_FIRST_ROUND_STEPS = 8
+_POLL_S = 0.0005
 
 
 @dataclasses.dataclass
@@ -37,6 +38,10 @@ class _Launched:
     round_id: int
     outputs: RoundOutputs
     started: float
+    """When the device could begin with it, if it had nothing else to do."""
+    launch_s: float
+    expected_s: float
+    """What it should take on the device."""
 
 
 class InferenceEngine:
@@ -96,7 +101,7 @@ class InferenceEngine:
         self._rounds = 0
         self._submissions = 0
         self._warm = False
-        self._round_steps = min(_FIRST_ROUND_STEPS, self.config.max_round_steps)
+        self._pace = Pace(self.config.max_round_steps, self.config.max_round_seconds)
         self._last_end = 0.0
         self._start_over()
         logger.info("engine: %s", self.describe())
@@ -172,12 +177,28 @@ class InferenceEngine:
         """Launch the next round and read the one before; returns the sequences whose result became known.
 
         Args:
-            max_steps: fewer steps than the engine would choose: with 1 every step can be timed, at the price of a
-                launch and a download each.
+            max_steps: steps of the launched round, if fewer than the engine would choose: tokens are seen when their
+                round is read. With 1 every token shows as soon as it is there and every step can be timed, at the
+                price of a launch and a download each.
         """
         launched = self._launch(max_steps)
         previous, self._in_flight = self._in_flight, launched
         return self._read(previous) if previous is not None else []
+
+    def linger(self) -> None:
+        """Wait until the round in flight has ended or is about to; returns at once if there is none.
+
+        A request enters the next round that is launched, so one that comes just after a launch waits for two. Who has
+        requests coming at any time calls this before `step_round`, and submits in between all that have come: the
+        next round is launched as late as it can be without the device standing idle.
+        """
+        launched = self._in_flight
+        if launched is None:
+            return
+        until = max(launched.started, self._last_end) + launched.expected_s - 2 * launched.launch_s
+        packed = launched.outputs.packed
+        while time.perf_counter() < until and not packed.is_ready():  # pyright: ignore[reportAttributeAccessIssue]
+            time.sleep(_POLL_S)
 
     def drain(self) -> None:
         """Run until the device is idle: every page is free afterwards."""
@@ -219,7 +240,9 @@ class InferenceEngine:
 
     def _launch(self, max_steps: int | None = None) -> _Launched:
         begin = time.perf_counter()
-        steps = self._round_steps if max_steps is None else min(max_steps, self._round_steps)
+        with_prompts = self._slots.has_prompts
+        steps = self._pace.steps(with_prompts)
+        steps = steps if max_steps is None else min(max_steps, steps)
         fields = self._slots.next_admission(self._rounds, steps)
         uploaded = jax.device_put(fields)
         admission = dataclasses.replace(
@@ -232,7 +255,13 @@ class InferenceEngine:
         started = time.perf_counter()
         self.state, outputs = self.programs.round(self.state, admission)
         outputs.packed.copy_to_host_async()
-        launched = _Launched(self._rounds, outputs, started)
+        launched = _Launched(
+            self._rounds,
+            outputs,
+            started,
+            launch_s=time.perf_counter() - begin,
+            expected_s=self._pace.seconds(with_prompts, steps),
+        )
         self._rounds += 1
         self._stats.on_time(launch=time.perf_counter() - begin)
         return launched
@@ -245,17 +274,11 @@ class InferenceEngine:
         end = time.perf_counter()
         seconds = end - max(launched.started, self._last_end)
         self._last_end = end
-        self._adapt(self._stats.on_round(outputs, seconds), seconds)
+        steps, prompt_steps = self._stats.on_round(outputs, seconds)
+        self._pace.on_round(prompt_steps > 0, steps, seconds)
         known = self._slots.collect(outputs, launched.round_id)
         self._stats.on_time(wait=ready - begin, download=end - ready, collect=time.perf_counter() - end)
         return known
-
-    def _adapt(self, steps: int, seconds: float) -> None:
-        """Choose the number of steps that fits into `max_round_seconds`, from the last round's time per step."""
-        if steps == 0:
-            return
-        fitting = int(self.config.max_round_seconds * steps / seconds)
-        self._round_steps = max(1, min(fitting, 2 * self._round_steps, self.config.max_round_steps))
 
     def _make_group(self, request: Request, default_id: str) -> Group:
         ids = self._token_ids(request)

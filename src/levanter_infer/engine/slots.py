@@ -80,6 +80,11 @@ class SlotManager:
         self._cancel = set()
         return fields
 
+    @property
+    def has_prompts(self) -> bool:
+        """Whether the next round may compute prompts: a sequence that is there, or waits, has no token yet."""
+        return bool(self._pending) or any(not s.token_ids for s in self._occupants.values())
+
     def _wanted_slots(self) -> int:
         if self._loading:
             return 0

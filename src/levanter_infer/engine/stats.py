@@ -54,8 +54,8 @@ class Stats:
             self._submitted = time.perf_counter()
             self.registry.set("time_to_first_token_s", None)
 
-    def on_round(self, outputs: HostOutputs, seconds: float) -> int:
-        """Count one round; returns its steps.
+    def on_round(self, outputs: HostOutputs, seconds: float) -> tuple[int, int]:
+        """Count one round; returns its steps, and those of them that computed prompt tokens.
 
         Args:
             seconds: from its launch, or from the end of the round before if that was later, to its end.
@@ -84,7 +84,7 @@ class Stats:
         phase.prompt_tokens += delta["prompt_tokens"]
         phase.generated += delta["generated"]
         self._set_rates()
-        return delta["steps"]
+        return delta["steps"], delta["prompt_steps"]
 
     def on_time(self, **seconds: float) -> None:
         """Add what the host spent on a round, by the first word of the metric: launch, wait, download, collect."""

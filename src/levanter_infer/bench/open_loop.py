@@ -1,0 +1,275 @@
+"""Requests of mixed lengths that come whether or not the engine is ready: waiting times, phases, and static batches.
+
+Two cases per engine, a line each. `closed`: all requests are there at the start; continuous batching against static
+batches of `max_seqs`, and what rounds of `--max-round-steps` cost. `open`: requests come at `--load` times the capacity
+that the closed loop has shown, until their outputs add up to `--tokens-target`.
+"""
+
+import argparse
+import itertools
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from levanter_infer.bench.drive import run_continuous, run_static
+from levanter_infer.bench.machine import jitter
+from levanter_infer.bench.plot import add_plot_argument, draw
+from levanter_infer.bench.report import digest, emit, percentiles, provenance, spread
+from levanter_infer.bench.timeline import Round, Timeline, in_steady, phases, spikes
+from levanter_infer.bench.workload import (
+    ARRIVALS,
+    add_model_arguments,
+    arrival_times,
+    mixed_lens,
+    model_sizes,
+    numbers,
+    random_model,
+    random_prompts,
+    round_up,
+)
+from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.engine import InferenceEngine
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import Request
+
+_NAMED_SPIKES = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    load = parser.add_argument_group("load")
+    load.add_argument("--arrivals", choices=ARRIVALS, default="poisson", help="default poisson")
+    load.add_argument("--load", type=float, default=0.8, help="rate of arrival as a share of the capacity; default 0.8")
+    load.add_argument("--rate", type=float, help="requests a second, instead of --load")
+    load.add_argument("--tokens-target", type=int, default=10000, help="generated tokens of the open loop")
+    load.add_argument("--closed-requests", type=int, help="requests of the closed loop; default 8 * max_seqs")
+    load.add_argument("--prompt", type=numbers, default=(16, 128), help="shortest,longest prompt; default 16,128")
+    load.add_argument("--output", type=numbers, default=(8, 256), help="shortest,longest output; default 8,256")
+    load.add_argument("--seed", type=int, default=0, help="of lengths, prompts and arrivals")
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--max-seqs", type=int, default=16, help="default 16")
+    engine.add_argument(
+        "--max-step-tokens", "--prefill-chunk", type=numbers, default=(64,), help="comma-separated; default 64"
+    )
+    engine.add_argument("--page-size", "--kv-block-size", type=numbers, default=(16,), help="comma-separated; 16")
+    engine.add_argument(
+        "--max-round-steps", type=int, default=1, help="steps of a round; 1, the default, shows and times every step"
+    )
+    engine.add_argument("--early-launch", action="store_true", help="do not wait for late requests before a launch")
+    parser.add_argument("--no-static", action="store_true", help="leave out the static batches")
+    parser.add_argument("--spike-threshold", type=float, help="seconds a step; default twice the median")
+    parser.add_argument("--repeats", type=int, default=3)
+    add_plot_argument(parser)
+    add_model_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print two lines per page size and token budget of a step; phases of each run go to the log."""
+    about = provenance()
+    sizes = model_sizes(args)
+    model = random_model(sizes, args.dtype)
+    requests = mixed_requests(args, sizes["vocab"])
+    longest = round_up(args.prompt[-1] + args.output[-1] + 1, 16)
+    budgets, curve = [], []
+    for page_size, budget in itertools.product(args.page_size, args.max_step_tokens):
+        config = EngineConfig(max_seqs=args.max_seqs, max_seq_len=longest, max_step_tokens=budget, page_size=page_size)
+        engine = InferenceEngine(model, config=config)
+        closed, capacity = measure_closed(engine, requests[: args.closed_requests or 8 * args.max_seqs], args)
+        opened = measure_open(engine, requests, capacity, args)
+        shared = {
+            "config": {
+                "model": sizes,
+                "dtype": args.dtype,
+                "prompt": args.prompt,
+                "output": args.output,
+                "max_round_steps": args.max_round_steps,
+                "linger": not args.early_launch,
+                "engine": {k: v for k, v in engine.describe().items() if k != "device"},
+            },
+            "compilations": engine.stats()["compilations"],
+            **about,
+        }
+        emit({"bench": "open-loop", "case": "closed", **closed, **shared})
+        emit({"bench": "open-loop", "case": "open", **opened, **shared})
+        budgets.append(budget)
+        curve.append(opened["inter_token_ms"])
+    draw(
+        args.plot,
+        {name: (budgets, [gaps[name]["median"] for gaps in curve]) for name in ("p50", "p95", "p99")},
+        title=f"time between tokens, {args.arrivals} arrivals, {args.max_seqs} sequences, {args.shape} {args.dtype}",
+        x="max_step_tokens",
+        y="ms",
+    )
+
+
+def mixed_requests(args: argparse.Namespace, vocab: int) -> list[Request]:
+    """Requests of mixed lengths whose outputs add up to the target."""
+    lens = mixed_lens(*args.output, count=args.tokens_target, seed=args.seed)
+    count = 1 + int(np.searchsorted(np.cumsum(lens), args.tokens_target))
+    prompts = random_prompts(vocab, mixed_lens(*args.prompt, count=count, seed=args.seed + 1), seed=args.seed)
+    return [
+        Request(prompt_token_ids=ids, sampling=SamplingParams(max_tokens=length, ignore_eos=True, temperature=0.0))
+        for ids, length in zip(prompts, lens, strict=False)
+    ]
+
+
+def measure_closed(
+    engine: InferenceEngine, requests: Sequence[Request], args: argparse.Namespace
+) -> tuple[dict[str, object], float]:
+    """All requests are there at the start. Returns the case, and the capacity in generated tokens a second."""
+    at_once = [0.0] * len(requests)
+    runs = {
+        "static": lambda: run_static(engine, requests, at_once, batch=args.max_seqs),
+        "continuous": lambda: run_continuous(engine, requests, at_once),
+        "short_rounds": lambda: run_continuous(engine, requests, at_once, max_steps=args.max_round_steps),
+    }
+    if args.no_static:
+        del runs["static"]
+    run_continuous(
+        engine, requests[: args.max_seqs], at_once[: args.max_seqs]
+    )  # so that nothing runs for the first time
+    seen: dict[str, list[Timeline]] = {name: [] for name in runs}
+    for _ in range(args.repeats):
+        for name, measure in runs.items():
+            seen[name].append(measure())
+    continuous, short = ([t.tokens_per_s for t in seen[name]] for name in ("continuous", "short_rounds"))
+    steady = [steady_rate(t) for t in seen["short_rounds"]]
+    case: dict[str, object] = {
+        **_workload(requests, seen["continuous"][0]),
+        "continuous_tokens_per_sec": spread(continuous, 1),
+        "continuous_steady_tokens_per_sec": spread([steady_rate(t) for t in seen["continuous"]], 1),
+        "short_rounds_tokens_per_sec": spread(short, 1),
+        "short_rounds_steady_tokens_per_sec": spread(steady, 1),
+        "short_rounds_over_continuous": _ratios(short, continuous),
+    }
+    if "static" in seen:
+        case |= compare_static(seen)
+    return case, statistics.median(steady)
+
+
+def compare_static(seen: Mapping[str, Sequence[Timeline]]) -> dict[str, object]:
+    """Static batches beside the others, and the ratio if all of them gave the same tokens."""
+    static, continuous = ([t.tokens_per_s for t in seen[name]] for name in ("static", "continuous"))
+    expected = seen["static"][0].token_ids
+    equal = all(t.token_ids == expected for timelines in seen.values() for t in timelines)
+    if not equal:
+        print("static and continuous batches gave different tokens: no ratio; try --dtype float32", file=sys.stderr)
+    return {
+        "static_tokens_per_sec": spread(static, 1),
+        "outputs_are_equal": equal,
+        "continuous_over_static": _ratios(continuous, static) if equal else None,
+    }
+
+
+def measure_open(
+    engine: InferenceEngine, requests: Sequence[Request], capacity: float, args: argparse.Namespace
+) -> dict[str, object]:
+    """Requests come at a rate. `capacity`: tokens a second that the engine can generate of such requests."""
+    tokens_each = sum(request.sampling.max_tokens for request in requests) / len(requests)
+    rate = args.rate or args.load * capacity / tokens_each
+    arrivals = arrival_times(args.arrivals, len(requests), rate, seed=args.seed)
+    probes, timelines = [], []
+    for _ in range(args.repeats):
+        probes.append(jitter())
+        timelines.append(
+            run_continuous(engine, requests, arrivals, max_steps=args.max_round_steps, linger=not args.early_launch)
+        )
+        print(*phase_lines(timelines[-1], args.spike_threshold), sep="\n", file=sys.stderr)
+    whole, steady = [t.tokens_per_s for t in timelines], [steady_rate(t) for t in timelines]
+    gaps = percentiles([_ms(t.inter_token_s()) for t in timelines])
+    return {
+        **_workload(requests, timelines[0]),
+        "arrivals": args.arrivals,
+        "requests_per_s": round(rate, 3),
+        "load": round(rate * tokens_each / capacity, 3),
+        "continuous_tokens_per_sec": spread(whole, 1),
+        "continuous_steady_tokens_per_sec": spread(steady, 1),
+        "wall_over_steady": _ratios(whole, steady),
+        "ttft_ms": percentiles([_ms(t.first_token_s()) for t in timelines]),
+        "inter_token_ms": gaps,
+        "inter_token_p99_over_p50": round(gaps["p99"]["median"] / max(gaps["p50"]["median"], 1e-9), 2),
+        # Of longer rounds only the mean step is known.
+        "one_step_a_round": args.max_round_steps == 1,
+        "step_ms": percentiles([_ms(r.step_s for r in in_steady(t)) for t in timelines]),
+        "decode_only_step_ms": percentiles([_ms(r.step_s for r in _decode_only(t)) for t in timelines]),
+        "decode_only_spikes": [_spike_report(_decode_only(t)) for t in timelines],
+        "phases": [_phase_report(t, args.spike_threshold) for t in timelines],
+        "jitter": probes,
+    }
+
+
+def steady_rate(timeline: Timeline) -> float:
+    """Tokens a second in the steady phase. Raises: SystemExit if the run is too short to have one."""
+    rate = phases(timeline)["steady"].tokens_per_s
+    if not rate:
+        raise SystemExit(
+            "the run has no steady phase; raise --tokens-target and --closed-requests, or lower --max-seqs"
+        )
+    return rate
+
+
+def phase_lines(timeline: Timeline, threshold_s: float | None) -> list[str]:
+    """The log lines `[phase ramp]`, `[phase steady]`, `[phase tail]` and `[phase spikes]`."""
+    lines = [
+        f"[phase {name}] count={phase.rounds} time={phase.seconds:.2f}s tokens={phase.tokens}"
+        for name, phase in phases(timeline).items()
+    ]
+    found, threshold_s = spikes(timeline.rounds, threshold_s)
+    seconds = sum(r.seconds for r in found)
+    return [*lines, f"[phase spikes] count={len(found)} time={seconds:.2f}s threshold={threshold_s:.3f}s"]
+
+
+def _phase_report(timeline: Timeline, threshold_s: float | None) -> dict[str, object]:
+    found, threshold_s = spikes(timeline.rounds, threshold_s)
+    report: dict[str, object] = {
+        name: {"count": phase.rounds, "time_s": round(phase.seconds, 2), "tokens": phase.tokens}
+        for name, phase in phases(timeline).items()
+    }
+    report["spikes"] = {
+        "count": len(found),
+        "time_s": round(sum(r.seconds for r in found), 2),
+        "threshold_s": round(threshold_s, 4),
+    }
+    return report
+
+
+def _decode_only(timeline: Timeline) -> list[Round]:
+    return [r for r in in_steady(timeline) if r.prompt_steps == 0]
+
+
+def _spike_report(rounds: Sequence[Round]) -> dict[str, object]:
+    """Those over twice their median, and what the machine gave to others during the worst of them."""
+    found, threshold_s = spikes(rounds)
+    worst = sorted(found, key=lambda r: -r.step_s)[:_NAMED_SPIKES]
+    return {
+        "count": len(found),
+        "of": len(rounds),
+        "threshold_ms": round(threshold_s * 1e3, 2),
+        "worst": [
+            {
+                "ms": round(r.step_s * 1e3, 1),
+                "decoding": r.decoding,
+                "others_ms": None if r.others_s is None else round(r.others_s * 1e3),
+            }
+            for r in worst
+        ],
+    }
+
+
+def _workload(requests: Sequence[Request], timeline: Timeline) -> dict[str, object]:
+    return {
+        "requests": len(requests),
+        "prompt_tokens": sum(len(request.prompt_token_ids or ()) for request in requests),
+        "tokens": timeline.tokens,
+        "workload_hash": digest([[r.prompt_token_ids, r.sampling.max_tokens] for r in requests]),
+        "output_hash": digest(timeline.token_ids),
+    }
+
+
+def _ratios(above: Sequence[float], below: Sequence[float]) -> dict[str, float | int]:
+    return spread([a / b for a, b in zip(above, below, strict=True)], 3)
+
+
+def _ms(seconds: Iterable[float]) -> list[float]:
+    return [value * 1e3 for value in seconds]

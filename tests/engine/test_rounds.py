@@ -1,0 +1,99 @@
+"""When rounds are launched and how long they are: `step_round(max_steps)`, `linger` and `Pace`."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.engine import InferenceEngine
+from levanter_infer.engine.pace import Pace
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import Request
+from tests.tiny_models import tiny_model, uncached_greedy
+
+
+@pytest.fixture(scope="module")
+def engine():
+    config = EngineConfig(max_seqs=2, max_seq_len=32, page_size=4, max_round_steps=3)
+    subject = InferenceEngine(tiny_model(), config=config)
+    subject.warmup()
+    return subject
+
+
+def request(max_tokens: int) -> Request:
+    return Request(prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0))
+
+
+def test_rounds_of_one_step_show_every_token_in_the_next_call(engine):
+    group = engine.submit(request(11))
+    seen = []
+    while not group.is_done:
+        engine.step_round(max_steps=1)
+        seen.append(len(group.sequences[0].token_ids))
+    assert seen == list(range(12))
+    assert group.sequences[0].token_ids == uncached_greedy(tiny_model(), [1, 2], 11)
+    engine.drain()
+
+
+def test_more_steps_than_the_engine_would_choose_are_not_taken(engine):
+    group = engine.submit(request(7))
+    engine.step_round(max_steps=10)
+    engine.step_round(max_steps=10)
+    assert len(group.sequences[0].token_ids) == 3
+    engine.drain()
+
+
+def test_lingering_ends_with_the_round_however_long_it_was_expected_to_be(engine, monkeypatch):
+    start = time.perf_counter()
+    engine.linger()  # nothing runs
+    engine.submit(request(5))
+    engine.step_round(max_steps=1)
+    monkeypatch.setattr(engine._in_flight, "expected_s", 60.0)
+    engine.linger()
+    assert time.perf_counter() - start < 30
+    assert engine._in_flight.outputs.packed.is_ready()
+    engine.drain()
+
+
+def test_lingering_ends_when_the_next_round_has_to_be_launched(engine, monkeypatch):
+    unfinished = SimpleNamespace(packed=SimpleNamespace(is_ready=lambda: False))
+    begun = time.perf_counter()
+    running = SimpleNamespace(outputs=unfinished, started=begun, launch_s=0.02, expected_s=0.3)
+    monkeypatch.setattr(engine, "_in_flight", running)
+    engine.linger()
+    assert 0.3 - 2 * 0.02 <= time.perf_counter() - begun < 5
+
+
+def test_rounds_double_until_they_take_their_time():
+    pace, lens = Pace(max_steps=64, max_seconds=0.5), []
+    for _ in range(5):
+        lens.append(pace.steps(False))
+        pace.on_round(False, steps=pace.steps(False), seconds=0.01 * pace.steps(False))
+    assert lens == [8, 16, 32, 50, 50]
+    assert pace.seconds(False, 50) == pytest.approx(0.5)
+    pace.on_round(False, steps=50, seconds=5.0)
+    assert pace.steps(False) == 5
+    pace.on_round(False, steps=1, seconds=7.0)
+    assert pace.steps(False) == 1
+
+
+def test_rounds_with_prompts_do_not_become_as_long_as_those_without():
+    pace = Pace(max_steps=64, max_seconds=0.5)
+    for _ in range(9):
+        pace.on_round(False, steps=pace.steps(False), seconds=0.001 * pace.steps(False))
+        pace.on_round(True, steps=pace.steps(True), seconds=0.1 * pace.steps(True))
+    assert (pace.steps(False), pace.steps(True)) == (64, 5)
+    pace.on_round(False, steps=0, seconds=3.0)
+    assert pace.steps(False) == 64
+
+
+def test_the_host_knows_when_a_round_may_compute_prompts(engine):
+    group = engine.submit(request(4))
+    assert engine._slots.has_prompts
+    engine.step_round(max_steps=1)
+    assert engine._slots.has_prompts
+    while not group.sequences[0].token_ids:
+        engine.step_round(max_steps=1)
+    assert not engine._slots.has_prompts
+    engine.drain()
