@@ -38,9 +38,10 @@ def test_rounds_of_one_step_show_every_token_in_the_next_call(engine):
 
 def test_more_steps_than_the_engine_would_choose_are_not_taken(engine):
     group = engine.submit(request(7))
+    chosen = engine._pace.steps(with_prompts=True)
     engine.step_round(max_steps=10)
     engine.step_round(max_steps=10)
-    assert len(group.sequences[0].token_ids) == 3
+    assert len(group.sequences[0].token_ids) == chosen <= 3
     engine.drain()
 
 
