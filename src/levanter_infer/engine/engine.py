@@ -82,6 +82,7 @@ class InferenceEngine:
             mask_mod=mask_mod,
             max_seq_len=self.shapes.max_seq_len,
         )
+        self._weights_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
         self.model = self.backend.prepare(model, donate=donate_model)
         self.programs = Programs(
             self.model,
@@ -96,7 +97,7 @@ class InferenceEngine:
         self._stats = Stats(
             pages_total=self.shapes.num_pages,
             pool_bytes=self.state.kv.pages.array.nbytes,
-            weights_bytes=_num_bytes(model),
+            weights_bytes=self._weights_bytes,
         )
         self._rounds = 0
         self._submissions = 0
@@ -400,15 +401,11 @@ class InferenceEngine:
         """Who holds how much, after the rounds launched so far; waits for them. Also enters it into `metrics`."""
         registry, kv = self._stats.registry, self.state.kv
         values = audit(self.state.decode).metrics(
-            page_bytes=kv.pages.array.nbytes // kv.num_pages, weights_bytes=_num_bytes(self.model)
+            page_bytes=kv.pages.array.nbytes // kv.num_pages, weights_bytes=self._weights_bytes
         )
         for name, value in {**values, "peak_memory_bytes": peak_bytes()}.items():
             registry.set(name, value)
         return registry.as_dict("state")
-
-
-def _num_bytes(tree) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def _checked_ids(token_ids, vocab_size: int) -> list[int]:
