@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax import Array
 
-from levanter_infer.kernels.cpu import stacked_products
+from levanter_infer.kernels import cpu, linear_gpu
 
 MIN_ROWS = 4
 """Fewest rows of a product. On a CPU one row of bf16 is ten times slower than four, and rows keep their bits at any
@@ -31,11 +31,11 @@ class Linear(eqx.Module):
     num_in: int = eqx.field(static=True)
     """How many of the last axes of `weight` are inputs."""
     kernel: str = eqx.field(static=True, default="xla")
-    """What computes the products: xla, or cpu (`kernels.cpu`)."""
+    """What computes the products: xla, cpu (`kernels.cpu`), gpu (`kernels.linear_gpu`) or, in tests, gpu_interpret."""
     layer: Array | None = None
     """i32[], which layer of the stacks is meant. None where there are no stacks: a scan has picked a layer."""
     num_rows: Array | None = None
-    """i32[], how many rows of x count; the `cpu` kernel skips the others. None: all."""
+    """i32[], how many rows of x count; `cpu` and `gpu` skip the others. None: all."""
 
     @staticmethod
     def init(
@@ -53,7 +53,7 @@ class Linear(eqx.Module):
     def at(self, layer: Array, num_rows: Array) -> "Linear":
         """The map of one layer, for x whose first `num_rows` rows count.
 
-        Nothing is sliced here: the `cpu` kernel reads the stack where it lies.
+        Nothing is sliced here: `cpu` and `gpu` read the stack where it lies.
         """
         return dataclasses.replace(self, layer=layer, num_rows=num_rows)
 
@@ -63,7 +63,7 @@ class Linear(eqx.Module):
 
 
 def apply(x: NamedArray, *maps: Linear) -> list[NamedArray]:
-    """Several maps of the same input; the `cpu` kernel computes them in one call."""
+    """Several maps of the same input; `cpu` and `gpu` compute them in one call."""
     first = maps[0]
     results = contract(
         x,
@@ -103,8 +103,8 @@ def contract(
         weights: [out..., in...] each, in the dtype of `x` or its bits (`as_bits`); with a first axis more if `layer`
             is given.
         layer: i32[], which entry of the weights' first axis.
-        num_rows: i32[], how many rows count; the cpu kernel skips the others. None: all.
-        kernel: xla, or cpu.
+        num_rows: i32[], how many rows count; `cpu` and `gpu` skip the others. None: all.
+        kernel: see `Linear.kernel`. What is no stack, `gpu` leaves to XLA.
     Returns: f32[rows..., out...] each.
     """
     ins, rows = x.axes[-num_in:], x.axes[:-num_in]
@@ -113,12 +113,15 @@ def contract(
     fan_in = math.prod(axis.size for axis in ins)
     flat = x.array.reshape(-1, fan_in)
     outs = [weight.axes[0 if layer is None else 1 : -num_in] for weight in weights]
+    # Stacks of matrices; a weight without layers is a stack of one.
+    shapes = [(-1 if layer is not None else 1, math.prod(axis.size for axis in out), fan_in) for out in outs]
+    stacks = [weight.array.reshape(shape) for weight, shape in zip(weights, shapes, strict=True)]
     if kernel == "cpu":
-        # Stacks of matrices; a weight without layers is a stack of one.
-        shapes = [(-1 if layer is not None else 1, math.prod(axis.size for axis in out), fan_in) for out in outs]
-        stacks = [weight.array.reshape(shape) for weight, shape in zip(weights, shapes, strict=True)]
         index = jnp.int32(0) if layer is None else layer
-        results = stacked_products(flat.astype(jnp.float32), stacks, index, num_rows)
+        results = cpu.stacked_products(flat.astype(jnp.float32), stacks, index, num_rows)
+    elif kernel in ("gpu", "gpu_interpret") and layer is not None:
+        interpret = kernel == "gpu_interpret"
+        results = linear_gpu.stacked_products(flat, stacks, layer, num_rows, interpret=interpret)
     else:
         picked = weights if layer is None else [pick_layer(weight, layer) for weight in weights]
         results = [_product(flat, from_bits(weight.array, x.dtype).reshape(-1, fan_in)) for weight in picked]

@@ -182,6 +182,15 @@ class DecoderModel(eqx.Module):
             self, embeddings=as_bits(self.embeddings), layers=layers, lm_head=head, head_kernel=kernel
         )
 
+    def for_gpu(self, kernel: str) -> "DecoderModel":
+        """The same model with the layers' products by `kernel`: xla, gpu or gpu_interpret."""
+
+        def convert(part):
+            return dataclasses.replace(part, kernel=kernel) if isinstance(part, Linear) else part
+
+        layers = jax.tree.map(convert, self.layers, is_leaf=lambda part: isinstance(part, Linear))
+        return dataclasses.replace(self, layers=layers)
+
     def __call__(self, tokens: NamedArray, attention: AttentionSpec = PLAIN) -> NamedArray:
         """The plain causal forward, without a cache: for training, audits, and as the oracle.
 
