@@ -14,6 +14,7 @@ from jax import Array
 from jax.core import Tracer
 
 from levanter_infer.axes import LAYERS, PANEL, PANEL_SIZE
+from levanter_infer.kernels import linear_gpu
 from levanter_infer.kernels.cpu import panel_rows, stacked_products, to_panels
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.stack import pick_layer
@@ -57,13 +58,8 @@ class Linear(eqx.Module):
 
     def compute(self, x: NamedArray, maps: Sequence["Linear"], around: "Around") -> list[NamedArray]:
         """`apply` for maps of this kind."""
-        if around.norm is not None:
-            x = around.norm(x)
-        if around.gate is not None:
-            gated = hax.nn.silu(around.gate.astype(jnp.float32)) * x.astype(jnp.float32)
-            x = gated.astype(x.dtype)
-        results = [_biased(contract(x, part.weight, part.num_in), part).astype(x.dtype) for part in maps]
-        return results if around.residual is None else [around.residual + y for y in results]
+        x = around.before(x)
+        return [around.after(_biased(contract(x, part.weight, part.num_in), part).astype(x.dtype)) for part in maps]
 
     def __call__(self, x: NamedArray) -> NamedArray:
         """Args: x: [..., in...], the input axes last and in the order of the weight's."""
@@ -143,7 +139,55 @@ class PanelLinear(eqx.Module):
         return apply(x, self)[0]
 
 
-LinearMap = Linear | PanelLinear
+class GpuLinear(eqx.Module):
+    """A `Linear` for an NVIDIA GPU: its stack of layers is read where it lies (`kernels.linear_gpu`)."""
+
+    weight: NamedArray
+    """[layers, out..., in...]; without `layers` where a scan has picked one, and XLA computes the product."""
+    bias: NamedArray | None
+    """[layers, out...], or [out...] where the layer has been chosen."""
+    num_in: int = eqx.field(static=True)
+    interpret: bool = eqx.field(static=True, default=False)
+    """Run by Pallas' interpreter, for tests."""
+    layer: Array | None = None
+    """i32[], which entry of the stack is meant."""
+    num_rows: Array | None = None
+    """As in `PanelLinear`."""
+
+    @staticmethod
+    def of(linear: Linear, *, interpret: bool = False) -> "GpuLinear":
+        """The same map, with the same arrays."""
+        return GpuLinear(weight=linear.weight, bias=linear.bias, num_in=linear.num_in, interpret=interpret)
+
+    def at(self, layer: Array, num_rows: Array) -> "GpuLinear":
+        """The map of one layer, for x whose first `num_rows` rows count. The weights are not sliced."""
+        bias = None if self.bias is None else pick_layer(self.bias, layer)
+        return dataclasses.replace(self, bias=bias, layer=layer, num_rows=num_rows)
+
+    def compute(self, x: NamedArray, maps: Sequence["GpuLinear"], around: "Around") -> list[NamedArray]:
+        """`apply` for maps of this kind, all in one call."""
+        x = around.before(x)
+        if self.layer is None:
+            results = [contract(x, part.weight, part.num_in) for part in maps]
+        else:
+            rows, ins = x.axes[: -self.num_in], math.prod(axis.size for axis in x.axes[-self.num_in :])
+            outs = [part.weight.axes[1 : -part.num_in] for part in maps]
+            stacks = [part.weight.array.reshape(part.weight.axes[0].size, -1, ins) for part in maps]
+            products = linear_gpu.stacked_products(
+                x.array.reshape(-1, ins), stacks, self.layer, self.num_rows, interpret=self.interpret
+            )
+            results = [
+                NamedArray(y.reshape([axis.size for axis in (*rows, *out)]), (*rows, *out))
+                for y, out in zip(products, outs, strict=True)
+            ]
+        return [around.after(_biased(y, part).astype(x.dtype)) for y, part in zip(results, maps, strict=True)]
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        """As `Linear`."""
+        return apply(x, self)[0]
+
+
+LinearMap = Linear | PanelLinear | GpuLinear
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +200,18 @@ class Around:
     """The input is silu(gate) · x, as in SwiGLU."""
     residual: NamedArray | None = None
     """Added to the result."""
+
+    def before(self, x: NamedArray) -> NamedArray:
+        """The input of the product, in the dtype of `x`."""
+        if self.norm is not None:
+            x = self.norm(x)
+        if self.gate is not None:
+            x = (hax.nn.silu(self.gate.astype(jnp.float32)) * x.astype(jnp.float32)).astype(x.dtype)
+        return x
+
+    def after(self, y: NamedArray) -> NamedArray:
+        """The result."""
+        return y if self.residual is None else self.residual + y
 
 
 def apply(x: NamedArray, *maps: LinearMap, **around) -> list[NamedArray]:
