@@ -141,7 +141,7 @@ def test_a_run_gives_ratios_to_those_that_did_the_same_work(run, script, tmp_pat
         run.Peer("missing", sys.executable, tmp_path / "none.py"),
         run.Peer("broken", sys.executable, script("broken", "assert count == 1, 'one token at most'")),
     ]
-    args = argparse.Namespace(shape="tiny", dtype="float32", prompt=2, output=5, repeats=2, threads=1, check=1)
+    args = argparse.Namespace(shape="tiny", dtype="float32", prompt=2, output=5, repeats=2, tries=1, threads=1, check=1)
     case = run.compare(peers, args, 2, tmp_path)
     assert case["ours"]["decode"]["runs"] == 2
     assert 2 < case["ours/slower"]["decode"] < 4 and case["ours/slower"]["tokens_agreed"] == 6
@@ -152,6 +152,20 @@ def test_a_run_gives_ratios_to_those_that_did_the_same_work(run, script, tmp_pat
     }  # fmt: skip
     assert "No such file" in case["missing"]["error"] and "ours/missing" not in case
     assert "one token at most" in case["broken"]["error"] and "ours/broken" not in case
+
+
+def test_a_disturbed_measurement_is_repeated(run):
+    class Disturbed:
+        seen = [0.4, 0.0, 0.0, 0.3, 0.01, 0.02, 0.5, 0.5]  # of the call for one token, and of the whole, in turn
+
+        def measure(self, prompts, count):
+            return side.Measurement(count, [[0] * count], self.seen.pop(0))
+
+    one, args = Disturbed(), argparse.Namespace(output=4, tries=3)
+    first, whole = run.measure_side(one, [[1]], args)
+    assert (first.disturbed, whole.disturbed, whole.seconds) == (0.01, 0.02, 5)
+    args.tries = 1
+    assert run.measure_side(one, [[1]], args)[0].disturbed == 0.5
 
 
 def test_peers_are_named_with_their_python(run):

@@ -19,6 +19,8 @@ from levanter_infer.bench.workload import SHAPES, numbers, random_model, random_
 from levanter_infer.checkpoints.save import save_model
 
 HERE = Path(__file__).resolve().parent
+MAX_DISTURBED = 0.05
+"""Share of the machine that others may use during a measurement."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +98,7 @@ def measure(
         for repeat in range(args.repeats + 1):
             for label in [label for label in sides if label not in errors]:
                 try:
-                    first = sides[label].measure(prompts, 1)
-                    whole = sides[label].measure(prompts, 1 + args.output)
+                    first, whole = measure_side(sides[label], prompts, args)
                 except SideError as error:
                     errors[label] = str(error)
                     del found[label]
@@ -105,6 +106,15 @@ def measure(
                 if repeat > 0:
                     found[label].add(first, whole, args)
     return found, errors
+
+
+def measure_side(side: Side, prompts: list[list[int]], args: argparse.Namespace) -> tuple[Measurement, Measurement]:
+    """A call for one token and one for `args.output` more, again if others disturbed it."""
+    for _ in range(args.tries):
+        first, whole = side.measure(prompts, 1), side.measure(prompts, 1 + args.output)
+        if max(first.disturbed, whole.disturbed) <= MAX_DISTURBED:
+            break
+    return first, whole
 
 
 def compare(peers: list[Peer], args: argparse.Namespace, batch: int, directory: Path) -> dict:
@@ -163,6 +173,7 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tries", type=int, default=3, help="of a measurement that others disturb")
     parser.add_argument("--check", type=int, default=4, help="sequences read again to judge outputs in 16 bits")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each peer")
     args = parser.parse_args()
