@@ -42,13 +42,11 @@ def chosen(dtype="bfloat16", **config):
     return backend.attention, backend.products
 
 
-def test_auto_takes_the_attention_for_gpus_where_it_can_do_the_work_and_products_only_if_asked(on_gpu):
+def test_auto_takes_the_kernels_for_gpus_where_they_can_do_the_work(on_gpu):
     on_gpu("9.0")
-    assert chosen() == ("gpu", "xla")
-    assert chosen(products="gpu") == ("gpu", "gpu")
+    assert chosen() == ("gpu", "gpu")
+    assert chosen("float32") == ("gpu", "xla")
     assert chosen(attention="xla", products="xla") == ("xla", "xla")
-    with pytest.raises(ValueError, match="weights are float32"):
-        chosen("float32", products="gpu")
     for old in ("7.5", "gfx942"):
         on_gpu(old)
         assert chosen() == ("xla", "xla")

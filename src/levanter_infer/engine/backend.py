@@ -44,7 +44,6 @@ class Backend:
                     "cpu": _cpu_misfit(weights, "weights"),
                     "gpu": _gpu_misfit("weights", weights, linear_gpu.supports_dtype(weights)),
                 },
-                only_if_asked=("gpu",),  # until it has been measured beside XLA's own products
             ),
             attention=_resolve(
                 "attention",
@@ -89,12 +88,11 @@ def _gpu_misfit(what: str, dtype, supported: bool) -> str | None:
     return None
 
 
-def _resolve(key: str, wanted: str, misfits: dict[str, str | None], only_if_asked: tuple[str, ...] = ()) -> str:
-    """What `wanted` means, given why each kernel of our own cannot be used. `only_if_asked`: never by auto."""
+def _resolve(key: str, wanted: str, misfits: dict[str, str | None]) -> str:
+    """What `wanted` means, given why each kernel of our own cannot be used."""
     if wanted == "auto":
-        candidates = {name: misfit for name, misfit in misfits.items() if name not in only_if_asked}
-        chosen = next((name for name, misfit in candidates.items() if misfit is None), "xla")
-        reasons = "; ".join(f"not {name}: {misfit}" for name, misfit in candidates.items() if misfit is not None)
+        chosen = next((name for name, misfit in misfits.items() if misfit is None), "xla")
+        reasons = "; ".join(f"not {name}: {misfit}" for name, misfit in misfits.items() if misfit is not None)
         logger.info("engine.%s=auto is %s%s", key, chosen, reasons and f" ({reasons})")
         return chosen
     if misfits.get(wanted) is not None:

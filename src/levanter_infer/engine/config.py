@@ -35,7 +35,7 @@ class EngineConfig:
     attention: str = "auto"
     """Attention implementation: auto, xla, reference or, on a CPU, cpu, on an NVIDIA GPU, gpu."""
     products: str = "auto"
-    """What computes matrix products: auto, xla or, on a CPU, cpu, on an NVIDIA GPU, gpu (not by auto: unmeasured)."""
+    """What computes matrix products: auto, xla or, on a CPU, cpu, on an NVIDIA GPU, gpu."""
     prefix_cache: bool = False
     """Sharing of equal prompt beginnings between requests; not available in this version."""
     admission: str = "optimistic"
