@@ -10,11 +10,12 @@ import os
 import jax
 import pytest
 
+FEW_OPTIMIZATIONS = jax.default_backend() == "cpu"
+
 
 def pytest_configure(config):
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
-    jax.config.update("jax_disable_most_optimizations", True)
     # Equal programs are compiled once for all processes of this checkout, those that tests start included.
     settings = {
         "JAX_COMPILATION_CACHE_DIR": str(config.rootpath / ".pytest_cache" / "xla"),
@@ -25,6 +26,7 @@ def pytest_configure(config):
     jax.config.update("jax_compilation_cache_dir", settings["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_disable_most_optimizations", FEW_OPTIMIZATIONS)
 
 
 LONGEST = (
@@ -43,7 +45,7 @@ def optimized():
     """Compile as users do."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_disable_most_optimizations", FEW_OPTIMIZATIONS)
 
 
 @pytest.fixture

@@ -16,6 +16,11 @@ CALLS_MODS = tuple(impl for impl in RUNS_HERE if impl != "cpu")
 """Those that take `score_mod` and `mask_mod`."""
 
 
+def lowers_for_gpu() -> bool:
+    """Whether programs can be lowered for a GPU here: without one, jax 0.11 does not lower Triton."""
+    return jax.default_backend() == "gpu" or jax.__version_info__ < (0, 11)
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Static sizes of a batch."""

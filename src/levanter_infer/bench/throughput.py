@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--modes", default="greedy,sampled", help=f"of {', '.join(SAMPLING)}")
     parser.add_argument("--attention", default="auto", help="engine.attention; default auto")
+    parser.add_argument("--products", default="auto", help="engine.products; default auto")
     add_model_arguments(parser)
 
 
@@ -40,9 +41,8 @@ def run(args: argparse.Namespace) -> None:
     model = random_model(model_sizes(args), args.dtype)
     for batch, prompt, output in itertools.product(args.batch, args.prompt, args.output):
         longest = round_up(prompt + output + 1, 16)
-        engine = InferenceEngine(
-            model, config=EngineConfig(max_seqs=batch, max_seq_len=longest, attention=args.attention)
-        )
+        kernels = dict(attention=args.attention, products=args.products)
+        engine = InferenceEngine(model, config=EngineConfig(max_seqs=batch, max_seq_len=longest, **kernels))
         for mode in args.modes.split(","):
             emit({"bench": "throughput", **measure(engine, args, batch, prompt, output, mode), **about})
 

@@ -7,7 +7,7 @@ import jax
 
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.config import EngineConfig, kv_dtype
-from levanter_infer.kernels import cpu, rpa_gpu
+from levanter_infer.kernels import cpu, linear_gpu, rpa_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ class Backend:
     platform: str
     """cpu, gpu or tpu."""
     products: str
-    """Of weights and activations: xla or cpu."""
+    """Of weights and activations: xla, cpu or gpu."""
     attention: str
     """xla, reference, cpu or gpu."""
 
@@ -31,14 +31,25 @@ class Backend:
             has_mods: whether there is a `score_mod` or a `mask_mod`, which the kernels for CPUs cannot call.
         Raises: ValueError if the configuration asks for something that this machine or this model does not allow.
         """
-        pages = kv_dtype(config, model)
+        pages, weights = kv_dtype(config, model), model.dtype
         cpu_attention = _cpu_misfit(pages, "pages")
         if cpu_attention is None and has_mods:
             cpu_attention = "score_mod and mask_mod run in XLA only"
         return Backend(
             platform=jax.default_backend(),
-            products=_resolve("products", config.products, {"cpu": _cpu_misfit(model.dtype, "weights")}),
-            attention=_resolve("attention", config.attention, {"cpu": cpu_attention, "gpu": _gpu_misfit(pages)}),
+            products=_resolve(
+                "products",
+                config.products,
+                {
+                    "cpu": _cpu_misfit(weights, "weights"),
+                    "gpu": _gpu_misfit("weights", weights, linear_gpu.supports_dtype(weights)),
+                },
+            ),
+            attention=_resolve(
+                "attention",
+                config.attention,
+                {"cpu": cpu_attention, "gpu": _gpu_misfit("pages", pages, rpa_gpu.supports_dtype(pages))},
+            ),
         )
 
     @property
@@ -47,7 +58,9 @@ class Backend:
 
     def prepare(self, model, *, donate: bool = False):
         """The model in the form that the device reads fastest. `donate`: its arrays may be deleted for it."""
-        return model.for_cpu(self.products, donate=donate) if self.on_cpu else model
+        if self.on_cpu:
+            return model.for_cpu(self.products, donate=donate)
+        return model if self.products == "xla" else model.for_gpu(interpret=self.products == "gpu_interpret")
 
     def adapt(self, shapes: Shapes) -> Shapes:
         """The sizes as the device runs them fastest."""
@@ -65,15 +78,15 @@ def _cpu_misfit(dtype, what: str) -> str | None:
     return None
 
 
-def _gpu_misfit(dtype) -> str | None:
-    """Why the attention kernel for GPUs cannot be used, if so."""
+def _gpu_misfit(what: str, dtype, supported: bool) -> str | None:
+    """Why a kernel for GPUs cannot be used, if so."""
     if jax.default_backend() != "gpu":
         return f"this engine runs on {jax.default_backend()}"
     capability = jax.devices()[0].compute_capability
     if not capability.replace(".", "").isdigit() or float(capability) < rpa_gpu.MIN_CAPABILITY:
         return f"the device is {capability}; the kernel needs NVIDIA's compute capability {rpa_gpu.MIN_CAPABILITY}"
-    if not rpa_gpu.supports_dtype(dtype):
-        return f"pages are {dtype}; the kernel reads float32, bfloat16 and float16"
+    if not supported:
+        return f"{what} are {dtype}, which the kernel does not take"
     return None
 
 

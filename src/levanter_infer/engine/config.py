@@ -35,7 +35,7 @@ class EngineConfig:
     attention: str = "auto"
     """Attention implementation: auto, xla, reference or, on a CPU, cpu, on an NVIDIA GPU, gpu."""
     products: str = "auto"
-    """What computes matrix products: auto, xla or, on a CPU, cpu."""
+    """What computes matrix products: auto, xla or, on a CPU, cpu, on an NVIDIA GPU, gpu."""
     prefix_cache: bool = False
     """Sharing of equal prompt beginnings between requests; not available in this version."""
     admission: str = "optimistic"
@@ -82,8 +82,8 @@ class EngineConfig:
             raise ValueError(
                 f"engine.attention={self.attention!r} is not available; use auto, xla, reference, cpu or gpu"
             )
-        if self.products not in ("auto", "xla", "cpu"):
-            raise ValueError(f"engine.products={self.products!r} is not available; use auto, xla or cpu")
+        if self.products not in ("auto", "xla", "cpu", "gpu"):
+            raise ValueError(f"engine.products={self.products!r} is not available; use auto, xla, cpu or gpu")
 
 
 def _check_positive(name: str, value, optional: bool = False) -> None:

@@ -14,6 +14,7 @@ from jax import Array
 from jax.core import Tracer
 
 from levanter_infer.axes import LAYERS, PANEL, PANEL_SIZE
+from levanter_infer.kernels import linear_gpu
 from levanter_infer.kernels.cpu import panel_rows, stacked_products, to_panels
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.stack import pick_layer
@@ -57,13 +58,8 @@ class Linear(eqx.Module):
 
     def compute(self, x: NamedArray, maps: Sequence["Linear"], around: "Around") -> list[NamedArray]:
         """`apply` for maps of this kind."""
-        if around.norm is not None:
-            x = around.norm(x)
-        if around.gate is not None:
-            gated = hax.nn.silu(around.gate.astype(jnp.float32)) * x.astype(jnp.float32)
-            x = gated.astype(x.dtype)
-        results = [_biased(contract(x, part.weight, part.num_in), part).astype(x.dtype) for part in maps]
-        return results if around.residual is None else [around.residual + y for y in results]
+        x = around.before(x)
+        return around.after([_biased(contract(x, part.weight, part.num_in), part).astype(x.dtype) for part in maps])
 
     def __call__(self, x: NamedArray) -> NamedArray:
         """Args: x: [..., in...], the input axes last and in the order of the weight's."""
@@ -143,7 +139,44 @@ class PanelLinear(eqx.Module):
         return apply(x, self)[0]
 
 
-LinearMap = Linear | PanelLinear
+class StackedLinear(eqx.Module):
+    """A `Linear` for a GPU: all layers stay in one piece, and the kernel reads the one that is meant."""
+
+    stack: Linear
+    layer: Array
+    """i32[], which entry of the stack is meant."""
+    num_rows: Array | None = None
+    """i32[], how many rows of x count; tiles of others give zeros and cost nothing. None: all."""
+    interpret: bool = eqx.field(static=True, default=False)
+    """Whether the kernel runs in Pallas' interpreter, for tests."""
+
+    @property
+    def bias(self) -> NamedArray | None:
+        """[out...]"""
+        return None if self.stack.bias is None else pick_layer(self.stack.bias, self.layer)
+
+    def at(self, layer: Array, num_rows: Array) -> "StackedLinear":
+        """The map of one layer, for x whose first `num_rows` rows count. Nothing is sliced here."""
+        return dataclasses.replace(self, layer=layer, num_rows=num_rows)
+
+    def compute(self, x: NamedArray, maps: Sequence["StackedLinear"], around: "Around") -> list[NamedArray]:
+        """`apply` for maps of this kind, all in one call."""
+        x, num_in = around.before(x), self.stack.num_in
+        rows, ins = x.axes[:-num_in], x.axes[-num_in:]
+        weights = [part.stack.weight for part in maps]
+        fan_in = math.prod(axis.size for axis in ins)
+        outs = [weight.axes[1:-num_in] for weight in weights]
+        stacks = [w.array.reshape(w.array.shape[0], -1, fan_in) for w in weights]
+        flat = x.array.reshape(-1, fan_in)
+        results = linear_gpu.stacked_products(flat, stacks, self.layer, self.num_rows, interpret=self.interpret)
+        named = [
+            NamedArray(y.reshape([axis.size for axis in (*rows, *out)]), (*rows, *out))
+            for y, out in zip(results, outs, strict=True)
+        ]
+        return around.after([_biased(y, part).astype(x.dtype) for y, part in zip(named, maps, strict=True)])
+
+
+LinearMap = Linear | PanelLinear | StackedLinear
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +189,18 @@ class Around:
     """The input is silu(gate) · x, as in SwiGLU."""
     residual: NamedArray | None = None
     """Added to the result."""
+
+    def before(self, x: NamedArray) -> NamedArray:
+        """The input of the product."""
+        if self.norm is not None:
+            x = self.norm(x)
+        if self.gate is None:
+            return x
+        return (hax.nn.silu(self.gate.astype(jnp.float32)) * x.astype(jnp.float32)).astype(x.dtype)
+
+    def after(self, results: list[NamedArray]) -> list[NamedArray]:
+        """What becomes of the products."""
+        return results if self.residual is None else [self.residual + y for y in results]
 
 
 def apply(x: NamedArray, *maps: LinearMap, **around) -> list[NamedArray]:

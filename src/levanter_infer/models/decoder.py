@@ -15,7 +15,16 @@ from levanter_infer.axes import EMBED, LAYERS, MLP, POSITION, SEQ_PAGE, VOCAB
 from levanter_infer.cache import KvPages, PageBatchInfo
 from levanter_infer.kernels.cpu import supports_dtype
 from levanter_infer.layers.attention import Attention, AttentionSpec
-from levanter_infer.layers.linear import Linear, PanelLinear, apply, as_bits, contract, from_bits
+from levanter_infer.layers.linear import (
+    Linear,
+    LinearMap,
+    PanelLinear,
+    StackedLinear,
+    apply,
+    as_bits,
+    contract,
+    from_bits,
+)
 from levanter_infer.layers.mlp import Mlp
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.rotary import RopeConfig, rotary_tables
@@ -112,7 +121,7 @@ class DecoderLayer(eqx.Module):
         return jax.tree.map(
             lambda part: part.at(index) if isinstance(part, RMSNorm) else part.at(index, num_rows),
             self,
-            is_leaf=lambda part: isinstance(part, Linear | PanelLinear | RMSNorm),
+            is_leaf=lambda part: isinstance(part, LinearMap | RMSNorm),
         )
 
 
@@ -204,6 +213,17 @@ class DecoderModel(eqx.Module):
             embeddings = as_bits(embeddings) if head is embeddings else bits(embeddings)
         layers = jax.tree.map(convert, self.layers, is_leaf=lambda part: isinstance(part, Linear))
         return dataclasses.replace(self, embeddings=embeddings, layers=layers, lm_head=head)
+
+    def for_gpu(self, *, interpret: bool = False) -> "DecoderModel":
+        """The same model for the paged forward on a GPU: products read a layer's weights where they lie."""
+
+        def convert(part):
+            if not isinstance(part, Linear):
+                return part
+            return StackedLinear(stack=part, layer=jnp.int32(0), interpret=interpret)
+
+        layers = jax.tree.map(convert, self.layers, is_leaf=lambda part: isinstance(part, Linear))
+        return dataclasses.replace(self, layers=layers)
 
     def __call__(self, tokens: NamedArray, attention: AttentionSpec = PLAIN) -> NamedArray:
         """The plain causal forward, without a cache: for training, audits, and as the oracle.

@@ -1,0 +1,116 @@
+"""The engine as it runs on a GPU: what it chooses, its round program lowered, and its tokens in Pallas' interpreter."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams
+from levanter_infer.axes import POSITION
+from levanter_infer.decode.programs import Programs
+from levanter_infer.engine.backend import Backend
+from levanter_infer.engine.config import resolve_shapes
+from levanter_infer.engine.slots import empty_admission
+from levanter_infer.layers.attention import AttentionSpec
+from tests.kernels.ragged import lowers_for_gpu
+from tests.tiny_models import tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = EngineConfig(max_seqs=4, max_seq_len=64, max_step_tokens=16)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """A machine with a GPU of the given compute capability, as far as `Backend` looks at it."""
+
+    def use(capability: str) -> None:
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability=capability)])
+
+    return use
+
+
+def chosen(dtype="bfloat16", **config):
+    backend = Backend.choose(EngineConfig(**config), tiny_model(dtype=dtype), has_mods=True)
+    return backend.attention, backend.products
+
+
+def test_auto_takes_the_kernels_for_gpus_where_they_can_do_the_work(on_gpu):
+    on_gpu("9.0")
+    assert chosen() == ("gpu", "gpu")
+    assert chosen("float32") == ("gpu", "xla")
+    assert chosen(attention="xla", products="xla") == ("xla", "xla")
+    for old in ("7.5", "gfx942"):
+        on_gpu(old)
+        assert chosen() == ("xla", "xla")
+        with pytest.raises(ValueError, match=f'attention="gpu" is not possible: the device is {old}'):
+            chosen(attention="gpu")
+
+
+def test_a_gpu_stores_floats_and_samples_all_rows_at_once(on_gpu):
+    on_gpu("9.0")
+    backend = Backend.choose(CONFIG, tiny_model(), has_mods=False)
+    assert not backend.on_cpu
+    assert backend.adapt(resolve_shapes(CONFIG, tiny_model(), 1)).sampled_rows is None
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="of other platforms")
+@pytest.mark.parametrize("key", ["attention", "products"])
+def test_other_platforms_refuse_it(key):
+    with pytest.raises(
+        ValueError, match=f'engine.{key}="gpu" is not possible: this engine runs on {jax.default_backend()}'
+    ):
+        chosen(**{key: "gpu"})
+
+
+@pytest.mark.skipif(not lowers_for_gpu(), reason="jax 0.11 lowers Triton for GPUs that are there")
+def test_the_round_program_is_lowered_for_a_gpu():
+    backend = Backend(platform="gpu", products="gpu", attention="gpu")
+    model = backend.prepare(tiny_model(dtype="bfloat16"))
+    shapes = backend.adapt(resolve_shapes(CONFIG, model, 1))
+    programs = Programs(model, shapes, AttentionSpec(impl="gpu"), kv_dtype=jnp.bfloat16, as_bits=False)
+    traced = programs.trace_round(model, jax.eval_shape(programs.init), empty_admission(shapes))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # In each bucket attention of chunks and of decode tokens, and four products: q, k, v; output; gate, up; down.
+    assert text.count("__gpu$xla.gpu.triton") == len(shapes.buckets) * (2 + 4)
+
+
+def test_log_probabilities_are_those_of_the_plain_forward(monkeypatch):
+    model = tiny_model(dtype="bfloat16", num_hidden_layers=1)
+    kernels = "gpu" if jax.default_backend() == "gpu" else "gpu_interpret"
+    backend = Backend(platform="gpu", products=kernels, attention=kernels)
+    monkeypatch.setattr(Backend, "choose", lambda *_, **__: backend)
+    engine = InferenceEngine(model, config=EngineConfig(max_seqs=4, max_seq_len=32, max_step_tokens=4))
+    sampling = SamplingParams(max_tokens=5, temperature=0, logprobs=0)
+    prompts = [list(range(2, 2 + length)) for length in (3, 10)]
+    for prompt, output in zip(
+        prompts, engine.generate([Request(prompt_token_ids=ids, sampling=sampling) for ids in prompts]), strict=True
+    ):
+        chosen = output.completions[0]
+        tokens = np.zeros(20, np.int32)
+        tokens[: len(prompt) + 5] = prompt + chosen.token_ids
+        logprobs = jax.nn.log_softmax(model(hax.named(jnp.asarray(tokens), (POSITION,))).array)
+        place = np.arange(len(prompt) - 1, len(prompt) + 4)
+        np.testing.assert_allclose(chosen.logprobs, logprobs[place, np.asarray(chosen.token_ids)], atol=0.03)
+
+
+def test_the_round_program_compiles_for_an_h200_without_copies_of_the_pool():
+    pytest.importorskip("jax_plugins.xla_cuda12", reason="needs jax-cuda12-plugin, see tests/gpu_compile.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.gpu_compile"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["copies"] == []
+    assert report["temp_bytes"] < report["pool_bytes"] / 100
