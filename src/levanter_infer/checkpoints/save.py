@@ -9,6 +9,7 @@ import numpy as np
 from haliax import NamedArray
 
 from levanter_infer.checkpoints.weights import DTYPES, write_safetensors
+from levanter_infer.layers.linear import Linear
 from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.family import get_parameter, parameters
 from levanter_infer.models.registry import FAMILIES
@@ -25,8 +26,10 @@ def save_model(model: DecoderModel, directory: str | Path, *, hf_config: Mapping
     Raises: ValueError if `hf_config` contradicts the model, or the dtype has no name in safetensors.
     """
     family = FAMILIES[model.config.model_type]
-    if not isinstance(model.embeddings, NamedArray) or model.skips_rows:
-        raise ValueError("the weights are laid out for a CPU (`for_cpu`); save the model as it was loaded")
+    if not isinstance(model.embeddings, NamedArray) or not isinstance(model.layers.mlp.down_proj, Linear):
+        raise ValueError(
+            "the weights are laid out for a device (`for_cpu`, `for_gpu`); save the model as it was loaded"
+        )
     dtype = np.dtype(model.embeddings.dtype)
     name = next((_DTYPE_NAMES[name] for name, known in DTYPES.items() if known == dtype), None)
     if name is None:
