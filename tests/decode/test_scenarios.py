@@ -41,8 +41,7 @@ NO_SLOT, NO_PAGE, NOWHERE = SHAPES.num_slots, SHAPES.num_pages, SHAPES.num_pages
 def programs():
     def step(state, tokens):
         state, plan, _, _ = schedule(state, SHAPES)
-        bucket = SHAPES.buckets[-1]
-        batch = batch_info(state, plan, bucket, SHAPES.rows(bucket), SHAPES)
+        batch = batch_info(state, plan, SHAPES)
         sampled = dataclasses.replace(empty_sample(SHAPES), tokens=tokens)
         state, _ = append(state, OutputRing.init(SHAPES.ring_size, 1), plan, sampled, SHAPES)
         return state, batch

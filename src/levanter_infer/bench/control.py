@@ -145,8 +145,7 @@ def control_loop(state: DecodeState, shapes: Shapes, steps: int) -> DecodeState:
         step, state, ring = carry
         state, plan, _, _ = schedule(state, shapes)
         ring = replace(ring, count=jnp.zeros((), jnp.int32))
-        bucket = shapes.buckets[-1]
-        batch = batch_info(state, plan, bucket, shapes.rows(bucket), shapes)
+        batch = batch_info(state, plan, shapes)
         state, ring = append(state, ring, plan, _instead_of_a_model(batch, sampled), shapes)
         return step + 1, _recycle(state), ring
 

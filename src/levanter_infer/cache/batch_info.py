@@ -2,8 +2,11 @@
 
 import equinox as eqx
 import haliax.haxtyping as ht
+import jax
 from haliax import NamedArray
 from jax import Array
+
+from levanter_infer.axes import ROW, ROW_BOUND, TOKEN
 
 
 class PageBatchInfo(eqx.Module):
@@ -29,6 +32,18 @@ class PageBatchInfo(eqx.Module):
     new_token_dests: ht.i32[NamedArray, " token"]
     """Where each token's K/V go: `page * page_size + page offset`; none is `num_pages * page_size`."""
     page_size: int = eqx.field(static=True)
+
+    def first(self, tokens: int, rows: int) -> "PageBatchInfo":
+        """The batch cut to its first `tokens` tokens and `rows` rows. Requires: it holds no others."""
+        sizes = {TOKEN: tokens, ROW: rows, ROW_BOUND: rows + 1}
+
+        def cut(array: NamedArray) -> NamedArray:
+            if not array.axes or array.axes[0].name not in sizes:
+                return array
+            size = sizes[array.axes[0].name]
+            return NamedArray(array.array[:size], (array.axes[0].resize(size), *array.axes[1:]))
+
+        return jax.tree.map(cut, self, is_leaf=lambda part: isinstance(part, NamedArray))
 
     def pages_and_offsets(self) -> tuple[Array, Array]:
         """(page, page offset) of each new token; the page is none for padding."""

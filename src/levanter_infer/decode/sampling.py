@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from levanter_infer.cache.page_table import run_if
 from levanter_infer.decode.sampling_draw import draw, num_words, random_words, row_sums
 from levanter_infer.decode.sampling_filters import filter_thresholds
 from levanter_infer.decode.sampling_table import SamplingLimits as SamplingLimits
@@ -80,18 +81,27 @@ def sample(
     biased = jnp.any(column["bias_ids"] < logits.shape[1], axis=1) & used
     banned = (generated < column["min_tokens"]) & jnp.any(column["stop_lens"] == 1, axis=1) & used
 
-    def process():
-        history = (tokens, slot_ids, prompt_lens, jnp.where(penalised, seq_lens, 0))
-        z = _when(jnp.any(penalised), lambda z: _apply_penalties(z, column, history), logits)
-        z = _when(jnp.any(biased), lambda z: _add_bias(z, column), z)
-        z = _when(jnp.any(banned), lambda z: _ban_stops(z, column, banned), z)
-        return _choose(z, jnp.max(z, axis=1), column, positions, used)
+    greedy = column["temperature"] < GREEDY_TEMPERATURE
 
-    # One branch for all processing, with small outputs: a branch that returned the logits would copy them
+    def process_and_choose():
+        history = (tokens, slot_ids, prompt_lens, jnp.where(penalised, seq_lens, 0))
+        z = run_if(jnp.any(penalised), lambda z: _apply_penalties(z, column, history), logits)
+        z = run_if(jnp.any(biased), lambda z: _add_bias(z, column), z)
+        z = run_if(jnp.any(banned), lambda z: _ban_stops(z, column, banned), z)
+        z_peak = jnp.max(z, axis=1)
+        best = _first_best(z, z_peak)
+        drawn, drawn_logprobs = jax.lax.cond(
+            jnp.any(~greedy & used),
+            lambda: _draw_tokens(z, z_peak, column, positions, greedy),
+            lambda: (jnp.zeros_like(positions), jnp.zeros_like(peak)),
+        )
+        return jnp.where(greedy, best, drawn), jnp.where(greedy, 0, drawn_logprobs), jnp.isfinite(z_peak)
+
+    # Greedy rows that want nothing else, the commonest, are spared the copy of the logits that processing works on.
     chosen, processed, possible = jax.lax.cond(
-        jnp.any(penalised | biased | banned),
-        process,
-        lambda: _choose(logits, peak, column, positions, used),
+        jnp.any((penalised | biased | banned | ~greedy) & used),
+        process_and_choose,
+        lambda: (_first_best(logits, peak), jnp.zeros_like(peak), jnp.isfinite(peak)),
     )
     finite = (total > 0) & possible
     raw = jnp.take_along_axis(logits, chosen[:, None], axis=1)[:, 0] - peak - log_total
@@ -104,10 +114,6 @@ def sample(
         top_logprobs=top_logprobs,
         finite=finite,
     )
-
-
-def _when(condition: Array, function, value: Array) -> Array:
-    return jax.lax.cond(condition, function, lambda value: value, value)
 
 
 def _penalised(column: dict[str, Array]) -> Array:
@@ -163,25 +169,11 @@ def _ban_stops(logits: Array, column: dict[str, Array], banned: Array) -> Array:
     return logits.at[_row_ids(ids), ids].set(-jnp.inf, mode="drop")
 
 
-def _choose(logits: Array, peak: Array, column: dict[str, Array], positions: Array, used: Array):
-    """Choose from processed logits with maxima `peak`.
-
-    Returns: tokens i32[row], their log probabilities f32[row], and whether any token is possible, bool[row].
-    """
-    greedy = column["temperature"] < GREEDY_TEMPERATURE
-
-    def first_best():
-        ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-        best = jnp.min(jnp.where(logits == peak[:, None], ids, logits.shape[1]), axis=1)
-        return jnp.minimum(best, logits.shape[1] - 1)  # a row of NaN has no best
-
-    best = jax.lax.cond(jnp.any(greedy & used), first_best, lambda: jnp.zeros_like(positions))
-    drawn, drawn_logprobs = jax.lax.cond(
-        jnp.any(~greedy & used),
-        lambda: _draw_tokens(logits, peak, column, positions, greedy),
-        lambda: (jnp.zeros_like(positions), jnp.zeros_like(peak)),
-    )
-    return jnp.where(greedy, best, drawn), jnp.where(greedy, 0, drawn_logprobs), jnp.isfinite(peak)
+def _first_best(logits: Array, peak: Array) -> Array:
+    """The first of the likeliest tokens of each row, whose logit is `peak`, i32[row]."""
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    best = jnp.min(jnp.where(logits == peak[:, None], ids, logits.shape[1]), axis=1)
+    return jnp.minimum(best, logits.shape[1] - 1)  # a row of NaN has no best
 
 
 def _draw_tokens(logits: Array, peak: Array, column: dict[str, Array], positions: Array, greedy: Array):

@@ -56,12 +56,13 @@ def forward(model, state: DecodeState, kv: KvPages, plan: StepPlan, shapes: Shap
     """
     embed = model.embed
     hidden = jnp.zeros((shapes.max_rows, embed.size), model.activation_dtype)
+    whole = batch_info(state, plan, shapes)
     for lower, bucket in zip((0, *shapes.buckets), shapes.buckets, strict=False):
 
         def run(carry, bucket=bucket):
             kv, hidden = carry
             rows = shapes.rows(bucket)
-            batch = batch_info(state, plan, bucket, rows, shapes)
+            batch = whole.first(bucket, rows)
             states, kv = model.hidden(batch, kv, attention)
             last = jnp.clip(batch.cu_q_lens.array[1:] - 1, 0)
             return kv, hidden.at[:rows].set(states.rearrange((TOKEN, embed)).array[last])
@@ -136,12 +137,11 @@ def empty_sample(shapes: Shapes) -> SampleOutput:
     )
 
 
-def batch_info(state: DecodeState, plan: StepPlan, bucket: int, rows: int, shapes: Shapes) -> PageBatchInfo:
-    """The plan as the model sees it, in a bucket of `bucket` tokens and `rows` rows."""
+def batch_info(state: DecodeState, plan: StepPlan, shapes: Shapes) -> PageBatchInfo:
+    """The plan as the model sees it, in the largest bucket."""
     table, size = state.sequences, shapes.page_size
-    slots = plan.slot_ids[:rows]
-    bounds = plan.cu_q_lens[: rows + 1]
-    token = jnp.arange(bucket, dtype=jnp.int32)
+    slots, bounds = plan.slot_ids, plan.cu_q_lens
+    token = jnp.arange(shapes.buckets[-1], dtype=jnp.int32)
     row = jnp.searchsorted(bounds[1:], token, side="right").astype(jnp.int32)
     valid = token < plan.num_tokens
     slot = jnp.where(valid, slots.at[row].get(mode="fill", fill_value=0), table.num_slots)
