@@ -57,7 +57,7 @@ def load_weights(source: Source, *, dtype: str | None = None) -> DecoderModel:
     config = family.config_from_hf(hf_config)
     tensors = stored_tensors(source)
     _check_size(config, tensors, source)
-    model = eqx.filter_eval_shape(DecoderModel.init, config, key=jax.ShapeDtypeStruct((), jax.random.key(0).dtype))
+    model = eqx.filter_eval_shape(DecoderModel.init, config, key=jax.eval_shape(jax.random.key, 0))
     params = parameters(model, family)
     _check_names(params, tensors, config, source)
     _check_headers(params, tensors)
@@ -135,7 +135,7 @@ def _read(param: Parameter, tensors: dict[str, StoredTensor], dtype: np.dtype) -
     stacked = np.empty((len(param.hf_names), *param.hf_shape), dtype)
     for row, name in zip(stacked, param.hf_names, strict=True):
         tensors[name].read_into(row)
-    return hax.NamedArray(jnp.asarray(stacked.reshape([axis.size for axis in param.axes])), param.axes)
+    return hax.NamedArray(jax.device_put(stacked.reshape([axis.size for axis in param.axes])), param.axes)
 
 
 def _check_tied(head: StoredTensor, embeddings: StoredTensor) -> None:
