@@ -43,7 +43,7 @@ def main(generation: str) -> None:
     model = tiny_model(dtype="bfloat16", hidden_size=256, num_attention_heads=4, num_key_value_heads=4, head_dim=128)
     shapes = resolve_shapes(config, model, 1)
     programs = Programs(model, shapes, AttentionSpec(impl="xla"), kv_dtype=jnp.bfloat16, as_bits=False)
-    state = jax.eval_shape(programs.init)
+    state = programs.state_types
     with jax.set_mesh(mesh):
         lowered = programs.trace_round(abstract(model), abstract(state), abstract(empty_admission(shapes)))
         compiled = lowered.lower(lowering_platforms=("tpu",)).compile()

@@ -19,7 +19,7 @@ from levanter_infer.config import MeshConfig, ModelSource, OutputConfig, RunConf
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.rows import Row, RowWriter, escape_for_terminal, output_rows, read_rows
-from levanter_infer.runtime.compile_cache import enable_compile_cache
+from levanter_infer.runtime.program_store import default_store
 
 if TYPE_CHECKING:
     from levanter_infer.engine.engine import InferenceEngine
@@ -235,7 +235,7 @@ def make_engine(config: RunConfig, num_rows: int) -> "InferenceEngine":
     from levanter_infer.checkpoints.load import load_weights
     from levanter_infer.engine.engine import InferenceEngine
 
-    enable_compile_cache()
+    store = default_store()
     engine_config = config.engine_config()
     begin = time.perf_counter()
     model = load_weights(source, dtype=config.model.dtype)
@@ -248,7 +248,8 @@ def make_engine(config: RunConfig, num_rows: int) -> "InferenceEngine":
     if tokenizer is not None:
         _say(f"tokenizer {tokenizer.vocab_size} tokens, sha256 {tokenizer.fingerprint[:16]}")
     try:
-        engine = InferenceEngine(model, tokenizer, engine_config, seed=config.sampling.seed or 0, donate_model=True)
+        seed = config.sampling.seed or 0
+        engine = InferenceEngine(model, tokenizer, engine_config, seed=seed, donate_model=True, store=store)
     except JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise

@@ -1,9 +1,12 @@
 """Every compiled program of the engine. The only place with `jit`."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
+from typing import Protocol
 
 import jax
+from jax.experimental import serialize_executable
 
 from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.loop import run_round
@@ -15,6 +18,71 @@ from levanter_infer.layers.attention import AttentionSpec
 
 class RecompilationError(RuntimeError):
     """A program that is compiled once for all requests was compiled again."""
+
+
+class Store(Protocol):
+    """Where compiled programs outlive the process (`runtime.program_store`)."""
+
+    def load(self, description: str) -> bytes | None:
+        """What was saved under this description; None if there is nothing, or nothing that can be trusted."""
+        ...
+
+    def save(self, description: str, program: bytes) -> None: ...
+
+
+class Program:
+    """One function, compiled once for arguments of one type.
+
+    A call dispatches to the executable itself: nothing can be traced or compiled behind the caller's back.
+    """
+
+    def __init__(self, function, *, donate: tuple[int, ...] = (), result, description: str, store: Store | None):
+        """
+        Args:
+            result: anything of the structure that the function returns.
+            description: all that decides what the function computes, but for the types of its arguments.
+        """
+        self.jitted = jax.jit(function, donate_argnums=donate)
+        self.compilations = 0
+        self._names = tuple(inspect.signature(function).parameters)
+        self.types: dict[str, str] = {}
+        """By the name of its place, the type of every array that the program takes."""
+        self._result = jax.tree.structure(result)
+        self._description, self._store = description, store
+        self._compiled: jax.stages.Compiled | None = None
+
+    def __call__(self, *arguments):
+        if self._compiled is None:
+            self.compile(*arguments)
+        assert self._compiled is not None
+        return self._compiled(*arguments)
+
+    def compile(self, *arguments) -> None:
+        """Get ready for arguments of these types, arrays or `jax.ShapeDtypeStruct`s; from the store if it is there."""
+        self.types = self.types_of(arguments)
+        description = f"{self._description}\n{jax.tree.structure(arguments)}\n{self.types}"
+        self._compiled = self._load(description, arguments)
+        if self._compiled is None:
+            self._compiled = self.jitted.lower(*arguments).compile()
+            if self._store is not None:
+                self._store.save(description, serialize_executable.serialize(self._compiled)[0])
+        self.compilations += 1
+
+    def types_of(self, arguments: tuple) -> dict[str, str]:
+        """Type of every array, by the name of its place."""
+        leaves = jax.tree_util.tree_leaves_with_path(dict(zip(self._names, arguments, strict=True)))
+        return {
+            jax.tree_util.keystr(path, simple=True, separator="."): f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+            for path, leaf in leaves
+        }
+
+    def _load(self, description: str, arguments) -> jax.stages.Compiled | None:
+        saved = None if self._store is None else self._store.load(description)
+        if saved is None:
+            return None
+        structure = jax.tree.structure((arguments, {}))
+        devices = jax.local_devices()[:1]
+        return serialize_executable.deserialize_and_load(saved, structure, self._result, execution_devices=devices)
 
 
 class Programs:
@@ -33,8 +101,13 @@ class Programs:
         kv_dtype,
         as_bits: bool,
         on_recompile: Callable[[str], None] | None = None,
+        store: Store | None = None,
     ):
-        """`on_recompile`: called with a message if the round is compiled again, instead of `RecompilationError`."""
+        """
+        Args:
+            on_recompile: called with a message if the round is compiled again, instead of `RecompilationError`.
+            store: keeps programs for the next process. None: every process compiles its own.
+        """
         config = model.config
 
         def init() -> GenState:
@@ -49,67 +122,65 @@ class Programs:
         def zero_cache(state: GenState) -> GenState:
             return dataclasses.replace(state, kv=state.kv.zero())
 
-        self._compiled = {
-            "init": jax.jit(init),
-            "round": jax.jit(one_round, donate_argnums=(1,)),
-            "reset": jax.jit(reset, donate_argnums=(0,)),
-            "zero_cache": jax.jit(zero_cache, donate_argnums=(0,)),
+        if attention.score_mod is not None or attention.mask_mod is not None:
+            store = None  # a function of the user's has no description that another process would recognise
+        sizes = repr((config, shapes, attention, kv_dtype, as_bits))
+
+        def program(function, result, *donate: int) -> Program:
+            description = f"{function.__name__}\n{sizes}"
+            return Program(function, donate=donate, result=result, description=description, store=store)
+
+        self.state_types = jax.eval_shape(init)
+        """The types of the state, as `jax.ShapeDtypeStruct`s."""
+        outputs = RoundOutputs(*(0 for _ in dataclasses.fields(RoundOutputs)))
+        self._programs = {
+            "init": program(init, self.state_types),
+            "round": program(one_round, (self.state_types, outputs), 1),
+            "reset": program(reset, self.state_types, 0),
+            "zero_cache": program(zero_cache, self.state_types, 0),
         }
-        self.init = self._compiled["init"]
         self._model = model
         self._on_recompile = on_recompile
-        self._last_arguments: dict[str, str] = {}
-        self.reset = self._compiled["reset"]
-        self.zero_cache = self._compiled["zero_cache"]
+        self.init = self._programs["init"]
+        self.reset = self._programs["reset"]
+        self.zero_cache = self._programs["zero_cache"]
 
     def round(self, state: GenState, admission: Admission) -> tuple[GenState, RoundOutputs]:
         """`run_round` on the device.
 
-        Raises: RecompilationError if this call had to be compiled although the round had been compiled before, and
-            `on_recompile` is not given. The state is gone then, like that of any call that fails.
+        Raises: RecompilationError if these arguments are of other types than those of the first call, and
+            `on_recompile` is not given.
         """
-        before = self._compilations("round")
-        result = self._compiled["round"](self._model, state, admission)
-        if self._compilations("round") > before:
-            # Of deleted arrays the types are still known.
-            arguments = _describe({"model": self._model, "state": state, "admission": admission})
-            if before > 0:
-                self._report(arguments)
-            self._last_arguments = arguments
-        return result
-
-    def _report(self, arguments: dict[str, str]) -> None:
-        changed = [
-            f"{name} was {self._last_arguments.get(name, 'absent')} and is {what}"
-            for name, what in arguments.items()
-            if self._last_arguments.get(name) != what
-        ]
-        message = "the round was compiled again: " + (
-            "; ".join(changed[:5]) or "shapes and dtypes are as before, so a sharding or a setting of JAX has changed"
-        )
+        program, arguments = self._programs["round"], (self._model, state, admission)
+        try:
+            return program(*arguments)
+        except (TypeError, ValueError):  # before anything ran
+            changed = _changes(program.types, program.types_of(arguments))
+            if not changed:
+                raise
+        message = f"the round has to be compiled again: {'; '.join(changed[:5])}"
         if self._on_recompile is None:
             raise RecompilationError(message)
         self._on_recompile(message)
+        program.compile(*arguments)
+        return program(*arguments)
 
     def compilations(self) -> dict[str, int]:
-        """How many times each program has been compiled; 1 at most in a healthy engine."""
-        return {name: self._compilations(name) for name in self._compiled}
-
-    def _compilations(self, name: str) -> int:
-        # The number that JAX itself keeps; it has no public name.
-        return self._compiled[name]._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
+        """How many times each program has been compiled, or loaded; 1 at most in a healthy engine."""
+        return {name: program.compilations for name, program in self._programs.items()}
 
     def trace_round(self, model, state, admission):
         """The round program, traced for inspection; arguments may be `jax.ShapeDtypeStruct`s."""
-        return self._compiled["round"].trace(model, state, admission)
+        return self._programs["round"].jitted.trace(model, state, admission)
 
 
-def _describe(arguments) -> dict[str, str]:
-    """Type of every array, by the name of its place."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): f"{jax.typeof(leaf)}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(arguments)
-    }
+def _changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    names = [*now, *(name for name in before if name not in now)]
+    return [
+        f"{name} was {before.get(name, 'absent')} and is {now.get(name, 'absent')}"
+        for name in names
+        if before.get(name) != now.get(name)
+    ]
 
 
 def compile_program(function, donate: tuple[int, ...] = ()):

@@ -12,12 +12,22 @@ _DEVICE_SHARE = 0.85  # the rest is for activations, compiled programs and fragm
 
 
 def default_pool_bytes() -> int:
-    """Bytes for the KV pool: most of an accelerator's free memory; on a CPU a modest part, at most 2 GiB."""
+    """Bytes for the KV pool: most of an accelerator's free memory; on a CPU a modest part, at most 2 GiB.
+
+    Rounded down, by a sixteenth at most, so that starts in nearly equal states choose equal pools, for which the
+    programs have been compiled before.
+    """
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
-        return int((stats["bytes_limit"] - stats.get("bytes_in_use", 0)) * _DEVICE_SHARE)
+        return _steady(int((stats["bytes_limit"] - stats.get("bytes_in_use", 0)) * _DEVICE_SHARE))
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(int(available * _CPU_SHARE), _CPU_LIMIT_BYTES)
+    return _steady(min(int(available * _CPU_SHARE), _CPU_LIMIT_BYTES))
+
+
+def _steady(size: int) -> int:
+    """The five leading bits of a size."""
+    low = max(size.bit_length() - 5, 0)
+    return size >> low << low
 
 
 def process_bytes() -> tuple[int, int]:
