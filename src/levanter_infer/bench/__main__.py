@@ -7,6 +7,9 @@ import sys
 from levanter_infer.runtime.compile_cache import enable_compile_cache
 
 COMMANDS = {
+    "attention": "the attention kernels alone: gather, write, attend; time, GB/s and FLOP/s per layer",
+    "scenarios": "long contexts, mixed lengths, a growing chat, with and without a cache",
+    "startup": "from the start of a process to its first token; compilation over the layers",
     "control": "a step without a model: tables, allocation, stop rules",
     "memory": "peak memory of a process; what pages waste on mixes of lengths",
     "page-size": "tokens/s, step times and waste over page sizes and batches",

@@ -1,0 +1,284 @@
+"""The attention kernels alone: gathering pages, writing keys and values, copying pages, attending; per layer.
+
+Every time is that of one layer. The pages of each sequence are scattered over the pool, which holds nothing else.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import math
+import time
+from typing import Any
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import NamedArray
+
+from levanter_infer.axes import HEAD_SIZE, KV_HEADS, ROW, ROW_BOUND, SEQ_PAGE, TOKEN
+from levanter_infer.bench.plot import add_plot_argument, draw
+from levanter_infer.bench.report import digest, emit, provenance, spread
+from levanter_infer.bench.workload import numbers
+from levanter_infer.cache import KvPages, PageBatchInfo
+from levanter_infer.decode.programs import compile_program
+from levanter_infer.kernels import IMPLEMENTATIONS, cpu, ragged_paged_attention
+
+LAYERS = 2
+"""Of the pool; a measurement visits them in turn, so that none is read from a processor's cache only because it was
+the last one."""
+PHASES = ("decode", "chunk")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`batch` sequences of `context` stored tokens, of which the last `queries` attend."""
+
+    phase: str
+    batch: int
+    context: int
+    queries: int
+    page_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def pages_each(self) -> int:
+        return -(-self.context // self.page_size)
+
+    @property
+    def blocks_touched(self) -> int:
+        """Pages that hold something that is read."""
+        return self.batch * self.pages_each
+
+    @property
+    def paged_kv_bytes_read(self) -> int:
+        """Live keys and values: what must be read, whatever a kernel reads in fact."""
+        return self.batch * self.context * 2 * self.kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def flops(self) -> int:
+        """Of both products, over the keys that each query sees."""
+        seen = sum(range(self.context - self.queries + 1, self.context + 1))
+        return 4 * self.batch * seen * self.heads * self.head_dim
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--phases", default=",".join(PHASES), help="of decode, chunk; default both")
+    parser.add_argument("--batch", type=numbers, default=(1, 8, 32), help="sequences; default 1,8,32")
+    parser.add_argument("--context", type=numbers, default=(128, 1024, 8192), help="tokens; default 128,1024,8192")
+    parser.add_argument("--page-size", type=numbers, default=(16,), help="default 16")
+    parser.add_argument("--chunk", type=int, default=256, help="prompt tokens of a step, of all sequences; default 256")
+    suited = ",".join(name for name in IMPLEMENTATIONS if name == "xla" or _suits(name))
+    parser.add_argument("--impl", default=suited, help=f"of {', '.join(IMPLEMENTATIONS)}; default here {suited}")
+    for name, size in (("heads", 9), ("kv-heads", 3), ("head-dim", 64)):
+        parser.add_argument(f"--{name}", type=int, default=size, help=f"default {size}")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--milliseconds", type=float, default=50, help="of one measurement, about; default 50")
+    add_plot_argument(parser)
+
+
+def _suits(implementation: str) -> bool:
+    """Whether it is written for this device, and there."""
+    return implementation == jax.default_backend() and (implementation != "cpu" or cpu.available())
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print one line per phase, batch, context, page size and implementation."""
+    about = provenance()
+    curves: dict[str, tuple[list[float], list[float]]] = {}
+    for phase, batch, page_size, context in itertools.product(
+        args.phases.split(","), args.batch, args.page_size, args.context
+    ):
+        queries = 1 if phase == "decode" else min(args.chunk // batch, context)
+        if phase == "chunk" and queries < 2:
+            continue  # more sequences than tokens: each would decode
+        case = Case(phase, batch, context, queries, page_size, args.heads, args.kv_heads, args.head_dim, args.dtype)
+        clock = Clock(args.repeats, args.milliseconds)
+        for line in measure(case, args.impl.split(","), clock):
+            emit({"bench": "attention", **line, **about})
+            x, y = curves.setdefault(f"{phase} {line['impl']} batch {batch} page {page_size}", ([], []))
+            x.append(context)
+            y.append(line["total_ms"]["median"])
+    draw(args.plot, curves, title="Attention of one layer", x="stored tokens per sequence", y="ms", log=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Clock:
+    """How long and how often something is measured."""
+
+    repeats: int
+    milliseconds: float
+
+    def per_trip(self, function, first, *rest, donate: bool = False) -> tuple[dict[str, float | int], Any]:
+        """Time one trip of `function(trips, first, *rest)`, which is compiled once for any number of trips.
+
+        Args:
+            donate: the result takes the place of `first`, which is gone afterwards.
+        Returns: milliseconds, and the result of the first trip alone.
+        """
+        program = compile_program(function, donate=(1,) if donate else ())
+        once = jax.block_until_ready(program(jnp.int32(1), first, *rest))
+        given = once if donate else first
+
+        def seconds(trips: int) -> float:
+            nonlocal given
+            start = time.perf_counter()
+            result = jax.block_until_ready(program(jnp.int32(trips), given, *rest))
+            given = result if donate else given
+            return time.perf_counter() - start
+
+        trips = LAYERS
+        for _ in range(2):  # the first estimate contains the launch
+            trips = max(LAYERS, math.ceil(trips * self.milliseconds / 1e3 / max(seconds(trips), 1e-6)))
+        return spread([seconds(trips) / trips * 1e3 for _ in range(self.repeats)], 5), once
+
+
+def measure(case: Case, implementations: list[str], clock: Clock) -> list[dict[str, object]]:
+    """A line for each implementation; what does not depend on it is measured once and stands in every line."""
+    kv, batch, q, k, v = inputs(case)
+    attended = {name: clock.per_trip(functools.partial(attend, impl=name), q, kv, batch) for name in implementations}
+    shared = {
+        "gather_ms": clock.per_trip(gather, kv, batch)[0],
+        "softmax_ms": clock.per_trip(attend_to_gathered, q, kv, batch)[0],
+        "copy_page_ms": clock.per_trip(copy, kv.zero(), donate=True)[0],
+        "kv_write_ms": clock.per_trip(write, kv, batch, k, v, donate=True)[0],
+    }
+    lines = []
+    for name, (total, output) in attended.items():
+        seconds = total["median"] / 1e3
+        bits = np.asarray(output.astype(jnp.float32)).view(np.uint32)
+        lines.append(
+            {
+                "impl": name,
+                **dataclasses.asdict(case),
+                **shared,
+                "total_ms": total,
+                "blocks_touched": case.blocks_touched,
+                "paged_kv_bytes_read": case.paged_kv_bytes_read,
+                "gb_per_s": round(case.paged_kv_bytes_read / seconds / 1e9, 3),
+                "gflop_per_s": round(case.flops / seconds / 1e9, 3),
+                "workload_hash": digest(dataclasses.asdict(case)),
+                "output_hash": digest(bits.tolist()),
+            }
+        )
+    return lines
+
+
+def inputs(case: Case, layers: int = LAYERS) -> tuple[KvPages, PageBatchInfo, jax.Array, NamedArray, NamedArray]:
+    """A pool full of random numbers, the batch, queries, and the keys and values that the batch's tokens write."""
+    rng = np.random.default_rng(0)
+    num_pages, tokens = case.blocks_touched, case.batch * case.queries
+    as_bits = jax.default_backend() == "cpu"
+    kv = KvPages.init(
+        num_layers=layers,
+        num_pages=num_pages,
+        page_size=case.page_size,
+        num_kv_heads=case.kv_heads,
+        head_size=case.head_dim,
+        dtype=case.dtype,
+        as_bits=as_bits,
+    )
+    dtype = jnp.dtype(case.dtype)
+    values = rng.standard_normal(kv.pages.array.shape, dtype=np.float32).astype(dtype)
+    stored = values.view(kv.pages.array.dtype)
+    kv = dataclasses.replace(kv, pages=NamedArray(jax.device_put(stored), kv.pages.axes))
+
+    def numbers_of(*shape: int) -> jax.Array:
+        return jax.device_put(rng.standard_normal(shape, dtype=np.float32).astype(dtype))
+
+    pages = rng.permutation(num_pages).astype(np.int32).reshape(case.batch, case.pages_each)
+    row = np.repeat(np.arange(case.batch), case.queries)
+    position = np.tile(np.arange(case.context - case.queries, case.context), case.batch)
+    dests = pages[row, position // case.page_size] * case.page_size + position % case.page_size
+
+    def i32(values, *axes: str) -> NamedArray:
+        return hax.named(jax.device_put(np.asarray(values, np.int32)), axes)
+
+    batch = PageBatchInfo(
+        tokens=i32(np.zeros(tokens), TOKEN),
+        positions=i32(position, TOKEN),
+        slot_ids=i32(np.arange(case.batch), ROW),
+        cu_q_lens=i32(np.arange(case.batch + 1) * case.queries, ROW_BOUND),
+        seq_lens=i32(np.full(case.batch, case.context), ROW),
+        page_indices=i32(pages, ROW, SEQ_PAGE),
+        num_seqs=i32(case.batch),
+        new_token_dests=i32(dests, TOKEN),
+        page_size=case.page_size,
+    )
+    new = (tokens, case.kv_heads, case.head_dim)
+    axes = (TOKEN, KV_HEADS, HEAD_SIZE)
+    q = numbers_of(tokens, case.heads, case.head_dim)
+    return kv, batch, q, hax.named(numbers_of(*new), axes), hax.named(numbers_of(*new), axes)
+
+
+# What is measured. Each takes the number of trips first, and every trip depends on the one before.
+
+
+def attend(trips, q: jax.Array, kv: KvPages, batch: PageBatchInfo, *, impl: str) -> jax.Array:
+    def body(trip, q):
+        out = ragged_paged_attention(
+            q,
+            kv.pages.array,
+            layer=trip % LAYERS,
+            page_indices=batch.page_indices.array,
+            seq_lens=batch.seq_lens.array,
+            cu_q_lens=batch.cu_q_lens.array,
+            num_seqs=batch.num_seqs.array,
+            scale=q.shape[2] ** -0.5,
+            kv_dtype=kv.dtype,
+            impl=impl,
+        )
+        assert not isinstance(out, tuple)
+        return out
+
+    return jax.lax.fori_loop(0, trips, body, q)
+
+
+def gathered_pages(kv: KvPages, batch: PageBatchInfo, layer) -> jax.Array:
+    """[row, tokens, kv_pair, head_size], the pages of each row one behind the other."""
+    pages = kv.pages.array.at[layer, batch.page_indices.array].get(mode="clip")
+    return pages.reshape(pages.shape[0], -1, *pages.shape[3:])
+
+
+def gather(trips, kv: KvPages, batch: PageBatchInfo) -> jax.Array:
+    start = jnp.zeros_like(gathered_pages(kv, batch, 0))
+    return jax.lax.fori_loop(0, trips, lambda trip, _: gathered_pages(kv, batch, trip % LAYERS), start)
+
+
+def attend_to_gathered(trips, q: jax.Array, kv: KvPages, batch: PageBatchInfo) -> jax.Array:
+    """Dense attention to keys and values that lie together: what is left once they have been gathered."""
+    bits = gathered_pages(kv, batch, 0)
+    stored = bits if bits.dtype == kv.dtype else jax.lax.bitcast_convert_type(bits, kv.dtype)
+    rows, tokens, pairs, head_dim = stored.shape
+    queries = q.shape[0] // rows
+    seen = jnp.arange(tokens)[None, :] <= batch.positions.array[:queries, None]
+    shape = (rows, queries, pairs // 2, -1, head_dim)
+
+    def body(_, q):
+        scores = jnp.einsum(
+            "rqhgd,rkhd->rhgqk", q.reshape(shape), stored[:, :, 0::2], preferred_element_type=jnp.float32
+        )
+        weights = jax.nn.softmax(jnp.where(seen, scores * head_dim**-0.5, -1e30), axis=-1).astype(q.dtype)
+        out = jnp.einsum("rhgqk,rkhd->rqhgd", weights, stored[:, :, 1::2], preferred_element_type=jnp.float32)
+        return out.reshape(q.shape).astype(q.dtype)
+
+    return jax.lax.fori_loop(0, trips, body, q)
+
+
+def write(trips, kv: KvPages, batch: PageBatchInfo, k: NamedArray, v: NamedArray) -> KvPages:
+    return jax.lax.fori_loop(0, trips, lambda trip, kv: kv.write(trip % LAYERS, batch, k, v), kv)
+
+
+def copy(trips, kv: KvPages) -> KvPages:
+    """One page of every layer, as a fork costs it; a trip counts as all layers."""
+
+    def body(trip, kv):
+        source = jnp.reshape(trip % kv.num_pages, (1,)).astype(jnp.int32)
+        return kv.copy_pages(source, (source + 1) % kv.num_pages)
+
+    return jax.lax.fori_loop(0, trips, body, kv)

@@ -1,0 +1,64 @@
+"""When how much of a call of `generate` was done, as the host saw it at the end of each round."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from levanter_infer.engine.engine import InferenceEngine
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import Request, RequestOutput
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Totals over all sequences at the ends of rounds; seconds since the call."""
+
+    outputs: list[RequestOutput]
+    seconds: list[float]
+    generated: list[int]
+    prompt_tokens: list[int]
+    first_token_s: float
+    """From the call to the first sampled token of anybody."""
+
+    @property
+    def total_s(self) -> float:
+        return self.seconds[-1]
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        return [completion.token_ids for output in self.outputs for completion in output.completions]
+
+    def seconds_of(self, begin: int, end: int) -> float:
+        """From the `begin`-th generated token to the `end`-th, within rounds in proportion."""
+        first, last = np.interp([begin, end], self.generated, self.seconds)
+        return float(last - first)
+
+    def prefill_seconds_of(self, begin: int, end: int) -> float:
+        """From the `begin`-th computed prompt token to the `end`-th."""
+        first, last = np.interp([begin, end], self.prompt_tokens, self.seconds)
+        return float(last - first)
+
+
+def record(engine: InferenceEngine, prompts: Sequence[list[int]], max_tokens: int) -> Progress:
+    """Generate `max_tokens` greedy tokens from each prompt. Raises: RuntimeError if a request fails."""
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    requests = [Request(prompt_token_ids=list(ids), sampling=sampling) for ids in prompts]
+    engine.warmup()
+    before = engine.stats()["computed_prompt_tokens"]
+    start = time.perf_counter()
+    seconds, generated, computed = [0.0], [0], [0]
+
+    def on_update(_finished: int, _total: int, tokens: int) -> None:
+        seconds.append(time.perf_counter() - start)
+        generated.append(tokens)
+        computed.append(engine.stats()["computed_prompt_tokens"] - before)  # type: ignore[operator]
+
+    outputs = engine.generate(requests, on_update=on_update)
+    failed = [output.error for output in outputs if output.error is not None]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(outputs)} requests failed: {failed[0]}")
+    first = engine.stats()["time_to_first_token_s"]
+    assert isinstance(first, float)
+    return Progress(outputs, seconds, generated, computed, first)
