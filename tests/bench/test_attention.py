@@ -15,7 +15,7 @@ SIZES = dict(page_size=4, heads=4, kv_heads=2, head_dim=8, dtype="float32")
 def test_bytes_pages_and_flops_are_those_counted_by_hand():
     # Three sequences of 10 tokens: 3 pages of 4 each. Two queries see 9 and 10 keys.
     case = Case("chunk", 3, 10, 2, **SIZES)
-    assert case.blocks_touched == 9
+    assert case.pages_touched == 9
     assert case.paged_kv_bytes_read == 3 * 10 * (2 + 2) * 8 * 4
     assert case.flops == 3 * (9 + 10) * 4 * (2 * 8 + 2 * 8)
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from levanter_infer.bench.__main__ import main as bench
-from levanter_infer.bench.scenarios import ratio_if_equal
 from levanter_infer.bench.progress import Progress
+from levanter_infer.bench.scenarios import ratio_if_equal
 
 TINY = {
     **{"hidden": 32, "layers": 1, "heads": 2, "kv-heads": 1, "mlp": 32, "vocab": 61, "dtype": "float32"},
@@ -48,4 +48,4 @@ def test_a_chat_says_that_its_history_is_computed_again(capsys):
 def test_latency_of_a_layer_has_both_targets(capsys):
     lines = lines_of(capsys, cases="layer", batch=2, layer_context="32")
     assert [(line["target"], line["page_size"]) for line in lines] == [("bench-llama", 32), ("bench-llama-paged", 16)]
-    assert all(line["ms_per_layer"]["median"] > 0 for line in lines)
+    assert all(line["layer_ms"]["median"] > 0 for line in lines)

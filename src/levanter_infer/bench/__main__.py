@@ -7,13 +7,13 @@ import sys
 from levanter_infer.runtime.compile_cache import enable_compile_cache
 
 COMMANDS = {
-    "attention": "the attention kernels alone: gather, write, attend; time, GB/s and FLOP/s per layer",
-    "scenarios": "long contexts, mixed lengths, a growing chat, with and without a cache",
-    "startup": "from the start of a process to its first token; compilation over the layers",
     "control": "a step without a model: tables, allocation, stop rules",
+    "attention": "the attention kernels alone: gather, write, attend; time, GB/s and FLOP/s per layer",
     "memory": "peak memory of a process; what pages waste on mixes of lengths",
     "page-size": "tokens/s, step times and waste over page sizes and batches",
     "open-loop": "requests that come at any time: latencies, phases, continuous against static batches",
+    "scenarios": "long contexts, mixed lengths, a growing chat, with and without a cache",
+    "startup": "from the start of a process to its first token; compilation over the layers",
     "throughput": "prefill and decode tokens/s of a random model",
 }
 """Each is a module of this package with `add_arguments(parser)` and `run(args)`; - in a name is _ in the module's."""

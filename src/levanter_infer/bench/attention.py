@@ -19,7 +19,7 @@ from haliax import NamedArray
 
 from levanter_infer.axes import HEAD_SIZE, KV_HEADS, ROW, ROW_BOUND, SEQ_PAGE, TOKEN
 from levanter_infer.bench.plot import add_plot_argument, draw
-from levanter_infer.bench.report import digest, emit, provenance, spread
+from levanter_infer.bench.report import digest, emit, measured, provenance, spread
 from levanter_infer.bench.workload import numbers
 from levanter_infer.cache import KvPages, PageBatchInfo
 from levanter_infer.decode.programs import compile_program
@@ -50,7 +50,7 @@ class Case:
         return -(-self.context // self.page_size)
 
     @property
-    def blocks_touched(self) -> int:
+    def pages_touched(self) -> int:
         """Pages that hold something that is read."""
         return self.batch * self.pages_each
 
@@ -119,7 +119,7 @@ class Clock:
 
         Args:
             donate: the result takes the place of `first`, which is gone afterwards.
-        Returns: milliseconds, and the result of the first trip alone.
+        Returns: milliseconds, and the result: of one trip, or with `donate` of all.
         """
         program = compile_program(function, donate=(1,) if donate else ())
         once = jax.block_until_ready(program(jnp.int32(1), first, *rest))
@@ -135,7 +135,8 @@ class Clock:
         trips = LAYERS
         for _ in range(2):  # the first estimate contains the launch
             trips = max(LAYERS, math.ceil(trips * self.milliseconds / 1e3 / max(seconds(trips), 1e-6)))
-        return spread([seconds(trips) / trips * 1e3 for _ in range(self.repeats)], 5), once
+        times = spread([seconds(trips) / trips * 1e3 for _ in range(self.repeats)], 5)
+        return times, given if donate else once
 
 
 def measure(case: Case, implementations: list[str], clock: Clock) -> list[dict[str, object]]:
@@ -145,9 +146,9 @@ def measure(case: Case, implementations: list[str], clock: Clock) -> list[dict[s
     shared = {
         "gather_ms": clock.per_trip(gather, kv, batch)[0],
         "softmax_ms": clock.per_trip(attend_to_gathered, q, kv, batch)[0],
-        "copy_page_ms": clock.per_trip(copy, kv.zero(), donate=True)[0],
-        "kv_write_ms": clock.per_trip(write, kv, batch, k, v, donate=True)[0],
     }
+    shared["kv_write_ms"], written = clock.per_trip(write, kv, batch, k, v, donate=True)
+    copied, _ = clock.per_trip(copy, written, donate=True)
     lines = []
     for name, (total, output) in attended.items():
         seconds = total["median"] / 1e3
@@ -156,10 +157,9 @@ def measure(case: Case, implementations: list[str], clock: Clock) -> list[dict[s
             {
                 "impl": name,
                 **dataclasses.asdict(case),
-                **shared,
+                **measured(**shared, pages_touched=case.pages_touched, paged_kv_bytes_read=case.paged_kv_bytes_read),
+                "copy_page_ms": copied,
                 "total_ms": total,
-                "blocks_touched": case.blocks_touched,
-                "paged_kv_bytes_read": case.paged_kv_bytes_read,
                 "gb_per_s": round(case.paged_kv_bytes_read / seconds / 1e9, 3),
                 "gflop_per_s": round(case.flops / seconds / 1e9, 3),
                 "workload_hash": digest(dataclasses.asdict(case)),
@@ -172,7 +172,7 @@ def measure(case: Case, implementations: list[str], clock: Clock) -> list[dict[s
 def inputs(case: Case, layers: int = LAYERS) -> tuple[KvPages, PageBatchInfo, jax.Array, NamedArray, NamedArray]:
     """A pool full of random numbers, the batch, queries, and the keys and values that the batch's tokens write."""
     rng = np.random.default_rng(0)
-    num_pages, tokens = case.blocks_touched, case.batch * case.queries
+    num_pages, tokens = case.pages_touched, case.batch * case.queries
     as_bits = jax.default_backend() == "cpu"
     kv = KvPages.init(
         num_layers=layers,

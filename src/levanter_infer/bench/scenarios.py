@@ -6,8 +6,6 @@ Every size has a flag; the defaults are the study's, and take long on a CPU.
 
 import argparse
 import functools
-import resource
-import sys
 import time
 from collections.abc import Iterator, Sequence
 
@@ -20,8 +18,8 @@ from levanter_infer.axes import POSITION
 from levanter_infer.bench.attention import Case, Clock, inputs
 from levanter_infer.bench.fits import exponent, growing_part
 from levanter_infer.bench.plot import add_plot_argument, draw
-from levanter_infer.bench.report import digest, emit, provenance, spread
 from levanter_infer.bench.progress import Progress, record
+from levanter_infer.bench.report import digest, emit, measured, provenance, spread
 from levanter_infer.bench.workload import (
     add_model_arguments,
     model_sizes,
@@ -36,6 +34,7 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.models.decoder import DecoderModel
+from levanter_infer.runtime.memory import peak_bytes
 
 _PAGE = 16
 _UNCACHED_SHAPES = 8
@@ -91,36 +90,21 @@ def make_engine(args: argparse.Namespace, model: DecoderModel, max_seqs: int, lo
     return InferenceEngine(model, config=config)
 
 
-def kv_bytes_per_token(model: DecoderModel) -> int:
-    config = model.config
-    return config.num_layers * 2 * config.num_kv_heads * config.head_dim * model.dtype.itemsize
-
-
-def weight_bytes(model: DecoderModel) -> int:
-    """Weights that a decode step reads: all but embeddings that are not the head too, of which it takes a few rows."""
-    total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model))
-    table = model.embeddings.array
-    return total if model.lm_head is None else total - table.size * table.dtype.itemsize
-
-
-def peak_memory_bytes() -> int:
-    """Most memory that the device had in use; on a CPU the process."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    unit = 1 if sys.platform == "darwin" else 1024
-    return stats.get("peak_bytes_in_use", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+def kv_bytes_per_token(engine: InferenceEngine) -> float:
+    return engine.stats()["page_bytes"] / engine.shapes.page_size  # type: ignore[operator]
 
 
 def memory(engine: InferenceEngine, live_tokens: int) -> dict[str, object]:
     """What was held at the fullest moment, against what had to be."""
-    each = kv_bytes_per_token(engine.model)
-    held = engine.stats()["pages_peak"] * engine.shapes.page_size  # type: ignore[operator]
+    stats, each = engine.stats(), kv_bytes_per_token(engine)
+    held = stats["pages_peak"] * engine.shapes.page_size  # type: ignore[operator]
     return {
-        "live_kv_bytes": live_tokens * each,
-        "held_kv_bytes": held * each,
+        "live_kv_bytes": int(live_tokens * each),
+        "held_kv_bytes": int(held * each),
         "kv_overhead": round(held / live_tokens - 1, 5),
-        "pool_bytes": engine.state.kv.pages.array.nbytes,
-        "weight_bytes": weight_bytes(engine.model),
-        "peak_memory_bytes": peak_memory_bytes(),
+        "pool_bytes": stats["pool_bytes"],
+        "weights_bytes": stats["weights_bytes"],
+        **measured(peak_memory_bytes=peak_bytes()),
     }
 
 
@@ -141,17 +125,20 @@ def single(args) -> Iterator[dict]:
     engine = make_engine(args, model, 1, args.tokens + 1)
     prompts = random_prompts(model.config.vocab_size, [prompt_len], seed=0)
     progress = record(engine, prompts, args.generate)
-    part = prompt_len // 8
+    part, last = prompt_len // 8, progress.seconds_of(args.generate - window, args.generate)
     yield {
         "tokens": args.tokens,
         "generated": args.generate,
-        "time_to_first_token_s": round(progress.first_token_s, 3),
-        "prefill_tokens_per_s": round(prompt_len / progress.first_token_s, 1),
+        **measured(
+            time_to_first_token_s=round(progress.first_token_s, 3),
+            prefill_tokens_per_s=round(prompt_len / progress.first_token_s, 1),
+            inter_token_ms=round(last / window * 1e3, 4),
+            final_tokens_per_s=round(window / last, 1),
+        ),
         "prefill_tokens_per_s_first_eighth": round(part / progress.prefill_seconds_of(0, part), 1),
         "prefill_tokens_per_s_last_eighth": round(
             part / progress.prefill_seconds_of(prompt_len - part, progress.prompt_tokens[-1]), 1
         ),
-        "ms_per_token_last": round(progress.seconds_of(args.generate - window, args.generate) / window * 1e3, 4),
         **memory(engine, args.tokens - 1),
         **hashes(prompts, progress),
     }
@@ -180,9 +167,11 @@ def _together(args, lens: list[int]) -> Iterator[dict]:
         "prompts": lens,
         "generated": args.generate,
         "total_s": round(progress.total_s, 3),
-        "time_to_first_token_s": round(progress.first_token_s, 3),
         "tokens_per_s": round((sum(lens) + total) / progress.total_s, 1),
-        "decode_tokens_per_s_last": round(window / progress.seconds_of(total - window, total), 1),
+        **measured(
+            time_to_first_token_s=round(progress.first_token_s, 3),
+            final_tokens_per_s=round(window / progress.seconds_of(total - window, total), 1),
+        ),
         "unpaged_kv_overhead": round(len(lens) * longest / live - 1, 5),
         **memory(engine, live),
         **hashes(prompts, progress),
@@ -202,14 +191,18 @@ def chat(args) -> Iterator[dict]:
         progress = record(engine, [history], args.generate)
         computed = engine.stats()["computed_prompt_tokens"] - before  # type: ignore[operator]
         window = min(args.window, args.generate - 1)
+        last = progress.seconds_of(args.generate - window, args.generate)
         yield {
             "turn": turn,
             "history": len(history),
             "prefix_cache": engine.config.prefix_cache,
             "prompt_tokens_computed": computed,
             "note": "the whole history was computed again" if computed >= len(history) - 1 else "pages were reused",
-            "time_to_first_token_s": round(progress.first_token_s, 3),
-            "ms_per_token": round(progress.seconds_of(args.generate - window, args.generate) / window * 1e3, 4),
+            **measured(
+                time_to_first_token_s=round(progress.first_token_s, 3),
+                inter_token_ms=round(last / window * 1e3, 4),
+                final_tokens_per_s=round(window / last, 1),
+            ),
             **hashes([history], progress),
         }
         history = history + progress.token_ids[0]
@@ -314,7 +307,8 @@ def long(args) -> Iterator[dict]:
     for name, begin in (("first", min(window, args.long - window) // 4), ("last", args.long - window)):
         seconds = progress.seconds_of(begin * args.batch, (begin + window) * args.batch)
         live = args.batch * (prompt_len + begin + window / 2)
-        needed = weight_bytes(model) + live * kv_bytes_per_token(model)
+        # The embeddings are the head too, so that a step reads all weights.
+        needed = engine.stats()["weights_bytes"] + live * kv_bytes_per_token(engine)  # type: ignore[operator]
         rates[name] = {
             "tokens_per_s": round(window * args.batch / seconds, 1),
             "ms_per_step": round(seconds / window * 1e3, 4),
@@ -339,22 +333,23 @@ def layer(args) -> Iterator[dict]:
     clock = Clock(args.repeats, 100)
     for context in args.layer_context:
         model = make_model(args, context)
-        config = model.config
+        config, layers = model.config, model.config.num_layers
         backend = Backend.choose(EngineConfig(), model, has_mods=False)
         spec = AttentionSpec(impl=backend.attention, max_seq_len=context)
         for target, page_size in (("bench-llama", 1 << (context - 1).bit_length()), ("bench-llama-paged", _PAGE)):
             sizes = dict(heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim)
             case = Case("decode", args.batch, context, 1, page_size, **sizes, dtype=args.dtype)
-            kv, batch, *_ = inputs(case, layers=config.num_layers)
+            kv, batch, *_ = inputs(case, layers=layers)
             step = functools.partial(_model_steps, batch=batch, spec=spec)
-            start = jnp.zeros((args.batch, config.hidden_size), model.dtype)
-            times, _ = clock.per_trip(step, (start, kv), backend.prepare(model), donate=True)
+            model = backend.prepare(model)
+            start = jnp.zeros((args.batch, config.hidden_size), model.activation_dtype)
+            times, _ = clock.per_trip(step, (start, kv), model, donate=True)
             yield {
                 "target": target,
                 "batch": args.batch,
                 "context": context,
                 "page_size": page_size,
-                "ms_per_layer": {k: v if k == "runs" else round(v / config.num_layers, 5) for k, v in times.items()},
+                **measured(layer_ms={k: v if k == "runs" else round(v / layers, 5) for k, v in times.items()}),
                 "tokens_per_s_without_head": round(args.batch / times["median"] * 1e3, 1),
             }
 
