@@ -19,7 +19,7 @@ from levanter_infer.config import MeshConfig, ModelSource, OutputConfig, RunConf
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.rows import Row, RowWriter, escape_for_terminal, output_rows, read_rows
-from levanter_infer.runtime.program_store import default_store
+from levanter_infer.runtime.compile_cache import enable_compile_cache
 
 if TYPE_CHECKING:
     from levanter_infer.engine.engine import InferenceEngine
@@ -235,7 +235,7 @@ def make_engine(config: RunConfig, num_rows: int) -> "InferenceEngine":
     from levanter_infer.checkpoints.load import load_weights
     from levanter_infer.engine.engine import InferenceEngine
 
-    store = default_store()
+    enable_compile_cache()
     engine_config = config.engine_config()
     begin = time.perf_counter()
     model = load_weights(source, dtype=config.model.dtype)
@@ -249,7 +249,7 @@ def make_engine(config: RunConfig, num_rows: int) -> "InferenceEngine":
         _say(f"tokenizer {tokenizer.vocab_size} tokens, sha256 {tokenizer.fingerprint[:16]}")
     try:
         seed = config.sampling.seed or 0
-        engine = InferenceEngine(model, tokenizer, engine_config, seed=seed, donate_model=True, store=store)
+        engine = InferenceEngine(model, tokenizer, engine_config, seed=seed, donate_model=True)
     except JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise

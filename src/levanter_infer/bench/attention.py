@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
             emit({"bench": "attention", **line, **about})
             x, y = curves.setdefault(f"{phase} {line['impl']} batch {batch} page {page_size}", ([], []))
             x.append(context)
-            y.append(line["total_ms"]["median"])
+            y.append(line["total_ms"]["median"])  # pyright: ignore[reportIndexIssue]
     draw(args.plot, curves, title="Attention of one layer", x="stored tokens per sequence", y="ms", log=True)
 
 

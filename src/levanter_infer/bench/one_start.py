@@ -19,12 +19,13 @@ def main(model: str, launched: float) -> None:
     from levanter_infer.engine.engine import InferenceEngine
     from levanter_infer.engine.params import SamplingParams
     from levanter_infer.engine.request import Request
-    from levanter_infer.runtime.program_store import default_store
+    from levanter_infer.runtime.compile_cache import enable_compile_cache
 
+    enable_compile_cache()
     marks.append(time.time())
     weights, tokenizer = load_model(model)
     marks.append(time.time())
-    engine = InferenceEngine(weights, tokenizer, store=default_store())
+    engine = InferenceEngine(weights, tokenizer, donate_model=True)
     marks.append(time.time())
     engine.warmup()
     marks.append(time.time())

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from levanter_infer.bench.one_start import PROMPT
@@ -18,50 +19,64 @@ from levanter_infer.bench.report import digest, emit, provenance, spread
 from levanter_infer.bench.workload import add_model_arguments, model_sizes, numbers, random_model
 from levanter_infer.checkpoints.save import save_model
 
+CASES = ("start", "sample", "layers")
 _CACHE = "LEVANTER_INFER_COMPILE_CACHE"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}; default all")
     parser.add_argument("--model", type=Path, help="a checkpoint; default: a random one of --shape, made for the run")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each case; the median is reported")
-    parser.add_argument("--layers", type=numbers, default=(2, 8, 30), help="compile models of these; default 2,8,30")
+    parser.add_argument(
+        "--layer-counts", type=numbers, default=(2, 8, 30), help="compile models of these; default 2,8,30"
+    )
     add_model_arguments(parser, "tiny")
     add_plot_argument(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print a line for each of: starts cold and warm, the command `sample` cold and warm, and compilation by layers."""
-    about = provenance()
-    with tempfile.TemporaryDirectory() as folder:
-        model = args.model or _checkpoint(Path(folder, "model"), args)
-        config = {"model": str(args.model) if args.model else model_sizes(args), "dtype": args.dtype}
+    """Print two lines, cold and warm, for starts of the library and of the command; and one per number of layers."""
+    about, wanted = provenance(), args.cases.split(",")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         for case, start in (("start", _start), ("sample", _sample)):
-            cold = [start(model, Path(folder, f"{case}{i}")) for i in range(args.repeats)]
-            warm = [start(model, Path(folder, f"{case}0")) for _ in range(args.repeats)]
-            for name, runs in ((f"{case} cold", cold), (f"{case} warm", warm)):
-                times = {part: spread([run[part] for run in runs], 3) for part in runs[0] if part.endswith("_s")}
-                outputs = sorted({digest(run["output"]) for run in runs})
-                emit(
-                    {"bench": "startup", "case": name, **times, "config": config}
-                    | {"workload_hash": digest(PROMPT), "output_hash": outputs, **about}
-                )
-        medians = []
-        for layers in args.layers:
-            path = _checkpoint(Path(folder, f"layers{layers}"), args, layers=layers)
-            seconds = [_start(path, None)["compile_s"] for _ in range(args.repeats)]
-            medians.append(spread(seconds, 3)["median"])
-            sizes = {**model_sizes(args), "layers": layers}
-            emit(
-                {"bench": "startup", "case": "layers", "layers": layers, "compile_s": spread(seconds, 3)}
-                | {"config": {"model": sizes, "dtype": args.dtype}, **about}
-            )
-    draw(
-        args.plot,
-        {"without a cache": (args.layers, medians)},
-        title="Time to the compiled program",
-        x="layers",
-        y="seconds",
-    )
+            if case in wanted:
+                for line in _cold_and_warm(args, folder, case, start):
+                    emit({"bench": "startup", **line, **about})
+        if "layers" in wanted:
+            medians = []
+            for layers in args.layer_counts:
+                line = _compilation(args, folder, layers)
+                emit({"bench": "startup", **line, **about})
+                medians.append(line["compile_s"]["median"])
+            curve = {"without a cache": (args.layer_counts, medians)}
+            draw(args.plot, curve, title="Time to the compiled round", x="layers", y="seconds")
+
+
+def _cold_and_warm(args: argparse.Namespace, folder: Path, case: str, start: Callable) -> Iterator[dict]:
+    model = args.model or _checkpoint(folder / case / "model", args)
+    config = {"model": str(args.model) if args.model else model_sizes(args), "dtype": args.dtype}
+    cold = [start(model, folder / case / str(i)) for i in range(args.repeats)]
+    warm = [start(model, folder / case / "0") for _ in range(args.repeats)]
+    for name, runs in (("cold", cold), ("warm", warm)):
+        yield {
+            "case": f"{case} {name}",
+            **{part: spread([run[part] for run in runs], 3) for part in runs[0] if part.endswith("_s")},
+            "config": config,
+            "workload_hash": digest(PROMPT),
+            "output_hash": digest(runs[0]["output"]),
+            "outputs_equal": all(run["output"] == cold[0]["output"] for run in runs),
+        }
+
+
+def _compilation(args: argparse.Namespace, folder: Path, layers: int) -> dict:
+    model = _checkpoint(folder / f"layers{layers}", args, layers=layers)
+    return {
+        "case": "layers",
+        "layers": layers,
+        "compile_s": spread([_start(model, None)["compile_s"] for _ in range(args.repeats)], 3),
+        "config": {"model": {**model_sizes(args), "layers": layers}, "dtype": args.dtype},
+    }
 
 
 def _checkpoint(path: Path, args: argparse.Namespace, **changes: int) -> Path:
@@ -86,6 +101,7 @@ def _start(model: Path, cache: Path | None) -> dict:
 def _sample(model: Path, cache: Path) -> dict:
     """One run of the command; the first token is there when its completion is printed."""
     rows = cache.with_name(f"{cache.name}.jsonl")
+    rows.parent.mkdir(exist_ok=True)
     rows.write_text(json.dumps({"prompt_token_ids": PROMPT}) + "\n")
     options = {"model": model, "prompts_file": rows, "sampling.max_tokens": 1, "sampling.temperature": 0}
     command = [sys.executable, "-m", "levanter_infer.sample"]

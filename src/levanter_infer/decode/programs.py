@@ -3,10 +3,8 @@
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Protocol
 
 import jax
-from jax.experimental import serialize_executable
 
 from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.loop import run_round
@@ -20,35 +18,18 @@ class RecompilationError(RuntimeError):
     """A program that is compiled once for all requests was compiled again."""
 
 
-class Store(Protocol):
-    """Where compiled programs outlive the process (`runtime.program_store`)."""
-
-    def load(self, description: str) -> bytes | None:
-        """What was saved under this description; None if there is nothing, or nothing that can be trusted."""
-        ...
-
-    def save(self, description: str, program: bytes) -> None: ...
-
-
 class Program:
     """One function, compiled once for arguments of one type.
 
     A call dispatches to the executable itself: nothing can be traced or compiled behind the caller's back.
     """
 
-    def __init__(self, function, *, donate: tuple[int, ...] = (), result, description: str, store: Store | None):
-        """
-        Args:
-            result: anything of the structure that the function returns.
-            description: all that decides what the function computes, but for the types of its arguments.
-        """
+    def __init__(self, function, *, donate: tuple[int, ...] = ()):
         self.jitted = jax.jit(function, donate_argnums=donate)
         self.compilations = 0
         self._names = tuple(inspect.signature(function).parameters)
         self.types: dict[str, str] = {}
         """By the name of its place, the type of every array that the program takes."""
-        self._result = jax.tree.structure(result)
-        self._description, self._store = description, store
         self._compiled: jax.stages.Compiled | None = None
 
     def __call__(self, *arguments):
@@ -58,14 +39,9 @@ class Program:
         return self._compiled(*arguments)
 
     def compile(self, *arguments) -> None:
-        """Get ready for arguments of these types, arrays or `jax.ShapeDtypeStruct`s; from the store if it is there."""
+        """Get ready for arguments of these types, arrays or `jax.ShapeDtypeStruct`s."""
         self.types = self.types_of(arguments)
-        description = f"{self._description}\n{jax.tree.structure(arguments)}\n{self.types}"
-        self._compiled = self._load(description, arguments)
-        if self._compiled is None:
-            self._compiled = self.jitted.lower(*arguments).compile()
-            if self._store is not None:
-                self._store.save(description, serialize_executable.serialize(self._compiled)[0])
+        self._compiled = self.jitted.lower(*arguments).compile()
         self.compilations += 1
 
     def types_of(self, arguments: tuple) -> dict[str, str]:
@@ -75,14 +51,6 @@ class Program:
             jax.tree_util.keystr(path, simple=True, separator="."): f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
             for path, leaf in leaves
         }
-
-    def _load(self, description: str, arguments) -> jax.stages.Compiled | None:
-        saved = None if self._store is None else self._store.load(description)
-        if saved is None:
-            return None
-        structure = jax.tree.structure((arguments, {}))
-        devices = jax.local_devices()[:1]
-        return serialize_executable.deserialize_and_load(saved, structure, self._result, execution_devices=devices)
 
 
 class Programs:
@@ -101,12 +69,10 @@ class Programs:
         kv_dtype,
         as_bits: bool,
         on_recompile: Callable[[str], None] | None = None,
-        store: Store | None = None,
     ):
         """
         Args:
             on_recompile: called with a message if the round is compiled again, instead of `RecompilationError`.
-            store: keeps programs for the next process. None: every process compiles its own.
         """
         config = model.config
 
@@ -122,22 +88,13 @@ class Programs:
         def zero_cache(state: GenState) -> GenState:
             return dataclasses.replace(state, kv=state.kv.zero())
 
-        if attention.score_mod is not None or attention.mask_mod is not None:
-            store = None  # a function of the user's has no description that another process would recognise
-        sizes = repr((config, shapes, attention, kv_dtype, as_bits))
-
-        def program(function, result, *donate: int) -> Program:
-            description = f"{function.__name__}\n{sizes}"
-            return Program(function, donate=donate, result=result, description=description, store=store)
-
         self.state_types = jax.eval_shape(init)
         """The types of the state, as `jax.ShapeDtypeStruct`s."""
-        outputs = RoundOutputs(*(0 for _ in dataclasses.fields(RoundOutputs)))
         self._programs = {
-            "init": program(init, self.state_types),
-            "round": program(one_round, (self.state_types, outputs), 1),
-            "reset": program(reset, self.state_types, 0),
-            "zero_cache": program(zero_cache, self.state_types, 0),
+            "init": Program(init),
+            "round": Program(one_round, donate=(1,)),
+            "reset": Program(reset, donate=(0,)),
+            "zero_cache": Program(zero_cache, donate=(0,)),
         }
         self._model = model
         self._on_recompile = on_recompile
@@ -166,7 +123,7 @@ class Programs:
         return program(*arguments)
 
     def compilations(self) -> dict[str, int]:
-        """How many times each program has been compiled, or loaded; 1 at most in a healthy engine."""
+        """How many times each program has been compiled; 1 at most in a healthy engine."""
         return {name: program.compilations for name, program in self._programs.items()}
 
     def trace_round(self, model, state, admission):

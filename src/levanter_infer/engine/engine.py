@@ -11,7 +11,7 @@ import numpy as np
 from haliax import NamedArray
 
 from levanter_infer.decode.outputs import HostOutputs, RoundOutputs
-from levanter_infer.decode.programs import Programs, Store
+from levanter_infer.decode.programs import Programs
 from levanter_infer.decode.sequence_table import pages_for
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
@@ -57,7 +57,6 @@ class InferenceEngine:
         seed: from which, with its id, a request without a seed derives its own.
         donate_model: the engine may delete the model's arrays as it lays out its own, so that the weights are in memory
             once.
-        store: keeps compiled programs for the next process (`runtime.program_store.ProgramStore`).
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class InferenceEngine:
         score_mod=None,
         mask_mod=None,
         donate_model: bool = False,
-        store: Store | None = None,
     ):
         self.config = config or EngineConfig()
         self.tokenizer, self.seed = tokenizer, seed
@@ -93,7 +91,6 @@ class InferenceEngine:
             kv_dtype=kv_dtype(self.config, model),
             as_bits=self.backend.on_cpu,
             on_recompile=logger.warning if self.config.recompilation == "warn" else None,
-            store=store,
         )
         self.state = self.programs.init()
         self._nothing = jax.device_put(empty_admission(self.shapes))

@@ -34,7 +34,7 @@ def enable_compile_cache() -> Path | None:
     directory = (Path(wanted) if wanted else home / "levanter_infer" / "xla") / _machine()
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        reason = why_unsafe(directory)
+        reason = _unsafe(directory)
     except OSError as error:
         reason = str(error)
     if reason is not None:
@@ -46,8 +46,8 @@ def enable_compile_cache() -> Path | None:
     return directory
 
 
-def why_unsafe(directory: Path) -> str | None:
-    """Why code from this directory must not be run, if so. Raises: OSError if nobody can tell."""
+def _unsafe(directory: Path) -> str | None:
+    """Why code from this directory must not be run, if so."""
     status = directory.stat()
     if status.st_uid != os.getuid():
         return f"{directory} belongs to another user"
