@@ -3,6 +3,7 @@
 import time
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from levanter_infer.engine.config import EngineConfig
@@ -33,6 +34,17 @@ def test_rounds_of_one_step_show_every_token_in_the_next_call(engine):
         seen.append(len(group.sequences[0].token_ids))
     assert seen == list(range(12))
     assert group.sequences[0].token_ids == uncached_greedy(tiny_model(), [1, 2], 11)
+    engine.drain()
+
+
+def test_a_round_that_admits_nothing_uploads_nothing(engine):
+    group = engine.submit(request(9))
+    for _ in range(3):
+        engine.step_round(max_steps=1)
+    with jax.transfer_guard_host_to_device("disallow_explicit"):
+        for _ in range(3):
+            engine.step_round(max_steps=1)
+    assert len(group.sequences[0].token_ids) == 5
     engine.drain()
 
 

@@ -188,6 +188,7 @@ def measure_open(
         "wall_over_steady": _ratios(whole, steady),
         "ttft_ms": percentiles([_ms(t.first_token_s()) for t in timelines]),
         "inter_token_ms": gaps,
+        "decoding": percentiles([[r.decoding for r in in_steady(t)] for t in timelines], 1),
         "inter_token_p99_over_p50": round(gaps["p99"]["median"] / max(gaps["p50"]["median"], 1e-9), 2),
         # Of longer rounds only the mean step is known.
         "one_step_a_round": args.max_round_steps == 1,

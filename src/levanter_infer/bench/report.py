@@ -53,12 +53,13 @@ def spread(values: Sequence[float], digits: int = 4) -> dict[str, float | int]:
 
 
 def percentiles(runs: Sequence[Sequence[float]], digits: int = 2) -> dict[str, dict[str, float | int]]:
-    """p50, p95, p99 and largest value of each run, as the spread over the runs; empty if a run has no values."""
+    """Mean, p50, p95, p99 and largest value of each run, as the spread over the runs; empty if a run has no values."""
     if not all(len(values) for values in runs):
         return {}
     places = {"p50": 50, "p95": 95, "p99": 99, "max": 100}
-    found = np.array([np.percentile(values, list(places.values())) for values in runs])
-    return {name: spread(found[:, i].tolist(), digits) for i, name in enumerate(places)}
+    found = [[statistics.fmean(values), *np.percentile(values, list(places.values()))] for values in runs]
+    names = ("mean", *places)
+    return {name: spread([float(run[i]) for run in found], digits) for i, name in enumerate(names)}
 
 
 def digest(value: object) -> str:

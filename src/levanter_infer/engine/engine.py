@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from haliax import NamedArray
 
+from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.outputs import HostOutputs, RoundOutputs
 from levanter_infer.decode.programs import Programs
 from levanter_infer.decode.sequence_table import pages_for
@@ -94,6 +95,7 @@ class InferenceEngine:
         )
         self.state = self.programs.init()
         self._nothing = jax.device_put(empty_admission(self.shapes))
+        self._uploaded: dict[tuple[int, int], Admission] = {}
         self._stats = Stats(
             pages_total=self.shapes.num_pages,
             pool_bytes=self.state.kv.pages.array.nbytes,
@@ -245,14 +247,7 @@ class InferenceEngine:
         steps = self._pace.steps(with_prompts)
         steps = steps if max_steps is None else min(max_steps, steps)
         fields = self._slots.next_admission(self._rounds, steps)
-        uploaded = jax.device_put(fields)
-        admission = dataclasses.replace(
-            self._nothing,
-            **{
-                name: NamedArray(value, getattr(self._nothing, name).axes) if name != "sampling" else value
-                for name, value in uploaded.items()
-            },
-        )
+        admission = self._upload(fields)
         started = time.perf_counter()
         self.state, outputs = self.programs.round(self.state, admission)
         outputs.packed.copy_to_host_async()
@@ -266,6 +261,21 @@ class InferenceEngine:
         self._rounds += 1
         self._stats.on_time(launch=time.perf_counter() - begin)
         return launched
+
+    def _upload(self, fields: dict[str, Any]) -> Admission:
+        """The fields on the device; what admits and cancels nothing is the same in many rounds, and uploaded once."""
+        nothing = not (fields["has_pieces"] or fields["has_cancellations"])
+        key = (int(fields["max_steps"]), int(fields["wanted_slots"]))
+        if nothing and key in self._uploaded:
+            return self._uploaded[key]
+        arrays = {
+            name: value if name == "sampling" else NamedArray(value, getattr(self._nothing, name).axes)
+            for name, value in jax.device_put(fields).items()
+        }
+        admission = dataclasses.replace(self._nothing, **arrays)
+        if nothing:
+            self._uploaded[key] = admission
+        return admission
 
     def _read(self, launched: _Launched) -> list[HostSequence]:
         begin = time.perf_counter()
