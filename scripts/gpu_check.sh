@@ -17,12 +17,12 @@ nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv >"$results/
 "$python" scripts/gpu_check.py --parity | tee "$results/parity.jsonl" || failed=1
 "$python" scripts/gpu_check.py --speed | tee "$results/speed.jsonl" || failed=1
 if has pytest; then
-  "$python" -m pytest -p no:cacheprovider tests/kernels/test_ragged_paged_attention.py tests/kernels/test_rpa_gpu.py \
+  "$python" -m pytest -p no:cacheprovider -m "slow or not slow" tests/kernels/test_ragged_paged_attention.py tests/kernels/test_rpa_gpu.py \
     tests/kernels/test_linear_gpu.py \
     | tee "$results/pytest.txt" || failed=1
 fi
 if has haliax && has equinox; then
-  "$python" -m pytest -p no:cacheprovider tests/engine/test_gpu.py | tee -a "$results/pytest.txt" || failed=1
+  "$python" -m pytest -p no:cacheprovider -m "slow or not slow" tests/engine/test_gpu.py | tee -a "$results/pytest.txt" || failed=1
   for kernels in gpu xla; do
     "$python" -m levanter_infer.bench throughput --shape M --batch 1,32,256 --output 64 --repeats 3 \
       --attention "$kernels" --products "$kernels" | tee "$results/throughput-$kernels.jsonl" || failed=1

@@ -21,6 +21,7 @@ def run(capsys, *command, **options) -> list[dict]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+@pytest.mark.slow
 def test_the_peak_is_that_of_new_processes_that_load_and_sample(capsys, monkeypatch):
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     monkeypatch.setenv("JAX_PLATFORMS", jax.default_backend())
@@ -79,6 +80,7 @@ def test_limits_are_half_a_page_a_sequence_and_a_hundredth_of_the_pool():
     assert within(0, table_bytes=50) and not within(0, table_bytes=60)
 
 
+@pytest.mark.slow
 def test_page_sizes_give_one_line_each_with_equal_outputs(capsys, tmp_path):
     plot = tmp_path / "page-size.png"
     cases = run(capsys, "page-size", page_size="8,32", batch=3, prompt=6, output=5, repeats=1, plot=plot)

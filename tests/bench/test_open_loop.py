@@ -187,6 +187,7 @@ def test_a_static_batch_waits_for_its_last_sequence(engine):
     assert steps == 12 + 7 + 5
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_line_per_case(tmp_path):
     shape = {"hidden": 32, "layers": 2, "heads": 4, "kv-heads": 2, "mlp": 64, "vocab": 61, "dtype": "float32"}
     options = {"max-seqs": 2, "tokens-target": 120, "prompt": "3,8", "output": "2,12", "repeats": 1, **shape}

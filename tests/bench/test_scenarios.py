@@ -34,11 +34,13 @@ def test_rates_of_a_window_are_taken_between_rounds_in_proportion():
     assert progress.prefill_seconds_of(0, 2) == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 def test_the_cache_changes_nothing_but_the_time(capsys):
     (line,) = lines_of(capsys, cases="cache", cache_tokens=6)
     assert line["equal"] and line["ratio"] > 0 and line["config"]["dtype"] == "float32"
 
 
+@pytest.mark.slow
 def test_a_chat_says_that_its_history_is_computed_again(capsys):
     first, second = lines_of(capsys, cases="chat", chat="8,24", generate=4)
     assert (first["history"], second["history"]) == (8, 24)

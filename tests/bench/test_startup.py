@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
+
 from levanter_infer.bench.__main__ import main as bench
 from levanter_infer.bench.one_start import PARTS
 
 
+@pytest.mark.slow
 def test_a_second_start_computes_the_same_without_compiling(capsys):
     sizes = {"hidden": 16, "layers": 1, "heads": 2, "kv-heads": 1, "mlp": 16, "vocab": 31}
     options = [part for key, value in sizes.items() for part in (f"--{key}", str(value))]

@@ -82,6 +82,7 @@ def test_the_round_program_is_lowered_for_a_gpu():
     assert text.count("__gpu$xla.gpu.triton") == len(shapes.buckets) * (2 + 4)
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_those_of_the_plain_forward(monkeypatch):
     model = tiny_model(dtype="bfloat16", num_hidden_layers=1)
     kernels = "gpu" if jax.default_backend() == "gpu" else "gpu_interpret"

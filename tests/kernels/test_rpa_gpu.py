@@ -53,6 +53,7 @@ def test_every_head_dim_and_page_size_equals_dense(head_dim, page_size):
     check(batch, run(batch))
 
 
+@pytest.mark.slow
 def test_pages_of_float16_equal_dense():
     batch = make_ragged(replace(SIZES, dtype="float16"), MIXED[:4])
     check(batch, run(batch))
