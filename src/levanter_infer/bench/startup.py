@@ -107,11 +107,15 @@ def _sample(model: Path, cache: Path) -> dict:
     command = [sys.executable, "-m", "levanter_infer.sample"]
     command += [part for key, value in options.items() for part in (f"--{key}", str(value))]
     begin = time.perf_counter()
-    with subprocess.Popen(command, env=_environment(cache), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(command, env=_environment(cache), stdout=subprocess.PIPE, stderr=errors) as process,
+    ):
         assert process.stdout is not None
         first = process.stdout.readline()
         seconds = time.perf_counter() - begin
-        rest, errors = process.communicate()
-    if process.returncode != 0:
-        raise SystemExit(f"the command failed:\n{errors.decode()}")
+        rest = process.stdout.read()
+        if process.wait() != 0:
+            errors.seek(0)
+            raise SystemExit(f"the command failed:\n{errors.read().decode()}")
     return {"total_s": seconds, "output": (first + rest).decode()}
