@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# Everything that waits for an NVIDIA GPU, in about ten minutes: parity and speed of the attention kernel, its tests
-# compiled, then the throughput of the engine. Needs jax with CUDA in $PYTHON (default python3); haliax, equinox and
-# pytest for the latter two parts, which are left out without them. Results: JSON lines in the folder $1 (default
-# gpu-results), for docs/benchmarks/gpu.md.
+# Everything that waits for an NVIDIA GPU: parity and speed of the attention kernel, the kernels' tests compiled, then the
+# benches. Needs jax with CUDA in $PYTHON (default python3); pytest, haliax and equinox for the latter parts, which are
+# left out without them. Results: JSON lines in the folder $1 (default gpu-results), for docs/benchmarks/gpu.md.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
@@ -22,7 +21,13 @@ if has pytest; then
     | tee "$results/pytest.txt" || failed=1
 fi
 if has haliax && has equinox; then
+<<<<<<< HEAD
   "$python" -m pytest -p no:cacheprovider -m "slow or not slow" tests/engine/test_gpu.py | tee -a "$results/pytest.txt" || failed=1
+=======
+  "$python" -m pytest -p no:cacheprovider tests/engine/test_gpu.py | tee -a "$results/pytest.txt" || failed=1
+  "$python" -m levanter_infer.bench attention --impl gpu --batch 1,32,256 --context 1024,8192 --heads 32 --kv-heads 8 \
+    --head-dim 128 | tee "$results/attention.jsonl" || failed=1
+>>>>>>> gpu
   for kernels in gpu xla; do
     "$python" -m levanter_infer.bench throughput --shape M --batch 1,32,256 --output 64 --repeats 3 \
       --attention "$kernels" --products "$kernels" | tee "$results/throughput-$kernels.jsonl" || failed=1
