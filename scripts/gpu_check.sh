@@ -21,13 +21,9 @@ if has pytest; then
     | tee "$results/pytest.txt" || failed=1
 fi
 if has haliax && has equinox; then
-<<<<<<< HEAD
   "$python" -m pytest -p no:cacheprovider -m "slow or not slow" tests/engine/test_gpu.py | tee -a "$results/pytest.txt" || failed=1
-=======
-  "$python" -m pytest -p no:cacheprovider tests/engine/test_gpu.py | tee -a "$results/pytest.txt" || failed=1
   "$python" -m levanter_infer.bench attention --impl gpu --batch 1,32,256 --context 1024,8192 --heads 32 --kv-heads 8 \
     --head-dim 128 | tee "$results/attention.jsonl" || failed=1
->>>>>>> gpu
   for kernels in gpu xla; do
     "$python" -m levanter_infer.bench throughput --shape M --batch 1,32,256 --output 64 --repeats 3 \
       --attention "$kernels" --products "$kernels" | tee "$results/throughput-$kernels.jsonl" || failed=1
