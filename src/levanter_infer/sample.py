@@ -232,24 +232,23 @@ def make_engine(config: RunConfig, num_rows: int) -> "InferenceEngine":
     # Everything above answers before JAX is imported.
     from jax.errors import JaxRuntimeError
 
-    from levanter_infer.checkpoints.load import load_weights
+    from levanter_infer.checkpoints.load import open_model
     from levanter_infer.engine.engine import InferenceEngine
 
     enable_compile_cache()
     engine_config = config.engine_config()
     begin = time.perf_counter()
-    model = load_weights(source, dtype=config.model.dtype)
+    model = open_model(source, dtype=config.model.dtype)
     _say(
         f"model     {source.name}"
         + (f" at revision {source.revision}" if source.revision else "")
-        + f": {model.config.num_parameters / 1e6:.4g}M parameters, {model.dtype}, "
-        + f"loaded in {time.perf_counter() - begin:.1f} s"
+        + f": {model.types.config.num_parameters / 1e6:.4g}M parameters, {model.types.dtype}"
     )
     if tokenizer is not None:
         _say(f"tokenizer {tokenizer.vocab_size} tokens, sha256 {tokenizer.fingerprint[:16]}")
     try:
         seed = config.sampling.seed or 0
-        engine = InferenceEngine(model, tokenizer, engine_config, seed=seed, donate_model=True)
+        engine = InferenceEngine(model, tokenizer, engine_config, seed=seed)
     except JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
@@ -258,6 +257,7 @@ def make_engine(config: RunConfig, num_rows: int) -> "InferenceEngine":
             "engine.page_size, engine.max_seqs or engine.max_logit_bias"
         ) from e
     _say("engine    " + " ".join(f"{key}={value}" for key, value in engine.describe().items()))
+    _say(f"loaded    in {time.perf_counter() - begin:.1f} s")
     _say(f"sampling  {sampling_text(config.sampling)}")
     _say(f"requests  {num_rows}")
     return engine

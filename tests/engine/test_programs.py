@@ -56,11 +56,11 @@ def test_a_second_compilation_of_the_round_is_an_error_or_a_warning_that_names_w
     strict = InferenceEngine(model, config=EngineConfig(**sizes))
     strict.warmup()
     with pytest.raises(RecompilationError, match=r"admission\.tokens\S* was int32\[4096\] and is int32\[8192\]$"):
-        strict.programs.round(strict.state, wider(strict))
+        strict.programs.round(strict.model, strict.state, wider(strict))
 
     lenient = InferenceEngine(model, config=EngineConfig(**sizes, recompilation="warn"))
     lenient.warmup()
-    lenient.programs.round(lenient.state, wider(lenient))
+    lenient.programs.round(lenient.model, lenient.state, wider(lenient))
     assert "was int32[4096] and is int32[8192]" in caplog.text
 
 

@@ -28,8 +28,9 @@ from levanter_infer.bench.workload import (
     random_prompts,
     round_up,
 )
-from levanter_infer.checkpoints.load import load_model
+from levanter_infer.checkpoints.load import open_model
 from levanter_infer.checkpoints.save import save_model
+from levanter_infer.checkpoints.source import resolve_source
 from levanter_infer.decode.sequence_table import pages_for
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
@@ -131,14 +132,14 @@ def _run_checkpoint(directory: str, args: argparse.Namespace) -> dict[str, objec
     def note(phase: str) -> None:
         so_far[phase] = peak_bytes() - (0 if on_device else before)
 
-    model, _ = load_model(directory)
-    note("load")
+    model = open_model(resolve_source(directory))
     longest = round_up(args.prompt + args.output, args.page_size)
     config = EngineConfig(max_seqs=args.batch, max_seq_len=longest, page_size=args.page_size)
     engine = InferenceEngine(model, config=config)
+    note("load")
     engine.warmup()
     note("compile")
-    prompts = random_prompts(model.config.vocab_size, [args.prompt] * args.batch, seed=0)
+    prompts = random_prompts(engine.model.config.vocab_size, [args.prompt] * args.batch, seed=0)
     engine.generate([_request(prompt, args.output) for prompt in prompts])
     note("run")
     stats = engine.stats()

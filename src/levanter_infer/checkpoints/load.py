@@ -1,5 +1,7 @@
 """Load an HF checkpoint: check everything against the headers, then read tensor by tensor into stacked arrays."""
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,11 +48,23 @@ def load_tokenizer(source: Source) -> "Tokenizer | None":
     return Tokenizer.from_directory(source.directory)
 
 
-def load_weights(source: Source, *, dtype: str | None = None) -> DecoderModel:
-    """The model of a checkpoint. The host holds one stacked parameter at a time beside the model itself.
+@dataclasses.dataclass(frozen=True)
+class StoredModel:
+    """A model that has been checked and not yet read, so that programs can be compiled meanwhile."""
 
-    Raises: ValueError as `load_model`.
-    """
+    types: DecoderModel
+    """The model with a `jax.ShapeDtypeStruct` in place of every array."""
+    read: Callable[[], DecoderModel]
+    """Read the weights. The host holds one stacked parameter at a time beside the model itself."""
+
+
+def load_weights(source: Source, *, dtype: str | None = None) -> DecoderModel:
+    """The model of a checkpoint. Raises: ValueError as `load_model`."""
+    return open_model(source, dtype=dtype).read()
+
+
+def open_model(source: Source, *, dtype: str | None = None) -> StoredModel:
+    """Check a checkpoint against its headers. Raises: ValueError as `load_model`."""
     wanted = _wanted_dtype(dtype)
     hf_config = source.read_json(CONFIG)
     family = family_for(hf_config)
@@ -62,11 +76,17 @@ def load_weights(source: Source, *, dtype: str | None = None) -> DecoderModel:
     _check_names(params, tensors, config, source)
     _check_headers(params, tensors)
     stored = _one_dtype(params, tensors, wanted)
-    for param in params:
-        model = set_parameter(model, param.path, _read(param, tensors, stored))
-    if config.tie_word_embeddings and _LM_HEAD in tensors:
-        _check_tied(tensors[_LM_HEAD], tensors[_EMBEDDINGS])
-    return model
+    types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, stored), model)
+
+    def read() -> DecoderModel:
+        model = types
+        for param in params:
+            model = set_parameter(model, param.path, _read(param, tensors, stored))
+        if config.tie_word_embeddings and _LM_HEAD in tensors:
+            _check_tied(tensors[_LM_HEAD], tensors[_EMBEDDINGS])
+        return model
+
+    return StoredModel(types, read)
 
 
 def _wanted_dtype(dtype: str | None) -> np.dtype | None:

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 
@@ -30,18 +31,24 @@ class Program:
         self._names = tuple(inspect.signature(function).parameters)
         self.types: dict[str, str] = {}
         """By the name of its place, the type of every array that the program takes."""
-        self._compiled: jax.stages.Compiled | None = None
+        self._compiled: Future[jax.stages.Compiled] | None = None
 
     def __call__(self, *arguments):
         if self._compiled is None:
             self.compile(*arguments)
         assert self._compiled is not None
-        return self._compiled(*arguments)
+        return self._compiled.result()(*arguments)
 
     def compile(self, *arguments) -> None:
-        """Get ready for arguments of these types, arrays or `jax.ShapeDtypeStruct`s."""
+        """Get ready for arguments of these types, arrays or `jax.ShapeDtypeStruct`s.
+
+        Traces here and compiles in the background; the next call waits for it.
+        """
         self.types = self.types_of(arguments)
-        self._compiled = self.jitted.lower(*arguments).compile()
+        lowered = self.jitted.lower(*arguments)
+        compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
+        self._compiled = compiler.submit(lowered.compile)
+        compiler.shutdown(wait=False)
         self.compilations += 1
 
     def types_of(self, arguments: tuple) -> dict[str, str]:
@@ -72,6 +79,7 @@ class Programs:
     ):
         """
         Args:
+            model: of the form that the round takes; types will do.
             on_recompile: called with a message if the round is compiled again, instead of `RecompilationError`.
         """
         config = model.config
@@ -96,19 +104,22 @@ class Programs:
             "reset": Program(reset, donate=(0,)),
             "zero_cache": Program(zero_cache, donate=(0,)),
         }
-        self._model = model
         self._on_recompile = on_recompile
         self.init = self._programs["init"]
         self.reset = self._programs["reset"]
         self.zero_cache = self._programs["zero_cache"]
 
-    def round(self, state: GenState, admission: Admission) -> tuple[GenState, RoundOutputs]:
+    def compile_round(self, model, admission) -> None:
+        """Begin to compile the round, for arguments of these types, before there is a state or a model."""
+        self._programs["round"].compile(model, self.state_types, admission)
+
+    def round(self, model, state: GenState, admission: Admission) -> tuple[GenState, RoundOutputs]:
         """`run_round` on the device.
 
         Raises: RecompilationError if these arguments are of other types than those of the first call, and
             `on_recompile` is not given.
         """
-        program, arguments = self._programs["round"], (self._model, state, admission)
+        program, arguments = self._programs["round"], (model, state, admission)
         try:
             return program(*arguments)
         except (TypeError, ValueError):  # before anything ran

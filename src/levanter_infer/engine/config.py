@@ -93,11 +93,12 @@ def _check_positive(name: str, value, optional: bool = False) -> None:
         raise ValueError(f"engine.{name}={value!r}: expected a whole number of at least 1")
 
 
-def resolve_shapes(config: EngineConfig, model, num_eos: int) -> Shapes:
+def resolve_shapes(config: EngineConfig, model, num_eos: int, unread_bytes: int = 0) -> Shapes:
     """The static sizes of an engine for `model`.
 
     Args:
         num_eos: end-of-sequence ids of the model; each takes a place among the stop token sequences.
+        unread_bytes: of weights that will yet come into memory.
     Raises: ValueError if the pool could not hold one page per running sequence, or sizes contradict each other.
     """
     arch = model.config
@@ -106,7 +107,7 @@ def resolve_shapes(config: EngineConfig, model, num_eos: int) -> Shapes:
     max_step_tokens = config.max_step_tokens or max(256, 4 * config.max_seqs)
     wanted = config.max_seqs * -(-max_seq_len // page_size)
     page_bytes = arch.num_layers * page_size * 2 * arch.num_kv_heads * arch.head_dim * kv_dtype(config, model).itemsize
-    num_pages = config.max_pages or max(1, min(wanted, default_pool_bytes() // page_bytes))
+    num_pages = config.max_pages or max(1, min(wanted, default_pool_bytes(unread_bytes) // page_bytes))
     if num_pages * page_size >= 2**31:
         raise ValueError(f"a pool of {num_pages} pages of {page_size} tokens exceeds 2^31 tokens; lower max_pages")
     return Shapes(

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from haliax import NamedArray
 
+from levanter_infer.checkpoints.load import StoredModel
 from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.outputs import HostOutputs, RoundOutputs
 from levanter_infer.decode.programs import Programs
@@ -52,7 +53,7 @@ class InferenceEngine:
     next round is launched before the last one is read.
 
     Args:
-        model: a `DecoderModel`.
+        model: a `DecoderModel`; or a `StoredModel`, which is read, and given up, while the round is compiled.
         tokenizer: needed for text prompts, chats, text stops and the text of completions.
         config: sizes and policies.
         seed: from which, with its id, a request without a seed derives its own.
@@ -75,26 +76,34 @@ class InferenceEngine:
         self.tokenizer, self.seed = tokenizer, seed
         self._eos = tuple(tokenizer.eos_token_ids) if tokenizer is not None else ()
         has_mods = score_mod is not None or mask_mod is not None
-        self.backend = Backend.choose(self.config, model, has_mods=has_mods)
-        self.shapes = self.backend.adapt(resolve_shapes(self.config, model, len(self._eos)))
+        types = model.types if isinstance(model, StoredModel) else model
+        self._weights_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(types))
+        self.backend = Backend.choose(self.config, types, has_mods=has_mods)
+        unread_bytes = self._weights_bytes if isinstance(model, StoredModel) else 0
+        self.shapes = self.backend.adapt(resolve_shapes(self.config, types, len(self._eos), unread_bytes))
         attention = AttentionSpec(
             impl=self.backend.attention,
             score_mod=score_mod,
             mask_mod=mask_mod,
             max_seq_len=self.shapes.max_seq_len,
         )
-        self._weights_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
-        self.model = self.backend.prepare(model, donate=donate_model)
         self.programs = Programs(
-            self.model,
+            types,
             self.shapes,
             attention,
-            kv_dtype=kv_dtype(self.config, model),
+            kv_dtype=kv_dtype(self.config, types),
             as_bits=self.backend.on_cpu,
             on_recompile=logger.warning if self.config.recompilation == "warn" else None,
         )
-        self.state = self.programs.init()
         self._nothing = jax.device_put(empty_admission(self.shapes))
+        self._compile_began: float | None = None
+        if isinstance(model, StoredModel):
+            self._compile_began = time.perf_counter()
+            self.programs.compile_round(jax.eval_shape(self.backend.prepare, types), self._nothing)
+            model, donate_model = model.read(), True
+            return_free_memory()  # of reading; compiling needs much
+        self.model = self.backend.prepare(model, donate=donate_model)
+        self.state = self.programs.init()
         self._uploaded: dict[tuple[int, int], Admission] = {}
         self._stats = Stats(
             pages_total=self.shapes.num_pages,
@@ -234,8 +243,8 @@ class InferenceEngine:
         if self._warm:
             return
         return_free_memory()  # of loading the model: compiling needs much
-        start = time.perf_counter()
-        self.state, outputs = self.programs.round(self.state, self._nothing)
+        start = self._compile_began or time.perf_counter()
+        self.state, outputs = self.programs.round(self.model, self.state, self._nothing)
         jax.block_until_ready(outputs)
         self._warm = True
         self._stats.registry.set("compile_s", time.perf_counter() - start)
@@ -249,7 +258,7 @@ class InferenceEngine:
         fields = self._slots.next_admission(self._rounds, steps)
         admission = self._upload(fields)
         started = time.perf_counter()
-        self.state, outputs = self.programs.round(self.state, admission)
+        self.state, outputs = self.programs.round(self.model, self.state, admission)
         outputs.packed.copy_to_host_async()
         launched = _Launched(
             self._rounds,

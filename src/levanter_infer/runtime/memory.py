@@ -11,17 +11,21 @@ _CPU_SHARE, _CPU_LIMIT_BYTES = 0.25, 2 << 30
 _DEVICE_SHARE = 0.85  # the rest is for activations, compiled programs and fragmentation
 
 
-def default_pool_bytes() -> int:
+def default_pool_bytes(unread_bytes: int = 0) -> int:
     """Bytes for the KV pool: most of an accelerator's free memory; on a CPU a modest part, at most 2 GiB.
 
     Rounded down, by a sixteenth at most, so that starts in nearly equal states choose equal pools, for which the
     programs have been compiled before.
+
+    Args:
+        unread_bytes: what of the free memory is spoken for.
     """
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
-        return _steady(int((stats["bytes_limit"] - stats.get("bytes_in_use", 0)) * _DEVICE_SHARE))
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return _steady(min(int(available * _CPU_SHARE), _CPU_LIMIT_BYTES))
+        free = stats["bytes_limit"] - stats.get("bytes_in_use", 0) - unread_bytes
+        return _steady(int(max(free, 0) * _DEVICE_SHARE))
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - unread_bytes
+    return _steady(min(int(max(available, 0) * _CPU_SHARE), _CPU_LIMIT_BYTES))
 
 
 def _steady(size: int) -> int:
