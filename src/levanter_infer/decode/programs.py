@@ -51,6 +51,11 @@ class Program:
         compiler.shutdown(wait=False)
         self.compilations += 1
 
+    def wait(self) -> None:
+        """Return when it is compiled, if that has begun."""
+        if self._compiled is not None:
+            self._compiled.result()
+
     def types_of(self, arguments: tuple) -> dict[str, str]:
         """Type of every array, by the name of its place."""
         leaves = jax.tree_util.tree_leaves_with_path(dict(zip(self._names, arguments, strict=True)))
@@ -112,6 +117,11 @@ class Programs:
     def compile_round(self, model, admission) -> None:
         """Begin to compile the round, for arguments of these types, before there is a state or a model."""
         self._programs["round"].compile(model, self.state_types, admission)
+
+    def wait(self) -> None:
+        """Return when nothing is being compiled any more."""
+        for program in self._programs.values():
+            program.wait()
 
     def round(self, model, state: GenState, admission: Admission) -> tuple[GenState, RoundOutputs]:
         """`run_round` on the device.

@@ -100,8 +100,10 @@ class InferenceEngine:
         if isinstance(model, StoredModel):
             self._compile_began = time.perf_counter()
             self.programs.compile_round(jax.eval_shape(self.backend.prepare, types), self._nothing)
+            if self.backend.on_cpu:  # which does both itself, and the compiler's memory is then the weights'
+                self.programs.wait()
+                return_free_memory()
             model, donate_model = model.read(), True
-            return_free_memory()  # of reading; compiling needs much
         self.model = self.backend.prepare(model, donate=donate_model)
         self.state = self.programs.init()
         self._uploaded: dict[tuple[int, int], Admission] = {}
