@@ -231,3 +231,46 @@ def test_a_model_of_float16_is_not_taken_for_bfloat16():
     model = tiny_model(dtype="float16")
     with pytest.raises(ValueError, match="not float16"):
         model.for_cpu("cpu")
+
+
+def stats_of(logits, isa, num_rows=None):
+    rows = logits.shape[0] if num_rows is None else num_rows
+    found = jax.jit(functools.partial(cpu.logit_stats, isa_name=isa))(jnp.asarray(logits), jnp.int32(rows))
+    return [np.asarray(part) for part in found]
+
+
+@each_isa
+@pytest.mark.parametrize("vocab", [1, 7, 67, 1000])
+def test_logit_stats_equal_numpy(isa, vocab):
+    logits = 5 * np.random.default_rng(vocab).standard_normal((5, vocab)).astype(np.float32)
+    logits[1] = np.round(logits[1])  # ties
+    logits[2, : vocab - 1] = -np.inf
+    peak, total, best = stats_of(logits, isa)
+    np.testing.assert_array_equal(peak, logits.max(axis=1))
+    np.testing.assert_array_equal(best, logits.argmax(axis=1))
+    exact = np.exp(np.float64(logits) - peak[:, None]).sum(axis=1)
+    np.testing.assert_allclose(total, exact, rtol=3e-7)
+
+
+@each_isa
+@pytest.mark.parametrize("bad", [[np.nan, 3], [np.inf, 3], [-np.inf, -np.inf]])
+@pytest.mark.parametrize("place", [0, 66])
+def test_logits_that_are_no_logits_spoil_the_sum_of_their_row_alone(isa, bad, place):
+    logits = np.random.default_rng(0).standard_normal((3, 67)).astype(np.float32)
+    clean = stats_of(logits, isa)
+    logits[1] = bad[1]
+    logits[1, place] = bad[0]
+    spoilt = stats_of(logits, isa)
+    assert np.isnan(spoilt[1][1]) and 0 <= spoilt[2][1] < 67
+    for before, after in zip(clean, spoilt, strict=True):
+        np.testing.assert_array_equal(before[[0, 2]], after[[0, 2]])
+
+
+@built
+def test_logit_stats_of_a_row_have_the_same_bits_in_any_company():
+    logits = np.random.default_rng(0).standard_normal((6, 301)).astype(np.float32)
+    together = stats_of(logits, cpu.isa(), num_rows=4)
+    for row in range(4):
+        for part, alone in zip(together, stats_of(logits[row : row + 1], cpu.isa()), strict=True):
+            np.testing.assert_array_equal(part[row], alone[0])
+    assert [part[4:].tolist() for part in together] == [[0, 0], [1, 1], [0, 0]]

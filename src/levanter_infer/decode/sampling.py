@@ -30,6 +30,23 @@ _MIN_EXPONENT = -80.0
 _HISTORY_CHUNK = 1024
 
 
+class LogitStats(eqx.Module):
+    """What sampling needs to know of each row of logits."""
+
+    peak: Array
+    """f32[row], the largest logit."""
+    total: Array
+    """f32[row], the sum of e^(logit - peak); NaN where a logit is NaN or +inf, or all are -inf."""
+    best: Array | None = None
+    """i32[row], the first place of the largest logit; None where it is yet to be looked for."""
+
+    @staticmethod
+    def of(logits: Array) -> "LogitStats":
+        """logits: f32[row, vocab]"""
+        peak = jnp.max(logits, axis=1)
+        return LogitStats(peak, row_sums(jnp.exp(logits - peak[:, None])))
+
+
 class SampleOutput(eqx.Module):
     """One sampled token per row, as plain arrays. Rows that are not finite hold zeros."""
 
@@ -57,6 +74,7 @@ def sample(
     prompt_lens: Array,
     seq_lens: Array,
     max_top: int,
+    stats: LogitStats | None = None,
 ) -> SampleOutput:
     """Sample one token per row.
 
@@ -69,13 +87,13 @@ def sample(
         prompt_lens: i32[row]
         seq_lens: i32[row], tokens known of the row's sequence, prompt included.
         max_top: width of the output's `top_ids`.
+        stats: of these logits, where they are known already.
     """
+    stats = LogitStats.of(logits) if stats is None else stats
     column = {name: column.array for name, column in rows.columns.items()}
     used = slot_ids < tokens.shape[0]
     generated = seq_lens - prompt_lens
-    peak = jnp.max(logits, axis=1)
-    total = row_sums(jnp.exp(logits - peak[:, None]))  # NaN if there is NaN, +inf or nothing but -inf
-    log_total = jnp.log(total)
+    peak, log_total = stats.peak, jnp.log(stats.total)
 
     penalised = _penalised(column) & used
     biased = jnp.any(column["bias_ids"] < logits.shape[1], axis=1) & used
@@ -101,9 +119,13 @@ def sample(
     chosen, processed, possible = jax.lax.cond(
         jnp.any((penalised | biased | banned | ~greedy) & used),
         process_and_choose,
-        lambda: (_first_best(logits, peak), jnp.zeros_like(peak), jnp.isfinite(peak)),
+        lambda: (
+            _first_best(logits, peak) if stats.best is None else stats.best,
+            jnp.zeros_like(peak),
+            jnp.isfinite(peak),
+        ),
     )
-    finite = (total > 0) & possible
+    finite = (stats.total > 0) & possible
     raw = jnp.take_along_axis(logits, chosen[:, None], axis=1)[:, 0] - peak - log_total
     top_ids, top_logprobs = _top_logprobs(logits, peak + log_total, column["num_logprobs"], used, finite, max_top)
     return SampleOutput(

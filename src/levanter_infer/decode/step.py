@@ -13,10 +13,11 @@ from levanter_infer.cache.page_table import run_if
 from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.packing import StepPlan, choose_tokens, pack, start_waiting
 from levanter_infer.decode.paging import fork_when_ready, free_pages_for_finished, preempt, take_pages
-from levanter_infer.decode.sampling import SampleOutput, sample, stop_match
+from levanter_infer.decode.sampling import LogitStats, SampleOutput, sample, stop_match
 from levanter_infer.decode.sequence_table import ERROR, LENGTH, STOP, by_arrival, pages_for
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState, GenState
+from levanter_infer.kernels.cpu import logit_stats
 from levanter_infer.layers.attention import AttentionSpec
 
 
@@ -80,8 +81,9 @@ def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes
     logits = head(model, hidden, plan, shapes)
     table = state.sequences
     count = shapes.sampled_rows
+    stats = LogitStats(*logit_stats(logits, plan.num_rows)) if model.skips_rows else None
 
-    def result_of(logits: Array, slots: Array) -> SampleOutput:
+    def result_of(logits: Array, slots: Array, stats: LogitStats | None) -> SampleOutput:
         lens = table.seq_lens.array.at[slots].get(mode="fill", fill_value=0)
         return sample(
             logits,
@@ -92,15 +94,17 @@ def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes
             prompt_lens=table.prompt_lens.array.at[slots].get(mode="fill", fill_value=0),
             seq_lens=lens,
             max_top=shapes.limits.max_logprobs,
+            stats=stats,
         )
 
+    rows = (logits, plan.slot_ids, stats)
     if count is None:
-        return result_of(logits, plan.slot_ids)
+        return result_of(*rows)
 
     def body(carry):
         # A slice that would pass the end starts earlier, and some rows are sampled again, with the same result.
         first, sampled = carry
-        part = (jax.lax.dynamic_slice_in_dim(array, first, count) for array in (logits, plan.slot_ids))
+        part = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, first, count), rows)
         sampled = jax.tree.map(
             lambda rows, new: jax.lax.dynamic_update_slice_in_dim(rows, new, first, 0), sampled, result_of(*part)
         )

@@ -1,4 +1,4 @@
-"""The `cpu` implementations: C++ kernels that XLA calls (`native/`), for products and for attention.
+"""The `cpu` implementations: C++ kernels that XLA calls (`native/`), for products, attention and logits.
 
 They are optional: where the package was installed without a compiler, `available` is false and the `xla` forms serve.
 A CPU is limited by memory when few tokens are computed, and XLA's own products read 16-bit weights several times.
@@ -32,7 +32,7 @@ def _library() -> ctypes.CDLL | None:
         return None
     library.levanter_infer_isa.restype = ctypes.c_char_p
     library.levanter_infer_panel.argtypes = [ctypes.c_char_p]
-    for name in ("levanter_infer_linear", "levanter_infer_attention"):
+    for name in ("levanter_infer_linear", "levanter_infer_attention", "levanter_infer_logit_stats"):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return library
 
@@ -195,3 +195,19 @@ def cpu_attention(call: AttentionCall, *, isa_name: str | None = None) -> Array:
         isa=isa_name or isa(),
     )
     return result.astype(call.q.dtype)
+
+
+def logit_stats(logits: Array, num_rows: Array, *, isa_name: str | None = None) -> tuple[Array, Array, Array]:
+    """What sampling needs to know of logits, all rows in one call.
+
+    Args:
+        logits: f32[row, vocab]
+        num_rows: i32[], how many rows count; the others get 0, 1 and 0.
+    Returns: the largest logit f32[row]; the sum of e^(logit - largest) f32[row], NaN where a logit is NaN or +inf or
+        all are -inf; and the first place of the largest i32[row]. A row has the same bits in any company.
+    """
+    rows = logits.shape[0]
+    results = [jax.ShapeDtypeStruct((rows,), dtype) for dtype in (jnp.float32, jnp.float32, jnp.int32)]
+    call = jax.ffi.ffi_call("levanter_infer_logit_stats", results, vmap_method="sequential")
+    peak, total, best = call(logits, num_rows.astype(jnp.int32), isa=isa_name or isa())
+    return peak, total, best

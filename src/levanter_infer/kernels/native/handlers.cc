@@ -1,4 +1,5 @@
-// XLA custom calls for CPUs: products with 16-bit or 32-bit weights, and attention over pages.
+// XLA custom calls for CPUs: products with 16-bit or 32-bit weights, attention over pages, and
+// what sampling needs of logits.
 //
 // What each computes is said in ../cpu.py. The kernels are compiled once per instruction set, from the same source.
 
@@ -56,6 +57,7 @@ struct Kernels {
                      int64_t head_end, float* scratch);
   void (*attend_bf16)(const AttentionArgs&, int64_t row, int64_t first, int64_t count, int64_t head_begin,
                       int64_t head_end, float* scratch);
+  void (*row_stats)(const float* logits, int64_t size, float* peak, float* total, int32_t* best);
 };
 
 namespace generic {
@@ -306,6 +308,28 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
   return ffi::Error::Success();
 }
 
+// Arguments: logits f32[rows, vocab]; used i32[], how many rows count. Results, [rows]: the largest logit, the sum of
+// e^(logit - largest), and the first place of the largest; 0, 1 and 0 for rows that do not count.
+ffi::Error logit_stats(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::S32> used,
+                       ffi::ResultBuffer<ffi::F32> peaks, ffi::ResultBuffer<ffi::F32> totals,
+                       ffi::ResultBuffer<ffi::S32> best, std::string_view isa) {
+  if (logits.dimensions().size() != 2) return invalid("logit_stats: logits are not [rows, vocab]");
+  const int64_t rows = logits.dimensions()[0], vocab = logits.dimensions()[1];
+  for (const auto shape : {peaks->dimensions(), totals->dimensions(), best->dimensions()})
+    if (shape.size() != 1 || shape[0] != rows) return invalid("logit_stats: results are not [rows]");
+  const int64_t counted = std::clamp<int64_t>(*used.typed_data(), 0, rows);
+  const Kernels& kernels = kernels_for(isa);
+  float *peak = peaks->typed_data(), *total = totals->typed_data();
+  int32_t* place = best->typed_data();
+  Workers::shared().run(threads.num_threads(), counted, [&](int64_t row) {
+    kernels.row_stats(logits.typed_data() + row * vocab, vocab, peak + row, total + row, place + row);
+  });
+  std::fill(peak + counted, peak + rows, 0.0f);
+  std::fill(total + counted, total + rows, 1.0f);
+  std::fill(place + counted, place + rows, 0);
+  return ffi::Error::Success();
+}
+
 }  // namespace levanter_infer
 
 #pragma GCC visibility push(default)
@@ -348,6 +372,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_attention, levanter_infer::attentio
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<float>("scale")
                                   .Attr<float>("soft_cap")
+                                  .Attr<std::string_view>("isa"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_logit_stats, levanter_infer::logit_stats,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
                                   .Attr<std::string_view>("isa"));
 
 #pragma GCC visibility pop
