@@ -69,14 +69,14 @@ def run(args: argparse.Namespace) -> None:
     about = provenance()
     sizes = model_sizes(args)
     model = random_model(sizes, args.dtype)
-    requests = mixed_requests(args, sizes["vocab"])
+    closed_requests, open_requests = mixed_requests(args, sizes["vocab"])
     longest = round_up(args.prompt[-1] + args.output[-1] + 1, 16)
     budgets, curve = [], []
     for page_size, budget in itertools.product(args.page_size, args.max_step_tokens):
         config = EngineConfig(max_seqs=args.max_seqs, max_seq_len=longest, max_step_tokens=budget, page_size=page_size)
         engine = InferenceEngine(model, config=config)
-        closed, capacity = measure_closed(engine, requests[: args.closed_requests or 8 * args.max_seqs], args)
-        opened = measure_open(engine, requests, capacity, args)
+        closed, capacity = measure_closed(engine, closed_requests, args)
+        opened = measure_open(engine, open_requests, capacity, args)
         shared = {
             "config": {
                 "model": sizes,
@@ -103,15 +103,18 @@ def run(args: argparse.Namespace) -> None:
     )
 
 
-def mixed_requests(args: argparse.Namespace, vocab: int) -> list[Request]:
-    """Requests of mixed lengths whose outputs add up to the target."""
-    lens = mixed_lens(*args.output, count=args.tokens_target, seed=args.seed)
-    count = 1 + int(np.searchsorted(np.cumsum(lens), args.tokens_target))
-    prompts = random_prompts(vocab, mixed_lens(*args.prompt, count=count, seed=args.seed + 1), seed=args.seed)
-    return [
+def mixed_requests(args: argparse.Namespace, vocab: int) -> tuple[list[Request], list[Request]]:
+    """Requests of mixed lengths: as many as the closed loop takes, and as many as have outputs of the target's size."""
+    closed = args.closed_requests or 8 * args.max_seqs
+    lens = mixed_lens(*args.output, count=max(args.tokens_target, closed), seed=args.seed)
+    opened = 1 + int(np.searchsorted(np.cumsum(lens), args.tokens_target))
+    prompt_lens = mixed_lens(*args.prompt, count=max(opened, closed), seed=args.seed + 1)
+    prompts = random_prompts(vocab, prompt_lens, seed=args.seed)
+    requests = [
         Request(prompt_token_ids=ids, sampling=SamplingParams(max_tokens=length, ignore_eos=True, temperature=0.0))
         for ids, length in zip(prompts, lens, strict=False)
     ]
+    return requests[:closed], requests[:opened]
 
 
 def measure_closed(
