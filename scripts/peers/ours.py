@@ -6,11 +6,12 @@ from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParam
 from levanter_infer.checkpoints.load import load_model
 
 
-def start(setup: dict):
+def start(setup: dict, **kernels: str):
+    """`kernels`: engine.products and engine.attention, where they are not to be chosen."""
     model, _ = load_model(setup["checkpoint"], dtype=setup["dtype"])
     longest = -(-(setup["prompt"] + setup["output"] + 1) // 16) * 16
     engine = InferenceEngine(
-        model, config=EngineConfig(max_seqs=setup["batch"], max_seq_len=longest), donate_model=True
+        model, config=EngineConfig(max_seqs=setup["batch"], max_seq_len=longest, **kernels), donate_model=True
     )
     engine.warmup()
 

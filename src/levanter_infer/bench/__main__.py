@@ -12,6 +12,7 @@ COMMANDS = {
     "memory": "peak memory of a process; what pages waste on mixes of lengths",
     "page-size": "tokens/s, step times and waste over page sizes and batches",
     "open-loop": "requests that come at any time: latencies, phases, continuous against static batches",
+    "products": "the matrix products of a step alone: what a step takes at least",
     "scenarios": "long contexts, mixed lengths, a growing chat, with and without a cache",
     "startup": "from the start of a process to its first token; compilation over the layers",
     "throughput": "prefill and decode tokens/s of a random model",

@@ -157,6 +157,7 @@ def measure(case: Case, implementations: list[str], clock: Clock) -> list[dict[s
             {
                 "impl": name,
                 **dataclasses.asdict(case),
+                "config": {**dataclasses.asdict(case), "impl": name, "layers": LAYERS},
                 **measured(**shared, pages_touched=case.pages_touched, paged_kv_bytes_read=case.paged_kv_bytes_read),
                 "copy_page_ms": copied,
                 "total_ms": total,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from levanter_infer.bench.report import emit, provenance, spread
+from levanter_infer.bench.report import digest, emit, provenance, spread
 from levanter_infer.bench.workload import numbers
 from levanter_infer.cache import PageBatchInfo
 from levanter_infer.cache.named import replace
@@ -73,6 +73,9 @@ def measure(num_slots: int, num_pages: int, *, steps: int, repeats: int) -> dict
         "steps": steps,
         "free_pages": int(state.page_table.num_free.array),
         "per_step": moved,
+        "config": {name: value for name, value in dataclasses.asdict(shapes).items() if name != "limits"},
+        "workload_hash": digest([num_slots, num_pages, steps, repeats]),
+        "output_hash": digest(np.asarray(state.sequences.page_indices.array).tolist()),
     }
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from levanter_infer.bench.plot import add_plot_argument, draw
-from levanter_infer.bench.report import emit, measured, provenance
+from levanter_infer.bench.report import digest, emit, measured, provenance
 from levanter_infer.bench.workload import (
     add_model_arguments,
     model_config,
@@ -140,7 +140,7 @@ def _run_checkpoint(directory: str, args: argparse.Namespace) -> dict[str, objec
     engine.warmup()
     note("compile")
     prompts = random_prompts(engine.model.config.vocab_size, [args.prompt] * args.batch, seed=0)
-    engine.generate([_request(prompt, args.output) for prompt in prompts])
+    outputs = engine.generate([_request(prompt, args.output) for prompt in prompts])
     note("run")
     stats = engine.stats()
     limit = stats["weights_bytes"] + stats["pool_bytes"] + _PEAK_ALLOWANCE
@@ -159,6 +159,8 @@ def _run_checkpoint(directory: str, args: argparse.Namespace) -> dict[str, objec
         "prompt": args.prompt,
         "output": args.output,
         "config": {"model": model_sizes(args), "dtype": args.dtype, "engine": engine.describe()},
+        "workload_hash": digest([prompts, args.output]),
+        "output_hash": digest([completion.token_ids for output in outputs for completion in output.completions]),
     }
 
 
@@ -186,6 +188,8 @@ def mix_case(mix: Mix, args: argparse.Namespace) -> tuple[dict[str, object], dic
             "engine": {name: engine.describe()[name] for name in ("page_size", "max_pages", "max_seqs", "max_seq_len")},
         },
         **summary(audits, engine, page_bytes, config.num_parameters * itemsize),
+        "workload_hash": digest([dataclasses.asdict(mix), args.output]),
+        "output_hash": digest([each.pages_in_use for each in audits]),
     }
     token_mb = page_bytes / args.page_size / 2**20
     live = [each.live_tokens * token_mb for each in audits]

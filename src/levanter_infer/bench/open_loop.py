@@ -144,18 +144,25 @@ def measure_closed(
         "continuous_steady_tokens_per_sec": spread([steady_rate(t) for t in seen["continuous"]], 1),
         "short_rounds_tokens_per_sec": spread(short, 1),
         "short_rounds_steady_tokens_per_sec": spread(steady, 1),
-        "short_rounds_over_continuous": _ratios(short, continuous),
+        "short_rounds_over_continuous": _ratios(short, continuous)
+        if _equal(seen, "continuous", "short_rounds")
+        else None,
     }
     if "static" in seen:
         case |= compare_static(seen)
     return case, statistics.median(steady)
 
 
+def _equal(seen: Mapping[str, Sequence[Timeline]], *names: str) -> bool:
+    """Whether all runs of these kinds gave the same tokens."""
+    expected = seen[names[0]][0].token_ids
+    return all(timeline.token_ids == expected for name in names for timeline in seen[name])
+
+
 def compare_static(seen: Mapping[str, Sequence[Timeline]]) -> dict[str, object]:
     """Static batches beside the others, and the ratio if all of them gave the same tokens."""
     static, continuous = ([t.tokens_per_s for t in seen[name]] for name in ("static", "continuous"))
-    expected = seen["static"][0].token_ids
-    equal = all(t.token_ids == expected for timelines in seen.values() for t in timelines)
+    equal = _equal(seen, *seen)
     if not equal:
         print("static and continuous batches gave different tokens: no ratio; try --dtype float32", file=sys.stderr)
     return {

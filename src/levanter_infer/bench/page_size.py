@@ -1,8 +1,8 @@
 """Speed and waste over page sizes and batches.
 
 Tokens/s are those of whole calls, with rounds of many steps. Step times need rounds of one step, which cost a launch
-and a download each: `one_step_rounds_cost` is what the same call takes then, over what it takes otherwise. Speeds are
-not compared here; equal `output_hash` is what would allow it.
+and a download each: `one_step_rounds_cost` is what the same call takes then, over what it takes otherwise, if
+both gave the same tokens. Speeds of page sizes are not compared here; equal `output_hash` is what would allow it.
 """
 
 import argparse
@@ -88,7 +88,9 @@ def measure(model, args: argparse.Namespace, batch: int, page_size: int) -> dict
             prefill_chunk_ms=round(float(np.median(prefill)) * 1e3, 3),
         ),
         "decode_ticks": len(decode),
-        "one_step_rounds_cost": round(sum(steps["seconds"]) / min(whole), 3),
+        "one_step_rounds_cost": round(sum(steps["seconds"]) / float(np.median(whole)), 3)
+        if steps["token_ids"] == [completion.token_ids for output in outputs for completion in output.completions]
+        else None,
         "wasted_percent": round(100 * (1 - sum(steps["stored"]) / sum(steps["room"])), 2),
         "config": {"model": model_sizes(args), "dtype": args.dtype, "engine": engine.describe()},
         "workload_hash": digest([prompts, args.output]),
@@ -100,7 +102,7 @@ def step_by_step(engine: InferenceEngine, requests: list[Request]) -> dict[str, 
     """Run the requests one step a round.
 
     Returns: of every step its `seconds`, `prompts` (1 if it computed a chunk of a prompt, else 0), and the tokens that
-        are `stored` after it in pages that have `room` for so many.
+        are `stored` after it in pages that have `room` for so many; and the `token_ids` of every request.
     """
     found: dict[str, list] = {"seconds": [], "prompts": [], "stored": [], "room": []}
     groups = [engine.submit(request) for request in requests]
@@ -115,4 +117,5 @@ def step_by_step(engine: InferenceEngine, requests: list[Request]) -> dict[str, 
             found["room"].append(stats["pages_in_use"] * engine.shapes.page_size)
         before = stats
     engine.drain()
+    found["token_ids"] = [sequence.token_ids for group in groups for sequence in group.sequences]
     return found

@@ -213,11 +213,13 @@ def lengths(args) -> Iterator[dict]:
     longest = max(*args.lengths, *args.uncached) + args.window + 1
     model = make_model(args, longest)
     engine = make_engine(args, model, 1, longest)
+    outputs: dict[str, dict] = {"cached": {}, "uncached": {}}
 
     def cached_ms(context: int) -> float:
         # Around the context: half of the window before it, half behind.
         prompt = random_prompts(model.config.vocab_size, [max(context - args.window // 2, 1)], seed=context)
         progress = record(engine, prompt, args.window + 1)
+        outputs["cached"][str(context)] = progress.token_ids
         return progress.seconds_of(1, args.window + 1) / args.window * 1e3
 
     forward = compile_program(uncached_token)
@@ -225,8 +227,10 @@ def lengths(args) -> Iterator[dict]:
     def uncached_ms(context: int) -> float:
         tokens = jax.device_put(np.zeros(context, np.int32))
         start = time.perf_counter()
-        jax.block_until_ready(forward(model, tokens, jnp.int32(context)))
-        return (time.perf_counter() - start) * 1e3
+        token = jax.block_until_ready(forward(model, tokens, jnp.int32(context)))
+        seconds = time.perf_counter() - start
+        outputs["uncached"][str(context)] = int(token)
+        return seconds * 1e3
 
     curves = {}
     for name, contexts, measure in (("cached", args.lengths, cached_ms), ("uncached", args.uncached, uncached_ms)):
@@ -241,7 +245,15 @@ def lengths(args) -> Iterator[dict]:
             p, at_zero = growing_part(contexts, medians)
             growth |= {"exponent_of_growing_part": p, "fitted_ms_at_zero": round(at_zero, 4)}
         ratio = [round(b / a, 3) for a, b in zip(medians, medians[1:], strict=False)]
-        yield {"form": name, "contexts": contexts, "ms_per_token": times, "next_to_last": ratio, **growth}
+        yield {
+            "form": name,
+            "contexts": contexts,
+            "ms_per_token": times,
+            "next_to_last": ratio,
+            **growth,
+            "workload_hash": digest([contexts, args.window]),
+            "output_hash": digest(outputs[name]),
+        }
     draw(args.plot, curves, title="Time of one token", x="stored tokens", y="ms", log=True)
 
 
@@ -343,7 +355,7 @@ def layer(args) -> Iterator[dict]:
             kv, batch, *_ = inputs(case, layers=layers)
             step = functools.partial(_model_steps, batch=batch, spec=spec)
             start = jnp.zeros((args.batch, config.hidden_size), model.activation_dtype)
-            times, _ = clock.per_trip(step, (start, kv), model, donate=True)
+            times, (states, _) = clock.per_trip(step, (start, kv), model, donate=True)
             yield {
                 "target": target,
                 "batch": args.batch,
@@ -351,6 +363,8 @@ def layer(args) -> Iterator[dict]:
                 "page_size": page_size,
                 **measured(layer_ms={k: v if k == "runs" else round(v / layers, 5) for k, v in times.items()}),
                 "tokens_per_s_without_head": round(args.batch / times["median"] * 1e3, 1),
+                "workload_hash": digest([args.batch, context, page_size]),
+                "output_hash": digest(np.asarray(states[:, 0].astype(jnp.float32)).tolist()),
             }
 
 

@@ -71,10 +71,13 @@ def _cold_and_warm(args: argparse.Namespace, folder: Path, case: str, start: Cal
 
 def _compilation(args: argparse.Namespace, folder: Path, layers: int) -> dict:
     model = _checkpoint(folder / f"layers{layers}", args, layers=layers)
+    runs = [_start(model, None) for _ in range(args.repeats)]
     return {
         "case": "layers",
         "layers": layers,
-        "compile_s": spread([_start(model, None)["compile_s"] for _ in range(args.repeats)], 3),
+        "compile_s": spread([run["compile_s"] for run in runs], 3),
+        "workload_hash": digest([list(PROMPT), layers]),
+        "output_hash": digest(runs[0]["output"]),
         "config": {"model": {**model_sizes(args), "layers": layers}, "dtype": args.dtype},
     }
 

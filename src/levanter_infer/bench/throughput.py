@@ -1,7 +1,7 @@
 """Prefill and decode rates of a random model of given shape, greedy and sampled.
 
 Prefill is timed as the whole call that samples one token per prompt, decode as the difference to the call that
-samples `output` more; the two are run in turn, so that a slow moment of the machine hits both.
+samples `output` more. Both calls of every mode run in turn, so that a slow moment of the machine hits all.
 """
 
 import argparse
@@ -43,46 +43,48 @@ def run(args: argparse.Namespace) -> None:
         longest = round_up(prompt + output + 1, 16)
         kernels = dict(attention=args.attention, products=args.products)
         engine = InferenceEngine(model, config=EngineConfig(max_seqs=batch, max_seq_len=longest, **kernels))
-        for mode in args.modes.split(","):
-            emit({"bench": "throughput", **measure(engine, args, batch, prompt, output, mode), **about})
+        for line in measure(engine, args, batch, prompt, output, args.modes.split(",")):
+            emit({"bench": "throughput", **line, **about})
 
 
-def measure(engine: InferenceEngine, args, batch: int, prompt: int, output: int, mode: str) -> dict[str, object]:
+def measure(
+    engine: InferenceEngine, args, batch: int, prompt: int, output: int, modes: list[str]
+) -> list[dict[str, object]]:
+    """A line for each mode."""
     sizes = model_sizes(args)
     prompts = random_prompts(sizes["vocab"], [prompt] * batch, seed=batch)
 
-    def requests(max_tokens: int) -> list[Request]:
+    def timed(mode: str, max_tokens: int):
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=0, **SAMPLING[mode])
-        return [Request(prompt_token_ids=ids, sampling=sampling) for ids in prompts]
-
-    def timed(max_tokens: int):
+        requests = [Request(prompt_token_ids=ids, sampling=sampling) for ids in prompts]
         start = time.perf_counter()
-        outputs = engine.generate(requests(max_tokens))
-        return time.perf_counter() - start, outputs
+        outputs = engine.generate(requests)
+        return time.perf_counter() - start, [c.token_ids for o in outputs for c in o.completions]
 
-    timed(1 + output)  # compiles
-    prefill, decode, whole, outputs = [], [], [], []
+    seconds: dict[str, list[tuple[float, float]]] = {mode: [] for mode in modes}
+    token_ids = {mode: timed(mode, 1 + output)[1] for mode in modes}  # compiles
     for _ in range(args.repeats):
-        short, _ = timed(1)
-        long, outputs = timed(1 + output)
-        prefill.append(batch * prompt / short)
-        decode.append(batch * output / max(long - short, 1e-9))
-        whole.append(batch * (1 + output) / long)
-    return {
-        "mode": mode,
-        "batch": batch,
-        "prompt": prompt,
-        "output": output,
-        "prefill_tokens_per_s": spread(prefill, 1),
-        "decode_tokens_per_s": spread(decode, 1),
-        "generated_tokens_per_s": spread(whole, 1),
-        "config": {
-            "model": sizes,
-            "dtype": args.dtype,
-            "sampling": SAMPLING[mode],
-            "engine": {k: v for k, v in engine.describe().items() if k != "device"},
-        },
-        "workload_hash": digest([prompts, mode, output]),
-        "output_hash": digest([c.token_ids for o in outputs for c in o.completions]),
-        "compilations": engine.stats()["compilations"],
-    }
+        for mode in modes:
+            seconds[mode].append((timed(mode, 1)[0], timed(mode, 1 + output)[0]))
+    return [
+        {
+            "mode": mode,
+            "batch": batch,
+            "prompt": prompt,
+            "output": output,
+            "prefill_tokens_per_s": spread([batch * prompt / short for short, _ in seconds[mode]], 1),
+            "decode_tokens_per_s": spread([batch * output / max(b - a, 1e-9) for a, b in seconds[mode]], 1),
+            "decode_step_ms": spread([1e3 * (b - a) / output for a, b in seconds[mode]], 3),
+            "generated_tokens_per_s": spread([batch * (1 + output) / long for _, long in seconds[mode]], 1),
+            "config": {
+                "model": sizes,
+                "dtype": args.dtype,
+                "sampling": SAMPLING[mode],
+                "engine": {k: v for k, v in engine.describe().items() if k != "device"},
+            },
+            "workload_hash": digest([prompts, mode, output]),
+            "output_hash": digest(token_ids[mode]),
+            "compilations": engine.stats()["compilations"],
+        }
+        for mode in modes
+    ]

@@ -15,7 +15,14 @@ SHAPES = {
     "M": dict(hidden=2048, layers=16, heads=32, kv_heads=8, mlp=8192, vocab=128256),
 }
 """S is SmolLM2-135M's, M is Llama-3.2-1B's."""
-SAMPLING = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 1.0, "top_p": 0.95, "top_k": 50}}
+SAMPLING = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0, "top_p": 0.95, "top_k": 50},
+    "temperature": {"temperature": 1.0},
+    "top_p": {"temperature": 1.0, "top_p": 0.95},
+    "logprobs": {"temperature": 0.0, "logprobs": 0},
+    "top_logprobs": {"temperature": 0.0, "logprobs": 5},
+}
 
 ARRIVALS = ("poisson", "constant")
 

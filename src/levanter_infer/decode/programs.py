@@ -36,8 +36,11 @@ class Program:
     def __call__(self, *arguments):
         if self._compiled is None:
             self.compile(*arguments)
-        assert self._compiled is not None
-        return self._compiled.result()(*arguments)
+        return self.wait()(*arguments)
+
+    @property
+    def is_begun(self) -> bool:
+        return self._compiled is not None
 
     def compile(self, *arguments) -> None:
         """Get ready for arguments of these types, arrays or `jax.ShapeDtypeStruct`s.
@@ -51,18 +54,29 @@ class Program:
         compiler.shutdown(wait=False)
         self.compilations += 1
 
-    def wait(self) -> None:
-        """Return when it is compiled, if that has begun."""
-        if self._compiled is not None:
-            self._compiled.result()
+    def wait(self) -> jax.stages.Compiled:
+        """The program, when it is compiled. Requires: that has begun."""
+        assert self._compiled is not None
+        try:
+            return self._compiled.result()
+        except BaseException:
+            self._compiled = None  # the next call tries again
+            raise
 
     def types_of(self, arguments: tuple) -> dict[str, str]:
         """Type of every array, by the name of its place."""
         leaves = jax.tree_util.tree_leaves_with_path(dict(zip(self._names, arguments, strict=True)))
         return {
             jax.tree_util.keystr(path, simple=True, separator="."): f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+            + _placement(leaf)
             for path, leaf in leaves
         }
+
+
+def _placement(leaf) -> str:
+    """How an array is spread over several devices; nothing where it is on one."""
+    sharding = getattr(leaf, "sharding", None)
+    return f" on {sharding}" if sharding is not None and len(sharding.device_set) > 1 else ""
 
 
 class Programs:
@@ -118,10 +132,23 @@ class Programs:
         """Begin to compile the round, for arguments of these types, before there is a state or a model."""
         self._programs["round"].compile(model, self.state_types, admission)
 
+    def compile_all(self, model, admission) -> None:
+        """Begin to compile every program that has not been yet, side by side."""
+        arguments = {
+            "init": (),
+            "round": (model, self.state_types, admission),
+            "reset": (self.state_types,),
+            "zero_cache": (self.state_types,),
+        }
+        for name, program in self._programs.items():
+            if not program.is_begun:
+                program.compile(*arguments[name])
+
     def wait(self) -> None:
         """Return when nothing is being compiled any more."""
         for program in self._programs.values():
-            program.wait()
+            if program.is_begun:
+                program.wait()
 
     def round(self, model, state: GenState, admission: Admission) -> tuple[GenState, RoundOutputs]:
         """`run_round` on the device.

@@ -107,7 +107,12 @@ def resolve_shapes(config: EngineConfig, model, num_eos: int, unread_bytes: int 
     max_step_tokens = config.max_step_tokens or max(256, 4 * config.max_seqs)
     wanted = config.max_seqs * -(-max_seq_len // page_size)
     page_bytes = arch.num_layers * page_size * 2 * arch.num_kv_heads * arch.head_dim * kv_dtype(config, model).itemsize
-    num_pages = config.max_pages or max(1, min(wanted, default_pool_bytes(unread_bytes) // page_bytes))
+    num_pages = config.max_pages or min(wanted, default_pool_bytes(unread_bytes) // page_bytes)
+    if num_pages < config.max_seqs and config.max_pages is None:
+        raise ValueError(
+            f"free memory has room for {num_pages} pages of {page_bytes} bytes, and {config.max_seqs} sequences need "
+            "one each; free some memory, lower engine.max_seqs, or say how many pages with engine.max_pages"
+        )
     if num_pages * page_size >= 2**31:
         raise ValueError(f"a pool of {num_pages} pages of {page_size} tokens exceeds 2^31 tokens; lower max_pages")
     return Shapes(

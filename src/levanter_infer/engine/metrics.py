@@ -98,7 +98,7 @@ _DECLARED = (
     _round("prefill_tokens_per_s", "tokens/s", "of computed prompts", kind="gauge"),
     _round("decode_tokens_per_s", "tokens/s", "generated in rounds without prompts", kind="gauge"),
     _round("time_to_first_token_s", "s", "from the first submission to an idle engine", kind="gauge", contract="I29"),
-    _round("compile_s", "s", "from the beginning of its compilation to the round being ready", kind="gauge"),
+    _round("compile_s", "s", "spent waiting for the programs to be compiled, or fetched from the cache", kind="gauge"),
     _round("compilations", "", "of all programs"),
     _round("programs", "", "compilations of each", label="program"),
     # A look at the state: `InferenceEngine.memory`

@@ -26,14 +26,16 @@ def _library() -> ctypes.CDLL | None:
     spec = importlib.util.find_spec(_LIBRARY)
     if spec is None or spec.origin is None:
         return None
+    names = ("levanter_infer_linear", "levanter_infer_attention", "levanter_infer_logit_stats")
     try:
         library = ctypes.CDLL(spec.origin)
-    except OSError:
+        library.levanter_infer_isa.restype = ctypes.c_char_p
+        library.levanter_infer_panel.argtypes = [ctypes.c_char_p]
+        targets = {name: jax.ffi.pycapsule(getattr(library, name)) for name in names}
+    except (OSError, AttributeError):  # of another system, or of an earlier version
         return None
-    library.levanter_infer_isa.restype = ctypes.c_char_p
-    library.levanter_infer_panel.argtypes = [ctypes.c_char_p]
-    for name in ("levanter_infer_linear", "levanter_infer_attention", "levanter_infer_logit_stats"):
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+    for name, target in targets.items():
+        jax.ffi.register_ffi_target(name, target, platform="cpu")
     return library
 
 

@@ -24,8 +24,25 @@ def default_pool_bytes(unread_bytes: int = 0) -> int:
     if stats and "bytes_limit" in stats:
         free = stats["bytes_limit"] - stats.get("bytes_in_use", 0) - unread_bytes
         return _steady(int(max(free, 0) * _DEVICE_SHARE))
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - unread_bytes
+    available = _available_bytes() - unread_bytes
     return _steady(min(int(max(available, 0) * _CPU_SHARE), _CPU_LIMIT_BYTES))
+
+
+def _available_bytes() -> int:
+    """Memory that this process can still have: of the machine, and of the control group that it runs in."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError):  # what the system keeps of files can be given up for it
+        free = _kilobytes(Path("/proc/meminfo")).get("MemAvailable", free)
+    with contextlib.suppress(OSError, ValueError):  # no limit: "max"
+        group = Path("/sys/fs/cgroup")
+        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return free
+
+
+def _kilobytes(path: Path) -> dict[str, int]:
+    """Bytes, from lines such as `VmRSS:  123 kB`. Raises: OSError."""
+    lines = (line.partition(":") for line in path.read_text().splitlines())
+    return {name: int(rest.split()[0]) * 1024 for name, _, rest in lines if rest[-2:] == "kB"}
 
 
 def _steady(size: int) -> int:
@@ -37,14 +54,9 @@ def _steady(size: int) -> int:
 def process_bytes() -> tuple[int, int]:
     """Resident memory of this process: now, and the most so far. Zeros where the system does not say (/proc)."""
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        found = _kilobytes(Path("/proc/self/status"))
     except OSError:
         return 0, 0
-    found = {
-        name: int(rest.split()[0]) * 1024
-        for name, _, rest in (line.partition(":") for line in lines)
-        if rest[-2:] == "kB"
-    }
     return found.get("VmRSS", 0), found.get("VmHWM", 0)
 
 

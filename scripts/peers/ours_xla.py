@@ -1,0 +1,7 @@
+"""This engine with nothing but XLA's own code, as one side of `run.py`."""
+
+from ours import start
+from protocol import serve
+
+if __name__ == "__main__":
+    serve(lambda setup: start(setup, products="xla", attention="xla"), ("jax", "jaxlib"))
