@@ -11,7 +11,9 @@ def start(setup: dict, **kernels: str):
     model, _ = load_model(setup["checkpoint"], dtype=setup["dtype"])
     longest = -(-(setup["prompt"] + setup["output"] + 1) // 16) * 16
     engine = InferenceEngine(
-        model, config=EngineConfig(max_seqs=setup["batch"], max_seq_len=longest, **kernels), donate_model=True
+        model,
+        config=EngineConfig(max_seqs=setup["batch"], max_seq_len=longest, prefix_cache=False, **kernels),
+        donate_model=True,
     )
     engine.warmup()
 

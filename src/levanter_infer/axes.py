@@ -26,6 +26,8 @@ TOKEN = "token"  # packed token of the current step
 PAGE = "page"  # the pool
 SEQ_PAGE = "seq_page"  # the pages of one sequence, in logical order
 PAGE_OFFSET = "page_offset"  # token within a page
+BUCKET = "bucket"  # buckets of the table by which full pages are found
+WAY = "way"  # pages of one bucket
 KV_PAIR = "kv_pair"  # keys and values of all heads, interleaved k0, v0, k1, v1, ...
 
 # Sampling

@@ -4,6 +4,7 @@ It says what the vectorised device code must do, in the most obvious way, and is
 operation by `test_state_machine.py` and `scripts/fuzz_control.py`.
 """
 
+import collections
 import dataclasses
 
 FREE, LOADING, WAITING, RUNNING, FINISHED = range(5)
@@ -22,27 +23,92 @@ class Slot:
     arrival: int = 0
     source: int | None = None
     stop: int | None = None
+    root: int = -1
 
     @property
     def is_live(self) -> bool:
         return self.status in (LOADING, WAITING, RUNNING)
 
 
+class PrefixModel:
+    """Which page holds which text, by whole texts."""
+
+    def __init__(self, page_size: int):
+        self.page_size = page_size
+        self.pages: dict[tuple, int] = {}  # (root, tokens up to the page's end) -> the page that is found
+        self.serials: dict[int, int] = {}  # of what a page holds
+        self.parents: dict[int, int] = {}  # of pages that are found
+        self.count = 0
+
+    def text(self, slot: Slot, column: int) -> tuple:
+        return slot.root, tuple(slot.tokens[: (column + 1) * self.page_size])
+
+    def before(self, slot: Slot, column: int) -> int | None:
+        return slot.root if column == 0 else self.serials.get(slot.pages[column - 1])
+
+    def find(self, slot: Slot, column: int) -> int | None:
+        page = self.pages.get(self.text(slot, column))
+        before = self.before(slot, column)
+        return page if page is not None and before is not None and self.parents[page] == before else None
+
+    def forget(self, page: int) -> None:
+        self.serials.pop(page, None)
+        if self.parents.pop(page, None) is not None:
+            self.pages = {text: other for text, other in self.pages.items() if other != page}
+
+    def register(self, rows: list[tuple[Slot, list[int]]]) -> None:
+        """Rows of a slot and the columns of the pages that it has filled."""
+        entries, orphans = [], []
+        for slot, columns in rows:
+            start = self.before(slot, columns[0])
+            serial = start
+            for column in columns if start is not None else []:
+                text = self.text(slot, column)
+                page = self.pages.get(text)
+                known = page is not None and serial is not None and self.parents[page] == serial
+                serial = self.serials[page] if known else None  # type: ignore[index]
+                if page is not None and not known:
+                    orphans.append(page)
+                entries.append((slot, column, text, serial))
+        for page in orphans:
+            self.forget(page)
+        added: dict[tuple, int] = {}
+        for slot, column, text, serial in entries:
+            self.count += 1
+            page, older, is_first = slot.pages[column], self.pages.get(text), text not in added
+            number = added.setdefault(text, self.count if serial is None else serial)
+            if serial is not None and older == page:
+                continue  # written again by its only holder
+            before = self.before(slot, column)
+            assert before is not None
+            self.serials[page] = number
+            if is_first:
+                if older is not None:
+                    del self.parents[older]
+                self.pages[text], self.parents[page] = page, before
+
+
 class AllocatorModel:
-    def __init__(self, num_slots: int, max_seqs: int, num_pages: int, page_size: int, budget: int):
+    def __init__(
+        self, num_slots: int, max_seqs: int, num_pages: int, page_size: int, budget: int, prefix_cache: bool = False
+    ):
         self.max_seqs, self.page_size, self.budget = max_seqs, page_size, budget
         self.slots = [Slot() for _ in range(num_slots)]
         self.free = list(range(num_pages))
         self.refs = [0] * num_pages
         self.preemptions = self.copied = self.forks = 0
         self.copies: list[tuple[int, int]] = []
+        self.prefix = PrefixModel(page_size) if prefix_cache else None
+        self.hits = self.misses = self.evictions = 0
 
     # Operations
 
-    def admit(self, slot: int, tokens, max_len: int, arrival: int, source: int | None, stop: int | None) -> None:
+    def admit(
+        self, slot: int, tokens, max_len: int, arrival: int, source: int | None, stop: int | None, root: int = -1
+    ) -> None:
         assert not self.slots[slot].is_live
         self.slots[slot] = Slot(list(tokens), len(tokens), max_len, status=WAITING, arrival=arrival, source=source)
-        self.slots[slot].stop = stop
+        self.slots[slot].stop, self.slots[slot].root = stop, root
 
     def cancel(self, slots) -> None:
         self._finish({slot: ABORT for slot in slots if self.slots[slot].is_live})
@@ -50,13 +116,13 @@ class AllocatorModel:
     def step(self, sampled, finite) -> list[int]:
         """One step; `sampled[row]` is what row `row` would sample. Returns the slots in the order of their rows."""
         self._start_waiting()
-        take = self._choose_tokens()
+        self._reuse_pages()
+        take = self._choose_tokens(self._waits())
         take = self._preempt(take)
         self._take_pages(take)
         rows = self._rows(take)
         done = {}
-        for slot in take:
-            self.slots[slot].computed += take[slot]
+        filled = self._compute(take)
         for row, slot in enumerate(rows):
             state = self.slots[slot]
             if state.computed < len(state.tokens):
@@ -69,6 +135,7 @@ class AllocatorModel:
                 done[slot] = STOP
             elif len(state.tokens) >= state.max_len:
                 done[slot] = LENGTH
+        self._register(filled, {slot for slot, reason in done.items() if reason == ERROR})
         self._fork_when_ready()
         self._finish(done)
         return rows
@@ -94,8 +161,58 @@ class AllocatorModel:
             if rank < places and (available >= 0 or (not running and rank == 0)):
                 self.slots[i].status = RUNNING
 
-    def _choose_tokens(self) -> dict[int, int]:
-        running = [i for i in self._order() if self.slots[i].status == RUNNING]
+    def _shareable(self, slot: Slot) -> int:
+        return (len(slot.tokens) - 1) // self.page_size - slot.computed // self.page_size
+
+    def _reuse_pages(self) -> None:
+        running = [i for i in self._order() if self.slots[i].status == RUNNING] if self.prefix else []
+        for slot in (self.slots[i] for i in running):
+            while slot.computed % self.page_size == 0 and self._shareable(slot) > 0:
+                page = self.prefix.find(slot, slot.computed // self.page_size)  # type: ignore[union-attr]
+                if page is None:
+                    break
+                if page in self.free:
+                    self.free.remove(page)
+                self.refs[page] += 1
+                slot.pages.append(page)
+                slot.computed += self.page_size
+                self.hits += 1
+
+    def _waits(self) -> set[int]:
+        """Slots at the beginning of a page that another one has begun, or that an older one stands before too."""
+        groups = collections.defaultdict(list)
+        for i in self._order() if self.prefix else []:
+            slot = self.slots[i]
+            column = slot.computed // self.page_size
+            if slot.status == RUNNING and self._shareable(slot) > 0 and self.prefix.before(slot, column) is not None:
+                groups[self.prefix.before(slot, column), self.prefix.text(slot, column)].append(i)
+        waits = set()
+        for slots in groups.values():
+            begun = [i for i in slots if self.slots[i].computed % self.page_size]
+            waits |= {i for i in slots if i not in begun and (begun or i != slots[0])}
+        return waits
+
+    def _compute(self, take: dict[int, int]) -> dict[int, list[int]]:
+        """Returns: the columns of the pages that each slot has filled."""
+        filled = {}
+        for i in sorted(take):
+            slot = self.slots[i]
+            columns = list(range(slot.computed // self.page_size, (slot.computed + take[i]) // self.page_size))
+            self.misses += len(columns) if take[i] > 1 else 0
+            slot.computed += take[i]
+            if columns:
+                filled[i] = columns
+        return filled
+
+    def _register(self, filled: dict[int, list[int]], failed: set[int]) -> None:
+        if self.prefix is not None:
+            self.prefix.register([(self.slots[i], columns) for i, columns in filled.items() if i not in failed])
+            for i in failed:
+                for page in self.slots[i].pages:
+                    self.prefix.forget(page)
+
+    def _choose_tokens(self, waits: set[int]) -> dict[int, int]:
+        running = [i for i in self._order() if self.slots[i].status == RUNNING and i not in waits]
         pending = {i: len(self.slots[i].tokens) - self.slots[i].computed for i in running}
         take = {i: 1 for i in running if pending[i] == 1}
         budget = self.budget - len(take)
@@ -200,4 +317,7 @@ class AllocatorModel:
         page = self.free.pop(0)
         assert self.refs[page] == 0
         self.refs[page] = 1
+        if self.prefix is not None:
+            self.evictions += page in self.prefix.parents
+            self.prefix.forget(page)
         return page

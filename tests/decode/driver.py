@@ -31,6 +31,7 @@ SHAPES = Shapes(
     max_step_tokens=6,
     max_round_steps=4,
     upload_tokens=64,
+    prefix_cache=True,
     limits=SamplingLimits(vocab_size=VOCAB, max_logprobs=1, max_logit_bias=1, max_stop_sequences=2, max_stop_tokens=2),
 )
 
@@ -77,7 +78,7 @@ def seen(state: DecodeState) -> list[jax.Array]:
     named = [
         pages.ref_counts, pages.free_ring, pages.ring_head, pages.num_free, table.status, table.page_indices,
         table.num_computed, table.finish_reason, table.tokens, counters.preemptions, counters.copied_pages,
-        counters.forks,
+        counters.forks, counters.prefix_hits, counters.prefix_misses, counters.prefix_evictions,
     ]  # fmt: skip
     bad = violations(state)
     return [*(part.array for part in named), jnp.stack([bad[name] for name in sorted(bad)])]
@@ -103,6 +104,9 @@ class Seen(NamedTuple):
     preemptions: np.ndarray
     copied_pages: np.ndarray
     forks: np.ndarray
+    prefix_hits: np.ndarray
+    prefix_misses: np.ndarray
+    prefix_evictions: np.ndarray
     violations: np.ndarray
 
 
@@ -115,7 +119,12 @@ class Driver:
         self.leaves = programs()["init"]()
         shapes = SHAPES
         self.model = AllocatorModel(
-            shapes.num_slots, shapes.max_seqs, shapes.num_pages, shapes.page_size, shapes.max_step_tokens
+            shapes.num_slots,
+            shapes.max_seqs,
+            shapes.num_pages,
+            shapes.page_size,
+            shapes.max_step_tokens,
+            shapes.prefix_cache,
         )
 
     def free_slots(self) -> list[int]:
@@ -124,7 +133,7 @@ class Driver:
     def live_slots(self) -> list[int]:
         return [i for i, slot in enumerate(self.model.slots) if slot.is_live]
 
-    def admit(self, prompt: list[int], max_tokens: int, n: int, stop: int | None) -> None:
+    def admit(self, prompt: list[int], max_tokens: int, n: int, stop: int | None, root: int = -1) -> None:
         """Admit one request with `n` samples into the first free slots; as many as there are, if fewer."""
         slots = self.free_slots()[:n]
         if not slots:
@@ -136,6 +145,7 @@ class Driver:
         fields["arrival"] = np.zeros(SHAPES.num_slots, np.int32)
         fields["slot_ids"] = np.full(SHAPES.num_slots, SHAPES.num_slots, np.int32)
         fields["fork_source"] = np.full(SHAPES.num_slots, SHAPES.num_slots, np.int32)
+        fields["roots"] = np.full(SHAPES.num_slots, root, np.int32)
         fields["complete"] = np.ones(SHAPES.num_slots, bool)
         tokens = np.zeros(SHAPES.upload_tokens, np.int32)
         tokens[: len(prompt)] = prompt
@@ -148,7 +158,7 @@ class Driver:
             fields["arrival"][row] = self.arrivals
             fields["fork_source"][row] = SHAPES.num_slots if row == 0 else slots[0]
             columns.set(row, params, seed=0, sample_index=row, eos_token_ids=())
-            self.model.admit(slot, prompt, max_len, self.arrivals, None if row == 0 else slots[0], stop)
+            self.model.admit(slot, prompt, max_len, self.arrivals, None if row == 0 else slots[0], stop, root)
         self._apply({**fields, "tokens": tokens, "sampling": columns.table(), "has_pieces": np.asarray(True)})
 
     def cancel(self, slots: list[int]) -> None:
@@ -204,6 +214,9 @@ class Driver:
         assert device.preemptions == model.preemptions
         assert device.copied_pages == model.copied
         assert device.forks == model.forks
+        assert device.prefix_hits == model.hits
+        assert device.prefix_misses == model.misses
+        assert device.prefix_evictions == model.evictions
 
     def finish(self) -> None:
         """Run until everything has ended; then every page is free."""
@@ -223,7 +236,10 @@ def random_operation(driver: Driver, rng: np.random.Generator) -> str:
         length = int(rng.integers(1, 10))
         stop = int(rng.integers(0, VOCAB)) if rng.random() < 0.3 else None
         prompt = rng.integers(0, VOCAB, length).tolist()
-        driver.admit(prompt, int(rng.integers(1, 12)), int(rng.integers(1, 4)), stop)
+        if rng.random() < 0.7:  # a beginning that others have too
+            prompt = ([3, 1, 4, 1, 2] if rng.random() < 0.7 else [3, 1, 0, 1, 2])[: rng.integers(6)] + prompt
+        root = -1 if rng.random() < 0.8 else -2
+        driver.admit(prompt[:12], int(rng.integers(1, 12)), int(rng.integers(1, 4)), stop, root)
     elif kind == "step":
         driver.step(int(rng.integers(0, 2**31)))
     elif kind == "cancel":

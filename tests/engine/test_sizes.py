@@ -78,7 +78,8 @@ def test_mixed_lengths_waste_less_than_a_page_each():
     config = EngineConfig(max_seqs=5, max_seq_len=64, page_size=size, max_step_tokens=128)
     engine = InferenceEngine(tiny_model(), config=config)
     sampling = SamplingParams(max_tokens=generated, temperature=0.0)
-    engine.generate([Request(prompt_token_ids=[1] * length, sampling=sampling) for length in lengths])
+    prompts = [[i] * length for i, length in enumerate(lengths)]  # nothing to share
+    engine.generate([Request(prompt_token_ids=prompt, sampling=sampling) for prompt in prompts])
     stored = [length + generated - 1 for length in lengths]  # the last token is never computed
     assert engine.stats()["pages_peak"] == sum(-(-count // size) for count in stored)
     assert engine.stats()["pages_peak"] * size - sum(stored) < len(lengths) * size

@@ -20,10 +20,12 @@ from levanter_infer.cache import PageBatchInfo
 from levanter_infer.cache.named import replace
 from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.decode.outputs import OutputRing
+from levanter_infer.decode.paging import release
 from levanter_infer.decode.programs import compile_program
 from levanter_infer.decode.sampling import SampleOutput, SamplingLimits
 from levanter_infer.decode.sequence_table import FINISHED, RUNNING, WAITING
 from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.sharing import register_pages, reuse_pages
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.decode.step import append, batch_info, empty_sample, schedule
 
@@ -39,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pages", type=numbers, default=PAGES, help="comma-separated; default 4096 … 262144")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--prefix-cache", action="store_true", help="steps with the prefix cache; default without")
+    parser.add_argument("--prompt", type=int, default=10000, help="tokens of the prompt that is looked for")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -46,12 +50,15 @@ def run(args: argparse.Namespace) -> None:
     about = provenance()
     for num_slots, num_pages in itertools.product(args.slots, args.pages):
         if num_pages >= 2 * num_slots:
-            case = measure(num_slots, num_pages, steps=args.steps, repeats=args.repeats)
+            case = measure(num_slots, num_pages, args)
             emit({"bench": "control", **case, **about})
+    for num_pages in (pages for pages in args.pages if pages * PAGE_SIZE > args.prompt):
+        emit({"bench": "control", **measure_prefix(num_pages, args.prompt, repeats=args.repeats), **about})
 
 
-def measure(num_slots: int, num_pages: int, *, steps: int, repeats: int) -> dict[str, object]:
-    shapes = control_shapes(num_slots, num_pages)
+def measure(num_slots: int, num_pages: int, args: argparse.Namespace) -> dict[str, object]:
+    steps, repeats = args.steps, args.repeats
+    shapes = dataclasses.replace(control_shapes(num_slots, num_pages), prefix_cache=args.prefix_cache)
     state = nearly_full(shapes)
     program = compile_program(lambda state: control_loop(state, shapes, steps), donate=(0,))
     state = jax.block_until_ready(program(state))  # compiles, and leaves the regular start
@@ -137,7 +144,7 @@ def nearly_full(shapes: Shapes, seed: int = 0) -> DecodeState:
         free_ring=i32(np.concatenate([order[used:], order[:used]])),
         num_free=i32(shapes.num_pages - used),
     )
-    return DecodeState(sequences=sequences, sampling=state.sampling, page_table=page_table, counters=state.counters)
+    return dataclasses.replace(state, sequences=sequences, page_table=page_table)
 
 
 def control_loop(state: DecodeState, shapes: Shapes, steps: int) -> DecodeState:
@@ -175,4 +182,78 @@ def _recycle(state: DecodeState) -> DecodeState:
         seq_lens=jnp.where(again, table.prompt_lens.array, table.seq_lens.array),
         arrival=jnp.where(again, youngest, table.arrival.array),
     )
-    return DecodeState(sequences=table, sampling=state.sampling, page_table=state.page_table, counters=state.counters)
+    return dataclasses.replace(state, sequences=table)
+
+
+def measure_prefix(num_pages: int, prompt_len: int, *, repeats: int) -> dict[str, object]:
+    """Identity and lookup: a prompt whose pages are all known finds them, and 64 sequences fill a page each.
+
+    The state is not donated: both times include a copy of the tables.
+    """
+    slots, pages = 64, (prompt_len - 1) // PAGE_SIZE
+    sizes = control_shapes(slots, num_pages)
+    shapes = dataclasses.replace(
+        sizes, max_seq_len=prompt_len + PAGE_SIZE, max_step_tokens=prompt_len, prefix_cache=True
+    )
+    nobody, order = jnp.zeros(slots, jnp.bool_), jnp.arange(slots, dtype=jnp.int32)
+    fill = compile_program(lambda state, before: register_pages(state, shapes, before, nobody))
+    find = compile_program(lambda state: reuse_pages(state, shapes, order)[0])
+    give_back = compile_program(lambda state: release(state, order == 0))
+    state = give_back(fill(_one_prompt(shapes, pages, prompt_len), jnp.zeros(slots, jnp.int32)))
+    found = find(state)
+    assert int(found.sequences.num_computed.array[1]) == pages * PAGE_SIZE, "the prompt was not found"
+
+    def timed(function, *arguments) -> dict[str, float | int]:
+        jax.block_until_ready(function(*arguments))
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            jax.block_until_ready(function(*arguments))
+            times.append((time.perf_counter() - start) * 1e3)
+        return spread(times)
+
+    decoding = DecodeState.init(shapes)
+    first_pages = jnp.full(decoding.sequences.page_indices.array.shape, num_pages, jnp.int32).at[:, 0].set(order)
+    table = replace(
+        decoding.sequences,
+        tokens=state.sequences.tokens.array,
+        page_indices=first_pages,
+        num_computed=jnp.full(slots, PAGE_SIZE, jnp.int32),
+    )
+    decoding = dataclasses.replace(decoding, sequences=table)
+    return {
+        "case": "prefix",
+        "pages": num_pages,
+        "prompt": prompt_len,
+        "found_pages": pages,
+        "lookup_ms": timed(find, state),
+        "register_64_pages_ms": timed(fill, decoding, jnp.full(slots, PAGE_SIZE - 1, jnp.int32)),
+        "workload_hash": digest([num_pages, prompt_len]),
+        "output_hash": digest(np.asarray(found.sequences.page_indices.array[1]).tolist()),
+    }
+
+
+def _one_prompt(shapes: Shapes, pages: int, prompt_len: int) -> DecodeState:
+    """Slot 0 has computed `pages` pages of a prompt, and slot 1 is about to begin with the same one."""
+    state, rng = DecodeState.init(shapes), np.random.default_rng(0)
+    tokens = rng.integers(0, _VOCAB, (shapes.num_slots, shapes.max_seq_len)).astype(np.int32)
+    tokens[1] = tokens[0]
+    indices = np.full(state.sequences.page_indices.array.shape, shapes.num_pages, np.int32)
+    order = rng.permutation(shapes.num_pages).astype(np.int32)
+    indices[0, :pages] = order[:pages]
+    slot = np.arange(shapes.num_slots)
+    table = replace(
+        state.sequences,
+        tokens=jnp.asarray(tokens),
+        page_indices=jnp.asarray(indices),
+        num_computed=jnp.asarray(np.where(slot == 0, pages * PAGE_SIZE, 0).astype(np.int32)),
+        seq_lens=jnp.full(shapes.num_slots, prompt_len, jnp.int32),
+        status=jnp.asarray(np.where(slot == 1, RUNNING, FINISHED).astype(np.int32)),
+    )
+    page_table = replace(
+        state.page_table,
+        ref_counts=jnp.zeros(shapes.num_pages, jnp.int32).at[order[:pages]].set(1),
+        free_ring=jnp.asarray(np.concatenate([order[pages:], order[:pages]])),
+        num_free=jnp.int32(shapes.num_pages - pages),
+    )
+    return dataclasses.replace(state, sequences=table, page_table=page_table)

@@ -134,7 +134,7 @@ def _run_checkpoint(directory: str, args: argparse.Namespace) -> dict[str, objec
 
     model = open_model(resolve_source(directory))
     longest = round_up(args.prompt + args.output, args.page_size)
-    config = EngineConfig(max_seqs=args.batch, max_seq_len=longest, page_size=args.page_size)
+    config = EngineConfig(max_seqs=args.batch, max_seq_len=longest, page_size=args.page_size, prefix_cache=False)
     engine = InferenceEngine(model, config=config)
     note("load")
     engine.warmup()
@@ -212,6 +212,7 @@ def mix_engine(mix: Mix, args: argparse.Namespace) -> InferenceEngine:
             max_pages=sum(pages_for(length, args.page_size) + 1 for length in at_once),
             max_step_tokens=4096,  # prompts of all sequences are computed before the first of them has ended
             max_round_steps=1,
+            prefix_cache=False,
         ),
     )
 

@@ -73,7 +73,9 @@ def run(args: argparse.Namespace) -> None:
     longest = round_up(args.prompt[-1] + args.output[-1] + 1, 16)
     budgets, curve = [], []
     for page_size, budget in itertools.product(args.page_size, args.max_step_tokens):
-        config = EngineConfig(max_seqs=args.max_seqs, max_seq_len=longest, max_step_tokens=budget, page_size=page_size)
+        config = EngineConfig(
+            max_seqs=args.max_seqs, max_seq_len=longest, max_step_tokens=budget, page_size=page_size, prefix_cache=False
+        )
         engine = InferenceEngine(model, config=config)
         closed, capacity = measure_closed(engine, closed_requests, args)
         opened = measure_open(engine, open_requests, capacity, args)

@@ -61,7 +61,7 @@ def measure(model, args: argparse.Namespace, batch: int, page_size: int) -> dict
     sampling = SamplingParams(max_tokens=args.output, temperature=0.0, ignore_eos=True)
     requests = [Request(prompt_token_ids=prompt, sampling=sampling) for prompt in prompts]
     longest = round_up(args.prompt * 3 // 2 + args.output, max(PAGE_SIZES))
-    config = EngineConfig(max_seqs=batch, max_seq_len=longest, page_size=page_size)
+    config = EngineConfig(max_seqs=batch, max_seq_len=longest, page_size=page_size, prefix_cache=False)
     engine = InferenceEngine(model, config=config)
     outputs = engine.generate(requests)  # compiles
     whole = []

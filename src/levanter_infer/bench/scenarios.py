@@ -79,13 +79,17 @@ def make_model(args: argparse.Namespace, max_positions: int, dtype: str | None =
     return random_model(model_sizes(args), dtype or args.dtype, max_positions=max_positions)
 
 
-def make_engine(args: argparse.Namespace, model: DecoderModel, max_seqs: int, longest: int) -> InferenceEngine:
+def make_engine(
+    args: argparse.Namespace, model: DecoderModel, max_seqs: int, longest: int, *, prefix_cache: bool = False
+) -> InferenceEngine:
+    """`prefix_cache`: off where prompts are computed again and again, and timed."""
     config = EngineConfig(
         max_seqs=max_seqs,
         max_seq_len=round_up(longest, _PAGE),
         page_size=_PAGE,
         max_pages=max_seqs * round_up(longest, _PAGE) // _PAGE,
         max_step_tokens=max(args.chunk, max_seqs),
+        prefix_cache=prefix_cache,
     )
     return InferenceEngine(model, config=config)
 
@@ -182,7 +186,7 @@ def chat(args) -> Iterator[dict]:
     """A conversation whose history grows: each turn's prompt begins with the last one's prompt and answer."""
     longest = max(args.chat) + args.generate + 1
     model = make_model(args, longest)
-    engine = make_engine(args, model, 1, longest)
+    engine = make_engine(args, model, 1, longest, prefix_cache=True)
     words = random_prompts(model.config.vocab_size, [longest], seed=2)[0]
     history: list[int] = []
     for turn, target in enumerate(args.chat):

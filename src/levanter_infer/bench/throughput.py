@@ -42,7 +42,9 @@ def run(args: argparse.Namespace) -> None:
     for batch, prompt, output in itertools.product(args.batch, args.prompt, args.output):
         longest = round_up(prompt + output + 1, 16)
         kernels = dict(attention=args.attention, products=args.products)
-        engine = InferenceEngine(model, config=EngineConfig(max_seqs=batch, max_seq_len=longest, **kernels))
+        engine = InferenceEngine(
+            model, config=EngineConfig(max_seqs=batch, max_seq_len=longest, prefix_cache=False, **kernels)
+        )
         for line in measure(engine, args, batch, prompt, output, args.modes.split(",")):
             emit({"bench": "throughput", **line, **about})
 

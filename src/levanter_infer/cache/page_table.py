@@ -99,6 +99,27 @@ class PageTable(eqx.Module):
         ring = self.free_ring.array.at[jnp.where(enters, target, self.num_pages)].set(freed, mode="drop")
         return replace(self, ref_counts=counts, free_ring=ring, num_free=self.num_free.array + rank[-1])
 
+    def reclaim(self, pages: Array) -> "PageTable":
+        """Add one reference to each of `pages`, which may be free: those leave the ring, and the order of the others
+        stays. Costs O(pages of the pool) if there is such a page.
+
+        Args:
+            pages: any shape; none entries are ignored, repeats count.
+        """
+        table = self.share(pages)
+        counts = self.ref_counts.array.at[pages].get(mode="fill", fill_value=1)
+
+        def without_held(table: "PageTable") -> "PageTable":
+            index = jnp.arange(table.num_pages, dtype=jnp.int32)
+            place = (table.ring_head.array + index) % table.num_pages
+            listed = table.free_ring.array[place]
+            stays = (index < table.num_free.array) & (table.ref_counts.array[listed] == 0)
+            rank = jnp.cumsum(stays, dtype=jnp.int32)
+            ring = table.free_ring.array.at[jnp.where(stays, rank - 1, table.num_pages)].set(listed, mode="drop")
+            return replace(table, free_ring=ring, ring_head=jnp.zeros_like(table.ring_head.array), num_free=rank[-1])
+
+        return run_if(jnp.any(counts == 0), without_held, table)
+
     def reset(self) -> "PageTable":
         """Every page free, in the order of the pool."""
         return PageTable.init(self.num_pages, self.page_size)

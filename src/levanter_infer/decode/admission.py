@@ -32,6 +32,7 @@ class Admission(eqx.Module):
     prompt_lens: ht.i32[NamedArray, " admitted"]
     max_lens: ht.i32[NamedArray, " admitted"]
     arrival: ht.i32[NamedArray, " admitted"]
+    roots: ht.i32[NamedArray, " admitted"]
     fork_source: ht.i32[NamedArray, " admitted"]
     """Slot whose prompt is shared; it holds the whole prompt by the end of this admission. None: not a fork."""
     sampling: SamplingTable
@@ -98,6 +99,7 @@ def _write_pieces(state: DecodeState, admission: Admission) -> DecodeState:
         arrival=column_of("arrival", admission.arrival.array),
         prompt_lens=column_of("prompt_lens", admission.prompt_lens.array),
         max_lens=column_of("max_lens", admission.max_lens.array),
+        roots=column_of("roots", admission.roots.array),
         fork_source=column_of("fork_source", admission.fork_source.array),
     )
     sampling = state.sampling.set_rows(slots, admission.sampling)

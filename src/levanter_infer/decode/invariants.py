@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from levanter_infer.cache.prefix_table import UNKNOWN
 from levanter_infer.decode.programs import compile_program
 from levanter_infer.decode.sequence_table import FINISHED, FREE, RUNNING, WAITING
 from levanter_infer.decode.state import DecodeState
@@ -55,6 +56,8 @@ def violations(state: DecodeState) -> dict[str, Array]:
         "free and held pages make up the pool": pages.num_free.array + jnp.sum(counts > 0, dtype=jnp.int32)
         != num_pages,
     }
+    if state.prefix is not None:
+        counted["pages that can be found hold what the table says"] = _contents_differ(state, holds)
     return {name: jnp.sum(jnp.asarray(bad), dtype=jnp.int32) for name, bad in counted.items()}
 
 
@@ -84,6 +87,22 @@ def _tokens_differ(state: DecodeState, owner_of: Array, holds: Array) -> Array:
     theirs = tokens.at[owner, jnp.broadcast_to(position[None, :], tokens.shape)].get(mode="fill", fill_value=0)
     stored = jnp.minimum(computed[:, None], computed.at[owner].get(mode="fill", fill_value=0))
     return (position[None, :] < stored) & (tokens != theirs)
+
+
+def _contents_differ(state: DecodeState, holds: Array) -> Array:
+    """Pages of a slot whose tokens, or whose predecessor, are not those that the prefix table says, bool[seq, page]."""
+    table, prefix, size = state.sequences, state.prefix, state.page_table.page_size
+    assert prefix is not None
+    num_slots, width = table.page_indices.array.shape
+    pages = jnp.where(holds, table.page_indices.array, prefix.num_pages)
+    serials = prefix.serials.array.at[pages].get(mode="fill", fill_value=UNKNOWN)
+    position = jnp.minimum(jnp.arange(width * size, dtype=jnp.int32), table.max_seq_len - 1)
+    tokens = table.tokens.array[:, position].reshape(num_slots, width, size)
+    wrong = jnp.any(prefix.tokens.array.at[pages].get(mode="fill", fill_value=0) != tokens, axis=2)
+    before = jnp.concatenate([table.roots.array[:, None], serials[:, :-1]], axis=1)
+    parents = prefix.parents.array.at[pages].get(mode="fill", fill_value=0)
+    elsewhere = (parents != before) & (parents != UNKNOWN) & (before != UNKNOWN)
+    return (serials != UNKNOWN) & (wrong | elsewhere)
 
 
 def _ring_differs(state: DecodeState) -> Array:

@@ -78,14 +78,17 @@ class RoundOutputs(eqx.Module):
     top_logprobs: Array
 
 
-_STATE_SCALARS = ("count", "free_pages", "running", "waiting", "stored_tokens", "refs_max", "refs_sum")
+_STATE_SCALARS = ("cached_pages", "count", "free_pages", "running", "waiting", "stored_tokens", "refs_max", "refs_sum")
 _SCALARS = (*_STATE_SCALARS, *Counters.__annotations__)
 
 
 def pack_outputs(state: DecodeState, ring: OutputRing) -> RoundOutputs:
-    table, ref_counts = state.sequences, state.page_table.ref_counts.array
+    table, ref_counts, prefix = state.sequences, state.page_table.ref_counts.array, state.prefix
     scalars = {
         "count": ring.count.array,
+        "cached_pages": jnp.int32(0)
+        if prefix is None
+        else jnp.sum(prefix.findable(jnp.arange(prefix.num_pages)), dtype=jnp.int32),
         "free_pages": state.page_table.num_free.array,
         "running": jnp.sum(table.is_status(RUNNING), dtype=jnp.int32),
         "waiting": jnp.sum(table.is_status(WAITING), dtype=jnp.int32),

@@ -51,15 +51,15 @@ def start_waiting(state: DecodeState, shapes: Shapes, order: Array) -> DecodeSta
     return eqx.tree_at(lambda s: s.sequences, state, replace(table, status=status))
 
 
-def choose_tokens(state: DecodeState, shapes: Shapes, order: Array) -> Array:
-    """Tokens that each slot computes in this step, i32[seq].
+def choose_tokens(state: DecodeState, shapes: Shapes, order: Array, waits: Array) -> Array:
+    """Tokens that each slot computes in this step, i32[seq]; none for those in the mask `waits`.
 
     Every running sequence with one pending token decodes; what is left of the token budget goes to prompts in order
     of arrival, the last of them in part. Decoding never waits for prompts. Prompts are not starved either: one that
     runs holds one of `max_seqs <= max_step_tokens` places, so at least one token of the budget is left for it.
     """
     table = state.sequences
-    pending = jnp.where(table.is_status(RUNNING), table.seq_lens.array - table.num_computed.array, 0)
+    pending = jnp.where(table.is_status(RUNNING) & ~waits, table.seq_lens.array - table.num_computed.array, 0)
     decodes = pending == 1
     budget = shapes.max_step_tokens - jnp.sum(decodes, dtype=jnp.int32)
     wanted = jnp.where(decodes, 0, pending)[order]

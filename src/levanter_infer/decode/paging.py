@@ -1,5 +1,7 @@
 """Pages of sequences: taking, copying on write, forking, giving back. Nothing here ever fails for want of pages."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -98,17 +100,22 @@ def take_pages(state: DecodeState, shapes: Shapes, take: Array) -> tuple[DecodeS
     target = jnp.where(copies, _page_at(replace(table, page_indices=page_indices), first), num_pages)
     # A copied page keeps at least one reference: `_keeps_page` leaves it to one of its holders.
     page_table = replace(page_table, ref_counts=page_table.ref_counts.array.at[source].add(-1, mode="drop"))
-    counters = state.counters
+    counters, prefix = state.counters, state.prefix
+    if prefix is not None:
+        evictions = counters.prefix_evictions.array + jnp.sum(prefix.findable(pages), dtype=jnp.int32)
+        prefix, counters = prefix.forget(pages), replace(counters, prefix_evictions=evictions)
     held_now = num_pages - page_table.num_free.array
     counters = replace(
         counters,
         copied_pages=counters.copied_pages.array + jnp.sum(copies, dtype=jnp.int32),
         pages_peak=jnp.maximum(counters.pages_peak.array, held_now),
     )
-    state = eqx.tree_at(
-        lambda s: (s.sequences, s.page_table, s.counters),
+    state = dataclasses.replace(
         state,
-        (replace(table, page_indices=page_indices), page_table, counters),
+        sequences=replace(table, page_indices=page_indices),
+        page_table=page_table,
+        prefix=prefix,
+        counters=counters,
     )
     return state, source, target
 

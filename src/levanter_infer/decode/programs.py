@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 
+from levanter_infer.cache import PrefixTable
 from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.loop import run_round
 from levanter_infer.decode.outputs import RoundOutputs
@@ -113,7 +114,10 @@ class Programs:
             return GenState.init(shapes, state.kv)
 
         def zero_cache(state: GenState) -> GenState:
-            return dataclasses.replace(state, kv=state.kv.zero())
+            decode = state.decode
+            if decode.prefix is not None:  # nothing of what it names is there any more
+                decode = dataclasses.replace(decode, prefix=PrefixTable.init(shapes.num_pages, shapes.page_size))
+            return GenState(decode=decode, kv=state.kv.zero())
 
         self.state_types = jax.eval_shape(init)
         """The types of the state, as `jax.ShapeDtypeStruct`s."""

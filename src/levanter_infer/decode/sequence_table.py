@@ -25,6 +25,8 @@ LENGTH = 2  # max_tokens or the engine's length limit was reached
 ERROR = 3  # its logits were not finite
 ABORT = 4  # cancelled by the host
 
+DEFAULT_ROOT = -1
+"""Root of sequences without a salt."""
 
 Tokens = TypeVar("Tokens", int, Array)
 
@@ -51,6 +53,8 @@ class SequenceTable(eqx.Module):
     prompt_lens: ht.i32[NamedArray, " seq"]
     max_lens: ht.i32[NamedArray, " seq"]
     """`seq_lens` at which the sequence ends with reason LENGTH."""
+    roots: ht.i32[NamedArray, " seq"]
+    """Negative: what keys and values depend on beside the tokens. Only sequences of one root share pages."""
     fork_source: ht.i32[NamedArray, " seq"]
     """Slot whose prompt pages this one will share; none for a sequence of its own, and after the fork."""
 
@@ -67,6 +71,7 @@ class SequenceTable(eqx.Module):
             arrival=full((seq,), 0),
             prompt_lens=full((seq,), 0),
             max_lens=full((seq,), 0),
+            roots=full((seq,), DEFAULT_ROOT),
             fork_source=full((seq,), num_slots),
         )
 

@@ -27,6 +27,8 @@ class Shapes:
     upload_tokens: int
     """Prompt tokens that one `Admission` can carry."""
     limits: SamplingLimits
+    prefix_cache: bool = False
+    """Whether pages are found again by what they hold."""
     sampled_rows: int | None = MIN_ROWS
     """Rows that are sampled together; None: all. Few suit a CPU: sampling is compiled once, for a shape that suits one
     sequence and, a few rows after another, any number; what a row gets is the same in any company because the shape
@@ -65,6 +67,11 @@ class Shapes:
     def max_new_pages(self) -> int:
         """Most pages that one step takes: for its tokens, one begun page a row, and one copy a row."""
         return -(-self.max_step_tokens // self.page_size) + 2 * self.max_seqs
+
+    @property
+    def max_full_pages(self) -> int:
+        """Most pages that one step fills: those of its tokens, and one a row that was begun before."""
+        return self.max_step_tokens // self.page_size + self.max_seqs
 
     @property
     def ring_size(self) -> int:

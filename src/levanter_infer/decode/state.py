@@ -5,7 +5,7 @@ import haliax.haxtyping as ht
 from haliax import NamedArray
 
 from levanter_infer.axes import SEQ
-from levanter_infer.cache import KvPages, PageTable
+from levanter_infer.cache import KvPages, PageTable, PrefixTable
 from levanter_infer.cache.named import scalar
 from levanter_infer.decode.sampling import SamplingTable
 from levanter_infer.decode.sequence_table import SequenceTable
@@ -28,6 +28,12 @@ class Counters(eqx.Module):
     copied_pages: ht.i32[NamedArray, ""]
     """Pages copied because a shared one was to be written."""
     forks: ht.i32[NamedArray, ""]
+    prefix_hits: ht.i32[NamedArray, ""]
+    """Pages that were found instead of computed."""
+    prefix_misses: ht.i32[NamedArray, ""]
+    """Full pages that were computed in chunks of more than one token."""
+    prefix_evictions: ht.i32[NamedArray, ""]
+    """Pages taken for something else whose contents could still be found."""
     pages_touched: ht.i32[NamedArray, ""]
     """Pages of the context of every row, added up over steps: what attention reads."""
     pages_peak: ht.i32[NamedArray, ""]
@@ -44,6 +50,8 @@ class DecodeState(eqx.Module):
     sequences: SequenceTable
     sampling: SamplingTable
     page_table: PageTable
+    prefix: PrefixTable | None
+    """None: nothing is looked for."""
     counters: Counters
 
     @staticmethod
@@ -52,6 +60,7 @@ class DecodeState(eqx.Module):
             sequences=SequenceTable.init(shapes.num_slots, shapes.max_seq_len, shapes.num_pages, shapes.page_size),
             sampling=SamplingTable.empty(SEQ, shapes.num_slots, shapes.limits),
             page_table=PageTable.init(shapes.num_pages, shapes.page_size),
+            prefix=PrefixTable.init(shapes.num_pages, shapes.page_size) if shapes.prefix_cache else None,
             counters=Counters.init(),
         )
 

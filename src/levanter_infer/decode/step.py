@@ -16,6 +16,7 @@ from levanter_infer.decode.paging import fork_when_ready, free_pages_for_finishe
 from levanter_infer.decode.sampling import LogitStats, SampleOutput, sample, stop_match
 from levanter_infer.decode.sequence_table import ERROR, LENGTH, STOP, by_arrival, pages_for
 from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.sharing import register_pages, reuse_pages
 from levanter_infer.decode.state import DecodeState, GenState
 from levanter_infer.kernels.cpu import logit_stats
 from levanter_infer.layers.attention import AttentionSpec
@@ -41,7 +42,8 @@ def schedule(state: DecodeState, shapes: Shapes) -> tuple[DecodeState, StepPlan,
     """
     order = by_arrival(state.sequences)
     state = start_waiting(state, shapes, order)
-    take = choose_tokens(state, shapes, order)
+    state, waits = reuse_pages(state, shapes, order)
+    take = choose_tokens(state, shapes, order, waits)
     state, take = preempt(state, order, take)
     state, source, target = take_pages(state, shapes, take)
     return state, pack(state, shapes, order, take), source, target
@@ -196,16 +198,20 @@ def append(
     num_chunk_tokens = jnp.sum(jnp.where(q_lens > 1, q_lens, 0), dtype=jnp.int32)
     context_pages = jnp.where(plan.take > 0, pages_for(computed, shapes.page_size), 0)
     counters = state.counters
+    filled = jnp.where(plan.take > 1, computed // shapes.page_size - table.num_computed.array // shapes.page_size, 0)
     counters = replace(
         counters,
+        prefix_misses=counters.prefix_misses.array + jnp.sum(filled, dtype=jnp.int32),
         steps=counters.steps.array + 1,
         generated=counters.generated.array + jnp.sum(emits, dtype=jnp.int32),
         prompt_tokens=counters.prompt_tokens.array + num_chunk_tokens,
         prompt_steps=counters.prompt_steps.array + (num_chunk_tokens > 0).astype(jnp.int32),
         pages_touched=counters.pages_touched.array + jnp.sum(context_pages, dtype=jnp.int32),
     )
+    before = table.num_computed.array
     table = replace(table, tokens=tokens, seq_lens=seq_lens, num_computed=computed)
     state = eqx.tree_at(lambda s: (s.sequences, s.counters), state, (table, counters))
+    state = register_pages(state, shapes, before, finished & (reasons == ERROR))
     ring = ring.push(emits, slots, sampled)
     state = fork_when_ready(state)
     return free_pages_for_finished(state, finished, reasons), ring

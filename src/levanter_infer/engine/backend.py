@@ -35,7 +35,7 @@ class Backend:
         cpu_attention = _cpu_misfit(pages, "pages")
         if cpu_attention is None and has_mods:
             cpu_attention = "score_mod and mask_mod run in XLA only"
-        return Backend(
+        chosen = Backend(
             platform=jax.default_backend(),
             products=_resolve(
                 "products",
@@ -51,6 +51,17 @@ class Backend:
                 {"cpu": cpu_attention, "gpu": _gpu_misfit("pages", pages, rpa_gpu.supports_dtype(pages))},
             ),
         )
+        if config.numerics == "batch_invariant" and not chosen.is_batch_invariant:
+            raise ValueError(
+                'engine.numerics="batch_invariant" needs the kernels for CPUs, for products and for attention; here '
+                f"products={chosen.products} and attention={chosen.attention}: {cpu_attention or 'set to cpu or auto'}"
+            )
+        return chosen
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether what a sequence gets depends on it alone, to the bit (docs/numerics.md)."""
+        return self.on_cpu and self.products == self.attention == "cpu"
 
     @property
     def on_cpu(self) -> bool:

@@ -36,12 +36,14 @@ class EngineConfig:
     """Attention implementation: auto, xla, reference or, on a CPU, cpu, on an NVIDIA GPU, gpu."""
     products: str = "auto"
     """What computes matrix products: auto, xla or, on a CPU, cpu, on an NVIDIA GPU, gpu."""
-    prefix_cache: bool = False
-    """Sharing of equal prompt beginnings between requests; not available in this version."""
+    prefix_cache: bool = True
+    """Pages of equal beginnings are computed once: for requests that are there together, and for later ones for as long
+    as no other use was found for the pages."""
     admission: str = "optimistic"
     """When requests enter: `optimistic` (as soon as there is a place; preemption makes room)."""
     numerics: str = "default"
-    """`default`: random numbers depend on the request alone; rounding may depend on its company."""
+    """`default`: random numbers depend on the request alone; rounding may depend on its company. `batch_invariant`:
+    tokens and logprobs are the same to the bit in any company; refused where the kernels do not give that."""
     max_round_steps: int = 64
     """Steps of one launch, at most."""
     max_round_seconds: float = 0.5
@@ -70,14 +72,14 @@ class EngineConfig:
             raise ValueError(f"engine.page_size={self.page_size} is not a power of two; use one of 8, 16, 32, 64, 128")
         if self.kv_dtype is not None and self.kv_dtype not in _KV_DTYPES:
             raise ValueError(f"engine.kv_dtype={self.kv_dtype!r}: expected one of {', '.join(_KV_DTYPES)}")
-        if self.prefix_cache:
-            raise ValueError("engine.prefix_cache=true is not available in this version; leave it out")
+        if not isinstance(self.prefix_cache, bool):
+            raise ValueError(f"engine.prefix_cache={self.prefix_cache!r}: expected true or false")
         if self.admission != "optimistic":
             raise ValueError(f"engine.admission={self.admission!r} is not available; this version has: optimistic")
         if self.recompilation not in ("error", "warn"):
             raise ValueError(f"engine.recompilation={self.recompilation!r}: expected error or warn")
-        if self.numerics != "default":
-            raise ValueError(f"engine.numerics={self.numerics!r} is not available; this version has: default")
+        if self.numerics not in ("default", "batch_invariant"):
+            raise ValueError(f"engine.numerics={self.numerics!r}: expected default or batch_invariant")
         if self.attention not in ("auto", "xla", "reference", "cpu", "gpu"):
             raise ValueError(
                 f"engine.attention={self.attention!r} is not available; use auto, xla, reference, cpu or gpu"
@@ -123,6 +125,7 @@ def resolve_shapes(config: EngineConfig, model, num_eos: int, unread_bytes: int 
         page_size=page_size,
         max_step_tokens=max_step_tokens,
         max_round_steps=config.max_round_steps,
+        prefix_cache=config.prefix_cache,
         upload_tokens=max(MIN_UPLOAD_TOKENS, max_step_tokens),
         limits=SamplingLimits(
             vocab_size=arch.vocab_size,

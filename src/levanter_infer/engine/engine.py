@@ -14,7 +14,7 @@ from levanter_infer.checkpoints.load import StoredModel
 from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.outputs import HostOutputs, RoundOutputs
 from levanter_infer.decode.programs import Programs
-from levanter_infer.decode.sequence_table import pages_for
+from levanter_infer.decode.sequence_table import DEFAULT_ROOT, pages_for
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
 from levanter_infer.engine.memory_audit import audit
@@ -33,6 +33,8 @@ from levanter_infer.runtime.memory import peak_bytes, return_free_memory
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.0005
+_MAX_SALT = 256
+"""Characters of a request's `cache_salt`, at most."""
 
 
 @dataclasses.dataclass
@@ -114,8 +116,8 @@ class InferenceEngine:
             pool_bytes=self.state.kv.pages.array.nbytes,
             weights_bytes=self._weights_bytes,
         )
-        self._rounds = 0
-        self._submissions = 0
+        self._rounds = self._submissions = 0
+        self._roots: dict[str, int] = {}
         self._warm = False
         self._pace = Pace(self.config.max_round_steps, self.config.max_round_seconds)
         self._last_end = 0.0
@@ -138,6 +140,7 @@ class InferenceEngine:
             "kv_dtype": str(kv.dtype),
             "attention": self.backend.attention,
             "products": self.backend.products,
+            "numerics": self.config.numerics,
             "step_buckets": list(shapes.buckets),
             "pool_mb": round(kv.pages.array.nbytes / 2**20, 1),
             "device": str(jax.devices()[0]),
@@ -333,6 +336,7 @@ class InferenceEngine:
             params=params,
             seed=params.seed if params.seed is not None else derive_seed(self.seed, name),
             max_len=self._max_len(len(ids), params.max_tokens),
+            root=self._root(request.cache_salt),
         )
         for index in range(params.n):
             sequence = HostSequence(group=group, index=index)
@@ -342,6 +346,14 @@ class InferenceEngine:
                     sequence.matcher = StopMatcher(params.stop, min_tokens=params.min_tokens)
             group.sequences.append(sequence)
         return group
+
+    def _root(self, salt: str | None) -> int:
+        """The number of a salt: each new one gets the next."""
+        if salt is None:
+            return DEFAULT_ROOT
+        if not isinstance(salt, str) or not 0 < len(salt) <= _MAX_SALT:
+            raise ValueError(f"cache_salt={str(salt)[:40]!r}: expected 1 to {_MAX_SALT} characters")
+        return self._roots.setdefault(salt, DEFAULT_ROOT - 1 - len(self._roots))
 
     def _token_ids(self, request: Request) -> list[int]:
         given = [n for n in ("prompt", "prompt_token_ids", "messages") if getattr(request, n) is not None]
@@ -400,6 +412,7 @@ class InferenceEngine:
         lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
         self.state = self.programs.init() if lost else self.programs.reset(self.state)
         self._slots.abandon()
+        self._roots.clear()  # nothing is stored for any of them
         self._stats.on_reset()
         self._start_over()
 

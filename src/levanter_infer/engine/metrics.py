@@ -76,6 +76,11 @@ _DECLARED = (
         asked_as="blocks_touched",
     ),
     _round("paged_kv_bytes_read", "bytes", "of these pages, in all layers", contract="M66"),
+    _round("prefix_hits", "pages", "found instead of computed", "prefix_hits"),
+    _round("prefix_misses", "pages", "filled by chunks of prompts", "prefix_misses"),
+    _round("prefix_hit_rate", "ratio", "of hits to hits and misses", kind="gauge"),
+    _round("prefix_evictions", "pages", "reused while they could still be found", "prefix_evictions"),
+    _round("cached_pages", "pages", "whose contents can be shared, in use or not", kind="gauge"),
     # Sequences and pages as the last round left them
     _round("running", "sequences", "that take part in every step", kind="gauge"),
     _round("waiting", "sequences", "on the device without a place", kind="gauge"),

@@ -17,6 +17,8 @@ class Request:
     messages: Sequence[Mapping[str, str]] | None = None
     """A chat, rendered with the model's chat template."""
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    cache_salt: str | None = None
+    """Requests share stored beginnings of prompts only with those of the same salt; 1 to 256 characters."""
     id: str | None = None
     """Names the request in outputs, and its random numbers if it has no seed; default: its place in the list."""
 

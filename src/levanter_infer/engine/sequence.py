@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+from levanter_infer.decode.sequence_table import DEFAULT_ROOT
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Completion
 from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
@@ -90,6 +91,8 @@ class Group:
     seed: int
     max_len: int
     """Tokens, prompt included, at which its sequences end."""
+    root: int = DEFAULT_ROOT
+    """Sequences of other roots share no pages with these."""
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
 
     @property

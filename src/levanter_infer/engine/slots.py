@@ -8,7 +8,7 @@ from haliax import Axis, NamedArray
 from levanter_infer.axes import ADMITTED, SEQ, UPLOAD
 from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.outputs import HostOutputs
-from levanter_infer.decode.sequence_table import ABORT, ERROR, FINISHED, LENGTH, STOP
+from levanter_infer.decode.sequence_table import ABORT, DEFAULT_ROOT, ERROR, FINISHED, LENGTH, STOP
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.encode_sampling import SamplingColumns
 from levanter_infer.engine.sequence import Group, Sequence
@@ -120,7 +120,7 @@ class SlotManager:
 
     def _encode(self, pieces: list[tuple[Sequence, int, int]]) -> dict[str, np.ndarray | object]:
         shapes = self._shapes
-        names = ("lens", "starts", "slot_ids", "prompt_lens", "max_lens", "arrival", "fork_source")
+        names = ("lens", "starts", "slot_ids", "prompt_lens", "max_lens", "arrival", "roots", "fork_source")
         columns = {name: np.zeros(shapes.num_slots, np.int32) for name in names}
         columns["slot_ids"][:] = shapes.num_slots
         columns["fork_source"][:] = shapes.num_slots
@@ -139,6 +139,7 @@ class SlotManager:
                 "prompt_lens": len(group.prompt_token_ids),
                 "max_lens": group.max_len,
                 "arrival": sequence.arrival,
+                "roots": group.root,
                 "fork_source": shapes.num_slots if sequence.index == 0 else group.sequences[0].slot,
             }
             for name, value in values.items():
@@ -220,6 +221,7 @@ def empty_admission(shapes: Shapes) -> Admission:
         prompt_lens=array(*admitted),
         max_lens=array(*admitted),
         arrival=array(*admitted),
+        roots=array(*admitted, DEFAULT_ROOT),
         fork_source=array(*admitted, none),
         sampling=SamplingColumns(shapes.num_slots, shapes.limits).table(),
         cancel=array(SEQ, shapes.num_slots, False, np.bool_),

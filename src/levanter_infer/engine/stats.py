@@ -7,7 +7,7 @@ from levanter_infer.decode.outputs import HostOutputs
 from levanter_infer.engine.metrics import METRICS, Registry
 
 _TOTALS = {metric.counter: metric.name for metric in METRICS.values() if metric.counter is not None}
-_AS_THEY_ARE = ("running", "waiting", "stored_tokens", "refs_max", "refs_sum")
+_AS_THEY_ARE = ("running", "waiting", "stored_tokens", "refs_max", "refs_sum", "cached_pages")
 """Scalars of a round that are metrics of the same name."""
 _WRAP = 2**32
 
@@ -111,6 +111,7 @@ class Stats:
         self.registry.set("prefill_tokens_per_s", ratio(mixed.prompt_tokens, prefill_s))
         self.registry.set("decode_tokens_per_s", ratio(decode.generated, decode.seconds))
         generated = decode.generated + mixed.generated
-        copied = self.registry["copied_pages"]
-        assert isinstance(copied, int)
+        copied, hits, misses = (self.registry[name] for name in ("copied_pages", "prefix_hits", "prefix_misses"))
+        assert isinstance(copied, int) and isinstance(hits, int) and isinstance(misses, int)
+        self.registry.set("prefix_hit_rate", ratio(hits, hits + misses))
         self.registry.set("copies_per_token", copied / generated if generated else None)

@@ -1,0 +1,225 @@
+"""`PrefixTable`: which pages hold which tokens after which beginning, so that they can be found and shared."""
+
+import equinox as eqx
+import haliax.haxtyping as ht
+import jax.numpy as jnp
+import numpy as np
+from haliax import NamedArray
+from jax import Array
+
+from levanter_infer.axes import BUCKET, PAGE, PAGE_OFFSET, WAY
+from levanter_infer.cache.named import full, replace, scalar
+
+WAYS = 8
+"""Pages that one bucket of the table can name."""
+UNKNOWN = 0
+"""Serial of a page that is not full, or whose contents nobody may share."""
+_FACTOR = 0x9E3779B1
+_LAST_SERIAL = 2**31 - 2**20
+"""No page gets a larger serial: from there on nothing new is found until the next reset."""
+
+
+class PrefixTable(eqx.Module):
+    """The full pages of the pool by what they hold: their tokens, and what stands before them in the sequence.
+
+    Contents are numbered with serials: equal serials mean equal tokens after an equal beginning. What a page holds is
+    its tokens and the serial of the page before it; the first page of a sequence follows a root, a negative number that
+    stands for everything else that keys and values depend on (weights, a caller's salt). A hash leads to a few
+    candidates, and these are compared as a whole, so that no collision can mix up two texts.
+
+    A page is forgotten when it is given to a new owner, not when it is released. A page whose predecessor has been
+    forgotten is not found any more; sequences give back their last page first, so there is rarely one.
+    Source: sharing by hashed blocks, arXiv:2309.06180, section 4.4.
+    """
+
+    tokens: ht.i32[NamedArray, "page page_offset"]
+    parents: ht.i32[NamedArray, " page"]
+    """Serial of the page before, or the root; UNKNOWN for a page that is not to be found, as another one is."""
+    serials: ht.i32[NamedArray, " page"]
+    """Positive, or UNKNOWN. The other columns mean nothing where it is UNKNOWN."""
+    hashes: ht.u32[NamedArray, " page"]
+    """Of everything from the root to the page's last token."""
+    buckets: ht.i32[NamedArray, "bucket way"]
+    """Pages by hash; none is `num_pages`. A page stands here until somebody takes its place, forgotten or not."""
+    next_serial: ht.i32[NamedArray, ""]
+
+    @staticmethod
+    def init(num_pages: int, page_size: int) -> "PrefixTable":
+        """A table that knows nothing."""
+        pages = (PAGE, num_pages)
+        num_buckets = 1 << (4 * num_pages // WAYS).bit_length()  # on average, one or two of the ways are in use
+        return PrefixTable(
+            tokens=full((pages, (PAGE_OFFSET, page_size)), 0),
+            parents=full((pages,), 0),
+            serials=full((pages,), UNKNOWN),
+            hashes=full((pages,), 0, jnp.uint32),
+            buckets=full(((BUCKET, num_buckets), (WAY, WAYS)), num_pages),
+            next_serial=scalar(1),
+        )
+
+    @property
+    def num_pages(self) -> int:
+        return self.serials.axis_size(PAGE)
+
+    def ends(self, pages: Array, roots: Array) -> tuple[Array, Array]:
+        """Serials i32[n] and hashes u32[n] of what ends with `pages` i32[n]; of `roots` i32[n] where they are none."""
+        none = pages >= self.num_pages
+        serials = self.serials.array.at[pages].get(mode="fill", fill_value=UNKNOWN)
+        hashes = self.hashes.array.at[pages].get(mode="fill", fill_value=0)
+        return jnp.where(none, roots, serials), jnp.where(none, _mixed(roots.astype(jnp.uint32)), hashes)
+
+    def find(self, serials: Array, hashes: Array, tokens: Array, counts: Array) -> tuple[Array, Array]:
+        """The pages that continue given beginnings.
+
+        Args:
+            serials, hashes: i32[n] and u32[n], of `ends`.
+            tokens: i32[n, w, page_size], the w pages of text that come next.
+            counts: i32[n], how many of these pages to look for.
+        Returns: pages i32[n, w], none from the first on that is not known; and how many are, i32[n].
+        """
+        num, width, size = tokens.shape
+        place = jnp.tile(jnp.arange(width, dtype=jnp.int32), num)
+        flat = tokens.reshape(-1, size)
+        found = self._candidates(chained(content_hashes(flat), place, jnp.repeat(hashes, width)), flat)
+        own = self.serials.array.at[found].get(mode="fill", fill_value=UNKNOWN).reshape(num, width)
+        before = jnp.concatenate([serials[:, None], own[:, :-1]], axis=1)
+        parents = self.parents.array.at[found].get(mode="fill", fill_value=0).reshape(num, width)
+        column = jnp.arange(width, dtype=jnp.int32)[None, :]
+        known = (own != UNKNOWN) & (before != UNKNOWN) & (parents == before) & (column < counts[:, None])
+        known = jnp.cumprod(known.astype(jnp.int32), axis=1)
+        pages = jnp.where(known > 0, found.reshape(num, width), self.num_pages)
+        return pages, jnp.sum(known, axis=1, dtype=jnp.int32)
+
+    def register(self, pages: Array, before: Array, roots: Array, place: Array, tokens: Array) -> "PrefixTable":
+        """Note what pages hold that have just become full.
+
+        Contents that the table knows keep their serial, and are found in their newest page from now on, which stays
+        longest in the pool. The pages after one whose beginning is unknown stay unknown.
+
+        Args:
+            pages: i32[n]; none entries are ignored. Those of one sequence stand in a row, in logical order.
+            before: i32[n], the page before the first of the row; none at the beginning of a sequence.
+            roots: i32[n], negative.
+            place: i32[n], which one of its row an entry is.
+            tokens: i32[n, page_size]
+        """
+        index = jnp.arange(pages.shape[0], dtype=jnp.int32)
+        starts, start_hashes = self.ends(before, roots)
+        used = (pages < self.num_pages) & (starts != UNKNOWN)
+        hashes = chained(content_hashes(tokens), place, start_hashes)
+
+        def all_so_far(good: Array) -> Array:
+            bad = jnp.cumsum(~good, dtype=jnp.int32)
+            return bad == jnp.where(index > place, bad[index - place - 1], 0)
+
+        def after(serials: Array) -> Array:
+            return jnp.where(place == 0, starts, jnp.roll(serials, 1))
+
+        known = self._candidates(hashes, tokens)
+        known_serials = self.serials.array.at[known].get(mode="fill", fill_value=UNKNOWN)
+        known_parents = self.parents.array.at[known].get(mode="fill", fill_value=UNKNOWN)
+        is_known = all_so_far((known_serials != UNKNOWN) & (known_parents == after(known_serials)))
+        # The predecessor of such a page was forgotten, and is known again under another serial
+        orphans = jnp.where(used & ~is_known, known, self.num_pages)
+
+        # Several sequences may have filled a page with the same contents: the first one's is found
+        fresh = self.next_serial.array + jnp.cumsum(used, dtype=jnp.int32) - 1
+        same = used[None, :] & (hashes[:, None] == hashes[None, :]) & (is_known[:, None] == is_known[None, :])
+        first = jnp.where(used, jnp.argmax(same, axis=1).astype(jnp.int32), index)
+        serials = jnp.where(is_known, known_serials, fresh[first])
+        parents = after(serials)
+        agrees = (parents == parents[first]) & jnp.all(tokens == tokens[first], axis=1)
+        has_numbers = self.next_serial.array < _LAST_SERIAL
+        shared = used & all_so_far(agrees) & has_numbers & (known != pages)  # what is found there already stays
+
+        enters = shared & (first == index)
+        older = jnp.where(enters & is_known, known, self.num_pages)
+        target = jnp.where(shared, pages, self.num_pages)
+        table = replace(
+            self.forget(orphans),
+            tokens=self.tokens.array.at[target].set(tokens, mode="drop"),
+            parents=self.parents.array.at[older]
+            .set(UNKNOWN, mode="drop")
+            .at[target]
+            .set(jnp.where(enters, parents, UNKNOWN), mode="drop"),
+            hashes=self.hashes.array.at[target].set(hashes, mode="drop"),
+            next_serial=self.next_serial.array + jnp.where(has_numbers, jnp.sum(used, dtype=jnp.int32), 0),
+        )
+        table = replace(table, serials=table.serials.array.at[target].set(serials, mode="drop"))
+        return table._enter(jnp.where(enters, pages, self.num_pages), hashes, fresh)
+
+    def findable(self, pages: Array) -> Array:
+        """Whether each of `pages`, of any shape, can be found; false for none."""
+        serials, parents = (
+            a.array.at[pages].get(mode="fill", fill_value=UNKNOWN) for a in (self.serials, self.parents)
+        )
+        return (serials != UNKNOWN) & (parents != UNKNOWN)
+
+    def forget(self, pages: Array) -> "PrefixTable":
+        """Pages (any shape; none entries are ignored) that are not to be found any more."""
+        return replace(self, serials=self.serials.array.at[pages].set(UNKNOWN, mode="drop"))
+
+    def _candidates(self, hashes: Array, tokens: Array) -> Array:
+        """The page of each hash u32[n] whose tokens are `tokens` i32[n, page_size], i32[n]; none if there is none."""
+        entries = self.buckets.array[self._bucket(hashes)]
+        matches = self.findable(entries) & (self.hashes.array.at[entries].get(mode="fill") == hashes[:, None])
+        way = jnp.argmax(matches, axis=1)
+        page = jnp.take_along_axis(entries, way[:, None], axis=1)[:, 0]
+        equal = jnp.all(self.tokens.array.at[page].get(mode="fill", fill_value=0) == tokens, axis=1)
+        return jnp.where(jnp.any(matches, axis=1) & equal, page, self.num_pages)
+
+    def _enter(self, pages: Array, hashes: Array, serials: Array) -> "PrefixTable":
+        """Put pages into their buckets: where a forgotten page or none stands, or else in anybody's place."""
+        buckets = jnp.where(pages < self.num_pages, self._bucket(hashes), self.buckets.axis_size(BUCKET))
+        entries = self.buckets.array.at[buckets].get(mode="fill", fill_value=self.num_pages)
+        taken = self.findable(entries)
+        taken &= self._bucket(self.hashes.array.at[entries].get(mode="fill")) == buckets[:, None]
+        index = jnp.arange(pages.shape[0], dtype=jnp.int32)
+        rank = jnp.sum((buckets[:, None] == buckets[None, :]) & (index[None, :] < index[:, None]), axis=1)
+        free_rank = jnp.cumsum(~taken, axis=1) - 1
+        fitting = ~taken & (free_rank == rank[:, None])
+        way = jnp.where(jnp.any(fitting, axis=1), jnp.argmax(fitting, axis=1), serials % WAYS)
+        return replace(self, buckets=self.buckets.array.at[buckets, way].set(pages, mode="drop"))
+
+    def _bucket(self, hashes: Array) -> Array:
+        mask = jnp.uint32(self.buckets.axis_size(BUCKET) - 1)
+        return (_mixed(hashes) & mask).astype(jnp.int32)
+
+
+def content_hashes(tokens: Array) -> Array:
+    """u32[n] of the tokens i32[n, page_size] of each page."""
+    size = tokens.shape[1]
+    weights = _mixed(jnp.arange(1, size + 1, dtype=jnp.uint32)) | jnp.uint32(1)
+    return _mixed(jnp.sum((tokens.astype(jnp.uint32) + jnp.uint32(1)) * weights[None, :], axis=1, dtype=jnp.uint32))
+
+
+def chained(contents: Array, place: Array, starts: Array) -> Array:
+    """Hash u32[n] of each page with everything before it: `hash = _FACTOR * hash of the page before + contents`.
+
+    Rows of pages are enumerated without a loop: divided by powers of the factor, the sums become prefix sums.
+
+    Args:
+        contents: u32[n], rows of pages one behind the other.
+        place: i32[n], place of a page in its row.
+        starts: u32[n], hash of what stands before the row.
+    """
+    count = contents.shape[0]
+    index = jnp.arange(count, dtype=jnp.int32)
+    powers, inverses = (jnp.asarray(_powers(base, count + 1)) for base in (_FACTOR, pow(_FACTOR, -1, 2**32)))
+    sums = jnp.cumsum(contents * inverses[:count], dtype=jnp.uint32)
+    before = jnp.where(index > place, sums[index - place - 1], jnp.uint32(0))
+    return powers[:count] * (sums - before) + powers[place + 1] * starts
+
+
+def _powers(base: int, count: int) -> np.ndarray:
+    powers = [1]
+    for _ in range(count - 1):
+        powers.append(powers[-1] * base % 2**32)
+    return np.asarray(powers, np.uint32)
+
+
+def _mixed(x: Array) -> Array:
+    """A bijection of u32 in which every bit of the input reaches all of the output (MurmurHash3's finalizer)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)

@@ -1,0 +1,167 @@
+"""Sharing of equal beginnings: pages are found before they are computed, and noted when they are full.
+
+Nothing here remembers who computes what. At each step a sequence that stands at the beginning of a page that others can
+use looks for it; if another one computes the same page at this moment, it waits. Should that one end, the next to
+look finds nobody ahead of it, and computes the page itself.
+"""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from levanter_infer.cache.named import replace
+from levanter_infer.cache.page_table import ragged_index, run_if
+from levanter_infer.cache.prefix_table import UNKNOWN, chained, content_hashes
+from levanter_infer.decode.sequence_table import DEFAULT_ROOT, RUNNING, SequenceTable
+from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.state import DecodeState
+
+_WINDOW = 32
+"""Pages that a sequence looks for at once."""
+
+
+def reuse_pages(state: DecodeState, shapes: Shapes, order: Array) -> tuple[DecodeState, Array]:
+    """Give running sequences the pages that hold what they would compute next.
+
+    Returns: the new state, and which slots leave the next page to another one that computes it, bool[seq].
+    """
+    nobody = jnp.zeros(state.sequences.num_slots, jnp.bool_)
+    if state.prefix is None:
+        return state, nobody
+
+    def share(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
+        state, _ = carry
+        size, before = state.page_table.page_size, state.sequences.num_computed.array
+        state = jax.lax.while_loop(
+            lambda carry: carry[0], lambda carry: _take_window(carry[1], shapes, order), (jnp.asarray(True), state)
+        )[1]
+        table = state.sequences
+        column = jnp.arange(table.page_indices.array.shape[1], dtype=jnp.int32)[None, :]
+        found = (column >= (before // size)[:, None]) & (column < (table.num_computed.array // size)[:, None])
+        pages = jnp.where(found, table.page_indices.array, shapes.num_pages)
+        hits = state.counters.prefix_hits.array + jnp.sum(found, dtype=jnp.int32)
+        counters = replace(state.counters, prefix_hits=hits)
+        state = dataclasses.replace(state, page_table=state.page_table.reclaim(pages), counters=counters)
+        return state, _waits(state, shapes, order)
+
+    return run_if(jnp.any(_shareable(state) > 0), share, (state, nobody))
+
+
+def register_pages(state: DecodeState, shapes: Shapes, before: Array, failed: Array) -> DecodeState:
+    """Note the pages that this step has filled, and forget those of sequences that failed.
+
+    Args:
+        before: i32[seq], `num_computed` before the step.
+        failed: bool[seq]
+    """
+    if state.prefix is None:
+        return state
+    size = state.page_table.page_size
+    full = state.sequences.num_computed.array // size - before // size
+    counts = jnp.where(failed, 0, full)
+    state = run_if(jnp.any(counts > 0), lambda state: _register(state, shapes, before, counts), state)
+
+    def forget(state: DecodeState) -> DecodeState:
+        assert state.prefix is not None
+        pages = jnp.where(failed[:, None], state.sequences.page_indices.array, state.prefix.num_pages)
+        return eqx.tree_at(lambda s: s.prefix, state, state.prefix.forget(pages))
+
+    return run_if(jnp.any(failed), forget, state)
+
+
+def _shareable(state: DecodeState) -> Array:
+    """Full pages of known text that each slot has yet to compute and others may use, i32[seq].
+
+    A sequence computes its last token in any case: it samples from it.
+    """
+    table, size = state.sequences, state.page_table.page_size
+    pages = (table.seq_lens.array - 1) // size - table.num_computed.array // size
+    return jnp.where(table.is_status(RUNNING), pages, 0)
+
+
+def _rows(shapes: Shapes, order: Array, chosen: Array) -> Array:
+    """The slots in the mask `chosen`, oldest first, i32[max_seqs]; unused entries are absent."""
+    chosen = chosen[order]
+    row = jnp.where(chosen, jnp.cumsum(chosen, dtype=jnp.int32) - 1, shapes.max_seqs)
+    return jnp.full(shapes.max_seqs, shapes.num_slots, jnp.int32).at[row].set(order, mode="drop")
+
+
+def _next_pages(state: DecodeState, slots: Array, width: int) -> tuple[Array, Array, Array]:
+    """Of each slot i32[n]: serial and hash of what is computed, and the `width` pages of tokens i32[n, width, size]
+    that come next, the begun page included."""
+    table, size = state.sequences, state.page_table.page_size
+    assert state.prefix is not None
+    column = table.num_computed.array.at[slots].get(mode="fill", fill_value=0) // size
+    serials, hashes = state.prefix.ends(
+        _page_before(table, slots, column), table.roots.array.at[slots].get(mode="fill", fill_value=DEFAULT_ROOT)
+    )
+    position = column[:, None] * size + jnp.arange(width * size, dtype=jnp.int32)[None, :]
+    tokens = table.tokens.array.at[slots[:, None], position].get(mode="fill", fill_value=0)
+    return serials, hashes, tokens.reshape(-1, width, size)
+
+
+def _page_before(table: SequenceTable, slots: Array, column: Array) -> Array:
+    """The page before each `column` i32[n]; none at the beginning."""
+    none = jnp.iinfo(jnp.int32).max
+    page = table.page_indices.array.at[slots, column - 1].get(mode="fill", fill_value=none)
+    return jnp.where(column == 0, none, page)
+
+
+def _take_window(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Array, DecodeState]:
+    """Enter what is found among the next pages. Returns: whether there may be more; and the state, in which the pages
+    have no reference for it yet."""
+    table, size = state.sequences, state.page_table.page_size
+    assert state.prefix is not None
+    width = min(_WINDOW, table.page_indices.array.shape[1])
+    shareable = jnp.where(table.num_computed.array % size == 0, _shareable(state), 0)
+    slots = _rows(shapes, order, shareable > 0)
+    serials, hashes, tokens = _next_pages(state, slots, width)
+    pages, found = state.prefix.find(serials, hashes, tokens, shareable.at[slots].get(mode="fill", fill_value=0))
+
+    computed = table.num_computed.array.at[slots].get(mode="fill", fill_value=0)
+    column = computed[:, None] // size + jnp.arange(width, dtype=jnp.int32)[None, :]
+    row = jnp.where(pages < shapes.num_pages, slots[:, None], table.num_slots)
+    table = replace(
+        table,
+        page_indices=table.page_indices.array.at[row, column].set(pages, mode="drop"),
+        num_computed=table.num_computed.array.at[slots].add(found * size, mode="drop"),
+    )
+    return jnp.any(found == width), eqx.tree_at(lambda s: s.sequences, state, table)
+
+
+def _waits(state: DecodeState, shapes: Shapes, order: Array) -> Array:
+    """Which slots stand before a page that another one computes: one that is ahead within it, or older. bool[seq]"""
+    table, size = state.sequences, state.page_table.page_size
+    slots = _rows(shapes, order, _shareable(state) > 0)
+    serials, hashes, tokens = _next_pages(state, slots, 1)
+    page = chained(content_hashes(tokens[:, 0]), jnp.zeros_like(slots), hashes)
+    begun = table.num_computed.array.at[slots].get(mode="fill", fill_value=0) % size
+    index = jnp.arange(slots.shape[0], dtype=jnp.int32)
+    same = (serials[:, None] == serials[None, :]) & (page[:, None] == page[None, :])
+    same &= (serials != UNKNOWN)[:, None] & (slots < table.num_slots)[None, :]
+    ahead = (begun[None, :] > 0) | (index[None, :] < index[:, None])
+    waits = jnp.any(same & ahead, axis=1) & (begun == 0)
+    return jnp.zeros(table.num_slots, jnp.bool_).at[slots].set(waits, mode="drop")
+
+
+def _register(state: DecodeState, shapes: Shapes, before: Array, counts: Array) -> DecodeState:
+    table, size = state.sequences, state.page_table.page_size
+    assert state.prefix is not None
+    slot, item, valid = ragged_index(counts, jnp.int32(0), shapes.max_full_pages)
+    slot = jnp.where(valid, slot, table.num_slots)
+    first = before.at[slot].get(mode="fill", fill_value=0) // size
+    column = first + item
+    none = state.prefix.num_pages
+    pages = table.page_indices.array.at[slot, column].get(mode="fill", fill_value=none)
+    position = column[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None, :]
+    prefix = state.prefix.register(
+        jnp.where(valid, pages, none),
+        _page_before(table, slot, first),
+        table.roots.array.at[slot].get(mode="fill", fill_value=DEFAULT_ROOT),
+        jnp.where(valid, item, 0),
+        table.tokens.array.at[slot[:, None], position].get(mode="fill", fill_value=0),
+    )
+    return eqx.tree_at(lambda s: s.prefix, state, prefix)

@@ -1,0 +1,136 @@
+"""Pages of equal beginnings are computed once, and nobody's tokens depend on it."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from levanter_infer.decode.invariants import check_invariants
+from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.engine import InferenceEngine
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import Request
+from tests.tiny_models import tiny_model, uncached_greedy
+
+PAGE = 4
+
+
+def make_engine(**config) -> InferenceEngine:
+    sizes = dict(max_seqs=4, max_seq_len=64, page_size=PAGE, max_step_tokens=16)
+    return InferenceEngine(tiny_model(), config=EngineConfig(**{**sizes, **config}))
+
+
+@functools.lru_cache
+def shared_engine() -> InferenceEngine:
+    return make_engine()
+
+
+@pytest.fixture
+def engine():
+    engine = shared_engine()
+    engine.reset()
+    return engine
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 61, length).tolist()
+
+
+def request(ids: list[int], max_tokens: int = 4, salt: str | None = None, **sampling) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **sampling)
+    return Request(prompt_token_ids=ids, sampling=params, cache_salt=salt)
+
+
+def run(engine: InferenceEngine, *requests: Request) -> dict[str, float]:
+    """Sample the requests; checks their tokens against the uncached forward, and that nothing is held afterwards.
+
+    Returns: what the engine counted meanwhile.
+    """
+    before = engine.stats()
+    outputs = engine.generate(list(requests))
+    for asked, output in zip(requests, outputs, strict=True):
+        expected = uncached_greedy(tiny_model(), list(asked.prompt_token_ids), asked.sampling.max_tokens)
+        assert [c.token_ids for c in output.completions] == [expected] * asked.sampling.n
+    check_invariants(engine.state.decode)
+    after = engine.stats()
+    assert after["pages_free"] == engine.shapes.num_pages
+    return {name: after[name] - before[name] for name in ("prefix_hits", "prefix_misses", "computed_prompt_tokens")}
+
+
+def test_a_prompt_is_computed_once(engine):
+    first = run(engine, request(text(18)))
+    assert first["prefix_hits"] == 0 and first["prefix_misses"] == 4
+    again = run(engine, request(text(18)))
+    assert again["prefix_hits"] == 4 and again["computed_prompt_tokens"] == 18 - 16
+    longer = run(engine, request(text(18)[:10] + text(9, seed=1)))
+    assert longer["prefix_hits"] == 2
+
+
+def test_the_second_turn_of_a_chat_computes_what_is_new(engine):
+    first = text(13)
+    (output,) = engine.generate([request(first, max_tokens=12)])
+    history = first + output.completions[0].token_ids
+    turn = run(engine, request(history + text(7, seed=1)))
+    stored = (len(history) - 1) // PAGE * PAGE  # the last token was sampled and not computed
+    assert turn["computed_prompt_tokens"] == len(history) + 7 - stored
+
+
+def test_equal_prompts_that_come_together_compute_their_beginning_once(engine):
+    prompts = [text(33) + [i] * 3 for i in range(4)]
+    counts = run(engine, *(request(ids) for ids in prompts))
+    assert counts["prefix_hits"] == 3 * 8 and counts["computed_prompt_tokens"] == 36 + 3 * 4
+
+
+def test_when_the_one_who_computes_is_cancelled_the_next_takes_over(engine):
+    engine.warmup()
+    groups = [engine.submit(request(text(49))) for _ in range(3)]
+    engine.step_round(max_steps=2)
+    engine.cancel(groups[0])
+    while not all(group.is_done for group in groups):
+        engine.step_round()
+    engine.drain()
+    expected = uncached_greedy(tiny_model(), text(49), 4)
+    assert [sequence.token_ids for group in groups[1:] for sequence in group.sequences] == [expected] * 2
+    check_invariants(engine.state.decode)
+    assert engine.stats()["pages_free"] == engine.shapes.num_pages
+
+
+def test_only_requests_of_one_salt_share(engine):
+    assert run(engine, request(text(18), salt="a"))["prefix_hits"] == 0
+    assert run(engine, request(text(18), salt="b"), request(text(18)))["prefix_hits"] == 0
+    assert run(engine, request(text(18), salt="a"))["prefix_hits"] == 4
+
+
+@pytest.mark.parametrize("salt", ["", 5, "x" * 257])
+def test_a_salt_that_is_none_is_refused(engine, salt):
+    (output,) = engine.generate([request(text(3), salt=salt)])
+    assert "cache_salt" in output.error
+
+
+def test_samples_of_one_prompt_leave_pages_that_are_found(engine):
+    run(engine, request(text(18), n=3))
+    assert run(engine, request(text(18), n=2))["prefix_hits"] == 4
+
+
+def test_pages_are_found_until_others_need_them_the_least_recently_released_first():
+    engine = make_engine(max_seqs=1, max_pages=12, max_seq_len=48)
+    run(engine, request(text(17, seed=1)))
+    run(engine, request(text(17, seed=2)))
+    assert run(engine, request(text(17, seed=2)))["prefix_hits"] == 4
+    run(engine, request(text(17, seed=3)))
+    assert engine.stats()["prefix_evictions"] > 0
+    assert run(engine, request(text(17, seed=2)))["prefix_hits"] == 4
+    assert run(engine, request(text(17, seed=1)))["prefix_hits"] < 4
+
+
+def test_a_preempted_sequence_finds_its_pages_again():
+    prompts = [text(9, seed=i) for i in range(4)]
+    engine = make_engine(max_pages=12)
+    run(engine, *(request(ids, max_tokens=24) for ids in prompts))
+    assert engine.stats()["preemptions"] > 0 and engine.stats()["prefix_hits"] > 0
+
+
+def test_without_the_cache_nothing_is_shared():
+    engine = make_engine(prefix_cache=False)
+    run(engine, request(text(18)))
+    assert run(engine, request(text(18)))["prefix_hits"] == 0
