@@ -134,7 +134,7 @@ def _run_checkpoint(directory: str, args: argparse.Namespace) -> dict[str, objec
 
     model = open_model(resolve_source(directory))
     longest = round_up(args.prompt + args.output, args.page_size)
-    config = EngineConfig(max_seqs=args.batch, max_seq_len=longest, page_size=args.page_size, prefix_cache=False)
+    config = EngineConfig(max_seqs=args.batch, max_seq_len=longest, page_size=args.page_size)
     engine = InferenceEngine(model, config=config)
     note("load")
     engine.warmup()
