@@ -15,7 +15,7 @@ built = pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not
 
 
 def make_engine(dtype: str = "float32", **config) -> InferenceEngine:
-    sizes = dict(max_seq_len=96, numerics="batch_invariant")
+    sizes = dict(max_seq_len=96, numerics="batch_invariant", prefix_cache=True)
     return InferenceEngine(tiny_model(dtype=dtype), config=EngineConfig(**{**sizes, **config}))
 
 

@@ -16,7 +16,7 @@ PAGE = 4
 
 
 def make_engine(**config) -> InferenceEngine:
-    sizes = dict(max_seqs=4, max_seq_len=64, page_size=PAGE, max_step_tokens=16)
+    sizes = dict(max_seqs=4, max_seq_len=64, page_size=PAGE, max_step_tokens=16, prefix_cache=True)
     return InferenceEngine(tiny_model(), config=EngineConfig(**{**sizes, **config}))
 
 

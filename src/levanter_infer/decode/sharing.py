@@ -7,11 +7,11 @@ look finds nobody ahead of it, and computes the page itself.
 
 import dataclasses
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from levanter_infer.cache import PrefixTable
 from levanter_infer.cache.named import replace
 from levanter_infer.cache.page_table import ragged_index, run_if
 from levanter_infer.cache.prefix_table import UNKNOWN, chained, content_hashes
@@ -31,23 +31,32 @@ def reuse_pages(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Decod
     nobody = jnp.zeros(state.sequences.num_slots, jnp.bool_)
     if state.prefix is None:
         return state, nobody
+    size = state.page_table.page_size
 
-    def share(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
-        state, _ = carry
-        size, before = state.page_table.page_size, state.sequences.num_computed.array
-        state = jax.lax.while_loop(
-            lambda carry: carry[0], lambda carry: _take_window(carry[1], shapes, order), (jnp.asarray(True), state)
-        )[1]
-        table = state.sequences
-        column = jnp.arange(table.page_indices.array.shape[1], dtype=jnp.int32)[None, :]
-        found = (column >= (before // size)[:, None]) & (column < (table.num_computed.array // size)[:, None])
-        pages = jnp.where(found, table.page_indices.array, shapes.num_pages)
-        hits = state.counters.prefix_hits.array + jnp.sum(found, dtype=jnp.int32)
-        counters = replace(state.counters, prefix_hits=hits)
-        state = dataclasses.replace(state, page_table=state.page_table.reclaim(pages), counters=counters)
-        return state, _waits(state, shapes, order)
+    # Loops carry what they change and nothing else: everything that is carried costs time to compile.
+    def share(carry):
+        page_indices, before, page_table, hits, _ = carry
+        _, page_indices, computed = jax.lax.while_loop(
+            lambda carry: carry[0],
+            lambda carry: _take_window(_with(state, *carry[1:]), shapes, order),
+            (jnp.asarray(True), page_indices, before),
+        )
+        column = jnp.arange(page_indices.shape[1], dtype=jnp.int32)[None, :]
+        found = (column >= (before // size)[:, None]) & (column < (computed // size)[:, None])
+        page_table = page_table.reclaim(jnp.where(found, page_indices, shapes.num_pages))
+        hits = hits + jnp.sum(found, dtype=jnp.int32)
+        return page_indices, computed, page_table, hits, _waits(_with(state, page_indices, computed), shapes, order)
 
-    return run_if(jnp.any(_shareable(state) > 0), share, (state, nobody))
+    table, counters = state.sequences, state.counters
+    carry = (table.page_indices.array, table.num_computed.array, state.page_table, counters.prefix_hits.array, nobody)
+    page_indices, computed, page_table, hits, waits = run_if(jnp.any(_shareable(state) > 0), share, carry)
+    state = _with(state, page_indices, computed)
+    return dataclasses.replace(state, page_table=page_table, counters=replace(counters, prefix_hits=hits)), waits
+
+
+def _with(state: DecodeState, page_indices: Array, computed: Array) -> DecodeState:
+    table = replace(state.sequences, page_indices=page_indices, num_computed=computed)
+    return dataclasses.replace(state, sequences=table)
 
 
 def register_pages(state: DecodeState, shapes: Shapes, before: Array, failed: Array) -> DecodeState:
@@ -62,14 +71,12 @@ def register_pages(state: DecodeState, shapes: Shapes, before: Array, failed: Ar
     size = state.page_table.page_size
     full = state.sequences.num_computed.array // size - before // size
     counts = jnp.where(failed, 0, full)
-    state = run_if(jnp.any(counts > 0), lambda state: _register(state, shapes, before, counts), state)
 
-    def forget(state: DecodeState) -> DecodeState:
-        assert state.prefix is not None
-        pages = jnp.where(failed[:, None], state.sequences.page_indices.array, state.prefix.num_pages)
-        return eqx.tree_at(lambda s: s.prefix, state, state.prefix.forget(pages))
+    def note(prefix: PrefixTable) -> PrefixTable:
+        prefix = _register(dataclasses.replace(state, prefix=prefix), shapes, before, counts)
+        return prefix.forget(jnp.where(failed[:, None], state.sequences.page_indices.array, prefix.num_pages))
 
-    return run_if(jnp.any(failed), forget, state)
+    return dataclasses.replace(state, prefix=run_if(jnp.any((counts > 0) | failed), note, state.prefix))
 
 
 def _shareable(state: DecodeState) -> Array:
@@ -110,9 +117,11 @@ def _page_before(table: SequenceTable, slots: Array, column: Array) -> Array:
     return jnp.where(column == 0, none, page)
 
 
-def _take_window(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Array, DecodeState]:
-    """Enter what is found among the next pages. Returns: whether there may be more; and the state, in which the pages
-    have no reference for it yet."""
+def _take_window(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Array, Array, Array]:
+    """Enter what is found among the next pages.
+
+    Returns: whether there may be more; `page_indices` and `num_computed`. The pages have no reference for it yet.
+    """
     table, size = state.sequences, state.page_table.page_size
     assert state.prefix is not None
     width = min(_WINDOW, table.page_indices.array.shape[1])
@@ -124,12 +133,8 @@ def _take_window(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Arra
     computed = table.num_computed.array.at[slots].get(mode="fill", fill_value=0)
     column = computed[:, None] // size + jnp.arange(width, dtype=jnp.int32)[None, :]
     row = jnp.where(pages < shapes.num_pages, slots[:, None], table.num_slots)
-    table = replace(
-        table,
-        page_indices=table.page_indices.array.at[row, column].set(pages, mode="drop"),
-        num_computed=table.num_computed.array.at[slots].add(found * size, mode="drop"),
-    )
-    return jnp.any(found == width), eqx.tree_at(lambda s: s.sequences, state, table)
+    page_indices = table.page_indices.array.at[row, column].set(pages, mode="drop")
+    return jnp.any(found == width), page_indices, table.num_computed.array.at[slots].add(found * size, mode="drop")
 
 
 def _waits(state: DecodeState, shapes: Shapes, order: Array) -> Array:
@@ -147,7 +152,7 @@ def _waits(state: DecodeState, shapes: Shapes, order: Array) -> Array:
     return jnp.zeros(table.num_slots, jnp.bool_).at[slots].set(waits, mode="drop")
 
 
-def _register(state: DecodeState, shapes: Shapes, before: Array, counts: Array) -> DecodeState:
+def _register(state: DecodeState, shapes: Shapes, before: Array, counts: Array) -> PrefixTable:
     table, size = state.sequences, state.page_table.page_size
     assert state.prefix is not None
     slot, item, valid = ragged_index(counts, jnp.int32(0), shapes.max_full_pages)
@@ -157,11 +162,10 @@ def _register(state: DecodeState, shapes: Shapes, before: Array, counts: Array) 
     none = state.prefix.num_pages
     pages = table.page_indices.array.at[slot, column].get(mode="fill", fill_value=none)
     position = column[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None, :]
-    prefix = state.prefix.register(
+    return state.prefix.register(
         jnp.where(valid, pages, none),
         _page_before(table, slot, first),
         table.roots.array.at[slot].get(mode="fill", fill_value=DEFAULT_ROOT),
         jnp.where(valid, item, 0),
         table.tokens.array.at[slot[:, None], position].get(mode="fill", fill_value=0),
     )
-    return eqx.tree_at(lambda s: s.prefix, state, prefix)

@@ -36,9 +36,9 @@ class EngineConfig:
     """Attention implementation: auto, xla, reference or, on a CPU, cpu, on an NVIDIA GPU, gpu."""
     products: str = "auto"
     """What computes matrix products: auto, xla or, on a CPU, cpu, on an NVIDIA GPU, gpu."""
-    prefix_cache: bool = True
+    prefix_cache: bool = False
     """Pages of equal beginnings are computed once: for requests that are there together, and for later ones for as long
-    as no other use was found for the pages."""
+    as no other use was found for the pages. Compiling takes some four seconds more on a CPU."""
     admission: str = "optimistic"
     """When requests enter: `optimistic` (as soon as there is a place; preemption makes room)."""
     numerics: str = "default"
