@@ -33,17 +33,17 @@ def test_requests_after_the_warmup_compile_nothing():
 def test_a_stored_model_is_read_while_the_round_is_compiled(tmp_path, monkeypatch):
     save_model(tiny_model(), tmp_path)
     stored, happened = open_model(resolve_source(tmp_path)), []
-    compile_round = Programs.compile_round
+    compile_all = Programs.compile_all
 
     def compile_first(*arguments):
-        compile_round(*arguments)
+        compile_all(*arguments)
         happened.append("compilation begun")
 
     def read():
         happened.append("read")
         return stored.read()
 
-    monkeypatch.setattr(Programs, "compile_round", compile_first)
+    monkeypatch.setattr(Programs, "compile_all", compile_first)
     config = EngineConfig(max_seqs=2, max_seq_len=32, page_size=4)
     engine = InferenceEngine(dataclasses.replace(stored, read=read), config=config)
     assert happened == ["compilation begun", "read"]

@@ -27,6 +27,7 @@ from levanter_infer.bench.workload import (
     random_model,
     random_prompts,
     round_up,
+    token_ids,
 )
 from levanter_infer.checkpoints.load import open_model
 from levanter_infer.checkpoints.save import save_model
@@ -160,7 +161,7 @@ def _run_checkpoint(directory: str, args: argparse.Namespace) -> dict[str, objec
         "output": args.output,
         "config": {"model": model_sizes(args), "dtype": args.dtype, "engine": engine.describe()},
         "workload_hash": digest([prompts, args.output]),
-        "output_hash": digest([completion.token_ids for output in outputs for completion in output.completions]),
+        "output_hash": digest(token_ids(outputs)),
     }
 
 

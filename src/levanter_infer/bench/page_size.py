@@ -20,6 +20,7 @@ from levanter_infer.bench.workload import (
     random_model,
     random_prompts,
     round_up,
+    token_ids,
 )
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
@@ -89,12 +90,12 @@ def measure(model, args: argparse.Namespace, batch: int, page_size: int) -> dict
         ),
         "decode_ticks": len(decode),
         "one_step_rounds_cost": round(sum(steps["seconds"]) / float(np.median(whole)), 3)
-        if steps["token_ids"] == [completion.token_ids for output in outputs for completion in output.completions]
+        if steps["token_ids"] == token_ids(outputs)
         else None,
         "wasted_percent": round(100 * (1 - sum(steps["stored"]) / sum(steps["room"])), 2),
         "config": {"model": model_sizes(args), "dtype": args.dtype, "engine": engine.describe()},
         "workload_hash": digest([prompts, args.output]),
-        "output_hash": digest([completion.token_ids for output in outputs for completion in output.completions]),
+        "output_hash": digest(token_ids(outputs)),
     }
 
 

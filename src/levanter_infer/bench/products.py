@@ -47,9 +47,10 @@ def measure(model: DecoderModel, rows: int, clock: Clock) -> dict[str, object]:
     parameters = parameters_of(model)
     lines: dict[str, dict] = {}
     outputs: list[float] = []
+    inputs = inputs_of(model, rows)
     for name, product in PRODUCTS.items():
-        inputs = inputs_of(model, rows)[name]
-        times, result = clock.per_trip(_over_layers(product), (inputs, jnp.float32(0)), model, jnp.int32(rows))
+        start = (inputs[name], jnp.float32(0))
+        times, result = clock.per_trip(_over_layers(product), start, model, jnp.int32(rows))
         outputs.append(float(result[1]))
         seconds = times["median"] / 1e3
         lines[name] = {
@@ -57,7 +58,7 @@ def measure(model: DecoderModel, rows: int, clock: Clock) -> dict[str, object]:
             "gb_per_s": round(parameters[name] * itemsize / seconds / 1e9, 2),
             "gflop_per_s": round(2 * rows * parameters[name] / seconds / 1e9, 1),
         }
-    idle = (inputs_of(model, rows)["out"], jnp.float32(0))
+    idle = (inputs["out"], jnp.float32(0))
     nothing, _ = clock.per_trip(_over_layers(PRODUCTS["out"]), idle, model, jnp.int32(0))
     per_step = {name: (1 if name == "head" else config.num_layers) for name in PRODUCTS}
     step = sum(lines[name]["ms"]["median"] * times for name, times in per_step.items())

@@ -53,7 +53,7 @@ def record(engine: InferenceEngine, prompts: Sequence[list[int]], max_tokens: in
     def on_update(_finished: int, _total: int, tokens: int) -> None:
         seconds.append(time.perf_counter() - start)
         generated.append(tokens)
-        computed.append(engine.stats()["computed_prompt_tokens"] - before)  # type: ignore[operator]
+        computed.append(engine.stats()["computed_prompt_tokens"] - before)
 
     outputs = engine.generate(requests, on_update=on_update)
     failed = [output.error for output in outputs if output.error is not None]

@@ -95,13 +95,13 @@ def make_engine(
 
 
 def kv_bytes_per_token(engine: InferenceEngine) -> float:
-    return engine.stats()["page_bytes"] / engine.shapes.page_size  # type: ignore[operator]
+    return engine.stats()["page_bytes"] / engine.shapes.page_size
 
 
 def memory(engine: InferenceEngine, live_tokens: int) -> dict[str, object]:
     """What was held at the fullest moment, against what had to be."""
     stats, each = engine.stats(), kv_bytes_per_token(engine)
-    held = stats["pages_peak"] * engine.shapes.page_size  # type: ignore[operator]
+    held = stats["pages_peak"] * engine.shapes.page_size
     return {
         "live_kv_bytes": int(live_tokens * each),
         "held_kv_bytes": int(held * each),
@@ -193,7 +193,7 @@ def chat(args) -> Iterator[dict]:
         history += words[len(history) : target]
         before = engine.stats()["computed_prompt_tokens"]
         progress = record(engine, [history], args.generate)
-        computed = engine.stats()["computed_prompt_tokens"] - before  # type: ignore[operator]
+        computed = engine.stats()["computed_prompt_tokens"] - before
         window = min(args.window, args.generate - 1)
         last = progress.seconds_of(args.generate - window, args.generate)
         yield {
@@ -324,7 +324,7 @@ def long(args) -> Iterator[dict]:
         seconds = progress.seconds_of(begin * args.batch, (begin + window) * args.batch)
         live = args.batch * (prompt_len + begin + window / 2)
         # The embeddings are the head too, so that a step reads all weights.
-        needed = engine.stats()["weights_bytes"] + live * kv_bytes_per_token(engine)  # type: ignore[operator]
+        needed = engine.stats()["weights_bytes"] + live * kv_bytes_per_token(engine)
         rates[name] = {
             "tokens_per_s": round(window * args.batch / seconds, 1),
             "ms_per_step": round(seconds / window * 1e3, 4),

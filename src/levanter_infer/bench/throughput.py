@@ -17,6 +17,7 @@ from levanter_infer.bench.workload import (
     random_model,
     random_prompts,
     round_up,
+    token_ids,
 )
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
@@ -61,10 +62,10 @@ def measure(
         requests = [Request(prompt_token_ids=ids, sampling=sampling) for ids in prompts]
         start = time.perf_counter()
         outputs = engine.generate(requests)
-        return time.perf_counter() - start, [c.token_ids for o in outputs for c in o.completions]
+        return time.perf_counter() - start, token_ids(outputs)
 
     seconds: dict[str, list[tuple[float, float]]] = {mode: [] for mode in modes}
-    token_ids = {mode: timed(mode, 1 + output)[1] for mode in modes}  # compiles
+    sampled = {mode: timed(mode, 1 + output)[1] for mode in modes}  # compiles
     for _ in range(args.repeats):
         for mode in modes:
             seconds[mode].append((timed(mode, 1)[0], timed(mode, 1 + output)[0]))
@@ -85,7 +86,7 @@ def measure(
                 "engine": {k: v for k, v in engine.describe().items() if k != "device"},
             },
             "workload_hash": digest([prompts, mode, output]),
-            "output_hash": digest(token_ids[mode]),
+            "output_hash": digest(sampled[mode]),
             "compilations": engine.stats()["compilations"],
         }
         for mode in modes

@@ -1,11 +1,13 @@
 """What the benches run: random models of known shapes and random prompts, from seeds."""
 
 import argparse
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from levanter_infer.engine.request import RequestOutput
 from levanter_infer.models.decoder import DecoderConfig, DecoderModel
 from levanter_infer.models.llama import LLAMA
 
@@ -101,3 +103,8 @@ def arrival_times(kind: str, count: int, rate: float, seed: int) -> list[float]:
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def token_ids(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    """The tokens of every completion, one behind the other."""
+    return [completion.token_ids for output in outputs for completion in output.completions]

@@ -135,17 +135,18 @@ class PrefixTable(eqx.Module):
         enters = shared & (first == index)
         older = jnp.where(enters & is_known, known, self.num_pages)
         target = jnp.where(shared, pages, self.num_pages)
+        without_orphans = self.forget(orphans)
         table = replace(
-            self.forget(orphans),
+            without_orphans,
             tokens=self.tokens.array.at[target].set(tokens, mode="drop"),
             parents=self.parents.array.at[older]
             .set(UNKNOWN, mode="drop")
             .at[target]
             .set(jnp.where(enters, parents, UNKNOWN), mode="drop"),
+            serials=without_orphans.serials.array.at[target].set(serials, mode="drop"),
             hashes=self.hashes.array.at[target].set(hashes, mode="drop"),
             next_serial=self.next_serial.array + jnp.where(has_numbers, jnp.sum(used, dtype=jnp.int32), 0),
         )
-        table = replace(table, serials=table.serials.array.at[target].set(serials, mode="drop"))
         return table._enter(jnp.where(enters, pages, self.num_pages), hashes, fresh)
 
     def findable(self, pages: Array) -> Array:

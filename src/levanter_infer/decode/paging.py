@@ -26,7 +26,7 @@ def pages_needed(state: DecodeState, take: Array) -> tuple[Array, Array]:
     table, size = state.sequences, state.page_table.page_size
     computed = table.num_computed.array
     new = pages_for(computed + take, size) - pages_for(computed, size)
-    tail = _page_at(table, computed // size)
+    tail = page_at(table, _all_slots(table), computed // size)
     shared = state.page_table.ref_counts.array.at[tail].get(mode="fill", fill_value=0) > 1
     return new, (take > 0) & (computed % size != 0) & shared
 
@@ -84,8 +84,8 @@ def take_pages(state: DecodeState, shapes: Shapes, take: Array) -> tuple[DecodeS
     table, page_table = state.sequences, state.page_table
     size, num_pages = page_table.page_size, page_table.num_pages
     new, shared = pages_needed(state, take)
-    first = table.num_computed.array // size
-    source = jnp.where(shared, _page_at(table, first), num_pages)
+    slots, first = _all_slots(table), table.num_computed.array // size
+    source = jnp.where(shared, page_at(table, slots, first), num_pages)
     copies = shared & ~run_if(jnp.any(shared), lambda _: _keeps_page(page_table, source), jnp.zeros_like(shared))
 
     counts = new + copies.astype(jnp.int32)
@@ -97,7 +97,7 @@ def take_pages(state: DecodeState, shapes: Shapes, take: Array) -> tuple[DecodeS
     page_indices = table.page_indices.array.at[jnp.where(valid, slot, table.num_slots), column].set(pages, mode="drop")
 
     source = jnp.where(copies, source, num_pages)
-    target = jnp.where(copies, _page_at(replace(table, page_indices=page_indices), first), num_pages)
+    target = jnp.where(copies, page_at(replace(table, page_indices=page_indices), slots, first), num_pages)
     # A copied page keeps at least one reference: `_keeps_page` leaves it to one of its holders.
     page_table = replace(page_table, ref_counts=page_table.ref_counts.array.at[source].add(-1, mode="drop"))
     counters, prefix = state.counters, state.prefix
@@ -218,11 +218,18 @@ def fork_when_ready(state: DecodeState) -> DecodeState:
     return eqx.tree_at(lambda s: s.sequences, state, table)
 
 
-def _page_at(table: SequenceTable, column: Array) -> Array:
-    """The page at `column` (i32[seq]) of each slot; none where there is none."""
-    slots = jnp.arange(table.num_slots, dtype=jnp.int32)
-    num_pages = jnp.iinfo(jnp.int32).max  # past the end of any pool, as columns past the end of the table are
-    return table.page_indices.array.at[slots, column].get(mode="fill", fill_value=num_pages)
+def page_at(table: SequenceTable, slots: Array, column: Array) -> Array:
+    """The page at `column` (i32[n]) of each of `slots` (i32[n]); none where there is none.
+
+    Requires: column is at least -1; before the first page there is none.
+    """
+    none = jnp.iinfo(jnp.int32).max  # past the end of any pool, as columns past the end of the table are
+    page = table.page_indices.array.at[slots, column].get(mode="fill", fill_value=none)
+    return jnp.where(column < 0, none, page)
+
+
+def _all_slots(table: SequenceTable) -> Array:
+    return jnp.arange(table.num_slots, dtype=jnp.int32)
 
 
 def _keeps_page(page_table: PageTable, source: Array) -> Array:

@@ -132,12 +132,8 @@ class Programs:
         self.reset = self._programs["reset"]
         self.zero_cache = self._programs["zero_cache"]
 
-    def compile_round(self, model, admission) -> None:
-        """Begin to compile the round, for arguments of these types, before there is a state or a model."""
-        self._programs["round"].compile(model, self.state_types, admission)
-
     def compile_all(self, model, admission) -> None:
-        """Begin to compile every program that has not been yet, side by side."""
+        """Begin to compile every program that has not been yet, side by side. Types of arguments will do."""
         arguments = {
             "init": (),
             "round": (model, self.state_types, admission),

@@ -15,7 +15,8 @@ from levanter_infer.cache import PrefixTable
 from levanter_infer.cache.named import replace
 from levanter_infer.cache.page_table import ragged_index, run_if
 from levanter_infer.cache.prefix_table import UNKNOWN, chained, content_hashes
-from levanter_infer.decode.sequence_table import DEFAULT_ROOT, RUNNING, SequenceTable
+from levanter_infer.decode.paging import page_at
+from levanter_infer.decode.sequence_table import DEFAULT_ROOT, RUNNING
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
 
@@ -59,21 +60,19 @@ def _with(state: DecodeState, page_indices: Array, computed: Array) -> DecodeSta
     return dataclasses.replace(state, sequences=table)
 
 
-def register_pages(state: DecodeState, shapes: Shapes, before: Array, failed: Array) -> DecodeState:
+def register_pages(state: DecodeState, shapes: Shapes, filled: Array, failed: Array) -> DecodeState:
     """Note the pages that this step has filled, and forget those of sequences that failed.
 
     Args:
-        before: i32[seq], `num_computed` before the step.
+        filled: i32[seq], how many pages the step has filled: the last full ones of each slot.
         failed: bool[seq]
     """
     if state.prefix is None:
         return state
-    size = state.page_table.page_size
-    full = state.sequences.num_computed.array // size - before // size
-    counts = jnp.where(failed, 0, full)
+    counts = jnp.where(failed, 0, filled)
 
     def note(prefix: PrefixTable) -> PrefixTable:
-        prefix = _register(dataclasses.replace(state, prefix=prefix), shapes, before, counts)
+        prefix = _register(dataclasses.replace(state, prefix=prefix), shapes, counts)
         return prefix.forget(jnp.where(failed[:, None], state.sequences.page_indices.array, prefix.num_pages))
 
     return dataclasses.replace(state, prefix=run_if(jnp.any((counts > 0) | failed), note, state.prefix))
@@ -103,18 +102,11 @@ def _next_pages(state: DecodeState, slots: Array, width: int) -> tuple[Array, Ar
     assert state.prefix is not None
     column = table.num_computed.array.at[slots].get(mode="fill", fill_value=0) // size
     serials, hashes = state.prefix.ends(
-        _page_before(table, slots, column), table.roots.array.at[slots].get(mode="fill", fill_value=DEFAULT_ROOT)
+        page_at(table, slots, column - 1), table.roots.array.at[slots].get(mode="fill", fill_value=DEFAULT_ROOT)
     )
     position = column[:, None] * size + jnp.arange(width * size, dtype=jnp.int32)[None, :]
     tokens = table.tokens.array.at[slots[:, None], position].get(mode="fill", fill_value=0)
     return serials, hashes, tokens.reshape(-1, width, size)
-
-
-def _page_before(table: SequenceTable, slots: Array, column: Array) -> Array:
-    """The page before each `column` i32[n]; none at the beginning."""
-    none = jnp.iinfo(jnp.int32).max
-    page = table.page_indices.array.at[slots, column - 1].get(mode="fill", fill_value=none)
-    return jnp.where(column == 0, none, page)
 
 
 def _take_window(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Array, Array, Array]:
@@ -152,19 +144,19 @@ def _waits(state: DecodeState, shapes: Shapes, order: Array) -> Array:
     return jnp.zeros(table.num_slots, jnp.bool_).at[slots].set(waits, mode="drop")
 
 
-def _register(state: DecodeState, shapes: Shapes, before: Array, counts: Array) -> PrefixTable:
+def _register(state: DecodeState, shapes: Shapes, counts: Array) -> PrefixTable:
     table, size = state.sequences, state.page_table.page_size
     assert state.prefix is not None
     slot, item, valid = ragged_index(counts, jnp.int32(0), shapes.max_full_pages)
     slot = jnp.where(valid, slot, table.num_slots)
-    first = before.at[slot].get(mode="fill", fill_value=0) // size
+    first = (table.num_computed.array // size - counts).at[slot].get(mode="fill", fill_value=0)
     column = first + item
     none = state.prefix.num_pages
     pages = table.page_indices.array.at[slot, column].get(mode="fill", fill_value=none)
     position = column[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None, :]
     return state.prefix.register(
         jnp.where(valid, pages, none),
-        _page_before(table, slot, first),
+        page_at(table, slot, first - 1),
         table.roots.array.at[slot].get(mode="fill", fill_value=DEFAULT_ROOT),
         jnp.where(valid, item, 0),
         table.tokens.array.at[slot[:, None], position].get(mode="fill", fill_value=0),

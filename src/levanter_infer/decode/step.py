@@ -198,20 +198,19 @@ def append(
     num_chunk_tokens = jnp.sum(jnp.where(q_lens > 1, q_lens, 0), dtype=jnp.int32)
     context_pages = jnp.where(plan.take > 0, pages_for(computed, shapes.page_size), 0)
     counters = state.counters
-    filled = jnp.where(plan.take > 1, computed // shapes.page_size - table.num_computed.array // shapes.page_size, 0)
+    filled = computed // shapes.page_size - table.num_computed.array // shapes.page_size
     counters = replace(
         counters,
-        prefix_misses=counters.prefix_misses.array + jnp.sum(filled, dtype=jnp.int32),
+        prefix_misses=counters.prefix_misses.array + jnp.sum(jnp.where(plan.take > 1, filled, 0), dtype=jnp.int32),
         steps=counters.steps.array + 1,
         generated=counters.generated.array + jnp.sum(emits, dtype=jnp.int32),
         prompt_tokens=counters.prompt_tokens.array + num_chunk_tokens,
         prompt_steps=counters.prompt_steps.array + (num_chunk_tokens > 0).astype(jnp.int32),
         pages_touched=counters.pages_touched.array + jnp.sum(context_pages, dtype=jnp.int32),
     )
-    before = table.num_computed.array
     table = replace(table, tokens=tokens, seq_lens=seq_lens, num_computed=computed)
     state = eqx.tree_at(lambda s: (s.sequences, s.counters), state, (table, counters))
-    state = register_pages(state, shapes, before, finished & (reasons == ERROR))
+    state = register_pages(state, shapes, filled, finished & (reasons == ERROR))
     ring = ring.push(emits, slots, sampled)
     state = fork_when_ready(state)
     return free_pages_for_finished(state, finished, reasons), ring

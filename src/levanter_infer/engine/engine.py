@@ -98,16 +98,10 @@ class InferenceEngine:
             on_recompile=logger.warning if self.config.recompilation == "warn" else None,
         )
         self._nothing = jax.device_put(empty_admission(self.shapes))
-        begin = time.perf_counter()
+        self._compile_s = 0.0
         if isinstance(model, StoredModel):
-            self.programs.compile_round(jax.eval_shape(self.backend.prepare, types), self._nothing)
-            if self.backend.on_cpu:  # which does both itself, and the compiler's memory is then the weights'
-                self.programs.wait()
-                return_free_memory()
-            self._compile_s = time.perf_counter() - begin
+            self._compile_ahead(types)
             model, donate_model = model.read(), True
-        else:
-            self._compile_s = 0.0
         self.model = self.backend.prepare(model, donate=donate_model)
         self.state = self.programs.init()
         self._uploaded: dict[tuple[int, int], Admission] = {}
@@ -123,6 +117,15 @@ class InferenceEngine:
         self._last_end = 0.0
         self._start_over()
         logger.info("engine: %s", self.describe())
+
+    def _compile_ahead(self, types) -> None:
+        """Begin to compile for a model that is yet to be read."""
+        begin = time.perf_counter()
+        self.programs.compile_all(jax.eval_shape(self.backend.prepare, types), self._nothing)
+        if self.backend.on_cpu:  # which does both itself, and the compiler's memory is then the weights'
+            self.programs.wait()
+            return_free_memory()
+        self._compile_s = time.perf_counter() - begin
 
     def _start_over(self) -> None:
         self._slots = SlotManager(self.shapes, self._eos)

@@ -32,15 +32,15 @@ def _available_bytes() -> int:
     """Memory that this process can still have: of the machine, and of the control group that it runs in."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError):  # what the system keeps of files can be given up for it
-        free = _kilobytes(Path("/proc/meminfo")).get("MemAvailable", free)
+        free = _bytes_by_name(Path("/proc/meminfo")).get("MemAvailable", free)
     with contextlib.suppress(OSError, ValueError):  # no limit: "max"
         group = Path("/sys/fs/cgroup")
         free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
     return free
 
 
-def _kilobytes(path: Path) -> dict[str, int]:
-    """Bytes, from lines such as `VmRSS:  123 kB`. Raises: OSError."""
+def _bytes_by_name(path: Path) -> dict[str, int]:
+    """Sizes in bytes, from lines such as `VmRSS:  123 kB`. Raises: OSError."""
     lines = (line.partition(":") for line in path.read_text().splitlines())
     return {name: int(rest.split()[0]) * 1024 for name, _, rest in lines if rest[-2:] == "kB"}
 
@@ -54,7 +54,7 @@ def _steady(size: int) -> int:
 def process_bytes() -> tuple[int, int]:
     """Resident memory of this process: now, and the most so far. Zeros where the system does not say (/proc)."""
     try:
-        found = _kilobytes(Path("/proc/self/status"))
+        found = _bytes_by_name(Path("/proc/self/status"))
     except OSError:
         return 0, 0
     return found.get("VmRSS", 0), found.get("VmHWM", 0)
