@@ -29,8 +29,8 @@ MAX_ROWS = 1_000_000
 MAX_N = 4096
 """Samples of one row, at most; the engine may allow fewer."""
 _JSONL = (".jsonl", ".ndjson")
-_ROW_KEYS = ("prompt", "prompt_token_ids", "messages", "id", "sampling", "cache_salt")
-_PROMPT_KEYS = _ROW_KEYS[:3]
+_ROW_KEYS = ("prompt", "prompt_token_ids", "messages", "id", "sampling", "cache_salt", "priority", "timeout_s")
+_PROMPT_KEYS, _POLICY_KEYS = _ROW_KEYS[:3], _ROW_KEYS[-3:]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +151,8 @@ def _make_request(content: Any, row_id: str, base: SamplingParams) -> Request:
     if sampling.n > MAX_N:
         raise ValueError(f"sampling.n={sampling.n}; expected at most {MAX_N}")
     prompt: dict[str, Any] = {kind: value}
-    return Request(**prompt, sampling=sampling, id=row_id, cache_salt=content.get("cache_salt"))
+    policies = {key: content[key] for key in _POLICY_KEYS if content.get(key) is not None}
+    return Request(**prompt, sampling=sampling, id=row_id, **policies)
 
 
 def merge_sampling(base: SamplingParams, overrides: Any) -> SamplingParams:

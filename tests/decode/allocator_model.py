@@ -21,6 +21,7 @@ class Slot:
     status: int = FREE
     reason: int = NOT_FINISHED
     arrival: int = 0
+    priority: int = 0
     source: int | None = None
     stop: int | None = None
     root: int = -1
@@ -104,11 +105,19 @@ class AllocatorModel:
     # Operations
 
     def admit(
-        self, slot: int, tokens, max_len: int, arrival: int, source: int | None, stop: int | None, root: int = -1
+        self,
+        slot: int,
+        tokens,
+        max_len: int,
+        arrival: int,
+        source: int | None,
+        stop: int | None,
+        root: int = -1,
+        priority: int = 0,
     ) -> None:
         assert not self.slots[slot].is_live
         self.slots[slot] = Slot(list(tokens), len(tokens), max_len, status=WAITING, arrival=arrival, source=source)
-        self.slots[slot].stop, self.slots[slot].root = stop, root
+        self.slots[slot].stop, self.slots[slot].root, self.slots[slot].priority = stop, root, priority
 
     def cancel(self, slots) -> None:
         self._finish({slot: ABORT for slot in slots if self.slots[slot].is_live})
@@ -143,7 +152,10 @@ class AllocatorModel:
     # The parts of a step
 
     def _order(self) -> list[int]:
-        return sorted((i for i, s in enumerate(self.slots) if s.is_live), key=lambda i: self.slots[i].arrival)
+        return sorted(
+            (i for i, s in enumerate(self.slots) if s.is_live),
+            key=lambda i: (self.slots[i].priority, self.slots[i].arrival),
+        )
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -155,21 +167,27 @@ class AllocatorModel:
         running = [s for s in self.slots if s.status == RUNNING]
         available = len(self.free) - sum(need(s) for s in running)
         places = self.max_seqs - len(running)
-        ready = [i for i in self._order() if self.slots[i].status == WAITING and self.slots[i].source is None]
-        for rank, i in enumerate(ready):
+        for rank, i in enumerate(self._ready()):
             available -= need(self.slots[i])
             if rank < places and (available >= 0 or (not running and rank == 0)):
                 self.slots[i].status = RUNNING
+
+    def _ready(self) -> list[int]:
+        return [i for i in self._order() if self.slots[i].status == WAITING and self.slots[i].source is None]
 
     def _shareable(self, slot: Slot) -> int:
         return (len(slot.tokens) - 1) // self.page_size - slot.computed // self.page_size
 
     def _reuse_pages(self) -> None:
-        running = [i for i in self._order() if self.slots[i].status == RUNNING] if self.prefix else []
-        for slot in (self.slots[i] for i in running):
+        if self.prefix is None:
+            return
+        running = [i for i in self._order() if self.slots[i].status == RUNNING]
+        ready = self._ready()[:1] if len(running) < self.max_seqs else []
+        held = {page for page, count in enumerate(self.refs) if count}
+        for slot in (self.slots[i] for i in self._order() if i in running + ready):
             while slot.computed % self.page_size == 0 and self._shareable(slot) > 0:
-                page = self.prefix.find(slot, slot.computed // self.page_size)  # type: ignore[union-attr]
-                if page is None:
+                page = self.prefix.find(slot, slot.computed // self.page_size)
+                if page is None or (slot.status != RUNNING and page not in held):
                     break
                 if page in self.free:
                     self.free.remove(page)

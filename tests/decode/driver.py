@@ -133,7 +133,9 @@ class Driver:
     def live_slots(self) -> list[int]:
         return [i for i, slot in enumerate(self.model.slots) if slot.is_live]
 
-    def admit(self, prompt: list[int], max_tokens: int, n: int, stop: int | None, root: int = -1) -> None:
+    def admit(
+        self, prompt: list[int], max_tokens: int, n: int, stop: int | None, root: int = -1, priority: int = 0
+    ) -> None:
         """Admit one request with `n` samples into the first free slots; as many as there are, if fewer."""
         slots = self.free_slots()[:n]
         if not slots:
@@ -146,6 +148,7 @@ class Driver:
         fields["slot_ids"] = np.full(SHAPES.num_slots, SHAPES.num_slots, np.int32)
         fields["fork_source"] = np.full(SHAPES.num_slots, SHAPES.num_slots, np.int32)
         fields["roots"] = np.full(SHAPES.num_slots, root, np.int32)
+        fields["priority"] = np.full(SHAPES.num_slots, priority, np.int32)
         fields["complete"] = np.ones(SHAPES.num_slots, bool)
         tokens = np.zeros(SHAPES.upload_tokens, np.int32)
         tokens[: len(prompt)] = prompt
@@ -158,7 +161,8 @@ class Driver:
             fields["arrival"][row] = self.arrivals
             fields["fork_source"][row] = SHAPES.num_slots if row == 0 else slots[0]
             columns.set(row, params, seed=0, sample_index=row, eos_token_ids=())
-            self.model.admit(slot, prompt, max_len, self.arrivals, None if row == 0 else slots[0], stop, root)
+            source = None if row == 0 else slots[0]
+            self.model.admit(slot, prompt, max_len, self.arrivals, source, stop, root, priority)
         self._apply({**fields, "tokens": tokens, "sampling": columns.table(), "has_pieces": np.asarray(True)})
 
     def cancel(self, slots: list[int]) -> None:
@@ -239,7 +243,8 @@ def random_operation(driver: Driver, rng: np.random.Generator) -> str:
         if rng.random() < 0.7:  # a beginning that others have too
             prompt = ([3, 1, 4, 1, 2] if rng.random() < 0.7 else [3, 1, 0, 1, 2])[: rng.integers(6)] + prompt
         root = -1 if rng.random() < 0.8 else -2
-        driver.admit(prompt[:12], int(rng.integers(1, 12)), int(rng.integers(1, 4)), stop, root)
+        priority = int(rng.integers(-1, 2)) if rng.random() < 0.3 else 0
+        driver.admit(prompt[:12], int(rng.integers(1, 12)), int(rng.integers(1, 4)), stop, root, priority)
     elif kind == "step":
         driver.step(int(rng.integers(0, 2**31)))
     elif kind == "cancel":

@@ -20,9 +20,10 @@ class Tables(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         n=st.integers(1, 3),
         stop=st.none() | st.integers(0, VOCAB - 1),
+        priority=st.sampled_from([0, 0, 0, 1, -1]),
     )
-    def admit(self, prompt, max_tokens, n, stop):
-        self.driver.admit(prompt, max_tokens, n, stop)
+    def admit(self, prompt, max_tokens, n, stop, priority):
+        self.driver.admit(prompt, max_tokens, n, stop, priority=priority)
 
     @rule(seed=st.integers(0, 2**20))
     def step(self, seed):

@@ -130,6 +130,22 @@ def test_a_preempted_sequence_finds_its_pages_again():
     assert engine.stats()["preemptions"] > 0 and engine.stats()["prefix_hits"] > 0
 
 
+def test_who_waits_to_start_needs_room_only_for_what_nobody_holds():
+    """Four sequences of ten pages, eight of them common, in a pool that holds 20."""
+    engine = make_engine(max_pages=20)
+    requests = [request(text(33) + [i] * 3, max_tokens=4) for i in range(4)]
+    groups = [engine.submit(asked) for asked in requests]
+    running = 0
+    while not all(group.is_done for group in groups):
+        engine.step_round(max_steps=1)
+        running = max(running, engine.stats()["running"])
+    engine.drain()
+    check_invariants(engine.state.decode)
+    assert running == 4 and engine.stats()["preemptions"] == 0
+    for asked, group in zip(requests, groups, strict=True):
+        assert group.sequences[0].token_ids == uncached_greedy(tiny_model(), list(asked.prompt_token_ids), 4)
+
+
 def test_without_the_cache_nothing_is_shared():
     engine = make_engine(prefix_cache=False)
     run(engine, request(text(18)))

@@ -32,6 +32,7 @@ class Admission(eqx.Module):
     prompt_lens: ht.i32[NamedArray, " admitted"]
     max_lens: ht.i32[NamedArray, " admitted"]
     arrival: ht.i32[NamedArray, " admitted"]
+    priority: ht.i32[NamedArray, " admitted"]
     roots: ht.i32[NamedArray, " admitted"]
     fork_source: ht.i32[NamedArray, " admitted"]
     """Slot whose prompt is shared; it holds the whole prompt by the end of this admission. None: not a fork."""
@@ -97,6 +98,7 @@ def _write_pieces(state: DecodeState, admission: Admission) -> DecodeState:
         status=column_of("status", jnp.where(admission.complete.array, WAITING, LOADING).astype(jnp.int32)),
         finish_reason=column_of("finish_reason", jnp.full_like(slots, NOT_FINISHED)),
         arrival=column_of("arrival", admission.arrival.array),
+        priority=column_of("priority", admission.priority.array),
         prompt_lens=column_of("prompt_lens", admission.prompt_lens.array),
         max_lens=column_of("max_lens", admission.max_lens.array),
         roots=column_of("roots", admission.roots.array),

@@ -1,6 +1,6 @@
 """What runs next: which waiting sequences start, and which tokens the step computes.
 
-All policies are prefix sums over slots ordered by arrival; nothing loops over sequences.
+All policies are prefix sums over slots in the order of `in_order`; nothing loops over sequences.
 """
 
 import equinox as eqx
@@ -8,9 +8,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.cache.named import replace
-from levanter_infer.decode.sequence_table import RUNNING, WAITING, pages_for
+from levanter_infer.decode.sequence_table import RUNNING, is_ready, pages_for
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
+
+_MEMORY = 1 - 1 / 32
+"""What the mean share of generated tokens keeps at each sequence that ends."""
 
 
 class StepPlan(eqx.Module):
@@ -19,7 +22,7 @@ class StepPlan(eqx.Module):
     take: Array
     """[seq] tokens of each slot that this step computes."""
     slot_ids: Array
-    """[row] slots that take part: those that decode, oldest first, then prompts, oldest first."""
+    """[row] slots that take part: those that decode, in order, then prompts, in order."""
     cu_q_lens: Array
     """[row + 1] bounds of each row's tokens."""
     num_rows: Array
@@ -27,18 +30,16 @@ class StepPlan(eqx.Module):
 
 
 def start_waiting(state: DecodeState, shapes: Shapes, order: Array) -> DecodeState:
-    """Give free places to waiting sequences, in order of arrival.
+    """Give free places to waiting sequences, in order.
 
-    One starts only if the pages that it needs for all its known tokens are free beyond those that the running ones
-    still need and one more for each of them: otherwise it would be preempted again at once. If nobody runs, the
-    oldest starts in any case; pages are then found by preemption.
+    One starts only if the pages that it will need (`_room_for`) are free beyond those that the running ones will. If
+    nobody runs, the first starts in any case; pages are then found by preemption.
     """
     table, page_table = state.sequences, state.page_table
     size = page_table.page_size
-    running = table.is_status(RUNNING)
-    ready = table.is_status(WAITING) & (table.fork_source.array == table.num_slots)
-    # One page more than the tokens need: the next page of a growing sequence, or the copy of a shared tail.
-    need = jnp.maximum(pages_for(table.seq_lens.array + 1, size) + 1 - table.num_held(size), 0)
+    running, ready = table.is_status(RUNNING), is_ready(table)
+    # One page more than the tokens need, for the copy of a shared tail.
+    need = jnp.maximum(pages_for(_room_for(state, shapes), size) + 1 - table.num_held(size), 0)
     num_running = jnp.sum(running, dtype=jnp.int32)
     available = page_table.num_free.array - jnp.sum(jnp.where(running, need, 0), dtype=jnp.int32)
 
@@ -51,11 +52,39 @@ def start_waiting(state: DecodeState, shapes: Shapes, order: Array) -> DecodeSta
     return eqx.tree_at(lambda s: s.sequences, state, replace(table, status=status))
 
 
+def _room_for(state: DecodeState, shapes: Shapes) -> Array:
+    """Tokens that each slot is given room for when it starts, i32[seq].
+
+    optimistic: those that are known, and the next: with less it would be preempted again at once. worst_case: all that
+    it may generate: nobody is ever preempted. expected: the share of these that recent sequences have generated.
+    """
+    table = state.sequences
+    known, most = table.seq_lens.array + 1, table.max_lens.array
+    if shapes.admission == "optimistic":
+        return known
+    if shapes.admission == "worst_case":
+        return most
+    prompt_lens = table.prompt_lens.array
+    share = state.generated_share.array * (most - prompt_lens).astype(jnp.float32)
+    return jnp.clip(prompt_lens + jnp.ceil(share).astype(jnp.int32), known, jnp.maximum(known, most))
+
+
+def expect(state: DecodeState, finished: Array) -> DecodeState:
+    """Learn from the sequences in the mask `finished`, bool[seq], how much of what they may others generate."""
+    table = state.sequences
+    prompt_lens = table.prompt_lens.array
+    share = (table.seq_lens.array - prompt_lens) / jnp.maximum(table.max_lens.array - prompt_lens, 1)
+    count = jnp.sum(finished, dtype=jnp.int32)
+    mean = jnp.sum(jnp.where(finished, share, 0.0)) / jnp.maximum(count, 1).astype(jnp.float32)
+    kept = jnp.power(_MEMORY, count.astype(jnp.float32))
+    return replace(state, generated_share=kept * state.generated_share.array + (1.0 - kept) * mean)
+
+
 def choose_tokens(state: DecodeState, shapes: Shapes, order: Array, waits: Array) -> Array:
     """Tokens that each slot computes in this step, i32[seq]; none for those in the mask `waits`.
 
-    Every running sequence with one pending token decodes; what is left of the token budget goes to prompts in order
-    of arrival, the last of them in part. Decoding never waits for prompts. Prompts are not starved either: one that
+    Every running sequence with one pending token decodes; what is left of the token budget goes to prompts in
+    order, the last of them in part. Decoding never waits for prompts. Prompts are not starved either: one that
     runs holds one of `max_seqs <= max_step_tokens` places, so at least one token of the budget is left for it.
     """
     table = state.sequences

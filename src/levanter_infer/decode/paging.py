@@ -32,9 +32,9 @@ def pages_needed(state: DecodeState, take: Array) -> tuple[Array, Array]:
 
 
 def preempt(state: DecodeState, order: Array, take: Array) -> tuple[DecodeState, Array]:
-    """Take pages back from the youngest sequences until the step's needs can be met.
+    """Take pages back from the last sequences in `order` until the step's needs can be met.
 
-    A preempted sequence keeps its tokens, waits, and computes them again later. The oldest is never preempted, and
+    A preempted sequence keeps its tokens, waits, and computes them again later. The first is never preempted, and
     admission has made sure that it fits alone.
 
     Returns: the new state, and `take` without those that were preempted.
@@ -49,7 +49,7 @@ def preempt(state: DecodeState, order: Array, take: Array) -> tuple[DecodeState,
         rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32))
         released = _released_by_suffix(table, state.page_table, rank)
         needed = jnp.cumsum(need[order], dtype=jnp.int32)
-        # Survivors are the k oldest. Their needs grow with k and what the others give back shrinks.
+        # Survivors are the first k. Their needs grow with k and what the others give back shrinks.
         fits = needed <= state.page_table.num_free.array + released
         survivors = jnp.maximum(jnp.sum(fits, dtype=jnp.int32), 1)
         live = (table.status.array == RUNNING) | (table.status.array == WAITING)
@@ -249,14 +249,14 @@ def _keeps_page(page_table: PageTable, source: Array) -> Array:
 
 
 def _released_by_suffix(table: SequenceTable, page_table: PageTable, rank: Array) -> Array:
-    """Pages that become free if all slots younger than the k + 1 oldest give theirs back, i32[k].
+    """Pages that become free if all slots after the first k + 1 give theirs back, i32[k].
 
     Args:
-        rank: i32[seq], place of each slot in the order of arrival.
+        rank: i32[seq], place of each slot in the order.
     """
     num_slots, num_pages = table.num_slots, page_table.num_pages
     pages = table.page_indices.array
     holder = jnp.broadcast_to(rank[:, None], pages.shape)
-    oldest = jnp.full(num_pages, num_slots, jnp.int32).at[pages].min(holder, mode="drop")
-    freed = jnp.zeros(num_slots, jnp.int32).at[oldest].add(1, mode="drop")
+    first = jnp.full(num_pages, num_slots, jnp.int32).at[pages].min(holder, mode="drop")
+    freed = jnp.zeros(num_slots, jnp.int32).at[first].add(1, mode="drop")
     return jnp.sum(freed, dtype=jnp.int32) - jnp.cumsum(freed, dtype=jnp.int32)

@@ -49,7 +49,9 @@ class SequenceTable(eqx.Module):
     status: ht.i32[NamedArray, " seq"]
     finish_reason: ht.i32[NamedArray, " seq"]
     arrival: ht.i32[NamedArray, " seq"]
-    """Order of arrival, smallest first: who runs first, and (largest) who is preempted first."""
+    """Order of arrival within a priority, smallest first: who runs first, and (largest) who is preempted first."""
+    priority: ht.i32[NamedArray, " seq"]
+    """Smallest first."""
     prompt_lens: ht.i32[NamedArray, " seq"]
     max_lens: ht.i32[NamedArray, " seq"]
     """`seq_lens` at which the sequence ends with reason LENGTH."""
@@ -69,6 +71,7 @@ class SequenceTable(eqx.Module):
             status=full((seq,), FREE),
             finish_reason=full((seq,), NOT_FINISHED),
             arrival=full((seq,), 0),
+            priority=full((seq,), 0),
             prompt_lens=full((seq,), 0),
             max_lens=full((seq,), 0),
             roots=full((seq,), DEFAULT_ROOT),
@@ -97,8 +100,14 @@ def pages_for(num_tokens: Tokens, page_size: int) -> Tokens:
     return (num_tokens + (page_size - 1)) // page_size
 
 
-def by_arrival(table: SequenceTable) -> Array:
-    """Slots from the oldest to the youngest, i32[seq]; slots that hold no sequence come last."""
+def in_order(table: SequenceTable) -> Array:
+    """Slots by priority, and of one priority from the oldest to the youngest, i32[seq]; slots that hold no sequence
+    come last."""
     live = (table.status.array > FREE) & (table.status.array < FINISHED)
-    order = jnp.argsort(jnp.where(live, table.arrival.array, jnp.iinfo(jnp.int32).max), stable=True)
-    return order.astype(jnp.int32)
+    priority = jnp.where(live, table.priority.array, jnp.iinfo(jnp.int32).max)
+    return jnp.lexsort((table.arrival.array, priority)).astype(jnp.int32)
+
+
+def is_ready(table: SequenceTable) -> Array:
+    """Slots that wait for nothing but a place, bool[seq]."""
+    return table.is_status(WAITING) & (table.fork_source.array == table.num_slots)

@@ -27,6 +27,8 @@ class Shapes:
     upload_tokens: int
     """Prompt tokens that one `Admission` can carry."""
     limits: SamplingLimits
+    admission: str = "optimistic"
+    """How much room a sequence is given when it starts: optimistic, expected or worst_case; see `packing`."""
     prefix_cache: bool = False
     """Whether pages are found again by what they hold."""
     sampled_rows: int | None = MIN_ROWS

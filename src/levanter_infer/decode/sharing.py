@@ -1,5 +1,7 @@
 """Sharing of equal beginnings: pages are found before they are computed, and noted when they are full.
 
+The next one to start looks too, and takes what others hold: that costs nothing, and it needs that much less to start.
+
 Nothing here remembers who computes what. At each step a sequence that stands at the beginning of a page that others can
 use looks for it; if another one computes the same page at this moment, it waits. Should that one end, the next to
 look finds nobody ahead of it, and computes the page itself.
@@ -16,7 +18,7 @@ from levanter_infer.cache.named import replace
 from levanter_infer.cache.page_table import ragged_index, run_if
 from levanter_infer.cache.prefix_table import UNKNOWN, chained, content_hashes
 from levanter_infer.decode.paging import page_at
-from levanter_infer.decode.sequence_table import DEFAULT_ROOT, RUNNING
+from levanter_infer.decode.sequence_table import DEFAULT_ROOT, RUNNING, SequenceTable, is_ready
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
 
@@ -25,7 +27,7 @@ _WINDOW = 32
 
 
 def reuse_pages(state: DecodeState, shapes: Shapes, order: Array) -> tuple[DecodeState, Array]:
-    """Give running sequences the pages that hold what they would compute next.
+    """Give running sequences, and the next one to start, the pages that hold what they would compute next.
 
     Returns: the new state, and which slots leave the next page to another one that computes it, bool[seq].
     """
@@ -39,7 +41,7 @@ def reuse_pages(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Decod
         page_indices, before, page_table, hits, _ = carry
         _, page_indices, computed = jax.lax.while_loop(
             lambda carry: carry[0],
-            lambda carry: _take_window(_with(state, *carry[1:]), shapes, order),
+            lambda carry: _take_window(_with(state, *carry[1:]), shapes, order, seekers),
             (jnp.asarray(True), page_indices, before),
         )
         column = jnp.arange(page_indices.shape[1], dtype=jnp.int32)[None, :]
@@ -49,8 +51,9 @@ def reuse_pages(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Decod
         return page_indices, computed, page_table, hits, _waits(_with(state, page_indices, computed), shapes, order)
 
     table, counters = state.sequences, state.counters
+    seekers = _seekers(table, shapes, order)
     carry = (table.page_indices.array, table.num_computed.array, state.page_table, counters.prefix_hits.array, nobody)
-    page_indices, computed, page_table, hits, waits = run_if(jnp.any(_shareable(state) > 0), share, carry)
+    page_indices, computed, page_table, hits, waits = run_if(jnp.any(_shareable(state, seekers) > 0), share, carry)
     state = _with(state, page_indices, computed)
     return dataclasses.replace(state, page_table=page_table, counters=replace(counters, prefix_hits=hits)), waits
 
@@ -78,14 +81,21 @@ def register_pages(state: DecodeState, shapes: Shapes, filled: Array, failed: Ar
     return dataclasses.replace(state, prefix=run_if(jnp.any((counts > 0) | failed), note, state.prefix))
 
 
-def _shareable(state: DecodeState) -> Array:
-    """Full pages of known text that each slot has yet to compute and others may use, i32[seq].
+def _seekers(table: SequenceTable, shapes: Shapes, order: Array) -> Array:
+    """Who looks for pages: those that run, and the first that is ready to if there is a place, bool[seq]."""
+    running, ready = table.is_status(RUNNING), is_ready(table)
+    next_one = jnp.where(jnp.sum(running) < shapes.max_seqs, order[jnp.argmax(ready[order])], table.num_slots)
+    return running | (ready & (jnp.arange(table.num_slots) == next_one))
+
+
+def _shareable(state: DecodeState, slots: Array) -> Array:
+    """Full pages of known text that each slot in the mask `slots` has yet to compute and others may use, i32[seq].
 
     A sequence computes its last token in any case: it samples from it.
     """
     table, size = state.sequences, state.page_table.page_size
     pages = (table.seq_lens.array - 1) // size - table.num_computed.array // size
-    return jnp.where(table.is_status(RUNNING), pages, 0)
+    return jnp.where(slots, pages, 0)
 
 
 def _rows(shapes: Shapes, order: Array, chosen: Array) -> Array:
@@ -109,7 +119,7 @@ def _next_pages(state: DecodeState, slots: Array, width: int) -> tuple[Array, Ar
     return serials, hashes, tokens.reshape(-1, width, size)
 
 
-def _take_window(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Array, Array, Array]:
+def _take_window(state: DecodeState, shapes: Shapes, order: Array, seekers: Array) -> tuple[Array, Array, Array]:
     """Enter what is found among the next pages.
 
     Returns: whether there may be more; `page_indices` and `num_computed`. The pages have no reference for it yet.
@@ -117,14 +127,18 @@ def _take_window(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Arra
     table, size = state.sequences, state.page_table.page_size
     assert state.prefix is not None
     width = min(_WINDOW, table.page_indices.array.shape[1])
-    shareable = jnp.where(table.num_computed.array % size == 0, _shareable(state), 0)
+    shareable = jnp.where(table.num_computed.array % size == 0, _shareable(state, seekers), 0)
     slots = _rows(shapes, order, shareable > 0)
     serials, hashes, tokens = _next_pages(state, slots, width)
-    pages, found = state.prefix.find(serials, hashes, tokens, shareable.at[slots].get(mode="fill", fill_value=0))
+    pages, _ = state.prefix.find(serials, hashes, tokens, shareable.at[slots].get(mode="fill", fill_value=0))
+    refs = state.page_table.ref_counts.array.at[pages].get(mode="fill", fill_value=0)
+    runs = table.status.array.at[slots].get(mode="fill", fill_value=0) == RUNNING
+    takes = jnp.cumprod((pages < shapes.num_pages) & (runs[:, None] | (refs > 0)), axis=1, dtype=jnp.int32)
+    found = jnp.sum(takes, axis=1, dtype=jnp.int32)
 
     computed = table.num_computed.array.at[slots].get(mode="fill", fill_value=0)
     column = computed[:, None] // size + jnp.arange(width, dtype=jnp.int32)[None, :]
-    row = jnp.where(pages < shapes.num_pages, slots[:, None], table.num_slots)
+    row = jnp.where(takes > 0, slots[:, None], table.num_slots)
     page_indices = table.page_indices.array.at[row, column].set(pages, mode="drop")
     return jnp.any(found == width), page_indices, table.num_computed.array.at[slots].add(found * size, mode="drop")
 
@@ -132,7 +146,7 @@ def _take_window(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Arra
 def _waits(state: DecodeState, shapes: Shapes, order: Array) -> Array:
     """Which slots stand before a page that another one computes: one that is ahead within it, or older. bool[seq]"""
     table, size = state.sequences, state.page_table.page_size
-    slots = _rows(shapes, order, _shareable(state) > 0)
+    slots = _rows(shapes, order, _shareable(state, table.is_status(RUNNING)) > 0)
     serials, hashes, tokens = _next_pages(state, slots, 1)
     page = chained(content_hashes(tokens[:, 0]), jnp.zeros_like(slots), hashes)
     begun = table.num_computed.array.at[slots].get(mode="fill", fill_value=0) % size

@@ -2,6 +2,7 @@
 
 import equinox as eqx
 import haliax.haxtyping as ht
+import jax.numpy as jnp
 from haliax import NamedArray
 
 from levanter_infer.axes import SEQ
@@ -52,6 +53,8 @@ class DecodeState(eqx.Module):
     page_table: PageTable
     prefix: PrefixTable | None
     """None: nothing is looked for."""
+    generated_share: ht.f32[NamedArray, ""]
+    """Of the tokens that it might generate, how many a sequence does: mean of recent ones; 1 at first."""
     counters: Counters
 
     @staticmethod
@@ -61,6 +64,7 @@ class DecodeState(eqx.Module):
             sampling=SamplingTable.empty(SEQ, shapes.num_slots, shapes.limits),
             page_table=PageTable.init(shapes.num_pages, shapes.page_size),
             prefix=PrefixTable.init(shapes.num_pages, shapes.page_size) if shapes.prefix_cache else None,
+            generated_share=scalar(1.0, jnp.float32),
             counters=Counters.init(),
         )
 

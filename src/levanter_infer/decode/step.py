@@ -11,10 +11,10 @@ from levanter_infer.cache import KvPages, PageBatchInfo
 from levanter_infer.cache.named import replace, scalar
 from levanter_infer.cache.page_table import run_if
 from levanter_infer.decode.outputs import OutputRing
-from levanter_infer.decode.packing import StepPlan, choose_tokens, pack, start_waiting
+from levanter_infer.decode.packing import StepPlan, choose_tokens, expect, pack, start_waiting
 from levanter_infer.decode.paging import fork_when_ready, free_pages_for_finished, preempt, take_pages
 from levanter_infer.decode.sampling import LogitStats, SampleOutput, sample, stop_match
-from levanter_infer.decode.sequence_table import ERROR, LENGTH, STOP, by_arrival, pages_for
+from levanter_infer.decode.sequence_table import ERROR, LENGTH, STOP, in_order, pages_for
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.sharing import register_pages, reuse_pages
 from levanter_infer.decode.state import DecodeState, GenState
@@ -40,7 +40,7 @@ def schedule(state: DecodeState, shapes: Shapes) -> tuple[DecodeState, StepPlan,
 
     Returns: the new state, the plan, and (source, target) pages to copy before anything is written.
     """
-    order = by_arrival(state.sequences)
+    order = in_order(state.sequences)
     state = start_waiting(state, shapes, order)
     state, waits = reuse_pages(state, shapes, order)
     take = choose_tokens(state, shapes, order, waits)
@@ -212,6 +212,8 @@ def append(
     state = eqx.tree_at(lambda s: (s.sequences, s.counters), state, (table, counters))
     state = register_pages(state, shapes, filled, finished & (reasons == ERROR))
     ring = ring.push(emits, slots, sampled)
+    if shapes.admission == "expected":
+        state = expect(state, finished & (reasons != ERROR))
     state = fork_when_ready(state)
     return free_pages_for_finished(state, finished, reasons), ring
 

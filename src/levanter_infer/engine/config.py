@@ -40,7 +40,9 @@ class EngineConfig:
     """Pages of equal beginnings are computed once: for requests that are there together, and for later ones for as long
     as no other use was found for the pages. Compiling takes some four seconds more on a CPU."""
     admission: str = "optimistic"
-    """When requests enter: `optimistic` (as soon as there is a place; preemption makes room)."""
+    """How much room in the pool a sequence needs to start: `optimistic`, for the tokens that are known; preemption
+    makes room later. `expected`: for as many more as recent sequences have generated of what they might.
+    `worst_case`: for all that it may generate; nobody is preempted."""
     numerics: str = "default"
     """`default`: random numbers depend on the request alone; rounding may depend on its company. `batch_invariant`:
     tokens and logprobs are the same to the bit in any company; refused where the kernels do not give that."""
@@ -74,8 +76,8 @@ class EngineConfig:
             raise ValueError(f"engine.kv_dtype={self.kv_dtype!r}: expected one of {', '.join(_KV_DTYPES)}")
         if not isinstance(self.prefix_cache, bool):
             raise ValueError(f"engine.prefix_cache={self.prefix_cache!r}: expected true or false")
-        if self.admission != "optimistic":
-            raise ValueError(f"engine.admission={self.admission!r} is not available; this version has: optimistic")
+        if self.admission not in ("optimistic", "expected", "worst_case"):
+            raise ValueError(f"engine.admission={self.admission!r}: expected optimistic, expected or worst_case")
         if self.recompilation not in ("error", "warn"):
             raise ValueError(f"engine.recompilation={self.recompilation!r}: expected error or warn")
         if self.numerics not in ("default", "batch_invariant"):
@@ -125,6 +127,7 @@ def resolve_shapes(config: EngineConfig, model, num_eos: int, unread_bytes: int 
         page_size=page_size,
         max_step_tokens=max_step_tokens,
         max_round_steps=config.max_round_steps,
+        admission=config.admission,
         prefix_cache=config.prefix_cache,
         upload_tokens=max(MIN_UPLOAD_TOKENS, max_step_tokens),
         limits=SamplingLimits(

@@ -14,27 +14,23 @@ from levanter_infer.checkpoints.load import StoredModel
 from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.outputs import HostOutputs, RoundOutputs
 from levanter_infer.decode.programs import Programs
-from levanter_infer.decode.sequence_table import DEFAULT_ROOT, pages_for
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
+from levanter_infer.engine.intake import Intake
 from levanter_infer.engine.memory_audit import audit
 from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.pace import Pace
-from levanter_infer.engine.params import SamplingParams, check_limits, derive_seed
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.engine.sequence import Group
 from levanter_infer.engine.sequence import Sequence as HostSequence
 from levanter_infer.engine.slots import SlotManager, empty_admission
 from levanter_infer.engine.stats import Stats
-from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.runtime.memory import peak_bytes, return_free_memory
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.0005
-_MAX_SALT = 256
-"""Characters of a request's `cache_salt`, at most."""
 
 
 @dataclasses.dataclass
@@ -111,10 +107,10 @@ class InferenceEngine:
             weights_bytes=self._weights_bytes,
         )
         self._rounds = self._submissions = 0
-        self._roots: dict[str, int] = {}
         self._warm = False
         self._pace = Pace(self.config.max_round_steps, self.config.max_round_seconds)
         self._last_end = 0.0
+        self._intake = Intake(self.shapes, self.config, tokenizer, seed)
         self._start_over()
         logger.info("engine: %s", self.describe())
 
@@ -168,7 +164,7 @@ class InferenceEngine:
             self.warmup()
             for i, request in enumerate(requests):
                 try:
-                    groups[i] = self._make_group(request, str(i))
+                    groups[i] = self._intake.group(request, str(i))
                 except ValueError as error:
                     name = request.id if request.id is not None else str(i)
                     given = request.prompt_token_ids
@@ -203,9 +199,10 @@ class InferenceEngine:
                 round is read. With 1 every token shows as soon as it is there and every step can be timed, at the
                 price of a launch and a download each.
         """
+        expired = self._slots.expire(time.perf_counter())
         launched = self._launch(max_steps)
         previous, self._in_flight = self._in_flight, launched
-        return self._read(previous) if previous is not None else []
+        return expired + (self._read(previous) if previous is not None else [])
 
     def linger(self) -> None:
         """Wait until the round in flight has ended or is about to; returns at once if there is none.
@@ -228,6 +225,7 @@ class InferenceEngine:
             previous, self._in_flight = self._in_flight, None
             if previous is not None:
                 self._read(previous)
+            self._slots.expire(time.perf_counter())
             if not self._slots.is_idle:
                 self._in_flight = self._launch()
         self._stats.on_idle()
@@ -235,7 +233,7 @@ class InferenceEngine:
     def submit(self, request: Request) -> Group:
         """Queue a request for the coming rounds. Raises: ValueError if it cannot be served."""
         self.warmup()
-        group = self._make_group(request, str(self._submissions))
+        group = self._intake.group(request, str(self._submissions))
         self._submissions += 1
         self._slots.add(group)
         self._stats.on_submit(len(group.prompt_token_ids))
@@ -312,97 +310,6 @@ class InferenceEngine:
         self._stats.on_time(wait=ready - begin, download=end - ready, collect=time.perf_counter() - end)
         return known
 
-    def _make_group(self, request: Request, default_id: str) -> Group:
-        ids = self._token_ids(request)
-        params, shapes = request.sampling, self.shapes
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling is {type(params).__name__}; expected SamplingParams")
-        check_limits(
-            params,
-            vocab_size=shapes.limits.vocab_size,
-            max_logprobs=self.config.max_logprobs,
-            max_logit_bias=self.config.max_logit_bias,
-            max_stop_sequences=self.config.max_stop_sequences,
-        )
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer and this engine has none; use stop_token_ids")
-        if params.n > shapes.num_slots:
-            raise ValueError(
-                f"n={params.n} exceeds the {shapes.num_slots} slots that engine.max_seqs={shapes.max_seqs} gives; "
-                "raise engine.max_seqs"
-            )
-        name = request.id if request.id is not None else default_id
-        group = Group(
-            id=name,
-            prompt=request.prompt,
-            prompt_token_ids=ids,
-            params=params,
-            seed=params.seed if params.seed is not None else derive_seed(self.seed, name),
-            max_len=self._max_len(len(ids), params.max_tokens),
-            root=self._root(request.cache_salt),
-        )
-        for index in range(params.n):
-            sequence = HostSequence(group=group, index=index)
-            if self.tokenizer is not None:
-                sequence.decoder = IncrementalDecoder(self.tokenizer)
-                if params.stop:
-                    sequence.matcher = StopMatcher(params.stop, min_tokens=params.min_tokens)
-            group.sequences.append(sequence)
-        return group
-
-    def _root(self, salt: str | None) -> int:
-        """The number of a salt: each new one gets the next."""
-        if salt is None:
-            return DEFAULT_ROOT
-        if not isinstance(salt, str) or not 0 < len(salt) <= _MAX_SALT:
-            raise ValueError(f"cache_salt={str(salt)[:40]!r}: expected 1 to {_MAX_SALT} characters")
-        return self._roots.setdefault(salt, DEFAULT_ROOT - 1 - len(self._roots))
-
-    def _token_ids(self, request: Request) -> list[int]:
-        given = [n for n in ("prompt", "prompt_token_ids", "messages") if getattr(request, n) is not None]
-        if len(given) != 1:
-            raise ValueError(f"a request needs one of prompt, prompt_token_ids, messages; got {given or 'none'}")
-        if request.prompt_token_ids is not None:
-            ids = _checked_ids(request.prompt_token_ids, self.shapes.limits.vocab_size)
-        elif self.tokenizer is None:
-            raise ValueError(f"{given[0]} needs a tokenizer and this engine has none; give prompt_token_ids")
-        elif request.messages is not None:
-            text = self.tokenizer.apply_chat_template(list(request.messages), add_generation_prompt=True)
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
-        else:
-            ids = self.tokenizer.encode(request.prompt)
-        vocab_size = self.shapes.limits.vocab_size
-        if ids and max(ids) >= vocab_size:
-            raise ValueError(
-                f"the tokenizer gave token {max(ids)}, outside the model's vocabulary of {vocab_size} tokens: "
-                "tokenizer and model do not belong together"
-            )
-        if not ids:
-            raise ValueError("the prompt is empty; give at least one token")
-        return ids
-
-    def _max_len(self, prompt_len: int, max_tokens: int) -> int:
-        shapes = self.shapes
-        if prompt_len >= shapes.max_seq_len:
-            raise ValueError(
-                f"the prompt has {prompt_len} tokens, which leaves no room to generate within "
-                f"engine.max_seq_len={shapes.max_seq_len}; shorten it or raise engine.max_seq_len"
-            )
-        if max_tokens > shapes.max_seq_len:
-            raise ValueError(
-                f"max_tokens={max_tokens} exceeds engine.max_seq_len={shapes.max_seq_len}; lower it or raise "
-                "engine.max_seq_len"
-            )
-        max_len = min(prompt_len + max_tokens, shapes.max_seq_len)
-        needed = pages_for(max_len, shapes.page_size)
-        if needed > shapes.num_pages:
-            raise ValueError(
-                f"the sequence may need {needed} pages ({prompt_len} prompt tokens and up to {max_len - prompt_len} "
-                f"more, {shapes.page_size} a page) and the pool has {shapes.num_pages}; raise engine.max_pages or "
-                "lower max_tokens"
-            )
-        return max_len
-
     # State
 
     def reset(self) -> None:
@@ -415,7 +322,7 @@ class InferenceEngine:
         lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
         self.state = self.programs.init() if lost else self.programs.reset(self.state)
         self._slots.abandon()
-        self._roots.clear()  # nothing is stored for any of them
+        self._intake.forget_roots()  # nothing is stored for any of them
         self._stats.on_reset()
         self._start_over()
 
@@ -447,19 +354,6 @@ class InferenceEngine:
         for name, value in {**values, "peak_memory_bytes": peak_bytes()}.items():
             registry.set(name, value)
         return registry.as_dict("state")
-
-
-def _checked_ids(token_ids, vocab_size: int) -> list[int]:
-    if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, (Sequence, np.ndarray)):
-        raise ValueError(f"prompt_token_ids is {type(token_ids).__name__}; expected a list of token ids")
-    ids = []
-    for i, token in enumerate(token_ids):
-        if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
-            raise ValueError(f"prompt_token_ids[{i}]={token!r} is not an integer")
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"prompt_token_ids[{i}]={token} is outside the vocabulary of {vocab_size} tokens")
-        ids.append(int(token))
-    return ids
 
 
 def _output_of(group: Group) -> RequestOutput:

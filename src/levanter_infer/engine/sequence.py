@@ -93,6 +93,9 @@ class Group:
     """Tokens, prompt included, at which its sequences end."""
     root: int = DEFAULT_ROOT
     """Sequences of other roots share no pages with these."""
+    priority: int = 0
+    deadline: float | None = None
+    """When it ends in any case, in seconds of `time.perf_counter`."""
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
 
     @property

@@ -1,6 +1,7 @@
 """`SlotManager`: which sequence has which slot, and what to tell the device next."""
 
 import collections
+import heapq
 
 import numpy as np
 from haliax import Axis, NamedArray
@@ -11,6 +12,7 @@ from levanter_infer.decode.outputs import HostOutputs
 from levanter_infer.decode.sequence_table import ABORT, DEFAULT_ROOT, ERROR, FINISHED, LENGTH, STOP
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.encode_sampling import SamplingColumns
+from levanter_infer.engine.pending import PendingQueue
 from levanter_infer.engine.sequence import Group, Sequence
 
 REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error", ABORT: "abort"}
@@ -30,18 +32,21 @@ class SlotManager:
         self._eos = eos_token_ids
         self._free = collections.deque(range(shapes.num_slots))
         self._occupants: dict[int, Sequence] = {}
-        self._pending: collections.deque[Group] = collections.deque()
+        self._pending = PendingQueue()
         self._loading: collections.deque[Group] = collections.deque()
         self._cancel: set[int] = set()
-        self._arrivals = 0
+        self._deadlines: list[tuple[float, int, Group]] = []
+        self._arrivals = self._added = 0
 
     def add(self, group: Group) -> None:
-        self._pending.append(group)
+        self._pending.push(group)
+        if group.deadline is not None:
+            self._added += 1
+            heapq.heappush(self._deadlines, (group.deadline, self._added, group))
 
     def discard(self, group: Group) -> None:
         """End the group's unfinished sequences: at once if they wait here, else by the next admission."""
-        if group in self._pending:
-            self._pending.remove(group)
+        self._pending.discard(group)
         for sequence in group.sequences:
             if sequence.finish_reason is None:
                 sequence.finish("abort")
@@ -52,9 +57,19 @@ class SlotManager:
         if group in self._loading:
             self._loading.remove(group)
 
+    def expire(self, now: float) -> list[Sequence]:
+        """End the groups whose deadline has passed; returns their sequences that had not finished."""
+        ended: list[Sequence] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            group = heapq.heappop(self._deadlines)[-1]
+            ended += [sequence for sequence in group.sequences if sequence.finish_reason is None]
+            if not group.is_done:
+                self.discard(group)
+        return ended
+
     def abandon(self) -> None:
         """End everything that has not finished; the device has forgotten it."""
-        waiting = [sequence for group in self._pending for sequence in group.sequences]
+        waiting = [sequence for group in self._pending.groups() for sequence in group.sequences]
         for sequence in [*self._occupants.values(), *waiting]:
             sequence.finish("abort")
 
@@ -89,16 +104,16 @@ class SlotManager:
         if self._loading:
             return 0
         if self._pending:
-            return self._pending[0].params.n
+            return self._pending.first.params.n
         return self._shapes.num_slots + 1
 
     def _next_pieces(self, round_id: int) -> list[tuple[Sequence, int, int]]:
         """(sequence, start, length) of what fits into one upload: pieces of long prompts first, then new groups."""
         room = self._shapes.upload_tokens
         pieces: list[tuple[Sequence, int, int]] = []
-        while room > 0 and (self._loading or (self._pending and len(self._free) >= self._pending[0].params.n)):
+        while room > 0 and (self._loading or (self._pending and len(self._free) >= self._pending.first.params.n)):
             if not self._loading:
-                group = self._pending.popleft()
+                group = self._pending.pop()
                 for sequence in group.sequences:
                     sequence.slot = self._free.popleft()
                     sequence.arrival = self._next_arrival()
@@ -120,7 +135,7 @@ class SlotManager:
 
     def _encode(self, pieces: list[tuple[Sequence, int, int]]) -> dict[str, np.ndarray | object]:
         shapes = self._shapes
-        names = ("lens", "starts", "slot_ids", "prompt_lens", "max_lens", "arrival", "roots", "fork_source")
+        names = ("lens", "starts", "slot_ids", "prompt_lens", "max_lens", "arrival", "priority", "roots", "fork_source")
         columns = {name: np.zeros(shapes.num_slots, np.int32) for name in names}
         columns["slot_ids"][:] = shapes.num_slots
         columns["fork_source"][:] = shapes.num_slots
@@ -139,6 +154,7 @@ class SlotManager:
                 "prompt_lens": len(group.prompt_token_ids),
                 "max_lens": group.max_len,
                 "arrival": sequence.arrival,
+                "priority": group.priority,
                 "roots": group.root,
                 "fork_source": shapes.num_slots if sequence.index == 0 else group.sequences[0].slot,
             }
@@ -221,6 +237,7 @@ def empty_admission(shapes: Shapes) -> Admission:
         prompt_lens=array(*admitted),
         max_lens=array(*admitted),
         arrival=array(*admitted),
+        priority=array(*admitted),
         roots=array(*admitted, DEFAULT_ROOT),
         fork_source=array(*admitted, none),
         sampling=SamplingColumns(shapes.num_slots, shapes.limits).table(),
