@@ -7,6 +7,7 @@ from haliax import NamedArray
 from jax import Array
 
 from levanter_infer.axes import ROW, ROW_BOUND, TOKEN
+from levanter_infer.cache.page_table import offset_of, page_of
 
 
 class PageBatchInfo(eqx.Module):
@@ -48,4 +49,4 @@ class PageBatchInfo(eqx.Module):
     def pages_and_offsets(self) -> tuple[Array, Array]:
         """(page, page offset) of each new token; the page is none for padding."""
         dests = self.new_token_dests.array
-        return dests // self.page_size, dests % self.page_size
+        return page_of(dests, self.page_size), offset_of(dests, self.page_size)

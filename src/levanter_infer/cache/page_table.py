@@ -1,5 +1,7 @@
 """`PageTable`: who holds which page of the pool, and in which order free pages are reused."""
 
+from typing import TypeVar
+
 import equinox as eqx
 import haliax.haxtyping as ht
 import jax
@@ -9,6 +11,8 @@ from jax import Array
 
 from levanter_infer.axes import PAGE
 from levanter_infer.cache.named import full, replace, scalar
+
+Tokens = TypeVar("Tokens", int, Array)
 
 
 class PageTable(eqx.Module):
@@ -64,12 +68,12 @@ class PageTable(eqx.Module):
         Requires: `count <= num_free`; the packing policy guarantees it.
         """
         index = jnp.arange(capacity, dtype=jnp.int32)
-        place = (self.ring_head.array + index) % self.num_pages
+        place = jax.lax.rem(self.ring_head.array + index, self.num_pages)
         pages = jnp.where(index < count, self.free_ring.array[place], self.num_pages)
         table = replace(
             self,
             ref_counts=self.ref_counts.array.at[pages].set(1, mode="drop"),
-            ring_head=(self.ring_head.array + count) % self.num_pages,
+            ring_head=jax.lax.rem(self.ring_head.array + count, self.num_pages),
             num_free=self.num_free.array - count,
         )
         return table, pages
@@ -95,7 +99,7 @@ class PageTable(eqx.Module):
         enters = (marked.at[freed].get(mode="fill", fill_value=0) == place) & (freed < self.num_pages)
         counts = marked.at[freed].set(0, mode="drop")
         rank = jnp.cumsum(enters, dtype=jnp.int32)
-        target = (self.ring_head.array + self.num_free.array + rank - 1) % self.num_pages
+        target = jax.lax.rem(self.ring_head.array + self.num_free.array + rank - 1, self.num_pages)
         ring = self.free_ring.array.at[jnp.where(enters, target, self.num_pages)].set(freed, mode="drop")
         return replace(self, ref_counts=counts, free_ring=ring, num_free=self.num_free.array + rank[-1])
 
@@ -111,7 +115,7 @@ class PageTable(eqx.Module):
 
         def without_held(table: "PageTable") -> "PageTable":
             index = jnp.arange(table.num_pages, dtype=jnp.int32)
-            place = (table.ring_head.array + index) % table.num_pages
+            place = jax.lax.rem(table.ring_head.array + index, table.num_pages)
             listed = table.free_ring.array[place]
             stays = (index < table.num_free.array) & (table.ref_counts.array[listed] == 0)
             rank = jnp.cumsum(stays, dtype=jnp.int32)
@@ -136,11 +140,27 @@ def ragged_index(counts: Array, start: Array, size: int) -> tuple[Array, Array, 
         (group, item, valid), each [size]: the items numbered `start … start + size - 1` when all groups are written
         one behind the other; `group` is n where not `valid`.
     """
+    # Each group marks the place of its first item, and the marks spread to the right: a search would take longer, to
+    # run and above all to compile.
     bounds = jnp.cumsum(counts, dtype=jnp.int32)
+    begins = bounds - counts
+    in_reach = (counts > 0) & (bounds > start)
+    place = jnp.where(in_reach, jnp.maximum(begins - start, 0), size)
+    marks = jnp.full(size, -1, jnp.int32).at[place].set(jnp.arange(counts.shape[0], dtype=jnp.int32), mode="drop")
     flat = start + jnp.arange(size, dtype=jnp.int32)
-    group = jnp.searchsorted(bounds, flat, side="right", method="scan_unrolled").astype(jnp.int32)
-    first = (bounds - counts).at[group].get(mode="fill", fill_value=0)
-    return group, flat - first, flat < bounds[-1]
+    valid = flat < bounds[-1]
+    group = jnp.where(valid, jax.lax.cummax(marks), counts.shape[0])
+    return group, flat - begins.at[group].get(mode="fill", fill_value=0), valid
+
+
+def page_of(position: Tokens, page_size: int) -> Tokens:
+    """Which page of its sequence holds a position: `position // page_size`, as the shift that it is."""
+    return position >> (page_size.bit_length() - 1)
+
+
+def offset_of(position: Tokens, page_size: int) -> Tokens:
+    """Where in its page a position stands: `position % page_size`."""
+    return position & (page_size - 1)
 
 
 def run_if(condition: Array, function, value):

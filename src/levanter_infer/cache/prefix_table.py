@@ -11,7 +11,7 @@ from levanter_infer.axes import BUCKET, PAGE, PAGE_OFFSET, WAY
 from levanter_infer.cache.named import full, replace, scalar
 
 WAYS = 8
-"""Pages that one bucket of the table can name."""
+"""Pages that one bucket of the table can name; a power of two."""
 UNKNOWN = 0
 """Serial of a page that is not full, or whose contents nobody may share."""
 _FACTOR = 0x9E3779B1
@@ -164,10 +164,9 @@ class PrefixTable(eqx.Module):
         """The page of each hash u32[n] whose tokens are `tokens` i32[n, page_size], i32[n]; none if there is none."""
         entries = self.buckets.array[self._bucket(hashes)]
         matches = self.findable(entries) & (self.hashes.array.at[entries].get(mode="fill") == hashes[:, None])
-        way = jnp.argmax(matches, axis=1)
-        page = jnp.take_along_axis(entries, way[:, None], axis=1)[:, 0]
+        page = jnp.min(jnp.where(matches, entries, self.num_pages), axis=1)
         equal = jnp.all(self.tokens.array.at[page].get(mode="fill", fill_value=0) == tokens, axis=1)
-        return jnp.where(jnp.any(matches, axis=1) & equal, page, self.num_pages)
+        return jnp.where(equal, page, self.num_pages)
 
     def _enter(self, pages: Array, hashes: Array, serials: Array) -> "PrefixTable":
         """Put pages into their buckets: where a forgotten page or none stands, or else in anybody's place."""
@@ -179,7 +178,7 @@ class PrefixTable(eqx.Module):
         rank = jnp.sum((buckets[:, None] == buckets[None, :]) & (index[None, :] < index[:, None]), axis=1)
         free_rank = jnp.cumsum(~taken, axis=1) - 1
         fitting = ~taken & (free_rank == rank[:, None])
-        way = jnp.where(jnp.any(fitting, axis=1), jnp.argmax(fitting, axis=1), serials % WAYS)
+        way = jnp.where(jnp.any(fitting, axis=1), jnp.argmax(fitting, axis=1), serials & (WAYS - 1))
         return replace(self, buckets=self.buckets.array.at[buckets, way].set(pages, mode="drop"))
 
     def _bucket(self, hashes: Array) -> Array:

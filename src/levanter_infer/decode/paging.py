@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.cache.named import replace
-from levanter_infer.cache.page_table import PageTable, ragged_index, run_if
+from levanter_infer.cache.page_table import PageTable, offset_of, page_of, ragged_index, run_if
 from levanter_infer.decode.sequence_table import FINISHED, RUNNING, WAITING, SequenceTable, pages_for
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
@@ -26,9 +26,9 @@ def pages_needed(state: DecodeState, take: Array) -> tuple[Array, Array]:
     table, size = state.sequences, state.page_table.page_size
     computed = table.num_computed.array
     new = pages_for(computed + take, size) - pages_for(computed, size)
-    tail = page_at(table, _all_slots(table), computed // size)
+    tail = page_at(table, _all_slots(table), page_of(computed, size))
     shared = state.page_table.ref_counts.array.at[tail].get(mode="fill", fill_value=0) > 1
-    return new, (take > 0) & (computed % size != 0) & shared
+    return new, (take > 0) & (offset_of(computed, size) != 0) & shared
 
 
 def preempt(state: DecodeState, order: Array, take: Array) -> tuple[DecodeState, Array]:
@@ -84,7 +84,7 @@ def take_pages(state: DecodeState, shapes: Shapes, take: Array) -> tuple[DecodeS
     table, page_table = state.sequences, state.page_table
     size, num_pages = page_table.page_size, page_table.num_pages
     new, shared = pages_needed(state, take)
-    slots, first = _all_slots(table), table.num_computed.array // size
+    slots, first = _all_slots(table), page_of(table.num_computed.array, size)
     source = jnp.where(shared, page_at(table, slots, first), num_pages)
     copies = shared & ~run_if(jnp.any(shared), lambda _: _keeps_page(page_table, source), jnp.zeros_like(shared))
 
@@ -238,14 +238,12 @@ def _keeps_page(page_table: PageTable, source: Array) -> Array:
     Args:
         source: i32[seq], the shared page that each slot writes; none elsewhere.
     """
-    order = jnp.argsort(source, stable=True)
-    pages = source[order]
-    begin = jnp.searchsorted(pages, pages, side="left")
-    end = jnp.searchsorted(pages, pages, side="right")
-    holders = page_table.ref_counts.array.at[pages].get(mode="fill", fill_value=0)
-    index = jnp.arange(pages.shape[0], dtype=begin.dtype)
-    keeps = (index == begin) & ((end - begin).astype(jnp.int32) == holders)
-    return jnp.zeros(source.shape, jnp.bool_).at[order].set(keeps)
+    # Each writer takes a reference away; where none is left, the count itself can hold which writer is the first.
+    left = page_table.ref_counts.array.at[source].add(-1, mode="drop")
+    everybody = left.at[source].get(mode="fill", fill_value=1) == 0
+    place = jnp.arange(source.shape[0], 0, -1, dtype=jnp.int32)
+    first = left.at[jnp.where(everybody, source, page_table.num_pages)].max(place, mode="drop")
+    return everybody & (first.at[source].get(mode="fill", fill_value=0) == place)
 
 
 def _released_by_suffix(table: SequenceTable, page_table: PageTable, rank: Array) -> Array:

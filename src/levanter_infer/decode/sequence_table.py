@@ -1,7 +1,5 @@
 """`SequenceTable`: what is known of each sequence, one slot each."""
 
-from typing import TypeVar
-
 import equinox as eqx
 import haliax.haxtyping as ht
 import jax.numpy as jnp
@@ -10,6 +8,7 @@ from jax import Array
 
 from levanter_infer.axes import POSITION, SEQ, SEQ_PAGE
 from levanter_infer.cache.named import full
+from levanter_infer.cache.page_table import Tokens, page_of
 
 # Status of a slot
 FREE = 0  # holds nothing, never used since the last reset
@@ -27,8 +26,6 @@ ABORT = 4  # cancelled by the host
 
 DEFAULT_ROOT = -1
 """Root of sequences without a salt."""
-
-Tokens = TypeVar("Tokens", int, Array)
 
 
 class SequenceTable(eqx.Module):
@@ -97,7 +94,7 @@ class SequenceTable(eqx.Module):
 
 def pages_for(num_tokens: Tokens, page_size: int) -> Tokens:
     """Pages that hold `num_tokens` tokens of one sequence; a whole number or an array of them."""
-    return (num_tokens + (page_size - 1)) // page_size
+    return page_of(num_tokens + (page_size - 1), page_size)
 
 
 def in_order(table: SequenceTable) -> Array:

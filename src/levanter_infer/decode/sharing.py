@@ -15,7 +15,7 @@ from jax import Array
 
 from levanter_infer.cache import PrefixTable
 from levanter_infer.cache.named import replace
-from levanter_infer.cache.page_table import ragged_index, run_if
+from levanter_infer.cache.page_table import offset_of, page_of, ragged_index, run_if
 from levanter_infer.cache.prefix_table import UNKNOWN, chained, content_hashes
 from levanter_infer.decode.paging import page_at
 from levanter_infer.decode.sequence_table import DEFAULT_ROOT, RUNNING, SequenceTable, is_ready
@@ -45,7 +45,7 @@ def reuse_pages(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Decod
             (jnp.asarray(True), page_indices, before),
         )
         column = jnp.arange(page_indices.shape[1], dtype=jnp.int32)[None, :]
-        found = (column >= (before // size)[:, None]) & (column < (computed // size)[:, None])
+        found = (column >= page_of(before, size)[:, None]) & (column < page_of(computed, size)[:, None])
         page_table = page_table.reclaim(jnp.where(found, page_indices, shapes.num_pages))
         hits = hits + jnp.sum(found, dtype=jnp.int32)
         return page_indices, computed, page_table, hits, _waits(_with(state, page_indices, computed), shapes, order)
@@ -94,7 +94,7 @@ def _shareable(state: DecodeState, slots: Array) -> Array:
     A sequence computes its last token in any case: it samples from it.
     """
     table, size = state.sequences, state.page_table.page_size
-    pages = (table.seq_lens.array - 1) // size - table.num_computed.array // size
+    pages = page_of(table.seq_lens.array - 1, size) - page_of(table.num_computed.array, size)
     return jnp.where(slots, pages, 0)
 
 
@@ -110,7 +110,7 @@ def _next_pages(state: DecodeState, slots: Array, width: int) -> tuple[Array, Ar
     that come next, the begun page included."""
     table, size = state.sequences, state.page_table.page_size
     assert state.prefix is not None
-    column = table.num_computed.array.at[slots].get(mode="fill", fill_value=0) // size
+    column = page_of(table.num_computed.array.at[slots].get(mode="fill", fill_value=0), size)
     serials, hashes = state.prefix.ends(
         page_at(table, slots, column - 1), table.roots.array.at[slots].get(mode="fill", fill_value=DEFAULT_ROOT)
     )
@@ -127,7 +127,7 @@ def _take_window(state: DecodeState, shapes: Shapes, order: Array, seekers: Arra
     table, size = state.sequences, state.page_table.page_size
     assert state.prefix is not None
     width = min(_WINDOW, table.page_indices.array.shape[1])
-    shareable = jnp.where(table.num_computed.array % size == 0, _shareable(state, seekers), 0)
+    shareable = jnp.where(offset_of(table.num_computed.array, size) == 0, _shareable(state, seekers), 0)
     slots = _rows(shapes, order, shareable > 0)
     serials, hashes, tokens = _next_pages(state, slots, width)
     pages, _ = state.prefix.find(serials, hashes, tokens, shareable.at[slots].get(mode="fill", fill_value=0))
@@ -137,7 +137,7 @@ def _take_window(state: DecodeState, shapes: Shapes, order: Array, seekers: Arra
     found = jnp.sum(takes, axis=1, dtype=jnp.int32)
 
     computed = table.num_computed.array.at[slots].get(mode="fill", fill_value=0)
-    column = computed[:, None] // size + jnp.arange(width, dtype=jnp.int32)[None, :]
+    column = page_of(computed, size)[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
     row = jnp.where(takes > 0, slots[:, None], table.num_slots)
     page_indices = table.page_indices.array.at[row, column].set(pages, mode="drop")
     return jnp.any(found == width), page_indices, table.num_computed.array.at[slots].add(found * size, mode="drop")
@@ -149,7 +149,7 @@ def _waits(state: DecodeState, shapes: Shapes, order: Array) -> Array:
     slots = _rows(shapes, order, _shareable(state, table.is_status(RUNNING)) > 0)
     serials, hashes, tokens = _next_pages(state, slots, 1)
     page = chained(content_hashes(tokens[:, 0]), jnp.zeros_like(slots), hashes)
-    begun = table.num_computed.array.at[slots].get(mode="fill", fill_value=0) % size
+    begun = offset_of(table.num_computed.array.at[slots].get(mode="fill", fill_value=0), size)
     index = jnp.arange(slots.shape[0], dtype=jnp.int32)
     same = (serials[:, None] == serials[None, :]) & (page[:, None] == page[None, :])
     same &= (serials != UNKNOWN)[:, None] & (slots < table.num_slots)[None, :]
@@ -163,7 +163,7 @@ def _register(state: DecodeState, shapes: Shapes, counts: Array) -> PrefixTable:
     assert state.prefix is not None
     slot, item, valid = ragged_index(counts, jnp.int32(0), shapes.max_full_pages)
     slot = jnp.where(valid, slot, table.num_slots)
-    first = (table.num_computed.array // size - counts).at[slot].get(mode="fill", fill_value=0)
+    first = (page_of(table.num_computed.array, size) - counts).at[slot].get(mode="fill", fill_value=0)
     column = first + item
     none = state.prefix.num_pages
     pages = table.page_indices.array.at[slot, column].get(mode="fill", fill_value=none)

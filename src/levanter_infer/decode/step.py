@@ -9,7 +9,7 @@ from jax import Array
 from levanter_infer.axes import ROW, ROW_BOUND, SEQ_PAGE, TOKEN
 from levanter_infer.cache import KvPages, PageBatchInfo
 from levanter_infer.cache.named import replace, scalar
-from levanter_infer.cache.page_table import run_if
+from levanter_infer.cache.page_table import offset_of, page_of, ragged_index, run_if
 from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.packing import StepPlan, choose_tokens, expect, pack, start_waiting
 from levanter_infer.decode.paging import fork_when_ready, free_pages_for_finished, preempt, take_pages
@@ -147,15 +147,12 @@ def batch_info(state: DecodeState, plan: StepPlan, shapes: Shapes) -> PageBatchI
     """The plan as the model sees it, in the largest bucket."""
     table, size = state.sequences, shapes.page_size
     slots, bounds = plan.slot_ids, plan.cu_q_lens
-    token = jnp.arange(shapes.buckets[-1], dtype=jnp.int32)
-    row = jnp.searchsorted(bounds[1:], token, side="right").astype(jnp.int32)
-    valid = token < plan.num_tokens
-    slot = jnp.where(valid, slots.at[row].get(mode="fill", fill_value=0), table.num_slots)
+    row, item, valid = ragged_index(bounds[1:] - bounds[:-1], jnp.int32(0), shapes.buckets[-1])
+    slot = slots.at[row].get(mode="fill", fill_value=table.num_slots)
     computed = table.num_computed.array
-    position = computed.at[slot].get(mode="fill", fill_value=0) + token - bounds.at[row].get(mode="fill", fill_value=0)
-    position = jnp.where(valid, position, 0)
-    page = table.page_indices.array.at[slot, position // size].get(mode="fill", fill_value=shapes.num_pages)
-    dests = jnp.where(valid, page * size + position % size, shapes.num_pages * size)
+    position = jnp.where(valid, computed.at[slot].get(mode="fill", fill_value=0) + item, 0)
+    page = table.page_indices.array.at[slot, page_of(position, size)].get(mode="fill", fill_value=shapes.num_pages)
+    dests = jnp.where(valid, page * size + offset_of(position, size), shapes.num_pages * size)
     seq_lens = (computed + plan.take).at[slots].get(mode="fill", fill_value=0)
     page_indices = table.page_indices.array.at[slots].get(mode="fill", fill_value=shapes.num_pages)
     return PageBatchInfo(
@@ -198,7 +195,7 @@ def append(
     num_chunk_tokens = jnp.sum(jnp.where(q_lens > 1, q_lens, 0), dtype=jnp.int32)
     context_pages = jnp.where(plan.take > 0, pages_for(computed, shapes.page_size), 0)
     counters = state.counters
-    filled = computed // shapes.page_size - table.num_computed.array // shapes.page_size
+    filled = page_of(computed, shapes.page_size) - page_of(table.num_computed.array, shapes.page_size)
     counters = replace(
         counters,
         prefix_misses=counters.prefix_misses.array + jnp.sum(jnp.where(plan.take > 1, filled, 0), dtype=jnp.int32),
