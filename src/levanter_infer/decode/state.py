@@ -2,6 +2,7 @@
 
 import equinox as eqx
 import haliax.haxtyping as ht
+import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 
@@ -91,3 +92,8 @@ class GenState(eqx.Module):
     @staticmethod
     def init(shapes: Shapes, kv: KvPages) -> "GenState":
         return GenState(decode=DecodeState.init(shapes), kv=kv)
+
+    def extended(self, shapes: Shapes) -> "GenState":
+        """The same state, with fresh tables where `shapes` has some and it has None."""
+        fresh = GenState.init(shapes, self.kv)
+        return jax.tree.map(lambda old, new: new if old is None else old, self, fresh, is_leaf=lambda old: old is None)

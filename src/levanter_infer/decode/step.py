@@ -1,5 +1,7 @@
 """One step: pack, allocate, forward, sample, append, free."""
 
+import dataclasses
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -32,7 +34,7 @@ def step(model, state: GenState, ring: OutputRing, shapes: Shapes, attention: At
     kv = run_if(copies, lambda kv: kv.copy_pages(*_compact(source, target, shapes)), state.kv)
     kv, sampled = forward(model, decode, kv, plan, shapes, attention)
     decode, ring = append(decode, ring, plan, sampled, shapes)
-    return GenState(decode=decode, kv=kv), ring
+    return dataclasses.replace(state, decode=decode, kv=kv), ring
 
 
 def schedule(state: DecodeState, shapes: Shapes) -> tuple[DecodeState, StepPlan, Array, Array]:

@@ -257,8 +257,27 @@ class InferenceEngine:
         jax.block_until_ready(outputs)
         self.programs.wait()
         self._warm = True
-        self._stats.registry.set("compile_s", self._compile_s + time.perf_counter() - start)
+        self._compile_s += time.perf_counter() - start
+        self._stats.registry.set("compile_s", self._compile_s)
         return_free_memory()
+
+    def _extend(self, **changes) -> None:
+        """Go on with programs that can do more: `changes` to the shapes that add tables to the state.
+
+        To be called between rounds. What runs keeps its place and its pages, and a round in flight is read as ever.
+        """
+        start = time.perf_counter()
+        shapes = dataclasses.replace(self.shapes, **changes)
+        logger.info("compiling for %s", ", ".join(f"{name}={value}" for name, value in changes.items()))
+        programs, nothing = self.programs.extended(self.model, shapes), jax.device_put(empty_admission(shapes))
+        programs.compile_all(self.model, nothing)
+        programs.wait()
+        self.state = programs.extend(self.state)
+        self.programs, self.shapes, self._nothing = programs, shapes, nothing
+        self._slots.shapes = shapes
+        self._uploaded.clear()
+        self._compile_s += time.perf_counter() - start
+        self._stats.registry.set("compile_s", self._compile_s)
 
     def _launch(self, max_steps: int | None = None) -> _Launched:
         begin = time.perf_counter()
