@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 
-from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.decode.programs import RecompilationError
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
@@ -19,7 +18,7 @@ from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
 from levanter_infer.engine.slots import empty_admission
 from tests.hlo import pool_copies
-from tests.tiny_models import tiny_model, uncached_greedy
+from tests.tiny_models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -123,23 +122,3 @@ def test_an_empty_round_uploads_only_scalars():
     engine = InferenceEngine(tiny_model(), config=EngineConfig(max_seqs=4, max_seq_len=64))
     fields = engine._slots.next_admission(0, 1)
     assert all(np.ndim(value) == 0 for value in fields.values())
-
-
-def test_an_engine_that_is_extended_goes_on_with_what_runs_and_compiles_once_more():
-    engine = InferenceEngine(tiny_model(), config=EngineConfig(max_seqs=2, max_seq_len=64, page_size=4))
-    request = Request(prompt_token_ids=list(range(9)), sampling=SamplingParams(max_tokens=12, temperature=0.0))
-    group = engine.submit(request)
-    engine.step_round(max_steps=3)
-    assert engine.stats()["programs"] == {"init": 1, "round": 1, "reset": 1, "zero_cache": 1}
-    engine._extend(prefix_cache=True)
-    engine.drain()
-    expected = uncached_greedy(tiny_model(), list(range(9)), 12)
-    assert group.sequences[0].token_ids == expected
-    check_invariants(engine.state.decode)
-    programs = {"init": 2, "round": 2, "reset": 2, "zero_cache": 2, "extend": 1}
-    assert engine.stats()["programs"] == programs
-    for _ in range(2):
-        assert engine.generate([request])[0].completions[0].token_ids == expected
-    assert engine.stats()["prefix_hits"] == 2  # what the new tables are for
-    engine.reset()
-    assert engine.stats()["programs"] == programs

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
+import jax.numpy as jnp
 
 from levanter_infer.cache import PrefixTable
 from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.loop import run_round
 from levanter_infer.decode.outputs import RoundOutputs
+from levanter_infer.decode.scoring import READ_PAGES, read_scores
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import GenState, empty_cache
 from levanter_infer.layers.attention import AttentionSpec
@@ -146,6 +148,8 @@ class Programs:
         self.init = self._programs["init"]
         self.reset = self._programs["reset"]
         self.zero_cache = self._programs["zero_cache"]
+        if shapes.scoring is not None:
+            self.read_scores = self._programs["read_scores"] = Program(read_scores)
 
     def extended(self, model, shapes: Shapes) -> "Programs":
         """Programs for `shapes`, which ask for more tables than these have; their `extend` takes a state of these."""
@@ -161,6 +165,9 @@ class Programs:
         }
         if self._smaller is not None:
             arguments["extend"] = (self._smaller[0],)
+        if self.state_types.scores is not None:
+            places = jax.ShapeDtypeStruct((READ_PAGES,), jnp.int32)
+            arguments["read_scores"] = (self.state_types.scores, places, places)
         for name, program in self._programs.items():
             if not program.is_begun:
                 program.compile(*arguments[name])

@@ -36,6 +36,7 @@ class SlotManager:
         self._loading: collections.deque[Group] = collections.deque()
         self._cancel: set[int] = set()
         self._deadlines: list[tuple[float, int, Group]] = []
+        self._leaving: list[tuple[Group, int]] = []
         self._arrivals = self._added = 0
 
     def add(self, group: Group) -> None:
@@ -196,8 +197,15 @@ class SlotManager:
             self._arrivals = 0
         return known
 
+    def take_leaving(self) -> list[tuple[Group, int]]:
+        """Groups whose prompts were scored, and the slots that held them: given back since the last call."""
+        leaving, self._leaving = self._leaving, []
+        return leaving
+
     def _vacate(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
+        if sequence.index == 0 and sequence.group.awaits_scores:
+            self._leaving.append((sequence.group, sequence.slot))
         del self._occupants[sequence.slot]
         self._cancel.discard(sequence.slot)
         self._free.append(sequence.slot)
