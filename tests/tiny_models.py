@@ -5,6 +5,7 @@ import functools
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from levanter_infer.axes import POSITION
 from levanter_infer.models.decoder import DecoderModel
@@ -32,6 +33,18 @@ def tiny_model(seed: int = 0, dtype: str = "float32", **changes) -> DecoderModel
     config = family_for({**LLAMA, **changes}).config_from_hf({**LLAMA, **changes})
     model = DecoderModel.init(config, key=jax.random.key(seed), dtype=jnp.dtype(dtype))
     return jax.tree.map(lambda leaf: leaf * jnp.asarray(3, leaf.dtype), model)
+
+
+def uncached_logprobs(model: DecoderModel, tokens: list[int], length: int) -> np.ndarray:
+    """The oracle: log probability of everything that may follow each token, f64[tokens, vocab].
+
+    Args:
+        length: to which the tokens are padded, so that one program serves many.
+    """
+    padded = jnp.asarray(tokens + [0] * (length - len(tokens)), jnp.int32)
+    logits = np.asarray(_forward()(model, hax.named(padded, (POSITION,))).array, np.float64)[: len(tokens)]
+    logits -= logits.max(axis=-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
 def uncached_greedy(model: DecoderModel, prompt: list[int], steps: int) -> list[int]:

@@ -36,6 +36,7 @@ STOP = "stop"  # stop token sequences of a request
 STOP_TOKEN = "stop_token"  # tokens of one stop sequence, right-aligned
 SEED_WORD = "seed_word"  # the two 32-bit words of a 64-bit seed, high word first
 TOP = "top"  # the likeliest tokens of a position
+SCORE = "score"  # numbers of the score of one token
 
 # Host and device
 OUTPUT = "output"  # entries of the output ring, one per sampled token

@@ -13,13 +13,19 @@ from levanter_infer.decode.sampling_table import SamplingLimits, SamplingTable
 from levanter_infer.engine.encode_sampling import SamplingColumns
 from levanter_infer.engine.params import SamplingParams, check_limits, derive_seed
 
-LIMITS = {"vocab_size": 100, "max_logprobs": 20, "max_logit_bias": 3, "max_stop_sequences": 2}
+LIMITS = {
+    "vocab_size": 100,
+    "max_logprobs": 20,
+    "max_prompt_logprobs": 1,
+    "max_logit_bias": 3,
+    "max_stop_sequences": 2,
+}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_tokens": 0}, "max_tokens=0: expected a whole number of at least 1"),
+        ({"max_tokens": 0}, "max_tokens=0: expected .* at least 1; generate .* or ask for prompt_logprobs"),
         ({"max_tokens": True}, "max_tokens=True: expected a whole number"),
         ({"max_tokens": 2.0}, "max_tokens=2.0: expected a whole number"),
         ({"max_tokens": None}, "max_tokens=None"),
@@ -44,8 +50,9 @@ LIMITS = {"vocab_size": 100, "max_logprobs": 20, "max_logit_bias": 3, "max_stop_
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9 exceeds max_tokens=8; raise max_tokens"),
         ({"logprobs": -1}, "logprobs=-1"),
         ({"logprobs": True}, "logprobs=True"),
-        ({"prompt_logprobs": 0}, "prompt_logprobs=0 is not available yet; leave it out"),
-        ({"prompt_logprobs": 5}, "prompt_logprobs=5 is not available yet"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs=-1: expected a whole number of at least 0; leave it out"),
+        ({"prompt_logprobs": True}, "prompt_logprobs=True"),
+        ({"prompt_logprobs": 0, "max_tokens": -1}, "max_tokens=-1: .* at least 0; use 0 to score the prompt"),
         ({"frequency_penalty": 2.1}, "frequency_penalty=2.1: expected a number from -2 to 2"),
         ({"presence_penalty": "x"}, "presence_penalty='x'"),
         ({"repetition_penalty": 0}, "repetition_penalty=0: expected a number from 0.01 to 100"),

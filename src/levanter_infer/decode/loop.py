@@ -1,5 +1,7 @@
 """One round: a `lax.while_loop` over steps, on the device from beginning to end."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -16,7 +18,7 @@ def run_round(
     model, state: GenState, admission: Admission, shapes: Shapes, attention: AttentionSpec
 ) -> tuple[GenState, RoundOutputs]:
     """Admit, then step until the round ends. Pure; `programs.py` compiles it with the state donated."""
-    state = GenState(decode=admit(state.decode, admission), kv=state.kv)
+    state = dataclasses.replace(state, decode=admit(state.decode, admission))
     ring = OutputRing.init(shapes.ring_size, shapes.limits.max_logprobs)
     state, ring = run_steps(
         model,

@@ -1,16 +1,19 @@
 """Every compiled program of the engine. The only place with `jit`."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
+import jax.numpy as jnp
 
 from levanter_infer.cache import PrefixTable
 from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.loop import run_round
 from levanter_infer.decode.outputs import RoundOutputs
+from levanter_infer.decode.scoring import READ_PAGES, read_scores
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import GenState, empty_cache
 from levanter_infer.layers.attention import AttentionSpec
@@ -85,6 +88,9 @@ class Programs:
 
     All that changes between calls is array contents, so that whatever the requests look like, nothing is compiled
     again. The state is donated: a caller goes on with the returned one.
+
+    What few engines do is in no program until it is wanted: then `extended` makes programs for larger `Shapes`, once,
+    and their `extend` brings the state along.
     """
 
     def __init__(
@@ -96,13 +102,18 @@ class Programs:
         kv_dtype,
         as_bits: bool,
         on_recompile: Callable[[str], None] | None = None,
+        smaller: "Programs | None" = None,
     ):
         """
         Args:
             model: of the form that the round takes; types will do.
             on_recompile: called with a message if the round is compiled again, instead of `RecompilationError`.
+            smaller: the programs that these take over from (`extended`).
         """
         config = model.config
+        self._make = functools.partial(
+            Programs, attention=attention, kv_dtype=kv_dtype, as_bits=as_bits, on_recompile=on_recompile
+        )
 
         def init() -> GenState:
             return GenState.init(shapes, empty_cache(config, shapes, dtype=kv_dtype, as_bits=as_bits))
@@ -117,7 +128,10 @@ class Programs:
             decode = state.decode
             if decode.prefix is not None:  # nothing of what it names is there any more
                 decode = dataclasses.replace(decode, prefix=PrefixTable.init(shapes.num_pages, shapes.page_size))
-            return GenState(decode=decode, kv=state.kv.zero())
+            return dataclasses.replace(state, decode=decode, kv=state.kv.zero())
+
+        def extend(state: GenState) -> GenState:
+            return state.extended(shapes)
 
         self.state_types = jax.eval_shape(init)
         """The types of the state, as `jax.ShapeDtypeStruct`s."""
@@ -127,10 +141,19 @@ class Programs:
             "reset": Program(reset, donate=(0,)),
             "zero_cache": Program(zero_cache, donate=(0,)),
         }
+        self._smaller = None if smaller is None else (smaller.state_types, smaller.compilations())
+        if smaller is not None:
+            self.extend = self._programs["extend"] = Program(extend, donate=(0,))
         self._on_recompile = on_recompile
         self.init = self._programs["init"]
         self.reset = self._programs["reset"]
         self.zero_cache = self._programs["zero_cache"]
+        if shapes.scoring is not None:
+            self.read_scores = self._programs["read_scores"] = Program(read_scores)
+
+    def extended(self, model, shapes: Shapes) -> "Programs":
+        """Programs for `shapes`, which ask for more tables than these have; their `extend` takes a state of these."""
+        return self._make(model, shapes, smaller=self)
 
     def compile_all(self, model, admission) -> None:
         """Begin to compile every program that has not been yet, side by side. Types of arguments will do."""
@@ -140,6 +163,11 @@ class Programs:
             "reset": (self.state_types,),
             "zero_cache": (self.state_types,),
         }
+        if self._smaller is not None:
+            arguments["extend"] = (self._smaller[0],)
+        if self.state_types.scores is not None:
+            places = jax.ShapeDtypeStruct((READ_PAGES,), jnp.int32)
+            arguments["read_scores"] = (self.state_types.scores, places, places)
         for name, program in self._programs.items():
             if not program.is_begun:
                 program.compile(*arguments[name])
@@ -171,8 +199,9 @@ class Programs:
         return program(*arguments)
 
     def compilations(self) -> dict[str, int]:
-        """How many times each program has been compiled; 1 at most in a healthy engine."""
-        return {name: program.compilations for name, program in self._programs.items()}
+        """How many times each program has been compiled: in a healthy engine once, and once more per extension."""
+        before = {} if self._smaller is None else self._smaller[1]
+        return {name: program.compilations + before.get(name, 0) for name, program in self._programs.items()}
 
     def trace_round(self, model, state, admission):
         """The round program, traced for inspection; arguments may be `jax.ShapeDtypeStruct`s."""

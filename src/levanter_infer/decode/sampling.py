@@ -93,7 +93,7 @@ def sample(
     column = {name: column.array for name, column in rows.columns.items()}
     used = slot_ids < tokens.shape[0]
     generated = seq_lens - prompt_lens
-    peak, log_total = stats.peak, jnp.log(stats.total)
+    peak = stats.peak
 
     penalised = _penalised(column) & used
     biased = jnp.any(column["bias_ids"] < logits.shape[1], axis=1) & used
@@ -126,8 +126,8 @@ def sample(
         ),
     )
     finite = (stats.total > 0) & possible
-    raw = jnp.take_along_axis(logits, chosen[:, None], axis=1)[:, 0] - peak - log_total
-    top_ids, top_logprobs = _top_logprobs(logits, peak + log_total, column["num_logprobs"], used, finite, max_top)
+    raw = logprobs_of(logits, chosen, stats)
+    top_ids, top_logprobs = _top_logprobs(logits, stats, column["num_logprobs"], used, finite, max_top)
     return SampleOutput(
         tokens=jnp.where(finite, chosen, 0),
         logprobs=jnp.where(finite, raw, 0),
@@ -136,6 +136,25 @@ def sample(
         top_logprobs=top_logprobs,
         finite=finite,
     )
+
+
+def logprobs_of(logits: Array, tokens: Array, stats: LogitStats) -> Array:
+    """Log probability under the model of the token i32[row] of each row of logits f32[row, vocab], f32[row].
+
+    NaN or infinite where the logits are not finite.
+    """
+    return jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0] - stats.peak - jnp.log(stats.total)
+
+
+def likeliest(logits: Array, stats: LogitStats, count: int) -> tuple[Array, Array]:
+    """The `count` likeliest tokens of each row of logits f32[row, vocab], i32[row, count], best first, and their log
+    probabilities under the model, f32[row, count]."""
+    log_norm = stats.peak + jnp.log(stats.total)
+    if count == 1:
+        best = _first_best(logits, stats.peak) if stats.best is None else stats.best
+        return best[:, None], (stats.peak - log_norm)[:, None]
+    values, ids = jax.lax.optimization_barrier(jax.lax.top_k(logits, count))  # as in `filter_thresholds`
+    return ids, values - log_norm[:, None]
 
 
 def _penalised(column: dict[str, Array]) -> Array:
@@ -231,7 +250,7 @@ def _draw_tokens(logits: Array, peak: Array, column: dict[str, Array], positions
     return token, exponents(at(token[:, None]))[:, 0] - jnp.log(total)
 
 
-def _top_logprobs(logits: Array, log_norm: Array, wanted: Array, used: Array, finite: Array, max_top: int):
+def _top_logprobs(logits: Array, stats: LogitStats, wanted: Array, used: Array, finite: Array, max_top: int):
     """The `wanted` likeliest tokens of each row and their log probabilities; none and 0 in further columns."""
     rows, vocab = logits.shape
     nothing = (jnp.full((rows, max_top), vocab, jnp.int32), jnp.zeros((rows, max_top), jnp.float32))
@@ -239,9 +258,9 @@ def _top_logprobs(logits: Array, log_norm: Array, wanted: Array, used: Array, fi
         return nothing
 
     def best():
-        values, ids = jax.lax.optimization_barrier(jax.lax.top_k(logits, max_top))  # as in `filter_thresholds`
-        asked = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) < wanted[:, None]
+        ids, logprobs = likeliest(logits, stats, max_top)
+        asked = jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1) < wanted[:, None]
         asked = asked & finite[:, None]
-        return jnp.where(asked, ids, vocab), jnp.where(asked, values - log_norm[:, None], 0)
+        return jnp.where(asked, ids, vocab), jnp.where(asked, logprobs, 0)
 
     return jax.lax.cond(jnp.any((wanted > 0) & used), best, lambda: nothing)

@@ -25,7 +25,7 @@ ERROR = 3  # its logits were not finite
 ABORT = 4  # cancelled by the host
 
 DEFAULT_ROOT = -1
-"""Root of sequences without a salt."""
+"""Root of sequences without a salt, whose prompts are not scored."""
 
 
 class SequenceTable(eqx.Module):
@@ -90,6 +90,11 @@ class SequenceTable(eqx.Module):
     def num_held(self, page_size: int) -> Array:
         """Pages that each slot holds, i32[seq]."""
         return pages_for(self.num_computed.array, page_size)
+
+
+def is_scored_root(roots: Tokens) -> Tokens:
+    """Whether prompts are scored: those roots are even. Their pages have scores, which those of other roots lack."""
+    return roots % 2 == 0  # type: ignore[return-value]
 
 
 def pages_for(num_tokens: Tokens, page_size: int) -> Tokens:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from levanter_infer.cache.score_pages import ScoreShapes
 from levanter_infer.decode.sampling import SamplingLimits
 
 MIN_ROWS = 4
@@ -31,6 +32,8 @@ class Shapes:
     """How much room a sequence is given when it starts: optimistic, expected or worst_case; see `packing`."""
     prefix_cache: bool = False
     """Whether pages are found again by what they hold."""
+    scoring: ScoreShapes | None = None
+    """None: prompts are not scored."""
     sampled_rows: int | None = MIN_ROWS
     """Rows that are sampled together; None: all. Few suit a CPU: sampling is compiled once, for a shape that suits one
     sequence and, a few rows after another, any number; what a row gets is the same in any company because the shape
@@ -74,6 +77,11 @@ class Shapes:
     def max_full_pages(self) -> int:
         """Most pages that one step fills: those of its tokens, and one a row that was begun before."""
         return self.max_step_tokens // self.page_size + self.max_seqs
+
+    @property
+    def scored_tokens(self) -> int:
+        """Prompt tokens whose logits are there at once."""
+        return self.max_rows
 
     @property
     def ring_size(self) -> int:

@@ -2,12 +2,14 @@
 
 import equinox as eqx
 import haliax.haxtyping as ht
+import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 
 from levanter_infer.axes import SEQ
 from levanter_infer.cache import KvPages, PageTable, PrefixTable
 from levanter_infer.cache.named import scalar
+from levanter_infer.cache.score_pages import ScorePages
 from levanter_infer.decode.sampling import SamplingTable
 from levanter_infer.decode.sequence_table import SequenceTable
 from levanter_infer.decode.shapes import Shapes
@@ -87,7 +89,21 @@ class GenState(eqx.Module):
 
     decode: DecodeState
     kv: KvPages
+    scores: ScorePages | None
+    """None: prompts are not scored."""
 
     @staticmethod
     def init(shapes: Shapes, kv: KvPages) -> "GenState":
-        return GenState(decode=DecodeState.init(shapes), kv=kv)
+        scores = shapes.scoring and ScorePages.init(
+            shapes.scoring,
+            num_pages=shapes.num_pages,
+            page_size=shapes.page_size,
+            num_slots=shapes.num_slots,
+            max_seq_len=shapes.max_seq_len,
+        )
+        return GenState(decode=DecodeState.init(shapes), kv=kv, scores=scores)
+
+    def extended(self, shapes: Shapes) -> "GenState":
+        """The same state, with fresh tables where `shapes` has some and it has None."""
+        fresh = GenState.init(shapes, self.kv)
+        return jax.tree.map(lambda old, new: new if old is None else old, self, fresh, is_leaf=lambda old: old is None)

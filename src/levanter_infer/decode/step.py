@@ -14,6 +14,7 @@ from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.packing import StepPlan, choose_tokens, expect, pack, start_waiting
 from levanter_infer.decode.paging import fork_when_ready, free_pages_for_finished, preempt, take_pages
 from levanter_infer.decode.sampling import LogitStats, SampleOutput, sample, stop_match
+from levanter_infer.decode.scoring import registers, score_prompts
 from levanter_infer.decode.sequence_table import ERROR, LENGTH, STOP, in_order, pages_for
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.sharing import register_pages, reuse_pages
@@ -29,10 +30,20 @@ def step(model, state: GenState, ring: OutputRing, shapes: Shapes, attention: At
     """
     decode, plan, source, target = schedule(state.decode, shapes)
     copies = jnp.any(target < shapes.num_pages)
-    kv = run_if(copies, lambda kv: kv.copy_pages(*_compact(source, target, shapes)), state.kv)
-    kv, sampled = forward(model, decode, kv, plan, shapes, attention)
+
+    def copied(pools):
+        kv, scores = pools
+        pairs = _compact(source, target, shapes)
+        return kv.copy_pages(*pairs), None if scores is None else scores.copy_pages(*pairs)
+
+    kv, scores = run_if(copies, copied, (state.kv, state.scores))
+    kv, hidden = forward(model, decode, kv, plan, shapes, attention)
+    if scores is not None:
+        scores = score_prompts(model, decode, scores, hidden, plan, shapes)
+        hidden = hidden[_last_tokens(plan.cu_q_lens)]
+    sampled = sample_rows(model, decode, hidden, plan, shapes)
     decode, ring = append(decode, ring, plan, sampled, shapes)
-    return GenState(decode=decode, kv=kv), ring
+    return GenState(decode, kv, scores), ring
 
 
 def schedule(state: DecodeState, shapes: Shapes) -> tuple[DecodeState, StepPlan, Array, Array]:
@@ -50,29 +61,36 @@ def schedule(state: DecodeState, shapes: Shapes) -> tuple[DecodeState, StepPlan,
 
 
 def forward(model, state: DecodeState, kv: KvPages, plan: StepPlan, shapes: Shapes, attention: AttentionSpec):
-    """Compute the plan's tokens in the smallest bucket that holds them, and sample.
+    """Compute the plan's tokens in the smallest bucket that holds them.
 
     Each bucket is a loop of zero or one trips and not a branch of `lax.switch`, which would copy the pool at every
     step on a CPU.
 
-    Returns: the pool with the new K/V, and `SampleOutput` over `max_rows` rows.
+    Returns: the pool with the new K/V; the hidden states [row, embed] of the rows' last tokens or, where prompts are
+        scored, [token, embed] of all tokens.
     """
     embed = model.embed
-    hidden = jnp.zeros((shapes.max_rows, embed.size), model.activation_dtype)
+    size = shapes.max_rows if shapes.scoring is None else shapes.buckets[-1]
+    hidden = jnp.zeros((size, embed.size), model.activation_dtype)
     whole = batch_info(state, plan, shapes)
     for lower, bucket in zip((0, *shapes.buckets), shapes.buckets, strict=False):
 
         def run(carry, bucket=bucket):
             kv, hidden = carry
-            rows = shapes.rows(bucket)
-            batch = whole.first(bucket, rows)
+            batch = whole.first(bucket, shapes.rows(bucket))
             states, kv = model.hidden(batch, kv, attention)
-            last = jnp.clip(batch.cu_q_lens.array[1:] - 1, 0)
-            return kv, hidden.at[:rows].set(states.rearrange((TOKEN, embed)).array[last])
+            states = states.rearrange((TOKEN, embed)).array
+            states = states[_last_tokens(batch.cu_q_lens.array)] if shapes.scoring is None else states
+            return kv, hidden.at[: states.shape[0]].set(states)
 
         fits = (plan.num_tokens > lower) & (plan.num_tokens <= bucket)
         kv, hidden = run_if(fits, run, (kv, hidden))
-    return kv, sample_rows(model, state, hidden, plan, shapes)
+    return kv, hidden
+
+
+def _last_tokens(bounds: Array) -> Array:
+    """Place of each row's last token, i32[row], of `cu_q_lens`."""
+    return jnp.clip(bounds[1:] - 1, 0)
 
 
 def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes: Shapes) -> SampleOutput:
@@ -178,14 +196,15 @@ def append(
     slots = plan.slot_ids
     lens = table.seq_lens.array.at[slots].get(mode="fill", fill_value=0)
     samples = (computed.at[slots].get(mode="fill", fill_value=0) == lens) & (slots < num_slots)
+    room = table.max_lens.array.at[slots].get(mode="fill", fill_value=0) - lens
     failed = samples & ~sampled.finite
-    emits = samples & sampled.finite
+    emits = samples & sampled.finite & (room > 0)  # a prompt may be there to be scored alone
 
     writer = jnp.where(emits, slots, num_slots)
     tokens = table.tokens.array.at[writer, lens].set(sampled.tokens, mode="drop")
     seq_lens = table.seq_lens.array.at[writer].add(1, mode="drop")
     stopped = emits & _stops(state, tokens, slots, lens + 1, shapes)
-    full = emits & (lens + 1 >= table.max_lens.array.at[slots].get(mode="fill", fill_value=0))
+    full = samples & (room <= 1)
     reason = jnp.where(failed, ERROR, jnp.where(stopped, STOP, LENGTH)).astype(jnp.int32)
     done = failed | stopped | full
     finished = jnp.zeros(num_slots, jnp.bool_).at[slots].set(done, mode="drop")
@@ -207,7 +226,8 @@ def append(
     )
     table = replace(table, tokens=tokens, seq_lens=seq_lens, num_computed=computed)
     state = eqx.tree_at(lambda s: (s.sequences, s.counters), state, (table, counters))
-    state = register_pages(state, shapes, filled, finished & (reasons == ERROR))
+    registered = filled if shapes.scoring is None else jnp.where(registers(state), filled, 0)
+    state = register_pages(state, shapes, registered, finished & (reasons == ERROR))
     ring = ring.push(emits, slots, sampled)
     if shapes.admission == "expected":
         state = expect(state, finished & (reasons != ERROR))

@@ -54,6 +54,8 @@ class EngineConfig:
     """What happens if the program of a warm engine is compiled again, which no request can cause: error or warn."""
     max_logprobs: int = 20
     """Largest `logprobs` that a request may ask for."""
+    max_prompt_logprobs: int = 1
+    """Largest `prompt_logprobs` that a request may ask for. With 2 or more, scoring any prompt takes longer."""
     max_logit_bias: int = 300
     """Entries of a request's `logit_bias`, at most."""
     max_stop_sequences: int = 8
@@ -64,7 +66,7 @@ class EngineConfig:
             _check_positive(name, getattr(self, name), optional=True)
         for name in ("max_seqs", "max_round_steps"):
             _check_positive(name, getattr(self, name))
-        for name in ("max_logprobs", "max_logit_bias", "max_stop_sequences"):
+        for name in ("max_logprobs", "max_prompt_logprobs", "max_logit_bias", "max_stop_sequences"):
             value = getattr(self, name)
             if type(value) is not int or value < 0:
                 raise ValueError(f"engine.{name}={value!r}: expected an integer of at least 0")

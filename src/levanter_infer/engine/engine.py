@@ -21,6 +21,7 @@ from levanter_infer.engine.memory_audit import audit
 from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.pace import Pace
 from levanter_infer.engine.request import Request, RequestOutput
+from levanter_infer.engine.scoring import SCORE_ONLY, ScoreReader, score_shapes, wants_scores
 from levanter_infer.engine.sequence import Group
 from levanter_infer.engine.sequence import Sequence as HostSequence
 from levanter_infer.engine.slots import SlotManager, empty_admission
@@ -57,6 +58,7 @@ class InferenceEngine:
         seed: from which, with its id, a request without a seed derives its own.
         donate_model: the engine may delete the model's arrays as it lays out its own, so that the weights are in memory
             once.
+        scoring: compile for `prompt_logprobs` at once, and not again with the first request that asks for them.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class InferenceEngine:
         score_mod=None,
         mask_mod=None,
         donate_model: bool = False,
+        scoring: bool = False,
     ):
         self.config = config or EngineConfig()
         self.tokenizer, self.seed = tokenizer, seed
@@ -79,6 +82,8 @@ class InferenceEngine:
         self.backend = Backend.choose(self.config, types, has_mods=has_mods)
         unread_bytes = self._weights_bytes if isinstance(model, StoredModel) else 0
         self.shapes = self.backend.adapt(resolve_shapes(self.config, types, len(self._eos), unread_bytes))
+        if scoring:
+            self.shapes = dataclasses.replace(self.shapes, scoring=score_shapes(self.config, types))
         attention = AttentionSpec(
             impl=self.backend.attention,
             score_mod=score_mod,
@@ -124,7 +129,7 @@ class InferenceEngine:
         self._compile_s = time.perf_counter() - begin
 
     def _start_over(self) -> None:
-        self._slots = SlotManager(self.shapes, self._eos)
+        self._slots, self._scores = SlotManager(self.shapes, self._eos), ScoreReader(self._stats.registry)
         self._in_flight: _Launched | None = None
 
     def describe(self) -> dict[str, object]:
@@ -158,28 +163,58 @@ class InferenceEngine:
             on_update: called after each round with (sequences finished, sequences in all, tokens generated so far).
         Returns: one output per request, in their order.
         """
-        outputs: list[RequestOutput | None] = [None] * len(requests)
-        groups: dict[int, Group] = {}
+        made: list[Group | RequestOutput] = []
+        self._prepare(requests)
+        for i, request in enumerate(requests):
+            try:
+                made.append(self._intake.group(request, str(i)))
+            except ValueError as error:
+                name = request.id if request.id is not None else str(i)
+                given = request.prompt_token_ids
+                ids = list(given) if isinstance(given, (Sequence, np.ndarray)) else []
+                made.append(RequestOutput(name, request.prompt, ids, [], str(error)))
+        self._serve([group for group in made if isinstance(group, Group)], on_update)
+        return [each.output() if isinstance(each, Group) else each for each in made]
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Log probability under the model of each token of the sequences, given those before it in its sequence.
+
+        With `engine.prefix_cache`, equal beginnings are computed once. `SamplingParams.prompt_logprobs` gives the same
+        with requests of any kind, and the likeliest tokens.
+
+        Returns: for each sequence f32[tokens - 1], beginning with its second token; NaN where the model's logits are
+            not finite.
+        Raises: ValueError naming a sequence that cannot be scored, before anything runs.
+        """
+        requests = [Request(prompt_token_ids=ids, sampling=SCORE_ONLY) for ids in sequences]
+        groups = []
+        for i, request in enumerate(requests):
+            try:
+                groups.append(self._intake.group(request, str(i)))
+            except ValueError as error:
+                raise ValueError(f"sequences[{i}]: {error}") from None
+        self._prepare(requests)
+        self._serve(groups)
+        return [group.prompt_scores.logprobs for group in groups]
+
+    def _serve(self, groups: list[Group], on_update=None) -> None:
         try:
-            self.warmup()
-            for i, request in enumerate(requests):
-                try:
-                    groups[i] = self._intake.group(request, str(i))
-                except ValueError as error:
-                    name = request.id if request.id is not None else str(i)
-                    given = request.prompt_token_ids
-                    ids = list(given) if isinstance(given, (Sequence, np.ndarray)) else []
-                    outputs[i] = RequestOutput(name, request.prompt, ids, [], str(error))
-                else:
-                    self._slots.add(groups[i])
-                    self._stats.on_submit(len(groups[i].prompt_token_ids))
-            self._run(list(groups.values()), on_update)
+            for group in groups:
+                self._add(group)
+            self._run(groups, on_update)
         except BaseException:
             self.reset()  # what was running is lost to its caller; the engine stays usable
             raise
-        for i, group in groups.items():
-            outputs[i] = _output_of(group)
-        return [output for output in outputs if output is not None]
+
+    def _prepare(self, requests: Sequence[Request]) -> None:
+        """Compile what these need and has not been compiled yet."""
+        if self.shapes.scoring is None and any(wants_scores(request) for request in requests):
+            self._extend(scoring=score_shapes(self.config, self.model))
+        self.warmup()
+
+    def _add(self, group: Group) -> None:
+        self._slots.add(group)
+        self._stats.on_submit(len(group.prompt_token_ids))
 
     def _run(self, groups: list[Group], on_update) -> None:
         total = sum(len(group.sequences) for group in groups)
@@ -228,15 +263,15 @@ class InferenceEngine:
             self._slots.expire(time.perf_counter())
             if not self._slots.is_idle:
                 self._in_flight = self._launch()
+        self._scores.take()
         self._stats.on_idle()
 
     def submit(self, request: Request) -> Group:
         """Queue a request for the coming rounds. Raises: ValueError if it cannot be served."""
-        self.warmup()
+        self._prepare([request])
         group = self._intake.group(request, str(self._submissions))
         self._submissions += 1
-        self._slots.add(group)
-        self._stats.on_submit(len(group.prompt_token_ids))
+        self._add(group)
         return group
 
     def cancel(self, group: Group) -> None:
@@ -257,8 +292,27 @@ class InferenceEngine:
         jax.block_until_ready(outputs)
         self.programs.wait()
         self._warm = True
-        self._stats.registry.set("compile_s", self._compile_s + time.perf_counter() - start)
+        self._compile_s += time.perf_counter() - start
+        self._stats.registry.set("compile_s", self._compile_s)
         return_free_memory()
+
+    def _extend(self, **changes) -> None:
+        """Go on with programs that can do more: `changes` to the shapes that add tables to the state.
+
+        To be called between rounds. What runs keeps its place and its pages, and a round in flight is read as ever.
+        """
+        start = time.perf_counter()
+        shapes = dataclasses.replace(self.shapes, **changes)
+        logger.info("compiling again, for %s", ", ".join(changes))
+        programs, nothing = self.programs.extended(self.model, shapes), jax.device_put(empty_admission(shapes))
+        programs.compile_all(self.model, nothing)
+        programs.wait()
+        self.state = programs.extend(self.state)
+        self.programs, self.shapes, self._nothing = programs, shapes, nothing
+        self._slots.shapes = shapes
+        self._uploaded.clear()
+        self._compile_s += time.perf_counter() - start
+        self._stats.registry.set("compile_s", self._compile_s)
 
     def _launch(self, max_steps: int | None = None) -> _Launched:
         begin = time.perf_counter()
@@ -307,6 +361,8 @@ class InferenceEngine:
         steps, prompt_steps = self._stats.on_round(outputs, seconds)
         self._pace.on_round(prompt_steps > 0, steps, seconds)
         known = self._slots.collect(outputs, launched.round_id)
+        self._scores.take()
+        self._scores.ask(self.programs, self.state, self._slots.take_leaving())
         self._stats.on_time(wait=ready - begin, download=end - ready, collect=time.perf_counter() - end)
         return known
 
@@ -322,6 +378,7 @@ class InferenceEngine:
         lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
         self.state = self.programs.init() if lost else self.programs.reset(self.state)
         self._slots.abandon()
+        self._scores.abandon()
         self._intake.forget_roots()  # nothing is stored for any of them
         self._stats.on_reset()
         self._start_over()
@@ -354,12 +411,3 @@ class InferenceEngine:
         for name, value in {**values, "peak_memory_bytes": peak_bytes()}.items():
             registry.set(name, value)
         return registry.as_dict("state")
-
-
-def _output_of(group: Group) -> RequestOutput:
-    return RequestOutput(
-        id=group.id,
-        prompt=group.prompt,
-        prompt_token_ids=group.prompt_token_ids,
-        completions=[sequence.completion() for sequence in group.sequences],
-    )

@@ -50,6 +50,7 @@ class Intake:
             params,
             vocab_size=shapes.limits.vocab_size,
             max_logprobs=self._config.max_logprobs,
+            max_prompt_logprobs=self._config.max_prompt_logprobs,
             max_logit_bias=self._config.max_logit_bias,
             max_stop_sequences=self._config.max_stop_sequences,
         )
@@ -68,7 +69,7 @@ class Intake:
             params=params,
             seed=params.seed if params.seed is not None else derive_seed(self._seed, name),
             max_len=self._max_len(len(ids), params.max_tokens),
-            root=self._root(request.cache_salt),
+            root=self._root(request.cache_salt, scored=params.prompt_logprobs is not None),
             priority=_priority(request.priority),
             deadline=_deadline(request.timeout_s),
         )
@@ -81,13 +82,12 @@ class Intake:
             group.sequences.append(sequence)
         return group
 
-    def _root(self, salt: str | None) -> int:
-        """The number of a salt: each new one gets the next."""
-        if salt is None:
-            return DEFAULT_ROOT
-        if not isinstance(salt, str) or not 0 < len(salt) <= _MAX_SALT:
+    def _root(self, salt: str | None, *, scored: bool) -> int:
+        """Each new salt gets the next two: an odd one, and an even one for scored prompts (`is_scored_root`)."""
+        if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= _MAX_SALT):
             raise ValueError(f"cache_salt={str(salt)[:40]!r}: expected 1 to {_MAX_SALT} characters")
-        return self._roots.setdefault(salt, DEFAULT_ROOT - 1 - len(self._roots))
+        number = 0 if salt is None else self._roots.setdefault(salt, len(self._roots) + 1)
+        return DEFAULT_ROOT - 2 * number - scored
 
     def _token_ids(self, request: Request) -> list[int]:
         given = [n for n in ("prompt", "prompt_token_ids", "messages") if getattr(request, n) is not None]
@@ -114,9 +114,10 @@ class Intake:
 
     def _max_len(self, prompt_len: int, max_tokens: int) -> int:
         shapes = self._shapes
-        if prompt_len >= shapes.max_seq_len:
+        if prompt_len + min(max_tokens, 1) > shapes.max_seq_len:
+            room = "which leaves no room to generate within" if max_tokens else "more than"
             raise ValueError(
-                f"the prompt has {prompt_len} tokens, which leaves no room to generate within "
+                f"the prompt has {prompt_len} tokens, {room} "
                 f"engine.max_seq_len={shapes.max_seq_len}; shorten it or raise engine.max_seq_len"
             )
         if max_tokens > shapes.max_seq_len:

@@ -51,6 +51,7 @@ _DECLARED = (
     # Work
     _round("prompt_tokens", "tokens", "of the prompts that were submitted"),
     _round("generated_tokens", "tokens", "sampled", "generated"),
+    _round("scored_tokens", "tokens", "of prompts, with a log probability"),
     _round("computed_prompt_tokens", "tokens", "computed in chunks, recomputed ones included", "prompt_tokens"),
     _round("recomputed_tokens", "tokens", "whose stored K/V preemption gave up", "recomputed"),
     _round("steps", "steps", "forward passes", "steps"),

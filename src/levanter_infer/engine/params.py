@@ -28,7 +28,8 @@ class SamplingParams:
     """
 
     max_tokens: int = 64
-    """Tokens to generate, at most; at least 1. The engine's max_seq_len may end a sequence earlier."""
+    """Tokens to generate, at most; at least 1, or 0 with prompt_logprobs. The engine's max_seq_len may end a sequence
+    earlier."""
     temperature: float = 1.0
     """Divides the logits, 0 to 1e6. 0 (and below 1e-5): always the likeliest token, the first of equals."""
     top_k: int | None = 0
@@ -55,8 +56,9 @@ class SamplingParams:
     stop ends the sample. 0 to max_tokens."""
     logprobs: int | None = None
     """None: no log probabilities; 0: of the generated tokens; k: also of the k likeliest tokens at each place."""
-    prompt_logprobs: None = None
-    """Not available yet: anything but None is refused."""
+    prompt_logprobs: int | None = None
+    """None: no log probabilities of the prompt; 0: of each of its tokens after the first; k: also of the k likeliest
+    tokens at each of these places."""
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit for each time it has been generated; -2 to 2."""
     presence_penalty: float = 0.0
@@ -68,7 +70,12 @@ class SamplingParams:
     float."""
 
     def __post_init__(self):
-        _check_int("max_tokens", self.max_tokens, 1, _MAX_INT, "generate at least one token")
+        if self.prompt_logprobs is not None:
+            _check_int("prompt_logprobs", self.prompt_logprobs, 0, _MAX_INT, "leave it out if none are wanted")
+            _check_int("max_tokens", self.max_tokens, 0, _MAX_INT, "use 0 to score the prompt and generate nothing")
+        else:
+            remedy = "generate at least one token, or ask for prompt_logprobs"
+            _check_int("max_tokens", self.max_tokens, 1, _MAX_INT, remedy)
         _check_number("temperature", self.temperature, 0, 1e6, "use 0 for greedy sampling")
         if self.top_k is not None:
             _check_int("top_k", self.top_k, 0, _MAX_INT, "use 0 to switch it off")
@@ -87,13 +94,11 @@ class SamplingParams:
             )
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, _MAX_INT, "leave it out if none are wanted")
-        if self.prompt_logprobs is not None:
-            raise ValueError(f"prompt_logprobs={brief(self.prompt_logprobs)} is not available yet; leave it out")
         _check_number("frequency_penalty", self.frequency_penalty, -2, 2, "use 0 to switch it off")
         _check_number("presence_penalty", self.presence_penalty, -2, 2, "use 0 to switch it off")
         _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100, "use 1 to switch it off")
         # Several spellings are accepted, numpy's integers too; readers see one
-        for name in ("max_tokens", "top_k", "n", "seed", "min_tokens", "logprobs"):
+        for name in ("max_tokens", "top_k", "n", "seed", "min_tokens", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, int(getattr(self, name)))
         object.__setattr__(self, "stop", _stop_strings(self.stop))
@@ -141,6 +146,7 @@ def check_limits(
     *,
     vocab_size: int,
     max_logprobs: int,
+    max_prompt_logprobs: int,
     max_logit_bias: int,
     max_stop_sequences: int,
     max_stop_tokens: int = MAX_STOP_TOKENS,
@@ -151,6 +157,11 @@ def check_limits(
     """
     wanted = {
         "max_logprobs": (f"logprobs={params.logprobs}", params.logprobs or 0, max_logprobs),
+        "max_prompt_logprobs": (
+            f"prompt_logprobs={params.prompt_logprobs}",
+            params.prompt_logprobs or 0,
+            max_prompt_logprobs,
+        ),
         "max_logit_bias": _counted("logit_bias", params.logit_bias or (), max_logit_bias),
         "max_stop_sequences": max(
             _counted("stop", params.stop, max_stop_sequences),

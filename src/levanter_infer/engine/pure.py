@@ -54,12 +54,15 @@ def generate(
         )
     if params.stop:
         raise ValueError("stop strings need a host; use stop_token_ids, or InferenceEngine")
+    if params.prompt_logprobs is not None:
+        raise ValueError("prompt_logprobs come from InferenceEngine only; leave it out, or use InferenceEngine.score")
     backend = Backend.choose(config, model, has_mods=score_mod is not None or mask_mod is not None)
     shapes = backend.adapt(_shapes(config, model, params, prompts.shape, len(eos_token_ids)))
     check_limits(
         params,
         vocab_size=shapes.limits.vocab_size,
         max_logprobs=config.max_logprobs,
+        max_prompt_logprobs=config.max_prompt_logprobs,
         max_logit_bias=config.max_logit_bias,
         max_stop_sequences=config.max_stop_sequences,
     )

@@ -60,3 +60,8 @@ class RequestOutput:
     completions: list[Completion]
     error: str | None = None
     """Why the request was refused; then there are no completions."""
+    prompt_logprobs: np.ndarray | None = None
+    """f32, one per prompt token after the first: log probability under the model, given the tokens before it. When
+    asked for; NaN where the model's logits were not finite, and then the first completion ends in "error"."""
+    prompt_top_logprobs: list[dict[int, float]] | None = None
+    """For the same places the likeliest tokens, best first, and their log probability, when asked for."""

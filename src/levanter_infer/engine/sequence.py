@@ -6,8 +6,20 @@ import numpy as np
 
 from levanter_infer.decode.sequence_table import DEFAULT_ROOT
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.request import Completion
+from levanter_infer.engine.request import Completion, RequestOutput
 from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptScores:
+    """Of each token of a prompt after the first, as numpy arrays."""
+
+    logprobs: np.ndarray
+    """f32[n]"""
+    top_ids: np.ndarray
+    """i32[n, top], the likeliest tokens at its place."""
+    top_logprobs: np.ndarray
+    """f32[n, top]"""
 
 
 @dataclasses.dataclass(eq=False)
@@ -97,7 +109,31 @@ class Group:
     deadline: float | None = None
     """When it ends in any case, in seconds of `time.perf_counter`."""
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
+    prompt_scores: PromptScores | None = None
+    """Once they have been read."""
 
     @property
     def is_done(self) -> bool:
-        return all(s.finish_reason is not None for s in self.sequences)
+        return all(s.finish_reason is not None for s in self.sequences) and not self.awaits_scores
+
+    def output(self) -> RequestOutput:
+        """What the caller gets. Requires: it is done."""
+        scores, wanted = self.prompt_scores, self.params.prompt_logprobs
+        top = None
+        if scores is not None and wanted:
+            places = zip(scores.top_ids[:, :wanted].tolist(), scores.top_logprobs[:, :wanted].tolist(), strict=True)
+            top = [dict(zip(ids, values, strict=True)) for ids, values in places]
+        return RequestOutput(
+            id=self.id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            completions=[sequence.completion() for sequence in self.sequences],
+            prompt_logprobs=None if scores is None else scores.logprobs,
+            prompt_top_logprobs=top,
+        )
+
+    @property
+    def awaits_scores(self) -> bool:
+        """Whether the scores of its prompt are yet to be read."""
+        wanted = self.params.prompt_logprobs is not None and self.prompt_scores is None
+        return wanted and self.sequences[0].finish_reason != "abort"

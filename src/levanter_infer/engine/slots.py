@@ -28,7 +28,7 @@ class SlotManager:
     """
 
     def __init__(self, shapes: Shapes, eos_token_ids: tuple[int, ...]):
-        self._shapes = shapes
+        self.shapes = shapes
         self._eos = eos_token_ids
         self._free = collections.deque(range(shapes.num_slots))
         self._occupants: dict[int, Sequence] = {}
@@ -36,6 +36,7 @@ class SlotManager:
         self._loading: collections.deque[Group] = collections.deque()
         self._cancel: set[int] = set()
         self._deadlines: list[tuple[float, int, Group]] = []
+        self._leaving: list[tuple[Group, int]] = []
         self._arrivals = self._added = 0
 
     def add(self, group: Group) -> None:
@@ -85,7 +86,7 @@ class SlotManager:
         if pieces:
             fields |= self._encode(pieces)
         if self._cancel:
-            mask = np.zeros(self._shapes.num_slots, bool)
+            mask = np.zeros(self.shapes.num_slots, bool)
             mask[list(self._cancel)] = True
             fields["cancel"] = mask
         fields["has_pieces"] = np.asarray(bool(pieces))
@@ -105,11 +106,11 @@ class SlotManager:
             return 0
         if self._pending:
             return self._pending.first.params.n
-        return self._shapes.num_slots + 1
+        return self.shapes.num_slots + 1
 
     def _next_pieces(self, round_id: int) -> list[tuple[Sequence, int, int]]:
         """(sequence, start, length) of what fits into one upload: pieces of long prompts first, then new groups."""
-        room = self._shapes.upload_tokens
+        room = self.shapes.upload_tokens
         pieces: list[tuple[Sequence, int, int]] = []
         while room > 0 and (self._loading or (self._pending and len(self._free) >= self._pending.first.params.n)):
             if not self._loading:
@@ -134,7 +135,7 @@ class SlotManager:
         return pieces
 
     def _encode(self, pieces: list[tuple[Sequence, int, int]]) -> dict[str, np.ndarray | object]:
-        shapes = self._shapes
+        shapes = self.shapes
         names = ("lens", "starts", "slot_ids", "prompt_lens", "max_lens", "arrival", "priority", "roots", "fork_source")
         columns = {name: np.zeros(shapes.num_slots, np.int32) for name in names}
         columns["slot_ids"][:] = shapes.num_slots
@@ -196,8 +197,15 @@ class SlotManager:
             self._arrivals = 0
         return known
 
+    def take_leaving(self) -> list[tuple[Group, int]]:
+        """Groups whose prompts were scored, and the slots that held them: given back since the last call."""
+        leaving, self._leaving = self._leaving, []
+        return leaving
+
     def _vacate(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
+        if sequence.index == 0 and sequence.group.awaits_scores:
+            self._leaving.append((sequence.group, sequence.slot))
         del self._occupants[sequence.slot]
         self._cancel.discard(sequence.slot)
         self._free.append(sequence.slot)

@@ -1,0 +1,75 @@
+"""`ScorePages`: log probabilities of prompt tokens, kept where their keys and values are."""
+
+import dataclasses
+
+import equinox as eqx
+import haliax.haxtyping as ht
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import NamedArray
+from jax import Array
+
+from levanter_infer.axes import EMBED, PAGE, PAGE_OFFSET, SCORE, SEQ, SEQ_PAGE
+from levanter_infer.cache.named import full, replace
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreShapes:
+    """Sizes of what scoring keeps."""
+
+    num_top: int
+    """Likeliest tokens of each place."""
+    hidden_size: int
+    """Of the model's hidden states."""
+
+
+class ScorePages(eqx.Module):
+    """What is known of scored tokens.
+
+    A score is `1 + 2 * num_top` numbers: the log probability of the token that stands at a place, given those before
+    it; the ids of the likeliest tokens there, best first; and their log probabilities. Floats are kept as their bits,
+    so that a score is written, copied and read as one. It belongs to the page as keys and values do: a page that is
+    found again brings its scores along.
+    """
+
+    scores: ht.i32[NamedArray, "page page_offset score"]
+    ends: ht.f32[NamedArray, "page embed"]
+    """Hidden state of the token of each page that was computed last: what the score of the next one is made of."""
+    complete: ht.i32[NamedArray, "seq seq_page page_offset score"]
+    """Scores of the prompts that are complete: they outlive their pages, until the slot's next prompt is complete."""
+
+    @staticmethod
+    def init(sizes: ScoreShapes, *, num_pages: int, page_size: int, num_slots: int, max_seq_len: int) -> "ScorePages":
+        page = (PAGE_OFFSET, page_size), (SCORE, 1 + 2 * sizes.num_top)
+        return ScorePages(
+            scores=full(((PAGE, num_pages), *page), 0),
+            ends=full(((PAGE, num_pages), (EMBED, sizes.hidden_size)), 0, jnp.float32),
+            complete=full(((SEQ, num_slots), (SEQ_PAGE, -(-max_seq_len // page_size)), *page), 0),
+        )
+
+    @property
+    def num_top(self) -> int:
+        return self.scores.axis_size(SCORE) // 2
+
+    def copy_pages(self, source: Array, target: Array) -> "ScorePages":
+        """Copy whole pages, as `KvPages.copy_pages` does."""
+
+        def copied(array: Array) -> Array:
+            return array.at[target].set(array.at[source].get(mode="clip"), mode="drop")
+
+        return replace(self, scores=copied(self.scores.array), ends=copied(self.ends.array))
+
+
+def pack_scores(logprobs: Array, top_ids: Array, top_logprobs: Array) -> Array:
+    """i32[n, score] of f32[n], i32[n, top] and f32[n, top]."""
+    floats = (jax.lax.bitcast_convert_type(a, jnp.int32) for a in (logprobs[:, None], top_logprobs))
+    own, top = floats
+    return jnp.concatenate([own, top_ids, top], axis=1)
+
+
+def unpack_scores(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """On the host: `pack_scores` the other way round, for i32[n, score]."""
+    num_top = scores.shape[1] // 2
+    own, ids, top = np.split(scores, [1, 1 + num_top], axis=1)
+    return own[:, 0].copy().view(np.float32), ids, np.ascontiguousarray(top).view(np.float32)

@@ -1,0 +1,86 @@
+"""Scores of prompts on the host: what they need of the engine, and how they come back from the device."""
+
+import jax
+import numpy as np
+
+from levanter_infer.cache.score_pages import ScoreShapes, unpack_scores
+from levanter_infer.decode.programs import Programs
+from levanter_infer.decode.scoring import READ_PAGES
+from levanter_infer.decode.sequence_table import pages_for
+from levanter_infer.decode.state import GenState
+from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.metrics import Registry
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import Request
+from levanter_infer.engine.sequence import Group, PromptScores
+
+SCORE_ONLY = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0)
+"""The prompt's log probabilities, and no continuation."""
+
+
+def score_shapes(config: EngineConfig, model) -> ScoreShapes:
+    arch = model.config
+    return ScoreShapes(num_top=min(config.max_prompt_logprobs, arch.vocab_size), hidden_size=arch.hidden_size)
+
+
+def wants_scores(request: Request) -> bool:
+    """Also of requests that will be refused."""
+    return isinstance(request.sampling, SamplingParams) and request.sampling.prompt_logprobs is not None
+
+
+class ScoreReader:
+    """Fetches the scores of complete prompts.
+
+    They are asked for when their sequence gives its slot back, and taken when the next round is read: by then they are
+    there, and the device has not waited for anybody.
+    """
+
+    def __init__(self, registry: Registry):
+        self._registry = registry
+        self._asked: list[tuple[list[tuple[Group, int]], list[jax.Array]]] = []
+
+    def ask(self, programs: Programs, state: GenState, leaving: list[tuple[Group, int]]) -> None:
+        """Begin to fetch.
+
+        Args:
+            leaving: groups, and the slots that held their prompts and that nobody else has been given yet.
+        """
+        if not leaving:
+            return
+        size, none = state.decode.page_table.page_size, state.decode.sequences.num_slots
+        pages = [(group, slot, pages_for(len(group.prompt_token_ids), size)) for group, slot in leaving]
+        slots = np.concatenate([np.full(count, slot, np.int32) for _, slot, count in pages])
+        columns = np.concatenate([np.arange(count, dtype=np.int32) for *_, count in pages])
+        arrays = []
+        for start in range(0, len(slots), READ_PAGES):
+            rest = (0, max(0, start + READ_PAGES - len(slots)))
+            places = (
+                np.pad(slots[start : start + READ_PAGES], rest, constant_values=none),
+                np.pad(columns[start : start + READ_PAGES], rest),
+            )
+            arrays.append(programs.read_scores(state.scores, *jax.device_put(places)))
+        self._asked.append(([(group, count) for group, _, count in pages], arrays))
+
+    def take(self) -> None:
+        """Give the groups what was asked for."""
+        asked, self._asked = self._asked, []
+        for groups, arrays in asked:
+            pages = np.concatenate([np.asarray(array) for array in arrays])
+            begin = 0
+            for group, count in groups:
+                self._give(group, pages[begin : begin + count])
+                begin += count
+
+    def _give(self, group: Group, pages: np.ndarray) -> None:
+        scores = pages.reshape(-1, pages.shape[-1])[1 : len(group.prompt_token_ids)]
+        group.prompt_scores = PromptScores(*unpack_scores(scores))
+        self._registry.add("scored_tokens", len(scores))
+        if np.isnan(group.prompt_scores.logprobs).any():
+            group.sequences[0].finish_reason = "error"
+
+    def abandon(self) -> None:
+        """Nobody will read what was asked for."""
+        for groups, _ in self._asked:
+            for group, _ in groups:
+                group.sequences[0].finish_reason = "abort"
+        self._asked = []

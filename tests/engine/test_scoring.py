@@ -1,0 +1,215 @@
+"""Log probabilities of prompts: those of the uncached forward, on every path, and the same bits on all of them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from levanter_infer.decode.invariants import check_invariants
+from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.engine import InferenceEngine
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.pure import generate
+from levanter_infer.engine.request import Request
+from levanter_infer.kernels import cpu
+from tests.tiny_models import tiny_model, uncached_greedy, uncached_logprobs
+
+LENGTH, PAGE = 64, 4
+POISON = 60
+"""A token that no other test uses: in `other`, its embedding is not a number."""
+built = pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built, so bits may differ")
+
+
+@pytest.fixture(scope="module")
+def shared():
+    config = EngineConfig(
+        max_seqs=4, max_seq_len=LENGTH, page_size=PAGE, max_pages=24, max_step_tokens=16, prefix_cache=True
+    )
+    return InferenceEngine(tiny_model(), config=config, scoring=True)
+
+
+@pytest.fixture
+def engine(shared):
+    """Small pages, chunks and pool, the prefix cache, and the C++ kernels where there are any."""
+    shared.reset()
+    yield shared
+    check_invariants(shared.state.decode)
+    assert shared.stats()["pages_free"] == shared.shapes.num_pages
+
+
+@pytest.fixture(scope="module")
+def other():
+    """What runs on accelerators, with other sizes, and more of the likeliest tokens. Extended by its first test."""
+    model = tiny_model()
+    poisoned = model.embeddings.array.at[POISON].set(np.nan)
+    model = dataclasses.replace(model, embeddings=dataclasses.replace(model.embeddings, array=poisoned))
+    config = EngineConfig(max_seqs=3, max_seq_len=LENGTH, page_size=8, max_prompt_logprobs=3, **XLA)
+    return InferenceEngine(model, config=config)
+
+
+XLA = dict(attention="xla", products="xla")
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, POISON, length).tolist()
+
+
+def request(ids: list[int], max_tokens: int = 0, k: int | None = 0, salt: str | None = None, **sampling) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=k, seed=1, **sampling)
+    return Request(prompt_token_ids=ids, sampling=params, cache_salt=salt)
+
+
+def expected(ids: list[int]) -> np.ndarray:
+    return uncached_logprobs(tiny_model(), ids, LENGTH)[np.arange(len(ids) - 1), ids[1:]]
+
+
+def check(ids: list[int], logprobs: np.ndarray) -> None:
+    assert logprobs.dtype == np.float32 and logprobs.shape == (len(ids) - 1,)
+    np.testing.assert_allclose(logprobs, expected(ids), atol=5e-5)
+
+
+def grown(engine, before: dict) -> dict[str, int]:
+    after = engine.stats()
+    return {name: after[name] - before[name] for name in ("prefix_hits", "computed_prompt_tokens", "scored_tokens")}
+
+
+def test_the_first_request_that_is_scored_extends_the_engine_and_disturbs_nobody(other):
+    plain = request(text(9), max_tokens=20, k=None, temperature=0.0)
+    running = other.submit(plain)
+    other.step_round(max_steps=3)
+    programs = {"init": 1, "round": 1, "reset": 1, "zero_cache": 1}
+    assert other.stats()["programs"] == programs and other.state.scores is None
+    scored = other.submit(request(text(30, seed=1)))
+    other.drain()
+    assert running.sequences[0].token_ids == uncached_greedy(tiny_model(), text(9), 20)
+    check(text(30, seed=1), scored.output().prompt_logprobs)
+    programs = {name: 2 for name in programs} | {"extend": 1, "read_scores": 1}
+    assert other.stats()["programs"] == programs
+    other.generate([plain, request(text(3), n=2, max_tokens=2)])
+    other.reset()
+    assert other.stats()["programs"] == programs
+
+
+@pytest.mark.parametrize("name", ["engine", "other"])
+def test_scores_are_those_of_the_uncached_forward(name, request):
+    engine = request.getfixturevalue(name)
+    for _ in range(2):  # the second time with what is cached
+        sequences = [text(length, seed=length) for length in (1, 2, 5, 8, 17, LENGTH, 33)]
+        for ids, logprobs in zip(sequences, engine.score(sequences), strict=True):
+            check(ids, logprobs)
+
+
+@pytest.mark.parametrize("name, count", [("engine", 1), ("other", 3), ("other", 2)])
+def test_the_likeliest_tokens_are_those_of_the_uncached_forward(name, count, request):
+    ids = text(21, seed=3)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=count)
+    (output,) = request.getfixturevalue(name).generate([Request(prompt_token_ids=ids, sampling=params)])
+    check(ids, output.prompt_logprobs)
+    oracle = uncached_logprobs(tiny_model(), ids, LENGTH)[:-1]
+    assert [list(top) for top in output.prompt_top_logprobs] == np.argsort(-oracle)[:, :count].tolist()
+    best = [list(top.values()) for top in output.prompt_top_logprobs]
+    np.testing.assert_allclose(best, -np.sort(-oracle)[:, :count], atol=5e-5)
+
+
+@built
+def test_a_scored_token_has_the_bits_of_a_sampled_one(engine):
+    (output,) = engine.generate([request(text(11), max_tokens=40, k=None, logprobs=0)])
+    (completion,) = output.completions
+    (scores,) = engine.score([text(11) + completion.token_ids])
+    assert scores[10:].tobytes() == completion.logprobs.tobytes()
+
+
+@built
+def test_scores_are_the_same_bits_alone_together_chunked_forked_cached_and_after_preemption(engine):
+    rng = np.random.default_rng(5)
+    common = text(40, seed=9)
+    asked = []
+    for i in range(40):
+        ids = common[: int(rng.integers(0, 40))] + text(int(rng.integers(1, 20)), seed=i)
+        k, n, salt = rng.choice([None, 0, 1], p=[0.2, 0.4, 0.4]), int(rng.integers(1, 4)), rng.choice([None, "a"])
+        asked.append(request(ids, max_tokens=int(rng.integers(k is None, 25)), k=k, n=n, salt=salt))
+    before = engine.stats()
+    together = engine.generate(asked)
+    assert engine.stats()["preemptions"] > before["preemptions"]
+    assert grown(engine, before)["prefix_hits"] > 40
+    for one, output in zip(asked, together, strict=True):
+        assert (output.prompt_logprobs is None) == (one.sampling.prompt_logprobs is None)
+        if output.prompt_logprobs is not None:
+            engine.reset()
+            (alone,) = engine.score([one.prompt_token_ids])
+            assert alone.tobytes() == output.prompt_logprobs.tobytes()
+            check(list(one.prompt_token_ids), alone)
+
+
+def test_a_common_beginning_is_computed_once(engine):
+    sequences = [text(40) + text(3, seed=i) for i in range(1, 9)]
+    before = engine.stats()
+    scores = engine.score(sequences)
+    for ids, logprobs in zip(sequences, scores, strict=True):
+        check(ids, logprobs)
+    counts = grown(engine, before)
+    assert counts["scored_tokens"] == 8 * 42
+    assert counts["prefix_hits"] == 7 * 10 and counts["computed_prompt_tokens"] == 43 + 7 * 3
+    before = engine.stats()
+    (output,) = engine.generate([request(text(41, seed=50), n=4, max_tokens=2)])
+    check(text(41, seed=50), output.prompt_logprobs)
+    assert grown(engine, before)["computed_prompt_tokens"] == 41 and len(output.completions) == 4
+
+
+def test_pages_without_scores_are_not_found_by_those_who_want_them(engine):
+    before = engine.stats()
+    for k in (None, 0):  # who computes a beginning first must not matter
+        (output,) = engine.generate([request(text(18), max_tokens=1, k=k)])
+        assert grown(engine, before)["prefix_hits"] == 0
+    check(text(18), output.prompt_logprobs)
+    longer = text(18) + output.completions[0].token_ids + text(5, seed=2)
+    engine.generate([request(text(18), max_tokens=12, temperature=0.0)])
+    check(longer, engine.score([longer])[0])
+
+
+def test_what_is_not_finite_is_an_error_of_its_own_request(other):
+    sick, well = text(12)[:6] + [POISON] + text(12)[6:], text(20, seed=4)
+    outputs = other.generate([request(sick), request(well), request(sick, max_tokens=3, n=2), request(well)])
+    for output in outputs[::2]:
+        assert np.isnan(output.prompt_logprobs[6:]).all()
+        assert {c.finish_reason for c in output.completions} == {"error"}
+    for output in outputs[1::2]:
+        check(well, output.prompt_logprobs)
+        assert [(c.token_ids, c.finish_reason) for c in output.completions] == [([], "length")]
+
+
+def test_cancelled_and_forgotten_requests_wait_for_no_scores(engine):
+    groups = [engine.submit(request(text(50, seed=i))) for i in range(6)]
+    engine.step_round(max_steps=1)
+    engine.cancel(groups[0])
+    engine.drain()
+    assert groups[0].prompt_scores is None and all(group.is_done for group in groups)
+    check(text(50, seed=5), groups[5].output().prompt_logprobs)
+    group = engine.submit(request(text(5)))
+    while not engine._scores._asked:
+        engine.step_round()
+    engine.reset()
+    assert group.is_done and group.sequences[0].finish_reason == "abort"
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        ([], r"sequences\[1\]: the prompt is empty"),
+        ([1, 61], r"sequences\[1\]: prompt_token_ids\[1\]=61 is outside the vocabulary"),
+        ("text", r"sequences\[1\]: prompt_token_ids is str"),
+        ([1] * (LENGTH + 1), r"sequences\[1\]: the prompt has 65 tokens, more than engine.max_seq_len=64"),
+    ],
+)
+def test_a_sequence_that_cannot_be_scored_is_named_before_anything_runs(engine, bad, message):
+    before = engine.stats()["rounds"]
+    with pytest.raises(ValueError, match=message):
+        engine.score([[1, 2], bad])
+    assert engine.stats()["rounds"] == before
+
+
+def test_more_than_the_engine_keeps_is_refused(engine):
+    (output,) = engine.generate([request([1, 2], k=2)])
+    assert "prompt_logprobs=2 but engine.max_prompt_logprobs=1; raise engine.max_prompt_logprobs" in output.error
+    with pytest.raises(ValueError, match="prompt_logprobs come from InferenceEngine only"):
+        generate(tiny_model(), [[1, 2]], [2], SamplingParams(prompt_logprobs=0))
