@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
@@ -29,7 +29,12 @@ class Program:
     A call dispatches to the executable itself: nothing can be traced or compiled behind the caller's back.
     """
 
-    def __init__(self, function, *, donate: tuple[int, ...] = ()):
+    def __init__(self, function, *, donate: tuple[int, ...] = (), options: Mapping[str, bool | int] | None = None):
+        """
+        Args:
+            options: for XLA's compiler; one that knows them not compiles without them.
+        """
+        self._options = dict(options or {})
         self.jitted = jax.jit(function, donate_argnums=donate)
         self.compilations = 0
         self._names = tuple(inspect.signature(function).parameters)
@@ -54,7 +59,7 @@ class Program:
         self.types = self.types_of(arguments)
         lowered = self.jitted.lower(*arguments)
         compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
-        self._compiled = compiler.submit(lowered.compile)
+        self._compiled = compiler.submit(_compile, lowered, self._options)
         compiler.shutdown(wait=False)
         self.compilations += 1
 
@@ -75,6 +80,15 @@ class Program:
             + _placement(leaf)
             for path, leaf in leaves
         }
+
+
+def _compile(lowered: jax.stages.Lowered, options: dict[str, bool | int]) -> jax.stages.Compiled:
+    try:
+        return lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+    return lowered.compile()
 
 
 def _placement(leaf) -> str:
@@ -102,17 +116,24 @@ class Programs:
         kv_dtype,
         as_bits: bool,
         on_recompile: Callable[[str], None] | None = None,
+        options: Mapping[str, bool | int] | None = None,
         smaller: "Programs | None" = None,
     ):
         """
         Args:
             model: of the form that the round takes; types will do.
             on_recompile: called with a message if the round is compiled again, instead of `RecompilationError`.
+            options: for XLA's compiler, where it knows them.
             smaller: the programs that these take over from (`extended`).
         """
         config = model.config
         self._make = functools.partial(
-            Programs, attention=attention, kv_dtype=kv_dtype, as_bits=as_bits, on_recompile=on_recompile
+            Programs,
+            attention=attention,
+            kv_dtype=kv_dtype,
+            as_bits=as_bits,
+            on_recompile=on_recompile,
+            options=options,
         )
 
         def init() -> GenState:
@@ -137,7 +158,7 @@ class Programs:
         """The types of the state, as `jax.ShapeDtypeStruct`s."""
         self._programs = {
             "init": Program(init),
-            "round": Program(one_round, donate=(1,)),
+            "round": Program(one_round, donate=(1,), options=options),
             "reset": Program(reset, donate=(0,)),
             "zero_cache": Program(zero_cache, donate=(0,)),
         }

@@ -67,6 +67,15 @@ class Backend:
     def on_cpu(self) -> bool:
         return self.platform == "cpu"
 
+    @property
+    def compiler_options(self) -> dict[str, bool | int]:
+        """How XLA compiles the round. With the kernels for CPUs its own code is control and sampling only, hundreds of
+        small loops that are no faster for what costs a third of the compilation (docs/performance.md)."""
+        if not self.is_batch_invariant:
+            return {}
+        fast = {"xla_cpu_use_fusion_emitters": False}
+        return fast if jax.config.read("jax_disable_most_optimizations") else {**fast, "xla_backend_optimization_level": 1}
+
     def prepare(self, model, *, donate: bool = False):
         """The model in the form that the device reads fastest. `donate`: its arrays may be deleted for it."""
         return model.for_cpu(self.products, donate=donate) if self.on_cpu else model.for_gpu(self.products)

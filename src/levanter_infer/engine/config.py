@@ -36,9 +36,9 @@ class EngineConfig:
     """Attention implementation: auto, xla, reference or, on a CPU, cpu, on an NVIDIA GPU, gpu."""
     products: str = "auto"
     """What computes matrix products: auto, xla or, on a CPU, cpu, on an NVIDIA GPU, gpu."""
-    prefix_cache: bool = False
+    prefix_cache: bool = True
     """Pages of equal beginnings are computed once: for requests that are there together, and for later ones for as long
-    as no other use was found for the pages. Compiling takes some four seconds more on a CPU."""
+    as no other use was found for the pages."""
     admission: str = "optimistic"
     """How much room in the pool a sequence needs to start: `optimistic`, for the tokens that are known; preemption
     makes room later. `expected`: for as many more as recent sequences have generated of what they might.

@@ -97,6 +97,7 @@ class InferenceEngine:
             kv_dtype=kv_dtype(self.config, types),
             as_bits=self.backend.on_cpu,
             on_recompile=logger.warning if self.config.recompilation == "warn" else None,
+            options=self.backend.compiler_options,
         )
         self._nothing = jax.device_put(empty_admission(self.shapes))
         self._compile_s = 0.0
