@@ -74,7 +74,9 @@ class Backend:
         if not self.is_batch_invariant:
             return {}
         fast = {"xla_cpu_use_fusion_emitters": False}
-        return fast if jax.config.read("jax_disable_most_optimizations") else {**fast, "xla_backend_optimization_level": 1}
+        return (
+            fast if jax.config.read("jax_disable_most_optimizations") else {**fast, "xla_backend_optimization_level": 1}
+        )
 
     def prepare(self, model, *, donate: bool = False):
         """The model in the form that the device reads fastest. `donate`: its arrays may be deleted for it."""

@@ -54,6 +54,7 @@ _DECLARED = (
     _round("scored_tokens", "tokens", "of prompts, with a log probability"),
     _round("computed_prompt_tokens", "tokens", "computed in chunks, recomputed ones included", "prompt_tokens"),
     _round("recomputed_tokens", "tokens", "whose stored K/V preemption gave up", "recomputed"),
+    _round("recomputed_per_token", "ratio", "of recomputed to generated tokens", kind="gauge"),
     _round("steps", "steps", "forward passes", "steps"),
     _round("prompt_steps", "steps", "those that computed a chunk of a prompt", "prompt_steps"),
     _round("rounds", "rounds", "launches of the loop"),

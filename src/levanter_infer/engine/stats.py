@@ -111,7 +111,10 @@ class Stats:
         self.registry.set("prefill_tokens_per_s", ratio(mixed.prompt_tokens, prefill_s))
         self.registry.set("decode_tokens_per_s", ratio(decode.generated, decode.seconds))
         generated = decode.generated + mixed.generated
-        copied, hits, misses = (self.registry[name] for name in ("copied_pages", "prefix_hits", "prefix_misses"))
-        assert isinstance(copied, int) and isinstance(hits, int) and isinstance(misses, int)
+        names = ("copied_pages", "prefix_hits", "prefix_misses", "recomputed_tokens")
+        copied, hits, misses, recomputed = (self.registry[name] for name in names)
+        assert isinstance(copied, int) and isinstance(hits, int)
+        assert isinstance(misses, int) and isinstance(recomputed, int)
         self.registry.set("prefix_hit_rate", ratio(hits, hits + misses))
         self.registry.set("copies_per_token", copied / generated if generated else None)
+        self.registry.set("recomputed_per_token", recomputed / generated if generated else None)
