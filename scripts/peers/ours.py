@@ -12,7 +12,9 @@ def start(setup: dict, **kernels: str):
     longest = -(-(setup["prompt"] + setup["output"] + 1) // 16) * 16
     engine = InferenceEngine(
         model,
-        config=EngineConfig(max_seqs=setup["batch"], max_seq_len=longest, prefix_cache=False, **kernels),
+        config=EngineConfig(
+            max_seqs=setup["batch"], max_seq_len=longest, prefix_cache=setup.get("prefix_cache", False), **kernels
+        ),
         donate_model=True,
     )
     engine.warmup()

@@ -13,7 +13,8 @@ Generate = Callable[[list[list[int]], int], list[list[int]]]
 def serve(start: Callable[[dict], Generate], packages: tuple[str, ...]) -> None:
     """Answer measurements until the input ends.
 
-    The first line is the setup: checkpoint, dtype, batch, prompt, output, threads. It is answered by the versions of
+    The first line is the setup: checkpoint, dtype, batch, prompt, output, threads, and prefix_cache where pages are to
+    be found again; `run.py` does not ask for that, since the same prompts come again. It is answered by the versions of
     `packages` when the side is ready. Each further line is `{"prompts": [[token ids]], "count": n}` and is answered by
     `{"seconds": s, "tokens": [[token ids]]}`.
     """

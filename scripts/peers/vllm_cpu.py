@@ -19,7 +19,7 @@ def start(setup: dict):
         skip_tokenizer_init=True,
         max_model_len=longest,
         max_num_seqs=batch,
-        enable_prefix_caching=False,  # the same prompts come again
+        enable_prefix_caching=setup.get("prefix_cache", False),
     )
 
     def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
