@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,6 +31,9 @@ MAX_N = 4096
 _JSONL = (".jsonl", ".ndjson")
 _ROW_KEYS = ("prompt", "prompt_token_ids", "messages", "id", "sampling", "cache_salt", "priority", "timeout_s")
 _PROMPT_KEYS, _POLICY_KEYS = _ROW_KEYS[:3], _ROW_KEYS[-3:]
+_COMPLETIONS = {"prompt": "completion", "prompt_token_ids": "completion_token_ids", "messages": "completion"}
+"""In which key a completion stands beside a prompt."""
+_SCORED_ROW_KEYS = (*_PROMPT_KEYS, "id", "cache_salt", "completion", "completion_token_ids")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,14 +43,18 @@ class Row:
     id: str
     request: Request | None
     error: str | None = None
+    completion: str | list[int] | None = None
+    """What follows the prompt, where it is to be scored and not sampled; token ids behind token ids."""
 
 
-def read_rows(config: RunConfig) -> list[Row]:
+def read_rows(config: RunConfig, *, completions: bool = False) -> list[Row]:
     """The requests of a run, in order.
 
     A row that is wrong becomes an error of that row. `sampling.seed` of the configuration is left to the engine, which
     derives a seed of its own for every request; the `seed` of a row is its request's.
 
+    Args:
+        completions: rows may hold a completion, and no parameters of sampling.
     Raises: ValueError if the file cannot be read at all, or has too many rows.
     """
     base = dataclasses.replace(config.sampling, seed=None)
@@ -63,7 +70,7 @@ def read_rows(config: RunConfig) -> list[Row]:
     for where, content in contents:
         if len(rows) == MAX_ROWS:
             raise ValueError(f"{where}: more than {MAX_ROWS} rows; split the file")
-        row = _make_row(content, str(len(rows)), where, base)
+        row = _make_row(content, str(len(rows)), where, base, completions)
         if row.id in seen and row.error is None:
             row = Row(row.id, None, f"{where}: id {brief(row.id)} is that of {seen[row.id]} too; ids must differ")
         seen.setdefault(row.id, where)
@@ -120,21 +127,36 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _make_row(content: Any, default_id: str, where: str, base: SamplingParams) -> Row:
+def _make_row(content: Any, default_id: str, where: str, base: SamplingParams, completions: bool) -> Row:
     if isinstance(content, dict) and isinstance(content.get("id"), (str, int)):
         default_id = str(content["id"])
     try:
         if isinstance(content, ValueError):
             raise content
-        return Row(default_id, _make_request(content, default_id, base))
+        request = _make_request(content, default_id, base, _SCORED_ROW_KEYS if completions else _ROW_KEYS)
+        return Row(default_id, request, completion=_completion(content) if completions else None)
     except ValueError as e:
         return Row(default_id, None, f"{where}: {e}")
 
 
-def _make_request(content: Any, row_id: str, base: SamplingParams) -> Request:
+def _completion(content: dict[str, Any]) -> str | list[int] | None:
+    """Requires: the row has one prompt."""
+    kind = next(key for key in _PROMPT_KEYS if content.get(key) is not None)
+    for key in set(_COMPLETIONS.values()) - {_COMPLETIONS[kind]}:
+        if content.get(key) is not None:
+            raise ValueError(f"{key} behind {kind}; expected {_COMPLETIONS[kind]}")
+    key = _COMPLETIONS[kind]
+    value, expected = content.get(key), list if key == "completion_token_ids" else str
+    if value is not None and (not isinstance(value, expected) or not value):
+        what = "a list of at least one token id" if expected is list else "a string of at least one character"
+        raise ValueError(f"{key} is {brief(value)}; expected {what}")
+    return value
+
+
+def _make_request(content: Any, row_id: str, base: SamplingParams, known: Sequence[str]) -> Request:
     if not isinstance(content, dict):
         raise ValueError(f"the row is {brief(content)}; expected an object with prompt, prompt_token_ids or messages")
-    check_keys(content, _ROW_KEYS, "")
+    check_keys(content, known, "")
     given = [key for key in _PROMPT_KEYS if content.get(key) is not None]
     if len(given) != 1:
         raise ValueError(f"expected one of prompt, prompt_token_ids, messages; got {' and '.join(given) or 'none'}")
@@ -151,7 +173,7 @@ def _make_request(content: Any, row_id: str, base: SamplingParams) -> Request:
     if sampling.n > MAX_N:
         raise ValueError(f"sampling.n={sampling.n}; expected at most {MAX_N}")
     prompt: dict[str, Any] = {kind: value}
-    policies = {key: content[key] for key in _POLICY_KEYS if content.get(key) is not None}
+    policies = {key: content[key] for key in _POLICY_KEYS if key in known and content.get(key) is not None}
     return Request(**prompt, sampling=sampling, id=row_id, **policies)
 
 
@@ -185,19 +207,33 @@ def output_rows(output: RequestOutput, sampling: SamplingParams | None) -> Itera
                 "index": c.index,
                 "text": c.text,
                 "token_ids": c.token_ids,
-                "logprobs": None if wanted is None else [_number_or_null(v) for v in c.logprobs],
+                "logprobs": None if wanted is None else numbers(c.logprobs),
                 "finish_reason": c.finish_reason,
                 "seed": c.seed,
             }
         )
         if wanted and c.top_logprobs is not None:
-            row["top_logprobs"] = [{str(i): _number_or_null(v) for i, v in top.items()} for top in c.top_logprobs]
+            row["top_logprobs"] = tops(c.top_logprobs)
+        if output.prompt_logprobs is not None:
+            row["prompt_logprobs"] = numbers(output.prompt_logprobs)
+        if output.prompt_top_logprobs is not None:
+            row["prompt_top_logprobs"] = tops(output.prompt_top_logprobs)
         yield row
 
 
 def _ordered(values: Mapping[str, Any]) -> dict[str, Any]:
     names = ("id", "index", "prompt", "prompt_token_ids", "text", "token_ids", "logprobs", "finish_reason", "seed")
     return {name: values[name] for name in names}
+
+
+def numbers(values: Iterable[float]) -> list[float | None]:
+    """As JSON writes them."""
+    return [_number_or_null(value) for value in values]
+
+
+def tops(places: Iterable[Mapping[int, float]]) -> list[dict[str, float | None]]:
+    """Likeliest tokens and their log probabilities, as JSON writes them."""
+    return [{str(token): _number_or_null(value) for token, value in place.items()} for place in places]
 
 
 def _number_or_null(value: float) -> float | None:
