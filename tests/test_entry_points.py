@@ -31,7 +31,11 @@ def test_module_imports(name):
 
 
 @pytest.mark.parametrize(
-    "command", [["-m", "levanter_infer.sample"], ["-m", "levanter_infer.bench"], *([script] for script in SCRIPTS)]
+    "command",
+    [
+        *(["-m", f"levanter_infer.{name}"] for name in ("sample", "audit", "doctor", "bench")),
+        *([script] for script in SCRIPTS),
+    ],
 )
 def test_command_explains_itself(command):
     done = subprocess.run([sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120)

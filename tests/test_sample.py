@@ -246,7 +246,7 @@ def test_value_error_inside_the_engine_is_not_taken_for_the_users_mistake():
             raise ValueError("incompatible shapes")
 
     with pytest.raises(RuntimeError, match="please report this"):
-        sample._generate(Broken(), [], None)  # type: ignore[arg-type]
+        sample.generate(Broken(), [], None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.partial"])

@@ -2,14 +2,13 @@
 
 import functools
 
-import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from levanter_infer.axes import POSITION
 from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.registry import family_for
+from levanter_infer.models.uncached import next_token
 
 LLAMA = {
     "model_type": "llama",
@@ -54,11 +53,10 @@ def uncached_greedy(model: DecoderModel, prompt: list[int], steps: int) -> list[
     tokens = list(prompt)
     for _ in range(steps):
         padded = jnp.asarray(tokens + [0] * (length - len(tokens)), jnp.int32)
-        logits = forward(model, hax.named(padded, (POSITION,))).array
-        tokens.append(int(jnp.argmax(logits[len(tokens) - 1])))
+        tokens.append(int(forward(model, padded, jnp.int32(len(tokens)))))
     return tokens[len(prompt) :]
 
 
 @functools.lru_cache
 def _forward():
-    return jax.jit(lambda model, tokens: model(tokens))
+    return jax.jit(next_token)

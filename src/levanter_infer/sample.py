@@ -54,31 +54,40 @@ Every key can be given, or overridden, on the command line: --sampling.temperatu
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
+    return guarded(lambda: _command(sys.argv[1:] if argv is None else argv))
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Run a command; returns its exit status, or that of what stopped it, which is said on standard error."""
     try:
         with _standard_streams():
-            return _command(argv)
+            return _status(command)
     except BrokenPipeError:
         return 141
 
 
-def _command(argv: Sequence[str] | None) -> int:
+def _status(command: Callable[[], int]) -> int:
     try:
-        arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
-        if arguments is None:
-            print(help_text())
-            return 0
-        return run(load_config(arguments[0], arguments[1]))
+        return command()
     except ValueError as e:
-        _say(_one_line(f"error: {e}"))
+        say(one_line(f"error: {e}"))
         return 2
     except BrokenPipeError:
         raise
     except OSError as e:
-        _say(_one_line(f"error: {e.strerror or e}" + (f": {e.filename}" if e.filename else "")))
+        say(one_line(f"error: {e.strerror or e}" + (f": {e.filename}" if e.filename else "")))
         return 2
     except KeyboardInterrupt:
-        _say("interrupted")
+        say("interrupted")
         return 130
+
+
+def _command(argv: Sequence[str]) -> int:
+    arguments = parse_arguments(argv)
+    if arguments is None:
+        print(help_text(USAGE))
+        return 0
+    return run(load_config(*arguments))
 
 
 @contextlib.contextmanager
@@ -133,8 +142,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, st
     return path, overrides
 
 
-def help_text() -> str:
-    """Usage, and every key with its default."""
+def help_text(usage: str) -> str:
+    """Usage, and every key of the configuration with its default."""
     from draccus.wrappers.docstring import get_attribute_docstring
 
     from levanter_infer.engine.config import EngineConfig
@@ -147,7 +156,7 @@ def help_text() -> str:
         "sampling.": SamplingParams,
         "engine.": EngineConfig,
     }
-    lines = [USAGE, "keys (and defaults):"]
+    lines = [usage, "keys (and defaults):"]
     for prefix, cls in sections.items():
         for field in dataclasses.fields(cls):
             plain = field.default is not dataclasses.MISSING and field.default not in (None, ())
@@ -166,7 +175,7 @@ def run(config: RunConfig) -> int:
         requests = [row.request for row in rows if row.request is not None]
         begin = time.perf_counter()
         with progress_bar() as on_update:
-            sampled = _generate(engine, requests, on_update or _log_lines(engine))
+            sampled = generate(engine, requests, on_update or _log_lines(engine))
         seconds = time.perf_counter() - begin
         outputs = merge_outputs(rows, sampled)
         if writer is not None:
@@ -182,9 +191,9 @@ def run(config: RunConfig) -> int:
             print(completion_text(row.request, result, color=sys.stdout.isatty()))
     sys.stdout.flush()
     if output is not None:
-        _say(f"{'the others' if len(shown) < len(outputs) else 'rows'} are in {output}")
+        say(f"{'the others' if len(shown) < len(outputs) else 'rows'} are in {output}")
     failed = report_failures(outputs)
-    _say(summary(outputs, engine.stats(), seconds))
+    say(summary(outputs, engine.stats(), seconds))
     return 1 if failed else 0
 
 
@@ -211,7 +220,8 @@ def _check_apart(output: str, prompts_file: str) -> None:
             raise ValueError(f"output {output} would replace the prompts_file {prompts_file}; give another name")
 
 
-def _generate(engine: "InferenceEngine", requests: list[Request], on_update) -> list[RequestOutput]:
+def generate(engine: "InferenceEngine", requests: list[Request], on_update=None) -> list[RequestOutput]:
+    """Sample all requests. Raises: RuntimeError for a fault of the engine."""
     try:
         return engine.generate(requests, on_update=on_update)
     except ValueError as e:  # what requests do wrong is in their outputs, so this is a fault of ours: show all of it
@@ -239,13 +249,13 @@ def make_engine(config: RunConfig, num_rows: int) -> "InferenceEngine":
     engine_config = config.engine_config()
     begin = time.perf_counter()
     model = open_model(source, dtype=config.model.dtype)
-    _say(
+    say(
         f"model     {source.name}"
         + (f" at revision {source.revision}" if source.revision else "")
         + f": {model.types.config.num_parameters / 1e6:.4g}M parameters, {model.types.dtype}"
     )
     if tokenizer is not None:
-        _say(f"tokenizer {tokenizer.vocab_size} tokens, sha256 {tokenizer.fingerprint[:16]}")
+        say(f"tokenizer {tokenizer.vocab_size} tokens, sha256 {tokenizer.fingerprint[:16]}")
     try:
         seed = config.sampling.seed or 0
         engine = InferenceEngine(model, tokenizer, engine_config, seed=seed)
@@ -256,10 +266,10 @@ def make_engine(config: RunConfig, num_rows: int) -> "InferenceEngine":
             f"the engine does not fit into memory ({' '.join(str(e).split())[:120]}); lower engine.max_pages, "
             "engine.page_size, engine.max_seqs or engine.max_logit_bias"
         ) from e
-    _say("engine    " + " ".join(f"{key}={value}" for key, value in engine.describe().items()))
-    _say(f"loaded    in {time.perf_counter() - begin:.1f} s")
-    _say(f"sampling  {sampling_text(config.sampling)}")
-    _say(f"requests  {num_rows}")
+    say("engine    " + " ".join(f"{key}={value}" for key, value in engine.describe().items()))
+    say(f"loaded    in {time.perf_counter() - begin:.1f} s")
+    say(f"sampling  {sampling_text(config.sampling)}")
+    say(f"requests  {num_rows}")
     return engine
 
 
@@ -317,7 +327,7 @@ def _log_lines(engine: "InferenceEngine") -> Callable[[int, int, int], None]:
         nonlocal last
         if time.monotonic() - last >= _LOG_SECONDS:
             last = time.monotonic()
-            _say(f"progress  {finished}/{total} samples, {engine.metrics().line()}")
+            say(f"progress  {finished}/{total} samples, {engine.metrics().line()}")
 
     return update
 
@@ -332,7 +342,7 @@ def metrics_text(engine: "InferenceEngine", *, as_prometheus: bool) -> str:
 def completion_text(request: Request | None, output: RequestOutput, *, color: bool) -> str:
     """A request and its samples, safe to print."""
     dim, plain = ("\x1b[2m", "\x1b[0m") if color else ("", "")
-    lines = [f"{dim}[{_one_line(output.id)}]{plain} " + _indented(_shown_prompt(request), "    ")]
+    lines = [f"{dim}[{one_line(output.id)}]{plain} " + _indented(_shown_prompt(request), "    ")]
     for c in output.completions:
         mark = f"  {c.index}> " if len(output.completions) > 1 else "  -> "
         text = c.text if c.text is not None else " ".join(map(str, c.token_ids))
@@ -367,9 +377,9 @@ def report_failures(outputs: Sequence[RequestOutput]) -> int:
         elif broken:
             errors.append(f"request {output.id}: sample {broken[0]}: the model's logits are not finite")
     for error in errors[:_MAX_SHOWN_ERRORS]:
-        _say(_one_line(f"error: {error}"))
+        say(one_line(f"error: {error}"))
     if len(errors) > _MAX_SHOWN_ERRORS:
-        _say(f"error: and {len(errors) - _MAX_SHOWN_ERRORS} more requests")
+        say(f"error: and {len(errors) - _MAX_SHOWN_ERRORS} more requests")
     return len(errors)
 
 
@@ -394,7 +404,7 @@ def summary(outputs: Sequence[RequestOutput], stats: Mapping[str, Any], seconds:
     )
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     """`text` in one line of bounded length, so that nothing in it looks like a line of ours."""
     text = " ".join(text.split())
     if len(text) > _MAX_MESSAGE:
@@ -402,7 +412,7 @@ def _one_line(text: str) -> str:
     return escape_for_terminal(text)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     """Print for people, on standard error."""
     print(escape_for_terminal(text), file=sys.stderr, flush=True)
 
