@@ -7,10 +7,15 @@ fixture `optimized`.
 
 import os
 
+import hypothesis
 import jax
 import pytest
 
 FEW_OPTIMIZATIONS = jax.default_backend() == "cpu"
+
+
+hypothesis.settings.register_profile("mutants", phases=[hypothesis.Phase.generate])
+"""For scripts/mutants.py: the first failure is enough, and searching for a smaller one takes long."""
 
 
 def pytest_configure(config):

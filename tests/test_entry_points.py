@@ -32,7 +32,10 @@ def test_module_imports(name):
 
 @pytest.mark.parametrize(
     "command",
-    [*(["-m", f"levanter_infer.{name}"] for name in ("sample", "score", "bench")), *([script] for script in SCRIPTS)],
+    [
+        *(["-m", f"levanter_infer.{name}"] for name in ("sample", "score", "audit", "doctor", "bench")),
+        *([script] for script in SCRIPTS),
+    ],
 )
 def test_command_explains_itself(command):
     done = subprocess.run([sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -10,6 +10,7 @@ import numpy as np
 from levanter_infer.axes import POSITION
 from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.registry import family_for
+from levanter_infer.models.uncached import next_token
 
 LLAMA = {
     "model_type": "llama",
@@ -42,7 +43,7 @@ def uncached_logprobs(model: DecoderModel, tokens: list[int], length: int) -> np
         length: to which the tokens are padded, so that one program serves many.
     """
     padded = jnp.asarray(tokens + [0] * (length - len(tokens)), jnp.int32)
-    logits = np.asarray(_forward()(model, hax.named(padded, (POSITION,))).array, np.float64)[: len(tokens)]
+    logits = np.asarray(_logits()(model, padded), np.float64)[: len(tokens)]
     logits -= logits.max(axis=-1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
@@ -54,11 +55,15 @@ def uncached_greedy(model: DecoderModel, prompt: list[int], steps: int) -> list[
     tokens = list(prompt)
     for _ in range(steps):
         padded = jnp.asarray(tokens + [0] * (length - len(tokens)), jnp.int32)
-        logits = forward(model, hax.named(padded, (POSITION,))).array
-        tokens.append(int(jnp.argmax(logits[len(tokens) - 1])))
+        tokens.append(int(forward(model, padded, jnp.int32(len(tokens)))))
     return tokens[len(prompt) :]
 
 
 @functools.lru_cache
+def _logits():
+    return jax.jit(lambda model, tokens: model(hax.named(tokens, (POSITION,))).array)
+
+
+@functools.lru_cache
 def _forward():
-    return jax.jit(lambda model, tokens: model(tokens))
+    return jax.jit(next_token)

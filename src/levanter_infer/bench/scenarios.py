@@ -9,12 +9,10 @@ import functools
 import time
 from collections.abc import Iterator, Sequence
 
-import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from levanter_infer.axes import POSITION
 from levanter_infer.bench.attention import Case, Clock, inputs
 from levanter_infer.bench.fits import exponent, growing_part
 from levanter_infer.bench.plot import add_plot_argument, draw
@@ -34,6 +32,7 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.models.decoder import DecoderModel
+from levanter_infer.models.uncached import next_token
 from levanter_infer.runtime.memory import peak_bytes
 
 _PAGE = 16
@@ -226,7 +225,7 @@ def lengths(args) -> Iterator[dict]:
         outputs["cached"][str(context)] = progress.token_ids
         return progress.seconds_of(1, args.window + 1) / args.window * 1e3
 
-    forward = compile_program(uncached_token)
+    forward = compile_program(next_token)
 
     def uncached_ms(context: int) -> float:
         tokens = jax.device_put(np.zeros(context, np.int32))
@@ -261,19 +260,13 @@ def lengths(args) -> Iterator[dict]:
     draw(args.plot, curves, title="Time of one token", x="stored tokens", y="ms", log=True)
 
 
-def uncached_token(model: DecoderModel, tokens: jax.Array, length: jax.Array) -> jax.Array:
-    """The likeliest token after the first `length` of `tokens`, i32[n], all of which are computed."""
-    logits = model(hax.named(tokens, (POSITION,))).array
-    return jnp.argmax(logits[length - 1]).astype(jnp.int32)
-
-
 def cache(args) -> Iterator[dict]:
     """The same tokens with the cache and by the plain forward; only equal outputs are compared in time."""
     prompt_len, count = 32, args.cache_tokens
     model = make_model(args, prompt_len + count + 1, dtype="float32")
     engine = make_engine(args, model, 1, prompt_len + count + 1)
     prompts = random_prompts(model.config.vocab_size, [prompt_len], seed=3)
-    program = compile_program(uncached_token)
+    program = compile_program(next_token)
     step = -(-(prompt_len + count) // _UNCACHED_SHAPES)
 
     def uncached() -> tuple[float, list[int]]:

@@ -217,13 +217,21 @@ class DecoderModel(eqx.Module):
         return dataclasses.replace(self, layers=layers)
 
     def __call__(self, tokens: NamedArray, attention: AttentionSpec = PLAIN) -> NamedArray:
-        """The plain causal forward, without a cache: for training, audits, and as the oracle.
+        """The plain causal forward, without a cache: for training, and as the oracle.
+
+        Args: as of `plain_hidden`.
+        Returns: f32[..., position, vocab].
+        """
+        return self.logits(self.plain_hidden(tokens, attention))
+
+    def plain_hidden(self, tokens: NamedArray, attention: AttentionSpec = PLAIN) -> NamedArray:
+        """The plain causal forward up to the last hidden states, for `logits`.
 
         Args:
             tokens: i32[..., position], position 0 first.
             attention: `score_mod` and `mask_mod` act as in the paged forward, `impl` does not matter. `max_seq_len`
                 None is the size of the position axis; only length-dependent ropes look at it (layers/rotary.py).
-        Returns: f32[..., position, vocab].
+        Returns: [..., position, embed].
         """
         tokens = tokens.rearrange((..., POSITION))
         num_positions = tokens.axis_size(POSITION)
@@ -234,8 +242,7 @@ class DecoderModel(eqx.Module):
             x = layer.attention.dense(x, layer.input_norm, rope, window, attention)
             return layer.mlp(x, layer.mlp_norm)
 
-        x = hax.fold(block, LAYERS)(self._embed(tokens), self.layers, self._windows())
-        return self.logits(x)
+        return hax.fold(block, LAYERS)(self._embed(tokens), self.layers, self._windows())
 
     def hidden(self, batch: PageBatchInfo, kv: KvPages, attention: AttentionSpec = PLAIN) -> tuple[NamedArray, KvPages]:
         """The paged forward: write the K/V of the step's tokens and compute their last hidden states.

@@ -1,0 +1,228 @@
+"""Where two paths that should give the same log probabilities disagree, and what that says.
+
+A path that is wrong before it has generated anything shows it at the first token: template, tokenizer, positions.
+Rounding is everywhere and grows smoothly; it changes a token only where two are nearly as likely. A wrong page, a wrong
+mask or a stale key breaks off from one position on, by far more than rounding, and the position says which.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+_JUMP = 8.0
+"""A difference so many times larger than all before it is no rounding."""
+_OUTLIER = 64.0
+"""A single difference so many times larger than usual is no rounding, whatever follows."""
+_LARGEST = 1e3
+"""Differences count as no more than this in a mean: they may be infinite."""
+_USUAL = 0.01
+"""Of the largest difference that passes: what is usual, at least."""
+_AFTER = 8
+"""Tokens after a jump that tell whether it was an outlier."""
+_WRONG = 0.25
+"""Nats by which tokens may differ and still be called rounding, where nearly all samples differ alike."""
+_MOST = 0.75
+"""Share of the samples that a rule must fit to be reported as one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Path:
+    """One sample as one path sees it."""
+
+    prompt_token_ids: Sequence[int]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    """Of each of `token_ids`, under the model's own distribution."""
+    top_logprobs: Sequence[Mapping[int, float]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """One sample on both paths."""
+
+    id: str
+    index: int
+    one: Path
+    other: Path
+
+    @property
+    def first_difference(self) -> int | None:
+        """The first generated token that is another one, or that one path lacks."""
+        tokens = list(zip(self.one.token_ids, self.other.token_ids, strict=False))
+        lengths = len(self.one.token_ids), len(self.other.token_ids)
+        return next((i for i, (a, b) in enumerate(tokens) if a != b), None if lengths[0] == lengths[1] else len(tokens))
+
+    def deltas(self) -> np.ndarray:
+        """|Δ logprob| of each generated token while both contexts are the same, f64.
+
+        The last entry is that of the first different token, if there is one: the largest difference among the tokens
+        whose log probability both paths tell, or else that of the two tokens that they chose.
+        """
+        end = self.first_difference
+        one, other = (np.asarray(path.logprobs[:end], np.float64) for path in (self.one, self.other))
+        equal = (one == other) | (np.isnan(one) & np.isnan(other))
+        deltas = np.abs(np.where(equal, 0.0, np.subtract(one, other, where=~equal, out=np.zeros_like(one))))
+        deltas = np.where(np.isnan(deltas), np.inf, deltas)
+        return deltas if end is None else np.append(deltas, self._where_they_part(end))
+
+    def _where_they_part(self, end: int) -> float:
+        if end >= min(len(self.one.token_ids), len(self.other.token_ids)):
+            return math.inf  # one of them ended
+        tops = [path.top_logprobs[end] for path in (self.one, self.other) if path.top_logprobs is not None]
+        if len(tops) == 2:
+            known = tops[0].keys() & tops[1].keys()
+            return max((abs(tops[0][token] - tops[1][token]) for token in known), default=math.inf)
+        return abs(self.one.logprobs[end] - self.other.logprobs[end])
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    verdict: str
+    """agree, prompt, drift or scramble."""
+    findings: list[str]
+    """What was seen, one sentence each."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.verdict}: " + "; ".join(self.findings)
+
+
+def diagnose(pairs: Sequence[Pair], tolerance: float, page_size: int | None = None) -> Diagnosis:
+    """Say how two paths disagree.
+
+    Args:
+        tolerance: the largest |Δ logprob| that rounding may make.
+        page_size: of the first path's pages, if it has any.
+    """
+    different = [pair for pair in pairs if list(pair.one.prompt_token_ids) != list(pair.other.prompt_token_ids)]
+    if different:
+        return Diagnosis("prompt", [_prompts_differ(different[0]), f"so in {len(different)} of {len(pairs)} samples"])
+    deltas = [pair.deltas() for pair in pairs]
+    worst = max((float(np.max(d)) for d in deltas if d.size), default=0.0)
+    parted = [pair for pair in pairs if pair.first_difference is not None]
+    onsets = _onsets(deltas, tolerance)
+    if worst <= tolerance and not parted and onsets.count(None) == len(onsets):
+        return Diagnosis("agree", [f"no |Δ logprob| above {tolerance:g}; the largest is {worst:.3g}"])
+    broken = [_Broken(*part) for part in zip(pairs, deltas, onsets, strict=True) if part[2] is not None]
+    if not broken:
+        return Diagnosis("drift", _drift(deltas, tolerance, len(parted)))
+    at_once = [sample.pair for sample in broken if sample.onset == 0]
+    if len(at_once) >= _MOST * len(broken):
+        return Diagnosis("prompt", _prompt_path(pairs, at_once, page_size))
+    return Diagnosis("scramble", _scramble(broken, len(pairs), tolerance, page_size))
+
+
+class _Broken(NamedTuple):
+    """A sample that is wrong from some token on."""
+
+    pair: Pair
+    deltas: np.ndarray
+    onset: int
+
+    @property
+    def query(self) -> int:
+        """The position whose query gives the first wrong log probability."""
+        return len(self.pair.one.prompt_token_ids) + self.onset - 1
+
+
+def _onsets(deltas: Sequence[np.ndarray], tolerance: float) -> list[int | None]:
+    """The token from which on each sample is wrong by far more than before; None if it never is."""
+    typical = [_typical(d) for d in deltas if d.size]
+    usual = float(np.quantile(typical, 0.25)) if typical else 0.0  # of rounding, unless nearly all samples are wrong
+    level = max(tolerance * _USUAL, min(2 * usual, _WRONG / _JUMP))
+    return [_onset(d, level) for d in deltas]
+
+
+def _typical(deltas: np.ndarray) -> float:
+    """Mean of all but the largest quarter."""
+    return float(np.mean(np.sort(np.minimum(deltas, _LARGEST))[: -(-3 * len(deltas) // 4)]))
+
+
+def _onset(deltas: np.ndarray, level: float) -> int | None:
+    """The first jump that is no outlier of rounding: what follows is as bad, or it is larger than any outlier."""
+    before = np.maximum.accumulate(np.append(level, deltas))[:-1]
+    for i in np.flatnonzero(deltas > _JUMP * before):
+        if deltas[i] > _OUTLIER * level or np.median(deltas[i : i + _AFTER]) > _JUMP * level:
+            return int(i)
+    return None
+
+
+def _prompts_differ(pair: Pair) -> str:
+    one, other = list(pair.one.prompt_token_ids), list(pair.other.prompt_token_ids)
+    shared = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return (
+        f"the prompts themselves differ (request {pair.id}: from token {shared} on, {one[shared : shared + 4]} and "
+        f"{other[shared : shared + 4]}): look at tokenizer, special tokens and chat template"
+    )
+
+
+def _drift(deltas: Sequence[np.ndarray], tolerance: float, parted: int) -> list[str]:
+    above = sum(bool((d > tolerance).any()) for d in deltas)
+    if not above:
+        return [
+            f"no |Δ logprob| above {tolerance:g} while the tokens are the same, and {parted} of {len(deltas)} samples "
+            "chose another token then: two were nearly as likely, or seed or sampling are not the same"
+        ]
+    findings = [
+        f"|Δ logprob| passes {tolerance:g} without a jump in {above} of {len(deltas)} samples, as rounding does"
+    ]
+    quarters = [(float(np.mean(d[: len(d) // 4])), float(np.mean(d[-(len(d) // 4) :]))) for d in deltas if len(d) >= 4]
+    if quarters:
+        begin, end = (float(np.mean(column)) for column in zip(*quarters, strict=True))
+        findings.append(f"its mean is {begin:.3g} over the first quarter of the tokens and {end:.3g} over the last")
+    if parted:
+        findings.append(f"{parted} samples chose another token, where two were nearly as likely")
+    return [*findings, "look at dtypes of weights, pages and sums, not at positions or pages"]
+
+
+def _prompt_path(pairs: Sequence[Pair], wrong: Sequence[Pair], page_size: int | None) -> list[str]:
+    findings = [f"wrong from the first token on, in {len(wrong)} of {len(pairs)} samples"]
+    lens = {id(pair): len(pair.one.prompt_token_ids) for pair in pairs}
+    shortest = min(lens[id(pair)] for pair in wrong)
+    right = [lens[id(pair)] for pair in pairs if not any(pair is other for other in wrong)]
+    if right and max(right) < shortest:
+        at = "" if page_size is None else f" (pages have {page_size} tokens)"
+        findings.append(
+            f"prompts of up to {max(right)} tokens are right and those of {shortest} and more are not{at}: look at "
+            "what happens to a prompt in between: its second chunk, its second page, a window"
+        )
+    else:
+        findings.append("look at how prompts are computed: chat template, tokenizer, positions, the last token's row")
+    return findings
+
+
+def _scramble(broken: Sequence[_Broken], num_pairs: int, tolerance: float, page_size: int | None) -> list[str]:
+    worst = max(broken, key=lambda sample: float(np.max(sample.deltas)))
+    findings = [
+        f"wrong by up to {float(np.max(worst.deltas)):.3g} from one token on, in {len(broken)} of {num_pairs} samples",
+        f"request {worst.pair.id}, sample {worst.pair.index}: right up to generated token {worst.onset - 1}, wrong at "
+        f"{worst.onset}, which is computed from position {worst.query}",
+        _common_place(broken, page_size),
+    ]
+    healed = sum(sample.deltas[-1] <= tolerance for sample in broken)
+    return [*findings, f"{healed} of them are right again at their end"] if healed else findings
+
+
+def _common_place(broken: Sequence[_Broken], page_size: int | None) -> str:
+    most = _MOST * len(broken)
+    queries = sorted({sample.query for sample in broken})
+    token, count = Counter(sample.onset for sample in broken).most_common(1)[0]
+    if page_size is not None and sum(sample.query % page_size == 0 for sample in broken) >= most:
+        pages = ", ".join(str(query // page_size) for query in queries[:6] if query % page_size == 0)
+        return (
+            f"it begins where a page begins, at a multiple of {page_size} (logical page {pages}): look at the page "
+            "table and at where keys and values are written"
+        )
+    if len(broken) > 1 and count >= most:
+        what = "the first one that is not computed with the prompt" if token == 1 else f"generated token {token}"
+        return f"it begins at the same token everywhere, {what}: look at what changes in that step"
+    if len(broken) > 1 and len(queries) == 1:
+        return f"it begins at position {queries[0]} everywhere: look at what has this size (window, chunk, bucket)"
+    return (
+        "no page boundary and no position is common to them: look at what other sequences do at that moment: sharing, "
+        "copies, preemption, pages that are used again"
+    )

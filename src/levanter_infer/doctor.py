@@ -1,0 +1,177 @@
+"""`python -m levanter_infer.doctor`: where two paths that should agree do not, and what that says.
+
+Exit status: 0 they agree, 1 they do not, 2 wrong usage or configuration.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from levanter_infer.audit import (
+    MAX_DELTA,
+    default_gate,
+    path_of,
+    print_line,
+    read_number,
+    sample,
+    score_again,
+    split_options,
+    summary,
+    table,
+)
+from levanter_infer.config import RunConfig, load_config
+from levanter_infer.diagnosis import Diagnosis, Pair, Path, diagnose
+from levanter_infer.engine.params import brief
+from levanter_infer.engine.request import Request, RequestOutput
+from levanter_infer.sample import guarded, help_text, parse_arguments, report_failures, say
+
+_TOP = 20
+"""Likeliest tokens whose log probabilities are compared where two engines choose differently."""
+
+USAGE = """\
+usage: python -m levanter_infer.doctor --config FILE [--against.KEY VALUE ...] [--max-delta X] [--KEY VALUE ...]
+       python -m levanter_infer.doctor --diff ONE.jsonl OTHER.jsonl [--page-size N] [--max-delta X]
+
+Compare two paths that should give the same tokens and log probabilities, and say how they differ:
+
+  agree     nowhere by more than --max-delta
+  prompt    from the first token on: chat template, tokenizer, positions
+  drift     smoothly, as rounding does; other tokens only where two were nearly as likely
+  scramble  from one position on, by far more than before: page table, masks, stale keys
+
+  --config FILE             an engine against the plain forward of its model, without a cache
+  --against.KEY VALUE       instead against an engine whose configuration has this key changed, for example
+                            --against.engine.attention reference
+  --diff ONE OTHER          instead: two files of rows, written with sampling.logprobs (5 or more tell most)
+  --page-size N             tokens of a page of ONE, to recognise page boundaries in files
+  --max-delta X             log probabilities that differ by at most X are equal; default: as levanter_infer.audit, and
+                            {float32:g} for files
+  --help                    this text
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    return guarded(lambda: _command(sys.argv[1:] if argv is None else argv))
+
+
+def _command(argv: Sequence[str]) -> int:
+    files, argv = _files(argv)
+    rest, own = split_options(argv, lambda key: key in ("max-delta", "page-size") or key.startswith("against."))
+    max_delta, page_size = read_number("max-delta", own), read_number("page-size", own)
+    changes = [(key.removeprefix("against."), value) for key, value in own if key.startswith("against.")]
+    if files is not None:
+        if rest or changes:
+            raise ValueError(f"--diff compares two files and takes no {(rest or ['--against'])[0]}")
+        gate = MAX_DELTA["float32"] if max_delta is None else max_delta
+        return report("files", {}, read_pairs(*files), gate, None if page_size is None else int(page_size))
+    arguments = parse_arguments(rest)
+    if arguments is None:
+        print(help_text(USAGE.format(**MAX_DELTA)))
+        return 0
+    path, overrides = arguments
+    config = load_config(path, overrides)
+    return run(config, load_config(path, [*overrides, *changes]) if changes else None, max_delta)
+
+
+def _files(argv: Sequence[str]) -> tuple[tuple[str, str] | None, list[str]]:
+    argv = list(argv)
+    if "--diff" not in argv:
+        return None, argv
+    place = argv.index("--diff")
+    files = argv[place + 1 : place + 3]
+    if len(files) < 2 or any(name.startswith("--") for name in files):
+        raise ValueError("--diff needs two files of rows: --diff ONE.jsonl OTHER.jsonl")
+    return (files[0], files[1]), argv[:place] + argv[place + 3 :]
+
+
+def run(config: RunConfig, other: RunConfig | None, max_delta: float | None) -> int:
+    """An engine against the plain forward of its model, or against another engine; returns the exit status."""
+    if other is None:
+        sampled = sample(config)
+        pairs, against, gate = score_again(config, sampled), "uncached forward", default_gate(sampled.about)
+    else:
+        sampled, second = sample(config, _with_top(config)), sample(other, _with_top(other))
+        pairs = _pairs(_paths(sampled.requests), _paths(second.requests))
+        against, gate = "engine", max(default_gate(sampled.about), default_gate(second.about))
+    report_failures(sampled.outputs)
+    gate = gate if max_delta is None else max_delta
+    return report(against, sampled.about, pairs, gate, sampled.about["page_size"])
+
+
+def _with_top(config: RunConfig):
+    count = min(_TOP, config.engine_config().max_logprobs)
+
+    def change(request: Request) -> Request:
+        return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, logprobs=count))
+
+    return change
+
+
+def report(against: str, about: dict[str, Any], pairs: Sequence[Pair], gate: float, page_size: int | None) -> int:
+    """Print numbers and verdict; returns the exit status."""
+    diagnosis: Diagnosis = diagnose(pairs, gate, page_size)
+    numbers = summary(pairs, gate)
+    for line in table(numbers):
+        say(line)
+    say(f"verdict   {diagnosis.verdict}")
+    for finding in diagnosis.findings:
+        say(f"          {finding}")
+    print_line("doctor", against, about, numbers, diagnosis)
+    return 0 if diagnosis.verdict == "agree" else 1
+
+
+# What is compared
+
+
+def _paths(outputs: Sequence[RequestOutput]) -> dict[tuple[str, int], Path]:
+    return {(output.id, c.index): path_of(output, c.index) for output in outputs for c in output.completions}
+
+
+def _pairs(one: dict[tuple[str, int], Path], other: dict[tuple[str, int], Path]) -> list[Pair]:
+    """The samples that both have. Raises: ValueError if there is none."""
+    shared = [key for key in one if key in other]
+    if len(shared) < max(len(one), len(other)):
+        alone = len(one) - len(shared), len(other) - len(shared)
+        say(f"note      {alone[0]} samples of the one and {alone[1]} of the other stand alone")
+    if not any(one[key].token_ids or other[key].token_ids for key in shared):
+        raise ValueError("no sample with the same id and index has tokens on both paths: nothing to compare")
+    return [Pair(*key, one[key], other[key]) for key in shared]
+
+
+def read_pairs(one: str, other: str) -> list[Pair]:
+    """The samples of two files of output rows. Raises: ValueError saying which file or row is wrong."""
+    return _pairs(_read(one), _read(other))
+
+
+def _read(name: str) -> dict[tuple[str, int], Path]:
+    paths = {}
+    with open(name, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                if row.get("error") is not None:
+                    continue
+                tokens, logprobs = row["token_ids"], row["logprobs"]
+            except (ValueError, KeyError, AttributeError) as e:
+                raise ValueError(f"{name}:{number} is no row of levanter_infer.sample: {brief(str(e))}") from e
+            if logprobs is None or len(logprobs) != len(tokens):
+                raise ValueError(f"{name}:{number} has no logprobs; sample again with --sampling.logprobs 5")
+            tops = row.get("top_logprobs")
+            tops = None if tops is None else [{int(t): _number(v) for t, v in top.items()} for top in tops]
+            values = [_number(value) for value in logprobs]
+            paths[row["id"], row["index"]] = Path(row["prompt_token_ids"], tokens, values, tops)
+    return paths
+
+
+def _number(value: float | None) -> float:
+    """JSON has no infinities: a row holds null for them."""
+    return float("-inf") if value is None else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

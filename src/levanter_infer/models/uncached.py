@@ -1,0 +1,55 @@
+"""Whole sequences through the plain forward: the judge of everything that works with a cache."""
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from levanter_infer.axes import POSITION
+from levanter_infer.layers.attention import AttentionSpec
+from levanter_infer.models.decoder import PLAIN, DecoderModel
+
+BLOCK = 64
+"""Positions whose logits are there at once."""
+
+
+class TokenScores(eqx.Module):
+    """What a model says of each token of a sequence but the first. Plain arrays over tokens."""
+
+    logprobs: Array
+    """f32, of the token that stands there."""
+    best_logprobs: Array
+    """f32, of the likeliest one."""
+    best_ids: Array
+    """i32"""
+
+
+def next_token(model: DecoderModel, tokens: Array, length: Array, attention: AttentionSpec = PLAIN) -> Array:
+    """The likeliest token after the first `length` of `tokens`, i32[n], all of which are computed. i32[]"""
+    hidden = model.plain_hidden(hax.named(tokens, (POSITION,)), attention)
+    last = jax.lax.dynamic_slice_in_dim(hidden.array, length - 1, 1)
+    return jnp.argmax(model.logits(hax.named(last, (POSITION, model.embed))).array[0]).astype(jnp.int32)
+
+
+def token_scores(model: DecoderModel, tokens: Array, attention: AttentionSpec = PLAIN) -> TokenScores:
+    """Scores of `tokens[1:]`, i32[n], each after all that stand before it.
+
+    Logits are computed a block of positions at a time: there is never an array of all tokens and the whole vocabulary.
+    Attention holds the matrix of scores of one layer, [heads, n, n].
+
+    Requires: n is a multiple of `BLOCK`. The last entry of the result means nothing.
+    """
+    hidden = model.plain_hidden(hax.named(tokens, (POSITION,)), attention).rearrange((POSITION, model.embed)).array
+
+    def block(part: tuple[Array, Array]) -> TokenScores:
+        states, following = part
+        logits = model.logits(hax.named(states, (POSITION, model.embed))).rearrange((POSITION, ...)).array
+        total = jax.nn.logsumexp(logits, axis=1)
+        chosen = jnp.take_along_axis(logits, following[:, None], axis=1)[:, 0]
+        return TokenScores(
+            chosen - total, jnp.max(logits, axis=1) - total, jnp.argmax(logits, axis=1).astype(jnp.int32)
+        )
+
+    parts = (hidden.reshape(-1, BLOCK, hidden.shape[1]), jnp.roll(tokens, -1).reshape(-1, BLOCK))
+    return jax.tree.map(lambda scores: scores.reshape(-1), jax.lax.map(block, parts))
