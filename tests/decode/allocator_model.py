@@ -7,7 +7,7 @@ operation by `test_state_machine.py` and `scripts/fuzz_control.py`.
 import collections
 import dataclasses
 
-FREE, LOADING, WAITING, RUNNING, FINISHED = range(5)
+FREE, LOADING, SPILLED, WAITING, RUNNING, FINISHED = range(6)
 NOT_FINISHED, STOP, LENGTH, ERROR, ABORT = range(5)
 
 
