@@ -60,6 +60,10 @@ class _Record:
         """Which of the pages anybody will want again, in order."""
         return np.unique(np.concatenate([member.places for member in self.remaining()]))
 
+    def order(self) -> tuple[int, int]:
+        """Smallest first: as the device orders sequences."""
+        return min((member.sequence.group.priority, member.sequence.arrival) for member in self.remaining())
+
     def return_pages(self) -> int:
         """Pages that it needs to come back and go on."""
         return len(self.used()) + sum(member.growth for member in self.remaining())
@@ -73,6 +77,7 @@ class _Tables:
         for name, array in jax.device_get(dataclasses.asdict(look)).items():
             setattr(self, name, np.array(array))
         self.page_size = state.decode.page_table.page_size
+        self.free = int((self.ref_counts == 0).sum())
 
     status: np.ndarray
     rank: np.ndarray
@@ -82,10 +87,6 @@ class _Tables:
     growth: np.ndarray
     page_indices: np.ndarray
     ref_counts: np.ndarray
-
-    @property
-    def free(self) -> int:
-        return int((self.ref_counts == 0).sum())
 
     @property
     def spare(self) -> int:
@@ -101,7 +102,9 @@ class _Tables:
 
     def release(self, slots: list[int], status: int) -> None:
         for slot in slots:
-            self.ref_counts[self.pages_of(slot)] -= 1
+            pages = self.pages_of(slot)
+            self.ref_counts[pages] -= 1
+            self.free += int((self.ref_counts[pages] == 0).sum())
         self.computed[slots], self.goes_on[slots], self.status[slots] = 0, False, status
 
     def fits(self, record: _Record, max_seqs: int) -> bool:
@@ -138,12 +141,15 @@ class HostTier:
 
     def terms(self) -> dict[str, HostTerms]:
         """The field of the next `Admission`; nothing where it is as in `empty_admission`."""
-        waiting = [record for record in self._records if not record.stays]
-        if not self._shapes.spill or (self._yields and not waiting):
+        first = self._first()
+        if not self._shapes.spill or (self._yields and first is None):
             return {}
-        pages = min((record.return_pages() for record in waiting), default=0)
         yields, self._yields = self._yields, True
-        return {"host": host_terms(yields=yields, return_pages=pages)}
+        return {"host": host_terms(yields=yields, return_pages=first.return_pages() if first is not None else 0)}
+
+    def _first(self) -> _Record | None:
+        """The one that comes back next."""
+        return min((record for record in self._records if not record.stays), key=_Record.order, default=None)
 
     def forget_finished(self) -> None:
         """Give back the memory of those that were cancelled."""
@@ -184,8 +190,7 @@ class HostTier:
 
     def _let_back(self, programs: Programs, state: GenState, tables: _Tables) -> GenState:
         """Bring records back in order while they fit. What nobody makes room for any more is computed again."""
-        while waiting := [record for record in self._records if not record.stays]:
-            first = min(waiting, key=lambda record: tables.rank[[m.slot for m in record.remaining()]].min())
+        while (first := self._first()) is not None:
             rank = tables.rank[[member.slot for member in first.remaining()]].min()
             if (tables.is_ready & (tables.rank < rank)).any():
                 break
@@ -302,7 +307,7 @@ class HostTier:
         for contents, chunk in zip(record.contents, _chunks(new, self._shapes.transfer_pages, none), strict=True):
             kv = programs.write_pages(kv, contents, pages, jax.device_put(chunk))
         self._drop(tables, record, RUNNING)
-        tables.ref_counts[np.flatnonzero(tables.ref_counts == 0)[: len(used)]] = 1
+        tables.free -= len(used)
         self._registry.add("prefetched_pages", len(used))
         return dataclasses.replace(state, kv=kv)
 
