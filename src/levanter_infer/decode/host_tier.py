@@ -129,7 +129,9 @@ def park(state: DecodeState, slots: Array, status: Array) -> DecodeState:
     return eqx.tree_at(lambda s: s.sequences, state, table)
 
 
-def readmit(state: DecodeState, slots: Array, places: Array, computed: Array, count: Array) -> tuple[DecodeState, Array]:
+def readmit(
+    state: DecodeState, slots: Array, places: Array, computed: Array, count: Array
+) -> tuple[DecodeState, Array]:
     """Give sequences that were parked pages again, and let them wait for their turn to run.
 
     Args:

@@ -36,7 +36,15 @@ def run_round(
 
 
 def run_steps(
-    model, state: GenState, ring: OutputRing, shapes: Shapes, attention: AttentionSpec, *, max_steps, wanted_slots, host=None
+    model,
+    state: GenState,
+    ring: OutputRing,
+    shapes: Shapes,
+    attention: AttentionSpec,
+    *,
+    max_steps,
+    wanted_slots,
+    host=None,
 ) -> tuple[GenState, OutputRing]:
     """Step while there is work.
 

@@ -79,7 +79,17 @@ class RoundOutputs(eqx.Module):
     top_logprobs: Array
 
 
-_STATE_SCALARS = ("cached_pages", "count", "free_pages", "host_call", "running", "waiting", "stored_tokens", "refs_max", "refs_sum")
+_STATE_SCALARS = (
+    "cached_pages",
+    "count",
+    "free_pages",
+    "host_call",
+    "running",
+    "waiting",
+    "stored_tokens",
+    "refs_max",
+    "refs_sum",
+)
 _SCALARS = (*_STATE_SCALARS, *Counters.__annotations__)
 
 

@@ -171,9 +171,7 @@ class HostTier:
         self._registry.add("spill_s" if short else "prefetch_s", time.perf_counter() - start)
         return state
 
-    def _make_room(
-        self, programs: Programs, state: GenState, tables: _Tables, sequences: Many[Sequence]
-    ) -> GenState:
+    def _make_room(self, programs: Programs, state: GenState, tables: _Tables, sequences: Many[Sequence]) -> GenState:
         """Spill groups, the last in order first, until the others have room to grow. The first never gives way."""
         holders = [s for s in sequences if s.slot is not None and tables.computed[s.slot] > 0]
         holders.sort(key=lambda sequence: tables.rank[sequence.slot])
