@@ -1,8 +1,7 @@
-"""Pools that are too small: what running sequences by turns costs, computing again or moving pages to the host and back."""
+"""Pools that are too small: what turns cost, where pages are computed again or move to the host and back."""
 
 import argparse
 import time
-
 
 from levanter_infer.bench.report import digest, emit, measured, provenance, spread
 from levanter_infer.bench.workload import (

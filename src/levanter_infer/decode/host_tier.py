@@ -1,8 +1,8 @@
 """Pages of sequences that give way, moved to the host's memory and back instead of computed again.
 
-The device says when (`host_call`), the host says who (`engine/host_tier.py`), and the operations here move: contents by
-`read_pages` and `write_pages`, a few pages a call, tables by `park` and `readmit`. What several sequences of a group share
-is moved once and shared again.
+The device says when (`host_call`), the host says who (`engine/host_tier.py`), and the operations here move: contents
+by `read_pages` and `write_pages`, a few pages a call, tables by `park` and `readmit`. What several sequences of a group
+share is moved once and shared again.
 """
 
 import dataclasses
@@ -122,7 +122,7 @@ def write_pages(kv: KvPages, contents: Array, pages: Array, places: Array) -> Kv
 
 
 def park(state: DecodeState, slots: Array, status: Array) -> DecodeState:
-    """Give back the pages of `slots`, bool[seq], and leave them to the host with `status`, i32[]: SPILLED or LOADING."""
+    """Give back the pages of `slots`, bool[seq], and leave them to the host as `status`, i32[]: SPILLED or LOADING."""
     state = release(state, slots)
     table = state.sequences
     table = replace(table, status=jnp.where(slots, status, table.status.array))

@@ -15,7 +15,7 @@ from levanter_infer.decode.sequence_table import FINISHED, FREE, LOADING, RUNNIN
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import GenState
 from levanter_infer.engine.metrics import Registry
-from levanter_infer.engine.sequence import Sequence
+from levanter_infer.engine.sequence import Group, Sequence
 from levanter_infer.runtime.memory import default_host_bytes
 
 logger = logging.getLogger(__name__)
@@ -172,15 +172,22 @@ class HostTier:
         return state
 
     def _make_room(self, programs: Programs, state: GenState, tables: _Tables, sequences: Many[Sequence]) -> GenState:
-        """Spill groups, the last in order first, until the others have room to grow. The first never gives way."""
+        """Spill groups, the last in order first, until the others have room to grow.
+
+        If only the first group is left, its last sequences give way one by one; its first one never does.
+        """
         holders = [s for s in sequences if s.slot is not None and tables.computed[s.slot] > 0]
         holders.sort(key=lambda sequence: tables.rank[sequence.slot])
-        groups = list(dict.fromkeys(sequence.group for sequence in holders))
-        for group in reversed(groups[1:]):
+        by_group: dict[Group, list[Sequence]] = {}
+        for sequence in holders:
+            by_group.setdefault(sequence.group, []).append(sequence)
+        groups = list(by_group.values())
+        rest = [[sequence] for group in groups[:1] for sequence in reversed(group[1:])]
+        for leaving in [*reversed(groups[1:]), *rest]:
             if tables.spare >= 0:
                 break
-            members = [s for s in holders if s.group is group and s.finish_reason is None]
-            parked = self._move_out(programs, state, tables, members, stays=False) if members else state
+            leaving = [sequence for sequence in leaving if sequence.finish_reason is None]
+            parked = self._move_out(programs, state, tables, leaving, stays=False) if leaving else state
             if parked is None:
                 break
             state = parked
