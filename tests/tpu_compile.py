@@ -47,16 +47,42 @@ def main(generation: str) -> None:
     with jax.set_mesh(mesh):
         lowered = programs.trace_round(abstract(model), abstract(state), abstract(empty_admission(shapes)))
         compiled = lowered.lower(lowering_platforms=("tpu",)).compile()
+        tier = host_tier_programs(programs, abstract(state.kv), shapes, replicated)
     pool = state.kv.pages.array
-    print(
-        json.dumps(
-            {
-                "copies": pool_copies(compiled.as_text(), pool.shape, pool.dtype),
-                "pool_bytes": int(np.prod(pool.shape)) * pool.dtype.itemsize,
-                "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
-            }
-        )
+
+    def report(compiled) -> dict[str, object]:
+        memory = compiled.memory_analysis()
+        return {
+            "copies": pool_copies(compiled.as_text(), pool.shape, pool.dtype),
+            "temp_bytes": memory.temp_size_in_bytes,
+            "host_bytes": memory.host_argument_size_in_bytes + memory.host_output_size_in_bytes,
+        }
+
+    pool_bytes = int(np.prod(pool.shape)) * pool.dtype.itemsize
+    tier_reports = {name: report(program) for name, program in tier.items()}
+    print(json.dumps({**report(compiled), "pool_bytes": pool_bytes, "host_tier": tier_reports}))
+
+
+def host_tier_programs(programs, kv, shapes, replicated):
+    """The programs that move pages, compiled, with contents in pinned memory of the host."""
+    import jax
+    import jax.numpy as jnp
+
+    def array(shape, dtype, sharding=replicated):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    pool, pages = kv.pages.array, array((shapes.transfer_pages,), jnp.int32)
+    contents = array(
+        (pool.shape[0], shapes.transfer_pages, *pool.shape[2:]), pool.dtype, replicated.with_memory_kind("pinned_host")
     )
+    arguments = {
+        "read_pages": (kv, pages),
+        "write_pages": (kv, contents, array((shapes.num_pages,), jnp.int32), pages),
+    }
+    return {
+        name: getattr(programs, name).jitted.trace(*types).lower(lowering_platforms=("tpu",)).compile()
+        for name, types in arguments.items()
+    }
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ operation by `test_state_machine.py` and `scripts/fuzz_control.py`.
 
 import collections
 import dataclasses
+import itertools
 
-FREE, LOADING, WAITING, RUNNING, FINISHED = range(5)
+FREE, LOADING, SPILLED, WAITING, RUNNING, FINISHED = range(6)
 NOT_FINISHED, STOP, LENGTH, ERROR, ABORT = range(5)
 
 
@@ -28,7 +29,7 @@ class Slot:
 
     @property
     def is_live(self) -> bool:
-        return self.status in (LOADING, WAITING, RUNNING)
+        return self.status in (LOADING, SPILLED, WAITING, RUNNING)
 
 
 class PrefixModel:
@@ -122,6 +123,35 @@ class AllocatorModel:
     def cancel(self, slots) -> None:
         self._finish({slot: ABORT for slot in slots if self.slots[slot].is_live})
 
+    def park(self, slots: list[int]) -> None:
+        """Their pages go to the host."""
+        for i in sorted(slots):
+            self._release(i)
+            self.slots[i].status = SPILLED
+
+    def readmit(self, places: dict[int, list[int]], computed: dict[int, int], count: int) -> None:
+        """They get pages again: each those of `count` new ones that `places` says."""
+        new = [self._pop() for _ in range(count)]
+        for page in new:
+            self.refs[page] = 0
+        for i, own in places.items():
+            self.slots[i].pages = [new[place] for place in own]
+            self.slots[i].computed, self.slots[i].status = computed[i], WAITING
+            for page in self.slots[i].pages:
+                self.refs[page] += 1
+
+    def host_call(self, return_pages: int, max_new_pages: int) -> int:
+        """0 nothing, 1 pages run short, 2 the first that was spilled fits again or nobody else runs."""
+        running = [i for i, s in enumerate(self.slots) if s.status == RUNNING]
+        need = [self._need(i, min(len(self.slots[i].tokens) - self.slots[i].computed, self.budget)) for i in running]
+        if min(sum(need), max_new_pages) > len(self.free):
+            return 1
+        if not any(s.status == SPILLED for s in self.slots) or self._starters():
+            return 0
+        goes_on = [s for s in self.slots if s.status == RUNNING or (s.status == WAITING and s.computed)]
+        fits = return_pages <= len(self.free) - sum(self._growth(s) for s in goes_on) and len(running) < self.max_seqs
+        return 2 if fits or not running else 0
+
     def step(self, sampled, finite) -> list[int]:
         """One step; `sampled[row]` is what row `row` would sample. Returns the slots in the order of their rows."""
         self._start_waiting()
@@ -161,16 +191,22 @@ class AllocatorModel:
         return -(-tokens // self.page_size)
 
     def _start_waiting(self) -> None:
-        def need(s):
-            return max(self._pages_for(len(s.tokens) + 1) + 1 - len(s.pages), 0)
-
+        need = self._growth
         running = [s for s in self.slots if s.status == RUNNING]
         available = len(self.free) - sum(need(s) for s in running)
         places = self.max_seqs - len(running)
-        for rank, i in enumerate(self._ready()):
+        for rank, i in enumerate(self._starters()):
             available -= need(self.slots[i])
             if rank < places and (available >= 0 or (not running and rank == 0)):
                 self.slots[i].status = RUNNING
+
+    def _growth(self, slot: Slot) -> int:
+        return max(self._pages_for(len(slot.tokens) + 1) + 1 - len(slot.pages), 0)
+
+    def _starters(self) -> list[int]:
+        """Those that are ready and stand before the first that was spilled."""
+        before = itertools.takewhile(lambda i: self.slots[i].status != SPILLED, self._order())
+        return [i for i in before if i in self._ready()]
 
     def _ready(self) -> list[int]:
         return [i for i in self._order() if self.slots[i].status == WAITING and self.slots[i].source is None]

@@ -9,7 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from levanter_infer.cache.named import scalar
+from levanter_infer.decode import host_tier
 from levanter_infer.decode.admission import admit
+from levanter_infer.decode.host_tier import HostTerms
 from levanter_infer.decode.invariants import violations
 from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.sampling import SamplingLimits
@@ -19,7 +22,7 @@ from levanter_infer.decode.step import append, empty_sample, schedule
 from levanter_infer.engine.encode_sampling import SamplingColumns
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.slots import empty_admission
-from tests.decode.allocator_model import AllocatorModel
+from tests.decode.allocator_model import SPILLED, AllocatorModel
 
 VOCAB = 5
 SHAPES = Shapes(
@@ -32,8 +35,12 @@ SHAPES = Shapes(
     max_round_steps=4,
     upload_tokens=64,
     prefix_cache=True,
+    spill=True,
     limits=SamplingLimits(vocab_size=VOCAB, max_logprobs=1, max_logit_bias=1, max_stop_sequences=2, max_stop_tokens=2),
 )
+
+RETURN_PAGES = 3
+"""What the host says it needs, in every call of `host_call`."""
 
 
 @functools.lru_cache
@@ -56,6 +63,10 @@ def programs():
             )
         ),
         "step": jax.jit(step),
+        "park": jax.jit(
+            lambda leaves, slots: jax.tree.leaves(host_tier.park(whole(leaves), slots, jnp.int32(SPILLED)))
+        ),
+        "readmit": jax.jit(lambda leaves, *arguments: jax.tree.leaves(host_tier.readmit(whole(leaves), *arguments)[0])),
         "observe": jax.jit(
             lambda leaves: jnp.concatenate([part.ravel().astype(jnp.int32) for part in seen(whole(leaves))])
         ),
@@ -81,7 +92,9 @@ def seen(state: DecodeState) -> list[jax.Array]:
         counters.forks, counters.prefix_hits, counters.prefix_misses, counters.prefix_evictions,
     ]  # fmt: skip
     bad = violations(state)
-    return [*(part.array for part in named), jnp.stack([bad[name] for name in sorted(bad)])]
+    terms = HostTerms(yields=scalar(True, jnp.bool_), return_pages=scalar(RETURN_PAGES))
+    call = host_tier.host_call(state, SHAPES, terms)
+    return [*(part.array for part in named), call, jnp.stack([bad[name] for name in sorted(bad)])]
 
 
 @functools.lru_cache
@@ -107,6 +120,7 @@ class Seen(NamedTuple):
     prefix_hits: np.ndarray
     prefix_misses: np.ndarray
     prefix_evictions: np.ndarray
+    host_call: np.ndarray
     violations: np.ndarray
 
 
@@ -117,6 +131,7 @@ class Driver:
 
     def reset(self) -> None:
         self.leaves = programs()["init"]()
+        self.spilled: list[dict[int, tuple[list[int], int]]] = []
         shapes = SHAPES
         self.model = AllocatorModel(
             shapes.num_slots,
@@ -183,6 +198,32 @@ class Driver:
         copies = [(int(s), int(t)) for s, t in zip(source, target, strict=True) if t < SHAPES.num_pages]
         assert copies == self.model.copies, f"copies {copies}, the model says {self.model.copies}"
 
+    def spill(self, slots: list[int]) -> None:
+        """Park those of `slots` that hold pages, together."""
+        holders = {i: self.model.slots[i] for i in slots if self.model.slots[i].pages}
+        if holders:
+            self.spilled.append({i: (slot.pages, slot.computed) for i, slot in holders.items()})
+            self.model.park(list(holders))
+            mask = np.isin(np.arange(SHAPES.num_slots), list(holders))
+            self.leaves = programs()["park"](self.leaves, mask)
+
+    def bring_back(self) -> None:
+        """What left first; without room it begins anew."""
+        if not self.spilled:
+            return
+        members = {i: held for i, held in self.spilled.pop(0).items() if self.model.slots[i].status == SPILLED}
+        pages = sorted({page for held, _ in members.values() for page in held})
+        fits = len(pages) <= len(self.model.free)
+        places = {i: [pages.index(page) for page in held] if fits else [] for i, (held, _) in members.items()}
+        computed = {i: count if fits else 0 for i, (_, count) in members.items()}
+        count = len(pages) if fits else 0
+        self.model.readmit(places, computed, count)
+        mask, lens = np.isin(np.arange(SHAPES.num_slots), list(members)), np.zeros(SHAPES.num_slots, np.int32)
+        columns = np.full((SHAPES.num_slots, -(-SHAPES.max_seq_len // SHAPES.page_size)), SHAPES.num_pages, np.int32)
+        for i, own in places.items():
+            columns[i, : len(own)], lens[i] = own, computed[i]
+        self.leaves = programs()["readmit"](self.leaves, mask, columns, lens, np.int32(count))
+
     def _apply(self, fields) -> None:
         admission = empty_admission(SHAPES)
         changes = {
@@ -221,12 +262,14 @@ class Driver:
         assert device.prefix_hits == model.hits
         assert device.prefix_misses == model.misses
         assert device.prefix_evictions == model.evictions
+        assert device.host_call == model.host_call(RETURN_PAGES, SHAPES.max_new_pages)
 
     def finish(self) -> None:
         """Run until everything has ended; then every page is free."""
         for seed in range(1000):
             if not self.live_slots():
                 break
+            self.bring_back()
             self.step(seed, failure_rate=0.0)
         assert not self.live_slots(), "sequences never end"
         self.check()
@@ -235,7 +278,8 @@ class Driver:
 
 def random_operation(driver: Driver, rng: np.random.Generator) -> str:
     """Apply one random operation; returns its name."""
-    kind = rng.choice(["admit", "step", "cancel", "reset"], p=[0.25, 0.7, 0.045, 0.005])
+    kinds = ["admit", "step", "cancel", "spill", "bring_back", "reset"]
+    kind = rng.choice(kinds, p=[0.25, 0.65, 0.045, 0.025, 0.025, 0.005])
     if kind == "admit":
         length = int(rng.integers(1, 10))
         stop = int(rng.integers(0, VOCAB)) if rng.random() < 0.3 else None
@@ -250,6 +294,10 @@ def random_operation(driver: Driver, rng: np.random.Generator) -> str:
     elif kind == "cancel":
         live = driver.live_slots()
         driver.cancel([i for i in live if rng.random() < 0.5])
+    elif kind == "spill":
+        driver.spill([i for i in driver.live_slots() if rng.random() < 0.5])
+    elif kind == "bring_back":
+        driver.bring_back()
     else:
         driver.reset()
     return str(kind)

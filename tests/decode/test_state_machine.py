@@ -38,6 +38,14 @@ class Tables(RuleBasedStateMachine):
     def cancel(self, which):
         self.driver.cancel([slot for slot in which if slot in self.driver.live_slots()])
 
+    @rule(which=st.lists(st.integers(0, SHAPES.num_slots - 1), max_size=3))
+    def spill(self, which):
+        self.driver.spill(sorted(set(which)))
+
+    @rule()
+    def bring_back(self):
+        self.driver.bring_back()
+
     @rule()
     def reset(self):
         self.driver.reset()

@@ -93,7 +93,7 @@ def test_the_round_program_makes_no_pool_sized_copy_on_a_cpu(dtype, optimized):
     assert memory.temp_size_in_bytes < pool.nbytes
 
 
-def test_the_round_program_makes_no_pool_sized_copy_on_v5e():
+def test_the_round_and_the_programs_that_move_pages_make_no_pool_sized_copy_on_v5e():
     pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra `test`")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.tpu_compile", "v5e"],
@@ -106,6 +106,10 @@ def test_the_round_program_makes_no_pool_sized_copy_on_v5e():
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["copies"] == []
     assert report["temp_bytes"] < report["pool_bytes"]
+    assert set(report["host_tier"]) == {"read_pages", "write_pages"}
+    for moved in report["host_tier"].values():
+        assert moved["copies"] == [] and moved["host_bytes"] > 0
+        assert moved["temp_bytes"] < 2 * moved["host_bytes"]  # what is moved, once
 
 
 def test_a_round_uploads_nothing_but_its_admission():

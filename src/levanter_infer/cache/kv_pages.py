@@ -61,8 +61,15 @@ class KvPages(eqx.Module):
 
     def copy_pages(self, source: Array, target: Array) -> "KvPages":
         """Copy whole pages, in all layers: `source[i]` to `target[i]`, i32[n]; pairs of none are ignored."""
-        copied = self.pages.array.at[:, source].get(mode="clip")
-        return replace(self, pages=self.pages.array.at[:, target].set(copied, mode="drop"))
+        return self.put(target, self.take(source))
+
+    def take(self, pages: Array) -> Array:
+        """Contents of `pages`, i32[n], in all layers: `[layers, n, …]` as stored. Anything where a page is none."""
+        return self.pages.array.at[:, pages].get(mode="clip")
+
+    def put(self, pages: Array, contents: Array) -> "KvPages":
+        """Store what `take` gave into `pages`, i32[n]; entries of none are ignored."""
+        return replace(self, pages=self.pages.array.at[:, pages].set(contents, mode="drop"))
 
     def zero(self) -> "KvPages":
         """The same pool with every byte cleared, for debugging and for those who must wipe."""

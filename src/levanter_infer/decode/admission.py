@@ -7,6 +7,7 @@ from haliax import NamedArray
 
 from levanter_infer.cache.named import replace
 from levanter_infer.cache.page_table import ragged_index, run_if
+from levanter_infer.decode.host_tier import HostTerms
 from levanter_infer.decode.paging import free_pages_for_finished
 from levanter_infer.decode.sampling import SamplingTable
 from levanter_infer.decode.sequence_table import ABORT, FINISHED, FREE, LOADING, NOT_FINISHED, WAITING
@@ -47,6 +48,8 @@ class Admission(eqx.Module):
     are empty and nothing waits. More than there are slots: the host has nothing further."""
     has_pieces: ht.bool_[NamedArray, ""]
     has_cancellations: ht.bool_[NamedArray, ""]
+    host: HostTerms | None
+    """None: pages are never moved to the host by policy."""
 
 
 def admit(state: DecodeState, admission: Admission) -> DecodeState:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from levanter_infer.decode.admission import Admission, admit
+from levanter_infer.decode.host_tier import ends_for_host, host_call
 from levanter_infer.decode.outputs import OutputRing, RoundOutputs, pack_outputs
 from levanter_infer.decode.sequence_table import FINISHED, FREE, RUNNING, WAITING
 from levanter_infer.decode.shapes import Shapes
@@ -28,26 +29,37 @@ def run_round(
         attention,
         max_steps=admission.max_steps.array,
         wanted_slots=admission.wanted_slots.array,
+        host=admission.host,
     )
-    return state, pack_outputs(state.decode, ring)
+    call = None if admission.host is None else host_call(state.decode, shapes, admission.host)
+    return state, pack_outputs(state.decode, ring, call)
 
 
 def run_steps(
-    model, state: GenState, ring: OutputRing, shapes: Shapes, attention: AttentionSpec, *, max_steps, wanted_slots
+    model,
+    state: GenState,
+    ring: OutputRing,
+    shapes: Shapes,
+    attention: AttentionSpec,
+    *,
+    max_steps,
+    wanted_slots,
+    host=None,
 ) -> tuple[GenState, OutputRing]:
     """Step while there is work.
 
     The loop ends when nothing is pending, the ring could not hold another step, `max_steps` is reached, or places
-    are empty that the host could fill (`wanted_slots`, see `Admission`).
+    are empty that the host could fill (`wanted_slots`, see `Admission`), or pages should be moved (`host`).
     """
 
     def goes_on(carry):
         steps, state, ring = carry
-        return (
+        more = (
             (steps < max_steps)
             & (ring.count.array + shapes.max_seqs <= ring.size)
             & has_work(state.decode, shapes, wanted_slots)
         )
+        return more if host is None else more & ~ends_for_host(state.decode, shapes, host)
 
     def body(carry):
         steps, state, ring = carry

@@ -10,6 +10,7 @@ from jax import Array
 
 from levanter_infer.axes import OUTPUT, TOP
 from levanter_infer.cache.named import full, replace, scalar
+from levanter_infer.decode.host_tier import NO_CALL
 from levanter_infer.decode.sampling import SampleOutput
 from levanter_infer.decode.sequence_table import RUNNING, WAITING
 from levanter_infer.decode.shapes import Shapes
@@ -78,17 +79,29 @@ class RoundOutputs(eqx.Module):
     top_logprobs: Array
 
 
-_STATE_SCALARS = ("cached_pages", "count", "free_pages", "running", "waiting", "stored_tokens", "refs_max", "refs_sum")
+_STATE_SCALARS = (
+    "cached_pages",
+    "count",
+    "free_pages",
+    "host_call",
+    "running",
+    "waiting",
+    "stored_tokens",
+    "refs_max",
+    "refs_sum",
+)
 _SCALARS = (*_STATE_SCALARS, *Counters.__annotations__)
 
 
-def pack_outputs(state: DecodeState, ring: OutputRing) -> RoundOutputs:
+def pack_outputs(state: DecodeState, ring: OutputRing, host_call: Array | None = None) -> RoundOutputs:
+    """Args: host_call: what the host should do about pages, see `host_tier.host_call`."""
     table, ref_counts, prefix = state.sequences, state.page_table.ref_counts.array, state.prefix
     scalars = {
         "count": ring.count.array,
         "cached_pages": jnp.int32(0)
         if prefix is None
         else jnp.sum(prefix.findable(jnp.arange(prefix.num_pages)), dtype=jnp.int32),
+        "host_call": jnp.int32(NO_CALL) if host_call is None else host_call,
         "free_pages": state.page_table.num_free.array,
         "running": jnp.sum(table.is_status(RUNNING), dtype=jnp.int32),
         "waiting": jnp.sum(table.is_status(WAITING), dtype=jnp.int32),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.cache.named import replace
-from levanter_infer.decode.sequence_table import RUNNING, is_ready, pages_for
+from levanter_infer.decode.sequence_table import RUNNING, SPILLED, is_ready, pages_for, precede
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
 
@@ -36,10 +36,10 @@ def start_waiting(state: DecodeState, shapes: Shapes, order: Array) -> DecodeSta
     nobody runs, the first starts in any case; pages are then found by preemption.
     """
     table, page_table = state.sequences, state.page_table
-    size = page_table.page_size
     running, ready = table.is_status(RUNNING), is_ready(table)
-    # One page more than the tokens need, for the copy of a shared tail.
-    need = jnp.maximum(pages_for(_room_for(state, shapes), size) + 1 - table.num_held(size), 0)
+    if shapes.spill:
+        ready &= precede(table, SPILLED)
+    need = pages_to_go_on(state, shapes)
     num_running = jnp.sum(running, dtype=jnp.int32)
     available = page_table.num_free.array - jnp.sum(jnp.where(running, need, 0), dtype=jnp.int32)
 
@@ -50,6 +50,13 @@ def start_waiting(state: DecodeState, shapes: Shapes, order: Array) -> DecodeSta
     starts = ready_in_order & (rank + num_running <= shapes.max_seqs) & fits
     status = table.status.array.at[order].set(jnp.where(starts, RUNNING, table.status.array[order]))
     return eqx.tree_at(lambda s: s.sequences, state, replace(table, status=status))
+
+
+def pages_to_go_on(state: DecodeState, shapes: Shapes) -> Array:
+    """Pages that each slot needs beyond those it holds, for what it is given room for, i32[seq]."""
+    table, size = state.sequences, state.page_table.page_size
+    # One page more than the tokens need, for the copy of a shared tail.
+    return jnp.maximum(pages_for(_room_for(state, shapes), size) + 1 - table.num_held(size), 0)
 
 
 def _room_for(state: DecodeState, shapes: Shapes) -> Array:

@@ -100,24 +100,26 @@ def take_pages(state: DecodeState, shapes: Shapes, take: Array) -> tuple[DecodeS
     target = jnp.where(copies, page_at(replace(table, page_indices=page_indices), slots, first), num_pages)
     # A copied page keeps at least one reference: `_keeps_page` leaves it to one of its holders.
     page_table = replace(page_table, ref_counts=page_table.ref_counts.array.at[source].add(-1, mode="drop"))
-    counters, prefix = state.counters, state.prefix
-    if prefix is not None:
-        evictions = counters.prefix_evictions.array + jnp.sum(prefix.findable(pages), dtype=jnp.int32)
-        prefix, counters = prefix.forget(pages), replace(counters, prefix_evictions=evictions)
-    held_now = num_pages - page_table.num_free.array
-    counters = replace(
-        counters,
-        copied_pages=counters.copied_pages.array + jnp.sum(copies, dtype=jnp.int32),
-        pages_peak=jnp.maximum(counters.pages_peak.array, held_now),
-    )
+    counters = state.counters
+    copied = counters.copied_pages.array + jnp.sum(copies, dtype=jnp.int32)
     state = dataclasses.replace(
         state,
         sequences=replace(table, page_indices=page_indices),
         page_table=page_table,
-        prefix=prefix,
-        counters=counters,
+        counters=replace(counters, copied_pages=copied),
     )
-    return state, source, target
+    return count_taken(state, pages), source, target
+
+
+def count_taken(state: DecodeState, pages: Array) -> DecodeState:
+    """Forget what `pages` (any shape; none entries are ignored), which have just been taken, held before."""
+    page_table, prefix, counters = state.page_table, state.prefix, state.counters
+    if prefix is not None:
+        evictions = counters.prefix_evictions.array + jnp.sum(prefix.findable(pages), dtype=jnp.int32)
+        prefix, counters = prefix.forget(pages), replace(counters, prefix_evictions=evictions)
+    held_now = page_table.num_pages - page_table.num_free.array
+    counters = replace(counters, pages_peak=jnp.maximum(counters.pages_peak.array, held_now))
+    return dataclasses.replace(state, prefix=prefix, counters=counters)
 
 
 def release(state: DecodeState, slots: Array) -> DecodeState:

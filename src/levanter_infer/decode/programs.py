@@ -11,11 +11,12 @@ import jax.numpy as jnp
 
 from levanter_infer.cache import PrefixTable
 from levanter_infer.decode.admission import Admission
+from levanter_infer.decode.host_tier import Look, look, park, read_pages, readmit, write_pages
 from levanter_infer.decode.loop import run_round
 from levanter_infer.decode.outputs import RoundOutputs
 from levanter_infer.decode.scoring import READ_PAGES, read_scores
 from levanter_infer.decode.shapes import Shapes
-from levanter_infer.decode.state import GenState, empty_cache
+from levanter_infer.decode.state import DecodeState, GenState, empty_cache
 from levanter_infer.layers.attention import AttentionSpec
 
 
@@ -100,6 +101,8 @@ def _placement(leaf) -> str:
 class Programs:
     """The programs of one engine: `init`, `round`, `reset` and `zero_cache`, each compiled once.
 
+    Those of the host tier, which move pages, are compiled when they are first called.
+
     All that changes between calls is array contents, so that whatever the requests look like, nothing is compiled
     again. The state is donated: a caller goes on with the returned one.
 
@@ -154,6 +157,9 @@ class Programs:
         def extend(state: GenState) -> GenState:
             return state.extended(shapes)
 
+        def look_at(state: DecodeState) -> Look:
+            return look(state, shapes)
+
         self.state_types = jax.eval_shape(init)
         """The types of the state, as `jax.ShapeDtypeStruct`s."""
         self._programs = {
@@ -166,6 +172,16 @@ class Programs:
         if smaller is not None:
             self.extend = self._programs["extend"] = Program(extend, donate=(0,))
         self._on_recompile = on_recompile
+        self.read_pages, self.write_pages = Program(read_pages), Program(write_pages, donate=(0,))
+        self.park, self.readmit = Program(park, donate=(0,)), Program(readmit, donate=(0,))
+        self.look = Program(look_at)
+        self._later = {
+            "look": self.look,
+            "read_pages": self.read_pages,
+            "write_pages": self.write_pages,
+            "park": self.park,
+            "readmit": self.readmit,
+        }
         self.init = self._programs["init"]
         self.reset = self._programs["reset"]
         self.zero_cache = self._programs["zero_cache"]
@@ -177,7 +193,7 @@ class Programs:
         return self._make(model, shapes, smaller=self)
 
     def compile_all(self, model, admission) -> None:
-        """Begin to compile every program that has not been yet, side by side. Types of arguments will do."""
+        """Begin to compile the programs that every engine needs, side by side. Types of arguments will do."""
         arguments = {
             "init": (),
             "round": (model, self.state_types, admission),
@@ -222,7 +238,9 @@ class Programs:
     def compilations(self) -> dict[str, int]:
         """How many times each program has been compiled: in a healthy engine once, and once more per extension."""
         before = {} if self._smaller is None else self._smaller[1]
-        return {name: program.compilations + before.get(name, 0) for name, program in self._programs.items()}
+        later = {name: program for name, program in self._later.items() if program.is_begun}
+        now = {name: program.compilations for name, program in (self._programs | later).items()}
+        return {name: now.get(name, 0) + before.get(name, 0) for name in before | now}
 
     def trace_round(self, model, state, admission):
         """The round program, traced for inspection; arguments may be `jax.ShapeDtypeStruct`s."""

@@ -12,10 +12,11 @@ from levanter_infer.cache.page_table import Tokens, page_of
 
 # Status of a slot
 FREE = 0  # holds nothing, never used since the last reset
-LOADING = 1  # its prompt is still being uploaded
-WAITING = 2  # ready, but without a place among the running ones
-RUNNING = 3  # takes part in every step while tokens are pending
-FINISHED = 4  # holds nothing; its results wait for the host, which may use the slot again
+LOADING = 1  # holds nothing and is left alone: the host has more to bring, of its prompt or of its pages
+SPILLED = 2  # holds nothing; the host brings its pages back before anybody younger starts
+WAITING = 3  # ready, but without a place among the running ones
+RUNNING = 4  # takes part in every step while tokens are pending
+FINISHED = 5  # holds nothing; its results wait for the host, which may use the slot again
 
 # Why a sequence finished
 NOT_FINISHED = 0
@@ -113,3 +114,12 @@ def in_order(table: SequenceTable) -> Array:
 def is_ready(table: SequenceTable) -> Array:
     """Slots that wait for nothing but a place, bool[seq]."""
     return table.is_status(WAITING) & (table.fork_source.array == table.num_slots)
+
+
+def precede(table: SequenceTable, status: int) -> Array:
+    """Slots that come, in the order of `in_order`, before all those of a status, bool[seq]."""
+    theirs, last = table.is_status(status), jnp.iinfo(jnp.int32).max
+    priority, arrival = table.priority.array, table.arrival.array
+    first_priority = jnp.min(jnp.where(theirs, priority, last))
+    first_arrival = jnp.min(jnp.where(theirs & (priority == first_priority), arrival, last))
+    return (priority < first_priority) | ((priority == first_priority) & (arrival < first_arrival))

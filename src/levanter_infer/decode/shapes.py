@@ -34,6 +34,8 @@ class Shapes:
     """Whether pages are found again by what they hold."""
     scoring: ScoreShapes | None = None
     """None: prompts are not scored."""
+    spill: bool = False
+    """Whether a round ends where the host could move pages, instead of taking them back at once."""
     sampled_rows: int | None = MIN_ROWS
     """Rows that are sampled together; None: all. Few suit a CPU: sampling is compiled once, for a shape that suits one
     sequence and, a few rows after another, any number; what a row gets is the same in any company because the shape
@@ -82,6 +84,11 @@ class Shapes:
     def scored_tokens(self) -> int:
         """Prompt tokens whose logits are there at once."""
         return self.max_rows
+
+    @property
+    def transfer_pages(self) -> int:
+        """Pages that one program moves between pool and host: those of 256 tokens, or of a whole sequence."""
+        return max(1, min(256, self.max_seq_len) // self.page_size)
 
     @property
     def ring_size(self) -> int:

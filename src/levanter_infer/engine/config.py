@@ -43,6 +43,12 @@ class EngineConfig:
     """How much room in the pool a sequence needs to start: `optimistic`, for the tokens that are known; preemption
     makes room later. `expected`: for as many more as recent sequences have generated of what they might.
     `worst_case`: for all that it may generate; nobody is preempted."""
+    preempt: str = "recompute"
+    """What happens to the youngest when pages run out: `recompute` (their pages are taken back, and computed again
+    later) or `spill` (the pages move to the host's memory and back)."""
+    host_bytes: int | None = None
+    """The host's memory for such pages, at most; what finds no room there is computed again. Default: a quarter of what
+    is available."""
     numerics: str = "default"
     """`default`: random numbers depend on the request alone; rounding may depend on its company. `batch_invariant`:
     tokens and logprobs are the same to the bit in any company; refused where the kernels do not give that."""
@@ -66,8 +72,10 @@ class EngineConfig:
             _check_positive(name, getattr(self, name), optional=True)
         for name in ("max_seqs", "max_round_steps"):
             _check_positive(name, getattr(self, name))
-        for name in ("max_logprobs", "max_prompt_logprobs", "max_logit_bias", "max_stop_sequences"):
+        for name in ("max_logprobs", "max_prompt_logprobs", "max_logit_bias", "max_stop_sequences", "host_bytes"):
             value = getattr(self, name)
+            if name == "host_bytes" and value is None:
+                continue
             if type(value) is not int or value < 0:
                 raise ValueError(f"engine.{name}={value!r}: expected an integer of at least 0")
         if isinstance(self.max_round_seconds, bool) or not self.max_round_seconds > 0:
@@ -80,6 +88,8 @@ class EngineConfig:
             raise ValueError(f"engine.prefix_cache={self.prefix_cache!r}: expected true or false")
         if self.admission not in ("optimistic", "expected", "worst_case"):
             raise ValueError(f"engine.admission={self.admission!r}: expected optimistic, expected or worst_case")
+        if self.preempt not in ("recompute", "spill"):
+            raise ValueError(f"engine.preempt={self.preempt!r}: expected recompute or spill")
         if self.recompilation not in ("error", "warn"):
             raise ValueError(f"engine.recompilation={self.recompilation!r}: expected error or warn")
         if self.numerics not in ("default", "batch_invariant"):
@@ -131,6 +141,7 @@ def resolve_shapes(config: EngineConfig, model, num_eos: int, unread_bytes: int 
         max_round_steps=config.max_round_steps,
         admission=config.admission,
         prefix_cache=config.prefix_cache,
+        spill=config.preempt == "spill",
         upload_tokens=max(MIN_UPLOAD_TOKENS, max_step_tokens),
         limits=SamplingLimits(
             vocab_size=arch.vocab_size,

@@ -16,6 +16,7 @@ from levanter_infer.decode.outputs import HostOutputs, RoundOutputs
 from levanter_infer.decode.programs import Programs
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
+from levanter_infer.engine.host_tier import HostTier
 from levanter_infer.engine.intake import Intake
 from levanter_infer.engine.memory_audit import audit
 from levanter_infer.engine.metrics import Registry
@@ -131,7 +132,9 @@ class InferenceEngine:
 
     def _start_over(self) -> None:
         self._slots, self._scores = SlotManager(self.shapes, self._eos), ScoreReader(self._stats.registry)
+        self._tier = HostTier(self.shapes, self._stats.registry, self.config.host_bytes)
         self._in_flight: _Launched | None = None
+        self._known: list[HostSequence] = []
 
     def describe(self) -> dict[str, object]:
         """What was chosen, by name of the config key where there is one."""
@@ -146,6 +149,7 @@ class InferenceEngine:
             "attention": self.backend.attention,
             "products": self.backend.products,
             "numerics": self.config.numerics,
+            "preempt": self.config.preempt,
             "step_buckets": list(shapes.buckets),
             "pool_mb": round(kv.pages.array.nbytes / 2**20, 1),
             "device": str(jax.devices()[0]),
@@ -235,10 +239,11 @@ class InferenceEngine:
                 round is read. With 1 every token shows as soon as it is there and every step can be timed, at the
                 price of a launch and a download each.
         """
-        expired = self._slots.expire(time.perf_counter())
+        known = self._slots.expire(time.perf_counter()) + self._known + self._move_pages()
+        self._known = []
         launched = self._launch(max_steps)
         previous, self._in_flight = self._in_flight, launched
-        return expired + (self._read(previous) if previous is not None else [])
+        return known + (self._read(previous) if previous is not None else [])
 
     def linger(self) -> None:
         """Wait until the round in flight has ended or is about to; returns at once if there is none.
@@ -257,13 +262,13 @@ class InferenceEngine:
 
     def drain(self) -> None:
         """Run until the device is idle: every page is free afterwards."""
-        while not self._slots.is_idle or self._in_flight is not None:
-            previous, self._in_flight = self._in_flight, None
-            if previous is not None:
-                self._read(previous)
+        self._settle()
+        self.state = self._tier.recall(self.programs, self.state)
+        while not self._slots.is_idle:
             self._slots.expire(time.perf_counter())
-            if not self._slots.is_idle:
-                self._in_flight = self._launch()
+            self._move_pages()
+            self._in_flight = self._launch()
+            self._settle()
         self._scores.take()
         self._stats.on_idle()
 
@@ -281,6 +286,42 @@ class InferenceEngine:
         `step_round` does not return its sequences: the caller knows of them.
         """
         self._slots.discard(group)
+        self._tier.forget_finished()
+
+    def spill_to_host(self, sequence: HostSequence) -> int:
+        """Move the pages of a submitted sequence to the host's memory. It goes on after `prefetch`, or in `drain`.
+
+        What it shares with others is copied, and its own when it comes back.
+
+        Returns: pages moved; 0 if it holds none, and then nothing changes.
+        Raises: ValueError if `engine.host_bytes` does not suffice.
+        """
+        self._known += self._settle()
+        self.state, pages = self._tier.spill(self.programs, self.state, sequence)
+        return pages
+
+    def prefetch(self, sequence: HostSequence) -> None:
+        """Bring the pages of a spilled sequence back, so that it goes on.
+
+        Where there is no room for them now, it comes back as soon as there is, before anything younger starts; or, with
+        `preempt: recompute`, is computed again.
+
+        Raises: ValueError if it is not in the host's memory.
+        """
+        self._known += self._settle()
+        self.state = self._tier.prefetch(self.programs, self.state, sequence)
+
+    def _move_pages(self) -> list[HostSequence]:
+        """What the last round asked for, with nothing under way; returns as `step_round`."""
+        known = self._settle() if self._tier.is_called else []
+        if self._tier.is_called:
+            self.state = self._tier.move(self.programs, self.state, self._slots.occupants)
+        return known
+
+    def _settle(self) -> list[HostSequence]:
+        """Read the round in flight, if there is one."""
+        launched, self._in_flight = self._in_flight, None
+        return self._read(launched) if launched is not None else []
 
     def warmup(self) -> None:
         """Compile all programs now rather than with the first request; later calls do nothing."""
@@ -320,7 +361,7 @@ class InferenceEngine:
         with_prompts = self._slots.has_prompts
         steps = self._pace.steps(with_prompts)
         steps = steps if max_steps is None else min(max_steps, steps)
-        fields = self._slots.next_admission(self._rounds, steps)
+        fields = self._slots.next_admission(self._rounds, steps) | self._tier.terms()
         admission = self._upload(fields)
         started = time.perf_counter()
         self.state, outputs = self.programs.round(self.model, self.state, admission)
@@ -338,12 +379,12 @@ class InferenceEngine:
 
     def _upload(self, fields: dict[str, Any]) -> Admission:
         """The fields on the device; what admits and cancels nothing is the same in many rounds, and uploaded once."""
-        nothing = not (fields["has_pieces"] or fields["has_cancellations"])
+        nothing = not (fields["has_pieces"] or fields["has_cancellations"] or "host" in fields)
         key = (int(fields["max_steps"]), int(fields["wanted_slots"]))
         if nothing and key in self._uploaded:
             return self._uploaded[key]
         arrays = {
-            name: value if name == "sampling" else NamedArray(value, getattr(self._nothing, name).axes)
+            name: value if name in ("sampling", "host") else NamedArray(value, getattr(self._nothing, name).axes)
             for name, value in jax.device_put(fields).items()
         }
         admission = dataclasses.replace(self._nothing, **arrays)
@@ -362,6 +403,7 @@ class InferenceEngine:
         steps, prompt_steps = self._stats.on_round(outputs, seconds)
         self._pace.on_round(prompt_steps > 0, steps, seconds)
         known = self._slots.collect(outputs, launched.round_id)
+        self._tier.on_round(outputs.scalars["host_call"])
         self._scores.take()
         self._scores.ask(self.programs, self.state, self._slots.take_leaving())
         self._stats.on_time(wait=ready - begin, download=end - ready, collect=time.perf_counter() - end)

@@ -56,6 +56,8 @@ def generate(
         raise ValueError("stop strings need a host; use stop_token_ids, or InferenceEngine")
     if params.prompt_logprobs is not None:
         raise ValueError("prompt_logprobs come from InferenceEngine only; leave it out, or use InferenceEngine.score")
+    if config.preempt == "spill":
+        raise ValueError('engine.preempt="spill" needs a host; use "recompute", or InferenceEngine')
     backend = Backend.choose(config, model, has_mods=score_mod is not None or mask_mod is not None)
     shapes = backend.adapt(_shapes(config, model, params, prompts.shape, len(eos_token_ids)))
     check_limits(

@@ -12,6 +12,7 @@ from levanter_infer.decode.outputs import HostOutputs
 from levanter_infer.decode.sequence_table import ABORT, DEFAULT_ROOT, ERROR, FINISHED, LENGTH, STOP
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.encode_sampling import SamplingColumns
+from levanter_infer.engine.host_tier import host_terms
 from levanter_infer.engine.pending import PendingQueue
 from levanter_infer.engine.sequence import Group, Sequence
 
@@ -95,6 +96,11 @@ class SlotManager:
         fields["wanted_slots"] = np.asarray(self._wanted_slots(), np.int32)
         self._cancel = set()
         return fields
+
+    @property
+    def occupants(self) -> list[Sequence]:
+        """Those that have a slot."""
+        return list(self._occupants.values())
 
     @property
     def has_prompts(self) -> bool:
@@ -254,6 +260,7 @@ def empty_admission(shapes: Shapes) -> Admission:
         wanted_slots=_scalar(np.asarray(shapes.num_slots + 1, np.int32)),
         has_pieces=_scalar(np.asarray(False)),
         has_cancellations=_scalar(np.asarray(False)),
+        host=host_terms() if shapes.spill else None,
     )
 
 

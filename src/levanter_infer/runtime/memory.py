@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 
 _CPU_SHARE, _CPU_LIMIT_BYTES = 0.25, 2 << 30
+_HOST_SHARE = 0.25
 _DEVICE_SHARE = 0.85  # the rest is for activations, compiled programs and fragmentation
 
 
@@ -26,6 +27,11 @@ def default_pool_bytes(unread_bytes: int = 0) -> int:
         return _steady(int(max(free, 0) * _DEVICE_SHARE))
     available = _available_bytes() - unread_bytes
     return _steady(min(int(max(available, 0) * _CPU_SHARE), _CPU_LIMIT_BYTES))
+
+
+def default_host_bytes() -> int:
+    """Bytes of this machine's memory for pages that have to leave the pool: a quarter of what is available."""
+    return _steady(int(_available_bytes() * _HOST_SHARE))
 
 
 def _available_bytes() -> int:

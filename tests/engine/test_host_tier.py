@@ -1,0 +1,287 @@
+"""Pages that move to the host's memory and back: results, reference counts, and nothing left behind."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from levanter_infer.decode.invariants import check_invariants
+from levanter_infer.decode.sequence_table import SPILLED, pages_for
+from levanter_infer.engine.config import EngineConfig, resolve_shapes
+from levanter_infer.engine.engine import InferenceEngine
+from levanter_infer.engine.host_tier import HostTier, _Tables
+from levanter_infer.engine.metrics import Registry
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.pure import generate
+from levanter_infer.engine.request import Request
+from levanter_infer.engine.slots import empty_admission
+from levanter_infer.kernels import cpu
+from tests.hlo import pool_copies
+from tests.tiny_models import tiny_model
+
+PAGES = 20
+
+
+@pytest.fixture(scope="module")
+def shared_engine():
+    numerics = "batch_invariant" if cpu.available() else "default"
+    sizes = dict(max_seqs=4, max_seq_len=64, page_size=4, max_pages=PAGES, max_step_tokens=16)
+    return InferenceEngine(tiny_model(), config=EngineConfig(**sizes, preempt="spill", numerics=numerics))
+
+
+@pytest.fixture
+def engine(shared_engine, monkeypatch):
+    """With nothing in it, and invariants that are checked whenever pages have moved."""
+    shared_engine.reset()
+    for name in ("_park", "_readmit"):
+        operation = getattr(HostTier, name)
+
+        def checked(self, programs, state, *arguments, operation=operation):
+            result = operation(self, programs, state, *arguments)
+            check_invariants((result[0] if isinstance(result, tuple) else result).decode)
+            return result
+
+        monkeypatch.setattr(HostTier, name, checked)
+    return shared_engine
+
+
+def request(seed: int, prompt: int = 9, max_tokens: int = 20, n: int = 1) -> Request:
+    ids = np.random.default_rng(seed).integers(0, 61, prompt).tolist()
+    sampling = SamplingParams(max_tokens=max_tokens, n=n, ignore_eos=True)
+    return Request(prompt_token_ids=ids, sampling=sampling, id=str(seed))
+
+
+def bits(completions) -> list:
+    """Tokens of every completion, and the bits of its logprobs where they do not depend on the company."""
+    return [(c.token_ids, c.logprobs.tobytes() if cpu.available() else None) for c in completions]
+
+
+def completions(group) -> list:
+    return [sequence.completion() for sequence in group.sequences]
+
+
+def alone(engine: InferenceEngine, *requests: Request) -> list[list]:
+    return [bits(engine.generate([request])[0].completions) for request in requests]
+
+
+def grown(engine: InferenceEngine, before: dict, *names: str) -> list:
+    return [engine.stats()[name] - before[name] for name in names]
+
+
+def started(engine: InferenceEngine, request: Request, steps: int):
+    """The group of a request that has run a few steps."""
+    group = engine.submit(request)
+    for _ in range(steps):
+        engine.step_round(max_steps=1)
+    return group
+
+
+def free_pages(engine: InferenceEngine) -> int:
+    return int(engine.state.decode.page_table.num_free.array)
+
+
+def settle(engine: InferenceEngine) -> None:
+    """Read the round in flight, so that what the tables say is the last word."""
+    engine._known += engine._settle()
+
+
+def check_idle(engine: InferenceEngine) -> None:
+    engine.drain()
+    check_invariants(engine.state.decode)
+    stats = engine.stats()
+    assert stats["pages_free"] == free_pages(engine) == PAGES
+    assert stats["spilled_bytes"] == stats["spilled_sequences"] == 0
+
+
+REQUESTS = [request(i, prompt=5 + 3 * i, max_tokens=30 - i, n=1 + 2 * (i == 3)) for i in range(7)]
+
+
+@pytest.mark.parametrize("host", ["roomy", "full", "exhausted"])
+def test_bits_in_a_pool_that_is_too_small_are_those_of_each_alone(engine, host, monkeypatch, caplog):
+    expected = alone(engine, *REQUESTS)
+    before = engine.stats()
+    if host == "full":
+        monkeypatch.setattr(engine._tier, "_max_bytes", 0)
+    elif host == "exhausted":
+
+        def nothing_left(kv, pages):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8192 bytes.")
+
+        monkeypatch.setattr(engine.programs, "read_pages", nothing_left)
+    assert [bits(output.completions) for output in engine.generate(REQUESTS)] == expected
+    spilled, prefetched, recomputed, preemptions = grown(
+        engine, before, "spilled_pages", "prefetched_pages", "recomputed_tokens", "preemptions"
+    )
+    if host == "roomy":
+        assert spilled == prefetched > 0 and recomputed == preemptions == 0
+    else:
+        assert spilled == prefetched == 0 and recomputed > 0 and preemptions > 0
+    assert ("ends at 0 bytes" in caplog.text) == (host == "exhausted")
+    check_idle(engine)
+
+
+def test_a_sequence_moved_by_hand_waits_holds_nothing_and_goes_on_as_if_nothing_had_been(engine):
+    subject, other = request(11), request(12)
+    expected = alone(engine, subject, other)
+    group = started(engine, subject, 5)
+    (sequence,) = group.sequences
+    pages = engine.spill_to_host(sequence)
+    stats, known = engine.stats(), len(sequence.token_ids)
+    assert pages == pages_for(9 + known - 1, 4) and free_pages(engine) == PAGES
+    assert stats["spilled_sequences"] == 1 and stats["spilled_bytes"] >= pages * stats["page_bytes"]
+    assert {array.sharding.memory_kind for record in engine._tier._records for array in record.contents} == {
+        "pinned_host"
+    }
+    other_group = engine.submit(other)
+    while not other_group.is_done:
+        engine.step_round()
+    assert len(sequence.token_ids) == known
+    engine.prefetch(sequence)
+    assert free_pages(engine) == PAGES - pages and engine.stats()["spilled_bytes"] == 0
+    check_idle(engine)
+    assert [bits(completions(group)), bits(completions(other_group))] == expected
+
+
+def test_draining_brings_back_whom_nobody_asked_for(engine):
+    expected = alone(engine, request(13))
+    group = started(engine, request(13), 4)
+    engine.spill_to_host(group.sequences[0])
+    check_idle(engine)
+    assert bits(completions(group)) == expected[0]
+
+
+def test_one_of_several_that_share_takes_copies_and_comes_back_with_pages_of_its_own(engine):
+    subject = request(14, prompt=13, n=3)
+    expected = alone(engine, subject)
+    group = started(engine, subject, 4)
+    first, second, _ = group.sequences
+    settle(engine)
+    before = free_pages(engine)
+    held = engine.spill_to_host(second)
+    assert held == pages_for(13 + len(second.token_ids) - 1, 4)
+    assert free_pages(engine) == before + held - 3  # the full pages of the prompt stay with the others
+    engine.prefetch(second)
+    assert free_pages(engine) == before - 3
+    engine.spill_to_host(first)
+    check_idle(engine)
+    assert bits(completions(group)) == expected[0]
+
+
+def test_a_group_that_leaves_together_shares_again_what_it_shared(engine):
+    group = started(engine, request(15, prompt=26, max_tokens=9, n=3), 5)
+    settle(engine)
+    indices = np.array(engine.state.decode.sequences.page_indices.array)
+    counts = np.sort(np.array(engine.state.decode.page_table.ref_counts.array))
+    tables = _Tables(engine.programs, engine.state)
+    engine.state = engine._tier._move_out(engine.programs, engine.state, tables, group.sequences, stays=True)
+    (record,) = engine._tier._records
+    assert len(record.used()) == (counts > 0).sum() < (indices < PAGES).sum()
+    assert free_pages(engine) == PAGES == tables.free
+    engine.prefetch(group.sequences[1])
+    assert np.array_equal(np.sort(np.array(engine.state.decode.page_table.ref_counts.array)), counts)
+    check_idle(engine)
+
+
+def test_cancelled_sequences_leave_nothing_with_the_host(engine):
+    group = started(engine, request(16, prompt=13, n=3), 4)
+    for sequence in group.sequences[:2]:
+        engine.spill_to_host(sequence)
+    other = started(engine, request(17), 1)
+    assert engine.stats()["spilled_sequences"] == 2
+    engine.cancel(group)
+    assert engine.stats()["spilled_bytes"] == 0
+    with pytest.raises(ValueError, match="not in the host's memory"):
+        engine.prefetch(group.sequences[0])
+    check_idle(engine)
+    assert bits(completions(other)) == alone(engine, request(17))[0]
+
+
+def test_one_that_ended_meanwhile_does_not_come_back_with_its_group(engine):
+    expected = alone(engine, request(18, prompt=13, n=3))[0]
+    group = started(engine, request(18, prompt=13, n=3), 4)
+    settle(engine)
+    tables = _Tables(engine.programs, engine.state)
+    engine.state = engine._tier._move_out(engine.programs, engine.state, tables, group.sequences, stays=True)
+    ended = group.sequences[1]
+    ended.finish("stop")
+    engine._slots.cancel_slot(ended)
+    before = engine.stats()
+    engine.prefetch(group.sequences[0])
+    assert grown(engine, before, "prefetched_pages") < grown(engine, dict.fromkeys(before, 0), "spilled_pages")
+    check_idle(engine)
+    found = bits(completions(group))
+    assert (found[0], found[2]) == (expected[0], expected[2])
+
+
+def test_reset_forgets_what_the_host_has(engine):
+    group = started(engine, request(19), 4)
+    engine.spill_to_host(group.sequences[0])
+    engine.reset()
+    assert engine.stats()["spilled_bytes"] == 0 and free_pages(engine) == PAGES
+    with pytest.raises(ValueError, match="not in the host's memory"):
+        engine.prefetch(group.sequences[0])
+    assert completions(group)[0].finish_reason == "abort"
+
+
+@pytest.mark.parametrize("policy", ["spill", "recompute"])
+def test_without_room_it_comes_back_when_there_is_or_computes_again(engine, policy, monkeypatch):
+    """`preempt` decides; the older sequence fills the pool meanwhile."""
+    long, short = request(20, prompt=50, max_tokens=14), request(21, prompt=30, max_tokens=9)
+    expected = alone(engine, long, short)
+    group = started(engine, short, 4)
+    engine.spill_to_host(group.sequences[0])
+    filling = started(engine, long, 5)
+    if policy == "recompute":
+        monkeypatch.setattr(engine._tier, "_shapes", dataclasses.replace(engine.shapes, spill=False))
+    before = engine.stats()
+    engine.prefetch(group.sequences[0])
+    settle(engine)
+    recomputed, prefetched = grown(engine, before, "recomputed_tokens", "prefetched_pages")
+    assert (recomputed > 0) == (policy == "recompute") and prefetched == 0
+    slot = group.sequences[0].slot
+    assert (engine.state.decode.sequences.status.array[slot] == SPILLED) == (policy == "spill")
+    check_idle(engine)
+    assert (grown(engine, before, "prefetched_pages")[0] > 0) == (policy == "spill")
+    assert [bits(completions(filling)), bits(completions(group))] == expected
+
+
+def test_what_cannot_be_moved_is_said(engine, monkeypatch):
+    waiting = engine.submit(request(22))
+    assert engine.spill_to_host(waiting.sequences[0]) == 0  # it holds nothing yet
+    engine.drain()
+    assert engine.spill_to_host(waiting.sequences[0]) == 0
+    with pytest.raises(ValueError, match="not in the host's memory"):
+        engine.prefetch(waiting.sequences[0])
+    group = started(engine, request(23), 4)
+    monkeypatch.setattr(engine._tier, "_max_bytes", 100)
+    with pytest.raises(ValueError, match=r"0 of 100 bytes are in use; .* raise engine\.host_bytes"):
+        engine.spill_to_host(group.sequences[0])
+    check_idle(engine)
+
+
+def test_moving_pages_copies_no_pool(engine, optimized):
+    kv, shapes = engine.state.kv, engine.shapes
+    pages = jax.ShapeDtypeStruct((shapes.transfer_pages,), np.int32)
+    contents = jax.eval_shape(engine.programs.read_pages.jitted, kv, pages)
+    pool = kv.pages.array
+    for program, arguments in (
+        (engine.programs.read_pages, (kv, pages)),
+        (engine.programs.write_pages, (kv, contents, jax.ShapeDtypeStruct((PAGES,), np.int32), pages)),
+    ):
+        compiled = program.jitted.lower(*arguments).compile()
+        assert pool_copies(compiled.as_text(), pool.shape, pool.dtype) == []
+
+
+def test_the_default_policy_knows_nothing_of_it():
+    engine = SimpleNamespace(shapes=resolve_shapes(EngineConfig(max_seqs=2, max_pages=9), tiny_model(), 0))
+    assert empty_admission(engine.shapes).host is None
+    tier = HostTier(engine.shapes, Registry(), None)
+    assert tier.terms() == {} and not tier.is_called
+
+
+def test_a_pure_function_has_no_host():
+    config = EngineConfig(preempt="spill")
+    with pytest.raises(ValueError, match="needs a host"):
+        generate(tiny_model(), [[1, 2]], [2], config=config)
