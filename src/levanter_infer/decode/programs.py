@@ -101,7 +101,7 @@ def _placement(leaf) -> str:
 class Programs:
     """The programs of one engine: `init`, `round`, `reset` and `zero_cache`, each compiled once.
 
-    Those of the host tier, which move pages, are compiled when they are first called.
+    Others are compiled when they are first called.
 
     All that changes between calls is array contents, so that whatever the requests look like, nothing is compiled
     again. The state is donated: a caller goes on with the returned one.
@@ -129,7 +129,6 @@ class Programs:
             options: for XLA's compiler, where it knows them.
             smaller: the programs that these take over from (`extended`).
         """
-        config = model.config
         self._make = functools.partial(
             Programs,
             attention=attention,
@@ -138,55 +137,28 @@ class Programs:
             on_recompile=on_recompile,
             options=options,
         )
-
-        def init() -> GenState:
-            return GenState.init(shapes, empty_cache(config, shapes, dtype=kv_dtype, as_bits=as_bits))
-
-        def one_round(model, state: GenState, admission: Admission) -> tuple[GenState, RoundOutputs]:
-            return run_round(model, state, admission, shapes, attention)
-
-        def reset(state: GenState) -> GenState:
-            return GenState.init(shapes, state.kv)
-
-        def zero_cache(state: GenState) -> GenState:
-            decode = state.decode
-            if decode.prefix is not None:  # nothing of what it names is there any more
-                decode = dataclasses.replace(decode, prefix=PrefixTable.init(shapes.num_pages, shapes.page_size))
-            return dataclasses.replace(state, decode=decode, kv=state.kv.zero())
-
-        def extend(state: GenState) -> GenState:
-            return state.extended(shapes)
-
-        def look_at(state: DecodeState) -> Look:
-            return look(state, shapes)
-
-        self.state_types = jax.eval_shape(init)
-        """The types of the state, as `jax.ShapeDtypeStruct`s."""
-        self._programs = {
-            "init": Program(init),
-            "round": Program(one_round, donate=(1,), options=options),
-            "reset": Program(reset, donate=(0,)),
-            "zero_cache": Program(zero_cache, donate=(0,)),
-        }
-        self._smaller = None if smaller is None else (smaller.state_types, smaller.compilations())
-        if smaller is not None:
-            self.extend = self._programs["extend"] = Program(extend, donate=(0,))
         self._on_recompile = on_recompile
-        self.read_pages, self.write_pages = Program(read_pages), Program(write_pages, donate=(0,))
-        self.park, self.readmit = Program(park, donate=(0,)), Program(readmit, donate=(0,))
-        self.look = Program(look_at)
-        self._later = {
-            "look": self.look,
-            "read_pages": self.read_pages,
-            "write_pages": self.write_pages,
-            "park": self.park,
-            "readmit": self.readmit,
-        }
-        self.init = self._programs["init"]
-        self.reset = self._programs["reset"]
-        self.zero_cache = self._programs["zero_cache"]
-        if shapes.scoring is not None:
-            self.read_scores = self._programs["read_scores"] = Program(read_scores)
+        self._smaller = None if smaller is None else (smaller.state_types, smaller.compilations())
+        functions = _functions(shapes, attention, model.config, kv_dtype=kv_dtype, as_bits=as_bits)
+        self.state_types = jax.eval_shape(functions["init"])
+        """The types of the state, as `jax.ShapeDtypeStruct`s."""
+
+        def program(name: str, *, donate: tuple[int, ...] = (), options=None) -> Program:
+            self._programs[name] = Program(functions[name], donate=donate, options=options)
+            return self._programs[name]
+
+        self._programs: dict[str, Program] = {}
+        self.init = program("init")
+        self._round = program("round", donate=(1,), options=options)
+        self.reset = program("reset", donate=(0,))
+        self.zero_cache = program("zero_cache", donate=(0,))
+        self.extend = program("extend", donate=(0,))
+        self.read_scores = program("read_scores")
+        self.look = program("look")
+        self.read_pages = program("read_pages")
+        self.write_pages = program("write_pages", donate=(0,))
+        self.park = program("park", donate=(0,))
+        self.readmit = program("readmit", donate=(0,))
 
     def extended(self, model, shapes: Shapes) -> "Programs":
         """Programs for `shapes`, which ask for more tables than these have; their `extend` takes a state of these."""
@@ -205,9 +177,9 @@ class Programs:
         if self.state_types.scores is not None:
             places = jax.ShapeDtypeStruct((READ_PAGES,), jnp.int32)
             arguments["read_scores"] = (self.state_types.scores, places, places)
-        for name, program in self._programs.items():
-            if not program.is_begun:
-                program.compile(*arguments[name])
+        for name, types in arguments.items():
+            if not self._programs[name].is_begun:
+                self._programs[name].compile(*types)
 
     def wait(self) -> None:
         """Return when nothing is being compiled any more."""
@@ -221,7 +193,7 @@ class Programs:
         Raises: RecompilationError if these arguments are of other types than those of the first call, and
             `on_recompile` is not given.
         """
-        program, arguments = self._programs["round"], (model, state, admission)
+        program, arguments = self._round, (model, state, admission)
         try:
             return program(*arguments)
         except (TypeError, ValueError):  # before anything ran
@@ -238,13 +210,51 @@ class Programs:
     def compilations(self) -> dict[str, int]:
         """How many times each program has been compiled: in a healthy engine once, and once more per extension."""
         before = {} if self._smaller is None else self._smaller[1]
-        later = {name: program for name, program in self._later.items() if program.is_begun}
-        now = {name: program.compilations for name, program in (self._programs | later).items()}
+        now = {name: program.compilations for name, program in self._programs.items() if program.is_begun}
         return {name: now.get(name, 0) + before.get(name, 0) for name in before | now}
 
     def trace_round(self, model, state, admission):
         """The round program, traced for inspection; arguments may be `jax.ShapeDtypeStruct`s."""
-        return self._programs["round"].jitted.trace(model, state, admission)
+        return self._round.jitted.trace(model, state, admission)
+
+
+def _functions(shapes: Shapes, attention: AttentionSpec, config, *, kv_dtype, as_bits: bool) -> dict[str, Callable]:
+    """What the programs of an engine do, by their names."""
+
+    def init() -> GenState:
+        return GenState.init(shapes, empty_cache(config, shapes, dtype=kv_dtype, as_bits=as_bits))
+
+    def one_round(model, state: GenState, admission: Admission) -> tuple[GenState, RoundOutputs]:
+        return run_round(model, state, admission, shapes, attention)
+
+    def reset(state: GenState) -> GenState:
+        return GenState.init(shapes, state.kv)
+
+    def zero_cache(state: GenState) -> GenState:
+        decode = state.decode
+        if decode.prefix is not None:  # nothing of what it names is there any more
+            decode = dataclasses.replace(decode, prefix=PrefixTable.init(shapes.num_pages, shapes.page_size))
+        return dataclasses.replace(state, decode=decode, kv=state.kv.zero())
+
+    def extend(state: GenState) -> GenState:
+        return state.extended(shapes)
+
+    def look_at(state: DecodeState) -> Look:
+        return look(state, shapes)
+
+    return {
+        "init": init,
+        "round": one_round,
+        "reset": reset,
+        "zero_cache": zero_cache,
+        "extend": extend,
+        "read_scores": read_scores,
+        "look": look_at,
+        "read_pages": read_pages,
+        "write_pages": write_pages,
+        "park": park,
+        "readmit": readmit,
+    }
 
 
 def _changes(before: dict[str, str], now: dict[str, str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 
 import jax
 
@@ -68,7 +69,7 @@ class Backend:
         return self.platform == "cpu"
 
     @property
-    def compiler_options(self) -> dict[str, bool | int]:
+    def compiler_options(self) -> Mapping[str, bool | int]:
         """How XLA compiles the round. With the kernels for CPUs its own code is control and sampling only, hundreds of
         small loops that are no faster for what costs a third of the compilation (docs/performance.md)."""
         if not self.is_batch_invariant:

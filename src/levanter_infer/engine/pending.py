@@ -33,8 +33,8 @@ class PendingQueue:
 
     def discard(self, group: Group) -> None:
         """Take out this one, if it is there."""
-        groups = self._by_priority.get(group.priority, ())
-        if group in groups:
+        groups = self._by_priority.get(group.priority)
+        if groups is not None and group in groups:
             groups.remove(group)
             self._drop_empty()
 
