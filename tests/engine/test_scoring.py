@@ -177,6 +177,14 @@ def test_what_is_not_finite_is_an_error_of_its_own_request(other):
         assert [(c.token_ids, c.finish_reason) for c in output.completions] == [([], "length")]
 
 
+def test_a_prompt_that_leaves_for_the_host_half_way_is_scored_anew(engine):
+    group = engine.submit(request(text(50, seed=3), max_tokens=2))
+    engine.step_round(max_steps=2)
+    assert engine.spill_to_host(group.sequences[0]) == 32 // PAGE
+    engine.score([text(60, seed=i) for i in range(4)])  # others write to the pages that it had; then it comes back
+    check(text(50, seed=3), group.output().prompt_logprobs)
+
+
 def test_cancelled_and_forgotten_requests_wait_for_no_scores(engine):
     groups = [engine.submit(request(text(50, seed=i))) for i in range(6)]
     engine.step_round(max_steps=1)
