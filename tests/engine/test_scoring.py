@@ -12,7 +12,7 @@ from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.pure import generate
 from levanter_infer.engine.request import Request
 from levanter_infer.kernels import cpu
-from tests.tiny_models import tiny_model, uncached_greedy, uncached_logprobs
+from tests.tiny_models import tiny_model, uncached_logprobs
 
 LENGTH, PAGE = 64, 4
 POISON = 60
@@ -39,15 +39,13 @@ def engine(shared):
 
 @pytest.fixture(scope="module")
 def other():
-    """What runs on accelerators, with other sizes, and more of the likeliest tokens. Extended by its first test."""
+    """Other sizes, XLA's products, no prefix cache, and more of the likeliest tokens. Extended by its first test."""
     model = tiny_model()
     poisoned = model.embeddings.array.at[POISON].set(np.nan)
     model = dataclasses.replace(model, embeddings=dataclasses.replace(model.embeddings, array=poisoned))
-    config = EngineConfig(max_seqs=3, max_seq_len=LENGTH, page_size=8, max_prompt_logprobs=3, **XLA)
+    sizes = dict(max_seqs=3, max_seq_len=LENGTH, page_size=8, max_step_tokens=80, prefix_cache=False)
+    config = EngineConfig(**sizes, max_prompt_logprobs=3, products="xla")
     return InferenceEngine(model, config=config)
-
-
-XLA = dict(attention="xla", products="xla")
 
 
 def text(length: int, seed: int = 0) -> list[int]:
@@ -81,7 +79,8 @@ def test_the_first_request_that_is_scored_extends_the_engine_and_disturbs_nobody
     assert other.stats()["programs"] == programs and other.state.scores is None
     scored = other.submit(request(text(30, seed=1)))
     other.drain()
-    assert running.sequences[0].token_ids == uncached_greedy(tiny_model(), text(9), 20)
+    likeliest = np.argmax(uncached_logprobs(tiny_model(), text(9) + running.sequences[0].token_ids, LENGTH), axis=-1)
+    assert running.sequences[0].token_ids == likeliest[8:-1].tolist()
     check(text(30, seed=1), scored.output().prompt_logprobs)
     programs = {name: 2 for name in programs} | {"extend": 1, "read_scores": 1}
     assert other.stats()["programs"] == programs
@@ -178,6 +177,14 @@ def test_what_is_not_finite_is_an_error_of_its_own_request(other):
         assert [(c.token_ids, c.finish_reason) for c in output.completions] == [([], "length")]
 
 
+def test_a_prompt_that_leaves_for_the_host_half_way_is_scored_anew(engine):
+    group = engine.submit(request(text(50, seed=3), max_tokens=2))
+    engine.step_round(max_steps=2)
+    assert engine.spill_to_host(group.sequences[0]) == 32 // PAGE
+    engine.score([text(60, seed=i) for i in range(4)])  # others write to the pages that it had; then it comes back
+    check(text(50, seed=3), group.output().prompt_logprobs)
+
+
 def test_cancelled_and_forgotten_requests_wait_for_no_scores(engine):
     groups = [engine.submit(request(text(50, seed=i))) for i in range(6)]
     engine.step_round(max_steps=1)
@@ -213,3 +220,9 @@ def test_more_than_the_engine_keeps_is_refused(engine):
     assert "prompt_logprobs=2 but engine.max_prompt_logprobs=1; raise engine.max_prompt_logprobs" in output.error
     with pytest.raises(ValueError, match="prompt_logprobs come from InferenceEngine only"):
         generate(tiny_model(), [[1, 2]], [2], SamplingParams(prompt_logprobs=0))
+
+
+def test_logits_are_there_for_a_few_tokens_at_once(other):
+    compiled = other.programs._programs["round"].wait().as_text()
+    tokens = other.shapes.buckets[-1]
+    assert "f32[64,61]" in compiled and f"f32[{tokens},61]" not in compiled and f"f32[{tokens},32]" in compiled

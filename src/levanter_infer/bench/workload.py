@@ -24,6 +24,7 @@ SAMPLING = {
     "top_p": {"temperature": 1.0, "top_p": 0.95},
     "logprobs": {"temperature": 0.0, "logprobs": 0},
     "top_logprobs": {"temperature": 0.0, "logprobs": 5},
+    "scored": {"temperature": 0.0, "prompt_logprobs": 1},
 }
 
 ARRIVALS = ("poisson", "constant")

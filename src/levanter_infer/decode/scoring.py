@@ -22,6 +22,8 @@ from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.kernels.cpu import logit_stats
 
+_TOKENS = 64
+"""Tokens whose logits are there at once: 16 to 128 take a CPU equally long for each."""
 _PAGES = 256
 """Pages whose scores are copied per trip: usually there is one trip."""
 
@@ -81,7 +83,7 @@ def _score_tokens(
     model, state: DecodeState, scores: ScorePages, hidden: Array, plan: StepPlan, rows: _Rows, shapes: Shapes
 ) -> ScorePages:
     """A few tokens at a time: there is never an array of all tokens and the vocabulary."""
-    table, size, count = state.sequences, shapes.page_size, shapes.scored_tokens
+    table, size = state.sequences, shapes.page_size
     first = jnp.maximum(rows.begin, 1)  # nothing stands before the first token of all
     counts = jnp.maximum(rows.end - first, 0)
     total = jnp.sum(counts, dtype=jnp.int32)
@@ -89,7 +91,7 @@ def _score_tokens(
 
     def body(carry):
         start, stored = carry
-        row, item, valid = ragged_index(counts, start, count)
+        row, item, valid = ragged_index(counts, start, _TOKENS)
 
         def of_row(values: Array, fill: int = 0) -> Array:
             return values.at[row].get(mode="fill", fill_value=fill)
@@ -99,13 +101,13 @@ def _score_tokens(
         kept = ends.at[page_at(table, slots, (position - 1) // size)].get(mode="fill", fill_value=0)
         own = hidden.at[place].get(mode="clip")
         before = jnp.where((position > of_row(rows.begin))[:, None], own, kept.astype(own.dtype))
-        num_valid = jnp.minimum(total - start, count)
+        num_valid = jnp.minimum(total - start, _TOKENS)
         logits = model.logits(hax.named(before, (ROW, model.embed)), num_valid).rearrange((ROW, ...)).array
         stats = LogitStats(*logit_stats(logits, num_valid)) if model.skips_rows else LogitStats.of(logits)
         tokens = table.tokens.array.at[slots, position].get(mode="fill", fill_value=0)
         new = pack_scores(logprobs_of(logits, tokens, stats), *likeliest(logits, stats, scores.num_top))
         page = jnp.where(valid, page_at(table, slots, position // size), shapes.num_pages)
-        return start + count, stored.at[page, position % size].set(new, mode="drop")
+        return start + _TOKENS, stored.at[page, position % size].set(new, mode="drop")
 
     carry = (jnp.int32(0), scores.scores.array)
     return replace(scores, scores=jax.lax.while_loop(lambda carry: carry[0] < total, body, carry)[1])

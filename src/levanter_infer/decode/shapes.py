@@ -81,11 +81,6 @@ class Shapes:
         return self.max_step_tokens // self.page_size + self.max_seqs
 
     @property
-    def scored_tokens(self) -> int:
-        """Prompt tokens whose logits are there at once."""
-        return self.max_rows
-
-    @property
     def transfer_pages(self) -> int:
         """Pages that one program moves between pool and host: those of 256 tokens, or of a whole sequence."""
         return max(1, min(256, self.max_seq_len) // self.page_size)

@@ -38,6 +38,11 @@ class _Member:
         """Whether it still has something to come back for."""
         return self.sequence.slot == self.slot and self.sequence.finish_reason is None
 
+    @property
+    def has_prompt(self) -> bool:
+        """Whether all of its prompt was computed."""
+        return self.computed >= len(self.sequence.group.prompt_token_ids)
+
 
 @dataclasses.dataclass(eq=False)
 class _Record:
@@ -45,7 +50,7 @@ class _Record:
 
     members: list[_Member]
     contents: list[jax.Array]
-    """What `read_pages` gave, in the host's memory."""
+    """What `read_pages` gave, in the host's memory; nothing if they are to be computed again."""
     stays: bool
     """Whether it comes back only when somebody asks for it."""
 
@@ -274,13 +279,15 @@ class HostTier:
             _Member(sequence, slot, own, int(tables.computed[slot]), int(tables.growth[slot]))
             for sequence, slot, own in zip(sequences, slots, np.split(places.reshape(-1), ends[:-1]), strict=True)
         ]
-        contents = self._read(programs, state, pages)
+        # Scores stay behind, so a prompt that is scored begins anew
+        anew = any(member.sequence.group.awaits_scores and not member.has_prompt for member in members)
+        contents = [] if anew else self._read(programs, state, pages)
         if contents is None:
             return None
         self._records.append(_Record(members, contents, stays))
         status = LOADING if stays else SPILLED
         tables.release(slots, status)
-        self._registry.add("spilled_pages", len(pages))
+        self._registry.add("spilled_pages", 0 if anew else len(pages))
         self._count()
         return self._park(programs, state, slots, status)
 
@@ -304,6 +311,8 @@ class HostTier:
 
     def _move_in(self, programs: Programs, state: GenState, tables: _Tables, record: _Record) -> GenState:
         """Bring a record back. Requires: as many pages are free as it uses."""
+        if not record.contents:
+            return self._give_up(programs, state, tables, record)
         none, used = self._shapes.num_pages, record.used()
         new = np.full(len(record.contents) * self._shapes.transfer_pages, none, np.int32)
         new[used] = np.arange(len(used), dtype=np.int32)
