@@ -1,0 +1,87 @@
+"""`resample`: sequences go on from one another. Particle filters, tree search and beams are made of it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from levanter_infer.cache.named import replace
+from levanter_infer.cache.page_table import PageTable, run_if
+from levanter_infer.decode.paging import release_tails, share_tails
+from levanter_infer.decode.sequence_table import FINISHED, FREE, WAITING, SequenceTable
+from levanter_infer.decode.state import DecodeState
+
+_POSITIONS = 1024
+"""Tokens of each row that are copied together: what is known of a sequence is mostly far less than it may be."""
+
+
+def resample(state: DecodeState, mask: Array, ancestors: Array) -> DecodeState:
+    """Let each slot in the mask go on from its ancestor, as that is now.
+
+    A slot takes over the text: tokens, prompt and length limit, root, and the pages, all by reference. Full pages and
+    the begun one are shared, and whoever writes a shared page first copies it (`paging.take_pages`). A slot keeps its
+    own place in the order of arrival and its own row of `SamplingTable`: descendants of one sequence diverge, because
+    their random numbers differ. One whose ancestor has finished is finished for the same reason; one that was free or
+    finished comes to life beside its ancestor and waits for a place. Moves nothing in the pool.
+
+    Args:
+        mask: bool[seq]
+        ancestors: i32[seq], any map: several slots may name one, which need not be in the mask. Naming oneself costs
+            nothing. Ignored outside of the mask.
+    Requires: none of these slots is left to the host (LOADING, SPILLED).
+    """
+    slots = jnp.arange(state.sequences.num_slots, dtype=jnp.int32)
+    ancestors = jnp.where(mask, ancestors, slots)
+    moved = run_if(
+        jnp.any(ancestors != slots), lambda tables: _moved(*tables, ancestors), (state.sequences, state.page_table)
+    )
+    return dataclasses.replace(state, sequences=moved[0], page_table=moved[1])
+
+
+def _moved(table: SequenceTable, page_table: PageTable, ancestors: Array) -> tuple[SequenceTable, PageTable]:
+    slots = jnp.arange(table.num_slots, dtype=jnp.int32)
+    moves = ancestors != slots
+
+    old, held = table.page_indices.array, table.num_held(page_table.page_size)
+    new = old[ancestors]
+    # What both hold anyway is left alone: mostly a long common beginning
+    column = jnp.arange(old.shape[1], dtype=jnp.int32)[None, :]
+    first = jnp.min(jnp.where(old != new, column, old.shape[1]), axis=1)
+    page_table = share_tails(page_table, new, first, jnp.where(moves, held[ancestors], 0))
+    page_table = release_tails(page_table, old, first, jnp.where(moves, held, 0))
+
+    status = table.status.array
+    lives = (status > FREE) & (status < FINISHED)
+    inherited = status[ancestors]
+    status = jnp.where(lives[ancestors], jnp.where(lives, status, WAITING), inherited)
+    # A fork that waits for a slot whose text changes goes on alone
+    source = table.fork_source.array
+    alone = moves | moves.at[source].get(mode="fill", fill_value=False)
+    followed = ("seq_lens", "num_computed", "prompt_lens", "max_lens", "roots", "finish_reason")
+    table = replace(
+        table,
+        tokens=moved_rows(table.tokens.array, ancestors, table.seq_lens.array),
+        page_indices=new,
+        status=status,
+        fork_source=jnp.where(alone, table.num_slots, source),
+        **{name: getattr(table, name).array[ancestors] for name in followed},
+    )
+    return table, page_table
+
+
+def moved_rows(rows: Array, ancestors: Array, lens: Array) -> Array:
+    """`rows[ancestors]` of an array [seq, position], as far as the longest of `lens` i32[seq] that moves."""
+    width = min(_POSITIONS, rows.shape[1])
+    moves = ancestors != jnp.arange(rows.shape[0], dtype=jnp.int32)
+    longest = jnp.max(jnp.where(moves, lens[ancestors], 0))
+
+    def block(carry):
+        # A block that would pass the end starts earlier, at places that have moved already: they must not move twice
+        start, rows = carry
+        part = jax.lax.dynamic_slice_in_dim(rows, start, width, axis=1)
+        place = jnp.minimum(start, rows.shape[1] - width) + jnp.arange(width, dtype=jnp.int32)
+        part = jnp.where((place >= start)[None, :], part[ancestors], part)
+        return start + width, jax.lax.dynamic_update_slice_in_dim(rows, part, start, axis=1)
+
+    return jax.lax.while_loop(lambda carry: carry[0] < longest, block, (jnp.int32(0), rows))[1]
