@@ -42,6 +42,7 @@ LIMITS = {
         ({"min_p": -0.2}, "min_p=-0.2"),
         ({"min_p": 2}, "min_p=2"),
         ({"n": 0}, "n=0"),
+        ({"n": 3, "best_of": 2}, "best_of=2: expected a whole number of at least 3; sample at least n"),
         ({"seed": -1}, "seed=-1: expected a whole number from 0 to 18446744073709551615"),
         ({"seed": 2**64}, "seed=18446744073709551616"),
         ({"seed": 1.0}, "seed=1.0"),
@@ -124,7 +125,7 @@ def test_unknown_name_is_refused_with_the_nearest_known_one(name, nearest):
         SamplingParams.from_dict({"temperature": 1.0, name: 1})
 
 
-@pytest.mark.parametrize("name", ["stream", "tools", "best_of", "beam_width", "use_beam_search", "response_format"])
+@pytest.mark.parametrize("name", ["stream", "tools", "beam_width", "use_beam_search", "response_format"])
 def test_parameter_of_another_engine_is_refused_by_name(name):
     with pytest.raises(ValueError, match=f"no parameter '{name}'; the nearest known one is '[a-z_]+'"):
         SamplingParams.from_dict({name: 1})

@@ -33,13 +33,31 @@ def resample(state: DecodeState, mask: Array, ancestors: Array) -> DecodeState:
     """
     slots = jnp.arange(state.sequences.num_slots, dtype=jnp.int32)
     ancestors = jnp.where(mask, ancestors, slots)
-    moved = run_if(
-        jnp.any(ancestors != slots), lambda tables: _moved(*tables, ancestors), (state.sequences, state.page_table)
-    )
-    return dataclasses.replace(state, sequences=moved[0], page_table=moved[1])
+    tables = (state.sequences, state.page_table)
+    table, page_table = run_if(jnp.any(ancestors != slots), lambda tables: _moved(tables, ancestors), tables)
+    return dataclasses.replace(state, sequences=table, page_table=page_table)
 
 
-def _moved(table: SequenceTable, page_table: PageTable, ancestors: Array) -> tuple[SequenceTable, PageTable]:
+def resample_samples(
+    state: DecodeState, mask: Array, ancestors: Array, sample_index: Array, arrival: Array
+) -> DecodeState:
+    """`resample` among samples of one request, some of which may get a slot only now.
+
+    Args:
+        sample_index, arrival: i32[seq], of the slots in the mask.
+    """
+    state = resample(state, mask, ancestors)
+    ancestors = jnp.where(mask, ancestors, jnp.arange(mask.shape[0], dtype=jnp.int32))
+    columns = {name: column.array[ancestors] for name, column in state.sampling.columns.items()}
+    columns["sample_index"] = jnp.where(mask, sample_index, columns["sample_index"])
+    table = state.sequences
+    arrival = jnp.where(mask, arrival, table.arrival.array)
+    table = replace(table, arrival=arrival, priority=table.priority.array[ancestors])
+    return dataclasses.replace(state, sequences=table, sampling=replace(state.sampling, **columns))
+
+
+def _moved(tables: tuple[SequenceTable, PageTable], ancestors: Array) -> tuple[SequenceTable, PageTable]:
+    table, page_table = tables
     slots = jnp.arange(table.num_slots, dtype=jnp.int32)
     moves = ancestors != slots
 

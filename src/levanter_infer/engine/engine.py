@@ -16,6 +16,7 @@ from levanter_infer.decode.outputs import HostOutputs, RoundOutputs
 from levanter_infer.decode.programs import Programs
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
+from levanter_infer.engine.forks import Forks
 from levanter_infer.engine.host_tier import HostTier
 from levanter_infer.engine.intake import Intake
 from levanter_infer.engine.memory_audit import audit
@@ -46,7 +47,7 @@ class _Launched:
     """What it should take on the device."""
 
 
-class InferenceEngine:
+class InferenceEngine(Forks):
     """Samples many requests together on one device.
 
     The host and the device meet once a round: one upload of new requests, one download of sampled tokens, and the

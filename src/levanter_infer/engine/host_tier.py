@@ -239,6 +239,14 @@ class HostTier:
             raise ValueError("the sequence is not in the host's memory; spill_to_host brings it there")
         return self._recall(programs, state, record)
 
+    def begin_anew(self, programs: Programs, state: GenState, group: Group) -> GenState:
+        """Let a group's sequences that are here compute themselves again: their texts are about to change."""
+        tables = _Tables(programs, state) if self._records else None
+        for record in list(self._records):
+            if tables is not None and record.remaining()[0].sequence.group is group:
+                state = self._give_up(programs, state, tables, record)
+        return state
+
     def recall(self, programs: Programs, state: GenState) -> GenState:
         """Let everybody come back who left by hand."""
         for record in [record for record in self._records if record.stays]:

@@ -56,10 +56,11 @@ class Intake:
         )
         if params.stop and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer and this engine has none; use stop_token_ids")
-        if params.n > shapes.num_slots:
+        if params.num_sequences > shapes.num_slots:
+            name = "n" if params.best_of is None else "best_of"
             raise ValueError(
-                f"n={params.n} exceeds the {shapes.num_slots} slots that engine.max_seqs={shapes.max_seqs} gives; "
-                "raise engine.max_seqs"
+                f"{name}={params.num_sequences} exceeds the {shapes.num_slots} slots that "
+                f"engine.max_seqs={shapes.max_seqs} gives; raise engine.max_seqs"
             )
         name = request.id if request.id is not None else default_id
         group = Group(
@@ -73,7 +74,7 @@ class Intake:
             priority=_priority(request.priority),
             deadline=_deadline(request.timeout_s),
         )
-        for index in range(params.n):
+        for index in range(params.num_sequences):
             sequence = HostSequence(group=group, index=index)
             if self._tokenizer is not None:
                 sequence.decoder = IncrementalDecoder(self._tokenizer)

@@ -41,6 +41,9 @@ class SamplingParams:
     """Sample from tokens at least this times as likely as the likeliest one, 0 to 1. 0: from all."""
     n: int = 1
     """Independent samples of the request; at least 1."""
+    best_of: int | None = None
+    """Sample so many, at least n, and return the n of them whose tokens have the highest mean log probability under
+    the model, the best first. None: n."""
     seed: int | None = None
     """0 to 2^64 - 1; samples of one request differ whatever the seed. None: derived from the config's seed and the
     request's id."""
@@ -82,6 +85,8 @@ class SamplingParams:
         _check_number("top_p", self.top_p, 0, 1, "use 1 to switch it off", above=True)
         _check_number("min_p", self.min_p, 0, 1, "use 0 to switch it off")
         _check_int("n", self.n, 1, _MAX_INT, "ask for at least one sample")
+        if self.best_of is not None:
+            _check_int("best_of", self.best_of, self.n, _MAX_INT, "sample at least n, or leave it out")
         if self.seed is not None:
             _check_int("seed", self.seed, 0, 2**64 - 1, "use a seed of at most 64 bits, or leave it out")
         if type(self.ignore_eos) is not bool:
@@ -98,12 +103,17 @@ class SamplingParams:
         _check_number("presence_penalty", self.presence_penalty, -2, 2, "use 0 to switch it off")
         _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100, "use 1 to switch it off")
         # Several spellings are accepted, numpy's integers too; readers see one
-        for name in ("max_tokens", "top_k", "n", "seed", "min_tokens", "logprobs", "prompt_logprobs"):
+        for name in ("max_tokens", "top_k", "n", "best_of", "seed", "min_tokens", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, int(getattr(self, name)))
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_sequences(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that the request takes while it runs."""
+        return self.best_of or self.n
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> "SamplingParams":

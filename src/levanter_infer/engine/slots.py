@@ -80,6 +80,22 @@ class SlotManager:
         assert sequence.slot is not None
         self._cancel.add(sequence.slot)
 
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody has."""
+        return len(self._free)
+
+    def seat(self, sequence: Sequence) -> None:
+        """Give a sequence a slot. Requires: there is a free one."""
+        sequence.slot = self._free.popleft()
+        sequence.arrival = self._next_arrival()
+        self._occupants[sequence.slot] = sequence
+
+    def keep_slot(self, sequence: Sequence) -> None:
+        """Go on computing a sequence after all, if the device does not know better yet."""
+        assert sequence.slot is not None
+        self._cancel.discard(sequence.slot)
+
     def next_admission(self, round_id: int, max_steps: int) -> dict[str, np.ndarray | object]:
         """The arrays of the next `Admission`, by field: only scalars where nothing is admitted or cancelled."""
         fields: dict[str, np.ndarray | object] = {}
@@ -111,20 +127,18 @@ class SlotManager:
         if self._loading:
             return 0
         if self._pending:
-            return self._pending.first.params.n
+            return len(self._pending.first.sequences)
         return self.shapes.num_slots + 1
 
     def _next_pieces(self, round_id: int) -> list[tuple[Sequence, int, int]]:
         """(sequence, start, length) of what fits into one upload: pieces of long prompts first, then new groups."""
         room = self.shapes.upload_tokens
         pieces: list[tuple[Sequence, int, int]] = []
-        while room > 0 and (self._loading or (self._pending and len(self._free) >= self._pending.first.params.n)):
+        while room > 0 and (self._loading or (self._pending and len(self._free) >= len(self._pending.first.sequences))):
             if not self._loading:
                 group = self._pending.pop()
                 for sequence in group.sequences:
-                    sequence.slot = self._free.popleft()
-                    sequence.arrival = self._next_arrival()
-                    self._occupants[sequence.slot] = sequence
+                    self.seat(sequence)
                 self._loading.append(group)
             group = self._loading[0]
             leader = group.sequences[0]
