@@ -52,6 +52,8 @@ def preempt(state: DecodeState, order: Array, take: Array) -> tuple[DecodeState,
         # Survivors are the first k. Their needs grow with k and what the others give back shrinks.
         fits = needed <= state.page_table.num_free.array + released
         survivors = jnp.maximum(jnp.sum(fits, dtype=jnp.int32), 1)
+        if state.beams is not None:
+            survivors = state.beams.whole_survivors(table, order, survivors)
         live = (table.status.array == RUNNING) | (table.status.array == WAITING)
         loses_place = live & (rank >= survivors)
         victims = loses_place & (table.num_computed.array > 0)
@@ -67,8 +69,10 @@ def preempt(state: DecodeState, order: Array, take: Array) -> tuple[DecodeState,
             ),
         )
         state = release(state, victims)
-        status = jnp.where(loses_place, WAITING, state.sequences.status.array)
-        state = eqx.tree_at(lambda s: s.sequences, state, replace(state.sequences, status=status))
+        table = replace(state.sequences, status=jnp.where(loses_place, WAITING, state.sequences.status.array))
+        if state.beams is not None:
+            table = replace(table, fork_source=state.beams.sharing_again(table.fork_source.array, loses_place))
+        state = eqx.tree_at(lambda s: s.sequences, state, table)
         return state, jnp.where(loses_place, 0, take)
 
     return run_if(short, body, (state, take))
@@ -185,6 +189,8 @@ def free_pages_for_finished(state: DecodeState, finished: Array, reason: Array) 
         finish_reason=jnp.where(finished, reason, table.finish_reason.array),
         fork_source=jnp.where(finished | orphaned, table.num_slots, source),
     )
+    if state.beams is not None:
+        state = dataclasses.replace(state, beams=state.beams.without(finished))
     return release(eqx.tree_at(lambda s: s.sequences, state, table), finished)
 
 
@@ -230,7 +236,7 @@ def fork_when_ready(state: DecodeState) -> DecodeState:
     """
     table = state.sequences
     source = table.fork_source.array
-    waits = table.is_status(WAITING) & (source < table.num_slots)
+    waits = (table.is_status(WAITING) | table.is_status(RUNNING)) & (source < table.num_slots)
     lens = table.prompt_lens.array - 1
     parent_status = table.status.array.at[source].get(mode="fill", fill_value=FINISHED)
     parent_computed = table.num_computed.array.at[source].get(mode="fill", fill_value=0)

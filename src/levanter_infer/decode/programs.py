@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from levanter_infer.cache import PrefixTable
 from levanter_infer.decode.admission import Admission
+from levanter_infer.decode.beam_table import Hypotheses, hypotheses
 from levanter_infer.decode.host_tier import Look, look, park, read_pages, readmit, write_pages
 from levanter_infer.decode.loop import run_round
 from levanter_infer.decode.outputs import RoundOutputs
@@ -245,6 +246,10 @@ class Programs:
             )
 
         return self._programs.setdefault("resample", Program(moved, donate=(0,)))(state, *fields)
+
+    def found(self, state: GenState, slots) -> Hypotheses:
+        """What a beam search has found, `slots` i32[n]; compiled when it is first wanted."""
+        return self._programs.setdefault("found", Program(hypotheses))(state.decode.beams, slots)
 
     def compilations(self) -> dict[str, int]:
         """How many times each program has been compiled: in a healthy engine once, and once more per extension."""

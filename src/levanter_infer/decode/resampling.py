@@ -79,7 +79,7 @@ def _moved(tables: tuple[SequenceTable, PageTable], ancestors: Array) -> tuple[S
     followed = ("seq_lens", "num_computed", "prompt_lens", "max_lens", "roots", "finish_reason")
     table = replace(
         table,
-        tokens=moved_rows(table.tokens.array, ancestors, table.seq_lens.array),
+        tokens=moved_rows(table.tokens.array, ancestors, jnp.max(jnp.where(moves, table.seq_lens.array[ancestors], 0))),
         page_indices=new,
         status=status,
         fork_source=jnp.where(alone, table.num_slots, source),
@@ -88,18 +88,23 @@ def _moved(tables: tuple[SequenceTable, PageTable], ancestors: Array) -> tuple[S
     return table, page_table
 
 
-def moved_rows(rows: Array, ancestors: Array, lens: Array) -> Array:
-    """`rows[ancestors]` of an array [seq, position], as far as the longest of `lens` i32[seq] that moves."""
+def moved_rows(rows: Array, ancestors: Array, longest: Array, others: Array | None = None) -> Array:
+    """`rows[ancestors]` of an array [seq, position], as far as position `longest`.
+
+    Args:
+        others: an array of the same shape, whose rows are called num_slots, num_slots + 1, … in `ancestors`.
+    """
     width = min(_POSITIONS, rows.shape[1])
-    moves = ancestors != jnp.arange(rows.shape[0], dtype=jnp.int32)
-    longest = jnp.max(jnp.where(moves, lens[ancestors], 0))
 
     def block(carry):
         # A block that would pass the end starts earlier, at places that have moved already: they must not move twice
         start, rows = carry
         part = jax.lax.dynamic_slice_in_dim(rows, start, width, axis=1)
         place = jnp.minimum(start, rows.shape[1] - width) + jnp.arange(width, dtype=jnp.int32)
-        part = jnp.where((place >= start)[None, :], part[ancestors], part)
+        known = [part]
+        if others is not None:
+            known.append(jax.lax.dynamic_slice_in_dim(others, start, width, axis=1))
+        part = jnp.where((place >= start)[None, :], jnp.concatenate(known)[ancestors], part)
         return start + width, jax.lax.dynamic_update_slice_in_dim(rows, part, start, axis=1)
 
     return jax.lax.while_loop(lambda carry: carry[0] < longest, block, (jnp.int32(0), rows))[1]

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.outputs import HostOutputs, RoundOutputs
 from levanter_infer.decode.programs import Programs
 from levanter_infer.engine.backend import Backend
+from levanter_infer.engine.beams import beams_for, enter_hypotheses
 from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
 from levanter_infer.engine.forks import Forks
 from levanter_infer.engine.host_tier import HostTier
@@ -214,8 +215,14 @@ class InferenceEngine(Forks):
 
     def _prepare(self, requests: Sequence[Request]) -> None:
         """Compile what these need and has not been compiled yet."""
+        changes: dict[str, Any] = {}
         if self.shapes.scoring is None and any(wants_scores(request) for request in requests):
-            self._extend(scoring=score_shapes(self.config, self.model))
+            changes["scoring"] = score_shapes(self.config, self.model)
+        max_beams = beams_for(requests, self.shapes)
+        if max_beams != self.shapes.max_beams:
+            changes["max_beams"] = max_beams
+        if changes:
+            self._extend(**changes)
         self.warmup()
 
     def _add(self, group: Group) -> None:
@@ -385,7 +392,9 @@ class InferenceEngine(Forks):
         if nothing and key in self._uploaded:
             return self._uploaded[key]
         arrays = {
-            name: value if name in ("sampling", "host") else NamedArray(value, getattr(self._nothing, name).axes)
+            name: value
+            if name in ("sampling", "beams", "host")
+            else NamedArray(value, getattr(self._nothing, name).axes)
             for name, value in jax.device_put(fields).items()
         }
         admission = dataclasses.replace(self._nothing, **arrays)
@@ -403,6 +412,7 @@ class InferenceEngine(Forks):
         self._last_end = end
         steps, prompt_steps = self._stats.on_round(outputs, seconds)
         self._pace.on_round(prompt_steps > 0, steps, seconds)
+        enter_hypotheses(self.programs, self.state, self._slots.searches(outputs, launched.round_id))
         known = self._slots.collect(outputs, launched.round_id)
         self._tier.on_round(outputs.scalars["host_call"])
         self._scores.take()

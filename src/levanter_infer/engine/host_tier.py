@@ -182,7 +182,7 @@ class HostTier:
         for sequence in holders:
             by_group.setdefault(sequence.group, []).append(sequence)
         groups = list(by_group.values())
-        rest = [[sequence] for group in groups[:1] for sequence in reversed(group[1:])]
+        rest = [[sequence] for group in groups[:1] for sequence in reversed(group[1:]) if group[0].group.is_loose]
         for leaving in [*reversed(groups[1:]), *rest]:
             if tables.spare >= 0:
                 break
@@ -211,6 +211,10 @@ class HostTier:
 
     def spill(self, programs: Programs, state: GenState, sequence: Sequence) -> tuple[GenState, int]:
         """`InferenceEngine.spill_to_host`."""
+        if not sequence.group.is_loose:
+            raise ValueError(
+                "the beams of a search stay together, and one of them cannot be moved to the host's memory"
+            )
         start, tables = time.perf_counter(), _Tables(programs, state)
         slot = sequence.slot
         record = self._record_of(sequence)

@@ -43,6 +43,7 @@ class Sequence:
     """Set once the result is known; the slot may still have to be given back."""
     decoder: IncrementalDecoder | None = None
     matcher: StopMatcher | None = None
+    score: float | None = None
     text: str = ""
 
     def extend(self, tokens: np.ndarray, logprobs: np.ndarray, processed: np.ndarray, top) -> None:
@@ -101,6 +102,7 @@ class Sequence:
             processed_logprobs=np.asarray(self.processed_logprobs, np.float32),
             top_logprobs=self.top_logprobs if self.group.params.logprobs else None,
             seed=self.group.seed,
+            score=self.score,
         )
 
 
@@ -127,11 +129,16 @@ class Group:
     prompt_scores: PromptScores | None = None
     """Once they have been read."""
 
+    @property
+    def is_loose(self) -> bool:
+        """Whether each of its sequences can go on without the others: the beams of a search cannot."""
+        return self.params.num_beams == 1
+
     def completions(self) -> list[Completion]:
         """What the request asked for: all of its samples, or the best of them. Requires: they have finished."""
         completions = [sequence.completion() for sequence in self.sequences]
         if self.params.best_of is None:
-            return completions
+            return completions[: self.params.n] if self.params.num_beams > 1 else completions
         return sorted(completions, key=_mean_logprob, reverse=True)[: self.params.n]
 
     @property
