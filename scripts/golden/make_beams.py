@@ -15,10 +15,9 @@ from pathlib import Path
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
-from make_goldens import CASES as MODELS
-from make_goldens import build_model
-
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from scripts.golden.make_goldens import CASES as MODELS
+from scripts.golden.make_goldens import build_model
 from tests.beam_cases import CASES, MAX_TOKENS, MODEL, PROMPT_LENS, BeamCase, prompt
 from tests.golden_cases import GOLDEN_DIR
 

@@ -13,7 +13,6 @@ from levanter_infer.decode.sequence_table import pages_for
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import GenState
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.request import Request
 from levanter_infer.engine.sequence import Group, Sequence
 
 _READ = 8
@@ -40,9 +39,8 @@ def check_room(num_beams: int, prompt_len: int, max_len: int, shapes: Shapes) ->
         )
 
 
-def beams_for(requests: Iterable[Request], shapes: Shapes) -> int:
+def beams_for(asked: Iterable[SamplingParams], shapes: Shapes) -> int:
     """`Shapes.max_beams` that suits these requests: a power of two, so that it rarely changes."""
-    asked = (request.sampling for request in requests)
     widths = (params.num_beams for params in asked if isinstance(params, SamplingParams))
     most = max((width for width in widths if width <= shapes.max_seqs), default=1)
     if most <= max(1, shapes.max_beams):

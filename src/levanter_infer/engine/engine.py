@@ -218,7 +218,7 @@ class InferenceEngine(Forks):
         changes: dict[str, Any] = {}
         if self.shapes.scoring is None and any(wants_scores(request) for request in requests):
             changes["scoring"] = score_shapes(self.config, self.model)
-        max_beams = beams_for(requests, self.shapes)
+        max_beams = beams_for((request.sampling for request in requests), self.shapes)
         if max_beams != self.shapes.max_beams:
             changes["max_beams"] = max_beams
         if changes:

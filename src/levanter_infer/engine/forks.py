@@ -132,6 +132,10 @@ def _check_index(name: str, value, num: int) -> None:
 
 
 def _check_started(group: Group) -> None:
+    if group.params.num_beams > 1:
+        raise ValueError(
+            f"request {group.id!r} has num_beams={group.params.num_beams}: a beam search resamples its beams itself"
+        )
     if not group.is_done and group.sequences[0].uploaded < len(group.prompt_token_ids):
         raise ValueError(
             f"request {group.id!r} has not started: call step_round until its prompt is on the device, which the "

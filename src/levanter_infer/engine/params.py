@@ -167,6 +167,8 @@ def _check_beams(params: SamplingParams) -> None:
                 raise ValueError(f"{name}={getattr(params, name)} is for beam search; set num_beams, or leave it out")
         return
     search = f"num_beams={params.num_beams}"
+    if params.max_tokens == 0:
+        raise ValueError(f"max_tokens=0 with {search}: there is nothing to search; raise max_tokens")
     for name in ("top_k", "top_p", "min_p"):
         if (getattr(params, name) or 0) != defaults[name]:
             raise ValueError(f"{name}={getattr(params, name)} with {search}: a search does not sample; leave it out")
