@@ -170,8 +170,9 @@ def _make_request(content: Any, row_id: str, base: SamplingParams, known: Sequen
     sampling = base
     if content.get("sampling") is not None:
         sampling = merge_sampling(base, content["sampling"])
-    if sampling.n > MAX_N:
-        raise ValueError(f"sampling.n={sampling.n}; expected at most {MAX_N}")
+    for name in ("n", "best_of"):
+        if (getattr(sampling, name) or 0) > MAX_N:
+            raise ValueError(f"sampling.{name}={getattr(sampling, name)}; expected at most {MAX_N}")
     prompt: dict[str, Any] = {kind: value}
     policies = {key: content[key] for key in _POLICY_KEYS if key in known and content.get(key) is not None}
     return Request(**prompt, sampling=sampling, id=row_id, **policies)

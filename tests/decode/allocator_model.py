@@ -152,6 +152,29 @@ class AllocatorModel:
         fits = return_pages <= len(self.free) - sum(self._growth(s) for s in goes_on) and len(running) < self.max_seqs
         return 2 if fits or not running else 0
 
+    def resample(self, ancestors: dict[int, int]) -> None:
+        """Slots go on from their ancestors."""
+        before = [dataclasses.replace(slot, pages=list(slot.pages)) for slot in self.slots]
+        moves = {i: before[ancestor] for i, ancestor in sorted(ancestors.items()) if i != ancestor}
+        given_back = []
+        for i, ancestor in moves.items():
+            slot, old = self.slots[i], before[i].pages
+            same = [a == b for a, b in zip(old, ancestor.pages, strict=False)]
+            first = same.index(False) if False in same else len(same)
+            for page in ancestor.pages[first:]:
+                self.refs[page] += 1
+            given_back += reversed(old[first:])
+            slot.tokens, slot.pages = list(ancestor.tokens), list(ancestor.pages)
+            for name in ("prompt_len", "max_len", "computed", "root", "reason"):
+                setattr(slot, name, getattr(ancestor, name))
+            slot.status = slot.status if slot.is_live else WAITING
+            slot.status = slot.status if ancestor.is_live else ancestor.status
+        for page in given_back:
+            self._drop(page)
+        for i, slot in enumerate(self.slots):
+            if i in moves or slot.source in moves:
+                slot.source = None
+
     def step(self, sampled, finite) -> list[int]:
         """One step; `sampled[row]` is what row `row` would sample. Returns the slots in the order of their rows."""
         self._start_waiting()
@@ -361,11 +384,14 @@ class AllocatorModel:
 
     def _release(self, i: int) -> None:
         for page in reversed(self.slots[i].pages):
-            self.refs[page] -= 1
-            assert self.refs[page] >= 0
-            if self.refs[page] == 0:
-                self.free.append(page)
+            self._drop(page)
         self.slots[i].pages, self.slots[i].computed = [], 0
+
+    def _drop(self, page: int) -> None:
+        self.refs[page] -= 1
+        assert self.refs[page] >= 0
+        if self.refs[page] == 0:
+            self.free.append(page)
 
     def _pop(self) -> int:
         page = self.free.pop(0)

@@ -15,6 +15,7 @@ from levanter_infer.decode.admission import admit
 from levanter_infer.decode.host_tier import HostTerms
 from levanter_infer.decode.invariants import violations
 from levanter_infer.decode.outputs import OutputRing
+from levanter_infer.decode.resampling import resample
 from levanter_infer.decode.sampling import SamplingLimits
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
@@ -45,7 +46,7 @@ RETURN_PAGES = 3
 
 @functools.lru_cache
 def programs():
-    """The three operations, compiled once for all examples."""
+    """The operations, compiled once for all examples."""
 
     def step(leaves, tokens, finite):
         state, plan, source, target = schedule(whole(leaves), SHAPES)
@@ -62,6 +63,7 @@ def programs():
                 admit(whole(leaves), jax.tree.unflatten(admission_structure, admission))
             )
         ),
+        "resample": jax.jit(lambda leaves, mask, ancestors: jax.tree.leaves(resample(whole(leaves), mask, ancestors))),
         "step": jax.jit(step),
         "park": jax.jit(
             lambda leaves, slots: jax.tree.leaves(host_tier.park(whole(leaves), slots, jnp.int32(SPILLED)))
@@ -186,6 +188,16 @@ class Driver:
         self.model.cancel(slots)
         self._apply({"cancel": mask, "has_cancellations": np.asarray(True)})
 
+    def resample(self, ancestors: dict[int, int]) -> None:
+        """Slots go on from their ancestors; all others stay, whatever stands in their entries. The host's do not move."""
+        parked = [i for i, slot in enumerate(self.model.slots) if slot.status == SPILLED]
+        ancestors = {i: a for i, a in ancestors.items() if i not in parked and a not in parked}
+        mask = np.zeros(SHAPES.num_slots, bool)
+        mask[list(ancestors)] = True
+        entries = [ancestors.get(slot, (slot + 1) % SHAPES.num_slots) for slot in range(SHAPES.num_slots)]
+        self.model.resample(ancestors)
+        self.leaves = programs()["resample"](self.leaves, mask, np.asarray(entries, np.int32))
+
     def step(self, seed: int, failure_rate: float = 0.05) -> None:
         rng = np.random.default_rng(seed)
         sampled = rng.integers(0, VOCAB, SHAPES.max_rows).astype(np.int32)
@@ -278,8 +290,8 @@ class Driver:
 
 def random_operation(driver: Driver, rng: np.random.Generator) -> str:
     """Apply one random operation; returns its name."""
-    kinds = ["admit", "step", "cancel", "spill", "bring_back", "reset"]
-    kind = rng.choice(kinds, p=[0.25, 0.65, 0.045, 0.025, 0.025, 0.005])
+    kinds = ["admit", "step", "cancel", "spill", "bring_back", "resample", "reset"]
+    kind = rng.choice(kinds, p=[0.25, 0.6, 0.045, 0.025, 0.025, 0.05, 0.005])
     if kind == "admit":
         length = int(rng.integers(1, 10))
         stop = int(rng.integers(0, VOCAB)) if rng.random() < 0.3 else None
@@ -298,6 +310,10 @@ def random_operation(driver: Driver, rng: np.random.Generator) -> str:
         driver.spill([i for i in driver.live_slots() if rng.random() < 0.5])
     elif kind == "bring_back":
         driver.bring_back()
+    elif kind == "resample":
+        slots = driver.live_slots() if rng.random() < 0.8 else list(range(SHAPES.num_slots))
+        descendants = [slot for slot in slots if rng.random() < 0.7]
+        driver.resample({slot: int(rng.choice(slots)) for slot in descendants})
     else:
         driver.reset()
     return str(kind)

@@ -46,6 +46,10 @@ class Tables(RuleBasedStateMachine):
     def bring_back(self):
         self.driver.bring_back()
 
+    @rule(ancestors=st.dictionaries(*[st.integers(0, SHAPES.num_slots - 1)] * 2, max_size=SHAPES.num_slots))
+    def resample(self, ancestors):
+        self.driver.resample(ancestors)
+
     @rule()
     def reset(self):
         self.driver.reset()

@@ -42,6 +42,21 @@ LIMITS = {
         ({"min_p": -0.2}, "min_p=-0.2"),
         ({"min_p": 2}, "min_p=2"),
         ({"n": 0}, "n=0"),
+        ({"num_beams": 0}, "num_beams=0: expected a whole number of at least 1"),
+        ({"num_beams": 3, "n": 4}, "n=4 exceeds num_beams=3"),
+        ({"num_beams": 3, "temperature": 0.7}, "temperature=0.7 with num_beams=3: a search does not sample"),
+        ({"num_beams": 3, "top_k": 5}, "top_k=5 with num_beams=3"),
+        ({"num_beams": 3, "top_p": 0.5}, "top_p=0.5 with num_beams=3"),
+        ({"num_beams": 3, "min_p": 0.5}, "min_p=0.5 with num_beams=3"),
+        ({"num_beams": 3, "best_of": 3}, "best_of=3 with num_beams=3"),
+        ({"num_beams": 3, "stop": "x"}, "stop with num_beams=3.*use stop_token_ids"),
+        ({"num_beams": 3, "stop_token_ids": [[1, 2]]}, "stop_token_ids with num_beams=3: only single tokens"),
+        ({"num_beams": 3, "logprobs": 2}, "logprobs=2 with num_beams=3.*use 0"),
+        ({"num_beams": 3, "early_stopping": "ever"}, "early_stopping='ever': expected true, false or"),
+        ({"num_beams": 3, "length_penalty": float("nan")}, "length_penalty=nan"),
+        ({"length_penalty": 0.5}, "length_penalty=0.5 is for beam search; set num_beams"),
+        ({"early_stopping": True}, "early_stopping=True is for beam search; set num_beams"),
+        ({"n": 3, "best_of": 2}, "best_of=2: expected a whole number of at least 3; sample at least n"),
         ({"seed": -1}, "seed=-1: expected a whole number from 0 to 18446744073709551615"),
         ({"seed": 2**64}, "seed=18446744073709551616"),
         ({"seed": 1.0}, "seed=1.0"),
@@ -124,7 +139,7 @@ def test_unknown_name_is_refused_with_the_nearest_known_one(name, nearest):
         SamplingParams.from_dict({"temperature": 1.0, name: 1})
 
 
-@pytest.mark.parametrize("name", ["stream", "tools", "best_of", "beam_width", "use_beam_search", "response_format"])
+@pytest.mark.parametrize("name", ["stream", "tools", "beam_width", "use_beam_search", "response_format"])
 def test_parameter_of_another_engine_is_refused_by_name(name):
     with pytest.raises(ValueError, match=f"no parameter '{name}'; the nearest known one is '[a-z_]+'"):
         SamplingParams.from_dict({name: 1})

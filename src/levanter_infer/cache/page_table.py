@@ -1,5 +1,6 @@
 """`PageTable`: who holds which page of the pool, and in which order free pages are reused."""
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import equinox as eqx
@@ -163,7 +164,10 @@ def offset_of(position: Tokens, page_size: int) -> Tokens:
     return position & (page_size - 1)
 
 
-def run_if(condition: Array, function, value):
+Value = TypeVar("Value")
+
+
+def run_if(condition: Array, function: Callable[[Value], Value], value: Value) -> Value:
     """`function(value)` if `condition`, else `value`, as a loop of zero or one trips.
 
     `lax.cond` copies what it carries on a CPU; a loop keeps it in place. Every optional write to state goes this way.

@@ -1,5 +1,7 @@
 """`Admission`: all that the host tells the device, once a round."""
 
+import dataclasses
+
 import equinox as eqx
 import haliax.haxtyping as ht
 import jax.numpy as jnp
@@ -7,6 +9,7 @@ from haliax import NamedArray
 
 from levanter_infer.cache.named import replace
 from levanter_infer.cache.page_table import ragged_index, run_if
+from levanter_infer.decode.beam_table import BeamParams
 from levanter_infer.decode.host_tier import HostTerms
 from levanter_infer.decode.paging import free_pages_for_finished
 from levanter_infer.decode.sampling import SamplingTable
@@ -39,6 +42,8 @@ class Admission(eqx.Module):
     """Slot whose prompt is shared; it holds the whole prompt by the end of this admission. None: not a fork."""
     sampling: SamplingTable
     """How to sample each admitted sequence, over `admitted`."""
+    beams: BeamParams | None
+    """What each admitted sequence is told about its beam search; None if the state has no table for it."""
     cancel: ht.bool_[NamedArray, " seq"]
     """Slots to end with reason ABORT."""
     max_steps: ht.i32[NamedArray, ""]
@@ -108,4 +113,8 @@ def _write_pieces(state: DecodeState, admission: Admission) -> DecodeState:
         fork_source=column_of("fork_source", admission.fork_source.array),
     )
     sampling = state.sampling.set_rows(slots, admission.sampling)
-    return eqx.tree_at(lambda s: (s.sequences, s.sampling), state, (table, sampling))
+    state = eqx.tree_at(lambda s: (s.sequences, s.sampling), state, (table, sampling))
+    if state.beams is None:
+        return state
+    assert admission.beams is not None
+    return dataclasses.replace(state, beams=state.beams.admit(slots, admission.beams))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.cache.named import replace
-from levanter_infer.decode.sequence_table import RUNNING, SPILLED, is_ready, pages_for, precede
+from levanter_infer.decode.sequence_table import RUNNING, SPILLED, WAITING, is_ready, pages_for, precede
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
 
@@ -37,6 +37,8 @@ def start_waiting(state: DecodeState, shapes: Shapes, order: Array) -> DecodeSta
     """
     table, page_table = state.sequences, state.page_table
     running, ready = table.is_status(RUNNING), is_ready(table)
+    if state.beams is not None:  # their beams wait for pages of their leader while they run
+        ready |= table.is_status(WAITING) & state.beams.searches
     if shapes.spill:
         ready &= precede(table, SPILLED)
     need = pages_to_go_on(state, shapes)
@@ -46,9 +48,15 @@ def start_waiting(state: DecodeState, shapes: Shapes, order: Array) -> DecodeSta
     ready_in_order = ready[order]
     rank = jnp.cumsum(ready_in_order, dtype=jnp.int32)
     cumulative = jnp.cumsum(jnp.where(ready_in_order, need[order], 0), dtype=jnp.int32)
-    fits = (cumulative <= available) | ((num_running == 0) & (rank == 1))
+    first = jnp.int32(1)
+    if state.beams is not None:
+        first = jnp.maximum(first, state.beams.params.widths.array[order[jnp.argmax(ready_in_order)]])
+    fits = (cumulative <= available) | ((num_running == 0) & (rank <= first))
     starts = ready_in_order & (rank + num_running <= shapes.max_seqs) & fits
-    status = table.status.array.at[order].set(jnp.where(starts, RUNNING, table.status.array[order]))
+    starts = jnp.zeros_like(ready).at[order].set(starts)
+    if state.beams is not None:
+        starts = starts & state.beams.whole(starts | running)
+    status = jnp.where(starts, RUNNING, table.status.array)
     return eqx.tree_at(lambda s: s.sequences, state, replace(table, status=status))
 
 
@@ -95,7 +103,10 @@ def choose_tokens(state: DecodeState, shapes: Shapes, order: Array, waits: Array
     runs holds one of `max_seqs <= max_step_tokens` places, so at least one token of the budget is left for it.
     """
     table = state.sequences
-    pending = jnp.where(table.is_status(RUNNING) & ~waits, table.seq_lens.array - table.num_computed.array, 0)
+    pending = table.seq_lens.array - table.num_computed.array
+    if state.beams is not None:
+        pending = pending - state.beams.held_back(table)
+    pending = jnp.where(table.is_status(RUNNING) & ~waits, pending, 0)
     decodes = pending == 1
     budget = shapes.max_step_tokens - jnp.sum(decodes, dtype=jnp.int32)
     wanted = jnp.where(decodes, 0, pending)[order]

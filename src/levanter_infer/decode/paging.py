@@ -13,8 +13,8 @@ from levanter_infer.decode.sequence_table import FINISHED, RUNNING, WAITING, Seq
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
 
-_RELEASE_BLOCK = 1024
-"""Pages given back per trip of the release loop: usually there is one trip."""
+_BLOCK = 1024
+"""Pages shared or given back per trip of a loop: usually there is one trip."""
 
 
 def pages_needed(state: DecodeState, take: Array) -> tuple[Array, Array]:
@@ -52,6 +52,8 @@ def preempt(state: DecodeState, order: Array, take: Array) -> tuple[DecodeState,
         # Survivors are the first k. Their needs grow with k and what the others give back shrinks.
         fits = needed <= state.page_table.num_free.array + released
         survivors = jnp.maximum(jnp.sum(fits, dtype=jnp.int32), 1)
+        if state.beams is not None:
+            survivors = state.beams.whole_survivors(table, order, survivors)
         live = (table.status.array == RUNNING) | (table.status.array == WAITING)
         loses_place = live & (rank >= survivors)
         victims = loses_place & (table.num_computed.array > 0)
@@ -67,8 +69,10 @@ def preempt(state: DecodeState, order: Array, take: Array) -> tuple[DecodeState,
             ),
         )
         state = release(state, victims)
-        status = jnp.where(loses_place, WAITING, state.sequences.status.array)
-        state = eqx.tree_at(lambda s: s.sequences, state, replace(state.sequences, status=status))
+        table = replace(state.sequences, status=jnp.where(loses_place, WAITING, state.sequences.status.array))
+        if state.beams is not None:
+            table = replace(table, fork_source=state.beams.sharing_again(table.fork_source.array, loses_place))
+        state = eqx.tree_at(lambda s: s.sequences, state, table)
         return state, jnp.where(loses_place, 0, take)
 
     return run_if(short, body, (state, take))
@@ -132,22 +136,43 @@ def release(state: DecodeState, slots: Array) -> DecodeState:
     def give_back(state: DecodeState) -> DecodeState:
         table, page_table = state.sequences, state.page_table
         held = jnp.where(slots, table.num_held(page_table.page_size), 0)
-        total = jnp.sum(held, dtype=jnp.int32)
-
-        def block(carry):
-            start, page_table = carry
-            slot, item, valid = ragged_index(held, start, _RELEASE_BLOCK)
-            column = held.at[slot].get(mode="fill", fill_value=0) - 1 - item
-            page = table.page_indices.array.at[slot, column].get(mode="fill", fill_value=page_table.num_pages)
-            page = jnp.where(valid, page, page_table.num_pages)
-            return start + _RELEASE_BLOCK, page_table.release(page)
-
-        _, page_table = jax.lax.while_loop(lambda carry: carry[0] < total, block, (jnp.int32(0), page_table))
+        page_table = release_tails(page_table, table.page_indices.array, jnp.zeros_like(held), held)
         page_indices = jnp.where(slots[:, None], page_table.num_pages, table.page_indices.array)
         table = replace(table, page_indices=page_indices, num_computed=jnp.where(slots, 0, table.num_computed.array))
         return eqx.tree_at(lambda s: (s.sequences, s.page_table), state, (table, page_table))
 
     return run_if(jnp.any(slots & (state.sequences.num_computed.array > 0)), give_back, state)
+
+
+def release_tails(page_table: PageTable, page_indices: Array, begin: Array, end: Array) -> PageTable:
+    """Drop a reference to the pages at columns `begin … end - 1` of each row, the last ones first.
+
+    Args:
+        page_indices: i32[row, seq_page]
+        begin, end: i32[row]
+    """
+    return _in_blocks(
+        page_table, page_indices, jnp.maximum(end - begin, 0), lambda item: -1 - item, end, PageTable.release
+    )
+
+
+def share_tails(page_table: PageTable, page_indices: Array, begin: Array, end: Array) -> PageTable:
+    """Add a reference to the pages at columns `begin … end - 1` of each row; arguments as of `release_tails`."""
+    return _in_blocks(page_table, page_indices, jnp.maximum(end - begin, 0), lambda item: item, begin, PageTable.share)
+
+
+def _in_blocks(page_table: PageTable, page_indices: Array, counts: Array, offset, origin: Array, change) -> PageTable:
+    """`change(page_table, pages)` for `counts` i32[row] pages of each row, at columns `origin + offset(item)`."""
+    total = jnp.sum(counts, dtype=jnp.int32)
+
+    def block(carry):
+        start, page_table = carry
+        row, item, valid = ragged_index(counts, start, _BLOCK)
+        column = origin.at[row].get(mode="fill", fill_value=0) + offset(item)
+        page = page_indices.at[row, column].get(mode="fill", fill_value=page_table.num_pages)
+        return start + _BLOCK, change(page_table, jnp.where(valid, page, page_table.num_pages))
+
+    return jax.lax.while_loop(lambda carry: carry[0] < total, block, (jnp.int32(0), page_table))[1]
 
 
 def free_pages_for_finished(state: DecodeState, finished: Array, reason: Array) -> DecodeState:
@@ -164,6 +189,8 @@ def free_pages_for_finished(state: DecodeState, finished: Array, reason: Array) 
         finish_reason=jnp.where(finished, reason, table.finish_reason.array),
         fork_source=jnp.where(finished | orphaned, table.num_slots, source),
     )
+    if state.beams is not None:
+        state = dataclasses.replace(state, beams=state.beams.without(finished))
     return release(eqx.tree_at(lambda s: s.sequences, state, table), finished)
 
 
@@ -209,7 +236,7 @@ def fork_when_ready(state: DecodeState) -> DecodeState:
     """
     table = state.sequences
     source = table.fork_source.array
-    waits = table.is_status(WAITING) & (source < table.num_slots)
+    waits = (table.is_status(WAITING) | table.is_status(RUNNING)) & (source < table.num_slots)
     lens = table.prompt_lens.array - 1
     parent_status = table.status.array.at[source].get(mode="fill", fill_value=FINISHED)
     parent_computed = table.num_computed.array.at[source].get(mode="fill", fill_value=0)

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 
 from levanter_infer.cache import PrefixTable
 from levanter_infer.decode.admission import Admission
+from levanter_infer.decode.beam_table import Hypotheses, hypotheses
 from levanter_infer.decode.host_tier import Look, look, park, read_pages, readmit, write_pages
 from levanter_infer.decode.loop import run_round
 from levanter_infer.decode.outputs import RoundOutputs
+from levanter_infer.decode.resampling import resample_samples
 from levanter_infer.decode.scoring import READ_PAGES, read_scores
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState, GenState, empty_cache
@@ -206,6 +208,20 @@ class Programs:
         self._on_recompile(message)
         program.compile(*arguments)
         return program(*arguments)
+
+    def resample(self, state: GenState, *fields) -> GenState:
+        """`resample_samples` on the device; compiled when it is first wanted."""
+
+        def moved(state: GenState, mask, ancestors, sample_index, arrival) -> GenState:
+            return dataclasses.replace(
+                state, decode=resample_samples(state.decode, mask, ancestors, sample_index, arrival)
+            )
+
+        return self._programs.setdefault("resample", Program(moved, donate=(0,)))(state, *fields)
+
+    def found(self, state: GenState, slots) -> Hypotheses:
+        """What a beam search has found, `slots` i32[n]; compiled when it is first wanted."""
+        return self._programs.setdefault("found", Program(hypotheses))(state.decode.beams, slots)
 
     def compilations(self) -> dict[str, int]:
         """How many times each program has been compiled: in a healthy engine once, and once more per extension."""

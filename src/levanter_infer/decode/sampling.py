@@ -47,6 +47,17 @@ class LogitStats(eqx.Module):
         return LogitStats(peak, row_sums(jnp.exp(logits - peak[:, None])))
 
 
+class BeamCandidates(eqx.Module):
+    """Continuations of each row: the likeliest ones that do not end it, best first, then those that do."""
+
+    ids: Array
+    """i32[row, candidate]"""
+    scores: Array
+    """f32[row, candidate], processed log probabilities; -inf where there is none."""
+    logprobs: Array
+    """f32[row, candidate], log probabilities under the model."""
+
+
 class SampleOutput(eqx.Module):
     """One sampled token per row, as plain arrays. Rows that are not finite hold zeros."""
 
@@ -62,6 +73,8 @@ class SampleOutput(eqx.Module):
     """f32[row, max_top], their log probabilities under the model; 0 where there is none."""
     finite: Array
     """bool[row]; false if the logits hold NaN or +inf, or if no token is possible (all -inf)."""
+    candidates: BeamCandidates | None = None
+    """None: nobody searches."""
 
 
 def sample(
@@ -95,16 +108,16 @@ def sample(
     generated = seq_lens - prompt_lens
     peak = stats.peak
 
-    penalised = _penalised(column) & used
-    biased = jnp.any(column["bias_ids"] < logits.shape[1], axis=1) & used
-    banned = (generated < column["min_tokens"]) & jnp.any(column["stop_lens"] == 1, axis=1) & used
+    penalised = is_penalised(column) & used
+    biased = is_biased(column, logits.shape[1]) & used
+    banned = is_banned(column, generated) & used
 
     greedy = column["temperature"] < GREEDY_TEMPERATURE
 
     def process_and_choose():
         history = (tokens, slot_ids, prompt_lens, jnp.where(penalised, seq_lens, 0))
-        z = run_if(jnp.any(penalised), lambda z: _apply_penalties(z, column, history), logits)
-        z = run_if(jnp.any(biased), lambda z: _add_bias(z, column), z)
+        z = run_if(jnp.any(penalised), lambda z: apply_penalties(z, column, history), logits)
+        z = run_if(jnp.any(biased), lambda z: add_bias(z, column), z)
         z = run_if(jnp.any(banned), lambda z: _ban_stops(z, column, banned), z)
         z_peak = jnp.max(z, axis=1)
         best = _first_best(z, z_peak)
@@ -157,13 +170,28 @@ def likeliest(logits: Array, stats: LogitStats, count: int) -> tuple[Array, Arra
     return ids, values - log_norm[:, None]
 
 
-def _penalised(column: dict[str, Array]) -> Array:
+def is_penalised(column: dict[str, Array]) -> Array:
     """bool[row], whether any penalty changes anything."""
     additive = (column["frequency_penalty"] != 0) | (column["presence_penalty"] != 0)
     return additive | (column["repetition_penalty"] != 1)
 
 
-def _apply_penalties(logits: Array, column: dict[str, Array], history: tuple[Array, ...]) -> Array:
+def is_biased(column: dict[str, Array], vocab: int) -> Array:
+    """bool[row], whether the row has a bias."""
+    return jnp.any(column["bias_ids"] < vocab, axis=1)
+
+
+def is_banned(column: dict[str, Array], generated: Array) -> Array:
+    """bool[row], whether one-token stop sequences are impossible yet; generated: i32[row], tokens so far."""
+    return (generated < column["min_tokens"]) & jnp.any(column["stop_lens"] == 1, axis=1)
+
+
+def one_token_stops(column: dict[str, Array], vocab: int) -> Array:
+    """The tokens that end a row by themselves, i32[row, stop]; none is `vocab`."""
+    return jnp.where(column["stop_lens"] == 1, column["stop_ids"][:, :, -1], vocab)
+
+
+def apply_penalties(logits: Array, column: dict[str, Array], history: tuple[Array, ...]) -> Array:
     """Source: repetition penalty, arXiv:1909.05858 section 4.1; the others as in the OpenAI API."""
     counts = _token_counts(logits.shape, *history)
     generated, seen = counts[0], (counts[0] + counts[1]) > 0
@@ -171,7 +199,7 @@ def _apply_penalties(logits: Array, column: dict[str, Array], history: tuple[Arr
     z = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
     z = z - column["frequency_penalty"][:, None] * generated.astype(jnp.float32)
     z = z - column["presence_penalty"][:, None] * (generated > 0).astype(jnp.float32)
-    return jnp.where(_penalised(column)[:, None], z, logits)
+    return jnp.where(is_penalised(column)[:, None], z, logits)
 
 
 def _token_counts(shape: tuple[int, ...], tokens: Array, slots: Array, prompt_lens: Array, lens: Array) -> Array:
@@ -198,15 +226,14 @@ def _row_ids(ids: Array) -> Array:
     return jax.lax.broadcasted_iota(jnp.int32, ids.shape, 0)
 
 
-def _add_bias(logits: Array, column: dict[str, Array]) -> Array:
+def add_bias(logits: Array, column: dict[str, Array]) -> Array:
     ids = column["bias_ids"]
     return logits.at[_row_ids(ids), ids].add(column["bias_values"], mode="drop")
 
 
 def _ban_stops(logits: Array, column: dict[str, Array], banned: Array) -> Array:
     """Make the one-token stop sequences of `banned` rows impossible."""
-    single = (column["stop_lens"] == 1) & banned[:, None]
-    ids = jnp.where(single, column["stop_ids"][:, :, -1], logits.shape[1])
+    ids = jnp.where(banned[:, None], one_token_stops(column, logits.shape[1]), logits.shape[1])
     return logits.at[_row_ids(ids), ids].set(-jnp.inf, mode="drop")
 
 

@@ -36,6 +36,8 @@ class Shapes:
     """None: prompts are not scored."""
     spill: bool = False
     """Whether a round ends where the host could move pages, instead of taking them back at once."""
+    max_beams: int = 0
+    """Most beams of one search; 0: there is no beam search."""
     sampled_rows: int | None = MIN_ROWS
     """Rows that are sampled together; None: all. Few suit a CPU: sampling is compiled once, for a shape that suits one
     sequence and, a few rows after another, any number; what a row gets is the same in any company because the shape

@@ -83,9 +83,16 @@ def register_pages(state: DecodeState, shapes: Shapes, filled: Array, failed: Ar
 
 def _seekers(table: SequenceTable, shapes: Shapes, order: Array) -> Array:
     """Who looks for pages: those that run, and the first that is ready to if there is a place, bool[seq]."""
-    running, ready = table.is_status(RUNNING), is_ready(table)
-    next_one = jnp.where(jnp.sum(running) < shapes.max_seqs, order[jnp.argmax(ready[order])], table.num_slots)
+    running, ready = _computes(table), is_ready(table)
+    next_one = jnp.where(
+        jnp.sum(table.is_status(RUNNING)) < shapes.max_seqs, order[jnp.argmax(ready[order])], table.num_slots
+    )
     return running | (ready & (jnp.arange(table.num_slots) == next_one))
+
+
+def _computes(table: SequenceTable) -> Array:
+    """Who computes pages of its own, bool[seq]: beams that run may still wait for those of their leader."""
+    return table.is_status(RUNNING) & (table.fork_source.array == table.num_slots)
 
 
 def _shareable(state: DecodeState, slots: Array) -> Array:
@@ -146,7 +153,7 @@ def _take_window(state: DecodeState, shapes: Shapes, order: Array, seekers: Arra
 def _waits(state: DecodeState, shapes: Shapes, order: Array) -> Array:
     """Which slots stand before a page that another one computes: one that is ahead within it, or older. bool[seq]"""
     table, size = state.sequences, state.page_table.page_size
-    slots = _rows(shapes, order, _shareable(state, table.is_status(RUNNING)) > 0)
+    slots = _rows(shapes, order, _shareable(state, _computes(table)) > 0)
     serials, hashes, tokens = _next_pages(state, slots, 1)
     page = chained(content_hashes(tokens[:, 0]), jnp.zeros_like(slots), hashes)
     begun = offset_of(table.num_computed.array.at[slots].get(mode="fill", fill_value=0), size)

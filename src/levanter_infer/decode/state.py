@@ -10,6 +10,7 @@ from levanter_infer.axes import SEQ
 from levanter_infer.cache import KvPages, PageTable, PrefixTable
 from levanter_infer.cache.named import scalar
 from levanter_infer.cache.score_pages import ScorePages
+from levanter_infer.decode.beam_table import BeamTable
 from levanter_infer.decode.sampling import SamplingTable
 from levanter_infer.decode.sequence_table import SequenceTable
 from levanter_infer.decode.shapes import Shapes
@@ -55,6 +56,8 @@ class DecodeState(eqx.Module):
     page_table: PageTable
     prefix: PrefixTable | None
     """None: nothing is looked for."""
+    beams: BeamTable | None
+    """None: nobody searches."""
     generated_share: ht.f32[NamedArray, ""]
     """Of the tokens that it might generate, how many a sequence does: mean of recent ones; 1 at first."""
     counters: Counters
@@ -66,6 +69,7 @@ class DecodeState(eqx.Module):
             sampling=SamplingTable.empty(SEQ, shapes.num_slots, shapes.limits),
             page_table=PageTable.init(shapes.num_pages, shapes.page_size),
             prefix=PrefixTable.init(shapes.num_pages, shapes.page_size) if shapes.prefix_cache else None,
+            beams=BeamTable.init(shapes.num_slots, shapes.max_seq_len) if shapes.max_beams else None,
             generated_share=scalar(1.0, jnp.float32),
             counters=Counters.init(),
         )

@@ -10,10 +10,12 @@ from levanter_infer.axes import ROW, ROW_BOUND, SEQ_PAGE, TOKEN
 from levanter_infer.cache import KvPages, PageBatchInfo
 from levanter_infer.cache.named import replace, scalar
 from levanter_infer.cache.page_table import offset_of, page_of, ragged_index, run_if
+from levanter_infer.decode.beams import fail_together, search
 from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.packing import StepPlan, choose_tokens, expect, pack, start_waiting
 from levanter_infer.decode.paging import fork_when_ready, free_pages_for_finished, preempt, take_pages
 from levanter_infer.decode.sampling import LogitStats, SampleOutput, sample, stop_match
+from levanter_infer.decode.sampling_beams import candidates, no_candidates
 from levanter_infer.decode.scoring import registers, score_prompts
 from levanter_infer.decode.sequence_table import ERROR, LENGTH, STOP, in_order, pages_for
 from levanter_infer.decode.shapes import Shapes
@@ -105,17 +107,19 @@ def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes
 
     def result_of(logits: Array, slots: Array, stats: LogitStats | None) -> SampleOutput:
         lens = table.seq_lens.array.at[slots].get(mode="fill", fill_value=0)
-        return sample(
-            logits,
-            state.sampling.rows(slots),
-            positions=lens,
-            tokens=table.tokens.array,
-            slot_ids=slots,
-            prompt_lens=table.prompt_lens.array.at[slots].get(mode="fill", fill_value=0),
-            seq_lens=lens,
-            max_top=shapes.limits.max_logprobs,
-            stats=stats,
-        )
+        asked = state.sampling.rows(slots)
+        history = {
+            "tokens": table.tokens.array,
+            "slot_ids": slots,
+            "prompt_lens": table.prompt_lens.array.at[slots].get(mode="fill", fill_value=0),
+            "seq_lens": lens,
+        }
+        sampled = sample(logits, asked, positions=lens, max_top=shapes.limits.max_logprobs, stats=stats, **history)
+        if state.beams is None:
+            return sampled
+        searches = state.beams.searches.at[slots].get(mode="fill", fill_value=False)
+        offered = candidates(logits, asked, searches, width=shapes.max_beams, stats=stats, **history)
+        return dataclasses.replace(sampled, candidates=offered)
 
     rows = (logits, plan.slot_ids, stats)
     if count is None:
@@ -158,6 +162,7 @@ def empty_sample(shapes: Shapes) -> SampleOutput:
         top_ids=jnp.zeros((rows, top), jnp.int32),
         top_logprobs=jnp.zeros((rows, top), jnp.float32),
         finite=jnp.ones(rows, jnp.bool_),
+        candidates=no_candidates(rows, shapes.max_beams, shapes.limits) if shapes.max_beams else None,
     )
 
 
@@ -199,16 +204,24 @@ def append(
     room = table.max_lens.array.at[slots].get(mode="fill", fill_value=0) - lens
     failed = samples & ~sampled.finite
     emits = samples & sampled.finite & (room > 0)  # a prompt may be there to be scored alone
+    ends = samples & (room <= 1)
+    searches = jnp.zeros_like(emits)
+    if state.beams is not None:
+        searches = samples & state.beams.searches.at[slots].get(mode="fill", fill_value=False)
+        emits, ends = emits & ~searches, ends & ~searches
 
     writer = jnp.where(emits, slots, num_slots)
     tokens = table.tokens.array.at[writer, lens].set(sampled.tokens, mode="drop")
     seq_lens = table.seq_lens.array.at[writer].add(1, mode="drop")
     stopped = emits & _stops(state, tokens, slots, lens + 1, shapes)
-    full = samples & (room <= 1)
     reason = jnp.where(failed, ERROR, jnp.where(stopped, STOP, LENGTH)).astype(jnp.int32)
-    done = failed | stopped | full
+    done = failed | stopped | ends
     finished = jnp.zeros(num_slots, jnp.bool_).at[slots].set(done, mode="drop")
     reasons = jnp.zeros(num_slots, jnp.int32).at[slots].set(reason, mode="drop")
+    if state.beams is not None:
+        broken = fail_together(state.beams, finished & (reasons == ERROR))
+        finished, reasons = finished | broken, jnp.where(broken, ERROR, reasons)
+        searches = searches & ~broken.at[slots].get(mode="fill", fill_value=False)
 
     q_lens = plan.cu_q_lens[1:] - plan.cu_q_lens[:-1]
     num_chunk_tokens = jnp.sum(jnp.where(q_lens > 1, q_lens, 0), dtype=jnp.int32)
@@ -219,7 +232,7 @@ def append(
         counters,
         prefix_misses=counters.prefix_misses.array + jnp.sum(jnp.where(plan.take > 1, filled, 0), dtype=jnp.int32),
         steps=counters.steps.array + 1,
-        generated=counters.generated.array + jnp.sum(emits, dtype=jnp.int32),
+        generated=counters.generated.array + jnp.sum(emits | searches, dtype=jnp.int32),
         prompt_tokens=counters.prompt_tokens.array + num_chunk_tokens,
         prompt_steps=counters.prompt_steps.array + (num_chunk_tokens > 0).astype(jnp.int32),
         pages_touched=counters.pages_touched.array + jnp.sum(context_pages, dtype=jnp.int32),
@@ -229,6 +242,9 @@ def append(
     registered = filled if shapes.scoring is None else jnp.where(registers(state), filled, 0)
     state = register_pages(state, shapes, registered, finished & (reasons == ERROR))
     ring = ring.push(emits, slots, sampled)
+    if sampled.candidates is not None:
+        state, ended, found = search(state, shapes, slots, searches, sampled.candidates)
+        finished, reasons = finished | ended, jnp.where(ended, found, reasons)
     if shapes.admission == "expected":
         state = expect(state, finished & (reasons != ERROR))
     state = fork_when_ready(state)

@@ -50,7 +50,8 @@ class SamplingColumns:
         Requires: `check_limits(params)` passed with the sizes of this object's limits.
         """
         columns, vocab = self._columns, self._limits.vocab_size
-        for name in ("temperature", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"):
+        columns["temperature"][row] = params.temperature if params.num_beams == 1 else 0
+        for name in ("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"):
             columns[name][row] = getattr(params, name)
         # A value just below 1 may round to 1, which is off; one that rounds to 0 would keep nothing
         columns["top_p"][row] = max(np.float32(params.top_p), np.finfo(np.float32).tiny)
@@ -62,7 +63,7 @@ class SamplingColumns:
         bias = params.logit_bias or {}
         columns["bias_ids"][row, : len(bias)] = list(bias.keys())
         columns["bias_values"][row, : len(bias)] = list(bias.values())
-        stops = list(stop_sequences(params))
+        stops = list(dict.fromkeys(stop_sequences(params)))
         if not params.ignore_eos:
             stops += [(token,) for token in eos_token_ids if token < vocab and (token,) not in stops]
         for i, sequence in enumerate(stops):

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,9 @@ from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.outputs import HostOutputs, RoundOutputs
 from levanter_infer.decode.programs import Programs
 from levanter_infer.engine.backend import Backend
+from levanter_infer.engine.beams import beams_for, enter_hypotheses
 from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
+from levanter_infer.engine.forks import Forks
 from levanter_infer.engine.host_tier import HostTier
 from levanter_infer.engine.intake import Intake
 from levanter_infer.engine.memory_audit import audit
@@ -46,7 +48,7 @@ class _Launched:
     """What it should take on the device."""
 
 
-class InferenceEngine:
+class InferenceEngine(Forks):
     """Samples many requests together on one device.
 
     The host and the device meet once a round: one upload of new requests, one download of sampled tokens, and the
@@ -213,8 +215,14 @@ class InferenceEngine:
 
     def _prepare(self, requests: Sequence[Request]) -> None:
         """Compile what these need and has not been compiled yet."""
+        changes: dict[str, Any] = {}
         if self.shapes.scoring is None and any(wants_scores(request) for request in requests):
-            self._extend(scoring=score_shapes(self.config, self.model))
+            changes["scoring"] = score_shapes(self.config, self.model)
+        max_beams = beams_for((request.sampling for request in requests), self.shapes)
+        if max_beams != self.shapes.max_beams:
+            changes["max_beams"] = max_beams
+        if changes:
+            self._extend(**changes)
         self.warmup()
 
     def _add(self, group: Group) -> None:
@@ -384,7 +392,9 @@ class InferenceEngine:
         if nothing and key in self._uploaded:
             return self._uploaded[key]
         arrays = {
-            name: value if name in ("sampling", "host") else NamedArray(value, getattr(self._nothing, name).axes)
+            name: value
+            if name in ("sampling", "beams", "host")
+            else NamedArray(value, getattr(self._nothing, name).axes)
             for name, value in jax.device_put(fields).items()
         }
         admission = dataclasses.replace(self._nothing, **arrays)
@@ -402,6 +412,7 @@ class InferenceEngine:
         self._last_end = end
         steps, prompt_steps = self._stats.on_round(outputs, seconds)
         self._pace.on_round(prompt_steps > 0, steps, seconds)
+        enter_hypotheses(self.programs, self.state, self._slots.searches(outputs, launched.round_id))
         known = self._slots.collect(outputs, launched.round_id)
         self._tier.on_round(outputs.scalars["host_call"])
         self._scores.take()

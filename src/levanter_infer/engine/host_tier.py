@@ -187,7 +187,7 @@ class HostTier:
         for sequence in holders:
             by_group.setdefault(sequence.group, []).append(sequence)
         groups = list(by_group.values())
-        rest = [[sequence] for group in groups[:1] for sequence in reversed(group[1:])]
+        rest = [[sequence] for group in groups[:1] for sequence in reversed(group[1:]) if group[0].group.is_loose]
         for leaving in [*reversed(groups[1:]), *rest]:
             if tables.spare >= 0:
                 break
@@ -216,6 +216,10 @@ class HostTier:
 
     def spill(self, programs: Programs, state: GenState, sequence: Sequence) -> tuple[GenState, int]:
         """`InferenceEngine.spill_to_host`."""
+        if not sequence.group.is_loose:
+            raise ValueError(
+                "the beams of a search stay together, and one of them cannot be moved to the host's memory"
+            )
         start, tables = time.perf_counter(), _Tables(programs, state)
         slot = sequence.slot
         record = self._record_of(sequence)
@@ -243,6 +247,14 @@ class HostTier:
         if record is None:
             raise ValueError("the sequence is not in the host's memory; spill_to_host brings it there")
         return self._recall(programs, state, record)
+
+    def begin_anew(self, programs: Programs, state: GenState, group: Group) -> GenState:
+        """Let a group's sequences that are here compute themselves again: their texts are about to change."""
+        tables = _Tables(programs, state) if self._records else None
+        for record in list(self._records):
+            if tables is not None and record.remaining()[0].sequence.group is group:
+                state = self._give_up(programs, state, tables, record)
+        return state
 
     def recall(self, programs: Programs, state: GenState) -> GenState:
         """Let everybody come back who left by hand."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from levanter_infer.decode.sequence_table import DEFAULT_ROOT, pages_for
 from levanter_infer.decode.shapes import Shapes
+from levanter_infer.engine.beams import check_room
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.params import SamplingParams, brief, check_limits, derive_seed
 from levanter_infer.engine.request import Request
@@ -56,11 +57,15 @@ class Intake:
         )
         if params.stop and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer and this engine has none; use stop_token_ids")
-        if params.n > shapes.num_slots:
+        if params.num_sequences > shapes.num_slots:
+            name = "n" if params.best_of is None else "best_of"
+            name = name if params.num_beams == 1 else "num_beams"
             raise ValueError(
-                f"n={params.n} exceeds the {shapes.num_slots} slots that engine.max_seqs={shapes.max_seqs} gives; "
-                "raise engine.max_seqs"
+                f"{name}={params.num_sequences} exceeds the {shapes.num_slots} slots that "
+                f"engine.max_seqs={shapes.max_seqs} gives; raise engine.max_seqs"
             )
+        if params.num_beams > 1:
+            check_room(params.num_beams, len(ids), self._max_len(len(ids), params.max_tokens), shapes)
         name = request.id if request.id is not None else default_id
         group = Group(
             id=name,
@@ -73,7 +78,7 @@ class Intake:
             priority=_priority(request.priority),
             deadline=_deadline(request.timeout_s),
         )
-        for index in range(params.n):
+        for index in range(params.num_sequences):
             sequence = HostSequence(group=group, index=index)
             if self._tokenizer is not None:
                 sequence.decoder = IncrementalDecoder(self._tokenizer)

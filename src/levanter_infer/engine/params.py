@@ -41,6 +41,17 @@ class SamplingParams:
     """Sample from tokens at least this times as likely as the likeliest one, 0 to 1. 0: from all."""
     n: int = 1
     """Independent samples of the request; at least 1."""
+    num_beams: int = 1
+    """Search with so many beams instead of sampling, and return the best n of as many hypotheses, the best first; n at
+    most. 1: no search. Temperature, top_k, top_p and min_p have no part in it and are left at their defaults."""
+    length_penalty: float = 1.0
+    """A hypothesis of m tokens scores the sum of its log probabilities divided by m to this power; -10 to 10."""
+    early_stopping: bool | str = False
+    """When a beam search ends. True: with as many hypotheses as beams. False: once no beam can beat the worst of them
+    by its score at its present length. "never": once none can at any length."""
+    best_of: int | None = None
+    """Sample so many, at least n, and return the n of them whose tokens have the highest mean log probability under
+    the model, the best first. None: n."""
     seed: int | None = None
     """0 to 2^64 - 1; samples of one request differ whatever the seed. None: derived from the config's seed and the
     request's id."""
@@ -82,6 +93,12 @@ class SamplingParams:
         _check_number("top_p", self.top_p, 0, 1, "use 1 to switch it off", above=True)
         _check_number("min_p", self.min_p, 0, 1, "use 0 to switch it off")
         _check_int("n", self.n, 1, _MAX_INT, "ask for at least one sample")
+        _check_int("num_beams", self.num_beams, 1, _MAX_INT, "use 1 to switch it off")
+        _check_number("length_penalty", self.length_penalty, -10, 10, "use 0 to switch it off")
+        if not (type(self.early_stopping) is bool or self.early_stopping == "never"):
+            raise ValueError(f'early_stopping={brief(self.early_stopping)}: expected true, false or "never"')
+        if self.best_of is not None:
+            _check_int("best_of", self.best_of, self.n, _MAX_INT, "sample at least n, or leave it out")
         if self.seed is not None:
             _check_int("seed", self.seed, 0, 2**64 - 1, "use a seed of at most 64 bits, or leave it out")
         if type(self.ignore_eos) is not bool:
@@ -98,12 +115,29 @@ class SamplingParams:
         _check_number("presence_penalty", self.presence_penalty, -2, 2, "use 0 to switch it off")
         _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100, "use 1 to switch it off")
         # Several spellings are accepted, numpy's integers too; readers see one
-        for name in ("max_tokens", "top_k", "n", "seed", "min_tokens", "logprobs", "prompt_logprobs"):
+        whole = (
+            "max_tokens",
+            "top_k",
+            "n",
+            "best_of",
+            "num_beams",
+            "seed",
+            "min_tokens",
+            "logprobs",
+            "prompt_logprobs",
+        )
+        for name in whole:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, int(getattr(self, name)))
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_sequences(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+        _check_beams(self)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that the request takes while it runs."""
+        return self.num_beams if self.num_beams > 1 else self.best_of or self.n
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> "SamplingParams":
@@ -122,6 +156,34 @@ class SamplingParams:
                     f"{', '.join(known)})"
                 )
         return cls(**values)  # type: ignore[arg-type]
+
+
+def _check_beams(params: SamplingParams) -> None:
+    """Raises: ValueError for what makes no sense together with a beam search, or without one."""
+    defaults = {field.name: field.default for field in dataclasses.fields(params)}
+    if params.num_beams == 1:
+        for name in ("length_penalty", "early_stopping"):
+            if getattr(params, name) != defaults[name]:
+                raise ValueError(f"{name}={getattr(params, name)} is for beam search; set num_beams, or leave it out")
+        return
+    search = f"num_beams={params.num_beams}"
+    if params.max_tokens == 0:
+        raise ValueError(f"max_tokens=0 with {search}: there is nothing to search; raise max_tokens")
+    for name in ("top_k", "top_p", "min_p"):
+        if (getattr(params, name) or 0) != defaults[name]:
+            raise ValueError(f"{name}={getattr(params, name)} with {search}: a search does not sample; leave it out")
+    if params.temperature not in (0, 1):
+        raise ValueError(f"temperature={params.temperature} with {search}: a search does not sample; leave it out")
+    if params.n > params.num_beams:
+        raise ValueError(f"n={params.n} exceeds {search}, the hypotheses of a search; raise num_beams or lower n")
+    if params.best_of is not None:
+        raise ValueError(f"best_of={params.best_of} with {search}: a search returns its best n anyway; leave it out")
+    if params.stop:
+        raise ValueError(f"stop with {search}: a search ends at tokens, not at text; use stop_token_ids")
+    if any(len(sequence) > 1 for sequence in stop_sequences(params)):
+        raise ValueError(f"stop_token_ids with {search}: only single tokens end a hypothesis; give token ids")
+    if params.logprobs:
+        raise ValueError(f"logprobs={params.logprobs} with {search}: only those of its tokens are known; use 0")
 
 
 class _Brief(reprlib.Repr):

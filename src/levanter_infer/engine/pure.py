@@ -52,6 +52,10 @@ def generate(
             f"prompt_token_ids has shape {prompts.shape} and prompt_lens {lens.shape}; expected [batch, length] "
             "and [batch]"
         )
+    if params.num_beams > 1:
+        raise ValueError(f"num_beams={params.num_beams}: beam search is for InferenceEngine; leave it out here")
+    if params.best_of is not None:
+        raise ValueError(f"best_of={params.best_of} is for InferenceEngine; sample n={params.best_of} and choose")
     if params.stop:
         raise ValueError("stop strings need a host; use stop_token_ids, or InferenceEngine")
     if params.prompt_logprobs is not None:

@@ -48,6 +48,8 @@ class Completion:
     """Per generated token the likeliest tokens and their log probability under the model, when asked for."""
     seed: int
     """The seed that was used; with `index` it reproduces the sample."""
+    score: float | None = None
+    """Of a hypothesis of a beam search: what it was chosen by."""
 
 
 @dataclasses.dataclass

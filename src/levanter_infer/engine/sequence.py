@@ -43,6 +43,7 @@ class Sequence:
     """Set once the result is known; the slot may still have to be given back."""
     decoder: IncrementalDecoder | None = None
     matcher: StopMatcher | None = None
+    score: float | None = None
     text: str = ""
 
     def extend(self, tokens: np.ndarray, logprobs: np.ndarray, processed: np.ndarray, top) -> None:
@@ -78,6 +79,18 @@ class Sequence:
             if self.decoder is not None:
                 self.text += self.decoder.flush()
 
+    def snapshot(self) -> "Sequence":
+        """What has come back of it so far, in lists of its own."""
+        copied = {name: list(getattr(self, name)) for name in _RESULTS}
+        decoder, matcher = (part and part.copy() for part in (self.decoder, self.matcher))
+        return dataclasses.replace(self, **copied, decoder=decoder, matcher=matcher)
+
+    def take_over(self, ancestor: "Sequence") -> None:
+        """Go on from where `ancestor` stands; its slot, and its place in the group, stay its own."""
+        ancestor = ancestor.snapshot()
+        for name in (*_RESULTS, "finish_reason", "decoder", "matcher", "text"):
+            setattr(self, name, getattr(ancestor, name))
+
     def completion(self) -> Completion:
         assert self.finish_reason is not None
         return Completion(
@@ -89,7 +102,11 @@ class Sequence:
             processed_logprobs=np.asarray(self.processed_logprobs, np.float32),
             top_logprobs=self.top_logprobs if self.group.params.logprobs else None,
             seed=self.group.seed,
+            score=self.score,
         )
+
+
+_RESULTS = ("token_ids", "logprobs", "processed_logprobs", "top_logprobs")
 
 
 @dataclasses.dataclass(eq=False)
@@ -113,6 +130,18 @@ class Group:
     """Once they have been read."""
 
     @property
+    def is_loose(self) -> bool:
+        """Whether each of its sequences can go on without the others: the beams of a search cannot."""
+        return self.params.num_beams == 1
+
+    def completions(self) -> list[Completion]:
+        """What the request asked for: all of its samples, or the best of them. Requires: they have finished."""
+        completions = [sequence.completion() for sequence in self.sequences]
+        if self.params.best_of is None:
+            return completions[: self.params.n] if self.params.num_beams > 1 else completions
+        return sorted(completions, key=_mean_logprob, reverse=True)[: self.params.n]
+
+    @property
     def is_done(self) -> bool:
         return all(s.finish_reason is not None for s in self.sequences) and not self.awaits_scores
 
@@ -127,7 +156,7 @@ class Group:
             id=self.id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            completions=[sequence.completion() for sequence in self.sequences],
+            completions=self.completions(),
             prompt_logprobs=None if scores is None else scores.logprobs,
             prompt_top_logprobs=top,
         )
@@ -137,3 +166,9 @@ class Group:
         """Whether the scores of its prompt are yet to be read."""
         wanted = self.params.prompt_logprobs is not None and self.prompt_scores is None
         return wanted and self.sequences[0].finish_reason != "abort"
+
+
+def _mean_logprob(completion: Completion) -> float:
+    """For choosing the best; what was broken off comes last."""
+    whole = completion.finish_reason in ("stop", "length") and len(completion.logprobs) > 0
+    return float(completion.logprobs.mean(dtype=np.float64)) if whole else -np.inf

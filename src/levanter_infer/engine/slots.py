@@ -11,6 +11,7 @@ from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.outputs import HostOutputs
 from levanter_infer.decode.sequence_table import ABORT, DEFAULT_ROOT, ERROR, FINISHED, LENGTH, STOP
 from levanter_infer.decode.shapes import Shapes
+from levanter_infer.engine.beams import beam_params
 from levanter_infer.engine.encode_sampling import SamplingColumns
 from levanter_infer.engine.host_tier import host_terms
 from levanter_infer.engine.pending import PendingQueue
@@ -80,6 +81,22 @@ class SlotManager:
         assert sequence.slot is not None
         self._cancel.add(sequence.slot)
 
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody has."""
+        return len(self._free)
+
+    def seat(self, sequence: Sequence) -> None:
+        """Give a sequence a slot. Requires: there is a free one."""
+        sequence.slot = self._free.popleft()
+        sequence.arrival = self._next_arrival()
+        self._occupants[sequence.slot] = sequence
+
+    def keep_slot(self, sequence: Sequence) -> None:
+        """Go on computing a sequence after all, if the device does not know better yet."""
+        assert sequence.slot is not None
+        self._cancel.discard(sequence.slot)
+
     def next_admission(self, round_id: int, max_steps: int) -> dict[str, np.ndarray | object]:
         """The arrays of the next `Admission`, by field: only scalars where nothing is admitted or cancelled."""
         fields: dict[str, np.ndarray | object] = {}
@@ -111,20 +128,18 @@ class SlotManager:
         if self._loading:
             return 0
         if self._pending:
-            return self._pending.first.params.n
+            return len(self._pending.first.sequences)
         return self.shapes.num_slots + 1
 
     def _next_pieces(self, round_id: int) -> list[tuple[Sequence, int, int]]:
         """(sequence, start, length) of what fits into one upload: pieces of long prompts first, then new groups."""
         room = self.shapes.upload_tokens
         pieces: list[tuple[Sequence, int, int]] = []
-        while room > 0 and (self._loading or (self._pending and len(self._free) >= self._pending.first.params.n)):
+        while room > 0 and (self._loading or (self._pending and len(self._free) >= len(self._pending.first.sequences))):
             if not self._loading:
                 group = self._pending.pop()
                 for sequence in group.sequences:
-                    sequence.slot = self._free.popleft()
-                    sequence.arrival = self._next_arrival()
-                    self._occupants[sequence.slot] = sequence
+                    self.seat(sequence)
                 self._loading.append(group)
             group = self._loading[0]
             leader = group.sequences[0]
@@ -169,7 +184,8 @@ class SlotManager:
                 columns[name][row] = value
             complete[row] = sequence.index > 0 or start + length == len(group.prompt_token_ids)
             sampling.set(row, group.params, seed=group.seed, sample_index=sequence.index, eos_token_ids=self._eos)
-        return {**columns, "complete": complete, "tokens": tokens, "sampling": sampling.table()}
+        beams = {"beams": beam_params(pieces, shapes)} if shapes.max_beams else {}
+        return {**columns, **beams, "complete": complete, "tokens": tokens, "sampling": sampling.table()}
 
     def _next_arrival(self) -> int:
         self._arrivals += 1
@@ -217,6 +233,13 @@ class SlotManager:
         self._free.append(sequence.slot)
         sequence.slot = None
 
+    def searches(self, outputs: HostOutputs, round_id: int) -> list[Group]:
+        """Beam searches that have found their hypotheses, as this round says; to be asked before `collect`."""
+        found = (STOP, LENGTH)
+        leaders = [s for s in self._occupants.values() if s.index == 0 and s.group.params.num_beams > 1]
+        told = [s for s in leaders if _is_told(s, round_id) and s.finish_reason is None]
+        return [s.group for s in told if outputs.status[s.slot] == FINISHED and outputs.finish_reason[s.slot] in found]
+
     @property
     def is_idle(self) -> bool:
         return not (self._occupants or self._pending)
@@ -255,6 +278,7 @@ def empty_admission(shapes: Shapes) -> Admission:
         roots=array(*admitted, DEFAULT_ROOT),
         fork_source=array(*admitted, none),
         sampling=SamplingColumns(shapes.num_slots, shapes.limits).table(),
+        beams=beam_params([], shapes) if shapes.max_beams else None,
         cancel=array(SEQ, shapes.num_slots, False, np.bool_),
         max_steps=_scalar(np.asarray(0, np.int32)),
         wanted_slots=_scalar(np.asarray(shapes.num_slots + 1, np.int32)),

@@ -1,6 +1,7 @@
 """Text of a growing sequence: `IncrementalDecoder` turns tokens into text, `StopMatcher` finds stop strings in it."""
 
 import codecs
+import copy
 import functools
 from collections.abc import Sequence
 
@@ -41,6 +42,12 @@ class IncrementalDecoder:
         self._given, self._held = self._held, []
         return piece
 
+    def copy(self) -> "IncrementalDecoder":
+        """One that goes on from here by itself."""
+        other = copy.copy(self)
+        other._bytes, other._held = copy.copy(self._bytes), list(self._held)
+        return other
+
     def flush(self) -> str:
         """Text of what is held back, when no more tokens follow."""
         if self._bytes is not None:
@@ -75,6 +82,12 @@ class StopMatcher:
         self._matched = [0] * len(self._patterns)
         self._min_tokens = min_tokens
         self._length = 0
+
+    def copy(self) -> "StopMatcher":
+        """One that goes on from here by itself."""
+        other = copy.copy(self)
+        other._matched = list(self._matched)
+        return other
 
     def push(self, piece: str, num_tokens: int) -> int | None:
         """Take the text that token number `num_tokens` (from 1) added.

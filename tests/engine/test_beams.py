@@ -1,0 +1,136 @@
+"""Beam search through the engine: HF transformers' hypotheses and scores, in any company and through preemption."""
+
+import equinox as eqx
+import numpy as np
+import pytest
+
+from levanter_infer.checkpoints.load import load_model
+from levanter_infer.decode.invariants import check_invariants
+from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.engine import InferenceEngine
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import Request
+from tests.beam_cases import CASES, MAX_TOKENS, MODEL, PROMPT_LENS, answers, prompt
+from tests.golden_cases import load_case, write_checkpoint
+
+PAGES = 20
+"""What the largest of the searches may need, alone."""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    model, _ = load_model(write_checkpoint(tmp_path_factory.mktemp("model"), load_case(MODEL)), dtype="float32")
+    config = EngineConfig(max_seqs=6, max_seq_len=32, page_size=4, max_pages=PAGES, max_step_tokens=16)
+    return InferenceEngine(model, config=config)
+
+
+@pytest.fixture
+def engine(shared):
+    yield shared
+    check_invariants(shared.state.decode)
+    assert shared.stats()["pages_free"] == PAGES and shared._slots.is_idle
+
+
+def request(name: str, length: int, **changes) -> Request:
+    case = CASES[name]
+    params = {
+        "num_beams": case.num_beams, "n": case.num_beams, "length_penalty": case.length_penalty,
+        "early_stopping": case.early_stopping, "repetition_penalty": case.repetition_penalty,
+        "min_tokens": case.min_tokens, "stop_token_ids": case.ends, "max_tokens": MAX_TOKENS,
+    }  # fmt: skip
+    return Request(prompt_token_ids=prompt(length), sampling=SamplingParams(**{**params, **changes}))
+
+
+def assert_found(completions, expected, ends):
+    assert [c.token_ids for c in completions] == [found["tokens"] for found in expected]
+    scores = np.asarray([found["score"] for found in expected])
+    assert np.allclose([c.score for c in completions], scores, rtol=1e-4, atol=1e-5)
+    assert [c.finish_reason for c in completions] == [
+        "stop" if c.token_ids[-1] in ends else "length" for c in completions
+    ]
+
+
+def test_hypotheses_and_scores_are_those_of_hf_for_all_searches_together(engine):
+    asked = [(name, i) for name in CASES for i in range(len(PROMPT_LENS))]
+    searches = [request(name, PROMPT_LENS[i]) for name, i in asked]
+    greedy = Request(prompt_token_ids=prompt(6), sampling=SamplingParams(max_tokens=24, temperature=0.0))
+    outputs = engine.generate([r for search in searches for r in (search, greedy)])
+    expected = answers()
+    for (name, i), output in zip(asked, outputs[::2], strict=True):
+        assert output.error is None, output.error
+        assert_found(output.completions, expected[name][i], CASES[name].ends)
+    assert len({tuple(output.completions[0].token_ids) for output in outputs[1::2]}) == 1
+    stats = engine.stats()
+    assert stats["preemptions"] > 10 and stats["copied_pages"] > 10
+
+
+def test_a_search_alone_keeps_its_invariants_at_every_step_and_returns_its_best_n(engine):
+    group = engine.submit(request("wide_early", 17, n=2))
+    while not group.is_done:
+        engine.step_round(max_steps=1)
+        engine.sync()
+        check_invariants(engine.state.decode)
+    expected = answers()["wide_early"][PROMPT_LENS.index(17)][:2]
+    assert_found(group.completions(), expected, CASES["wide_early"].ends)
+    for completion in group.completions():  # the score is made of these
+        assert len(completion.logprobs) == len(completion.token_ids)
+        assert np.isclose(completion.logprobs.mean(), completion.score, rtol=1e-4)
+
+
+def in_mid_search(engine):
+    """A search of three beams after a few steps, beside another one."""
+    groups = engine.submit(request("at_least", 6)), engine.submit(request("plain", 6))
+    steps = 0
+    while steps < 4:
+        engine.step_round(max_steps=1)
+        engine.sync()
+        lens = np.asarray(engine.state.decode.sequences.seq_lens.array)
+        steps = min(lens[sequence.slot] - 6 for group in groups for sequence in group.sequences)
+    return groups
+
+
+def test_a_search_that_is_cancelled_gives_all_its_pages_back(engine):
+    first, second = in_mid_search(engine)
+    engine.cancel(first)
+    engine.drain()
+    assert [c.finish_reason for c in first.completions()] == ["abort"] * 3
+    assert all(c.token_ids == [] and c.score is None for c in first.completions())
+    assert_found(second.completions(), answers()["plain"][1], CASES["plain"].ends)
+
+
+def test_a_beam_that_is_not_finite_ends_its_search_and_harms_nobody(engine):
+    first, second = in_mid_search(engine)
+    table = engine.state.decode.sequences
+    refs = np.asarray(engine.state.decode.page_table.ref_counts.array)
+    pages = np.asarray(table.page_indices.array)[[s.slot for s in first.sequences]]
+    own = next(page for page in pages.ravel() if page < PAGES and refs[page] == 1)
+    pool = engine.state.kv.pages
+    poisoned = eqx.tree_at(lambda p: p.array, pool, pool.array.at[:, own].set(np.nan))
+    engine.state = eqx.tree_at(lambda s: s.kv.pages, engine.state, poisoned)
+    engine.drain()
+    assert [c.finish_reason for c in first.completions()] == ["error"] * 3
+    assert_found(second.completions(), answers()["plain"][1], CASES["plain"].ends)
+    assert_found(
+        engine.generate([request("at_least", 6)])[0].completions, answers()["at_least"][1], CASES["at_least"].ends
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_beams": 7, "n": 1}, "num_beams=7 exceeds engine.max_seqs=6: beams run together"),
+        ({"num_beams": 6, "n": 1}, "num_beams=6 beams of up to 31 tokens, of which 17 are the prompt, may need 28"),
+    ],
+)
+def test_a_search_that_does_not_fit_is_refused_with_the_numbers(engine, changes, message):
+    error = engine.generate([request("wide", 17, **changes)])[0].error
+    assert error is not None and message in error
+
+
+def test_searches_and_samples_do_not_mix(engine):
+    first, _ = in_mid_search(engine)
+    with pytest.raises(ValueError, match="a beam search resamples its beams itself"):
+        engine.resample(first, [0, 1, 2])
+    with pytest.raises(ValueError, match="a beam search resamples its beams itself"):
+        engine.fork(first, 0)
+    engine.drain()
