@@ -98,10 +98,24 @@ def _placement(leaf) -> str:
     return f" on {sharding}" if sharding is not None and len(sharding.device_set) > 1 else ""
 
 
+class TierPrograms:
+    """The programs that move pages between the pool and the host (`host_tier`), compiled when they are first called."""
+
+    def __init__(self, shapes: Shapes):
+        def look_at(state: DecodeState) -> Look:
+            return look(state, shapes)
+
+        self.look = Program(look_at)
+        self.read_pages, self.write_pages = Program(read_pages), Program(write_pages, donate=(0,))
+        self.park, self.readmit = Program(park, donate=(0,)), Program(readmit, donate=(0,))
+
+    def compilations(self) -> dict[str, int]:
+        """Of those that have been called."""
+        return {name: program.compilations for name, program in vars(self).items() if program.is_begun}
+
+
 class Programs:
     """The programs of one engine: `init`, `round`, `reset` and `zero_cache`, each compiled once.
-
-    Those of the host tier, which move pages, are compiled when they are first called.
 
     All that changes between calls is array contents, so that whatever the requests look like, nothing is compiled
     again. The state is donated: a caller goes on with the returned one.
@@ -157,9 +171,6 @@ class Programs:
         def extend(state: GenState) -> GenState:
             return state.extended(shapes)
 
-        def look_at(state: DecodeState) -> Look:
-            return look(state, shapes)
-
         self.state_types = jax.eval_shape(init)
         """The types of the state, as `jax.ShapeDtypeStruct`s."""
         self._programs = {
@@ -172,16 +183,7 @@ class Programs:
         if smaller is not None:
             self.extend = self._programs["extend"] = Program(extend, donate=(0,))
         self._on_recompile = on_recompile
-        self.read_pages, self.write_pages = Program(read_pages), Program(write_pages, donate=(0,))
-        self.park, self.readmit = Program(park, donate=(0,)), Program(readmit, donate=(0,))
-        self.look = Program(look_at)
-        self._later = {
-            "look": self.look,
-            "read_pages": self.read_pages,
-            "write_pages": self.write_pages,
-            "park": self.park,
-            "readmit": self.readmit,
-        }
+        self.tier = TierPrograms(shapes)
         self.init = self._programs["init"]
         self.reset = self._programs["reset"]
         self.zero_cache = self._programs["zero_cache"]
@@ -238,8 +240,7 @@ class Programs:
     def compilations(self) -> dict[str, int]:
         """How many times each program has been compiled: in a healthy engine once, and once more per extension."""
         before = {} if self._smaller is None else self._smaller[1]
-        later = {name: program for name, program in self._later.items() if program.is_begun}
-        now = {name: program.compilations for name, program in (self._programs | later).items()}
+        now = {name: program.compilations for name, program in self._programs.items()} | self.tier.compilations()
         return {name: now.get(name, 0) + before.get(name, 0) for name in before | now}
 
     def trace_round(self, model, state, admission):
