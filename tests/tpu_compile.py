@@ -80,7 +80,7 @@ def host_tier_programs(programs, kv, shapes, replicated):
         "write_pages": (kv, contents, array((shapes.num_pages,), jnp.int32), pages),
     }
     return {
-        name: getattr(programs, name).jitted.trace(*types).lower(lowering_platforms=("tpu",)).compile()
+        name: getattr(programs.tier, name).jitted.trace(*types).lower(lowering_platforms=("tpu",)).compile()
         for name, types in arguments.items()
     }
 

@@ -109,7 +109,7 @@ def test_bits_in_a_pool_that_is_too_small_are_those_of_each_alone(engine, host, 
         def nothing_left(kv, pages):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8192 bytes.")
 
-        monkeypatch.setattr(engine.programs, "read_pages", nothing_left)
+        monkeypatch.setattr(engine.programs.tier, "read_pages", nothing_left)
     assert [bits(output.completions) for output in engine.generate(REQUESTS)] == expected
     spilled, prefetched, recomputed, preemptions = grown(
         engine, before, "spilled_pages", "prefetched_pages", "recomputed_tokens", "preemptions"
@@ -174,8 +174,8 @@ def test_a_group_that_leaves_together_shares_again_what_it_shared(engine):
     settle(engine)
     indices = np.array(engine.state.decode.sequences.page_indices.array)
     counts = np.sort(np.array(engine.state.decode.page_table.ref_counts.array))
-    tables = _Tables(engine.programs, engine.state)
-    engine.state = engine._tier._move_out(engine.programs, engine.state, tables, group.sequences, stays=True)
+    tables = _Tables(engine.programs.tier, engine.state)
+    engine.state = engine._tier._move_out(engine.programs.tier, engine.state, tables, group.sequences, stays=True)
     (record,) = engine._tier._records
     assert len(record.used()) == (counts > 0).sum() < (indices < PAGES).sum()
     assert free_pages(engine) == PAGES == tables.free
@@ -202,8 +202,8 @@ def test_one_that_ended_meanwhile_does_not_come_back_with_its_group(engine):
     expected = alone(engine, request(18, prompt=13, n=3))[0]
     group = started(engine, request(18, prompt=13, n=3), 4)
     settle(engine)
-    tables = _Tables(engine.programs, engine.state)
-    engine.state = engine._tier._move_out(engine.programs, engine.state, tables, group.sequences, stays=True)
+    tables = _Tables(engine.programs.tier, engine.state)
+    engine.state = engine._tier._move_out(engine.programs.tier, engine.state, tables, group.sequences, stays=True)
     ended = group.sequences[1]
     ended.finish("stop")
     engine._slots.cancel_slot(ended)
@@ -264,11 +264,11 @@ def test_what_cannot_be_moved_is_said(engine, monkeypatch):
 def test_moving_pages_copies_no_pool(engine, optimized):
     kv, shapes = engine.state.kv, engine.shapes
     pages = jax.ShapeDtypeStruct((shapes.transfer_pages,), np.int32)
-    contents = jax.eval_shape(engine.programs.read_pages.jitted, kv, pages)
+    contents = jax.eval_shape(engine.programs.tier.read_pages.jitted, kv, pages)
     pool = kv.pages.array
     for program, arguments in (
-        (engine.programs.read_pages, (kv, pages)),
-        (engine.programs.write_pages, (kv, contents, jax.ShapeDtypeStruct((PAGES,), np.int32), pages)),
+        (engine.programs.tier.read_pages, (kv, pages)),
+        (engine.programs.tier.write_pages, (kv, contents, jax.ShapeDtypeStruct((PAGES,), np.int32), pages)),
     ):
         compiled = program.jitted.lower(*arguments).compile()
         assert pool_copies(compiled.as_text(), pool.shape, pool.dtype) == []

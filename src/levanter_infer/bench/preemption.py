@@ -1,7 +1,9 @@
 """Pools that are too small: what turns cost, where pages are computed again or move to the host and back."""
 
 import argparse
+import dataclasses
 import time
+from collections.abc import Iterator
 
 from levanter_infer.bench.report import digest, emit, measured, provenance, spread
 from levanter_infer.bench.workload import (
@@ -31,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=int, default=256, help="generated tokens of each; default 256")
     parser.add_argument("--times", type=numbers, default=(1, 4), help="how many times too small; default 1,4")
     parser.add_argument("--policies", default="recompute,spill")
+    parser.add_argument("--prefix-cache", action="store_true", help="pages that were given up may be found again")
     parser.add_argument("--repeats", type=int, default=3)
     add_model_arguments(parser)
 
@@ -44,35 +47,43 @@ def run(args: argparse.Namespace) -> None:
     requests = [Request(prompt_token_ids=ids, sampling=sampling) for ids in prompts]
     longest = round_up(args.prompt + args.output + 1, _PAGE)
     for times in args.times:
-        for policy in args.policies.split(","):
-            config = EngineConfig(
-                max_seqs=args.requests,
-                max_seq_len=longest,
-                page_size=_PAGE,
-                max_pages=max(args.requests * longest // times, longest) // _PAGE,
-                preempt=policy,
-            )
-            line = measure(InferenceEngine(model, config=config), requests, args.repeats)
-            emit({"bench": "preemption", "preempt": policy, "times": times, **line, "model": sizes, **about})
+        sized = EngineConfig(
+            max_seqs=args.requests,
+            max_seq_len=longest,
+            page_size=_PAGE,
+            max_pages=max(args.requests * longest // times, longest) // _PAGE,
+            prefix_cache=args.prefix_cache,
+        )
+        configs = [dataclasses.replace(sized, preempt=policy) for policy in args.policies.split(",")]
+        engines = [InferenceEngine(model, config=config) for config in configs]
+        for line in measure(engines, requests, args.repeats):
+            emit({"bench": "preemption", "times": times, **line, "model": sizes, **about})
 
 
-def measure(engine: InferenceEngine, requests: list[Request], repeats: int) -> dict[str, object]:
-    _compile(engine, requests[0])
-    seconds, outputs, before = [], [], engine.stats()
-    for _ in range(repeats):
-        start = time.perf_counter()
-        outputs = token_ids(engine.generate(requests))
-        seconds.append(time.perf_counter() - start)
-    after = engine.stats()
-    total = sum(len(ids) for ids in outputs)
-    per_run = {name: round((after[name] - before[name]) / repeats, 4) for name in _COUNTED}
-    return {
-        "generated_tokens_per_s": spread([total / s for s in seconds], 1),
-        "seconds": spread(seconds, 3),
-        "per_run": measured(**per_run),
-        "output_hash": digest(outputs),
-        "config": {k: v for k, v in engine.describe().items() if k != "device"},
-    }
+def measure(engines: list[InferenceEngine], requests: list[Request], repeats: int) -> Iterator[dict[str, object]]:
+    """A line for each engine; they run in turn, so that a slow moment of the machine hits all."""
+    for engine in engines:
+        _compile(engine, requests[0])
+    before = [engine.stats() for engine in engines]
+    runs = [[_timed(engine, requests) for engine in engines] for _ in range(repeats)]
+    for i, engine in enumerate(engines):
+        after, outputs = engine.stats(), runs[-1][i][1]
+        total = sum(len(ids) for ids in outputs)
+        per_run = {name: round((after[name] - before[i][name]) / repeats, 4) for name in _COUNTED}
+        yield {
+            "preempt": engine.config.preempt,
+            "generated_tokens_per_s": spread([total / run[i][0] for run in runs], 1),
+            "seconds": spread([run[i][0] for run in runs], 3),
+            "per_run": measured(**per_run),
+            "output_hash": digest(outputs),
+            "config": {k: v for k, v in engine.describe().items() if k != "device"},
+        }
+
+
+def _timed(engine: InferenceEngine, requests: list[Request]) -> tuple[float, list[list[int]]]:
+    start = time.perf_counter()
+    outputs = token_ids(engine.generate(requests))
+    return time.perf_counter() - start, outputs
 
 
 def _compile(engine: InferenceEngine, request: Request) -> None:

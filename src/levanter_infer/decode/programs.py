@@ -100,6 +100,22 @@ def _placement(leaf) -> str:
     return f" on {sharding}" if sharding is not None and len(sharding.device_set) > 1 else ""
 
 
+class TierPrograms:
+    """The programs that move pages between the pool and the host (`host_tier`), compiled when they are first called."""
+
+    def __init__(self, shapes: Shapes):
+        def look_at(state: DecodeState) -> Look:
+            return look(state, shapes)
+
+        self.look = Program(look_at)
+        self.read_pages, self.write_pages = Program(read_pages), Program(write_pages, donate=(0,))
+        self.park, self.readmit = Program(park, donate=(0,)), Program(readmit, donate=(0,))
+
+    def compilations(self) -> dict[str, int]:
+        """Of those that have been called."""
+        return {name: program.compilations for name, program in vars(self).items() if program.is_begun}
+
+
 class Programs:
     """The programs of one engine: `init`, `round`, `reset` and `zero_cache`, each compiled once.
 
@@ -156,11 +172,9 @@ class Programs:
         self.zero_cache = program("zero_cache", donate=(0,))
         self.extend = program("extend", donate=(0,))
         self.read_scores = program("read_scores")
-        self.look = program("look")
-        self.read_pages = program("read_pages")
-        self.write_pages = program("write_pages", donate=(0,))
-        self.park = program("park", donate=(0,))
-        self.readmit = program("readmit", donate=(0,))
+        self.resample = program("resample", donate=(0,))
+        self.found = program("found")
+        self.tier = TierPrograms(shapes)
 
     def extended(self, model, shapes: Shapes) -> "Programs":
         """Programs for `shapes`, which ask for more tables than these have; their `extend` takes a state of these."""
@@ -209,24 +223,11 @@ class Programs:
         program.compile(*arguments)
         return program(*arguments)
 
-    def resample(self, state: GenState, *fields) -> GenState:
-        """`resample_samples` on the device; compiled when it is first wanted."""
-
-        def moved(state: GenState, mask, ancestors, sample_index, arrival) -> GenState:
-            return dataclasses.replace(
-                state, decode=resample_samples(state.decode, mask, ancestors, sample_index, arrival)
-            )
-
-        return self._programs.setdefault("resample", Program(moved, donate=(0,)))(state, *fields)
-
-    def found(self, state: GenState, slots) -> Hypotheses:
-        """What a beam search has found, `slots` i32[n]; compiled when it is first wanted."""
-        return self._programs.setdefault("found", Program(hypotheses))(state.decode.beams, slots)
-
     def compilations(self) -> dict[str, int]:
         """How many times each program has been compiled: in a healthy engine once, and once more per extension."""
         before = {} if self._smaller is None else self._smaller[1]
         now = {name: program.compilations for name, program in self._programs.items() if program.is_begun}
+        now |= self.tier.compilations()
         return {name: now.get(name, 0) + before.get(name, 0) for name in before | now}
 
     def trace_round(self, model, state, admission):
@@ -255,8 +256,11 @@ def _functions(shapes: Shapes, attention: AttentionSpec, config, *, kv_dtype, as
     def extend(state: GenState) -> GenState:
         return state.extended(shapes)
 
-    def look_at(state: DecodeState) -> Look:
-        return look(state, shapes)
+    def resample(state: GenState, mask, ancestors, sample_index, arrival) -> GenState:
+        return dataclasses.replace(state, decode=resample_samples(state.decode, mask, ancestors, sample_index, arrival))
+
+    def found(state: GenState, slots) -> Hypotheses:
+        return hypotheses(state.decode.beams, slots)
 
     return {
         "init": init,
@@ -265,11 +269,8 @@ def _functions(shapes: Shapes, attention: AttentionSpec, config, *, kv_dtype, as
         "zero_cache": zero_cache,
         "extend": extend,
         "read_scores": read_scores,
-        "look": look_at,
-        "read_pages": read_pages,
-        "write_pages": write_pages,
-        "park": park,
-        "readmit": readmit,
+        "resample": resample,
+        "found": found,
     }
 
 

@@ -1,5 +1,7 @@
 """One step: pack, allocate, forward, sample, append, free."""
 
+import dataclasses
+
 import equinox as eqx
 import haliax as hax
 import jax

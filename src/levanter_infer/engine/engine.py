@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -271,7 +271,7 @@ class InferenceEngine(Forks):
     def drain(self) -> None:
         """Run until the device is idle: every page is free afterwards."""
         self._settle()
-        self.state = self._tier.recall(self.programs, self.state)
+        self.state = self._tier.recall(self.programs.tier, self.state)
         while not self._slots.is_idle:
             self._slots.expire(time.perf_counter())
             self._move_pages()
@@ -305,7 +305,7 @@ class InferenceEngine(Forks):
         Raises: ValueError if `engine.host_bytes` does not suffice.
         """
         self._known += self._settle()
-        self.state, pages = self._tier.spill(self.programs, self.state, sequence)
+        self.state, pages = self._tier.spill(self.programs.tier, self.state, sequence)
         return pages
 
     def prefetch(self, sequence: HostSequence) -> None:
@@ -317,13 +317,13 @@ class InferenceEngine(Forks):
         Raises: ValueError if it is not in the host's memory.
         """
         self._known += self._settle()
-        self.state = self._tier.prefetch(self.programs, self.state, sequence)
+        self.state = self._tier.prefetch(self.programs.tier, self.state, sequence)
 
     def _move_pages(self) -> list[HostSequence]:
         """What the last round asked for, with nothing under way; returns as `step_round`."""
         known = self._settle() if self._tier.is_called else []
         if self._tier.is_called:
-            self.state = self._tier.move(self.programs, self.state, self._slots.occupants)
+            self.state = self._tier.move(self.programs.tier, self.state, self._slots.occupants)
         return known
 
     def _settle(self) -> list[HostSequence]:

@@ -59,7 +59,7 @@ class Forks:
         return added
 
     def _go_on(self, group: Group, sequences: list[HostSequence], ancestors: list[int]) -> None:
-        self.state = self._tier.begin_anew(self.programs, self.state, group)
+        self.state = self._tier.begin_anew(self.programs.tier, self.state, group)
         fields = go_on_from(self._slots, sequences, ancestors, self._rounds)
         if fields is not None:
             self.state = self.programs.resample(self.state, *jax.device_put(fields))

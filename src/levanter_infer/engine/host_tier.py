@@ -10,7 +10,7 @@ import numpy as np
 from haliax import NamedArray
 
 from levanter_infer.decode.host_tier import NO_CALL, SHORT, HostTerms
-from levanter_infer.decode.programs import Programs
+from levanter_infer.decode.programs import TierPrograms
 from levanter_infer.decode.sequence_table import FINISHED, FREE, LOADING, RUNNING, SPILLED, WAITING, pages_for
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import GenState
@@ -77,7 +77,7 @@ class _Record:
 class _Tables:
     """The tables as they are between two rounds, on the host; kept up with what is moved."""
 
-    def __init__(self, programs: Programs, state: GenState):
+    def __init__(self, programs: TierPrograms, state: GenState):
         look = programs.look(state.decode)
         for name, array in jax.device_get(dataclasses.asdict(look)).items():
             setattr(self, name, np.array(array))
@@ -163,7 +163,7 @@ class HostTier:
 
     # Policy
 
-    def move(self, programs: Programs, state: GenState, sequences: Many[Sequence]) -> GenState:
+    def move(self, programs: TierPrograms, state: GenState, sequences: Many[Sequence]) -> GenState:
         """Do what the device asked for. If nothing can be done, the next round gets on by itself."""
         start, short = time.perf_counter(), self._call == SHORT
         self._call = NO_CALL
@@ -176,7 +176,9 @@ class HostTier:
         self._registry.add("spill_s" if short else "prefetch_s", time.perf_counter() - start)
         return state
 
-    def _make_room(self, programs: Programs, state: GenState, tables: _Tables, sequences: Many[Sequence]) -> GenState:
+    def _make_room(
+        self, programs: TierPrograms, state: GenState, tables: _Tables, sequences: Many[Sequence]
+    ) -> GenState:
         """Spill groups, the last in order first, until the others have room to grow.
 
         If only the first group is left, its last sequences give way one by one; its first one never does.
@@ -198,7 +200,7 @@ class HostTier:
             state = parked
         return state
 
-    def _let_back(self, programs: Programs, state: GenState, tables: _Tables) -> GenState:
+    def _let_back(self, programs: TierPrograms, state: GenState, tables: _Tables) -> GenState:
         """Bring records back in order while they fit. What nobody makes room for any more is computed again."""
         while (first := self._first()) is not None:
             rank = tables.rank[[member.slot for member in first.remaining()]].min()
@@ -214,7 +216,7 @@ class HostTier:
 
     # By hand
 
-    def spill(self, programs: Programs, state: GenState, sequence: Sequence) -> tuple[GenState, int]:
+    def spill(self, programs: TierPrograms, state: GenState, sequence: Sequence) -> tuple[GenState, int]:
         """`InferenceEngine.spill_to_host`."""
         if not sequence.group.is_loose:
             raise ValueError(
@@ -241,14 +243,14 @@ class HostTier:
         self._registry.add("spill_s", time.perf_counter() - start)
         return parked, pages
 
-    def prefetch(self, programs: Programs, state: GenState, sequence: Sequence) -> GenState:
+    def prefetch(self, programs: TierPrograms, state: GenState, sequence: Sequence) -> GenState:
         """`InferenceEngine.prefetch`."""
         record = self._record_of(sequence)
         if record is None:
             raise ValueError("the sequence is not in the host's memory; spill_to_host brings it there")
         return self._recall(programs, state, record)
 
-    def begin_anew(self, programs: Programs, state: GenState, group: Group) -> GenState:
+    def begin_anew(self, programs: TierPrograms, state: GenState, group: Group) -> GenState:
         """Let a group's sequences that are here compute themselves again: their texts are about to change."""
         tables = _Tables(programs, state) if self._records else None
         for record in list(self._records):
@@ -256,13 +258,13 @@ class HostTier:
                 state = self._give_up(programs, state, tables, record)
         return state
 
-    def recall(self, programs: Programs, state: GenState) -> GenState:
+    def recall(self, programs: TierPrograms, state: GenState) -> GenState:
         """Let everybody come back who left by hand."""
         for record in [record for record in self._records if record.stays]:
             state = self._recall(programs, state, record)
         return state
 
-    def _recall(self, programs: Programs, state: GenState, record: _Record) -> GenState:
+    def _recall(self, programs: TierPrograms, state: GenState, record: _Record) -> GenState:
         start, tables = time.perf_counter(), _Tables(programs, state)
         record.stays = False
         if tables.fits(record, self._shapes.max_seqs):
@@ -280,7 +282,7 @@ class HostTier:
     # Moving
 
     def _move_out(
-        self, programs: Programs, state: GenState, tables: _Tables, sequences: list[Sequence], *, stays: bool
+        self, programs: TierPrograms, state: GenState, tables: _Tables, sequences: list[Sequence], *, stays: bool
     ) -> GenState | None:
         """Copy the pages of sequences of one group to the host's memory and give them back; None if it is full."""
         slots = [sequence.slot for sequence in sequences if sequence.slot is not None]
@@ -303,7 +305,7 @@ class HostTier:
         self._count()
         return self._park(programs, state, slots, status)
 
-    def _read(self, programs: Programs, state: GenState, pages: np.ndarray) -> list[jax.Array] | None:
+    def _read(self, programs: TierPrograms, state: GenState, pages: np.ndarray) -> list[jax.Array] | None:
         """The contents of `pages` in the host's memory; None if they do not fit there."""
         if self._max_bytes is None:
             self._max_bytes = default_host_bytes()
@@ -321,7 +323,7 @@ class HostTier:
             logger.warning("the host's memory for pages ends at %d bytes: %s", self._max_bytes, error)
             return None
 
-    def _move_in(self, programs: Programs, state: GenState, tables: _Tables, record: _Record) -> GenState:
+    def _move_in(self, programs: TierPrograms, state: GenState, tables: _Tables, record: _Record) -> GenState:
         """Bring a record back. Requires: as many pages are free as it uses."""
         if not record.contents:
             return self._give_up(programs, state, tables, record)
@@ -337,7 +339,7 @@ class HostTier:
         self._registry.add("prefetched_pages", len(used))
         return dataclasses.replace(state, kv=kv)
 
-    def _give_up(self, programs: Programs, state: GenState, tables: _Tables, record: _Record) -> GenState:
+    def _give_up(self, programs: TierPrograms, state: GenState, tables: _Tables, record: _Record) -> GenState:
         """Let a record's sequences compute themselves again."""
         self._registry.add("recomputed_tokens", sum(member.computed for member in record.remaining()))
         self._drop(tables, record, WAITING)
@@ -352,7 +354,7 @@ class HostTier:
         self._count()
 
     def _readmit(
-        self, programs: Programs, state: GenState, members: list[_Member], new: np.ndarray | None, count: int
+        self, programs: TierPrograms, state: GenState, members: list[_Member], new: np.ndarray | None, count: int
     ) -> tuple[GenState, jax.Array]:
         """Args: new: for each of the record's pages, which of the `count` ones it becomes; None: they begin anew."""
         shapes = self._shapes
@@ -368,7 +370,7 @@ class HostTier:
         decode, pages = programs.readmit(state.decode, *arguments)
         return dataclasses.replace(state, decode=decode), pages
 
-    def _park(self, programs: Programs, state: GenState, slots: list[int], status: int) -> GenState:
+    def _park(self, programs: TierPrograms, state: GenState, slots: list[int], status: int) -> GenState:
         mask = np.zeros(self._shapes.num_slots, bool)
         mask[slots] = True
         arguments = jax.device_put((mask, np.asarray(status, np.int32)))
