@@ -61,7 +61,7 @@ def test_hypotheses_and_scores_are_those_of_hf_for_all_searches_together(engine)
         assert_found(output.completions, expected[name][i], CASES[name].ends)
     assert len({tuple(output.completions[0].token_ids) for output in outputs[1::2]}) == 1
     stats = engine.stats()
-    assert stats["preemptions"] > 10 and stats["copied_pages"] > 10
+    assert stats["preemptions"] > 5 and stats["copied_pages"] > 5
 
 
 def test_a_search_alone_keeps_its_invariants_at_every_step_and_returns_its_best_n(engine):

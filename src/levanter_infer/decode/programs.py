@@ -110,10 +110,11 @@ class TierPrograms:
         self.look = Program(look_at)
         self.read_pages, self.write_pages = Program(read_pages), Program(write_pages, donate=(0,))
         self.park, self.readmit = Program(park, donate=(0,)), Program(readmit, donate=(0,))
+        self._programs = dict(vars(self))
 
     def compilations(self) -> dict[str, int]:
         """Of those that have been called."""
-        return {name: program.compilations for name, program in vars(self).items() if program.is_begun}
+        return {name: program.compilations for name, program in self._programs.items() if program.is_begun}
 
 
 class Programs:
