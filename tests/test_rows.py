@@ -163,6 +163,11 @@ def test_log_probabilities_are_in_a_row_only_if_asked_for():
     assert next(output_rows(output, SamplingParams()))["logprobs"] is None
     row = next(output_rows(output, SamplingParams(logprobs=1)))
     assert row["top_logprobs"] == [{"7": -0.5}, {"8": -1.0}] and list(row)[: len(KEYS)] == KEYS
+    scored = dataclasses.replace(OUTPUT, prompt_logprobs=np.asarray([-0.1, -np.inf], np.float32))
+    row = next(output_rows(scored, SamplingParams(prompt_logprobs=0)))
+    assert row["prompt_logprobs"] == [-0.1, None] and list(row) == [*KEYS, "prompt_logprobs"]
+    row = next(output_rows(dataclasses.replace(scored, prompt_top_logprobs=top), SamplingParams(prompt_logprobs=1)))
+    assert row["prompt_top_logprobs"] == [{"7": -0.5}, {"8": -1.0}]
 
 
 def test_failed_request_has_a_row_with_its_error():

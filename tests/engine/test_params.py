@@ -68,6 +68,7 @@ LIMITS = {
         ({"prompt_logprobs": -1}, "prompt_logprobs=-1: expected a whole number of at least 0; leave it out"),
         ({"prompt_logprobs": True}, "prompt_logprobs=True"),
         ({"prompt_logprobs": 0, "max_tokens": -1}, "max_tokens=-1: .* at least 0; use 0 to score the prompt"),
+        ({"prompt_logprobs": 0, "max_tokens": 0, "n": 2}, "max_tokens=0 generates nothing to choose from"),
         ({"frequency_penalty": 2.1}, "frequency_penalty=2.1: expected a number from -2 to 2"),
         ({"presence_penalty": "x"}, "presence_penalty='x'"),
         ({"repetition_penalty": 0}, "repetition_penalty=0: expected a number from 0.01 to 100"),

@@ -133,6 +133,8 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", _stop_sequences(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         _check_beams(self)
+        if self.max_tokens == 0 and self.num_sequences > 1:
+            raise ValueError("max_tokens=0 generates nothing to choose from; leave out n and best_of")
 
     @property
     def num_sequences(self) -> int:
