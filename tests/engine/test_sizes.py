@@ -52,6 +52,8 @@ def test_pages_decide_the_pool_and_sequence_length_only_the_tables():
         ({"page_size": 12}, "power of two"),
         ({"max_pages": 0}, "max_pages=0"),
         ({"kv_dtype": "int8"}, "kv_dtype"),
+        ({"preempt": "swap"}, "expected recompute or spill"),
+        ({"host_bytes": -1}, "host_bytes"),
         ({"attention": "tpu"}, "attention"),
     ],
 )
