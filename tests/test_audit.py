@@ -113,6 +113,21 @@ def test_two_swapped_pages_are_a_scramble_that_begins_at_a_page(engine):
     engine.reset()
 
 
+def test_a_look_inside_names_the_layer_that_stores_something_else(engine):
+    """The engine's keys and values against those of its own model, and of one whose second layer gets other inputs."""
+    engine.reset()
+    (request,) = requests((12,))
+    found = doctor.keys_and_values_of(engine, request, 0, stored=25)
+    assert found is not None and found[0][:12].tolist() == request.prompt_token_ids
+    model = tiny_model(**sizes())
+    assert "all layers store the right keys" in doctor.compare_stored(model, found, PAGE, SIZES["max_seq_len"])
+    other = eqx.tree_at(lambda m: m.layers.mlp.down_proj.weight, model, replace_fn=lambda w: w * jnp.float32(-1))
+    text = doctor.compare_stored(other, found, PAGE, SIZES["max_seq_len"])
+    assert "layer 1 is the first to store wrong ones" in text and "layer 0 stores the right ones" in text
+    assert doctor.keys_and_values_of(engine, request, 0, stored=60) is None
+    assert "depends on its company" in doctor.compare_stored(model, None, PAGE, SIZES["max_seq_len"])
+
+
 def test_scores_are_those_of_the_whole_forward_and_no_array_holds_all_logits():
     import haliax as hax
 
@@ -154,6 +169,8 @@ def test_audit_prints_a_table_and_one_json_line_and_passes(command, shared):
         (0, 0, 4), (1, 1, 4), (2, 3, 8), (4, 7, 16), (8, 15, 16)
     ]  # fmt: skip
     assert 0 < line["mean_delta"] <= line["max_delta"] < TOLERANCE
+    cached, uncached = line["perplexity"]
+    assert cached == pytest.approx(uncached, abs=0.01) and cached > 1
     assert "8-15" in err and "passed    max |Δ logprob|" in err
 
 
@@ -186,6 +203,19 @@ def test_doctor_compares_two_engines(command, shared):
     assert status == 0 and json.loads(out)["against"] == "engine" and "verdict   agree" in err
     status, out, err = command(doctor, *SAMPLING, "--against.sampling.temperature", "0")
     assert status == 1 and json.loads(out)["verdict"] == "drift" and "seed or sampling are not the same" in err
+
+
+def test_doctor_looks_inside_where_the_engine_and_the_plain_forward_disagree(command, shared, monkeypatch):
+    monkeypatch.setattr(doctor, "make_engine", lambda config, num_rows: shared)
+    model = tiny_model(**sizes())
+    turned = dataclasses.replace(model.config, rope=dataclasses.replace(model.config.rope, theta=100.0))
+    monkeypatch.setattr(audit, "plain_model", lambda config: dataclasses.replace(model, config=turned))
+    monkeypatch.setattr(doctor, "plain_model", audit.plain_model)
+    status, out, err = command(doctor, *SAMPLING)
+    assert status == 1 and json.loads(out)["verdict"] == "prompt"
+    assert (
+        "layer 0 is the first to store wrong ones: keys of head 0, keys of head 1" in err and "look at positions" in err
+    )
 
 
 def test_doctor_compares_two_files(command, tmp_path):
