@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         for name in _COPIED:
             source = ROOT / name
             (shutil.copytree if source.is_dir() else shutil.copy)(source, copy / name)
-        caught, by, seconds = test(copy, "", args.processes, 3600.0)
+        caught, by, seconds = test(copy, "", args, limit=3600.0)
         limit = max(3 * seconds, 60)
         print(json.dumps({"mutant": None, "failed": by, "seconds": seconds}), flush=True)
         if caught:
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
             path = copy / PACKAGE / entry["file"]
             original = path.read_text()
             path.write_text(texts[number])
-            caught, by, seconds = test(copy, entry["file"], args.processes, limit)
+            caught, by, seconds = test(copy, entry["file"], args, limit)
             path.write_text(original)
             results[number] = caught
             about = {"file": entry["file"], "function": entry["function"], "why": entry["why"]}
@@ -113,13 +113,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def test(copy: Path, file: str, processes: int, limit: float) -> tuple[bool, list[str], float]:
+def test(copy: Path, file: str, args: argparse.Namespace, limit: float) -> tuple[bool, list[str], float]:
     """Run the tier. Returns: whether it failed, the first tests that did, and how long it took."""
     start = time.perf_counter()
     parts = [TABLES, OTHERS] if Path(file).stem in _TABLES else [OTHERS, TABLES]
-    together = [parts] if processes > 1 else [[part] for part in parts]
+    together = [parts] if args.processes > 1 else [[part] for part in parts]
     for group in together:
-        running = [_begin(copy, part) for part in group]
+        running = [_begin(copy, part, args.without) for part in group]
         try:
             while running:
                 ended = _first_to_end(running, until=start + limit)
@@ -146,8 +146,9 @@ def _first_to_end(running: list[tuple[subprocess.Popen, Path]], until: float) ->
     return None
 
 
-def _begin(copy: Path, tests: Sequence[str]) -> tuple[subprocess.Popen, Path]:
+def _begin(copy: Path, tests: Sequence[str], without: Sequence[str]) -> tuple[subprocess.Popen, Path]:
     command = [sys.executable, "-m", "pytest", "-x", "-rfE", "--no-header", "--hypothesis-profile=mutants", *tests]
+    command += [f"--deselect={name}" for name in without]
     environment = {
         **os.environ,
         "PYTHONPATH": str(copy / "src"),
@@ -232,6 +233,7 @@ def main() -> int:
     runs.set_defaults(do=run)
     runs.add_argument("--only", help="numbers of mutants, separated by commas")
     runs.add_argument("--processes", type=int, default=2)
+    runs.add_argument("--without", nargs="*", default=[], help="tests to leave out")
     commands.add_parser("check", help="does the list fit the source?").set_defaults(do=check)
     draws = commands.add_parser("draw", help="draw new ones at random")
     draws.set_defaults(do=draw)
