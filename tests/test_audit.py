@@ -26,11 +26,13 @@ from tests.tokenizer_files import byte_level, write
 
 PAGE = 8
 TOLERANCE = audit.MAX_DELTA["float32"]
-SIZES = {"max_seqs": 4, "max_seq_len": 64, "page_size": PAGE, "max_step_tokens": 16}
+SIZES = {"max_seqs": 4, "page_size": PAGE, "max_step_tokens": 32}
+"""As in test_sample.py: compiled once for both."""
+MAX_SEQ_LEN = 256
 
 
 def sizes() -> dict[str, int]:
-    return {"vocab_size": byte_level().get_vocab_size()}
+    return {"vocab_size": byte_level().get_vocab_size(), "max_position_embeddings": MAX_SEQ_LEN}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +71,7 @@ def requests(lengths=(5, 9, 14, 20), max_tokens: int = 24) -> list[Request]:
 
 def judged(outputs: list[RequestOutput], model=None):
     model = tiny_model(**sizes()) if model is None else model
-    return diagnose(beside_uncached(model, outputs, SIZES["max_seq_len"]), TOLERANCE, PAGE)
+    return diagnose(beside_uncached(model, outputs, MAX_SEQ_LEN), TOLERANCE, PAGE)
 
 
 def test_the_engine_agrees_with_the_uncached_forward_and_noise_in_the_weights_is_drift(engine):
@@ -113,6 +115,21 @@ def test_two_swapped_pages_are_a_scramble_that_begins_at_a_page(engine):
     engine.reset()
 
 
+def test_a_look_inside_names_the_layer_that_stores_something_else(engine):
+    """The engine's keys and values against those of its own model, and of one whose second layer gets other inputs."""
+    engine.reset()
+    (request,) = requests((12,))
+    found = doctor.keys_and_values_of(engine, request, 0, stored=25)
+    assert found is not None and found[0][:12].tolist() == request.prompt_token_ids
+    model = tiny_model(**sizes())
+    assert "all layers store the right keys" in doctor.compare_stored(model, found, PAGE, MAX_SEQ_LEN)
+    other = eqx.tree_at(lambda m: m.layers.mlp.down_proj.weight, model, replace_fn=lambda w: w * jnp.float32(-1))
+    text = doctor.compare_stored(other, found, PAGE, MAX_SEQ_LEN)
+    assert "layer 1 is the first to store wrong ones" in text and "layer 0 stores the right ones" in text
+    assert doctor.keys_and_values_of(engine, request, 0, stored=60) is None
+    assert "depends on its company" in doctor.compare_stored(model, None, PAGE, MAX_SEQ_LEN)
+
+
 def test_scores_are_those_of_the_whole_forward_and_no_array_holds_all_logits():
     import haliax as hax
 
@@ -154,6 +171,8 @@ def test_audit_prints_a_table_and_one_json_line_and_passes(command, shared):
         (0, 0, 4), (1, 1, 4), (2, 3, 8), (4, 7, 16), (8, 15, 16)
     ]  # fmt: skip
     assert 0 < line["mean_delta"] <= line["max_delta"] < TOLERANCE
+    cached, uncached = line["perplexity"]
+    assert cached == pytest.approx(uncached, abs=0.01) and cached > 1
     assert "8-15" in err and "passed    max |Δ logprob|" in err
 
 
@@ -186,6 +205,19 @@ def test_doctor_compares_two_engines(command, shared):
     assert status == 0 and json.loads(out)["against"] == "engine" and "verdict   agree" in err
     status, out, err = command(doctor, *SAMPLING, "--against.sampling.temperature", "0")
     assert status == 1 and json.loads(out)["verdict"] == "drift" and "seed or sampling are not the same" in err
+
+
+def test_doctor_looks_inside_where_the_engine_and_the_plain_forward_disagree(command, shared, monkeypatch):
+    monkeypatch.setattr(doctor, "make_engine", lambda config, num_rows: shared)
+    model = tiny_model(**sizes())
+    turned = dataclasses.replace(model.config, rope=dataclasses.replace(model.config.rope, theta=100.0))
+    monkeypatch.setattr(audit, "plain_model", lambda config: dataclasses.replace(model, config=turned))
+    monkeypatch.setattr(doctor, "plain_model", audit.plain_model)
+    status, out, err = command(doctor, *SAMPLING)
+    assert status == 1 and json.loads(out)["verdict"] in ("prompt", "scramble")
+    assert (
+        "layer 0 is the first to store wrong ones: keys of head 0, keys of head 1" in err and "look at positions" in err
+    )
 
 
 def test_doctor_compares_two_files(command, tmp_path):

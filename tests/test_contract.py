@@ -54,3 +54,16 @@ def test_what_is_waited_for_is_a_capability():
     for id_, _, end in rows():
         if end.startswith("*waits for*"):
             assert not re.search(r"#\d|issue|`|\]\(", end), f"{id_} waits for {end!r}; name the capability"
+
+
+PITFALLS = [
+    *("M47", "M94", "M96", "L8", "L39", "L57", "L58"),
+    *("H17", "H18", "H19", "H20", "H21", "H22", "H23", "T1", "T2", "T17", "T18", "T19", "T20", "T21"),
+]
+"""What the designs warn of; L60, of many hosts, comes with these."""
+
+
+def test_every_pitfall_and_risk_ends_in_a_test():
+    ends = {row[0]: row[2] for row in rows()}
+    for id_ in PITFALLS:
+        assert re.search(r"^\*met by\* .*`tests/(\w+/)*test_\w+\.py`", ends[id_]), f"{id_} ends as {ends[id_]}"

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from levanter_infer.diagnosis import Pair, Path, diagnose
+from levanter_infer.diagnosis import Pair, Path, diagnose, where_stored_differs
 
 PAGE, LENGTH, TOLERANCE = 8, 24, 1e-4
 PROMPTS = (5, 9, 13, 18, 21, 30)
@@ -119,3 +119,17 @@ def test_nan_and_a_missing_end_are_never_equal():
     assert diagnose([dataclasses.replace(first, other=shorter)], TOLERANCE).verdict == "scramble"
     infinite = dataclasses.replace(first.one, logprobs=[float("-inf")] * LENGTH)
     assert diagnose([Pair("0", 0, infinite, infinite)], TOLERANCE).verdict == "agree"
+
+
+def test_stored_keys_and_values_name_the_first_wrong_layer_page_and_head():
+    expected = np.random.default_rng(0).normal(0, 3, (4, 20, 4, 8))
+    stored = expected + np.random.default_rng(1).normal(0, 0.02, expected.shape)
+    assert where_stored_differs(stored, expected, PAGE) is None
+    stored[2:, 9:, 3] += 2
+    text = where_stored_differs(stored, expected, PAGE)
+    assert text and "layer 2 is the first" in text and "values of head 1, in logical page 1, 2, from position 9" in text
+    stored[0, 8:16] = expected[0, :8]
+    text = where_stored_differs(stored, expected, PAGE)
+    assert (
+        text and "layer 0" in text and "all heads, in logical page 1, from position 8" in text and "page table" in text
+    )

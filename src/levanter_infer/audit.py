@@ -145,11 +145,15 @@ def sample(config: RunConfig, change: Callable[[Request], Request] = lambda requ
 
 def score_again(config: RunConfig, sampled: Sampled) -> list[Pair]:
     """Every completion beside the plain forward over its tokens, by the model as it is stored."""
+    return beside_uncached(plain_model(config), sampled.requests, sampled.about["max_seq_len"])
+
+
+def plain_model(config: RunConfig):
+    """The configuration's model as it is stored. Raises: ValueError as `load_model`."""
     from levanter_infer.checkpoints.load import load_weights
     from levanter_infer.checkpoints.source import resolve_source
 
-    model = load_weights(resolve_source(config.model.path, config.model.revision), dtype=config.model.dtype)
-    return beside_uncached(model, sampled.requests, sampled.about["max_seq_len"])
+    return load_weights(resolve_source(config.model.path, config.model.revision), dtype=config.model.dtype)
 
 
 def beside_uncached(model, outputs: Sequence[RequestOutput], max_seq_len: int) -> list[Pair]:
@@ -217,16 +221,27 @@ def summary(pairs: Sequence[Pair], gate: float) -> dict[str, Any]:
         "position": len(worst.one.prompt_token_ids) + token,
         "logprobs": [_number(path.logprobs[token]) for path in (worst.one, worst.other) if token < len(path.logprobs)],
     }
-    total = _max_and_mean(flat)
-    passed = bool(np.max(flat) <= gate)
-    return {"samples": len(pairs), "tokens": len(flat), **total, "gate": gate, "passed": passed} | {
+    return {
+        "samples": len(pairs),
+        "tokens": len(flat),
+        **_max_and_mean(flat),
+        "gate": gate,
+        "passed": bool(np.max(flat) <= gate),
+        "perplexity": [_perplexity([pair.one for pair in pairs]), _perplexity([pair.other for pair in pairs])],
         "worst": at,
         "by_token": buckets,
     }
 
 
+def _perplexity(paths: Sequence[Path]) -> float:
+    """Of all generated tokens together."""
+    logprobs = np.concatenate([path.logprobs for path in paths])
+    with np.errstate(over="ignore"):
+        return _number(float(np.exp(-np.mean(logprobs, dtype=np.float64))))
+
+
 def _max_and_mean(deltas: np.ndarray) -> dict[str, float | str]:
-    return {"max_delta": _number(np.max(deltas)), "mean_delta": _number(np.mean(deltas))}
+    return {"max_delta": _number(float(np.max(deltas))), "mean_delta": _number(float(np.mean(deltas)))}
 
 
 def _number(value: float) -> float:
@@ -239,6 +254,7 @@ def table(report: Mapping[str, Any]) -> list[str]:
     for bucket in report["by_token"]:
         name = str(bucket["from"]) if bucket["from"] == bucket["to"] else f"{bucket['from']}-{bucket['to']}"
         lines.append(f"{name:>12}{bucket['tokens']:>9}{bucket['max_delta']:>18.3g}{bucket['mean_delta']:>12.3g}")
+    lines.append("perplexity  " + " and ".join(f"{value:.6g}" for value in report["perplexity"]))
     worst = report["worst"]
     values = " and ".join(f"{value:.6g}" for value in worst["logprobs"])
     lines.append(

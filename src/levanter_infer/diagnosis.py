@@ -25,6 +25,8 @@ _AFTER = 8
 """Tokens after a jump that tell whether it was an outlier."""
 _WRONG = 0.25
 """Nats by which tokens may differ and still be called rounding, where nearly all samples differ alike."""
+_STORED = 0.25
+"""Keys and values that differ by more than this part of their usual size are wrong."""
 _MOST = 0.75
 """Share of the samples that a rule must fit to be reported as one."""
 
@@ -85,6 +87,10 @@ class Diagnosis:
     """agree, prompt, drift or scramble."""
     findings: list[str]
     """What was seen, one sentence each."""
+    suspect: Pair | None = None
+    """A sample that shows it,"""
+    stored: int = 0
+    """once so many of its tokens are stored."""
 
     @property
     def text(self) -> str:
@@ -107,13 +113,16 @@ def diagnose(pairs: Sequence[Pair], tolerance: float, page_size: int | None = No
     onsets = _onsets(deltas, tolerance)
     if worst <= tolerance and not parted and onsets.count(None) == len(onsets):
         return Diagnosis("agree", [f"no |Δ logprob| above {tolerance:g}; the largest is {worst:.3g}"])
-    broken = [_Broken(*part) for part in zip(pairs, deltas, onsets, strict=True) if part[2] is not None]
+    broken = [_Broken(p, d, onset) for p, d, onset in zip(pairs, deltas, onsets, strict=True) if onset is not None]
     if not broken:
         return Diagnosis("drift", _drift(deltas, tolerance, len(parted)))
     at_once = [sample.pair for sample in broken if sample.onset == 0]
     if len(at_once) >= _MOST * len(broken):
-        return Diagnosis("prompt", _prompt_path(pairs, at_once, page_size))
-    return Diagnosis("scramble", _scramble(broken, len(pairs), tolerance, page_size))
+        findings = _prompt_path(pairs, at_once, page_size)
+        return Diagnosis("prompt", findings, at_once[0], len(at_once[0].one.prompt_token_ids))
+    worst_one = max(broken, key=lambda sample: float(np.max(sample.deltas)))
+    findings = _scramble(worst_one, broken, len(pairs), tolerance, page_size)
+    return Diagnosis("scramble", findings, worst_one.pair, worst_one.query + 1)
 
 
 class _Broken(NamedTuple):
@@ -195,8 +204,9 @@ def _prompt_path(pairs: Sequence[Pair], wrong: Sequence[Pair], page_size: int | 
     return findings
 
 
-def _scramble(broken: Sequence[_Broken], num_pairs: int, tolerance: float, page_size: int | None) -> list[str]:
-    worst = max(broken, key=lambda sample: float(np.max(sample.deltas)))
+def _scramble(
+    worst: _Broken, broken: Sequence[_Broken], num_pairs: int, tolerance: float, page_size: int | None
+) -> list[str]:
     findings = [
         f"wrong by up to {float(np.max(worst.deltas)):.3g} from one token on, in {len(broken)} of {num_pairs} samples",
         f"request {worst.pair.id}, sample {worst.pair.index}: right up to generated token {worst.onset - 1}, wrong at "
@@ -226,3 +236,28 @@ def _common_place(broken: Sequence[_Broken], page_size: int | None) -> str:
         "no page boundary and no position is common to them: look at what other sequences do at that moment: sharing, "
         "copies, preemption, pages that are used again"
     )
+
+
+def where_stored_differs(stored: np.ndarray, expected: np.ndarray, page_size: int) -> str | None:
+    """The first layer whose keys or values are not what they should be, and which; None if all are right.
+
+    Args:
+        stored, expected: [layer, position, kv_pair, head_size], of one sequence.
+    """
+    size = np.sqrt(np.mean(np.square(expected), axis=(1, 3), keepdims=True))
+    close = np.isclose(stored, expected, rtol=0, atol=_STORED * size)
+    wrong = ~np.all(close, axis=3)
+    if not wrong.any():
+        return None
+    layer = int(np.argmax(wrong.any(axis=(1, 2))))
+    positions, pairs = (np.flatnonzero(wrong[layer].any(axis=axis)) for axis in (1, 0))
+    pages = ", ".join(map(str, sorted({int(p) // page_size for p in positions})[:8]))
+    what = [f"keys of head {p // 2}" if p % 2 == 0 else f"values of head {p // 2}" for p in pairs]
+    heads = "keys and values of all heads" if len(pairs) == wrong.shape[2] else ", ".join(what)
+    cause = (
+        "they are made of the embeddings alone: look at positions, at where they are written and at the page table"
+        if layer == 0
+        else f"layer {layer - 1} stores the right ones: look at its attention and feed-forward"
+    )
+    where = f"{heads}, in logical page {pages}, from position {positions[0]} on"
+    return f"layer {layer} is the first to store wrong ones: {where}; {cause}"

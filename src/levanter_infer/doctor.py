@@ -4,15 +4,19 @@ Exit status: 0 they agree, 1 they do not, 2 wrong usage or configuration.
 """
 
 import dataclasses
+import gc
 import json
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from levanter_infer.audit import (
     MAX_DELTA,
     default_gate,
     path_of,
+    plain_model,
     print_line,
     read_number,
     sample,
@@ -22,10 +26,11 @@ from levanter_infer.audit import (
     table,
 )
 from levanter_infer.config import RunConfig, load_config
-from levanter_infer.diagnosis import Diagnosis, Pair, Path, diagnose
+from levanter_infer.diagnosis import Diagnosis, Pair, Path, diagnose, where_stored_differs
 from levanter_infer.engine.params import brief
 from levanter_infer.engine.request import Request, RequestOutput
-from levanter_infer.sample import guarded, help_text, parse_arguments, report_failures, say
+from levanter_infer.rows import read_rows
+from levanter_infer.sample import guarded, help_text, make_engine, parse_arguments, report_failures, say
 
 _TOP = 20
 """Likeliest tokens whose log probabilities are compared where two engines choose differently."""
@@ -41,7 +46,8 @@ Compare two paths that should give the same tokens and log probabilities, and sa
   drift     smoothly, as rounding does; other tokens only where two were nearly as likely
   scramble  from one position on, by far more than before: page table, masks, stale keys
 
-  --config FILE             an engine against the plain forward of its model, without a cache
+  --config FILE             an engine against the plain forward of its model, without a cache; if they disagree, one
+                            sample is run again, alone: which layer is the first to store wrong keys and values?
   --against.KEY VALUE       instead against an engine whose configuration has this key changed, for example
                             --against.engine.attention reference
   --diff ONE OTHER          instead: two files of rows, written with sampling.logprobs (5 or more tell most)
@@ -66,7 +72,8 @@ def _command(argv: Sequence[str]) -> int:
         if rest or changes:
             raise ValueError(f"--diff compares two files and takes no {(rest or ['--against'])[0]}")
         gate = MAX_DELTA["float32"] if max_delta is None else max_delta
-        return report("files", {}, read_pairs(*files), gate, None if page_size is None else int(page_size))
+        pairs = read_pairs(*files)
+        return report("files", {}, pairs, gate, diagnose(pairs, gate, None if page_size is None else int(page_size)))
     arguments = parse_arguments(rest)
     if arguments is None:
         print(help_text(USAGE.format(**MAX_DELTA)))
@@ -98,7 +105,70 @@ def run(config: RunConfig, other: RunConfig | None, max_delta: float | None) -> 
         against, gate = "engine", max(default_gate(sampled.about), default_gate(second.about))
     report_failures(sampled.outputs)
     gate = gate if max_delta is None else max_delta
-    return report(against, sampled.about, pairs, gate, sampled.about["page_size"])
+    diagnosis = diagnose(pairs, gate, sampled.about["page_size"])
+    if other is None and diagnosis.suspect is not None:
+        diagnosis.findings.append(look_inside(config, diagnosis.suspect, diagnosis.stored))
+    return report(against, sampled.about, pairs, gate, diagnosis)
+
+
+def look_inside(config: RunConfig, suspect: Pair, stored: int) -> str:
+    """Run the request of a suspect sample again, alone, and compare what it stores, layer by layer."""
+    rows = [row.request for row in read_rows(config) if row.id == suspect.id and row.request is not None]
+    engine = make_engine(config, 1)
+    found = keys_and_values_of(engine, rows[0], suspect.index, stored)
+    page_size, max_seq_len = engine.shapes.page_size, engine.shapes.max_seq_len
+    del engine
+    gc.collect()
+    return compare_stored(plain_model(config), found, page_size, max_seq_len)
+
+
+def keys_and_values_of(engine, request: Request, index: int, stored: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Sample a request alone until `stored` tokens of sample `index` are stored, and look at these.
+
+    Returns: the tokens i32[stored], and their keys and values f32[layer, stored, kv_pair, head_size]; None if the
+        sample ends before.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    group = engine.submit(request)
+    sequence, found = group.sequences[index], None
+    while found is None and not group.is_done:
+        engine.step_round(max_steps=1)
+        table, kv = engine.state.decode.sequences, engine.state.kv
+        if sequence.slot is not None and int(table.num_computed.array[sequence.slot]) >= stored:
+            position = np.arange(stored)
+            pages = np.asarray(table.page_indices.array)[sequence.slot, position // engine.shapes.page_size]
+            values = kv.pages.array[:, pages, position % engine.shapes.page_size]
+            if values.dtype != kv.dtype:
+                values = jax.lax.bitcast_convert_type(values, kv.dtype)
+            tokens = np.asarray(table.tokens.array)[sequence.slot, :stored]
+            found = tokens, np.asarray(values.astype(jnp.float32))
+    engine.cancel(group)
+    engine.drain()
+    return found
+
+
+def compare_stored(model, found: tuple[np.ndarray, np.ndarray] | None, page_size: int, max_seq_len: int) -> str:
+    """What is wrong with keys and values that an engine has stored."""
+    import jax.numpy as jnp
+
+    from levanter_infer.decode.programs import compile_program
+    from levanter_infer.layers.attention import AttentionSpec
+    from levanter_infer.models.uncached import keys_and_values
+
+    if found is None:
+        return "run alone, the sample ends earlier: what it gets depends on its company"
+    tokens, stored = found
+    padded = np.zeros(1 << (len(tokens) - 1).bit_length(), np.int32)
+    padded[: len(tokens)] = tokens
+    spec = AttentionSpec(max_seq_len=max_seq_len)
+    expected = compile_program(lambda model, tokens: keys_and_values(model, tokens, spec))(model, jnp.asarray(padded))
+    expected = np.asarray(expected.astype(jnp.float32))[:, : len(tokens)]
+    return where_stored_differs(stored, expected, page_size) or (
+        f"run alone, all layers store the right keys and values for the first {len(tokens)} tokens: it takes company, "
+        "or it is the last layer, the head or the sampler"
+    )
 
 
 def _with_top(config: RunConfig):
@@ -110,9 +180,8 @@ def _with_top(config: RunConfig):
     return change
 
 
-def report(against: str, about: dict[str, Any], pairs: Sequence[Pair], gate: float, page_size: int | None) -> int:
+def report(against: str, about: dict[str, Any], pairs: Sequence[Pair], gate: float, diagnosis: Diagnosis) -> int:
     """Print numbers and verdict; returns the exit status."""
-    diagnosis: Diagnosis = diagnose(pairs, gate, page_size)
     numbers = summary(pairs, gate)
     for line in table(numbers):
         say(line)

@@ -121,11 +121,13 @@ def test_what_follows_a_forgotten_page_is_not_registered():
     assert texts.find(-1, [1, 2, 3, 4]) == [] and texts.table.serials.array[1] == prefix_table.UNKNOWN
 
 
-@pytest.mark.parametrize("collisions", ["none", "contents", "buckets"])
+@pytest.mark.parametrize("collisions", ["none", "contents", "beginnings", "buckets"])
 def test_random_texts_are_found_as_in_a_dictionary(collisions, monkeypatch):
     """Where hashes collide a page may be missed; a page of another text is never found."""
     if collisions == "contents":
         monkeypatch.setattr(prefix_table, "content_hashes", lambda tokens: tokens[:, 0].astype(jnp.uint32) % 2)
+    if collisions == "beginnings":
+        monkeypatch.setattr(prefix_table, "chained", lambda contents, place, starts: contents)
     if collisions == "buckets":
         monkeypatch.setattr(PrefixTable, "_bucket", lambda self, hashes: jnp.zeros(hashes.shape, jnp.int32))
     operations.cache_clear()

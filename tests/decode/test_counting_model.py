@@ -43,7 +43,7 @@ class CountingModel(eqx.Module):
     @staticmethod
     def init() -> "CountingModel":
         config = tiny_model(num_hidden_layers=LAYERS, vocab_size=WORDS).config
-        config = dataclasses.replace(config, num_heads=1, num_kv_heads=1, head_dim=2)
+        config = dataclasses.replace(config, hidden_size=2, num_heads=1, num_kv_heads=1, head_dim=2)
         return CountingModel(embed=Axis(EMBED, 2), config=config)
 
     def for_cpu(self, kernel: str, *, donate: bool = False) -> "CountingModel":
@@ -109,8 +109,10 @@ def make_engine() -> InferenceEngine:
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "sample", pick)
+        patch.setattr("levanter_infer.engine.config.MIN_UPLOAD_TOKENS", 12)  # long prompts come in pieces
         engine = InferenceEngine(CountingModel.init(), config=config)
         engine.warmup()
+        engine.score([[1, 2]])  # a program of its own
     return engine
 
 
@@ -171,3 +173,19 @@ def test_cancelled_sequences_leave_the_others_alone():
             assert [(s.token_ids, s.finish_reason) for s in group.sequences] == [expected] * request.sampling.n
         check_invariants(engine.state.decode)
         assert engine.stats()["pages_free"] == engine.shapes.num_pages
+
+
+def test_prompts_are_scored_by_the_count():
+    """In company, over chunks and pages, found and computed."""
+    engine, rng = make_engine(), np.random.default_rng(3)
+    common, texts = rng.integers(0, BAD, 18).tolist(), []
+    for _ in range(12):
+        tokens = common[: rng.integers(1, 19)]
+        for _ in range(rng.integers(1, 24)):
+            tokens = [*tokens, following(tokens) if rng.random() < 0.5 else int(rng.integers(0, BAD))]
+        texts.append(tokens)
+    for tokens, scores in zip(texts, engine.score(texts), strict=True):
+        expected = [0.0 if token == following(tokens[: i + 1]) else -50.0 for i, token in enumerate(tokens[1:])]
+        np.testing.assert_allclose(scores, expected, atol=1e-3)
+    check_invariants(engine.state.decode)
+    assert engine.stats()["pages_free"] == engine.shapes.num_pages

@@ -6,6 +6,7 @@ poisoned have companions in the healthy run that end in the same steps.
 
 import dataclasses
 import functools
+import math
 
 import haliax as hax
 import jax.numpy as jnp
@@ -13,7 +14,6 @@ import numpy as np
 import pytest
 
 from levanter_infer.cache.named import replace
-from levanter_infer.decode import step
 from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
@@ -22,43 +22,27 @@ from levanter_infer.engine.request import Request
 from levanter_infer.kernels import cpu
 from tests.tiny_models import tiny_model
 
-BAD_KV, BAD_LOGITS, HEALTHY = 60, 59, 58
-"""Tokens: all keys and values of one and after it are NaN; the logits behind one are; and one like any other."""
+BAD, HEALTHY = 60, 59
+"""Tokens: all keys and values of one and after it are NaN, and so are logits; and one like any other."""
+SIZES = {"max_seq_len": 64, "page_size": 4, "max_step_tokens": 16}
+CPU = {**SIZES, "attention": "cpu", "products": "cpu", "max_seqs": 4, "max_pages": 12}
+XLA = {**SIZES, "attention": "xla", "products": "xla", "max_seqs": 8, "max_pages": 24, "max_round_steps": 1}
 BACKENDS = {
-    "cpu, prefix cache": {"attention": "cpu", "products": "cpu", "prefix_cache": True},
-    "xla": {"attention": "xla", "products": "xla"},
-    "cpu": {"attention": "cpu", "products": "cpu"},
-    "xla, prefix cache": {"attention": "xla", "products": "xla", "prefix_cache": True},
+    "cpu, prefix cache": {**CPU, "prefix_cache": True},  # as in test_prefix_cache.py: compiled once for both
+    "xla": XLA,  # as in test_ladder.py
+    "cpu": CPU,
+    "xla, prefix cache": {**XLA, "prefix_cache": True},
 }
 FAST = 2
 """Engines that CI compiles; the rest are run with -m slow."""
 
 
-def sample_rows(model, state, hidden, plan, shapes):
-    """`step.sample_rows` with NaN in the rows whose last token is BAD_LOGITS."""
-    table, slots = state.sequences, plan.slot_ids
-    lens = table.seq_lens.array.at[slots].get(mode="fill", fill_value=1)
-    last = table.tokens.array.at[slots, lens - 1].get(mode="fill", fill_value=0)
-    hidden = jnp.where((last == BAD_LOGITS)[:, None], jnp.nan, hidden)
-    return _sample_rows(model, state, hidden, plan, shapes)
-
-
-_sample_rows = step.sample_rows
-
-
 @functools.lru_cache
 def make_engine(backend: str) -> InferenceEngine:
     model = tiny_model()
-    table = model.embeddings.array.at[BAD_KV].set(jnp.nan)
+    table = model.embeddings.array.at[BAD].set(jnp.nan)
     model = dataclasses.replace(model, embeddings=hax.NamedArray(table, model.embeddings.axes))
-    config = EngineConfig(
-        max_seqs=4, max_seq_len=64, page_size=4, max_step_tokens=16, max_pages=14, **BACKENDS[backend]
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "sample_rows", sample_rows)
-        engine = InferenceEngine(model, config=config)
-        engine.warmup()
-    return engine
+    return InferenceEngine(model, config=EngineConfig(**BACKENDS[backend]))
 
 
 @pytest.fixture(params=[pytest.param(b, marks=[pytest.mark.slow] * (i >= FAST)) for i, b in enumerate(BACKENDS)])
@@ -75,8 +59,15 @@ def text(length: int, seed: int) -> list[int]:
 
 
 def request(ids: list[int], seed: int, max_tokens: int = 14, n: int = 1) -> Request:
-    bias = {BAD_KV: -1e9, BAD_LOGITS: -1e9}
-    return Request(prompt_token_ids=ids, sampling=SamplingParams(max_tokens, seed=seed, n=n, logit_bias=bias))
+    sampling = SamplingParams(max_tokens, seed=seed, n=n, logit_bias={BAD: -1e9})
+    return Request(prompt_token_ids=ids, sampling=sampling)
+
+
+def with_nan_logits(request: Request) -> Request:
+    """The request with a bias of NaN, which nobody can ask for."""
+    sampling = dataclasses.replace(request.sampling)
+    object.__setattr__(sampling, "logit_bias", {0: math.nan})
+    return dataclasses.replace(request, sampling=sampling)
 
 
 def company() -> list[Request]:
@@ -141,20 +132,22 @@ def test_nan_wherever_nothing_is_stored_changes_no_bit(engine):
     assert sum(filled) > 100
 
 
-@pytest.mark.parametrize("bad", [BAD_KV, BAD_LOGITS])
-def test_nan_that_a_sequence_computes_itself_changes_no_bit_of_others(engine, bad):
+@pytest.mark.parametrize("where", ["keys and values", "logits"])
+def test_nan_that_a_sequence_computes_itself_changes_no_bit_of_others(engine, where):
     """Its keys and values from early in its prompt on, over several chunks; or nothing but its row of logits."""
 
-    def mixed(token: int) -> list[Request]:
-        sick = [
-            request([*text(2, 50 + i), token, *text(24, 60 + i)] if bad == BAD_KV else [*text(5, 50 + i), token], 9, 1)
-            for i in range(3)
-        ]
-        return [request for pair in zip(company()[:3], sick, strict=True) for request in pair] + company()[3:]
+    def mixed(is_sick: bool) -> list[Request]:
+        if where == "logits":
+            others = [request(text(6, 50 + i), 9, max_tokens=1) for i in range(3)]
+            others = [with_nan_logits(other) for other in others] if is_sick else others
+        else:
+            prompts = [[*text(2, 50 + i), BAD if is_sick else HEALTHY, *text(24, 60 + i)] for i in range(3)]
+            others = [request(prompt, 9, max_tokens=1) for prompt in prompts]
+        return [request for pair in zip(company()[:3], others, strict=True) for request in pair] + company()[3:]
 
-    healthy = run(engine, mixed(HEALTHY))
+    healthy = run(engine, mixed(False))
     engine.reset()
-    poisoned = run(engine, mixed(bad))
+    poisoned = run(engine, mixed(True))
     assert [completions[0][:2] for completions in poisoned[1:6:2]] == [([], "error")] * 3
     assert poisoned[0:6:2] + poisoned[6:] == healthy[0:6:2] + healthy[6:]
 

@@ -1,12 +1,15 @@
 """Whole sequences through the plain forward: the judge of everything that works with a cache."""
 
+import dataclasses
+
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.axes import POSITION
+from levanter_infer.axes import POSITION, ROW, ROW_BOUND, SEQ_PAGE, TOKEN
+from levanter_infer.cache import KvPages, PageBatchInfo
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.models.decoder import PLAIN, DecoderModel
 
@@ -53,3 +56,35 @@ def token_scores(model: DecoderModel, tokens: Array, attention: AttentionSpec = 
 
     parts = (hidden.reshape(-1, BLOCK, hidden.shape[1]), jnp.roll(tokens, -1).reshape(-1, BLOCK))
     return jax.tree.map(lambda scores: scores.reshape(-1), jax.lax.map(block, parts))
+
+
+def keys_and_values(model: DecoderModel, tokens: Array, attention: AttentionSpec = PLAIN) -> Array:
+    """What all layers store for `tokens` i32[n], computed in one piece and kept in one page by the reference attention.
+
+    Requires: n is a power of two.
+    Returns: [layer, n, kv_pair, head_size], in the dtype of the model.
+    """
+    config, size = model.config, tokens.shape[0]
+    index = jnp.arange(size, dtype=jnp.int32)
+    batch = PageBatchInfo(
+        tokens=hax.named(tokens, (TOKEN,)),
+        positions=hax.named(index, (TOKEN,)),
+        slot_ids=hax.named(jnp.zeros(1, jnp.int32), (ROW,)),
+        cu_q_lens=hax.named(jnp.asarray([0, size], jnp.int32), (ROW_BOUND,)),
+        seq_lens=hax.named(jnp.full(1, size, jnp.int32), (ROW,)),
+        page_indices=hax.named(jnp.zeros((1, 1), jnp.int32), (ROW, SEQ_PAGE)),
+        num_seqs=hax.named(jnp.int32(1), ()),
+        new_token_dests=hax.named(index, (TOKEN,)),
+        page_size=size,
+    )
+    kv = KvPages.init(
+        num_layers=config.num_layers,
+        num_pages=1,
+        page_size=size,
+        num_kv_heads=config.num_kv_heads,
+        head_size=config.head_dim,
+        dtype=model.dtype,
+        as_bits=False,
+    )
+    _, kv = model.hidden(batch, kv, dataclasses.replace(attention, impl="reference"))
+    return kv.pages.array[:, 0]
