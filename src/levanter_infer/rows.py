@@ -170,7 +170,7 @@ def _make_request(content: Any, row_id: str, base: SamplingParams, known: Sequen
     sampling = base
     if content.get("sampling") is not None:
         sampling = merge_sampling(base, content["sampling"])
-    for name in ("n", "best_of"):
+    for name in ("n", "best_of", "num_beams"):
         if (getattr(sampling, name) or 0) > MAX_N:
             raise ValueError(f"sampling.{name}={getattr(sampling, name)}; expected at most {MAX_N}")
     prompt: dict[str, Any] = {kind: value}
@@ -215,6 +215,8 @@ def output_rows(output: RequestOutput, sampling: SamplingParams | None) -> Itera
         )
         if wanted and c.top_logprobs is not None:
             row["top_logprobs"] = tops(c.top_logprobs)
+        if c.score is not None:
+            row["score"] = _number_or_null(c.score)
         if output.prompt_logprobs is not None:
             row["prompt_logprobs"] = numbers(output.prompt_logprobs)
         if output.prompt_top_logprobs is not None:

@@ -30,7 +30,7 @@ SHAPES = Shapes(
     num_slots=10,
     max_seqs=5,
     max_seq_len=14,
-    num_pages=22,
+    num_pages=17,
     page_size=2,
     max_step_tokens=6,
     max_round_steps=4,
@@ -95,7 +95,10 @@ def random_search(rng: np.random.Generator) -> Search:
     }
     stops = rng.choice(VOCAB, rng.integers(0, 3), replace=False).tolist()
     params = SamplingParams(
-        max_tokens=int(rng.integers(1, 9)), stop_token_ids=stops, temperature=0.0, **(asked if width > 1 else {})
+        max_tokens=int(rng.integers(1, 9 if width < 4 else 6)),
+        stop_token_ids=stops,
+        temperature=0.0,
+        **(asked if width > 1 else {}),
     )
     beginning = [1, 2, 3, 4, 5] if rng.random() < 0.6 else rng.integers(0, VOCAB, 5).tolist()
     return Search(beginning[: rng.integers(1, 6)], params, width)

@@ -189,7 +189,7 @@ class Driver:
         self._apply({"cancel": mask, "has_cancellations": np.asarray(True)})
 
     def resample(self, ancestors: dict[int, int]) -> None:
-        """Slots go on from their ancestors; all others stay, whatever their entries say. The host's do not move."""
+        """Slots go on from their ancestors; others stay, whatever stands in their entries, and those of the host."""
         parked = [i for i, slot in enumerate(self.model.slots) if slot.status == SPILLED]
         ancestors = {i: a for i, a in ancestors.items() if i not in parked and a not in parked}
         mask = np.zeros(SHAPES.num_slots, bool)

@@ -91,6 +91,8 @@ def in_mid_search(engine):
 
 def test_a_search_that_is_cancelled_gives_all_its_pages_back(engine):
     first, second = in_mid_search(engine)
+    histogram = engine.memory()["refcount_histogram"]
+    assert max(map(int, histogram)) == 5  # the prompt of both searches is stored once
     engine.cancel(first)
     engine.drain()
     assert [c.finish_reason for c in first.completions()] == ["abort"] * 3

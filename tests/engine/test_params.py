@@ -52,6 +52,8 @@ LIMITS = {
         ({"num_beams": 3, "stop": "x"}, "stop with num_beams=3.*use stop_token_ids"),
         ({"num_beams": 3, "stop_token_ids": [[1, 2]]}, "stop_token_ids with num_beams=3: only single tokens"),
         ({"num_beams": 3, "logprobs": 2}, "logprobs=2 with num_beams=3.*use 0"),
+        ({"num_beams": 3, "prompt_logprobs": 0}, "prompt_logprobs with num_beams=3"),
+        ({"num_beams": 3, "max_tokens": 0, "prompt_logprobs": 0}, "max_tokens=0 with num_beams=3"),
         ({"num_beams": 3, "early_stopping": "ever"}, "early_stopping='ever': expected true, false or"),
         ({"num_beams": 3, "length_penalty": float("nan")}, "length_penalty=nan"),
         ({"length_penalty": 0.5}, "length_penalty=0.5 is for beam search; set num_beams"),

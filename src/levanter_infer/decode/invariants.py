@@ -8,7 +8,7 @@ from jax import Array
 
 from levanter_infer.cache.prefix_table import UNKNOWN
 from levanter_infer.decode.programs import compile_program
-from levanter_infer.decode.sequence_table import FINISHED, FREE, RUNNING, SPILLED, WAITING
+from levanter_infer.decode.sequence_table import FINISHED, FREE, LOADING, RUNNING, SPILLED, WAITING
 from levanter_infer.decode.state import DecodeState
 
 
@@ -58,6 +58,11 @@ def violations(state: DecodeState) -> dict[str, Array]:
     }
     if state.prefix is not None:
         counted["pages that can be found hold what the table says"] = _contents_differ(state, holds)
+    if state.beams is not None:
+        told = (status > LOADING) & (status < FINISHED) & state.beams.searches
+        leader_lens = lens.at[state.beams.params.leaders.array].get(mode="fill", fill_value=0)
+        apart = (state.beams.of_group(told) != state.beams.params.widths.array) | (lens != leader_lens)
+        counted["the beams of a search live together and are equally long"] = told & apart
     return {name: jnp.sum(jnp.asarray(bad), dtype=jnp.int32) for name, bad in counted.items()}
 
 

@@ -254,7 +254,7 @@ class HostTier:
         """Let a group's sequences that are here compute themselves again: their texts are about to change."""
         tables = _Tables(programs, state) if self._records else None
         for record in list(self._records):
-            if tables is not None and record.remaining()[0].sequence.group is group:
+            if tables is not None and any(member.sequence.group is group for member in record.remaining()):
                 state = self._give_up(programs, state, tables, record)
         return state
 

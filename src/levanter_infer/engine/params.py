@@ -184,6 +184,8 @@ def _check_beams(params: SamplingParams) -> None:
         raise ValueError(f"stop with {search}: a search ends at tokens, not at text; use stop_token_ids")
     if any(len(sequence) > 1 for sequence in stop_sequences(params)):
         raise ValueError(f"stop_token_ids with {search}: only single tokens end a hypothesis; give token ids")
+    if params.prompt_logprobs is not None:
+        raise ValueError(f"prompt_logprobs with {search}: ask for them in a request without a search")
     if params.logprobs:
         raise ValueError(f"logprobs={params.logprobs} with {search}: only those of its tokens are known; use 0")
 
