@@ -32,7 +32,7 @@ class Program:
     A call dispatches to the executable itself: nothing can be traced or compiled behind the caller's back.
     """
 
-    def __init__(self, function, *, donate: tuple[int, ...] = (), options: Mapping[str, bool | int] | None = None):
+    def __init__(self, function, *, donate: tuple[int, ...] = (), options: Mapping[str, str | bool] | None = None):
         """
         Args:
             options: for XLA's compiler; one that knows them not compiles without them.
@@ -85,7 +85,7 @@ class Program:
         }
 
 
-def _compile(lowered: jax.stages.Lowered, options: dict[str, bool | int]) -> jax.stages.Compiled:
+def _compile(lowered: jax.stages.Lowered, options: dict[str, str | bool]) -> jax.stages.Compiled:
     try:
         return lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
@@ -138,7 +138,7 @@ class Programs:
         kv_dtype,
         as_bits: bool,
         on_recompile: Callable[[str], None] | None = None,
-        options: Mapping[str, bool | int] | None = None,
+        options: Mapping[str, str | bool] | None = None,
         smaller: "Programs | None" = None,
     ):
         """
@@ -261,6 +261,7 @@ def _functions(shapes: Shapes, attention: AttentionSpec, config, *, kv_dtype, as
         return dataclasses.replace(state, decode=resample_samples(state.decode, mask, ancestors, sample_index, arrival))
 
     def found(state: GenState, slots) -> Hypotheses:
+        assert state.decode.beams is not None, "no request has asked for beams"
         return hypotheses(state.decode.beams, slots)
 
     return {

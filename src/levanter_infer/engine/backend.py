@@ -69,14 +69,16 @@ class Backend:
         return self.platform == "cpu"
 
     @property
-    def compiler_options(self) -> Mapping[str, bool | int]:
+    def compiler_options(self) -> Mapping[str, str | bool]:
         """How XLA compiles the round. With the kernels for CPUs its own code is control and sampling only, hundreds of
         small loops that are no faster for what costs a third of the compilation (docs/performance.md)."""
         if not self.is_batch_invariant:
             return {}
         fast = {"xla_cpu_use_fusion_emitters": False}
         return (
-            fast if jax.config.read("jax_disable_most_optimizations") else {**fast, "xla_backend_optimization_level": 1}
+            fast
+            if jax.config.read("jax_disable_most_optimizations")
+            else {**fast, "xla_backend_optimization_level": "1"}
         )
 
     def prepare(self, model, *, donate: bool = False):
