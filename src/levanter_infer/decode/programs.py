@@ -261,6 +261,7 @@ def _functions(shapes: Shapes, attention: AttentionSpec, config, *, kv_dtype, as
         return dataclasses.replace(state, decode=resample_samples(state.decode, mask, ancestors, sample_index, arrival))
 
     def found(state: GenState, slots) -> Hypotheses:
+        assert state.decode.beams is not None
         return hypotheses(state.decode.beams, slots)
 
     return {
