@@ -86,7 +86,7 @@ class Search:
 
 
 def random_search(rng: np.random.Generator) -> Search:
-    width = int(rng.integers(1, SHAPES.max_beams + 1))
+    width = int(rng.choice([1, 1, 1, 2, 2, 3, 4]))
     asked = {
         "num_beams": width,
         "n": width,
@@ -95,7 +95,7 @@ def random_search(rng: np.random.Generator) -> Search:
     }
     stops = rng.choice(VOCAB, rng.integers(0, 3), replace=False).tolist()
     params = SamplingParams(
-        max_tokens=int(rng.integers(1, 9 if width < 4 else 6)),
+        max_tokens=int(rng.integers(1, 6) if width == 4 else rng.integers(3, 9)),
         stop_token_ids=stops,
         temperature=0.0,
         **(asked if width > 1 else {}),

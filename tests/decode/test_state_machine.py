@@ -80,7 +80,7 @@ def test_random_operations_reach_preemption_forks_and_copies():
     """The comparison above means little if the interesting cases are not reached."""
     driver, rng = Driver(), np.random.default_rng(0)
     reached = np.zeros(3, int)
-    for _ in range(1000):
+    for _ in range(2000):
         before = np.array([driver.model.preemptions, driver.model.copied, driver.model.forks])
         random_operation(driver, rng)
         after = np.array([driver.model.preemptions, driver.model.copied, driver.model.forks])

@@ -121,11 +121,11 @@ def test_a_beam_that_is_not_finite_ends_its_search_and_harms_nobody(engine):
     ("changes", "message"),
     [
         ({"num_beams": 7, "n": 1}, "num_beams=7 exceeds engine.max_seqs=6: beams run together"),
-        ({"num_beams": 6, "n": 1}, "num_beams=6 beams of up to 31 tokens, of which 17 are the prompt, may need 28"),
+        ({"max_tokens": 31}, "num_beams=4 beams of up to 32 tokens, of which 1 are the prompt, may need 32 pages"),
     ],
 )
 def test_a_search_that_does_not_fit_is_refused_with_the_numbers(engine, changes, message):
-    error = engine.generate([request("wide", 17, **changes)])[0].error
+    error = engine.generate([request("wide", 1, **changes)])[0].error
     assert error is not None and message in error
 
 
