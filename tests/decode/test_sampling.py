@@ -56,7 +56,8 @@ def run(slots: list[int], logits=LOGITS, params=MIXTURE, rows: int = SLOTS) -> d
     padded = slots + [SLOTS] * (rows - len(slots))
     of_rows = np.concatenate([logits, np.zeros((1, VOCAB), np.float32)])[padded]
     out = sample_rows(jnp.asarray(of_rows), table_of(params, VOCAB), jnp.asarray(padded, jnp.int32))
-    return {field.name: np.asarray(getattr(out, field.name))[: len(slots)] for field in dataclasses.fields(out)}
+    values = {field.name: getattr(out, field.name) for field in dataclasses.fields(out)}
+    return {name: np.asarray(value)[: len(slots)] for name, value in values.items() if value is not None}
 
 
 def assert_same_bits(row: dict[str, np.ndarray], i: int, other: dict[str, np.ndarray], j: int) -> None:
