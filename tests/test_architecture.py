@@ -26,8 +26,9 @@ LAYERS = [
     {"engine"},
     {"config"},
     {"rows"},
+    {"frontend"},
 ]
-"""From the bottom up; a part imports parts below its own line only. All other modules are frontends, above them."""
+"""From the bottom up; a part imports parts below its own line only. All other modules are commands, above them."""
 DEVICE = {"axes", "kernels", "cache", "layers", "models", "decode"}
 HOST_ONLY_MODULES = {
     "argparse", "asyncio", "datetime", "io", "json", "logging", "multiprocessing", "os", "pathlib", "queue", "random",

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from levanter_infer import sample
+from levanter_infer import frontend, sample
 from levanter_infer.checkpoints.save import save_model
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Completion, Request, RequestOutput
@@ -103,7 +103,7 @@ def test_all_well_returns_zero_and_a_written_file_is_kept(checkpoint, command, o
 
 
 def test_metrics_are_written_as_json_or_for_prometheus(checkpoint, command, one_engine, tmp_path, monkeypatch):
-    monkeypatch.setattr(sample, "_LOG_SECONDS", 0)
+    monkeypatch.setattr(frontend, "_LOG_SECONDS", 0)
     base = ("--model", str(checkpoint), "--prompts", "hello", "--sampling.max_tokens", "3", *SMALL)
     files = tmp_path / "m.json", tmp_path / "m.prom"
     for file in files:
@@ -202,7 +202,7 @@ def test_sequence_that_ends_in_error_counts_as_failed(capsys):
 
 
 def test_sampling_text_shows_what_differs_from_the_defaults():
-    assert sample.sampling_text(SamplingParams(top_k=5)) == "max_tokens=64 temperature=1.0 top_k=5"
+    assert frontend.sampling_text(SamplingParams(top_k=5)) == "max_tokens=64 temperature=1.0 top_k=5"
 
 
 def test_interrupt_returns_130(command, monkeypatch):

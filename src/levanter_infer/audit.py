@@ -16,8 +16,7 @@ import numpy as np
 from levanter_infer.config import RunConfig, load_config
 from levanter_infer.diagnosis import Diagnosis, Pair, Path, diagnose
 from levanter_infer.engine.request import Request, RequestOutput
-from levanter_infer.rows import read_rows
-from levanter_infer.sample import (
+from levanter_infer.frontend import (
     generate,
     guarded,
     help_text,
@@ -27,6 +26,7 @@ from levanter_infer.sample import (
     report_failures,
     say,
 )
+from levanter_infer.rows import read_rows
 
 MAX_DELTA = {"float32": 1e-3, "bfloat16": 1.0, "float16": 0.1}
 """Largest |Δ logprob| that passes by default, by the coarser dtype of weights and pages. docs/numerics.md says what was

@@ -29,8 +29,8 @@ from levanter_infer.config import RunConfig, load_config
 from levanter_infer.diagnosis import Diagnosis, Pair, Path, diagnose, where_stored_differs
 from levanter_infer.engine.params import brief
 from levanter_infer.engine.request import Request, RequestOutput
+from levanter_infer.frontend import guarded, help_text, make_engine, parse_arguments, report_failures, say
 from levanter_infer.rows import read_rows
-from levanter_infer.sample import guarded, help_text, make_engine, parse_arguments, report_failures, say
 
 _TOP = 20
 """Likeliest tokens whose log probabilities are compared where two engines choose differently."""

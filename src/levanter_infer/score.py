@@ -18,8 +18,7 @@ import numpy as np
 from levanter_infer.config import RunConfig, load_config
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput
-from levanter_infer.rows import Row, numbers, read_rows, tops
-from levanter_infer.sample import (
+from levanter_infer.frontend import (
     generate,
     guarded,
     help_text,
@@ -34,6 +33,7 @@ from levanter_infer.sample import (
     report_failures,
     say,
 )
+from levanter_infer.rows import Row, numbers, read_rows, tops
 
 if TYPE_CHECKING:
     from levanter_infer.checkpoints.tokenizer import Tokenizer

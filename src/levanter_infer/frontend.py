@@ -1,0 +1,304 @@
+"""What the commands share: arguments, streams and exit status, an engine, output files, progress, errors.
+
+Exit status of all of them: 0 all is well, 1 some requests failed, 2 wrong usage or configuration, 130 interrupted,
+141 nobody reads the output any more.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from levanter_infer.config import MeshConfig, ModelSource, OutputConfig, RunConfig, check_keys
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import Request, RequestOutput
+from levanter_infer.rows import Row, RowWriter, escape_for_terminal
+from levanter_infer.runtime.compile_cache import enable_compile_cache
+
+if TYPE_CHECKING:
+    from levanter_infer.engine.engine import InferenceEngine
+
+_MAX_SHOWN_ERRORS = 20
+_MAX_MESSAGE = 800
+"""Characters of one error on the terminal."""
+_LOG_SECONDS = 10
+"""Between lines about the run where no progress bar is drawn."""
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Run a command; returns its exit status, or that of what stopped it, which is said on standard error."""
+    try:
+        with _standard_streams():
+            return _status(command)
+    except BrokenPipeError:
+        return 141
+
+
+def _status(command: Callable[[], int]) -> int:
+    try:
+        return command()
+    except ValueError as e:
+        say(one_line(f"error: {e}"))
+        return 2
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        say(one_line(f"error: {e.strerror or e}" + (f": {e.filename}" if e.filename else "")))
+        return 2
+    except KeyboardInterrupt:
+        say("interrupted")
+        return 130
+
+
+@contextlib.contextmanager
+def _standard_streams() -> Iterator[None]:
+    """Take any text on standard output, which may be closed; leave nothing that fails to be flushed at exit."""
+    with contextlib.ExitStack() as stack:
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # closed by whoever started us
+                nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+                setattr(sys, name, nowhere)
+                stack.callback(setattr, sys, name, None)
+        with contextlib.suppress(AttributeError):
+            sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+        try:
+            yield
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                try:
+                    stream.flush()
+                except OSError:
+                    with contextlib.suppress(OSError, ValueError):
+                        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def interrupt(*_) -> None:
+    """Handle a signal as the keyboard's."""
+    raise KeyboardInterrupt
+
+
+def parse_arguments(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]] | None:
+    """(configuration file, overrides), or None for help. Raises: ValueError for a malformed option."""
+    path, overrides, rest = None, [], list(argv)
+    while rest:
+        option = rest.pop(0)
+        if option in ("--help", "-h"):
+            return None
+        if not option.startswith("--") or option == "--":
+            raise ValueError(f"unexpected {option!r}: expected --config FILE and --key value; see --help")
+        key, has_value, value = option[2:].partition("=")
+        check_keys([key.split(".")[0]], [*(f.name for f in dataclasses.fields(RunConfig)), "config", "overwrite"], "")
+        if key == "overwrite" and not has_value:
+            value = "true"
+        elif not has_value:
+            if not rest or rest[0].startswith("--"):
+                raise ValueError(f"--{key} needs a value; one that begins with -- is written --{key}=VALUE")
+            value = rest.pop(0)
+        if key == "config":
+            if path is not None:
+                raise ValueError("--config is given twice; expected one configuration")
+            path = value
+        else:
+            overrides.append(("output.overwrite" if key == "overwrite" else key, value))
+    return path, overrides
+
+
+def help_text(usage: str) -> str:
+    """Usage, and every key of the configuration with its default."""
+    from draccus.wrappers.docstring import get_attribute_docstring
+
+    from levanter_infer.engine.config import EngineConfig
+
+    sections = {
+        "": RunConfig,
+        "model.": ModelSource,
+        "output.": OutputConfig,
+        "mesh.": MeshConfig,
+        "sampling.": SamplingParams,
+        "engine.": EngineConfig,
+    }
+    lines = [usage, "keys (and defaults):"]
+    for prefix, cls in sections.items():
+        for field in dataclasses.fields(cls):
+            plain = field.default is not dataclasses.MISSING and field.default not in (None, ())
+            lines.append(f"  {prefix}{field.name}" + (f" ({field.default})" if plain else ""))
+            doc = " ".join(get_attribute_docstring(cls, field.name).docstring_below.split())
+            lines.extend(textwrap.wrap(doc, 100, initial_indent="      ", subsequent_indent="      "))
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def output_files(config: RunConfig) -> Iterator[tuple[RowWriter | None, RowWriter | None]]:
+    """Writers of the rows and of the metrics, None for what is not asked for. Raises: ValueError."""
+    output = config.output
+    with contextlib.ExitStack() as stack:
+
+        def writer(path: str | None) -> RowWriter | None:
+            if output is None or path is None:
+                return None
+            if config.prompts_file is not None:
+                _check_apart(path, config.prompts_file)
+            return stack.enter_context(RowWriter(path, overwrite=output.overwrite))
+
+        yield (writer(output.path), writer(output.metrics)) if output else (None, None)
+
+
+def _check_apart(output: str, prompts_file: str) -> None:
+    """Raises: ValueError if writing the output would destroy the prompts."""
+    for name in (output, f"{output}.partial"):
+        if os.path.exists(name) and os.path.samefile(name, prompts_file):
+            raise ValueError(f"output {output} would replace the prompts_file {prompts_file}; give another name")
+
+
+def generate(engine: "InferenceEngine", requests: list[Request], on_update=None) -> list[RequestOutput]:
+    """Sample all requests. Raises: RuntimeError for a fault of the engine."""
+    try:
+        return engine.generate(requests, on_update=on_update)
+    except ValueError as e:  # what requests do wrong is in their outputs, so this is a fault of ours: show all of it
+        raise RuntimeError("sampling failed; please report this with the traceback") from e
+
+
+def make_engine(config: RunConfig, num_rows: int) -> "InferenceEngine":
+    """Load model and tokenizer, and say what was chosen. Raises: ValueError saying what is wrong with them."""
+    from levanter_infer.checkpoints.source import resolve_source
+    from levanter_infer.checkpoints.tokenizer import Tokenizer
+
+    source = resolve_source(config.model.path, config.model.revision)
+    if config.tokenizer is not None:
+        tokenizer = Tokenizer.from_directory(resolve_source(config.tokenizer, weights=False).directory)
+    else:
+        tokenizer = Tokenizer.from_directory(source.directory) if source.has("tokenizer.json") else None
+
+    # Everything above answers before JAX is imported.
+    from jax.errors import JaxRuntimeError
+
+    from levanter_infer.checkpoints.load import open_model
+    from levanter_infer.engine.engine import InferenceEngine
+
+    enable_compile_cache()
+    engine_config = config.engine_config()
+    begin = time.perf_counter()
+    model = open_model(source, dtype=config.model.dtype)
+    say(
+        f"model     {source.name}"
+        + (f" at revision {source.revision}" if source.revision else "")
+        + f": {model.types.config.num_parameters / 1e6:.4g}M parameters, {model.types.dtype}"
+    )
+    if tokenizer is not None:
+        say(f"tokenizer {tokenizer.vocab_size} tokens, sha256 {tokenizer.fingerprint[:16]}")
+    try:
+        seed = config.sampling.seed or 0
+        scoring = config.sampling.prompt_logprobs is not None
+        engine = InferenceEngine(model, tokenizer, engine_config, seed=seed, scoring=scoring)
+    except JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        raise ValueError(
+            f"the engine does not fit into memory ({' '.join(str(e).split())[:120]}); lower engine.max_pages, "
+            "engine.page_size, engine.max_seqs or engine.max_logit_bias"
+        ) from e
+    say("engine    " + " ".join(f"{key}={value}" for key, value in engine.describe().items()))
+    say(f"loaded    in {time.perf_counter() - begin:.1f} s")
+    say(f"sampling  {sampling_text(config.sampling)}")
+    say(f"requests  {num_rows}")
+    return engine
+
+
+def sampling_text(params: SamplingParams) -> str:
+    """The parameters that differ from their defaults, and the two that everybody asks about."""
+    default = SamplingParams()
+    names = [f.name for f in dataclasses.fields(params)]
+    shown = [
+        name
+        for name in names
+        if name in ("max_tokens", "temperature") or getattr(params, name) != getattr(default, name)
+    ]
+    return " ".join(f"{name}={getattr(params, name)!r}" for name in shown)
+
+
+def merge_outputs(rows: Sequence[Row], sampled: Sequence[RequestOutput]) -> list[RequestOutput]:
+    """Outputs in the order of the rows, with an error for each row that has no request."""
+    rest = iter(sampled)
+    return [
+        next(rest) if row.request is not None else RequestOutput(row.id, None, [], [], error=row.error) for row in rows
+    ]
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[int, int, int], None] | None]:
+    """A callback for `InferenceEngine.generate` that draws a bar on standard error, or None where nobody watches."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[count]}"),
+        TimeElapsedColumn(),
+    )
+    # A few updates a second: the processor has programs to compile.
+    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4) as progress:
+        task = progress.add_task("compiling", total=None, count="")
+
+        def update(finished: int, total: int, tokens: int) -> None:
+            count = f"{finished}/{total} samples, {tokens} tokens"
+            progress.update(task, completed=finished, total=total, count=count, description="sampling")
+
+        yield update
+
+
+def log_lines(engine: "InferenceEngine") -> Callable[[int, int, int], None]:
+    """A callback that says every few seconds how the run goes."""
+    last = time.monotonic()
+
+    def update(finished: int, total: int, _: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _LOG_SECONDS:
+            last = time.monotonic()
+            say(f"progress  {finished}/{total} samples, {engine.metrics().line()}")
+
+    return update
+
+
+def metrics_text(engine: "InferenceEngine", *, as_prometheus: bool) -> str:
+    """All that the engine has counted, as Prometheus' text or as JSON."""
+    engine.memory()
+    registry = engine.metrics()
+    return registry.prometheus() if as_prometheus else json.dumps(registry.as_dict(), indent=1) + "\n"
+
+
+def report_failures(outputs: Sequence[RequestOutput]) -> int:
+    """Say which requests failed; returns how many."""
+    errors: list[str] = []
+    for output in outputs:
+        broken = [c.index for c in output.completions if c.finish_reason == "error"]
+        if output.error is not None:
+            errors.append(f"request {output.id}: {output.error}")
+        elif broken:
+            errors.append(f"request {output.id}: sample {broken[0]}: the model's logits are not finite")
+    for error in errors[:_MAX_SHOWN_ERRORS]:
+        say(one_line(f"error: {error}"))
+    if len(errors) > _MAX_SHOWN_ERRORS:
+        say(f"error: and {len(errors) - _MAX_SHOWN_ERRORS} more requests")
+    return len(errors)
+
+
+def one_line(text: str) -> str:
+    """`text` in one line of bounded length, so that nothing in it looks like a line of ours."""
+    text = " ".join(text.split())
+    if len(text) > _MAX_MESSAGE:
+        text = f"{text[: _MAX_MESSAGE - 100]} ... {text[-80:]}"
+    return escape_for_terminal(text)
+
+
+def say(text: str) -> None:
+    """Print for people, on standard error."""
+    print(escape_for_terminal(text), file=sys.stderr, flush=True)
