@@ -31,7 +31,7 @@ def with_stop_rules(requests, seed: int):
     rng = np.random.default_rng(seed)
     changed = []
     for request in requests:
-        rules: dict = {"max_tokens": int(rng.integers(1, 50))}
+        rules: dict = {"max_tokens": int(rng.integers(1, 64))}
         if rng.random() < 0.3:
             rules["stop_token_ids"] = [int(rng.integers(61)), rng.integers(0, 61, 2).tolist()]
             rules["min_tokens"] = int(rng.integers(0, rules["max_tokens"]))

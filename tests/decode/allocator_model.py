@@ -71,18 +71,18 @@ class PrefixModel:
                 serial = self.serials[page] if known else None  # type: ignore[index]
                 if page is not None and not known:
                     orphans.append(page)
-                entries.append((slot, column, text, serial))
-        for page in orphans:
+                entries.append((slot, column, text, serial, start if column == columns[0] else None))
+        for page in orphans:  # one may stand before a row that begins here, which then follows what nobody finds
             self.forget(page)
         added: dict[tuple, int] = {}
-        for slot, column, text, serial in entries:
+        number = 0
+        for slot, column, text, serial, start in entries:
             self.count += 1
             page, older, is_first = slot.pages[column], self.pages.get(text), text not in added
+            before = number if start is None else start
             number = added.setdefault(text, self.count if serial is None else serial)
             if serial is not None and older == page:
                 continue  # written again by its only holder
-            before = self.before(slot, column)
-            assert before is not None
             self.serials[page] = number
             if is_first:
                 if older is not None:
@@ -152,8 +152,8 @@ class AllocatorModel:
         fits = return_pages <= len(self.free) - sum(self._growth(s) for s in goes_on) and len(running) < self.max_seqs
         return 2 if fits or not running else 0
 
-    def resample(self, ancestors: dict[int, int]) -> None:
-        """Slots go on from their ancestors."""
+    def resample(self, ancestors: dict[int, int], arrivals: list[int]) -> None:
+        """Slots go on from their ancestors, in the order of `arrivals`, one a slot."""
         before = [dataclasses.replace(slot, pages=list(slot.pages)) for slot in self.slots]
         moves = {i: before[ancestor] for i, ancestor in sorted(ancestors.items()) if i != ancestor}
         given_back = []
@@ -165,10 +165,12 @@ class AllocatorModel:
                 self.refs[page] += 1
             given_back += reversed(old[first:])
             slot.tokens, slot.pages = list(ancestor.tokens), list(ancestor.pages)
-            for name in ("prompt_len", "max_len", "computed", "root", "reason"):
+            for name in ("prompt_len", "max_len", "computed", "root", "reason", "priority", "stop"):
                 setattr(slot, name, getattr(ancestor, name))
             slot.status = slot.status if slot.is_live else WAITING
             slot.status = slot.status if ancestor.is_live else ancestor.status
+        for i in ancestors:
+            self.slots[i].arrival = arrivals[i]
         for page in given_back:
             self._drop(page)
         for i, slot in enumerate(self.slots):

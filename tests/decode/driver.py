@@ -15,7 +15,7 @@ from levanter_infer.decode.admission import admit
 from levanter_infer.decode.host_tier import HostTerms
 from levanter_infer.decode.invariants import violations
 from levanter_infer.decode.outputs import OutputRing
-from levanter_infer.decode.resampling import resample
+from levanter_infer.decode.resampling import resample_samples
 from levanter_infer.decode.sampling import SamplingLimits
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
@@ -63,7 +63,7 @@ def programs():
                 admit(whole(leaves), jax.tree.unflatten(admission_structure, admission))
             )
         ),
-        "resample": jax.jit(lambda leaves, mask, ancestors: jax.tree.leaves(resample(whole(leaves), mask, ancestors))),
+        "resample": jax.jit(lambda leaves, *fields: jax.tree.leaves(resample_samples(whole(leaves), *fields))),
         "step": jax.jit(step),
         "park": jax.jit(
             lambda leaves, slots: jax.tree.leaves(host_tier.park(whole(leaves), slots, jnp.int32(SPILLED)))
@@ -133,7 +133,8 @@ class Driver:
 
     def reset(self) -> None:
         self.leaves = programs()["init"]()
-        self.spilled: list[dict[int, tuple[list[int], int]]] = []
+        self.spilled: list[dict[int, tuple[int, list[int], int]]] = []
+        self.sample_index = [0] * SHAPES.num_slots
         shapes = SHAPES
         self.model = AllocatorModel(
             shapes.num_slots,
@@ -172,6 +173,7 @@ class Driver:
         for row, slot in enumerate(slots):
             self.arrivals += 1
             fields["slot_ids"][row] = slot
+            self.sample_index[slot] = row
             fields["lens"][row] = len(prompt) if row == 0 else 0
             fields["prompt_lens"][row] = len(prompt)
             fields["max_lens"][row] = max_len
@@ -195,8 +197,14 @@ class Driver:
         mask = np.zeros(SHAPES.num_slots, bool)
         mask[list(ancestors)] = True
         entries = [ancestors.get(slot, (slot + 1) % SHAPES.num_slots) for slot in range(SHAPES.num_slots)]
-        self.model.resample(ancestors)
-        self.leaves = programs()["resample"](self.leaves, mask, np.asarray(entries, np.int32))
+        arrivals = [slot.arrival for slot in self.model.slots]
+        for i in ancestors:
+            if not self.model.slots[i].is_live:
+                self.arrivals += 1
+                arrivals[i] = self.arrivals
+        self.model.resample(ancestors, arrivals)
+        fields = (entries, self.sample_index, arrivals)
+        self.leaves = programs()["resample"](self.leaves, mask, *(np.asarray(field, np.int32) for field in fields))
 
     def step(self, seed: int, failure_rate: float = 0.05) -> None:
         rng = np.random.default_rng(seed)
@@ -214,7 +222,7 @@ class Driver:
         """Park those of `slots` that hold pages, together."""
         holders = {i: self.model.slots[i] for i in slots if self.model.slots[i].pages}
         if holders:
-            self.spilled.append({i: (slot.pages, slot.computed) for i, slot in holders.items()})
+            self.spilled.append({i: (slot.arrival, slot.pages, slot.computed) for i, slot in holders.items()})
             self.model.park(list(holders))
             mask = np.isin(np.arange(SHAPES.num_slots), list(holders))
             self.leaves = programs()["park"](self.leaves, mask)
@@ -223,7 +231,11 @@ class Driver:
         """What left first; without room it begins anew."""
         if not self.spilled:
             return
-        members = {i: held for i, held in self.spilled.pop(0).items() if self.model.slots[i].status == SPILLED}
+        members = {}
+        for i, (arrival, held, computed) in self.spilled.pop(0).items():
+            slot = self.model.slots[i]
+            if slot.status == SPILLED and slot.arrival == arrival:  # and not another one that has the slot now
+                members[i] = held, computed
         pages = sorted({page for held, _ in members.values() for page in held})
         fits = len(pages) <= len(self.model.free)
         places = {i: [pages.index(page) for page in held] if fits else [] for i, (held, _) in members.items()}

@@ -83,5 +83,5 @@ def test_it_is_one_operation_in_a_callers_program(three):
     maps = np.asarray([[1, 2, 0, 3, 4, 5], [2, 2, 0, 3, 4, 5]], np.int32)
     three.leaves = jax.jit(chained)(three.leaves, maps)
     for ancestors in maps:
-        three.model.resample(dict(enumerate(ancestors[:3].tolist())))
+        three.model.resample(dict(enumerate(ancestors[:3].tolist())), [slot.arrival for slot in three.model.slots])
     three.check()
