@@ -37,6 +37,7 @@ def test_the_peak_is_that_of_new_processes_that_load_and_sample(capsys, monkeypa
     assert cached["compile_s"] < cold["compile_s"] and cached["within_limit"]
 
 
+@pytest.mark.slow
 def test_mixes_count_every_page_and_token(capsys, monkeypatch, tmp_path):
     """Three prompts, two samples each of one that is shared: by hand, in pages of 8."""
     small = {

@@ -48,7 +48,7 @@ def bits(outputs) -> list:
 
 
 @built
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_bits_are_those_of_the_request_alone(dtype):
     """In company, in another order, in chunks, on pages of another size, preempted, cached and cold."""
     requests = random_requests(24, seed=5)

@@ -82,7 +82,7 @@ def test_two_hundred_mixed_requests_compile_nothing_new():
     assert engine.stats()["programs"] == programs
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_the_round_program_makes_no_pool_sized_copy_on_a_cpu(dtype, optimized):
     config = EngineConfig(max_seqs=8, max_seq_len=256, max_pages=4096, max_step_tokens=64)
     engine = InferenceEngine(tiny_model(dtype=dtype), config=config)

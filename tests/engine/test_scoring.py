@@ -71,6 +71,7 @@ def grown(engine, before: dict) -> dict[str, int]:
     return {name: after[name] - before[name] for name in ("prefix_hits", "computed_prompt_tokens", "scored_tokens")}
 
 
+@pytest.mark.slow
 def test_the_first_request_that_is_scored_extends_the_engine_and_disturbs_nobody(other):
     plain = request(text(9), max_tokens=20, k=None, temperature=0.0)
     running = other.submit(plain)

@@ -87,6 +87,7 @@ def test_mixed_lengths_waste_less_than_a_page_each():
     assert engine.stats()["pages_peak"] * size - sum(stored) < len(lengths) * size
 
 
+@pytest.mark.slow
 def test_memory_of_samples_does_not_grow_with_samples_times_history():
     history, generated, n, size = 48, 5, 8, 4
     config = EngineConfig(max_seqs=n, max_seq_len=64, page_size=size, max_step_tokens=128)
