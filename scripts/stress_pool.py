@@ -82,9 +82,7 @@ def main() -> int:
         admission=args.admission,
     )
     groups, preempted = serve(engine, requests)
-    found = [
-        [(c.token_ids, c.logprobs.tobytes(), c.processed_logprobs.tobytes()) for c in _completions(g)] for g in groups
-    ]
+    found = bits([group.output() for group in groups])
     check_invariants(engine.state.decode)
     stats = engine.stats()
     differing = sum(one != other for one, other in zip(found, expected, strict=True))
@@ -108,10 +106,6 @@ def main() -> int:
     print(json.dumps(line))
     good = differing == 0 and line["pages_held"] == 0 and again and len(preempted) > 0.3 * len(requests)
     return 0 if good else 1
-
-
-def _completions(group):
-    return [sequence.completion() for sequence in group.sequences]
 
 
 if __name__ == "__main__":

@@ -231,10 +231,10 @@ def test_command_samples_the_configuration_of_the_repository(checkpoint, tmp_pat
 
 
 def test_progress_is_drawn_only_where_somebody_watches(monkeypatch, capsys):
-    with sample.progress_bar() as update:
+    with frontend.progress_bar() as update:
         assert update is None
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with sample.progress_bar() as update:
+    with frontend.progress_bar() as update:
         assert update is not None
         update(1, 4, 27)
     assert "1/4 samples, 27 tokens" in capsys.readouterr().err
@@ -246,7 +246,7 @@ def test_value_error_inside_the_engine_is_not_taken_for_the_users_mistake():
             raise ValueError("incompatible shapes")
 
     with pytest.raises(RuntimeError, match="please report this"):
-        sample.generate(Broken(), [], None)  # type: ignore[arg-type]
+        frontend.generate(Broken(), [], None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.partial"])

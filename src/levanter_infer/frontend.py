@@ -11,10 +11,10 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from levanter_infer.config import MeshConfig, ModelSource, OutputConfig, RunConfig, check_keys
+from levanter_infer.config import MeshConfig, ModelSource, OutputConfig, RunConfig, check_keys, load_config
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.rows import Row, RowWriter, escape_for_terminal
@@ -37,6 +37,15 @@ def guarded(command: Callable[[], int]) -> int:
             return _status(command)
     except BrokenPipeError:
         return 141
+
+
+def run_config(argv: Sequence[str], usage: str, run: Callable[[RunConfig], int]) -> int:
+    """Run what a command line without options of its own asks for, or explain; returns the exit status."""
+    arguments = parse_arguments(argv)
+    if arguments is None:
+        print(help_text(usage))
+        return 0
+    return run(load_config(*arguments))
 
 
 def _status(command: Callable[[], int]) -> int:
@@ -161,6 +170,26 @@ def generate(engine: "InferenceEngine", requests: list[Request], on_update=None)
         return engine.generate(requests, on_update=on_update)
     except ValueError as e:  # what requests do wrong is in their outputs, so this is a fault of ours: show all of it
         raise RuntimeError("sampling failed; please report this with the traceback") from e
+
+
+def serve(engine: "InferenceEngine", requests: list[Request]) -> tuple[list[RequestOutput], float]:
+    """`generate` with a bar or lines about how it goes. Returns: the outputs, and the seconds that it took."""
+    begin = time.perf_counter()
+    with progress_bar() as on_update:
+        outputs = generate(engine, requests, on_update or log_lines(engine))
+    return outputs, time.perf_counter() - begin
+
+
+def write_files(
+    rows: RowWriter | None, metrics: RowWriter | None, content: Iterable[Mapping[str, Any]], engine: "InferenceEngine"
+) -> None:
+    """Write and commit what `output_files` opened: the rows, and all that the engine has counted."""
+    if rows is not None:
+        rows.write(content)
+        rows.commit()
+    if metrics is not None:
+        metrics.write_text(metrics_text(engine, as_prometheus=metrics.path.suffix == ".prom"))
+        metrics.commit()
 
 
 def make_engine(config: RunConfig, num_rows: int) -> "InferenceEngine":

@@ -3,29 +3,26 @@
 Completions go to standard output, everything else to standard error; exit status as in `frontend.py`.
 """
 
+import itertools
 import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from levanter_infer.config import RunConfig, load_config
+from levanter_infer.config import RunConfig
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.frontend import (
-    generate,
     guarded,
-    help_text,
     interrupt,
-    log_lines,
     make_engine,
     merge_outputs,
-    metrics_text,
     one_line,
     output_files,
-    parse_arguments,
-    progress_bar,
     report_failures,
+    run_config,
     say,
+    serve,
+    write_files,
 )
 from levanter_infer.rows import escape_for_terminal, output_rows, read_rows
 
@@ -54,15 +51,7 @@ Every key can be given, or overridden, on the command line: --sampling.temperatu
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    return guarded(lambda: _command(sys.argv[1:] if argv is None else argv))
-
-
-def _command(argv: Sequence[str]) -> int:
-    arguments = parse_arguments(argv)
-    if arguments is None:
-        print(help_text(USAGE))
-        return 0
-    return run(load_config(*arguments))
+    return guarded(lambda: run_config(sys.argv[1:] if argv is None else argv, USAGE, run))
 
 
 def run(config: RunConfig) -> int:
@@ -72,18 +61,11 @@ def run(config: RunConfig) -> int:
     with output_files(config) as (writer, metrics):
         engine = make_engine(config, len(rows))
         requests = [row.request for row in rows if row.request is not None]
-        begin = time.perf_counter()
-        with progress_bar() as on_update:
-            sampled = generate(engine, requests, on_update or log_lines(engine))
-        seconds = time.perf_counter() - begin
+        sampled, seconds = serve(engine, requests)
         outputs = merge_outputs(rows, sampled)
-        if writer is not None:
-            for row, result in zip(rows, outputs, strict=True):
-                writer.write(output_rows(result, row.request.sampling if row.request else None))
-            writer.commit()
-        if metrics is not None:
-            metrics.write_text(metrics_text(engine, as_prometheus=metrics.path.suffix == ".prom"))
-            metrics.commit()
+        pairs = zip(rows, outputs, strict=True)
+        each = (output_rows(result, row.request.sampling if row.request else None) for row, result in pairs)
+        write_files(writer, metrics, itertools.chain.from_iterable(each), engine)
     shown = outputs if output is None else outputs[:_SHOWN_WITH_OUTPUT]
     for row, result in zip(rows, shown, strict=False):
         if result.error is None:

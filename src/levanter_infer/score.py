@@ -9,29 +9,25 @@ import itertools
 import math
 import signal
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from levanter_infer.config import RunConfig, load_config
+from levanter_infer.config import RunConfig
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.frontend import (
-    generate,
     guarded,
-    help_text,
     interrupt,
-    log_lines,
     make_engine,
-    metrics_text,
     one_line,
     output_files,
-    parse_arguments,
-    progress_bar,
     report_failures,
+    run_config,
     say,
+    serve,
+    write_files,
 )
 from levanter_infer.rows import Row, numbers, read_rows, tops
 
@@ -64,15 +60,7 @@ With engine.prefix_cache, equal beginnings are computed once.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    return guarded(lambda: _command(sys.argv[1:] if argv is None else argv))
-
-
-def _command(argv: Sequence[str]) -> int:
-    arguments = parse_arguments(argv)
-    if arguments is None:
-        print(help_text(USAGE))
-        return 0
-    return run(load_config(*arguments))
+    return guarded(lambda: run_config(sys.argv[1:] if argv is None else argv, USAGE, run))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,23 +86,15 @@ def run(config: RunConfig) -> int:
     with output_files(config) as (writer, metrics):
         engine = make_engine(config, len(rows))
         targets = [_target(row, engine.tokenizer) for row in rows]
-        begin = time.perf_counter()
-        with progress_bar() as on_update:
-            requests = [request for request, _ in targets if isinstance(request, Request)]
-            results = iter(generate(engine, requests, on_update or log_lines(engine)))
-        seconds = time.perf_counter() - begin
-        outputs = [next(results) if isinstance(request, Request) else request for request, _ in targets]
+        results, seconds = serve(engine, [request for request, _ in targets if isinstance(request, Request)])
+        rest = iter(results)
+        outputs = [next(rest) if isinstance(request, Request) else request for request, _ in targets]
         scores = [
             _score(row, output, first, bool(asked))
             for row, output, (_, first) in zip(rows, outputs, targets, strict=True)
         ]
         engine.metrics().set("perplexity", perplexity(scores))
-        if writer is not None:
-            writer.write(score.row for score in scores)
-            writer.commit()
-        if metrics is not None:
-            metrics.write_text(metrics_text(engine, as_prometheus=metrics.path.suffix == ".prom"))
-            metrics.commit()
+        write_files(writer, metrics, (score.row for score in scores), engine)
     for score in scores if output is None else scores[:_SHOWN]:
         if "error" not in score.row:
             print(score_line(score.row))

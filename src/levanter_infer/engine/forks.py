@@ -1,5 +1,6 @@
 """The host's side of `resample` and `fork`: samples of one request that go on from one another."""
 
+import abc
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from levanter_infer.engine.sequence import Sequence as HostSequence
 from levanter_infer.engine.slots import SlotManager
 
 
-class Forks:
+class Forks(abc.ABC):
     """What `InferenceEngine` can do with the samples of a request while they run."""
 
     state: Any
@@ -23,8 +24,9 @@ class Forks:
     _rounds: int
     _known: list[HostSequence]
 
+    @abc.abstractmethod
     def _settle(self) -> list[HostSequence]:
-        raise NotImplementedError
+        """Read the round in flight, if there is one."""
 
     def sync(self) -> list[HostSequence]:
         """Read the round in flight, if there is one, and launch none: the samples are then as the device has them.

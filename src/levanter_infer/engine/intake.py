@@ -64,8 +64,9 @@ class Intake:
                 f"{name}={params.num_sequences} exceeds the {shapes.num_slots} slots that "
                 f"engine.max_seqs={shapes.max_seqs} gives; raise engine.max_seqs"
             )
+        max_len = self._max_len(len(ids), params.max_tokens)
         if params.num_beams > 1:
-            check_room(params.num_beams, len(ids), self._max_len(len(ids), params.max_tokens), shapes)
+            check_room(params.num_beams, len(ids), max_len, shapes)
         name = request.id if request.id is not None else default_id
         group = Group(
             id=name,
@@ -73,7 +74,7 @@ class Intake:
             prompt_token_ids=ids,
             params=params,
             seed=params.seed if params.seed is not None else derive_seed(self._seed, name),
-            max_len=self._max_len(len(ids), params.max_tokens),
+            max_len=max_len,
             root=self._root(request.cache_salt, scored=params.prompt_logprobs is not None),
             priority=_priority(request.priority),
             deadline=_deadline(request.timeout_s),
