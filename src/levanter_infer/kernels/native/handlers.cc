@@ -40,6 +40,7 @@ struct AttentionArgs {
   const int32_t *page_indices, *seq_lens, *cu_q_lens;
   float* out;  // as q
   int64_t layer, query_heads, kv_heads, head_dim, num_pages, page_size, max_pages, window;
+  int64_t num_rows, ahead;       // rows in use; how many rows on a thread may find its next one
   float scale, soft_cap;         // soft_cap 0: none
   const float *slopes, *sinks;   // [query_heads]; sinks of -inf: none
 };
@@ -314,6 +315,8 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
   if (args.layer < 0 || args.layer >= shape[0]) return invalid("attention: there is no such layer");
 
   const int64_t tokens = q.dimensions()[0], rows = std::clamp<int64_t>(*num_seqs.typed_data(), 0, page_indices.dimensions()[0]);
+  args.num_rows = rows;
+  args.ahead = threads.num_threads();
   struct Piece {
     int32_t row;
     int64_t first, count, head_begin, head_end;
