@@ -110,9 +110,8 @@ def make_engine() -> InferenceEngine:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "sample", pick)
         patch.setattr("levanter_infer.engine.config.MIN_UPLOAD_TOKENS", 12)  # long prompts come in pieces
-        engine = InferenceEngine(CountingModel.init(), config=config)
+        engine = InferenceEngine(CountingModel.init(), config=config, scoring=True)
         engine.warmup()
-        engine.score([[1, 2]])  # a program of its own
     return engine
 
 
