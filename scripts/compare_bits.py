@@ -1,11 +1,15 @@
 """Compare many requests bit by bit: alone, and in random company, chunk sizes, page sizes, pools and cache states.
 
+Samples, beam searches, and samples that go on from one another; preempted, and computed again or moved to the host's
+memory and back.
+
     python scripts/compare_bits.py --comparisons 10000
 
 Prints one JSON line, and exits with 1 if any comparison fails.
 """
 
 import argparse
+import collections
 import json
 import sys
 import time
@@ -15,7 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.engine.test_batch_invariant import bits, make_engine, random_requests  # noqa: E402
+from tests.engine.comparisons import Resampling, all_kinds, expected, make_engine, serve  # noqa: E402
 
 CONFIGS = (
     dict(max_seqs=8, page_size=4, max_step_tokens=16, max_pages=26),
@@ -23,6 +27,7 @@ CONFIGS = (
     dict(max_seqs=4, page_size=8, max_step_tokens=5, max_pages=13),
     dict(max_seqs=32, page_size=8, max_step_tokens=300),
     dict(max_seqs=12, page_size=4, max_step_tokens=33, prefix_cache=False, max_pages=36),
+    dict(max_seqs=10, page_size=8, max_step_tokens=24, max_pages=22, preempt="spill"),
 )
 _COLD = 0.4
 """How often an engine has forgotten all pages before a round of comparisons."""
@@ -36,22 +41,25 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     start, compared, differing, rounds = time.time(), 0, 0, 0
-    alone = make_engine(args.dtype, max_seqs=3, page_size=8, max_step_tokens=256, prefix_cache=False)
-    engines = [make_engine(args.dtype, **config) for config in CONFIGS]
-    rng = np.random.default_rng(args.seed)
+    alone = make_engine(args.dtype, with_beams=True, max_seqs=4, page_size=8, max_step_tokens=256, prefix_cache=False)
+    engines = [make_engine(args.dtype, with_beams=True, **config) for config in CONFIGS]
+    rng, kinds = np.random.default_rng(args.seed), collections.Counter()
     while compared < args.comparisons:
-        requests = random_requests(args.requests, seed=args.seed + rounds)
-        expected = [bits(alone.generate([request]))[0] for request in requests]
+        cases = all_kinds(args.requests, seed=args.seed + rounds)
+        plain = {id(case): expected(alone, case, None) for case in cases if not isinstance(case, Resampling)}
         for engine in engines:
             if rng.random() < _COLD:
                 engine.reset()
-            order = rng.permutation(len(requests))
-            found = bits(engine.generate([requests[i] for i in order]))
-            differing += sum(one != expected[i] for one, i in zip(found, order, strict=True))
-            compared += len(requests)
+            order = [cases[i] for i in rng.permutation(len(cases))]
+            for case, (found, beginnings) in zip(order, serve(engine, order), strict=True):
+                differing += found != (plain.get(id(case)) or expected(alone, case, beginnings))
+                kinds["resampled"] += beginnings is not None
+                kinds["searches"] += not isinstance(case, Resampling) and case.sampling.num_beams > 1
+            compared += len(cases)
         rounds += 1
-    totals = {name: sum(engine.stats()[name] for engine in engines) for name in ("preemptions", "prefix_hits", "forks")}
-    line = {"compared": compared, "differing": differing, **totals, "dtype": args.dtype}
+    names = ("preemptions", "spilled_pages", "prefix_hits", "forks", "copied_pages")
+    totals = {name: sum(engine.stats()[name] for engine in engines) for name in names}
+    line = {"compared": compared, "differing": differing, **kinds, **totals, "dtype": args.dtype}
     print(json.dumps({**line, "seconds": round(time.time() - start)}))
     return 1 if differing else 0
 

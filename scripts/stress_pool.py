@@ -18,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.engine.test_batch_invariant import bits, make_engine, random_requests  # noqa: E402
+from tests.engine.comparisons import bits, make_engine, random_requests  # noqa: E402
 
 from levanter_infer.decode.invariants import check_invariants  # noqa: E402
 from levanter_infer.decode.sequence_table import FINISHED, pages_for  # noqa: E402

@@ -58,6 +58,11 @@ class PrefixModel:
         if self.parents.pop(page, None) is not None:
             self.pages = {text: other for text, other in self.pages.items() if other != page}
 
+    def hide(self, page: int) -> None:
+        """Nobody finds the page any more; those who hold it know what it holds."""
+        if self.parents.pop(page, None) is not None:
+            self.pages = {text: other for text, other in self.pages.items() if other != page}
+
     def register(self, rows: list[tuple[Slot, list[int]]]) -> None:
         """Rows of a slot and the columns of the pages that it has filled."""
         entries, orphans = [], []
@@ -288,7 +293,7 @@ class AllocatorModel:
             self.prefix.register([(self.slots[i], columns) for i, columns in filled.items() if i not in failed])
             for i in failed:
                 for page in self.slots[i].pages:
-                    self.prefix.forget(page)
+                    self.prefix.hide(page)
 
     def _choose_tokens(self, waits: set[int]) -> dict[int, int]:
         running = [i for i in self._order() if self.slots[i].status == RUNNING and i not in waits]

@@ -141,7 +141,7 @@ def run(searches: list[Search], logits: np.ndarray, *, cancel_rate: float = 0.0,
     groups = [search.group() for search in searches]
     for search, group in zip(searches, groups, strict=True):
         check_room(search.width, len(search.prompt), group.max_len, SHAPES)
-        slots.add(group)
+        slots.add(group, now=0.0)
     nothing, steps, counted = empty_admission(SHAPES), 0, {}
     while not slots.is_idle:
         fields = {

@@ -109,10 +109,10 @@ def make_engine() -> InferenceEngine:
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "sample", pick)
+        patch.setattr("levanter_infer.engine.engine.adopt_model", lambda model, *_: model)  # it is one as it is
         patch.setattr("levanter_infer.engine.config.MIN_UPLOAD_TOKENS", 12)  # long prompts come in pieces
-        engine = InferenceEngine(CountingModel.init(), config=config)
+        engine = InferenceEngine(CountingModel.init(), config=config, scoring=True)
         engine.warmup()
-        engine.score([[1, 2]])  # a program of its own
     return engine
 
 

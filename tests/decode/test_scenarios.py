@@ -250,8 +250,11 @@ def test_the_round_goes_on_while_there_is_work_unless_the_host_could_fill_empty_
     empty = SHAPES.num_slots - 1
     assert not tables.has_work(wanted_slots=empty)  # enough empty slots, free places, nobody waits
     assert tables.has_work(wanted_slots=empty + 1)
-    for slot in (1, 2, 3):
+    for slot in (1, 2):
         tables.add(slot, [1, 2])
     assert tables.has_work(wanted_slots=1)  # somebody waits
     tables.step(9, 9, 9)
-    assert tables.has_work(wanted_slots=1)  # every place is taken
+    assert tables.status(1) == tables.status(2) == RUNNING
+    assert tables.has_work(wanted_slots=1)  # every place is taken, and nobody waits
+    tables.add(3, [1, 2])
+    assert tables.has_work(wanted_slots=1)

@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from tests.decode.driver import SHAPES, VOCAB, Driver, random_operation
 
@@ -29,27 +29,33 @@ class Tables(RuleBasedStateMachine):
     def step(self, seed):
         self.driver.step(seed)
 
+    @precondition(lambda self: self.driver.live_slots())
     @rule(seed=st.integers(0, 2**20))
     def three_steps(self, seed):
         for i in range(3):
             self.driver.step(seed + i)
 
-    @rule(which=st.lists(st.integers(0, SHAPES.num_slots - 1), max_size=3))
+    @precondition(lambda self: self.driver.live_slots())
+    @rule(which=st.lists(st.integers(0, SHAPES.num_slots - 1), min_size=1, max_size=3))
     def cancel(self, which):
         self.driver.cancel([slot for slot in which if slot in self.driver.live_slots()])
 
-    @rule(which=st.lists(st.integers(0, SHAPES.num_slots - 1), max_size=3))
+    @precondition(lambda self: self.driver.live_slots())
+    @rule(which=st.lists(st.integers(0, SHAPES.num_slots - 1), min_size=1, max_size=3))
     def spill(self, which):
         self.driver.spill(sorted(set(which)))
 
+    @precondition(lambda self: self.driver.spilled)
     @rule()
     def bring_back(self):
         self.driver.bring_back()
 
+    @precondition(lambda self: self.driver.live_slots())
     @rule(ancestors=st.dictionaries(*[st.integers(0, SHAPES.num_slots - 1)] * 2, max_size=SHAPES.num_slots))
     def resample(self, ancestors):
         self.driver.resample(ancestors)
 
+    @precondition(lambda self: self.driver.live_slots())
     @rule()
     def reset(self):
         self.driver.reset()
@@ -67,7 +73,7 @@ def test_device_tables_equal_the_model_under_random_operations():
         Tables,
         settings=settings(
             max_examples=EXAMPLES,
-            stateful_step_count=12,
+            stateful_step_count=8,
             deadline=None,
             derandomize=True,
             database=None,

@@ -1,72 +1,43 @@
 """With `numerics: batch_invariant` a result depends on its request alone, to the bit."""
 
+import collections
+
 import numpy as np
 import pytest
 
 from levanter_infer.decode.invariants import check_invariants
-from levanter_infer.engine.config import EngineConfig
-from levanter_infer.engine.engine import InferenceEngine
-from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
 from levanter_infer.kernels import cpu
-from tests.tiny_models import tiny_model
+from tests.engine.comparisons import all_kinds, expected, make_engine, serve
 
 built = pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")
-
-
-def make_engine(dtype: str = "float32", **config) -> InferenceEngine:
-    sizes = dict(max_seq_len=96, numerics="batch_invariant", prefix_cache=True)
-    return InferenceEngine(tiny_model(dtype=dtype), config=EngineConfig(**{**sizes, **config}))
-
-
-def random_requests(count: int, seed: int) -> list[Request]:
-    rng = np.random.default_rng(seed)
-    common = rng.integers(0, 61, 40).tolist()
-    requests = []
-    for i in range(count):
-        begin = common[: int(rng.integers(0, 40))] if rng.random() < 0.6 else []
-        sampling = SamplingParams(
-            max_tokens=int(rng.integers(1, 24)),
-            temperature=float(rng.choice([0, 0.7, 1.0])),
-            top_p=float(rng.choice([1, 0.9])),
-            top_k=int(rng.choice([0, 5])),
-            frequency_penalty=float(rng.choice([0, 0, 0.5])),
-            n=int(rng.choice([1, 1, 3])),
-            seed=int(rng.integers(2**30)),
-        )
-        ids = begin + rng.integers(0, 61, int(rng.integers(1, 20))).tolist()
-        requests.append(Request(prompt_token_ids=ids, sampling=sampling, id=str(i)))
-    return requests
-
-
-def bits(outputs) -> list:
-    """Tokens, and the bits of both logprobs, of every completion."""
-    return [
-        [(c.token_ids, c.logprobs.tobytes(), c.processed_logprobs.tobytes()) for c in output.completions]
-        for output in outputs
-    ]
 
 
 @built
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_bits_are_those_of_the_request_alone(dtype):
-    """In company, in another order, in chunks, on pages of another size, preempted, cached and cold."""
-    requests = random_requests(24, seed=5)
-    alone = make_engine(dtype, max_seqs=3, page_size=8, max_step_tokens=256, prefix_cache=False)
-    expected = [bits(alone.generate([request]))[0] for request in requests]
-    preemptions = hits = 0
-    for config in (
-        dict(max_seqs=8, page_size=4, max_step_tokens=16, max_pages=40),
-        dict(max_seqs=32, page_size=16, max_step_tokens=300),
+    """In company, in another order, in chunks, on pages of another size, preempted, spilled, cached and cold."""
+    cases = all_kinds(40, seed=5)
+    searches = [i for i, case in enumerate(cases) if isinstance(case, Request) and case.sampling.num_beams > 1]
+    alone = make_engine(dtype, with_beams=True, max_seqs=4, page_size=8, max_step_tokens=256, prefix_cache=False)
+    plain = {i: expected(alone, case, None) for i, case in enumerate(cases) if isinstance(case, Request)}
+    done: collections.Counter[str] = collections.Counter()
+    for config, left_out in (
+        (dict(max_seqs=8, page_size=4, max_step_tokens=16, max_pages=24), []),
+        # Without tables for beams, which are compiled once: scripts/compare_bits.py has both
+        (dict(max_seqs=6, page_size=16, max_step_tokens=48, max_pages=6, preempt="spill"), searches),
     ):
-        engine = make_engine(dtype, **config)
-        for order in (range(24), np.random.default_rng(0).permutation(24)):
-            found = bits(engine.generate([requests[i] for i in order]))
-            assert found == [expected[i] for i in order]
+        engine = make_engine(dtype, with_beams=not left_out, **config)
+        for order in (range(40), np.random.default_rng(0).permutation(40)):
+            served = [i for i in order if i not in left_out]
+            for i, (found, beginnings) in zip(served, serve(engine, [cases[i] for i in served]), strict=True):
+                assert found == (plain[i] if i in plain else expected(alone, cases[i], beginnings))
+                done["resampled"] += beginnings is not None
             check_invariants(engine.state.decode)
-        preemptions += engine.stats()["preemptions"]
-        hits += engine.stats()["prefix_hits"]
-    assert preemptions > 0 and hits > 0
+            assert engine.stats()["pages_free"] == engine.shapes.num_pages
+        for name in ("preemptions", "prefix_hits", "spilled_pages"):
+            done[name] += engine.stats()[name]
+    assert searches and all(done[name] > 0 for name in ("resampled", "preemptions", "prefix_hits", "spilled_pages"))
 
 
 @pytest.mark.parametrize("config", [{"products": "xla"}, {"attention": "xla"}, {"kv_dtype": "float16"}])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams, generate
+from levanter_infer.decode import generate as decode_generate
 from tests.tiny_models import tiny_model, uncached_greedy
 
 LENGTHS = (5, 9, 2)
@@ -27,8 +28,17 @@ def batch():
     return padded, np.asarray(LENGTHS, np.int32)
 
 
-def test_inside_jit_it_gives_the_tokens_of_the_uncached_forward():
+def test_inside_jit_it_gives_the_tokens_of_the_uncached_forward_and_shares_pages(monkeypatch):
     prompts, lens = batch()
+    prompts[1, :4] = prompts[0, :4]
+    hits: list[int] = []
+    collect = decode_generate._collect
+
+    def counting(state, *arguments, **sizes):
+        jax.debug.callback(lambda count: hits.append(int(count)), state.decode.counters.prefix_hits.array)
+        return collect(state, *arguments, **sizes)
+
+    monkeypatch.setattr(decode_generate, "_collect", counting)
     sampling = SamplingParams(max_tokens=7, temperature=0.0, n=2)
     config = EngineConfig(max_seqs=3, page_size=4, max_step_tokens=8)
     output = jax.jit(lambda model: generate(model, prompts, lens, sampling, config=config))(tiny_model())
@@ -37,6 +47,8 @@ def test_inside_jit_it_gives_the_tokens_of_the_uncached_forward():
         expected = uncached_greedy(tiny_model(), prompts[row, :length].tolist(), 7)
         assert output.token_ids[row].tolist() == [expected] * 2
     assert output.finish_reason.tolist() == [[2, 2]] * 3
+    jax.effects_barrier()
+    assert hits == [1]
 
 
 SAMPLED = SamplingParams(max_tokens=6, temperature=1.0, top_p=0.9, n=2)

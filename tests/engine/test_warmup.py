@@ -1,6 +1,9 @@
 """`warmup` compiles all that requests need, and leaves no trace in the state."""
 
 import dataclasses
+import time
+
+import pytest
 
 from levanter_infer.checkpoints.load import open_model
 from levanter_infer.checkpoints.save import save_model
@@ -50,3 +53,24 @@ def test_a_stored_model_is_read_while_the_round_is_compiled(tmp_path, monkeypatc
     (output,) = engine.generate([REQUEST])
     assert output.completions[0].token_ids == uncached_greedy(tiny_model(), [3, 1, 4], 5)
     assert engine.stats()["programs"]["round"] == 1
+
+
+def test_what_is_refused_compiles_nothing_and_compiling_takes_nobodys_time(monkeypatch):
+    engine = InferenceEngine(tiny_model(), config=EngineConfig(max_seqs=2, max_seq_len=32, page_size=4))
+    compile_all, clock, compiled = Programs.compile_all, time.perf_counter, []
+    monkeypatch.setattr(Programs, "compile_all", lambda *arguments: compiled.append(compile_all(*arguments)))
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + 2000.0 * len(compiled))
+    refused = [
+        Request(prompt_token_ids=[3] * 33, sampling=SamplingParams(num_beams=2)),
+        Request(prompt_token_ids=[3], sampling=SamplingParams(prompt_logprobs=0, max_tokens=99)),
+        Request(prompt_token_ids=[], timeout_s=1.0),
+    ]
+    assert all(output.error for output in engine.generate(refused)) and engine.generate([]) == []
+    for request in refused:
+        with pytest.raises(ValueError):
+            engine.submit(request)
+    with pytest.raises(ValueError, match="sequences\\[1\\]"):
+        engine.score([[1, 2], [-4]])
+    assert not compiled and engine.shapes.scoring is None and not engine.shapes.max_beams
+    (output,) = engine.generate([dataclasses.replace(REQUEST, timeout_s=1000.0)])
+    assert len(compiled) == 1 and output.completions[0].finish_reason == "length"

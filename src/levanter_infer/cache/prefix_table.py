@@ -34,7 +34,7 @@ class PrefixTable(eqx.Module):
 
     tokens: ht.i32[NamedArray, "page page_offset"]
     parents: ht.i32[NamedArray, " page"]
-    """Serial of the page before, or the root; UNKNOWN for a page that is not to be found, as another one is."""
+    """Serial of the page before, or the root; UNKNOWN for a page that is not to be found: another one is, or none."""
     serials: ht.i32[NamedArray, " page"]
     """Positive, or UNKNOWN. The other columns mean nothing where it is UNKNOWN."""
     hashes: ht.u32[NamedArray, " page"]
@@ -159,6 +159,13 @@ class PrefixTable(eqx.Module):
     def forget(self, pages: Array) -> "PrefixTable":
         """Pages (any shape; none entries are ignored) that are not to be found any more."""
         return replace(self, serials=self.serials.array.at[pages].set(UNKNOWN, mode="drop"))
+
+    def hide(self, pages: Array) -> "PrefixTable":
+        """Pages (any shape; none entries are ignored) that are not to be found any more, and that some may still hold.
+
+        They keep their serial: whoever holds them goes on to share what comes next.
+        """
+        return replace(self, parents=self.parents.array.at[pages].set(UNKNOWN, mode="drop"))
 
     def _candidates(self, hashes: Array, tokens: Array) -> Array:
         """The page of each hash u32[n] whose tokens are `tokens` i32[n, page_size], i32[n]; none if there is none."""

@@ -64,7 +64,7 @@ def _with(state: DecodeState, page_indices: Array, computed: Array) -> DecodeSta
 
 
 def register_pages(state: DecodeState, shapes: Shapes, filled: Array, failed: Array) -> DecodeState:
-    """Note the pages that this step has filled, and forget those of sequences that failed.
+    """Note the pages that this step has filled, and let nobody find those of sequences that failed.
 
     Args:
         filled: i32[seq], how many pages the step has filled: the last full ones of each slot.
@@ -76,7 +76,7 @@ def register_pages(state: DecodeState, shapes: Shapes, filled: Array, failed: Ar
 
     def note(prefix: PrefixTable) -> PrefixTable:
         prefix = _register(dataclasses.replace(state, prefix=prefix), shapes, counts)
-        return prefix.forget(jnp.where(failed[:, None], state.sequences.page_indices.array, prefix.num_pages))
+        return prefix.hide(jnp.where(failed[:, None], state.sequences.page_indices.array, prefix.num_pages))
 
     return dataclasses.replace(state, prefix=run_if(jnp.any((counts > 0) | failed), note, state.prefix))
 

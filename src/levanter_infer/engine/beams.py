@@ -40,9 +40,11 @@ def check_room(num_beams: int, prompt_len: int, max_len: int, shapes: Shapes) ->
 
 
 def beams_for(asked: Iterable[SamplingParams], shapes: Shapes) -> int:
-    """`Shapes.max_beams` that suits these requests: a power of two, so that it rarely changes."""
-    widths = (params.num_beams for params in asked if isinstance(params, SamplingParams))
-    most = max((width for width in widths if width <= shapes.max_seqs), default=1)
+    """`Shapes.max_beams` that suits requests with these parameters: a power of two, so that it rarely changes.
+
+    Requires: each search fits (`check_room`).
+    """
+    most = max((params.num_beams for params in asked), default=1)
     if most <= max(1, shapes.max_beams):
         return shapes.max_beams
     return min(1 << (most - 1).bit_length(), shapes.max_seqs)

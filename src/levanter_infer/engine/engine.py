@@ -24,7 +24,7 @@ from levanter_infer.engine.memory_audit import audit
 from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.pace import Pace
 from levanter_infer.engine.request import Request, RequestOutput
-from levanter_infer.engine.scoring import SCORE_ONLY, ScoreReader, score_shapes, wants_scores
+from levanter_infer.engine.scoring import SCORE_ONLY, ScoreReader, score_shapes
 from levanter_infer.engine.sequence import Group
 from levanter_infer.engine.sequence import Sequence as HostSequence
 from levanter_infer.engine.slots import SlotManager, empty_admission
@@ -175,7 +175,6 @@ class InferenceEngine(Forks):
         Returns: one output per request, in their order.
         """
         made: list[Group | RequestOutput] = []
-        self._prepare(requests)
         for i, request in enumerate(requests):
             try:
                 made.append(self._intake.group(request, str(i)))
@@ -184,7 +183,7 @@ class InferenceEngine(Forks):
                 given = request.prompt_token_ids
                 ids = list(given) if isinstance(given, (Sequence, np.ndarray)) else []
                 made.append(RequestOutput(name, request.prompt, ids, [], str(error)))
-        self._serve([group for group in made if isinstance(group, Group)], on_update)
+        self._serve([each for each in made if isinstance(each, Group)], on_update)
         return [each.output() if isinstance(each, Group) else each for each in made]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
@@ -204,11 +203,13 @@ class InferenceEngine(Forks):
                 groups.append(self._intake.group(request, str(i)))
             except ValueError as error:
                 raise ValueError(f"sequences[{i}]: {error}") from None
-        self._prepare(requests)
         self._serve(groups)
         return [group.prompt_scores.logprobs for group in groups]
 
     def _serve(self, groups: list[Group], on_update=None) -> None:
+        if not groups:
+            return
+        self._prepare(groups)
         try:
             for group in groups:
                 self._add(group)
@@ -217,12 +218,12 @@ class InferenceEngine(Forks):
             self.reset()  # what was running is lost to its caller; the engine stays usable
             raise
 
-    def _prepare(self, requests: Sequence[Request]) -> None:
-        """Compile what these need and has not been compiled yet."""
+    def _prepare(self, groups: Sequence[Group]) -> None:
+        """Compile what these need and has not been compiled yet: never for a request that was refused."""
         changes: dict[str, Any] = {}
-        if self.shapes.scoring is None and any(wants_scores(request) for request in requests):
+        if self.shapes.scoring is None and any(group.wants_scores for group in groups):
             changes["scoring"] = score_shapes(self.config, self.model)
-        max_beams = beams_for((request.sampling for request in requests), self.shapes)
+        max_beams = beams_for((group.params for group in groups), self.shapes)
         if max_beams != self.shapes.max_beams:
             changes["max_beams"] = max_beams
         if changes:
@@ -230,7 +231,7 @@ class InferenceEngine(Forks):
         self.warmup()
 
     def _add(self, group: Group) -> None:
-        self._slots.add(group)
+        self._slots.add(group, time.perf_counter())
         self._stats.on_submit(len(group.prompt_token_ids))
 
     def _run(self, groups: list[Group], on_update) -> None:
@@ -286,9 +287,9 @@ class InferenceEngine(Forks):
 
     def submit(self, request: Request) -> Group:
         """Queue a request for the coming rounds. Raises: ValueError if it cannot be served."""
-        self._prepare([request])
         group = self._intake.group(request, str(self._submissions))
         self._submissions += 1
+        self._prepare([group])
         self._add(group)
         return group
 

@@ -1,7 +1,6 @@
 """`Intake`: checks requests, and makes of each the sequences that serve it."""
 
 import math
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -77,7 +76,7 @@ class Intake:
             max_len=max_len,
             root=self._root(request.cache_salt, scored=params.prompt_logprobs is not None),
             priority=_priority(request.priority),
-            deadline=_deadline(request.timeout_s),
+            timeout_s=_timeout(request.timeout_s),
         )
         for index in range(params.num_sequences):
             sequence = HostSequence(group=group, index=index)
@@ -161,10 +160,10 @@ def _priority(value) -> int:
     return int(value)
 
 
-def _deadline(timeout_s) -> float | None:
+def _timeout(timeout_s) -> float | None:
     if timeout_s is None:
         return None
     is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
     if not (is_number and timeout_s > 0 and math.isfinite(timeout_s)):
         raise ValueError(f"timeout_s={brief(timeout_s)}: expected seconds above 0; leave it out for none")
-    return time.perf_counter() + timeout_s
+    return timeout_s

@@ -11,7 +11,6 @@ from levanter_infer.decode.state import GenState
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.request import Request
 from levanter_infer.engine.sequence import Group, PromptScores
 
 SCORE_ONLY = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0)
@@ -21,11 +20,6 @@ SCORE_ONLY = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0)
 def score_shapes(config: EngineConfig, model) -> ScoreShapes:
     arch = model.config
     return ScoreShapes(num_top=min(config.max_prompt_logprobs, arch.vocab_size), hidden_size=arch.hidden_size)
-
-
-def wants_scores(request: Request) -> bool:
-    """Also of requests that will be refused."""
-    return isinstance(request.sampling, SamplingParams) and request.sampling.prompt_logprobs is not None
 
 
 class ScoreReader:

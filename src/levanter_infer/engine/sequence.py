@@ -123,8 +123,8 @@ class Group:
     root: int = DEFAULT_ROOT
     """Sequences of other roots share no pages with these."""
     priority: int = 0
-    deadline: float | None = None
-    """When it ends in any case, in seconds of `time.perf_counter`."""
+    timeout_s: float | None = None
+    """How long it may take from when it is queued."""
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
     prompt_scores: PromptScores | None = None
     """Once they have been read."""
@@ -164,8 +164,12 @@ class Group:
     @property
     def awaits_scores(self) -> bool:
         """Whether the scores of its prompt are yet to be read."""
-        wanted = self.params.prompt_logprobs is not None and self.prompt_scores is None
-        return wanted and self.sequences[0].finish_reason != "abort"
+        return self.wants_scores and self.prompt_scores is None and self.sequences[0].finish_reason != "abort"
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether its prompt is scored."""
+        return self.params.prompt_logprobs is not None
 
 
 def _mean_logprob(completion: Completion) -> float:

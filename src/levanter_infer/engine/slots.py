@@ -41,11 +41,12 @@ class SlotManager:
         self._leaving: list[tuple[Group, int]] = []
         self._arrivals = self._added = 0
 
-    def add(self, group: Group) -> None:
+    def add(self, group: Group, now: float) -> None:
+        """Queue a group; its time, if it has a limit, begins `now`."""
         self._pending.push(group)
-        if group.deadline is not None:
+        if group.timeout_s is not None:
             self._added += 1
-            heapq.heappush(self._deadlines, (group.deadline, self._added, group))
+            heapq.heappush(self._deadlines, (now + group.timeout_s, self._added, group))
 
     def discard(self, group: Group) -> None:
         """End the group's unfinished sequences: at once if they wait here, else by the next admission."""
