@@ -9,7 +9,7 @@ import pytest
 from scripts.examples import grpo_sums
 from scripts.examples.grpo_sums import Settings, init, make_step
 
-SMALL = Settings(num_prompts=16, group=8, learning_rate=1e-2)
+SMALL = Settings(num_prompts=16, group=8, learning_rate=3e-3)
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def optax_promotes_as_it_likes():
 def test_a_policy_that_samples_and_learns_in_one_step_is_paid_more_after_a_few_of_them():
     state, step = init(SMALL, seed=0), make_step(SMALL)
     rewards = []
-    for _ in range(60):
+    for _ in range(50):
         state, reward = step(state)
         rewards.append(float(reward))
     assert step._cache_size() == 1
@@ -33,7 +33,7 @@ def test_an_answer_is_paid_by_its_digits_and_a_better_one_becomes_likelier(monke
     state = init(dataclasses.replace(SMALL, num_prompts=2, group=2), seed=1)
     prompts, answers = grpo_sums.draw_prompts(jax.random.key(3), 2)
     assert (prompts[:, 1] == grpo_sums.PLUS).all() and (prompts[:, 3] == grpo_sums.EQUALS).all()
-    assert (answers @ np.asarray([10, 1]) == prompts[:, 0] + prompts[:, 2]).all()
+    assert (answers[:, 0] == prompts[:, 0] + prompts[:, 2]).all() and answers.shape == (2, grpo_sums.DIGITS)
     wrong = (answers + 1) % 10
     sampled = jnp.stack([answers, wrong], axis=1)
 

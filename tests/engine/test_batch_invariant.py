@@ -14,9 +14,15 @@ from tests.tiny_models import tiny_model
 built = pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")
 
 
+EXPERTS = dict(
+    model_type="qwen3_moe", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True
+)
+
+
 def make_engine(dtype: str = "float32", **config) -> InferenceEngine:
     sizes = dict(max_seq_len=96, numerics="batch_invariant", prefix_cache=True)
-    return InferenceEngine(tiny_model(dtype=dtype), config=EngineConfig(**{**sizes, **config}))
+    changes = EXPERTS if dtype == "experts" else dict(dtype=dtype)
+    return InferenceEngine(tiny_model(**changes), config=EngineConfig(**{**sizes, **config}))
 
 
 def random_requests(count: int, seed: int) -> list[Request]:
@@ -48,7 +54,10 @@ def bits(outputs) -> list:
 
 
 @built
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param("float32", marks=pytest.mark.slow), "bfloat16", pytest.param("experts", marks=pytest.mark.slow)],
+)
 def test_bits_are_those_of_the_request_alone(dtype):
     """In company, in another order, in chunks, on pages of another size, preempted, cached and cold."""
     requests = random_requests(24, seed=5)
