@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TypeVar
 
 import equinox as eqx
 import jax
@@ -16,6 +17,7 @@ from levanter_infer.layers.linear import MIN_ROWS, GpuLinear, Linear, LinearMap,
 from levanter_infer.layers.norm import RMSNorm
 
 _MAX_BLOCK = 128
+_Stored = TypeVar("_Stored", bound=Linear | GpuLinear)
 
 
 class Moe(eqx.Module):
@@ -162,9 +164,8 @@ def block_size(num_pairs: int, num_experts: int) -> int:
     return min(max(MIN_ROWS, 1 << (share - 1).bit_length()), _MAX_BLOCK)
 
 
-def merged(part: LinearMap) -> LinearMap:
+def merged(part: _Stored) -> _Stored:
     """Maps [layers, expert, out, in] as one stack [layers · expert, out, in], in the same memory."""
-    assert isinstance(part, Linear | GpuLinear)
     array, (layers, experts, *rest) = part.weight.array, part.weight.axes
     stack = array if isinstance(array, Tracer) else np.asarray(array)
     shape = (layers.size * experts.size, *(axis.size for axis in rest))

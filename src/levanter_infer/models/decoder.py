@@ -215,8 +215,9 @@ class DecoderModel(eqx.Module):
                 experts = {
                     name: _given_up(linear.weight, PanelLinear.of(merged(linear)), donate)
                     for name, linear in part.expert_maps.items()
+                    if isinstance(linear, Linear)
                 }
-                return dataclasses.replace(part, router=panels(part.router), **experts)
+                return dataclasses.replace(part, router=convert(part.router), **experts)
             if isinstance(part, Moe):
                 return jax.tree.map(convert, part, is_leaf=lambda part: isinstance(part, Linear))
             if not isinstance(part, Linear):
