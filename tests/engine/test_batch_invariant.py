@@ -54,10 +54,7 @@ def bits(outputs) -> list:
 
 
 @built
-@pytest.mark.parametrize(
-    "dtype",
-    [pytest.param("float32", marks=pytest.mark.slow), "bfloat16", pytest.param("experts", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_bits_are_those_of_the_request_alone(dtype):
     """In company, in another order, in chunks, on pages of another size, preempted, cached and cold."""
     requests = random_requests(24, seed=5)
@@ -82,3 +79,8 @@ def test_bits_are_those_of_the_request_alone(dtype):
 def test_it_is_refused_where_the_kernels_do_not_give_it(config):
     with pytest.raises(ValueError, match="batch_invariant.*needs the kernels for CPUs"):
         make_engine(**config)
+
+
+def test_it_is_refused_for_a_model_with_experts():
+    with pytest.raises(ValueError, match="batch_invariant.*not possible for a model with experts"):
+        make_engine("experts")
