@@ -108,18 +108,24 @@ def tensor_shapes(config: dict) -> dict[str, tuple[int, ...]]:
         "self_attn": {"q_proj": (q, embed), "k_proj": (kv, embed), "v_proj": (kv, embed), "o_proj": (embed, q)},
         "mlp": {"gate_proj": (mlp, embed), "up_proj": (mlp, embed), "down_proj": (embed, mlp)},
     }
+    if family == "qwen3_moe":
+        width = config["moe_intermediate_size"]
+        linears["mlp"] = {"gate": (config["num_experts"], embed)}
+        for expert in range(config["num_experts"]):
+            shape = {"gate_proj": (width, embed), "up_proj": (width, embed), "down_proj": (embed, width)}
+            linears["mlp"] |= {f"experts.{expert}.{name}": shape[name] for name in shape}
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], embed)}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         shapes[f"{prefix}.input_layernorm.weight"] = (embed,)
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (embed,)
-        if family == "qwen3":
+        if family in ("qwen3", "qwen3_moe"):
             shapes[f"{prefix}.self_attn.q_norm.weight"] = (head_dim,)
             shapes[f"{prefix}.self_attn.k_norm.weight"] = (head_dim,)
         for block, members in linears.items():
             for name, shape in members.items():
                 shapes[f"{prefix}.{block}.{name}.weight"] = shape
-                if biased[name]:
+                if biased.get(name):
                     shapes[f"{prefix}.{block}.{name}.bias"] = shape[:1]
     shapes["model.norm.weight"] = (embed,)
     if not config["tie_word_embeddings"]:

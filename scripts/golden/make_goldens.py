@@ -66,6 +66,23 @@ LLAMA = {
 MISTRAL = {**BASE, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "head_dim": 16}
 QWEN = {**BASE, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_scaling": None}
 QWEN2 = {**QWEN, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+QWEN3_MOE = {
+    **QWEN,
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "router_aux_loss_coef": 0.001,
+    "output_router_logits": False,
+    "use_sliding_window": False,
+    "sliding_window": None,
+}
 QWEN3 = {**QWEN, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "attention_bias": False}
 NO_WINDOW = {"use_sliding_window": False, "sliding_window": 4, "max_window_layers": 0}  # a window that must not act
 LLAMA3_ROPE = {
@@ -159,6 +176,8 @@ CASES = {
         {"max_window_layers": 0},
     ),
     "qwen3": Case({**QWEN3, **NO_WINDOW, "head_dim": 32, "tie_word_embeddings": True}, (6, 40), {"rope_theta": 1e4}),
+    "qwen3_moe": Case(QWEN3_MOE, (7, 60), {"num_experts_per_tok": 2}),
+    "qwen3_moe_shares": Case({**QWEN3_MOE, "norm_topk_prob": False}, (9, 40), {"norm_topk_prob": True}),
     "qwen3_layer_types": Case(
         {
             **QWEN3,
@@ -181,7 +200,7 @@ def build_model(name: str, config: dict, *, strict: bool = True) -> torch.nn.Mod
     hf_config = AutoConfig.for_model(**json.loads(json.dumps(config)))
     model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager", dtype=torch.float32).eval()
     weights = {key: torch.from_numpy(value) for key, value in make_weights(name, CASES[name].config).items()}
-    missing, unexpected = model.load_state_dict(weights, strict=False)
+    missing, unexpected = model.load_state_dict(fused(weights, model.state_dict()), strict=False)
     tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
     if set(missing) - tied or (strict and unexpected):
         raise ValueError(
@@ -189,6 +208,21 @@ def build_model(name: str, config: dict, *, strict: bool = True) -> torch.nn.Mod
         )
     model.tie_weights()
     return model
+
+
+def fused(weights: dict, wanted: dict) -> dict:
+    """The weights with those of experts in one tensor a layer, where the installed transformers has them so."""
+    weights = dict(weights)
+    for name in wanted:
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            prefix, kind = name.rsplit(".", 1)
+            kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+            each = [
+                torch.cat([weights.pop(f"{prefix}.{expert}.{part}.weight") for part in kinds])
+                for expert in range(wanted[name].shape[0])
+            ]
+            weights[name] = torch.stack(each)
+    return weights
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ meaning everywhere. Weight axes keep Levanter's names, so that sharding rules ca
 LAYERS = "layers"  # decoder layers, the leading axis of stacked parameters and of the page pool
 EMBED = "embed"  # width of the residual stream
 MLP = "mlp"  # inner width of the feed-forward block
+EXPERT = "expert"  # feed-forward blocks of which each token uses a few; also the mesh axis over which they lie
 VOCAB = "vocab"  # token ids
 KV_HEADS = "kv_head"  # key/value heads
 Q_HEADS_PER_GROUP = "q_heads_per_group"  # query heads that share one key/value head

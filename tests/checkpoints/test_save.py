@@ -14,7 +14,15 @@ from levanter_infer.checkpoints.save import save_model
 from levanter_infer.models.registry import family_for
 from tests.golden_cases import load_case, make_weights, write_checkpoint
 
-CASES = ("llama2_bias", "llama_tied", "llama_longrope", "mistral_window", "qwen2_window", "qwen3_layer_types")
+CASES = (
+    "llama2_bias",
+    "llama_tied",
+    "llama_longrope",
+    "mistral_window",
+    "qwen2_window",
+    "qwen3_layer_types",
+    "qwen3_moe",
+)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -151,13 +151,15 @@ def run(searches: list[Search], logits: np.ndarray, *, cancel_rate: float = 0.0,
         state, packed, bad, found = step(state, dataclasses.replace(nothing, **fields), logits)
         assert not any(map(int, bad.values())), {name: int(count) for name, count in bad.items() if count}
         outputs = HostOutputs(packed, SHAPES)
-        for group in slots.searches(outputs, steps):
+        for group in slots.searches(outputs, steps, 0):
             for sequence in group.sequences:
                 generated = slice(len(group.prompt_token_ids), int(found.lens[sequence.slot]))
                 tokens, logprobs = found.tokens[sequence.slot][generated], found.logprobs[sequence.slot][generated]
-                sequence.extend(np.asarray(tokens), np.asarray(logprobs), np.zeros(len(tokens)), None)
+                sequence.extend(
+                    np.asarray(tokens), np.asarray(logprobs), np.zeros(len(tokens)), None, [0] * len(tokens)
+                )
                 sequence.score = float(found.scores[sequence.slot])
-        slots.collect(outputs, steps)
+        slots.collect(outputs, steps, 0)
         counted, steps = outputs.scalars, steps + 1
         if rng.random() < cancel_rate:
             slots.discard(groups[rng.integers(len(groups))])

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from levanter_infer.decode.invariants import check_invariants
+from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.request import Request
 from levanter_infer.kernels import cpu
 from tests.engine.comparisons import all_kinds, expected, make_engine, serve
+from tests.tiny_models import tiny_model
 
 built = pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")
 
@@ -44,3 +47,10 @@ def test_bits_are_those_of_the_request_alone(dtype):
 def test_it_is_refused_where_the_kernels_do_not_give_it(config):
     with pytest.raises(ValueError, match="batch_invariant.*needs the kernels for CPUs"):
         make_engine(**config)
+
+
+def test_it_is_refused_for_a_model_with_experts():
+    experts = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True)
+    model = tiny_model(model_type="qwen3_moe", **experts)
+    with pytest.raises(ValueError, match="batch_invariant.*not possible for a model with experts"):
+        InferenceEngine(model, config=EngineConfig(max_seq_len=96, numerics="batch_invariant"))

@@ -26,7 +26,7 @@ from tests.golden_cases import (
 CASES = case_names()
 # An engine's program takes seconds to compile: one case per family, those whose paged forward has the most to get
 # wrong (windows in some layers, and a rope that takes its frequencies from max_seq_len).
-ENGINE_CASES = ("llama_longrope", "mistral_window", "qwen2_window", "qwen3_layer_types")
+ENGINE_CASES = ("llama_longrope", "mistral_window", "qwen2_window", "qwen3_layer_types", "qwen3_moe")
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # rope scalings that look at the length of the whole sequence
 
 
@@ -139,7 +139,7 @@ def test_weight_generator_is_pinned():
 
 def test_goldens_cover_every_family_and_rope_scaling():
     cases = [load_case(name) for name in CASES]
-    assert {c.config["model_type"] for c in cases} == {"llama", "mistral", "qwen2", "qwen3"}
+    assert {c.config["model_type"] for c in cases} == {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"}
     scalings = [c.config.get("rope_scaling") or {} for c in cases]
     assert {s.get("rope_type", s.get("type")) for s in scalings} == {
         None,

@@ -8,7 +8,7 @@ from jax import Array
 
 from levanter_infer.cache.prefix_table import UNKNOWN
 from levanter_infer.decode.programs import compile_program
-from levanter_infer.decode.sequence_table import FINISHED, FREE, LOADING, RUNNING, SPILLED, WAITING
+from levanter_infer.decode.sequence_table import FINISHED, FREE, LOADING, RUNNING, SPILLED, WAITING, is_private_root
 from levanter_infer.decode.state import DecodeState
 
 
@@ -104,7 +104,8 @@ def _contents_differ(state: DecodeState, holds: Array) -> Array:
     position = jnp.minimum(jnp.arange(width * size, dtype=jnp.int32), table.max_seq_len - 1)
     tokens = table.tokens.array[:, position].reshape(num_slots, width, size)
     wrong = jnp.any(prefix.tokens.array.at[pages].get(mode="fill", fill_value=0) != tokens, axis=2)
-    before = jnp.concatenate([table.roots.array[:, None], serials[:, :-1]], axis=1)
+    roots = jnp.where(is_private_root(table.roots.array), UNKNOWN, table.roots.array)  # pages of whatever came before
+    before = jnp.concatenate([roots[:, None], serials[:, :-1]], axis=1)
     parents = prefix.parents.array.at[pages].get(mode="fill", fill_value=0)
     elsewhere = (parents != before) & (parents != UNKNOWN) & (before != UNKNOWN)
     return (serials != UNKNOWN) & (wrong | elsewhere)

@@ -19,6 +19,7 @@ from levanter_infer.decode.resampling import resample_samples
 from levanter_infer.decode.scoring import READ_PAGES, read_scores
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState, GenState, empty_cache
+from levanter_infer.decode.versions import enter_version
 from levanter_infer.layers.attention import AttentionSpec
 
 
@@ -175,6 +176,7 @@ class Programs:
         self.read_scores = program("read_scores")
         self.resample = program("resample", donate=(0,))
         self.found = program("found")
+        self.enter_version = program("enter_version", donate=(0,))
         self.tier = TierPrograms(shapes)
 
     def extended(self, model, shapes: Shapes) -> "Programs":
@@ -273,6 +275,7 @@ def _functions(shapes: Shapes, attention: AttentionSpec, config, *, kv_dtype, as
         "read_scores": read_scores,
         "resample": resample,
         "found": found,
+        "enter_version": enter_version,
     }
 
 

@@ -28,6 +28,9 @@ ABORT = 4  # cancelled by the host
 DEFAULT_ROOT = -1
 """Root of sequences without a salt, whose prompts are not scored."""
 
+_PRIVATE = -(2**31)
+"""The least roots: of sequences that share pages with nobody, scored (`is_scored_root`) or not."""
+
 
 class SequenceTable(eqx.Module):
     """Per slot: the tokens, how many of them have their K/V stored, and the pages that hold these.
@@ -96,6 +99,15 @@ class SequenceTable(eqx.Module):
 def is_scored_root(roots: Tokens) -> Tokens:
     """Whether prompts are scored: those roots are even. Their pages have scores, which those of other roots lack."""
     return roots % 2 == 0  # type: ignore[return-value]
+
+
+def private_root(roots: Tokens) -> Tokens:
+    """Instead of `roots`, for sequences whose pages hold keys and values of several versions of the weights."""
+    return _PRIVATE + roots % 2  # type: ignore[return-value]
+
+
+def is_private_root(roots: Tokens) -> Tokens:
+    return roots <= _PRIVATE + 1  # type: ignore[return-value]
 
 
 def pages_for(num_tokens: Tokens, page_size: int) -> Tokens:

@@ -18,7 +18,7 @@ from levanter_infer.cache.named import replace
 from levanter_infer.cache.page_table import offset_of, page_of, ragged_index, run_if
 from levanter_infer.cache.prefix_table import UNKNOWN, chained, content_hashes
 from levanter_infer.decode.paging import page_at
-from levanter_infer.decode.sequence_table import DEFAULT_ROOT, RUNNING, SequenceTable, is_ready
+from levanter_infer.decode.sequence_table import DEFAULT_ROOT, RUNNING, SequenceTable, is_private_root, is_ready
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
 
@@ -72,7 +72,7 @@ def register_pages(state: DecodeState, shapes: Shapes, filled: Array, failed: Ar
     """
     if state.prefix is None:
         return state
-    counts = jnp.where(failed, 0, filled)
+    counts = jnp.where(failed | is_private_root(state.sequences.roots.array), 0, filled)
 
     def note(prefix: PrefixTable) -> PrefixTable:
         prefix = _register(dataclasses.replace(state, prefix=prefix), shapes, counts)
@@ -102,7 +102,7 @@ def _shareable(state: DecodeState, slots: Array) -> Array:
     """
     table, size = state.sequences, state.page_table.page_size
     pages = page_of(table.seq_lens.array - 1, size) - page_of(table.num_computed.array, size)
-    return jnp.where(slots, pages, 0)
+    return jnp.where(slots & ~is_private_root(table.roots.array), pages, 0)
 
 
 def _rows(shapes: Shapes, order: Array, chosen: Array) -> Array:

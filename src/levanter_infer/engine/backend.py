@@ -52,6 +52,11 @@ class Backend:
                 {"cpu": cpu_attention, "gpu": _gpu_misfit("pages", pages, rpa_gpu.supports_dtype(pages))},
             ),
         )
+        if config.numerics == "batch_invariant" and model.config.num_experts is not None:
+            raise ValueError(
+                'engine.numerics="batch_invariant" is not possible for a model with experts: norms and routing in XLA '
+                "round by the size of the step; use default"
+            )
         if config.numerics == "batch_invariant" and not chosen.is_batch_invariant:
             raise ValueError(
                 'engine.numerics="batch_invariant" needs the kernels for CPUs, for products and for attention; here '

@@ -85,5 +85,6 @@ def enter_hypotheses(programs: Programs, state: GenState, groups: list[Group]) -
         for row, sequence in enumerate(part):
             generated = slice(len(sequence.group.prompt_token_ids), int(found.lens[row]))
             logprobs = found.logprobs[row, generated]
-            sequence.extend(found.tokens[row, generated], logprobs, np.zeros_like(logprobs), None)
+            versions = sequence.group.search_versions
+            sequence.extend(found.tokens[row, generated], logprobs, np.zeros_like(logprobs), None, versions)
             sequence.score = float(found.scores[row])

@@ -29,6 +29,7 @@ from levanter_infer.engine.sequence import Group
 from levanter_infer.engine.sequence import Sequence as HostSequence
 from levanter_infer.engine.slots import SlotManager, empty_admission
 from levanter_infer.engine.stats import Stats
+from levanter_infer.engine.versions import Versions
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.models.live import adopt_model
 from levanter_infer.runtime.memory import peak_bytes, return_free_memory
@@ -47,9 +48,11 @@ class _Launched:
     launch_s: float
     expected_s: float
     """What it should take on the device."""
+    version: int
+    """Of the weights."""
 
 
-class InferenceEngine(Forks):
+class InferenceEngine(Forks, Versions):
     """Samples many requests together on one device.
 
     The host and the device meet once a round: one upload of new requests, one download of sampled tokens, and the
@@ -111,6 +114,7 @@ class InferenceEngine(Forks):
         if isinstance(model, StoredModel):
             self._compile_ahead(types)
             model, donate_model = model.read(), True
+        self._types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), types)
         self.model = self.backend.prepare(model, donate=donate_model)
         self.state = self.programs.init()
         self._uploaded: dict[tuple[int, int], Admission] = {}
@@ -385,6 +389,7 @@ class InferenceEngine(Forks):
             started,
             launch_s=time.perf_counter() - begin,
             expected_s=self._pace.seconds(with_prompts, steps),
+            version=self.version,
         )
         self._rounds += 1
         self._stats.on_time(launch=time.perf_counter() - begin)
@@ -417,8 +422,9 @@ class InferenceEngine(Forks):
         self._last_end = end
         steps, prompt_steps = self._stats.on_round(outputs, seconds)
         self._pace.on_round(prompt_steps > 0, steps, seconds)
-        enter_hypotheses(self.programs, self.state, self._slots.searches(outputs, launched.round_id))
-        known = self._slots.collect(outputs, launched.round_id)
+        found = self._slots.searches(outputs, launched.round_id, launched.version)
+        enter_hypotheses(self.programs, self.state, found)
+        known = self._slots.collect(outputs, launched.round_id, launched.version)
         self._tier.on_round(outputs.scalars["host_call"])
         self._scores.take()
         self._scores.ask(self.programs, self.state, self._slots.take_leaving())

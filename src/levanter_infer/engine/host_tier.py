@@ -258,6 +258,10 @@ class HostTier:
                 state = self._give_up(programs, state, tables, record)
         return state
 
+    def parked_slots(self) -> list[int]:
+        """Slots whose pages are here."""
+        return [member.slot for record in self._records for member in record.remaining() if record.contents]
+
     def recall(self, programs: TierPrograms, state: GenState) -> GenState:
         """Let everybody come back who left by hand."""
         for record in [record for record in self._records if record.stays]:

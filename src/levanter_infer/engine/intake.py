@@ -29,7 +29,9 @@ class Intake:
 
     def __init__(self, shapes: Shapes, config: EngineConfig, tokenizer, seed: int):
         self._shapes, self._config, self._tokenizer, self._seed = shapes, config, tokenizer, seed
-        self._roots: dict[str, int] = {}
+        self._roots: dict[tuple[int, str | None], int] = {}
+        self.version = 0
+        """Of the weights: what they have computed is shared under this version only."""
 
     def forget_roots(self) -> None:
         """Salts are new again. Requires: nothing is stored for any of them."""
@@ -74,10 +76,11 @@ class Intake:
             params=params,
             seed=params.seed if params.seed is not None else derive_seed(self._seed, name),
             max_len=max_len,
-            root=self._root(request.cache_salt, scored=params.prompt_logprobs is not None),
+            cache_salt=_salt(request.cache_salt),
             priority=_priority(request.priority),
             timeout_s=_timeout(request.timeout_s),
         )
+        group.root = self.root(group)
         for index in range(params.num_sequences):
             sequence = HostSequence(group=group, index=index)
             if self._tokenizer is not None:
@@ -87,12 +90,14 @@ class Intake:
             group.sequences.append(sequence)
         return group
 
-    def _root(self, salt: str | None, *, scored: bool) -> int:
-        """Each new salt gets the next two: an odd one, and an even one for scored prompts (`is_scored_root`)."""
-        if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= _MAX_SALT):
-            raise ValueError(f"cache_salt={str(salt)[:40]!r}: expected 1 to {_MAX_SALT} characters")
-        number = 0 if salt is None else self._roots.setdefault(salt, len(self._roots) + 1)
-        return DEFAULT_ROOT - 2 * number - scored
+    def root(self, group: Group) -> int:
+        """What the pages of a group that begins now are found under.
+
+        Each version of the weights with each salt has two roots: an odd one, and an even one for scored prompts
+        (`is_scored_root`).
+        """
+        number = self._roots.setdefault((self.version, group.cache_salt), len(self._roots))
+        return DEFAULT_ROOT - 2 * number - (group.params.prompt_logprobs is not None)
 
     def _token_ids(self, request: Request) -> list[int]:
         given = [n for n in ("prompt", "prompt_token_ids", "messages") if getattr(request, n) is not None]
@@ -152,6 +157,12 @@ def _checked_ids(token_ids, vocab_size: int) -> list[int]:
             raise ValueError(f"prompt_token_ids[{i}]={token} is outside the vocabulary of {vocab_size} tokens")
         ids.append(int(token))
     return ids
+
+
+def _salt(salt) -> str | None:
+    if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= _MAX_SALT):
+        raise ValueError(f"cache_salt={str(salt)[:40]!r}: expected 1 to {_MAX_SALT} characters")
+    return salt
 
 
 def _priority(value) -> int:

@@ -53,7 +53,7 @@ _DECLARED = (
     _round("generated_tokens", "tokens", "sampled", "generated"),
     _round("scored_tokens", "tokens", "of prompts, with a log probability"),
     _round("computed_prompt_tokens", "tokens", "computed in chunks, recomputed ones included", "prompt_tokens"),
-    _round("recomputed_tokens", "tokens", "whose stored K/V preemption gave up", "recomputed"),
+    _round("recomputed_tokens", "tokens", "whose stored K/V preemption, or a change of weights, gave up", "recomputed"),
     _round("recomputed_per_token", "ratio", "of recomputed to generated tokens", kind="gauge"),
     _round("steps", "steps", "forward passes", "steps"),
     _round("prompt_steps", "steps", "those that computed a chunk of a prompt", "prompt_steps"),
@@ -100,6 +100,8 @@ _DECLARED = (
     _round("page_bytes", "bytes", "of a page, all layers", kind="gauge"),
     _round("pool_bytes", "bytes", "of the pool", kind="gauge"),
     _round("weights_bytes", "bytes", "of the model", kind="gauge"),
+    _round("weights_version", "", "of the weights that the next round uses", kind="gauge"),
+    _round("weight_swaps", "", "times that the engine was given other weights"),
     # Time
     _round("round_s", "s", "of rounds, from launch or the end of the one before to the end", kind="histogram"),
     _round("launch_s", "s", "host: preparing, uploading and launching rounds", contract="L58"),

@@ -12,6 +12,7 @@ from levanter_infer.decode.generate import GenerateOutput, generate_all
 from levanter_infer.decode.sequence_table import pages_for
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import empty_cache
+from levanter_infer.decode.unbatched import refuse_vmap, varying_axes
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
 from levanter_infer.engine.encode_sampling import SamplingColumns
@@ -32,7 +33,10 @@ def generate(
     score_mod=None,
     mask_mod=None,
 ) -> GenerateOutput:
-    """Sample continuations of a batch of prompts; pure, and traceable by `jit` and `scan`.
+    """Sample continuations of a batch of prompts; pure, and traceable by `jit`, `scan` and `shard_map`.
+
+    Nothing is differentiated: gradients see a constant. Under `shard_map` each shard runs a loop of its own over its
+    prompts, with `check_vma=False`, and with `seeds` that differ where its prompts are not other ones.
 
     Args:
         model: a `DecoderModel`, or a live model of Levanter's shape (`adopt_model`); its arrays may be traced.
@@ -41,28 +45,27 @@ def generate(
         sampling: one for all prompts. Text stops need a host and are refused.
         config: sizes; `max_seq_len` defaults to what the call needs and `max_pages` to enough for everybody who runs.
         seeds: u32[batch, 2], the high and low word of each prompt's seed, may be traced. Default: `sampling.seed`
-            plus the prompt's place, or the place alone.
+            plus the prompt's place in this call, or the place alone.
         eos_token_ids: tokens that end a sequence, unless `sampling.ignore_eos`.
-    Raises: ValueError for sizes that contradict each other. Values inside traced arrays are not checked: a token id
+    Raises: ValueError for sizes that contradict each other, under `vmap`, and under a `shard_map` that checks which
+        arrays vary. Values inside traced arrays are not checked: a token id
         out of range gives an undefined continuation of that prompt; lengths are clipped to 1 … `length`.
     """
     params, config, model = sampling or SamplingParams(), config or EngineConfig(), adopt_model(model)
     prompts, lens = jnp.asarray(prompt_token_ids, jnp.int32), jnp.asarray(prompt_lens, jnp.int32)
+    varying = varying_axes((model, prompts, lens, seeds))
+    if varying:
+        raise ValueError(
+            f"generate in a shard_map over {', '.join(sorted(varying))} that checks which arrays vary: its loops begin "
+            "with constants; call jax.shard_map(..., check_vma=False)"
+        )
+    model, prompts, lens, seeds = refuse_vmap(jax.lax.stop_gradient((model, prompts, lens, seeds)))
     if prompts.ndim != 2 or lens.shape != prompts.shape[:1]:
         raise ValueError(
             f"prompt_token_ids has shape {prompts.shape} and prompt_lens {lens.shape}; expected [batch, length] "
             "and [batch]"
         )
-    if params.num_beams > 1:
-        raise ValueError(f"num_beams={params.num_beams}: beam search is for InferenceEngine; leave it out here")
-    if params.best_of is not None:
-        raise ValueError(f"best_of={params.best_of} is for InferenceEngine; sample n={params.best_of} and choose")
-    if params.stop:
-        raise ValueError("stop strings need a host; use stop_token_ids, or InferenceEngine")
-    if params.prompt_logprobs is not None:
-        raise ValueError("prompt_logprobs come from InferenceEngine only; leave it out, or use InferenceEngine.score")
-    if config.preempt == "spill":
-        raise ValueError('engine.preempt="spill" needs a host; use "recompute", or InferenceEngine')
+    _refuse_what_needs_a_host(params, config)
     backend = Backend.choose(config, model, has_mods=score_mod is not None or mask_mod is not None)
     shapes = backend.adapt(_shapes(config, model, params, prompts.shape, len(eos_token_ids)))
     check_limits(
@@ -89,6 +92,19 @@ def generate(
         ),
     )
     return jax.tree.map(lambda per_slot: per_slot.reshape(batch, n, *per_slot.shape[1:]), result)
+
+
+def _refuse_what_needs_a_host(params: SamplingParams, config: EngineConfig) -> None:
+    if params.num_beams > 1:
+        raise ValueError(f"num_beams={params.num_beams}: beam search is for InferenceEngine; leave it out here")
+    if params.best_of is not None:
+        raise ValueError(f"best_of={params.best_of} is for InferenceEngine; sample n={params.best_of} and choose")
+    if params.stop:
+        raise ValueError("stop strings need a host; use stop_token_ids, or InferenceEngine")
+    if params.prompt_logprobs is not None:
+        raise ValueError("prompt_logprobs come from InferenceEngine only; leave it out, or use InferenceEngine.score")
+    if config.preempt == "spill":
+        raise ValueError('engine.preempt="spill" needs a host; use "recompute", or InferenceEngine')
 
 
 def _shapes(config: EngineConfig, model, params: SamplingParams, shape: tuple[int, ...], num_eos: int) -> Shapes:

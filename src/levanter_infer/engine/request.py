@@ -48,8 +48,15 @@ class Completion:
     """Per generated token the likeliest tokens and their log probability under the model, when asked for."""
     seed: int
     """The seed that was used; with `index` it reproduces the sample."""
+    token_versions: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    """i32, one per generated token: the version of the weights that it was sampled with (`swap_weights`)."""
     score: float | None = None
     """Of a hypothesis of a beam search: what it was chosen by."""
+
+    @property
+    def version_range(self) -> tuple[int, int] | None:
+        """The versions of its first and its last token; None without tokens."""
+        return (int(self.token_versions[0]), int(self.token_versions[-1])) if len(self.token_versions) else None
 
 
 @dataclasses.dataclass

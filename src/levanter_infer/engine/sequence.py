@@ -1,6 +1,7 @@
 """Host side of one sequence: what has come back of it so far."""
 
 import dataclasses
+from collections.abc import Sequence as Many
 
 import numpy as np
 
@@ -39,6 +40,8 @@ class Sequence:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     processed_logprobs: list[float] = dataclasses.field(default_factory=list)
     top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
+    """Of the weights, for each token."""
     finish_reason: str | None = None
     """Set once the result is known; the slot may still have to be given back."""
     decoder: IncrementalDecoder | None = None
@@ -46,13 +49,14 @@ class Sequence:
     score: float | None = None
     text: str = ""
 
-    def extend(self, tokens: np.ndarray, logprobs: np.ndarray, processed: np.ndarray, top) -> None:
+    def extend(self, tokens: np.ndarray, logprobs: np.ndarray, processed: np.ndarray, top, versions: Many[int]) -> None:
         """Take the tokens of one round; stops at a text stop string, whatever follows is dropped."""
         wanted = self.group.params.logprobs
         for i, token in enumerate(tokens.tolist()):
             self.token_ids.append(token)
             self.logprobs.append(float(logprobs[i]))
             self.processed_logprobs.append(float(processed[i]))
+            self.versions.append(versions[i])
             if wanted and top is not None:
                 ids, values = top[0][i, :wanted].tolist(), top[1][i, :wanted].tolist()
                 self.top_logprobs.append(dict(zip(ids, values, strict=True)))
@@ -102,11 +106,12 @@ class Sequence:
             processed_logprobs=np.asarray(self.processed_logprobs, np.float32),
             top_logprobs=self.top_logprobs if self.group.params.logprobs else None,
             seed=self.group.seed,
+            token_versions=np.asarray(self.versions, np.int32),
             score=self.score,
         )
 
 
-_RESULTS = ("token_ids", "logprobs", "processed_logprobs", "top_logprobs")
+_RESULTS = ("token_ids", "logprobs", "processed_logprobs", "top_logprobs", "versions")
 
 
 @dataclasses.dataclass(eq=False)
@@ -120,14 +125,17 @@ class Group:
     seed: int
     max_len: int
     """Tokens, prompt included, at which its sequences end."""
+    cache_salt: str | None = None
     root: int = DEFAULT_ROOT
-    """Sequences of other roots share no pages with these."""
+    """Sequences of other roots share no pages with these: of the salt, and the version of the weights when it began."""
     priority: int = 0
     timeout_s: float | None = None
     """How long it may take from when it is queued."""
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
     prompt_scores: PromptScores | None = None
     """Once they have been read."""
+    search_versions: list[int] = dataclasses.field(default_factory=list)
+    """Of a beam search: the version of the weights for each place behind the prompt."""
 
     @property
     def is_loose(self) -> bool:

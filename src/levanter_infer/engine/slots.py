@@ -40,6 +40,8 @@ class SlotManager:
         self._deadlines: list[tuple[float, int, Group]] = []
         self._leaving: list[tuple[Group, int]] = []
         self._arrivals = self._added = 0
+        self.admits = True
+        """Whether groups that wait here may get slots."""
 
     def add(self, group: Group, now: float) -> None:
         """Queue a group; its time, if it has a limit, begins `now`."""
@@ -120,6 +122,10 @@ class SlotManager:
         """Those that have a slot."""
         return list(self._occupants.values())
 
+    def groups(self) -> list[Group]:
+        """All that have not ended: with slots, and those that wait here."""
+        return list(dict.fromkeys([*(s.group for s in self._occupants.values()), *self._pending.groups()]))
+
     @property
     def has_prompts(self) -> bool:
         """Whether the next round may compute prompts: a sequence that is there, or waits, has no token yet."""
@@ -128,7 +134,7 @@ class SlotManager:
     def _wanted_slots(self) -> int:
         if self._loading:
             return 0
-        if self._pending:
+        if self._pending and self.admits:
             return len(self._pending.first.sequences)
         return self.shapes.num_slots + 1
 
@@ -136,7 +142,7 @@ class SlotManager:
         """(sequence, start, length) of what fits into one upload: pieces of long prompts first, then new groups."""
         room = self.shapes.upload_tokens
         pieces: list[tuple[Sequence, int, int]] = []
-        while room > 0 and (self._loading or (self._pending and len(self._free) >= len(self._pending.first.sequences))):
+        while room > 0 and (self._loading or self._can_start_next()):
             if not self._loading:
                 group = self._pending.pop()
                 for sequence in group.sequences:
@@ -155,6 +161,9 @@ class SlotManager:
                     pieces.append((child, 0, 0))
                 self._loading.popleft()
         return pieces
+
+    def _can_start_next(self) -> bool:
+        return self.admits and bool(self._pending) and len(self._free) >= len(self._pending.first.sequences)
 
     def _encode(self, pieces: list[tuple[Sequence, int, int]]) -> dict[str, np.ndarray | object]:
         shapes = self.shapes
@@ -193,8 +202,8 @@ class SlotManager:
         assert self._arrivals < _INT32 - 1, "arrivals are renumbered when the engine is idle"
         return self._arrivals
 
-    def collect(self, outputs: HostOutputs, round_id: int) -> list[Sequence]:
-        """Take a round's outputs; returns the sequences whose result became known."""
+    def collect(self, outputs: HostOutputs, round_id: int, version: int) -> list[Sequence]:
+        """Take a round's outputs; returns the sequences whose result became known. `version`: of its weights."""
         wants_top = any(s.group.params.logprobs for s in self._occupants.values())
         top = outputs.top() if wants_top else None
         known: list[Sequence] = []
@@ -204,7 +213,11 @@ class SlotManager:
                 continue
             own_top = (top[0][entries], top[1][entries]) if top is not None else None
             sequence.extend(
-                outputs.tokens[entries], outputs.logprobs[entries], outputs.processed_logprobs[entries], own_top
+                outputs.tokens[entries],
+                outputs.logprobs[entries],
+                outputs.processed_logprobs[entries],
+                own_top,
+                [version] * len(entries),
             )
             if sequence.finish_reason is not None:
                 known.append(sequence)
@@ -234,12 +247,18 @@ class SlotManager:
         self._free.append(sequence.slot)
         sequence.slot = None
 
-    def searches(self, outputs: HostOutputs, round_id: int) -> list[Group]:
+    def searches(self, outputs: HostOutputs, round_id: int, version: int) -> list[Group]:
         """Beam searches that have found their hypotheses, as this round says; to be asked before `collect`."""
         found = (STOP, LENGTH)
         leaders = [s for s in self._occupants.values() if s.index == 0 and s.group.params.num_beams > 1]
         told = [s for s in leaders if _is_told(s, round_id) and s.finish_reason is None]
-        return [s.group for s in told if outputs.status[s.slot] == FINISHED and outputs.finish_reason[s.slot] in found]
+        for s in told:
+            length = int(outputs.seq_lens[s.slot]) - len(s.group.prompt_token_ids)
+            s.group.search_versions += [version] * (length - len(s.group.search_versions))
+        ended = [s for s in told if outputs.status[s.slot] == FINISHED and outputs.finish_reason[s.slot] in found]
+        for s in ended:
+            s.group.search_versions.append(version)  # a hypothesis may be one token longer than the beams
+        return [s.group for s in ended]
 
     @property
     def is_idle(self) -> bool:

@@ -39,7 +39,13 @@ class Stats:
         self._decode = _Phase()
         self._mixed = _Phase()
         sizes = {"pages_total": pages_total, "pool_bytes": pool_bytes, "weights_bytes": weights_bytes}
-        for name, value in {**sizes, "page_bytes": self._page_bytes, "pages_peak": 0, "compile_s": 0.0}.items():
+        for name, value in {
+            **sizes,
+            "page_bytes": self._page_bytes,
+            "pages_peak": 0,
+            "compile_s": 0.0,
+            "weights_version": 0,
+        }.items():
             self.registry.set(name, value)
         self._nobody_holds_anything()
 

@@ -69,14 +69,14 @@ class Attention(eqx.Module):
         q_key, k_key, v_key, o_key = jax.random.split(key, 4)
         kv_heads, size = Axis(KV_HEADS, num_kv_heads), Axis(HEAD_SIZE, head_dim)
         q_heads = (kv_heads, Axis(Q_HEADS_PER_GROUP, q_heads_per_group), size)
-        norm = None if qk_norm_eps is None else RMSNorm.init(batch, size, eps=qk_norm_eps, dtype=dtype)
+        norms = [None if qk_norm_eps is None else RMSNorm.init(batch, size, eps=qk_norm_eps, dtype=dtype) for _ in "qk"]
         return Attention(
             q_proj=Linear.init(batch, q_heads, (embed,), key=q_key, dtype=dtype, bias=qkv_bias),
             k_proj=Linear.init(batch, (kv_heads, size), (embed,), key=k_key, dtype=dtype, bias=qkv_bias),
             v_proj=Linear.init(batch, (kv_heads, size), (embed,), key=v_key, dtype=dtype, bias=qkv_bias),
             o_proj=Linear.init(batch, (embed,), q_heads, key=o_key, dtype=dtype, bias=out_bias),
-            q_norm=norm,
-            k_norm=norm,
+            q_norm=norms[0],
+            k_norm=norms[1],
             soft_cap=soft_cap,
         )
 

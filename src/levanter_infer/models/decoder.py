@@ -11,12 +11,13 @@ from haliax import Axis, NamedArray
 from jax import Array
 from jax.core import Tracer
 
-from levanter_infer.axes import EMBED, LAYERS, MLP, POSITION, SEQ_PAGE, VOCAB
+from levanter_infer.axes import EMBED, EXPERT, LAYERS, MLP, POSITION, SEQ_PAGE, VOCAB
 from levanter_infer.cache import KvPages, PageBatchInfo
 from levanter_infer.kernels.cpu import supports_dtype
 from levanter_infer.layers.attention import Attention, AttentionSpec
 from levanter_infer.layers.linear import GpuLinear, Linear, LinearMap, PanelLinear, apply, as_bits, contract, from_bits
 from levanter_infer.layers.mlp import Mlp
+from levanter_infer.layers.moe import Moe, merged
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.rotary import RopeConfig, rotary_tables
 
@@ -52,6 +53,11 @@ class DecoderConfig:
     sliding_windows: tuple[int | None, ...] = ()
     """Per layer; None sees everything. Empty where no layer has a window."""
     attention_soft_cap: float | None = None
+    num_experts: int | None = None
+    """None: one feed-forward block, for all tokens. Else `intermediate_size` is that of one expert."""
+    num_experts_per_token: int = 0
+    normalize_experts: bool = False
+    """Whether the weights of a token's experts add up to one."""
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -71,6 +77,8 @@ class DecoderConfig:
         attention += (q + 2 * kv) * self.qkv_bias + self.hidden_size * self.out_bias + 2 * self.head_dim * self.qk_norm
         mlp = 3 * self.hidden_size * self.intermediate_size
         mlp += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
+        if self.num_experts is not None:
+            mlp = self.num_experts * (mlp + self.hidden_size)  # and the router's weights
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return tables + self.num_layers * (attention + mlp + 2 * self.hidden_size) + self.hidden_size
 
@@ -81,14 +89,17 @@ class DecoderLayer(eqx.Module):
     input_norm: RMSNorm
     attention: Attention
     mlp_norm: RMSNorm
-    mlp: Mlp
+    mlp: Mlp | Moe
 
     @staticmethod
     def init(batch: tuple[Axis, ...], config: DecoderConfig, *, key: Array, dtype) -> "DecoderLayer":
         """`batch`: axes of independent layers."""
         attention_key, mlp_key = jax.random.split(key)
         embed = Axis(EMBED, config.hidden_size)
-        norm = RMSNorm.init(batch, embed, eps=config.rms_norm_eps, dtype=dtype)
+
+        def norm() -> RMSNorm:  # each an array of its own, so that a training step can donate them
+            return RMSNorm.init(batch, embed, eps=config.rms_norm_eps, dtype=dtype)
+
         attention = Attention.init(
             batch,
             embed,
@@ -102,17 +113,28 @@ class DecoderLayer(eqx.Module):
             key=attention_key,
             dtype=dtype,
         )
-        mlp = Mlp.init(
-            batch, embed, Axis(MLP, config.intermediate_size), bias=config.mlp_bias, key=mlp_key, dtype=dtype
-        )
-        return DecoderLayer(input_norm=norm, attention=attention, mlp_norm=norm, mlp=mlp)
+        width = Axis(MLP, config.intermediate_size)
+        if config.num_experts is None:
+            mlp = Mlp.init(batch, embed, width, bias=config.mlp_bias, key=mlp_key, dtype=dtype)
+        else:
+            mlp = Moe.init(
+                batch,
+                embed,
+                Axis(EXPERT, config.num_experts),
+                width,
+                num_chosen=config.num_experts_per_token,
+                normalize=config.normalize_experts,
+                key=mlp_key,
+                dtype=dtype,
+            )
+        return DecoderLayer(input_norm=norm(), attention=attention, mlp_norm=norm(), mlp=mlp)
 
     def at(self, index: Array, num_rows: Array) -> "DecoderLayer":
         """One layer of a stack, for inputs whose first `num_rows` rows count."""
         return jax.tree.map(
             lambda part: part.at(index) if isinstance(part, RMSNorm) else part.at(index, num_rows),
             self,
-            is_leaf=lambda part: isinstance(part, LinearMap | RMSNorm),
+            is_leaf=lambda part: isinstance(part, LinearMap | RMSNorm | Moe),
         )
 
 
@@ -189,6 +211,15 @@ class DecoderModel(eqx.Module):
             return _given_up(linear.weight, PanelLinear.of(linear, stacked=stacked), donate)
 
         def convert(part):
+            if isinstance(part, Moe) and kernel == "cpu":
+                experts = {
+                    name: _given_up(linear.weight, PanelLinear.of(merged(linear)), donate)
+                    for name, linear in part.expert_maps.items()
+                    if isinstance(linear, Linear)
+                }
+                return dataclasses.replace(part, router=convert(part.router), **experts)
+            if isinstance(part, Moe):
+                return jax.tree.map(convert, part, is_leaf=lambda part: isinstance(part, Linear))
             if not isinstance(part, Linear):
                 return part
             return panels(part) if kernel == "cpu" else dataclasses.replace(part, weight=bits(part.weight))
@@ -202,7 +233,7 @@ class DecoderModel(eqx.Module):
         elif as_bits(embeddings) is not embeddings:
             head = embeddings if head is None else head
             embeddings = as_bits(embeddings) if head is embeddings else bits(embeddings)
-        layers = jax.tree.map(convert, self.layers, is_leaf=lambda part: isinstance(part, Linear))
+        layers = jax.tree.map(convert, self.layers, is_leaf=lambda part: isinstance(part, Linear | Moe))
         return dataclasses.replace(self, embeddings=embeddings, layers=layers, lm_head=head)
 
     def for_gpu(self, kernel: str) -> "DecoderModel":

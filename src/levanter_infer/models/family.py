@@ -28,7 +28,8 @@ class Family:
     config_to_hf: Callable[[DecoderConfig], dict[str, Any]]
     """The inverse: `config_from_hf(config_to_hf(c)) == c`."""
     tensor_names: Mapping[str, str]
-    """Attribute path in `DecoderModel` -> HF's tensor name, with `{layer}` in those of a layer."""
+    """Attribute path in `DecoderModel` -> HF's tensor name, with `{layer}` in those of a layer, and `{expert}` in those
+    of an expert."""
 
 
 TENSOR_NAMES = {
@@ -65,7 +66,7 @@ class Parameter:
     axes: tuple
     """Axes in the model, `layers` first where it is stacked."""
     hf_names: tuple[str, ...]
-    """One tensor, or one per layer."""
+    """One tensor, or one per layer, or one per layer and expert."""
     hf_shape: tuple[int, ...]
     """Shape of each of these tensors."""
 
@@ -83,11 +84,15 @@ def parameters(model: DecoderModel, family: Family) -> list[Parameter]:
         axes = array.axes
         stacked = axes[0].name == LAYERS
         num_in = getattr(owner, "num_in", 1) if path.endswith("_proj.weight") else 1
-        sizes = [axis.size for axis in (axes[1:] if stacked else axes)]
+        experts = "{expert}" in template
+        sizes = [axis.size for axis in axes[stacked + experts :]]
         merged = (_product(sizes),)
-        if path.endswith("_proj.weight") or path in ("embeddings", "lm_head"):
+        if path.endswith(("_proj.weight", "router.weight")) or path in ("embeddings", "lm_head"):
             merged = (_product(sizes[:-num_in]), _product(sizes[-num_in:]))
-        names = tuple(template.format(layer=i) for i in range(axes[0].size)) if stacked else (template,)
+        places = [{"layer": i} for i in range(axes[0].size)] if stacked else [{}]
+        if experts:
+            places = [{**place, "expert": i} for place in places for i in range(axes[1].size)]
+        names = tuple(template.format(**place) for place in places)
         found.append(Parameter(path=path, axes=axes, hf_names=names, hf_shape=merged))
     return found
 

@@ -82,7 +82,12 @@ def _matched(model, types: DecoderModel, family: Family) -> dict[str, NamedArray
     return {
         param.path: _with_axes(_named(model, _NAMES[param.path]), param.axes, _NAMES[param.path])
         for param in parameters(types, family)
+        if param.path in _NAMES or _refuse(param.path)
     }
+
+
+def _refuse(path: str) -> bool:
+    raise ValueError(f"a live model with {path}: experts are read from HF checkpoints only, with load_model")
 
 
 # What a model says of itself

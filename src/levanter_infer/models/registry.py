@@ -8,8 +8,9 @@ from levanter_infer.models.llama import LLAMA
 from levanter_infer.models.mistral import MISTRAL
 from levanter_infer.models.qwen2 import QWEN2
 from levanter_infer.models.qwen3 import QWEN3
+from levanter_infer.models.qwen3_moe import QWEN3_MOE
 
-FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE)}
 
 
 def family_for(hf_config: Mapping[str, Any]) -> Family:

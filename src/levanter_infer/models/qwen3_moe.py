@@ -1,0 +1,61 @@
+"""Qwen3 with experts: Qwen3's attention, and a mixture of experts in every layer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from levanter_infer.models.decoder import DecoderConfig
+from levanter_infer.models.family import TENSOR_NAMES, Family, common_fields, common_to_hf
+from levanter_infer.models.hf_config import HfConfig
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Raises: ValueError naming the key that is unknown, malformed or not implemented."""
+    hf = HfConfig(raw)
+    fields = common_fields(hf, kv_heads=4, head_dim=None, max_positions=32768)
+    experts = hf.count("num_experts", 128)
+    fields["intermediate_size"] = hf.count("moe_intermediate_size", 768)
+    chosen = hf.count("num_experts_per_tok", 8)
+    if chosen > experts:
+        raise hf.fail("num_experts_per_tok", f"at most num_experts={experts}")
+    normalize, bias = hf.flag("norm_topk_prob", False), hf.flag("attention_bias", False)
+    # Layers without experts, and windows: HF has them, no checkpoint uses them.
+    hf.only("decoder_sparse_step", 1)
+    hf.only("mlp_only_layers", None, [])
+    hf.only("use_sliding_window", False)
+    hf.optional_count("sliding_window")
+    hf.size("max_window_layers", 28)
+    hf.only("mlp_bias", False)
+    hf.finish()
+    return DecoderConfig(
+        model_type="qwen3_moe",
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=True,
+        num_experts=experts,
+        num_experts_per_token=chosen,
+        normalize_experts=normalize,
+        **fields,
+    )
+
+
+def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    return {
+        **common_to_hf(config),
+        "attention_bias": config.qkv_bias,
+        "moe_intermediate_size": config.intermediate_size,
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.num_experts_per_token,
+        "norm_topk_prob": config.normalize_experts,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+_EXPERTS = "model.layers.{layer}.mlp.experts.{expert}"
+TENSOR_NAMES_MOE = {
+    **{path: name for path, name in TENSOR_NAMES.items() if not path.startswith("layers.mlp.")},
+    "layers.mlp.router.weight": "model.layers.{layer}.mlp.gate.weight",
+    **{f"layers.mlp.{name}_proj.weight": f"{_EXPERTS}.{name}_proj.weight" for name in ("gate", "up", "down")},
+}
+
+QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", config_from_hf, config_to_hf, TENSOR_NAMES_MOE)
