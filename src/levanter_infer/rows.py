@@ -70,7 +70,7 @@ def read_rows(config: RunConfig, *, completions: bool = False) -> list[Row]:
     for where, content in contents:
         if len(rows) == MAX_ROWS:
             raise ValueError(f"{where}: more than {MAX_ROWS} rows; split the file")
-        row = _make_row(content, str(len(rows)), where, base, completions)
+        row = make_row(content, str(len(rows)), where, base, completions=completions)
         if row.id in seen and row.error is None:
             row = Row(row.id, None, f"{where}: id {brief(row.id)} is that of {seen[row.id]} too; ids must differ")
         seen.setdefault(row.id, where)
@@ -96,7 +96,7 @@ def _read_file(path: Path, *, as_chat: bool) -> Iterator[tuple[str, Any]]:
                 number += 1
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip():
-                    content = _parse_line(line, jsonl=suffix in _JSONL, as_chat=as_chat)
+                    content = parse_line(line, jsonl=suffix in _JSONL, as_chat=as_chat)
                     yield f"{path}:{number}", content
                 while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n") and line:
                     line = file.readline(MAX_LINE_BYTES + 1)
@@ -104,7 +104,8 @@ def _read_file(path: Path, *, as_chat: bool) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"cannot read prompts_file {path}: {e.strerror}") from e
 
 
-def _parse_line(line: bytes, *, jsonl: bool, as_chat: bool) -> Any:
+def parse_line(line: bytes, *, jsonl: bool, as_chat: bool) -> Any:
+    """What a line of a prompts file holds, or the ValueError that says what is wrong with it."""
     if len(line) > MAX_LINE_BYTES:
         return ValueError(f"the line is longer than {MAX_LINE_BYTES} bytes")
     try:
@@ -114,7 +115,12 @@ def _parse_line(line: bytes, *, jsonl: bool, as_chat: bool) -> Any:
         return ValueError(f"the line is not UTF-8: {e}")
     except (ValueError, RecursionError) as e:
         return ValueError(f"the line is not JSON: {e}")
-    if as_chat and isinstance(content, dict) and isinstance(content.get("prompt"), str):
+    return chat_of(content) if as_chat else content
+
+
+def chat_of(content: Any) -> Any:
+    """A row whose text prompt is what a user says in a chat; any other as it is."""
+    if isinstance(content, dict) and isinstance(content.get("prompt"), str):
         if content.get("messages") is None:  # otherwise there are two prompts, which is refused as such
             content |= _as_chat(content.pop("prompt"))
     return content
@@ -127,9 +133,22 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _make_row(content: Any, default_id: str, where: str, base: SamplingParams, completions: bool) -> Row:
-    if isinstance(content, dict) and isinstance(content.get("id"), (str, int)):
-        default_id = str(content["id"])
+def row_id(content: Any, default_id: str) -> str:
+    """What names a row, also one that is wrong."""
+    given = content.get("id") if isinstance(content, dict) else None
+    return str(given) if isinstance(given, (str, int)) else default_id
+
+
+def make_row(content: Any, default_id: str, where: str, base: SamplingParams, *, completions: bool = False) -> Row:
+    """The request that a row asks for; what is wrong with it becomes its error.
+
+    Args:
+        content: as `parse_line` gives it.
+        where: says in the error which row it is.
+        base: parameters that the row does not give.
+        completions: it may hold a completion, and no parameters of sampling.
+    """
+    default_id = row_id(content, default_id)
     try:
         if isinstance(content, ValueError):
             raise content
@@ -244,6 +263,11 @@ def _number_or_null(value: float) -> float | None:
     return float(str(np.float32(value))) if math.isfinite(value) else None
 
 
+def encode_row(row: Mapping[str, Any]) -> str:
+    """A row as JSON in one line, which UTF-8 can hold."""
+    return json.dumps(row, ensure_ascii=False, allow_nan=False).translate(_SURROGATES)
+
+
 class RowWriter:
     """Writes rows, or other text, beside an output file, which appears complete or not at all.
 
@@ -273,7 +297,7 @@ class RowWriter:
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows. Raises: ValueError if the disk does not take them."""
         for row in rows:
-            self.write_text(json.dumps(row, ensure_ascii=False, allow_nan=False).translate(_SURROGATES) + "\n")
+            self.write_text(encode_row(row) + "\n")
 
     def write_text(self, text: str) -> None:
         """Append text of another kind. Raises: ValueError if the disk does not take it."""
@@ -292,7 +316,7 @@ class RowWriter:
             if self._overwrite:
                 os.replace(self._partial, self.path)
             else:
-                _rename_new(self._partial, self.path)
+                rename_new(self._partial, self.path)
         except FileExistsError:
             self._close()
             raise ValueError(f"output {self.path} appeared meanwhile; the rows are in {self._partial}") from None
@@ -329,7 +353,7 @@ def _check_replaceable(path: Path, overwrite: bool) -> None:
         raise ValueError(f"output {path} exists; give another name, or --overwrite to replace it")
 
 
-def _rename_new(old: Path, new: Path) -> None:
+def rename_new(old: Path, new: Path) -> None:
     """Rename, but not over something else. Raises: FileExistsError; OSError."""
     try:
         os.link(old, new)  # unlike a rename, this fails if the name is taken
@@ -344,6 +368,17 @@ def _rename_new(old: Path, new: Path) -> None:
 
 def _open_alone(path: Path) -> IO[str]:
     """Open `path` empty, for this process alone. Raises: BlockingIOError if another has it; OSError."""
+    descriptor = lock_file(path)
+    os.ftruncate(descriptor, 0)
+    return os.fdopen(descriptor, "w", encoding="utf-8", newline="\n")
+
+
+def lock_file(path: Path) -> int:
+    """Open `path`, made if need be, for this process alone. It is free again once closed, or this process has died.
+
+    Returns: a file descriptor at its beginning.
+    Raises: BlockingIOError if another process has it; OSError.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
     try:
         if fcntl is not None:
@@ -351,11 +386,10 @@ def _open_alone(path: Path) -> IO[str]:
         # Between open and lock another run may have finished and renamed this very file to its output.
         if not path.exists() or not os.path.samestat(os.fstat(descriptor), os.stat(path)):
             raise BlockingIOError
-        os.ftruncate(descriptor, 0)
     except BaseException:
         os.close(descriptor)
         raise
-    return os.fdopen(descriptor, "w", encoding="utf-8", newline="\n")
+    return descriptor
 
 
 _SURROGATES = {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}
