@@ -10,6 +10,7 @@ import collections
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,9 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/kill_batch.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=200, help="SIGKILLs of each case")
-    parser.add_argument("--workers", default="1,2", help="processes that work on the job at once, a case each")
+    parser = argparse.ArgumentParser(prog="scripts/kill_batch.py", description="Kill a batch job, and compare.")
+    parser.add_argument("--kills", type=int, default=200, help="SIGKILLs of each case, over as many jobs as it takes")
+    parser.add_argument("--workers", default="1,2", help="processes that work on a job at once, a case each")
     parser.add_argument("--rows", type=int, default=3000)
     parser.add_argument("--rows-per-shard", type=int, default=50)
     parser.add_argument("--model", default=str(ROOT / "models" / "tiny"))
@@ -32,7 +33,7 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=24)
     arguments = parser.parse_args()
     chance = random.Random(arguments.seed)
-    wrong = 0
+    wrong = False
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         write_rows(directory / "in.jsonl", arguments.rows, chance)
@@ -40,11 +41,20 @@ def main() -> int:
         startup_s, total_s = undisturbed(command, directory / "whole")
         expected = contents(directory / "whole")
         for workers in map(int, arguments.workers.split(",")):
-            output = directory / f"killed-{workers}"
-            case = kill_until_done(command, output, workers, arguments.kills, startup_s, total_s, chance)
-            case |= compare(expected, contents(output), arguments.rows, arguments.format)
-            print(json.dumps({"kill_batch": workers, "rows": arguments.rows, **case}), flush=True)
-            wrong += bool(case["lost"] or case["duplicated"] or case["different_files"])
+            begin, sums = time.monotonic(), collections.Counter()
+            where: collections.Counter[str] = collections.Counter()
+            while sums["kills"] < arguments.kills:
+                output = directory / f"killed-{workers}-{sums['jobs']}"
+                most = arguments.kills - sums["kills"]
+                found = kill_until_done(command, output, workers, most, startup_s, total_s - startup_s, chance)
+                where += found
+                sums += collections.Counter(jobs=1, kills=found.total())
+                sums += compare(expected, contents(output), arguments.rows, arguments.format)
+                shutil.rmtree(output)
+            case = {key: sums[key] for key in ("jobs", "kills", "lost", "duplicated", "different_files")}
+            more = {"rows": arguments.rows, "where": dict(where), "seconds": round(time.monotonic() - begin)}
+            print(json.dumps({"kill_batch": workers, "format": arguments.format, **case, **more}), flush=True)
+            wrong = wrong or any(sums[key] for key in ("lost", "duplicated", "different_files"))
     return 1 if wrong else 0
 
 
@@ -97,30 +107,40 @@ def undisturbed(command: list[str], output: Path) -> tuple[float, float]:
     return startup, time.monotonic() - begin
 
 
-def kill_until_done(command, output: Path, workers: int, kills: int, startup_s: float, total_s: float, chance) -> dict:
-    """Kill running processes until there have been so many kills, then let the job end."""
+def kill_until_done(command, output: Path, workers: int, kills: int, startup_s: float, work_s: float, chance):
+    """Start the workers of a job again and again, and kill one at random, until the job has ended.
+
+    Args:
+        kills: at most.
+    Returns: what the job was doing, as seen from outside, for each kill.
+    """
     where: collections.Counter[str] = collections.Counter()
     running: dict[int, subprocess.Popen] = {}
-    begin, done, restarts = time.monotonic(), 0, 0
-    while done < kills:
+    while True:
         for worker in range(workers):
-            if worker not in running or running[worker].poll() is not None:
-                restarts += worker in running
+            status = running[worker].poll() if worker in running else -signal.SIGKILL
+            assert status in (None, 0, 1, -signal.SIGKILL), f"a worker ended with {status}; see {output}-*.log"
+            if status == -signal.SIGKILL:
                 running[worker] = start(command, output, f"{worker}/{workers}")
-        # Most kills fall into the work itself, some into loading; so short that the job outlives them all.
-        time.sleep(chance.uniform(0.0, startup_s + chance.choice((0.1, 0.3, 1.0)) * max(0.3, total_s - startup_s)))
-        victim = running[chance.randrange(workers)]
-        if victim.poll() is None:
+        if where.total() == kills or all(process.poll() is not None for process in running.values()):
+            break
+        # Some kills fall into loading, most into the work; a job lives through several.
+        pause = chance.uniform(0, startup_s) if chance.random() < 0.25 else startup_s + chance.uniform(0, work_s / 3)
+        until = time.monotonic() + pause
+        while time.monotonic() < until and any(process.poll() is None for process in running.values()):
+            time.sleep(0.005)
+        victims = [process for process in running.values() if process.poll() is None]
+        if victims:
             where[state(output)] += 1
+            victim = chance.choice(victims)
             victim.send_signal(signal.SIGKILL)
             victim.wait()
-            done += 1
     for process in running.values():
         process.wait()
-    for worker in range(workers):
-        status = start(command, output, f"{worker}/{workers}").wait()
-        assert status in (0, 1), f"the job ended with {status}"
-    return {"kills": done, "where": dict(where), "ended_alone": restarts, "seconds": round(time.monotonic() - begin)}
+    if not (output / "manifest.json").exists():  # what a killed worker has left is done by any that comes after it
+        status = start(command, output, f"0/{workers}").wait()
+        assert status in (0, 1), f"the job ended with {status}; see {output}-*.log"
+    return where
 
 
 def state(output: Path) -> str:
@@ -140,20 +160,18 @@ def contents(output: Path) -> dict[str, bytes]:
     return {str(path.relative_to(output)): path.read_bytes() for path in sorted(output.rglob("*")) if path.is_file()}
 
 
-def compare(expected: dict[str, bytes], found: dict[str, bytes], rows: int, kind: str) -> dict:
+def compare(expected: dict[str, bytes], found: dict[str, bytes], rows: int, kind: str) -> collections.Counter[str]:
     """Rows lost and duplicated, by id, and files that are missing, too many or different."""
     ids: collections.Counter[tuple[str, int | None]] = collections.Counter()
     for name, data in found.items():
         if name.startswith("part-"):
             ids.update((row["id"], row["index"]) for row in read(data, kind))
     have = {name for name, _ in ids}
-    different = [name for name in {*expected, *found} if expected.get(name) != found.get(name)]
-    return {
-        "lost": sum(str(i) not in have for i in range(rows)),
-        "duplicated": sum(count - 1 for count in ids.values()),
-        "files": len(expected),
-        "different_files": sorted(different)[:5],
-    }
+    return collections.Counter(
+        lost=sum(str(i) not in have for i in range(rows)),
+        duplicated=sum(count - 1 for count in ids.values()),
+        different_files=sum(expected.get(name) != found.get(name) for name in {*expected, *found}),
+    )
 
 
 def read(data: bytes, kind: str) -> list[dict]:

@@ -26,7 +26,7 @@ from levanter_infer.config import (
 )
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput
-from levanter_infer.rows import Row, RowWriter, escape_for_terminal
+from levanter_infer.rows import NOT_FINITE, Row, RowWriter, escape_for_terminal
 from levanter_infer.runtime.compile_cache import enable_compile_cache
 
 if TYPE_CHECKING:
@@ -337,7 +337,7 @@ def report_failures(outputs: Sequence[RequestOutput]) -> int:
         if output.error is not None:
             errors.append(f"request {output.id}: {output.error}")
         elif broken:
-            errors.append(f"request {output.id}: sample {broken[0]}: the model's logits are not finite")
+            errors.append(f"request {output.id}: sample {broken[0]}: {NOT_FINITE}")
     for error in errors[:_MAX_SHOWN_ERRORS]:
         say(one_line(f"error: {error}"))
     if len(errors) > _MAX_SHOWN_ERRORS:

@@ -28,6 +28,8 @@ MAX_LINE_BYTES = 2**24
 MAX_ROWS = 1_000_000
 MAX_N = 4096
 """Samples of one row, at most; the engine may allow fewer."""
+NOT_FINITE = "the model's logits are not finite"
+"""Why a sample ended in "error"."""
 _JSONL = (".jsonl", ".ndjson")
 _ROW_KEYS = ("prompt", "prompt_token_ids", "messages", "id", "sampling", "cache_salt", "priority", "timeout_s")
 _PROMPT_KEYS, _POLICY_KEYS = _ROW_KEYS[:3], _ROW_KEYS[-3:]
@@ -234,6 +236,8 @@ def output_rows(output: RequestOutput, sampling: SamplingParams | None) -> Itera
         )
         if wanted and c.top_logprobs is not None:
             row["top_logprobs"] = tops(c.top_logprobs)
+        if c.finish_reason == "error":
+            row["error"] = NOT_FINITE
         if c.score is not None:
             row["score"] = _number_or_null(c.score)
         if output.prompt_logprobs is not None:

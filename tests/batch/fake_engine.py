@@ -23,7 +23,7 @@ class FakeGroup:
                 index=index,
                 token_ids=[(digest + index) % 97, digest % 89],
                 text=f"text {digest} {index} \N{SNOWMAN}",
-                finish_reason="stop",
+                finish_reason="error" if request.prompt == "nan" else "stop",
                 logprobs=np.asarray([-0.1, -digest % 7 / 3], np.float32),
                 processed_logprobs=np.zeros(2, np.float32),
                 top_logprobs=[{5: -0.25}, {6: float("-inf")}] if request.sampling.logprobs else None,

@@ -21,6 +21,7 @@ ROWS = 23
 def prompts(tmp_path):
     path = tmp_path / "in.jsonl"
     rows = [{"prompt": f"p{i}", "sampling": {"n": 1 + i % 2, "logprobs": i % 3}} for i in range(ROWS)]
+    rows[13] = {"prompt": "nan"}
     rows[5], rows[11], rows[12] = {"promt": "x"}, {"prompt": "refuse"}, {"prompt": "late", "timeout_s": 3}
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
@@ -81,18 +82,21 @@ def test_a_job_writes_every_row_once_in_order_and_a_manifest(prompts, output):
     engine = FakeEngine()
     complete, totals = work(source, job, engine=engine)
     manifest = job.finish()
-    assert complete and totals.rows == ROWS and totals.failed == 3 and manifest is not None
+    assert complete and totals.rows == ROWS and totals.failed == 4 and manifest is not None
     parts = [
         json.loads(line) for shard in manifest["shards"] for line in files(output)[f"/{shard['file']}"].splitlines()
     ]
     assert [(row["id"], row["index"]) for row in parts] == [
-        (str(i), index) for i in range(ROWS) for index in ([None] if i in (5, 11, 12) else range(1 + i % 2))
+        (str(i), index)
+        for i in range(ROWS)
+        for index in ([None] if i in (5, 11, 12) else range(1 if i == 13 else 1 + i % 2))
     ]
     errors = [row["error"] for row in parts if "error" in row]
     assert "in.jsonl:6: unknown key promt" in errors[0] and errors[1] == "refused" and "timeout_s depends" in errors[2]
+    assert errors[3:] == ["the model's logits are not finite"]
     assert manifest["counts"] == {
         "rows": ROWS,
-        "failed_rows": 3,
+        "failed_rows": 4,
         "samples": len(parts) - 3,
         "prompt_tokens": 3 * (ROWS - 3),
         "generated_tokens": 2 * (len(parts) - 3),
@@ -104,7 +108,7 @@ def test_a_job_writes_every_row_once_in_order_and_a_manifest(prompts, output):
 
 def test_timeouts_are_served_where_equal_bytes_are_not_promised(prompts, output):
     source, job = begin(prompts, output, numerics="default")
-    assert work(source, job)[1].failed == 2
+    assert work(source, job)[1].failed == 3
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 2, 3, 5, 8, 12])

@@ -151,7 +151,7 @@ class Driver:
             return self._engine.submit(request)
         except ValueError as error:
             given = request.prompt_token_ids
-            ids = [token for token in given if type(token) is int] if isinstance(given, list) else []
+            ids = [token for token in given if _is_token(token)] if isinstance(given, list) else []
             return RequestOutput(row.id, request.prompt, ids, [], error=str(error))
 
     def _collect(self) -> None:
@@ -174,3 +174,8 @@ class Driver:
             self._open[index].commit()
             del self._open[index]
             self.totals.shards += 1
+
+
+def _is_token(value: Any) -> bool:
+    """Whether a refused prompt's entry can stand in a row of the output, whose token ids are 32-bit integers."""
+    return type(value) is int and 0 <= value < 2**31

@@ -15,7 +15,7 @@ from levanter_infer.batch.facts import device_facts, model_facts, version_facts
 from levanter_infer.batch.job import JOB, Job, check_same, make_promise, read_promise
 from levanter_infer.batch.plan import Input, InputShard, Plan
 from levanter_infer.batch.shard import dumps
-from levanter_infer.batch.store import open_store
+from levanter_infer.batch.store import Store, open_store
 from levanter_infer.frontend import make_engine, metrics_text, one_line, say
 from levanter_infer.rows import RowWriter
 
@@ -82,21 +82,27 @@ def run(config: BatchRunConfig) -> int:
 
 
 def _run(config: BatchRunConfig, stop: StopSignal) -> int:
-    assert config.output is not None and config.output.path is not None
+    assert config.output is not None
     with contextlib.ExitStack() as stack:
         metrics = None
         if config.output.metrics is not None:
             metrics = stack.enter_context(RowWriter(config.output.metrics, overwrite=config.output.overwrite))
+        begin = time.monotonic()
+        if config.batch.ray_actors:
+            from levanter_infer.batch.on_ray import work_on_ray
+
+            session, totals = work_on_ray(config)
+            return _end(session, totals, time.monotonic() - begin)
         session = open_session(config)
         if session.engine is None:
             return _end(session, Totals(), 0.0)
-        with_engine = session.engine
+        engine = session.engine
         stop.defer()
         begin = time.monotonic()
         complete, totals = session.work(stop.is_set)
         seconds = time.monotonic() - begin
         if metrics is not None:
-            metrics.write_text(metrics_text(with_engine, as_prometheus=metrics.path.suffix == ".prom"))
+            metrics.write_text(metrics_text(engine, as_prometheus=metrics.path.suffix == ".prom"))
             metrics.commit()
         if not complete:
             say(f"stopped   {_done_text(totals, seconds)}; all of it is safe, and the same command goes on")
@@ -133,38 +139,29 @@ class Session:
         return complete, driver.totals
 
 
-def open_session(config: BatchRunConfig) -> Session:
+def open_session(config: BatchRunConfig, *, plan: Plan | None = None, begin: bool = True) -> Session:
     """Find or begin the job, and make an engine if anything is left to do.
 
+    Args:
+        plan: of the input, if it is known.
+        begin: False: only look at a job that has begun, without an engine.
     Raises: ValueError if the job began otherwise, or anything is wrong with model, input or output.
     """
-    assert config.output is not None and config.output.path is not None and config.prompts_file is not None
-    from levanter_infer.checkpoints.source import resolve_source
-
-    if config.batch.format == "parquet":
-        tables.check_available()
-    prompts_file, output = config.prompts_file, config.output.path
-    store = open_store(output)
-    promise = read_promise(store)
+    store, source = _store(config), input_of(config)
     config = dataclasses.replace(config, engine={"numerics": "batch_invariant", **config.engine})
-    names = [config.model.path, config.model.path.rstrip("/").rsplit("/", 1)[-1], *config.batch.model_names]
-    source = Input(prompts_file, as_chat=bool(config.chat), model_names=names)
-    facts = {
-        "model": model_facts(resolve_source(config.model.path, config.model.revision)),
-        "tokenizer": _tokenizer_facts(config),
-        "versions": version_facts(parquet=config.batch.format == "parquet"),
-        "device": device_facts(),
-    }
-    plan = _plan(source, config) if promise is None else _same_files(source, promise)
+    facts = _facts(config)
+    plan = plan_of(config, source) if plan is None else plan
     wanted = _config_facts(config)
+    promise = read_promise(store)
     engine = None
     while True:
-        sizes = promise["sizes"] if promise is not None else None
+        sizes = None
         if promise is not None:
-            check_same(promise, make_promise(wanted, facts, promise["sizes"], plan))
+            sizes = promise["sizes"]
+            check_same(promise, make_promise(wanted, facts, sizes, plan))
             job = Job(store, promise)
             left = len(plan.shards) - len(job.committed())
-            if left == 0 or engine is not None:
+            if left == 0 or engine is not None or not begin:
                 return Session(config, source, job, engine if left else None)
             say(f"job       {len(plan.shards) - left} of {len(plan.shards)} shards are finished, {left} are left")
         engine = _engine(config, sizes, plan)
@@ -175,7 +172,26 @@ def open_session(config: BatchRunConfig) -> Session:
             promise = read_promise(store)
 
 
-def _plan(source: Input, config: BatchRunConfig) -> Plan:
+def _store(config: BatchRunConfig) -> Store:
+    assert config.output is not None and config.output.path is not None
+    if config.batch.format == "parquet":
+        tables.check_available()
+    return open_store(config.output.path)
+
+
+def input_of(config: BatchRunConfig) -> Input:
+    """The files of a job. Raises: ValueError as `Input`."""
+    assert config.prompts_file is not None
+    path = config.model.path
+    names = [path, path.rstrip("/").rsplit("/", 1)[-1], *config.batch.model_names]
+    return Input(config.prompts_file, as_chat=bool(config.chat), model_names=names)
+
+
+def plan_of(config: BatchRunConfig, source: Input) -> Plan:
+    """How the input is divided: as the job began, or found by reading the input. Raises: ValueError as `Input.plan`."""
+    promise = read_promise(_store(config))
+    if promise is not None:
+        return _same_files(source, promise)
     begin = time.monotonic()
     plan = source.plan(config.batch.rows_per_shard)
     say(
@@ -196,6 +212,17 @@ def _same_files(source: Input, promise: dict[str, Any]) -> Plan:
             f"{', '.join(only[:5])}; put them back, or give another output"
         )
     return plan
+
+
+def _facts(config: BatchRunConfig) -> dict[str, Any]:
+    from levanter_infer.checkpoints.source import resolve_source
+
+    return {
+        "model": model_facts(resolve_source(config.model.path, config.model.revision)),
+        "tokenizer": _tokenizer_facts(config),
+        "versions": version_facts(parquet=config.batch.format == "parquet"),
+        "device": device_facts(),
+    }
 
 
 def _tokenizer_facts(config: BatchRunConfig) -> dict[str, str]:
