@@ -35,7 +35,7 @@ def output(request, tmp_path):
 
 
 def begin(prompts, output, numerics="batch_invariant", format="jsonl", size=5):
-    """A job as `run.open_session` finds or begins it."""
+    """A job as `run.open_worker` finds or begins it."""
     source, store = Input(str(prompts), as_chat=False, model_names=()), open_store(output)
     config = {"engine": {"numerics": numerics}, "batch": {"format": format}}
     store.create(JOB, json.dumps(make_promise(config, {}, {}, source.plan(size))).encode())

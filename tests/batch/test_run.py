@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from levanter_infer import sample
-from levanter_infer.batch import run
+from levanter_infer.batch import worker
 from levanter_infer.batch.__main__ import main
 from levanter_infer.checkpoints.save import save_model
 from tests.tiny_models import tiny_model
@@ -41,16 +41,16 @@ def engines():
 @pytest.fixture(autouse=True)
 def one_engine(engines, monkeypatch):
     """The first engine of this file serves every run: compiling is what takes time here."""
-    make = run.make_engine
+    make = worker.make_engine
 
     def make_once(config, num_rows):
         if not engines:
             engines.append(make(config, num_rows))
         return engines[0]
 
-    monkeypatch.setattr(run, "make_engine", make_once)
+    monkeypatch.setattr(worker, "make_engine", make_once)
     monkeypatch.setattr(sample, "make_engine", make_once)
-    monkeypatch.setattr(run, "LOG_SECONDS", 0)
+    monkeypatch.setattr(worker, "LOG_SECONDS", 0)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_a_file_of_other_weights_or_input_is_named(command, checkpoint, tmp_path
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_within_two_rounds_and_what_is_finished_stays(command, tmp_path, whole, monkeypatch, number):
-    rounds, call, engine_rounds = [], run.Progress.__call__, run.Progress
+    rounds, call, engine_rounds = [], worker.Progress.__call__, worker.Progress
     read = []
 
     def signalling(self, totals):

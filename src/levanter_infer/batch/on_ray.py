@@ -9,7 +9,7 @@ from typing import Any
 from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.batch.drive import Totals
 from levanter_infer.batch.plan import Plan
-from levanter_infer.batch.run import Session, input_of, open_session, plan_of
+from levanter_infer.batch.worker import Worker, input_of, open_worker, plan_of
 from levanter_infer.frontend import say
 
 _SHARDS_AT_ONCE = 4
@@ -26,25 +26,25 @@ class ShardSampler:
 
     def __init__(self, config: BatchRunConfig, plan: Plan):
         self._config, self._plan = config, plan
-        self._session: Session | None = None
+        self._worker: Worker | None = None
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Work off the shards whose numbers stand in `batch["shard"]`.
 
         Returns: for each of them the rows that this actor has finished in this call, 0 for what was finished before.
         """
-        if self._session is None or self._session.engine is None:
-            self._session = open_session(self._config, plan=self._plan)
-        session, numbers = self._session, [int(number) for number in batch["shard"]]
-        before = session.job.committed()
-        if session.engine is not None:
-            session.work(lambda: False, [session.job.plan.shards[number] for number in numbers])
-        new = session.job.committed() - before
-        rows = [session.job.plan.shards[number].rows if number in new else 0 for number in numbers]
+        if self._worker is None or self._worker.engine is None:
+            self._worker = open_worker(self._config, plan=self._plan)
+        worker, numbers = self._worker, [int(number) for number in batch["shard"]]
+        before = worker.job.committed()
+        if worker.engine is not None:
+            worker.work(lambda: False, [worker.job.plan.shards[number] for number in numbers])
+        new = worker.job.committed() - before
+        rows = [worker.job.plan.shards[number].rows if number in new else 0 for number in numbers]
         return {"shard": batch["shard"], "rows": rows}
 
 
-def work_on_ray(config: BatchRunConfig) -> tuple[Session, Totals]:
+def work_on_ray(config: BatchRunConfig) -> tuple[Worker, Totals]:
     """Do a job with `batch.ray_actors` actors of the Ray cluster that is there, or of one on this machine.
 
     Returns: the job, with no engine in this process, and what was done.
@@ -66,5 +66,5 @@ def work_on_ray(config: BatchRunConfig) -> tuple[Session, Totals]:
         num_gpus=config.batch.ray_gpus or None,
     )
     rows = [row["rows"] for row in done.iter_rows()]
-    session = open_session(config, begin=False)
-    return session, Totals(rows=sum(rows), shards=sum(count > 0 for count in rows))
+    worker = open_worker(config, begin=False)
+    return worker, Totals(rows=sum(rows), shards=sum(count > 0 for count in rows))
