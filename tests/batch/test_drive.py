@@ -1,6 +1,7 @@
 """Jobs with an engine that has no model: every row once, in order, whatever interrupts them."""
 
 import json
+import os
 import random
 
 import fsspec
@@ -12,6 +13,7 @@ from levanter_infer.batch.plan import Input
 from levanter_infer.batch.shard import JOURNALS
 from levanter_infer.batch.store import LocalStore, open_store
 from levanter_infer.engine.params import SamplingParams
+from levanter_infer.rows import lock_file
 from tests.batch.fake_engine import FakeEngine
 
 ROWS = 23
@@ -199,6 +201,18 @@ def test_a_shard_that_another_process_works_on_is_left_to_it(prompts, tmp_path):
     taken.leave()
     assert work(source, job)[1].rows == 5 and job.finish() is not None
     assert files(str(tmp_path / "out")) == undisturbed(prompts, tmp_path)
+
+
+def test_what_killed_processes_left_goes_and_what_a_living_one_writes_stays(tmp_path):
+    store = LocalStore(tmp_path)
+    for name in ("left.partial", "written.partial", "part-000000.jsonl"):
+        (tmp_path / name).write_text("x")
+    writing = lock_file(tmp_path / "written.partial")
+    store.remove_leftovers("", everything=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["part-000000.jsonl", "written.partial"]
+    os.close(writing)
+    store.remove_leftovers("", everything=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["part-000000.jsonl"]
 
 
 def test_a_file_without_a_record_is_not_believed(prompts, tmp_path):

@@ -159,8 +159,10 @@ class LocalStore(Store):
         path = self._root / folder
         with contextlib.suppress(FileNotFoundError):
             for name in os.listdir(path):
-                if everything or name.endswith(".partial"):
+                if everything:
                     (path / name).unlink(missing_ok=True)
+                elif name.endswith(".partial"):
+                    _remove_unlocked(path / name)
             if everything:
                 with contextlib.suppress(OSError):  # another worker has just looked into it
                     path.rmdir()
@@ -188,6 +190,14 @@ def _lock_soon(path: Path) -> int:
             if time.monotonic() > until:
                 raise ValueError(f"another process has been writing {path} for {_WAIT_S:.0f} s") from None
             time.sleep(0.01)
+
+
+def _remove_unlocked(path: Path) -> None:
+    """Remove a file, unless another process is writing it."""
+    with contextlib.suppress(BlockingIOError):
+        descriptor = lock_file(path)
+        path.unlink()
+        os.close(descriptor)
 
 
 def _sync_directory(path: Path) -> None:
