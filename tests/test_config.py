@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from levanter_infer.config import OutputConfig, load_config
+from levanter_infer.batch.config import BatchRunConfig
+from levanter_infer.config import OutputConfig, RunConfig, load_config
 from levanter_infer.engine.config import EngineConfig
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -189,7 +190,8 @@ def test_override_inside_a_plain_value_is_refused(tmp_path):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_configuration_of_the_repository_loads(path):
-    config = load_config(path)
+    kind = BatchRunConfig if path.name.startswith("batch-") else RunConfig
+    config = load_config(path, kind=kind)
     assert config.model.path and config.engine_config()
 
 

@@ -33,7 +33,7 @@ def test_module_imports(name):
 @pytest.mark.parametrize(
     "command",
     [
-        *(["-m", f"levanter_infer.{name}"] for name in ("sample", "score", "audit", "doctor", "bench")),
+        *(["-m", f"levanter_infer.{name}"] for name in ("sample", "batch", "score", "audit", "doctor", "bench")),
         *([script] for script in SCRIPTS),
     ],
 )

@@ -134,13 +134,19 @@ class RunConfig:
         return self.chat if all(isinstance(c, list) for c in self.chat) else [self.chat]
 
 
-def load_config(path: str | Path | None, overrides: Sequence[tuple[str, str]] = ()) -> RunConfig:
+AnyRunConfig = typing.TypeVar("AnyRunConfig", bound=RunConfig)
+
+
+def load_config(
+    path: str | Path | None, overrides: Sequence[tuple[str, str]] = (), kind: type[AnyRunConfig] = RunConfig
+) -> AnyRunConfig:
     """Read a configuration.
 
     Args:
         path: a YAML file; None if the overrides say everything.
         overrides: (dotted key, text) in order. A later one replaces an earlier, but for `prompts`, which add up.
             Prompts given here take the place of those in the file, in whichever form those are.
+        kind: what is configured.
     Raises: ValueError naming the file or key that is wrong.
     """
     content = {} if path is None else _read_yaml(Path(path))
@@ -149,13 +155,13 @@ def load_config(path: str | Path | None, overrides: Sequence[tuple[str, str]] = 
         if isinstance(content.get(name), str):
             content[name] = {key: content[name]}
     _apply_overrides(content, overrides)
-    check_keys(content, [f.name for f in dataclasses.fields(RunConfig)], "")
+    check_keys(content, [f.name for f in dataclasses.fields(kind)], "")
     if "model" not in content:
         raise ValueError("no model: give `model: <directory or hub id>` in the configuration, or --model")
     if isinstance(content.get("prompts"), str):
         content["prompts"] = [content["prompts"]]
     _check_chat(content.get("chat", False))
-    return decode_section(RunConfig, content, "")
+    return decode_section(kind, content, "")
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

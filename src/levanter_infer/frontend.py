@@ -12,12 +12,21 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from levanter_infer.config import MeshConfig, ModelSource, OutputConfig, RunConfig, check_keys, load_config
+from levanter_infer.config import (
+    AnyRunConfig,
+    MeshConfig,
+    ModelSource,
+    OutputConfig,
+    RunConfig,
+    check_keys,
+    load_config,
+)
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput
-from levanter_infer.rows import Row, RowWriter, escape_for_terminal
+from levanter_infer.rows import NOT_FINITE, Row, RowWriter, escape_for_terminal
 from levanter_infer.runtime.compile_cache import enable_compile_cache
 
 if TYPE_CHECKING:
@@ -39,13 +48,24 @@ def guarded(command: Callable[[], int]) -> int:
         return 141
 
 
-def run_config(argv: Sequence[str], usage: str, run: Callable[[RunConfig], int]) -> int:
-    """Run what a command line without options of its own asks for, or explain; returns the exit status."""
-    arguments = parse_arguments(argv)
+def run_config(
+    argv: Sequence[str],
+    usage: str,
+    run: Callable[[AnyRunConfig], int],
+    kind: type[AnyRunConfig] = RunConfig,
+    options: Mapping[str, str] = MappingProxyType({}),
+) -> int:
+    """Run what a command line asks for, or explain; returns the exit status.
+
+    Args:
+        kind: what it configures.
+        options: short names of keys.
+    """
+    arguments = parse_arguments(argv, kind, options)
     if arguments is None:
-        print(help_text(usage))
+        print(help_text(usage, kind))
         return 0
-    return run(load_config(*arguments))
+    return run(load_config(*arguments, kind))
 
 
 def _status(command: Callable[[], int]) -> int:
@@ -91,7 +111,9 @@ def interrupt(*_) -> None:
     raise KeyboardInterrupt
 
 
-def parse_arguments(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]] | None:
+def parse_arguments(
+    argv: Sequence[str], kind: type[RunConfig] = RunConfig, options: Mapping[str, str] = MappingProxyType({})
+) -> tuple[str | None, list[tuple[str, str]]] | None:
     """(configuration file, overrides), or None for help. Raises: ValueError for a malformed option."""
     path, overrides, rest = None, [], list(argv)
     while rest:
@@ -101,7 +123,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, st
         if not option.startswith("--") or option == "--":
             raise ValueError(f"unexpected {option!r}: expected --config FILE and --key value; see --help")
         key, has_value, value = option[2:].partition("=")
-        check_keys([key.split(".")[0]], [*(f.name for f in dataclasses.fields(RunConfig)), "config", "overwrite"], "")
+        key = options.get(key, key)
+        check_keys([key.split(".")[0]], [*(f.name for f in dataclasses.fields(kind)), "config", "overwrite"], "")
         if key == "overwrite" and not has_value:
             value = "true"
         elif not has_value:
@@ -117,19 +140,21 @@ def parse_arguments(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, st
     return path, overrides
 
 
-def help_text(usage: str) -> str:
+def help_text(usage: str, kind: type[RunConfig] = RunConfig) -> str:
     """Usage, and every key of the configuration with its default."""
     from draccus.wrappers.docstring import get_attribute_docstring
 
     from levanter_infer.engine.config import EngineConfig
 
+    own = {f"{f.name}.": f.type for f in dataclasses.fields(kind) if dataclasses.is_dataclass(f.type)}
     sections = {
-        "": RunConfig,
+        "": kind,
         "model.": ModelSource,
         "output.": OutputConfig,
         "mesh.": MeshConfig,
         "sampling.": SamplingParams,
         "engine.": EngineConfig,
+        **own,
     }
     lines = [usage, "keys (and defaults):"]
     for prefix, cls in sections.items():
@@ -312,7 +337,7 @@ def report_failures(outputs: Sequence[RequestOutput]) -> int:
         if output.error is not None:
             errors.append(f"request {output.id}: {output.error}")
         elif broken:
-            errors.append(f"request {output.id}: sample {broken[0]}: the model's logits are not finite")
+            errors.append(f"request {output.id}: sample {broken[0]}: {NOT_FINITE}")
     for error in errors[:_MAX_SHOWN_ERRORS]:
         say(one_line(f"error: {error}"))
     if len(errors) > _MAX_SHOWN_ERRORS:

@@ -28,6 +28,8 @@ MAX_LINE_BYTES = 2**24
 MAX_ROWS = 1_000_000
 MAX_N = 4096
 """Samples of one row, at most; the engine may allow fewer."""
+NOT_FINITE = "the model's logits are not finite"
+"""Why a sample ended in "error"."""
 _JSONL = (".jsonl", ".ndjson")
 _ROW_KEYS = ("prompt", "prompt_token_ids", "messages", "id", "sampling", "cache_salt", "priority", "timeout_s")
 _PROMPT_KEYS, _POLICY_KEYS = _ROW_KEYS[:3], _ROW_KEYS[-3:]
@@ -70,7 +72,7 @@ def read_rows(config: RunConfig, *, completions: bool = False) -> list[Row]:
     for where, content in contents:
         if len(rows) == MAX_ROWS:
             raise ValueError(f"{where}: more than {MAX_ROWS} rows; split the file")
-        row = _make_row(content, str(len(rows)), where, base, completions)
+        row = make_row(content, str(len(rows)), where, base, completions=completions)
         if row.id in seen and row.error is None:
             row = Row(row.id, None, f"{where}: id {brief(row.id)} is that of {seen[row.id]} too; ids must differ")
         seen.setdefault(row.id, where)
@@ -96,7 +98,7 @@ def _read_file(path: Path, *, as_chat: bool) -> Iterator[tuple[str, Any]]:
                 number += 1
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip():
-                    content = _parse_line(line, jsonl=suffix in _JSONL, as_chat=as_chat)
+                    content = parse_line(line, jsonl=suffix in _JSONL, as_chat=as_chat)
                     yield f"{path}:{number}", content
                 while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n") and line:
                     line = file.readline(MAX_LINE_BYTES + 1)
@@ -104,7 +106,8 @@ def _read_file(path: Path, *, as_chat: bool) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"cannot read prompts_file {path}: {e.strerror}") from e
 
 
-def _parse_line(line: bytes, *, jsonl: bool, as_chat: bool) -> Any:
+def parse_line(line: bytes, *, jsonl: bool, as_chat: bool) -> Any:
+    """What a line of a prompts file holds, or the ValueError that says what is wrong with it."""
     if len(line) > MAX_LINE_BYTES:
         return ValueError(f"the line is longer than {MAX_LINE_BYTES} bytes")
     try:
@@ -114,7 +117,12 @@ def _parse_line(line: bytes, *, jsonl: bool, as_chat: bool) -> Any:
         return ValueError(f"the line is not UTF-8: {e}")
     except (ValueError, RecursionError) as e:
         return ValueError(f"the line is not JSON: {e}")
-    if as_chat and isinstance(content, dict) and isinstance(content.get("prompt"), str):
+    return chat_of(content) if as_chat else content
+
+
+def chat_of(content: Any) -> Any:
+    """A row whose text prompt is what a user says in a chat; any other as it is."""
+    if isinstance(content, dict) and isinstance(content.get("prompt"), str):
         if content.get("messages") is None:  # otherwise there are two prompts, which is refused as such
             content |= _as_chat(content.pop("prompt"))
     return content
@@ -127,9 +135,22 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _make_row(content: Any, default_id: str, where: str, base: SamplingParams, completions: bool) -> Row:
-    if isinstance(content, dict) and isinstance(content.get("id"), (str, int)):
-        default_id = str(content["id"])
+def row_id(content: Any, default_id: str) -> str:
+    """What names a row, also one that is wrong."""
+    given = content.get("id") if isinstance(content, dict) else None
+    return str(given) if isinstance(given, (str, int)) else default_id
+
+
+def make_row(content: Any, default_id: str, where: str, base: SamplingParams, *, completions: bool = False) -> Row:
+    """The request that a row asks for; what is wrong with it becomes its error.
+
+    Args:
+        content: as `parse_line` gives it.
+        where: says in the error which row it is.
+        base: parameters that the row does not give.
+        completions: it may hold a completion, and no parameters of sampling.
+    """
+    default_id = row_id(content, default_id)
     try:
         if isinstance(content, ValueError):
             raise content
@@ -215,6 +236,8 @@ def output_rows(output: RequestOutput, sampling: SamplingParams | None) -> Itera
         )
         if wanted and c.top_logprobs is not None:
             row["top_logprobs"] = tops(c.top_logprobs)
+        if c.finish_reason == "error":
+            row["error"] = NOT_FINITE
         if c.score is not None:
             row["score"] = _number_or_null(c.score)
         if output.prompt_logprobs is not None:
@@ -242,6 +265,11 @@ def tops(places: Iterable[Mapping[int, float]]) -> list[dict[str, float | None]]
 def _number_or_null(value: float) -> float | None:
     """The shortest decimal that reads back as the same f32; JSON has no infinities."""
     return float(str(np.float32(value))) if math.isfinite(value) else None
+
+
+def encode_row(row: Mapping[str, Any]) -> str:
+    """A row as JSON in one line, which UTF-8 can hold."""
+    return json.dumps(row, ensure_ascii=False, allow_nan=False).translate(_SURROGATES)
 
 
 class RowWriter:
@@ -273,7 +301,7 @@ class RowWriter:
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows. Raises: ValueError if the disk does not take them."""
         for row in rows:
-            self.write_text(json.dumps(row, ensure_ascii=False, allow_nan=False).translate(_SURROGATES) + "\n")
+            self.write_text(encode_row(row) + "\n")
 
     def write_text(self, text: str) -> None:
         """Append text of another kind. Raises: ValueError if the disk does not take it."""
@@ -292,7 +320,7 @@ class RowWriter:
             if self._overwrite:
                 os.replace(self._partial, self.path)
             else:
-                _rename_new(self._partial, self.path)
+                rename_new(self._partial, self.path)
         except FileExistsError:
             self._close()
             raise ValueError(f"output {self.path} appeared meanwhile; the rows are in {self._partial}") from None
@@ -329,7 +357,7 @@ def _check_replaceable(path: Path, overwrite: bool) -> None:
         raise ValueError(f"output {path} exists; give another name, or --overwrite to replace it")
 
 
-def _rename_new(old: Path, new: Path) -> None:
+def rename_new(old: Path, new: Path) -> None:
     """Rename, but not over something else. Raises: FileExistsError; OSError."""
     try:
         os.link(old, new)  # unlike a rename, this fails if the name is taken
@@ -344,6 +372,17 @@ def _rename_new(old: Path, new: Path) -> None:
 
 def _open_alone(path: Path) -> IO[str]:
     """Open `path` empty, for this process alone. Raises: BlockingIOError if another has it; OSError."""
+    descriptor = lock_file(path)
+    os.ftruncate(descriptor, 0)
+    return os.fdopen(descriptor, "w", encoding="utf-8", newline="\n")
+
+
+def lock_file(path: Path) -> int:
+    """Open `path`, made if need be, for this process alone. It is free again once closed, or this process has died.
+
+    Returns: a file descriptor at its beginning.
+    Raises: BlockingIOError if another process has it; OSError.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
     try:
         if fcntl is not None:
@@ -351,11 +390,10 @@ def _open_alone(path: Path) -> IO[str]:
         # Between open and lock another run may have finished and renamed this very file to its output.
         if not path.exists() or not os.path.samestat(os.fstat(descriptor), os.stat(path)):
             raise BlockingIOError
-        os.ftruncate(descriptor, 0)
     except BaseException:
         os.close(descriptor)
         raise
-    return os.fdopen(descriptor, "w", encoding="utf-8", newline="\n")
+    return descriptor
 
 
 _SURROGATES = {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}

@@ -262,6 +262,11 @@ class InferenceEngine(Forks, Versions):
         previous, self._in_flight = self._in_flight, launched
         return known + (self._read(previous) if previous is not None else [])
 
+    def settle(self) -> list[HostSequence]:
+        """Read the round in flight and launch none; returns as `step_round`. A later round goes on from there."""
+        known, self._known = self._known, []
+        return known + self._settle()
+
     def linger(self) -> None:
         """Wait until the round in flight has ended or is about to; returns at once if there is none.
 

@@ -1,0 +1,40 @@
+"""`python -m levanter_infer.batch --config FILE`: sample the rows of files, resumably.
+
+Everything that is said goes to standard error. Exit status as in `frontend.py`; 0 also for a job that SIGTERM stopped.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from levanter_infer.batch.config import BatchRunConfig
+from levanter_infer.batch.run import run
+from levanter_infer.frontend import guarded, run_config
+
+USAGE = """\
+usage: python -m levanter_infer.batch --config FILE [--worker I/N] [--KEY VALUE ...]
+
+Sample the rows of files, in shards, and go on where an interrupted run has stopped. FILE is YAML:
+
+  model: models/tiny                 # a directory in Hugging Face's layout, or a hub id
+  prompts_file: in/*.jsonl           # JSONL, Parquet, text or OpenAI batch lines; a path or URL for fsspec
+  output: out                        # a directory, or a URL
+
+The same command resumes the job. A job that was killed has, in the end, the same bytes as one that was not
+(engine.numerics is batch_invariant unless it is given). docs/batch.md says more.
+
+  --config FILE       the configuration
+  --output DIR        the directory of the job
+  --worker I/N        be worker I of N, from 0; all work on one job, in one directory
+  --output.metrics FILE.json   write what the engine counted; FILE.prom for Prometheus; --overwrite lets it replace one
+  --help              this text
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    arguments = sys.argv[1:] if argv is None else argv
+    return guarded(lambda: run_config(arguments, USAGE, run, BatchRunConfig, {"worker": "batch.worker"}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""`BatchRunConfig`: what a batch job reads, samples and writes."""
+
+import dataclasses
+import re
+
+from levanter_infer.config import RunConfig
+from levanter_infer.engine.params import brief
+
+FORMATS = ("jsonl", "parquet")
+_WORKER = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchConfig:
+    """How a job is divided."""
+
+    rows_per_shard: int = 1000
+    """Rows of the input whose results make one file of the output."""
+    format: str = "jsonl"
+    """Of the output: jsonl or parquet."""
+    worker: str = "0/1"
+    """i/n: this process is worker i of n, from 0, which share the job's shards."""
+    model_names: list[str] = dataclasses.field(default_factory=list)
+    """Values of `model` in OpenAI batch lines that mean the model of this job, beside its own name."""
+    ray_actors: int = 0
+    """Run on Ray Data with so many actors, each an engine of its own. 0: in this process."""
+    ray_gpus: float = 0
+    """GPUs that Ray gives to each actor."""
+
+    def __post_init__(self):
+        if self.rows_per_shard < 1:
+            raise ValueError(f"batch.rows_per_shard={self.rows_per_shard}: expected at least 1")
+        if self.ray_actors < 0 or self.ray_gpus < 0:
+            raise ValueError("batch.ray_actors and batch.ray_gpus: expected at least 0")
+        if self.ray_gpus and not self.ray_actors:
+            raise ValueError(f"batch.ray_gpus={self.ray_gpus} without batch.ray_actors; say how many actors")
+        if self.ray_actors and self.worker != "0/1":
+            raise ValueError("batch.worker and batch.ray_actors are both given; Ray divides the work by itself")
+        if self.format not in FORMATS:
+            raise ValueError(f"batch.format={brief(self.format)}: expected {' or '.join(FORMATS)}")
+        match = _WORKER.fullmatch(self.worker)
+        if match is None or not int(match[1]) < int(match[2]):
+            raise ValueError(f"batch.worker={brief(self.worker)}: expected i/n with i from 0 to n - 1, such as 0/4")
+
+    @property
+    def worker_index(self) -> int:
+        return int(self.worker.split("/")[0])
+
+    @property
+    def num_workers(self) -> int:
+        return int(self.worker.split("/")[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchRunConfig(RunConfig):
+    """One run of `levanter_infer.batch`."""
+
+    batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
+
+    def __post_init__(self):
+        if self.prompts_file is None:
+            raise ValueError(
+                "a batch job reads its rows from files: give prompts_file, a path or a pattern such as in/*"
+            )
+        super().__post_init__()
+        if self.output is None or self.output.path is None:
+            raise ValueError("a batch job needs output: a directory for its shards")
+        if self.output.metrics is not None and self.batch.ray_actors:
+            raise ValueError(
+                "output.metrics are those of an engine in this process; leave it out with batch.ray_actors"
+            )
+        if self.output.overwrite and self.output.metrics is None:
+            raise ValueError("a batch job goes on with what is there and never replaces it; give another output")

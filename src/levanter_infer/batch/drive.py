@@ -1,0 +1,181 @@
+"""`Driver`: keeps an engine fed with rows of many shards, and hands their results back.
+
+At most a window of rows is in memory beside the results of unfinished shards, whatever the size of the input.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+from levanter_infer.batch.plan import InputShard
+from levanter_infer.batch.shard import OpenShard
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import Request, RequestOutput
+from levanter_infer.rows import Row, make_row, output_rows
+
+_WINDOW = 4
+"""Sequences submitted at once for each that can run: as many wait on the device, and twice as many behind them."""
+_CLOCK = (
+    "timeout_s depends on the clock, and this job promises equal bytes; leave it out or set engine.numerics: default"
+)
+
+
+class Group(Protocol):
+    """A submitted request."""
+
+    @property
+    def is_done(self) -> bool: ...
+    def output(self) -> RequestOutput: ...
+
+
+class Engine(Protocol):
+    """What is needed of an `InferenceEngine`."""
+
+    def submit(self, request: Request) -> Any: ...
+    def step_round(self) -> Any: ...
+    def settle(self) -> Any: ...
+
+
+@dataclasses.dataclass
+class _Pending:
+    shard: OpenShard
+    row: int
+    sampling: SamplingParams
+    group: Group
+
+
+@dataclasses.dataclass
+class Totals:
+    """What a run has done so far; `found` was finished when it began."""
+
+    rows: int = 0
+    found: int = 0
+    failed: int = 0
+    tokens: int = 0
+    shards: int = 0
+
+
+class Driver:
+    """Args:
+    engine: with nothing in progress.
+    read: (place, content) of the rows of a shard of the input.
+    base: parameters of rows that do not give their own.
+    max_seqs: sequences that the engine runs at once.
+    equal_bytes: refuse rows whose result depends on anything but the row.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        read: Callable[[InputShard], Iterable[tuple[str, Any]]],
+        base: SamplingParams,
+        *,
+        max_seqs: int,
+        equal_bytes: bool,
+    ):
+        self._engine, self._read, self._equal_bytes = engine, read, equal_bytes
+        self._base = dataclasses.replace(base, seed=None)  # the engine derives one for each row
+        self._window = _WINDOW * max_seqs
+        self._pending: list[_Pending] = []
+        self._open: dict[int, OpenShard] = {}
+        self.totals = Totals()
+
+    def run(
+        self,
+        shards: Iterator[OpenShard],
+        should_stop: Callable[[], bool] = lambda: False,
+        on_round: Callable[[Totals], None] = lambda _: None,
+    ) -> bool:
+        """Work off shards, committing each as soon as its rows are finished.
+
+        When `should_stop` says so, the round in flight is read, what is finished is kept, and the rest is left to
+        whoever resumes the job.
+
+        Returns: whether all was done.
+        Raises: ValueError if the input cannot be read or has changed; OSError if results cannot be written.
+        """
+        rows = self._rows(shards)
+        try:
+            while True:
+                self._feed(rows)
+                self._commit()
+                if not self._pending:
+                    assert not self._open, "shards without all of their rows"
+                    return True
+                if should_stop():
+                    self._engine.settle()
+                    self._collect()
+                    self._commit()
+                    return False
+                self._engine.step_round()
+                self._collect()
+                on_round(self.totals)
+        finally:
+            for shard in self._open.values():
+                shard.leave()
+            self._open.clear()
+
+    def _rows(self, shards: Iterator[OpenShard]) -> Iterator[tuple[OpenShard, int, Row]]:
+        """Rows that are not finished, shard after shard; a shard is open from its first row on."""
+        for shard in shards:
+            self._open[shard.source.index] = shard
+            self.totals.found += shard.found
+            if shard.is_complete:
+                continue  # and was not committed any more
+            for i, (where, content) in enumerate(self._read(shard.source)):
+                if i not in shard:
+                    yield shard, i, make_row(content, str(shard.source.first_row + i), where, self._base)
+
+    def _feed(self, rows: Iterator[tuple[OpenShard, int, Row]]) -> None:
+        """Submit rows until the window is full."""
+        sequences = sum(pending.sampling.num_sequences for pending in self._pending)
+        while sequences < self._window and (item := next(rows, None)) is not None:
+            shard, i, row = item
+            group = self._submit(row)
+            if isinstance(group, RequestOutput):
+                self._finish(shard, i, group, None)
+                continue
+            assert row.request is not None
+            sampling = row.request.sampling
+            self._pending.append(_Pending(shard, i, sampling, group))
+            sequences += sampling.num_sequences
+
+    def _submit(self, row: Row) -> Group | RequestOutput:
+        """The request in progress, or why there is none."""
+        request = row.request
+        if request is None:
+            return RequestOutput(row.id, None, [], [], error=row.error)
+        if self._equal_bytes and request.timeout_s is not None:
+            return RequestOutput(row.id, request.prompt, [], [], error=_CLOCK)
+        try:
+            return self._engine.submit(request)
+        except ValueError as error:
+            given = request.prompt_token_ids
+            ids = [token for token in given if _is_token(token)] if isinstance(given, list) else []
+            return RequestOutput(row.id, request.prompt, ids, [], error=str(error))
+
+    def _collect(self) -> None:
+        """Take the results that have become known."""
+        done = [pending for pending in self._pending if pending.group.is_done]
+        self._pending = [pending for pending in self._pending if not pending.group.is_done]
+        for pending in done:
+            self._finish(pending.shard, pending.row, pending.group.output(), pending.sampling)
+
+    def _finish(self, shard: OpenShard, row: int, output: RequestOutput, sampling: SamplingParams | None) -> None:
+        rows = list(output_rows(output, sampling))
+        shard.finish(row, rows)
+        self.totals.rows += 1
+        self.totals.failed += any("error" in row for row in rows)
+        self.totals.tokens += sum(len(row["token_ids"]) for row in rows)
+
+    def _commit(self) -> None:
+        """Commit the shards whose rows are all finished."""
+        for index in [index for index, shard in self._open.items() if shard.is_complete]:
+            self._open[index].commit()
+            del self._open[index]
+            self.totals.shards += 1
+
+
+def _is_token(value: Any) -> bool:
+    """Whether a refused prompt's entry can stand in a row of the output, whose token ids are 32-bit integers."""
+    return type(value) is int and 0 <= value < 2**31

@@ -1,0 +1,200 @@
+"""`Job`: what a job promised when it began, whether this run may go on with it, and what is done.
+
+job.json          the promise: configuration, fingerprints, versions, sizes, division of the input
+part-000000.jsonl rows
+_commits/         one record per finished shard; nothing else says that a shard is finished
+_journal/         finished rows of unfinished shards
+manifest.json     the promise and the sums of all records, once all are there
+"""
+
+import concurrent.futures
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from levanter_infer.batch.plan import InputShard, Plan
+from levanter_infer.batch.shard import COMMITS, COUNTS, JOURNALS, OpenShard, dumps, part_name, record_name
+from levanter_infer.batch.store import Store
+from levanter_infer.engine.params import brief
+
+JOB, MANIFEST = "job.json", "manifest.json"
+_FORMAT = 1
+_MAX_SHOWN, _READERS = 12, 16
+PROMISES = {
+    "batch_invariant": "a job that was interrupted and resumed has the same bytes as one that was not",
+    "default": "every row once, with the same id and seed; tokens may differ by rounding in other company",
+}
+
+
+class Job:
+    """A job's directory.
+
+    Args:
+        promise: what `job.json` holds.
+    """
+
+    def __init__(self, store: Store, promise: Mapping[str, Any]):
+        self.store, self.promise = store, promise
+        self.plan = Plan.from_dict(promise["input"])
+        self._kind: str = promise["config"]["batch"]["format"]
+        # Without claims two processes may write a shard; where they may write different rows, each has its own file.
+        self._unique_names = not store.has_claims and promise["guarantee"]["numerics"] == "default"
+
+    def committed(self) -> set[int]:
+        """Shards that are finished."""
+        numbers = {part_name(shard.index): shard.index for shard in self.plan.shards}
+        return {
+            numbers[n.removesuffix(".json")] for n in self.store.names(COMMITS) if n.removesuffix(".json") in numbers
+        }
+
+    def records(self, indices: Iterable[int]) -> list[dict[str, Any]]:
+        """Records of finished shards, in order. Raises: ValueError if one does not fit its file."""
+        with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:  # of an object store, each takes a while
+            return list(pool.map(self._record, sorted(indices)))
+
+    def _record(self, index: int) -> dict[str, Any]:
+        name = record_name(index)
+        try:
+            record = json.loads(self.store.read(name) or b"")
+            missing = {"file", "bytes", *COUNTS} - set(record)
+        except ValueError:
+            raise ValueError(f"{name} is no record of a shard; remove it to compute the shard again") from None
+        size = None if missing else self.store.size(record["file"])
+        if missing or size != record["bytes"]:
+            raise ValueError(
+                f"{name} says that {record.get('file')} has {record.get('bytes')} bytes, and it has {size}; remove "
+                f"{name} to compute the shard again"
+            )
+        return record
+
+    def shards_of(self, worker: int, workers: int) -> list[InputShard]:
+        """Shards for a worker, in the order in which it should try them.
+
+        First those that fall to it, then, where claims keep processes apart, those of others from the end: they reach
+        those last.
+        """
+        own = [shard for shard in self.plan.shards if shard.index % workers == worker]
+        others = [shard for shard in reversed(self.plan.shards) if shard.index % workers != worker]
+        return own + (others if self.store.has_claims else [])
+
+    def claim(self, shards: Iterable[InputShard]) -> Iterator[OpenShard]:
+        """Those of the shards that are not finished and that nobody works on, claimed when they are asked for."""
+        known = self.committed()
+        for shard in shards:
+            if shard.index in known:
+                continue
+            journal = self.store.claim(f"{JOURNALS}/{part_name(shard.index)}")
+            if journal is None:
+                continue  # somebody is at it
+            if self.store.read(record_name(shard.index)) is not None:  # finished since we looked
+                journal.close(remove=True)
+                continue
+            yield OpenShard(self.store, shard, journal, kind=self._kind, unique_names=self._unique_names)
+
+    def finish(self) -> dict[str, Any] | None:
+        """Write the manifest if all shards are finished; returns it, or None if some are not."""
+        done = self.committed()
+        if len(done) < len(self.plan.shards):
+            return None
+        records = self.records(done)
+        counts = {key: sum(record[key] for record in records) for key in COUNTS}
+        if counts["rows"] != self.plan.rows:
+            raise ValueError(f"the records count {counts['rows']} rows and the input has {self.plan.rows}")
+        for folder in ("", COMMITS, JOURNALS):
+            self.store.remove_leftovers(folder, everything=folder == JOURNALS)
+        promise = {key: value for key, value in self.promise.items() if key != "input"}
+        files = self.promise["input"]["files"]
+        manifest = {**promise, "input": {"rows": self.plan.rows, "files": files}, "counts": counts, "shards": records}
+        self.store.put(MANIFEST, dumps(manifest))
+        return manifest
+
+
+def read_promise(store: Store) -> dict[str, Any] | None:
+    """What an earlier run has promised. Raises: ValueError if it cannot be understood."""
+    content = store.read(JOB)
+    if content is None:
+        return None
+    try:
+        promise = json.loads(content)
+        version = promise["format"]
+        if version == _FORMAT:
+            Plan.from_dict(promise["input"])
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{JOB} of the output is no job of this command ({brief(str(e))}); give another output") from e
+    if version != _FORMAT:
+        raise ValueError(f"{JOB} of the output has format {brief(version)}, expected {_FORMAT}; give another output")
+    return promise
+
+
+def make_promise(
+    config: Mapping[str, Any], facts: Mapping[str, Any], sizes: Mapping[str, Any], plan: Plan
+) -> dict[str, Any]:
+    """What a job is, as `job.json` holds it.
+
+    Args:
+        config: what was asked for; `sizes`: what the engine chose where nothing was.
+        facts: fingerprints and versions.
+    """
+    numerics = config["engine"]["numerics"]
+    promise = {
+        "format": _FORMAT,
+        "guarantee": {"numerics": numerics, "promise": PROMISES[numerics]},
+        "config": config,
+        **facts,
+        "sizes": sizes,
+        "input": plan.as_dict(),
+    }
+    return json.loads(json.dumps(promise))  # as it is when read
+
+
+def check_same(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Whether a job of this promise may be resumed. Paths may differ: contents are known by their fingerprints.
+
+    Raises: ValueError naming what differs.
+    """
+    sizes, before, now = there["sizes"], _flat(there), _flat(here)
+    differences: list[str] = []
+    for key in sorted({*before, *now}):
+        old, new = before.get(key, _ABSENT), now.get(key, _ABSENT)
+        if old == new or key.startswith(("sizes.", "input.shard")) or key in _PATHS:
+            continue
+        if key.startswith("device.") and there["guarantee"]["numerics"] == "default":
+            continue
+        if key.startswith("config.engine."):
+            chosen = sizes.get(key.removeprefix("config.engine."), _ABSENT)
+            if {_known(old, chosen), _known(new, chosen)} == {chosen}:
+                continue
+        differences.append(f"{key.removeprefix('config.')} is {_shown(new)} and was {_shown(old)}")
+    if differences:
+        more = f"; and {len(differences) - _MAX_SHOWN} more" if len(differences) > _MAX_SHOWN else ""
+        raise ValueError(
+            f"the output holds a job that began otherwise: {'; '.join(differences[:_MAX_SHOWN])}{more}. Resume it with "
+            "what it began with, or give another output"
+        )
+
+
+_PATHS = (
+    *("config.prompts_file", "config.model.path", "config.model.revision", "config.tokenizer"),
+    *("model.name", "model.revision", "tokenizer.name"),
+)
+_ABSENT = "nothing"
+
+
+def _known(value: Any, chosen: Any) -> Any:
+    return chosen if value in (None, "auto") else value
+
+
+def _shown(value: Any) -> str:
+    return value if value is _ABSENT else brief(value)
+
+
+def _flat(content: Any, path: str = "") -> dict[str, Any]:
+    """Values by dotted key; lists and empty mappings are values."""
+    if not isinstance(content, Mapping) or not content:
+        if isinstance(content, list) and content and all(isinstance(item, Mapping) for item in content):
+            return {k: v for i, item in enumerate(content) for k, v in _flat(item, f"{path}[{i}]").items()}
+        return {path: content}
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        values |= _flat(value, f"{path}.{key}" if path else str(key))
+    return values

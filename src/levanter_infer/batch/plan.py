@@ -1,0 +1,300 @@
+"""`Plan`: the rows of the input, divided into shards.
+
+Made once, by reading the whole input, and kept in the job's record. It depends on the input alone, so that all workers,
+and every later start, divide it alike; what a shard held is known by its SHA-256, so that a file that has changed since
+is noticed.
+"""
+
+import array
+import codecs
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import IO, Any
+
+import numpy as np
+
+from levanter_infer.batch import tables
+from levanter_infer.batch.openai import as_row
+from levanter_infer.batch.store import file_system
+from levanter_infer.engine.params import brief
+from levanter_infer.rows import MAX_LINE_BYTES, chat_of, parse_line, row_id
+
+_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "text"}
+_COMPRESSED = (".gz", ".bz2", ".xz")
+_MAX_SHOWN = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class InputFile:
+    """A file of the input."""
+
+    name: str
+    """Without its directories."""
+    kind: str
+    """jsonl, text or parquet."""
+    rows: int
+    sha256: str
+    """Of its contents as they are read, uncompressed; of a Parquet file, of the footer, which describes them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class InputShard:
+    """Consecutive rows of one file."""
+
+    index: int
+    """Among all shards."""
+    file: int
+    first_row: int
+    """Among all rows of the input: the id of a row that does not name itself."""
+    rows: int
+    start: int
+    """Where it begins in its file: a byte, or a row of a Parquet file."""
+    line: int
+    """Lines of its file before it; 0 for Parquet."""
+    sha256: str
+    """Of its bytes; empty for Parquet."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Files and shards in order."""
+
+    files: tuple[InputFile, ...]
+    shards: tuple[InputShard, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(file.rows for file in self.files)
+
+    def as_dict(self) -> dict[str, Any]:
+        shards = [list(dataclasses.astuple(shard)) for shard in self.shards]
+        return {
+            "rows": self.rows,
+            "files": [dataclasses.asdict(f) for f in self.files],
+            "shard_columns": [f.name for f in dataclasses.fields(InputShard)],
+            "shards": shards,
+        }
+
+    @staticmethod
+    def from_dict(content: dict[str, Any]) -> "Plan":
+        """Raises: KeyError or TypeError for what is no plan."""
+        files = tuple(InputFile(**file) for file in content["files"])
+        return Plan(files, tuple(InputShard(*shard) for shard in content["shards"]))
+
+
+class Input:
+    """The files of a job.
+
+    Args:
+        pattern: a path or URL for fsspec; with `*`, `?` or `[`, all files that match, by name.
+        as_chat: text prompts are what a user says in a chat.
+        model_names: as in `BatchConfig`.
+    Raises: ValueError if there is no such file, or one of a kind that is not read.
+    """
+
+    def __init__(self, pattern: str, *, as_chat: bool, model_names: Sequence[str]):
+        self._as_chat, self._model_names = as_chat, tuple(model_names)
+        self._fs, path = file_system(pattern)
+        try:
+            if any(c in path for c in "*?["):
+                self.paths = sorted(p for p in self._fs.glob(path) if self._fs.isfile(p))
+            else:
+                self.paths = [path] if self._fs.isfile(path) else []
+        except OSError as e:
+            raise ValueError(f"cannot read prompts_file {pattern}: {e.strerror or e}") from e
+        if not self.paths:
+            raise ValueError(f"prompts_file {pattern}: no such file; give a file, or a pattern such as in/*.jsonl")
+        self._kinds = [_kind(path) for path in self.paths]
+        self._last: tuple[int, IO[bytes]] | None = None
+
+    def plan(self, rows_per_shard: int) -> Plan:
+        """Read everything once. Raises: ValueError for an unreadable file, no rows, or ids that are not unique."""
+        ids = _Ids()
+        files: list[InputFile] = []
+        shards: list[InputShard] = []
+        for number, path in enumerate(self.paths):
+            rows = sum(file.rows for file in files)
+            scan = self._scan_table if self._kinds[number] == "parquet" else self._scan_lines
+            try:
+                file, found = scan(number, rows, rows_per_shard, ids)
+            except OSError as e:
+                raise ValueError(f"cannot read {path}: {e.strerror or e}") from e
+            files.append(file)
+            before = len(shards)
+            shards += [dataclasses.replace(shard, index=before + i) for i, shard in enumerate(found)]
+        if not shards:
+            raise ValueError(f"{', '.join(self.paths[:_MAX_SHOWN])}: no rows; expected at least one prompt")
+        repeated = ids.repeated()
+        if repeated:
+            raise ValueError(self._repeated_text(Plan(tuple(files), tuple(shards)), repeated))
+        return Plan(tuple(files), tuple(shards))
+
+    def rows(self, plan: Plan, shard: InputShard) -> Iterator[tuple[str, Any]]:
+        """(where it stands, content) of each row of a shard; a content that is a ValueError is that row's error.
+
+        Raises: ValueError if the file is not what it was when the plan was made.
+        """
+        path, name = self.paths[shard.file], plan.files[shard.file].name
+        changed = ValueError(f"{path} has changed since the job began; put it back, or give another output")
+        try:
+            if self._kinds[shard.file] == "parquet":
+                with self._open(shard.file) as file:
+                    if tables.footer_sha256(file) != plan.files[shard.file].sha256:
+                        raise changed
+                    for i, content in enumerate(tables.read_rows(file, shard.start, shard.rows)):
+                        yield f"{name}:{shard.start + i + 1}", self._content(content)
+                return
+            digest, count = hashlib.sha256(), 0
+            file = self._reader(shard.file)
+            file.seek(shard.start)
+            for line, raw in _lines(file, shard.line, shard.rows, digest.update):
+                count += 1
+                if count == shard.rows and digest.hexdigest() != shard.sha256:
+                    raise changed  # before the last row is known, so that the shard cannot be finished
+                yield f"{name}:{line}", self._content(self._parse(raw, line, shard.file))
+            if count != shard.rows:
+                raise changed
+        except OSError as e:
+            raise ValueError(f"cannot read {path}: {e.strerror or e}") from e
+
+    def _reader(self, number: int) -> IO[bytes]:
+        """A file, kept open while its shards are read in order: going forward in a compressed one is cheap."""
+        if self._last is None or self._last[0] != number:
+            if self._last is not None:
+                self._last[1].close()
+            self._last = number, self._open(number)
+        return self._last[1]
+
+    def _open(self, number: int) -> IO[bytes]:
+        return self._fs.open(self.paths[number], "rb", compression="infer")
+
+    def _parse(self, raw: bytes, line: int, number: int) -> Any:
+        raw = raw.removeprefix(codecs.BOM_UTF8) if line == 1 else raw
+        return parse_line(raw, jsonl=self._kinds[number] == "jsonl", as_chat=False)
+
+    def _content(self, content: Any) -> Any:
+        try:
+            content = as_row(content, self._model_names)
+        except ValueError as e:
+            return e
+        return chat_of(content) if self._as_chat else content
+
+    def _scan_lines(self, number: int, first_row: int, size: int, ids: "_Ids") -> tuple[InputFile, list[InputShard]]:
+        whole, digest = hashlib.sha256(), hashlib.sha256()
+        until_row = digest
+        shards: list[InputShard] = []
+        rows = offset = begin = begin_line = 0
+
+        def take(data: bytes) -> None:
+            nonlocal offset
+            whole.update(data)
+            digest.update(data)
+            offset += len(data)
+
+        def close(count: int) -> None:
+            shards.append(
+                InputShard(0, number, first_row + rows - count, count, begin, begin_line, until_row.hexdigest())
+            )
+
+        with self._open(number) as file:
+            for line, raw in _lines(file, 0, None, take):
+                content = self._parse(raw, line, number) if self._kinds[number] == "jsonl" else None
+                ids.add(_id_of(content), first_row + rows)
+                rows += 1
+                until_row = digest.copy()
+                if rows % size == 0:
+                    close(size)
+                    digest, begin, begin_line = hashlib.sha256(), offset, line
+        if rows % size:
+            close(rows % size)
+        name = self.paths[number].rsplit("/", 1)[-1]
+        return InputFile(name, self._kinds[number], rows, whole.hexdigest()), shards
+
+    def _scan_table(self, number: int, first_row: int, size: int, ids: "_Ids") -> tuple[InputFile, list[InputShard]]:
+        with self._open(number) as file:
+            rows = tables.check_columns(file, self.paths[number])
+            for i, given in enumerate(tables.read_ids(file, rows)):
+                ids.add(given, first_row + i)
+            sha256 = tables.footer_sha256(file)
+        name = self.paths[number].rsplit("/", 1)[-1]
+        shards = [
+            InputShard(0, number, first_row + start, min(size, rows - start), start, 0, "")
+            for start in range(0, rows, size)
+        ]
+        return InputFile(name, "parquet", rows, sha256), shards
+
+    def _repeated_text(self, plan: Plan, rows: Sequence[int]) -> str:
+        """Which ids of these rows are not unique; reads their shards again."""
+        found: dict[str, list[str]] = {}
+        wanted = set(rows)
+        for shard in plan.shards:
+            if wanted & set(range(shard.first_row, shard.first_row + shard.rows)):
+                for i, (where, content) in enumerate(self.rows(plan, shard)):
+                    if shard.first_row + i in wanted:
+                        found.setdefault(row_id(content, str(shard.first_row + i)), []).append(where)
+        first = [f"{brief(name)} in {' and '.join(places)}" for name, places in found.items() if len(places) > 1]
+        return f"ids must differ, and these do not: {'; '.join(first[:_MAX_SHOWN])}"
+
+
+def _kind(path: str) -> str:
+    plain = path.lower()
+    for suffix in _COMPRESSED:
+        plain = plain.removesuffix(suffix)
+    for suffix, kind in _KINDS.items():
+        if plain.endswith(suffix) and (kind != "parquet" or plain == path.lower()):
+            return kind
+    raise ValueError(
+        f"{path}: expected a name that ends in {', '.join(_KINDS)}, and {', '.join(_COMPRESSED)} behind those of text"
+    )
+
+
+def _lines(file: IO[bytes], before: int, rows: int | None, on_bytes) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, line) of those that are not blank, up to `rows` of them; a line too long is given in part.
+
+    Args:
+        before: lines before the first.
+        on_bytes: is given everything that is read, before what it belongs to.
+    """
+    number, found = before, 0
+    while (rows is None or found < rows) and (line := file.readline(MAX_LINE_BYTES + 1)):
+        on_bytes(line)
+        number += 1
+        rest = line
+        while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
+            rest = file.readline(MAX_LINE_BYTES + 1)
+            on_bytes(rest)
+        if line.strip():
+            found += 1
+            yield number, line
+
+
+def _id_of(content: Any) -> str | None:
+    """The id that a row gives itself, if any."""
+    if isinstance(content, dict) and "custom_id" in content:
+        content = {"id": content["custom_id"]}
+    given = isinstance(content, dict) and isinstance(content.get("id"), (str, int))
+    return row_id(content, "") if given else None
+
+
+class _Ids:
+    """Finds ids that occur twice, at 8 bytes a row."""
+
+    def __init__(self):
+        self._hashes = array.array("Q")
+        self._any_given = False
+
+    def add(self, given: str | None, row: int) -> None:
+        self._any_given = self._any_given or given is not None
+        name = str(row) if given is None else given
+        digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        self._hashes.append(int.from_bytes(digest, "little"))
+
+    def repeated(self) -> list[int]:
+        """Rows whose id is that of another, of the first few such ids."""
+        if not self._any_given:
+            return []
+        hashes = np.frombuffer(self._hashes, np.uint64)
+        ordered = np.sort(hashes)
+        twice = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])[:_MAX_SHOWN]
+        return np.flatnonzero(np.isin(hashes, twice)).tolist()

@@ -1,0 +1,115 @@
+"""`run`: one process of a job, from its configuration to its manifest, and how signals stop it."""
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+from levanter_infer.batch.config import BatchRunConfig
+from levanter_infer.batch.drive import Totals
+from levanter_infer.batch.on_ray import work_on_ray
+from levanter_infer.batch.worker import Worker, open_worker
+from levanter_infer.frontend import metrics_text, say
+from levanter_infer.rows import RowWriter
+
+
+class Stopped(Exception):
+    """SIGTERM or SIGINT came while nothing was in progress."""
+
+
+class StopSignal:
+    """Notes SIGTERM and SIGINT. Until `defer`, they interrupt; afterwards the job asks `is_set` after each round."""
+
+    def __init__(self):
+        self.received: int | None = None
+        self._deferred = False
+
+    def defer(self) -> None:
+        self._deferred = True
+        if self.received is not None:
+            raise Stopped
+
+    def is_set(self) -> bool:
+        return self.received is not None
+
+    def _receive(self, number: int, _) -> None:
+        again = self.received is not None
+        self.received = number
+        if again and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if not self._deferred:
+            raise Stopped
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator["StopSignal"]:
+        if threading.current_thread() is not threading.main_thread():
+            yield self  # whoever runs us there has handlers of their own
+            return
+        before = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def run(config: BatchRunConfig) -> int:
+    """Do this worker's share of a job; returns the exit status. Raises: ValueError for what stops the run."""
+    stop = StopSignal()
+    with stop.installed():
+        try:
+            return _run(config, stop)
+        except Stopped:
+            say("stopped   before anything was in progress; the same command goes on")
+            return 130 if stop.received == signal.SIGINT else 0
+
+
+def _run(config: BatchRunConfig, stop: StopSignal) -> int:
+    assert config.output is not None
+    with contextlib.ExitStack() as stack:
+        metrics = None
+        if config.output.metrics is not None:
+            metrics = stack.enter_context(RowWriter(config.output.metrics, overwrite=config.output.overwrite))
+        begin = time.monotonic()
+        if config.batch.ray_actors:
+            worker, totals = work_on_ray(config)
+            return _end(worker, totals, time.monotonic() - begin)
+        worker = open_worker(config)
+        if worker.engine is None:
+            return _end(worker, Totals(), 0.0)
+        engine = worker.engine
+        stop.defer()
+        begin = time.monotonic()
+        complete, totals = worker.work(stop.is_set)
+        seconds = time.monotonic() - begin
+        if metrics is not None:
+            metrics.write_text(metrics_text(engine, as_prometheus=metrics.path.suffix == ".prom"))
+            metrics.commit()
+        if not complete:
+            say(f"stopped   {_done_text(totals, seconds)}; all of it is safe, and the same command goes on")
+            return 130 if stop.received == signal.SIGINT else 0
+        return _end(worker, totals, seconds)
+
+
+def _done_text(totals: Totals, seconds: float) -> str:
+    return (
+        f"{totals.rows} rows ({totals.failed} failed), {totals.tokens} tokens and {totals.shards} shards in "
+        f"{seconds:.1f} s"
+    )
+
+
+def _end(worker: Worker, totals: Totals, seconds: float) -> int:
+    """Say what was done, and finish the job if it is."""
+    say(f"done      {_done_text(totals, seconds)}")
+    manifest = worker.job.finish()
+    job = worker.job
+    if manifest is None:
+        left = len(job.plan.shards) - len(job.committed())
+        say(
+            f"job       {left} of {len(job.plan.shards)} shards are left to other workers, or to this command once more"
+        )
+        return 1 if totals.failed else 0
+    counts = manifest["counts"]
+    say(f"job       complete: {', '.join(f'{value} {key}' for key, value in counts.items())}")
+    return 1 if counts["failed_rows"] else 0

@@ -1,0 +1,300 @@
+"""`Store`: a job's directory, on a disk or in an object store.
+
+What is put here is there whole or not at all, and stays: on a disk it is written beside its place, synchronised and
+renamed; an object store does that by itself. Nothing reads a file before the record that names it is there.
+"""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from levanter_infer.rows import lock_file
+
+_WAIT_S = 10.0
+"""For another process that is writing the same small file."""
+
+
+def open_store(url: str) -> "Store":
+    """The store at a path or URL that fsspec understands. Raises: ValueError if there is none."""
+    fs, path = file_system(url)
+    if "file" in protocols(fs):
+        return LocalStore(Path(path))
+    return ObjectStore(fs, path)
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """(file system, path on it). Raises: ValueError for a protocol that is not installed."""
+    import fsspec
+
+    try:
+        return fsspec.core.url_to_fs(str(Path(url).expanduser()) if "://" not in url else url)
+    except (ImportError, ValueError) as e:
+        raise ValueError(f"cannot open {url!r}: {e}") from e
+
+
+def protocols(fs) -> tuple[str, ...]:
+    """Names of a file system, such as `file` or `s3`."""
+    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+
+
+class Store:
+    """Files by name; names may have folders."""
+
+    def read(self, name: str) -> bytes | None:
+        """Contents; None if there is no such file."""
+        raise NotImplementedError
+
+    def size(self, name: str) -> int | None:
+        """Bytes; None if there is no such file."""
+        raise NotImplementedError
+
+    def names(self, folder: str) -> list[str]:
+        """Of the files in a folder, sorted, without what is yet to be renamed; empty if there is no such folder."""
+        raise NotImplementedError
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a file whole and durably, in place of what is there."""
+        raise NotImplementedError
+
+    def create(self, name: str, data: bytes) -> bool:
+        """`put`, unless the file is there; returns whether it was not."""
+        raise NotImplementedError
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        raise NotImplementedError
+
+    def remove_leftovers(self, folder: str, *, everything: bool) -> None:
+        """Remove what killed processes have left in a folder, and if `everything` all that is in it, and the folder.
+
+        Requires: nobody works on the job.
+        """
+        for name in self.names(folder) if everything else ():
+            self.remove(f"{folder}/{name}")
+
+    def claim(self, name: str) -> "Journal | None":
+        """The journal of that name for this process alone, as earlier processes left it; None if another has it."""
+        raise NotImplementedError
+
+    @property
+    def has_claims(self) -> bool:
+        """Whether `claim` keeps processes apart."""
+        return False
+
+
+class Journal:
+    """A file to which results are added as they come; it may end in the middle of one."""
+
+    content: bytes
+    """What was there when it was opened."""
+
+    def keep(self, num_bytes: int) -> None:
+        """Cut off what stands behind so many bytes of `content`. To be called before the first `add`."""
+        raise NotImplementedError
+
+    def add(self, data: bytes) -> None:
+        """Append; what was added outlives this process."""
+        raise NotImplementedError
+
+    def close(self, *, remove: bool) -> None:
+        """Give it back, durable, or removed."""
+        raise NotImplementedError
+
+
+class LocalStore(Store):
+    """A directory on a disk, or of a network file system with `flock`."""
+
+    def __init__(self, root: Path):
+        self._root = root
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise ValueError(f"cannot make the output directory {root}: {e.strerror}") from e
+
+    def read(self, name: str) -> bytes | None:
+        with contextlib.suppress(FileNotFoundError):
+            return (self._root / name).read_bytes()
+        return None
+
+    def size(self, name: str) -> int | None:
+        with contextlib.suppress(FileNotFoundError):
+            return (self._root / name).stat().st_size
+        return None
+
+    def names(self, folder: str) -> list[str]:
+        with contextlib.suppress(FileNotFoundError):
+            return sorted(n for n in os.listdir(self._root / folder) if not n.endswith(".partial"))
+        return []
+
+    def put(self, name: str, data: bytes) -> None:
+        self._write(name, data, replace=True)
+
+    def create(self, name: str, data: bytes) -> bool:
+        return self._write(name, data, replace=False)
+
+    def _write(self, name: str, data: bytes, *, replace: bool) -> bool:
+        path = self._root / name
+        partial = path.with_name(path.name + ".partial")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = _lock_soon(partial)
+        with os.fdopen(descriptor, "wb") as file:  # whose lock ends with it
+            if not replace and path.exists():
+                partial.unlink()
+                return False
+            file.truncate()
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(partial, path)
+            _sync_directory(path.parent)
+        return True
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            (self._root / name).unlink()
+
+    def remove_leftovers(self, folder: str, *, everything: bool) -> None:
+        path = self._root / folder
+        with contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(path):
+                if everything:
+                    (path / name).unlink(missing_ok=True)
+                elif name.endswith(".partial"):
+                    _remove_unlocked(path / name)
+            if everything:
+                with contextlib.suppress(OSError):  # another worker has just looked into it
+                    path.rmdir()
+
+    def claim(self, name: str) -> "Journal | None":
+        path = self._root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            return LocalJournal(path, lock_file(path))
+        except (BlockingIOError, FileNotFoundError):  # or all is done, and the folder has just been removed
+            return None
+
+    @property
+    def has_claims(self) -> bool:
+        return True
+
+
+def _lock_soon(path: Path) -> int:
+    """`lock_file`, waiting for another process that has the file for a moment."""
+    until = time.monotonic() + _WAIT_S
+    while True:
+        try:
+            return lock_file(path)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise ValueError(f"another process has been writing {path} for {_WAIT_S:.0f} s") from None
+            time.sleep(0.01)
+
+
+def _remove_unlocked(path: Path) -> None:
+    """Remove a file, unless another process is writing it."""
+    with contextlib.suppress(BlockingIOError):
+        descriptor = lock_file(path)
+        path.unlink()
+        os.close(descriptor)
+
+
+def _sync_directory(path: Path) -> None:
+    """So that a rename in it outlives the machine."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class LocalJournal(Journal):
+    """A locked file: the lock is the claim, and ends with the process however that ends."""
+
+    def __init__(self, path: Path, descriptor: int):
+        self._path, self._file = path, os.fdopen(descriptor, "r+b", buffering=0)
+        self.content = self._file.read()
+
+    def keep(self, num_bytes: int) -> None:
+        self._file.truncate(num_bytes)
+        self._file.seek(num_bytes)
+        self.content = b""
+
+    def add(self, data: bytes) -> None:
+        while data:
+            data = data[self._file.write(data) :]
+
+    def close(self, *, remove: bool) -> None:
+        with self._file:
+            if remove:
+                self._path.unlink(missing_ok=True)
+            else:
+                os.fsync(self._file.fileno())
+
+
+class ObjectStore(Store):
+    """Any other file system of fsspec. Nothing there is renamed or appended to."""
+
+    def __init__(self, fs, root: str):
+        self._fs, self._root = fs, root.rstrip("/")
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def read(self, name: str) -> bytes | None:
+        with contextlib.suppress(FileNotFoundError):
+            return self._fs.cat_file(self._path(name))
+        return None
+
+    def size(self, name: str) -> int | None:
+        self._fs.invalidate_cache()
+        with contextlib.suppress(FileNotFoundError):
+            return self._fs.size(self._path(name))
+        return None
+
+    def names(self, folder: str) -> list[str]:
+        self._fs.invalidate_cache()  # which would not show what others have written meanwhile
+        with contextlib.suppress(FileNotFoundError):
+            return sorted(path.rsplit("/", 1)[-1] for path in self._fs.ls(self._path(folder), detail=False))
+        return []
+
+    def put(self, name: str, data: bytes) -> None:
+        self._fs.pipe_file(self._path(name), data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        self._fs.invalidate_cache()
+        try:
+            self._fs.pipe_file(self._path(name), data, mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(name))
+
+    def claim(self, name: str) -> "Journal | None":
+        return ObjectJournal(self, name)
+
+
+class ObjectJournal(Journal):
+    """Kept in memory, and written when the process ends in order: what a killed one had added is computed again."""
+
+    def __init__(self, store: ObjectStore, name: str):
+        self._store, self._name = store, name
+        self.content = store.read(name) or b""
+        self._parts: list[bytes] = []
+        self._stored = bool(self.content)
+
+    def keep(self, num_bytes: int) -> None:
+        self._parts, self.content = [self.content[:num_bytes]], b""
+
+    def add(self, data: bytes) -> None:
+        self._parts.append(data)
+
+    def close(self, *, remove: bool) -> None:
+        if not remove:
+            self._store.put(self._name, b"".join(self._parts))
+        elif self._stored:
+            self._store.remove(self._name)

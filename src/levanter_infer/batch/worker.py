@@ -1,0 +1,213 @@
+"""`Worker`: a process at work on a job: its input, its directory, its engine."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from levanter_infer.batch import tables
+from levanter_infer.batch.config import BatchRunConfig
+from levanter_infer.batch.drive import Driver, Totals
+from levanter_infer.batch.facts import device_facts, model_facts, version_facts
+from levanter_infer.batch.job import JOB, Job, check_same, make_promise, read_promise
+from levanter_infer.batch.plan import Input, InputShard, Plan
+from levanter_infer.batch.shard import dumps
+from levanter_infer.batch.store import Store, open_store
+from levanter_infer.frontend import make_engine, say
+
+if TYPE_CHECKING:
+    from levanter_infer.engine.engine import InferenceEngine
+
+LOG_SECONDS = 10
+"""Between lines about the job."""
+_SCHEDULING = ("max_round_steps", "max_round_seconds", "recompilation", "host_bytes", "preempt", "admission")
+"""Keys of the engine that decide when something is computed, and never what."""
+_SIZES = ("page_size", "max_pages", "max_seq_len", "max_step_tokens", "kv_dtype", "attention", "products")
+"""Keys that the first run chooses for all others, where the configuration does not: what is refused depends on them."""
+
+
+@dataclasses.dataclass
+class Worker:
+    """A process at work on a job."""
+
+    config: BatchRunConfig
+    source: Input
+    job: Job
+    engine: "InferenceEngine | None"
+    """None: nothing is left to do."""
+
+    def work(self, should_stop: Callable[[], bool], shards: Iterable[InputShard] | None = None) -> tuple[bool, Totals]:
+        """Work off this worker's shards, or the given ones. Returns: as `Driver.run`, and what was done."""
+        assert self.engine is not None
+        config, job, engine = self.config, self.job, self.engine
+        driver = Driver(
+            engine,
+            lambda shard: self.source.rows(job.plan, shard),
+            config.sampling,
+            max_seqs=engine.shapes.max_seqs,
+            equal_bytes=job.promise["guarantee"]["numerics"] == "batch_invariant",
+        )
+        if shards is None:
+            shards = job.shards_of(config.batch.worker_index, config.batch.num_workers)
+        complete = driver.run(job.claim(shards), should_stop, Progress(job, engine, config.batch.num_workers))
+        if complete:
+            engine.drain()
+        return complete, driver.totals
+
+
+def open_worker(config: BatchRunConfig, *, plan: Plan | None = None, begin: bool = True) -> Worker:
+    """Find or begin the job, and make an engine if anything is left to do.
+
+    Args:
+        plan: of the input, if it is known.
+        begin: False: only look at a job that has begun, without an engine.
+    Raises: ValueError if the job began otherwise, or anything is wrong with model, input or output.
+    """
+    store, source = _store(config), input_of(config)
+    config = dataclasses.replace(config, engine={"numerics": "batch_invariant", **config.engine})
+    facts = _facts(config)
+    plan = plan_of(config, source) if plan is None else plan
+    wanted = _config_facts(config)
+    promise = read_promise(store)
+    engine = None
+    while True:
+        sizes = None
+        if promise is not None:
+            sizes = promise["sizes"]
+            check_same(promise, make_promise(wanted, facts, sizes, plan))
+            job = Job(store, promise)
+            left = len(plan.shards) - len(job.committed())
+            if left == 0 or engine is not None or not begin:
+                return Worker(config, source, job, engine if left else None)
+            say(f"job       {len(plan.shards) - left} of {len(plan.shards)} shards are finished, {left} are left")
+        engine = _engine(config, sizes, plan)
+        if promise is None:
+            sizes = {key: value for key, value in engine.describe().items() if key in _SIZES}
+            if not store.create(JOB, dumps(make_promise(wanted, facts, sizes, plan))):
+                engine = None  # another worker was first, and may have chosen other sizes
+            promise = read_promise(store)
+
+
+def _store(config: BatchRunConfig) -> Store:
+    assert config.output is not None and config.output.path is not None
+    if config.batch.format == "parquet":
+        tables.check_available()
+    return open_store(config.output.path)
+
+
+def input_of(config: BatchRunConfig) -> Input:
+    """The files of a job. Raises: ValueError as `Input`."""
+    assert config.prompts_file is not None
+    path = config.model.path
+    names = [path, path.rstrip("/").rsplit("/", 1)[-1], *config.batch.model_names]
+    return Input(config.prompts_file, as_chat=bool(config.chat), model_names=names)
+
+
+def plan_of(config: BatchRunConfig, source: Input) -> Plan:
+    """How the input is divided: as the job began, or found by reading the input. Raises: ValueError as `Input.plan`."""
+    promise = read_promise(_store(config))
+    if promise is not None:
+        return _same_files(source, promise)
+    begin = time.monotonic()
+    plan = source.plan(config.batch.rows_per_shard)
+    say(
+        f"input     {plan.rows} rows in {len(plan.files)} files, {len(plan.shards)} shards, read once in "
+        f"{time.monotonic() - begin:.1f} s"
+    )
+    return plan
+
+
+def _same_files(source: Input, promise: dict[str, Any]) -> Plan:
+    """The plan that the job began with. Its shards are compared when they are read."""
+    plan = Plan.from_dict(promise["input"])
+    there, here = [file.name for file in plan.files], [path.rsplit("/", 1)[-1] for path in source.paths]
+    if there != here:
+        only = sorted(set(there) ^ set(here))
+        raise ValueError(
+            f"the job began with {len(there)} input files and there are {len(here)}; not in both: "
+            f"{', '.join(only[:5])}; put them back, or give another output"
+        )
+    return plan
+
+
+def _facts(config: BatchRunConfig) -> dict[str, Any]:
+    from levanter_infer.checkpoints.source import resolve_source
+
+    return {
+        "model": model_facts(resolve_source(config.model.path, config.model.revision)),
+        "tokenizer": _tokenizer_facts(config),
+        "versions": version_facts(parquet=config.batch.format == "parquet"),
+        "device": device_facts(),
+    }
+
+
+def _tokenizer_facts(config: BatchRunConfig) -> dict[str, str]:
+    from levanter_infer.checkpoints.source import resolve_source
+    from levanter_infer.checkpoints.tokenizer import Tokenizer
+
+    name = config.tokenizer or config.model.path
+    source = resolve_source(name, None if config.tokenizer else config.model.revision, weights=False)
+    if not source.has("tokenizer.json"):
+        return {"name": "", "sha256": ""}
+    return {"name": source.name, "sha256": Tokenizer.from_directory(source.directory).fingerprint}
+
+
+def _config_facts(config: BatchRunConfig) -> dict[str, Any]:
+    """What was asked for, with every default, without what cannot change a row."""
+    engine = dataclasses.asdict(config.engine_config())
+    batch = dataclasses.asdict(config.batch)
+    return {
+        "model": dataclasses.asdict(config.model),
+        "tokenizer": config.tokenizer,
+        "prompts_file": config.prompts_file,
+        "chat": config.chat,
+        "sampling": dataclasses.asdict(config.sampling) | {"seed": config.sampling.seed or 0},
+        "engine": {key: value for key, value in engine.items() if key not in _SCHEDULING},
+        "mesh": dataclasses.asdict(config.mesh),
+        "batch": {key: batch[key] for key in ("rows_per_shard", "format", "model_names")},
+    }
+
+
+def _engine(config: BatchRunConfig, sizes: dict[str, Any] | None, plan: Plan) -> "InferenceEngine":
+    """An engine of the sizes that the job began with, if it has begun."""
+    config = dataclasses.replace(config, engine={**config.engine, **(sizes or {})})
+    try:
+        return make_engine(config, plan.rows)
+    except ValueError as e:
+        if "batch_invariant" not in str(e):
+            raise
+        raise ValueError(f"{e}; or, for a job without the promise of equal bytes, engine.numerics: default") from e
+
+
+class Progress:
+    """Says every few seconds how a job goes."""
+
+    def __init__(self, job: Job, engine: "InferenceEngine", workers: int):
+        self._job, self._engine, self._workers = job, engine, workers
+        self._begin = self._last = time.monotonic()
+
+    def __call__(self, totals: Totals) -> None:
+        now = time.monotonic()
+        if now - self._last < LOG_SECONDS:
+            return
+        self._last = now
+        done = self._job.committed()
+        rows_done = sum(shard.rows for shard in self._job.plan.shards if shard.index in done)
+        seconds = now - self._begin
+        rate = totals.rows / seconds
+        left = self._job.plan.rows - rows_done
+        metrics = self._engine.metrics()
+        say(
+            f"progress  {totals.rows} rows here ({totals.failed} failed), {rows_done}/{self._job.plan.rows} rows and "
+            f"{len(done)}/{len(self._job.plan.shards)} shards committed in all, {rate:.1f} rows/s, "
+            f"{totals.tokens / seconds:.0f} tokens/s, {_remaining(left, rate, self._workers)} left, "
+            f"{metrics['pages_in_use']}/{metrics['pages_total']} pages in use, {metrics['running']} running"
+        )
+
+
+def _remaining(rows: int, rate: float, workers: int) -> str:
+    """Time for so many rows, if all workers are as fast as this one."""
+    if rate <= 0:
+        return "unknown time"
+    seconds = round(rows / (rate * workers))
+    return f"about {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"

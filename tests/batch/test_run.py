@@ -1,0 +1,206 @@
+"""The command: what it writes and says, and that nothing is lost when it is stopped or killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from levanter_infer import sample
+from levanter_infer.batch import worker
+from levanter_infer.batch.__main__ import main
+from levanter_infer.checkpoints.save import save_model
+from tests.tiny_models import tiny_model
+from tests.tokenizer_files import CHATML, byte_level, write
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("--engine.max_seqs", "4", "--engine.page_size", "8", "--engine.max_step_tokens", "32")
+SHARDS = ("--batch.rows_per_shard", "4")
+SAMPLING = ("--sampling.max_tokens", "24", "--sampling.ignore_eos", "true", "--sampling.seed", "5")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A random model with a byte-level tokenizer, as an HF directory."""
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer = byte_level()
+    changes = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 256}
+    save_model(tiny_model(**changes), directory)
+    return write(directory, tokenizer, chat_template=CHATML, generation_config={"eos_token_id": 1})
+
+
+@pytest.fixture(scope="module")
+def engines():
+    return []
+
+
+@pytest.fixture(autouse=True)
+def one_engine(engines, monkeypatch):
+    """The first engine of this file serves every run: compiling is what takes time here."""
+    make = worker.make_engine
+
+    def make_once(config, num_rows):
+        if not engines:
+            engines.append(make(config, num_rows))
+        return engines[0]
+
+    monkeypatch.setattr(worker, "make_engine", make_once)
+    monkeypatch.setattr(sample, "make_engine", make_once)
+    monkeypatch.setattr(worker, "LOG_SECONDS", 0)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("in") / "rows.jsonl"
+    lines = [{"prompt": f"hello {i}", "sampling": {"n": 1 + i % 2, "logprobs": i % 3}} for i in range(30)]
+    lines[3], lines[4] = {"messages": [{"role": "user", "content": "the cat"}], "id": "chat"}, {"promt": "x"}
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+@pytest.fixture
+def arguments(checkpoint, prompts):
+    return ["--model", str(checkpoint), "--prompts_file", str(prompts), *SAMPLING, *SMALL]
+
+
+@pytest.fixture
+def command(arguments, capsys):
+    def call(output, *more):
+        status = main([*arguments, *SHARDS, "--output", str(output), *more])
+        return status, capsys.readouterr().err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """What an undisturbed job writes, once there is one."""
+    return {}
+
+
+def contents(output: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(output)): path.read_bytes() for path in sorted(output.rglob("*")) if path.is_file()}
+
+
+def test_rows_are_those_of_sample_and_the_manifest_says_what_was_promised(command, arguments, tmp_path, whole, capsys):
+    output = tmp_path / "out"
+    status, said = command(output, "--output.metrics", str(tmp_path / "m.json"))
+    assert status == 1  # one row failed
+    for expected in ("30 rows in 1 files, 8 shards", "pages in use", "rows/s", "left", "complete: 30 rows, 1 failed"):
+        assert expected in said
+    rows = "".join(path.read_text() for path in sorted(output.glob("part-*.jsonl")))
+    alone = tmp_path / "sample.jsonl"
+    sample.main([*arguments, "--output", str(alone)])
+    capsys.readouterr()
+    assert rows == alone.read_text().replace(str(arguments[3]), Path(arguments[3]).name)
+    manifest = json.loads((output / "manifest.json").read_text())
+    assert manifest["guarantee"]["numerics"] == manifest["config"]["engine"]["numerics"] == "batch_invariant"
+    assert manifest["counts"]["rows"] == 30 and manifest["counts"]["failed_rows"] == 1
+    assert len(manifest["model"]["weights_sha256"]) == len(manifest["tokenizer"]["sha256"]) == 64
+    assert manifest["config"]["sampling"]["seed"] == 5 and manifest["versions"]["jax"]
+    assert json.loads((tmp_path / "m.json").read_text())["generated_tokens"] > 0
+    whole.update(contents(output))
+    status, said = command(output)
+    assert status == 1 and "0 rows" in said and contents(output) == whole  # nothing is left to do
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sampling.temperature", "0.5"], "sampling.temperature is 0.5 and was 1.0"),
+        (["--batch.rows_per_shard", "9"], "batch.rows_per_shard is 9 and was 4"),
+        (["--engine.numerics", "default"], "guarantee.numerics is 'default' and was 'batch_invariant'"),
+        (["--engine.max_round_steps", "3"], None),
+    ],
+)
+def test_a_job_that_began_otherwise_is_not_resumed(command, tmp_path, whole, options, message):
+    for name, data in whole.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    status, said = command(tmp_path, *options)
+    assert (status, message is None or message in said) == (1 if message is None else 2, True)
+    assert contents(tmp_path) == whole
+
+
+def test_a_file_of_other_weights_or_input_is_named(command, checkpoint, tmp_path, whole, prompts):
+    for name, data in whole.items():
+        (tmp_path / "out" / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / "out" / name).write_bytes(data)
+    weights = checkpoint / "model.safetensors"
+    kept = weights.read_bytes()
+    try:
+        weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+        status, said = command(tmp_path / "out")
+    finally:
+        weights.write_bytes(kept)
+    assert status == 2 and "model.weights_sha256 is " in said
+    other = tmp_path / "others.jsonl"
+    other.write_bytes(prompts.read_bytes())
+    status, said = command(tmp_path / "out", "--prompts_file", str(other))
+    assert status == 2 and "not in both: others.jsonl, rows.jsonl" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_within_two_rounds_and_what_is_finished_stays(command, tmp_path, whole, monkeypatch, number):
+    rounds, call, engine_rounds = [], worker.Progress.__call__, worker.Progress
+    read = []
+
+    def signalling(self, totals):
+        rounds.append(self._engine.metrics()["rounds"])
+        if len(rounds) == 8:
+            os.kill(os.getpid(), number)
+        read[:] = [self._engine]
+        call(self, totals)
+
+    monkeypatch.setattr(engine_rounds, "__call__", signalling)
+    output = tmp_path / "out"
+    status, said = command(output)
+    assert status == (0 if number == signal.SIGTERM else 130) and "stopped   " in said and "all of it is safe" in said
+    assert read[0].metrics()["rounds"] - rounds[-1] <= 2 and not (output / "manifest.json").exists()
+    finished = sum(path.read_bytes().count(b"\n") for path in (output / "_journal").iterdir())
+    committed = sum(json.loads(path.read_text())["rows"] for path in (output / "_commits").glob("*"))
+    assert 0 < finished + committed < 30 and f"{finished + committed} rows" in said
+    status, said = command(output)
+    assert status == 1 and f"{30 - finished - committed} rows" in said
+    assert contents(output) == whole
+
+
+def test_a_killed_process_loses_nothing_and_the_bytes_are_the_same(arguments, command, tmp_path, whole):
+    output = tmp_path / "out"
+    environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PLATFORMS": "cpu"}
+    line = [sys.executable, "-m", "levanter_infer.batch", *arguments, *SHARDS, "--engine.max_round_seconds", "1e-9"]
+    process = subprocess.Popen([*line, "--output", str(output)], cwd=ROOT, env=environment, stderr=subprocess.PIPE)
+    until = time.monotonic() + 120
+    while not list(output.glob("_commits/*")) and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.002)
+    process.kill()
+    _, said = process.communicate()
+    assert process.returncode == -signal.SIGKILL, said.decode()[-2000:]
+    assert not (output / "manifest.json").exists()
+    status, said = command(output)
+    assert status == 1 and " are finished, " in said and contents(output) == whole
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--worker", "2/2"], "expected i/n with i from 0 to n - 1"),
+        (["--batch.format", "csv"], "expected jsonl or parquet"),
+        (["--batch.rows_per_shard", "0"], "expected at least 1"),
+        (["--prompts", "x"], "both given"),
+        (["--overwrite"], "never replaces it"),
+        (["--batch.row_per_shard", "3"], "did you mean rows_per_shard"),
+    ],
+)
+def test_wrong_usage_is_answered_before_anything_is_loaded(command, tmp_path, options, message):
+    status, said = command(tmp_path / "out", *options)
+    assert status == 2 and message in said and not (tmp_path / "out").exists()
+
+
+def test_sample_refuses_the_keys_of_a_job(arguments, capsys):
+    assert sample.main([*arguments, *SHARDS]) == 2
+    assert "unknown key batch" in capsys.readouterr().err
