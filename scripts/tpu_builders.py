@@ -16,11 +16,34 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src")]
 
+import equinox as eqx  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
+from levanter_infer.decode.programs import Programs  # noqa: E402
+from levanter_infer.engine.config import EngineConfig, resolve_shapes  # noqa: E402
+from levanter_infer.engine.mesh import make_mesh  # noqa: E402
+from levanter_infer.engine.slots import empty_admission  # noqa: E402
 from levanter_infer.kernels import ragged_paged_attention  # noqa: E402
+from levanter_infer.layers.attention import AttentionSpec  # noqa: E402
+from levanter_infer.layers.layout import Layout  # noqa: E402
+from levanter_infer.models.decoder import DecoderModel  # noqa: E402
+from levanter_infer.models.registry import family_for  # noqa: E402
 
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+MODELS = {
+    "8b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32),
+    "70b": dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64),
+}
 LAYERS = 2
 MAX_POOL_BYTES = 2**31
 
@@ -74,3 +97,58 @@ def _call(
         i32(()),
     )
     return call, arguments
+
+
+def program(
+    mesh,
+    *,
+    model="8b",
+    heads=None,
+    page=64,
+    seqs=64,
+    context=8192,
+    tokens=512,
+    kv_dtype="bfloat16",
+    window=None,
+    pool_pages=None,
+    impl="tpu",
+    tiles=None,
+):
+    """The engine's own round over the mesh axes `data` and `model`.
+
+    Args:
+        model: 8b or 70b, of the shapes of Llama 3.
+        heads: instead of the model's, of the whole model.
+        tokens: of a step with prompts, at most.
+        window: of all layers.
+    """
+    if tiles is not None:
+        raise ValueError("tiles: the round's attention chooses its own; use the builders of one call")
+    sizes = MODELS[model]
+    if heads is not None:
+        names = ("num_attention_heads", "num_key_value_heads", "head_dim")
+        sizes = sizes | dict(zip(names, heads, strict=True))
+    raw = LLAMA | sizes
+    if window is not None:
+        raw |= {"model_type": "mistral", "sliding_window": window}
+    config = family_for(raw).config_from_hf(raw)
+    types = eqx.filter_eval_shape(DecoderModel.init, config, key=jax.eval_shape(jax.random.key, 0), dtype=jnp.bfloat16)
+    made = make_mesh(mesh)
+    layout = None if made is None else Layout.of(made, config)
+    num_heads = config.num_kv_heads if layout is None else layout.kv_heads
+    page_bytes = config.num_layers * page * 2 * num_heads * config.head_dim * jnp.dtype(kv_dtype).itemsize
+    engine_config = EngineConfig(
+        page_size=page,
+        max_seqs=seqs,
+        max_seq_len=context,
+        max_step_tokens=max(tokens, seqs),
+        max_pages=pool_pages or max(seqs, min(seqs * -(-context // page), MAX_POOL_BYTES // page_bytes)),
+        kv_dtype=kv_dtype,
+    )
+    shapes = resolve_shapes(engine_config, types, 1)
+    attention = AttentionSpec(impl=impl, max_seq_len=context)
+    programs = Programs(types, shapes, attention, kv_dtype=jnp.dtype(kv_dtype), as_bits=False, layout=layout)
+    admission = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, empty_admission(shapes)))
+    if layout is not None:
+        types, admission = layout.fit_model(types), layout.types(layout.stacked_types(admission))
+    return programs.round_function, (types, programs.state_types, admission), {"donate_argnums": (1,)}

@@ -126,6 +126,8 @@ class Group:
     deadline: float | None = None
     """When it ends in any case, in seconds of `time.perf_counter`."""
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
+    shard: int | None = None
+    """The data shard that serves it, where there are several."""
     prompt_scores: PromptScores | None = None
     """Once they have been read."""
 

@@ -1,6 +1,7 @@
 """`SlotManager`: which sequence has which slot, and what to tell the device next."""
 
 import collections
+import collections.abc
 import heapq
 
 import numpy as np
@@ -40,6 +41,9 @@ class SlotManager:
         self._deadlines: list[tuple[float, int, Group]] = []
         self._leaving: list[tuple[Group, int]] = []
         self._arrivals = self._added = 0
+
+    def route(self, groups: collections.abc.Sequence[Group]) -> None:
+        """Told of all that will be added, before they are; with one shard there is nothing to decide."""
 
     def add(self, group: Group) -> None:
         self._pending.push(group)
