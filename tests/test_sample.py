@@ -128,7 +128,7 @@ def test_metrics_are_written_as_json_or_for_prometheus(checkpoint, command, one_
         (["--confg", "a"], "error: unknown key confg; did you mean config?"),
         (["--config", "nope.yaml"], "error: cannot read the configuration nope.yaml"),
         (["--model", "m", "--prompts", "x", "--sampling.temprature", "1"], "the nearest known one is 'temperature'"),
-        (["--model", "m", "--prompts", "x", "--mesh.model", "4"], "mesh.model=4: this version runs on one device"),
+        (["--model", "m", "--prompts", "x", "--mesh.model", "3"], "mesh.model=3: expected one of 1, 2, 4, 8 or 16"),
         (["--model", "m", "--prompts_file", "nope.txt"], "error: cannot read prompts_file nope.txt"),
         (["--model", "./nope", "--prompts", "x"], "error: model './nope' is no such directory"),
         (["--model", ".", "--prompts", "x", "--output", "nope/out"], "error: cannot write output nope/out"),

@@ -4,6 +4,10 @@ An axis is a value (`haliax.Axis`), made where its size is known; the names stan
 meaning everywhere. Weight axes keep Levanter's names, so that sharding rules carry over.
 """
 
+# Meshes of devices
+DATA = "data"  # engines with tables of their own, side by side; also the axis over which their tables are stacked
+MODEL = "model"  # devices that hold a model's weights and heads together
+
 # Weights
 LAYERS = "layers"  # decoder layers, the leading axis of stacked parameters and of the page pool
 EMBED = "embed"  # width of the residual stream

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import draccus
 import yaml
 
+from levanter_infer.engine.mesh import MeshConfig
 from levanter_infer.engine.params import SamplingParams, brief
 
 if TYPE_CHECKING:
@@ -43,23 +44,6 @@ class ModelSource:
     """bfloat16 or float32; default: as stored."""
     revision: str | None = None
     """Branch, tag or commit of a hub repository."""
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshConfig:
-    """Devices along each mesh axis. This version runs on one device."""
-
-    data: int = 1
-    model: int = 1
-    expert: int = 1
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value != 1:
-                raise ValueError(
-                    f"mesh.{field.name}={value}: this version runs on one device; leave mesh out or set the axis to 1"
-                )
 
 
 @dataclasses.dataclass(frozen=True)

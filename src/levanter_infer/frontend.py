@@ -248,7 +248,7 @@ def make_engine(config: RunConfig, num_rows: int) -> "InferenceEngine":
     try:
         seed = config.sampling.seed or 0
         scoring = config.sampling.prompt_logprobs is not None
-        engine = InferenceEngine(model, tokenizer, engine_config, seed=seed, scoring=scoring)
+        engine = InferenceEngine(model, tokenizer, engine_config, seed=seed, scoring=scoring, mesh=config.mesh)
     except JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise

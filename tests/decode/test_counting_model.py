@@ -24,6 +24,7 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
+from levanter_infer.layers.spread import Vocabulary
 from levanter_infer.models.decoder import DecoderConfig
 from tests.tiny_models import tiny_model
 
@@ -39,6 +40,7 @@ class CountingModel(eqx.Module):
     config: DecoderConfig = eqx.field(static=True)
     dtype = activation_dtype = jnp.dtype(jnp.float32)
     skips_rows = False
+    vocab = Vocabulary(WORDS)
 
     @staticmethod
     def init() -> "CountingModel":

@@ -13,6 +13,7 @@ import numpy as np
 
 from levanter_infer.checkpoints.source import CONFIG, Source, resolve_source
 from levanter_infer.checkpoints.weights import DTYPES, StoredTensor, enumerate_names, stored_tensors
+from levanter_infer.layers.layout import Layout
 from levanter_infer.models.decoder import DecoderConfig, DecoderModel
 from levanter_infer.models.family import Parameter, is_ignored, parameters, set_parameter
 from levanter_infer.models.registry import family_for
@@ -54,8 +55,9 @@ class StoredModel:
 
     types: DecoderModel
     """The model with a `jax.ShapeDtypeStruct` in place of every array."""
-    read: Callable[[], DecoderModel]
-    """Read the weights. The host holds one stacked parameter at a time beside the model itself."""
+    read: Callable[..., DecoderModel]
+    """`read(layout=None)`: the weights, spread over a mesh if there is a layout. The host holds one stacked parameter
+    at a time beside the model itself."""
 
 
 def load_weights(source: Source, *, dtype: str | None = None) -> DecoderModel:
@@ -78,13 +80,13 @@ def open_model(source: Source, *, dtype: str | None = None) -> StoredModel:
     stored = _one_dtype(params, tensors, wanted)
     types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, stored), model)
 
-    def read() -> DecoderModel:
+    def read(layout: Layout | None = None) -> DecoderModel:
         model = types
         for param in params:
-            model = set_parameter(model, param.path, _read(param, tensors, stored))
+            model = set_parameter(model, param.path, _read(param, tensors, stored, layout))
         if config.tie_word_embeddings and _LM_HEAD in tensors:
             _check_tied(tensors[_LM_HEAD], tensors[_EMBEDDINGS])
-        return model
+        return model if layout is None else model.spread_as(layout)
 
     return StoredModel(types, read)
 
@@ -151,11 +153,14 @@ def _one_dtype(params: list[Parameter], tensors: dict[str, StoredTensor], wanted
     return DTYPES[names[0]] if wanted is None else wanted
 
 
-def _read(param: Parameter, tensors: dict[str, StoredTensor], dtype: np.dtype) -> hax.NamedArray:
+def _read(param: Parameter, tensors: dict[str, StoredTensor], dtype: np.dtype, layout: Layout | None) -> hax.NamedArray:
     stacked = np.empty((len(param.hf_names), *param.hf_shape), dtype)
     for row, name in zip(stacked, param.hf_names, strict=True):
         tensors[name].read_into(row)
-    return hax.NamedArray(jax.device_put(stacked.reshape([axis.size for axis in param.axes])), param.axes)
+    stacked = stacked.reshape([axis.size for axis in param.axes])
+    if layout is None:
+        return hax.NamedArray(jax.device_put(stacked), param.axes)
+    return layout.place(layout.fitted(hax.NamedArray(stacked, param.axes)))  # type: ignore[arg-type]
 
 
 def _check_tied(head: StoredTensor, embeddings: StoredTensor) -> None:

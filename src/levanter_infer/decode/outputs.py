@@ -128,8 +128,10 @@ def pack_outputs(state: DecodeState, ring: OutputRing, host_call: Array | None =
 class HostOutputs:
     """`RoundOutputs` on the host, unpacked into numpy arrays of the entries in use."""
 
-    def __init__(self, outputs: RoundOutputs, shapes: Shapes):
+    def __init__(self, outputs: RoundOutputs, shapes: Shapes, shard: int | None = None):
+        """Args: shard: which data shard's, where there are several."""
         packed = np.asarray(outputs.packed)
+        packed = packed if shard is None else packed[shard]
         scalars, rest = packed[: len(_SCALARS)], packed[len(_SCALARS) :]
         self.scalars: dict[str, int] = dict(zip(_SCALARS, scalars.tolist(), strict=True))
         per_slot, ring = rest[: 3 * shapes.num_slots], rest[3 * shapes.num_slots :]
@@ -138,8 +140,10 @@ class HostOutputs:
         slot_ids, tokens, logprobs, processed = ring.reshape(4, -1)[:, :count]
         self.slot_ids, self.tokens = slot_ids, tokens
         self.logprobs, self.processed_logprobs = logprobs.view(np.float32), processed.view(np.float32)
-        self._outputs, self._count = outputs, count
+        self._outputs, self._count, self._shard = outputs, count, shard
 
     def top(self) -> tuple[np.ndarray, np.ndarray]:
         """(token ids, logprobs) of the likeliest tokens of each entry, [count, max_logprobs]: a download of its own."""
-        return np.asarray(self._outputs.top_ids)[: self._count], np.asarray(self._outputs.top_logprobs)[: self._count]
+        arrays = (np.asarray(array) for array in (self._outputs.top_ids, self._outputs.top_logprobs))
+        ids, logprobs = (array if self._shard is None else array[self._shard] for array in arrays)
+        return ids[: self._count], logprobs[: self._count]

@@ -21,6 +21,7 @@ from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState, GenState, empty_cache
 from levanter_infer.decode.versions import enter_version
 from levanter_infer.layers.attention import AttentionSpec
+from levanter_infer.layers.layout import Layout
 
 
 class RecompilationError(RuntimeError):
@@ -39,6 +40,7 @@ class Program:
             options: for XLA's compiler; one that knows them not compiles without them.
         """
         self._options = dict(options or {})
+        self.function = function
         self.jitted = jax.jit(function, donate_argnums=donate)
         self.compilations = 0
         self._names = tuple(inspect.signature(function).parameters)
@@ -141,6 +143,7 @@ class Programs:
         on_recompile: Callable[[str], None] | None = None,
         options: Mapping[str, str | bool] | None = None,
         smaller: "Programs | None" = None,
+        layout: Layout | None = None,
     ):
         """
         Args:
@@ -148,6 +151,8 @@ class Programs:
             on_recompile: called with a message if the round is compiled again, instead of `RecompilationError`.
             options: for XLA's compiler, where it knows them.
             smaller: the programs that these take over from (`extended`).
+            layout: how model and state lie on a mesh; every device then runs the programs on its parts. None: there is
+                one device.
         """
         self._make = functools.partial(
             Programs,
@@ -156,11 +161,16 @@ class Programs:
             as_bits=as_bits,
             on_recompile=on_recompile,
             options=options,
+            layout=layout,
         )
         self._on_recompile = on_recompile
         self._smaller = None if smaller is None else (smaller.state_types, smaller.compilations())
-        functions = _functions(shapes, attention, model.config, kv_dtype=kv_dtype, as_bits=as_bits)
-        self.state_types = jax.eval_shape(functions["init"])
+        heads = model.config.num_kv_heads if layout is None else layout.kv_heads
+        functions = _functions(shapes, attention, model.config, heads, kv_dtype=kv_dtype, as_bits=as_bits)
+        if layout is not None:
+            functions = _spmd(functions, layout)
+        types = jax.eval_shape(functions["init"])
+        self.state_types = types if layout is None else layout.types(types)
         """The types of the state, as `jax.ShapeDtypeStruct`s."""
 
         def program(name: str, *, donate: tuple[int, ...] = (), options=None) -> Program:
@@ -233,16 +243,32 @@ class Programs:
         now |= self.tier.compilations()
         return {name: now.get(name, 0) + before.get(name, 0) for name in before | now}
 
+    @property
+    def round_function(self) -> Callable:
+        """What `round` compiles, with its argument `state` donated: to be compiled elsewhere and looked at."""
+        return self._round.function
+
     def trace_round(self, model, state, admission):
         """The round program, traced for inspection; arguments may be `jax.ShapeDtypeStruct`s."""
         return self._round.jitted.trace(model, state, admission)
 
 
-def _functions(shapes: Shapes, attention: AttentionSpec, config, *, kv_dtype, as_bits: bool) -> dict[str, Callable]:
-    """What the programs of an engine do, by their names."""
+def _spmd(functions: dict[str, Callable], layout: Layout) -> dict[str, Callable]:
+    """The same, run by every device of a mesh on its parts."""
+    state = jax.eval_shape(functions["init"])
+    results: dict[str, object] = {name: state for name in ("init", "reset", "zero_cache", "extend", "resample")}
+    results["round"] = (state, None)
+    return {name: layout.spmd(function, results.get(name)) for name, function in functions.items()}
+
+
+def _functions(
+    shapes: Shapes, attention: AttentionSpec, config, num_kv_heads: int, *, kv_dtype, as_bits: bool
+) -> dict[str, Callable]:
+    """What the programs of an engine do, by their names, on a device with `num_kv_heads` key and value heads."""
 
     def init() -> GenState:
-        return GenState.init(shapes, empty_cache(config, shapes, dtype=kv_dtype, as_bits=as_bits))
+        cache = empty_cache(config, shapes, dtype=kv_dtype, as_bits=as_bits, num_kv_heads=num_kv_heads)
+        return GenState.init(shapes, cache)
 
     def one_round(model, state: GenState, admission: Admission) -> tuple[GenState, RoundOutputs]:
         return run_round(model, state, admission, shapes, attention)

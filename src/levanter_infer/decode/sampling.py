@@ -22,6 +22,7 @@ from levanter_infer.decode.sampling_filters import filter_thresholds
 from levanter_infer.decode.sampling_table import SamplingLimits as SamplingLimits
 from levanter_infer.decode.sampling_table import SamplingTable as SamplingTable
 from levanter_infer.decode.sampling_table import stop_match as stop_match
+from levanter_infer.layers.spread import Vocabulary
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this one mean the likeliest token."""
@@ -41,10 +42,11 @@ class LogitStats(eqx.Module):
     """i32[row], the first place of the largest logit; None where it is yet to be looked for."""
 
     @staticmethod
-    def of(logits: Array) -> "LogitStats":
-        """logits: f32[row, vocab]"""
-        peak = jnp.max(logits, axis=1)
-        return LogitStats(peak, row_sums(jnp.exp(logits - peak[:, None])))
+    def of(logits: Array, vocab: Vocabulary | None = None) -> "LogitStats":
+        """logits: f32[row, vocab], of the part of `vocab` that is here; None: of all of it."""
+        spread = _vocab_of(logits, vocab).spread
+        peak = spread.max(jnp.max(logits, axis=1))
+        return LogitStats(peak, spread.sum(row_sums(jnp.exp(logits - peak[:, None]))))
 
 
 class BeamCandidates(eqx.Module):
@@ -88,11 +90,12 @@ def sample(
     seq_lens: Array,
     max_top: int,
     stats: LogitStats | None = None,
+    vocab: Vocabulary | None = None,
 ) -> SampleOutput:
     """Sample one token per row.
 
     Args:
-        logits: f32[row, vocab] of the model; -inf is allowed.
+        logits: f32[row, vocab] of the model, of the part of the vocabulary that is here; -inf is allowed.
         rows: how to sample, over `row` (`SamplingTable.rows`).
         positions: i32[row], the position that the new token will take.
         tokens: i32[slot, position], all known tokens.
@@ -101,29 +104,32 @@ def sample(
         seq_lens: i32[row], tokens known of the row's sequence, prompt included.
         max_top: width of the output's `top_ids`.
         stats: of these logits, where they are known already.
+        vocab: whose logits these are; None: all there are. Where it is spread, every device gets the same sample, and
+            that of one device but for rounding: no row of logits is ever in one place.
     """
-    stats = LogitStats.of(logits) if stats is None else stats
+    vocab = _vocab_of(logits, vocab)
+    stats = LogitStats.of(logits, vocab) if stats is None else stats
     column = {name: column.array for name, column in rows.columns.items()}
     used = slot_ids < tokens.shape[0]
     generated = seq_lens - prompt_lens
     peak = stats.peak
 
     penalised = is_penalised(column) & used
-    biased = is_biased(column, logits.shape[1]) & used
+    biased = is_biased(column, vocab.size) & used
     banned = is_banned(column, generated) & used
 
     greedy = column["temperature"] < GREEDY_TEMPERATURE
 
     def process_and_choose():
         history = (tokens, slot_ids, prompt_lens, jnp.where(penalised, seq_lens, 0))
-        z = run_if(jnp.any(penalised), lambda z: apply_penalties(z, column, history), logits)
-        z = run_if(jnp.any(biased), lambda z: add_bias(z, column), z)
-        z = run_if(jnp.any(banned), lambda z: _ban_stops(z, column, banned), z)
-        z_peak = jnp.max(z, axis=1)
-        best = _first_best(z, z_peak)
+        z = run_if(jnp.any(penalised), lambda z: apply_penalties(z, column, history, vocab), logits)
+        z = run_if(jnp.any(biased), lambda z: add_bias(z, column, vocab), z)
+        z = run_if(jnp.any(banned), lambda z: _ban_stops(z, column, banned, vocab), z)
+        z_peak = vocab.spread.max(jnp.max(z, axis=1))
+        best = _first_best(z, z_peak, vocab)
         drawn, drawn_logprobs = jax.lax.cond(
             jnp.any(~greedy & used),
-            lambda: _draw_tokens(z, z_peak, column, positions, greedy),
+            lambda: _draw_tokens(z, z_peak, column, positions, greedy, vocab),
             lambda: (jnp.zeros_like(positions), jnp.zeros_like(peak)),
         )
         return jnp.where(greedy, best, drawn), jnp.where(greedy, 0, drawn_logprobs), jnp.isfinite(z_peak)
@@ -133,17 +139,16 @@ def sample(
         jnp.any((penalised | biased | banned | ~greedy) & used),
         process_and_choose,
         lambda: (
-            _first_best(logits, peak) if stats.best is None else stats.best,
+            _first_best(logits, peak, vocab) if stats.best is None else stats.best,
             jnp.zeros_like(peak),
             jnp.isfinite(peak),
         ),
     )
     finite = (stats.total > 0) & possible
-    raw = logprobs_of(logits, chosen, stats)
-    top_ids, top_logprobs = _top_logprobs(logits, stats, column["num_logprobs"], used, finite, max_top)
+    top_ids, top_logprobs = _top_logprobs(logits, stats, column["num_logprobs"], used, finite, max_top, vocab)
     return SampleOutput(
         tokens=jnp.where(finite, chosen, 0),
-        logprobs=jnp.where(finite, raw, 0),
+        logprobs=jnp.where(finite, logprobs_of(logits, chosen, stats, vocab), 0),
         processed_logprobs=jnp.where(finite, processed, 0),
         top_ids=top_ids,
         top_logprobs=top_logprobs,
@@ -151,22 +156,28 @@ def sample(
     )
 
 
-def logprobs_of(logits: Array, tokens: Array, stats: LogitStats) -> Array:
+def _vocab_of(logits: Array, vocab: Vocabulary | None) -> Vocabulary:
+    return Vocabulary(logits.shape[1]) if vocab is None else vocab
+
+
+def logprobs_of(logits: Array, tokens: Array, stats: LogitStats, vocab: Vocabulary | None = None) -> Array:
     """Log probability under the model of the token i32[row] of each row of logits f32[row, vocab], f32[row].
 
     NaN or infinite where the logits are not finite.
     """
-    return jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0] - stats.peak - jnp.log(stats.total)
+    own = _vocab_of(logits, vocab).at(logits, tokens[:, None], jnp.nan)
+    return own[:, 0] - stats.peak - jnp.log(stats.total)
 
 
-def likeliest(logits: Array, stats: LogitStats, count: int) -> tuple[Array, Array]:
+def likeliest(logits: Array, stats: LogitStats, count: int, vocab: Vocabulary | None = None) -> tuple[Array, Array]:
     """The `count` likeliest tokens of each row of logits f32[row, vocab], i32[row, count], best first, and their log
     probabilities under the model, f32[row, count]."""
+    vocab = _vocab_of(logits, vocab)
     log_norm = stats.peak + jnp.log(stats.total)
     if count == 1:
-        best = _first_best(logits, stats.peak) if stats.best is None else stats.best
+        best = _first_best(logits, stats.peak, vocab) if stats.best is None else stats.best
         return best[:, None], (stats.peak - log_norm)[:, None]
-    values, ids = jax.lax.optimization_barrier(jax.lax.top_k(logits, count))  # as in `filter_thresholds`
+    values, ids = vocab.largest(logits, count)
     return ids, values - log_norm[:, None]
 
 
@@ -191,9 +202,9 @@ def one_token_stops(column: dict[str, Array], vocab: int) -> Array:
     return jnp.where(column["stop_lens"] == 1, column["stop_ids"][:, :, -1], vocab)
 
 
-def apply_penalties(logits: Array, column: dict[str, Array], history: tuple[Array, ...]) -> Array:
+def apply_penalties(logits: Array, column: dict[str, Array], history: tuple[Array, ...], vocab: Vocabulary) -> Array:
     """Source: repetition penalty, arXiv:1909.05858 section 4.1; the others as in the OpenAI API."""
-    counts = _token_counts(logits.shape, *history)
+    counts = _token_counts(vocab, *history)
     generated, seen = counts[0], (counts[0] + counts[1]) > 0
     repetition = column["repetition_penalty"][:, None]
     z = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
@@ -202,12 +213,12 @@ def apply_penalties(logits: Array, column: dict[str, Array], history: tuple[Arra
     return jnp.where(is_penalised(column)[:, None], z, logits)
 
 
-def _token_counts(shape: tuple[int, ...], tokens: Array, slots: Array, prompt_lens: Array, lens: Array) -> Array:
-    """How often each token stands in the output, and in the prompt, i32[2, row, vocab].
+def _token_counts(vocab: Vocabulary, tokens: Array, slots: Array, prompt_lens: Array, lens: Array) -> Array:
+    """How often each token stands in the output, and in the prompt, i32[2, row, vocab], for the part that is here.
 
     Reads the history in chunks, up to the longest of `lens` (0 for rows that need no counts).
     """
-    rows, vocab = shape
+    rows = slots.shape[0]
     chunk = min(_HISTORY_CHUNK, tokens.shape[1])
     row = jax.lax.broadcasted_iota(jnp.int32, (rows, chunk), 0)
 
@@ -216,37 +227,34 @@ def _token_counts(shape: tuple[int, ...], tokens: Array, slots: Array, prompt_le
         known = place < lens[:, None]
         token = tokens.at[slots[:, None], place].get(mode="fill", fill_value=0)
         is_prompt = (place < prompt_lens[:, None]).astype(jnp.int32)
-        return counts.at[is_prompt, jnp.where(known, row, rows), token].add(1, mode="drop")
+        return counts.at[is_prompt, jnp.where(known, row, rows), vocab.local(token)].add(1, mode="drop")
 
     num_chunks = (jnp.max(lens) + (chunk - 1)) // chunk
-    return jax.lax.fori_loop(0, num_chunks, add, jnp.zeros((2, rows, vocab), jnp.int32))
+    return jax.lax.fori_loop(0, num_chunks, add, jnp.zeros((2, rows, vocab.part_size), jnp.int32))
 
 
 def _row_ids(ids: Array) -> Array:
     return jax.lax.broadcasted_iota(jnp.int32, ids.shape, 0)
 
 
-def add_bias(logits: Array, column: dict[str, Array]) -> Array:
-    ids = column["bias_ids"]
+def add_bias(logits: Array, column: dict[str, Array], vocab: Vocabulary) -> Array:
+    ids = vocab.local(column["bias_ids"])
     return logits.at[_row_ids(ids), ids].add(column["bias_values"], mode="drop")
 
 
-def _ban_stops(logits: Array, column: dict[str, Array], banned: Array) -> Array:
+def _ban_stops(logits: Array, column: dict[str, Array], banned: Array, vocab: Vocabulary) -> Array:
     """Make the one-token stop sequences of `banned` rows impossible."""
-    ids = jnp.where(banned[:, None], one_token_stops(column, logits.shape[1]), logits.shape[1])
+    ids = vocab.local(jnp.where(banned[:, None], one_token_stops(column, vocab.size), vocab.size))
     return logits.at[_row_ids(ids), ids].set(-jnp.inf, mode="drop")
 
 
-def _first_best(logits: Array, peak: Array) -> Array:
-    """The first of the likeliest tokens of each row, whose logit is `peak`, i32[row]."""
-    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    best = jnp.min(jnp.where(logits == peak[:, None], ids, logits.shape[1]), axis=1)
-    return jnp.minimum(best, logits.shape[1] - 1)  # a row of NaN has no best
+def _first_best(logits: Array, peak: Array, vocab: Vocabulary) -> Array:
+    """The first of the likeliest tokens of each row, whose logit is `peak`, i32[row]; a row of NaN has none."""
+    return vocab.first(logits == peak[:, None])
 
 
-def _draw_tokens(logits: Array, peak: Array, column: dict[str, Array], positions: Array, greedy: Array):
+def _draw_tokens(logits: Array, peak: Array, column: dict[str, Array], positions: Array, greedy: Array, vocab):
     """Temperature, filters and the draw. Returns: tokens i32[row] and their log probabilities f32[row]."""
-    vocab = logits.shape[1]
     inverse = jnp.where(greedy, 1, 1 / jnp.where(greedy, 1, column["temperature"]))
     floor = jnp.maximum(jnp.minimum(jnp.log(column["min_p"]), 0), _MIN_EXPONENT)
 
@@ -259,35 +267,35 @@ def _draw_tokens(logits: Array, peak: Array, column: dict[str, Array], positions
         return jnp.where(kept, jnp.exp(exponent), 0)
 
     off = greedy | ~jnp.isfinite(peak)
-    top_k = jnp.where(off | (column["top_k"] == 0), vocab, jnp.minimum(column["top_k"], vocab))
+    top_k = jnp.where(off | (column["top_k"] == 0), vocab.size, jnp.minimum(column["top_k"], vocab.size))
     top_p = jnp.where(off, 1, column["top_p"])
     everything = jnp.full_like(peak, -jnp.inf)
 
     def thresholds():
         lightest = jnp.full_like(peak, _MIN_EXPONENT)
-        return filter_thresholds(logits, lambda z: weights(z, everything, lightest), top_k, top_p)
+        return filter_thresholds(logits, lambda z: weights(z, everything, lightest), top_k, top_p, vocab)
 
-    threshold = jax.lax.cond(jnp.any((top_k < vocab) | (top_p < 1)), thresholds, lambda: everything)
+    threshold = jax.lax.cond(jnp.any((top_k < vocab.size) | (top_p < 1)), thresholds, lambda: everything)
 
     def at(ids):
-        return jnp.take_along_axis(logits, ids, axis=1, mode="fill", fill_value=-jnp.inf)
+        return vocab.at(logits, ids, -jnp.inf)
 
-    words = random_words(column["seed"], column["sample_index"], positions, num_words(vocab))
-    token, total = draw(weights(logits, threshold, floor), lambda ids: weights(at(ids), threshold, floor), words)
+    words = random_words(column["seed"], column["sample_index"], positions, num_words(vocab.size))
+    token, total = draw(weights(logits, threshold, floor), lambda ids: weights(at(ids), threshold, floor), words, vocab)
     return token, exponents(at(token[:, None]))[:, 0] - jnp.log(total)
 
 
-def _top_logprobs(logits: Array, stats: LogitStats, wanted: Array, used: Array, finite: Array, max_top: int):
+def _top_logprobs(logits: Array, stats: LogitStats, wanted: Array, used: Array, finite: Array, max_top: int, vocab):
     """The `wanted` likeliest tokens of each row and their log probabilities; none and 0 in further columns."""
-    rows, vocab = logits.shape
-    nothing = (jnp.full((rows, max_top), vocab, jnp.int32), jnp.zeros((rows, max_top), jnp.float32))
+    rows = logits.shape[0]
+    nothing = (jnp.full((rows, max_top), vocab.size, jnp.int32), jnp.zeros((rows, max_top), jnp.float32))
     if max_top == 0:
         return nothing
 
     def best():
-        ids, logprobs = likeliest(logits, stats, max_top)
+        ids, logprobs = likeliest(logits, stats, max_top, vocab)
         asked = jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1) < wanted[:, None]
         asked = asked & finite[:, None]
-        return jnp.where(asked, ids, vocab), jnp.where(asked, logprobs, 0)
+        return jnp.where(asked, ids, vocab.size), jnp.where(asked, logprobs, 0)
 
     return jax.lax.cond(jnp.any((wanted > 0) & used), best, lambda: nothing)

@@ -16,6 +16,7 @@ from levanter_infer.decode.sampling import (
     one_token_stops,
 )
 from levanter_infer.decode.sampling_table import SamplingLimits, SamplingTable
+from levanter_infer.layers.spread import Vocabulary
 
 
 def candidates(
@@ -29,6 +30,7 @@ def candidates(
     seq_lens: Array,
     width: int,
     stats: LogitStats | None = None,
+    vocab: Vocabulary | None = None,
 ) -> BeamCandidates:
     """The `width` likeliest continuations of each row that do not end it, and every one that does.
 
@@ -39,30 +41,31 @@ def candidates(
         logits: f32[row, vocab]
         searches: bool[row], which rows belong to beams; the others are offered nothing.
         width: static, at least the number of beams of any group.
+        vocab: as in `sample`.
     """
-    vocab = logits.shape[1]
-    width = min(width, vocab)
+    vocab = vocab or Vocabulary(logits.shape[1])
+    width = min(width, vocab.size)
     column = {name: column.array for name, column in rows.columns.items()}
-    stops = one_token_stops(column, vocab)
+    stops = one_token_stops(column, vocab.size)
 
     def offered() -> BeamCandidates:
-        known = LogitStats.of(logits) if stats is None else stats
+        known = LogitStats.of(logits, vocab) if stats is None else stats
         logprobs = logits - (known.peak + jnp.log(known.total))[:, None]
-        penalised, biased = is_penalised(column) & searches, is_biased(column, vocab) & searches
+        penalised, biased = is_penalised(column) & searches, is_biased(column, vocab.size) & searches
         history = (tokens, slot_ids, prompt_lens, jnp.where(penalised, seq_lens, 0))
-        z = run_if(jnp.any(penalised), lambda z: apply_penalties(z, column, history), logprobs)
-        z = run_if(jnp.any(biased), lambda z: add_bias(z, column), z)
+        z = run_if(jnp.any(penalised), lambda z: apply_penalties(z, column, history, vocab), logprobs)
+        z = run_if(jnp.any(biased), lambda z: add_bias(z, column, vocab), z)
 
         row = jax.lax.broadcasted_iota(jnp.int32, stops.shape, 0)
         banned = is_banned(column, seq_lens - prompt_lens)[:, None]
-        ending = jnp.where(banned, -jnp.inf, z.at[row, stops].get(mode="fill", fill_value=-jnp.inf))
-        others = z.at[row, stops].set(-jnp.inf, mode="drop")
-        going_on, ids = jax.lax.optimization_barrier(jax.lax.top_k(others, width))  # as in `filter_thresholds`
+        ending = jnp.where(banned, -jnp.inf, vocab.at(z, stops, -jnp.inf))
+        others = z.at[row, vocab.local(stops)].set(-jnp.inf, mode="drop")
+        going_on, ids = vocab.largest(others, width)
         ids = jnp.concatenate([ids, stops], axis=1)
         return BeamCandidates(
             ids=ids,
             scores=jnp.where(searches[:, None], jnp.concatenate([going_on, ending], axis=1), -jnp.inf),
-            logprobs=jnp.take_along_axis(logprobs, ids, axis=1, mode="fill", fill_value=0.0),
+            logprobs=vocab.at(logprobs, ids, 0.0),
         )
 
     return jax.lax.cond(jnp.any(searches), offered, lambda: no_candidates(logits.shape[0], width, rows.limits))

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-FAN = 16
+from levanter_infer.layers.spread import VOCAB_GROUPS, Vocabulary
+
+FAN = VOCAB_GROUPS
 """Children of a node of the sampling tree; a power of two."""
 
 
@@ -16,10 +18,17 @@ def group_sums(values: Array) -> Array:
     Only elementwise additions, in an order that the code fixes: a reduction may associate differently for another
     number of rows, and the bits of a row would depend on its company.
     """
+    return _stretch_sums(values, group_width(values.shape[1]))
+
+
+def _stretch_sums(values: Array, width: int) -> Array:
+    """f32[row, n] -> f32[row, width]: the sum of a row's stretches of `width` entries, of which FAN, or a smaller power
+    of two, hold n."""
     rows, size = values.shape
-    width = group_width(size)
-    values = jnp.pad(values, ((0, 0), (0, FAN * width - size))).reshape(rows, FAN, width)
-    return _fold(values)
+    count = 1
+    while count * width < size:
+        count *= 2
+    return _fold(jnp.pad(values, ((0, 0), (0, count * width - size))).reshape(rows, count, width))
 
 
 def _fold(values: Array) -> Array:
@@ -75,7 +84,9 @@ def _level_sizes(size: int) -> list[int]:
     return sizes
 
 
-def draw(weights: Array, leaf_weights: Callable[[Array], Array], words: Array) -> tuple[Array, Array]:
+def draw(
+    weights: Array, leaf_weights: Callable[[Array], Array], words: Array, vocab: Vocabulary | None = None
+) -> tuple[Array, Array]:
     """Choose one index per row with probability proportional to its weight.
 
     Descends a tree of sums from the root, with one choice among FAN children per level. Each choice is made with
@@ -87,22 +98,26 @@ def draw(weights: Array, leaf_weights: Callable[[Array], Array], words: Array) -
         weights: f32[row, n], at least 0. Consumed by one sum only, so that it need not be stored.
         leaf_weights: the weights of the tokens i32[row, k] as f32[row, k], 0 for indices from n up.
         words: u32[row, num_words(n)].
+        vocab: whose weights these are, where that is a part of n = `vocab.size`. Every part then holds its share of
+            each sum, and only the FAN masses of a choice are added up over the parts.
     Returns:
         The index i32[row] (arbitrary where all weights are 0, else one with a weight above 0) and the row's sum of
         weights f32[row].
     """
+    vocab = vocab or Vocabulary(weights.shape[1])
+    sizes = _level_sizes(vocab.size)
     levels = [weights]
-    while levels[-1].shape[1] > FAN:
-        levels.append(group_sums(levels[-1]))
-    total = row_sums(levels[-1])
+    for width in sizes[1:]:
+        levels.append(_stretch_sums(levels[-1], width))
+    total = vocab.spread.sum(row_sums(levels[-1]))
     node = jnp.zeros(weights.shape[0], jnp.int32)
-    for depth, level in enumerate(reversed(levels)):
-        width = group_width(level.shape[1])
+    for depth, (level, size) in enumerate(zip(reversed(levels), reversed(sizes), strict=True)):
+        width = group_width(size)
         children = node[:, None] + width * jax.lax.broadcasted_iota(jnp.int32, (1, FAN), 1)
         if depth == len(levels) - 1:
             masses = leaf_weights(children)
         else:
-            masses = jnp.take_along_axis(level, children, axis=1, mode="fill", fill_value=0.0)
+            masses = vocab.spread.sum(jnp.take_along_axis(level, children, axis=1, mode="fill", fill_value=0.0))
         node = node + width * _choose_child(masses, words[:, depth * FAN : (depth + 1) * FAN])
     return node, total
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.decode.sampling_draw import row_sums
+from levanter_infer.layers.spread import Vocabulary
 
 CANDIDATES = 64
 """Likeliest tokens among which thresholds are looked for first."""
@@ -14,7 +15,9 @@ _KEY_BITS = 32
 _SIGN = 0x80000000
 
 
-def filter_thresholds(logits: Array, weigh: Callable[[Array], Array], top_k: Array, top_p: Array) -> Array:
+def filter_thresholds(
+    logits: Array, weigh: Callable[[Array], Array], top_k: Array, top_p: Array, vocab: Vocabulary | None = None
+) -> Array:
     """The smallest logit that a token may have to pass top_k and then top_p, f32[row].
 
     top_k keeps the tokens whose logit is at least the k-th largest. top_p keeps, of these, the tokens for which the
@@ -25,16 +28,16 @@ def filter_thresholds(logits: Array, weigh: Callable[[Array], Array], top_k: Arr
     bit, exactly, in 32 passes over the vocabulary. Which way a row goes depends on that row alone.
 
     Args:
-        logits: f32[row, vocab], without NaN in rows whose result matters.
+        logits: f32[row, vocab], of the part that is here; without NaN in rows whose result matters.
         weigh: unnormalised probabilities of some logits f32[row, n], increasing with the logit.
         top_k: i32[row]; vocab or more: off.
         top_p: f32[row]; 1 or more: off.
+        vocab: whose logits these are; None: all there are.
     """
-    rows, vocab = logits.shape
-    wants_k, wants_p = top_k < vocab, top_p < 1
-    count = min(CANDIDATES, vocab)
-    # Behind the barrier, so that XLA does not merge slices into it and sort the whole vocabulary
-    best, _ = jax.lax.optimization_barrier(jax.lax.top_k(logits, count))
+    rows, vocab = logits.shape[0], vocab or Vocabulary(logits.shape[1])
+    wants_k, wants_p = top_k < vocab.size, top_p < 1
+    count = min(CANDIDATES, vocab.size)
+    best, _ = vocab.largest(logits, count)
     mass = weigh(best)
 
     rank = jnp.clip(top_k - 1, 0, count - 1)
@@ -44,7 +47,9 @@ def filter_thresholds(logits: Array, weigh: Callable[[Array], Array], top_k: Arr
     complete = wants_k & found_k & (best[:, -1] < kth)  # every token that passes top_k is a candidate
 
     total = jax.lax.cond(
-        jnp.any(wants_p & ~wants_k), lambda: row_sums(weigh(logits)), lambda: jnp.zeros(rows, jnp.float32)
+        jnp.any(wants_p & ~wants_k),
+        lambda: vocab.spread.sum(row_sums(weigh(logits))),
+        lambda: jnp.zeros(rows, jnp.float32),
     )
     kept_mass = row_sums(jnp.where(best >= kth[:, None], mass, 0))
     budget = top_p * jnp.where(wants_k, kept_mass, total)
@@ -58,7 +63,7 @@ def filter_thresholds(logits: Array, weigh: Callable[[Array], Array], top_k: Arr
     return jax.lax.cond(
         jnp.all(found),
         lambda: threshold,
-        lambda: jnp.where(found, threshold, _searched_thresholds(logits, weigh(logits), top_k, top_p)),
+        lambda: jnp.where(found, threshold, _searched_thresholds(logits, weigh(logits), top_k, top_p, vocab)),
     )
 
 
@@ -72,28 +77,29 @@ def _mass_before(mass: Array) -> Array:
     return sums
 
 
-def _searched_thresholds(logits: Array, weights: Array, top_k: Array, top_p: Array) -> Array:
+def _searched_thresholds(logits: Array, weights: Array, top_k: Array, top_p: Array, vocab: Vocabulary) -> Array:
     """`filter_thresholds` of every row, bit by bit."""
     keys = float_keys(logits)
-    vocab = logits.shape[1]
     everything = jnp.full_like(top_p, -jnp.inf)
 
     def kth():
         ones = jnp.ones((1, 1), jnp.float32)  # a count of less than 2^24 is exact in f32
-        return key_floats(_largest_key(keys, ones, jnp.minimum(top_k, vocab).astype(jnp.float32)))
+        return key_floats(_largest_key(keys, ones, jnp.minimum(top_k, vocab.size).astype(jnp.float32), vocab))
 
     # Tokens are compared as floats and not by their keys, so that -0.0 and 0.0 tie
-    kth_logit = jnp.where(top_k < vocab, jax.lax.cond(jnp.any(top_k < vocab), kth, lambda: everything), -jnp.inf)
+    kth_logit = jnp.where(
+        top_k < vocab.size, jax.lax.cond(jnp.any(top_k < vocab.size), kth, lambda: everything), -jnp.inf
+    )
 
     def nucleus():
         kept = jnp.where(logits >= kth_logit[:, None], weights, 0)
-        return key_floats(_largest_key(keys, kept, top_p * row_sums(kept)))
+        return key_floats(_largest_key(keys, kept, top_p * vocab.spread.sum(row_sums(kept)), vocab))
 
     pth_logit = jax.lax.cond(jnp.any(top_p < 1), nucleus, lambda: everything)
     return jnp.where(top_p < 1, jnp.maximum(kth_logit, pth_logit), kth_logit)
 
 
-def _largest_key(keys: Array, weights: Array, target: Array) -> Array:
+def _largest_key(keys: Array, weights: Array, target: Array, vocab: Vocabulary) -> Array:
     """The largest key of each row such that the keys from it up weigh at least `target`, u32[row].
 
     That is the key of a token: the first one with which the sum, from the largest key down, reaches the target.
@@ -103,7 +109,7 @@ def _largest_key(keys: Array, weights: Array, target: Array) -> Array:
 
     def decide(bit, key):
         tried = key | (jnp.uint32(_SIGN) >> bit.astype(jnp.uint32))
-        weight = row_sums(jnp.where(keys >= tried[:, None], weights, 0))
+        weight = vocab.spread.sum(row_sums(jnp.where(keys >= tried[:, None], weights, 0)))
         return jnp.where(weight >= target, tried, key)
 
     return jax.lax.fori_loop(0, _KEY_BITS, decide, jnp.zeros(keys.shape[0], jnp.uint32))

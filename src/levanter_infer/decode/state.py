@@ -75,13 +75,14 @@ class DecodeState(eqx.Module):
         )
 
 
-def empty_cache(config, shapes: Shapes, *, dtype, as_bits: bool) -> KvPages:
-    """A pool of `shapes.num_pages` pages for the model that `config` (a `DecoderConfig`) describes."""
+def empty_cache(config, shapes: Shapes, *, dtype, as_bits: bool, num_kv_heads: int | None = None) -> KvPages:
+    """A pool of `shapes.num_pages` pages for the model that `config` (a `DecoderConfig`) describes; `num_kv_heads`: of
+    one device, where they are spread over several."""
     return KvPages.init(
         num_layers=config.num_layers,
         num_pages=shapes.num_pages,
         page_size=shapes.page_size,
-        num_kv_heads=config.num_kv_heads,
+        num_kv_heads=num_kv_heads or config.num_kv_heads,
         head_size=config.head_dim,
         dtype=dtype,
         as_bits=as_bits,

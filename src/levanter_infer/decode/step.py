@@ -116,11 +116,13 @@ def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes
             "prompt_lens": table.prompt_lens.array.at[slots].get(mode="fill", fill_value=0),
             "seq_lens": lens,
         }
-        sampled = sample(logits, asked, positions=lens, max_top=shapes.limits.max_logprobs, stats=stats, **history)
+        sampled = sample(
+            logits, asked, positions=lens, max_top=shapes.limits.max_logprobs, stats=stats, vocab=model.vocab, **history
+        )
         if state.beams is None:
             return sampled
         searches = state.beams.searches.at[slots].get(mode="fill", fill_value=False)
-        offered = candidates(logits, asked, searches, width=shapes.max_beams, stats=stats, **history)
+        offered = candidates(logits, asked, searches, width=shapes.max_beams, stats=stats, vocab=model.vocab, **history)
         return dataclasses.replace(sampled, candidates=offered)
 
     rows = (logits, plan.slot_ids, stats)
@@ -140,7 +142,8 @@ def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes
 
 
 def head(model, hidden: Array, plan: StepPlan, shapes: Shapes) -> Array:
-    """Logits of each row, f32[row, vocab]. The head runs on rows in use and on no other tokens."""
+    """Logits of each row for the part of the vocabulary that is here, f32[row, vocab]. The head runs on rows in use and
+    on no other tokens."""
     embed = model.embed
 
     def logits_of(rows: int) -> Array:
@@ -148,7 +151,7 @@ def head(model, hidden: Array, plan: StepPlan, shapes: Shapes) -> Array:
 
     if model.skips_rows:
         return logits_of(shapes.max_rows)
-    logits = jnp.zeros((shapes.max_rows, model.config.vocab_size), jnp.float32)
+    logits = jnp.zeros((shapes.max_rows, model.vocab.part_size), jnp.float32)
     for lower, rows in zip((0, *shapes.row_buckets), shapes.row_buckets, strict=False):
         fits = (plan.num_rows > lower) & (plan.num_rows <= rows)
         logits = run_if(fits, lambda logits, rows=rows: logits.at[:rows].set(logits_of(rows)), logits)

@@ -5,10 +5,13 @@ import logging
 from collections.abc import Mapping
 
 import jax
+from jax.sharding import Mesh
 
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.config import EngineConfig, kv_dtype
 from levanter_infer.kernels import cpu, linear_gpu, rpa_gpu
+from levanter_infer.layers.attention import AttentionSpec
+from levanter_infer.layers.layout import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -23,17 +26,23 @@ class Backend:
     """Of weights and activations: xla, cpu or gpu."""
     attention: str
     """xla, reference, cpu or gpu."""
+    layout: Layout | None = None
+    """How model and state lie on a mesh; None: on one device."""
 
     @staticmethod
-    def choose(config: EngineConfig, model, *, has_mods: bool) -> "Backend":
+    def choose(config: EngineConfig, model, *, has_mods: bool, mesh: Mesh | None = None) -> "Backend":
         """The kernels written for the platform where they can do the work, and XLA's own code otherwise.
 
         Args:
             has_mods: whether there is a `score_mod` or a `mask_mod`, which the kernels for CPUs cannot call.
+            mesh: the devices, with the axes `data` and `model`; None for one.
         Raises: ValueError if the configuration asks for something that this machine or this model does not allow.
         """
+        if mesh is not None and model.config.num_experts is not None:
+            raise ValueError(f"a model with experts runs on one device, and the mesh has {mesh.size}; leave it out")
         pages, weights = kv_dtype(config, model), model.dtype
-        cpu_attention = _cpu_misfit(pages, "pages")
+        on_mesh = None if mesh is None else f"the mesh has {mesh.size} devices, and it runs on one"
+        cpu_attention = on_mesh or _cpu_misfit(pages, "pages")
         if cpu_attention is None and has_mods:
             cpu_attention = "score_mod and mask_mod run in XLA only"
         chosen = Backend(
@@ -42,20 +51,25 @@ class Backend:
                 "products",
                 config.products,
                 {
-                    "cpu": _cpu_misfit(weights, "weights"),
-                    "gpu": _gpu_misfit("weights", weights, linear_gpu.supports_dtype(weights)),
+                    "cpu": on_mesh or _cpu_misfit(weights, "weights"),
+                    "gpu": on_mesh or _gpu_misfit("weights", weights, linear_gpu.supports_dtype(weights)),
                 },
             ),
             attention=_resolve(
                 "attention",
                 config.attention,
-                {"cpu": cpu_attention, "gpu": _gpu_misfit("pages", pages, rpa_gpu.supports_dtype(pages))},
+                {"cpu": cpu_attention, "gpu": on_mesh or _gpu_misfit("pages", pages, rpa_gpu.supports_dtype(pages))},
             ),
+            layout=None if mesh is None else Layout.of(mesh, model.config),
         )
         if config.numerics == "batch_invariant" and model.config.num_experts is not None:
             raise ValueError(
                 'engine.numerics="batch_invariant" is not possible for a model with experts: norms and routing in XLA '
                 "round by the size of the step; use default"
+            )
+        if mesh is not None and config.preempt == "spill":
+            raise ValueError(
+                f'engine.preempt="spill" moves pages of one device, and the mesh has {mesh.size}; use "recompute"'
             )
         if config.numerics == "batch_invariant" and not chosen.is_batch_invariant:
             raise ValueError(
@@ -87,8 +101,50 @@ class Backend:
         )
 
     def prepare(self, model, *, donate: bool = False):
-        """The model in the form that the device reads fastest. `donate`: its arrays may be deleted for it."""
+        """The model where the devices have it, in the form that they read fastest. `donate`: its arrays may be deleted
+        for it."""
+        if self.layout is not None and not model.is_spread:
+            model = self.layout.fit_model(model, donate=donate)
+        return self._as_read(model, donate)
+
+    def prepared_types(self, types):
+        """The types of `prepare`'s result, of those of the model."""
+        if self.layout is None:
+            return jax.eval_shape(self.prepare, types)
+        return self.layout.types(jax.eval_shape(self._as_read, self.layout.fit_model(types)))
+
+    def _as_read(self, model, donate: bool = False):
         return model.for_cpu(self.products, donate=donate) if self.on_cpu else model.for_gpu(self.products)
+
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """Devices by axis of the mesh."""
+        return {} if self.layout is None else dict(self.layout.mesh.shape)
+
+    @property
+    def num_shards(self) -> int:
+        """Engines side by side, along `data`."""
+        return 1 if self.layout is None else self.layout.num_shards
+
+    def put(self, tree):
+        """Arrays of the host on the device, or on all devices of the mesh."""
+        return jax.device_put(tree) if self.layout is None else self.layout.place(tree)
+
+    def attention_spec(self, shapes: Shapes, score_mod, mask_mod) -> AttentionSpec:
+        """How attention is computed. The functions see the heads' numbers in the model on every device."""
+        if self.layout is not None:
+            head_index = self.layout.head_index
+            score_mod = score_mod and (lambda s, q, kv, head, own=score_mod: own(s, q, kv, head_index(head)))
+            mask_mod = mask_mod and (lambda q, kv, head, own=mask_mod: own(q, kv, head_index(head)))
+        return AttentionSpec(
+            impl=self.attention, score_mod=score_mod, mask_mod=mask_mod, max_seq_len=shapes.max_seq_len
+        )
+
+    def page_heads(self, num_kv_heads: int) -> int:
+        """Key and value heads that a page takes room for in the memory of one device. The devices of a CPU share it."""
+        if self.layout is None:
+            return num_kv_heads
+        return self.layout.kv_heads * (self.layout.mesh.size if self.on_cpu else 1)
 
     def adapt(self, shapes: Shapes) -> Shapes:
         """The sizes as the device runs them fastest."""

@@ -109,12 +109,15 @@ def _check_positive(name: str, value, optional: bool = False) -> None:
         raise ValueError(f"engine.{name}={value!r}: expected a whole number of at least 1")
 
 
-def resolve_shapes(config: EngineConfig, model, num_eos: int, unread_bytes: int = 0) -> Shapes:
+def resolve_shapes(
+    config: EngineConfig, model, num_eos: int, unread_bytes: int = 0, page_heads: int | None = None
+) -> Shapes:
     """The static sizes of an engine for `model`.
 
     Args:
         num_eos: end-of-sequence ids of the model; each takes a place among the stop token sequences.
         unread_bytes: of weights that will yet come into memory.
+        page_heads: key and value heads of a page in one device's memory; None: those of the model.
     Raises: ValueError if the pool could not hold one page per running sequence, or sizes contradict each other.
     """
     arch = model.config
@@ -122,7 +125,8 @@ def resolve_shapes(config: EngineConfig, model, num_eos: int, unread_bytes: int 
     max_seq_len = config.max_seq_len or min(arch.max_position_embeddings, 32768)
     max_step_tokens = config.max_step_tokens or max(256, 4 * config.max_seqs)
     wanted = config.max_seqs * -(-max_seq_len // page_size)
-    page_bytes = arch.num_layers * page_size * 2 * arch.num_kv_heads * arch.head_dim * kv_dtype(config, model).itemsize
+    heads = page_heads or arch.num_kv_heads
+    page_bytes = arch.num_layers * page_size * 2 * heads * arch.head_dim * kv_dtype(config, model).itemsize
     num_pages = config.max_pages or min(wanted, default_pool_bytes(unread_bytes) // page_bytes)
     if num_pages < config.max_seqs and config.max_pages is None:
         raise ValueError(

@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 from haliax import NamedArray
+from jax.sharding import Mesh
 
 from levanter_infer.checkpoints.load import StoredModel
 from levanter_infer.decode.admission import Admission
-from levanter_infer.decode.outputs import HostOutputs, RoundOutputs
+from levanter_infer.decode.outputs import RoundOutputs
 from levanter_infer.decode.programs import Programs
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.beams import beams_for, enter_hypotheses
@@ -21,22 +22,24 @@ from levanter_infer.engine.forks import Forks
 from levanter_infer.engine.host_tier import HostTier
 from levanter_infer.engine.intake import Intake
 from levanter_infer.engine.memory_audit import audit
+from levanter_infer.engine.mesh import MeshConfig, make_mesh
 from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.pace import Pace
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.engine.scoring import SCORE_ONLY, ScoreReader, score_shapes
 from levanter_infer.engine.sequence import Group
 from levanter_infer.engine.sequence import Sequence as HostSequence
-from levanter_infer.engine.slots import SlotManager, empty_admission
+from levanter_infer.engine.sharded import make_nothing, make_slots, need_one_shard, read_outputs
 from levanter_infer.engine.stats import Stats
 from levanter_infer.engine.versions import Versions
-from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.models.live import adopt_model
 from levanter_infer.runtime.memory import peak_bytes, return_free_memory
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.0005
+_ASKED_AS = {"scoring": "prompt_logprobs", "max_beams": "num_beams"}
+"""Fields of `Shapes` that requests change, by what they are asked for with."""
 
 
 @dataclasses.dataclass
@@ -68,6 +71,7 @@ class InferenceEngine(Forks, Versions):
         donate_model: the engine may delete the model's arrays as it lays out its own, so that the weights are in memory
             once.
         scoring: compile for `prompt_logprobs` at once, and not again with the first request that asks for them.
+        mesh: over which devices the engine runs, as sizes or as a mesh with the axes `data` and `model`.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class InferenceEngine(Forks, Versions):
         mask_mod=None,
         donate_model: bool = False,
         scoring: bool = False,
+        mesh: MeshConfig | Mesh | None = None,
     ):
         self.config = config or EngineConfig()
         self.tokenizer, self.seed = tokenizer, seed
@@ -89,39 +94,37 @@ class InferenceEngine(Forks, Versions):
         model = model if isinstance(model, StoredModel) else adopt_model(model)
         types = model.types if isinstance(model, StoredModel) else model
         self._weights_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(types))
-        self.backend = Backend.choose(self.config, types, has_mods=has_mods)
+        self.backend = Backend.choose(self.config, types, has_mods=has_mods, mesh=make_mesh(mesh))
         unread_bytes = self._weights_bytes if isinstance(model, StoredModel) else 0
-        self.shapes = self.backend.adapt(resolve_shapes(self.config, types, len(self._eos), unread_bytes))
+        heads = self.backend.page_heads(types.config.num_kv_heads)
+        self.shapes = self.backend.adapt(resolve_shapes(self.config, types, len(self._eos), unread_bytes, heads))
         if scoring:
+            need_one_shard(self.backend.num_shards, _ASKED_AS["scoring"])
             self.shapes = dataclasses.replace(self.shapes, scoring=score_shapes(self.config, types))
-        attention = AttentionSpec(
-            impl=self.backend.attention,
-            score_mod=score_mod,
-            mask_mod=mask_mod,
-            max_seq_len=self.shapes.max_seq_len,
-        )
         self.programs = Programs(
             types,
             self.shapes,
-            attention,
+            self.backend.attention_spec(self.shapes, score_mod, mask_mod),
             kv_dtype=kv_dtype(self.config, types),
             as_bits=self.backend.on_cpu,
             on_recompile=logger.warning if self.config.recompilation == "warn" else None,
             options=self.backend.compiler_options,
+            layout=self.backend.layout,
         )
-        self._nothing = jax.device_put(empty_admission(self.shapes))
+        self._nothing = self.backend.put(make_nothing(self.shapes, self.backend.num_shards))
         self._compile_s = 0.0
         if isinstance(model, StoredModel):
             self._compile_ahead(types)
-            model, donate_model = model.read(), True
+            model, donate_model = model.read(self.backend.layout), True
         self._types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), types)
         self.model = self.backend.prepare(model, donate=donate_model)
         self.state = self.programs.init()
-        self._uploaded: dict[tuple[int, int], Admission] = {}
+        self._uploaded: dict[tuple[bytes, bytes], Admission] = {}
         self._stats = Stats(
-            pages_total=self.shapes.num_pages,
+            pages_total=self.shapes.num_pages * self.backend.num_shards,
             pool_bytes=self.state.kv.pages.array.nbytes,
             weights_bytes=self._weights_bytes,
+            num_shards=self.backend.num_shards,
         )
         self._rounds = self._submissions = 0
         self._warm = False
@@ -134,14 +137,15 @@ class InferenceEngine(Forks, Versions):
     def _compile_ahead(self, types) -> None:
         """Begin to compile for a model that is yet to be read."""
         begin = time.perf_counter()
-        self.programs.compile_all(jax.eval_shape(self.backend.prepare, types), self._nothing)
+        self.programs.compile_all(self.backend.prepared_types(types), self._nothing)
         if self.backend.on_cpu:  # which does both itself, and the compiler's memory is then the weights'
             self.programs.wait()
             return_free_memory()
         self._compile_s = time.perf_counter() - begin
 
     def _start_over(self) -> None:
-        self._slots, self._scores = SlotManager(self.shapes, self._eos), ScoreReader(self._stats.registry)
+        self._slots = make_slots(self.shapes, self._eos, self.backend.num_shards)
+        self._scores = ScoreReader(self._stats.registry)
         self._tier = HostTier(self.shapes, self._stats.registry, self.config.host_bytes)
         self._in_flight: _Launched | None = None
         self._known: list[HostSequence] = []
@@ -162,6 +166,7 @@ class InferenceEngine(Forks, Versions):
             "preempt": self.config.preempt,
             "step_buckets": list(shapes.buckets),
             "pool_mb": round(kv.pages.array.nbytes / 2**20, 1),
+            "mesh": self.backend.mesh_sizes,
             "device": str(jax.devices()[0]),
         }
 
@@ -215,6 +220,7 @@ class InferenceEngine(Forks, Versions):
             return
         self._prepare(groups)
         try:
+            self._slots.route(groups)
             for group in groups:
                 self._add(group)
             self._run(groups, on_update)
@@ -231,6 +237,7 @@ class InferenceEngine(Forks, Versions):
         if max_beams != self.shapes.max_beams:
             changes["max_beams"] = max_beams
         if changes:
+            need_one_shard(self.backend.num_shards, " and ".join(_ASKED_AS[name] for name in changes))
             self._extend(**changes)
         self.warmup()
 
@@ -316,8 +323,10 @@ class InferenceEngine(Forks, Versions):
         What it shares with others is copied, and its own when it comes back.
 
         Returns: pages moved; 0 if it holds none, and then nothing changes.
-        Raises: ValueError if `engine.host_bytes` does not suffice.
+        Raises: ValueError if `engine.host_bytes` does not suffice, or the engine runs on several devices.
         """
+        if self.backend.layout is not None:
+            raise ValueError("spill_to_host moves pages of one device, and this engine runs on a mesh; leave it out")
         self._known += self._settle()
         self.state, pages = self._tier.spill(self.programs.tier, self.state, sequence)
         return pages
@@ -368,7 +377,10 @@ class InferenceEngine(Forks, Versions):
         start = time.perf_counter()
         shapes = dataclasses.replace(self.shapes, **changes)
         logger.info("compiling again, for %s", ", ".join(changes))
-        programs, nothing = self.programs.extended(self.model, shapes), jax.device_put(empty_admission(shapes))
+        programs, nothing = (
+            self.programs.extended(self.model, shapes),
+            self.backend.put(make_nothing(shapes, self.backend.num_shards)),
+        )
         programs.compile_all(self.model, nothing)
         programs.wait()
         self.state = programs.extend(self.state)
@@ -402,17 +414,17 @@ class InferenceEngine(Forks, Versions):
 
     def _upload(self, fields: dict[str, Any]) -> Admission:
         """The fields on the device; what admits and cancels nothing is the same in many rounds, and uploaded once."""
-        nothing = not (fields["has_pieces"] or fields["has_cancellations"] or "host" in fields)
-        key = (int(fields["max_steps"]), int(fields["wanted_slots"]))
+        nothing = not (np.any([fields["has_pieces"], fields["has_cancellations"]]) or "host" in fields)
+        key = (fields["max_steps"].tobytes(), fields["wanted_slots"].tobytes())
         if nothing and key in self._uploaded:
             return self._uploaded[key]
         arrays = {
             name: value
             if name in ("sampling", "beams", "host")
             else NamedArray(value, getattr(self._nothing, name).axes)
-            for name, value in jax.device_put(fields).items()
+            for name, value in fields.items()
         }
-        admission = dataclasses.replace(self._nothing, **arrays)
+        admission = dataclasses.replace(self._nothing, **self.backend.put(arrays))
         if nothing:
             self._uploaded[key] = admission
         return admission
@@ -421,7 +433,7 @@ class InferenceEngine(Forks, Versions):
         begin = time.perf_counter()
         jax.block_until_ready(launched.outputs.packed)
         ready = time.perf_counter()
-        outputs = HostOutputs(launched.outputs, self.shapes)
+        outputs = read_outputs(launched.outputs, self.shapes, self.backend.num_shards)
         end = time.perf_counter()
         seconds = end - max(launched.started, self._last_end)
         self._last_end = end
@@ -476,7 +488,8 @@ class InferenceEngine(Forks, Versions):
         """Who holds how much, after the rounds launched so far; waits for them. Also enters it into `metrics`."""
         registry, kv = self._stats.registry, self.state.kv
         values = audit(self.state.decode).metrics(
-            page_bytes=kv.pages.array.nbytes // kv.num_pages, weights_bytes=self._weights_bytes
+            page_bytes=kv.pages.array.nbytes // (kv.num_pages * self.backend.num_shards),
+            weights_bytes=self._weights_bytes,
         )
         for name, value in {**values, "peak_memory_bytes": peak_bytes()}.items():
             registry.set(name, value)

@@ -4,13 +4,14 @@ import abc
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from levanter_infer.decode.programs import Programs
+from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.host_tier import HostTier
 from levanter_infer.engine.sequence import Group
 from levanter_infer.engine.sequence import Sequence as HostSequence
+from levanter_infer.engine.sharded import need_one_shard
 from levanter_infer.engine.slots import SlotManager
 
 
@@ -18,6 +19,7 @@ class Forks(abc.ABC):
     """What `InferenceEngine` can do with the samples of a request while they run."""
 
     state: Any
+    backend: Backend
     programs: Programs
     _slots: SlotManager
     _tier: HostTier
@@ -61,10 +63,11 @@ class Forks(abc.ABC):
         return added
 
     def _go_on(self, group: Group, sequences: list[HostSequence], ancestors: list[int]) -> None:
+        need_one_shard(self.backend.num_shards, "resample and fork")
         self.state = self._tier.begin_anew(self.programs.tier, self.state, group)
         fields = go_on_from(self._slots, sequences, ancestors, self._rounds)
         if fields is not None:
-            self.state = self.programs.resample(self.state, *jax.device_put(fields))
+            self.state = self.programs.resample(self.state, *self.backend.put(fields))
 
 
 def checked_ancestors(group: Group, ancestors: Sequence[int]) -> list[int]:

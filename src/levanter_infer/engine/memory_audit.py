@@ -65,6 +65,11 @@ def audit(state: DecodeState) -> MemoryAudit:
         np.asarray(named.array)
         for named in (table.num_computed, table.seq_lens, table.page_indices, state.page_table.ref_counts)
     )
+    if pages.ndim == 3:  # data shards: one pool behind the other
+        shard = np.arange(len(pages))[:, None, None]
+        pages = np.where(pages < num_pages, pages + shard * num_pages, num_pages * len(pages))
+        num_pages *= len(pages)
+        computed, lens, pages, counts = (a.reshape(-1, *a.shape[2:]) for a in (computed, lens, pages, counts))
     first = np.arange(pages.shape[1]) * size
     filled = np.clip(computed[:, None] - first, 0, size)
     held = filled > 0

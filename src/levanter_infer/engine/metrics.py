@@ -58,6 +58,7 @@ _DECLARED = (
     _round("steps", "steps", "forward passes", "steps"),
     _round("prompt_steps", "steps", "those that computed a chunk of a prompt", "prompt_steps"),
     _round("rounds", "rounds", "launches of the loop"),
+    _round("idle_share", "ratio", "of steps in which a data shard waited for others", kind="gauge", label="shard"),
     _round("preemptions", "", "times that a sequence lost its pages", "preemptions"),
     _round("spilled_pages", "pages", "moved to the host's memory"),
     _round("prefetched_pages", "pages", "moved back from there"),

@@ -132,6 +132,8 @@ class Group:
     timeout_s: float | None = None
     """How long it may take from when it is queued."""
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
+    shard: int | None = None
+    """The data shard that serves it, where there are several."""
     prompt_scores: PromptScores | None = None
     """Once they have been read."""
     search_versions: list[int] = dataclasses.field(default_factory=list)

@@ -1,6 +1,7 @@
 """`SlotManager`: which sequence has which slot, and what to tell the device next."""
 
 import collections
+import collections.abc
 import heapq
 
 import numpy as np
@@ -42,6 +43,9 @@ class SlotManager:
         self._arrivals = self._added = 0
         self.admits = True
         """Whether groups that wait here may get slots."""
+
+    def route(self, groups: collections.abc.Sequence[Group]) -> None:
+        """Told of all that will be added, before they are; with one shard there is nothing to decide."""
 
     def add(self, group: Group, now: float) -> None:
         """Queue a group; its time, if it has a limit, begins `now`."""

@@ -5,6 +5,7 @@ import time
 
 from levanter_infer.decode.outputs import HostOutputs
 from levanter_infer.engine.metrics import METRICS, Registry
+from levanter_infer.engine.sharded import ShardedOutputs, ShardSteps
 
 _TOTALS = {metric.counter: metric.name for metric in METRICS.values() if metric.counter is not None}
 _AS_THEY_ARE = ("running", "waiting", "stored_tokens", "refs_max", "refs_sum", "cached_pages")
@@ -30,8 +31,9 @@ class Stats:
     prompt was computed; what the other rounds took beyond their decode steps counts as prefill.
     """
 
-    def __init__(self, *, pages_total: int, pool_bytes: int, weights_bytes: int):
+    def __init__(self, *, pages_total: int, pool_bytes: int, weights_bytes: int, num_shards: int = 1):
         self.registry = Registry()
+        self._shards = ShardSteps(num_shards) if num_shards > 1 else None
         self._last: dict[str, int] = dict.fromkeys(_TOTALS, 0)
         self._pages_total, self._page_bytes = pages_total, pool_bytes // pages_total
         self._pages_peak = 0
@@ -60,8 +62,9 @@ class Stats:
             self._submitted = time.perf_counter()
             self.registry.set("time_to_first_token_s", None)
 
-    def on_round(self, outputs: HostOutputs, seconds: float) -> tuple[int, int]:
-        """Count one round; returns its steps, and those of them that computed prompt tokens.
+    def on_round(self, outputs: HostOutputs | ShardedOutputs, seconds: float) -> tuple[int, int]:
+        """Count one round; returns its steps, and those of them that computed prompt tokens; of several shards, of the
+        one that had most.
 
         Args:
             seconds: from its launch, or from the end of the round before if that was later, to its end.
@@ -83,6 +86,11 @@ class Stats:
         registry.set("pages_peak", self._pages_peak)
         if delta["generated"] and registry["time_to_first_token_s"] is None and self._submitted is not None:
             registry.set("time_to_first_token_s", time.perf_counter() - self._submitted)
+        if self._shards is not None:
+            assert isinstance(outputs, ShardedOutputs)
+            delta["steps"] = self._shards.on_round(outputs.steps)
+            delta["prompt_steps"] = min(delta["prompt_steps"], delta["steps"])
+            registry.set("idle_share", self._shards.idle_shares)
         phase = self._mixed if delta["prompt_steps"] else self._decode
         phase.seconds += seconds
         phase.steps += delta["steps"]
@@ -100,6 +108,8 @@ class Stats:
     def on_reset(self) -> None:
         """The device's counters start again at zero."""
         self._last = dict.fromkeys(_TOTALS, 0)
+        if self._shards is not None:
+            self._shards.on_reset()
         self._nobody_holds_anything()
 
     def on_idle(self) -> None:

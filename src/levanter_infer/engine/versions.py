@@ -62,8 +62,11 @@ class Versions(abc.ABC):
                 the old weights have computed, and share no pages with others from then on. `recompute`: they keep
                 their tokens and compute keys and values anew.
             donate: the engine may delete the model's arrays as it lays out its own.
-        Raises: ValueError if the model is another one, or an argument is none; nothing has changed then.
+        Raises: ValueError if the model is another one, or an argument is none, or the engine runs on a mesh; nothing
+            has changed then.
         """
+        if self.backend.layout is not None:
+            raise ValueError("swap_weights: not on a mesh yet; make another engine for the new weights")
         version = self._checked_version(version)
         if policy not in POLICIES:
             raise ValueError(f"policy={brief(policy)}: expected one of {', '.join(POLICIES)}")

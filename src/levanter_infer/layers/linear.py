@@ -17,6 +17,7 @@ from levanter_infer.axes import LAYERS, PANEL, PANEL_SIZE
 from levanter_infer.kernels import linear_gpu
 from levanter_infer.kernels.cpu import panel_rows, stacked_products, to_panels
 from levanter_infer.layers.norm import RMSNorm
+from levanter_infer.layers.spread import ALONE, Spread
 from levanter_infer.layers.stack import pick_layer
 
 MIN_ROWS = 4
@@ -36,6 +37,8 @@ class Linear(eqx.Module):
     """[layers, out...]"""
     num_in: int = eqx.field(static=True)
     """How many of the last axes of `weight` are inputs."""
+    spread: Spread = eqx.field(static=True, default=ALONE)
+    """How the inputs are spread; results are added up over all parts, in the dtype of `x`."""
 
     @staticmethod
     def init(
@@ -59,7 +62,11 @@ class Linear(eqx.Module):
     def compute(self, x: NamedArray, maps: Sequence["Linear"], around: "Around") -> list[NamedArray]:
         """`apply` for maps of this kind."""
         x = around.before(x)
-        return [around.after(_biased(contract(x, part.weight, part.num_in), part).astype(x.dtype)) for part in maps]
+        return [around.after(_biased(part._product(x), part).astype(x.dtype)) for part in maps]
+
+    def _product(self, x: NamedArray) -> NamedArray:
+        y = contract(x, self.weight, self.num_in)
+        return NamedArray(self.spread.sum_in(x.dtype, y.array), y.axes)
 
     def __call__(self, x: NamedArray) -> NamedArray:
         """Args: x: [..., in...], the input axes last and in the order of the weight's."""

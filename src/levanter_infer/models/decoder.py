@@ -15,11 +15,13 @@ from levanter_infer.axes import EMBED, EXPERT, LAYERS, MLP, POSITION, SEQ_PAGE, 
 from levanter_infer.cache import KvPages, PageBatchInfo
 from levanter_infer.kernels.cpu import supports_dtype
 from levanter_infer.layers.attention import Attention, AttentionSpec
+from levanter_infer.layers.layout import Layout
 from levanter_infer.layers.linear import GpuLinear, Linear, LinearMap, PanelLinear, apply, as_bits, contract, from_bits
 from levanter_infer.layers.mlp import Mlp
 from levanter_infer.layers.moe import Moe, merged
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.rotary import RopeConfig, rotary_tables
+from levanter_infer.layers.spread import ALONE, Spread, Vocabulary
 
 PLAIN = AttentionSpec()
 """Attention as the model alone defines it."""
@@ -149,6 +151,8 @@ class DecoderModel(eqx.Module):
     lm_head: NamedArray | PanelLinear | None
     """[vocab, embed]; None where the embeddings serve as head."""
     config: DecoderConfig = eqx.field(static=True)
+    spread: Spread = eqx.field(static=True, default=ALONE)
+    """How the vocabulary is spread."""
 
     @staticmethod
     def init(config: DecoderConfig, *, key: Array, dtype=jnp.float32) -> "DecoderModel":
@@ -183,6 +187,16 @@ class DecoderModel(eqx.Module):
         return self.norm.weight.axes[0]
 
     @property
+    def vocab(self) -> Vocabulary:
+        """The part of the vocabulary whose embeddings and logits are here."""
+        return Vocabulary(self.config.vocab_size, self.spread)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether its arrays are those of a mesh."""
+        return self.spread != ALONE
+
+    @property
     def skips_rows(self) -> bool:
         """Whether rows beyond those in use cost nothing in `logits`."""
         return isinstance(self._head, PanelLinear)
@@ -190,6 +204,16 @@ class DecoderModel(eqx.Module):
     @property
     def _head(self) -> NamedArray | PanelLinear:
         return self.embeddings if self.lm_head is None else self.lm_head
+
+    def spread_as(self, layout: Layout) -> "DecoderModel":
+        """The same model, knowing that its arrays are spread (`Layout.fit_model`)."""
+
+        def told(part):
+            spread = isinstance(part, Linear) and layout.is_spread(part.weight.axes[-part.num_in :])
+            return dataclasses.replace(part, spread=layout.model) if spread else part
+
+        layers = jax.tree.map(told, self.layers, is_leaf=lambda part: isinstance(part, Linear))
+        return dataclasses.replace(self, layers=layers, spread=layout.model)
 
     def for_cpu(self, kernel: str, *, donate: bool = False) -> "DecoderModel":
         """The same model as a CPU reads it fastest.
@@ -304,19 +328,21 @@ class DecoderModel(eqx.Module):
         Args:
             hidden: [..., embed]
             num_rows: i32[], how many rows count; the others may give anything. None: all.
-        Returns: f32[..., vocab].
+        Returns: f32[..., vocab], of the part of the vocabulary that is here.
         """
         head = self._head
         if isinstance(head, PanelLinear):
             return apply(hidden, dataclasses.replace(head, num_rows=num_rows), norm=self.norm)[0]
-        return contract(self.norm(hidden), head, 1)
+        logits = contract(self.norm(hidden), head, 1)
+        return NamedArray(self.vocab.without_padding(logits.array), logits.axes)
 
     def _embed(self, tokens: NamedArray) -> NamedArray:
         table, ids = self.embeddings, tokens.array
         if isinstance(table, PanelLinear):
             rows = table.rows(ids.reshape(-1), self.dtype).reshape(*ids.shape, self.embed.size)
         else:
-            rows = from_bits(table.array.at[ids].get(mode="fill", fill_value=0), self.dtype)
+            here = table.array.at[self.vocab.local(ids)].get(mode="fill", fill_value=0)
+            rows = self.spread.sum(from_bits(here, self.dtype))
         return NamedArray(rows.astype(self.activation_dtype), (*tokens.axes, self.embed))
 
     def _rope(self, positions: NamedArray, rope_len: int) -> tuple[NamedArray, NamedArray]:

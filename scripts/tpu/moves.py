@@ -1,0 +1,94 @@
+"""What an optimised HLO program moves about without computing anything, and what it sends between chips."""
+
+import collections
+import math
+import re
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_MOVES = {
+    "copy", "copy-start", "transpose", "slice", "dynamic-slice", "concatenate", "pad", "reverse", "gather",
+}  # fmt: skip
+_FREE = {"parameter", "bitcast", "constant", "reshape", "tuple", "get-tuple-element", "broadcast", "iota"}
+_INDEXING = {"add", "compare", "select", "convert", "clamp", "minimum", "maximum", "multiply", "subtract", "and", "or"}
+_WRITES = {"dynamic-update-slice", "scatter"}
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-<>]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([a-z][\w\-]*)\(")
+_CALLED = re.compile(r"calls=%?([\w.\-]+)")
+_ARRAY = re.compile(r"([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]+)\]")
+_BITS = re.compile(r"\d+")
+
+
+def large_moves(hlo: str, least_bytes: int = 2**20) -> list[tuple[int, str, str, int]]:
+    """(bytes, operation, type, how often it stands in the text) of moves that write at least `least_bytes`.
+
+    A move is an instruction that only copies, lays out anew or cuts out, or a fusion of such. Writes in place
+    (`dynamic-update-slice`, `scatter`) move what they write and not what they write to, and are not among them.
+    """
+    bodies = computations(hlo)
+    found: collections.Counter = collections.Counter()
+    fused = {
+        called for lines in bodies.values() for line in lines if " fusion(" in line for called in _CALLED.findall(line)
+    }
+    for name, lines in bodies.items():
+        if name in fused:
+            continue
+        for line in lines:
+            match = _INSTRUCTION.match(line)
+            if match is None:
+                continue
+            operation, kind = match[2], match[1]
+            if operation == "fusion":
+                moves = _fused_moves(bodies.get((_CALLED.findall(line) or [""])[0], []))
+                operation = f"fusion of {', '.join(moves)}" if moves else "fusion"
+            if operation not in _MOVES and " of " not in operation:
+                continue
+            if (size := largest_array(kind)) >= least_bytes:
+                array = _ARRAY.search(kind)
+                found[size, operation, array[0] if array else kind] += 1
+    return sorted(((*key, count) for key, count in found.items()), reverse=True)
+
+
+def _fused_moves(lines: list[str]) -> list[str]:
+    """The moves of a fused computation that does nothing else with arrays; none if it computes."""
+    operations = [match[2] for line in lines if (match := _INSTRUCTION.match(line))]
+    arrays = [match for line in lines if (match := _INSTRUCTION.match(line)) and _is_array(match[1])]
+    if any(match[2] in _WRITES for match in arrays):
+        return []
+    if any(match[2] not in _MOVES | _FREE for match in arrays):
+        return []
+    if any(op not in _MOVES | _FREE | _INDEXING for op in operations):
+        return []
+    return sorted(set(operations) & _MOVES)
+
+
+def _is_array(kind: str) -> bool:
+    return any(math.prod(map(int, dims.split(","))) > 1 for _, dims in _ARRAY.findall(kind))
+
+
+def largest_array(kind: str) -> int:
+    """Bytes of the largest array of an HLO type."""
+    sizes = [0]
+    for dtype, dims in _ARRAY.findall(kind):
+        bits = _BITS.search(dtype)
+        sizes.append(math.prod(map(int, dims.split(","))) * (int(bits[0]) if bits else 8) // 8)
+    return max(sizes)
+
+
+def computations(hlo: str) -> dict[str, list[str]]:
+    """The lines of each computation of a program, by its name."""
+    found: dict[str, list[str]] = {}
+    current: list[str] = []
+    for line in hlo.splitlines():
+        if match := _COMPUTATION.match(line):
+            current = found.setdefault(match[1], [])
+        elif line.startswith("}"):
+            current = []
+        else:
+            current.append(line)
+    return found
+
+
+def collectives(hlo: str) -> dict[str, int]:
+    """How often each collective stands in the program; loops multiply it."""
+    operations = [match[2].removesuffix("-start") for line in hlo.splitlines() if (match := _INSTRUCTION.match(line))]
+    return {name: count for name in COLLECTIVES if (count := operations.count(name))}

@@ -1,0 +1,154 @@
+"""Programs to compile for a TPU and look at, for scripts/tpu_schedule.py and tools of its kind.
+
+`decode`, `chunk` and `mixed` are one call of the attention entry; `program` is the engine's own round. All take
+
+    heads=(query heads, kv heads, head size) of one chip, page=tokens of a page, seqs=sequences, context=tokens of each,
+    tokens=query tokens of the step, kv_dtype=, window=, pool_pages=pages of the pool (default: as many as the page
+    tables can name, at most 2 GiB worth; the tables keep their full shape), impl=attention implementation, and
+    tiles=what that implementation takes as tiles (default: it chooses).
+
+A pool has LAYERS layers, of which a call reads one.
+"""
+
+import functools
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src")]
+
+import equinox as eqx  # noqa: E402
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+
+from levanter_infer.decode.programs import Programs  # noqa: E402
+from levanter_infer.engine.config import EngineConfig, resolve_shapes  # noqa: E402
+from levanter_infer.engine.mesh import make_mesh  # noqa: E402
+from levanter_infer.engine.slots import empty_admission  # noqa: E402
+from levanter_infer.kernels import ragged_paged_attention  # noqa: E402
+from levanter_infer.layers.attention import AttentionSpec  # noqa: E402
+from levanter_infer.layers.layout import Layout  # noqa: E402
+from levanter_infer.models.decoder import DecoderModel  # noqa: E402
+from levanter_infer.models.registry import family_for  # noqa: E402
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+MODELS = {
+    "8b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32),
+    "70b": dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64),
+}
+LAYERS = 2
+MAX_POOL_BYTES = 2**31
+
+
+def decode(mesh, *, heads=(32, 8, 128), page=64, seqs=64, context=8192, tokens=None, **options):
+    """Every sequence has one query."""
+    return _call(heads=heads, page=page, seqs=seqs, context=context, tokens=tokens or seqs, **options)
+
+
+def chunk(mesh, *, heads=(32, 8, 128), page=64, seqs=1, context=8192, tokens=256, **options):
+    """Few sequences have many queries each."""
+    return _call(heads=heads, page=page, seqs=seqs, context=context, tokens=tokens, **options)
+
+
+def mixed(mesh, *, heads=(32, 8, 128), page=64, seqs=64, context=8192, tokens=512, **options):
+    """Many sequences, some with one query and some with many."""
+    return _call(heads=heads, page=page, seqs=seqs, context=context, tokens=tokens, **options)
+
+
+def _call(
+    *, heads, page, seqs, context, tokens, kv_dtype="bfloat16", window=None, pool_pages=None, impl="tpu", tiles=None
+):
+    num_q_heads, num_kv_heads, head_dim = heads
+    kv_dtype = jnp.dtype(kv_dtype)
+    seq_pages = -(-context // page)
+    page_bytes = LAYERS * page * 2 * num_kv_heads * head_dim * kv_dtype.itemsize
+    pool_pages = pool_pages or max(1, min(seqs * seq_pages, MAX_POOL_BYTES // page_bytes))
+    options = {"sliding_window": window, "impl": impl, **({} if tiles is None else {"tiles": tiles})}
+
+    def call(q, kv_pages, layer, page_indices, seq_lens, cu_q_lens, num_seqs):
+        return ragged_paged_attention(
+            q,
+            kv_pages,
+            layer=layer,
+            page_indices=page_indices,
+            seq_lens=seq_lens,
+            cu_q_lens=cu_q_lens,
+            num_seqs=num_seqs,
+            scale=head_dim**-0.5,
+            **options,
+        )
+
+    i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    arguments = (
+        jax.ShapeDtypeStruct((tokens, num_q_heads, head_dim), jnp.bfloat16),
+        jax.ShapeDtypeStruct((LAYERS, pool_pages, page, 2 * num_kv_heads, head_dim), kv_dtype),
+        i32(()),
+        i32((seqs, seq_pages)),
+        i32((seqs,)),
+        i32((seqs + 1,)),
+        i32(()),
+    )
+    return call, arguments
+
+
+def program(
+    mesh,
+    *,
+    model="8b",
+    heads=None,
+    page=64,
+    seqs=64,
+    context=8192,
+    tokens=512,
+    kv_dtype="bfloat16",
+    window=None,
+    pool_pages=None,
+    impl="tpu",
+    tiles=None,
+):
+    """The engine's own round over the mesh axes `data` and `model`.
+
+    Args:
+        model: 8b or 70b, of the shapes of Llama 3.
+        heads: instead of the model's, of the whole model.
+        tokens: of a step with prompts, at most.
+        window: of all layers.
+    """
+    if tiles is not None:
+        raise ValueError("tiles: the round's attention chooses its own; use the builders of one call")
+    sizes = MODELS[model]
+    if heads is not None:
+        names = ("num_attention_heads", "num_key_value_heads", "head_dim")
+        sizes = sizes | dict(zip(names, heads, strict=True))
+    raw = LLAMA | sizes
+    if window is not None:
+        raw |= {"model_type": "mistral", "sliding_window": window}
+    config = family_for(raw).config_from_hf(raw)
+    types = eqx.filter_eval_shape(DecoderModel.init, config, key=jax.eval_shape(jax.random.key, 0), dtype=jnp.bfloat16)
+    made = make_mesh(mesh)
+    layout = None if made is None else Layout.of(made, config)
+    num_heads = config.num_kv_heads if layout is None else layout.kv_heads
+    page_bytes = config.num_layers * page * 2 * num_heads * config.head_dim * jnp.dtype(kv_dtype).itemsize
+    engine_config = EngineConfig(
+        page_size=page,
+        max_seqs=seqs,
+        max_seq_len=context,
+        max_step_tokens=max(tokens, seqs),
+        max_pages=pool_pages or max(seqs, min(seqs * -(-context // page), MAX_POOL_BYTES // page_bytes)),
+        kv_dtype=kv_dtype,
+    )
+    shapes = resolve_shapes(engine_config, types, 1)
+    attention = AttentionSpec(impl=impl, max_seq_len=context)
+    programs = Programs(types, shapes, attention, kv_dtype=jnp.dtype(kv_dtype), as_bits=False, layout=layout)
+    admission = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, empty_admission(shapes)))
+    if layout is not None:
+        types, admission = layout.fit_model(types), layout.types(layout.stacked_types(admission))
+    return programs.round_function, (types, programs.state_types, admission), {"donate_argnums": (1,)}

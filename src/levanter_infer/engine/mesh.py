@@ -1,0 +1,70 @@
+"""`MeshConfig`: how many devices a run takes, and for what.
+
+Nothing here imports JAX before a mesh is made: a configuration is read without it.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from levanter_infer.axes import DATA, EXPERT, MODEL
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each axis of the mesh."""
+
+    data: int = 1
+    """Engines side by side, each with its own requests, tables and pool."""
+    model: int = 1
+    """Devices that hold one copy of the model: 1, 2, 4, 8 or 16."""
+    expert: int = 1
+    """Devices that share the experts of a model that has some."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"mesh.{field.name}={value!r}: expected a whole number of at least 1")
+        if self.model not in (1, 2, 4, 8, 16):
+            raise ValueError(f"mesh.model={self.model}: expected one of 1, 2, 4, 8 or 16")
+        if self.expert != 1:
+            raise ValueError(f"mesh.expert={self.expert}: experts are not spread over devices yet; leave it out")
+
+    @property
+    def num_devices(self) -> int:
+        return self.data * self.model
+
+
+def make_mesh(config: "MeshConfig | Mesh | None") -> "Mesh | None":
+    """The mesh over this process's view of the devices, the first ones; None for a single device.
+
+    Args:
+        config: sizes, or a mesh with the axes `data` and `model`, either of which may be missing; others have size 1.
+    Raises: ValueError if there are fewer devices, or the mesh has other axes.
+    """
+    import jax
+    from jax.experimental import mesh_utils
+    from jax.sharding import Mesh
+
+    if config is None:
+        return None
+    if isinstance(config, Mesh):
+        others = [name for name, size in config.shape.items() if name not in (DATA, MODEL) and size > 1]
+        if EXPERT in others:
+            raise ValueError(f"mesh: experts are not spread over devices yet; leave the axis {EXPERT!r} out")
+        if others:
+            raise ValueError(f"mesh: got the axis {others[0]!r}; expected {DATA!r} and {MODEL!r}, or others of size 1")
+        return None if config.size == 1 else config
+    if config.num_devices == 1:
+        return None
+    devices = jax.devices()
+    if config.num_devices > len(devices):
+        raise ValueError(
+            f"mesh: data={config.data} times model={config.model} is {config.num_devices} devices, and there are "
+            f"{len(devices)} ({devices[0].platform}); lower one of them"
+        )
+    grid = mesh_utils.create_device_mesh((config.data, config.model), devices=devices[: config.num_devices])
+    return Mesh(grid, (DATA, MODEL))

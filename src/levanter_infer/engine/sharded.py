@@ -1,0 +1,189 @@
+"""Several data shards behind the interface of one: each has slots, tables and a loop of its own."""
+
+from collections.abc import Sequence as Many
+from typing import Any
+
+import jax
+import numpy as np
+from haliax import Axis, NamedArray
+
+from levanter_infer.axes import DATA
+from levanter_infer.decode.admission import Admission
+from levanter_infer.decode.outputs import HostOutputs, RoundOutputs
+from levanter_infer.decode.shapes import Shapes
+from levanter_infer.engine.routing import expected_tokens, route
+from levanter_infer.engine.sequence import Group, Sequence
+from levanter_infer.engine.slots import SlotManager, empty_admission
+
+_OF_ALL = ("refs_max",)
+"""Scalars of a round of which the largest counts; of the others the sum."""
+
+
+class ShardedOutputs:
+    """What a round of several shards has brought."""
+
+    def __init__(self, outputs: RoundOutputs, shapes: Shapes, num_shards: int):
+        self.shards = [HostOutputs(outputs, shapes, shard) for shard in range(num_shards)]
+        scalars = [shard.scalars for shard in self.shards]
+        self.scalars = {name: (max if name in _OF_ALL else sum)(s[name] for s in scalars) for name in scalars[0]}
+        """Of all shards together."""
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of each shard since the last reset."""
+        return [shard.scalars["steps"] for shard in self.shards]
+
+
+class ShardedSlots:
+    """`SlotManager` for several shards: decides which one serves a request, and then asks that one's.
+
+    Where a request goes depends on the requests alone (`routing.route`).
+    """
+
+    def __init__(self, shapes: Shapes, eos_token_ids: tuple[int, ...], num_shards: int):
+        self._managers = [SlotManager(shapes, eos_token_ids) for _ in range(num_shards)]
+        self._groups: list[list[Group]] = [[] for _ in range(num_shards)]
+        self._empty = jax.tree.map(np.asarray, empty_admission(shapes))
+
+    @property
+    def shapes(self) -> Shapes:
+        return self._managers[0].shapes
+
+    def route(self, groups: Many[Group]) -> None:
+        """Decide at once where these go, before they are added."""
+        self._groups = [[group for group in of_shard if not group.is_done] for of_shard in self._groups]
+        loads = [sum(map(expected_tokens, of_shard)) for of_shard in self._groups]
+        for group, shard in zip(groups, route(groups, loads, self.shapes.page_size), strict=True):
+            self._groups[shard].append(group)
+            group.shard = shard
+
+    def add(self, group: Group, now: float) -> None:
+        if group.shard is None:
+            self.route([group])
+        self._manager_of(group).add(group, now)
+
+    def discard(self, group: Group) -> None:
+        self._manager_of(group).discard(group)
+
+    def _manager_of(self, group: Group) -> SlotManager:
+        assert group.shard is not None, "it was never added"
+        return self._managers[group.shard]
+
+    def expire(self, now: float) -> list[Sequence]:
+        return [sequence for manager in self._managers for sequence in manager.expire(now)]
+
+    def abandon(self) -> None:
+        for manager in self._managers:
+            manager.abandon()
+
+    def next_admission(self, round_id: int, max_steps: int) -> dict[str, Any]:
+        """As of one shard, with a leading axis of shards."""
+        of_shards = [manager.next_admission(round_id, max_steps) for manager in self._managers]
+        names = {name for fields in of_shards for name in fields}
+        return {
+            name: _stacked([fields.get(name, _plain(self._empty, name)) for fields in of_shards])
+            for name in sorted(names)
+        }
+
+    def collect(self, outputs: ShardedOutputs, round_id: int, version: int) -> list[Sequence]:
+        pairs = zip(self._managers, outputs.shards, strict=True)
+        return [sequence for manager, shard in pairs for sequence in manager.collect(shard, round_id, version)]
+
+    def searches(self, outputs: ShardedOutputs, round_id: int, version: int) -> list[Group]:
+        """Nobody searches on several shards."""
+        return []
+
+    def take_leaving(self) -> list[tuple[Group, int]]:
+        """No prompts are scored on several shards."""
+        return []
+
+    @property
+    def occupants(self) -> list[Sequence]:
+        return [sequence for manager in self._managers for sequence in manager.occupants]
+
+    @property
+    def has_prompts(self) -> bool:
+        return any(manager.has_prompts for manager in self._managers)
+
+    @property
+    def is_idle(self) -> bool:
+        return all(manager.is_idle for manager in self._managers)
+
+
+def _plain(admission: Admission, name: str):
+    """A field of an admission as `SlotManager` gives it."""
+    value = getattr(admission, name)
+    return value.array if isinstance(value, NamedArray) else value
+
+
+def _stacked(parts: list):
+    """Arrays, or trees of named arrays, one behind the other along a new first axis of shards."""
+    if not isinstance(parts[0], np.ndarray):
+        return jax.tree.map(_stacked_named, *parts, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
+    return np.stack(parts)
+
+
+def _stacked_named(*parts: NamedArray) -> NamedArray:
+    array = np.stack([np.asarray(part.array) for part in parts])
+    return NamedArray(array, (Axis(DATA, len(parts)), *parts[0].axes))  # type: ignore[arg-type]
+
+
+def stacked_admission(shapes: Shapes, num_shards: int) -> Admission:
+    """`empty_admission` of several shards."""
+    empty = empty_admission(shapes)
+    return jax.tree.map(_stacked_named, *[empty] * num_shards, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
+
+
+def make_slots(shapes: Shapes, eos_token_ids: tuple[int, ...], num_shards: int) -> SlotManager:
+    """Who has which slot, on one shard or on several."""
+    if num_shards == 1:
+        return SlotManager(shapes, eos_token_ids)
+    return ShardedSlots(shapes, eos_token_ids, num_shards)  # type: ignore[return-value]
+
+
+def make_nothing(shapes: Shapes, num_shards: int) -> Admission:
+    """The admission that admits nothing."""
+    return empty_admission(shapes) if num_shards == 1 else stacked_admission(shapes, num_shards)
+
+
+def read_outputs(outputs: RoundOutputs, shapes: Shapes, num_shards: int) -> HostOutputs:
+    """What a round has brought."""
+    if num_shards == 1:
+        return HostOutputs(outputs, shapes)
+    return ShardedOutputs(outputs, shapes, num_shards)  # type: ignore[return-value]
+
+
+def need_one_shard(num_shards: int, what: str) -> None:
+    """Raises: ValueError where `what` is asked of several data shards."""
+    if num_shards > 1:
+        raise ValueError(f"{what}: not with mesh.data={num_shards}; set mesh.data to 1 and use mesh.model")
+
+
+class ShardSteps:
+    """How evenly the shards have worked: a shard that has nothing left waits for the end of the round."""
+
+    def __init__(self, num_shards: int):
+        self._last = np.zeros(num_shards, np.int64)
+        self.idle = np.zeros(num_shards, np.int64)
+        """Steps that each shard has stood still while another one went on."""
+        self.total = 0
+        """Steps of the longest in each round, added up."""
+
+    def on_round(self, steps: list[int]) -> int:
+        """Args: steps: of each shard since the last reset. Returns: steps of the shard that had most in this round."""
+        now = np.asarray(steps, np.int64)
+        done = (now - self._last) % 2**32
+        self._last = now
+        longest = int(done.max())
+        self.total += longest
+        self.idle += longest - done
+        return longest
+
+    def on_reset(self) -> None:
+        """The device's counters start again at zero."""
+        self._last[:] = 0
+
+    @property
+    def idle_shares(self) -> dict[str, float]:
+        """Of each shard."""
+        return {str(shard): int(idle) / max(1, self.total) for shard, idle in enumerate(self.idle)}

@@ -1,0 +1,249 @@
+"""`Layout`: the one place that knows how the axes of weights and state lie on a mesh of devices.
+
+Weights, the pool and everything computed from a head, a part of the feed-forward block or a token of the vocabulary are
+spread over the mesh axis `model`; all else is the same on its devices. The code of a layer does not know: it sees
+arrays of a part's size, and a map whose inputs are spread adds up its results (`Linear.spread`).
+
+Source: tensor parallelism, arXiv:1909.08053, section 3.
+"""
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from levanter_infer.axes import DATA, KV_HEADS, KV_PAIR, MLP, MODEL, Q_HEADS_PER_GROUP, VOCAB
+from levanter_infer.layers.spread import ALONE, VOCAB_GROUPS, Spread, Vocabulary
+
+MESH_AXES = {KV_HEADS: MODEL, KV_PAIR: MODEL, MLP: MODEL, VOCAB: MODEL, DATA: DATA}
+"""Axis of an array -> axis of the mesh over which it is spread."""
+
+
+def _is_named(leaf) -> bool:
+    return isinstance(leaf, NamedArray)
+
+
+def _map_named(function: Callable[[NamedArray], Any], other: Callable[[Any], Any], tree):
+    return jax.tree.map(lambda leaf: function(leaf) if _is_named(leaf) else other(leaf), tree, is_leaf=_is_named)
+
+
+def _refit(tree):
+    """The same tree, its axes as long as its arrays are."""
+
+    def refit(named: NamedArray) -> NamedArray:
+        axes = tuple(axis.resize(size) for axis, size in zip(named.axes, named.array.shape, strict=True))
+        return NamedArray(named.array, axes)
+
+    return _map_named(refit, lambda leaf: leaf, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a model with `num_kv_heads` heads of keys and values, `vocab_size` tokens lies on a mesh.
+
+    Key and value heads that are fewer than the devices of `model`, or no multiple of them, are there several times, and
+    each copy serves a part of the query heads of its group.
+    """
+
+    mesh: Mesh
+    """With the axes `data` or `model` or both; arrays are whole along any others."""
+    num_kv_heads: int
+    q_heads_per_group: int
+    vocab_size: int
+
+    def __post_init__(self):
+        if VOCAB_GROUPS % self.model.parts:
+            raise ValueError(f"mesh.model={self.model.parts}: expected one of 1, 2, 4, 8 or {VOCAB_GROUPS}")
+
+    @staticmethod
+    def of(mesh: Mesh, config) -> "Layout":
+        """The layout of the model that `config` (a `DecoderConfig`) describes."""
+        return Layout(mesh, config.num_kv_heads, config.num_heads // config.num_kv_heads, config.vocab_size)
+
+    @property
+    def model(self) -> Spread:
+        """What is spread over `model`."""
+        parts = self.mesh.shape.get(MODEL, 1)
+        return ALONE if parts == 1 else Spread(MODEL, parts)
+
+    @property
+    def num_shards(self) -> int:
+        """Devices along `data`: engines with tables of their own."""
+        return self.mesh.shape.get(DATA, 1)
+
+    @property
+    def vocab(self) -> Vocabulary:
+        return Vocabulary(self.vocab_size, self.model)
+
+    @property
+    def kv_copies(self) -> int:
+        """How often each key and value head is there."""
+        return self.model.parts // math.gcd(self.num_kv_heads, self.model.parts)
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads of one device."""
+        return self.num_kv_heads * self.kv_copies // self.model.parts
+
+    @property
+    def _padded_group(self) -> int:
+        return -(-self.q_heads_per_group // self.kv_copies) * self.kv_copies
+
+    def head_index(self, head):
+        """Which query head of the model is head `head` of this device, i32; used where a head's number has a meaning.
+        Heads that fill up a group count as the last of it."""
+        per_copy = self._padded_group // self.kv_copies
+        kv_head, place = self.model.index * self.kv_heads + head // per_copy, head % per_copy
+        place = jnp.minimum((kv_head % self.kv_copies) * per_copy + place, self.q_heads_per_group - 1)
+        return (kv_head // self.kv_copies) * self.q_heads_per_group + place
+
+    # Arrays
+
+    def fitted(self, named: NamedArray) -> NamedArray:
+        """A weight with its axes filled up, and its heads there as often as they have to be; arrays of JAX or numpy."""
+        array, axes = named.array, list(named.axes)
+        xp = np if isinstance(array, np.ndarray) else jnp
+        names = [axis.name for axis in axes]
+
+        def fill(place: int, size: int) -> None:
+            nonlocal array
+            if axes[place].size != size:
+                array = xp.pad(array, [(0, size - axes[place].size if i == place else 0) for i in range(array.ndim)])
+                axes[place] = axes[place].resize(size)
+
+        if KV_HEADS in names and self.kv_copies > 1:
+            heads, copies = names.index(KV_HEADS), self.kv_copies
+            if Q_HEADS_PER_GROUP in names:
+                assert names.index(Q_HEADS_PER_GROUP) == heads + 1
+                fill(heads + 1, self._padded_group)
+                sizes = self.num_kv_heads * copies, self._padded_group // copies
+                array = array.reshape(*array.shape[:heads], *sizes, *array.shape[heads + 2 :])
+                axes[heads + 1] = axes[heads + 1].resize(sizes[1])
+            else:
+                array = xp.repeat(array, copies, axis=heads)
+            axes[heads] = axes[heads].resize(self.num_kv_heads * copies)
+        if VOCAB in names:
+            fill(names.index(VOCAB), self.vocab.padded_size)
+        if MLP in names:
+            place = names.index(MLP)
+            fill(place, -(-axes[place].size // self.model.parts) * self.model.parts)
+        return NamedArray(array, tuple(axes))  # type: ignore[arg-type]
+
+    def spec(self, axes: tuple[Axis, ...]) -> PartitionSpec:
+        """Which axis is spread over what."""
+        names = (MESH_AXES.get(axis.name) for axis in axes)
+        return PartitionSpec(*(name if name in self.mesh.axis_names else None for name in names))
+
+    def is_spread(self, axes: tuple[Axis, ...]) -> bool:
+        """Whether any of these axes is."""
+        return any(axis.name in MESH_AXES for axis in axes)
+
+    def sharding(self, axes: tuple[Axis, ...]) -> NamedSharding:
+        return NamedSharding(self.mesh, self.spec(axes))
+
+    def place(self, tree, *, donate: bool = False):
+        """A tree of arrays of the mesh's size, each device with its part. `donate`: arrays elsewhere are given up."""
+
+        def put(named: NamedArray) -> NamedArray:
+            return NamedArray(jax.device_put(named.array, self.sharding(named.axes), donate=donate), named.axes)
+
+        return _map_named(put, lambda leaf: jax.device_put(leaf, self.sharding(())), tree)
+
+    def types(self, tree):
+        """The types of such a tree, with their places."""
+
+        def typed(leaf, axes: tuple[Axis, ...]):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding(axes))
+
+        return _map_named(
+            lambda named: NamedArray(typed(named.array, named.axes), named.axes),  # type: ignore[arg-type]
+            lambda leaf: typed(leaf, ()),
+            tree,
+        )
+
+    def fit_model(self, model, *, donate: bool = False):
+        """A model as it came from a checkpoint, spread over the mesh; its types where it is types."""
+
+        def fit(named: NamedArray) -> NamedArray:
+            if isinstance(named.array, jax.ShapeDtypeStruct):
+                fitted = jax.eval_shape(self.fitted, named)
+                return self.types(fitted)
+            return self.place(self.fitted(named), donate=donate)
+
+        return _map_named(fit, lambda leaf: leaf, model).spread_as(self)
+
+    def stacked_types(self, tree):
+        """The types of what all data shards have, of those of one."""
+        shards = self.num_shards
+        if shards == 1:
+            return tree
+
+        def stacked(leaf):
+            return jax.ShapeDtypeStruct((shards, *leaf.shape), leaf.dtype)
+
+        return _map_named(
+            lambda named: NamedArray(stacked(named.array), (Axis(DATA, shards), *named.axes)),  # type: ignore[arg-type]
+            stacked,
+            tree,
+        )
+
+    # Programs
+
+    @property
+    def _lead(self) -> tuple[str, ...]:
+        return (DATA,) if self.num_shards > 1 else ()
+
+    def spmd(self, function: Callable, results) -> Callable:
+        """`function`, run by every device on its parts.
+
+        Args:
+            function: of one data shard. Where there are several, all arguments but `model`, and all results, have a
+                leading axis `data`.
+            results: what one shard gets: types, or None for arrays that are the same on all devices of a shard.
+        """
+        names = tuple(inspect.signature(function).parameters)
+        lead = self._lead
+        out_specs = jax.tree.map(
+            lambda leaf: PartitionSpec(*lead, *self.spec(leaf.axes)) if _is_named(leaf) else PartitionSpec(*lead),
+            results,
+            is_leaf=lambda leaf: leaf is None or _is_named(leaf),
+        )
+
+        def of_one(*arguments):
+            own = [a if n == "model" else _without_lead(a, lead) for n, a in zip(names, _refit(arguments), strict=True)]
+            return _with_lead(function(*own), lead)
+
+        @functools.wraps(function)
+        def run(*arguments):
+            in_specs = [self._specs(a, () if n == "model" else lead) for n, a in zip(names, arguments, strict=True)]
+            mapped = jax.shard_map(
+                of_one, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False
+            )
+            return _refit(mapped(*arguments))
+
+        return run
+
+    def _specs(self, tree, lead: tuple[str, ...]):
+        return _map_named(lambda named: self.spec(named.axes), lambda leaf: PartitionSpec(*lead), tree)
+
+
+def _without_lead(tree, lead: tuple[str, ...]):
+    """One shard's part of arrays with an axis of shards."""
+    if not lead:
+        return tree
+    return _map_named(lambda named: NamedArray(named.array[0], named.axes[1:]), lambda leaf: leaf[0], tree)
+
+
+def _with_lead(tree, lead: tuple[str, ...]):
+    if not lead:
+        return tree
+    axis = Axis(DATA, 1)
+    return _map_named(lambda named: NamedArray(named.array[None], (axis, *named.axes)), lambda leaf: leaf[None], tree)

@@ -1,0 +1,187 @@
+"""Many devices: the results of one. Devices are forced in a process of their own (`tests.mesh_runs`)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import haliax as hax
+import jax
+import numpy as np
+import pytest
+
+from levanter_infer.axes import DATA, EMBED, HEAD_SIZE, KV_HEADS, LAYERS, MODEL, Q_HEADS_PER_GROUP, VOCAB
+from levanter_infer.engine.engine import InferenceEngine
+from levanter_infer.engine.mesh import MeshConfig, make_mesh
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.routing import expected_tokens, route
+from levanter_infer.engine.sequence import Group, Sequence
+from levanter_infer.engine.sharded import ShardSteps
+from levanter_infer.layers.layout import Layout
+from tests.tiny_models import tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_LOGPROB_DIFFERENCE = 2e-4
+"""Logits of these models reach 50 and are sums of float32 in another order."""
+
+
+def runs(*cases: str) -> dict:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.mesh_runs", *cases],
+        cwd=ROOT,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check_same(one: dict, many: dict) -> None:
+    """Tokens are equal; they might differ where the two likeliest are nearly alike, and here they do not."""
+    assert one["errors"] == many["errors"] == []
+    assert many["tokens"] == one["tokens"] and many["reasons"] == one["reasons"]
+    assert many["top"] == one["top"]
+    for ours, theirs in zip(many["logprobs"], one["logprobs"], strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=MOST_LOGPROB_DIFFERENCE)
+    assert many["free"][0] == many["free"][1] and many["live_bytes"] == 0
+
+
+def test_two_shards_of_two_devices_give_the_tokens_of_one_device():
+    found = runs("one", "data2_model2")
+    one, many = found["one"], found["data2_model2"]
+    check_same(one, many)
+    assert many["shards"] == 2 and one["shards"] == 1
+    assert many["hits"] > 0  # what begins alike went to one shard
+    assert many["pool"] == ["(1, 2, 60, 4, 2, 8)"]  # one shard, all layers and pages, one of two heads
+    assert many["weights"] == ["(2, 32, 1, 2, 8)", "(2, 32, 32)"]
+    assert set(many["idle_share"]) == {"0", "1"} and all(0 <= share < 0.6 for share in many["idle_share"].values())
+    assert one["idle_share"] is None
+
+
+def check_sampled(found: dict) -> None:
+    assert all(found["equal_ids"]) and found["largest_difference"] < 1e-4
+    assert found["distinct_tokens"] > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["sample_2_61", "sample_4_61", "sample_8_1000", "sample_4_11"])
+def test_logits_in_parts_give_the_samples_of_whole_ones(case):
+    check_sampled(runs(case)[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["model2", "model4", "data4", "data2_model4"])
+def test_other_meshes_give_the_tokens_of_one_device(case):
+    found = runs("one", case)
+    check_same(found["one"], found[case])
+
+
+@pytest.mark.slow
+def test_two_hundred_requests_on_four_shards_of_two():
+    found = runs("many_one", "many_data4_model2")
+    check_same(found["many_one"], found["many_data4_model2"])
+
+
+@pytest.mark.slow
+def test_groups_that_devices_share_unevenly_and_functions_of_the_head():
+    found = runs("heads_one", "heads_model4")
+    check_same(found["heads_one"], found["heads_model4"])
+    assert found["heads_model4"]["weights"][0] == "(2, 48, 1, 3, 8)"
+
+
+@pytest.mark.slow
+def test_bfloat16_weights_with_a_tied_head():
+    found = runs("tied_one", "tied_model2")
+    one, many = found["tied_one"], found["tied_model2"]
+    same = sum(a == b for a, b in zip(one["tokens"], many["tokens"], strict=True))
+    assert same > len(one["tokens"]) // 2 and many["errors"] == []
+
+
+# What is decided without devices
+
+
+def abstract_layout(**sizes) -> Layout:
+    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    return Layout.of(mesh, tiny_model(num_key_value_heads=2, num_attention_heads=6, hidden_size=48).config)
+
+
+def test_heads_are_copied_and_axes_filled_up_so_that_they_can_be_spread():
+    layout = abstract_layout(data=1, model=4)
+    assert (layout.kv_copies, layout.kv_heads, layout.num_shards) == (2, 1, 1)
+    assert (layout.vocab.part_size, layout.vocab.padded_size) == (16, 64)
+    names = (LAYERS, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE)
+    q = hax.named(np.arange(2 * 2 * 3 * 8).reshape(2, 2, 3, 8), names)
+    fitted = layout.fitted(q).array
+    assert fitted.shape == (2, 4, 2, 8)
+    assert (fitted[:, 0] == q.array[:, 0, :2]).all() and (fitted[:, 1, 0] == q.array[:, 0, 2]).all()
+    assert (fitted[:, 1, 1] == 0).all() and (fitted[:, 3, 0] == q.array[:, 1, 2]).all()
+    k = hax.named(np.arange(2 * 2 * 8).reshape(2, 2, 8), (LAYERS, KV_HEADS, HEAD_SIZE))
+    assert (layout.fitted(k).array == np.repeat(k.array, 2, axis=1)).all()
+    table = layout.fitted(hax.named(np.ones((61, 4)), (VOCAB, EMBED))).array
+    assert table.shape == (64, 4) and table[:61].all() and not table[61:].any()
+    assert layout.spec(layout.fitted(q).axes) == jax.sharding.PartitionSpec(None, MODEL, None, None)
+
+
+def test_a_mesh_that_is_not_there_or_has_no_meaning_is_refused():
+    with pytest.raises(ValueError, match=r"data=3 times model=2 is 6 devices, and there are 1 \(cpu\)"):
+        make_mesh(MeshConfig(data=3, model=2))
+    with pytest.raises(ValueError, match="mesh.model=3: expected one of 1, 2, 4, 8 or 16"):
+        MeshConfig(model=3)
+    with pytest.raises(ValueError, match="mesh.expert=2: experts are not spread over devices yet"):
+        MeshConfig(expert=2)
+    assert make_mesh(MeshConfig()) is None and make_mesh(None) is None
+
+
+def test_a_mesh_of_one_device_is_no_mesh():
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), (DATA, MODEL))
+    engine = InferenceEngine(tiny_model(), mesh=mesh)
+    assert engine.describe()["mesh"] == {}
+
+
+def group(length: int, generated: int, *, beginning: int = 0, n: int = 1) -> Group:
+    ids = [beginning] * length
+    made = Group(str(length), None, ids, SamplingParams(n=n), seed=0, max_len=length + generated)
+    made.sequences = [Sequence(group=made, index=i) for i in range(n)]
+    return made
+
+
+def test_requests_that_begin_alike_go_to_one_shard_and_shards_get_equal_work():
+    groups = [group(20, 10, beginning=i % 8) for i in range(64)]
+    shards = route(groups, [0, 0, 0, 0], page_size=16)
+    for beginning in range(8):
+        assert len({shards[i] for i in range(64) if i % 8 == beginning}) == 1
+    assert [shards.count(shard) for shard in range(4)] == [16] * 4
+    assert shards == route(groups, [0, 0, 0, 0], page_size=16)
+    assert len(set(route([group(4, 10) for _ in range(8)], [0] * 4, page_size=16))) == 4  # shorter than a page
+
+
+def test_one_beginning_for_all_is_cut_and_loads_count():
+    alike = [group(20, 10) for _ in range(64)]
+    shards = route(alike, [0] * 4, page_size=16)
+    assert max(shards.count(s) for s in range(4)) <= 17
+    shards = route([group(4, 10) for _ in range(10)], [10_000, 0], page_size=16)
+    assert set(shards) == {1}
+
+
+def test_expected_tokens_are_those_of_all_samples_and_one_prompt():
+    assert expected_tokens(group(20, 10, n=3)) == 20 + 3 * 10
+
+
+def test_mixed_lengths_leave_shards_at_most_a_twentieth_apart():
+    rng = np.random.default_rng(0)
+    groups = [group(int(rng.integers(1, 300)), int(rng.integers(1, 500)), beginning=i) for i in range(200)]
+    loads = np.zeros(4)
+    for made, shard in zip(groups, route(groups, [0] * 4, page_size=16), strict=True):
+        loads[shard] += expected_tokens(made)
+    assert loads.min() > 0.95 * loads.max()
+
+
+def test_idle_shares_are_of_the_longest_shard_of_each_round():
+    steps = ShardSteps(2)
+    assert steps.on_round([10, 6]) == 10 and steps.on_round([14, 16]) == 10
+    assert steps.idle_shares == {"0": 6 / 20, "1": 4 / 20}
+    steps.on_reset()
+    assert steps.on_round([2, 2]) == 2

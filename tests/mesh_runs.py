@@ -1,0 +1,192 @@
+"""What an engine gives on a mesh of forced CPU devices, as JSON. `python -m tests.mesh_runs CASE…`
+
+A process of its own, because the number of devices is decided before JAX starts.
+"""
+
+import json
+import os
+import sys
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from levanter_infer.axes import MODEL, ROW
+from levanter_infer.decode.sampling import LogitStats, likeliest, sample
+from levanter_infer.decode.sampling_table import SamplingLimits
+from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.encode_sampling import SamplingColumns
+from levanter_infer.engine.engine import InferenceEngine
+from levanter_infer.engine.mesh import MeshConfig
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import Request
+from levanter_infer.engine.sharded import ShardedSlots
+from levanter_infer.layers.spread import Spread, Vocabulary
+
+EIGHT_HEADS = {"num_attention_heads": 12, "num_key_value_heads": 2, "hidden_size": 48, "head_dim": 8}
+"""Groups of 6 query heads that 4 devices share unevenly: 2 copies of each head of keys and values, of 3 query heads."""
+
+
+def requests(count: int) -> list[Request]:
+    """Prompts that partly begin alike, with parameters of every kind."""
+    rng = np.random.default_rng(5)
+    common = rng.integers(0, 61, 9).tolist()
+    made = []
+    for i in range(count):
+        own = rng.integers(0, 61, int(rng.integers(1, 12))).tolist()
+        sampling = SamplingParams(
+            max_tokens=int(rng.integers(1, 14)),
+            temperature=float(rng.choice([0.0, 0.7, 1.0, 1.5])),
+            top_k=int(rng.choice([0, 0, 5])),
+            top_p=float(rng.choice([1.0, 0.9, 0.5])),
+            min_p=float(rng.choice([0.0, 0.0, 0.05])),
+            frequency_penalty=float(rng.choice([0.0, 0.5])),
+            repetition_penalty=float(rng.choice([1.0, 1.2])),
+            logit_bias={3: 2.0, 60: 1.0} if i % 5 == 0 else None,
+            stop_token_ids=[7, 8] if i % 4 == 0 else [],
+            min_tokens=i % 3 and 1,
+            n=1 + i % 2,
+            logprobs=2,
+        )
+        made.append(Request(prompt_token_ids=(common if i % 2 else []) + own, sampling=sampling))
+    return made
+
+
+def run(mesh: MeshConfig | None, count: int, model_changes: dict, score_mod=None) -> dict:
+    """Tokens and log probabilities of `requests`, and what the engine says."""
+    from tests.tiny_models import tiny_model
+
+    config = EngineConfig(
+        max_seqs=4, max_seq_len=64, page_size=4, max_pages=60, max_step_tokens=4, attention="xla", products="xla"
+    )
+    engine = InferenceEngine(tiny_model(**model_changes), config=config, mesh=mesh, score_mod=score_mod)
+    outputs = engine.generate(requests(count))
+    completions = [completion for output in outputs for completion in output.completions]
+    stats = engine.stats()
+    assert all(count == 1 for count in stats["programs"].values()), stats["programs"]
+    slots = engine._slots
+    return {
+        "errors": [output.error for output in outputs if output.error],
+        "tokens": [completion.token_ids for completion in completions],
+        "logprobs": [completion.logprobs.tolist() for completion in completions],
+        "top": [[list(top) for top in completion.top_logprobs or []] for completion in completions],
+        "reasons": [completion.finish_reason for completion in completions],
+        "free": [stats["pages_free"], stats["pages_total"]],
+        "idle_share": stats.get("idle_share"),
+        "live_bytes": engine.memory()["live_bytes"],
+        "hits": stats["prefix_hits"],
+        "shards": len(slots._managers) if isinstance(slots, ShardedSlots) else 1,
+        "pool": sorted({str(shard.data.shape) for shard in engine.state.kv.pages.array.addressable_shards}),
+        "weights": [
+            str(linear.weight.array.addressable_shards[0].data.shape)
+            for linear in (engine.model.layers.attention.o_proj, engine.model.layers.mlp.gate_proj)
+        ],
+    }
+
+
+def sampled(parts: int, vocab_size: int) -> dict:
+    """Samples of many rows by one device, and by `parts` with a part of the logits each."""
+    rows, rng = 64, np.random.default_rng(vocab_size)
+    limits = SamplingLimits(vocab_size, max_logprobs=3, max_logit_bias=2, max_stop_sequences=2, max_stop_tokens=2)
+    columns = SamplingColumns(rows, limits)
+    for row in range(rows):
+        params = SamplingParams(
+            temperature=float(rng.choice([0.0, 0.5, 1.0, 2.0])),
+            top_k=int(rng.choice([0, 1, 3, vocab_size // 2, vocab_size - 1])),
+            top_p=float(rng.choice([1.0, 0.95, 0.5, 0.999])),
+            min_p=float(rng.choice([0.0, 0.1])),
+            presence_penalty=float(rng.choice([0.0, 0.7])),
+            repetition_penalty=float(rng.choice([1.0, 1.5])),
+            logit_bias={int(rng.integers(vocab_size)): 3.0} if row % 3 == 0 else None,
+            stop_token_ids=[int(rng.integers(vocab_size))],
+            min_tokens=row % 2 and 5,
+            logprobs=3,
+        )
+        columns.set(row, params, seed=row, sample_index=row % 3, eos_token_ids=())
+    table = jax.tree.map(
+        lambda named: hax.named(named.array, (ROW, *(axis.name for axis in named.axes[1:]))),
+        columns.table(),
+        is_leaf=lambda leaf: isinstance(leaf, hax.NamedArray),
+    )
+    logits = rng.normal(0, 3, (rows, vocab_size)).astype(np.float32)
+    logits[1, :] = logits[1, 0]  # all alike
+    logits[2, ::2] = -np.inf
+    logits[3, vocab_size // 2] = np.nan
+    logits[4, -1] = np.inf
+    logits[5] = -np.inf
+    history = dict(
+        positions=jnp.full(rows, 9, jnp.int32),
+        tokens=jnp.asarray(rng.integers(0, vocab_size, (rows, 8)), jnp.int32),
+        slot_ids=jnp.arange(rows, dtype=jnp.int32),
+        prompt_lens=jnp.full(rows, 4, jnp.int32),
+        seq_lens=jnp.full(rows, 8, jnp.int32),
+    )
+
+    def both(logits, vocab):
+        stats = LogitStats.of(logits, vocab)
+        sampled = sample(logits, table, max_top=3, vocab=vocab, **history)
+        best, _ = likeliest(logits, stats, 1, vocab)
+        return sampled, jnp.where(sampled.finite[:, None], best, 0)  # of rows that are not finite, anything
+
+    vocab = Vocabulary(vocab_size, Spread(MODEL, parts))
+    padded = np.pad(logits, ((0, 0), (0, vocab.padded_size - vocab_size)), constant_values=9)
+    mesh = Mesh(np.asarray(jax.devices()[:parts]), (MODEL,))
+    spread = jax.shard_map(
+        lambda part: both(vocab.without_padding(part), vocab),
+        mesh=mesh,
+        in_specs=PartitionSpec(None, MODEL),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    results = [jax.jit(lambda a: both(a, None))(jnp.asarray(logits)), jax.jit(spread)(jnp.asarray(padded))]
+    whole, parted = [[np.asarray(leaf) for leaf in jax.tree.leaves(result)] for result in results]
+    return {
+        "equal_ids": [bool((a == b).all()) for a, b in zip(whole, parted, strict=True) if a.dtype != np.float32],
+        "largest_difference": max(
+            float(np.abs(a - b)[np.isfinite(a)].max())
+            for a, b in zip(whole, parted, strict=True)
+            if a.dtype == np.float32
+        ),
+        "finite_rows": int(whole[5].sum()) if whole[5].dtype == bool else None,
+        "distinct_tokens": len(set(whole[0].tolist())),
+    }
+
+
+def by_head(score, q_pos, kv_pos, head):
+    """Every head looks at other distances."""
+    return score - 0.1 * (head + 1).astype(jnp.float32) * (q_pos - kv_pos).astype(jnp.float32)
+
+
+CASES = {
+    "sample_2_61": lambda: sampled(2, 61),
+    "sample_4_61": lambda: sampled(4, 61),
+    "sample_8_1000": lambda: sampled(8, 1000),
+    "sample_4_11": lambda: sampled(4, 11),
+    "one": lambda: run(None, 16, {}),
+    "data2_model2": lambda: run(MeshConfig(data=2, model=2), 16, {}),
+    "model2": lambda: run(MeshConfig(model=2), 16, {}),
+    "model4": lambda: run(MeshConfig(model=4), 16, {}),
+    "data4": lambda: run(MeshConfig(data=4), 16, {}),
+    "data2_model4": lambda: run(MeshConfig(data=2, model=4), 16, {}),
+    "many_one": lambda: run(None, 200, {}),
+    "many_data4_model2": lambda: run(MeshConfig(data=4, model=2), 200, {}),
+    "heads_one": lambda: run(None, 8, EIGHT_HEADS, by_head),
+    "heads_model4": lambda: run(MeshConfig(model=4), 8, EIGHT_HEADS, by_head),
+    "tied_one": lambda: run(None, 8, {"tie_word_embeddings": True, "dtype": "bfloat16"}),
+    "tied_model2": lambda: run(MeshConfig(model=2), 8, {"tie_word_embeddings": True, "dtype": "bfloat16"}),
+}
+
+
+def main(names: list[str]) -> None:
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_disable_most_optimizations", True)
+    print(json.dumps({name: CASES[name]() for name in names}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
