@@ -19,6 +19,7 @@ from levanter_infer.decode.resampling import resample_samples
 from levanter_infer.decode.scoring import READ_PAGES, read_scores
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState, GenState, empty_cache
+from levanter_infer.kernels import TPU_POOL
 from levanter_infer.layers.attention import AttentionSpec
 
 
@@ -240,7 +241,8 @@ def _functions(shapes: Shapes, attention: AttentionSpec, config, *, kv_dtype, as
     """What the programs of an engine do, by their names."""
 
     def init() -> GenState:
-        return GenState.init(shapes, empty_cache(config, shapes, dtype=kv_dtype, as_bits=as_bits))
+        for_tpu = attention.impl in TPU_POOL
+        return GenState.init(shapes, empty_cache(config, shapes, dtype=kv_dtype, as_bits=as_bits, for_tpu=for_tpu))
 
     def one_round(model, state: GenState, admission: Admission) -> tuple[GenState, RoundOutputs]:
         return run_round(model, state, admission, shapes, attention)

@@ -75,7 +75,7 @@ class DecodeState(eqx.Module):
         )
 
 
-def empty_cache(config, shapes: Shapes, *, dtype, as_bits: bool) -> KvPages:
+def empty_cache(config, shapes: Shapes, *, dtype, as_bits: bool, for_tpu: bool = False) -> KvPages:
     """A pool of `shapes.num_pages` pages for the model that `config` (a `DecoderConfig`) describes."""
     return KvPages.init(
         num_layers=config.num_layers,
@@ -85,6 +85,7 @@ def empty_cache(config, shapes: Shapes, *, dtype, as_bits: bool) -> KvPages:
         head_size=config.head_dim,
         dtype=dtype,
         as_bits=as_bits,
+        for_tpu=for_tpu,
     )
 
 

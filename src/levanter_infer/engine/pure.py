@@ -16,6 +16,7 @@ from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
 from levanter_infer.engine.encode_sampling import SamplingColumns
 from levanter_infer.engine.params import SamplingParams, check_limits
+from levanter_infer.kernels import TPU_POOL
 from levanter_infer.layers.attention import AttentionSpec
 
 
@@ -76,7 +77,13 @@ def generate(
     table = _sampling_table(params, batch, shapes, eos_token_ids, seeds)
     result = generate_all(
         backend.prepare(model),
-        empty_cache(model.config, shapes, dtype=kv_dtype(config, model), as_bits=backend.on_cpu),
+        empty_cache(
+            model.config,
+            shapes,
+            dtype=kv_dtype(config, model),
+            as_bits=backend.on_cpu,
+            for_tpu=backend.attention in TPU_POOL,
+        ),
         prompts,
         lens,
         table,

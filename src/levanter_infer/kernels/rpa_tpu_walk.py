@@ -1,0 +1,469 @@
+"""What both paths of the `tpu` implementation have in common: which keys are read when, and how they come.
+
+A kernel walks over *items*: a stretch of one sequence's keys for one block of its queries, across the bounds of
+sequences, so that the memory never waits for a sequence to end. While an item is computed the pages of those after it
+are on their way, and the page ids of the one after them: page tables stay in HBM, whatever their size.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from levanter_infer.kernels.call import AttentionCall
+from levanter_infer.kernels.tpu_pool import LANES, TpuPool
+
+ROW, QUERIES, BLOCK, COUNT, FIRST, LAST, LOW, HIGH, NONE, SEEN, END, WHOLE, TOKENS = range(13)
+"""What `items` holds of an item: row; block of its queries; block of its keys; number of blocks of queries before it,
+of any row; whether it is the first, the last of them; bounds of its live pages within the block; whether a page of the
+row is none; first and end of the keys that some of the queries see, relative to the block; whether all queries see all
+keys of the block, none of them on a page of none, and more items follow for them; number of the queries."""
+
+OUT_SLOTS = 2
+
+
+def _div(x, size: int) -> Array:
+    """Of numbers that are not negative: without the care that others need."""
+    return jax.lax.div(x, jnp.int32(size))
+
+
+def align_queries(heads_per_group: int) -> int:
+    """Queries whose rows fill whole tiles of 16 rows: where a row of the batch may begin."""
+    return 16 // math.gcd(heads_per_group, 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Static sizes of a path."""
+
+    pages: int
+    """Pages of an item; a power of two."""
+    slots: int
+    """Items whose pages have room at once: one is computed, the others are on their way. At least 2."""
+    parts: int
+    """Parts that the groups of heads are cut into, each walking by itself; divides the groups. On a chip with two cores
+    they share the parts."""
+    queries: int = 1
+    """Queries of a block: 1 for rows of one query; else a power of two times `align_queries`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What a kernel's body needs to know of the shapes."""
+
+    tile: Tile
+    pool: TpuPool
+    page_size: int
+    q_per_kv: int
+    rows: int
+    """Rows of a block of queries for one group of heads: pairs of query and head, padded."""
+    operand: jnp.dtype
+    """Of the products."""
+    num_pages: int
+
+    @property
+    def tokens(self) -> int:
+        """Keys of an item."""
+        return self.tile.pages * self.page_size
+
+    @property
+    def groups(self) -> int:
+        """Of a part."""
+        return self.pool.groups // self.tile.parts
+
+    @property
+    def q_tiles(self) -> int:
+        """Tiles of 128 lanes that a row of queries of a part has."""
+        return self.groups * self.pool.lane_tiles
+
+    @property
+    def heads_per_group(self) -> int:
+        """Query heads."""
+        return self.pool.heads_per_group * self.q_per_kv
+
+    @property
+    def slabs(self) -> int:
+        """Of a part."""
+        return 2 * self.q_tiles
+
+    @property
+    def id_chunks(self) -> int:
+        """Rows of 128 page ids that an item's lie in."""
+        return max(1, self.tile.pages // LANES)
+
+    def keys(self, group: int, t: int) -> int:
+        """Slab of a group's keys."""
+        return 2 * group * self.pool.lane_tiles + t
+
+    def values(self, group: int, t: int) -> int:
+        return self.keys(group, t) + self.pool.lane_tiles
+
+    def scratch(self, kv_dtype, q_dtype) -> dict:
+        """What a walk needs, and room for queries and outputs."""
+        tile, dma = self.tile, pltpu.SemaphoreType.DMA
+        page = (self.slabs, self.page_size, LANES)
+        block = (self.q_tiles, self.rows, LANES)
+        return dict(
+            items=pltpu.SMEM((tile.slots + 1, 16), jnp.int32),
+            ids_buf=pltpu.SMEM((tile.slots + 1, self.id_chunks, 1, LANES), jnp.int32),
+            kv_buf=pltpu.VMEM((tile.slots, tile.pages, *page), kv_dtype),
+            q_buf=pltpu.VMEM((tile.slots, *block), self.operand),
+            out_buf=pltpu.VMEM((OUT_SLOTS, *block), q_dtype),
+            ids_sem=dma((tile.slots + 1,)),
+            kv_sem=dma((tile.slots,)),
+            q_sem=dma((tile.slots,)),
+            out_sem=dma((OUT_SLOTS,)),
+            out_tokens=pltpu.SMEM((OUT_SLOTS,), jnp.int32),
+        )
+
+
+def id_chunks(page_indices: Array) -> Array:
+    """[R, max_pages] -> [R * chunks, 1, 128]: each chunk can be fetched by itself."""
+    num_rows, max_pages = page_indices.shape
+    chunks = -(-max_pages // LANES)
+    padded = jnp.pad(page_indices, ((0, 0), (0, chunks * LANES - max_pages)))
+    return padded.reshape(num_rows * chunks, 1, LANES)
+
+
+def meta(call: AttentionCall) -> Array:
+    """i32[3]: layer, rows in use, window."""
+    window = call.rules.sliding_window
+    return jnp.stack([call.layer, call.num_seqs, jnp.int32(0) if window is None else window])
+
+
+def rows_with_none(call: AttentionCall) -> Array:
+    """i32[R]: 1 where some page between the first key that the row's queries see and the last is none. Such rows take
+    the slow way with masks throughout, so that the others' pages need not be looked at one by one."""
+    first = call.rules.first_seen(call.seq_lens - call.q_lens) // call.page_size
+    end = (call.seq_lens + (call.page_size - 1)) // call.page_size
+    place = jnp.arange(call.page_indices.shape[1], dtype=jnp.int32)[None, :]
+    none = (call.page_indices >= call.kv_pages.shape[1]) & (place >= first[:, None]) & (place < end[:, None])
+    return jnp.any(none, axis=1).astype(jnp.int32)
+
+
+class Walk:
+    """The order of the items, and the transfers of one walk. A state is (items noted, row, block of queries, block of
+    keys, blocks of queries begun): i32[] each."""
+
+    def __init__(
+        self, call: AttentionCall, sizes: Sizes, seq_lens, cu_q_lens, meta, has_none, places, inputs, out_ref, scratch
+    ):
+        """`places`: where a row's queries begin in the inputs and in the output, counted in tokens."""
+        self.sizes, self.tile = sizes, sizes.tile
+        self.layer, self.num_rows, self.has_none = meta[0], meta[1], has_none
+        self.window = None if call.rules.sliding_window is None else meta[2]
+        self.seq_lens, self.cu_q_lens, self.places = seq_lens, cu_q_lens, places
+        self.inputs, self.out_ref, self.scratch = inputs, out_ref, scratch
+        self.items, self.ids, self.kv = scratch["items"], scratch["ids_buf"], scratch["kv_buf"]
+        self.part = pl.program_id(0)
+        self.ahead, self.num_items = self.tile.slots - 1, self.tile.slots + 1
+
+    def index(self, item: Array) -> Array:
+        return jax.lax.rem(item, jnp.int32(self.num_items))
+
+    def slot(self, item: Array) -> Array:
+        return jax.lax.rem(item, jnp.int32(self.tile.slots))
+
+    def q_len(self, row: Array) -> Array:
+        return self.cu_q_lens[row + 1] - self.cu_q_lens[row]
+
+    def first_pos(self, row: Array, queries: Array) -> Array:
+        """Position of the first query of a block."""
+        if self.tile.queries == 1:
+            return self.seq_lens[row] - 1
+        return self.seq_lens[row] - self.q_len(row) + queries * self.tile.queries
+
+    def end_pos(self, row: Array, queries: Array) -> Array:
+        if self.tile.queries == 1:
+            return self.seq_lens[row]
+        return jnp.minimum(self.first_pos(row, queries) + self.tile.queries, self.seq_lens[row])
+
+    def first_seen(self, row: Array, queries: Array) -> Array:
+        """First key that some query of a block sees."""
+        if self.window is None:
+            return jnp.int32(0)
+        return jnp.maximum(self.first_pos(row, queries) + 1 - self.window, 0)
+
+    def next_row(self, row: Array) -> Array:
+        """The first row from `row` on that goes this way."""
+
+        def other(r):
+            q_len = self.q_len(jnp.minimum(r, self.num_rows - 1))
+            return (r < self.num_rows) & ((q_len != 1) if self.tile.queries == 1 else (q_len < 2))
+
+        return jax.lax.while_loop(other, lambda r: r + 1, row)
+
+    def start(self) -> tuple[Array, ...]:
+        row = self.next_row(jnp.int32(0))
+        return jnp.int32(0), row, jnp.int32(0), self._first_block(row, jnp.int32(0)), jnp.int32(0)
+
+    def _first_block(self, row, queries):
+        row = jnp.minimum(row, self.seq_lens.shape[0] - 1)
+        return _div(self.first_seen(row, queries), self.sizes.tokens)
+
+    def _sees_all(self, row, queries, start, last):
+        whole = ~last & (self.has_none[row] == 0) & (self.first_pos(row, queries) + 1 - start >= self.sizes.tokens)
+        if self.window is not None:
+            whole = whole & (self.end_pos(row, queries) - self.window <= start)
+        return whole.astype(jnp.int32)
+
+    def step(self, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Note the next item, if there is one, and send for its page ids."""
+        items, sizes = self.items, self.sizes
+        noted, row, queries, block, count = state
+
+        def note():
+            index = self.index(noted)
+            start = block * sizes.tokens
+            seen, end = self.first_seen(row, queries) - start, self.end_pos(row, queries) - start
+            last = end <= sizes.tokens
+            live_pages = _div(end + (sizes.page_size - 1), sizes.page_size)
+            values = {
+                ROW: row,
+                QUERIES: queries,
+                BLOCK: block,
+                COUNT: count,
+                FIRST: (block == self._first_block(row, queries)).astype(jnp.int32),
+                LAST: last.astype(jnp.int32),
+                LOW: _div(jnp.maximum(seen, 0), sizes.page_size),
+                HIGH: jnp.minimum(live_pages, self.tile.pages),
+                NONE: self.has_none[row],
+                SEEN: seen,
+                END: end,
+                WHOLE: self._sees_all(row, queries, start, last),
+                TOKENS: self.end_pos(row, queries) - self.first_pos(row, queries),
+            }
+            for field, value in values.items():
+                items[index, field] = value
+            for chunk in range(sizes.id_chunks):
+                self._id_copy(index, chunk).start()
+            new_row, new_queries = row, queries
+            if self.tile.queries > 1:
+                more = (queries + 1) * self.tile.queries < self.q_len(row)
+                new_queries = jnp.where(last, jnp.where(more, queries + 1, 0), queries)
+                row_ends = last & ~more
+            else:
+                row_ends = last
+            new_row = jax.lax.cond(row_ends, lambda: self.next_row(row + 1), lambda: row)
+            new_block = jax.lax.select(last, self._first_block(new_row, new_queries), block + 1)
+            return noted + 1, new_row, new_queries, new_block, count + last.astype(jnp.int32)
+
+        return jax.lax.cond(row < self.num_rows, note, lambda: state)
+
+    def prepare(self, item: Array, exists: Array) -> tuple[Array, Array]:
+        """Wait for an item's page ids and send for its queries. Returns: bounds of the pages to send for."""
+        index = self.index(item)
+
+        @pl.when(exists)
+        def _():
+            for chunk in range(self.sizes.id_chunks):
+                self._id_copy(index, chunk).wait()
+
+            @pl.when(self.items[index, FIRST] == 1)
+            def _():
+                self._q_copy(index).start()
+
+        none = jnp.int32(0)
+        return jnp.where(exists, self.items[index, LOW], none), jnp.where(exists, self.items[index, HIGH], none)
+
+    def page(self, index: Array, j: Array) -> Array:
+        """Id of page `j` of an item."""
+        return self._id_reader(index)(j)
+
+    def _id_reader(self, index: Array):
+        if self.sizes.id_chunks > 1:
+            return lambda j: self.ids[index, j // LANES, 0, j % LANES]
+        # The ids of an item lie at a multiple of its pages.
+        offset = (self.items[index, BLOCK] * self.tile.pages) & (LANES - 1)
+        ids = self.ids.at[index, 0, 0, pl.ds(offset, self.tile.pages)]
+        return lambda j: ids[j]
+
+    def sender(self, item: Array, low: Array, high: Array):
+        """`send(j)` sends for page `j` of an item if it is live; for another one if it is none. All that the pages have
+        in common is computed here, once."""
+        sizes, slot = self.sizes, self.slot(item)
+        page_id = self._id_reader(self.index(item))
+        first, sem, target = self.layer * sizes.num_pages, self.scratch["kv_sem"].at[slot], self.kv.at[slot]
+
+        def send(j):
+            @pl.when((j < high) if self.window is None else (j >= low) & (j < high))
+            def _():
+                source = self.inputs["kv"].at[first + jnp.minimum(page_id(j), sizes.num_pages - 1)]
+                if self.tile.parts > 1:
+                    source = source.at[pl.ds(self.part * sizes.slabs, sizes.slabs)]
+                pltpu.make_async_copy(source, target.at[j], sem).start()
+
+        return send
+
+    def send_pages(self, item: Array, low: Array, high: Array) -> None:
+        """Send for an item's pages, one after the other."""
+        send = self.sender(item, low, high)
+
+        def one(j, carry):
+            send(j)
+            return carry
+
+        jax.lax.fori_loop(low, high, one, 0)
+
+    def wait_pages(self, item: Array) -> None:
+        index, slot = self.index(item), self.slot(item)
+        count = self.items[index, HIGH] - self.items[index, LOW]
+        for bit in range(self.tile.pages.bit_length()):
+
+            @pl.when((count >> bit) & 1 == 1)
+            def _(some=1 << bit):
+                pages = self.kv.at[slot, pl.ds(0, some)]
+                pltpu.make_async_copy(pages, pages, self.scratch["kv_sem"].at[slot]).wait()
+
+    def wait_queries(self, item: Array) -> Array:
+        """Slot of the queries of an item."""
+        index = self.index(item)
+
+        @pl.when(self.items[index, FIRST] == 1)
+        def _():
+            self._q_copy(index).wait()
+
+        return self.slot(self.items[index, COUNT])
+
+    def send_outputs(self, item: Array, fill) -> None:
+        """Let `fill(slot)` write the outputs of the block of queries that ends with this item, and send them off."""
+        index, out_tokens = self.index(item), self.scratch["out_tokens"]
+
+        @pl.when(self.items[index, LAST] == 1)
+        def _():
+            count = self.items[index, COUNT]
+            slot = jax.lax.rem(count, jnp.int32(OUT_SLOTS))
+            pl.when(count >= OUT_SLOTS)(lambda: self._out_copy(index, slot, out_tokens[slot]).wait())
+            fill(slot)
+            out_tokens[slot] = self.items[index, TOKENS]
+            self._out_copy(index, slot, out_tokens[slot]).start()
+
+    def drain(self, count: Array) -> None:
+        """Wait for the last outputs, after `count` blocks of queries."""
+        for back in range(1, OUT_SLOTS + 1):
+            slot = (count - back) % OUT_SLOTS
+            pl.when(count >= back)(lambda slot=slot: self._out_copy(0, slot, self.scratch["out_tokens"][slot]).wait())
+
+    def _id_copy(self, index, chunk):
+        per_row = self.inputs["ids"].shape[0] // self.seq_lens.shape[0]
+        at = self.items[index, ROW] * per_row + _div(self.items[index, BLOCK] * self.tile.pages, LANES) + chunk
+        return pltpu.make_async_copy(
+            self.inputs["ids"].at[at], self.ids.at[index, chunk], self.scratch["ids_sem"].at[index]
+        )
+
+    def _q_copy(self, index):
+        slot = self.slot(self.items[index, COUNT])
+        buf, sem = self.scratch["q_buf"].at[slot], self.scratch["q_sem"].at[slot]
+        return self._block_copy(
+            index, self.items[index, TOKENS], lambda hbm, part: (hbm(self.inputs["q"]), part(buf), sem)
+        )
+
+    def _out_copy(self, index, slot, tokens):
+        buf, sem = self.scratch["out_buf"].at[slot], self.scratch["out_sem"].at[slot]
+        return self._block_copy(index, tokens, lambda hbm, part: (part(buf), hbm(self.out_ref), sem))
+
+    def _block_copy(self, index, tokens, ends) -> "_Copies":
+        """Of a block's queries or outputs, for this part of the heads. `ends(hbm, part)` gives source, target and
+        semaphore: `hbm` takes the block's place from an array, `part` from a buffer."""
+        sizes, tiles, row = self.sizes, self.sizes.q_tiles, self.items[index, ROW]
+        own = pl.ds(self.part * tiles, tiles)
+        if self.tile.queries == 1:
+            copy = pltpu.make_async_copy(*ends(lambda ref: ref.at[self.places[row], own], lambda buf: buf))
+            return _Copies([(None, lambda: copy)])
+        align = align_queries(sizes.heads_per_group)
+        units = _div(tokens + (align - 1), align)
+        place = self.places[row] + self.items[index, QUERIES] * self.tile.queries
+        unit_rows = align * sizes.heads_per_group
+        copies = []
+        # A block's tokens are its own up to the unit in which they end: they go in pieces of 1, 2, 4, … units.
+        for bit in range((self.tile.queries // align).bit_length()):
+            done = (units >> (bit + 1)) << (bit + 1)
+
+            def copy(size=unit_rows << bit, done=done):
+                at = pl.multiple_of(done * unit_rows, unit_rows)
+                first = pl.multiple_of(place * sizes.heads_per_group + at, unit_rows)
+                return pltpu.make_async_copy(
+                    *ends(lambda ref: ref.at[own, pl.ds(first, size)], lambda buf: buf.at[:, pl.ds(at, size)])
+                )
+
+            copies.append(((units >> bit) & 1 == 1, copy))
+        return _Copies(copies)
+
+
+class _Copies:
+    """Transfers that belong together, each under a condition or None."""
+
+    def __init__(self, copies):
+        self._copies = copies
+
+    def start(self) -> None:
+        self._each(lambda copy: copy.start())
+
+    def wait(self) -> None:
+        self._each(lambda copy: copy.wait())
+
+    def _each(self, act) -> None:
+        for condition, copy in self._copies:
+            if condition is None:
+                act(copy())
+            else:
+                pl.when(condition)(lambda copy=copy: act(copy()))
+
+
+def clear_values(walk: Walk, item: Array) -> None:
+    """Set the values of an item's unseen keys to 0 where they lie: 0 * NaN is NaN, and nobody knows what lies there."""
+    sizes, kv, index, slot = walk.sizes, walk.kv, walk.index(item), walk.slot(item)
+    seen, end = walk.items[index, SEEN], walk.items[index, END]
+    page_size, pages = sizes.page_size, walk.tile.pages
+    slabs = [sizes.values(group, t) for group in range(sizes.groups) for t in range(sizes.pool.lane_tiles)]
+
+    def clear(j, _=None):
+        for slab in slabs:
+            kv[slot, j, slab] = jnp.zeros((page_size, LANES), kv.dtype)
+        return _
+
+    def clear_part(j):
+        place = j * page_size + jax.lax.broadcasted_iota(jnp.int32, (page_size, LANES), 0)
+        keep = (place >= seen) & (place < end)
+        for slab in slabs:
+            kv[slot, j, slab] = jnp.where(keep, kv[slot, j, slab], jnp.zeros((), kv.dtype))
+
+    first, last = _div(jnp.maximum(seen, 0), page_size), _div(jnp.minimum(end, sizes.tokens), page_size)
+    jax.lax.fori_loop(0, first, clear, 0)
+    pl.when(seen > 0)(lambda: clear_part(first))
+    pl.when(last < pages)(lambda: clear_part(last))
+    jax.lax.fori_loop(last + 1, pages, clear, 0)
+
+    @pl.when(walk.items[index, NONE] > 0)
+    def _():
+        def clear_none(j, _):
+            pl.when(walk.page(index, j) >= sizes.num_pages)(lambda: clear(j))
+            return _
+
+        jax.lax.fori_loop(walk.items[index, LOW], walk.items[index, HIGH], clear_none, 0)
+
+
+def without_none(walk: Walk, item: Array, kv_pos: Array) -> Array:
+    """Which keys lie in pages that exist: bool, of the shape of their positions."""
+    sizes, index = walk.sizes, walk.index(item)
+    start = walk.items[index, BLOCK] * sizes.tokens
+
+    def hide(j, exists):
+        place = kv_pos - (start + j * sizes.page_size)
+        hidden = (place >= 0) & (place < sizes.page_size) & (walk.page(index, j) >= sizes.num_pages)
+        return jnp.where(hidden, 0, exists)
+
+    everything = jnp.ones(kv_pos.shape, jnp.int32)
+    low, high = walk.items[index, LOW], walk.items[index, HIGH]
+    return (
+        jax.lax.cond(
+            walk.items[index, NONE] > 0,
+            lambda: jax.lax.fori_loop(low, high, hide, everything),
+            lambda: everything,
+        )
+        > 0
+    )
