@@ -177,8 +177,8 @@ def _check_tpu_pool(q: Array, kv_pages: Array, kv_dtype: jnp.dtype, kv_heads: in
     pool = TpuPool(kv_heads, q.shape[2])
     if kv_pages.ndim != 5 or kv_pages.shape[2] != pool.slabs or kv_pages.shape[4] != 128:
         raise ValueError(
-            f"kv_pages: got shape {kv_pages.shape}, expected [layers, pages, {pool.slabs}, page_size, 128] for {kv_heads} "
-            f"kv heads of {q.shape[2]}, as kernels.tpu_pool lays it out"
+            f"kv_pages: got shape {kv_pages.shape}, expected [layers, pages, {pool.slabs}, page_size, 128] for "
+            f"{kv_heads} kv heads of {q.shape[2]}, as kernels.tpu_pool lays it out"
         )
     if kv_pages.dtype != kv_dtype:
         raise ValueError(f"kv_pages: got dtype {kv_pages.dtype}, expected {kv_dtype}; a TPU's pool holds no bits")

@@ -269,8 +269,8 @@ def _compute(call: AttentionCall, walk: Walk, heads, item, q_slot, masked: bool,
         for stripe in range(stripes):
             attend(group, stripe)
             until = 0 if send is None else sizes.tile.pages * (group * stripes + stripe + 1) // steps
-            for j in range(sent, until):
-                send(j)
+            if sent < until:
+                send(range(sent, until))
             sent = until
 
 

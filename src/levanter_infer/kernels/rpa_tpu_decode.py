@@ -277,8 +277,8 @@ def _compute(call: AttentionCall, walk: Walk, heads, item, q_slot, masked, send)
             until = n if step >= sizes.groups - 1 else 0
         if mode == "E" and send is not None:
             until = 0 if step < sizes.groups - 1 else min(n, n * (step - sizes.groups + 2) // sizes.groups)
-        for j in range(sent, until):
-            send(j)
+        if sent < until:
+            send(range(sent, until))
         return until
 
     scores, weighted = [], []

@@ -283,31 +283,38 @@ class Walk:
         return lambda j: ids[j]
 
     def sender(self, item: Array, low: Array, high: Array):
-        """`send(j)` sends for page `j` of an item if it is live; for another one if it is none. All that the pages have
-        in common is computed here, once."""
+        """`send(pages)` sends for some pages of an item, by their numbers, those that are live; for another page if one
+        is none. All that they have in common is computed here, once."""
         sizes, slot = self.sizes, self.slot(item)
         page_id = self._id_reader(self.index(item))
         first, sem, target = self.layer * sizes.num_pages, self.scratch["kv_sem"].at[slot], self.kv.at[slot]
 
-        def send(j):
+        def send_one(j, place):
             @pl.when((j < high) if self.window is None else (j >= low) & (j < high))
             def _():
-                source = self.inputs["kv"].at[first + jnp.minimum(page_id(j), sizes.num_pages - 1)]
+                source = self.inputs["kv"].at[place]
                 if self.tile.parts > 1:
                     source = source.at[pl.ds(self.part * sizes.slabs, sizes.slabs)]
                 pltpu.make_async_copy(source, target.at[j], sem).start()
 
+        def send(pages):
+            # All ids are read before the first transfer starts: as far as the compiler knows it might change them, so
+            # that each would wait for the transfer before it.
+            places = [first + jnp.minimum(page_id(j), sizes.num_pages - 1) for j in pages]
+            for j, place in zip(pages, places, strict=True):
+                send_one(j, place)
+
         return send
 
     def send_pages(self, item: Array, low: Array, high: Array) -> None:
-        """Send for an item's pages, one after the other."""
-        send = self.sender(item, low, high)
+        """Send for an item's pages, some at a time."""
+        send, some = self.sender(item, low, high), min(8, self.tile.pages)
 
-        def one(j, carry):
-            send(j)
+        def several(turn, carry):
+            send([turn * some + j for j in range(some)])
             return carry
 
-        jax.lax.fori_loop(low, high, one, 0)
+        jax.lax.fori_loop(_div(low, some), _div(high + (some - 1), some), several, 0)
 
     def wait_pages(self, item: Array) -> None:
         index, slot = self.index(item), self.slot(item)
