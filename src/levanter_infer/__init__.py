@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from levanter_infer.engine.request import Completion as Completion
     from levanter_infer.engine.request import Request as Request
     from levanter_infer.engine.request import RequestOutput as RequestOutput
+    from levanter_infer.models.live import adopt_model as adopt_model
 
 _WHERE = {
+    "adopt_model": "models.live",
     "load_model": "checkpoints.load",
     "EngineConfig": "engine.config",
     "InferenceEngine": "engine.engine",

@@ -11,6 +11,7 @@ MLP = "mlp"  # inner width of the feed-forward block
 VOCAB = "vocab"  # token ids
 KV_HEADS = "kv_head"  # key/value heads
 Q_HEADS_PER_GROUP = "q_heads_per_group"  # query heads that share one key/value head
+HEADS = "heads"  # all query heads, those of one key/value head side by side, in Levanter's output projections
 HEAD_SIZE = "head_size"  # width of one head
 PANEL = "panel"  # groups of outputs whose weights a CPU reads together
 PANEL_SIZE = "panel_size"  # the weights of one panel

@@ -30,6 +30,7 @@ from levanter_infer.engine.sequence import Sequence as HostSequence
 from levanter_infer.engine.slots import SlotManager, empty_admission
 from levanter_infer.engine.stats import Stats
 from levanter_infer.layers.attention import AttentionSpec
+from levanter_infer.models.live import adopt_model
 from levanter_infer.runtime.memory import peak_bytes, return_free_memory
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,9 @@ class InferenceEngine(Forks):
     next round is launched before the last one is read.
 
     Args:
-        model: a `DecoderModel`; or a `StoredModel`, which is read, and given up, after its compilation has begun.
+        model: a `DecoderModel`; a live model of Levanter's shape (`adopt_model`), whose weights are shared where the
+            device reads them as they lie; or a `StoredModel`, which is read, and given up, after its compilation has
+            begun.
         tokenizer: needed for text prompts, chats, text stops and the text of completions.
         config: sizes and policies.
         seed: from which, with its id, a request without a seed derives its own.
@@ -80,6 +83,7 @@ class InferenceEngine(Forks):
         self.tokenizer, self.seed = tokenizer, seed
         self._eos = tuple(tokenizer.eos_token_ids) if tokenizer is not None else ()
         has_mods = score_mod is not None or mask_mod is not None
+        model = model if isinstance(model, StoredModel) else adopt_model(model)
         types = model.types if isinstance(model, StoredModel) else model
         self._weights_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(types))
         self.backend = Backend.choose(self.config, types, has_mods=has_mods)

@@ -18,6 +18,7 @@ from levanter_infer.engine.encode_sampling import SamplingColumns
 from levanter_infer.engine.params import SamplingParams, check_limits
 from levanter_infer.kernels import TPU_POOL
 from levanter_infer.layers.attention import AttentionSpec
+from levanter_infer.models.live import adopt_model
 
 
 def generate(
@@ -35,7 +36,7 @@ def generate(
     """Sample continuations of a batch of prompts; pure, and traceable by `jit` and `scan`.
 
     Args:
-        model: a `DecoderModel`; its arrays may be traced.
+        model: a `DecoderModel`, or a live model of Levanter's shape (`adopt_model`); its arrays may be traced.
         prompt_token_ids: i32[batch, length], padded on the right with anything.
         prompt_lens: i32[batch], from 1 to `length`.
         sampling: one for all prompts. Text stops need a host and are refused.
@@ -46,7 +47,7 @@ def generate(
     Raises: ValueError for sizes that contradict each other. Values inside traced arrays are not checked: a token id
         out of range gives an undefined continuation of that prompt; lengths are clipped to 1 … `length`.
     """
-    params, config = sampling or SamplingParams(), config or EngineConfig()
+    params, config, model = sampling or SamplingParams(), config or EngineConfig(), adopt_model(model)
     prompts, lens = jnp.asarray(prompt_token_ids, jnp.int32), jnp.asarray(prompt_lens, jnp.int32)
     if prompts.ndim != 2 or lens.shape != prompts.shape[:1]:
         raise ValueError(

@@ -11,6 +11,10 @@
 #include <type_traits>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "parallel.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -22,9 +26,12 @@ struct BFloat16 {
   uint16_t bits = 0;
 };
 
+using Pair = uint32_t;  // two bfloat16, the first in the lower half
+
 struct LinearArgs {
-  const float* x;  // [rows, x_stride]
+  const float* x;      // [rows, x_stride]
   int64_t rows, inputs, x_stride;  // inputs: of a panel, an even number
+  const Pair* packed;  // what takes the place of x where pairs are multiplied: blocks of rows, [inputs / 2, rows] each
 };
 
 struct AttentionArgs {
@@ -37,18 +44,30 @@ struct AttentionArgs {
   const float *slopes, *sinks;   // [query_heads]; sinks of -inf: none
 };
 
-constexpr int64_t ROWS = 6;           // rows that are computed together
 constexpr int64_t MANY_ROWS = 48;     // from here on 16-bit weights are widened once for all rows
 constexpr int64_t PREFETCHED = 2048;  // how far ahead, in bytes, weights are asked for
-constexpr int64_t PREPARED_ROWS = 8;
+constexpr int64_t PREPARED_ROWS = 4;
 constexpr int64_t PIECES = 8, MAX_PANELS = 8;  // pieces of work per thread that are enough; panels of one piece
 constexpr int KEYS = 32;             // positions of one turn of the streaming softmax
 constexpr int64_t QUERIES = 8;  // of one piece of work
 
+struct Block {
+  int64_t first, rows;
+};
+
+// The block in which `row` is computed: all rows make as few blocks of at most `most` as possible, of about one size.
+inline Block block_of_row(int64_t num_rows, int64_t row, int64_t most) {
+  const int64_t blocks = (num_rows + most - 1) / most, size = num_rows / blocks, larger = num_rows % blocks;
+  const int64_t in_larger = larger * (size + 1);
+  if (row < in_larger) return {row / (size + 1) * (size + 1), size + 1};
+  return {in_larger + (row - in_larger) / size * size, size};
+}
+
 struct Kernels {
-  int64_t panel;
+  int64_t panel, rows;  // rows: that are computed together, at most
   void (*normalize)(const float* x, const float* weight, int64_t size, float eps, float* to);
   void (*gated)(const float* x, const float* gate, int64_t size, float* to);
+  void (*pack_row)(const float* x, int64_t inputs, int64_t rows_of_block, Pair* to);  // null: nothing is packed
   void (*linear_f32)(const LinearArgs&, const float* w, int64_t outs, const float* residual, float* y,
                      int64_t y_stride);
   void (*linear_bf16)(const LinearArgs&, const BFloat16* w, int64_t outs, const float* residual, float* y,
@@ -62,6 +81,7 @@ struct Kernels {
 
 namespace generic {
 constexpr int LANES = 4;
+constexpr int64_t ROWS = 6;
 #include "kernels.inc"
 }  // namespace generic
 
@@ -71,6 +91,7 @@ constexpr int LANES = 4;
 #pragma GCC target("avx2,fma")
 namespace avx2 {
 constexpr int LANES = 8;
+constexpr int64_t ROWS = 6;
 #include "kernels.inc"
 }  // namespace avx2
 #pragma GCC pop_options
@@ -78,8 +99,15 @@ constexpr int LANES = 8;
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma,prefer-vector-width=512")
 namespace avx512 {
 constexpr int LANES = 16;
+constexpr int64_t ROWS = 12;
 #include "kernels.inc"
 }  // namespace avx512
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,prefer-vector-width=512")
+namespace avx512_bf16 {
+#include "pairs.inc"
+}  // namespace avx512_bf16
 #pragma GCC pop_options
 #endif
 
@@ -88,7 +116,7 @@ const char* best_isa() {
 #ifdef LEVANTER_INFER_X86
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq"))
-    return "avx512";
+    return __builtin_cpu_supports("avx512bf16") ? "avx512_bf16" : "avx512";
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "avx2";
 #endif
   return "generic";
@@ -96,6 +124,7 @@ const char* best_isa() {
 
 const Kernels& kernels_for(std::string_view isa) {
 #ifdef LEVANTER_INFER_X86
+  if (isa == "avx512_bf16") return avx512_bf16::KERNELS;
   if (isa == "avx512") return avx512::KERNELS;
   if (isa == "avx2") return avx2::KERNELS;
 #endif
@@ -128,28 +157,42 @@ struct Matrix {
   int64_t outputs, first_panel;
 };
 
-// The rows of x as the products read them: an even number of inputs, normalized or gated where that is asked for.
-const float* prepared(const Kernels& kernels, int64_t threads, const LinearArgs& args, int64_t inputs,
-                      const float* norm, float eps, const float* gate) {
-  static thread_local std::vector<float> buffer;
-  const size_t size = args.rows * args.inputs;
-  if (buffer.size() < size) buffer.resize(size);
-  float* to = buffer.data();
-  Workers::shared().run(threads, (args.rows + PREPARED_ROWS - 1) / PREPARED_ROWS, [&](int64_t piece) {
-    const int64_t last = std::min(args.rows, (piece + 1) * PREPARED_ROWS);
+// The rows of args->x, of `inputs` each, as the products read them: an even number of inputs, normalized or gated where
+// that is asked for, and packed where `pack` says so.
+void prepare(const Kernels& kernels, int64_t threads, int64_t inputs, const float* norm, float eps, const float* gate,
+             bool pack, LinearArgs* args) {
+  static thread_local std::vector<float> rows;
+  static thread_local std::vector<Pair> packed;
+  const size_t size = args->rows * args->inputs;
+  const bool as_is = norm == nullptr && gate == nullptr && inputs == args->inputs;
+  if (!as_is && rows.size() < size) rows.resize(size);
+  if (pack && packed.size() < size / 2) packed.resize(size / 2);
+  float* all = rows.data();  // of this thread, also for the others
+  Pair* words = packed.data();
+  Workers::shared().run(threads, (args->rows + PREPARED_ROWS - 1) / PREPARED_ROWS, [&](int64_t piece) {
+    const int64_t last = std::min(args->rows, (piece + 1) * PREPARED_ROWS);
     for (int64_t row = piece * PREPARED_ROWS; row < last; ++row) {
-      const float* from = args.x + row * inputs;
-      float* own = to + row * args.inputs;
-      own[args.inputs - 1] = 0;  // the second input of the last pair, where there is none
+      const float* from = args->x + row * inputs;
+      float* own = all + row * args->inputs;
+      if (!as_is) own[args->inputs - 1] = 0;  // the second input of the last pair, where there is none
       if (norm != nullptr)
         kernels.normalize(from, norm, inputs, eps, own);
       else if (gate != nullptr)
         kernels.gated(from, gate + row * inputs, inputs, own);
-      else
+      else if (!as_is)
         std::copy_n(from, inputs, own);
+      if (pack) {
+        const Block block = block_of_row(args->rows, row, kernels.rows);
+        kernels.pack_row(as_is ? from : own, args->inputs, block.rows,
+                         words + block.first * args->inputs / 2 + row - block.first);
+      }
     }
   });
-  return to;
+  args->packed = words;
+  if (!as_is) {
+    args->x = all;
+    args->x_stride = args->inputs;
+  }
 }
 
 // Arguments: x f32[rows, inputs]; used i32[], how many rows count; layer i32[]; then, where the attributes say so, the
@@ -213,11 +256,10 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
     panels += shape[1];
   }
 
-  LinearArgs args{x.typed_data(), rows, (inputs + 1) / 2 * 2, inputs};
-  if (rows > 0 && (has_norm || has_gate || inputs % 2 != 0)) {
-    args.x = prepared(kernels, threads.num_threads(), args, inputs, has_norm ? norm.data() : nullptr, eps, gate);
-    args.x_stride = args.inputs;
-  }
+  LinearArgs args{x.typed_data(), rows, (inputs + 1) / 2 * 2, inputs, nullptr};
+  const bool pack = bf16 && kernels.pack_row != nullptr;
+  if (rows > 0 && (has_norm || has_gate || pack || inputs % 2 != 0))
+    prepare(kernels, threads.num_threads(), inputs, has_norm ? norm.data() : nullptr, eps, gate, pack, &args);
   // Few panels at a time where there are many, so that the threads seldom meet at the counter.
   const int64_t together = std::clamp<int64_t>(panels / (threads.num_threads() * PIECES), 1, MAX_PANELS);
   Workers::shared().run(threads.num_threads(), (panels + together - 1) / together, [&](int64_t piece) {

@@ -1,0 +1,278 @@
+"""Models that somebody trains with haliax, in the shape of Levanter's `LlamaLMHeadModel`, used as they are.
+
+Nothing of Levanter is imported: a model is known by the names of its fields and axes, which are those of Levanter's
+Llama, Mistral, Qwen2 and Qwen3. What this engine computes is said by sizes, by the fields of the model's configuration
+that are read here, and by nothing else; whatever does not fit is refused by name.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+from haliax.nn import RmsNorm
+from jax import Array
+from jax.core import Tracer
+
+from levanter_infer.axes import EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, MLP, Q_HEADS_PER_GROUP, VOCAB
+from levanter_infer.models.decoder import DecoderConfig, DecoderModel
+from levanter_infer.models.family import Family, parameters, set_parameter
+from levanter_infer.models.registry import FAMILIES, family_for
+
+_LAYER = "transformer.layers.stacked"
+_NAMES = {
+    "embeddings": "embeddings.token_embeddings.weight",
+    "layers.input_norm.weight": f"{_LAYER}.input_layernorm.weight",
+    "layers.mlp_norm.weight": f"{_LAYER}.post_attention_layernorm.weight",
+    "norm.weight": "transformer.norm.weight",
+    "lm_head": "lm_head.weight",
+    **{f"layers.attention.{name}_norm.weight": f"{_LAYER}.self_attn.{name}_norm.weight" for name in "qk"},
+    **{
+        f"layers.{ours}.{name}_proj.{kind}": f"{_LAYER}.{theirs}.{name}_proj.{kind}"
+        for ours, theirs, names in (("attention", "self_attn", "qkvo"), ("mlp", "mlp", ("gate", "up", "down")))
+        for name in names
+        for kind in ("weight", "bias")
+    },
+}
+"""Path in `DecoderModel` -> path in the live model."""
+_ALIASES = {"kv_heads": KV_HEADS}
+"""Axis names of older releases of Levanter -> ours."""
+_SILU = ("silu", "swish")
+_LIKELY = "give the model's config.json as config=, if it is a Llama, Mistral, Qwen2 or Qwen3 after all"
+
+
+def adopt_model(model, config: DecoderConfig | Mapping[str, Any] | None = None) -> DecoderModel:
+    """A live model as the engine and `generate` take it; they call this themselves.
+
+    Weights are shared, not copied, where they lie as `[layers, out..., in...]`, as haliax' `Linear` has them by default
+    (`out_first=True`) and its `Stacked` stacks them; others are transposed. Outside of a trace the output projection,
+    whose heads have one axis in Levanter and two here, is shared on a CPU and copied on other devices. The arrays may
+    be traced.
+
+    Args:
+        model: a module with the fields of Levanter's `LlamaLMHeadModel`, or its parameters alone: the module with None
+            in place of other leaves, or mappings with the same names. A `DecoderModel` is returned as it is.
+        config: what the checkpoint's config.json would say, for a model whose own configuration (`model.config`) is
+            not there or does not say all. Sizes come from the parameters, and must agree with it.
+    Raises: ValueError naming the field, what it holds, what was expected, and what to do.
+    """
+    if isinstance(model, DecoderModel):
+        return model
+    if isinstance(config, DecoderConfig):
+        family, decoder = FAMILIES[config.model_type], config
+    else:
+        raw = _config_json(model) if config is None else config
+        family = family_for(raw)
+        decoder = family.config_from_hf(raw)
+    types = eqx.filter_eval_shape(DecoderModel.init, decoder, key=jax.eval_shape(jax.random.key, 0))
+    arrays = _matched(model, types, family)
+    _check_all_used(model, {_NAMES[path] for path in arrays})
+    _check_one_dtype(arrays)
+    for path, array in arrays.items():
+        _check_norm(model, path, decoder.rms_norm_eps)
+        types = set_parameter(types, path, array)
+    return types
+
+
+def _matched(model, types: DecoderModel, family: Family) -> dict[str, NamedArray]:
+    """By its path in `DecoderModel`, every parameter of the live model with our axes."""
+    return {
+        param.path: _with_axes(_named(model, _NAMES[param.path]), param.axes, _NAMES[param.path])
+        for param in parameters(types, family)
+    }
+
+
+# What a model says of itself
+
+
+def _config_json(model) -> dict[str, Any]:
+    """What config.json would say. Raises: ValueError for what no family here has."""
+    sizes = _sizes(model)
+    config = _get(_get(model, "transformer"), "config")
+    if config is None:
+        raise ValueError("the model has no transformer.config that says what its parameters mean; give config=")
+    attention = _get(_get(model, f"{_LAYER}.self_attn"), "config")
+    _check_plain(config, attention)
+    has_bias = {name: _get(model, f"{_LAYER}.self_attn.{name}_proj.bias") is not None for name in "qkvo"}
+    has_norms = _get(model, f"{_LAYER}.self_attn.q_norm") is not None
+    is_qwen2 = has_bias["q"] and not has_bias["o"]
+    kind = "qwen3" if has_norms else "qwen2" if is_qwen2 else "llama"
+    theta, scaling = _rope(config)
+    max_len = _first(config, "max_seq_len", "seq_len", "max_Pos")
+    return {
+        "model_type": kind,
+        "vocab_size": sizes[VOCAB],
+        "hidden_size": sizes[EMBED],
+        "intermediate_size": sizes[MLP],
+        "num_hidden_layers": sizes[LAYERS],
+        "num_attention_heads": sizes[KV_HEADS] * sizes[Q_HEADS_PER_GROUP],
+        "num_key_value_heads": sizes[KV_HEADS],
+        "head_dim": sizes[HEAD_SIZE],
+        "max_position_embeddings": max_len.size if isinstance(max_len, Axis) else max_len,
+        "rms_norm_eps": float(_first(_get(model, "transformer.norm"), "eps")),
+        "tie_word_embeddings": _get(model, "lm_head") is None,
+        "rope_theta": float(theta),
+        "rope_scaling": scaling,
+        **({} if is_qwen2 else {"attention_bias": has_bias["q"]}),
+        **({"mlp_bias": _get(model, f"{_LAYER}.mlp.gate_proj.bias") is not None} if kind == "llama" else {}),
+    }
+
+
+def _sizes(model) -> dict[str, int]:
+    """Size of every axis of the weights."""
+    arrays = (
+        _named(model, _NAMES[path])
+        for path in ("embeddings", "layers.attention.q_proj.weight", "layers.mlp.gate_proj.weight", "norm.weight")
+    )
+    sizes = {_ALIASES.get(axis.name, axis.name): axis.size for array in arrays for axis in array.axes}
+    for name in (VOCAB, EMBED, MLP, LAYERS, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE):
+        if name not in sizes:
+            raise ValueError(f"no weight of the model has an axis {name!r}; its axes are {', '.join(sorted(sizes))}")
+    return sizes
+
+
+def _check_plain(config, attention) -> None:
+    """Refuse what these families do not compute."""
+    activation = _first(config, "activation_function")
+    name = getattr(activation, "name", activation)
+    if name not in _SILU:
+        raise ValueError(f"config.activation_function={name!r}, expected silu; {_LIKELY}")
+    unwanted = {
+        "hybrid_norm": (False, None),
+        "input_embedding_norm": (False, None),
+        "use_sliding_window": (False, None),
+        "gated": ("none", None),
+        "scaling_factor": (None,),
+        "logits_soft_cap": (None,),
+    }
+    if _get(config, "use_sliding_window") is None:
+        unwanted["sliding_window"] = (None,)
+    for owner in (config, attention):
+        for key, neutral in unwanted.items():
+            value = _get(owner, key)
+            if value not in (None, *neutral):
+                raise ValueError(f"config.{key}={value!r}, expected {neutral[0]!r}; {_LIKELY}")
+
+
+def _rope(config) -> tuple[float, dict[str, Any] | None]:
+    rope = _get(config, "rope")
+    if rope is None or not hasattr(rope, "to_hf_config"):
+        raise ValueError(f"config.rope is {type(rope).__name__}, expected one of Levanter's rotary configs; {_LIKELY}")
+    theta, scaling = rope.to_hf_config()
+    if scaling and not {"type", "rope_type"} & set(scaling):
+        scaling = {"rope_type": "linear", **scaling}
+    return theta, dict(scaling) if scaling else None
+
+
+def _first(owner, *names: str):
+    value = next((value for value in (_get(owner, name) for name in names) if value is not None), None)
+    if value is None:
+        raise ValueError(f"the model's configuration has no {' or '.join(names)}; {_LIKELY}")
+    return value
+
+
+# Parameters
+
+
+def _get(tree, path: str):
+    """What stands at a dotted path of attributes or keys; None where anything on the way is absent."""
+    for name in path.split("."):
+        tree = tree.get(name) if isinstance(tree, Mapping) else getattr(tree, name, None)
+        if tree is None:
+            return None
+    return tree
+
+
+def _named(model, path: str) -> NamedArray:
+    found = _get(model, path)
+    if found is None and path.startswith(_LAYER) and _get(model, "transformer.layers.blocks") is not None:
+        raise ValueError(
+            "the model's layers are apart (transformer.layers.blocks), expected one stack; make it with "
+            "scan_layers=True, or stack them with haliax.nn.scan.Stacked"
+        )
+    if found is None:
+        raise ValueError(
+            f"{type(model).__name__} has no {path}, expected the fields of Levanter's LlamaLMHeadModel; other models "
+            "are loaded from a HF checkpoint with load_model"
+        )
+    if not isinstance(found, NamedArray):
+        raise ValueError(f"{path} is {type(found).__name__}, expected a haliax NamedArray; name its axes")
+    return found
+
+
+def _with_axes(named: NamedArray, axes: tuple[Axis, ...], path: str) -> NamedArray:
+    """The same numbers with `axes`, in memory of their own only if the order differs."""
+    own = {_ALIASES.get(axis.name, axis.name): axis.size for axis in named.axes}
+    wanted = {axis.name: axis.size for axis in axes}
+    names = [axis.name for axis in axes]
+    if HEADS in own:  # Levanter's output projection
+        wanted[HEADS] = wanted.pop(KV_HEADS, 1) * wanted.pop(Q_HEADS_PER_GROUP, 1)
+        names = [HEADS if name == KV_HEADS else name for name in names if name != Q_HEADS_PER_GROUP]
+    if own != wanted:
+        raise ValueError(f"{path} has axes {_shown(own)}, expected {_shown(wanted)}; config and model do not agree")
+    array, order = named.array, [list(own).index(name) for name in names]
+    if isinstance(array, np.ndarray):
+        array = jax.device_put(array)
+    if order != sorted(order):
+        array = jnp.transpose(array, order)
+    return NamedArray(_reshaped(array, tuple(axis.size for axis in axes)), axes)
+
+
+def _reshaped(array: Array, shape: tuple[int, ...]) -> Array:
+    """`array` in another shape, in the same memory where that can be had."""
+    if array.shape == shape:
+        return array
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, array.dtype, sharding=array.sharding)  # type: ignore[return-value]
+    if isinstance(array, Tracer) or len(array.devices()) > 1 or array.sharding.memory_kind == "pinned_host":
+        return array.reshape(shape)
+    (device,) = array.devices()
+    if device.platform != "cpu":
+        return array.reshape(shape)
+    # If somebody donates `array`, JAX sees that its memory is in use and copies.
+    return jax.device_put(np.asarray(array).reshape(shape), array.sharding if array.committed else None)
+
+
+def _check_all_used(model, used: set[str]) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
+    held = {
+        jax.tree_util.keystr(path, simple=True, separator=".")
+        for path, leaf in leaves
+        if isinstance(leaf, NamedArray) or eqx.is_array_like(leaf) and getattr(leaf, "ndim", 0)
+    }
+    left = sorted(held - used)
+    if left:
+        raise ValueError(
+            f"the model has parameters that this architecture has no place for: {', '.join(left[:6])}"
+            f"{f' and {len(left) - 6} more' if len(left) > 6 else ''}; it is not a Llama, Mistral, Qwen2 or Qwen3"
+        )
+
+
+def _check_one_dtype(arrays: dict[str, NamedArray]) -> None:
+    found = {str(array.dtype): _NAMES[path] for path, array in arrays.items()}
+    if len(found) > 1:
+        kinds = " and ".join(f"{dtype} ({path})" for dtype, path in sorted(found.items()))
+        raise ValueError(
+            f"the parameters are {kinds}, expected one dtype; cast them, as with jax.tree.map(lambda x: x.astype(...))"
+        )
+
+
+def _check_norm(model, path: str, eps: float) -> None:
+    """Refuse a norm that is none of ours, or whose epsilon the configuration does not say."""
+    if "norm" not in path:
+        return
+    where = _NAMES[path].removesuffix(".weight")
+    norm = _get(model, where)
+    if isinstance(norm, Mapping):
+        return
+    if not isinstance(norm, RmsNorm):
+        raise ValueError(f"{where} is {type(norm).__name__}, expected haliax.nn.RmsNorm; {_LIKELY}")
+    if not np.isclose(norm.eps, eps, rtol=1e-6, atol=0):
+        raise ValueError(f"{where}.eps={norm.eps}, expected {eps} as in the rest of the model or in config=")
+
+
+def _shown(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
