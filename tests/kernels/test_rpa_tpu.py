@@ -9,7 +9,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
 from levanter_infer.kernels import ragged_paged_attention
-from levanter_infer.kernels.rpa_tpu_walk import Tile, align_queries
+from levanter_infer.kernels.rpa_tpu_sizes import Tile, align_queries
 from levanter_infer.kernels.tiling import Tiles, propose
 from levanter_infer.kernels.tpu_pool import TpuPool
 from tests.kernels.ragged import Sizes, dense_attention, for_tpu, make_ragged
@@ -37,13 +37,14 @@ def run(batch, *, tiles=None, traced=None, **static):
         **static,
     )
     out = np.asarray(jax.jit(lambda arrays: call(**arrays))({**arrays, **(traced or {})}).astype(jnp.float32))
-    assert not interpret_pallas_call.races.races_found
+    races = interpret_pallas_call.races
+    assert races is not None and not races.races_found
     return out
 
 
 def check(batch, *, traced=None, tiles=None, **static):
     out = run(batch, traced=traced, tiles=tiles, **static)
-    rules = {name: np.asarray(value) for name, value in (traced or {}).items()}
+    rules: dict = {name: np.asarray(value) for name, value in (traced or {}).items()}
     np.testing.assert_allclose(out, dense_attention(batch, scale=0.3, **static, **rules), atol=1e-5, rtol=1e-5)
     return out
 

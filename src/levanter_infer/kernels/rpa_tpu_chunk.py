@@ -16,17 +16,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rpa_tpu_decode import LOG2_E
+from levanter_infer.kernels.rpa_tpu_sizes import Sizes, Tile, align_queries
 from levanter_infer.kernels.rpa_tpu_walk import (
     BLOCK,
     FIRST,
     QUERIES,
     ROW,
-    WHOLE,
-    Sizes,
-    Tile,
     Walk,
-    align_queries,
-    clear_values,
     id_chunks,
     meta,
     rows_with_none,
@@ -123,39 +119,18 @@ def _chunk(
 ):
     walk = Walk(call, sizes, seq_lens, cu_q_lens, meta, has_none, places, inputs, out_ref, scratch)
 
-    def turn(carry):
-        item, state = carry
-        state = walk.step(state)
-        later = item + walk.ahead
-        low, high = walk.prepare(later, later < state[0])
-        walk.wait_pages(item)
-        q_slot = walk.wait_queries(item)
-        items, index = walk.items, walk.index(item)
-        pl.when(items[index, FIRST] == 1)(lambda: _begin(sizes, heads, scratch))
-        whole = items[index, WHOLE] == 1
-        if call.rules.mask_mod is not None:
-            whole = jnp.bool(False)
+    def begin(item):
+        pl.when(walk.items[walk.index(item), FIRST] == 1)(lambda: _begin(sizes, heads, scratch))
 
-        @pl.when(whole)
-        def _():
-            _compute(call, walk, heads, item, q_slot, False, walk.sender(later, low, high))
+    def whole(item, q_slot, send):
+        begin(item)
+        _compute(call, walk, heads, item, q_slot, False, send)
 
-        @pl.when(~whole)
-        def _():
-            walk.send_pages(later, low, high)
-            clear_values(walk, item)
-            _compute(call, walk, heads, item, q_slot, True, None)
+    def masked(item, q_slot):
+        begin(item)
+        _compute(call, walk, heads, item, q_slot, True, None)
 
-        walk.send_outputs(item, functools.partial(_finish, sizes, scratch))
-        return item + 1, state
-
-    state = walk.start()
-    for _ in range(walk.ahead):
-        state = walk.step(state)
-    for item in map(jnp.int32, range(walk.ahead)):
-        walk.send_pages(item, *walk.prepare(item, item < state[0]))
-    _, state = jax.lax.while_loop(lambda c: c[0] < c[1][0], turn, (jnp.int32(0), state))
-    walk.drain(state[4])
+    walk.run(whole if call.rules.mask_mod is None else None, masked, functools.partial(_finish, sizes, scratch))
 
 
 def _begin(sizes: Sizes, heads, scratch) -> None:
@@ -222,7 +197,7 @@ def _compute(call: AttentionCall, walk: Walk, heads, item, q_slot, masked: bool,
             for t in range(tiles)
         ]
         products = functools.reduce(jnp.add, products)
-        q_pos, head = positions(group, stripe) if masked or not plain else (None, None)
+        q_pos, head = positions(group, stripe)
         if plain:
             scores = products * f32(rules.scale * LOG2_E)
         else:
@@ -253,25 +228,26 @@ def _compute(call: AttentionCall, walk: Walk, heads, item, q_slot, masked: bool,
             place = group * tiles + t, rows_of(stripe)
             scratch["acc"][place] = scratch["acc"][place] * shrink + dot(weights, values, (((1,), (0,)), ((), ())))
 
-    def attend(group, stripe):
-        add_values(group, stripe, *weights_of(group, stripe, scores_of(group, stripe)))
-
-    sent, steps = 0, sizes.groups * stripes
-    for group in range(sizes.groups):
-        if masked:
+    if masked:
+        for group in range(sizes.groups):
 
             def one(stripe, carry, group=group):
-                attend(group, stripe)
+                add_values(group, stripe, *weights_of(group, stripe, scores_of(group, stripe)))
                 return carry
 
             jax.lax.fori_loop(0, stripes, one, 0)
-            continue
-        for stripe in range(stripes):
-            attend(group, stripe)
-            until = 0 if send is None else sizes.tile.pages * (group * stripes + stripe + 1) // steps
-            if sent < until:
-                send(range(sent, until))
-            sent = until
+        return
+    # The products of a stripe are written before the softmax of the one before it, so that they overlap.
+    order = [(group, stripe) for group in range(sizes.groups) for stripe in range(stripes)]
+    scores, sent = scores_of(*order[0]), 0
+    for step, place in enumerate(order):
+        following = scores_of(*order[step + 1]) if step + 1 < len(order) else None
+        add_values(*place, *weights_of(*place, scores))
+        scores = following
+        until = sizes.tile.pages * (step + 1) // len(order)
+        if send is not None and sent < until:
+            send(range(sent, until))
+        sent = until
 
 
 def _seen_by_any(rules, sizes: Sizes, walk: Walk, item, group: int) -> Array:

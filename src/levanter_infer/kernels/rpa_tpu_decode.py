@@ -17,17 +17,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.call import AttentionCall
+from levanter_infer.kernels.rpa_tpu_sizes import Sizes, Tile
 from levanter_infer.kernels.rpa_tpu_walk import (
     BLOCK,
     END,
     FIRST,
     ROW,
     SEEN,
-    WHOLE,
-    Sizes,
-    Tile,
     Walk,
-    clear_values,
     id_chunks,
     meta,
     rows_with_none,
@@ -101,61 +98,22 @@ def decode_rows(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, interpre
 def _decode(seq_lens, cu_q_lens, meta, has_none, inputs, heads, out_ref, scratch, *, call: AttentionCall, sizes: Sizes):
     walk = Walk(call, sizes, seq_lens, cu_q_lens, meta, has_none, cu_q_lens, inputs, out_ref, scratch)
     narrow = _narrow_pages(sizes)
-    per_item = sizes.tile.pages // narrow
 
-    def whole(carry):
-        """Whether the next item needs no mask, and no end."""
-        item, state = carry
-        index = walk.index(item)
-        items = walk.items
-        return (items[index, WHOLE] == 1) & (item < state[0])
+    def whole(item, q_slot, send):
+        _compute(call, walk, heads, item, q_slot, None, send)
 
-    def begin(carry):
-        item, state = carry
-        state = walk.step(state)
-        later = item + walk.ahead
-        low, high = walk.prepare(later, later < state[0])
-        walk.wait_pages(item)
-        return state, later, low, high, walk.wait_queries(item)
+    def masked(item, q_slot):
+        index, width = walk.index(item), jnp.int32(narrow * sizes.page_size)
+        first = jax.lax.div(jnp.maximum(walk.items[index, SEEN], 0), width)
+        until = jnp.minimum(jax.lax.div(walk.items[index, END] + (width - 1), width), sizes.tile.pages // narrow)
 
-    def whole_turn(carry):
-        item, _, _ = carry
-        state, later, low, high, q_slot = begin(carry[:2])
-        _compute(call, walk, heads, item, q_slot, None, walk.sender(later, low, high))
-        following = item + 1, state
-        return *following, whole(following)
-
-    def masked_turn(carry):
-        item, _ = carry
-        state, later, low, high, q_slot = begin(carry)
-        walk.send_pages(later, low, high)
-        clear_values(walk, item)
-        index = walk.index(item)
-        width = narrow * sizes.page_size
-        first = jax.lax.div(jnp.maximum(walk.items[index, SEEN], 0), jnp.int32(width))
-        until = jnp.minimum(jax.lax.div(walk.items[index, END] + (width - 1), jnp.int32(width)), per_item)
-
-        def one(sub, _):
-            _compute(call, walk, heads, item, q_slot, (sub, sub == first), None)
-            return _
+        def one(part, carry):
+            _compute(call, walk, heads, item, q_slot, (part, part == first), None)
+            return carry
 
         jax.lax.fori_loop(first, until, one, 0)
-        walk.send_outputs(item, functools.partial(_finish, sizes, scratch))
-        return item + 1, state
 
-    def turns(carry):
-        # The loop of whole items is one of its own: most of the time is spent there.
-        if call.rules.mask_mod is None:
-            *carry, _ = jax.lax.while_loop(lambda c: c[2], whole_turn, (*carry, whole(carry)))
-        return masked_turn(tuple(carry))
-
-    state = walk.start()
-    for _ in range(walk.ahead):
-        state = walk.step(state)
-    for item in map(jnp.int32, range(walk.ahead)):
-        walk.send_pages(item, *walk.prepare(item, item < state[0]))
-    _, state = jax.lax.while_loop(lambda c: c[0] < c[1][0], turns, (jnp.int32(0), state))
-    walk.drain(state[4])
+    walk.run(whole if call.rules.mask_mod is None else None, masked, functools.partial(_finish, sizes, scratch))
 
 
 def _narrow_pages(sizes: Sizes) -> int:
@@ -258,38 +216,15 @@ def _compute(call: AttentionCall, walk: Walk, heads, item, q_slot, masked, send)
             acc = jnp.where(first, f32(0), scratch["acc"][place])
             scratch["acc"][place] = acc * shrink + dot(weights, values, (((1,), (0,)), ((), ())))
 
-    # A transfer may not pass a load of the buffer that it could fill, as far as the compiler knows: so they are started
-    # in small numbers between the loads.
-    steps, sent = 2 * sizes.groups, 0
-
-    import os
-
-    mode = os.environ.get("SEND", "A")
-
-    def send_some(step, sent):
-        until = 0 if send is None else sizes.tile.pages * (step + 1) // steps
-        n = sizes.tile.pages
-        if mode == "B" and send is not None:
-            until = min(n, n * (step + 1) // sizes.groups)
-        if mode == "C" and send is not None:
-            until = n // 2 if step >= sizes.groups - 1 and step < steps - 1 else n if step == steps - 1 else 0
-        if mode == "D" and send is not None:
-            until = n if step >= sizes.groups - 1 else 0
-        if mode == "E" and send is not None:
-            until = 0 if step < sizes.groups - 1 else min(n, n * (step - sizes.groups + 2) // sizes.groups)
-        if sent < until:
-            send(range(sent, until))
-        return until
-
-    scores, weighted = [], []
-    for group in range(sizes.groups):
-        scores.append(scores_of(group))
-        sent = send_some(group, sent)
-    for group in range(sizes.groups):
-        weighted.append(weights_of(group, scores[group]))
+    # As far as the compiler knows a transfer may fill what a load reads, so that neither passes the other: where they
+    # alternate, it loads too early and spills. All are started between the last product with keys and the first with
+    # values.
+    scores = [scores_of(group) for group in range(sizes.groups)]
+    if send is not None:
+        send(range(sizes.tile.pages))
+    weighted = [weights_of(group, scores[group]) for group in range(sizes.groups)]
     for group in range(sizes.groups):
         add_values(group, *weighted[group])
-        sent = send_some(sizes.groups + group, sent)
 
 
 def _seen_by_any(rules, sizes: Sizes, start, q_pos, width: int, head_of) -> Array:

@@ -5,9 +5,6 @@ sequences, so that the memory never waits for a sequence to end. While an item i
 are on their way, and the page ids of the one after them: page tables stay in HBM, whatever their size.
 """
 
-import dataclasses
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -15,7 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.call import AttentionCall
-from levanter_infer.kernels.tpu_pool import LANES, TpuPool
+from levanter_infer.kernels.rpa_tpu_sizes import OUT_SLOTS, Sizes, align_queries
+from levanter_infer.kernels.tpu_pool import LANES
 
 ROW, QUERIES, BLOCK, COUNT, FIRST, LAST, LOW, HIGH, NONE, SEEN, END, WHOLE, TOKENS = range(13)
 """What `items` holds of an item: row; block of its queries; block of its keys; number of blocks of queries before it,
@@ -23,102 +21,10 @@ of any row; whether it is the first, the last of them; bounds of its live pages 
 row is none; first and end of the keys that some of the queries see, relative to the block; whether all queries see all
 keys of the block, none of them on a page of none, and more items follow for them; number of the queries."""
 
-OUT_SLOTS = 2
-
 
 def _div(x, size: int) -> Array:
     """Of numbers that are not negative: without the care that others need."""
     return jax.lax.div(x, jnp.int32(size))
-
-
-def align_queries(heads_per_group: int) -> int:
-    """Queries whose rows fill whole tiles of 16 rows: where a row of the batch may begin."""
-    return 16 // math.gcd(heads_per_group, 16)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """Static sizes of a path."""
-
-    pages: int
-    """Pages of an item; a power of two."""
-    slots: int
-    """Items whose pages have room at once: one is computed, the others are on their way. At least 2."""
-    parts: int
-    """Parts that the groups of heads are cut into, each walking by itself; divides the groups. On a chip with two cores
-    they share the parts."""
-    queries: int = 1
-    """Queries of a block: 1 for rows of one query; else a power of two times `align_queries`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What a kernel's body needs to know of the shapes."""
-
-    tile: Tile
-    pool: TpuPool
-    page_size: int
-    q_per_kv: int
-    rows: int
-    """Rows of a block of queries for one group of heads: pairs of query and head, padded."""
-    operand: jnp.dtype
-    """Of the products."""
-    num_pages: int
-
-    @property
-    def tokens(self) -> int:
-        """Keys of an item."""
-        return self.tile.pages * self.page_size
-
-    @property
-    def groups(self) -> int:
-        """Of a part."""
-        return self.pool.groups // self.tile.parts
-
-    @property
-    def q_tiles(self) -> int:
-        """Tiles of 128 lanes that a row of queries of a part has."""
-        return self.groups * self.pool.lane_tiles
-
-    @property
-    def heads_per_group(self) -> int:
-        """Query heads."""
-        return self.pool.heads_per_group * self.q_per_kv
-
-    @property
-    def slabs(self) -> int:
-        """Of a part."""
-        return 2 * self.q_tiles
-
-    @property
-    def id_chunks(self) -> int:
-        """Rows of 128 page ids that an item's lie in."""
-        return max(1, self.tile.pages // LANES)
-
-    def keys(self, group: int, t: int) -> int:
-        """Slab of a group's keys."""
-        return 2 * group * self.pool.lane_tiles + t
-
-    def values(self, group: int, t: int) -> int:
-        return self.keys(group, t) + self.pool.lane_tiles
-
-    def scratch(self, kv_dtype, q_dtype) -> dict:
-        """What a walk needs, and room for queries and outputs."""
-        tile, dma = self.tile, pltpu.SemaphoreType.DMA
-        page = (self.slabs, self.page_size, LANES)
-        block = (self.q_tiles, self.rows, LANES)
-        return dict(
-            items=pltpu.SMEM((tile.slots + 1, 16), jnp.int32),
-            ids_buf=pltpu.SMEM((tile.slots + 1, self.id_chunks, 1, LANES), jnp.int32),
-            kv_buf=pltpu.VMEM((tile.slots, tile.pages, *page), kv_dtype),
-            q_buf=pltpu.VMEM((tile.slots, *block), self.operand),
-            out_buf=pltpu.VMEM((OUT_SLOTS, *block), q_dtype),
-            ids_sem=dma((tile.slots + 1,)),
-            kv_sem=dma((tile.slots,)),
-            q_sem=dma((tile.slots,)),
-            out_sem=dma((OUT_SLOTS,)),
-            out_tokens=pltpu.SMEM((OUT_SLOTS,), jnp.int32),
-        )
 
 
 def id_chunks(page_indices: Array) -> Array:
@@ -336,6 +242,52 @@ class Walk:
 
         return self.slot(self.items[index, COUNT])
 
+    def run(self, whole, masked, finish) -> None:
+        """All items, in order.
+
+        Args:
+            whole: `whole(item, q_slot, send)` computes an item of which every query sees every key, and meanwhile sends
+                for all pages of a later one; None if no item is such a one.
+            masked: `masked(item, q_slot)` computes any item.
+            finish: `finish(slot)` writes the outputs of a block of queries once its last item is computed.
+        """
+
+        def begin(item, state):
+            state = self.step(state)
+            later = item + self.ahead
+            low, high = self.prepare(later, later < state[0])
+            self.wait_pages(item)
+            return state, (later, low, high), self.wait_queries(item)
+
+        def is_whole(item, state):
+            return (self.items[self.index(item), WHOLE] == 1) & (item < state[0])
+
+        def whole_turn(carry):
+            item, state, _ = carry
+            state, later, q_slot = begin(item, state)
+            whole(item, q_slot, self.sender(*later))
+            return item + 1, state, is_whole(item + 1, state)
+
+        def turn(carry):
+            # The loop of whole items is one of its own: most of the time is spent there.
+            item, state = carry
+            if whole is not None:
+                item, state, _ = jax.lax.while_loop(lambda c: c[2], whole_turn, (item, state, is_whole(item, state)))
+            state, later, q_slot = begin(item, state)
+            self.send_pages(*later)
+            clear_values(self, item)
+            masked(item, q_slot)
+            self.send_outputs(item, finish)
+            return item + 1, state
+
+        state = self.start()
+        for _ in range(self.ahead):
+            state = self.step(state)
+        for item in map(jnp.int32, range(self.ahead)):
+            self.send_pages(item, *self.prepare(item, item < state[0]))
+        _, state = jax.lax.while_loop(lambda carry: carry[0] < carry[1][0], turn, (jnp.int32(0), state))
+        self.drain(state[4])
+
     def send_outputs(self, item: Array, fill) -> None:
         """Let `fill(slot)` write the outputs of the block of queries that ends with this item, and send them off."""
         index, out_tokens = self.index(item), self.scratch["out_tokens"]
@@ -379,8 +331,8 @@ class Walk:
         sizes, tiles, row = self.sizes, self.sizes.q_tiles, self.items[index, ROW]
         own = pl.ds(self.part * tiles, tiles)
         if self.tile.queries == 1:
-            copy = pltpu.make_async_copy(*ends(lambda ref: ref.at[self.places[row], own], lambda buf: buf))
-            return _Copies([(None, lambda: copy)])
+            whole = pltpu.make_async_copy(*ends(lambda ref: ref.at[self.places[row], own], lambda buf: buf))
+            return _Copies([(None, lambda: whole)])
         align = align_queries(sizes.heads_per_group)
         units = _div(tokens + (align - 1), align)
         place = self.places[row] + self.items[index, QUERIES] * self.tile.queries

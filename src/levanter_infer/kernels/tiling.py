@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import jax
 
-from levanter_infer.kernels.rpa_tpu_walk import Tile, align_queries
+from levanter_infer.kernels.rpa_tpu_sizes import Tile, align_queries
 from levanter_infer.kernels.tpu_pool import LANES, TpuPool
 
 _DECODE_BYTES = 12 << 20
