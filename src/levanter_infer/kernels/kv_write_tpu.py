@@ -95,20 +95,21 @@ def _write(dests, layer, new, _, pool, ring, buf, in_sem, out_sem, *, num_pages,
         count, token = state
         token = jax.lax.while_loop(lambda t: (t < block) & (dest(t) >= num_pages * page_size), lambda t: t + 1, token)
 
-        def note():
-            slot, start = slot_of(count), dest(token)
-            place = start - jax.lax.rem(start, jnp.int32(rows))
+        exists, slot, start = token < block, slot_of(count), dest(token)
+        place = start - jax.lax.rem(start, jnp.int32(rows))
+        end = jax.lax.while_loop(
+            lambda t: (t < block) & (dest(t) == start + (t - token)) & (dest(t) < place + rows),
+            lambda t: t + 1,
+            token + 1,
+        )
+
+        @pl.when(exists)
+        def _():
             pl.when(count >= _SLOTS)(lambda: send(slot).wait())
-            end = jax.lax.while_loop(
-                lambda t: (t < block) & (dest(t) == start + (t - token)) & (dest(t) < place + rows),
-                lambda t: t + 1,
-                token + 1,
-            )
             ring[slot, _PLACE], ring[slot, _FIRST], ring[slot, _COUNT] = place, token, end - token
             read(slot).start()
-            return count + 1, end
 
-        return jax.lax.cond(token < block, note, lambda: (count, token))
+        return jnp.where(exists, count + 1, count), jnp.where(exists, end, token)
 
     def turn(carry):
         stretch, state = carry

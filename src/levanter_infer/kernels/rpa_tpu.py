@@ -52,10 +52,12 @@ def tpu_attention(call: AttentionCall, tiles: Tiles | None = None, *, interpret:
         row = jnp.searchsorted(call.cu_q_lens[1:], jnp.arange(call.num_tokens, dtype=jnp.int32), side="right")
         alone = (q_lens.at[row].get(mode="fill", fill_value=0) == 1)[:, None, None]
 
-        def with_chunks():
-            return jnp.where(alone, out, chunk_rows(call, tiles.chunk, operand, interpret=params))
+        def with_chunks(carry):
+            chunks = chunk_rows(call, tiles.chunk, operand, interpret=params)
+            return jnp.bool(False), jnp.where(alone, carry[1], chunks)
 
-        out = jax.lax.cond(jnp.any(q_lens > 1), with_chunks, lambda: out)
+        # A loop of no or one turn: a branch would copy what it carries on other devices.
+        _, out = jax.lax.while_loop(lambda carry: carry[0], with_chunks, (jnp.any(q_lens > 1), out))
     live = jnp.arange(call.num_tokens, dtype=jnp.int32) < call.cu_q_lens[call.num_seqs]
     return jnp.where(live[:, None, None], out, jnp.zeros((), out.dtype))
 

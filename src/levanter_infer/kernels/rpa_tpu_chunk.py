@@ -19,7 +19,6 @@ from levanter_infer.kernels.rpa_tpu_decode import LOG2_E
 from levanter_infer.kernels.rpa_tpu_sizes import Sizes, Tile, align_queries
 from levanter_infer.kernels.rpa_tpu_walk import (
     BLOCK,
-    FIRST,
     QUERIES,
     ROW,
     Walk,
@@ -31,7 +30,7 @@ from levanter_infer.kernels.rpa_tpu_walk import (
 from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
 from levanter_infer.kernels.tpu_pool import LANES
 
-STRIPE = 128
+STRIPE = 256
 """Rows of a stripe."""
 
 
@@ -119,18 +118,18 @@ def _chunk(
 ):
     walk = Walk(call, sizes, seq_lens, cu_q_lens, meta, has_none, places, inputs, out_ref, scratch)
 
-    def begin(item):
-        pl.when(walk.items[walk.index(item), FIRST] == 1)(lambda: _begin(sizes, heads, scratch))
-
     def whole(item, q_slot, send):
-        begin(item)
         _compute(call, walk, heads, item, q_slot, False, send)
 
     def masked(item, q_slot):
-        begin(item)
         _compute(call, walk, heads, item, q_slot, True, None)
 
-    walk.run(whole if call.rules.mask_mod is None else None, masked, functools.partial(_finish, sizes, scratch))
+    def finish(slot):
+        _finish(sizes, scratch, slot)
+        _begin(sizes, heads, scratch)
+
+    _begin(sizes, heads, scratch)
+    walk.run(whole if call.rules.mask_mod is None else None, masked, finish)
 
 
 def _begin(sizes: Sizes, heads, scratch) -> None:

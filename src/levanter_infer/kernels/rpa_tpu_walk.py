@@ -24,7 +24,13 @@ keys of the block, none of them on a page of none, and more items follow for the
 
 def _div(x, size: int) -> Array:
     """Of numbers that are not negative: without the care that others need."""
+    if size & (size - 1) == 0:
+        return x >> (size.bit_length() - 1)
     return jax.lax.div(x, jnp.int32(size))
+
+
+def _rem(x, size: int) -> Array:
+    return x & (size - 1) if size & (size - 1) == 0 else jax.lax.rem(x, jnp.int32(size))
 
 
 def id_chunks(page_indices: Array) -> Array:
@@ -69,10 +75,10 @@ class Walk:
         self.ahead, self.num_items = self.tile.slots - 1, self.tile.slots + 1
 
     def index(self, item: Array) -> Array:
-        return jax.lax.rem(item, jnp.int32(self.num_items))
+        return _rem(item, self.num_items)
 
     def slot(self, item: Array) -> Array:
-        return jax.lax.rem(item, jnp.int32(self.tile.slots))
+        return _rem(item, self.tile.slots)
 
     def q_len(self, row: Array) -> Array:
         return self.cu_q_lens[row + 1] - self.cu_q_lens[row]
@@ -120,13 +126,15 @@ class Walk:
     def step(self, state: tuple[Array, ...]) -> tuple[Array, ...]:
         """Note the next item, if there is one, and send for its page ids."""
         items, sizes = self.items, self.sizes
-        noted, row, queries, block, count = state
+        noted, place, queries, block, count = state
+        exists, row = place < self.num_rows, jnp.minimum(place, self.seq_lens.shape[0] - 1)
+        start = block * sizes.tokens
+        seen, end = self.first_seen(row, queries) - start, self.end_pos(row, queries) - start
+        last = end <= sizes.tokens
 
-        def note():
+        @pl.when(exists)
+        def _():
             index = self.index(noted)
-            start = block * sizes.tokens
-            seen, end = self.first_seen(row, queries) - start, self.end_pos(row, queries) - start
-            last = end <= sizes.tokens
             live_pages = _div(end + (sizes.page_size - 1), sizes.page_size)
             values = {
                 ROW: row,
@@ -147,18 +155,17 @@ class Walk:
                 items[index, field] = value
             for chunk in range(sizes.id_chunks):
                 self._id_copy(index, chunk).start()
-            new_row, new_queries = row, queries
-            if self.tile.queries > 1:
-                more = (queries + 1) * self.tile.queries < self.q_len(row)
-                new_queries = jnp.where(last, jnp.where(more, queries + 1, 0), queries)
-                row_ends = last & ~more
-            else:
-                row_ends = last
-            new_row = jax.lax.cond(row_ends, lambda: self.next_row(row + 1), lambda: row)
-            new_block = jax.lax.select(last, self._first_block(new_row, new_queries), block + 1)
-            return noted + 1, new_row, new_queries, new_block, count + last.astype(jnp.int32)
 
-        return jax.lax.cond(row < self.num_rows, note, lambda: state)
+        new_queries, row_ends = queries, last
+        if self.tile.queries > 1:
+            more = (queries + 1) * self.tile.queries < self.q_len(row)
+            new_queries = jnp.where(last, jnp.where(more, queries + 1, 0), queries)
+            row_ends = last & ~more
+        # Without a row to end the loop over rows stays where it is, and beyond the last row too.
+        new_row = self.next_row(place + row_ends.astype(jnp.int32))
+        new_block = jnp.where(last, self._first_block(new_row, new_queries), block + 1)
+        following = noted + 1, new_row, new_queries, new_block, count + last.astype(jnp.int32)
+        return tuple(jnp.where(exists, new, old) for new, old in zip(following, state, strict=True))
 
     def prepare(self, item: Array, exists: Array) -> tuple[Array, Array]:
         """Wait for an item's page ids and send for its queries. Returns: bounds of the pages to send for."""
@@ -222,8 +229,13 @@ class Walk:
 
         jax.lax.fori_loop(_div(low, some), _div(high + (some - 1), some), several, 0)
 
-    def wait_pages(self, item: Array) -> None:
+    def wait_pages(self, item: Array, whole: bool) -> None:
+        """`whole`: all of them have been sent for."""
         index, slot = self.index(item), self.slot(item)
+        if whole:
+            pages = self.kv.at[slot]
+            pltpu.make_async_copy(pages, pages, self.scratch["kv_sem"].at[slot]).wait()
+            return
         count = self.items[index, HIGH] - self.items[index, LOW]
         for bit in range(self.tile.pages.bit_length()):
 
@@ -252,11 +264,11 @@ class Walk:
             finish: `finish(slot)` writes the outputs of a block of queries once its last item is computed.
         """
 
-        def begin(item, state):
+        def begin(item, state, whole):
             state = self.step(state)
             later = item + self.ahead
             low, high = self.prepare(later, later < state[0])
-            self.wait_pages(item)
+            self.wait_pages(item, whole)
             return state, (later, low, high), self.wait_queries(item)
 
         def is_whole(item, state):
@@ -264,7 +276,7 @@ class Walk:
 
         def whole_turn(carry):
             item, state, _ = carry
-            state, later, q_slot = begin(item, state)
+            state, later, q_slot = begin(item, state, True)
             whole(item, q_slot, self.sender(*later))
             return item + 1, state, is_whole(item + 1, state)
 
@@ -273,7 +285,7 @@ class Walk:
             item, state = carry
             if whole is not None:
                 item, state, _ = jax.lax.while_loop(lambda c: c[2], whole_turn, (item, state, is_whole(item, state)))
-            state, later, q_slot = begin(item, state)
+            state, later, q_slot = begin(item, state, False)
             self.send_pages(*later)
             clear_values(self, item)
             masked(item, q_slot)
@@ -295,7 +307,7 @@ class Walk:
         @pl.when(self.items[index, LAST] == 1)
         def _():
             count = self.items[index, COUNT]
-            slot = jax.lax.rem(count, jnp.int32(OUT_SLOTS))
+            slot = _rem(count, OUT_SLOTS)
             pl.when(count >= OUT_SLOTS)(lambda: self._out_copy(index, slot, out_tokens[slot]).wait())
             fill(slot)
             out_tokens[slot] = self.items[index, TOKENS]
@@ -416,13 +428,6 @@ def without_none(walk: Walk, item: Array, kv_pos: Array) -> Array:
         hidden = (place >= 0) & (place < sizes.page_size) & (walk.page(index, j) >= sizes.num_pages)
         return jnp.where(hidden, 0, exists)
 
-    everything = jnp.ones(kv_pos.shape, jnp.int32)
-    low, high = walk.items[index, LOW], walk.items[index, HIGH]
-    return (
-        jax.lax.cond(
-            walk.items[index, NONE] > 0,
-            lambda: jax.lax.fori_loop(low, high, hide, everything),
-            lambda: everything,
-        )
-        > 0
-    )
+    low = walk.items[index, LOW]
+    high = jnp.where(walk.items[index, NONE] > 0, walk.items[index, HIGH], low)
+    return jax.lax.fori_loop(low, high, hide, jnp.ones(kv_pos.shape, jnp.int32)) > 0
