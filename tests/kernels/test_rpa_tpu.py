@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels import ragged_paged_attention
+from levanter_infer.kernels.kv_write_tpu import write_kv
 from levanter_infer.kernels.rpa_tpu_sizes import Tile, align_queries
 from levanter_infer.kernels.tiling import Tiles, propose
 from levanter_infer.kernels.tpu_pool import TpuPool
@@ -44,11 +46,17 @@ def run(batch, *, tiles=None, traced=None, **static):
 
 def check(batch, *, traced=None, tiles=None, **static):
     out = run(batch, traced=traced, tiles=tiles, **static)
-    rules: dict = {name: np.asarray(value) for name, value in (traced or {}).items()}
-    np.testing.assert_allclose(out, dense_attention(batch, scale=0.3, **static, **rules), atol=1e-5, rtol=1e-5)
+    rules: dict = {**static, **{name: np.asarray(value) for name, value in (traced or {}).items()}}
+    np.testing.assert_allclose(out, dense_attention(batch, scale=0.3, **rules), atol=1e-5, rtol=1e-5)
     return out
 
 
+def test_a_small_mixed_batch_equals_dense():
+    sizes = Sizes(4, 2, 64, 32, tokens=40, rows=5, max_pages=10)
+    check(make_ragged(sizes, [(1, 300), (7, 140), (1, 3), (20, 290)]))
+
+
+@pytest.mark.slow
 def test_a_mixed_batch_equals_dense():
     check(make_ragged(SIZES, MIXED))
 
@@ -164,3 +172,25 @@ def test_what_the_pool_does_not_show_has_to_be_said():
         ragged_paged_attention(**arrays, scale=0.3, impl="tpu", kv_heads=4)
     with pytest.raises(ValueError, match='tiles: got some with impl="xla"'):
         ragged_paged_attention(**batch.arrays, scale=0.3, impl="xla", tiles=small_tiles(SIZES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "dtype, page_size", [("float32", 16), ("bfloat16", 8), ("bfloat16", 64), ("float8_e4m3fn", 16)]
+)
+def test_new_tokens_are_written_where_they_go_and_nothing_else_changes(dtype, page_size):
+    rng, pages, slabs, none = np.random.default_rng(0), 9, 4, 9 * page_size
+    pool = jnp.asarray(rng.standard_normal((2, pages, slabs, page_size, 128)), dtype)
+    chunks = [7 * page_size + i for i in range(page_size)] + [2 * page_size + i for i in range(page_size // 2)]
+    dests = np.asarray([none, 3 * page_size + 5, *chunks, page_size - 1, none], np.int32)
+    new = jnp.asarray(rng.standard_normal((len(dests), slabs, 128)), dtype)
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    write = jax.jit(functools.partial(write_kv, interpret=params))
+    out = write(pool, jnp.int32(1), new, jnp.asarray(dests))
+    races = interpret_pallas_call.races
+    assert races is not None and not races.races_found
+    expected = np.asarray(pool.astype(jnp.float32)).copy()
+    for token, dest in enumerate(dests):
+        if dest < none:
+            expected[1, dest // page_size, :, dest % page_size] = new[token].astype(jnp.float32)
+    np.testing.assert_array_equal(out.astype(jnp.float32), expected)
