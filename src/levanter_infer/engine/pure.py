@@ -74,17 +74,13 @@ def generate(
         max_logit_bias=config.max_logit_bias,
         max_stop_sequences=config.max_stop_sequences,
     )
-    batch, n = prompts.shape[0], params.n
+    batch, n, for_tpu = prompts.shape[0], params.n, backend.attention in TPU_POOL
     table = _sampling_table(params, batch, shapes, eos_token_ids, seeds)
+    pool_dtype = kv_dtype(config, model)
+    pool = empty_cache(model.config, shapes, dtype=pool_dtype, as_bits=backend.on_cpu, for_tpu=for_tpu)
     result = generate_all(
         backend.prepare(model),
-        empty_cache(
-            model.config,
-            shapes,
-            dtype=kv_dtype(config, model),
-            as_bits=backend.on_cpu,
-            for_tpu=backend.attention in TPU_POOL,
-        ),
+        pool,
         prompts,
         lens,
         table,
