@@ -142,7 +142,7 @@ def test_poison_of_a_row_does_not_reach_others():
 
 
 def test_a_token_is_packed_and_unpacked():
-    for heads, dim in ((4, 64), (3, 64), (2, 96), (1, 256), (6, 32)):
+    for heads, dim in ((4, 64), (3, 96), (1, 256)):
         pool = TpuPool(heads, dim)
         k, v = jnp.arange(2 * 5 * heads * dim, dtype=jnp.float32).reshape(2, 5, heads, dim)
         tokens = pool.unpack(pool.pack(k, v))
