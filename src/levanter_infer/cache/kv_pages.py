@@ -88,16 +88,16 @@ class KvPages(eqx.Module):
         order = (TOKEN, KV_HEADS, HEAD_SIZE)
         page, offset = batch.pages_and_offsets()
         if self.tpu_pool is not None:
-            k, v = (side.rearrange(order).array.astype(self.dtype) for side in (k, v))
-            packed, dests = self.tpu_pool.pack(k, v), batch.new_token_dests.array
+            sides = [side.rearrange(order).array.astype(self.dtype) for side in (k, v)]
+            packed, dests = self.tpu_pool.pack(*sides), batch.new_token_dests.array
 
             def scatter(pages):
                 return pages.at[layer, page, :, offset].set(packed, mode="drop")
 
-            pages = jax.lax.platform_dependent(
+            written = jax.lax.platform_dependent(
                 self.pages.array, tpu=lambda pages: write_kv(pages, layer, packed, dests), default=scatter
             )
-            return replace(self, pages=pages)
+            return replace(self, pages=written)
         pair = jnp.stack([k.rearrange(order).array, v.rearrange(order).array], axis=2)
         flat = pair.reshape(pair.shape[0], 2 * pair.shape[1], pair.shape[3])
         pages = self.pages.array.at[layer, page, offset].set(self._encode(flat), mode="drop")

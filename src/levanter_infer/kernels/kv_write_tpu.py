@@ -6,6 +6,7 @@ ring: while one is changed, others come and go.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ _SLOTS = 8
 """Stretches on their way."""
 
 
-def write_kv(pages: Array, layer: Array, tokens: Array, dests: Array, *, interpret=False) -> Array:
+def write_kv(pages: Array, layer: Array, tokens: Array, dests: Array, *, interpret: Any = False) -> Array:
     """Store what new tokens leave behind, in place where the pool is donated.
 
     Args:
@@ -29,6 +30,7 @@ def write_kv(pages: Array, layer: Array, tokens: Array, dests: Array, *, interpr
         tokens: [T, slabs, 128] as `TpuPool.pack` gives them, in the pool's dtype.
         dests: i32[T], `page * page_size + page offset`; P * page_size or more for tokens that go nowhere. Tokens of one
             sequence stand side by side, in the order of their positions, and each goes elsewhere.
+        interpret: as `pallas_call` takes it.
     """
     num_pages, slabs, page_size = pages.shape[1:4]
     rows = min(page_size, 32 // pages.dtype.itemsize)
