@@ -89,7 +89,9 @@ class KvPages(eqx.Module):
         page, offset = batch.pages_and_offsets()
         if self.tpu_pool is not None:
             sides = [side.rearrange(order).array.astype(self.dtype) for side in (k, v)]
-            packed, dests = self.tpu_pool.pack(*sides), batch.new_token_dests.array
+            # Under a `shard_map` these are the heads of one shard, and `tpu_pool` speaks of all.
+            pool = TpuPool(k.axis_size(KV_HEADS), k.axis_size(HEAD_SIZE))
+            packed, dests = pool.pack(*sides), batch.new_token_dests.array
 
             def scatter(pages):
                 return pages.at[layer, page, :, offset].set(packed, mode="drop")
