@@ -129,7 +129,7 @@ def _chunk(
         _begin(sizes, heads, scratch)
 
     _begin(sizes, heads, scratch)
-    walk.run(whole if call.rules.mask_mod is None else None, masked, finish)
+    walk.run(whole if call.rules.mask_mod is None else None, masked, sizes.tile.pages, finish)
 
 
 def _begin(sizes: Sizes, heads, scratch) -> None:

@@ -113,7 +113,7 @@ def _decode(seq_lens, cu_q_lens, meta, has_none, inputs, heads, out_ref, scratch
 
         jax.lax.fori_loop(first, until, one, 0)
 
-    walk.run(whole if call.rules.mask_mod is None else None, masked, functools.partial(_finish, sizes, scratch))
+    walk.run(whole if call.rules.mask_mod is None else None, masked, narrow, functools.partial(_finish, sizes, scratch))
 
 
 def _narrow_pages(sizes: Sizes) -> int:

@@ -254,13 +254,14 @@ class Walk:
 
         return self.slot(self.items[index, COUNT])
 
-    def run(self, whole, masked, finish) -> None:
+    def run(self, whole, masked, masked_pages: int, finish) -> None:
         """All items, in order.
 
         Args:
             whole: `whole(item, q_slot, send)` computes an item of which every query sees every key, and meanwhile sends
                 for all pages of a later one; None if no item is such a one.
-            masked: `masked(item, q_slot)` computes any item.
+            masked: `masked(item, q_slot)` computes any item, in stretches of `masked_pages` pages, of which it leaves
+                out those without a key to be seen.
             finish: `finish(slot)` writes the outputs of a block of queries once its last item is computed.
         """
 
@@ -287,7 +288,7 @@ class Walk:
                 item, state, _ = jax.lax.while_loop(lambda c: c[2], whole_turn, (item, state, is_whole(item, state)))
             state, later, q_slot = begin(item, state, False)
             self.send_pages(*later)
-            clear_values(self, item)
+            clear_values(self, item, masked_pages)
             masked(item, q_slot)
             self.send_outputs(item, finish)
             return item + 1, state
@@ -385,11 +386,12 @@ class _Copies:
                 pl.when(condition)(lambda copy=copy: act(copy()))
 
 
-def clear_values(walk: Walk, item: Array) -> None:
-    """Set the values of an item's unseen keys to 0 where they lie: 0 * NaN is NaN, and nobody knows what lies there."""
+def clear_values(walk: Walk, item: Array, step: int) -> None:
+    """Set the values of an item's unseen keys to 0 where they lie: 0 * NaN is NaN, and nobody knows what lies there.
+    Only in those stretches of `step` pages that hold a key to be seen; the others are not computed."""
     sizes, kv, index, slot = walk.sizes, walk.kv, walk.index(item), walk.slot(item)
     seen, end = walk.items[index, SEEN], walk.items[index, END]
-    page_size, pages = sizes.page_size, walk.tile.pages
+    page_size = sizes.page_size
     slabs = [sizes.values(group, t) for group in range(sizes.groups) for t in range(sizes.pool.lane_tiles)]
 
     def clear(j, _=None):
@@ -404,7 +406,8 @@ def clear_values(walk: Walk, item: Array) -> None:
             kv[slot, j, slab] = jnp.where(keep, kv[slot, j, slab], jnp.zeros((), kv.dtype))
 
     first, last = _div(jnp.maximum(seen, 0), page_size), _div(jnp.minimum(end, sizes.tokens), page_size)
-    jax.lax.fori_loop(0, first, clear, 0)
+    pages = jnp.minimum(_div(end + (step * page_size - 1), step * page_size) * step, walk.tile.pages)
+    jax.lax.fori_loop(_div(first, step) * step, first, clear, 0)
     pl.when(seen > 0)(lambda: clear_part(first))
     pl.when(last < pages)(lambda: clear_part(last))
     jax.lax.fori_loop(last + 1, pages, clear, 0)
