@@ -1,6 +1,6 @@
 """Compiles the round program for a TPU that is not there, and prints what became of the pool, as one JSON line.
 
-Run in a process of its own: the compiler may abort it. `python -m tests.tpu_compile v5e`
+Run in a process of its own: the compiler may abort it. `python -m tests.tpu_compile v5e tpu`
 """
 
 import json
@@ -10,7 +10,7 @@ import sys
 _TOPOLOGIES = {"v5e": ("v5e:2x2", "v5litepod-4"), "v6e": ("v6e:2x2", "v6e-4")}
 
 
-def main(generation: str) -> None:
+def main(generation: str, impl: str) -> None:
     topology, accelerator = _TOPOLOGIES[generation]
     os.environ.update(
         TPU_SKIP_MDS_QUERY="1",
@@ -42,7 +42,7 @@ def main(generation: str) -> None:
     config = EngineConfig(max_seqs=8, max_seq_len=256, max_pages=32768, max_step_tokens=64)
     model = tiny_model(dtype="bfloat16", hidden_size=256, num_attention_heads=4, num_key_value_heads=4, head_dim=128)
     shapes = resolve_shapes(config, model, 1)
-    programs = Programs(model, shapes, AttentionSpec(impl="xla"), kv_dtype=jnp.bfloat16, as_bits=False)
+    programs = Programs(model, shapes, AttentionSpec(impl=impl), kv_dtype=jnp.bfloat16, as_bits=False)
     state = programs.state_types
     with jax.set_mesh(mesh):
         lowered = programs.trace_round(abstract(model), abstract(state), abstract(empty_admission(shapes)))
@@ -86,4 +86,4 @@ def host_tier_programs(programs, kv, shapes, replicated):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -53,6 +53,17 @@ def test_position_5_of_pages_2_7_is_written_to_page_7_offset_1(dtype):
     assert not after.any()
 
 
+def test_a_pool_for_tpus_holds_the_same_elsewhere():
+    batch, (k, v) = batch_info([29, 40, 5, 6]), keys_and_values(np.random.default_rng(0), 4)
+    plain = KvPages.init(**SHAPE, dtype="bfloat16", as_bits=False).write(jnp.int32(1), batch, k, v)
+    kv = KvPages.init(**SHAPE, dtype="bfloat16", as_bits=False, for_tpu=True)
+    assert kv.tpu_pool is not None and kv.pages.array.shape == (2, 10, 2, 4, 128)
+    after = kv.write(jnp.int32(1), batch, k, v)
+    np.testing.assert_array_equal(kv.tpu_pool.unpack(after.pages.array.swapaxes(2, 3)), plain.pages.array)
+    with pytest.raises(ValueError, match="as_bits: got True with for_tpu"):
+        KvPages.init(**SHAPE, dtype="bfloat16", as_bits=True, for_tpu=True)
+
+
 def test_padding_tokens_are_written_nowhere():
     kv = KvPages.init(**SHAPE, dtype="float32", as_bits=True)
     k, v = keys_and_values(np.random.default_rng(0), 2)

@@ -94,10 +94,11 @@ def test_the_round_program_makes_no_pool_sized_copy_on_a_cpu(dtype, optimized):
     assert memory.temp_size_in_bytes < pool.nbytes
 
 
-def test_the_round_and_the_programs_that_move_pages_make_no_pool_sized_copy_on_v5e():
+@pytest.mark.parametrize("impl", ["xla", pytest.param("tpu", marks=pytest.mark.slow)])
+def test_the_round_and_the_programs_that_move_pages_make_no_pool_sized_copy_on_v5e(impl):
     pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra `test`")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.tpu_compile", "v5e"],
+        [sys.executable, "-W", "ignore", "-m", "tests.tpu_compile", "v5e", impl],
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},  # it refuses those of a CPU
         capture_output=True,

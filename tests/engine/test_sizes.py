@@ -54,7 +54,7 @@ def test_pages_decide_the_pool_and_sequence_length_only_the_tables():
         ({"kv_dtype": "int8"}, "kv_dtype"),
         ({"preempt": "swap"}, "expected recompute or spill"),
         ({"host_bytes": -1}, "host_bytes"),
-        ({"attention": "tpu"}, "attention"),
+        ({"attention": "flash"}, "attention"),
     ],
 )
 def test_sizes_that_make_no_sense_are_refused_by_name(sizes, message):

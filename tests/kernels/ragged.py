@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from levanter_infer.kernels.tpu_pool import TpuPool
+
 LAYERS, LAYER = 3, 1
 
 RUNS_HERE = (
@@ -94,6 +96,15 @@ def make_ragged(sizes: Sizes, rows: list[tuple[int, int]], seed: int = 0) -> Rag
         num_seqs=jnp.int32(len(rows)),
     )
     return Ragged(sizes, arrays, q_lens, seq_lens, queries, keys, values)
+
+
+def for_tpu(batch: Ragged) -> dict:
+    """The batch's arrays with the pool as a TPU reads it."""
+    sizes, pool = batch.sizes, batch.arrays["kv_pages"]
+    layout = TpuPool(sizes.kv_heads, sizes.head_dim)
+    tokens = pool.reshape(-1, sizes.kv_heads, 2, sizes.head_dim)
+    packed = layout.pack(tokens[:, :, 0], tokens[:, :, 1]).reshape(*pool.shape[:3], layout.slabs, 128)
+    return {**batch.arrays, "kv_pages": packed.swapaxes(2, 3), "kv_heads": sizes.kv_heads}
 
 
 def random_rows(sizes: Sizes, kind: str, seed: int) -> list[tuple[int, int]]:

@@ -38,7 +38,6 @@ def test_auto_is_xla():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(impl="tpu"), 'impl="tpu" is not available in this version; use one of: auto, reference, xla, cpu, gpu'),
         (dict(impl="flash"), 'impl="flash" is unknown; use one of: auto, reference, xla, cpu, gpu'),
         (dict(return_attn=True), 'return_attn=True with impl="xla"'),
         (dict(q=jnp.zeros((4, 8), F32)), r"q: got float32\[4, 8\]"),

@@ -9,12 +9,16 @@ from jax import Array
 from levanter_infer.axes import HEAD_SIZE, KV_HEADS, KV_PAIR, LAYERS, PAGE, PAGE_OFFSET, TOKEN
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.named import full, replace
+from levanter_infer.kernels.kv_write_tpu import write_kv
+from levanter_infer.kernels.tpu_pool import LANES, TpuPool
 
 _BITS = {1: jnp.uint8, 2: jnp.uint16}
 
 
 class KvPages(eqx.Module):
-    """Keys and values, `[layers, page, page_offset, kv_pair, head_size]`, heads interleaved k0, v0, k1, v1, …
+    """Keys and values, `[layers, page, page_offset, kv_pair, head_size]`, heads interleaved k0, v0, k1, v1, …; for the
+    attention of TPUs `[layers, page, kv_pair, page_offset, head_size]`, where kv_pair counts the slabs and head_size
+    the 128 lanes of `kernels.tpu_pool`.
 
     The memory layout is decided in `init` and known to nobody else but the attention implementations, which receive
     the pool whole, with a layer index. On a CPU the 16- and 8-bit floats are stored as integers of their width,
@@ -24,13 +28,42 @@ class KvPages(eqx.Module):
     pages: NamedArray
     dtype: jnp.dtype = eqx.field(static=True)
     """What the stored bits mean."""
+    tpu_pool: TpuPool | None = eqx.field(static=True, default=None)
+    """How the pool lies, if it lies as a TPU reads it."""
 
     @staticmethod
     def init(
-        *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_size: int, dtype, as_bits: bool
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype,
+        as_bits: bool,
+        for_tpu: bool = False,
     ) -> "KvPages":
-        """A pool of zeros. `as_bits`: store narrow floats as integers of their width."""
+        """A pool of zeros.
+
+        Args:
+            as_bits: store narrow floats as integers of their width.
+            for_tpu: lay it out for the attention of TPUs (`kernels.TPU_POOL`), which takes no bits.
+        """
         dtype = jnp.dtype(dtype)
+        if for_tpu:
+            if as_bits:
+                raise ValueError(
+                    "as_bits: got True with for_tpu, expected False; a TPU's pool holds the numbers themselves"
+                )
+            pool = TpuPool(num_kv_heads, head_size)
+            axes = (
+                (LAYERS, num_layers),
+                (PAGE, num_pages),
+                (KV_PAIR, pool.slabs),
+                (PAGE_OFFSET, page_size),
+                (HEAD_SIZE, LANES),
+            )
+            return KvPages(pages=full(axes, 0, dtype), dtype=dtype, tpu_pool=pool)
         stored = _BITS.get(dtype.itemsize, dtype) if as_bits and jnp.issubdtype(dtype, jnp.floating) else dtype
         axes = (
             (LAYERS, num_layers),
@@ -53,9 +86,22 @@ class KvPages(eqx.Module):
             k, v: [token, kv_head, head_size], already rotated.
         """
         order = (TOKEN, KV_HEADS, HEAD_SIZE)
+        page, offset = batch.pages_and_offsets()
+        if self.tpu_pool is not None:
+            sides = [side.rearrange(order).array.astype(self.dtype) for side in (k, v)]
+            # Under a `shard_map` these are the heads of one shard, and `tpu_pool` speaks of all.
+            pool = TpuPool(k.axis_size(KV_HEADS), k.axis_size(HEAD_SIZE))
+            packed, dests = pool.pack(*sides), batch.new_token_dests.array
+
+            def scatter(pages):
+                return pages.at[layer, page, :, offset].set(packed, mode="drop")
+
+            written = jax.lax.platform_dependent(
+                self.pages.array, tpu=lambda pages: write_kv(pages, layer, packed, dests), default=scatter
+            )
+            return replace(self, pages=written)
         pair = jnp.stack([k.rearrange(order).array, v.rearrange(order).array], axis=2)
         flat = pair.reshape(pair.shape[0], 2 * pair.shape[1], pair.shape[3])
-        page, offset = batch.pages_and_offsets()
         pages = self.pages.array.at[layer, page, offset].set(self._encode(flat), mode="drop")
         return replace(self, pages=pages)
 

@@ -20,6 +20,7 @@ from levanter_infer.decode.scoring import READ_PAGES, read_scores
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState, GenState, empty_cache
 from levanter_infer.decode.versions import enter_version
+from levanter_infer.kernels import TPU_POOL
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.layers.layout import Layout
 
@@ -267,7 +268,14 @@ def _functions(
     """What the programs of an engine do, by their names, on a device with `num_kv_heads` key and value heads."""
 
     def init() -> GenState:
-        cache = empty_cache(config, shapes, dtype=kv_dtype, as_bits=as_bits, num_kv_heads=num_kv_heads)
+        cache = empty_cache(
+            config,
+            shapes,
+            dtype=kv_dtype,
+            as_bits=as_bits,
+            num_kv_heads=num_kv_heads,
+            for_tpu=attention.impl in TPU_POOL,
+        )
         return GenState.init(shapes, cache)
 
     def one_round(model, state: GenState, admission: Admission) -> tuple[GenState, RoundOutputs]:

@@ -75,7 +75,9 @@ class DecodeState(eqx.Module):
         )
 
 
-def empty_cache(config, shapes: Shapes, *, dtype, as_bits: bool, num_kv_heads: int | None = None) -> KvPages:
+def empty_cache(
+    config, shapes: Shapes, *, dtype, as_bits: bool, num_kv_heads: int | None = None, for_tpu: bool = False
+) -> KvPages:
     """A pool of `shapes.num_pages` pages for the model that `config` (a `DecoderConfig`) describes; `num_kv_heads`: of
     one device, where they are spread over several."""
     return KvPages.init(
@@ -86,6 +88,7 @@ def empty_cache(config, shapes: Shapes, *, dtype, as_bits: bool, num_kv_heads: i
         head_size=config.head_dim,
         dtype=dtype,
         as_bits=as_bits,
+        for_tpu=for_tpu,
     )
 
 

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.config import EngineConfig, kv_dtype
-from levanter_infer.kernels import cpu, linear_gpu, rpa_gpu
+from levanter_infer.kernels import cpu, linear_gpu, rpa_gpu, rpa_tpu
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.layers.layout import Layout
 
@@ -25,7 +25,7 @@ class Backend:
     products: str
     """Of weights and activations: xla, cpu or gpu."""
     attention: str
-    """xla, reference, cpu or gpu."""
+    """xla, reference, cpu, gpu or tpu."""
     layout: Layout | None = None
     """How model and state lie on a mesh; None: on one device."""
 
@@ -58,7 +58,11 @@ class Backend:
             attention=_resolve(
                 "attention",
                 config.attention,
-                {"cpu": cpu_attention, "gpu": on_mesh or _gpu_misfit("pages", pages, rpa_gpu.supports_dtype(pages))},
+                {
+                    "cpu": cpu_attention,
+                    "gpu": on_mesh or _gpu_misfit("pages", pages, rpa_gpu.supports_dtype(pages)),
+                    "tpu": _tpu_misfit(pages),
+                },
             ),
             layout=None if mesh is None else Layout.of(mesh, model.config),
         )
@@ -171,6 +175,15 @@ def _gpu_misfit(what: str, dtype, supported: bool) -> str | None:
         return f"the device is {capability}; the kernel needs NVIDIA's compute capability {rpa_gpu.MIN_CAPABILITY}"
     if not supported:
         return f"{what} are {dtype}, which the kernel does not take"
+    return None
+
+
+def _tpu_misfit(pages) -> str | None:
+    """Why the attention for TPUs cannot be used, if so."""
+    if jax.default_backend() != "tpu":
+        return f"this engine runs on {jax.default_backend()}"
+    if not rpa_tpu.supports_dtype(pages):
+        return f"pages are {pages}, which the kernel does not take"
     return None
 
 

@@ -94,9 +94,9 @@ class EngineConfig:
             raise ValueError(f"engine.recompilation={self.recompilation!r}: expected error or warn")
         if self.numerics not in ("default", "batch_invariant"):
             raise ValueError(f"engine.numerics={self.numerics!r}: expected default or batch_invariant")
-        if self.attention not in ("auto", "xla", "reference", "cpu", "gpu"):
+        if self.attention not in ("auto", "xla", "reference", "cpu", "gpu", "tpu"):
             raise ValueError(
-                f"engine.attention={self.attention!r} is not available; use auto, xla, reference, cpu or gpu"
+                f"engine.attention={self.attention!r} is not available; use auto, xla, reference, cpu, gpu or tpu"
             )
         if self.products not in ("auto", "xla", "cpu", "gpu"):
             raise ValueError(f"engine.products={self.products!r} is not available; use auto, xla, cpu or gpu")

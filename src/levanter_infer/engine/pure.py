@@ -17,6 +17,7 @@ from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
 from levanter_infer.engine.encode_sampling import SamplingColumns
 from levanter_infer.engine.params import SamplingParams, check_limits
+from levanter_infer.kernels import TPU_POOL
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.models.live import adopt_model
 
@@ -76,11 +77,13 @@ def generate(
         max_logit_bias=config.max_logit_bias,
         max_stop_sequences=config.max_stop_sequences,
     )
-    batch, n = prompts.shape[0], params.n
+    batch, n, for_tpu = prompts.shape[0], params.n, backend.attention in TPU_POOL
     table = _sampling_table(params, batch, shapes, eos_token_ids, seeds)
+    pool_dtype = kv_dtype(config, model)
+    pool = empty_cache(model.config, shapes, dtype=pool_dtype, as_bits=backend.on_cpu, for_tpu=for_tpu)
     result = generate_all(
         backend.prepare(model),
-        empty_cache(model.config, shapes, dtype=kv_dtype(config, model), as_bits=backend.on_cpu),
+        pool,
         prompts,
         lens,
         table,

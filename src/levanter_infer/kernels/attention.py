@@ -11,11 +11,15 @@ from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.cpu import cpu_attention
 from levanter_infer.kernels.rpa_gpu import gpu_attention
 from levanter_infer.kernels.rpa_reference import reference_attention
+from levanter_infer.kernels.rpa_tpu import tpu_attention
 from levanter_infer.kernels.rpa_xla import xla_attention
 from levanter_infer.kernels.rules import ScoreRules
+from levanter_infer.kernels.tiling import Tiles
+from levanter_infer.kernels.tpu_pool import TpuPool
 
-IMPLEMENTATIONS = ("reference", "xla", "cpu", "gpu", "gpu_interpret")
-_PLANNED = ("tpu",)
+IMPLEMENTATIONS = ("reference", "xla", "cpu", "gpu", "gpu_interpret", "tpu", "tpu_interpret")
+TPU_POOL = ("tpu", "tpu_interpret")
+"""Implementations that read the pool as `tpu_pool` lays it out."""
 
 
 def ragged_paged_attention(
@@ -29,6 +33,7 @@ def ragged_paged_attention(
     num_seqs: Array,
     scale: float,
     kv_dtype: DTypeLike | None = None,
+    kv_heads: int | None = None,
     sliding_window: ArrayLike | None = None,
     soft_cap: float | None = None,
     alibi_slopes: Array | None = None,
@@ -36,6 +41,7 @@ def ragged_paged_attention(
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
     impl: str = "auto",
+    tiles: Tiles | None = None,
     return_attn: bool = False,
 ) -> Array | tuple[Array, Array]:
     """Attend from the packed tokens of many sequences to the pages that hold their keys and values.
@@ -53,7 +59,8 @@ def ragged_paged_attention(
     Args:
         q: [T, Hq, D], already rotated; a floating dtype. Tokens from `cu_q_lens[num_seqs]` on are padding.
         kv_pages: [layers, P, page_size, 2 * Hkv, D], heads interleaved k0, v0, k1, v1, …; `kv_dtype`, or the unsigned
-            integer of its width that holds its bits.
+            integer of its width that holds its bits. For `tpu`: [layers, P, slabs, page_size, 128] of `kv_dtype`, as
+            `tpu_pool` lays it out.
         layer: i32[], which layer of the pool; may be traced. The layer is never sliced out of the pool.
         page_indices: i32[R, max_pages]; none is P. Keys on a page of none are not seen.
         seq_lens: i32[R], stored tokens including this step's.
@@ -61,6 +68,7 @@ def ragged_paged_attention(
         num_seqs: i32[], rows in use.
         scale: factor of the products q · k.
         kv_dtype: what the stored bits mean; None for the dtype of `kv_pages`.
+        kv_heads: Hkv; needed for `tpu`, whose pool does not show it.
         sliding_window: i32[] or int, may be traced: only keys with q_pos - k_pos < window are seen.
         soft_cap: scores become soft_cap * tanh(score / soft_cap), before ALiBi and `score_mod`.
         alibi_slopes: f32[Hq]; adds slope * (k_pos - q_pos).
@@ -71,7 +79,9 @@ def ragged_paged_attention(
         mask_mod: `mask_mod(q_pos, kv_pos, head) -> bool`, true = seen, on top of causality and window.
         impl: `reference` (dense; the oracle), `xla` (streaming softmax), `cpu` (C++, on a CPU only, without
             `score_mod` and `mask_mod`, see `kernels.cpu`), `gpu` (Pallas, on an NVIDIA GPU only), `gpu_interpret` (the
-            same in Pallas' interpreter, for tests) or `auto` (`xla`, which runs everywhere).
+            same in Pallas' interpreter, for tests), `tpu` (Pallas, on a TPU only), `tpu_interpret` (likewise) or `auto`
+            (`xla`, which runs everywhere; the pool of `tpu` has another layout).
+        tiles: of `tpu`; None for those that `kernels.tiling` knows.
         return_attn: also return the attention weights, f32[T, Hq, max_pages * page_size]; `reference` only.
 
     Returns: [T, Hq, D] in q's dtype, accumulated in f32; padding tokens give zeros.
@@ -86,7 +96,10 @@ def ragged_paged_attention(
     if return_attn and impl != "reference":
         raise ValueError(f'return_attn=True with impl="{impl}", which never has all weights at once; use "reference"')
     dtype = jnp.dtype(kv_pages.dtype if kv_dtype is None else kv_dtype)
-    _check_pool(q, kv_pages, dtype)
+    if tiles is not None and impl not in TPU_POOL:
+        raise ValueError(f'tiles: got some with impl="{impl}", expected None; they are for "tpu"')
+    check_pool = _check_tpu_pool if impl in TPU_POOL else _check_pool
+    tpu_pool = check_pool(q, kv_pages, dtype, kv_heads)
     _check_batch(page_indices=page_indices, seq_lens=seq_lens, cu_q_lens=cu_q_lens, num_seqs=num_seqs)
     for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if per_head is not None and per_head.shape != (q.shape[1],):
@@ -111,10 +124,11 @@ def ragged_paged_attention(
         cu_q_lens=cu_q_lens,
         num_seqs=num_seqs,
         kv_dtype=dtype,
+        tpu_pool=tpu_pool,
         rules=rules,
         sinks=None if sinks is None else sinks.astype(f32),
     )
-    result = _RUN[impl](call)
+    result = _RUN[impl](call) if tiles is None else _RUN[impl](call, tiles)
     if impl == "reference":
         return result if return_attn else result[0]
     return result
@@ -126,6 +140,8 @@ _RUN = {
     "cpu": cpu_attention,
     "gpu": gpu_attention,
     "gpu_interpret": functools.partial(gpu_attention, interpret=True),
+    "tpu": tpu_attention,
+    "tpu_interpret": functools.partial(tpu_attention, interpret=True),
 }
 
 
@@ -135,8 +151,6 @@ def _resolve(impl: str) -> str:
     if impl in IMPLEMENTATIONS:
         return impl
     known = ", ".join(("auto", *IMPLEMENTATIONS))
-    if impl in _PLANNED:
-        raise ValueError(f'impl="{impl}" is not available in this version; use one of: {known}')
     raise ValueError(f'impl="{impl}" is unknown; use one of: {known}')
 
 
@@ -148,9 +162,31 @@ def _scalar(name: str, value: ArrayLike) -> Array:
     return array.astype(jnp.int32)
 
 
-def _check_pool(q: Array, kv_pages: Array, kv_dtype: jnp.dtype) -> None:
+def _check_queries(q: Array) -> None:
     if q.ndim != 3 or not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"q: got {q.dtype}{list(q.shape)}, expected a float array [tokens, query heads, head_dim]")
+
+
+def _check_tpu_pool(q: Array, kv_pages: Array, kv_dtype: jnp.dtype, kv_heads: int | None) -> TpuPool:
+    _check_queries(q)
+    if kv_heads is None or kv_heads < 1 or q.shape[1] % kv_heads != 0:
+        raise ValueError(
+            f"kv_heads: got {kv_heads}, expected a number that divides the {q.shape[1]} query heads; this pool does "
+            "not show it"
+        )
+    pool = TpuPool(kv_heads, q.shape[2])
+    if kv_pages.ndim != 5 or kv_pages.shape[2] != pool.slabs or kv_pages.shape[4] != 128:
+        raise ValueError(
+            f"kv_pages: got shape {kv_pages.shape}, expected [layers, pages, {pool.slabs}, page_size, 128] for "
+            f"{kv_heads} kv heads of {q.shape[2]}, as kernels.tpu_pool lays it out"
+        )
+    if kv_pages.dtype != kv_dtype:
+        raise ValueError(f"kv_pages: got dtype {kv_pages.dtype}, expected {kv_dtype}; a TPU's pool holds no bits")
+    return pool
+
+
+def _check_pool(q: Array, kv_pages: Array, kv_dtype: jnp.dtype, kv_heads: int | None) -> None:
+    _check_queries(q)
     if kv_pages.ndim != 5:
         raise ValueError(
             f"kv_pages: got shape {kv_pages.shape}, expected [layers, pages, page_size, 2 * kv_heads, head_dim]; "
@@ -164,6 +200,8 @@ def _check_pool(q: Array, kv_pages: Array, kv_dtype: jnp.dtype) -> None:
             f"kv_pages: got {pairs} interleaved heads for {q.shape[1]} query heads, expected 2 * kv_heads, where "
             "kv_heads divides the query heads"
         )
+    if kv_heads is not None and pairs != 2 * kv_heads:
+        raise ValueError(f"kv_heads: got {kv_heads}, expected {pairs // 2} as in kv_pages")
     if not jnp.issubdtype(kv_dtype, jnp.floating):
         raise ValueError(f"kv_dtype: got {kv_dtype}, expected the floating dtype that the stored bits mean")
     stored = kv_pages.dtype

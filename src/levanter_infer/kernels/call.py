@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.kernels.rules import ScoreRules
+from levanter_infer.kernels.tpu_pool import TpuPool
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class AttentionCall:
     kv_dtype: jnp.dtype
     rules: ScoreRules
     sinks: Array | None = None
+    tpu_pool: TpuPool | None = None
+    """How `kv_pages` lie, where they lie as a TPU reads them."""
 
     @property
     def num_tokens(self) -> int:
@@ -33,11 +36,11 @@ class AttentionCall:
 
     @property
     def page_size(self) -> int:
-        return self.kv_pages.shape[2]
+        return self.kv_pages.shape[2 if self.tpu_pool is None else 3]
 
     @property
     def kv_heads(self) -> int:
-        return self.kv_pages.shape[3] // 2
+        return self.kv_pages.shape[3] // 2 if self.tpu_pool is None else self.tpu_pool.kv_heads
 
     @property
     def heads_per_kv_head(self) -> int:

@@ -115,6 +115,7 @@ class Attention(eqx.Module):
             num_seqs=batch.num_seqs.array,
             scale=head_dim**-0.5,
             kv_dtype=kv.dtype,
+            kv_heads=k.axis_size(KV_HEADS),
             sliding_window=window,
             soft_cap=self.soft_cap,
             score_mod=spec.score_mod,

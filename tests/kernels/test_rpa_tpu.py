@@ -1,0 +1,196 @@
+"""The `tpu` implementation in Pallas' interpreter of TPUs: DMA races are looked for, and fresh memory holds NaN."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+
+from levanter_infer.kernels import ragged_paged_attention
+from levanter_infer.kernels.kv_write_tpu import write_kv
+from levanter_infer.kernels.rpa_tpu_sizes import Tile, align_queries
+from levanter_infer.kernels.tiling import Tiles, propose
+from levanter_infer.kernels.tpu_pool import TpuPool
+from tests.kernels.ragged import Sizes, dense_attention, for_tpu, make_ragged
+
+SIZES = Sizes(8, 2, 128, 16, tokens=60, rows=6, max_pages=20)
+MIXED = [(1, 300), (7, 260), (1, 3), (2, 2), (30, 290), (1, 129)]
+
+
+def small_tiles(sizes: Sizes, *, tokens=128, slots=3, parts=1) -> Tiles:
+    """Items of `tokens` keys, so that short sequences have several, and blocks of few queries."""
+    pool = TpuPool(sizes.kv_heads, sizes.head_dim)
+    pages = max(1, tokens // sizes.page_size)
+    queries = max(8, align_queries(pool.heads_per_group * sizes.q_heads // sizes.kv_heads))
+    return Tiles(Tile(pages, slots, parts), Tile(pages, 2, pool.groups, queries))
+
+
+def run(batch, *, tiles=None, traced=None, **static):
+    arrays = for_tpu(batch)
+    call = functools.partial(
+        ragged_paged_attention,
+        kv_heads=arrays.pop("kv_heads"),
+        scale=0.3,
+        impl="tpu_interpret",
+        tiles=tiles or small_tiles(batch.sizes),
+        **static,
+    )
+    out = np.asarray(jax.jit(lambda arrays: call(**arrays))({**arrays, **(traced or {})}).astype(jnp.float32))
+    races = interpret_pallas_call.races
+    assert races is not None and not races.races_found
+    return out
+
+
+def check(batch, *, traced=None, tiles=None, **static):
+    out = run(batch, traced=traced, tiles=tiles, **static)
+    rules: dict = {**static, **{name: np.asarray(value) for name, value in (traced or {}).items()}}
+    np.testing.assert_allclose(out, dense_attention(batch, scale=0.3, **rules), atol=1e-5, rtol=1e-5)
+    return out
+
+
+def test_a_small_mixed_batch_equals_dense():
+    sizes = Sizes(4, 2, 64, 32, tokens=40, rows=5, max_pages=10)
+    check(make_ragged(sizes, [(1, 300), (7, 140), (1, 3), (20, 290)]))
+
+
+@pytest.mark.slow
+def test_a_mixed_batch_equals_dense():
+    check(make_ragged(SIZES, MIXED))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Sizes(8, 4, 64, 16, tokens=40, rows=4, max_pages=20),
+        Sizes(3, 3, 64, 8, tokens=40, rows=4, max_pages=40),
+        Sizes(6, 3, 96, 32, tokens=40, rows=4, max_pages=10, dtype="bfloat16"),
+        Sizes(6, 1, 256, 8, tokens=40, rows=4, max_pages=40),
+        Sizes(17, 1, 32, 64, tokens=40, rows=4, max_pages=5, dtype="bfloat16"),
+        Sizes(2, 2, 128, 256, tokens=40, rows=4, max_pages=2),
+        Sizes(4, 4, 128, 16, tokens=40, rows=4, max_pages=20, dtype="float8_e4m3fn"),
+    ],
+    ids=lambda sizes: f"{sizes.q_heads}-{sizes.kv_heads}-{sizes.head_dim}-page{sizes.page_size}-{sizes.dtype}",
+)
+def test_every_shape_equals_dense(sizes):
+    check(make_ragged(sizes, [(1, 300), (20, 270), (1, 17), (3, 3)]))
+
+
+@pytest.mark.slow
+def test_parts_and_two_slots_equal_dense():
+    sizes = Sizes(8, 4, 128, 16, tokens=40, rows=4, max_pages=20)
+    check(make_ragged(sizes, [(1, 300), (20, 270), (1, 256)]), tiles=small_tiles(sizes, slots=2, parts=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [1, 100, 1000])
+def test_a_window_equals_dense_and_pages_before_it_may_be_none(window):
+    batch = make_ragged(SIZES, MIXED)
+    none = batch.arrays["kv_pages"].shape[1]
+    if window == 100:
+        batch.arrays["page_indices"] = batch.arrays["page_indices"].at[0, :12].set(none).at[4, :10].set(none)
+    check(batch, traced=dict(sliding_window=jnp.int32(window)))
+
+
+@pytest.mark.slow
+def test_cap_alibi_and_sinks_equal_dense():
+    slopes, sinks = jnp.asarray(2.0 ** -np.arange(8), jnp.float32), jnp.linspace(-3, 3, 8, dtype=jnp.float32)
+    check(make_ragged(SIZES, MIXED), traced=dict(alibi_slopes=slopes, sinks=sinks), soft_cap=0.7)
+
+
+@pytest.mark.slow
+def test_mods_equal_dense_and_hidden_poison_changes_nothing():
+    def score_mod(score, q_pos, kv_pos, head):
+        relative = jnp.asarray(q_pos - kv_pos).astype(jnp.float32)
+        return score * jnp.float32(1.5) - relative / (jnp.asarray(head) + 2).astype(jnp.float32)
+
+    def mask_mod(q_pos, kv_pos, head):
+        return (kv_pos != 77) & ((kv_pos + head) % 3 != 1)
+
+    batch = make_ragged(SIZES, [(1, 300), (7, 100)])
+    exact = dense_attention(batch, scale=0.3, score_mod=score_mod, mask_mod=mask_mod)
+    pages = np.asarray(batch.arrays["page_indices"])[:2, 77 // 16]
+    batch.arrays["kv_pages"] = batch.arrays["kv_pages"].at[:, pages, 77 % 16].set(jnp.nan)
+    np.testing.assert_allclose(run(batch, score_mod=score_mod, mask_mod=mask_mod), exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_keys_on_a_page_of_none_are_not_seen():
+    batch = make_ragged(SIZES, [(1, 300), (20, 290)])
+    none = batch.arrays["kv_pages"].shape[1]
+    batch.arrays["page_indices"] = batch.arrays["page_indices"].at[:2, 3].set(none)
+
+    def without_page_3(q_pos, kv_pos, head):
+        return kv_pos // 16 != 3
+
+    exact = dense_attention(batch, scale=0.3, mask_mod=without_page_3)
+    np.testing.assert_allclose(run(batch), exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_poison_of_a_row_does_not_reach_others():
+    batch = make_ragged(SIZES, [(1, 300), (7, 100), (1, 290)])
+    pages = np.asarray(batch.arrays["page_indices"])
+    batch.arrays["kv_pages"] = batch.arrays["kv_pages"].at[:, pages[1, :7]].set(jnp.nan)
+    out, exact = run(batch), dense_attention(batch, scale=0.3)
+    for token in (0, 8):
+        np.testing.assert_allclose(out[token], exact[token], atol=1e-5)
+    assert np.isnan(out[1:8]).all() and not out[9:].any()
+
+
+def test_a_token_is_packed_and_unpacked():
+    for heads, dim in ((4, 64), (3, 96), (1, 256)):
+        pool = TpuPool(heads, dim)
+        k, v = jnp.arange(2 * 5 * heads * dim, dtype=jnp.float32).reshape(2, 5, heads, dim)
+        tokens = pool.unpack(pool.pack(k, v))
+        np.testing.assert_array_equal(tokens[:, 0::2], k)
+        np.testing.assert_array_equal(tokens[:, 1::2], v)
+    assert TpuPool(8, 64).slabs == 8 and TpuPool(8, 128).slabs == 16 and TpuPool(2, 256).slabs == 8
+
+
+def test_proposed_tiles_leave_room_in_scoped_memory():
+    for heads, dim in ((8, 128), (1, 128), (32, 128), (4, 256), (16, 256), (8, 64), (1, 64)):
+        for page_size in (8, 16, 64, 256):
+            for itemsize in (1, 2, 4):
+                pool = TpuPool(heads, dim)
+                tile = propose(pool, page_size=page_size, q_per_kv=4, itemsize=itemsize, max_tokens=512, cores=1).decode
+                page_bytes = pool.slabs // tile.parts * page_size * 128 * itemsize
+                assert tile.slots * tile.pages * page_bytes <= 12 << 20
+                assert tile.slots >= 2 and pool.groups % tile.parts == 0
+
+
+def test_what_the_pool_does_not_show_has_to_be_said():
+    batch = make_ragged(SIZES, [(1, 9)])
+    arrays = for_tpu(batch)
+    del arrays["kv_heads"]
+    with pytest.raises(ValueError, match="kv_heads: got None, expected a number that divides the 8 query heads"):
+        ragged_paged_attention(**arrays, scale=0.3, impl="tpu")
+    with pytest.raises(ValueError, match=r"expected \[layers, pages, 8, page_size, 128\] for 4 kv heads of 128"):
+        ragged_paged_attention(**arrays, scale=0.3, impl="tpu", kv_heads=4)
+    with pytest.raises(ValueError, match='tiles: got some with impl="xla"'):
+        ragged_paged_attention(**batch.arrays, scale=0.3, impl="xla", tiles=small_tiles(SIZES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "dtype, page_size", [("float32", 16), ("bfloat16", 8), ("bfloat16", 64), ("float8_e4m3fn", 16)]
+)
+def test_new_tokens_are_written_where_they_go_and_nothing_else_changes(dtype, page_size):
+    rng, pages, slabs, none = np.random.default_rng(0), 9, 4, 9 * page_size
+    pool = jnp.asarray(rng.standard_normal((2, pages, slabs, page_size, 128)), dtype)
+    chunks = [7 * page_size + i for i in range(page_size)] + [2 * page_size + i for i in range(page_size // 2)]
+    dests = np.asarray([none, 3 * page_size + 5, *chunks, page_size - 1, none], np.int32)
+    new = jnp.asarray(rng.standard_normal((len(dests), slabs, 128)), dtype)
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    write = jax.jit(functools.partial(write_kv, interpret=params))
+    out = write(pool, jnp.int32(1), new, jnp.asarray(dests))
+    races = interpret_pallas_call.races
+    assert races is not None and not races.races_found
+    expected = np.asarray(pool.astype(jnp.float32)).copy()
+    for token, dest in enumerate(dests):
+        if dest < none:
+            expected[1, dest // page_size, :, dest % page_size] = new[token].astype(jnp.float32)
+    np.testing.assert_array_equal(out.astype(jnp.float32), expected)
