@@ -11,6 +11,7 @@ A pool has LAYERS layers, of which a call reads one.
 """
 
 import functools
+import math
 import sys
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from levanter_infer.decode.programs import Programs  # noqa: E402
 from levanter_infer.engine.config import EngineConfig, resolve_shapes  # noqa: E402
 from levanter_infer.engine.mesh import make_mesh  # noqa: E402
 from levanter_infer.engine.slots import empty_admission  # noqa: E402
-from levanter_infer.kernels import ragged_paged_attention  # noqa: E402
+from levanter_infer.kernels import TPU_POOL, ragged_paged_attention  # noqa: E402
+from levanter_infer.kernels.tpu_pool import TpuPool  # noqa: E402
 from levanter_infer.layers.attention import AttentionSpec  # noqa: E402
 from levanter_infer.layers.layout import Layout  # noqa: E402
 from levanter_infer.models.decoder import DecoderModel  # noqa: E402
@@ -69,9 +71,10 @@ def _call(
     num_q_heads, num_kv_heads, head_dim = heads
     kv_dtype = jnp.dtype(kv_dtype)
     seq_pages = -(-context // page)
-    page_bytes = LAYERS * page * 2 * num_kv_heads * head_dim * kv_dtype.itemsize
+    pool_shape = functools.partial(_pool_shape, impl, num_kv_heads, head_dim, page)
+    page_bytes = math.prod(pool_shape(1)) * kv_dtype.itemsize
     pool_pages = pool_pages or max(1, min(seqs * seq_pages, MAX_POOL_BYTES // page_bytes))
-    options = {"sliding_window": window, "impl": impl, **({} if tiles is None else {"tiles": tiles})}
+    options = {"sliding_window": window, "impl": impl, "tiles": tiles, "kv_heads": num_kv_heads}
 
     def call(q, kv_pages, layer, page_indices, seq_lens, cu_q_lens, num_seqs):
         return ragged_paged_attention(
@@ -89,7 +92,7 @@ def _call(
     i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     arguments = (
         jax.ShapeDtypeStruct((tokens, num_q_heads, head_dim), jnp.bfloat16),
-        jax.ShapeDtypeStruct((LAYERS, pool_pages, page, 2 * num_kv_heads, head_dim), kv_dtype),
+        jax.ShapeDtypeStruct(pool_shape(pool_pages), kv_dtype),
         i32(()),
         i32((seqs, seq_pages)),
         i32((seqs,)),
@@ -97,6 +100,13 @@ def _call(
         i32(()),
     )
     return call, arguments
+
+
+def _pool_shape(impl: str, num_kv_heads: int, head_dim: int, page: int, num_pages: int) -> tuple[int, ...]:
+    if impl in TPU_POOL:
+        pool = TpuPool(num_kv_heads, head_dim)
+        return pool.shape(num_layers=LAYERS, num_pages=num_pages, page_size=page)
+    return LAYERS, num_pages, page, 2 * num_kv_heads, head_dim
 
 
 def program(
