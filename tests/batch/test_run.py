@@ -169,6 +169,7 @@ def test_a_signal_stops_within_two_rounds_and_what_is_finished_stays(command, tm
     assert contents(output) == whole
 
 
+@pytest.mark.slow
 def test_a_killed_process_loses_nothing_and_the_bytes_are_the_same(arguments, command, tmp_path, whole):
     output = tmp_path / "out"
     environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PLATFORMS": "cpu"}

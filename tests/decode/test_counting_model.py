@@ -93,7 +93,7 @@ def continuation(prompt: list[int], sampling: SamplingParams) -> tuple[list[int]
     return tokens[len(prompt) :], "length"
 
 
-def pick(logits, params, *, positions, tokens, slot_ids, prompt_lens, seq_lens, max_top, stats) -> SampleOutput:
+def pick(logits, params, *, positions, tokens, slot_ids, prompt_lens, seq_lens, max_top, stats, vocab) -> SampleOutput:
     """`sampling.sample` at temperature 0, which also counts on what it is told of each row."""
     is_wrong = (positions != seq_lens) | (prompt_lens > seq_lens) | (slot_ids < 0)
     token = jnp.argmax(logits, axis=1).astype(jnp.int32) + is_wrong.astype(jnp.int32)

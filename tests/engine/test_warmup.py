@@ -42,9 +42,9 @@ def test_a_stored_model_is_read_while_the_round_is_compiled(tmp_path, monkeypatc
         compile_all(*arguments)
         happened.append("compilation begun")
 
-    def read():
+    def read(layout):
         happened.append("read")
-        return stored.read()
+        return stored.read(layout)
 
     monkeypatch.setattr(Programs, "compile_all", compile_first)
     config = EngineConfig(max_seqs=2, max_seq_len=32, page_size=4)
