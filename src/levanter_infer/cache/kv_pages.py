@@ -107,13 +107,7 @@ class KvPages(eqx.Module):
 
     def copy_pages(self, source: Array, target: Array) -> "KvPages":
         """Copy whole pages, in all layers: `source[i]` to `target[i]`, i32[n]; pairs of none are ignored."""
-
-        def one_layer(layer, pages):
-            return pages.at[layer, target].set(pages.at[layer, source].get(mode="clip"), mode="drop")
-
-        # All layers at once would need room for all that is copied.
-        num_layers = self.pages.axis_size(LAYERS)
-        return replace(self, pages=jax.lax.fori_loop(0, num_layers, one_layer, self.pages.array))
+        return self.put(target, self.take(source))
 
     def take(self, pages: Array) -> Array:
         """Contents of `pages`, i32[n], in all layers: `[layers, n, …]` as stored. Anything where a page is none."""
