@@ -4,6 +4,7 @@ What is put here is there whole or not at all, and stays: on a disk it is writte
 renamed; an object store does that by itself. Nothing reads a file before the record that names it is there.
 """
 
+import abc
 import contextlib
 import os
 import time
@@ -39,32 +40,32 @@ def protocols(fs) -> tuple[str, ...]:
     return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
 
 
-class Store:
+class Store(abc.ABC):
     """Files by name; names may have folders."""
 
+    @abc.abstractmethod
     def read(self, name: str) -> bytes | None:
         """Contents; None if there is no such file."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def size(self, name: str) -> int | None:
         """Bytes; None if there is no such file."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def names(self, folder: str) -> list[str]:
         """Of the files in a folder, sorted, without what is yet to be renamed; empty if there is no such folder."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def put(self, name: str, data: bytes) -> None:
         """Write a file whole and durably, in place of what is there."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def create(self, name: str, data: bytes) -> bool:
         """`put`, unless the file is there; returns whether it was not."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
-        raise NotImplementedError
 
     def remove_leftovers(self, folder: str, *, everything: bool) -> None:
         """Remove what killed processes have left in a folder, and if `everything` all that is in it, and the folder.
@@ -74,9 +75,9 @@ class Store:
         for name in self.names(folder) if everything else ():
             self.remove(f"{folder}/{name}")
 
+    @abc.abstractmethod
     def claim(self, name: str) -> "Journal | None":
         """The journal of that name for this process alone, as earlier processes left it; None if another has it."""
-        raise NotImplementedError
 
     @property
     def has_claims(self) -> bool:
@@ -84,23 +85,23 @@ class Store:
         return False
 
 
-class Journal:
+class Journal(abc.ABC):
     """A file to which results are added as they come; it may end in the middle of one."""
 
     content: bytes
     """What was there when it was opened."""
 
+    @abc.abstractmethod
     def keep(self, num_bytes: int) -> None:
         """Cut off what stands behind so many bytes of `content`. To be called before the first `add`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def add(self, data: bytes) -> None:
         """Append; what was added outlives this process."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def close(self, *, remove: bool) -> None:
         """Give it back, durable, or removed."""
-        raise NotImplementedError
 
 
 class LocalStore(Store):
