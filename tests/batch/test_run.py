@@ -33,24 +33,21 @@ def checkpoint(tmp_path_factory):
     return write(directory, tokenizer, chat_template=CHATML, generation_config={"eos_token_id": 1})
 
 
-@pytest.fixture(scope="module")
-def engines():
-    return []
-
-
-@pytest.fixture(autouse=True)
-def one_engine(engines, monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def one_engine():
     """The first engine of this file serves every run: compiling is what takes time here."""
-    make = worker.make_engine
+    make, engines = worker.make_engine, []
 
     def make_once(config, num_rows):
         if not engines:
             engines.append(make(config, num_rows))
         return engines[0]
 
-    monkeypatch.setattr(worker, "make_engine", make_once)
-    monkeypatch.setattr(sample, "make_engine", make_once)
-    monkeypatch.setattr(worker, "LOG_SECONDS", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "make_engine", make_once)
+        patch.setattr(sample, "make_engine", make_once)
+        patch.setattr(worker, "LOG_SECONDS", 0)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +59,7 @@ def prompts(tmp_path_factory):
     return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def arguments(checkpoint, prompts):
     return ["--model", str(checkpoint), "--prompts_file", str(prompts), *SAMPLING, *SMALL]
 
@@ -77,9 +74,11 @@ def command(arguments, capsys):
 
 
 @pytest.fixture(scope="module")
-def whole():
-    """What an undisturbed job writes, once there is one."""
-    return {}
+def whole(arguments, one_engine, tmp_path_factory):
+    """What an undisturbed job writes."""
+    output = tmp_path_factory.mktemp("whole") / "out"
+    assert main([*arguments, *SHARDS, "--output", str(output)]) == 1  # one row fails
+    return contents(output)
 
 
 def contents(output: Path) -> dict[str, bytes]:
@@ -103,7 +102,7 @@ def test_rows_are_those_of_sample_and_the_manifest_says_what_was_promised(comman
     assert len(manifest["model"]["weights_sha256"]) == len(manifest["tokenizer"]["sha256"]) == 64
     assert manifest["config"]["sampling"]["seed"] == 5 and manifest["versions"]["jax"]
     assert json.loads((tmp_path / "m.json").read_text())["generated_tokens"] > 0
-    whole.update(contents(output))
+    assert contents(output) == whole
     status, said = command(output)
     assert status == 1 and "0 rows" in said and contents(output) == whole  # nothing is left to do
 
