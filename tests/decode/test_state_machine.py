@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.decode.driver import SHAPES, VOCAB, Driver, random_operation
 
-EXAMPLES = 2000
+EXAMPLES = 1000
 
 
 class Tables(RuleBasedStateMachine):
