@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.decode.driver import SHAPES, VOCAB, Driver, random_operation
 
-EXAMPLES = 1000
+EXAMPLES = 700
 
 
 class Tables(RuleBasedStateMachine):
