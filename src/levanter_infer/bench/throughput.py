@@ -1,7 +1,8 @@
 """Prefill and decode rates of a random model of given shape, greedy and sampled.
 
 Prefill is timed as the whole call that samples one token per prompt, decode as the difference to the call that
-samples `output` more. Both calls of every mode run in turn, so that a slow moment of the machine hits all.
+samples `output` more: null where that difference is lost in the noise, as it is for few output tokens. Both calls of
+every mode run in turn, so that a slow moment of the machine hits all.
 """
 
 import argparse
@@ -76,8 +77,7 @@ def measure(
             "prompt": prompt,
             "output": output,
             "prefill_tokens_per_s": spread([batch * prompt / short for short, _ in seconds[mode]], 1),
-            "decode_tokens_per_s": spread([batch * output / max(b - a, 1e-9) for a, b in seconds[mode]], 1),
-            "decode_step_ms": spread([1e3 * (b - a) / output for a, b in seconds[mode]], 3),
+            **decoding(seconds[mode], batch, output),
             "generated_tokens_per_s": spread([batch * (1 + output) / long for _, long in seconds[mode]], 1),
             "config": {
                 "model": sizes,
@@ -91,3 +91,13 @@ def measure(
         }
         for mode in modes
     ]
+
+
+def decoding(seconds: list[tuple[float, float]], batch: int, output: int) -> dict[str, object]:
+    """Rates of what the longer calls take beyond the shorter ones."""
+    more = [long - short for short, long in seconds]
+    known = min(more) > 0
+    return {
+        "decode_tokens_per_s": spread([batch * output / s for s in more], 1) if known else None,
+        "decode_step_ms": spread([1e3 * s / output for s in more], 3) if known else None,
+    }
