@@ -9,6 +9,7 @@ from jax import Array
 from levanter_infer.axes import HEAD_SIZE, KV_HEADS, KV_PAIR, LAYERS, PAGE, PAGE_OFFSET, TOKEN
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.named import full, replace
+from levanter_infer.kernels.cpu import place_tokens
 from levanter_infer.kernels.kv_write_tpu import write_kv
 from levanter_infer.kernels.tpu_pool import LANES, TpuPool
 
@@ -104,6 +105,33 @@ class KvPages(eqx.Module):
         flat = pair.reshape(pair.shape[0], 2 * pair.shape[1], pair.shape[3])
         pages = self.pages.array.at[layer, page, offset].set(self._encode(flat), mode="drop")
         return replace(self, pages=pages)
+
+    def place(
+        self,
+        layer: Array,
+        batch: PageBatchInfo,
+        q: Array,
+        k: NamedArray,
+        v: NamedArray,
+        rope: tuple[NamedArray, NamedArray],
+        norms: tuple[tuple[Array, float], ...] | None,
+    ) -> tuple[Array, "KvPages"]:
+        """As `write`, but norms and rotates first, in the C++ kernels.
+
+        Args:
+            q: f32[T, Hq, D], not yet rotated.
+            k, v: [token, kv_head, head_size], neither.
+            rope: cos, sin of each token.
+            norms: weight [layers, D] and eps of q's norm and of k's; None for no norms.
+        Returns: q as attention takes it, and the pool.
+        """
+        order, f32 = (TOKEN, KV_HEADS, HEAD_SIZE), jnp.float32
+        cos, sin = (side.rearrange((TOKEN, HEAD_SIZE)).array for side in rope)
+        keys, values = (side.rearrange(order).array.astype(f32) for side in (k, v))
+        dests = batch.new_token_dests.array
+        pool = self.pages.array
+        q, pages = place_tokens(q, keys, values, pool, layer=layer, dests=dests, cos=cos, sin=sin, norms=norms)
+        return q, replace(self, pages=pages)
 
     def copy_pages(self, source: Array, target: Array) -> "KvPages":
         """Copy whole pages, in all layers: `source[i]` to `target[i]`, i32[n]; pairs of none are ignored."""

@@ -26,7 +26,8 @@ def _library() -> ctypes.CDLL | None:
     spec = importlib.util.find_spec(_LIBRARY)
     if spec is None or spec.origin is None:
         return None
-    names = ("levanter_infer_linear", "levanter_infer_attention", "levanter_infer_logit_stats")
+    calls = ("linear", "place_tokens", "attention", "logit_stats")
+    names = [f"levanter_infer_{call}" for call in calls]
     try:
         library = ctypes.CDLL(spec.origin)
         library.levanter_infer_isa.restype = ctypes.c_char_p
@@ -165,6 +166,48 @@ def stacked_products(
             eps=np.float32(eps),
         )
     )
+
+
+def place_tokens(
+    q: Array,
+    k: Array,
+    v: Array,
+    pool: Array,
+    *,
+    layer: Array,
+    dests: Array,
+    cos: Array,
+    sin: Array,
+    norms: tuple[tuple[Array, float], ...] | None = None,
+    isa_name: str | None = None,
+) -> tuple[Array, Array]:
+    """Rotate queries and keys, and store keys and values, in one call and in place where the pool is donated.
+
+    Each token by itself, so that what it gives has the same bits in any company. XLA would go through the tokens of
+    such a write one by one, with half a dozen small calls for each.
+
+    Args:
+        q: f32[T, Hq, D]
+        k, v: f32[T, Hkv, D]
+        pool: [layers, P, page_size, 2 * Hkv, D] of f32, bf16, or u16 that hold the bits of bf16.
+        layer: i32[]
+        dests: i32[T], `page * page_size + page offset`; P * page_size or more for tokens that go nowhere.
+        cos, sin: f32[T, D / 2]
+        norms: weights [layers, D] and eps of the norms of q and k before the rotation, as `layers.norm.RMSNorm`.
+        isa_name: instruction set; by default the best one.
+    Returns: q, rotated, and the pool.
+    Raises: ValueError if the kernels were not built.
+    """
+    results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (q, pool)]
+    call = jax.ffi.ffi_call(
+        "levanter_infer_place_tokens", results, vmap_method="sequential", input_output_aliases={1: 1}
+    )
+    weights, (q_eps, k_eps) = ((), (0.0, 0.0)) if norms is None else zip(*norms, strict=True)
+    eps = {"q_eps": np.float32(q_eps), "k_eps": np.float32(k_eps)}
+    rotated, stored = call(
+        q, pool, k, v, cos, sin, dests, layer.astype(jnp.int32), *weights, isa=isa_name or isa(), **eps
+    )
+    return rotated, stored
 
 
 def cpu_attention(call: AttentionCall, *, isa_name: str | None = None) -> Array:

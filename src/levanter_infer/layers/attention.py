@@ -100,10 +100,13 @@ class Attention(eqx.Module):
             window: i32[], keys with q_pos - k_pos < window are seen; None for all.
         Returns: [token, embed] and the pool.
         """
-        q, k, v = self._project(x, norm, rope)
-        kv = kv.write(layer, batch, k, v)
+        q, k, v = apply(x, self.q_proj, self.k_proj, self.v_proj, norm=norm)
         order = (TOKEN, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE)
-        q = q.rearrange(order)
+        if spec.impl == "cpu":
+            q, kv = self._placed(q.rearrange(order), k, v, rope, kv, layer, batch)
+        else:
+            q, k = self._rotated(q, k, rope)
+            q, kv = q.rearrange(order), kv.write(layer, batch, k, v)
         num_tokens, head_dim = q.array.shape[0], q.array.shape[3]
         attended = kernels.ragged_paged_attention(
             q.array.reshape(num_tokens, -1, head_dim),
@@ -141,7 +144,8 @@ class Attention(eqx.Module):
             window: as in `paged`.
         Returns: [..., position, embed].
         """
-        q, k, v = self._project(x, norm, rope)
+        q, k, v = apply(x, self.q_proj, self.k_proj, self.v_proj, norm=norm)
+        q, k = self._rotated(q, k, rope)
         batch = tuple(axis.name for axis in x.axes[:-2])
         q = q.rearrange((*batch, POSITION, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE))
         k, v = (a.rearrange((*batch, POSITION, KV_HEADS, HEAD_SIZE)).array for a in (k, v))
@@ -162,11 +166,21 @@ class Attention(eqx.Module):
         attended = jnp.einsum("...hgqk,...khd->...qhgd", weights.astype(v.dtype), v, preferred_element_type=f32)
         return apply(NamedArray(attended.astype(x.dtype), q.axes), self.o_proj, residual=x)[0]
 
-    def _project(self, x: NamedArray, norm: RMSNorm, rope) -> tuple[NamedArray, NamedArray, NamedArray]:
-        q, k, v = apply(x, self.q_proj, self.k_proj, self.v_proj, norm=norm)
+    def _rotated(self, q: NamedArray, k: NamedArray, rope) -> tuple[NamedArray, NamedArray]:
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, *rope), rotate(k, *rope), v
+        return rotate(q, *rope), rotate(k, *rope)
+
+    def _placed(
+        self, q: NamedArray, k: NamedArray, v: NamedArray, rope, kv: KvPages, layer: Array, batch: PageBatchInfo
+    ) -> tuple[NamedArray, KvPages]:
+        """As `_rotated` and `KvPages.write`, for C++. q: [token, kv_head, q_heads_per_group, head_size]."""
+        heads = q.array.reshape(q.array.shape[0], -1, q.array.shape[3]).astype(jnp.float32)
+        norms = None
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = tuple((norm.weight.array, norm.eps) for norm in (self.q_norm, self.k_norm))
+        placed, kv = kv.place(layer, batch, heads, k, v, rope, norms)
+        return NamedArray(placed.reshape(q.array.shape), q.axes), kv
 
 
 def _indices(scores: Array) -> tuple[Array, Array, Array]:

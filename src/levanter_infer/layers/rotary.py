@@ -68,7 +68,7 @@ def rotary_tables(
     """
     inv_freq, scaling = frequencies(config, head_dim, rope_len)
     inv_freq = hax.named(jnp.asarray(inv_freq), HEAD_SIZE)
-    angles = hax.broadcast_axis(positions.astype(jnp.float32), inv_freq.axes) * inv_freq
+    angles = (hax.broadcast_axis(positions.astype(jnp.float32), inv_freq.axes) * inv_freq).rearrange((..., HEAD_SIZE))
     return hax.cos(angles) * jnp.float32(scaling), hax.sin(angles) * jnp.float32(scaling)
 
 

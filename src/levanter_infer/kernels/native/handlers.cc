@@ -1,5 +1,5 @@
-// XLA custom calls for CPUs: products with 16-bit or 32-bit weights, attention over pages, and
-// what sampling needs of logits.
+// XLA custom calls for CPUs: products with 16-bit or 32-bit weights, the place of new tokens in the pool, attention
+// over pages, and what sampling needs of logits.
 //
 // What each computes is said in ../cpu.py. The kernels are compiled once per instruction set, from the same source.
 
@@ -45,9 +45,22 @@ struct AttentionArgs {
   const float *slopes, *sinks;   // [query_heads]; sinks of -inf: none
 };
 
+struct PlaceArgs {
+  const float* q;      // [tokens, query_heads, head_dim]
+  float* out;          // as q
+  const float *k, *v;  // [tokens, kv_heads, head_dim]
+  const float *cos, *sin;        // [tokens, head_dim / 2]
+  const float *q_norm, *k_norm;  // [head_dim]; null: none
+  float q_eps, k_eps;
+  void* pool;            // [layers, num_places, 2 * kv_heads, head_dim]
+  const int32_t* dests;  // [tokens]: places in a layer
+  int64_t layer, query_heads, kv_heads, head_dim, num_places;
+};
+
 constexpr int64_t MANY_ROWS = 48;     // from here on 16-bit weights are widened once for all rows
 constexpr int64_t PREFETCHED = 2048;  // how far ahead, in bytes, weights are asked for
 constexpr int64_t PREPARED_ROWS = 4;
+constexpr int64_t PLACED_TOKENS = 8;  // of one piece of work
 constexpr int64_t PIECES = 8, MAX_PANELS = 8;  // pieces of work per thread that are enough; panels of one piece
 constexpr int KEYS = 32;             // positions of one turn of the streaming softmax
 constexpr int64_t QUERIES = 8;  // of one piece of work
@@ -77,6 +90,8 @@ struct Kernels {
                      int64_t head_end, float* scratch);
   void (*attend_bf16)(const AttentionArgs&, int64_t row, int64_t first, int64_t count, int64_t head_begin,
                       int64_t head_end, float* scratch);
+  void (*place_f32)(const PlaceArgs&, int64_t token, float* scratch);
+  void (*place_bf16)(const PlaceArgs&, int64_t token, float* scratch);
   void (*row_stats)(const float* logits, int64_t size, float* peak, float* total, int32_t* best);
 };
 
@@ -282,6 +297,60 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
   return ffi::Error::Success();
 }
 
+// A norm's weights of one layer as floats; empty if there is no such layer, or they are not `size`.
+std::vector<float> norm_of(const ffi::ErrorOr<ffi::AnyBuffer>& weight, int64_t layer, int64_t size) {
+  std::vector<float> norm;
+  if (!weight.has_value()) return norm;
+  const auto shape = weight->dimensions();
+  if (shape.size() != 2 || shape[1] != size || layer < 0 || layer >= shape[0]) return norm;
+  norm.resize(size);
+  for (int64_t i = 0; i < size; ++i) norm[i] = float_at(*weight, layer * size + i);
+  return norm;
+}
+
+// Arguments: q f32[tokens, query_heads, head_dim]; the pool, whose place the second result takes; k, v
+// f32[tokens, kv_heads, head_dim]; cos, sin f32[tokens, head_dim / 2]; dests i32[tokens]; layer i32[]; then, where the
+// attribute says so, the weights [layers, head_dim] of the norms of q and of k. Results: q, and the pool.
+ffi::Error place_tokens(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer pool, ffi::Buffer<ffi::F32> k,
+                        ffi::Buffer<ffi::F32> v, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
+                        ffi::Buffer<ffi::S32> dests, ffi::Buffer<ffi::S32> layer, ffi::RemainingArgs norms,
+                        ffi::ResultBuffer<ffi::F32> turned, ffi::Result<ffi::AnyBuffer> stored, float q_eps, float k_eps,
+                        std::string_view isa) {
+  const auto shape = pool.dimensions(), queries = q.dimensions(), keys = k.dimensions(), angles = cos.dimensions();
+  if (shape.size() != 5 || queries.size() != 3 || keys.size() != 3 || angles.size() != 2 || dests.dimensions().size() != 1)
+    return invalid("place_tokens: shapes do not fit");
+  const int64_t tokens = queries[0], size = queries[2];
+  if (keys[0] != tokens || keys[2] != size || 2 * keys[1] != shape[3] || shape[4] != size || angles[0] != tokens ||
+      2 * angles[1] != size || dests.dimensions()[0] != tokens || !same_shape(keys, v.dimensions()) ||
+      !same_shape(angles, sin.dimensions()))
+    return invalid("place_tokens: shapes do not fit");
+  const bool bf16 = is_bf16(pool);
+  if (!bf16 && pool.element_type() != ffi::DataType::F32) return invalid("place_tokens: the pool is neither bf16 nor f32");
+  if (pool.untyped_data() != stored->untyped_data())
+    return invalid("place_tokens: the stored pool is not in the place of the pool");
+  const int64_t index = *layer.typed_data();
+  if (index < 0 || index >= shape[0]) return invalid("place_tokens: there is no such layer");
+  std::vector<float> norm[2];
+  for (size_t i = 0; i < norms.size(); ++i) {
+    norm[i] = norm_of(norms.get<ffi::AnyBuffer>(i), index, size);
+    if (norms.size() != 2 || norm[i].empty()) return invalid("place_tokens: the norms do not fit");
+  }
+  const PlaceArgs args{
+      q.typed_data(), turned->typed_data(), k.typed_data(), v.typed_data(), cos.typed_data(), sin.typed_data(),
+      norm[0].empty() ? nullptr : norm[0].data(), norm[1].empty() ? nullptr : norm[1].data(), q_eps, k_eps,
+      stored->untyped_data(), dests.typed_data(), index, queries[1], keys[1], size, shape[1] * shape[2],
+  };
+  const Kernels& kernels = kernels_for(isa);
+  Workers::shared().run(threads.num_threads(), (tokens + PLACED_TOKENS - 1) / PLACED_TOKENS, [&](int64_t piece) {
+    static thread_local std::vector<float> scratch;
+    if (static_cast<int64_t>(scratch.size()) < size) scratch.resize(size);
+    const int64_t last = std::min(tokens, (piece + 1) * PLACED_TOKENS);
+    for (int64_t token = piece * PLACED_TOKENS; token < last; ++token)
+      (bf16 ? kernels.place_bf16 : kernels.place_f32)(args, token, scratch.data());
+  });
+  return ffi::Error::Success();
+}
+
 // As `ragged_paged_attention`; q and the result in f32.
 ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer pool,
                      ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> page_indices, ffi::Buffer<ffi::S32> seq_lens,
@@ -400,6 +469,24 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_linear, levanter_infer::linear,
                                   .Attr<bool>("has_gate")
                                   .Attr<bool>("has_residual")
                                   .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_place_tokens, levanter_infer::place_tokens,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("q_eps")
+                                  .Attr<float>("k_eps")
+                                  .Attr<std::string_view>("isa"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_attention, levanter_infer::attention,
                               ffi::Ffi::Bind()
