@@ -243,3 +243,17 @@ def test_doctor_compares_two_files(command, tmp_path):
     one.write_text(json.dumps({**rows[0], "logprobs": None}))
     status, _, err = command(doctor, "--diff", str(one), str(other), engine_too=False)
     assert status == 2 and "one.jsonl:1 has no logprobs" in err
+    for changes, message in (
+        ({"token_ids": None}, "1 is no row"),
+        ({"token_ids": [4]}, "3 logprobs of 1 tokens"),
+        ({"top_logprobs": [1, 2, 3]}, "1 is no row"),
+        ({"id": ["a list"]}, "1 is no row"),
+    ):
+        one.write_text(json.dumps({**rows[0], **changes}))
+        status, _, err = command(doctor, "--diff", str(one), str(other), engine_too=False)
+        assert status == 2 and message in err
+    one.write_text(json.dumps({name: value for name, value in rows[0].items() if name != "id"}))
+    status, _, err = command(doctor, "--diff", str(one), str(other), engine_too=False)
+    assert status == 2 and "one.jsonl:1 has no id" in err
+    status, _, err = command(doctor, "--diff", str(other), str(other), "--page-size", "0", engine_too=False)
+    assert status == 2 and "--page-size 0: expected a whole number of at least 1" in err

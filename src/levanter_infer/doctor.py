@@ -35,6 +35,8 @@ from levanter_infer.rows import read_rows
 _TOP = 20
 """Likeliest tokens whose log probabilities are compared where two engines choose differently."""
 
+_REMEDY = "sample again with --sampling.logprobs 5"
+
 USAGE = """\
 usage: python -m levanter_infer.doctor --config FILE [--against.KEY VALUE ...] [--max-delta X] [--KEY VALUE ...]
        python -m levanter_infer.doctor --diff ONE.jsonl OTHER.jsonl [--page-size N] [--max-delta X]
@@ -67,6 +69,8 @@ def _command(argv: Sequence[str]) -> int:
     files, argv = _files(argv)
     rest, own = split_options(argv, lambda key: key in ("max-delta", "page-size") or key.startswith("against."))
     max_delta, page_size = read_number("max-delta", own), read_number("page-size", own)
+    if page_size is not None and (page_size < 1 or page_size % 1):
+        raise ValueError(f"--page-size {page_size:g}: expected a whole number of at least 1")
     changes = [(key.removeprefix("against."), value) for key, value in own if key.startswith("against.")]
     if files is not None:
         if rest or changes:
@@ -223,23 +227,30 @@ def _read(name: str) -> dict[tuple[str, int], Path]:
                 continue
             try:
                 row = json.loads(line)
-                if row.get("error") is not None:
-                    continue
-                tokens, logprobs = row["token_ids"], row["logprobs"]
-            except (ValueError, KeyError, AttributeError) as e:
-                raise ValueError(f"{name}:{number} is no row of levanter_infer.sample: {brief(str(e))}") from e
-            if logprobs is None or len(logprobs) != len(tokens):
-                raise ValueError(f"{name}:{number} has no logprobs; sample again with --sampling.logprobs 5")
-            tops = row.get("top_logprobs")
-            tops = None if tops is None else [{int(t): _number(v) for t, v in top.items()} for top in tops]
-            values = [_number(value) for value in logprobs]
-            paths[row["id"], row["index"]] = Path(row["prompt_token_ids"], tokens, values, tops)
+                if row.get("error") is None:
+                    paths[row["id"], row["index"]] = _path(row)
+            except KeyError as e:
+                raise ValueError(f"{name}:{number} has no {e.args[0]}; {_REMEDY}") from e
+            except (ValueError, TypeError, AttributeError) as e:
+                raise ValueError(f"{name}:{number} is no row to compare: {brief(str(e))}; {_REMEDY}") from e
     return paths
+
+
+def _path(row: dict[str, Any]) -> Path:
+    """Raises: KeyError, ValueError, TypeError or AttributeError for what `sample` does not write."""
+    prompt, tokens, logprobs = (row[name] for name in ("prompt_token_ids", "token_ids", "logprobs"))
+    if logprobs is None:
+        raise KeyError("logprobs")
+    if len(logprobs) != len(tokens):
+        raise ValueError(f"{len(logprobs)} logprobs of {len(tokens)} tokens")
+    tops = row.get("top_logprobs")
+    tops = None if tops is None else [{int(t): _number(v) for t, v in top.items()} for top in tops]
+    return Path(list(prompt), list(tokens), [_number(value) for value in logprobs], tops)
 
 
 def _number(value: float | None) -> float:
     """JSON has no infinities: a row holds null for them."""
-    return float("-inf") if value is None else value
+    return float("-inf") if value is None else float(value)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,19 @@
 """Pages that move to the host's memory and back: results, reference counts, and nothing left behind."""
 
 import dataclasses
+import time
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from levanter_infer.cache.named import replace
+from levanter_infer.decode.host_tier import readmit
 from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.decode.sequence_table import SPILLED, pages_for
+from levanter_infer.decode.state import DecodeState
 from levanter_infer.engine.config import EngineConfig, resolve_shapes
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.host_tier import HostTier, _Tables
@@ -198,6 +203,22 @@ def test_cancelled_sequences_leave_nothing_with_the_host(engine):
     assert bits(completions(other)) == alone(engine, request(17))[0]
 
 
+def test_a_deadline_ends_who_is_in_the_memory_of_the_host_and_nobody_else(engine, monkeypatch):
+    """Also where it passes while nothing is under way, and nothing else has told the host of it."""
+    kept, late = request(24, prompt=30, max_tokens=34), request(25, prompt=20, max_tokens=40)
+    first = engine.submit(kept)
+    group = engine.submit(dataclasses.replace(late, timeout_s=1000))
+    while not engine.stats()["spilled_sequences"]:
+        engine.step_round(max_steps=1)
+    assert [member.sequence.group for member in engine._tier._records[0].members] == [group]
+    now = time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: now() + 2000)
+    assert group.sequences[0] in engine.step_round(max_steps=1)
+    assert group.sequences[0].finish_reason == "abort"
+    check_idle(engine)
+    assert bits(completions(first)) == alone(engine, kept)[0]
+
+
 def test_one_that_ended_meanwhile_does_not_come_back_with_its_group(engine):
     expected = alone(engine, request(18, prompt=13, n=3))[0]
     group = started(engine, request(18, prompt=13, n=3), 4)
@@ -259,6 +280,27 @@ def test_what_cannot_be_moved_is_said(engine, monkeypatch):
     with pytest.raises(ValueError, match=r"0 of 100 bytes are in use; .* raise engine\.host_bytes"):
         engine.spill_to_host(group.sequences[0])
     check_idle(engine)
+
+
+def test_beams_that_compute_themselves_again_share_their_prompt(engine):
+    """Without that a pool that holds a search might not hold it any more."""
+    state = DecodeState.init(dataclasses.replace(engine.shapes, max_beams=4))
+    num_slots = engine.shapes.num_slots
+    column, beams = np.arange(num_slots), np.isin(np.arange(num_slots), [1, 2, 3])
+    params = replace(
+        state.beams.params,
+        leaders=jnp.asarray(np.where(beams, 1, num_slots), jnp.int32),
+        places=jnp.asarray(np.where(beams, column - 1, 0), jnp.int32),
+        widths=jnp.asarray(3 * beams, jnp.int32),
+    )
+    status = jnp.asarray(np.where(beams, SPILLED, 0), jnp.int32)
+    state = dataclasses.replace(
+        state, beams=replace(state.beams, params=params), sequences=replace(state.sequences, status=status)
+    )
+    nothing = jnp.full(state.sequences.page_indices.array.shape, PAGES, jnp.int32)
+    computed = jnp.zeros(num_slots, jnp.int32)
+    state, _ = readmit(state, jnp.asarray(beams), nothing, computed, jnp.int32(0))
+    assert state.sequences.fork_source.array.tolist() == [num_slots, num_slots, 1, 1, *[num_slots] * (num_slots - 4)]
 
 
 def test_moving_pages_copies_no_pool(engine, optimized):

@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 
 from levanter_infer.axes import DATA, EMBED, HEAD_SIZE, KV_HEADS, LAYERS, MODEL, Q_HEADS_PER_GROUP, VOCAB
+from levanter_infer.engine.config import EngineConfig, resolve_shapes
 from levanter_infer.engine.engine import InferenceEngine
+from levanter_infer.engine.intake import Intake
 from levanter_infer.engine.mesh import MeshConfig, make_mesh
 from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import Request
 from levanter_infer.engine.routing import expected_tokens, route
 from levanter_infer.engine.sequence import Group, Sequence
 from levanter_infer.engine.sharded import ShardSteps
@@ -146,6 +149,18 @@ def group(length: int, generated: int, *, beginning: int = 0, n: int = 1) -> Gro
     made = Group(str(length), None, ids, SamplingParams(n=n), seed=0, max_len=length + generated)
     made.sequences = [Sequence(group=made, index=i) for i in range(n)]
     return made
+
+
+def test_what_several_shards_do_not_do_is_refused_with_its_request_alone():
+    config = EngineConfig(max_seqs=2, max_seq_len=96)
+    intake = Intake(resolve_shapes(config, tiny_model(), 0), config, None, 0, num_shards=2)
+    assert intake.group(Request(prompt_token_ids=[1]), "0").prompt_token_ids == [1]
+    for name, sampling in (
+        ("prompt_logprobs", SamplingParams(prompt_logprobs=0)),
+        ("num_beams", SamplingParams(num_beams=2)),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: not with mesh.data=2; set mesh.data to 1"):
+            intake.group(Request(prompt_token_ids=[1], sampling=sampling), "1")
 
 
 def test_requests_that_begin_alike_go_to_one_shard_and_shards_get_equal_work():

@@ -8,7 +8,7 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from tests.tiny_models import tiny_model
+from tests.tiny_models import tiny_model, uncached_greedy
 
 REQUEST = Request(prompt_token_ids=[5, 6, 7, 8, 9], sampling=SamplingParams(max_tokens=6, temperature=0.0))
 
@@ -74,3 +74,27 @@ def test_zero_cache_while_requests_run_is_refused(engine):
         engine.zero_cache()
     engine.drain()
     engine.zero_cache()
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "resampled", "forked"])
+def test_what_a_reset_has_ended_does_not_harm_who_got_its_slots(engine, ends):
+    engine.reset()
+    old = engine.submit(Request(prompt_token_ids=[1] * 3, sampling=SamplingParams(max_tokens=20, n=2)))
+    while not all(sample.token_ids for sample in old.sequences):
+        engine.step_round(max_steps=1)
+    engine.reset()
+    sampling = SamplingParams(max_tokens=20, n=2, temperature=0.0)
+    new = engine.submit(Request(prompt_token_ids=[4, 5, 6], sampling=sampling))
+    while not all(sample.token_ids for sample in new.sequences):
+        engine.step_round(max_steps=1)
+    if ends == "cancelled":
+        engine.cancel(old)
+    elif ends == "resampled":
+        engine.resample(old, [1, 0])
+    else:
+        assert [sample.finish_reason for sample in engine.fork(old, 0, 2)] == ["abort"] * 2
+    engine.drain()
+    alone = uncached_greedy(tiny_model(), [4, 5, 6], 20)
+    assert [(s.finish_reason, s.token_ids) for s in new.sequences] == [("length", alone)] * 2
+    check_invariants(engine.state.decode)
+    assert engine.stats()["pages_free"] == 16

@@ -200,6 +200,12 @@ def test_cancelled_and_forgotten_requests_wait_for_no_scores(engine):
         engine.step_round()
     engine.reset()
     assert group.is_done and group.sequences[0].finish_reason == "abort"
+    stopped = engine.submit(request(text(5), max_tokens=20))
+    while not stopped.sequences[0].token_ids:
+        engine.step_round(max_steps=1)
+    stopped.sequences[0].finish("stop")  # as at a stop string, while its slot has yet to be given back
+    engine.reset()
+    assert stopped.is_done
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,9 @@ def readmit(
     page_table, pages = page_table.allocate(count, none)
     own = jnp.where(slots[:, None], pages.at[places].get(mode="fill", fill_value=none), none)
     counts = page_table.share(own).ref_counts.array.at[pages].add(-1, mode="drop")
+    if state.beams is not None:  # a search is admitted if its beams fit that share their prompt
+        anew = slots & (computed == 0)
+        table = replace(table, fork_source=state.beams.sharing_again(table.fork_source.array, anew))
     table = replace(
         table,
         page_indices=jnp.where(slots[:, None], own, table.page_indices.array),

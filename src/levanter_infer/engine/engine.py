@@ -130,7 +130,7 @@ class InferenceEngine(Forks, Versions):
         self._warm = False
         self._pace = Pace(self.config.max_round_steps, self.config.max_round_seconds)
         self._last_end = 0.0
-        self._intake = Intake(self.shapes, self.config, tokenizer, seed)
+        self._intake = Intake(self.shapes, self.config, tokenizer, seed, self.backend.num_shards)
         self._start_over()
         logger.info("engine: %s", self.describe())
 

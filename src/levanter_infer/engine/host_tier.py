@@ -153,8 +153,9 @@ class HostTier:
         return {"host": host_terms(yields=yields, return_pages=first.return_pages() if first is not None else 0)}
 
     def _first(self) -> _Record | None:
-        """The one that comes back next."""
-        return min((record for record in self._records if not record.stays), key=_Record.order, default=None)
+        """The one that comes back next. Deadlines may have ended others since the last round was read."""
+        returning = (record for record in self._records if not record.stays and record.remaining())
+        return min(returning, key=_Record.order, default=None)
 
     def forget_finished(self) -> None:
         """Give back the memory of those that were cancelled."""

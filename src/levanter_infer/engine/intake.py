@@ -13,6 +13,7 @@ from levanter_infer.engine.params import SamplingParams, brief, check_limits, de
 from levanter_infer.engine.request import Request
 from levanter_infer.engine.sequence import Group
 from levanter_infer.engine.sequence import Sequence as HostSequence
+from levanter_infer.engine.sharded import need_one_shard
 from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
 
 _MAX_SALT = 256
@@ -25,10 +26,12 @@ class Intake:
     Args:
         tokenizer: None: prompts are token ids, and there is no text.
         seed: from which, with its id, a request without a seed derives its own.
+        num_shards: data shards of the engine.
     """
 
-    def __init__(self, shapes: Shapes, config: EngineConfig, tokenizer, seed: int):
+    def __init__(self, shapes: Shapes, config: EngineConfig, tokenizer, seed: int, num_shards: int = 1):
         self._shapes, self._config, self._tokenizer, self._seed = shapes, config, tokenizer, seed
+        self._num_shards = num_shards
         self._roots: dict[tuple[int, str | None], int] = {}
         self.version = 0
         """Of the weights: what they have computed is shared under this version only."""
@@ -56,6 +59,10 @@ class Intake:
             max_logit_bias=self._config.max_logit_bias,
             max_stop_sequences=self._config.max_stop_sequences,
         )
+        if params.prompt_logprobs is not None:
+            need_one_shard(self._num_shards, "prompt_logprobs")
+        if params.num_beams > 1:
+            need_one_shard(self._num_shards, "num_beams")
         if params.stop and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer and this engine has none; use stop_token_ids")
         if params.num_sequences > shapes.num_slots:
@@ -108,7 +115,7 @@ class Intake:
         elif self._tokenizer is None:
             raise ValueError(f"{given[0]} needs a tokenizer and this engine has none; give prompt_token_ids")
         elif request.messages is not None:
-            text = self._tokenizer.apply_chat_template(list(request.messages), add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(request.messages, add_generation_prompt=True)
             ids = self._tokenizer.encode(text, add_special_tokens=False)
         else:
             ids = self._tokenizer.encode(request.prompt)

@@ -78,10 +78,13 @@ class SlotManager:
         return ended
 
     def abandon(self) -> None:
-        """End everything that has not finished; the device has forgotten it."""
+        """End everything that has not finished; the device has forgotten it, and its slots will be others'."""
         waiting = [sequence for group in self._pending.groups() for sequence in group.sequences]
         for sequence in [*self._occupants.values(), *waiting]:
             sequence.finish("abort")
+            sequence.slot = None
+            if sequence.index == 0 and sequence.group.awaits_scores:
+                sequence.finish_reason = "abort"  # it had ended, and its scores will never come
 
     def cancel_slot(self, sequence: Sequence) -> None:
         """Stop computing a sequence whose result is known already."""
