@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.config import EngineConfig, kv_dtype
+from levanter_infer.engine.sharded import need_one_shard
 from levanter_infer.kernels import cpu, linear_gpu, rpa_gpu, rpa_tpu
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.layers.layout import Layout
@@ -130,6 +131,15 @@ class Backend:
         """Engines side by side, along `data`."""
         return 1 if self.layout is None else self.layout.num_shards
 
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether the mesh has devices of several processes."""
+        return self.layout is not None and self.layout.spans_hosts
+
+    def need_one_shard(self, what: str) -> None:
+        """Raises: ValueError where `what` is asked of several data shards, or of several processes."""
+        need_one_shard(self.num_shards, what, spans_hosts=self.spans_hosts)
+
     def put(self, tree):
         """Arrays of the host on the device, or on all devices of the mesh."""
         return jax.device_put(tree) if self.layout is None else self.layout.place(tree)
@@ -148,7 +158,7 @@ class Backend:
         """Key and value heads that a page takes room for in the memory of one device. The devices of a CPU share it."""
         if self.layout is None:
             return num_kv_heads
-        return self.layout.kv_heads * (self.layout.mesh.size if self.on_cpu else 1)
+        return self.layout.kv_heads * (len(self.layout.mesh.local_devices) if self.on_cpu else 1)
 
     def adapt(self, shapes: Shapes) -> Shapes:
         """The sizes as the device runs them fastest."""

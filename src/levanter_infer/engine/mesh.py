@@ -38,10 +38,11 @@ class MeshConfig:
         return self.data * self.model
 
 
-def make_mesh(config: "MeshConfig | Mesh | None") -> "Mesh | None":
-    """The mesh over this process's view of the devices, the first ones; None for a single device.
+def make_mesh(config: "MeshConfig | Mesh | None", *, local: bool = False) -> "Mesh | None":
+    """The mesh over the first devices; None for a single device of this process.
 
     Args:
+        local: of this process only; else of all that do the job together, each of which must have some.
         config: sizes, or a mesh with the axes `data` and `model`, either of which may be missing; others have size 1.
     Raises: ValueError if there are fewer devices, or the mesh has other axes.
     """
@@ -58,13 +59,20 @@ def make_mesh(config: "MeshConfig | Mesh | None") -> "Mesh | None":
         if others:
             raise ValueError(f"mesh: got the axis {others[0]!r}; expected {DATA!r} and {MODEL!r}, or others of size 1")
         return None if config.size == 1 else config
-    if config.num_devices == 1:
+    devices = jax.local_devices() if local else jax.devices()
+    processes = {device.process_index for device in devices}
+    if config.num_devices == 1 and len(processes) == 1:
         return None
-    devices = jax.devices()
     if config.num_devices > len(devices):
         raise ValueError(
             f"mesh: data={config.data} times model={config.model} is {config.num_devices} devices, and there are "
             f"{len(devices)} ({devices[0].platform}); lower one of them"
+        )
+    left_out = processes - {device.process_index for device in devices[: config.num_devices]}
+    if left_out:
+        raise ValueError(
+            f"mesh: data={config.data} times model={config.model} leaves the devices of process {min(left_out)} out; "
+            f"there are {len(devices)}, and a mesh over several processes has devices of each"
         )
     grid = mesh_utils.create_device_mesh((config.data, config.model), devices=devices[: config.num_devices])
     return Mesh(grid, (DATA, MODEL))
