@@ -76,6 +76,10 @@ class KvPages(eqx.Module):
         return KvPages(pages=full(axes, 0, stored), dtype=dtype)
 
     @property
+    def num_layers(self) -> int:
+        return self.pages.axis_size(LAYERS)
+
+    @property
     def num_pages(self) -> int:
         return self.pages.axis_size(PAGE)
 
@@ -135,7 +139,12 @@ class KvPages(eqx.Module):
 
     def copy_pages(self, source: Array, target: Array) -> "KvPages":
         """Copy whole pages, in all layers: `source[i]` to `target[i]`, i32[n]; pairs of none are ignored."""
-        return self.put(target, self.take(source))
+
+        def copy_layer(layer, pages):
+            return pages.at[layer, target].set(pages.at[layer, source].get(mode="clip"), mode="drop")
+
+        # All layers at once would need room for everything that is copied.
+        return replace(self, pages=jax.lax.fori_loop(0, self.num_layers, copy_layer, self.pages.array))
 
     def take(self, pages: Array) -> Array:
         """Contents of `pages`, i32[n], in all layers: `[layers, n, …]` as stored. Anything where a page is none."""
