@@ -5,11 +5,13 @@
     heads=(query heads, kv heads, head size) of one chip, page=tokens of a page, seqs=sequences, context=tokens of each,
     tokens=query tokens of the step, kv_dtype=, window=, pool_pages=pages of the pool (default: as many as the page
     tables can name, at most 2 GiB worth; the tables keep their full shape), impl=attention implementation, and
-    tiles=what that implementation takes as tiles (default: it chooses).
+    tiles=`kernels.tiling.Tiles`, or what differs from those of the table, such as
+    dict(decode=dict(pages=8), chunk=dict(queries=128)) (default: those of the table).
 
 A pool has LAYERS layers, of which a call reads one.
 """
 
+import dataclasses
 import functools
 import math
 import sys
@@ -26,6 +28,8 @@ from levanter_infer.engine.config import EngineConfig, resolve_shapes  # noqa: E
 from levanter_infer.engine.mesh import make_mesh  # noqa: E402
 from levanter_infer.engine.slots import empty_admission  # noqa: E402
 from levanter_infer.kernels import TPU_POOL, ragged_paged_attention  # noqa: E402
+from levanter_infer.kernels.tile_table import choose  # noqa: E402
+from levanter_infer.kernels.tiling import Tiles, TileShape, generation  # noqa: E402
 from levanter_infer.kernels.tpu_pool import TpuPool  # noqa: E402
 from levanter_infer.layers.attention import AttentionSpec  # noqa: E402
 from levanter_infer.layers.layout import Layout  # noqa: E402
@@ -71,10 +75,10 @@ def _call(
     num_q_heads, num_kv_heads, head_dim = heads
     kv_dtype = jnp.dtype(kv_dtype)
     seq_pages = -(-context // page)
-    pool_shape = functools.partial(_pool_shape, impl, num_kv_heads, head_dim, page)
+    pool_shape = functools.partial(_pool_shape, impl, num_kv_heads, head_dim, page, kv_dtype)
     page_bytes = math.prod(pool_shape(1)) * kv_dtype.itemsize
     pool_pages = pool_pages or max(1, min(seqs * seq_pages, MAX_POOL_BYTES // page_bytes))
-    options = {"sliding_window": window, "impl": impl, "tiles": tiles, "kv_heads": num_kv_heads}
+    options = {"sliding_window": window, "impl": impl, "kv_heads": num_kv_heads}
 
     def call(q, kv_pages, layer, page_indices, seq_lens, cu_q_lens, num_seqs):
         return ragged_paged_attention(
@@ -86,6 +90,7 @@ def _call(
             cu_q_lens=cu_q_lens,
             num_seqs=num_seqs,
             scale=head_dim**-0.5,
+            tiles=_tiles(tiles, heads, page, kv_dtype),
             **options,
         )
 
@@ -102,11 +107,25 @@ def _call(
     return call, arguments
 
 
-def _pool_shape(impl: str, num_kv_heads: int, head_dim: int, page: int, num_pages: int) -> tuple[int, ...]:
+def _tiles(changes, heads, page: int, kv_dtype) -> Tiles | None:
+    """Those of the table with `changes`, a mapping; what is given, if it is none. While tracing: they depend on the
+    device."""
+    if not isinstance(changes, dict):
+        return changes
+    num_q_heads, num_kv_heads, head_dim = heads
+    shape = TileShape(generation(), num_kv_heads, head_dim, num_q_heads // num_kv_heads, page, kv_dtype.name)
+    tiles = choose(shape)
+    return dataclasses.replace(
+        tiles, **{path: dataclasses.replace(getattr(tiles, path), **sizes) for path, sizes in changes.items()}
+    )
+
+
+def _pool_shape(impl: str, num_kv_heads: int, head_dim: int, page: int, kv_dtype, num_pages: int) -> tuple[int, ...]:
+    scaled = kv_dtype == jnp.int8
     if impl in TPU_POOL:
-        pool = TpuPool(num_kv_heads, head_dim)
+        pool = TpuPool(num_kv_heads, head_dim, scaled)
         return pool.shape(num_layers=LAYERS, num_pages=num_pages, page_size=page)
-    return LAYERS, num_pages, page, 2 * num_kv_heads, head_dim
+    return LAYERS, num_pages, page, 2 * num_kv_heads, head_dim + scaled
 
 
 def program(
@@ -131,9 +150,8 @@ def program(
         heads: instead of the model's, of the whole model.
         tokens: of a step with prompts, at most.
         window: of all layers.
+        tiles: `kernels.tiling.Tiles`; None for those of the table.
     """
-    if tiles is not None:
-        raise ValueError("tiles: the round's attention chooses its own; use the builders of one call")
     sizes = MODELS[model]
     if heads is not None:
         names = ("num_attention_heads", "num_key_value_heads", "head_dim")
@@ -156,7 +174,7 @@ def program(
         kv_dtype=kv_dtype,
     )
     shapes = resolve_shapes(engine_config, types, 1)
-    attention = AttentionSpec(impl=impl, max_seq_len=context)
+    attention = AttentionSpec(impl=impl, max_seq_len=context, tiles=tiles)
     programs = Programs(types, shapes, attention, kv_dtype=jnp.dtype(kv_dtype), as_bits=False, layout=layout)
     admission = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, empty_admission(shapes)))
     if layout is not None:

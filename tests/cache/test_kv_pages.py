@@ -7,6 +7,7 @@ import pytest
 from levanter_infer.axes import HEAD_SIZE, KV_HEADS, ROW, ROW_BOUND, SEQ_PAGE, TOKEN
 from levanter_infer.cache import KvPages, PageBatchInfo
 from levanter_infer.cache.named import scalar
+from levanter_infer.kernels.rules import decode_bits
 from tests.hlo import pool_copies
 
 SHAPE = dict(num_layers=2, num_pages=10, page_size=4, num_kv_heads=2, head_size=8)
@@ -53,13 +54,15 @@ def test_position_5_of_pages_2_7_is_written_to_page_7_offset_1(dtype):
     assert not after.any()
 
 
-def test_a_pool_for_tpus_holds_the_same_elsewhere():
+@pytest.mark.parametrize("dtype, slabs", [("bfloat16", 2), ("int8", 3)])
+def test_a_pool_for_tpus_holds_the_same_elsewhere(dtype, slabs):
     batch, (k, v) = batch_info([29, 40, 5, 6]), keys_and_values(np.random.default_rng(0), 4)
-    plain = KvPages.init(**SHAPE, dtype="bfloat16", as_bits=False).write(jnp.int32(1), batch, k, v)
-    kv = KvPages.init(**SHAPE, dtype="bfloat16", as_bits=False, for_tpu=True)
-    assert kv.tpu_pool is not None and kv.pages.array.shape == (2, 10, 2, 4, 128)
-    after = kv.write(jnp.int32(1), batch, k, v)
-    np.testing.assert_array_equal(kv.tpu_pool.unpack(after.pages.array.swapaxes(2, 3)), plain.pages.array)
+    plain = KvPages.init(**SHAPE, dtype=dtype, as_bits=False).write(jnp.int32(1), batch, k, v)
+    kv = KvPages.init(**SHAPE, dtype=dtype, as_bits=False, for_tpu=True)
+    assert kv.tpu_pool is not None and kv.pages.array.shape == (2, 10, slabs, 4, 128)
+    after = kv.tpu_pool.unpack(kv.write(jnp.int32(1), batch, k, v).pages.array.swapaxes(2, 3))
+    np.testing.assert_array_equal(after.astype(jnp.float32), decode_bits(plain.pages.array, plain.dtype))
+    assert np.abs(after[1, 7, 1, 0::2].astype(jnp.float32) - k.array[0]).max() < 0.02
     with pytest.raises(ValueError, match="as_bits: got True with for_tpu"):
         KvPages.init(**SHAPE, dtype="bfloat16", as_bits=True, for_tpu=True)
 

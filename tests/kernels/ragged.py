@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from levanter_infer.kernels import int8
 from levanter_infer.kernels.tpu_pool import TpuPool
 
 LAYERS, LAYER = 3, 1
@@ -63,24 +64,35 @@ def make_ragged(sizes: Sizes, rows: list[tuple[int, int]], seed: int = 0) -> Rag
     q_lens, seq_lens = tuple(q for q, _ in rows), tuple(n for _, n in rows)
     assert sum(q_lens) <= sizes.tokens and len(rows) <= sizes.rows
     num_pages = sizes.rows * sizes.max_pages + 3
-    pool = np.full((LAYERS, num_pages, sizes.page_size, 2 * sizes.kv_heads, sizes.head_dim), np.nan, np.float32)
+    is_int8 = sizes.dtype == "int8"
+    shape = LAYERS, num_pages, sizes.page_size, 2 * sizes.kv_heads, sizes.head_dim + is_int8
+    # The largest of integers and scales, where there is no NaN.
+    pool = np.full(shape, 127 if is_int8 else np.nan, np.float32)
     page_indices = np.full((sizes.rows, sizes.max_pages), num_pages, np.int32)
     free = iter(rng.permutation(num_pages))
 
     def rounded(*shape, dtype=sizes.dtype):
         return np.asarray(jnp.asarray(rng.standard_normal(shape), dtype).astype(jnp.float32))
 
+    def stored_and_read(*shape):
+        """Numbers as they are stored, in f32, and as they are read."""
+        if sizes.dtype != "int8":
+            return 2 * (rounded(*shape),)
+        integers, codes = int8.encode(jnp.asarray(rng.standard_normal(shape), jnp.float32))
+        return np.concatenate([integers, codes], axis=-1).astype(np.float32), np.asarray(int8.decode(integers, codes))
+
     queries, keys, values = [], [], []
     for row, (q_len, seq_len) in enumerate(rows):
         queries.append(rounded(q_len, sizes.q_heads, sizes.head_dim, dtype="float32"))
-        keys.append(rounded(seq_len, sizes.kv_heads, sizes.head_dim))
-        values.append(rounded(seq_len, sizes.kv_heads, sizes.head_dim))
+        sides = [stored_and_read(seq_len, sizes.kv_heads, sizes.head_dim) for _ in range(2)]
+        keys.append(sides[0][1])
+        values.append(sides[1][1])
         for page in range(-(-seq_len // sizes.page_size)):
             page_indices[row, page] = next(free)
         for position in range(seq_len):
             place = LAYER, page_indices[row, position // sizes.page_size], position % sizes.page_size
-            pool[(*place, slice(0, None, 2))] = keys[row][position]
-            pool[(*place, slice(1, None, 2))] = values[row][position]
+            for pair in (0, 1):
+                pool[(*place, slice(pair, None, 2))] = sides[pair][0][position]
     q = np.full((sizes.tokens, sizes.q_heads, sizes.head_dim), np.nan, np.float32)
     if rows:
         q[: sum(q_lens)] = np.concatenate(queries)
@@ -101,9 +113,9 @@ def make_ragged(sizes: Sizes, rows: list[tuple[int, int]], seed: int = 0) -> Rag
 def for_tpu(batch: Ragged) -> dict:
     """The batch's arrays with the pool as a TPU reads it."""
     sizes, pool = batch.sizes, batch.arrays["kv_pages"]
-    layout = TpuPool(sizes.kv_heads, sizes.head_dim)
-    tokens = pool.reshape(-1, sizes.kv_heads, 2, sizes.head_dim)
-    packed = layout.pack(tokens[:, :, 0], tokens[:, :, 1]).reshape(*pool.shape[:3], layout.slabs, 128)
+    layout = TpuPool(sizes.kv_heads, sizes.head_dim, scaled=sizes.dtype == "int8")
+    tokens = pool.reshape(-1, sizes.kv_heads, 2, pool.shape[-1])
+    packed = layout.place(tokens[:, :, 0], tokens[:, :, 1]).reshape(*pool.shape[:3], layout.slabs, 128)
     return {**batch.arrays, "kv_pages": packed.swapaxes(2, 3), "kv_heads": sizes.kv_heads}
 
 

@@ -1,6 +1,7 @@
 """The `tpu` implementation in Pallas' interpreter of TPUs: DMA races are looked for, and fresh memory holds NaN."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from levanter_infer.kernels import ragged_paged_attention
 from levanter_infer.kernels.kv_write_tpu import write_kv
 from levanter_infer.kernels.rpa_tpu_sizes import Tile, align_queries
-from levanter_infer.kernels.tiling import Tiles, propose
+from levanter_infer.kernels.tiling import Tiles, TileShape, candidates, propose
 from levanter_infer.kernels.tpu_pool import TpuPool
 from tests.kernels.ragged import Sizes, dense_attention, for_tpu, make_ragged
 
@@ -72,6 +73,8 @@ def test_a_mixed_batch_equals_dense():
         Sizes(17, 1, 32, 64, tokens=40, rows=4, max_pages=5, dtype="bfloat16"),
         Sizes(2, 2, 128, 256, tokens=40, rows=4, max_pages=2),
         Sizes(4, 4, 128, 16, tokens=40, rows=4, max_pages=20, dtype="float8_e4m3fn"),
+        Sizes(8, 4, 64, 32, tokens=40, rows=4, max_pages=10, dtype="int8"),
+        Sizes(6, 2, 128, 16, tokens=40, rows=4, max_pages=20, dtype="int8"),
     ],
     ids=lambda sizes: f"{sizes.q_heads}-{sizes.kv_heads}-{sizes.head_dim}-page{sizes.page_size}-{sizes.dtype}",
 )
@@ -154,12 +157,24 @@ def test_a_token_is_packed_and_unpacked():
 def test_proposed_tiles_leave_room_in_scoped_memory():
     for heads, dim in ((8, 128), (1, 128), (32, 128), (4, 256), (16, 256), (8, 64), (1, 64)):
         for page_size in (8, 16, 64, 256):
-            for itemsize in (1, 2, 4):
-                pool = TpuPool(heads, dim)
-                tile = propose(pool, page_size=page_size, q_per_kv=4, itemsize=itemsize, max_tokens=512, cores=1).decode
-                page_bytes = pool.slabs // tile.parts * page_size * 128 * itemsize
+            for dtype in ("int8", "bfloat16", "float32"):
+                shape = TileShape("v5e", heads, dim, 4, page_size, dtype)
+                tile, pool = propose(shape).decode, shape.pool
+                page_bytes = -(-shape.page_bytes // tile.parts)
                 assert tile.slots * tile.pages * page_bytes <= 12 << 20
                 assert tile.slots >= 2 and pool.groups % tile.parts == 0
+
+
+def test_candidates_need_less_and_less_and_end():
+    for heads, dim in ((8, 128), (3, 64), (1, 256)):
+        shape = TileShape("v4", heads, dim, 5, 16)
+        found = list(candidates(shape))
+        assert found[0] == propose(shape) and len(found) < 20
+        for larger, smaller in itertools.pairwise(found):
+            for a, b in ((larger.decode, smaller.decode), (larger.chunk, smaller.chunk)):
+                sizes = [tile.slots * tile.pages * (1 + tile.queries) / tile.parts for tile in (a, b)]
+                assert a == b or sizes[1] < sizes[0]
+        assert found[-1].decode.pages == found[-1].chunk.pages == 1 and found[-1].decode.slots == 2
 
 
 def test_what_the_pool_does_not_show_has_to_be_said():
@@ -176,14 +191,14 @@ def test_what_the_pool_does_not_show_has_to_be_said():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "dtype, page_size", [("float32", 16), ("bfloat16", 8), ("bfloat16", 64), ("float8_e4m3fn", 16)]
+    "dtype, page_size", [("float32", 16), ("bfloat16", 8), ("bfloat16", 64), ("float8_e4m3fn", 16), ("int8", 64)]
 )
 def test_new_tokens_are_written_where_they_go_and_nothing_else_changes(dtype, page_size):
     rng, pages, slabs, none = np.random.default_rng(0), 9, 4, 9 * page_size
-    pool = jnp.asarray(rng.standard_normal((2, pages, slabs, page_size, 128)), dtype)
+    pool = jnp.asarray(30 * rng.standard_normal((2, pages, slabs, page_size, 128)), dtype)
     chunks = [7 * page_size + i for i in range(page_size)] + [2 * page_size + i for i in range(page_size // 2)]
     dests = np.asarray([none, 3 * page_size + 5, *chunks, page_size - 1, none], np.int32)
-    new = jnp.asarray(rng.standard_normal((len(dests), slabs, 128)), dtype)
+    new = jnp.asarray(30 * rng.standard_normal((len(dests), slabs, 128)), dtype)
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
     write = jax.jit(functools.partial(write_kv, interpret=params))
     out = write(pool, jnp.int32(1), new, jnp.asarray(dests))

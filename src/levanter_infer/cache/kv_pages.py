@@ -9,6 +9,7 @@ from jax import Array
 from levanter_infer.axes import HEAD_SIZE, KV_HEADS, KV_PAIR, LAYERS, PAGE, PAGE_OFFSET, TOKEN
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.named import full, replace
+from levanter_infer.kernels import int8
 from levanter_infer.kernels.cpu import place_tokens
 from levanter_infer.kernels.kv_write_tpu import write_kv
 from levanter_infer.kernels.tpu_pool import LANES, TpuPool
@@ -22,8 +23,9 @@ class KvPages(eqx.Module):
     the 128 lanes of `kernels.tpu_pool`.
 
     The memory layout is decided in `init` and known to nobody else but the attention implementations, which receive
-    the pool whole, with a layer index. On a CPU the 16- and 8-bit floats are stored as integers of their width,
-    because XLA would otherwise convert the whole pool at every scatter (docs/decisions/0006).
+    the pool whole, with a layer index. Pages of int8 have the code of each head's scale behind its numbers
+    (`kernels.int8`), or in a slab of their own. On a CPU the 16- and 8-bit floats are stored as integers of their
+    width, because XLA would otherwise convert the whole pool at every scatter (docs/decisions/0006).
     """
 
     pages: NamedArray
@@ -56,7 +58,7 @@ class KvPages(eqx.Module):
                 raise ValueError(
                     "as_bits: got True with for_tpu, expected False; a TPU's pool holds the numbers themselves"
                 )
-            pool = TpuPool(num_kv_heads, head_size)
+            pool = TpuPool(num_kv_heads, head_size, scaled=dtype == jnp.int8)
             axes = (
                 (LAYERS, num_layers),
                 (PAGE, num_pages),
@@ -71,7 +73,7 @@ class KvPages(eqx.Module):
             (PAGE, num_pages),
             (PAGE_OFFSET, page_size),
             (KV_PAIR, 2 * num_kv_heads),
-            (HEAD_SIZE, head_size),
+            (HEAD_SIZE, head_size + (dtype == jnp.int8)),
         )
         return KvPages(pages=full(axes, 0, stored), dtype=dtype)
 
@@ -93,9 +95,10 @@ class KvPages(eqx.Module):
         order = (TOKEN, KV_HEADS, HEAD_SIZE)
         page, offset = batch.pages_and_offsets()
         if self.tpu_pool is not None:
-            sides = [side.rearrange(order).array.astype(self.dtype) for side in (k, v)]
+            sides = [side.rearrange(order).array for side in (k, v)]
             # Under a `shard_map` these are the heads of one shard, and `tpu_pool` speaks of all.
-            pool = TpuPool(k.axis_size(KV_HEADS), k.axis_size(HEAD_SIZE))
+            pool = TpuPool(k.axis_size(KV_HEADS), k.axis_size(HEAD_SIZE), self.tpu_pool.scaled)
+            sides = sides if pool.scaled else [side.astype(self.dtype) for side in sides]
             packed, dests = pool.pack(*sides), batch.new_token_dests.array
 
             def scatter(pages):
@@ -159,6 +162,8 @@ class KvPages(eqx.Module):
         return replace(self, pages=jnp.zeros_like(self.pages.array))
 
     def _encode(self, values: Array) -> Array:
+        if self.dtype == jnp.int8:
+            return jnp.concatenate(int8.encode(values), axis=-1)
         values = values.astype(self.dtype)
         stored = self.pages.array.dtype
         return values if stored == values.dtype else jax.lax.bitcast_convert_type(values, stored)

@@ -59,8 +59,9 @@ def ragged_paged_attention(
     Args:
         q: [T, Hq, D], already rotated; a floating dtype. Tokens from `cu_q_lens[num_seqs]` on are padding.
         kv_pages: [layers, P, page_size, 2 * Hkv, D], heads interleaved k0, v0, k1, v1, …; `kv_dtype`, or the unsigned
-            integer of its width that holds its bits. For `tpu`: [layers, P, slabs, page_size, 128] of `kv_dtype`, as
-            `tpu_pool` lays it out.
+            integer of its width that holds its bits; for int8 [..., D + 1], the code of each head's scale behind its
+            integers (`kernels.int8`). For `tpu`: [layers, P, slabs, page_size, 128] of `kv_dtype`, as `tpu_pool` lays
+            it out.
         layer: i32[], which layer of the pool; may be traced. The layer is never sliced out of the pool.
         page_indices: i32[R, max_pages]; none is P. Keys on a page of none are not seen.
         seq_lens: i32[R], stored tokens including this step's.
@@ -174,7 +175,7 @@ def _check_tpu_pool(q: Array, kv_pages: Array, kv_dtype: jnp.dtype, kv_heads: in
             f"kv_heads: got {kv_heads}, expected a number that divides the {q.shape[1]} query heads; this pool does "
             "not show it"
         )
-    pool = TpuPool(kv_heads, q.shape[2])
+    pool = TpuPool(kv_heads, q.shape[2], scaled=kv_dtype == jnp.int8)
     if kv_pages.ndim != 5 or kv_pages.shape[2] != pool.slabs or kv_pages.shape[4] != 128:
         raise ValueError(
             f"kv_pages: got shape {kv_pages.shape}, expected [layers, pages, {pool.slabs}, page_size, 128] for "
@@ -193,8 +194,9 @@ def _check_pool(q: Array, kv_pages: Array, kv_dtype: jnp.dtype, kv_heads: int | 
             "give the whole pool and `layer`, not one layer of it"
         )
     pairs, head_dim = kv_pages.shape[3:]
-    if head_dim != q.shape[2]:
-        raise ValueError(f"kv_pages: got head_dim {head_dim}, expected {q.shape[2]} as in q")
+    expected, of = (q.shape[2] + 1, " and one for the scale") if kv_dtype == jnp.int8 else (q.shape[2], "")
+    if head_dim != expected:
+        raise ValueError(f"kv_pages: got head_dim {head_dim}, expected {expected} as in q{of}")
     if pairs == 0 or pairs % 2 != 0 or q.shape[1] % (pairs // 2) != 0:
         raise ValueError(
             f"kv_pages: got {pairs} interleaved heads for {q.shape[1]} query heads, expected 2 * kv_heads, where "
@@ -202,8 +204,8 @@ def _check_pool(q: Array, kv_pages: Array, kv_dtype: jnp.dtype, kv_heads: int | 
         )
     if kv_heads is not None and pairs != 2 * kv_heads:
         raise ValueError(f"kv_heads: got {kv_heads}, expected {pairs // 2} as in kv_pages")
-    if not jnp.issubdtype(kv_dtype, jnp.floating):
-        raise ValueError(f"kv_dtype: got {kv_dtype}, expected the floating dtype that the stored bits mean")
+    if not jnp.issubdtype(kv_dtype, jnp.floating) and kv_dtype != jnp.int8:
+        raise ValueError(f"kv_dtype: got {kv_dtype}, expected int8 or the floating dtype that the stored bits mean")
     stored = kv_pages.dtype
     as_bits = jnp.issubdtype(stored, jnp.unsignedinteger) and stored.itemsize == kv_dtype.itemsize
     if stored != kv_dtype and not as_bits:

@@ -39,7 +39,8 @@ def write_kv(pages: Array, layer: Array, tokens: Array, dests: Array, *, interpr
     block = min(_TOKENS, tokens.shape[0])
     padding = -tokens.shape[0] % block
     # A row of 32 bits can be read by itself.
-    tokens = jnp.pad(tokens.astype(jnp.float32), ((0, padding), (0, 0), (0, 0)))
+    wide = jnp.float32 if jnp.issubdtype(pages.dtype, jnp.floating) else jnp.int32
+    tokens = jnp.pad(tokens.astype(wide), ((0, padding), (0, 0), (0, 0)))
     dests = jnp.pad(dests, (0, padding), constant_values=num_pages * page_size)
     dma = pltpu.SemaphoreType.DMA
     return pl.pallas_call(
@@ -125,7 +126,7 @@ def _write(dests, layer, new, _, pool, ring, buf, in_sem, out_sem, *, num_pages,
             for slab in range(buf.shape[1]):
                 old = buf[slot, slab]
                 token = jnp.broadcast_to(new[first + i, slab][None, :], (rows, LANES))
-                changed = jnp.where(row == offset + i, token, old.astype(jnp.float32))
+                changed = jnp.where(row == offset + i, token, old.astype(new.dtype))
                 buf[slot, slab] = changed.astype(old.dtype)
             return offset
 

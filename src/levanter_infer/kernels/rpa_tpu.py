@@ -13,9 +13,10 @@ from jax.experimental.pallas import tpu as pltpu
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rpa_tpu_chunk import chunk_rows
 from levanter_infer.kernels.rpa_tpu_decode import decode_rows
-from levanter_infer.kernels.tiling import Tiles, num_cores, propose
+from levanter_infer.kernels.tile_table import choose
+from levanter_infer.kernels.tiling import Tiles, TileShape, cut_queries, generation
 
-_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn)
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8)
 
 
 def supports_dtype(dtype) -> bool:
@@ -27,33 +28,29 @@ def tpu_attention(call: AttentionCall, tiles: Tiles | None = None, *, interpret:
     """`ragged_paged_attention` on a TPU.
 
     Args:
-        tiles: None for those that `tiling` proposes.
+        tiles: None for those of `tile_table`.
         interpret: run by Pallas' interpreter, on a CPU, slowly, with its detector of races; for tests.
     """
     if not supports_dtype(call.kv_dtype):
         raise ValueError(
-            f'impl="tpu" reads pages of float32, bfloat16 or float8_e4m3fn, not {call.kv_dtype}; use "xla"'
+            f'impl="tpu" reads pages of float32, bfloat16, float8_e4m3fn or int8, not {call.kv_dtype}; use "xla"'
         )
     assert call.tpu_pool is not None, "the entry says how the pool lies"
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan") if interpret else False
     operand = _operand_dtype(call)
-    if tiles is None:
-        tiles = propose(
-            call.tpu_pool,
-            page_size=call.page_size,
-            q_per_kv=call.heads_per_kv_head,
-            itemsize=call.kv_pages.dtype.itemsize,
-            max_tokens=call.num_tokens,
-            cores=num_cores(),
-        )
+    shape = TileShape(
+        generation(), call.kv_heads, call.q.shape[2], call.heads_per_kv_head, call.page_size, call.kv_dtype.name
+    )
+    tiles = choose(shape) if tiles is None else tiles
     out = decode_rows(call, tiles.decode, operand, interpret=params)
     q_lens = call.q_lens
     if call.num_tokens > 1:
+        chunk = cut_queries(tiles.chunk, shape, call.num_tokens)
         row = jnp.searchsorted(call.cu_q_lens[1:], jnp.arange(call.num_tokens, dtype=jnp.int32), side="right")
         alone = (q_lens.at[row].get(mode="fill", fill_value=0) == 1)[:, None, None]
 
         def with_chunks(carry):
-            chunks = chunk_rows(call, tiles.chunk, operand, interpret=params)
+            chunks = chunk_rows(call, chunk, operand, interpret=params)
             return jnp.bool(False), jnp.where(alone, carry[1], chunks)
 
         # A loop of no or one turn: a branch would copy what it carries on other devices.

@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rpa_tpu_decode import LOG2_E
+from levanter_infer.kernels.rpa_tpu_scales import KEYS, VALUES, load_scales, scales_of_rows
 from levanter_infer.kernels.rpa_tpu_sizes import Sizes, Tile, align_queries
 from levanter_infer.kernels.rpa_tpu_walk import (
     BLOCK,
@@ -50,7 +51,6 @@ def chunk_rows(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, interpret
         q_per_kv=call.heads_per_kv_head,
         rows=tile.queries * per_group,
         operand=operand,
-        num_pages=call.kv_pages.shape[1],
     )
     places, source, target = _aligned(call, align_queries(per_group))
 
@@ -167,6 +167,7 @@ def _compute(call: AttentionCall, walk: Walk, heads, item, q_slot, masked: bool,
     stripes = sizes.rows // stripe_rows
     kv_pos = start + jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
     exists = without_none(walk, item, kv_pos) if masked else None
+    scales = load_scales(walk, slot, 0, sizes.tile.pages)
     dot = functools.partial(
         jax.lax.dot_general,
         preferred_element_type=f32,
@@ -197,6 +198,8 @@ def _compute(call: AttentionCall, walk: Walk, heads, item, q_slot, masked: bool,
         ]
         products = functools.reduce(jnp.add, products)
         q_pos, head = positions(group, stripe)
+        if scales is not None:
+            products = products * scales_of_rows(walk, scales, group, KEYS, head)
         if plain:
             scores = products * f32(rules.scale * LOG2_E)
         else:
@@ -217,6 +220,8 @@ def _compute(call: AttentionCall, walk: Walk, heads, item, q_slot, masked: bool,
         if width % LANES:
             parts[-1] = jnp.pad(parts[-1], ((0, 0), (0, LANES - width % LANES)))
         scratch["total"][group, rows] = scratch["total"][group, rows] * shrink + functools.reduce(jnp.add, parts)
+        if scales is not None:
+            weights = weights * scales_of_rows(walk, scales, group, VALUES, positions(group, stripe)[1])
         return weights.astype(sizes.operand), shrink
 
     def add_values(group, stripe, weights, shrink):

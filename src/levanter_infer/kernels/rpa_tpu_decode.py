@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.call import AttentionCall
+from levanter_infer.kernels.rpa_tpu_scales import KEYS, VALUES, load_scales, scales_of_rows
 from levanter_infer.kernels.rpa_tpu_sizes import Sizes, Tile
 from levanter_infer.kernels.rpa_tpu_walk import (
     BLOCK,
@@ -53,7 +54,6 @@ def decode_rows(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, interpre
         q_per_kv=call.heads_per_kv_head,
         rows=rows,
         operand=operand,
-        num_pages=call.kv_pages.shape[1],
     )
 
     def by_group(values: Array) -> Array:
@@ -158,6 +158,7 @@ def _compute(call: AttentionCall, walk: Walk, heads, item, q_slot, masked, send)
     kv_pos = start + jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, width), 1)
     q_pos = jnp.full((sizes.rows, 1), walk.seq_lens[walk.items[index, ROW]] - 1)
     exists = None if masked is None else without_none(walk, item, kv_pos)
+    scales = load_scales(walk, slot, first_page, pages)
     dot = functools.partial(
         jax.lax.dot_general,
         preferred_element_type=f32,
@@ -179,6 +180,8 @@ def _compute(call: AttentionCall, walk: Walk, heads, item, q_slot, masked, send)
         ]
         products = functools.reduce(jnp.add, products)
         head = head_of(group, q_row)
+        if scales is not None:
+            products = products * scales_of_rows(walk, scales, group, KEYS, head)
         if plain:
             scores = products * f32(rules.scale * LOG2_E)
         else:
@@ -204,6 +207,8 @@ def _compute(call: AttentionCall, walk: Walk, heads, item, q_slot, masked, send)
         if width % LANES:
             parts[-1] = jnp.pad(parts[-1], ((0, 0), (0, LANES - width % LANES)))
         scratch["total"][group] = total * shrink + functools.reduce(jnp.add, parts)
+        if scales is not None:
+            weights = weights * scales_of_rows(walk, scales, group, VALUES, head_of(group, q_row))
         return weights.astype(sizes.operand), shrink
 
     def add_values(group, weights, shrink):

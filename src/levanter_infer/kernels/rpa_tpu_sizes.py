@@ -43,7 +43,6 @@ class Sizes:
     """Rows of a block of queries for one group of heads: pairs of query and head, padded."""
     operand: jnp.dtype
     """Of the products."""
-    num_pages: int
 
     @property
     def tokens(self) -> int:
@@ -66,9 +65,14 @@ class Sizes:
         return self.pool.heads_per_group * self.q_per_kv
 
     @property
-    def slabs(self) -> int:
-        """Of a part."""
+    def number_slabs(self) -> int:
+        """Slabs of a part that hold keys and values."""
         return 2 * self.q_tiles
+
+    @property
+    def slabs(self) -> int:
+        """All of a part."""
+        return self.number_slabs + self.pool.scaled
 
     @property
     def id_chunks(self) -> int:

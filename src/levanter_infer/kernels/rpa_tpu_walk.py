@@ -42,9 +42,22 @@ def id_chunks(page_indices: Array) -> Array:
 
 
 def meta(call: AttentionCall) -> Array:
-    """i32[3]: layer, rows in use, window."""
-    window = call.rules.sliding_window
-    return jnp.stack([call.layer, call.num_seqs, jnp.int32(0) if window is None else window])
+    """i32[6]: the layer's first page, rows in use, window, pages of a layer, chunks of ids of a row, the last row.
+
+    What depends on the pool's size and the tables' is data: kernels whose tiles are the same are the same, whatever
+    they read from, so that one that compiles answers for the others (scripts/sweep_tpu.py).
+    """
+    window, num_pages = call.rules.sliding_window, call.kv_pages.shape[1]
+    return jnp.stack(
+        [
+            call.layer * num_pages,
+            call.num_seqs,
+            jnp.int32(0) if window is None else window,
+            jnp.int32(num_pages),
+            jnp.int32(-(-call.page_indices.shape[1] // LANES)),
+            jnp.int32(call.num_rows - 1),
+        ]
+    )
 
 
 def rows_with_none(call: AttentionCall) -> Array:
@@ -66,8 +79,9 @@ class Walk:
     ):
         """`places`: where a row's queries begin in the inputs and in the output, counted in tokens."""
         self.sizes, self.tile = sizes, sizes.tile
-        self.layer, self.num_rows, self.has_none = meta[0], meta[1], has_none
+        self.first_page, self.num_rows, self.has_none = meta[0], meta[1], has_none
         self.window = None if call.rules.sliding_window is None else meta[2]
+        self.num_pages, self.id_rows, self.last_row = meta[3], meta[4], meta[5]
         self.seq_lens, self.cu_q_lens, self.places = seq_lens, cu_q_lens, places
         self.inputs, self.out_ref, self.scratch = inputs, out_ref, scratch
         self.items, self.ids, self.kv = scratch["items"], scratch["ids_buf"], scratch["kv_buf"]
@@ -114,7 +128,7 @@ class Walk:
         return jnp.int32(0), row, jnp.int32(0), self._first_block(row, jnp.int32(0)), jnp.int32(0)
 
     def _first_block(self, row, queries):
-        row = jnp.minimum(row, self.seq_lens.shape[0] - 1)
+        row = jnp.minimum(row, self.last_row)
         return _div(self.first_seen(row, queries), self.sizes.tokens)
 
     def _sees_all(self, row, queries, start, last):
@@ -127,7 +141,7 @@ class Walk:
         """Note the next item, if there is one, and send for its page ids."""
         items, sizes = self.items, self.sizes
         noted, place, queries, block, count = state
-        exists, row = place < self.num_rows, jnp.minimum(place, self.seq_lens.shape[0] - 1)
+        exists, row = place < self.num_rows, jnp.minimum(place, self.last_row)
         start = block * sizes.tokens
         seen, end = self.first_seen(row, queries) - start, self.end_pos(row, queries) - start
         last = end <= sizes.tokens
@@ -200,20 +214,26 @@ class Walk:
         is none. All that they have in common is computed here, once."""
         sizes, slot = self.sizes, self.slot(item)
         page_id = self._id_reader(self.index(item))
-        first, sem, target = self.layer * sizes.num_pages, self.scratch["kv_sem"].at[slot], self.kv.at[slot]
+        sem, target = self.scratch["kv_sem"].at[slot], self.kv.at[slot]
 
         def send_one(j, place):
             @pl.when((j < high) if self.window is None else (j >= low) & (j < high))
             def _():
-                source = self.inputs["kv"].at[place]
-                if self.tile.parts > 1:
-                    source = source.at[pl.ds(self.part * sizes.slabs, sizes.slabs)]
-                pltpu.make_async_copy(source, target.at[j], sem).start()
+                source, own = self.inputs["kv"].at[place], target.at[j]
+                if self.tile.parts == 1:
+                    pltpu.make_async_copy(source, own, sem).start()
+                    return
+                numbers = pl.ds(self.part * sizes.number_slabs, sizes.number_slabs)
+                if not sizes.pool.scaled:
+                    pltpu.make_async_copy(source.at[numbers], own, sem).start()
+                    return
+                pltpu.make_async_copy(source.at[numbers], own.at[pl.ds(0, sizes.number_slabs)], sem).start()
+                pltpu.make_async_copy(source.at[sizes.pool.number_slabs], own.at[sizes.number_slabs], sem).start()
 
         def send(pages):
             # All ids are read before the first transfer starts: as far as the compiler knows it might change them, so
             # that each would wait for the transfer before it.
-            places = [first + jnp.minimum(page_id(j), sizes.num_pages - 1) for j in pages]
+            places = [self.first_page + jnp.minimum(page_id(j), self.num_pages - 1) for j in pages]
             for j, place in zip(pages, places, strict=True):
                 send_one(j, place)
 
@@ -321,8 +341,7 @@ class Walk:
             pl.when(count >= back)(lambda slot=slot: self._out_copy(0, slot, self.scratch["out_tokens"][slot]).wait())
 
     def _id_copy(self, index, chunk):
-        per_row = self.inputs["ids"].shape[0] // self.seq_lens.shape[0]
-        at = self.items[index, ROW] * per_row + _div(self.items[index, BLOCK] * self.tile.pages, LANES) + chunk
+        at = self.items[index, ROW] * self.id_rows + _div(self.items[index, BLOCK] * self.tile.pages, LANES) + chunk
         return pltpu.make_async_copy(
             self.inputs["ids"].at[at], self.ids.at[index, chunk], self.scratch["ids_sem"].at[index]
         )
@@ -415,7 +434,7 @@ def clear_values(walk: Walk, item: Array, step: int) -> None:
     @pl.when(walk.items[index, NONE] > 0)
     def _():
         def clear_none(j, _):
-            pl.when(walk.page(index, j) >= sizes.num_pages)(lambda: clear(j))
+            pl.when(walk.page(index, j) >= walk.num_pages)(lambda: clear(j))
             return _
 
         jax.lax.fori_loop(walk.items[index, LOW], walk.items[index, HIGH], clear_none, 0)
@@ -428,7 +447,7 @@ def without_none(walk: Walk, item: Array, kv_pos: Array) -> Array:
 
     def hide(j, exists):
         place = kv_pos - (start + j * sizes.page_size)
-        hidden = (place >= 0) & (place < sizes.page_size) & (walk.page(index, j) >= sizes.num_pages)
+        hidden = (place >= 0) & (place < sizes.page_size) & (walk.page(index, j) >= walk.num_pages)
         return jnp.where(hidden, 0, exists)
 
     low = walk.items[index, LOW]

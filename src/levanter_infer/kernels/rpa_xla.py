@@ -191,7 +191,7 @@ class _Tiles:
         """Keys and values of one group of pages of each row, f32[tile, Hkv, tokens, D], and bool[tile, tokens],
         which of them lie on a page."""
         call = self.call
-        num_pages, page_size, pairs, head_dim = call.kv_pages.shape[1:]
+        num_pages, page_size, pairs, width = call.kv_pages.shape[1:]
         column = index * self.group_pages + jnp.arange(self.group_pages, dtype=jnp.int32)
         pages = call.page_indices.at[row[:, None], column[None, :]].get(mode="fill", fill_value=num_pages)
 
@@ -199,13 +199,13 @@ class _Tiles:
             def gather(first):
                 pair = jnp.arange(first, pairs, 2, dtype=jnp.int32)[None, :, None]
                 stored = pool.at[layer, pages[:, None, :], :, pair].get(mode="clip")
-                return stored.reshape(row.shape[0], pairs // 2, -1, head_dim)
+                return stored.reshape(row.shape[0], pairs // 2, -1, width)
 
             return gather(0), gather(1)
 
         def whole(pool, layer, pages):
             stored = pool.at[layer, pages].get(mode="clip")
-            stored = stored.reshape(row.shape[0], -1, pairs, head_dim).transpose(0, 2, 1, 3)
+            stored = stored.reshape(row.shape[0], -1, pairs, width).transpose(0, 2, 1, 3)
             return stored[:, 0::2], stored[:, 1::2]
 
         # From the pool itself, since a slice of the layer would copy it. By head costs a third less on a CPU; on a TPU

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
+from levanter_infer.kernels import int8
+
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 """Score of an unseen key. Finite, so that no infinities are subtracted."""
 
@@ -55,7 +57,10 @@ class ScoreRules:
 
 
 def decode_bits(stored: Array, kv_dtype: jnp.dtype) -> Array:
-    """f32 values of what a pool stores: `kv_dtype` itself, or its bits as an unsigned integer of the same width."""
+    """f32 values of what a pool stores: `kv_dtype` itself, or its bits as an unsigned integer of the same width; of
+    int8, the code of each head's scale stands behind its integers (`int8`)."""
+    if kv_dtype == jnp.int8:
+        return int8.decode(stored[..., :-1], stored[..., -1:])
     if stored.dtype != kv_dtype:
         # bfloat16 is the upper half of a float32; said this way the conversion is one shift on every target.
         if kv_dtype == jnp.bfloat16:

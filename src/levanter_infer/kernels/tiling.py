@@ -1,12 +1,19 @@
-"""Tiles of the attention kernel for TPUs: proposals from shapes, data type and chip. The compiler decides."""
+"""Tiles of the attention for TPUs: proposals from shapes, data type and chip. The compiler decides, and
+`tile_table` remembers what it decided."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 
 from levanter_infer.kernels.rpa_tpu_sizes import Tile, align_queries
 from levanter_infer.kernels.tpu_pool import LANES, TpuPool
 
+GENERATIONS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
+"""By what jax calls a device of each."""
+_CORES = {"v4": 2, "v5p": 2}
+"""TensorCores that share one device's memory; 1 elsewhere."""
 _DECODE_BYTES = 12 << 20
 """Of the pages that a decode loop holds: what is left of 16 MiB goes to queries, sums and spills."""
 _DECODE_TILES = 64
@@ -23,16 +30,42 @@ class Tiles:
     chunk: Tile
 
 
-def propose(pool: TpuPool, *, page_size: int, q_per_kv: int, itemsize: int, max_tokens: int, cores: int) -> Tiles:
-    """Tiles that should do.
+@dataclass(frozen=True)
+class TileShape:
+    """What tiles depend on: of one device, under a mesh."""
 
-    Args:
-        itemsize: bytes of a stored number.
-        max_tokens: queries of the longest row.
-        cores: that share the parts.
-    """
-    page_bytes = pool.slabs * page_size * LANES * itemsize
-    parts = min(cores, pool.groups) if pool.groups % cores == 0 else 1
+    generation: str | None
+    """v4, v5e, v5p or v6e; None where there is no TPU."""
+    kv_heads: int
+    head_dim: int
+    q_per_kv: int
+    page_size: int
+    kv_dtype: str = "bfloat16"
+
+    @property
+    def cores(self) -> int:
+        return _CORES.get(self.generation or "", 1)
+
+    @property
+    def pool(self) -> TpuPool:
+        return TpuPool(self.kv_heads, self.head_dim, scaled=self.kv_dtype == "int8")
+
+    @property
+    def page_bytes(self) -> int:
+        return self.pool.slabs * self.page_size * LANES * jnp.dtype(self.kv_dtype).itemsize
+
+
+def generation() -> str | None:
+    """Of the TPU that is compiled for; None if it is none that is known."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = jax.devices()[0].device_kind if device is None else device.device_kind
+    return GENERATIONS.get(kind)
+
+
+def propose(shape: TileShape) -> Tiles:
+    """Tiles that should do."""
+    pool, page_size, page_bytes = shape.pool, shape.page_size, shape.page_bytes
+    parts = min(shape.cores, pool.groups) if pool.groups % shape.cores == 0 else 1
     while 3 * page_bytes > _DECODE_BYTES * parts and pool.groups % (2 * parts) == 0:
         parts *= 2
     groups = pool.groups // parts * pool.lane_tiles
@@ -41,20 +74,45 @@ def propose(pool: TpuPool, *, page_size: int, q_per_kv: int, itemsize: int, max_
     while pages > 1 and 3 * pages * page_bytes > _DECODE_BYTES * parts:
         pages //= 2
     slots = 3 if 3 * pages * page_bytes <= _DECODE_BYTES * parts else 2
-    per_group = q_per_kv * pool.heads_per_group
+    per_group = shape.q_per_kv * pool.heads_per_group
     align = align_queries(per_group)
-    queries = align * _floor_power(max(1, min(_CHUNK_ROWS // per_group, max_tokens) // align))
-    chunk = Tile(
-        pages=_floor_power(max(1, _CHUNK_TOKENS // page_size)), slots=3, parts=pool.groups, queries=max(queries, 2)
+    queries = align * _floor_power(max(1, _CHUNK_ROWS // per_group // align))
+    chunk_pages = _floor_power(max(1, _CHUNK_TOKENS // page_size))
+    return Tiles(
+        decode=Tile(pages=pages, slots=slots, parts=parts),
+        chunk=Tile(pages=chunk_pages, slots=3, parts=pool.groups, queries=max(queries, 2)),
     )
-    return Tiles(decode=Tile(pages=pages, slots=slots, parts=parts), chunk=chunk)
 
 
-def num_cores() -> int:
-    """TensorCores that share one device's memory; 1 where that is not known."""
-    kind = jax.sharding.get_abstract_mesh().abstract_device
-    kind = None if kind is None else kind.device_kind
-    return 2 if kind in ("TPU v4", "TPU v5", "TPU v5p") else 1
+def candidates(shape: TileShape) -> Iterator[Tiles]:
+    """The proposal, and then what needs less and less memory."""
+    tiles = propose(shape)
+    yield tiles
+    while (smaller := Tiles(_smaller(shape, tiles.decode), _smaller(shape, tiles.chunk))) != tiles:
+        yield (tiles := smaller)
+
+
+def _smaller(shape: TileShape, tile: Tile) -> Tile:
+    """The next smaller tile; the same if there is none."""
+    align = align_queries(shape.q_per_kv * shape.pool.heads_per_group)
+    if tile.slots > 2:
+        return replace(tile, slots=2)
+    if tile.queries > max(4 * align, 2):
+        return replace(tile, queries=tile.queries // 2)
+    if tile.pages > 1:
+        return replace(tile, pages=tile.pages // 2)
+    if shape.pool.groups % (2 * tile.parts) == 0:
+        return replace(tile, parts=2 * tile.parts)
+    if tile.queries > max(align, 2):
+        return replace(tile, queries=tile.queries // 2)
+    return tile
+
+
+def cut_queries(tile: Tile, shape: TileShape, max_tokens: int) -> Tile:
+    """The tile of a chunk for rows of at most `max_tokens` queries: no more of them than there can be."""
+    align = align_queries(shape.q_per_kv * shape.pool.heads_per_group)
+    most = max(2, align * _floor_power(max(1, max_tokens // align)))
+    return replace(tile, queries=min(tile.queries, most))
 
 
 def _floor_power(size: int) -> int:

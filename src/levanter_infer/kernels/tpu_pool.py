@@ -8,6 +8,9 @@ heads evenly; wider ones take several slabs.
     head_dim 128, 2 heads   k0 | v0 | k1 | v1
     head_dim 64, 4 heads    k0 k1 | v0 v1 | k2 k3 | v2 v3
     head_dim 256, 1 head    k0 (0…127) | k0 (128…255) | v0 (0…127) | v0 (128…255)
+
+Integers of 8 bits (`int8`) have one slab more, with the codes of the scales: lane 2 h for the keys of kv head h, lane
+2 h + 1 for its values. It comes with the same transfer.
 """
 
 import math
@@ -15,6 +18,8 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax import Array
+
+from levanter_infer.kernels import int8
 
 LANES = 128
 
@@ -25,6 +30,15 @@ class TpuPool:
 
     kv_heads: int
     head_dim: int
+    scaled: bool = False
+    """Whether it holds integers of 8 bits, with scales."""
+
+    def __post_init__(self):
+        if self.scaled and 2 * self.kv_heads > LANES:
+            raise ValueError(
+                f"kv_heads={self.kv_heads} with int8 pages: there is room for the scales of {LANES // 2} kv heads on a "
+                "device; use another dtype, or spread the heads over more devices"
+            )
 
     @property
     def heads_per_group(self) -> int:
@@ -42,8 +56,14 @@ class TpuPool:
         return math.ceil(self.head_dim / LANES)
 
     @property
-    def slabs(self) -> int:
+    def number_slabs(self) -> int:
+        """Slabs of a page that hold keys and values."""
         return 2 * self.groups * self.lane_tiles
+
+    @property
+    def slabs(self) -> int:
+        """All of a page; the codes of scales lie in the last."""
+        return self.number_slabs + self.scaled
 
     def shape(self, *, num_layers: int, num_pages: int, page_size: int) -> tuple[int, int, int, int, int]:
         """Of the whole pool: [layers, page, slab, page_offset, lane]."""
@@ -54,10 +74,20 @@ class TpuPool:
 
         Args:
             k, v: [T, Hkv, D].
-        Returns: [T, slabs, 128]; lanes that hold nothing are 0.
+        Returns: [T, slabs, 128], integers if the pool is one of integers; lanes that hold nothing are 0.
         """
-        sides = jnp.stack([self.pack_heads(side) for side in (k, v)], axis=2)
-        return sides.reshape(k.shape[0], self.slabs, LANES)
+        if self.scaled:
+            k, v = (jnp.concatenate(int8.encode(side), axis=-1) for side in (k, v))
+        return self.place(k, v)
+
+    def place(self, k: Array, v: Array) -> Array:
+        """`pack` of what other pools store: integers come with their codes behind them, [T, Hkv, D + 1]."""
+        num_tokens, codes = k.shape[0], []
+        if self.scaled:
+            codes = jnp.stack([k[..., -1], v[..., -1]], axis=2).reshape(num_tokens, 1, 2 * self.kv_heads)
+            codes = [jnp.pad(codes, ((0, 0), (0, 0), (0, LANES - 2 * self.kv_heads)))]
+        sides = jnp.stack([self.pack_heads(side[..., : self.head_dim]) for side in (k, v)], axis=2)
+        return jnp.concatenate([sides.reshape(num_tokens, self.number_slabs, LANES), *codes], axis=1)
 
     def pack_heads(self, x: Array) -> Array:
         """[T, Hkv, D] -> [T, groups, lane_tiles, 128]: of keys or of values alone."""
@@ -67,12 +97,15 @@ class TpuPool:
         return x.reshape(x.shape[0], self.groups, self.lane_tiles, LANES)
 
     def unpack(self, tokens: Array) -> Array:
-        """Back from `pack`: [..., slabs, 128] -> [..., 2 * Hkv, D], heads interleaved k0, v0, k1, v1, …"""
+        """Back from `pack`: [..., slabs, 128] -> [..., 2 * Hkv, D], heads interleaved k0, v0, k1, v1, …; integers come
+        as their numbers."""
         leading = tokens.shape[:-2]
+        codes, tokens = tokens[..., -1, : 2 * self.kv_heads], tokens[..., : self.number_slabs, :]
         sides = tokens.reshape(*leading, self.groups, 2, self.lane_tiles * LANES)
         sides = sides[..., : self.heads_per_group * self.head_dim]
         heads = sides.reshape(*leading, self.groups, 2, self.heads_per_group, self.head_dim)
-        return jnp.moveaxis(heads, -3, -2).reshape(*leading, 2 * self.kv_heads, self.head_dim)
+        heads = jnp.moveaxis(heads, -3, -2).reshape(*leading, 2 * self.kv_heads, self.head_dim)
+        return int8.decode(heads, codes[..., None]) if self.scaled else heads
 
     def place_queries(self, q: Array) -> Array:
         """Queries such that one product with a slab of keys gives the scores of all heads that share it.

@@ -13,6 +13,7 @@ from levanter_infer import kernels
 from levanter_infer.axes import HEAD_SIZE, KV_HEADS, POSITION, Q_HEADS_PER_GROUP, TOKEN
 from levanter_infer.cache import KvPages, PageBatchInfo
 from levanter_infer.kernels.rules import MASKED, ScoreRules
+from levanter_infer.kernels.tiling import Tiles
 from levanter_infer.layers.linear import Linear, LinearMap, apply
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.rotary import rotate
@@ -30,6 +31,8 @@ class AttentionSpec:
     """mask_mod(q_pos, kv_pos, head) -> bool, elementwise, true = seen, on top of causality and window."""
     max_seq_len: int | None = None
     """Tokens of the longest sequence. Only ropes that depend on a sequence's length look at it (layers/rotary.py)."""
+    tiles: Tiles | None = None
+    """Of the attention for TPUs; None for those that `kernels.tile_table` knows."""
 
 
 class Attention(eqx.Module):
@@ -124,6 +127,7 @@ class Attention(eqx.Module):
             score_mod=spec.score_mod,
             mask_mod=spec.mask_mod,
             impl=spec.impl,
+            tiles=spec.tiles,
         )
         assert not isinstance(attended, tuple), "weights were not asked for"
         attended = NamedArray(attended.reshape(q.array.shape), q.axes)
