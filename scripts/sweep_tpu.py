@@ -1,149 +1,272 @@
-"""Compiles the attention of TPUs for many shapes, without a TPU, and says which do not compile.
+"""Compiles the attention of TPUs for 1200 shapes, without a TPU, and keeps a record in docs/tpu_sweep.csv.
 
-    python scripts/sweep_tpu.py [--gens v4,v5e,v5p,v6e] [--paths decode,mixed] [--every N] [--out FILE.jsonl]
+    python scripts/sweep_tpu.py [--gens v4,v5e,v5p,v6e] [--every N] [--out FILE] [--all]
 
-The whole sweep is 5 models × 5 page sizes × 4 context lengths × 3 numbers of sequences on 4 generations, 1200 cases of
-a few seconds each. `--every 12` takes each twelfth. A case that is in FILE already is not compiled again. Compiling
-happens in a process of its own, because the compiler may abort it; then the case counts as failed and the next process
-goes on.
+5 models × 5 page sizes × 4 context lengths × 3 numbers of sequences on 4 generations; each case is one program with
+both paths, and tiles chosen automatically. How long the page tables are, how many sequences and how large the pool is,
+is data to the kernels. So the largest case of the twelve that differ only there is compiled, and the kernels of the
+smallest are traced and compared with its own: if they are the same, all twelve have the same (`same` in the record,
+beside `compiled`); if not, each is compiled. `--all` compiles every case.
+
+Cases that the record holds for these sources are left out, and kernels that it holds are not compiled again.
+Compiling happens in a process of its own, because the compiler may end it; then the case counts as failed and another
+process goes on.
 """
 
 import argparse
+import csv
+import dataclasses
+import hashlib
+import importlib.metadata
 import itertools
 import json
-import os
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
-TOPOLOGIES = {
-    "v4": ("v4:2x2x1", "v4-8"),
-    "v5e": ("v5e:2x2", "v5litepod-4"),
-    "v5p": ("v5p:2x2x1", "v5p-8"),
-    "v6e": ("v6e:2x2", "v6e-4"),
-}
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+from levanter_infer.runtime.libtpu import TARGETS, compiler_environment, short_of  # noqa: E402
+
 HEADS = ((32, 8, 128), (64, 8, 128), (32, 8, 64), (16, 8, 128), (8, 4, 256))
 PAGES, CONTEXTS, SEQUENCES = (16, 32, 64, 128, 256), (2048, 8192, 32768, 131072), (16, 64, 256)
-CHUNK_TOKENS = 512
+TOKENS = 512
+MOST_COMPILED = 30
+"""In one process, about: each compilation leaves 70 MB behind."""
+RECORD = ROOT / "docs" / "tpu_sweep.csv"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gens", default=",".join(TOPOLOGIES))
-    parser.add_argument("--paths", default="mixed", help="decode (one token per row), mixed (both paths)")
-    parser.add_argument("--every", type=int, default=1)
-    parser.add_argument("--out")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        return _compile(options.child)
-    done = _read(options.out)
-    failed = [case for case in done.values() if case["error"]]
-    for gen in options.gens.split(","):
-        cases = [
-            dict(gen=gen, path=path, heads=heads, page=page, context=context, seqs=seqs)
-            for path, heads, page, context, seqs in itertools.product(
-                options.paths.split(","), HEADS, PAGES, CONTEXTS, SEQUENCES
-            )
-        ][:: options.every]
-        failed += _sweep(gen, [case for case in cases if json.dumps(case) not in done], options.out)
-    for case in failed:
-        print(json.dumps(case))
-    print(f"{len(failed)} failed")
-    sys.exit(bool(failed))
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One shape on one generation."""
+
+    gen: str
+    heads: tuple[int, int, int]
+    page: int
+    context: int
+    seqs: int
+
+    @property
+    def kernel_shape(self) -> tuple:
+        """What the kernels depend on."""
+        return self.gen, self.heads, self.page
 
 
-def _read(path: str | None) -> dict[str, dict]:
-    if path is None or not os.path.exists(path):
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A line of the record."""
+
+    case: Case
+    how: str
+    """`compiled`, `same` (as the kernels of a case that was) or `failed`"""
+    kernels: str
+    """`kernel_digest`"""
+    sources: str
+    """Digest of the kernels' sources."""
+    seconds: float
+    error: str = ""
+
+    FIELDS = ("gen", "q_heads", "kv_heads", "head_dim", "page", "context", "seqs", "how", "kernels", "sources",
+              "seconds", "error")  # fmt: skip
+
+    def values(self) -> list:
+        case = self.case
+        return [case.gen, *case.heads, case.page, case.context, case.seqs, self.how, self.kernels, self.sources,
+                self.seconds, self.error]  # fmt: skip
+
+    @staticmethod
+    def read(values: dict[str, str]) -> "Row":
+        q_heads, kv_heads, head_dim, page, context, seqs = (int(values[name]) for name in Row.FIELDS[1:7])
+        case = Case(values["gen"], (q_heads, kv_heads, head_dim), page, context, seqs)
+        how, kernels, sources = (values[name] for name in Row.FIELDS[7:10])
+        return Row(case, how, kernels, sources, float(values["seconds"]), values["error"])
+
+
+def all_cases(gens: Iterable[str]) -> list[Case]:
+    return [Case(*sizes) for sizes in itertools.product(gens, HEADS, PAGES, CONTEXTS, SEQUENCES)]
+
+
+def sources() -> str:
+    """Digest of the sources that kernels and tiles come from."""
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "src" / "levanter_infer" / "kernels").glob("*.py")):
+        if re.match(r"rpa_tpu|tiling|tile_table|tpu_pool|rules|call", path.name):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:10]
+
+
+def read(path: Path) -> dict[Case, Row]:
+    if not path.exists():
         return {}
-    with open(path) as file:
-        results = [json.loads(line) for line in file]
-    return {json.dumps({k: v for k, v in r.items() if k not in ("error", "seconds")}): r for r in results}
+    with path.open(newline="") as file:
+        rows = [Row.read(values) for values in csv.DictReader(file)]
+    return {row.case: row for row in rows}
 
 
-def _sweep(gen: str, cases: list[dict], out: str | None) -> list[dict]:
-    """Compile `cases` in children, a new one after each that dies. Returns: those that failed."""
-    environment = os.environ | {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": TOPOLOGIES[gen][1],
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "JAX_PLATFORMS": "cpu",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }
-    failed = []
-    while cases:
+def write(path: Path, rows: dict[Case, Row]) -> None:
+    """All rows, in the order of the cases."""
+    order = {case: place for place, case in enumerate(all_cases(TARGETS))}
+    temporary = path.with_suffix(".new")
+    with temporary.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(Row.FIELDS)
+        writer.writerows(rows[case].values() for case in sorted(rows, key=lambda case: order[case]))
+    temporary.replace(path)
+
+
+def kernel_digest(gen: str, jaxpr) -> str:
+    """Digest of the kernels of a traced program, without the sizes of what they read from HBM and of tables of scalars,
+    and of what compiles them."""
+    digest = hashlib.sha256(gen.encode())
+    digest.update(" ".join(importlib.metadata.version(name) for name in ("jax", "libtpu")).encode())
+    for kernel in _kernels(jaxpr):
+        body = " ".join(str(kernel.params["jaxpr"]).split())
+        body = re.sub(r"Ref<any>\{(\w+)\[[\d,]*?,(\d+)\]\}", r"Ref<any>{\1[*,\2]}", body)
+        body = re.sub(r"Ref<smem>\{i32\[\d+\]\}", "Ref<smem>{i32[*]}", body)
+        grid = kernel.params["grid_mapping"].grid
+        digest.update(f"{kernel.params['name']} {grid} {kernel.params['compiler_params']} {body}".encode())
+    return digest.hexdigest()[:10]
+
+
+def _kernels(jaxpr) -> Iterator:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            yield equation
+            continue
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from _kernels(inner)
+
+
+def sweep(gen: str, cases: list[Case], known: set[str] | None) -> Iterator[Row]:
+    """Compile `cases` in processes of their own, a new one after each that dies.
+
+    Args:
+        known: digests of kernels that need not be compiled; None to compile every case.
+    """
+    groups = [list(group) for _, group in itertools.groupby(cases, lambda case: case.kernel_shape)]
+    stamp = sources()
+    while groups:
         child = subprocess.Popen(
-            [sys.executable, __file__, "--child", gen],
+            [sys.executable, "-W", "ignore", __file__, "--child", gen],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env=environment,
+            env=compiler_environment(gen),
         )
         assert child.stdin is not None and child.stdout is not None
-        child.stdin.write("\n".join(map(json.dumps, cases)) + "\n")
+        child.stdin.write(json.dumps(None if known is None else sorted(known)) + "\n")
+        child.stdin.write("".join(json.dumps([dataclasses.asdict(c) for c in group]) + "\n" for group in groups))
         child.stdin.close()
         for line in child.stdout:
             if line.startswith("{"):
-                failed += _note({**cases.pop(0), **json.loads(line)}, out)
-        if child.wait() != 0 and cases:
-            failed += _note({**cases.pop(0), "error": f"the compiler ended with {child.returncode}", "seconds": 0}, out)
-    return failed
+                yield Row(case=groups[0].pop(), sources=stamp, **json.loads(line))
+                if not groups[0]:
+                    groups.pop(0)
+        if child.wait() != 0 and groups:
+            error = f"the compiler ended its process with {child.returncode}"
+            yield Row(groups[0].pop(), "failed", "", stamp, 0, error)
+            groups = [group for group in groups if group]
 
 
-def _note(result: dict, out: str | None) -> list[dict]:
-    print(json.dumps(result), flush=True)
-    if out is not None:
-        with open(out, "a") as file:
-            file.write(json.dumps(result) + "\n")
-    return [result] if result["error"] else []
+class _Compiler:
+    """Traces and compiles cases for one generation."""
+
+    def __init__(self, gen: str):
+        import jax
+        import numpy as np
+        from jax.experimental import topologies
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec
+        from scripts.tpu_builders import mixed
+
+        devices = topologies.get_topology_desc(TARGETS[gen][0], "tpu").devices
+        self._gen, self._builder = gen, mixed
+        self._mesh = Mesh(np.asarray(devices[:1]), ("x",))
+        self._placed = NamedSharding(self._mesh, PartitionSpec())
+        jax.sharding.set_mesh(self._mesh)
+
+    def trace(self, case: dict):
+        """The traced program of a case, and the digest of its kernels."""
+        import jax
+
+        function, types = self._builder(self._mesh, **{**case, "tokens": TOKENS})
+        types = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._placed) for a in types]
+        traced = jax.jit(function).trace(*types)
+        return traced, kernel_digest(self._gen, traced.jaxpr.jaxpr)
+
+    def row(self, case: dict, known: set[str] | None) -> dict:
+        """Compile a case, unless its kernels are known, to which they are added. Returns: fields of its `Row`."""
+        start = time.time()
+
+        def done(how: str, kernels: str, error: str = "") -> dict:
+            return dict(how=how, kernels=kernels, seconds=round(time.time() - start, 1), error=error)
+
+        try:
+            traced, kernels = self.trace(case)
+            if known is not None and kernels in known:
+                return done("same", kernels)
+            traced.lower(lowering_platforms=("tpu",)).compile()
+            (set() if known is None else known).add(kernels)
+            return done("compiled", kernels)
+        except Exception as problem:  # the error is the result
+            text = " ".join(f"{type(problem).__name__}: {problem}".split())
+            return done("failed", "", str(short_of(str(problem)) or text[:300]))
 
 
 def _compile(gen: str) -> None:
-    """The child: cases on stdin, one line, one line of result each on stdout."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.experimental import topologies
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    from levanter_infer.kernels import ragged_paged_attention
-    from levanter_infer.kernels.tpu_pool import TpuPool
-
-    devices = topologies.get_topology_desc(TOPOLOGIES[gen][0], "tpu").devices
-    mesh = Mesh(np.asarray(devices[:1]), ("x",))
-
-    def array(shape, dtype=jnp.int32):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-
+    """The child: on stdin the known kernels, and groups of cases, one line each; on stdout a line for each case, those
+    of a group from the last to the first."""
+    compiler, compiled = _Compiler(gen), 0
+    listed = json.loads(sys.stdin.readline())
+    known = None if listed is None else set(listed)
     for line in sys.stdin:
-        case, start = json.loads(line), time.time()
-        (q_heads, kv_heads, head_dim), page, seqs = case["heads"], case["page"], case["seqs"]
-        layout = TpuPool(kv_heads, head_dim)
-        row_pages = case["context"] // page
-        page_bytes = layout.slabs * page * 128 * 2
-        num_pages = min(seqs * row_pages, (2 << 30) // page_bytes)
-        tokens = seqs if case["path"] == "decode" else max(seqs, CHUNK_TOKENS)
-        arrays = dict(
-            q=array((tokens, q_heads, head_dim), jnp.bfloat16),
-            kv_pages=array(layout.shape(num_layers=1, num_pages=num_pages, page_size=page), jnp.bfloat16),
-            layer=array(()),
-            page_indices=array((seqs, row_pages)),
-            seq_lens=array((seqs,)),
-            cu_q_lens=array((seqs + 1,)),
-            num_seqs=array(()),
-        )
+        if compiled >= MOST_COMPILED:
+            return
+        cases = json.loads(line)
+        for case in cases:
+            case.pop("gen")
+        largest = compiler.row(cases.pop(), known)
+        compiled += largest["how"] == "compiled"
+        print(json.dumps(largest), flush=True)
+        same = bool(cases) and known is not None and compiler.trace(cases[0])[1] == largest["kernels"]
+        for case in reversed(cases):
+            row = {**largest, "how": "same", "seconds": 0} if same else compiler.row(case, known)
+            compiled += row["how"] == "compiled"
+            print(json.dumps(row), flush=True)
 
-        def attend(arrays, kv_heads=kv_heads, head_dim=head_dim):
-            return ragged_paged_attention(**arrays, kv_heads=kv_heads, scale=head_dim**-0.5, impl="tpu")
 
-        error = None
-        try:
-            with jax.set_mesh(mesh):
-                jax.jit(attend).trace(arrays).lower(lowering_platforms=("tpu",)).compile()
-        except Exception as problem:  # the error is the result
-            error = f"{type(problem).__name__}: {problem}"[:400]
-        print(json.dumps(dict(error=error, seconds=round(time.time() - start, 1))), flush=True)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gens", default=",".join(TARGETS))
+    parser.add_argument("--every", type=int, default=1, help="take each Nth case")
+    parser.add_argument("--out", type=Path, default=RECORD)
+    parser.add_argument("--all", action="store_true", help="compile every case by itself")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        return _compile(options.child)
+    rows, stamp = read(options.out), sources()
+    good = {"compiled"} if options.all else {"compiled", "same"}
+    wanted = all_cases(options.gens.split(","))[:: options.every]
+    left = [case for case in wanted if case not in rows or rows[case].sources != stamp or rows[case].how not in good]
+    known = None if options.all else {row.kernels for row in rows.values() if row.how == "compiled"}
+    for gen in options.gens.split(","):
+        for row in sweep(gen, [case for case in left if case.gen == gen], known):
+            rows[row.case] = row
+            write(options.out, rows)
+            print(*row.values(), flush=True)
+    failed = [rows[case] for case in wanted if rows[case].how == "failed"]
+    for row in failed:
+        print(*row.values())
+    print(f"{len(wanted)} cases, {len(failed)} failed")
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import importlib.util
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -32,20 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 from scripts.tpu.bundles import Kernel, read_kernels  # noqa: E402
 from scripts.tpu.moves import collectives, large_moves  # noqa: E402
 
-TARGETS = {
-    "v4": ("v4:2x2x1", "v4-8"),
-    "v5e": ("v5e:2x2", "v5litepod-4"),
-    "v5p": ("v5p:2x2x1", "v5p-8"),
-    "v6e": ("v6e:2x2", "v6e-4"),
-}
-"""The smallest topology of each generation, and the accelerator type that libtpu wants to be told."""
-_UNITS = {"": 2**-20, "B": 2**-20, "K": 2**-10, "M": 1, "G": 2**10}
-_SIZE = r"([\d.]+)([KMGB]?)"
-_OUT_OF_MEMORY = (
-    rf"memory space (?P<space>\w+) while allocating on stack[\s\S]*?size {_SIZE} and limit {_SIZE}",
-    rf"Used {_SIZE} of {_SIZE} (?P<space>\w+)\. Exceeded",
-    rf"required[^()]*\({_SIZE}\) exceeds available (?P<space>\w+) \({_SIZE}\)",
-)
+from levanter_infer.runtime.libtpu import TARGETS, compiler_environment, short_of  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +83,7 @@ def compile_builder(
         schedules: whether to have it write schedules; a whole model writes much.
         keywords: of the builder, as JSON has them.
     """
-    smallest, accelerator = TARGETS[generation]
+    smallest = TARGETS[generation][0]
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="tpu_schedule_") as scratch:
         directory = os.path.abspath(keep or scratch)
@@ -105,14 +91,8 @@ def compile_builder(
         job = dict(builder=builder, topology=topology or smallest, mesh=mesh or {"x": 1}, keywords=keywords)
         report = os.path.join(directory, "report.json")
         Path(report).unlink(missing_ok=True)
-        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
-            "TPU_SKIP_MDS_QUERY": "1",
-            "TPU_ACCELERATOR_TYPE": accelerator,
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            "JAX_PLATFORMS": "cpu",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "LIBTPU_INIT_ARGS": _dump_flags(directory) if schedules else "",
-        }
+        environment = compiler_environment(generation)
+        environment["LIBTPU_INIT_ARGS"] = _dump_flags(directory) if schedules else ""
         command = [sys.executable, "-W", "ignore", __file__, "--compile", json.dumps(job), "--report", report]
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
@@ -135,17 +115,6 @@ def _dump_flags(directory: str) -> str:
         f"--xla_jf_dump_to={directory} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=true "
         f"--xla_jf_emit_annotations=true --xla_jf_dump_llo_pass_label_regex={passes}"
     )
-
-
-def short_of(error: str) -> tuple[str, float, float] | None:
-    """(memory, MiB wanted, MiB there) of an error of libtpu; None if it is none of too little memory."""
-    for pattern in _OUT_OF_MEMORY:
-        if match := re.search(pattern, error):
-            wanted, unit, limit, limit_unit = (group for group in match.groups() if group != match["space"])
-            return match["space"].lower(), float(wanted) * _UNITS[unit], float(limit) * _UNITS[limit_unit]
-    if match := re.search(r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\) :: .*?space=(\w+)", error):
-        return match[3], int(match[1]) / 2**20, int(match[2]) / 2**20
-    return None
 
 
 def _compile(job: dict) -> dict:

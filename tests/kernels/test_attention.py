@@ -46,7 +46,7 @@ def test_auto_is_xla():
         (dict(kv_pages=jnp.zeros((5, 4, 4, 8), F32)), "give the whole pool"),
         (dict(kv_pages=jnp.zeros((2, 5, 4, 3, 8), F32)), "got 3 interleaved heads"),
         (dict(kv_dtype=BF16), "got dtype float32, expected bfloat16 or an unsigned integer of 2 bytes"),
-        (dict(kv_pages=jnp.zeros((2, 5, 4, 4, 8), jnp.uint16)), "kv_dtype: got uint16, expected the floating dtype"),
+        (dict(kv_pages=jnp.zeros((2, 5, 4, 4, 8), jnp.uint16)), "kv_dtype: got uint16, expected int8 or the floating"),
         (dict(page_indices=jnp.zeros(3, I32)), r"page_indices: got shape \(3,\)"),
         (dict(page_indices=jnp.zeros((3, 2), jnp.int16)), r"page_indices: got int16\[3, 2\], expected int32"),
         (dict(seq_lens=jnp.zeros(2, I32)), r"seq_lens: got int32\[2\], expected int32\[3\]"),

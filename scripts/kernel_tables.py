@@ -1,0 +1,151 @@
+"""Writes the tables of docs/kernels.md again, from what libtpu makes of the kernels, without a TPU.
+
+    python scripts/kernel_tables.py [--gens v4,v5e,v5p,v6e] [--again]
+
+What was compiled is kept in docs/tpu_loops.json, by generation, shape and the digest of the kernels' sources: only what
+is missing is compiled (`--again`: everything), 10 to 20 s of a processor each. The table of the sweep comes from
+docs/tpu_sweep.csv, which scripts/sweep_tpu.py writes. Tables stand between `<!-- NAME -->` and `<!-- end -->`.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+from scripts.sweep_tpu import RECORD, read, sources  # noqa: E402
+from scripts.tpu_schedule import compile_builder  # noqa: E402
+
+from levanter_infer.kernels.tile_table import choose  # noqa: E402
+from levanter_infer.kernels.tiling import TileShape  # noqa: E402
+from levanter_infer.runtime.libtpu import TARGETS  # noqa: E402
+
+DOCUMENT, LOOPS = ROOT / "docs" / "kernels.md", ROOT / "docs" / "tpu_loops.json"
+BUILDERS = ROOT / "scripts" / "tpu_builders.py"
+HBM_BYTES_PER_S = {"v4": 1.23e12, "v5e": 0.82e12, "v5p": 2.765e12, "v6e": 1.64e12}
+CLOCK = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
+FLOPS_PER_CYCLE = {"v4": 131072, "v5e": 131072, "v5p": 131072, "v6e": 524288}
+"""Of one core's matrix units, in bfloat16."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A line of a table."""
+
+    path: str
+    heads: tuple[int, int, int]
+    page: int
+    dtype: str = "bfloat16"
+
+    def __str__(self) -> str:
+        dtype = "" if self.dtype == "bfloat16" else f", {self.dtype}"
+        return f"{self.path}: {', '.join(map(str, self.heads))}, page {self.page}{dtype}"
+
+    def tile_shape(self, gen: str) -> TileShape:
+        q_heads, kv_heads, head_dim = self.heads
+        return TileShape(gen, kv_heads, head_dim, q_heads // kv_heads, self.page, self.dtype)
+
+
+SHAPES = (
+    Shape("decode", (32, 8, 128), 128),
+    Shape("decode", (32, 8, 128), 64),
+    Shape("decode", (32, 8, 128), 16),
+    Shape("decode", (32, 8, 64), 128),
+    Shape("decode", (8, 4, 256), 128),
+    Shape("decode", (32, 8, 128), 128, "int8"),
+    Shape("decode", (32, 8, 128), 128, "float8_e4m3fn"),
+    Shape("chunk", (32, 8, 128), 128),
+)
+
+
+def compile_loop(shape: Shape, gen: str) -> dict:
+    """The loop over items that are seen whole, of one kernel; or why there is none."""
+    sizes = dict(seqs=1, tokens=1) if shape.path == "decode" else dict(seqs=1, tokens=256)
+    builder = f"{BUILDERS}:{shape.path}"
+    schedule = compile_builder(builder, gen, heads=shape.heads, page=shape.page, kv_dtype=shape.dtype, **sizes)
+    if schedule.error is not None:
+        return {"error": str(schedule.short_of or schedule.error[:200])}
+    kernel = schedule.kernel(f"attend_{shape.path}")
+    loop = kernel.main_loop()
+    assert loop is not None, kernel.name
+    vmem = kernel.memory["vmem"]["total"]
+    return {"bundles": loop.bundles, "cycles": loop.cycles, "spills": loop.spills, "fills": loop.fills, "vmem": vmem}
+
+
+def figures(shape: Shape, gen: str, loop: dict) -> str:
+    """What a cell says."""
+    if "error" in loop:
+        return loop["error"]
+    tiles = choose(shape.tile_shape(gen))
+    tile = tiles.decode if shape.path == "decode" else tiles.chunk
+    heads, tokens = shape.heads[1] // tile.parts, tile.pages * shape.page
+    counts = loop["bundles"], loop["cycles"]
+    if shape.path == "chunk":
+        rows = min(tile.queries, 256) * shape.heads[0] // shape.heads[1]
+        flops = 4 * rows * tokens * heads * shape.heads[2] / FLOPS_PER_CYCLE[gen]
+        return f"{flops / counts[0]:.0%} ({flops / counts[1]:.0%}); {_memory(loop)}"
+    per_head = [count / (tokens * heads) for count in counts]
+    bytes_per_s = HBM_BYTES_PER_S[gen] / min(shape.tile_shape(gen).cores, tile.parts)
+    item = shape.tile_shape(gen).page_bytes * tile.pages / tile.parts
+    over = [count / (item / bytes_per_s * CLOCK[gen]) for count in counts]
+    return f"{per_head[0]:.3f} ({per_head[1]:.3f}); {over[0]:.2f} ({over[1]:.2f}); {_memory(loop)}"
+
+
+def _memory(loop: dict) -> str:
+    return f"{loop['spills'] / loop['bundles']:.1%}; {loop['vmem'] / 2**20:.1f}"
+
+
+def loops_table(loops: dict, gens: list[str]) -> str:
+    lines = [f"| | {' | '.join(gens)} |", "|---" * (len(gens) + 1) + "|"]
+    for shape in SHAPES:
+        loop = {gen: loops.get(gen, {}).get(str(shape)) for gen in gens}
+        cells = ["–" if loop[gen] is None else figures(shape, gen, loop[gen]) for gen in gens]
+        lines.append(f"| {shape} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def sweep_table(gens: list[str]) -> str:
+    rows = read(RECORD).values()
+    lines = ["| | compiled | the same kernels | failed | not tried |", "|---|---|---|---|---|"]
+    for gen in gens:
+        how = Counter(row.how for row in rows if row.case.gen == gen)
+        counts = [how["compiled"], how["same"], how["failed"]]
+        lines.append(f"| {gen} | {' | '.join(map(str, counts))} | {300 - sum(counts)} |")
+    return "\n".join(lines)
+
+
+def replace(text: str, name: str, table: str) -> str:
+    """The document with another table. Raises: ValueError if it has no place for it."""
+    place = rf"(<!-- {name} -->\n)(?:.*?\n)??(<!-- end -->)"
+    changed, count = re.subn(place, lambda match: f"{match[1]}{table}\n{match[2]}", text, flags=re.S)
+    if count != 1:
+        raise ValueError(f"{DOCUMENT}: {count} places for the table {name!r}, expected 1")
+    return changed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gens", default=",".join(TARGETS), help="of what is compiled")
+    parser.add_argument("--again", action="store_true", help="compile what has been compiled, too")
+    options = parser.parse_args()
+    loops = json.loads(LOOPS.read_text()) if LOOPS.exists() else {}
+    stamp = sources()
+    for gen in options.gens.split(","):
+        for shape in SHAPES:
+            known = loops.setdefault(gen, {}).get(str(shape))
+            if known is None or options.again or known["sources"] != stamp:
+                loops[gen][str(shape)] = compile_loop(shape, gen) | {"sources": stamp}
+                print(gen, shape, loops[gen][str(shape)], flush=True)
+                LOOPS.write_text(json.dumps(loops, indent=1) + "\n")
+    gens = list(TARGETS)
+    text = replace(DOCUMENT.read_text(), "loops", loops_table(loops, gens))
+    DOCUMENT.write_text(replace(text, "sweep", sweep_table(gens)))
+
+
+if __name__ == "__main__":
+    main()

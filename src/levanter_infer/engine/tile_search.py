@@ -1,0 +1,126 @@
+"""Finds tiles of the attention for TPUs that its compiler accepts, without a TPU.
+
+With spill slots and all else that the compiler adds, a kernel fits where it compiles and nowhere else. So `find_tiles`
+compiles one candidate after another until one is accepted, in a process of its own (`python -m
+levanter_infer.engine.tile_search GENERATION`, a JSON object on standard input), because the compiler may end it.
+"""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from levanter_infer.decode.programs import Program
+from levanter_infer.kernels import ragged_paged_attention
+from levanter_infer.kernels.rpa_tpu_sizes import Tile
+from levanter_infer.kernels.tile_table import TABLE
+from levanter_infer.kernels.tiling import Tiles, TileShape, candidates
+from levanter_infer.runtime.libtpu import TARGETS, compiler_environment, short_of
+
+_ROWS, _ROW_PAGES = 16, 256
+"""Of the call that is compiled; the kernels do not depend on them (`rpa_tpu_walk.meta`)."""
+
+
+def find_tiles(shape: TileShape, *, max_tokens: int, q_dtype: str = "bfloat16", tiles: Tiles | None = None) -> Tiles:
+    """Tiles that compile, with the paths for one query and for many in one program.
+
+    Args:
+        max_tokens: query tokens of a call, at most.
+        tiles: these and no others; None for those of `tile_table` or, if it does not know the shape, the first of
+            `tiling.candidates` that compile.
+    Raises: ValueError if none do: with the memory that is short, and by how much.
+    """
+    if shape.generation not in TARGETS:
+        raise ValueError(f"generation={shape.generation}: expected one of {', '.join(TARGETS)}")
+    if tiles is None and shape in TABLE:
+        return TABLE[shape]
+    tried = list(candidates(shape)) if tiles is None else [tiles]
+    call = {"shape": dataclasses.asdict(shape), "max_tokens": max_tokens, "q_dtype": q_dtype}
+    error = ""
+    for candidate, error in zip(tried, _refusals(shape.generation, call, tried), strict=True):
+        if not error:
+            return candidate
+    which = "none of the tiles that were tried fits" if tiles is None else f"{tiles} cannot be used"
+    raise ValueError(f"attention of {shape}: {which}: {error}; fewer pages, slots or queries, or more parts need less")
+
+
+def _refusals(generation: str, call: dict, tried: Sequence[Tiles]) -> Iterator[str]:
+    """Why each of the tiles is refused, until one is not: an empty text."""
+    place = 0
+    while place < len(tried):
+        with subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "levanter_infer.engine.tile_search", generation],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=compiler_environment(generation),
+        ) as child:
+            assert child.stdin is not None and child.stdout is not None
+            json.dump({**call, "tiles": [dataclasses.asdict(tiles) for tiles in tried[place:]]}, child.stdin)
+            child.stdin.close()
+            for line in child.stdout:
+                if line.startswith("{"):
+                    place += 1
+                    yield json.loads(line)["error"]
+        if child.returncode != 0 and place < len(tried):
+            place += 1
+            yield f"the compiler ended its process with {child.returncode}"
+
+
+def main() -> None:
+    """The child: compiles the candidates on standard input until one is accepted, a line of JSON for each."""
+    generation, job = sys.argv[1], json.load(sys.stdin)
+    shape = TileShape(**job["shape"])
+    devices = topologies.get_topology_desc(TARGETS[generation][0], "tpu").devices
+    with jax.set_mesh(Mesh(np.asarray(devices[:1]), ("device",))):
+        for fields in job["tiles"]:
+            tiles = Tiles(**{path: Tile(**sizes) for path, sizes in fields.items()})
+            error = _compile(shape, job["max_tokens"], job["q_dtype"], tiles)
+            print(json.dumps({"error": error}), flush=True)
+            if not error:
+                return
+
+
+def _compile(shape: TileShape, max_tokens: int, q_dtype: str, tiles: Tiles) -> str:
+    """Why the call cannot be compiled; nothing if it can."""
+    mesh = jax.sharding.get_mesh()
+
+    def array(*sizes: int, dtype="int32"):
+        return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype), sharding=NamedSharding(mesh, PartitionSpec()))
+
+    pages = shape.pool.shape(num_layers=1, num_pages=_ROWS * _ROW_PAGES, page_size=shape.page_size)
+    arrays = dict(
+        q=array(max_tokens, shape.kv_heads * shape.q_per_kv, shape.head_dim, dtype=q_dtype),
+        kv_pages=array(*pages, dtype=shape.kv_dtype),
+        layer=array(),
+        page_indices=array(_ROWS, _ROW_PAGES),
+        seq_lens=array(_ROWS),
+        cu_q_lens=array(_ROWS + 1),
+        num_seqs=array(),
+    )
+
+    def attend(arrays):
+        return ragged_paged_attention(
+            **arrays, kv_heads=shape.kv_heads, scale=shape.head_dim**-0.5, impl="tpu", tiles=tiles
+        )
+
+    try:
+        Program(attend).jitted.trace(arrays).lower(lowering_platforms=("tpu",)).compile()
+    except Exception as problem:  # what the compiler says is the result
+        if short := short_of(str(problem)):
+            space, wanted, there = short
+            return f"{wanted:.2f} MiB of {space} are needed and {there:.2f} there, {wanted - there:.2f} too few"
+        return " ".join(f"{type(problem).__name__}: {problem}".split())[:500]
+    return ""
+
+
+if __name__ == "__main__":
+    main()

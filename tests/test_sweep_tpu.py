@@ -1,0 +1,51 @@
+"""What the record of compiled shapes rests on: kernels of different tables and pools are the same."""
+
+import jax
+import pytest
+from scripts.kernel_tables import replace
+from scripts.search_tiles import variants
+from scripts.sweep_tpu import Case, Row, all_cases, kernel_digest, read, write
+from scripts.tpu_builders import mixed
+
+from levanter_infer.kernels.rpa_tpu_sizes import Tile
+
+HEADS = (2, 1, 128)
+
+
+def digest(**sizes) -> str:
+    tiles = dict(decode=dict(pages=4, slots=2), chunk=dict(pages=4, slots=2, queries=8))
+    function, types = mixed(None, heads=HEADS, tokens=32, **{"page": 16, "tiles": tiles, **sizes})
+    return kernel_digest("v5e", jax.jit(function).trace(*types).jaxpr.jaxpr)
+
+
+def test_kernels_do_not_depend_on_tables_sequences_and_pools():
+    small = digest(context=2048, seqs=2)
+    assert small == digest(context=131072, seqs=20, pool_pages=7)
+    assert small != digest(context=2048, seqs=2, page=32)
+    assert small != digest(context=2048, seqs=2, window=100)
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path):
+    cases = all_cases(["v4", "v5e", "v5p", "v6e"])
+    assert len(cases) == len(set(cases)) == 1200
+    rows = [
+        Row(cases[700], "failed", "", "abc", 1.5, "ValueError: a, b"),
+        Row(Case("v4", (32, 8, 128), 16, 2048, 16), "compiled", "123", "abc", 0.0),
+    ]
+    write(tmp_path / "record.csv", {row.case: row for row in rows})
+    assert list(read(tmp_path / "record.csv").values()) == rows[::-1]
+    assert read(tmp_path / "none.csv") == {}
+
+
+def test_variants_of_a_tile_differ():
+    found = list(variants(Tile(pages=4, slots=3, parts=1, queries=8)))
+    assert len(found) == len(set(found)) == 5 and found[0].pages == 4
+
+
+def test_a_table_is_put_in_its_place():
+    text = "a\n<!-- one -->\n<!-- end -->\nb\n<!-- two -->\nold\n<!-- end -->\n"
+    text = replace(replace(text, "one", "x\ny"), "two", "z")
+    assert text == "a\n<!-- one -->\nx\ny\n<!-- end -->\nb\n<!-- two -->\nz\n<!-- end -->\n"
+    assert replace(text, "one", "x\ny") == text
+    with pytest.raises(ValueError, match="0 places for the table 'three', expected 1"):
+        replace(text, "three", "")
