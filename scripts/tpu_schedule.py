@@ -18,7 +18,6 @@ import importlib.util
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -30,7 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from scripts.tpu.bundles import Kernel, read_kernels  # noqa: E402
-from scripts.tpu.moves import collectives, large_moves  # noqa: E402
+
+from levanter_infer.plan.hlo import collectives, large_moves, short_of  # noqa: E402
 
 TARGETS = {
     "v4": ("v4:2x2x1", "v4-8"),
@@ -39,13 +39,6 @@ TARGETS = {
     "v6e": ("v6e:2x2", "v6e-4"),
 }
 """The smallest topology of each generation, and the accelerator type that libtpu wants to be told."""
-_UNITS = {"": 2**-20, "B": 2**-20, "K": 2**-10, "M": 1, "G": 2**10}
-_SIZE = r"([\d.]+)([KMGB]?)"
-_OUT_OF_MEMORY = (
-    rf"memory space (?P<space>\w+) while allocating on stack[\s\S]*?size {_SIZE} and limit {_SIZE}",
-    rf"Used {_SIZE} of {_SIZE} (?P<space>\w+)\. Exceeded",
-    rf"required[^()]*\({_SIZE}\) exceeds available (?P<space>\w+) \({_SIZE}\)",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,17 +128,6 @@ def _dump_flags(directory: str) -> str:
         f"--xla_jf_dump_to={directory} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=true "
         f"--xla_jf_emit_annotations=true --xla_jf_dump_llo_pass_label_regex={passes}"
     )
-
-
-def short_of(error: str) -> tuple[str, float, float] | None:
-    """(memory, MiB wanted, MiB there) of an error of libtpu; None if it is none of too little memory."""
-    for pattern in _OUT_OF_MEMORY:
-        if match := re.search(pattern, error):
-            wanted, unit, limit, limit_unit = (group for group in match.groups() if group != match["space"])
-            return match["space"].lower(), float(wanted) * _UNITS[unit], float(limit) * _UNITS[limit_unit]
-    if match := re.search(r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\) :: .*?space=(\w+)", error):
-        return match[3], int(match[1]) / 2**20, int(match[2]) / 2**20
-    return None
 
 
 def _compile(job: dict) -> dict:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 from scripts.tpu.cycles import estimated_cycles
-from scripts.tpu.moves import collectives, large_moves
-from scripts.tpu_schedule import compile_builder, describe, short_of
+from scripts.tpu_schedule import compile_builder, describe
 
+from levanter_infer.plan.hlo import collectives, large_moves, short_of
 from tests.tpu_kernels import COPIED, VALUES
 
 KERNELS = Path(__file__).with_name("tpu_kernels.py")

@@ -26,7 +26,7 @@ _MAX_ALIASED_NODES = 100_000
 _SOURCES = ("prompts", "prompts_file", "chat")
 _PLAIN_TEXT = (
     *("model.path", "model.dtype", "model.revision", "tokenizer", "prompts", "prompts_file"),
-    *("output.path", "output.metrics", "sampling.stop"),
+    *("output.path", "output.metrics", "sampling.stop", "plan.target", "plan.shape", "plan.json"),
 )
 """Keys whose value on the command line is the text itself; all others are read as YAML."""
 _FILES = ("model.path", "tokenizer", "prompts_file", "output.path", "output.metrics")

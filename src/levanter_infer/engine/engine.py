@@ -14,10 +14,10 @@ from jax.sharding import Mesh
 from levanter_infer.checkpoints.load import StoredModel
 from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.outputs import RoundOutputs
-from levanter_infer.decode.programs import Programs
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.beams import beams_for, enter_hypotheses
-from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
+from levanter_infer.engine.blueprint import programs_for, shapes_for
+from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.forks import Forks
 from levanter_infer.engine.host_tier import HostTier
 from levanter_infer.engine.intake import Intake
@@ -95,21 +95,18 @@ class InferenceEngine(Forks, Versions):
         types = model.types if isinstance(model, StoredModel) else model
         self._weights_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(types))
         self.backend = Backend.choose(self.config, types, has_mods=has_mods, mesh=make_mesh(mesh))
-        unread_bytes = self._weights_bytes if isinstance(model, StoredModel) else 0
-        heads = self.backend.page_heads(types.config.num_kv_heads)
-        self.shapes = self.backend.adapt(resolve_shapes(self.config, types, len(self._eos), unread_bytes, heads))
-        if scoring:
-            need_one_shard(self.backend.num_shards, _ASKED_AS["scoring"])
-            self.shapes = dataclasses.replace(self.shapes, scoring=score_shapes(self.config, types))
-        self.programs = Programs(
+        is_loaded = not isinstance(model, StoredModel)
+        self.shapes = shapes_for(
+            self.config, types, self.backend, num_eos=len(self._eos), is_loaded=is_loaded, scoring=scoring
+        )
+        self.programs = programs_for(
+            self.config,
             types,
+            self.backend,
             self.shapes,
-            self.backend.attention_spec(self.shapes, score_mod, mask_mod),
-            kv_dtype=kv_dtype(self.config, types),
-            as_bits=self.backend.on_cpu,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
             on_recompile=logger.warning if self.config.recompilation == "warn" else None,
-            options=self.backend.compiler_options,
-            layout=self.backend.layout,
         )
         self._nothing = self.backend.put(make_nothing(self.shapes, self.backend.num_shards))
         self._compile_s = 0.0

@@ -4,6 +4,7 @@ Nothing here imports JAX before a mesh is made: a configuration is read without 
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from levanter_infer.axes import DATA, EXPERT, MODEL
@@ -38,12 +39,13 @@ class MeshConfig:
         return self.data * self.model
 
 
-def make_mesh(config: "MeshConfig | Mesh | None") -> "Mesh | None":
-    """The mesh over this process's view of the devices, the first ones; None for a single device.
+def make_mesh(config: "MeshConfig | Mesh | None", devices: Sequence | None = None) -> "Mesh | None":
+    """The mesh over the first of some devices; None for a single one.
 
     Args:
         config: sizes, or a mesh with the axes `data` and `model`, either of which may be missing; others have size 1.
-    Raises: ValueError if there are fewer devices, or the mesh has other axes.
+        devices: to choose from; None: all that this process knows of.
+    Raises: ValueError if there are fewer devices, they form no grid, or the mesh has other axes.
     """
     import jax
     from jax.experimental import mesh_utils
@@ -60,11 +62,22 @@ def make_mesh(config: "MeshConfig | Mesh | None") -> "Mesh | None":
         return None if config.size == 1 else config
     if config.num_devices == 1:
         return None
-    devices = jax.devices()
+    devices = jax.devices() if devices is None else devices
     if config.num_devices > len(devices):
         raise ValueError(
             f"mesh: data={config.data} times model={config.model} is {config.num_devices} devices, and there are "
             f"{len(devices)} ({devices[0].platform}); lower one of them"
         )
-    grid = mesh_utils.create_device_mesh((config.data, config.model), devices=devices[: config.num_devices])
+    try:
+        grid = mesh_utils.create_device_mesh(
+            (config.data, config.model),
+            devices=devices[: config.num_devices],
+            # An axis may take a part of an axis of a TPU's torus, as 8 of 4 by 4 chips do.
+            allow_split_physical_axes=True,
+        )
+    except (AssertionError, NotImplementedError) as error:
+        raise ValueError(
+            f"mesh: data={config.data} times model={config.model} is {config.num_devices} of {len(devices)} chips, "
+            "which form no grid; use as many as a row of the slice, or a half of it, or the whole slice, has"
+        ) from error
     return Mesh(grid, (DATA, MODEL))

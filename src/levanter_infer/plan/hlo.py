@@ -1,6 +1,7 @@
 """What an optimised HLO program moves about without computing anything, and what it sends between chips."""
 
 import collections
+import dataclasses
 import math
 import re
 
@@ -16,6 +17,26 @@ _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([a-z][\w\-
 _CALLED = re.compile(r"calls=%?([\w.\-]+)")
 _ARRAY = re.compile(r"([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]+)\]")
 _BITS = re.compile(r"\d+")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\])")
+_UNITS = {"": 2**-20, "B": 2**-20, "K": 2**-10, "M": 1, "G": 2**10}
+_SIZE = r"([\d.]+)([KMGB]?)"
+_OUT_OF_MEMORY = (
+    rf"memory space (?P<space>\w+) while allocating on stack[\s\S]*?size {_SIZE} and limit {_SIZE}",
+    rf"Used {_SIZE} of {_SIZE} (?P<space>\w+)\. Exceeded",
+    rf"required[^()]*\({_SIZE}\) exceeds available (?P<space>\w+) \({_SIZE}\)",
+)
+
+
+def short_of(error: str) -> tuple[str, float, float] | None:
+    """(memory, MiB wanted, MiB there) of an error of libtpu; None if it is none of too little memory."""
+    for pattern in _OUT_OF_MEMORY:
+        if match := re.search(pattern, error):
+            wanted, unit, limit, limit_unit = (group for group in match.groups() if group != match["space"])
+            return match["space"].lower(), float(wanted) * _UNITS[unit], float(limit) * _UNITS[limit_unit]
+    if match := re.search(r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\) :: .*?space=(\w+)", error):
+        return match[3], int(match[1]) / 2**20, int(match[2]) / 2**20
+    return None
 
 
 def large_moves(hlo: str, least_bytes: int = 2**20) -> list[tuple[int, str, str, int]]:
@@ -88,7 +109,50 @@ def computations(hlo: str) -> dict[str, list[str]]:
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """What devices send each other at one place of a program, or at several alike."""
+
+    operation: str
+    kind: str
+    """Types of what comes out of it."""
+    num_bytes: int
+    """Of what comes out of it, on each device."""
+    parts: int
+    """Devices that take part, in each of their groups."""
+    depth: int
+    """Loops around it."""
+    count: int = 1
+    """How often it stands there."""
+
+
+def collectives_of(hlo: str) -> list[Collective]:
+    """The collectives of a program, the outermost first, in the order of its text. Loops multiply them."""
+    found: collections.Counter = collections.Counter()
+    for line in hlo.splitlines():
+        match = _INSTRUCTION.match(line)
+        if match is None or (operation := match[2].removesuffix("-start")) not in COLLECTIVES:
+            continue
+        arrays = [dtype + "[" + dims + "]" for dtype, dims in _ARRAY.findall(match[1])]
+        if operation != match[2]:  # it lists what goes in as well
+            arrays = [max(arrays, key=largest_array)]
+        name = _OP_NAME.search(line)
+        depth = name[1].split("/").count("while") if name else 0
+        size = sum(map(largest_array, arrays))
+        found[Collective(operation, " ".join(arrays), size, _parts(line), depth)] += 1
+    counted = [dataclasses.replace(each, count=count) for each, count in found.items()]
+    return sorted(counted, key=lambda each: each.depth)
+
+
+def _parts(line: str) -> int:
+    match = _GROUPS.search(line)
+    if match is None:
+        return 2  # pairs of a permutation
+    return len(match[1].split(",")) if match[1] is not None else int(match[2])
+
+
 def collectives(hlo: str) -> dict[str, int]:
     """How often each collective stands in the program; loops multiply it."""
-    operations = [match[2].removesuffix("-start") for line in hlo.splitlines() if (match := _INSTRUCTION.match(line))]
-    return {name: count for name in COLLECTIVES if (count := operations.count(name))}
+    found = collectives_of(hlo)
+    counts = {name: sum(each.count for each in found if each.operation == name) for name in COLLECTIVES}
+    return {name: count for name, count in counts.items() if count}
