@@ -96,6 +96,15 @@ def test_groups_that_devices_share_unevenly_and_functions_of_the_head():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["swapped_data2_model2", "swapped_model4"])
+def test_weights_that_change_give_each_token_its_version(case):
+    found = runs(case)[case]
+    assert found["wrong"] == 0 and found["tokens"] == 4 * 5 * 12
+    assert found["versions"] == [0, 1, 2, 3] and found["mixed"] > 3
+    assert not found["moved"] and found["free"][0] == found["free"][1]
+
+
+@pytest.mark.slow
 def test_bfloat16_weights_with_a_tied_head():
     found = runs("tied_one", "tied_model2")
     one, many = found["tied_one"], found["tied_model2"]

@@ -271,6 +271,7 @@ def _spmd(functions: dict[str, Callable], layout: Layout) -> dict[str, Callable]
     state = jax.eval_shape(functions["init"])
     results: dict[str, object] = {name: state for name in ("init", "reset", "zero_cache", "extend", "resample")}
     results["round"] = (state, None)
+    results["enter_version"] = state.decode
     return {name: layout.spmd(function, results.get(name)) for name, function in functions.items()}
 
 
