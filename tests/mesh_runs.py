@@ -31,6 +31,8 @@ from levanter_infer.models.uncached import next_token
 
 EIGHT_HEADS = {"num_attention_heads": 12, "num_key_value_heads": 2, "hidden_size": 48, "head_dim": 8}
 """Groups of 6 query heads that 4 devices share unevenly: 2 copies of each head of keys and values, of 3 query heads."""
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+           "norm_topk_prob": True}  # fmt: skip
 
 
 def requests(count: int) -> list[Request]:
@@ -222,6 +224,10 @@ CASES = {
     "many_data4_model2": lambda: run(MeshConfig(data=4, model=2), 200, {}),
     "heads_one": lambda: run(None, 8, EIGHT_HEADS, by_head),
     "heads_model4": lambda: run(MeshConfig(model=4), 8, EIGHT_HEADS, by_head),
+    "experts_one": lambda: run(None, 16, EXPERTS),
+    "experts_expert4": lambda: run(MeshConfig(expert=4), 16, EXPERTS),
+    "experts_model2_expert2": lambda: run(MeshConfig(model=2, expert=2), 16, EXPERTS),
+    "experts_data2_model2_expert2": lambda: run(MeshConfig(data=2, model=2, expert=2), 16, EXPERTS),
     "swapped_data2_model2": lambda: swapped(MeshConfig(data=2, model=2)),
     "swapped_model4": lambda: swapped(MeshConfig(model=4)),
     "tied_one": lambda: run(None, 8, {"tie_word_embeddings": True, "dtype": "bfloat16"}),

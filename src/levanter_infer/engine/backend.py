@@ -37,12 +37,10 @@ class Backend:
 
         Args:
             has_mods: whether there is a `score_mod` or a `mask_mod`, which the kernels for CPUs cannot call.
-            mesh: the devices, with the axes `data` and `model`; None for one.
+            mesh: the devices, with the axes `data`, `model` and `expert`; None for one.
             device: what they are like, if it is not this process's: one of a topology that programs are compiled for.
         Raises: ValueError if the configuration asks for something that this machine or this model does not allow.
         """
-        if mesh is not None and model.config.num_experts is not None:
-            raise ValueError(f"a model with experts runs on one device, and the mesh has {mesh.size}; leave it out")
         device = jax.devices()[0] if device is None else device
         pages, weights = kv_dtype(config, model), model.dtype
         on_mesh = None if mesh is None else f"the mesh has {mesh.size} devices, and it runs on one"
@@ -170,7 +168,7 @@ class Backend:
 
     def adapt(self, shapes: Shapes) -> Shapes:
         """The sizes as the device runs them fastest."""
-        return dataclasses.replace(shapes, sampled_rows=None) if self.platform == "gpu" else shapes
+        return shapes if self.on_cpu else dataclasses.replace(shapes, sampled_rows=None)
 
 
 def _cpu_misfit(device, dtype, what: str) -> str | None:

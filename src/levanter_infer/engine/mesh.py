@@ -31,19 +31,25 @@ class MeshConfig:
                 raise ValueError(f"mesh.{field.name}={value!r}: expected a whole number of at least 1")
         if self.model not in (1, 2, 4, 8, 16):
             raise ValueError(f"mesh.model={self.model}: expected one of 1, 2, 4, 8 or 16")
-        if self.expert != 1:
-            raise ValueError(f"mesh.expert={self.expert}: experts are not spread over devices yet; leave it out")
 
     @property
     def num_devices(self) -> int:
-        return self.data * self.model
+        return self.data * self.model * self.expert
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Devices by axis of the mesh; `expert` only where it has some."""
+        return {DATA: self.data, MODEL: self.model} | ({EXPERT: self.expert} if self.expert > 1 else {})
+
+    def __str__(self) -> str:
+        return " times ".join(f"{name}={size}" for name, size in self.sizes.items())
 
 
 def make_mesh(config: "MeshConfig | Mesh | None", devices: Sequence | None = None) -> "Mesh | None":
     """The mesh over the first of some devices; None for a single one.
 
     Args:
-        config: sizes, or a mesh with the axes `data` and `model`, either of which may be missing; others have size 1.
+        config: sizes, or a mesh with some of the axes `data`, `model` and `expert`; others have size 1.
         devices: to choose from; None: all that this process knows of.
     Raises: ValueError if there are fewer devices, they form no grid, or the mesh has other axes.
     """
@@ -54,30 +60,30 @@ def make_mesh(config: "MeshConfig | Mesh | None", devices: Sequence | None = Non
     if config is None:
         return None
     if isinstance(config, Mesh):
-        others = [name for name, size in config.shape.items() if name not in (DATA, MODEL) and size > 1]
-        if EXPERT in others:
-            raise ValueError(f"mesh: experts are not spread over devices yet; leave the axis {EXPERT!r} out")
+        others = [name for name, size in config.shape.items() if name not in (DATA, MODEL, EXPERT) and size > 1]
         if others:
-            raise ValueError(f"mesh: got the axis {others[0]!r}; expected {DATA!r} and {MODEL!r}, or others of size 1")
+            raise ValueError(
+                f"mesh: got the axis {others[0]!r}; expected {DATA!r}, {MODEL!r} and {EXPERT!r}, or others of size 1"
+            )
         return None if config.size == 1 else config
     if config.num_devices == 1:
         return None
     devices = jax.devices() if devices is None else devices
     if config.num_devices > len(devices):
         raise ValueError(
-            f"mesh: data={config.data} times model={config.model} is {config.num_devices} devices, and there are "
-            f"{len(devices)} ({devices[0].platform}); lower one of them"
+            f"mesh: {config} is {config.num_devices} devices, and there are {len(devices)} ({devices[0].platform}); "
+            "lower one of them"
         )
     try:
         grid = mesh_utils.create_device_mesh(
-            (config.data, config.model),
+            tuple(config.sizes.values()),
             devices=devices[: config.num_devices],
             # An axis may take a part of an axis of a TPU's torus, as 8 of 4 by 4 chips do.
             allow_split_physical_axes=True,
         )
     except (AssertionError, NotImplementedError) as error:
         raise ValueError(
-            f"mesh: data={config.data} times model={config.model} is {config.num_devices} of {len(devices)} chips, "
-            "which form no grid; use as many as a row of the slice, or a half of it, or the whole slice, has"
+            f"mesh: {config} is {config.num_devices} of {len(devices)} chips, which form no grid; use as many as a row "
+            "of the slice, or a half of it, or the whole slice, has"
         ) from error
-    return Mesh(grid, (DATA, MODEL))
+    return Mesh(grid, tuple(config.sizes))

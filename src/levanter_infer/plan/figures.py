@@ -82,6 +82,7 @@ def figures_of(job: Job) -> Figures:
 def _model_sizes(job: Job, blueprint: Blueprint) -> dict[str, Any]:
     config, layout = blueprint.types.config, blueprint.backend.layout
     parts = 1 if layout is None else layout.model.parts
+    expert_parts = 1 if layout is None else layout.experts.parts
     itemsize = blueprint.types.dtype.itemsize
     table_bytes = config.vocab_size * config.hidden_size * itemsize // parts
     return {
@@ -98,7 +99,7 @@ def _model_sizes(job: Job, blueprint: Blueprint) -> dict[str, Any]:
         * config.hidden_size
         * config.intermediate_size
         * itemsize
-        // parts,
+        // (parts * expert_parts),
         "embedding_bytes": 0 if config.tie_word_embeddings else table_bytes,
         "head_bytes": table_bytes,
         "itemsize": itemsize,

@@ -5,7 +5,6 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from levanter_infer.axes import DATA, MODEL
 from levanter_infer.config import decode_section
 from levanter_infer.engine.mesh import MeshConfig, make_mesh
 from levanter_infer.plan.targets import Target, parse_target
@@ -76,10 +75,7 @@ class Job:
         """Raises: ValueError if the target has fewer devices than the mesh wants."""
         wanted, there = self.mesh_config.num_devices, self.machine.num_chips
         if wanted > there:
-            raise ValueError(
-                f"mesh: data={self.mesh_config.data} times model={self.mesh_config.model} is {wanted} devices, and "
-                f"{self.target} has {there}"
-            )
+            raise ValueError(f"mesh: {self.mesh_config} is {wanted} devices, and {self.target} has {there}")
 
     def blueprint(self, devices: Sequence | None = None) -> "Blueprint":
         """The engine on the target.
@@ -99,7 +95,8 @@ class Job:
         if devices is not None:
             made = make_mesh(mesh, devices)
         else:
-            made = AbstractMesh((mesh.data, mesh.model), (DATA, MODEL)) if mesh.num_devices > 1 else None
+            sizes = mesh.sizes
+            made = AbstractMesh(tuple(sizes.values()), tuple(sizes)) if mesh.num_devices > 1 else None
         chip = self.machine.chip
         device = chip if devices is None else devices[0]
         backend = Backend.choose(config, types, has_mods=False, mesh=made, device=device)  # type: ignore[arg-type]

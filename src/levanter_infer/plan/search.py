@@ -142,8 +142,8 @@ def _more_parts(job: Job, extra_bytes: int) -> Change | None:
 
     def changes() -> Iterator[Change]:
         for model in (2, 4, 8, 16):
-            if now.model < model <= chips and now.expert == 1:
-                data = min(now.data, chips // model)
+            if now.model < model and model * now.expert <= chips:
+                data = min(now.data, chips // (model * now.expert))
                 mesh = job.mesh | {"data": data, "model": model}
                 before = {"data": now.data, "model": now.model}
                 changed = dataclasses.replace(job, mesh=mesh)
