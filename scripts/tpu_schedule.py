@@ -30,15 +30,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from scripts.tpu.bundles import Kernel, read_kernels  # noqa: E402
 
-from levanter_infer.plan.hlo import collectives, large_moves, short_of  # noqa: E402
-
-TARGETS = {
-    "v4": ("v4:2x2x1", "v4-8"),
-    "v5e": ("v5e:2x2", "v5litepod-4"),
-    "v5p": ("v5p:2x2x1", "v5p-8"),
-    "v6e": ("v6e:2x2", "v6e-4"),
-}
-"""The smallest topology of each generation, and the accelerator type that libtpu wants to be told."""
+from levanter_infer.plan.hlo import collectives, large_moves  # noqa: E402
+from levanter_infer.runtime.libtpu import TARGETS, compiler_environment, short_of  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +83,7 @@ def compile_builder(
         schedules: whether to have it write schedules; a whole model writes much.
         keywords: of the builder, as JSON has them.
     """
-    smallest, accelerator = TARGETS[generation]
+    smallest = TARGETS[generation][0]
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="tpu_schedule_") as scratch:
         directory = os.path.abspath(keep or scratch)
@@ -98,14 +91,8 @@ def compile_builder(
         job = dict(builder=builder, topology=topology or smallest, mesh=mesh or {"x": 1}, keywords=keywords)
         report = os.path.join(directory, "report.json")
         Path(report).unlink(missing_ok=True)
-        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
-            "TPU_SKIP_MDS_QUERY": "1",
-            "TPU_ACCELERATOR_TYPE": accelerator,
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            "JAX_PLATFORMS": "cpu",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "LIBTPU_INIT_ARGS": _dump_flags(directory) if schedules else "",
-        }
+        environment = compiler_environment(generation)
+        environment["LIBTPU_INIT_ARGS"] = _dump_flags(directory) if schedules else ""
         command = [sys.executable, "-W", "ignore", __file__, "--compile", json.dumps(job), "--report", report]
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)

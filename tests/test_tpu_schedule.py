@@ -6,7 +6,8 @@ import pytest
 from scripts.tpu.cycles import estimated_cycles
 from scripts.tpu_schedule import compile_builder, describe
 
-from levanter_infer.plan.hlo import collectives, large_moves, short_of
+from levanter_infer.plan.hlo import collectives, large_moves
+from levanter_infer.runtime.libtpu import short_of
 from tests.tpu_kernels import COPIED, VALUES
 
 KERNELS = Path(__file__).with_name("tpu_kernels.py")

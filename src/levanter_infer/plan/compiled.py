@@ -11,9 +11,10 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-from levanter_infer.plan.hlo import Collective, short_of
+from levanter_infer.plan.hlo import Collective
 from levanter_infer.plan.job import Job
 from levanter_infer.plan.targets import Target
+from levanter_infer.runtime.libtpu import compiler_environment, short_of
 
 REFUSED = 3
 """Status of a process that found something wrong with the job, other than 1: a program was refused."""
@@ -40,7 +41,7 @@ class CompiledProgram:
 
     @property
     def short_of(self) -> tuple[str, float, float] | None:
-        """As `hlo.short_of`, of its error."""
+        """As `libtpu.short_of`, of its error."""
         return None if self.error is None else short_of(self.error)
 
     @property
@@ -128,26 +129,17 @@ def _read(line: str) -> CompiledProgram:
 
 def environment_for(target: Target) -> dict[str, str]:
     """Of a process that compiles for a target. Raises: NoCompiler."""
-    platform = target.chip.platform
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
-    environment["PYTHONPATH"] = os.pathsep.join(  # this package, wherever it was imported from
-        [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
-    if platform == "cpu":
+    package = str(Path(__file__).resolve().parents[2])  # wherever it was imported from
+    path = {"PYTHONPATH": os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    if target.chip.platform == "tpu":
+        if find_spec("libtpu") is None:
+            raise NoCompiler(
+                "programs for TPUs are compiled by libtpu, which is not installed: pip install libtpu (it needs no "
+                "TPU), or say --no-compile for the figures that need no compiler"
+            )
+        return compiler_environment(target.generation) | path
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"} | path
+    if target.chip.platform == "cpu":
         flags = f"{environment.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={target.num_chips}"
-        return environment | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    if platform == "gpu":
-        return environment
-    if find_spec("libtpu") is None:
-        raise NoCompiler(
-            "programs for TPUs are compiled by libtpu, which is not installed: pip install libtpu (it needs no TPU), "
-            "or say --no-compile for the figures that need no compiler"
-        )
-    environment.pop("XLA_FLAGS", None)  # of other platforms, which libtpu does not know
-    return environment | {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": target.accelerator_type,
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "JAX_PLATFORMS": "cpu",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }
+        environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    return environment

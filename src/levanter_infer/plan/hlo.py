@@ -19,24 +19,6 @@ _ARRAY = re.compile(r"([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]+)\]")
 _BITS = re.compile(r"\d+")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\])")
-_UNITS = {"": 2**-20, "B": 2**-20, "K": 2**-10, "M": 1, "G": 2**10}
-_SIZE = r"([\d.]+)([KMGB]?)"
-_OUT_OF_MEMORY = (
-    rf"memory space (?P<space>\w+) while allocating on stack[\s\S]*?size {_SIZE} and limit {_SIZE}",
-    rf"Used {_SIZE} of {_SIZE} (?P<space>\w+)\. Exceeded",
-    rf"required[^()]*\({_SIZE}\) exceeds available (?P<space>\w+) \({_SIZE}\)",
-)
-
-
-def short_of(error: str) -> tuple[str, float, float] | None:
-    """(memory, MiB wanted, MiB there) of an error of libtpu; None if it is none of too little memory."""
-    for pattern in _OUT_OF_MEMORY:
-        if match := re.search(pattern, error):
-            wanted, unit, limit, limit_unit = (group for group in match.groups() if group != match["space"])
-            return match["space"].lower(), float(wanted) * _UNITS[unit], float(limit) * _UNITS[limit_unit]
-    if match := re.search(r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\) :: .*?space=(\w+)", error):
-        return match[3], int(match[1]) / 2**20, int(match[2]) / 2**20
-    return None
 
 
 def large_moves(hlo: str, least_bytes: int = 2**20) -> list[tuple[int, str, str, int]]:

@@ -14,9 +14,10 @@ def show(plan: Plan, console: Console) -> None:
     target, mesh = plan.job.machine, plan.job.mesh_config
     used = mesh.num_devices
     console.print(
-        f"[bold]{target.name}[/]: {target.num_chips} × {target.chip.kind}, of which the mesh takes {used} "
-        f"(data {mesh.data}, model {mesh.model})"
+        f"[bold]{target.name}[/]: {target.num_chips} × {target.chip.kind}, of which the mesh takes {used} ({mesh})"
     )
+    if used < target.num_chips:
+        console.print(f"  {target.num_chips - used} would stand idle: raise mesh.data or mesh.model")
     if plan.figures is not None:
         console.print(_memory_table(plan, plan.figures))
         console.print(_pages_table(plan.figures))

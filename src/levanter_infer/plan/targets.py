@@ -81,11 +81,6 @@ class Target:
     topology: str | None = None
     """As libtpu calls it, such as v5e:4x4; it may have more chips than the target."""
 
-    @property
-    def accelerator_type(self) -> str:
-        """What libtpu wants to be told: the smallest slice of the generation, whatever the topology."""
-        return {"v4": "v4-8", "v5e": "v5litepod-4", "v5p": "v5p-8", "v6e": "v6e-4"}[self.generation]
-
 
 def parse_target(name: str) -> Target:
     """A machine by its name: v5e-16, v5p-16 (8 chips), v6e-4, h100, h100x8, cpu, cpux4 (forced devices that share it).
