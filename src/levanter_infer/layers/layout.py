@@ -65,7 +65,7 @@ class Layout:
         parts = self.experts.parts
         if parts > 1 and self.num_experts is None:
             raise ValueError(f"mesh.expert={parts}: the model has no experts; leave it out, and use mesh.model")
-        if parts > 1 and self.num_experts % parts:
+        if self.num_experts is not None and self.num_experts % parts:
             raise ValueError(f"mesh.expert={parts} does not divide the model's {self.num_experts} experts")
         if VOCAB_GROUPS % self.model.parts:
             raise ValueError(f"mesh.model={self.model.parts}: expected one of 1, 2, 4, 8 or {VOCAB_GROUPS}")
