@@ -6,8 +6,7 @@ A process of its own, because the number of devices is decided before JAX starts
 import json
 import os
 import sys
-
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -29,6 +28,10 @@ from levanter_infer.engine.sharded import ShardedSlots
 from levanter_infer.layers.spread import Spread, Vocabulary
 from levanter_infer.models.uncached import next_token
 
+SIZES: dict[str, Any] = {
+    **{"max_seqs": 4, "max_seq_len": 64, "page_size": 4, "max_pages": 60, "max_step_tokens": 4},
+    **{"attention": "xla", "products": "xla"},
+}
 EIGHT_HEADS = {"num_attention_heads": 12, "num_key_value_heads": 2, "hidden_size": 48, "head_dim": 8}
 """Groups of 6 query heads that 4 devices share unevenly: 2 copies of each head of keys and values, of 3 query heads."""
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
@@ -64,10 +67,11 @@ def run(mesh: MeshConfig | None, count: int, model_changes: dict, score_mod=None
     """Tokens and log probabilities of `requests`, and what the engine says."""
     from tests.tiny_models import tiny_model
 
-    config = EngineConfig(
-        max_seqs=4, max_seq_len=64, page_size=4, max_pages=60, max_step_tokens=4, attention="xla", products="xla"
-    )
-    engine = InferenceEngine(tiny_model(**model_changes), config=config, mesh=mesh, score_mod=score_mod)
+    engine = InferenceEngine(tiny_model(**model_changes), config=EngineConfig(**SIZES), mesh=mesh, score_mod=score_mod)
+    return results(engine, count)
+
+
+def results(engine: InferenceEngine, count: int) -> dict:
     outputs = engine.generate(requests(count))
     completions = [completion for output in outputs for completion in output.completions]
     stats = engine.stats()
@@ -81,7 +85,7 @@ def run(mesh: MeshConfig | None, count: int, model_changes: dict, score_mod=None
         "reasons": [completion.finish_reason for completion in completions],
         "free": [stats["pages_free"], stats["pages_total"]],
         "idle_share": stats.get("idle_share"),
-        "live_bytes": engine.memory()["live_bytes"],
+        **({} if engine.backend.spans_hosts else {"live_bytes": engine.memory()["live_bytes"]}),
         "hits": stats["prefix_hits"],
         "shards": len(slots._managers) if isinstance(slots, ShardedSlots) else 1,
         "pool": sorted({str(shard.data.shape) for shard in engine.state.kv.pages.array.addressable_shards}),
@@ -236,6 +240,7 @@ CASES = {
 
 
 def main(names: list[str]) -> None:
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_disable_most_optimizations", True)

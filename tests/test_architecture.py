@@ -26,6 +26,7 @@ LAYERS = [
     {"engine"},
     {"config"},
     {"rows"},
+    {"facts"},
     {"frontend"},
 ]
 """From the bottom up; a part imports parts below its own line only. All other modules are commands, above them."""

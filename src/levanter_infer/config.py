@@ -16,6 +16,7 @@ import yaml
 
 from levanter_infer.engine.mesh import MeshConfig
 from levanter_infer.engine.params import SamplingParams, brief
+from levanter_infer.runtime.multihost import MultihostConfig
 
 if TYPE_CHECKING:
     from levanter_infer.engine.config import EngineConfig
@@ -26,11 +27,12 @@ _MAX_ALIASED_NODES = 100_000
 _SOURCES = ("prompts", "prompts_file", "chat")
 _PLAIN_TEXT = (
     *("model.path", "model.dtype", "model.revision", "tokenizer", "prompts", "prompts_file"),
-    *("output.path", "output.metrics", "sampling.stop", "plan.target", "plan.shape", "plan.json"),
+    *("output.path", "output.metrics", "sampling.stop", "multihost.coordinator", "multihost.bind"),
+    *("plan.target", "plan.shape", "plan.json"),
 )
 """Keys whose value on the command line is the text itself; all others are read as YAML."""
 _FILES = ("model.path", "tokenizer", "prompts_file", "output.path", "output.metrics")
-_SHORT = {"model": "path", "output": "path"}
+_SHORT = {"model": "path", "output": "path", "multihost": "coordinator"}
 """Sections that may be given as a plain string, and the key that it stands for."""
 
 
@@ -85,6 +87,8 @@ class RunConfig:
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Keys of `EngineConfig`; see `engine_config`."""
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    multihost: MultihostConfig = dataclasses.field(default_factory=MultihostConfig)
+    """Processes that do the job together; `auto` alone: as the environment says."""
     output: OutputConfig | None = None
     """A JSONL file for the results, or a mapping with `path`, `overwrite`, `metrics`."""
 

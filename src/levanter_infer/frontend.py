@@ -1,7 +1,7 @@
 """What the commands share: arguments, streams and exit status, an engine, output files, progress, errors.
 
-Exit status of all of them: 0 all is well, 1 some requests failed, 2 wrong usage or configuration, 130 interrupted,
-141 nobody reads the output any more.
+Exit status of all of them: 0 all is well, 1 some requests failed, 2 wrong usage or configuration, 3 another process of
+the job was lost or has failed, 130 interrupted, 141 nobody reads the output any more.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from levanter_infer.config import (
     AnyRunConfig,
     MeshConfig,
     ModelSource,
+    MultihostConfig,
     OutputConfig,
     RunConfig,
     check_keys,
@@ -26,8 +27,13 @@ from levanter_infer.config import (
 )
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput
+from levanter_infer.facts import flag_facts, version_facts
 from levanter_infer.rows import NOT_FINITE, Row, RowWriter, escape_for_terminal
+from levanter_infer.runtime.aborts import LOST
+from levanter_infer.runtime.agreement import agree
 from levanter_infer.runtime.compile_cache import enable_compile_cache
+from levanter_infer.runtime.hosts import HostLost, Hosts
+from levanter_infer.runtime.multihost import PER_HOST, joined
 
 if TYPE_CHECKING:
     from levanter_infer.engine.engine import InferenceEngine
@@ -74,6 +80,9 @@ def _status(command: Callable[[], int]) -> int:
     except ValueError as e:
         say(one_line(f"error: {e}"))
         return 2
+    except HostLost as e:
+        say(one_line(f"error: {e}"))
+        return LOST
     except BrokenPipeError:
         raise
     except OSError as e:
@@ -152,6 +161,7 @@ def help_text(usage: str, kind: type[RunConfig] = RunConfig) -> str:
         "model.": ModelSource,
         "output.": OutputConfig,
         "mesh.": MeshConfig,
+        "multihost.": MultihostConfig,
         "sampling.": SamplingParams,
         "engine.": EngineConfig,
         **own,
@@ -217,11 +227,34 @@ def write_files(
         metrics.commit()
 
 
-def make_engine(config: RunConfig, num_rows: int) -> "InferenceEngine":
-    """Load model and tokenizer, and say what was chosen. Raises: ValueError saying what is wrong with them."""
+@contextlib.contextmanager
+def join(config: RunConfig, orderly: tuple[type[BaseException], ...] = ()) -> Iterator[Hosts | None]:
+    """The processes that do the job together, with the same versions and flags; None if this one is alone.
+
+    Args:
+        orderly: as of `joined`.
+    Raises: ValueError, and HostLost, as `joined`; HostsDiffer naming the odd one.
+    """
+    with joined(config.multihost, orderly) as hosts:
+        if hosts is not None:
+            hosts.note("comparing versions")
+            say(f"hosts     {hosts.count}, {config.multihost.layout}; this is {hosts.names[hosts.index]}")
+            agree(hosts, "versions and flags", {**version_facts(), **flag_facts()})
+        yield hosts
+
+
+def make_engine(config: RunConfig, num_rows: int, hosts: Hosts | None = None) -> "InferenceEngine":
+    """Load model and tokenizer, and say what was chosen.
+
+    Args:
+        hosts: processes that each make one. With `multihost.layout: per_host` on their own devices.
+    Raises: ValueError saying what is wrong with them; HostsDiffer.
+    """
     from levanter_infer.checkpoints.source import resolve_source
     from levanter_infer.checkpoints.tokenizer import Tokenizer
 
+    if config.multihost.is_on and hosts is None:
+        raise ValueError("multihost: this command runs in one process; use levanter_infer.batch or sample for several")
     source = resolve_source(config.model.path, config.model.revision)
     if config.tokenizer is not None:
         tokenizer = Tokenizer.from_directory(resolve_source(config.tokenizer, weights=False).directory)
@@ -233,7 +266,10 @@ def make_engine(config: RunConfig, num_rows: int) -> "InferenceEngine":
 
     from levanter_infer.checkpoints.load import open_model
     from levanter_infer.engine.engine import InferenceEngine
+    from levanter_infer.engine.mesh import make_mesh
 
+    if hosts is not None:
+        hosts.note("loading the model")
     enable_compile_cache()
     engine_config = config.engine_config()
     begin = time.perf_counter()
@@ -248,7 +284,9 @@ def make_engine(config: RunConfig, num_rows: int) -> "InferenceEngine":
     try:
         seed = config.sampling.seed or 0
         scoring = config.sampling.prompt_logprobs is not None
-        engine = InferenceEngine(model, tokenizer, engine_config, seed=seed, scoring=scoring, mesh=config.mesh)
+        per_host = hosts is not None and config.multihost.layout == PER_HOST
+        mesh = make_mesh(config.mesh, local=True) if per_host else config.mesh
+        engine = InferenceEngine(model, tokenizer, engine_config, seed=seed, scoring=scoring, mesh=mesh, hosts=hosts)
     except JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
@@ -324,7 +362,8 @@ def log_lines(engine: "InferenceEngine") -> Callable[[int, int, int], None]:
 
 def metrics_text(engine: "InferenceEngine", *, as_prometheus: bool) -> str:
     """All that the engine has counted, as Prometheus' text or as JSON."""
-    engine.memory()
+    if not engine.backend.spans_hosts:
+        engine.memory()
     registry = engine.metrics()
     return registry.prometheus() if as_prometheus else json.dumps(registry.as_dict(), indent=1) + "\n"
 

@@ -3,6 +3,8 @@
 Completions go to standard output, everything else to standard error; exit status as in `frontend.py`.
 """
 
+import dataclasses
+import hashlib
 import itertools
 import signal
 import sys
@@ -11,9 +13,11 @@ from typing import Any
 
 from levanter_infer.config import RunConfig
 from levanter_infer.engine.request import Request, RequestOutput
+from levanter_infer.facts import device_facts, flat, model_facts, tokenizer_facts
 from levanter_infer.frontend import (
     guarded,
     interrupt,
+    join,
     make_engine,
     merge_outputs,
     one_line,
@@ -24,7 +28,10 @@ from levanter_infer.frontend import (
     serve,
     write_files,
 )
-from levanter_infer.rows import escape_for_terminal, output_rows, read_rows
+from levanter_infer.rows import Row, escape_for_terminal, output_rows, read_rows
+from levanter_infer.runtime.agreement import agree
+from levanter_infer.runtime.hosts import Hosts
+from levanter_infer.runtime.multihost import ONE_MESH
 
 _MAX_SHOWN_PROMPT = 400
 _SHOWN_WITH_OUTPUT = 8
@@ -56,16 +63,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(config: RunConfig) -> int:
     """Sample what the configuration asks for; returns the exit status. Raises: ValueError for what stops the run."""
+    if config.multihost.is_on and config.multihost.layout != ONE_MESH:
+        raise ValueError("multihost.layout: sample has one output; use one_mesh, or levanter_infer.batch for per_host")
+    with join(config) as hosts:
+        return _run(config, hosts)
+
+
+def _run(config: RunConfig, hosts: Hosts | None) -> int:
     rows = read_rows(config)
     output = config.output.path if config.output else None
-    with output_files(config) as (writer, metrics):
-        engine = make_engine(config, len(rows))
+    writes = hosts is None or hosts.is_lead
+    if hosts is not None:
+        agree(hosts, "run", run_facts(config, rows))
+    with output_files(config if writes else dataclasses.replace(config, output=None)) as (writer, metrics):
+        engine = make_engine(config, len(rows)) if hosts is None else make_engine(config, len(rows), hosts)
         requests = [row.request for row in rows if row.request is not None]
         sampled, seconds = serve(engine, requests)
         outputs = merge_outputs(rows, sampled)
         pairs = zip(rows, outputs, strict=True)
         each = (output_rows(result, row.request.sampling if row.request else None) for row, result in pairs)
         write_files(writer, metrics, itertools.chain.from_iterable(each), engine)
+    if not writes:
+        return 1 if any(output.error is not None for output in outputs) else 0
     shown = outputs if output is None else outputs[:_SHOWN_WITH_OUTPUT]
     for row, result in zip(rows, shown, strict=False):
         if result.error is None:
@@ -76,6 +95,25 @@ def run(config: RunConfig) -> int:
     failed = report_failures(outputs)
     say(summary(outputs, engine.stats(), seconds))
     return 1 if failed else 0
+
+
+def run_facts(config: RunConfig, rows: Sequence[Row]) -> dict[str, str]:
+    """What processes that sample together must have in common. Paths may differ; contents may not."""
+    from levanter_infer.checkpoints.source import resolve_source
+
+    facts = {
+        "sampling": dataclasses.asdict(config.sampling),
+        "engine": dataclasses.asdict(config.engine_config()),
+        "mesh": dataclasses.asdict(config.mesh),
+        "model": {"dtype": config.model.dtype, **model_facts(resolve_source(config.model.path, config.model.revision))},
+        "tokenizer": tokenizer_facts(
+            config.tokenizer or config.model.path, None if config.tokenizer else config.model.revision
+        ),
+        "prompts": hashlib.sha256(repr(rows).encode()).hexdigest(),
+        "device": device_facts(),
+    }
+    named = ("model.name", "model.revision", "tokenizer.name")
+    return {key: str(value) for key, value in flat(facts).items() if key not in named}
 
 
 def completion_text(request: Request | None, output: RequestOutput, *, color: bool) -> str:

@@ -65,6 +65,10 @@ class BatchRunConfig(RunConfig):
         super().__post_init__()
         if self.output is None or self.output.path is None:
             raise ValueError("a batch job needs output: a directory for its shards")
+        if self.multihost.is_on:
+            for key, given in (("worker", self.batch.worker != "0/1"), ("ray_actors", self.batch.ray_actors)):
+                if given:
+                    raise ValueError(f"batch.{key} and multihost are both given; each process of multihost is a worker")
         if self.output.metrics is not None and self.batch.ray_actors:
             raise ValueError(
                 "output.metrics are those of an engine in this process; leave it out with batch.ray_actors"

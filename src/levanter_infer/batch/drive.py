@@ -4,11 +4,10 @@ At most a window of rows is in memory beside the results of unfinished shards, w
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from levanter_infer.batch.plan import InputShard
-from levanter_infer.batch.shard import OpenShard
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.rows import Row, make_row, output_rows
@@ -18,6 +17,20 @@ _WINDOW = 4
 _CLOCK = (
     "timeout_s depends on the clock, and this job promises equal bytes; leave it out or set engine.numerics: default"
 )
+
+
+class Shard(Protocol):
+    """A shard whose rows are being finished (`OpenShard`)."""
+
+    source: InputShard
+    found: int
+
+    @property
+    def is_complete(self) -> bool: ...
+    def __contains__(self, row: int) -> bool: ...
+    def finish(self, row: int, outputs: Sequence[Mapping[str, Any]]) -> None: ...
+    def commit(self) -> None: ...
+    def leave(self) -> None: ...
 
 
 class Group(Protocol):
@@ -38,7 +51,7 @@ class Engine(Protocol):
 
 @dataclasses.dataclass
 class _Pending:
-    shard: OpenShard
+    shard: Shard
     row: int
     sampling: SamplingParams
     group: Group
@@ -77,12 +90,12 @@ class Driver:
         self._base = dataclasses.replace(base, seed=None)  # the engine derives one for each row
         self._window = _WINDOW * max_seqs
         self._pending: list[_Pending] = []
-        self._open: dict[int, OpenShard] = {}
+        self._open: dict[int, Shard] = {}
         self.totals = Totals()
 
     def run(
         self,
-        shards: Iterator[OpenShard],
+        shards: Iterator[Shard],
         should_stop: Callable[[], bool] = lambda: False,
         on_round: Callable[[Totals], None] = lambda _: None,
     ) -> bool:
@@ -115,7 +128,7 @@ class Driver:
                 shard.leave()
             self._open.clear()
 
-    def _rows(self, shards: Iterator[OpenShard]) -> Iterator[tuple[OpenShard, int, Row]]:
+    def _rows(self, shards: Iterator[Shard]) -> Iterator[tuple[Shard, int, Row]]:
         """Rows that are not finished, shard after shard; a shard is open from its first row on."""
         for shard in shards:
             self._open[shard.source.index] = shard
@@ -126,7 +139,7 @@ class Driver:
                 if i not in shard:
                     yield shard, i, make_row(content, str(shard.source.first_row + i), where, self._base)
 
-    def _feed(self, rows: Iterator[tuple[OpenShard, int, Row]]) -> None:
+    def _feed(self, rows: Iterator[tuple[Shard, int, Row]]) -> None:
         """Submit rows until the window is full."""
         sequences = sum(pending.sampling.num_sequences for pending in self._pending)
         while sequences < self._window and (item := next(rows, None)) is not None:
@@ -161,7 +174,7 @@ class Driver:
         for pending in done:
             self._finish(pending.shard, pending.row, pending.group.output(), pending.sampling)
 
-    def _finish(self, shard: OpenShard, row: int, output: RequestOutput, sampling: SamplingParams | None) -> None:
+    def _finish(self, shard: Shard, row: int, output: RequestOutput, sampling: SamplingParams | None) -> None:
         rows = list(output_rows(output, sampling))
         shard.finish(row, rows)
         self.totals.rows += 1

@@ -8,6 +8,7 @@ manifest.json     the promise and the sums of all records, once all are there
 """
 
 import concurrent.futures
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from levanter_infer.batch.plan import InputShard, Plan
 from levanter_infer.batch.shard import COMMITS, COUNTS, JOURNALS, OpenShard, dumps, part_name, record_name
 from levanter_infer.batch.store import Store
 from levanter_infer.engine.params import brief
+from levanter_infer.facts import flat
 
 JOB, MANIFEST = "job.json", "manifest.json"
 _FORMAT = 1
@@ -147,12 +149,24 @@ def make_promise(
     return json.loads(json.dumps(promise))  # as it is when read
 
 
+def job_facts(promise: Mapping[str, Any], there: Mapping[str, Any] | None) -> dict[str, str]:
+    """What all processes of a job must have in common: what they would promise, and what they find promised. Paths may
+    differ."""
+
+    def digest(content: Any) -> str:
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    facts = {key: value for key, value in flat(promise).items() if key not in _PATHS and not key.startswith("input.")}
+    facts |= {"input": digest(promise["input"]), JOB: digest(there)}
+    return {key: str(value) for key, value in facts.items()}
+
+
 def check_same(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Whether a job of this promise may be resumed. Paths may differ: contents are known by their fingerprints.
 
     Raises: ValueError naming what differs.
     """
-    sizes, before, now = there["sizes"], _flat(there), _flat(here)
+    sizes, before, now = there["sizes"], flat(there), flat(here)
     differences: list[str] = []
     for key in sorted({*before, *now}):
         old, new = before.get(key, _ABSENT), now.get(key, _ABSENT)
@@ -186,15 +200,3 @@ def _known(value: Any, chosen: Any) -> Any:
 
 def _shown(value: Any) -> str:
     return value if value is _ABSENT else brief(value)
-
-
-def _flat(content: Any, path: str = "") -> dict[str, Any]:
-    """Values by dotted key; lists and empty mappings are values."""
-    if not isinstance(content, Mapping) or not content:
-        if isinstance(content, list) and content and all(isinstance(item, Mapping) for item in content):
-            return {k: v for i, item in enumerate(content) for k, v in _flat(item, f"{path}[{i}]").items()}
-        return {path: content}
-    values: dict[str, Any] = {}
-    for key, value in content.items():
-        values |= _flat(value, f"{path}.{key}" if path else str(key))
-    return values

@@ -10,8 +10,9 @@ from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.batch.drive import Totals
 from levanter_infer.batch.on_ray import work_on_ray
 from levanter_infer.batch.worker import Worker, open_worker
-from levanter_infer.frontend import metrics_text, say
+from levanter_infer.frontend import join, metrics_text, say
 from levanter_infer.rows import RowWriter
+from levanter_infer.runtime.hosts import Hosts
 
 
 class Stopped(Exception):
@@ -23,6 +24,8 @@ class StopSignal:
 
     def __init__(self):
         self.received: int | None = None
+        self.hosts: Hosts | None = None
+        """Processes that are to stop too."""
         self._deferred = False
 
     def defer(self) -> None:
@@ -36,6 +39,8 @@ class StopSignal:
     def _receive(self, number: int, _) -> None:
         again = self.received is not None
         self.received = number
+        if self.hosts is not None:
+            self.hosts.stop_wanted = True
         if again and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not self._deferred:
@@ -59,7 +64,8 @@ def run(config: BatchRunConfig) -> int:
     stop = StopSignal()
     with stop.installed():
         try:
-            return _run(config, stop)
+            with join(config, (Stopped,)) as stop.hosts:
+                return _run(config, stop)
         except Stopped:
             say("stopped   before anything was in progress; the same command goes on")
             return 130 if stop.received == signal.SIGINT else 0
@@ -69,19 +75,20 @@ def _run(config: BatchRunConfig, stop: StopSignal) -> int:
     assert config.output is not None
     with contextlib.ExitStack() as stack:
         metrics = None
-        if config.output.metrics is not None:
+        hosts = stop.hosts
+        if config.output.metrics is not None and (hosts is None or hosts.is_lead):
             metrics = stack.enter_context(RowWriter(config.output.metrics, overwrite=config.output.overwrite))
         begin = time.monotonic()
         if config.batch.ray_actors:
             worker, totals = work_on_ray(config)
             return _end(worker, totals, time.monotonic() - begin)
-        worker = open_worker(config)
+        worker = open_worker(config, hosts)
         if worker.engine is None:
             return _end(worker, Totals(), 0.0)
         engine = worker.engine
         stop.defer()
         begin = time.monotonic()
-        complete, totals = worker.work(stop.is_set)
+        complete, totals = worker.work(stop.is_set if worker.together is None else lambda: engine.is_stopping)
         seconds = time.monotonic() - begin
         if metrics is not None:
             metrics.write_text(metrics_text(engine, as_prometheus=metrics.path.suffix == ".prom"))
@@ -102,6 +109,12 @@ def _done_text(totals: Totals, seconds: float) -> str:
 def _end(worker: Worker, totals: Totals, seconds: float) -> int:
     """Say what was done, and finish the job if it is."""
     say(f"done      {_done_text(totals, seconds)}")
+    if worker.together is None:
+        return _finish(worker, totals)
+    return worker.together.decide("status", _finish(worker, totals) if worker.together.is_lead else None)
+
+
+def _finish(worker: Worker, totals: Totals) -> int:
     manifest = worker.job.finish()
     job = worker.job
     if manifest is None:

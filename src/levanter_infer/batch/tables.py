@@ -88,11 +88,6 @@ def check_available() -> None:
     _pyarrow()
 
 
-def version() -> str:
-    """Of pyarrow."""
-    return _pyarrow()[0].__version__
-
-
 def _pyarrow():
     try:
         import pyarrow

@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 from levanter_infer.batch import tables
 from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.batch.drive import Driver, Totals
-from levanter_infer.batch.facts import device_facts, model_facts, version_facts
-from levanter_infer.batch.job import JOB, Job, check_same, make_promise, read_promise
+from levanter_infer.batch.job import JOB, Job, check_same, job_facts, make_promise, read_promise
 from levanter_infer.batch.plan import Input, InputShard, Plan
 from levanter_infer.batch.shard import dumps
 from levanter_infer.batch.store import Store, open_store
+from levanter_infer.batch.together import followed, told
+from levanter_infer.facts import device_facts, model_facts, tokenizer_facts, version_facts
 from levanter_infer.frontend import make_engine, say
+from levanter_infer.runtime.agreement import agree
+from levanter_infer.runtime.hosts import Hosts
+from levanter_infer.runtime.multihost import ONE_MESH
 
 if TYPE_CHECKING:
     from levanter_infer.engine.engine import InferenceEngine
@@ -35,6 +39,10 @@ class Worker:
     job: Job
     engine: "InferenceEngine | None"
     """None: nothing is left to do."""
+    place: tuple[int, int]
+    """Which worker this is, and of how many."""
+    together: Hosts | None = None
+    """The processes of one mesh, of which the first alone reads and writes the job's directory."""
 
     def work(self, should_stop: Callable[[], bool], shards: Iterable[InputShard] | None = None) -> tuple[bool, Totals]:
         """Work off this worker's shards, or the given ones. Returns: as `Driver.run`, and what was done."""
@@ -48,27 +56,42 @@ class Worker:
             equal_bytes=job.promise["guarantee"]["numerics"] == "batch_invariant",
         )
         if shards is None:
-            shards = job.shards_of(config.batch.worker_index, config.batch.num_workers)
-        complete = driver.run(job.claim(shards), should_stop, Progress(job, engine, config.batch.num_workers))
+            shards = job.shards_of(*self.place)
+        hosts = self.together
+        if hosts is not None and not hosts.is_lead:
+            complete = driver.run(followed(hosts, job.plan), should_stop)
+        else:
+            claims = job.claim(shards) if hosts is None else told(hosts, job.claim(shards))
+            complete = driver.run(claims, should_stop, Progress(job, engine, self.place[1]))
         if complete:
             engine.drain()
         return complete, driver.totals
 
 
-def open_worker(config: BatchRunConfig, *, plan: Plan | None = None, begin: bool = True) -> Worker:
+def open_worker(
+    config: BatchRunConfig, hosts: Hosts | None = None, *, plan: Plan | None = None, begin: bool = True
+) -> Worker:
     """Find or begin the job, and make an engine if anything is left to do.
 
     Args:
+        hosts: processes that do the job together, and make the same call.
         plan: of the input, if it is known.
         begin: False: only look at a job that has begun, without an engine.
-    Raises: ValueError if the job began otherwise, or anything is wrong with model, input or output.
+    Raises: ValueError if the job began otherwise, or anything is wrong with model, input or output; HostsDiffer.
     """
+    one_mesh = hosts if config.multihost.layout == ONE_MESH else None
+    place = config.batch.worker_index, config.batch.num_workers
+    if hosts is not None and one_mesh is None:
+        place = hosts.index, hosts.count
+    writes = one_mesh is None or one_mesh.is_lead
     store, source = _store(config), input_of(config)
     config = dataclasses.replace(config, engine={"numerics": "batch_invariant", **config.engine})
     facts = _facts(config)
     plan = plan_of(config, source) if plan is None else plan
     wanted = _config_facts(config)
     promise = read_promise(store)
+    if hosts is not None:
+        agree(hosts, "job", job_facts(make_promise(wanted, facts, {}, plan), promise))
     engine = None
     while True:
         sizes = None
@@ -77,15 +100,23 @@ def open_worker(config: BatchRunConfig, *, plan: Plan | None = None, begin: bool
             check_same(promise, make_promise(wanted, facts, sizes, plan))
             job = Job(store, promise)
             left = len(plan.shards) - len(job.committed())
+            if hosts is not None and engine is None:
+                left = hosts.decide("shards left", left)  # others of the job may be finishing some
             if left == 0 or engine is not None or not begin:
-                return Worker(config, source, job, engine if left else None)
+                return Worker(config, source, job, engine if left else None, place, one_mesh)
             say(f"job       {len(plan.shards) - left} of {len(plan.shards)} shards are finished, {left} are left")
-        engine = _engine(config, sizes, plan)
+        engine = _engine(config, sizes, plan, hosts)
         if promise is None:
             sizes = {key: value for key, value in engine.describe().items() if key in _SIZES}
-            if not store.create(JOB, dumps(make_promise(wanted, facts, sizes, plan))):
-                engine = None  # another worker was first, and may have chosen other sizes
-            promise = read_promise(store)
+            mine = make_promise(wanted, facts, sizes, plan)
+            if writes:
+                store.create(JOB, dumps(mine))  # unless another worker was first
+            promise = read_promise(store) if writes else mine
+            assert promise is not None
+            if promise["sizes"] != mine["sizes"]:
+                if hosts is not None:
+                    raise ValueError(f"another job has begun in this output meanwhile; see {JOB} there")
+                engine = None
 
 
 def _store(config: BatchRunConfig) -> Store:
@@ -135,21 +166,12 @@ def _facts(config: BatchRunConfig) -> dict[str, Any]:
 
     return {
         "model": model_facts(resolve_source(config.model.path, config.model.revision)),
-        "tokenizer": _tokenizer_facts(config),
-        "versions": version_facts(parquet=config.batch.format == "parquet"),
+        "tokenizer": tokenizer_facts(
+            config.tokenizer or config.model.path, None if config.tokenizer else config.model.revision
+        ),
+        "versions": version_facts(("pyarrow",) if config.batch.format == "parquet" else ()),
         "device": device_facts(),
     }
-
-
-def _tokenizer_facts(config: BatchRunConfig) -> dict[str, str]:
-    from levanter_infer.checkpoints.source import resolve_source
-    from levanter_infer.checkpoints.tokenizer import Tokenizer
-
-    name = config.tokenizer or config.model.path
-    source = resolve_source(name, None if config.tokenizer else config.model.revision, weights=False)
-    if not source.has("tokenizer.json"):
-        return {"name": "", "sha256": ""}
-    return {"name": source.name, "sha256": Tokenizer.from_directory(source.directory).fingerprint}
 
 
 def _config_facts(config: BatchRunConfig) -> dict[str, Any]:
@@ -168,11 +190,11 @@ def _config_facts(config: BatchRunConfig) -> dict[str, Any]:
     }
 
 
-def _engine(config: BatchRunConfig, sizes: dict[str, Any] | None, plan: Plan) -> "InferenceEngine":
+def _engine(config: BatchRunConfig, sizes: dict[str, Any] | None, plan: Plan, hosts: Hosts | None) -> "InferenceEngine":
     """An engine of the sizes that the job began with, if it has begun."""
     config = dataclasses.replace(config, engine={**config.engine, **(sizes or {})})
     try:
-        return make_engine(config, plan.rows)
+        return make_engine(config, plan.rows, hosts) if hosts is not None else make_engine(config, plan.rows)
     except ValueError as e:
         if "batch_invariant" not in str(e):
             raise

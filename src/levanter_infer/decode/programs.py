@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,12 +36,22 @@ class Program:
     A call dispatches to the executable itself: nothing can be traced or compiled behind the caller's back.
     """
 
-    def __init__(self, function, *, donate: tuple[int, ...] = (), options: Mapping[str, str | bool] | None = None):
+    def __init__(
+        self,
+        function,
+        *,
+        donate: tuple[int, ...] = (),
+        options: Mapping[str, str | bool] | None = None,
+        fingerprint: bool = False,
+    ):
         """
         Args:
             options: for XLA's compiler; one that knows them not compiles without them.
+            fingerprint: note one when it is lowered.
         """
-        self._options = dict(options or {})
+        self._options, self._wants_fingerprint = dict(options or {}), fingerprint
+        self.fingerprint = ""
+        """SHA-256 of what the compiler is given, if it was asked for."""
         self.function = function
         self.jitted = jax.jit(function, donate_argnums=donate)
         self.compilations = 0
@@ -65,6 +76,8 @@ class Program:
         """
         self.types = self.types_of(arguments)
         lowered = self.jitted.lower(*arguments)
+        if self._wants_fingerprint:
+            self.fingerprint = hashlib.sha256(f"{lowered.as_text()} {self._options}".encode()).hexdigest()
         compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
         self._compiled = compiler.submit(self.compile_lowered, lowered)
         compiler.shutdown(wait=False)
@@ -149,6 +162,7 @@ class Programs:
         options: Mapping[str, str | bool] | None = None,
         smaller: "Programs | None" = None,
         layout: Layout | None = None,
+        fingerprints: bool = False,
     ):
         """
         Args:
@@ -167,6 +181,7 @@ class Programs:
             on_recompile=on_recompile,
             options=options,
             layout=layout,
+            fingerprints=fingerprints,
         )
         self._on_recompile = on_recompile
         self._smaller = None if smaller is None else (smaller.state_types, smaller.compilations())
@@ -179,7 +194,7 @@ class Programs:
         """The types of the state, as `jax.ShapeDtypeStruct`s."""
 
         def program(name: str, *, donate: tuple[int, ...] = (), options=None) -> Program:
-            self._programs[name] = Program(functions[name], donate=donate, options=options)
+            self._programs[name] = Program(functions[name], donate=donate, options=options, fingerprint=fingerprints)
             return self._programs[name]
 
         self._programs: dict[str, Program] = {}
@@ -255,6 +270,10 @@ class Programs:
         now = {name: program.compilations for name, program in self._programs.items() if program.is_begun}
         now |= self.tier.compilations()
         return {name: now.get(name, 0) + before.get(name, 0) for name in before | now}
+
+    def fingerprints(self) -> dict[str, str]:
+        """Of the programs that are compiled or being compiled, if they were asked for."""
+        return {name: program.fingerprint for name, program in self._programs.items() if program.is_begun}
 
     @property
     def round_function(self) -> Callable:

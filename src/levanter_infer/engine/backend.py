@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.config import EngineConfig, kv_dtype
+from levanter_infer.engine.sharded import need_one_shard
 from levanter_infer.kernels import TPU_POOL, cpu, linear_gpu, rpa_gpu, rpa_tpu
 from levanter_infer.kernels.tpu_pool import LANES, TpuPool
 from levanter_infer.layers.attention import AttentionSpec
@@ -132,6 +133,15 @@ class Backend:
         """Engines side by side, along `data`."""
         return 1 if self.layout is None else self.layout.num_shards
 
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether the mesh has devices of several processes."""
+        return self.layout is not None and self.layout.spans_hosts
+
+    def need_one_shard(self, what: str) -> None:
+        """Raises: ValueError where `what` is asked of several data shards, or of several processes."""
+        need_one_shard(self.num_shards, what, spans_hosts=self.spans_hosts)
+
     def put(self, tree):
         """Arrays of the host on the device, or on all devices of the mesh."""
         return jax.device_put(tree) if self.layout is None else self.layout.place(tree)
@@ -151,20 +161,27 @@ class Backend:
         heads = config.num_kv_heads if self.layout is None else self.layout.kv_heads
         if self.attention in TPU_POOL:
             return TpuPool(heads, config.head_dim).slabs * LANES
-        shared = self.layout.mesh.size if self.layout is not None and self.on_cpu else 1
+        shared = self._local_parts if self.on_cpu else 1
         return 2 * heads * config.head_dim * shared
 
     def device_bytes(self, tree) -> int:
         """Bytes that arrays of these types take in the memory of one device. The devices of a CPU share it."""
-        parts = 0 if self.layout is None else self.layout.mesh.size
 
         def size(leaf) -> int:
-            if not parts:
+            if self.layout is None:
                 return leaf.size * leaf.dtype.itemsize
             share = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-            return share * parts if self.on_cpu else share
+            return share * self._local_parts if self.on_cpu else share
 
         return sum(map(size, jax.tree.leaves(tree)))
+
+    @property
+    def _local_parts(self) -> int:
+        """Devices of the mesh that are this process's; all of one that is not there."""
+        if self.layout is None:
+            return 1
+        mesh = self.layout.mesh
+        return len(mesh.local_devices) if isinstance(mesh, Mesh) else mesh.size
 
     def adapt(self, shapes: Shapes) -> Shapes:
         """The sizes as the device runs them fastest."""

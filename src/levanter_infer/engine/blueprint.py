@@ -9,7 +9,7 @@ from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
 from levanter_infer.engine.scoring import score_shapes
-from levanter_infer.engine.sharded import make_nothing, need_one_shard
+from levanter_infer.engine.sharded import make_nothing
 
 
 def shapes_for(
@@ -36,15 +36,23 @@ def shapes_for(
     values = backend.token_values(types.config)
     shapes = backend.adapt(resolve_shapes(config, types, num_eos, unread, values, device_bytes))
     if scoring:
-        need_one_shard(backend.num_shards, "prompt_logprobs")
+        backend.need_one_shard("prompt_logprobs")
         shapes = dataclasses.replace(shapes, scoring=score_shapes(config, types))
     return shapes
 
 
 def programs_for(
-    config: EngineConfig, types, backend: Backend, shapes: Shapes, *, score_mod=None, mask_mod=None, on_recompile=None
+    config: EngineConfig,
+    types,
+    backend: Backend,
+    shapes: Shapes,
+    *,
+    score_mod=None,
+    mask_mod=None,
+    on_recompile=None,
+    fingerprints: bool = False,
 ) -> Programs:
-    """The programs of an engine. Args: types: as of `shapes_for`; on_recompile: as of `Programs`."""
+    """The programs of an engine. Args: types: as of `shapes_for`; on_recompile, fingerprints: as of `Programs`."""
     return Programs(
         types,
         shapes,
@@ -54,6 +62,7 @@ def programs_for(
         on_recompile=on_recompile,
         options=backend.compiler_options,
         layout=backend.layout,
+        fingerprints=fingerprints,
     )
 
 

@@ -8,16 +8,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from haliax import NamedArray
 from jax.sharding import Mesh
 
 from levanter_infer.checkpoints.load import StoredModel
-from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.outputs import RoundOutputs
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.beams import beams_for, enter_hypotheses
 from levanter_infer.engine.blueprint import programs_for, shapes_for
 from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.council import Alone, RoundTerms, Together
 from levanter_infer.engine.forks import Forks
 from levanter_infer.engine.host_tier import HostTier
 from levanter_infer.engine.intake import Intake
@@ -29,11 +28,16 @@ from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.engine.scoring import SCORE_ONLY, ScoreReader, score_shapes
 from levanter_infer.engine.sequence import Group
 from levanter_infer.engine.sequence import Sequence as HostSequence
-from levanter_infer.engine.sharded import make_nothing, make_slots, need_one_shard, read_outputs
+from levanter_infer.engine.sharded import make_slots, read_outputs
+from levanter_infer.engine.spilling import Spilling
 from levanter_infer.engine.stats import Stats
+from levanter_infer.engine.uploads import Uploads
 from levanter_infer.engine.versions import Versions
 from levanter_infer.models.live import adopt_model
+from levanter_infer.runtime.agreement import agree, agree_least
+from levanter_infer.runtime.hosts import Hosts
 from levanter_infer.runtime.memory import peak_bytes, return_free_memory
+from levanter_infer.runtime.multihost import hosts_of_this_process
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +59,7 @@ class _Launched:
     """Of the weights."""
 
 
-class InferenceEngine(Forks, Versions):
+class InferenceEngine(Forks, Spilling, Versions):
     """Samples many requests together on one device.
 
     The host and the device meet once a round: one upload of new requests, one download of sampled tokens, and the
@@ -71,7 +75,10 @@ class InferenceEngine(Forks, Versions):
         donate_model: the engine may delete the model's arrays as it lays out its own, so that the weights are in memory
             once.
         scoring: compile for `prompt_logprobs` at once, and not again with the first request that asks for them.
-        mesh: over which devices the engine runs, as sizes or as a mesh with the axes `data` and `model`.
+        mesh: over which devices the engine runs, as sizes or as a mesh with the axes `data` and `model`. Where they
+            belong to several processes, each makes an engine like this one, and calls it alike.
+        hosts: processes that make engines like this one, with or without a mesh over all of them: they agree on sizes
+            and programs before the first launch.
     """
 
     def __init__(
@@ -86,6 +93,7 @@ class InferenceEngine(Forks, Versions):
         donate_model: bool = False,
         scoring: bool = False,
         mesh: MeshConfig | Mesh | None = None,
+        hosts: Hosts | None = None,
     ):
         self.config = config or EngineConfig()
         self.tokenizer, self.seed = tokenizer, seed
@@ -94,11 +102,14 @@ class InferenceEngine(Forks, Versions):
         model = model if isinstance(model, StoredModel) else adopt_model(model)
         types = model.types if isinstance(model, StoredModel) else model
         self._weights_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(types))
-        self.backend = Backend.choose(self.config, types, has_mods=has_mods, mesh=make_mesh(mesh))
+        self.backend = backend = Backend.choose(self.config, types, has_mods=has_mods, mesh=make_mesh(mesh))
+        self._hosts = hosts_of_this_process() if hosts is None and self.backend.spans_hosts else hosts
+        self._council = Together(self._hosts) if self._hosts and self.backend.spans_hosts else Alone(self._hosts)
         is_loaded = not isinstance(model, StoredModel)
         self.shapes = shapes_for(
             self.config, types, self.backend, num_eos=len(self._eos), is_loaded=is_loaded, scoring=scoring
         )
+        self._agree_on_sizes()
         self.programs = programs_for(
             self.config,
             types,
@@ -107,16 +118,17 @@ class InferenceEngine(Forks, Versions):
             score_mod=score_mod,
             mask_mod=mask_mod,
             on_recompile=logger.warning if self.config.recompilation == "warn" else None,
+            fingerprints=self._hosts is not None,
         )
-        self._nothing = self.backend.put(make_nothing(self.shapes, self.backend.num_shards))
+        self._uploads = Uploads(self.backend, self.shapes)
         self._compile_s = 0.0
         if isinstance(model, StoredModel):
             self._compile_ahead(types)
             model, donate_model = model.read(self.backend.layout), True
         self._types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), types)
         self.model = self.backend.prepare(model, donate=donate_model)
+        self._agree_on_programs()
         self.state = self.programs.init()
-        self._uploaded: dict[tuple[bytes, bytes], Admission] = {}
         self._stats = Stats(
             pages_total=self.shapes.num_pages * self.backend.num_shards,
             pool_bytes=self.state.kv.pages.array.nbytes,
@@ -127,18 +139,33 @@ class InferenceEngine(Forks, Versions):
         self._warm = False
         self._pace = Pace(self.config.max_round_steps, self.config.max_round_seconds)
         self._last_end = 0.0
-        self._intake = Intake(self.shapes, self.config, tokenizer, seed, self.backend.num_shards)
+        self._intake = Intake(self.shapes, self.config, tokenizer, seed, backend.num_shards, backend.spans_hosts)
         self._start_over()
         logger.info("engine: %s", self.describe())
 
     def _compile_ahead(self, types) -> None:
         """Begin to compile for a model that is yet to be read."""
         begin = time.perf_counter()
-        self.programs.compile_all(self.backend.prepared_types(types), self._nothing)
+        self.programs.compile_all(self.backend.prepared_types(types), self._uploads.nothing)
         if self.backend.on_cpu:  # which does both itself, and the compiler's memory is then the weights'
             self.programs.wait()
             return_free_memory()
         self._compile_s = time.perf_counter() - begin
+
+    def _agree_on_sizes(self) -> None:
+        """The smallest budget of all processes, and the same sizes in all others."""
+        if self._hosts is None:
+            return
+        least = agree_least(self._hosts, "max_pages", {"max_pages": self.shapes.num_pages})
+        self.shapes = dataclasses.replace(self.shapes, num_pages=least["max_pages"])
+        plan = {**dataclasses.asdict(self.shapes), "mesh": self.backend.mesh_sizes, "platform": self.backend.platform}
+        agree(self._hosts, "sizes", {name: str(value) for name, value in plan.items()})
+
+    def _agree_on_programs(self) -> None:
+        """Equal configurations do not prove equal programs: those that will run are compared before one does."""
+        if self._hosts is not None:
+            self.programs.compile_all(self.model, self._uploads.nothing)
+            agree(self._hosts, "programs", self.programs.fingerprints())
 
     def _start_over(self) -> None:
         self._slots = make_slots(self.shapes, self._eos, self.backend.num_shards)
@@ -164,7 +191,7 @@ class InferenceEngine(Forks, Versions):
             "step_buckets": list(shapes.buckets),
             "pool_mb": round(kv.pages.array.nbytes / 2**20, 1),
             "mesh": self.backend.mesh_sizes,
-            "device": str(jax.devices()[0]),
+            "device": str(jax.local_devices()[0]),
         }
 
     # Requests
@@ -234,12 +261,13 @@ class InferenceEngine(Forks, Versions):
         if max_beams != self.shapes.max_beams:
             changes["max_beams"] = max_beams
         if changes:
-            need_one_shard(self.backend.num_shards, " and ".join(_ASKED_AS[name] for name in changes))
+            self.backend.need_one_shard(" and ".join(_ASKED_AS[name] for name in changes))
             self._extend(**changes)
         self.warmup()
 
     def _add(self, group: Group) -> None:
-        self._slots.add(group, time.perf_counter())
+        self._slots.add(group, self._council.now() if group.timeout_s is not None else 0.0)
+        self._council.enter(group)
         self._stats.on_submit(len(group.prompt_token_ids))
 
     def _run(self, groups: list[Group], on_update) -> None:
@@ -260,9 +288,10 @@ class InferenceEngine(Forks, Versions):
                 round is read. With 1 every token shows as soon as it is there and every step can be timed, at the
                 price of a launch and a download each.
         """
-        known = self._slots.expire(time.perf_counter()) + self._known + self._move_pages()
+        terms = self._agree_on_round(max_steps)
+        known = self._slots.expire(terms.now) + self._known + self._move_pages()
         self._known = []
-        launched = self._launch(max_steps)
+        launched = self._launch(terms.max_steps)
         previous, self._in_flight = self._in_flight, launched
         return known + (self._read(previous) if previous is not None else [])
 
@@ -291,9 +320,10 @@ class InferenceEngine(Forks, Versions):
         self._settle()
         self.state = self._tier.recall(self.programs.tier, self.state)
         while not self._slots.is_idle:
-            self._slots.expire(time.perf_counter())
+            terms = self._agree_on_round()
+            self._slots.expire(terms.now)
             self._move_pages()
-            self._in_flight = self._launch()
+            self._in_flight = self._launch(terms.max_steps)
             self._settle()
         self._scores.take()
         self._stats.on_idle()
@@ -309,42 +339,30 @@ class InferenceEngine(Forks, Versions):
     def cancel(self, group: Group) -> None:
         """End a submitted request with reason "abort", at once; its pages are free two rounds later at the most.
 
-        `step_round` does not return its sequences: the caller knows of them.
+        `step_round` does not return its sequences: the caller knows of them. On a mesh over several processes any one
+        may call this; all end the request before the same round, one of the next two, and `step_round` returns its
+        sequences in all of them.
         """
+        if self._council.cancel(group):
+            self._discard(group)
+
+    def _discard(self, group: Group) -> None:
         self._slots.discard(group)
         self._tier.forget_finished()
 
-    def spill_to_host(self, sequence: HostSequence) -> int:
-        """Move the pages of a submitted sequence to the host's memory. It goes on after `prefetch`, or in `drain`.
+    @property
+    def is_stopping(self) -> bool:
+        """Whether all processes of a mesh have agreed to stop, before the round that was launched last."""
+        return self._council.stopping
 
-        What it shares with others is copied, and its own when it comes back.
-
-        Returns: pages moved; 0 if it holds none, and then nothing changes.
-        Raises: ValueError if `engine.host_bytes` does not suffice, or the engine runs on several devices.
-        """
-        if self.backend.layout is not None:
-            raise ValueError("spill_to_host moves pages of one device, and this engine runs on a mesh; leave it out")
-        self._known += self._settle()
-        self.state, pages = self._tier.spill(self.programs.tier, self.state, sequence)
-        return pages
-
-    def prefetch(self, sequence: HostSequence) -> None:
-        """Bring the pages of a spilled sequence back, so that it goes on.
-
-        Where there is no room for them now, it comes back as soon as there is, before anything younger starts; or, with
-        `preempt: recompute`, is computed again.
-
-        Raises: ValueError if it is not in the host's memory.
-        """
-        self._known += self._settle()
-        self.state = self._tier.prefetch(self.programs.tier, self.state, sequence)
-
-    def _move_pages(self) -> list[HostSequence]:
-        """What the last round asked for, with nothing under way; returns as `step_round`."""
-        known = self._settle() if self._tier.is_called else []
-        if self._tier.is_called:
-            self.state = self._tier.move(self.programs.tier, self.state, self._slots.occupants)
-        return known
+    def _agree_on_round(self, max_steps: int | None = None) -> RoundTerms:
+        """What the next round is launched with; ends what was cancelled."""
+        steps = self._pace.steps(self._slots.has_prompts)
+        terms = self._council.terms(self._rounds, steps if max_steps is None else min(max_steps, steps))
+        for group in terms.cancelled:
+            self._known += [sequence for sequence in group.sequences if sequence.finish_reason is None]
+            self._discard(group)
+        return terms
 
     def _settle(self) -> list[HostSequence]:
         """Read the round in flight, if there is one."""
@@ -357,8 +375,8 @@ class InferenceEngine(Forks, Versions):
             return
         return_free_memory()  # of loading the model: compiling needs much
         start = time.perf_counter()
-        self.programs.compile_all(self.model, self._nothing)
-        self.state, outputs = self.programs.round(self.model, self.state, self._nothing)
+        self.programs.compile_all(self.model, self._uploads.nothing)
+        self.state, outputs = self.programs.round(self.model, self.state, self._uploads.nothing)
         jax.block_until_ready(outputs)
         self.programs.wait()
         self._warm = True
@@ -374,26 +392,21 @@ class InferenceEngine(Forks, Versions):
         start = time.perf_counter()
         shapes = dataclasses.replace(self.shapes, **changes)
         logger.info("compiling again, for %s", ", ".join(changes))
-        programs, nothing = (
-            self.programs.extended(self.model, shapes),
-            self.backend.put(make_nothing(shapes, self.backend.num_shards)),
-        )
-        programs.compile_all(self.model, nothing)
+        programs, uploads = self.programs.extended(self.model, shapes), Uploads(self.backend, shapes)
+        programs.compile_all(self.model, uploads.nothing)
         programs.wait()
         self.state = programs.extend(self.state)
-        self.programs, self.shapes, self._nothing = programs, shapes, nothing
+        self.programs, self.shapes, self._uploads = programs, shapes, uploads
         self._slots.shapes = shapes
-        self._uploaded.clear()
         self._compile_s += time.perf_counter() - start
         self._stats.registry.set("compile_s", self._compile_s)
 
-    def _launch(self, max_steps: int | None = None) -> _Launched:
+    def _launch(self, steps: int) -> _Launched:
         begin = time.perf_counter()
         with_prompts = self._slots.has_prompts
-        steps = self._pace.steps(with_prompts)
-        steps = steps if max_steps is None else min(max_steps, steps)
         fields = self._slots.next_admission(self._rounds, steps) | self._tier.terms()
-        admission = self._upload(fields)
+        self._council.on_admission(fields)
+        admission = self._uploads.admission(fields)
         started = time.perf_counter()
         self.state, outputs = self.programs.round(self.model, self.state, admission)
         outputs.packed.copy_to_host_async()
@@ -408,23 +421,6 @@ class InferenceEngine(Forks, Versions):
         self._rounds += 1
         self._stats.on_time(launch=time.perf_counter() - begin)
         return launched
-
-    def _upload(self, fields: dict[str, Any]) -> Admission:
-        """The fields on the device; what admits and cancels nothing is the same in many rounds, and uploaded once."""
-        nothing = not (np.any([fields["has_pieces"], fields["has_cancellations"]]) or "host" in fields)
-        key = (fields["max_steps"].tobytes(), fields["wanted_slots"].tobytes())
-        if nothing and key in self._uploaded:
-            return self._uploaded[key]
-        arrays = {
-            name: value
-            if name in ("sampling", "beams", "host")
-            else NamedArray(value, getattr(self._nothing, name).axes)
-            for name, value in fields.items()
-        }
-        admission = dataclasses.replace(self._nothing, **self.backend.put(arrays))
-        if nothing:
-            self._uploaded[key] = admission
-        return admission
 
     def _read(self, launched: _Launched) -> list[HostSequence]:
         begin = time.perf_counter()
@@ -482,7 +478,12 @@ class InferenceEngine(Forks, Versions):
         return self.metrics().as_dict("round")
 
     def memory(self) -> dict[str, Any]:
-        """Who holds how much, after the rounds launched so far; waits for them. Also enters it into `metrics`."""
+        """Who holds how much, after the rounds launched so far; waits for them. Also enters it into `metrics`.
+
+        Raises: ValueError on a mesh over several processes.
+        """
+        if self.backend.spans_hosts:
+            raise ValueError("memory() looks at all tables, and here other hosts have some of them; look at stats()")
         registry, kv = self._stats.registry, self.state.kv
         values = audit(self.state.decode).metrics(
             page_bytes=kv.pages.array.nbytes // (kv.num_pages * self.backend.num_shards),

@@ -45,12 +45,16 @@ class MeshConfig:
         return " times ".join(f"{name}={size}" for name, size in self.sizes.items())
 
 
-def make_mesh(config: "MeshConfig | Mesh | None", devices: Sequence | None = None) -> "Mesh | None":
-    """The mesh over the first of some devices; None for a single one.
+def make_mesh(
+    config: "MeshConfig | Mesh | None", devices: Sequence | None = None, *, local: bool = False
+) -> "Mesh | None":
+    """The mesh over the first of some devices; None for a single device of this process.
 
     Args:
         config: sizes, or a mesh with some of the axes `data`, `model` and `expert`; others have size 1.
-        devices: to choose from; None: all that this process knows of.
+        devices: to choose from, such as those of a topology that programs are compiled for; None: those that are here.
+        local: of those that are here, this process's only; else of all that do the job together, each of which must
+            have some in the mesh.
     Raises: ValueError if there are fewer devices, they form no grid, or the mesh has other axes.
     """
     import jax
@@ -66,13 +70,22 @@ def make_mesh(config: "MeshConfig | Mesh | None", devices: Sequence | None = Non
                 f"mesh: got the axis {others[0]!r}; expected {DATA!r}, {MODEL!r} and {EXPERT!r}, or others of size 1"
             )
         return None if config.size == 1 else config
-    if config.num_devices == 1:
+    is_elsewhere = devices is not None
+    if devices is None:
+        devices = jax.local_devices() if local else jax.devices()
+    processes = set() if is_elsewhere else {device.process_index for device in devices}
+    if config.num_devices == 1 and len(processes) <= 1:
         return None
-    devices = jax.devices() if devices is None else devices
     if config.num_devices > len(devices):
         raise ValueError(
             f"mesh: {config} is {config.num_devices} devices, and there are {len(devices)} ({devices[0].platform}); "
             "lower one of them"
+        )
+    left_out = processes - {device.process_index for device in devices[: config.num_devices]}
+    if left_out:
+        raise ValueError(
+            f"mesh: {config} leaves the devices of process {min(left_out)} out; there are {len(devices)}, and a mesh "
+            "over several processes has devices of each"
         )
     try:
         grid = mesh_utils.create_device_mesh(

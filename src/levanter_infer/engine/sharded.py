@@ -169,10 +169,12 @@ def read_outputs(outputs: RoundOutputs, shapes: Shapes, num_shards: int) -> Host
     return ShardedOutputs(outputs, shapes, num_shards)  # type: ignore[return-value]
 
 
-def need_one_shard(num_shards: int, what: str) -> None:
-    """Raises: ValueError where `what` is asked of several data shards."""
+def need_one_shard(num_shards: int, what: str, *, spans_hosts: bool = False) -> None:
+    """Raises: ValueError where `what` is asked of several data shards, or of devices of several processes."""
     if num_shards > 1:
         raise ValueError(f"{what}: not with mesh.data={num_shards}; set mesh.data to 1 and use mesh.model")
+    if spans_hosts:
+        raise ValueError(f"{what}: not on a mesh over several hosts yet; use multihost.layout: per_host")
 
 
 class ShardSteps:

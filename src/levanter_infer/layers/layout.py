@@ -101,6 +101,11 @@ class Layout:
         """Devices along `data`: engines with tables of their own."""
         return self.mesh.shape.get(DATA, 1)
 
+    @functools.cached_property
+    def spans_hosts(self) -> bool:
+        """Whether its devices belong to several processes, each of which sees the arrays of its own only."""
+        return len({device.process_index for device in self.mesh.devices.flat}) > 1
+
     @property
     def vocab(self) -> Vocabulary:
         return Vocabulary(self.vocab_size, self.model)
@@ -172,12 +177,24 @@ class Layout:
         return NamedSharding(self.mesh, self.spec(axes))
 
     def place(self, tree, *, donate: bool = False):
-        """A tree of arrays of the mesh's size, each device with its part. `donate`: arrays elsewhere are given up."""
+        """A tree of arrays of the mesh's size, each device with its part. `donate`: arrays elsewhere are given up.
 
-        def put(named: NamedArray) -> NamedArray:
-            return NamedArray(jax.device_put(named.array, self.sharding(named.axes), donate=donate), named.axes)
+        Where the mesh has devices of several processes, each process brings the same arrays, and places its parts.
+        """
 
-        return _map_named(put, lambda leaf: jax.device_put(leaf, self.sharding(())), tree)
+        def put(array, sharding: NamedSharding):
+            if not self.spans_hosts or (isinstance(array, jax.Array) and not array.is_fully_addressable):
+                return jax.device_put(array, sharding, donate=donate)
+            whole = np.asarray(array)
+            places = sharding.addressable_devices_indices_map(whole.shape)
+            parts = [jax.device_put(whole[index], device) for device, index in places.items()]
+            return jax.make_array_from_single_device_arrays(whole.shape, sharding, parts)
+
+        return _map_named(
+            lambda named: NamedArray(put(named.array, self.sharding(named.axes)), named.axes),
+            lambda leaf: put(leaf, self.sharding(())),
+            tree,
+        )
 
     def types(self, tree):
         """The types of such a tree, with their places."""
@@ -229,19 +246,32 @@ class Layout:
         Args:
             function: of one data shard. Where there are several, all arguments but `model`, and all results, have a
                 leading axis `data`.
-            results: what one shard gets: types, or None for arrays that are the same on all devices of a shard.
+            results: what one shard gets: types, or None for arrays that are the same on all devices of a shard. These
+                are for the host: where there are several, they are brought to all devices, so that each host has them.
         """
         names = tuple(inspect.signature(function).parameters)
         lead = self._lead
-        out_specs = jax.tree.map(
-            lambda leaf: PartitionSpec(*lead, *self.spec(leaf.axes)) if _is_named(leaf) else PartitionSpec(*lead),
-            results,
-            is_leaf=lambda leaf: leaf is None or _is_named(leaf),
-        )
+        gathers = self.spans_hosts and bool(lead)
+
+        def is_result(leaf) -> bool:
+            return leaf is None or _is_named(leaf)
+
+        def out_spec(leaf) -> PartitionSpec:
+            if _is_named(leaf):
+                return PartitionSpec(*lead, *self.spec(leaf.axes))
+            return PartitionSpec() if gathers and leaf is None else PartitionSpec(*lead)
+
+        def to_all(kind, result):
+            if kind is not None:
+                return result
+            return jax.tree.map(lambda array: jax.lax.all_gather(array, DATA, tiled=True), result)
 
         def of_one(*arguments):
             own = [a if n == "model" else _without_lead(a, lead) for n, a in zip(names, _refit(arguments), strict=True)]
-            return _with_lead(function(*own), lead)
+            found = _with_lead(function(*own), lead)
+            return jax.tree.map(to_all, results, found, is_leaf=is_result) if gathers else found
+
+        out_specs = jax.tree.map(out_spec, results, is_leaf=is_result)
 
         @functools.wraps(function)
         def run(*arguments):

@@ -1,0 +1,57 @@
+"""The engine's side of the host tier: pages that move to the host's memory and back, between rounds."""
+
+import abc
+from typing import Any
+
+from levanter_infer.decode.programs import Programs
+from levanter_infer.engine.backend import Backend
+from levanter_infer.engine.host_tier import HostTier
+from levanter_infer.engine.sequence import Sequence as HostSequence
+from levanter_infer.engine.slots import SlotManager
+
+
+class Spilling(abc.ABC):
+    """What `InferenceEngine` can do with the pages of sequences that have to make room."""
+
+    state: Any
+    backend: Backend
+    programs: Programs
+    _slots: SlotManager
+    _tier: HostTier
+    _known: list[HostSequence]
+
+    @abc.abstractmethod
+    def _settle(self) -> list[HostSequence]:
+        """Read the round in flight, if there is one."""
+
+    def spill_to_host(self, sequence: HostSequence) -> int:
+        """Move the pages of a submitted sequence to the host's memory. It goes on after `prefetch`, or in `drain`.
+
+        What it shares with others is copied, and its own when it comes back.
+
+        Returns: pages moved; 0 if it holds none, and then nothing changes.
+        Raises: ValueError if `engine.host_bytes` does not suffice, or the engine runs on several devices.
+        """
+        if self.backend.layout is not None:
+            raise ValueError("spill_to_host moves pages of one device, and this engine runs on a mesh; leave it out")
+        self._known += self._settle()
+        self.state, pages = self._tier.spill(self.programs.tier, self.state, sequence)
+        return pages
+
+    def prefetch(self, sequence: HostSequence) -> None:
+        """Bring the pages of a spilled sequence back, so that it goes on.
+
+        Where there is no room for them now, it comes back as soon as there is, before anything younger starts; or, with
+        `preempt: recompute`, is computed again.
+
+        Raises: ValueError if it is not in the host's memory.
+        """
+        self._known += self._settle()
+        self.state = self._tier.prefetch(self.programs.tier, self.state, sequence)
+
+    def _move_pages(self) -> list[HostSequence]:
+        """What the last round asked for, with nothing under way; returns as `step_round`."""
+        known = self._settle() if self._tier.is_called else []
+        if self._tier.is_called:
+            self.state = self._tier.move(self.programs.tier, self.state, self._slots.occupants)
+        return known

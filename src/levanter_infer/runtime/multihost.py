@@ -1,0 +1,268 @@
+"""`MultihostConfig`: which processes do a job together; `joined`: the one place that starts `jax.distributed`.
+
+Nothing here imports JAX before a start: a configuration is read without it.
+"""
+
+import contextlib
+import dataclasses
+import ipaddress
+import os
+import socket
+import time
+import traceback
+from collections.abc import Iterator
+from typing import NoReturn
+
+from levanter_infer.runtime.aborts import LOST, end_now, last_words
+from levanter_infer.runtime.hosts import HostLost, Hosts, JaxBoard
+from levanter_infer.runtime.watchdog import DONE, FAILED, Watchdog
+
+AUTO = "auto"
+PER_HOST, ONE_MESH = "per_host", "one_mesh"
+_VARIABLES = {"JAX_COORDINATOR_ADDRESS": "coordinator", "JAX_COORDINATOR_BIND_ADDRESS": "bind"}
+"""What JAX reads from the environment, and the key that says the same."""
+_SLACK_S = 60
+"""JAX ends a process at once, without a name, when it misses a peer: so much later than we do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MultihostConfig:
+    """Processes that do a job together, usually one on each machine."""
+
+    coordinator: str | None = None
+    """host:port at which process 0 can be reached; or `auto`: it, `processes` and `process_id` as the environment says
+    (TPU pods, GKE, Slurm, Open MPI). Default: this process is alone."""
+    processes: int | None = None
+    """How many there are."""
+    process_id: int | None = None
+    """Which one this is, from 0."""
+    bind: str | None = None
+    """address:port at which process 0 listens. Default: the address of `coordinator`, and no other."""
+    layout: str = PER_HOST
+    """`per_host`: each process has an engine of its own on its own devices, and they share the shards of a batch job.
+    `one_mesh`: one engine over the devices of all."""
+    heartbeat_s: float = 20
+    """A process that has not been heard of for so long is lost, and ends the job."""
+    start_timeout_s: float = 300
+    """How long processes wait for each other before the first launch: to be reached, and to load and compile."""
+    shutdown_timeout_s: float = 60
+    """How long they wait for each other when all is done."""
+    stall_s: float = 120
+    """When no round ends for so long, every process reports where it stands."""
+
+    def __post_init__(self):
+        if self.layout not in (PER_HOST, ONE_MESH):
+            raise ValueError(f"multihost.layout={self.layout!r}: expected {PER_HOST} or {ONE_MESH}")
+        for name in ("heartbeat_s", "start_timeout_s", "shutdown_timeout_s", "stall_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not value >= 1:
+                raise ValueError(f"multihost.{name}={value!r}: expected at least 1 second")
+        given = [name for name in ("processes", "process_id", "bind") if getattr(self, name) is not None]
+        if self.coordinator is None:
+            given += ["layout"] * (self.layout != PER_HOST)
+            if given:
+                raise ValueError(
+                    f"multihost.{given[0]} without multihost.coordinator; give host:port of process 0, or {AUTO}"
+                )
+        elif self.coordinator == AUTO:
+            given = [name for name in given if name != "bind"]
+            if given:
+                raise ValueError(
+                    f"multihost.{given[0]} and multihost.coordinator={AUTO} are both given; expected {AUTO} alone, or "
+                    "coordinator, processes and process_id"
+                )
+        else:
+            self._check_numbers()
+            _check_address("coordinator", self.coordinator)
+        if self.bind is not None:
+            _check_address("bind", self.bind)
+
+    def _check_numbers(self) -> None:
+        for name in ("processes", "process_id"):
+            if getattr(self, name) is None:
+                raise ValueError(f"multihost.{name} is missing; give it, or multihost.coordinator={AUTO}")
+        assert self.processes is not None and self.process_id is not None
+        if self.processes < 1:
+            raise ValueError(f"multihost.processes={self.processes}: expected at least 1")
+        if not 0 <= self.process_id < self.processes:
+            raise ValueError(
+                f"multihost.process_id={self.process_id}: expected 0 to {self.processes - 1}, one for each of the "
+                f"{self.processes} processes"
+            )
+
+    @property
+    def is_on(self) -> bool:
+        return self.coordinator is not None
+
+
+def _check_address(key: str, address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+        raise ValueError(f"multihost.{key}={address!r}: expected host:port, such as 10.0.0.1:8476")
+
+
+@contextlib.contextmanager
+def joined(config: MultihostConfig, orderly: tuple[type[BaseException], ...] = ()) -> Iterator[Hosts | None]:
+    """This process together with the others, watched over; None where the configuration has no others.
+
+    All come to an end together: what is raised within is told to the others, which then end too. Where they do not
+    answer, or one of them is the reason, this process ends here.
+
+    Args:
+        orderly: what is raised when the work was told to stop, here or elsewhere.
+    Requires: JAX has not been used.
+    Raises: ValueError if the environment says something else than the configuration; HostLost if another process fails.
+    """
+    if not config.is_on:
+        yield None
+        return
+    import jax
+
+    hosts, watchdog = _start(config)
+    stopped: BaseException | None = None
+    try:
+        try:
+            hosts.meet()
+            yield hosts
+        except orderly as e:
+            stopped, hosts.stop_wanted = e, True
+        watchdog.end(DONE)
+    except BaseException as e:
+        if isinstance(e, jax.errors.JaxRuntimeError):
+            _wait_for_verdict(hosts)
+        reason = e if hosts.failure is None or isinstance(e, ValueError) else HostLost(hosts.farewell)
+        if not watchdog.end(FAILED, f"{type(e).__name__}: {e}"):
+            _end_alone(reason)
+        jax.distributed.shutdown()
+        raise
+    jax.distributed.shutdown()
+    if stopped is not None:
+        raise stopped
+
+
+def _wait_for_verdict(hosts: Hosts) -> None:
+    """A collective fails most often because another process is gone: wait for the watchdog to say which."""
+    until = time.monotonic() + hosts.heartbeat_s + 1
+    while hosts.failure is None and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+def _end_alone(error: BaseException) -> NoReturn:
+    """End without the others: to wait for them in `jax.distributed.shutdown` would be to hang."""
+    if isinstance(error, ValueError | HostLost):
+        end_now(str(error), 2 if isinstance(error, ValueError) else LOST)
+    traceback.print_exception(error)
+    end_now("this process has failed, and the others do not answer", 1)
+
+
+def _start(config: MultihostConfig) -> tuple[Hosts, Watchdog]:
+    import jax
+
+    if jax.distributed.is_initialized():
+        raise ValueError("multihost: jax.distributed has been started already in this process; leave multihost out")
+    for variable, key in _VARIABLES.items():
+        value = os.environ.get(variable)
+        if value is not None and value != getattr(config, key):
+            raise ValueError(
+                f"{variable}={value} in the environment contradicts multihost.{key}={getattr(config, key)}; unset it"
+            )
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # its handler would swallow SIGTERM
+    address, count, index, local_devices = _from_environment(config) if config.coordinator == AUTO else _given(config)
+    lead = f"host 0 at {address}"
+    with last_words(
+        f"host {index} of {count} and {lead} have not found each other within {config.start_timeout_s:g} s; see that "
+        "all processes run, that multihost.coordinator is the address of process 0, and that nothing blocks its port"
+    ):
+        jax.distributed.initialize(
+            address,
+            count,
+            index,
+            local_device_ids=local_devices,
+            cluster_detection_method="deactivate",
+            initialization_timeout=round(config.start_timeout_s),
+            heartbeat_timeout_seconds=round(config.heartbeat_s + _SLACK_S),
+            shutdown_timeout_seconds=round(config.shutdown_timeout_s),
+            coordinator_bind_address=bind_address(config, address) if index == 0 else None,
+        )
+    hosts = Hosts(
+        JaxBoard(_client()), index, count, start_timeout_s=config.start_timeout_s, heartbeat_s=config.heartbeat_s
+    )
+    watchdog = Watchdog(hosts, stall_s=config.stall_s, coordinator=address)
+    watchdog.start()
+    return hosts, watchdog
+
+
+def _given(config: MultihostConfig) -> tuple[str, int, int, None]:
+    assert config.coordinator is not None and config.processes is not None and config.process_id is not None
+    return config.coordinator, config.processes, config.process_id, None
+
+
+def _from_environment(config: MultihostConfig) -> tuple[str, int, int, list[int] | None]:
+    """(address, processes, id, devices) as JAX finds them; they are asked for here so that we know where to listen."""
+    from jax._src.clusters import ClusterEnv
+
+    try:
+        address, count, index, devices = ClusterEnv.auto_detect_unset_distributed_params(
+            None, None, None, None, None, round(config.start_timeout_s)
+        )
+    except Exception as e:  # whatever a metadata server answers, or does not
+        raise ValueError(f"multihost.coordinator={AUTO}: the environment could not be read: {e}") from e
+    if address is None or count is None or index is None:
+        raise ValueError(
+            f"multihost.coordinator={AUTO}: no TPU pod, GKE, Slurm or Open MPI in the environment; give "
+            "multihost.coordinator, multihost.processes and multihost.process_id"
+        )
+    return address, count, index, None if devices is None else list(devices)
+
+
+def bind_address(config: MultihostConfig, coordinator: str) -> str:
+    """Where process 0 listens: at the address under which the others know it, not at all that the machine has.
+
+    Raises: ValueError if that is one that other machines cannot reach.
+    """
+    if config.bind is not None:
+        return config.bind
+    host, _, port = coordinator.rpartition(":")
+    host = host.strip("[]")
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as e:
+        raise ValueError(
+            f"multihost.coordinator={coordinator}: {host} is not known here ({e}); give its address"
+        ) from e
+    address = ipaddress.ip_address(found)
+    if address.is_loopback and not (host == "localhost" or _is_address(host)):
+        raise ValueError(
+            f"multihost.coordinator={coordinator}: here {host} is {address}, which other machines cannot reach; give "
+            "multihost.bind, the address of this machine on their network"
+        )
+    return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _client():
+    from jax._src import distributed  # what jax.experimental.multihost_utils uses too; there is no public name for it
+
+    client = distributed.global_state.client
+    assert client is not None
+    return client
+
+
+def hosts_of_this_process() -> Hosts:
+    """The processes among which somebody else has started `jax.distributed`; nobody watches over them.
+
+    Raises: ValueError if nobody has.
+    """
+    import jax
+
+    if not jax.distributed.is_initialized():
+        raise ValueError("the mesh has devices of several processes, and jax.distributed was not started")
+    return Hosts(JaxBoard(_client()), jax.process_index(), jax.process_count())

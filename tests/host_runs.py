@@ -1,0 +1,93 @@
+"""One engine over the devices of several processes. `python -m tests.host_runs INDEX COUNT PORT`, once for each; JSON.
+
+Process 1 has a clock that began elsewhere and goes three times as fast.
+"""
+
+import json
+import os
+import sys
+import time
+
+DEVICES = 2
+"""Of each process."""
+
+
+def skew_clocks() -> None:
+    """Before anybody has taken a clock."""
+    for name in ("perf_counter", "monotonic", "time"):
+        real = getattr(time, name)
+        setattr(time, name, lambda real=real: 1e6 + 3 * real())
+
+
+def main(index: int, count: int, port: str) -> None:
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={DEVICES}"
+    if index == 1:
+        skew_clocks()
+    import jax
+
+    from levanter_infer.runtime.multihost import MultihostConfig, joined
+
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_disable_most_optimizations", True)
+    config = MultihostConfig(f"127.0.0.1:{port}", count, index, layout="one_mesh", heartbeat_s=30)
+    with joined(config) as hosts:
+        print(json.dumps(runs(hosts, index)))
+
+
+def runs(hosts, index: int) -> dict:
+    from levanter_infer.engine.config import EngineConfig
+    from levanter_infer.engine.engine import InferenceEngine
+    from levanter_infer.engine.mesh import MeshConfig
+    from tests.mesh_runs import SIZES, results
+    from tests.tiny_models import tiny_model
+
+    sizes = {**SIZES, "max_pages": SIZES["max_pages"] + 7 * index}  # process 1 could afford more
+    engine = InferenceEngine(tiny_model(), config=EngineConfig(**sizes), mesh=MeshConfig(data=2, model=2), hosts=hosts)
+    found = results(engine, 16)
+    found |= {"max_pages": engine.describe()["max_pages"], "refused": refusals(engine)}
+    return {**found, **disturbed(engine, index)}
+
+
+def refusals(engine) -> list[str]:
+    """What is not there yet says so, and changes nothing."""
+    from levanter_infer.engine.params import SamplingParams
+    from levanter_infer.engine.request import Request
+
+    scored = Request(prompt_token_ids=[1, 2], sampling=SamplingParams(prompt_logprobs=0))
+    messages = [output.error or "" for output in engine.generate([scored])]
+    try:
+        engine.memory()
+    except ValueError as e:
+        messages.append(str(e))
+    return messages
+
+
+def disturbed(engine, index: int) -> dict:
+    """A cancellation by process 1 alone, a deadline that has passed, and one that passes somewhere on the way."""
+    from levanter_infer.engine.params import SamplingParams
+    from levanter_infer.engine.request import Request
+
+    def request(i: int, timeout_s: float | None = None) -> Request:
+        sampling = SamplingParams(max_tokens=50, seed=i, ignore_eos=True)
+        return Request(prompt_token_ids=[i + 1, 2, 3], sampling=sampling, timeout_s=timeout_s)
+
+    groups = [engine.submit(request(i, {4: 1e-6, 5: 0.05, 6: 1e5}.get(i))) for i in range(8)]
+    known, rounds = [], 0
+    while not all(group.is_done for group in groups):
+        if rounds == 3 and index == 1:
+            engine.cancel(groups[2])
+        known += [(rounds, groups.index(sequence.group)) for sequence in engine.step_round(max_steps=2)]
+        rounds += 1
+    engine.drain()
+    return {
+        "disturbed": [group.sequences[0].token_ids for group in groups],
+        "disturbed_reasons": [group.sequences[0].finish_reason for group in groups],
+        "known": known,
+        "rounds": rounds,
+        "free_at_the_end": engine.stats()["pages_free"],
+    }
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

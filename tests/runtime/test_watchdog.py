@@ -1,0 +1,125 @@
+"""A process that stops is noticed, named, and ends the others."""
+
+import time
+
+import pytest
+
+from levanter_infer.runtime import watchdog as module
+from levanter_infer.runtime.hosts import HostLost
+from levanter_infer.runtime.watchdog import DONE, FAILED, Watchdog
+from tests.runtime.boards import at_once, several
+
+
+@pytest.fixture(autouse=True)
+def no_grace(monkeypatch):
+    monkeypatch.setattr(module, "_GRACE_S", 0.05)
+    monkeypatch.setattr(module, "_LEAD_S", 0.05)
+    monkeypatch.setattr(module, "no_words", lambda: None)
+
+
+def watched(count: int, heartbeat_s: float = 0.4, stall_s: float = 100):
+    hosts = several(count, heartbeat_s=heartbeat_s)
+    dogs = [Watchdog(each, stall_s=stall_s) for each in hosts]
+    for dog in dogs:
+        dog.ends = []
+        dog.exit, dog.stop = dog.ends.append, lambda dog=dog: dog.ends.append("stop")
+    return hosts, dogs
+
+
+def beat(dogs, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        for dog in dogs:
+            dog.beat()
+        time.sleep(0.02)
+
+
+def test_a_silent_process_is_lost_within_a_heartbeat_and_its_last_round_reported(capsys):
+    hosts, dogs = watched(3)
+    hosts[2].note("in a round", 41)
+    hosts[0].note("in a round", 42)
+    beat(dogs, 0.2)
+    assert not any(dog.ends for dog in dogs)
+    begin = time.monotonic()
+    while not dogs[0].ends and time.monotonic() < begin + 5:
+        beat(dogs[:2], 0.02)
+    assert 0.2 < time.monotonic() - begin < 0.4 + 0.3
+    assert dogs[0].ends[0].startswith("host 2 (m2) is lost: not heard of for 0.")
+    said = capsys.readouterr().err
+    assert "host 2 (m2): last round 41, in a round for 0." in said and "host 0 (m0): last round 42" in said
+    assert "test_watchdog.py:" in said  # where the main thread is
+    with pytest.raises(HostLost, match="host 2"):
+        hosts[0].check()
+    assert not dogs[2].ends
+
+
+def test_a_process_without_a_store_loses_process_0():
+    hosts, dogs = watched(2)
+    beat(dogs, 0.1)
+    hosts[1].board.is_reachable = False
+    begin = time.monotonic()
+    while not dogs[1].ends and time.monotonic() < begin + 5:
+        beat(dogs[1:], 0.02)
+    assert time.monotonic() - begin < 0.7
+    assert dogs[1].ends[0].startswith("host 0 (m0) is lost: its store has not answered for a heartbeat")
+
+
+def test_a_failure_is_told_to_all_and_ends_them():
+    hosts, dogs = watched(2, heartbeat_s=5)
+    beat(dogs, 0.05)
+
+    def fail() -> bool:
+        return dogs[1].end(FAILED, "ValueError: no such model")
+
+    def notice() -> bool:
+        while not dogs[0].ends:
+            beat(dogs[:1], 0.02)
+        return dogs[0].end(FAILED, "the other one")
+
+    both = at_once(fail, notice)
+    assert dogs[0].ends[0].startswith("host 1 (m1) has failed: ValueError: no such model; this process ends too")
+    assert both == [True, True] and not dogs[1].ends
+
+
+def test_who_is_done_waits_for_the_others_as_long_as_they_live():
+    hosts, dogs = watched(2)
+    beat(dogs, 0.05)
+
+    def later() -> bool:
+        beat(dogs, 0.7)  # longer than a heartbeat
+        return dogs[1].end(DONE)
+
+    assert at_once(lambda: dogs[0].end(DONE), later) == [True, True]
+    assert not dogs[0].ends and not dogs[1].ends
+
+
+def test_who_is_done_does_not_wait_for_the_dead():
+    hosts, dogs = watched(2)
+    beat(dogs, 0.05)
+
+    def others_die() -> None:
+        while hosts[0].failure is None:
+            beat(dogs[:1], 0.02)
+
+    waited, _ = at_once(lambda: dogs[0].end(DONE), others_die)
+    assert isinstance(waited, HostLost) and "host 1 (m1) is lost" in str(waited)
+
+
+def test_a_wish_to_stop_reaches_all():
+    hosts, dogs = watched(3)
+    hosts[1].stop_wanted = True
+    beat(dogs, 0.1)
+    assert dogs[0].ends == dogs[2].ends == ["stop"] and dogs[1].ends == []
+    assert hosts[0].take_wishes() == [("stop", None)] and hosts[0].take_wishes() == []
+
+
+def test_a_round_that_does_not_end_is_reported_once(capsys):
+    hosts, dogs = watched(2, heartbeat_s=30, stall_s=0.1)
+    hosts[1].note("in a round", 7)
+    beat(dogs, 0.3)
+    said = capsys.readouterr().err
+    assert said.count("no round has ended for 0 s") == 1 and "host 1 (m1): last round 7" in said
+    hosts[1].note("in a round", 8)
+    beat(dogs, 0.3)
+    assert capsys.readouterr().err.count("no round has ended") == 1
+    assert not dogs[0].ends and not dogs[1].ends
