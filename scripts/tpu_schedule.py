@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from scripts.tpu.bundles import Kernel, read_kernels  # noqa: E402
-from scripts.tpu.moves import collectives, large_moves  # noqa: E402
 
+from levanter_infer.plan.hlo import collectives, large_moves  # noqa: E402
 from levanter_infer.runtime.libtpu import TARGETS, compiler_environment, short_of  # noqa: E402
 
 

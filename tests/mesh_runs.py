@@ -8,6 +8,7 @@ import os
 import sys
 from typing import Any
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
 from levanter_infer.engine.sharded import ShardedSlots
 from levanter_infer.layers.spread import Spread, Vocabulary
+from levanter_infer.models.uncached import next_token
 
 SIZES: dict[str, Any] = {
     **{"max_seqs": 4, "max_seq_len": 64, "page_size": 4, "max_pages": 60, "max_step_tokens": 4},
@@ -32,6 +34,8 @@ SIZES: dict[str, Any] = {
 }
 EIGHT_HEADS = {"num_attention_heads": 12, "num_key_value_heads": 2, "hidden_size": 48, "head_dim": 8}
 """Groups of 6 query heads that 4 devices share unevenly: 2 copies of each head of keys and values, of 3 query heads."""
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+           "norm_topk_prob": True}  # fmt: skip
 
 
 def requests(count: int) -> list[Request]:
@@ -160,6 +164,50 @@ def sampled(parts: int, vocab_size: int) -> dict:
     }
 
 
+def swapped(mesh: MeshConfig | None) -> dict:
+    """Tokens under weights that change while they are sampled, and how many are not the likeliest of their version."""
+    from tests.tiny_models import tiny_model
+
+    length, oracle = 64, jax.jit(next_token)
+    head = jnp.roll(tiny_model(1).lm_head.array, 7, axis=0)
+    other_head = eqx.tree_at(lambda m: m.lm_head.array, tiny_model(1), head)  # the same keys and values
+    models = [tiny_model(0), tiny_model(1), other_head, tiny_model(2), tiny_model(0)]
+    config = EngineConfig(
+        max_seqs=4, max_seq_len=length, page_size=4, max_pages=60, max_step_tokens=4, attention="xla", products="xla"
+    )
+    engine = InferenceEngine(models[0], config=config, mesh=mesh)
+    before = [str(leaf.sharding) for leaf in jax.tree.leaves((engine.model, engine.state.kv))]
+    wrong, versions, tokens = 0, [], 0
+    for version, policy in enumerate(("drain", "keep_kv", "recompute", "drain"), 1):
+        prompts = ([version, *range(10)], [version, *range(10), 5], [3, version], [60 - version] * 9, [version] * 4)
+        params = SamplingParams(max_tokens=12, temperature=0.0)
+        groups = [engine.submit(Request(prompt_token_ids=ids, sampling=params)) for ids in prompts]
+        for _ in range(8):
+            engine.step_round(max_steps=1)
+        engine.swap_weights(models[version], policy=policy)
+        while not all(group.is_done for group in groups):
+            engine.step_round()
+        engine.drain()
+        for sequence in (sequence for group in groups for sequence in group.sequences):
+            ids = list(sequence.group.prompt_token_ids)
+            for token, number in zip(sequence.token_ids, sequence.versions, strict=True):
+                padded = jnp.asarray(ids + [0] * (length - len(ids)), jnp.int32)
+                wrong += token != int(oracle(models[number], padded, jnp.int32(len(ids))))
+                ids.append(token)
+            versions.append(sequence.versions)
+            tokens += len(sequence.token_ids)
+    stats = engine.stats()
+    assert all(count == 1 for count in stats["programs"].values()), stats["programs"]
+    return {
+        "wrong": wrong,
+        "tokens": tokens,
+        "versions": sorted({number for numbers in versions for number in numbers}),
+        "mixed": sum(len(set(numbers)) > 1 for numbers in versions),
+        "moved": before != [str(leaf.sharding) for leaf in jax.tree.leaves((engine.model, engine.state.kv))],
+        "free": [stats["pages_free"], stats["pages_total"]],
+    }
+
+
 def by_head(score, q_pos, kv_pos, head):
     """Every head looks at other distances."""
     return score - 0.1 * (head + 1).astype(jnp.float32) * (q_pos - kv_pos).astype(jnp.float32)
@@ -180,6 +228,12 @@ CASES = {
     "many_data4_model2": lambda: run(MeshConfig(data=4, model=2), 200, {}),
     "heads_one": lambda: run(None, 8, EIGHT_HEADS, by_head),
     "heads_model4": lambda: run(MeshConfig(model=4), 8, EIGHT_HEADS, by_head),
+    "experts_one": lambda: run(None, 16, EXPERTS),
+    "experts_expert4": lambda: run(MeshConfig(expert=4), 16, EXPERTS),
+    "experts_model2_expert2": lambda: run(MeshConfig(model=2, expert=2), 16, EXPERTS),
+    "experts_data2_model2_expert2": lambda: run(MeshConfig(data=2, model=2, expert=2), 16, EXPERTS),
+    "swapped_data2_model2": lambda: swapped(MeshConfig(data=2, model=2)),
+    "swapped_model4": lambda: swapped(MeshConfig(model=4)),
     "tied_one": lambda: run(None, 8, {"tie_word_embeddings": True, "dtype": "bfloat16"}),
     "tied_model2": lambda: run(MeshConfig(model=2), 8, {"tie_word_embeddings": True, "dtype": "bfloat16"}),
 }

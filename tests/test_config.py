@@ -111,7 +111,7 @@ START = "model: m\nprompts: x\n"
         (START + "sampling: 5", "sampling is 5; expected a mapping"),
         (START + "mesh: {model: 3}", "mesh.model=3: expected one of 1, 2, 4, 8 or 16"),
         (START + "mesh: {data: 0}", "mesh.data=0: expected a whole number of at least 1"),
-        (START + "mesh: {expert: 2}", "mesh.expert=2: experts are not spread over devices yet"),
+        (START + "mesh: {expert: 0}", "mesh.expert=0: expected a whole number of at least 1"),
         (START + "mesh: {modell: 4}", "unknown key mesh.modell; did you mean model?"),
         (START + "engine: 5", "engine=5: expected a mapping"),
         (START + "output: {pth: o}", "unknown key output.pth; did you mean path?"),

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 from scripts.tpu.cycles import estimated_cycles
-from scripts.tpu.moves import collectives, large_moves
 from scripts.tpu_schedule import compile_builder, describe
 
+from levanter_infer.plan.hlo import collectives, large_moves
 from levanter_infer.runtime.libtpu import short_of
 from tests.tpu_kernels import COPIED, VALUES
 

@@ -28,6 +28,7 @@ _SOURCES = ("prompts", "prompts_file", "chat")
 _PLAIN_TEXT = (
     *("model.path", "model.dtype", "model.revision", "tokenizer", "prompts", "prompts_file"),
     *("output.path", "output.metrics", "sampling.stop", "multihost.coordinator", "multihost.bind"),
+    *("plan.target", "plan.shape", "plan.json"),
 )
 """Keys whose value on the command line is the text itself; all others are read as YAML."""
 _FILES = ("model.path", "tokenizer", "prompts_file", "output.path", "output.metrics")

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from levanter_infer import EngineConfig, SamplingParams, generate
+from levanter_infer.layers.layout import Layout
 from tests.golden_cases import load_case, make_weights
 from tests.live_models import live_model
 from tests.tiny_models import tiny_model
@@ -90,30 +92,49 @@ def test_a_shard_map_that_checks_what_varies_is_told_not_to():
 
 SHARDED = """
 import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from levanter_infer import EngineConfig, SamplingParams, generate
-from tests.tiny_models import tiny_model
+from tests.golden_cases import load_case, make_weights
+from tests.live_models import live_model
 
-model, rng = tiny_model(), np.random.default_rng(0)
+case, rng = load_case("llama3"), np.random.default_rng(0)
+leaves, structure = jax.tree.flatten(live_model(case.config, make_weights("llama3", case.config)))
+vocab = case.config["vocab_size"]
 sampling, config = SamplingParams(max_tokens=9, temperature=1.0), EngineConfig(max_seqs=2, page_size=4)
-prompts, lens = rng.integers(0, 61, (16, 12)).astype(np.int32), rng.integers(1, 13, 16).astype(np.int32)
+prompts, lens = rng.integers(0, vocab, (16, 12)).astype(np.int32), rng.integers(1, 13, 16).astype(np.int32)
 seeds = rng.integers(0, 2**32, (16, 2), np.uint32)
 
-def sample(model, prompts, lens, seeds):
-    return generate(model, prompts, lens, sampling, config=config, seeds=seeds)
+def sample(leaves, prompts, lens, seeds):
+    return generate(jax.tree.unflatten(structure, leaves), prompts, lens, sampling, config=config, seeds=seeds)
 
-alone = jax.jit(sample)(model, prompts, lens, seeds)
+alone = jax.jit(sample)(leaves, prompts, lens, seeds)
 for data, other in ((4, 1), (2, 2)):
     mesh = Mesh(np.array(jax.devices()).reshape(data, other), ("data", "other"))
     rows = P("data")
     sharded = jax.shard_map(
         sample, mesh=mesh, in_specs=(P(), rows, rows, rows), out_specs=rows, check_vma=False
     )
-    apart = jax.jit(sharded)(model, prompts, lens, seeds)
+    # As a trainer has them: spread over the mesh, and whole inside of the call
+    places = [P(*[None] * (leaf.ndim - 1), "data" if leaf.shape[-1] % 4 == 0 else None) for leaf in leaves]
+    spread = [jax.device_put(leaf, NamedSharding(mesh, place)) for leaf, place in zip(leaves, places, strict=True)]
+    apart = jax.jit(sharded)(spread, prompts, lens, seeds)
     assert (apart.token_ids == alone.token_ids).all() and (apart.num_tokens == 9).all()
-    np.testing.assert_allclose(apart.logprobs, alone.logprobs, atol=1e-5)
+    np.testing.assert_allclose(apart.logprobs, alone.logprobs, atol=1e-4)
 print("equal")
 """
+
+
+def test_parts_of_a_model_are_refused():
+    model = tiny_model()
+    part = eqx.tree_at(
+        lambda m: m.layers.mlp.up_proj.weight.array, model, model.layers.mlp.up_proj.weight.array[:, :16]
+    )
+    prompts, lens = np.zeros((2, 4), np.int32), np.full(2, 4, np.int32)
+    with pytest.raises(ValueError, match=r"up_proj.weight is \[2, 16, 32\] here .*in_specs of"):
+        generate(part, prompts, lens, SAMPLING, config=CONFIG)
+    spread = model.spread_as(Layout.of(jax.sharding.AbstractMesh((2,), ("model",)), model.config))
+    with pytest.raises(ValueError, match="the model of an engine on a mesh"):
+        jax.eval_shape(lambda: generate(spread, prompts, lens, SAMPLING, config=CONFIG))
 
 
 @pytest.mark.slow

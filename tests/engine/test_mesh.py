@@ -25,6 +25,8 @@ from levanter_infer.layers.layout import Layout
 from tests.tiny_models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+           "norm_topk_prob": True}  # fmt: skip
 MOST_LOGPROB_DIFFERENCE = 2e-4
 """Logits of these models reach 50 and are sums of float32 in another order."""
 
@@ -101,6 +103,24 @@ def test_groups_that_devices_share_unevenly_and_functions_of_the_head():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["experts_expert4", "experts_model2_expert2", "experts_data2_model2_expert2"])
+def test_experts_on_devices_of_their_own_give_the_tokens_of_one_device(case):
+    found = runs("experts_one", case)
+    check_same(found["experts_one"], found[case])
+    layers, experts, width, _ = json.loads(found[case]["weights"][1].replace("(", "[").replace(")", "]"))
+    assert (layers, experts) == (2, 8 // int(case[-1])) and width == (24 if case == "experts_expert4" else 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["swapped_data2_model2", "swapped_model4"])
+def test_weights_that_change_give_each_token_its_version(case):
+    found = runs(case)[case]
+    assert found["wrong"] == 0 and found["tokens"] == 4 * 5 * 12
+    assert found["versions"] == [0, 1, 2, 3] and found["mixed"] > 3
+    assert not found["moved"] and found["free"][0] == found["free"][1]
+
+
+@pytest.mark.slow
 def test_bfloat16_weights_with_a_tied_head():
     found = runs("tied_one", "tied_model2")
     one, many = found["tied_one"], found["tied_model2"]
@@ -138,8 +158,10 @@ def test_a_mesh_that_is_not_there_or_has_no_meaning_is_refused():
         make_mesh(MeshConfig(data=3, model=2))
     with pytest.raises(ValueError, match="mesh.model=3: expected one of 1, 2, 4, 8 or 16"):
         MeshConfig(model=3)
-    with pytest.raises(ValueError, match="mesh.expert=2: experts are not spread over devices yet"):
-        MeshConfig(expert=2)
+    with pytest.raises(ValueError, match="mesh.expert=2: the model has no experts"):
+        abstract_layout(data=2, expert=2)
+    with pytest.raises(ValueError, match="mesh.expert=3 does not divide the model's 8 experts"):
+        Layout.of(jax.sharding.AbstractMesh((3,), ("expert",)), tiny_model(**EXPERTS).config)
     assert make_mesh(MeshConfig()) is None and make_mesh(None) is None
 
 

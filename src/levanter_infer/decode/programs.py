@@ -79,9 +79,22 @@ class Program:
         if self._wants_fingerprint:
             self.fingerprint = hashlib.sha256(f"{lowered.as_text()} {self._options}".encode()).hexdigest()
         compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
-        self._compiled = compiler.submit(_compile, lowered, self._options)
+        self._compiled = compiler.submit(self.compile_lowered, lowered)
         compiler.shutdown(wait=False)
         self.compilations += 1
+
+    def lower(self, *arguments, platform: str) -> jax.stages.Lowered:
+        """The program for devices of `platform` that are not here; `compile_lowered` goes on with it."""
+        return self.jitted.trace(*arguments).lower(lowering_platforms=(platform,))
+
+    def compile_lowered(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """Compile with this program's options, or without them if the compiler does not know them."""
+        try:
+            return lowered.compile(compiler_options=self._options)
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" not in str(error):
+                raise
+        return lowered.compile()
 
     def wait(self) -> jax.stages.Compiled:
         """The program, when it is compiled. Requires: that has begun."""
@@ -100,15 +113,6 @@ class Program:
             + _placement(leaf)
             for path, leaf in leaves
         }
-
-
-def _compile(lowered: jax.stages.Lowered, options: dict[str, str | bool]) -> jax.stages.Compiled:
-    try:
-        return lowered.compile(compiler_options=options)
-    except jax.errors.JaxRuntimeError as error:
-        if "No such compile option" not in str(error):
-            raise
-    return lowered.compile()
 
 
 def _placement(leaf) -> str:
@@ -209,8 +213,12 @@ class Programs:
         """Programs for `shapes`, which ask for more tables than these have; their `extend` takes a state of these."""
         return self._make(model, shapes, smaller=self)
 
-    def compile_all(self, model, admission) -> None:
-        """Begin to compile the programs that every engine needs, side by side. Types of arguments will do."""
+    def needed(self, model, admission) -> dict[str, tuple[Program, tuple]]:
+        """The programs that every engine compiles before its first request, by name, each with its arguments.
+
+        Args:
+            model, admission: as the round takes them; types will do.
+        """
         arguments = {
             "init": (),
             "round": (model, self.state_types, admission),
@@ -222,9 +230,13 @@ class Programs:
         if self.state_types.scores is not None:
             places = jax.ShapeDtypeStruct((READ_PAGES,), jnp.int32)
             arguments["read_scores"] = (self.state_types.scores, places, places)
-        for name, types in arguments.items():
-            if not self._programs[name].is_begun:
-                self._programs[name].compile(*types)
+        return {name: (self._programs[name], types) for name, types in arguments.items()}
+
+    def compile_all(self, model, admission) -> None:
+        """Begin to compile the programs that every engine needs, side by side. Types of arguments will do."""
+        for program, types in self.needed(model, admission).values():
+            if not program.is_begun:
+                program.compile(*types)
 
     def wait(self) -> None:
         """Return when nothing is being compiled any more."""
@@ -278,6 +290,7 @@ def _spmd(functions: dict[str, Callable], layout: Layout) -> dict[str, Callable]
     state = jax.eval_shape(functions["init"])
     results: dict[str, object] = {name: state for name in ("init", "reset", "zero_cache", "extend", "resample")}
     results["round"] = (state, None)
+    results["enter_version"] = state.decode
     return {name: layout.spmd(function, results.get(name)) for name, function in functions.items()}
 
 

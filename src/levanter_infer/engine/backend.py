@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 from collections.abc import Mapping
 
 import jax
@@ -10,7 +11,8 @@ from jax.sharding import Mesh
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.config import EngineConfig, kv_dtype
 from levanter_infer.engine.sharded import need_one_shard
-from levanter_infer.kernels import cpu, linear_gpu, rpa_gpu, rpa_tpu
+from levanter_infer.kernels import TPU_POOL, cpu, linear_gpu, rpa_gpu, rpa_tpu
+from levanter_infer.kernels.tpu_pool import LANES, TpuPool
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.layers.layout import Layout
 
@@ -31,29 +33,29 @@ class Backend:
     """How model and state lie on a mesh; None: on one device."""
 
     @staticmethod
-    def choose(config: EngineConfig, model, *, has_mods: bool, mesh: Mesh | None = None) -> "Backend":
+    def choose(config: EngineConfig, model, *, has_mods: bool, mesh: Mesh | None = None, device=None) -> "Backend":
         """The kernels written for the platform where they can do the work, and XLA's own code otherwise.
 
         Args:
             has_mods: whether there is a `score_mod` or a `mask_mod`, which the kernels for CPUs cannot call.
-            mesh: the devices, with the axes `data` and `model`; None for one.
+            mesh: the devices, with the axes `data`, `model` and `expert`; None for one.
+            device: what they are like, if it is not this process's: one of a topology that programs are compiled for.
         Raises: ValueError if the configuration asks for something that this machine or this model does not allow.
         """
-        if mesh is not None and model.config.num_experts is not None:
-            raise ValueError(f"a model with experts runs on one device, and the mesh has {mesh.size}; leave it out")
+        device = jax.devices()[0] if device is None else device
         pages, weights = kv_dtype(config, model), model.dtype
         on_mesh = None if mesh is None else f"the mesh has {mesh.size} devices, and it runs on one"
-        cpu_attention = on_mesh or _cpu_misfit(pages, "pages")
+        cpu_attention = on_mesh or _cpu_misfit(device, pages, "pages")
         if cpu_attention is None and has_mods:
             cpu_attention = "score_mod and mask_mod run in XLA only"
         chosen = Backend(
-            platform=jax.default_backend(),
+            platform=device.platform,
             products=_resolve(
                 "products",
                 config.products,
                 {
-                    "cpu": on_mesh or _cpu_misfit(weights, "weights"),
-                    "gpu": on_mesh or _gpu_misfit("weights", weights, linear_gpu.supports_dtype(weights)),
+                    "cpu": on_mesh or _cpu_misfit(device, weights, "weights"),
+                    "gpu": on_mesh or _gpu_misfit(device, "weights", weights, linear_gpu.supports_dtype(weights)),
                 },
             ),
             attention=_resolve(
@@ -61,8 +63,8 @@ class Backend:
                 config.attention,
                 {
                     "cpu": cpu_attention,
-                    "gpu": on_mesh or _gpu_misfit("pages", pages, rpa_gpu.supports_dtype(pages)),
-                    "tpu": _tpu_misfit(pages),
+                    "gpu": on_mesh or _gpu_misfit(device, "pages", pages, rpa_gpu.supports_dtype(pages)),
+                    "tpu": _tpu_misfit(device, pages),
                 },
             ),
             layout=None if mesh is None else Layout.of(mesh, model.config),
@@ -154,21 +156,42 @@ class Backend:
             impl=self.attention, score_mod=score_mod, mask_mod=mask_mod, max_seq_len=shapes.max_seq_len
         )
 
-    def page_heads(self, num_kv_heads: int) -> int:
-        """Key and value heads that a page takes room for in the memory of one device. The devices of a CPU share it."""
+    def token_values(self, config) -> int:
+        """Numbers that one layer stores for a token in the memory of one device; the devices of a CPU share it."""
+        heads = config.num_kv_heads if self.layout is None else self.layout.kv_heads
+        if self.attention in TPU_POOL:
+            return TpuPool(heads, config.head_dim).slabs * LANES
+        shared = self._local_parts if self.on_cpu else 1
+        return 2 * heads * config.head_dim * shared
+
+    def device_bytes(self, tree) -> int:
+        """Bytes that arrays of these types take in the memory of one device. The devices of a CPU share it."""
+
+        def size(leaf) -> int:
+            if self.layout is None:
+                return leaf.size * leaf.dtype.itemsize
+            share = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            return share * self._local_parts if self.on_cpu else share
+
+        return sum(map(size, jax.tree.leaves(tree)))
+
+    @property
+    def _local_parts(self) -> int:
+        """Devices of the mesh that are this process's; all of one that is not there."""
         if self.layout is None:
-            return num_kv_heads
-        return self.layout.kv_heads * (len(self.layout.mesh.local_devices) if self.on_cpu else 1)
+            return 1
+        mesh = self.layout.mesh
+        return len(mesh.local_devices) if isinstance(mesh, Mesh) else mesh.size
 
     def adapt(self, shapes: Shapes) -> Shapes:
         """The sizes as the device runs them fastest."""
-        return dataclasses.replace(shapes, sampled_rows=None) if self.platform == "gpu" else shapes
+        return shapes if self.on_cpu else dataclasses.replace(shapes, sampled_rows=None)
 
 
-def _cpu_misfit(dtype, what: str) -> str | None:
+def _cpu_misfit(device, dtype, what: str) -> str | None:
     """Why the CPU kernels cannot be used, if so."""
-    if jax.default_backend() != "cpu":
-        return f"this engine runs on {jax.default_backend()}"
+    if device.platform != "cpu":
+        return f"this engine runs on {device.platform}"
     if not cpu.available():
         return "the kernels were not built, or cannot be loaded; install a C++17 compiler and then the package again"
     if not cpu.supports_dtype(dtype):
@@ -176,11 +199,11 @@ def _cpu_misfit(dtype, what: str) -> str | None:
     return None
 
 
-def _gpu_misfit(what: str, dtype, supported: bool) -> str | None:
+def _gpu_misfit(device, what: str, dtype, supported: bool) -> str | None:
     """Why a kernel for GPUs cannot be used, if so."""
-    if jax.default_backend() != "gpu":
-        return f"this engine runs on {jax.default_backend()}"
-    capability = jax.devices()[0].compute_capability
+    if device.platform != "gpu":
+        return f"this engine runs on {device.platform}"
+    capability = device.compute_capability
     if not capability.replace(".", "").isdigit() or float(capability) < rpa_gpu.MIN_CAPABILITY:
         return f"the device is {capability}; the kernel needs NVIDIA's compute capability {rpa_gpu.MIN_CAPABILITY}"
     if not supported:
@@ -188,10 +211,10 @@ def _gpu_misfit(what: str, dtype, supported: bool) -> str | None:
     return None
 
 
-def _tpu_misfit(pages) -> str | None:
+def _tpu_misfit(device, pages) -> str | None:
     """Why the attention for TPUs cannot be used, if so."""
-    if jax.default_backend() != "tpu":
-        return f"this engine runs on {jax.default_backend()}"
+    if device.platform != "tpu":
+        return f"this engine runs on {device.platform}"
     if not rpa_tpu.supports_dtype(pages):
         return f"pages are {pages}, which the kernel does not take"
     return None

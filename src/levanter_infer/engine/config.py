@@ -110,14 +110,21 @@ def _check_positive(name: str, value, optional: bool = False) -> None:
 
 
 def resolve_shapes(
-    config: EngineConfig, model, num_eos: int, unread_bytes: int = 0, page_heads: int | None = None
+    config: EngineConfig,
+    model,
+    num_eos: int,
+    unread_bytes: int = 0,
+    token_values: int | None = None,
+    device_bytes: int | None = None,
 ) -> Shapes:
     """The static sizes of an engine for `model`.
 
     Args:
         num_eos: end-of-sequence ids of the model; each takes a place among the stop token sequences.
-        unread_bytes: of weights that will yet come into memory.
-        page_heads: key and value heads of a page in one device's memory; None: those of the model.
+        unread_bytes: of weights that will yet come into the memory of a device.
+        token_values: numbers that a layer stores for a token in one device's memory; None: keys and values of all
+            heads, as they are.
+        device_bytes: memory of a device that is not here; None: what is free in this process's first.
     Raises: ValueError if the pool could not hold one page per running sequence, or sizes contradict each other.
     """
     arch = model.config
@@ -125,9 +132,9 @@ def resolve_shapes(
     max_seq_len = config.max_seq_len or min(arch.max_position_embeddings, 32768)
     max_step_tokens = config.max_step_tokens or max(256, 4 * config.max_seqs)
     wanted = config.max_seqs * -(-max_seq_len // page_size)
-    heads = page_heads or arch.num_kv_heads
-    page_bytes = arch.num_layers * page_size * 2 * heads * arch.head_dim * kv_dtype(config, model).itemsize
-    num_pages = config.max_pages or min(wanted, default_pool_bytes(unread_bytes) // page_bytes)
+    values = token_values or 2 * arch.num_kv_heads * arch.head_dim
+    page_bytes = arch.num_layers * page_size * values * kv_dtype(config, model).itemsize
+    num_pages = config.max_pages or min(wanted, default_pool_bytes(unread_bytes, device_bytes) // page_bytes)
     if num_pages < config.max_seqs and config.max_pages is None:
         raise ValueError(
             f"free memory has room for {num_pages} pages of {page_bytes} bytes, and {config.max_seqs} sequences need "

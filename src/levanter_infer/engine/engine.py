@@ -12,10 +12,10 @@ from jax.sharding import Mesh
 
 from levanter_infer.checkpoints.load import StoredModel
 from levanter_infer.decode.outputs import RoundOutputs
-from levanter_infer.decode.programs import Programs
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.beams import beams_for, enter_hypotheses
-from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
+from levanter_infer.engine.blueprint import programs_for, shapes_for
+from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.council import Alone, RoundTerms, Together
 from levanter_infer.engine.forks import Forks
 from levanter_infer.engine.host_tier import HostTier
@@ -105,14 +105,21 @@ class InferenceEngine(Forks, Spilling, Versions):
         self.backend = backend = Backend.choose(self.config, types, has_mods=has_mods, mesh=make_mesh(mesh))
         self._hosts = hosts_of_this_process() if hosts is None and self.backend.spans_hosts else hosts
         self._council = Together(self._hosts) if self._hosts and self.backend.spans_hosts else Alone(self._hosts)
-        unread_bytes = self._weights_bytes if isinstance(model, StoredModel) else 0
-        heads = self.backend.page_heads(types.config.num_kv_heads)
-        self.shapes = self.backend.adapt(resolve_shapes(self.config, types, len(self._eos), unread_bytes, heads))
-        if scoring:
-            self.backend.need_one_shard(_ASKED_AS["scoring"])
-            self.shapes = dataclasses.replace(self.shapes, scoring=score_shapes(self.config, types))
+        is_loaded = not isinstance(model, StoredModel)
+        self.shapes = shapes_for(
+            self.config, types, self.backend, num_eos=len(self._eos), is_loaded=is_loaded, scoring=scoring
+        )
         self._agree_on_sizes()
-        self.programs = self._make_programs(types, score_mod, mask_mod)
+        self.programs = programs_for(
+            self.config,
+            types,
+            self.backend,
+            self.shapes,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+            on_recompile=logger.warning if self.config.recompilation == "warn" else None,
+            fingerprints=self._hosts is not None,
+        )
         self._uploads = Uploads(self.backend, self.shapes)
         self._compile_s = 0.0
         if isinstance(model, StoredModel):
@@ -129,25 +136,11 @@ class InferenceEngine(Forks, Spilling, Versions):
             num_shards=self.backend.num_shards,
         )
         self._rounds = self._submissions = 0
-        self._warm = False
         self._pace = Pace(self.config.max_round_steps, self.config.max_round_seconds)
-        self._last_end = 0.0
+        self._warm, self._last_end = False, 0.0
         self._intake = Intake(self.shapes, self.config, tokenizer, seed, backend.num_shards, backend.spans_hosts)
         self._start_over()
         logger.info("engine: %s", self.describe())
-
-    def _make_programs(self, types, score_mod, mask_mod) -> Programs:
-        return Programs(
-            types,
-            self.shapes,
-            self.backend.attention_spec(self.shapes, score_mod, mask_mod),
-            kv_dtype=kv_dtype(self.config, types),
-            as_bits=self.backend.on_cpu,
-            on_recompile=logger.warning if self.config.recompilation == "warn" else None,
-            options=self.backend.compiler_options,
-            layout=self.backend.layout,
-            fingerprints=self._hosts is not None,
-        )
 
     def _compile_ahead(self, types) -> None:
         """Begin to compile for a model that is yet to be read."""

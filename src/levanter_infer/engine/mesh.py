@@ -4,6 +4,7 @@ Nothing here imports JAX before a mesh is made: a configuration is read without 
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from levanter_infer.axes import DATA, EXPERT, MODEL
@@ -30,21 +31,31 @@ class MeshConfig:
                 raise ValueError(f"mesh.{field.name}={value!r}: expected a whole number of at least 1")
         if self.model not in (1, 2, 4, 8, 16):
             raise ValueError(f"mesh.model={self.model}: expected one of 1, 2, 4, 8 or 16")
-        if self.expert != 1:
-            raise ValueError(f"mesh.expert={self.expert}: experts are not spread over devices yet; leave it out")
 
     @property
     def num_devices(self) -> int:
-        return self.data * self.model
+        return self.data * self.model * self.expert
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Devices by axis of the mesh; `expert` only where it has some."""
+        return {DATA: self.data, MODEL: self.model} | ({EXPERT: self.expert} if self.expert > 1 else {})
+
+    def __str__(self) -> str:
+        return " times ".join(f"{name}={size}" for name, size in self.sizes.items())
 
 
-def make_mesh(config: "MeshConfig | Mesh | None", *, local: bool = False) -> "Mesh | None":
-    """The mesh over the first devices; None for a single device of this process.
+def make_mesh(
+    config: "MeshConfig | Mesh | None", devices: Sequence | None = None, *, local: bool = False
+) -> "Mesh | None":
+    """The mesh over the first of some devices; None for a single device of this process.
 
     Args:
-        local: of this process only; else of all that do the job together, each of which must have some.
-        config: sizes, or a mesh with the axes `data` and `model`, either of which may be missing; others have size 1.
-    Raises: ValueError if there are fewer devices, or the mesh has other axes.
+        config: sizes, or a mesh with some of the axes `data`, `model` and `expert`; others have size 1.
+        devices: to choose from, such as those of a topology that programs are compiled for; None: those that are here.
+        local: of those that are here, this process's only; else of all that do the job together, each of which must
+            have some in the mesh.
+    Raises: ValueError if there are fewer devices, they form no grid, or the mesh has other axes.
     """
     import jax
     from jax.experimental import mesh_utils
@@ -53,26 +64,39 @@ def make_mesh(config: "MeshConfig | Mesh | None", *, local: bool = False) -> "Me
     if config is None:
         return None
     if isinstance(config, Mesh):
-        others = [name for name, size in config.shape.items() if name not in (DATA, MODEL) and size > 1]
-        if EXPERT in others:
-            raise ValueError(f"mesh: experts are not spread over devices yet; leave the axis {EXPERT!r} out")
+        others = [name for name, size in config.shape.items() if name not in (DATA, MODEL, EXPERT) and size > 1]
         if others:
-            raise ValueError(f"mesh: got the axis {others[0]!r}; expected {DATA!r} and {MODEL!r}, or others of size 1")
+            raise ValueError(
+                f"mesh: got the axis {others[0]!r}; expected {DATA!r}, {MODEL!r} and {EXPERT!r}, or others of size 1"
+            )
         return None if config.size == 1 else config
-    devices = jax.local_devices() if local else jax.devices()
-    processes = {device.process_index for device in devices}
-    if config.num_devices == 1 and len(processes) == 1:
+    is_elsewhere = devices is not None
+    if devices is None:
+        devices = jax.local_devices() if local else jax.devices()
+    processes = set() if is_elsewhere else {device.process_index for device in devices}
+    if config.num_devices == 1 and len(processes) <= 1:
         return None
     if config.num_devices > len(devices):
         raise ValueError(
-            f"mesh: data={config.data} times model={config.model} is {config.num_devices} devices, and there are "
-            f"{len(devices)} ({devices[0].platform}); lower one of them"
+            f"mesh: {config} is {config.num_devices} devices, and there are {len(devices)} ({devices[0].platform}); "
+            "lower one of them"
         )
     left_out = processes - {device.process_index for device in devices[: config.num_devices]}
     if left_out:
         raise ValueError(
-            f"mesh: data={config.data} times model={config.model} leaves the devices of process {min(left_out)} out; "
-            f"there are {len(devices)}, and a mesh over several processes has devices of each"
+            f"mesh: {config} leaves the devices of process {min(left_out)} out; there are {len(devices)}, and a mesh "
+            "over several processes has devices of each"
         )
-    grid = mesh_utils.create_device_mesh((config.data, config.model), devices=devices[: config.num_devices])
-    return Mesh(grid, (DATA, MODEL))
+    try:
+        grid = mesh_utils.create_device_mesh(
+            tuple(config.sizes.values()),
+            devices=devices[: config.num_devices],
+            # An axis may take a part of an axis of a TPU's torus, as 8 of 4 by 4 chips do.
+            allow_split_physical_axes=True,
+        )
+    except (AssertionError, NotImplementedError) as error:
+        raise ValueError(
+            f"mesh: {config} is {config.num_devices} of {len(devices)} chips, which form no grid; use as many as a row "
+            "of the slice, or a half of it, or the whole slice, has"
+        ) from error
+    return Mesh(grid, tuple(config.sizes))

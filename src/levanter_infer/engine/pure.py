@@ -40,7 +40,8 @@ def generate(
     prompts, with `check_vma=False`, and with `seeds` that differ where its prompts are not other ones.
 
     Args:
-        model: a `DecoderModel`, or a live model of Levanter's shape (`adopt_model`); its arrays may be traced.
+        model: a `DecoderModel`, or a live model of Levanter's shape (`adopt_model`); its arrays may be traced. Under
+            `shard_map` every device has all of it.
         prompt_token_ids: i32[batch, length], padded on the right with anything.
         prompt_lens: i32[batch], from 1 to `length`.
         sampling: one for all prompts. Text stops need a host and are refused.
@@ -52,6 +53,7 @@ def generate(
         arrays vary. Values inside traced arrays are not checked: a token id
         out of range gives an undefined continuation of that prompt; lengths are clipped to 1 … `length`.
     """
+    _check_whole(model)
     params, config, model = sampling or SamplingParams(), config or EngineConfig(), adopt_model(model)
     prompts, lens = jnp.asarray(prompt_token_ids, jnp.int32), jnp.asarray(prompt_lens, jnp.int32)
     varying = varying_axes((model, prompts, lens, seeds))
@@ -95,6 +97,21 @@ def generate(
         ),
     )
     return jax.tree.map(lambda per_slot: per_slot.reshape(batch, n, *per_slot.shape[1:]), result)
+
+
+def _check_whole(model) -> None:
+    """Raises: ValueError where a device has only parts of the parameters, for which nothing here is written."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda leaf: isinstance(leaf, NamedArray)):
+        shape = getattr(getattr(leaf, "array", None), "shape", None)
+        if isinstance(leaf, NamedArray) and shape is not None and shape != tuple(axis.size for axis in leaf.axes):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise ValueError(
+                f"generate was given a part of the model: {name} is {list(shape)} here and {leaf.shape} as a whole; in "
+                "a shard_map give every device all parameters (in_specs of PartitionSpec()), or use InferenceEngine "
+                "with a mesh, which spreads them itself"
+            )
+    if getattr(model, "is_spread", False):
+        raise ValueError("generate was given the model of an engine on a mesh; give it the model as it was loaded")
 
 
 def _refuse_what_needs_a_host(params: SamplingParams, config: EngineConfig) -> None:

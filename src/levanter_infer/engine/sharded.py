@@ -97,6 +97,22 @@ class ShardedSlots:
         """No prompts are scored on several shards."""
         return []
 
+    def groups(self) -> list[Group]:
+        return [group for manager in self._managers for group in manager.groups()]
+
+    def roots(self) -> np.ndarray:
+        """As of one shard, with a leading axis of shards."""
+        return np.stack([manager.roots() for manager in self._managers])
+
+    @property
+    def admits(self) -> bool:
+        return all(manager.admits for manager in self._managers)
+
+    @admits.setter
+    def admits(self, value: bool) -> None:
+        for manager in self._managers:
+            manager.admits = value
+
     @property
     def occupants(self) -> list[Sequence]:
         return [sequence for manager in self._managers for sequence in manager.occupants]

@@ -133,6 +133,13 @@ class SlotManager:
         """All that have not ended: with slots, and those that wait here."""
         return list(dict.fromkeys([*(s.group for s in self._occupants.values()), *self._pending.groups()]))
 
+    def roots(self) -> np.ndarray:
+        """Of each slot i32[seq], -1 for those that nobody has."""
+        roots = np.full(self.shapes.num_slots, -1, np.int32)
+        for slot, sequence in self._occupants.items():
+            roots[slot] = sequence.group.root
+        return roots
+
     @property
     def has_prompts(self) -> bool:
         """Whether the next round may compute prompts: a sequence that is there, or waits, has no token yet."""

@@ -62,11 +62,8 @@ class Versions(abc.ABC):
                 the old weights have computed, and share no pages with others from then on. `recompute`: they keep
                 their tokens and compute keys and values anew.
             donate: the engine may delete the model's arrays as it lays out its own.
-        Raises: ValueError if the model is another one, or an argument is none, or the engine runs on a mesh; nothing
-            has changed then.
+        Raises: ValueError if the model is another one, or an argument is none; nothing has changed then.
         """
-        if self.backend.layout is not None:
-            raise ValueError("swap_weights: not on a mesh yet; make another engine for the new weights")
         version = self._checked_version(version)
         if policy not in POLICIES:
             raise ValueError(f"policy={brief(policy)}: expected one of {', '.join(POLICIES)}")
@@ -119,12 +116,10 @@ class Versions(abc.ABC):
             group.root = self._intake.root(group)
             if recompute or not group.is_loose:
                 self.state = self._tier.begin_anew(self.programs.tier, self.state, group)
-        num_slots = self._slots.shapes.num_slots
-        roots, parked = np.full(num_slots, -1, np.int32), np.zeros(num_slots, bool)
-        for sequence in self._slots.occupants:
-            roots[sequence.slot] = sequence.group.root
-        parked[self._tier.parked_slots()] = True
-        arguments = jax.device_put((roots, parked, np.asarray(recompute)))
+        roots = self._slots.roots()
+        parked = np.zeros(roots.shape, bool)
+        parked[..., self._tier.parked_slots()] = True  # on several shards nobody is
+        arguments = self.backend.put((roots, parked, np.full(roots.shape[:-1], recompute)))
         self.state = dataclasses.replace(self.state, decode=self.programs.enter_version(self.state.decode, *arguments))
 
 

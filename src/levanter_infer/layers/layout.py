@@ -1,8 +1,9 @@
 """`Layout`: the one place that knows how the axes of weights and state lie on a mesh of devices.
 
 Weights, the pool and everything computed from a head, a part of the feed-forward block or a token of the vocabulary are
-spread over the mesh axis `model`; all else is the same on its devices. The code of a layer does not know: it sees
-arrays of a part's size, and a map whose inputs are spread adds up its results (`Linear.spread`).
+spread over the mesh axis `model`, experts over `expert`; all else is the same on their devices. The code of a layer
+does not know: it sees arrays of a part's size, and a map whose inputs are spread adds up its results
+(`Linear.spread`).
 
 Source: tensor parallelism, arXiv:1909.08053, section 3.
 """
@@ -18,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from levanter_infer.axes import DATA, KV_HEADS, KV_PAIR, MLP, MODEL, Q_HEADS_PER_GROUP, VOCAB
+from levanter_infer.axes import DATA, EXPERT, KV_HEADS, KV_PAIR, MLP, MODEL, Q_HEADS_PER_GROUP, VOCAB
 from levanter_infer.layers.spread import ALONE, VOCAB_GROUPS, Spread, Vocabulary
 
-MESH_AXES = {KV_HEADS: MODEL, KV_PAIR: MODEL, MLP: MODEL, VOCAB: MODEL, DATA: DATA}
+MESH_AXES = {KV_HEADS: MODEL, KV_PAIR: MODEL, MLP: MODEL, VOCAB: MODEL, EXPERT: EXPERT, DATA: DATA}
 """Axis of an array -> axis of the mesh over which it is spread."""
 
 
@@ -54,25 +55,46 @@ class Layout:
     """
 
     mesh: Mesh
-    """With the axes `data` or `model` or both; arrays are whole along any others."""
+    """With some of the axes `data`, `model` and `expert`; arrays are whole along any others."""
     num_kv_heads: int
     q_heads_per_group: int
     vocab_size: int
+    num_experts: int | None = None
 
     def __post_init__(self):
+        parts = self.experts.parts
+        if parts > 1 and self.num_experts is None:
+            raise ValueError(f"mesh.expert={parts}: the model has no experts; leave it out, and use mesh.model")
+        if self.num_experts is not None and self.num_experts % parts:
+            raise ValueError(f"mesh.expert={parts} does not divide the model's {self.num_experts} experts")
         if VOCAB_GROUPS % self.model.parts:
             raise ValueError(f"mesh.model={self.model.parts}: expected one of 1, 2, 4, 8 or {VOCAB_GROUPS}")
 
     @staticmethod
     def of(mesh: Mesh, config) -> "Layout":
         """The layout of the model that `config` (a `DecoderConfig`) describes."""
-        return Layout(mesh, config.num_kv_heads, config.num_heads // config.num_kv_heads, config.vocab_size)
+        group = config.num_heads // config.num_kv_heads
+        return Layout(mesh, config.num_kv_heads, group, config.vocab_size, config.num_experts)
 
     @property
     def model(self) -> Spread:
         """What is spread over `model`."""
         parts = self.mesh.shape.get(MODEL, 1)
         return ALONE if parts == 1 else Spread(MODEL, parts)
+
+    @property
+    def experts(self) -> Spread:
+        """What is spread over `expert`."""
+        parts = self.mesh.shape.get(EXPERT, 1)
+        return ALONE if parts == 1 else Spread(EXPERT, parts)
+
+    @property
+    def expert_sums(self) -> Spread:
+        """What the parts of experts, and the experts of a token, are added up over."""
+        spread = [each for each in (self.model, self.experts) if each.parts > 1]
+        if len(spread) < 2:
+            return spread[0] if spread else ALONE
+        return Spread((MODEL, EXPERT), self.model.parts * self.experts.parts)
 
     @property
     def num_shards(self) -> int:
@@ -82,6 +104,8 @@ class Layout:
     @functools.cached_property
     def spans_hosts(self) -> bool:
         """Whether its devices belong to several processes, each of which sees the arrays of its own only."""
+        if isinstance(self.mesh, AbstractMesh):  # of devices that are not here, for a plan
+            return False
         return len({device.process_index for device in self.mesh.devices.flat}) > 1
 
     @property

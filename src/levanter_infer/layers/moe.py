@@ -15,6 +15,7 @@ from jax.core import Tracer
 from levanter_infer.axes import EXPERT, LAYERS, ROW
 from levanter_infer.layers.linear import MIN_ROWS, GpuLinear, Linear, LinearMap, PanelLinear, apply, from_bits
 from levanter_infer.layers.norm import RMSNorm
+from levanter_infer.layers.spread import ALONE, Spread
 
 _MAX_BLOCK = 128
 _Stored = TypeVar("_Stored", bound=Linear | GpuLinear)
@@ -44,6 +45,10 @@ class Moe(eqx.Module):
     """i32[], which layer of the stack is meant; None where a scan has picked one."""
     num_rows: Array | None = None
     """i32[], how many tokens count."""
+    experts: Spread = eqx.field(static=True, default=ALONE)
+    """How the experts are spread; each device computes what its own make of the tokens that chose them."""
+    sums: Spread = eqx.field(static=True, default=ALONE)
+    """What results are added up over: experts, and the parts of each."""
 
     @staticmethod
     def init(
@@ -87,12 +92,13 @@ class Moe(eqx.Module):
         results = compute(rows, chosen).reshape(*chosen.shape, embed.size)
         # One after the other, so that the order of the sum is the same for any number of tokens
         total = sum(weights[:, i : i + 1] * results[:, i] for i in range(1, self.num_chosen))
-        total = weights[:, :1] * results[:, 0] + total
+        total = self.sums.sum_in(x.dtype, weights[:, :1] * results[:, 0] + total)
         return x + NamedArray(total.reshape(x.array.shape).astype(x.dtype), x.axes)
 
     def _route(self, rows: NamedArray) -> tuple[Array, Array]:
         """Experts of each row i32[row, chosen], and their weights f32[row, chosen]."""
-        logits = apply(rows, self.router)[0].rearrange((ROW, ...)).array.astype(jnp.float32)
+        own = apply(rows, self.router)[0].rearrange((ROW, ...)).array.astype(jnp.float32)
+        logits = self.experts.concatenated(own, 1)
         weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.num_chosen)
         if self.normalize:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -100,14 +106,16 @@ class Moe(eqx.Module):
 
     @property
     def _num_experts(self) -> int:
+        """That are here."""
         if isinstance(self.router, PanelLinear):
             return self.router.outs[0].size
         return self.router.weight.axis_size(EXPERT)
 
     def _sorted(self, chosen: Array) -> tuple[Array, Array]:
-        """Places in `chosen`, flat, by expert, i32[row · chosen]; and how many belong to each, i32[expert]. Rows that
-        do not count come last and belong to none."""
-        flat = chosen.reshape(-1)
+        """Places in `chosen`, flat, by expert, i32[row · chosen]; and how many belong to each that is here,
+        i32[expert]. Rows that do not count, or have chosen others, come last and belong to none."""
+        flat = chosen.reshape(-1) - self.experts.index * self._num_experts
+        flat = jnp.where((flat >= 0) & (flat < self._num_experts), flat, self._num_experts)
         if self.num_rows is not None:
             place = jnp.arange(flat.shape[0], dtype=jnp.int32)
             flat = jnp.where(place < self.num_rows * self.num_chosen, flat, self._num_experts)
@@ -115,7 +123,8 @@ class Moe(eqx.Module):
         return jnp.argsort(flat, stable=True).astype(jnp.int32), counts
 
     def _in_blocks(self, rows: NamedArray, chosen: Array) -> Array:
-        """What each chosen expert makes of its row, f32[row · chosen, embed]; zeros for rows that do not count."""
+        """What each chosen expert makes of its row, f32[row · chosen, embed]; zeros for rows that do not count, and for
+        experts that are not here."""
         order, counts = self._sorted(chosen)
         num_pairs, (_, embed) = order.shape[0], rows.axes
         size = block_size(num_pairs, self._num_experts)

@@ -18,7 +18,8 @@ every stretch of a 16th, and a part then holds whole stretches."""
 class Spread:
     """Which mesh axis, and over how many devices. The methods are collectives: all of these devices call them."""
 
-    mesh_axis: str | None = None
+    mesh_axis: str | tuple[str, ...] | None = None
+    """Or several, over which only sums are taken."""
     parts: int = 1
 
     def sum(self, values: Array) -> Array:

@@ -209,10 +209,12 @@ class DecoderModel(eqx.Module):
         """The same model, knowing that its arrays are spread (`Layout.fit_model`)."""
 
         def told(part):
+            if isinstance(part, Moe):
+                return dataclasses.replace(part, experts=layout.experts, sums=layout.expert_sums)
             spread = isinstance(part, Linear) and layout.is_spread(part.weight.axes[-part.num_in :])
             return dataclasses.replace(part, spread=layout.model) if spread else part
 
-        layers = jax.tree.map(told, self.layers, is_leaf=lambda part: isinstance(part, Linear))
+        layers = jax.tree.map(told, self.layers, is_leaf=lambda part: isinstance(part, Linear | Moe))
         return dataclasses.replace(self, layers=layers, spread=layout.model)
 
     def for_cpu(self, kernel: str, *, donate: bool = False) -> "DecoderModel":

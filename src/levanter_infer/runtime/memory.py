@@ -12,7 +12,7 @@ _HOST_SHARE = 0.25
 _DEVICE_SHARE = 0.85  # the rest is for activations, compiled programs and fragmentation
 
 
-def default_pool_bytes(unread_bytes: int = 0) -> int:
+def default_pool_bytes(unread_bytes: int = 0, device_bytes: int | None = None) -> int:
     """Bytes for the KV pool: most of an accelerator's free memory; on a CPU a modest part, at most 2 GiB.
 
     Rounded down, by a sixteenth at most, so that starts in nearly equal states choose equal pools, for which the
@@ -20,21 +20,24 @@ def default_pool_bytes(unread_bytes: int = 0) -> int:
 
     Args:
         unread_bytes: what of the free memory is spoken for.
+        device_bytes: memory of an accelerator that is not here, all of it free; None: of this process's first device.
     """
+    if device_bytes is not None:
+        return _steady(int(max(device_bytes - unread_bytes, 0) * _DEVICE_SHARE))
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         free = stats["bytes_limit"] - stats.get("bytes_in_use", 0) - unread_bytes
         return _steady(int(max(free, 0) * _DEVICE_SHARE))
-    available = _available_bytes() - unread_bytes
+    available = available_bytes() - unread_bytes
     return _steady(min(int(max(available, 0) * _CPU_SHARE), _CPU_LIMIT_BYTES))
 
 
 def default_host_bytes() -> int:
     """Bytes of this machine's memory for pages that have to leave the pool: a quarter of what is available."""
-    return _steady(int(_available_bytes() * _HOST_SHARE))
+    return _steady(int(available_bytes() * _HOST_SHARE))
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Memory that this process can still have: of the machine, and of the control group that it runs in."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError):  # what the system keeps of files can be given up for it

@@ -1,6 +1,7 @@
 """What an optimised HLO program moves about without computing anything, and what it sends between chips."""
 
 import collections
+import dataclasses
 import math
 import re
 
@@ -16,6 +17,8 @@ _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([a-z][\w\-
 _CALLED = re.compile(r"calls=%?([\w.\-]+)")
 _ARRAY = re.compile(r"([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]+)\]")
 _BITS = re.compile(r"\d+")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\])")
 
 
 def large_moves(hlo: str, least_bytes: int = 2**20) -> list[tuple[int, str, str, int]]:
@@ -88,7 +91,50 @@ def computations(hlo: str) -> dict[str, list[str]]:
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """What devices send each other at one place of a program, or at several alike."""
+
+    operation: str
+    kind: str
+    """Types of what comes out of it."""
+    num_bytes: int
+    """Of what comes out of it, on each device."""
+    parts: int
+    """Devices that take part, in each of their groups."""
+    depth: int
+    """Loops around it."""
+    count: int = 1
+    """How often it stands there."""
+
+
+def collectives_of(hlo: str) -> list[Collective]:
+    """The collectives of a program, the outermost first, in the order of its text. Loops multiply them."""
+    found: collections.Counter = collections.Counter()
+    for line in hlo.splitlines():
+        match = _INSTRUCTION.match(line)
+        if match is None or (operation := match[2].removesuffix("-start")) not in COLLECTIVES:
+            continue
+        arrays = [dtype + "[" + dims + "]" for dtype, dims in _ARRAY.findall(match[1])]
+        if operation != match[2]:  # it lists what goes in as well
+            arrays = [max(arrays, key=largest_array)]
+        name = _OP_NAME.search(line)
+        depth = name[1].split("/").count("while") if name else 0
+        size = sum(map(largest_array, arrays))
+        found[Collective(operation, " ".join(arrays), size, _parts(line), depth)] += 1
+    counted = [dataclasses.replace(each, count=count) for each, count in found.items()]
+    return sorted(counted, key=lambda each: each.depth)
+
+
+def _parts(line: str) -> int:
+    match = _GROUPS.search(line)
+    if match is None:
+        return 2  # pairs of a permutation
+    return len(match[1].split(",")) if match[1] is not None else int(match[2])
+
+
 def collectives(hlo: str) -> dict[str, int]:
     """How often each collective stands in the program; loops multiply it."""
-    operations = [match[2].removesuffix("-start") for line in hlo.splitlines() if (match := _INSTRUCTION.match(line))]
-    return {name: count for name in COLLECTIVES if (count := operations.count(name))}
+    found = collectives_of(hlo)
+    counts = {name: sum(each.count for each in found if each.operation == name) for name in COLLECTIVES}
+    return {name: count for name, count in counts.items() if count}

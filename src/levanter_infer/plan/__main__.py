@@ -1,0 +1,121 @@
+"""`python -m levanter_infer.plan --config FILE --target v5e-16`: does a job fit, and how fast can it be?
+
+Exit status: 0 it fits, 1 it does not, 2 wrong usage or configuration.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from levanter_infer.config import RunConfig
+from levanter_infer.frontend import guarded, run_config, say
+
+USAGE = """\
+usage: python -m levanter_infer.plan --config FILE --target NAME [--KEY VALUE ...]
+
+What a job will need on a machine that is not here, from the configuration of levanter_infer.sample or
+levanter_infer.batch: memory of each device, pages, tiles, programs and what they send, and speed by a model.
+The programs of the job are compiled for the target; weights are not read, and nothing is downloaded.
+
+  --target NAME       v5e-16, v5p-16, v6e-4, v4-8, h100, h100x8, a100, cpu, cpux4, ...
+  --shape FILE        the model's config.json, where the model itself is not here
+  --no-compile        figures from shapes alone: no compiler needed, a second instead of minutes
+  --prompt-tokens N   of a request, in the mean, for the speed; default 512
+  --output-tokens N   generated ones; default sampling.max_tokens
+  --json FILE         write all of it as JSON too; - for standard output, in place of the tables
+  --help              this text
+
+Exit status 1 if it does not fit; the smallest change with which it would is then said, and was compiled too.
+"""
+_OPTIONS = {
+    "target": "plan.target",
+    "shape": "plan.shape",
+    "prompt-tokens": "plan.prompt_tokens",
+    "output-tokens": "plan.output_tokens",
+    "json": "plan.json",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanConfig:
+    """What is planned for."""
+
+    target: str
+    """A machine, such as v5e-16."""
+    shape: str | None = None
+    """The model's config.json, where the model itself is not here."""
+    compile: bool = True
+    """Compile the job's programs for the target."""
+    prompt_tokens: int = 512
+    """Of a request, in the mean."""
+    output_tokens: int | None = None
+    """Generated tokens of a request, in the mean. Default: sampling.max_tokens."""
+    json: str | None = None
+    """A file for all figures as JSON; - for standard output, in place of the tables."""
+    timeout_s: float = 3600
+    """Seconds that compiling may take."""
+
+    def __post_init__(self):
+        for name in ("prompt_tokens", "output_tokens", "timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"plan.{name}={value}: expected more than 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanRunConfig(RunConfig):
+    """A run, or a batch job, that is planned."""
+
+    plan: PlanConfig
+    batch: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of a batch job; the plan of an engine does not depend on it."""
+
+    def __post_init__(self):
+        if self.prompts or self.prompts_file or self.chat:
+            super().__post_init__()  # a plan needs no prompts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    given = ["--plan.compile=false" if a == "--no-compile" else a for a in (sys.argv[1:] if argv is None else argv)]
+    return guarded(lambda: run_config(given, USAGE, run, PlanRunConfig, _OPTIONS))
+
+
+def run(config: PlanRunConfig) -> int:
+    """Plan; returns the exit status. Raises: ValueError for what is no question of size."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # shapes only: whatever is here is left to others
+
+    from rich.console import Console
+
+    from levanter_infer.plan.plan import make_plan
+    from levanter_infer.plan.report import show
+    from levanter_infer.plan.roofline import Workload
+    from levanter_infer.plan.source import job_of
+
+    wanted = config.plan
+    job = job_of(config, wanted.target, wanted.shape)
+    workload = Workload(wanted.prompt_tokens, wanted.output_tokens or max(1, config.sampling.max_tokens))
+    if wanted.compile:
+        say(f"compiling for {job.target}; --no-compile gives what needs no compiler")
+
+    def on_program(program) -> None:
+        say(f"program   {program.name}: {'refused' if program.error else f'{program.compile_s:.1f} s'}")
+
+    plan = make_plan(job, workload, compiles=wanted.compile, timeout_s=wanted.timeout_s, on_program=on_program)
+    if wanted.json is not None:
+        text = json.dumps(plan.as_dict(), indent=1) + "\n"
+        if wanted.json == "-":
+            print(text, end="")
+        else:
+            with open(wanted.json, "w", encoding="utf-8") as file:
+                file.write(text)
+    if wanted.json != "-":
+        show(plan, Console(highlight=False, soft_wrap=True))
+    return 0 if plan.why_not is None else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""What the compiler makes of a job's programs, as the plan sees it; `compiler` asks it, in a process of its own."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+from levanter_infer.plan.hlo import Collective
+from levanter_infer.plan.job import Job
+from levanter_infer.plan.targets import Target
+from levanter_infer.runtime.libtpu import compiler_environment, short_of
+
+REFUSED = 3
+"""Status of a process that found something wrong with the job, other than 1: a program was refused."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+    """A program on one device, or why there is none."""
+
+    name: str
+    trace_s: float = 0.0
+    """Seconds of Python, from functions to what the compiler takes."""
+    compile_s: float = 0.0
+    argument_bytes: int = 0
+    output_bytes: int = 0
+    """Of results that take no argument's place."""
+    workspace_bytes: int = 0
+    """Temporary arrays, at the worst moment."""
+    code_bytes: int = 0
+    collectives: tuple[Collective, ...] = ()
+    copies: tuple[tuple[int, str, str, int], ...] = ()
+    """`hlo.large_moves`"""
+    error: str | None = None
+
+    @property
+    def short_of(self) -> tuple[str, float, float] | None:
+        """As `libtpu.short_of`, of its error."""
+        return None if self.error is None else short_of(self.error)
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether the device's memory does not suffice for it."""
+        return self.short_of is not None and self.short_of[0] == "hbm"
+
+
+class NoCompiler(ValueError):
+    """There is no compiler for the target here."""
+
+
+def compile_job(
+    job: Job, *, timeout_s: float, on_program: Callable[[CompiledProgram], None] = lambda _: None
+) -> list[CompiledProgram]:
+    """Compile the programs that the job compiles before its first request.
+
+    The last of them has an error if the compiler refused it, or ended its own process, which it may.
+
+    Args:
+        timeout_s: of all together.
+        on_program: is told of each when it is there.
+    Raises: NoCompiler if there is none for the target; ValueError for what is wrong with the job.
+    """
+    programs: list[CompiledProgram] = []
+    with tempfile.TemporaryFile("w+") as asked, tempfile.TemporaryFile("w+") as errors:
+        asked.write(job.to_json())
+        asked.seek(0)
+        child = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "levanter_infer.plan.compiler"],
+            stdin=asked,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment_for(job.machine),
+        )
+        assert child.stdout is not None
+        with contextlib.closing(child.stdout), _killed_after(child, timeout_s) as timed_out:
+            for line in child.stdout:
+                if line.startswith("{"):
+                    programs.append(_read(line))
+                    on_program(programs[-1])
+            status = child.wait()
+        errors.seek(0)
+        said = errors.read()[-4000:].strip()
+    if status == REFUSED:
+        raise ValueError(said)
+    if status > 1 or (status == 1 and not programs):
+        raise RuntimeError(f"compiling failed; please report this:\n{said}")
+    if status < 0:  # a signal, from itself or from us
+        why = f"not compiled within {timeout_s:.0f} s" if timed_out() else f"the compiler ended its process: {said}"
+        programs.append(CompiledProgram("round", error=why))
+        on_program(programs[-1])
+    return programs
+
+
+@contextlib.contextmanager
+def _killed_after(child: subprocess.Popen, seconds: float):
+    """End the child when its time is over, or the caller's; gives a function that says whether it was."""
+    import threading
+
+    over = threading.Event()
+
+    def end() -> None:
+        over.set()
+        child.kill()
+
+    timer = threading.Timer(seconds, end)
+    timer.start()
+    try:
+        yield over.is_set
+    finally:
+        timer.cancel()
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+
+
+def _read(line: str) -> CompiledProgram:
+    fields = json.loads(line)
+    fields["collectives"] = tuple(Collective(**each) for each in fields.get("collectives", ()))
+    fields["copies"] = tuple(tuple(each) for each in fields.get("copies", ()))
+    return CompiledProgram(**fields)
+
+
+def environment_for(target: Target) -> dict[str, str]:
+    """Of a process that compiles for a target. Raises: NoCompiler."""
+    package = str(Path(__file__).resolve().parents[2])  # wherever it was imported from
+    path = {"PYTHONPATH": os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    if target.chip.platform == "tpu":
+        if find_spec("libtpu") is None:
+            raise NoCompiler(
+                "programs for TPUs are compiled by libtpu, which is not installed: pip install libtpu (it needs no "
+                "TPU), or say --no-compile for the figures that need no compiler"
+            )
+        return compiler_environment(target.generation) | path
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"} | path
+    if target.chip.platform == "cpu":
+        flags = f"{environment.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={target.num_chips}"
+        environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    return environment

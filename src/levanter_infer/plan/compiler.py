@@ -1,0 +1,94 @@
+"""Compiles a job's programs for its target: the job on standard input, a JSON line for each program on standard output.
+
+`compiled.compile_job` starts it: a process of its own, because a compiler may end the process that it runs in.
+"""
+
+import dataclasses
+import json
+import sys
+import time
+import traceback
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from levanter_infer.decode.programs import Program
+from levanter_infer.plan.compiled import REFUSED
+from levanter_infer.plan.hlo import collectives_of, large_moves
+from levanter_infer.plan.job import Job
+from levanter_infer.plan.targets import Target
+
+
+def main() -> int:
+    """Returns: the exit status: 0, 1 if a program was refused, `REFUSED` if the job was, 2 for a fault of ours."""
+    job = Job.from_json(sys.stdin.read())
+    try:
+        devices = devices_of(job.machine)
+        blueprint = job.blueprint(devices)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return REFUSED
+    except Exception:
+        traceback.print_exc()
+        return 2
+    layout = blueprint.backend.layout
+    mesh = Mesh(np.asarray(devices[:1]), ("device",)) if layout is None else layout.mesh
+    model, _, admission = blueprint.round_types
+    programs = blueprint.programs.needed(model, admission)
+    order = sorted(programs, key=lambda name: name != "round")  # what takes longest and is refused first
+    for name in order:
+        fields = {"name": name, **_compile(*programs[name], mesh, job.machine)}
+        print(json.dumps(fields), flush=True)
+        if "error" in fields:
+            return 1
+    return 0
+
+
+def devices_of(target: Target) -> list:
+    """Devices to compile for. Raises: ValueError if they must be here, and are not."""
+    if target.topology is not None:
+        return list(topologies.get_topology_desc(target.topology, "tpu").devices)
+    devices = jax.devices()
+    if devices[0].platform != target.chip.platform:
+        raise ValueError(
+            f"programs for {target.name} are compiled where there is a {target.chip.platform}, and here is a "
+            f"{devices[0].platform}; say --no-compile for the figures that need no compiler"
+        )
+    return devices
+
+
+def _compile(program: Program, arguments: tuple, mesh: Mesh, target: Target) -> dict:
+    """The fields of `CompiledProgram`."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def placed(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or everywhere)
+
+    begin = time.perf_counter()
+    try:
+        with jax.set_mesh(mesh):
+            arguments = jax.tree.map(placed, arguments)
+            lowered = program.lower(*arguments, platform=target.chip.platform)
+            traced = time.perf_counter()
+            compiled = program.compile_lowered(lowered)
+    except Exception as error:  # what the compiler says is the result
+        return {"error": f"{type(error).__name__}: {error}"[:20_000]}
+    end = time.perf_counter()
+    memory, hlo = compiled.memory_analysis(), compiled.as_text() or ""
+    assert memory is not None
+    return {
+        "trace_s": round(traced - begin, 2),
+        "compile_s": round(end - traced, 2),
+        "argument_bytes": memory.argument_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "workspace_bytes": memory.temp_size_in_bytes,
+        "code_bytes": memory.generated_code_size_in_bytes,
+        "collectives": [dataclasses.asdict(each) for each in collectives_of(hlo)],
+        "copies": large_moves(hlo),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""`Plan`: all that is known of a job before it runs, as values; `report` shows them."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from levanter_infer.plan.compiled import CompiledProgram, compile_job
+from levanter_infer.plan.figures import Figures, figures_of
+from levanter_infer.plan.job import Job
+from levanter_infer.plan.roofline import Speed, Workload, model_speed, step_collectives
+from levanter_infer.plan.search import Change, misfit, misfit_of, smallest_changes
+from levanter_infer.plan.targets import Chip
+
+_MAX_TRIES = 4
+_PAGE_SIZES = (16, 32, 64, 128, 256, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a job needs and gives."""
+
+    job: Job
+    why_not: str | None
+    """Why it does not fit; None if it does."""
+    figures: Figures | None
+    """None: the engine refuses the job before it has sizes."""
+    programs: tuple[CompiledProgram, ...]
+    """Empty where nothing was compiled."""
+    speed: Speed | None
+    changes: tuple[Change, ...] = ()
+    """Each of which would make it fit, the smallest first."""
+    checked: bool = False
+    """Whether the first of these was compiled."""
+
+    @property
+    def extra_bytes(self) -> int:
+        """What programs take of a device beside what shapes tell; 0 where nothing was compiled."""
+        return 0 if self.figures is None else _extra_bytes(self.figures, self.programs)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        fields = dataclasses.asdict(dataclasses.replace(self, changes=()))
+        figures, memory = self.figures, None
+        if figures is not None:
+            memory = {
+                "known_bytes": figures.known_bytes,
+                "programs_bytes": self.extra_bytes,
+                "free_bytes": figures.memory_bytes - figures.known_bytes - self.extra_bytes,
+            }
+        changes = [{"key": c.key, "before": c.before, "after": c.after} for c in self.changes]
+        chip = dataclasses.asdict(self.job.machine)
+        return fields | {"fits": self.why_not is None, "memory": memory, "changes": changes, "target": chip}
+
+    def sent_in(self, bucket: int):
+        """Collectives of a step of `bucket` tokens."""
+        assert self.figures is not None and self.programs
+        return step_collectives(self.programs[0].collectives, self.figures, bucket)
+
+
+def make_plan(
+    job: Job,
+    workload: Workload,
+    *,
+    compiles: bool,
+    timeout_s: float = 3600,
+    on_program: Callable[[CompiledProgram], None] = lambda _: None,
+) -> Plan:
+    """
+    Args:
+        compiles: whether the programs are compiled; else there are only figures from shapes.
+        timeout_s: of one job's programs.
+        on_program: is told of each program that has been compiled.
+    Raises: NoCompiler; ValueError if the job is none for any machine.
+    """
+    job.model_types()  # a model that the engine does not know is an error, and no question of size
+    compile_one = functools.partial(compile_job, timeout_s=timeout_s, on_program=on_program)
+    try:
+        figures = figures_of(job)
+    except ValueError as error:
+        figures, why_not = None, str(error)
+    else:
+        why_not = misfit_of(figures)
+    programs: tuple[CompiledProgram, ...] = ()
+    extra = 0
+    if figures is not None and why_not is None and compiles:
+        programs = tuple(compile_one(job))
+        extra = _extra_bytes(figures, programs)
+        why_not = _refusal(programs) or misfit_of(figures, extra)
+    one_round = next(iter(programs), None)
+    collectives = one_round.collectives if one_round is not None and one_round.error is None else None
+    speed = None if figures is None else model_speed(figures, _with_rates(job), workload, collectives)
+    plan = Plan(job, why_not, figures, programs, speed)
+    return plan if why_not is None else _with_changes(plan, extra, compile_one if compiles else None)
+
+
+def _with_changes(plan: Plan, extra: int, compile_one: Callable[[Job], list[CompiledProgram]] | None) -> Plan:
+    """With what would make it fit; the first of the changes is compiled if anything is."""
+    too_large = plan.programs and plan.programs[-1].error and not plan.programs[-1].is_too_large
+    if too_large and compile_one is not None:
+        return dataclasses.replace(plan, changes=_other_pages(plan.job, compile_one), checked=True)
+    for _ in range(_MAX_TRIES):
+        changes = tuple(smallest_changes(plan.job, extra))
+        if not changes or compile_one is None:
+            return dataclasses.replace(plan, changes=changes)
+        job = changes[0].job
+        figures, programs = figures_of(job), tuple(compile_one(job))
+        now = _extra_bytes(figures, programs)
+        if _refusal(programs) is None and misfit(job, now) is None:
+            return dataclasses.replace(plan, changes=changes, checked=True)
+        if programs[-1].error and not programs[-1].is_too_large:
+            break
+        extra = max(now, extra + (64 << 20))  # it takes more than what was thought
+    return plan
+
+
+def _other_pages(job: Job, compile_one: Callable[[Job], list[CompiledProgram]]) -> tuple[Change, ...]:
+    """What makes a program compile that is refused for other reasons than the device's memory: other pages."""
+    now = job.engine_config.page_size or 16
+    for size in sorted((size for size in _PAGE_SIZES if size != now), key=lambda size: max(size / now, now / size)):
+        changed = dataclasses.replace(job, engine=job.engine | {"page_size": size})
+        if misfit(changed) is None and _refusal(tuple(compile_one(changed))) is None:
+            return (Change("engine.page_size", now, size, max(size / now, now / size), changed),)
+    return ()
+
+
+def _refusal(programs: tuple[CompiledProgram, ...]) -> str | None:
+    """What the compiler says against a program, in a line."""
+    last = programs[-1]
+    if last.error is None:
+        return None
+    short = last.short_of
+    if short is not None:
+        space, wanted, there = short
+        return f"program {last.name}: needs {wanted:.1f} MiB of {space} and has {there:.1f} MiB, says the compiler"
+    return f"program {last.name} was refused: {' '.join(last.error.split())[:400]}"
+
+
+def _extra_bytes(figures: Figures, programs: tuple[CompiledProgram, ...]) -> int:
+    """Of a device: code of all programs, workspace and results of the largest, and how much arrays are filled up."""
+    if not programs:
+        return 0
+    arguments = figures.known_bytes - figures.upload_bytes // 2
+    short = programs[-1].short_of
+    if short is not None and short[0] == "hbm":
+        return max(0, int(short[1] * 2**20) - arguments)
+    padding = max(0, programs[0].argument_bytes - arguments)
+    work = max(program.workspace_bytes + max(0, program.output_bytes) for program in programs[:1])
+    return padding + work + sum(program.code_bytes for program in programs)
+
+
+def _with_rates(job: Job) -> Chip:
+    """The target's chip; this machine's rates are measured."""
+    chip = job.machine.chip
+    if chip.memory_gbps:
+        return chip
+    from levanter_infer.plan import probe
+
+    return dataclasses.replace(chip, memory_gbps=probe.memory_gbps(), tflops=probe.tflops(job.dtype))

@@ -1,0 +1,44 @@
+"""How fast this machine's processor reads memory and multiplies."""
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from levanter_infer.decode.programs import compile_program
+
+_READ_BYTES = 1 << 28
+_ROWS, _WIDTH = 512, 2048
+
+
+def memory_gbps() -> float:
+    """GB/s of all cores that add up numbers which are in no cache."""
+    threads = os.cpu_count() or 1
+    parts = np.array_split(np.ones(_READ_BYTES // 4, np.float32), threads)
+    with ThreadPoolExecutor(threads) as pool:
+        return _READ_BYTES / _best_s(lambda: list(pool.map(np.add.reduce, parts))) / 1e9
+
+
+def tflops(dtype: str) -> float:
+    """10¹² operations a second in products of `dtype`, of 512 rows with weights [out, in]."""
+    rows, weights = jnp.ones((_ROWS, _WIDTH), dtype), jnp.ones((_WIDTH, _WIDTH), dtype)
+
+    def product(rows, weights):
+        return jnp.einsum("ri,oi->ro", rows, weights, preferred_element_type=jnp.float32)
+
+    program = compile_program(product)
+    return 2 * _ROWS * _WIDTH**2 / _best_s(lambda: jax.block_until_ready(program(rows, weights))) / 1e12
+
+
+def _best_s(run: Callable) -> float:
+    """Seconds of the best of five runs, after one that counts for nothing."""
+    times = []
+    for _ in range(6):
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])

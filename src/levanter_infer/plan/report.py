@@ -1,0 +1,144 @@
+"""A `Plan` for people: tables on a terminal."""
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from levanter_infer.plan.figures import Figures
+from levanter_infer.plan.plan import Plan
+from levanter_infer.plan.search import gib
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Print all of it."""
+    target, mesh = plan.job.machine, plan.job.mesh_config
+    used = mesh.num_devices
+    console.print(
+        f"[bold]{target.name}[/]: {target.num_chips} × {target.chip.kind}, of which the mesh takes {used} ({mesh})"
+    )
+    if used < target.num_chips:
+        console.print(f"  {target.num_chips - used} would stand idle: raise mesh.data or mesh.model")
+    if plan.figures is not None:
+        console.print(_memory_table(plan, plan.figures))
+        console.print(_pages_table(plan.figures))
+        for title, lines in _sections(plan, plan.figures):
+            console.print(f"[bold]{title}[/]")
+            for line in lines:
+                console.print(f"  {line}", highlight=False)
+    for line in verdict(plan):
+        console.print(line, highlight=False)
+
+
+def verdict(plan: Plan) -> list[str]:
+    """Whether it fits, and what would make it."""
+    how = "as compiled" if plan.programs else "by shapes alone; --no-compile leaves out programs and their workspace"
+    if plan.why_not is None:
+        return [f"[bold green]fits[/] ({how})"]
+    lines = [f"[bold red]does not fit[/]: {plan.why_not}"]
+    if not plan.changes:
+        return [*lines, "no change of one thing was found with which it would"]
+    for i, change in enumerate(plan.changes):
+        state = "compiled, fits" if i == 0 and plan.checked else "fits by shapes"
+        lines.append(f"{'smallest change' if i == 0 else '  or           '}  {change}  ({state})")
+    return lines
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(*columns, title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
+
+
+def _memory_table(plan: Plan, figures: Figures) -> Table:
+    table = _table("memory of a device", "what", "size", "share")
+
+    def row(name: str, size: int) -> None:
+        table.add_row(name, gib(size), f"{size / figures.memory_bytes:.1%}")
+
+    row("weights", figures.weights_bytes)
+    row("pages of keys and values", figures.pool_bytes)
+    row("tables", figures.tables_bytes)
+    row("uploads", figures.upload_bytes)
+    if plan.programs:
+        row("programs: workspace, code, padding", plan.extra_bytes)
+    else:
+        table.add_row("programs: workspace, code, padding", "not compiled", "")
+    row("free", figures.memory_bytes - figures.known_bytes - plan.extra_bytes)
+    row("there", figures.memory_bytes)
+    return table
+
+
+def _pages_table(figures: Figures) -> Table:
+    table = _table(f"pages of each of {figures.num_shards} data shards", "what", "")
+    table.add_row("pages", f"{figures.num_pages} of {figures.page_size} tokens, {gib(figures.page_bytes)} each")
+    table.add_row("tokens", str(figures.num_pages * figures.page_size))
+    table.add_row("sequences of engine.max_seq_len that fit", f"{figures.full_seqs} of {figures.max_seq_len} tokens")
+    table.add_row("engine.max_seqs", str(figures.max_seqs))
+    table.add_row("attention, products", f"{figures.attention}, {figures.products}")
+    table.add_row("tokens of a step", " ".join(map(str, figures.buckets)))
+    for name, tile in figures.tiles.items():
+        sizes = ", ".join(f"{key} {value}" for key, value in tile.items())
+        table.add_row(f"tile of {name}", sizes)
+    return table
+
+
+def _sections(plan: Plan, figures: Figures):
+    if plan.programs:
+        yield "programs", [_program_line(program) for program in plan.programs]
+        if plan.programs[0].error is None:
+            yield "collectives (compiled)", _collective_lines(plan, figures)
+            copies = [f"{gib(size)} {op} {kind}, {n} times" for size, op, kind, n in plan.programs[0].copies]
+            yield "copies of 1 MiB and more in the round (compiled)", copies or ["none"]
+    speed = plan.speed
+    if speed is None:
+        return
+    step = speed.decode
+    yield (
+        "speed (modelled, a bound)",
+        [
+            f"{speed.sequences} sequences at once in a shard; pages have room for {speed.seqs_by_pages}",
+            f"a step of decoding {_ms(step.total_s)}: weights {_ms(step.weights_s)}, keys and values "
+            f"{_ms(step.kv_s)}, arithmetic {_ms(step.compute_s)} meanwhile, collectives {_ms(step.collectives_s)}",
+            f"a prompt {_ms(speed.prompt_s)}",
+            f"[bold]{speed.tokens_per_s:,.0f}[/] generated tokens/s of all devices, prompts included; "
+            f"{speed.decode_tokens_per_s:,.0f} while only decoding",
+            f"what binds: {_binding(speed.gains)}",
+        ],
+    )
+    yield "assuming", list(speed.assumptions)
+
+
+def _binding(gains: dict[str, float]) -> str:
+    """What there would have to be more of."""
+    name, most = next(iter(gains.items()))
+    rest = ", ".join(f"{other} {gain - 1:+.0%}" for other, gain in gains.items() if other != name)
+    return f"{name}: twice as much of it would give {most - 1:+.0%}; of {rest}"
+
+
+def _program_line(program) -> str:
+    if program.error is not None:
+        return f"{program.name}: refused: {' '.join(program.error.split())[:500]}"
+    return (
+        f"{program.name}: traced in {program.trace_s:.1f} s, compiled in {program.compile_s:.1f} s; arguments "
+        f"{gib(program.argument_bytes)}, workspace {gib(program.workspace_bytes)}, code {gib(program.code_bytes)}"
+    )
+
+
+def _collective_lines(plan: Plan, figures: Figures) -> list[str]:
+    lines = []
+    for bucket in figures.buckets:
+        sent = plan.sent_in(bucket)
+        for name, group in (("each layer", sent.per_layer), ("each step", sent.per_step)):
+            lines += [f"{bucket} tokens, {name}: {_collective(each)}" for each in group]
+    blocks = plan.sent_in(figures.buckets[0]).per_block
+    lines += [f"each {figures.sampled_rows} rows sampled: {_collective(each)}" for each in blocks]
+    return lines or ["none"]
+
+
+def _collective(each) -> str:
+    return f"{each.count} × {each.operation} {each.kind} over {each.parts} devices, {gib(each.num_bytes)}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,286 @@
+"""A plan says of a job what the job's own engine says, and of one that does not fit the smallest change."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from levanter_infer.batch.config import BatchRunConfig
+from levanter_infer.config import load_config
+from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.engine import InferenceEngine
+from levanter_infer.models.registry import family_for
+from levanter_infer.plan import compiled, plan
+from levanter_infer.plan.__main__ import main
+from levanter_infer.plan.compiled import CompiledProgram, compile_job
+from levanter_infer.plan.figures import figures_of
+from levanter_infer.plan.job import Job
+from levanter_infer.plan.roofline import Workload
+from levanter_infer.plan.search import misfit, smallest_changes
+from levanter_infer.plan.targets import parse_target
+from tests.tiny_models import LLAMA, tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPES = ROOT / "configs" / "shapes"
+WORKLOAD = Workload(100, 100)
+PLANNED = [
+    ("tiny.yaml", "cpu", None),
+    ("batch-tiny.yaml", "cpu", None),
+    ("llama-1b-gpu.yaml", "h100", "llama-3.2-1b.json"),
+    ("llama-8b-v5e-16.yaml", "v5e-16", "llama-3.1-8b.json"),
+    ("llama-70b-v5p-16.yaml", "v5p-16", "llama-3.1-70b.json"),
+]
+
+
+def command(*arguments: str) -> int:
+    return main([*arguments, "--plan.timeout_s", "300"])
+
+
+def shape(name: str) -> dict:
+    return json.loads((SHAPES / f"{name}.json").read_text())
+
+
+def job_8b(target: str, mesh: dict, **engine) -> Job:
+    engine = {"max_seqs": 64, "max_seq_len": 8192, "page_size": 64} | engine
+    return Job(target, shape("llama-3.1-8b"), "bfloat16", engine, mesh)
+
+
+@pytest.mark.parametrize("config, target, model", PLANNED, ids=lambda value: value)
+def test_each_configuration_of_a_machine_fits_it(config, target, model, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(ROOT)
+    written = tmp_path / "plan.json"
+    shape_given = ["--shape", str(SHAPES / model)] if model else []
+    arguments = ["--config", f"configs/{config}", "--target", target, *shape_given, "--no-compile"]
+    assert command(*arguments, "--json", str(written)) == 0
+    said = capsys.readouterr().out
+    assert "fits" in said and "not compiled" in said and "what binds" in said
+    found = json.loads(written.read_text())
+    assert found["fits"] and found["programs"] == [] and found["speed"]["tokens_per_s"] > 0
+    assert found["memory"]["free_bytes"] > 0
+    assert found["figures"]["num_pages"] >= found["figures"]["seq_pages"]
+    if target == "v5e-16":  # weights are spread over 8 chips, but for the norms
+        arch = family_for(shape("llama-3.1-8b")).config_from_hf(shape("llama-3.1-8b"))
+        norms = (2 * arch.num_layers + 1) * arch.hidden_size
+        assert found["figures"]["weights_bytes"] == 2 * ((arch.num_parameters - norms) // 8 + norms)
+        assert found["figures"]["page_bytes"] == 2 * 2 * arch.num_layers * 64 * arch.head_dim
+
+
+def test_every_configuration_of_this_repository_is_planned():
+    planned = {name for name, _, _ in PLANNED}
+    assert planned | {"score.yaml"} == {path.name for path in (ROOT / "configs").glob("*.yaml")}
+
+
+def test_figures_are_those_of_the_engine():
+    config = {"max_seqs": 4, "max_seq_len": 64, "page_size": 8, "max_pages": 30, "max_step_tokens": 16}
+    engine = InferenceEngine(tiny_model(), config=EngineConfig(**config))
+    found = figures_of(Job("cpu", LLAMA, "float32", config, {}, num_eos=0))
+    assert found.num_pages == engine.shapes.num_pages and found.buckets == engine.shapes.buckets
+    assert found.weights_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(engine.model))
+    assert found.pool_bytes == engine.state.kv.pages.array.nbytes
+    assert found.tables_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(engine.state.decode))
+    assert (found.attention, found.products) == (engine.backend.attention, engine.backend.products)
+
+
+def test_heads_that_a_tpu_fills_up_to_its_lanes_count_as_they_lie():
+    raw = shape("llama-3.2-1b")  # 8 heads of 64, which share 128 lanes in pairs
+    jobs = [Job("v5e-16", raw, "bfloat16", {"max_seq_len": 1024}, {"model": model}) for model in (1, 8)]
+    whole, part = (figures_of(job).page_bytes for job in jobs)
+    assert whole == 16 * 2 * 8 * 64 * 16 * 2 and part == whole // 4  # one head alone has 128 lanes of its own
+
+
+@pytest.mark.parametrize(
+    "job, why, key",
+    [
+        (job_8b("v6e-4", {"data": 4}, max_pages=3000), "a device needs 38.40 GiB and has 31.25", "engine.max_pages"),
+        (job_8b("v5e-4", {"data": 4}), "takes 128 pages, and there are 84", "engine.max_seq_len"),
+        (
+            job_8b("v5e-1", {}, max_seqs=128, max_seq_len=4096),
+            "room for 84 pages.*128 sequences need one each",
+            "engine.max_seqs",
+        ),
+    ],
+)
+def test_the_smallest_change_of_a_number_is_just_enough(job, why, key):
+    reason = misfit(job)
+    assert reason is not None
+    with pytest.raises(AssertionError, match=why):
+        raise AssertionError(reason)
+    change = next(each for each in smallest_changes(job) if each.key == key)
+    assert change.before > change.after and misfit(change.job) is None
+    name = key.removeprefix("engine.")
+    step = 64 if name == "max_seq_len" else 1
+    more = dataclasses.replace(change.job, engine=change.job.engine | {name: change.after + step})
+    assert misfit(more) is not None
+
+
+def test_weights_that_are_too_large_want_more_chips():
+    job = job_8b("v5e-4", {"data": 4}, max_seq_len=8192, max_pages=4096)
+    keys = [change.key for change in smallest_changes(job)]
+    assert keys[0] == "mesh" and str(smallest_changes(job)[0]).endswith("{'data': 1, 'model': 4}")
+    large = Job("v5e-4", shape("llama-3.1-70b"), "bfloat16", {"max_seq_len": 4096}, {"model": 4})
+    (change,) = smallest_changes(large)
+    assert change.key == "target" and change.job.target == "v5e-16" and change.job.mesh["model"] == 16
+
+
+def test_a_mesh_larger_than_the_target_does_not_fit_it():
+    job = job_8b("v5e-4", {"model": 8})
+    assert misfit(job) == "mesh: data=1 times model=8 is 8 devices, and v5e-4 has 4"
+    assert [str(change) for change in smallest_changes(job)] == ["target: v5e-4 -> v5e-8"]
+
+
+def test_what_the_compiler_needs_beyond_the_shapes_counts():
+    job = job_8b("v6e-4", {"data": 4}, max_pages=1700)
+    assert misfit(job) is None
+
+    def refuse(job: Job, **_) -> list[CompiledProgram]:
+        pages = job.engine["max_pages"]
+        arguments = figures_of(job).known_bytes - figures_of(job).upload_bytes // 2
+        used = (arguments + (4 << 30)) / 2**30
+        if used < 31.25:
+            return [CompiledProgram("round", argument_bytes=arguments, workspace_bytes=4 << 30)]
+        return [CompiledProgram("round", error=f"RESOURCE_EXHAUSTED: Used {used:.4f}G of 31.25G hbm. Exceeded {pages}")]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "compile_job", refuse)
+        found = plan.make_plan(job, WORKLOAD, compiles=True)
+    assert found.why_not is not None and "MiB of hbm" in found.why_not
+    best = found.changes[0]
+    assert found.checked and best.key == "engine.max_pages"
+    assert 4 << 30 <= 31.25 * 2**30 - figures_of(best.job).known_bytes < (4 << 30) + 2**24
+
+
+def test_a_kernel_that_is_too_large_is_tried_with_other_pages():
+    job = job_8b("v6e-4", {"data": 4}, page_size=256)
+
+    def refuse(job: Job, **_) -> list[CompiledProgram]:
+        error = None if job.engine["page_size"] <= 64 else "Used 18.32M of 16.00M vmem. Exceeded"
+        return [CompiledProgram("round", error=error)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "compile_job", refuse)
+        found = plan.make_plan(job, WORKLOAD, compiles=True)
+    assert "needs 18.3 MiB of vmem and has 16.0 MiB" in (found.why_not or "")
+    assert [str(change) for change in found.changes] == ["engine.page_size: 256 -> 64"] and found.checked
+
+
+def test_programs_are_compiled_with_what_they_send(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"torch_dtype": "float32"}))
+    (tmp_path / "run.yaml").write_text(
+        f"model: {tmp_path}\nprompts: [a]\nmesh: {{model: 2}}\n"
+        "engine: {max_seqs: 4, max_seq_len: 64, page_size: 8, max_pages: 30, max_step_tokens: 4, prefix_cache: false}\n"
+    )
+    assert command("--config", str(tmp_path / "run.yaml"), "--target", "cpux2", "--json", "-") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [program["name"] for program in found["programs"]] == ["round", "init", "reset", "zero_cache"]
+    one_round = found["programs"][0]
+    assert one_round["error"] is None and one_round["workspace_bytes"] > 0 and one_round["compile_s"] > 0
+    layers = [each for each in one_round["collectives"] if each["kind"] == "f32[4,32]" and each["depth"] == 3]
+    assert [(each["operation"], each["parts"], each["count"]) for each in layers] == [("all-reduce", 2, 2)]
+    assert found["speed"]["decode"]["collectives_s"] == 0  # in the memory of one machine
+
+
+GRID = """
+from levanter_infer.engine.mesh import MeshConfig, make_mesh
+from levanter_infer.plan.compiler import devices_of
+from levanter_infer.plan.targets import parse_target
+
+devices = devices_of(parse_target("v5e-16"))
+print([device.coords[:2] for device in make_mesh(MeshConfig(data=2, model=8), devices).devices[0]])
+try:
+    make_mesh(MeshConfig(data=3, model=4), devices)
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.tpu_compile
+def test_a_mesh_is_laid_over_the_chips_of_a_torus():
+    pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra `test`")
+    environment = compiled.environment_for(parse_target("v5e-16"))
+    command = [sys.executable, "-W", "ignore", "-c", GRID]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    row, refusal = done.stdout.splitlines()
+    assert row == "[[0, 0], [0, 1], [1, 0], [1, 1], [2, 0], [2, 1], [3, 0], [3, 1]]"  # two by four
+    assert "is 12 of 16 chips, which form no grid" in refusal
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+def test_programs_are_compiled_for_a_tpu():
+    pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra `test`")
+    raw = shape("llama-3.2-1b") | {"num_hidden_layers": 2, "vocab_size": 1000}
+    engine = {"max_seqs": 8, "max_seq_len": 512, "max_pages": 64, "max_step_tokens": 8}
+    programs = compile_job(Job("v5e-4", raw, "bfloat16", engine, {"model": 4}), timeout_s=900)
+    assert [program.error for program in programs] == [None] * 4
+    assert {each.parts for each in programs[0].collectives} == {4}
+
+
+def test_without_a_compiler_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
+    assert command("--config", "configs/tiny.yaml", "--target", "v5e-1") == 2
+    assert "pip install libtpu" in (said := capsys.readouterr().err) and "--no-compile" in said
+
+
+@pytest.mark.parametrize(
+    "script, timeout_s, why",
+    [("echo no more >&2; kill -ABRT $$", 60, "the compiler ended its process: no more"), ("exec sleep 9", 0.1, "0 s")],
+)
+def test_a_compiler_that_dies_or_takes_too_long_has_refused(script, timeout_s, why, monkeypatch, tmp_path):
+    monkeypatch.setattr(compiled.sys, "executable", executable(tmp_path, script))
+    (program,) = compile_job(Job("cpu", LLAMA, "float32", {}, {}), timeout_s=timeout_s)
+    assert program.error is not None and why in program.error
+
+
+@pytest.mark.parametrize("status, error", [(3, ValueError), (2, RuntimeError)])
+def test_what_is_wrong_with_the_job_is_no_refusal_of_the_compiler(status, error, monkeypatch, tmp_path):
+    monkeypatch.setattr(compiled.sys, "executable", executable(tmp_path, f"echo wrong >&2; exit {status}"))
+    with pytest.raises(error, match="wrong"):
+        compile_job(Job("cpu", LLAMA, "float32", {}, {}), timeout_s=60)
+
+
+def executable(directory: Path, script: str) -> str:
+    path = directory / "python"
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--target", "cpu"], "no model"),
+        (["--model", "models/tiny"], "lacks plan|plan lacks target"),
+        (["--model", "no/such-model", "--target", "cpu"], "not on this machine.*--shape"),
+        (["--model", "models/tiny", "--target", "cpu", "--shape", "nowhere.json"], "cannot read nowhere.json"),
+        (["--model", "models/tiny", "--target", "cpu", "--prompt-tokens", "0"], "expected more than 0"),
+        (["--model", "models/tiny", "--target", "cpu", "--engine.max_seq", "3"], "engine.max_seq.*max_seq"),
+        (["--model", "models/tiny", "--target", "cpu", "--model.dtype", "float16"], "bfloat16 or float32"),
+    ],
+)
+def test_mistakes_are_named(arguments, message, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert command(*arguments, "--no-compile") == 2
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(capsys.readouterr().err)
+
+
+def test_a_job_that_does_not_fit_is_an_exit_status(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    shape_given = ["--model", "x", "--shape", str(SHAPES / "llama-3.1-8b.json")]
+    assert command(*shape_given, "--target", "v5e-4", "--no-compile", "--engine.max_seq_len", "8192") == 1
+    said = capsys.readouterr().out
+    assert "does not fit" in said and "smallest change  engine.max_seq_len: 8192 -> " in said
+
+
+BATCHES = [name for name, _, _ in PLANNED if "levanter_infer.batch" in (ROOT / "configs" / name).read_text()]
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_what_calls_itself_a_batch_job_is_one(name):
+    assert load_config(ROOT / "configs" / name, kind=BatchRunConfig).prompts_file

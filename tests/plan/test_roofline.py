@@ -1,0 +1,123 @@
+"""The model of speed against what can be worked out by hand, and what it reads from compiled programs."""
+
+import dataclasses
+
+import pytest
+
+from levanter_infer.plan.figures import Figures
+from levanter_infer.plan.hlo import Collective, collectives_of
+from levanter_infer.plan.roofline import Workload, model_speed, send_s, step_collectives
+from levanter_infer.plan.targets import Chip
+
+CHIP = Chip("tpu", "test", 16 * 2**30, memory_gbps=1000, tflops=100, link_gbps=100, hop_us=1)
+GB = 10**9
+MODEL = {
+    "parameters": 4 * 10**9,
+    "layers": 10,
+    "hidden": 1000,
+    "q_heads": 8,
+    "head_dim": 100,
+    "experts": None,
+    "experts_per_token": 0,
+    "expert_bytes": 0,
+    "embedding_bytes": GB,
+    "head_bytes": GB,
+    "itemsize": 2,
+    "parts": 1,
+}
+FIGURES = Figures(
+    memory_bytes=16 * 2**30,
+    weights_bytes=9 * GB,
+    pool_bytes=4 * GB,
+    tables_bytes=0,
+    upload_bytes=0,
+    page_bytes=16 * 10**5,
+    page_size=16,
+    num_pages=2500,
+    seq_pages=100,
+    max_seqs=20,
+    max_step_tokens=100,
+    max_seq_len=1600,
+    num_shards=2,
+    buckets=(8, 20, 100),
+    sampled_rows=20,
+    attention="tpu",
+    products="xla",
+    tiles={},
+    model=MODEL,
+)
+
+
+def test_a_step_that_reads_weights_takes_their_time_at_the_bandwidth():
+    speed = model_speed(FIGURES, CHIP, Workload(600, 400), ())
+    assert speed.sequences == 20 and speed.seqs_by_pages == int(2500 / (800 / 16 + 0.5))
+    assert speed.decode.weights_s == pytest.approx(8e-3)
+    assert speed.decode.kv_s == pytest.approx(20 * 800 * 1e5 / 1e12)
+    flops = 2 * 20 * 4e9 + 20 * 800 * 4 * 8 * 100 * 10
+    assert speed.decode.compute_s == pytest.approx(flops / 1e14)
+    assert speed.decode.total_s == speed.decode.weights_s + speed.decode.kv_s
+    assert speed.decode_tokens_per_s == pytest.approx(2 * 20 / speed.decode.total_s)
+    assert speed.prompt_s == pytest.approx(6 * 8e-3 + 4 * 8 * 100 * 10 * 600**2 / 2 / 1e14)
+    assert speed.tokens_per_s == pytest.approx(2 * 20 / (speed.decode.total_s + 20 / 400 * speed.prompt_s))
+
+
+LONG = Workload(600, 400)
+
+
+def most(figures: Figures, chip: Chip = CHIP, workload: Workload = LONG) -> str:
+    gains = model_speed(figures, chip, workload, () if figures.model["parts"] == 1 else None).gains
+    assert all(gain > 0.99 for gain in gains.values())
+    return next(iter(gains))
+
+
+def test_what_binds_is_what_there_should_be_more_of():
+    assert most(FIGURES) == "memory bandwidth"
+    slow = dataclasses.replace(CHIP, tflops=1)
+    assert most(FIGURES, slow) == "arithmetic"
+    apart = dataclasses.replace(CHIP, link_gbps=0.1)
+    assert most(dataclasses.replace(FIGURES, model=MODEL | {"parts": 8}), apart) == "links"
+    few = dataclasses.replace(FIGURES, max_seqs=1, buckets=(8, 100))
+    assert most(few, workload=Workload(1, 40)) == "slots (engine.max_seqs)"
+    crowded = dataclasses.replace(FIGURES, num_pages=30)
+    assert most(crowded, workload=Workload(16, 400)) == "pages (engine.max_pages)"
+
+
+def test_experts_that_nobody_chose_are_neither_read_nor_computed():
+    experts = {"experts": 8, "experts_per_token": 2, "expert_bytes": 4 * GB}
+    figures = dataclasses.replace(FIGURES, model=MODEL | experts, max_seqs=1)
+    speed = model_speed(figures, CHIP, Workload(1, 1), ())
+    assert speed.decode.weights_s == pytest.approx((8 - 4 * 0.75) * 1e-3)
+    many = model_speed(dataclasses.replace(figures, max_seqs=20), CHIP, Workload(1, 1), ())
+    assert many.decode.weights_s == pytest.approx((8 - 4 * 0.75**20) * 1e-3)
+
+
+def test_collectives_cost_their_bytes_and_their_hops():
+    each = Collective("all-reduce", "bf16[20,1000]", 40_000, parts=4, depth=3)
+    assert send_s(each, CHIP) == pytest.approx(2 * 0.75 * 40_000 / 1e11 + 4e-6)
+    gather = dataclasses.replace(each, operation="all-gather", count=2)
+    assert send_s(gather, CHIP, scale=2.0) == pytest.approx(2 * (0.75 * 80_000 / 1e11 + 4e-6))
+
+
+HLO = """
+ENTRY %main (x: bf16[20,1000]) -> bf16[20,1000] {
+  %a = bf16[20,1000]{1,0} all-reduce(%x), replica_groups={{0,1,2,3},{4,5,6,7}}, metadata={op_name="jit(f)/while/body/while/body/while/body/psum"}
+  %b = bf16[20,1000]{1,0} all-reduce(%a), replica_groups=[2,4]<=[8], metadata={op_name="jit(f)/while/body/while/body/while/body/psum"}
+  %c = bf16[100,1000]{1,0} all-reduce(%a), replica_groups=[2,4]<=[8], metadata={op_name="jit(f)/while/body/while/body/while/body/psum"}
+  %d = bf16[20,1000]{1,0} all-reduce(%a), replica_groups=[2,4]<=[8], metadata={op_name="jit(f)/while/body/while/body/psum"}
+  %e = (f32[4,64], f32[16,64]) all-gather-start(%a), replica_groups=[2,4]<=[8], metadata={op_name="jit(f)/while/body/while/body/all_gather"}
+  %g = (f32[4], s32[4]) all-reduce(%a, %b), replica_groups=[2,4]<=[8], metadata={op_name="jit(f)/all_gather"}
+  %f = f32[16,64] all-gather-done(%e)
+}
+"""  # noqa: E501
+
+
+def test_collectives_are_read_with_their_bytes_groups_and_loops():
+    found = collectives_of(HLO)
+    outer, layer = found[0], found[-2]
+    assert (outer.depth, outer.num_bytes, outer.kind) == (0, 32, "f32[4] s32[4]")
+    assert (layer.operation, layer.depth, layer.count, layer.parts) == ("all-reduce", 3, 2, 4)
+    sent = step_collectives(tuple(found), FIGURES, 20)
+    assert [(each.num_bytes, each.count) for each in sent.per_layer] == [(40_000, 2)]
+    assert [each.kind for each in sent.per_step] == ["bf16[20,1000]"]
+    assert [(each.operation, each.num_bytes) for each in sent.per_block] == [("all-gather", 4096)]
+    assert [each.kind for each in step_collectives(tuple(found), FIGURES, 100).per_layer] == ["bf16[100,1000]"]
