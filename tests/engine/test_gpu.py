@@ -32,7 +32,7 @@ def on_gpu(monkeypatch):
 
     def use(capability: str) -> None:
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability=capability)])
+        monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="gpu", compute_capability=capability)])
 
     return use
 
