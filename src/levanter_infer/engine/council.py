@@ -60,6 +60,11 @@ class Council(Protocol):
         ...
 
 
+def _seconds() -> float:
+    """Of this process's clock, looked up at every call."""
+    return time.perf_counter()
+
+
 class Alone(Council):
     """This process decides.
 
@@ -68,7 +73,7 @@ class Alone(Council):
         clock: in seconds.
     """
 
-    def __init__(self, hosts: Hosts | None = None, clock: Callable[[], float] = time.perf_counter):
+    def __init__(self, hosts: Hosts | None = None, clock: Callable[[], float] = _seconds):
         self._hosts, self.now = hosts, clock
         self.stopping = False
 
@@ -95,7 +100,7 @@ class Together(Council):
     Raises, in all methods: `HostLost` when another process is gone.
     """
 
-    def __init__(self, hosts: Hosts, clock: Callable[[], float] = time.perf_counter):
+    def __init__(self, hosts: Hosts, clock: Callable[[], float] = _seconds):
         self._hosts, self._clock = hosts, clock
         self._place = f"terms/{hosts.decide('council', hosts.fresh('council'))}"
         self._numbers: dict[Group, int] = {}
