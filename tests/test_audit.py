@@ -252,6 +252,9 @@ def test_doctor_compares_two_files(command, tmp_path):
         one.write_text(json.dumps({**rows[0], **changes}))
         status, _, err = command(doctor, "--diff", str(one), str(other), engine_too=False)
         assert status == 2 and message in err
+    one.write_bytes(b'{"id": "\xff"}')
+    status, _, err = command(doctor, "--diff", str(one), str(other), engine_too=False)
+    assert status == 2 and "one.jsonl:1 is no row" in err
     one.write_text(json.dumps({name: value for name, value in rows[0].items() if name != "id"}))
     status, _, err = command(doctor, "--diff", str(one), str(other), engine_too=False)
     assert status == 2 and "one.jsonl:1 has no id" in err

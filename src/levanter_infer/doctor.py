@@ -221,12 +221,12 @@ def read_pairs(one: str, other: str) -> list[Pair]:
 
 def _read(name: str) -> dict[tuple[str, int], Path]:
     paths = {}
-    with open(name, encoding="utf-8") as file:
+    with open(name, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode("utf-8"))
                 if row.get("error") is None:
                     paths[row["id"], row["index"]] = _path(row)
             except KeyError as e:

@@ -57,6 +57,15 @@ def test_more_steps_than_the_engine_would_choose_are_not_taken(engine):
     engine.drain()
 
 
+@pytest.mark.parametrize("steps", [0, -1, 1.5, True, "2"])
+def test_steps_that_are_no_positive_number_are_refused_and_nothing_is_lost(engine, steps):
+    group = engine.submit(request(3))
+    with pytest.raises(ValueError, match="max_steps: expected a positive whole number"):
+        engine.step_round(max_steps=steps)
+    engine.drain()
+    assert len(group.sequences[0].token_ids) == 3
+
+
 def test_lingering_ends_with_the_round_however_long_it_was_expected_to_be(engine, monkeypatch):
     start = time.perf_counter()
     engine.linger()  # nothing runs

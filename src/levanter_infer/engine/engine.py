@@ -286,6 +286,7 @@ class InferenceEngine(Forks, Spilling, Versions):
             max_steps: steps of the launched round, if fewer than the engine would choose: tokens are seen when their
                 round is read. With 1 every token shows as soon as it is there and every step can be timed, at the
                 price of a launch and a download each.
+        Raises: ValueError for other than a positive whole number of them.
         """
         terms = self._agree_on_round(max_steps)
         known = self._slots.expire(terms.now) + self._known + self._move_pages()
@@ -356,8 +357,8 @@ class InferenceEngine(Forks, Spilling, Versions):
 
     def _agree_on_round(self, max_steps: int | None = None) -> RoundTerms:
         """What the next round is launched with; ends what was cancelled."""
-        steps = self._pace.steps(self._slots.has_prompts)
-        terms = self._council.terms(self._rounds, steps if max_steps is None else min(max_steps, steps))
+        steps = self._pace.steps(self._slots.has_prompts, max_steps)
+        terms = self._council.terms(self._rounds, steps)
         for group in terms.cancelled:
             self._known += [sequence for sequence in group.sequences if sequence.finish_reason is None]
             self._discard(group)

@@ -17,9 +17,14 @@ class Pace:
         self._steps = {False: min(_FIRST_STEPS, max_steps), True: min(_FIRST_STEPS_WITH_PROMPTS, max_steps)}
         self._step_s = {False: 0.0, True: 0.0}
 
-    def steps(self, with_prompts: bool) -> int:
-        """Steps of the next round, at most."""
-        return self._steps[with_prompts]
+    def steps(self, with_prompts: bool, wanted: int | None = None) -> int:
+        """Steps of the next round, at most: the fewer of what fits and what is wanted. Raises: ValueError."""
+        fitting = self._steps[with_prompts]
+        if wanted is None:
+            return fitting
+        if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
+            raise ValueError(f"max_steps: expected a positive whole number of steps, got {wanted!r}")
+        return min(wanted, fitting)
 
     def seconds(self, with_prompts: bool, steps: int) -> float:
         """What a round of so many steps should take; 0 before the first of its kind."""

@@ -17,7 +17,7 @@ from levanter_infer.plan.targets import Target
 from levanter_infer.runtime.libtpu import compiler_environment, short_of
 
 REFUSED = 3
-"""Status of a process that found something wrong with the job, other than 1: a program was refused."""
+"""Status of a process that found something wrong with the job, other than Python's own for an exception."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ def compile_job(
         said = errors.read()[-4000:].strip()
     if status == REFUSED:
         raise ValueError(said)
-    if status > 1 or (status == 1 and not programs):
+    if status > 0:
         raise RuntimeError(f"compiling failed; please report this:\n{said}")
     if status < 0:  # a signal, from itself or from us
         why = f"not compiled within {timeout_s:.0f} s" if timed_out() else f"the compiler ended its process: {said}"

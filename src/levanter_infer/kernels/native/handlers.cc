@@ -166,6 +166,17 @@ bool same_shape(ffi::Span<const int64_t> a, ffi::Span<const int64_t> b) {
 
 ffi::Error invalid(const char* message) { return ffi::Error::InvalidArgument(message); }
 
+// A norm's weights of one layer as floats; empty if there is no such layer, or they are not `size`.
+std::vector<float> norm_of(const ffi::ErrorOr<ffi::AnyBuffer>& weight, int64_t layer, int64_t size) {
+  std::vector<float> norm;
+  if (!weight.has_value()) return norm;
+  const auto shape = weight->dimensions();
+  if (shape.size() != 2 || shape[1] != size || layer < 0 || layer >= shape[0]) return norm;
+  norm.resize(size);
+  for (int64_t i = 0; i < size; ++i) norm[i] = float_at(*weight, layer * size + i);
+  return norm;
+}
+
 // One matrix of a call, and where its results go.
 struct Matrix {
   const void* panels;
@@ -227,12 +238,8 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
   size_t next = 0;
   std::vector<float> norm;
   if (has_norm) {
-    const auto weight = rest.get<ffi::AnyBuffer>(next++);
-    if (!weight.has_value() || weight->dimensions().size() != 2 || weight->dimensions()[1] != inputs)
-      return invalid("linear: the norm does not fit");
-    if (index < 0 || index >= weight->dimensions()[0]) return invalid("linear: there is no such layer");
-    norm.resize(inputs);
-    for (int64_t i = 0; i < inputs; ++i) norm[i] = float_at(*weight, index * inputs + i);
+    norm = norm_of(rest.get<ffi::AnyBuffer>(next++), index, inputs);
+    if (norm.empty()) return invalid("linear: the norm does not fit, or has no such layer");
   }
   const float* gate = nullptr;
   if (has_gate) {
@@ -295,17 +302,6 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
     }
   });
   return ffi::Error::Success();
-}
-
-// A norm's weights of one layer as floats; empty if there is no such layer, or they are not `size`.
-std::vector<float> norm_of(const ffi::ErrorOr<ffi::AnyBuffer>& weight, int64_t layer, int64_t size) {
-  std::vector<float> norm;
-  if (!weight.has_value()) return norm;
-  const auto shape = weight->dimensions();
-  if (shape.size() != 2 || shape[1] != size || layer < 0 || layer >= shape[0]) return norm;
-  norm.resize(size);
-  for (int64_t i = 0; i < size; ++i) norm[i] = float_at(*weight, layer * size + i);
-  return norm;
 }
 
 // Arguments: q f32[tokens, query_heads, head_dim]; the pool, whose place the second result takes; k, v
