@@ -1,5 +1,6 @@
 """The `tpu` implementation in Pallas' interpreter of TPUs: DMA races are looked for, and fresh memory holds NaN."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -15,7 +16,7 @@ from levanter_infer.kernels.kv_write_tpu import write_kv
 from levanter_infer.kernels.rpa_tpu_sizes import Tile, align_queries
 from levanter_infer.kernels.tiling import Tiles, TileShape, candidates, propose
 from levanter_infer.kernels.tpu_pool import TpuPool
-from tests.kernels.ragged import Sizes, dense_attention, for_tpu, make_ragged
+from tests.kernels.ragged import Ragged, Sizes, dense_attention, for_tpu, make_ragged
 
 SIZES = Sizes(8, 2, 128, 16, tokens=60, rows=6, max_pages=20)
 MIXED = [(1, 300), (7, 260), (1, 3), (2, 2), (30, 290), (1, 129)]
@@ -53,8 +54,9 @@ def check(batch, *, traced=None, tiles=None, **static):
 
 
 def test_a_small_mixed_batch_equals_dense():
+    """Items of 256 keys, which are masked 128 at a time."""
     sizes = Sizes(4, 2, 64, 32, tokens=40, rows=5, max_pages=10)
-    check(make_ragged(sizes, [(1, 300), (7, 140), (1, 3), (20, 290)]))
+    check(make_ragged(sizes, [(1, 300), (7, 140), (1, 3), (20, 290)]), tiles=small_tiles(sizes, tokens=256))
 
 
 @pytest.mark.slow
@@ -142,6 +144,59 @@ def test_poison_of_a_row_does_not_reach_others():
     for token in (0, 8):
         np.testing.assert_allclose(out[token], exact[token], atol=1e-5)
     assert np.isnan(out[1:8]).all() and not out[9:].any()
+
+
+LONG = Sizes(8, 1, 128, 64, tokens=80, rows=3, max_pages=12)
+LONG_TILES = Tiles(Tile(pages=8, slots=2, parts=1), Tile(pages=8, slots=2, parts=1, queries=64))
+"""Items of 512 keys, which are masked 128 at a time, and blocks of 512 rows, which are computed 256 at a time."""
+
+
+def long_rows(dtype: str = "float32") -> Ragged:
+    """A chunk of two blocks over two items, whose last keys end within a narrow part; one query over two; few keys."""
+    return make_ragged(dataclasses.replace(LONG, dtype=dtype), [(70, 710), (1, 600), (2, 5)])
+
+
+@pytest.mark.slow
+def test_narrow_parts_of_long_items_equal_dense():
+    check(long_rows(), tiles=LONG_TILES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [30, 260, 512])
+def test_a_window_that_begins_within_a_long_item_equals_dense(window):
+    """30: the first block sees the end of one item and half of the next, the second block the next alone."""
+    check(long_rows(), tiles=LONG_TILES, traced=dict(sliding_window=jnp.int32(window)))
+
+
+@pytest.mark.slow
+def test_narrow_parts_of_integers_equal_dense():
+    check(long_rows("int8"), tiles=LONG_TILES, traced=dict(sliding_window=jnp.int32(260)))
+
+
+@pytest.mark.slow
+def test_what_mask_mod_hides_in_a_narrow_part_may_be_poison():
+    def mask_mod(q_pos, kv_pos, head):
+        return (kv_pos // 8 != 50) & ((kv_pos + head) % 3 != 1) & (kv_pos // 128 != 2)
+
+    batch = long_rows()
+    exact = dense_attention(batch, scale=0.3, mask_mod=mask_mod)
+    pages = np.asarray(batch.arrays["page_indices"])[:2]
+    pool = batch.arrays["kv_pages"].at[:, pages[:, 400 // 64], 16:24].set(jnp.nan)
+    batch.arrays["kv_pages"] = pool.at[:, pages[:, 4:6]].set(jnp.nan)
+    np.testing.assert_allclose(run(batch, tiles=LONG_TILES, mask_mod=mask_mod), exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_page_of_none_in_a_long_item_is_not_seen():
+    batch = long_rows()
+    none = batch.arrays["kv_pages"].shape[1]
+    batch.arrays["page_indices"] = batch.arrays["page_indices"].at[:2, 3].set(none).at[0, 9].set(none)
+
+    def without_pages(q_pos, kv_pos, head):
+        return (kv_pos // 64 != 3) & ((kv_pos // 64 != 9) | (q_pos == 599))
+
+    exact = dense_attention(batch, scale=0.3, mask_mod=without_pages)
+    np.testing.assert_allclose(run(batch, tiles=LONG_TILES), exact, atol=1e-5, rtol=1e-5)
 
 
 def test_a_token_is_packed_and_unpacked():

@@ -62,6 +62,9 @@ def chunk_rows(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, interpret
     q = pool.place_queries(call.q.astype(operand)).at[source].get(mode="clip")
     q = q.transpose(1, 3, 0, 2, 4).reshape(groups * pool.lane_tiles, -1, LANES)
     kv = call.kv_pages.reshape(-1, *call.kv_pages.shape[2:])
+    if not interpret:
+        # Else XLA may put them in VMEM, where a transfer is a loop of loads and stores.
+        q = pltpu.with_memory_space_constraint(q, memory_space=pltpu.HBM)
     inputs = dict(q=q, kv=kv, ids=id_chunks(call.page_indices))
     heads = {}
     if call.rules.alibi_slopes is not None:
@@ -117,19 +120,24 @@ def _chunk(
     seq_lens, cu_q_lens, meta, has_none, places, inputs, heads, out_ref, scratch, *, call: AttentionCall, sizes: Sizes
 ):
     walk = Walk(call, sizes, seq_lens, cu_q_lens, meta, has_none, places, inputs, out_ref, scratch)
+    narrow = sizes.narrow_pages
 
     def whole(item, q_slot, send):
-        _compute(call, walk, heads, item, q_slot, False, send)
+        _compute(call, walk, heads, item, q_slot, None, send)
 
     def masked(item, q_slot):
-        _compute(call, walk, heads, item, q_slot, True, None)
+        def one(part, carry):
+            _compute(call, walk, heads, item, q_slot, part, None)
+            return carry
+
+        jax.lax.fori_loop(*walk.live_parts(item), one, 0)
 
     def finish(slot):
         _finish(sizes, scratch, slot)
         _begin(sizes, heads, scratch)
 
     _begin(sizes, heads, scratch)
-    walk.run(whole if call.rules.mask_mod is None else None, masked, sizes.tile.pages, finish)
+    walk.run(whole if call.rules.mask_mod is None else None, masked, narrow, finish)
 
 
 def _begin(sizes: Sizes, heads, scratch) -> None:
@@ -154,20 +162,28 @@ class _Slopes:
         return self._slopes
 
 
-def _compute(call: AttentionCall, walk: Walk, heads, item, q_slot, masked: bool, send) -> None:
-    """An item's share of its block's attention. Arguments as in the decode path."""
+def _compute(call: AttentionCall, walk: Walk, heads, item, q_slot, part, send) -> None:
+    """An item's share of its block's attention, or a narrow part of it.
+
+    Args:
+        part: None for the whole item, all of it seen by all; else number of the narrow part.
+        send: as in the decode path.
+    """
     sizes, scratch, f32 = walk.sizes, walk.scratch, jnp.float32
-    index, slot, tiles, width = walk.index(item), walk.slot(item), sizes.pool.lane_tiles, sizes.tokens
+    index, slot, tiles = walk.index(item), walk.slot(item), sizes.pool.lane_tiles
+    masked = part is not None
+    pages, first_page = (sizes.narrow_pages, part * sizes.narrow_pages) if masked else (sizes.tile.pages, 0)
+    width = pages * sizes.page_size
     rules = dataclasses.replace(call.rules, sliding_window=walk.window)
     plain = rules.soft_cap is None and rules.alibi_slopes is None and rules.score_mod is None
-    start = walk.items[index, BLOCK] * sizes.tokens
+    start = walk.items[index, BLOCK] * sizes.tokens + first_page * sizes.page_size
     first_pos = walk.first_pos(walk.items[index, ROW], walk.items[index, QUERIES])
     per_group = sizes.heads_per_group
     stripe_rows = STRIPE if sizes.rows % STRIPE == 0 else sizes.rows
     stripes = sizes.rows // stripe_rows
     kv_pos = start + jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
     exists = without_none(walk, item, kv_pos) if masked else None
-    scales = load_scales(walk, slot, 0, sizes.tile.pages)
+    scales = load_scales(walk, slot, first_page, pages)
     dot = functools.partial(
         jax.lax.dot_general,
         preferred_element_type=f32,
@@ -175,7 +191,7 @@ def _compute(call: AttentionCall, walk: Walk, heads, item, q_slot, masked: bool,
     )
 
     def load(slab):
-        return walk.kv[slot, :, slab].reshape(width, LANES).astype(sizes.operand)
+        return walk.kv[slot, pl.ds(first_page, pages), slab].reshape(width, LANES).astype(sizes.operand)
 
     def rows_of(stripe):
         at = stripe * stripe_rows
@@ -228,7 +244,9 @@ def _compute(call: AttentionCall, walk: Walk, heads, item, q_slot, masked: bool,
         for t in range(tiles):
             values = load(sizes.values(group, t))
             if rules.mask_mod is not None:
-                values = jnp.where(_seen_by_any(rules, sizes, walk, item, group), values, jnp.zeros((), values.dtype))
+                values = jnp.where(
+                    _seen_by_any(rules, walk, item, group, start, width), values, jnp.zeros((), values.dtype)
+                )
             place = group * tiles + t, rows_of(stripe)
             scratch["acc"][place] = scratch["acc"][place] * shrink + dot(weights, values, (((1,), (0,)), ((), ())))
 
@@ -243,22 +261,20 @@ def _compute(call: AttentionCall, walk: Walk, heads, item, q_slot, masked: bool,
         return
     # The products of a stripe are written before the softmax of the one before it, so that they overlap.
     order = [(group, stripe) for group in range(sizes.groups) for stripe in range(stripes)]
-    scores, sent = scores_of(*order[0]), 0
+    scores = scores_of(*order[0])
+    if send is not None:
+        send(range(sizes.tile.pages))
     for step, place in enumerate(order):
         following = scores_of(*order[step + 1]) if step + 1 < len(order) else None
         add_values(*place, *weights_of(*place, scores))
         scores = following
-        until = sizes.tile.pages * (step + 1) // len(order)
-        if send is not None and sent < until:
-            send(range(sent, until))
-        sent = until
 
 
-def _seen_by_any(rules, sizes: Sizes, walk: Walk, item, group: int) -> Array:
+def _seen_by_any(rules, walk: Walk, item, group: int, start, width: int) -> Array:
     """bool[width, 128]: which keys `mask_mod` shows to some row of the block; as in the decode path."""
-    shape, index = (sizes.tokens, LANES), walk.index(item)
+    shape, index, sizes = (width, LANES), walk.index(item), walk.sizes
     first = walk.first_pos(walk.items[index, ROW], walk.items[index, QUERIES])
-    kv_pos = walk.items[index, BLOCK] * sizes.tokens + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    kv_pos = start + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     head = (walk.part * sizes.groups + group) * sizes.heads_per_group
     end = walk.end_pos(walk.items[index, ROW], walk.items[index, QUERIES])
 

@@ -21,10 +21,8 @@ from levanter_infer.kernels.rpa_tpu_scales import KEYS, VALUES, load_scales, sca
 from levanter_infer.kernels.rpa_tpu_sizes import Sizes, Tile
 from levanter_infer.kernels.rpa_tpu_walk import (
     BLOCK,
-    END,
     FIRST,
     ROW,
-    SEEN,
     Walk,
     id_chunks,
     meta,
@@ -97,15 +95,13 @@ def decode_rows(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, interpre
 
 def _decode(seq_lens, cu_q_lens, meta, has_none, inputs, heads, out_ref, scratch, *, call: AttentionCall, sizes: Sizes):
     walk = Walk(call, sizes, seq_lens, cu_q_lens, meta, has_none, cu_q_lens, inputs, out_ref, scratch)
-    narrow = _narrow_pages(sizes)
+    narrow = sizes.narrow_pages
 
     def whole(item, q_slot, send):
         _compute(call, walk, heads, item, q_slot, None, send)
 
     def masked(item, q_slot):
-        index, width = walk.index(item), jnp.int32(narrow * sizes.page_size)
-        first = jax.lax.div(jnp.maximum(walk.items[index, SEEN], 0), width)
-        until = jnp.minimum(jax.lax.div(walk.items[index, END] + (width - 1), width), sizes.tile.pages // narrow)
+        first, until = walk.live_parts(item)
 
         def one(part, carry):
             _compute(call, walk, heads, item, q_slot, (part, part == first), None)
@@ -114,15 +110,6 @@ def _decode(seq_lens, cu_q_lens, meta, has_none, inputs, heads, out_ref, scratch
         jax.lax.fori_loop(first, until, one, 0)
 
     walk.run(whole if call.rules.mask_mod is None else None, masked, narrow, functools.partial(_finish, sizes, scratch))
-
-
-def _narrow_pages(sizes: Sizes) -> int:
-    """Pages that a masked computation takes at once: a quarter of an item, so that a short sequence pays for little."""
-    pages = sizes.tile.pages
-    for _ in range(2):
-        if pages % 2 == 0 and pages // 2 * sizes.page_size >= LANES:
-            pages //= 2
-    return pages
 
 
 class _Slopes:
@@ -150,7 +137,7 @@ def _compute(call: AttentionCall, walk: Walk, heads, item, q_slot, masked, send)
     if masked is None:
         pages, first_page = sizes.tile.pages, 0
     else:
-        pages = _narrow_pages(sizes)
+        pages = sizes.narrow_pages
         first_page, first = masked[0] * pages, first & masked[1]
     width = pages * sizes.page_size
     start = walk.items[index, BLOCK] * sizes.tokens + first_page * sizes.page_size

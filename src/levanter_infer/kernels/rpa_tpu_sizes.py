@@ -50,6 +50,16 @@ class Sizes:
         return self.tile.pages * self.page_size
 
     @property
+    def narrow_pages(self) -> int:
+        """Pages that a masked computation takes at once: a quarter of an item, so that a short sequence pays for
+        little."""
+        pages = self.tile.pages
+        for _ in range(2):
+            if pages % 2 == 0 and pages // 2 * self.page_size >= LANES:
+                pages //= 2
+        return pages
+
+    @property
     def groups(self) -> int:
         """Of a part."""
         return self.pool.groups // self.tile.parts

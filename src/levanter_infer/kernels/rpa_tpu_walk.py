@@ -264,6 +264,14 @@ class Walk:
                 pages = self.kv.at[slot, pl.ds(0, some)]
                 pltpu.make_async_copy(pages, pages, self.scratch["kv_sem"].at[slot]).wait()
 
+    def live_parts(self, item: Array) -> tuple[Array, Array]:
+        """Bounds of the narrow parts of an item that hold a key to be seen."""
+        sizes, index = self.sizes, self.index(item)
+        width = sizes.narrow_pages * sizes.page_size
+        first = _div(jnp.maximum(self.items[index, SEEN], 0), width)
+        end = _div(self.items[index, END] + (width - 1), width)
+        return first, jnp.minimum(end, self.tile.pages // sizes.narrow_pages)
+
     def wait_queries(self, item: Array) -> Array:
         """Slot of the queries of an item."""
         index = self.index(item)

@@ -19,7 +19,8 @@ _DECODE_BYTES = 12 << 20
 _DECODE_TILES = 64
 """Tiles of 128 keys, all heads together, of a decode item: enough that their chains of latencies hide each other."""
 _CHUNK_ROWS = 1024
-_CHUNK_TOKENS = 512
+_CHUNK_TOKENS = 1024
+"""Keys of an item: what there is once for each stripe of queries weighs less with more of them."""
 
 
 @dataclass(frozen=True)
