@@ -8,12 +8,12 @@ from tests.decode.recomputation import CAPACITY, Asked, bound, random_load, work
 
 def test_no_load_makes_it_compute_more_again_than_the_bound():
     works = []
-    for number in range(60):
+    for number in range(30):
         load = random_load(np.random.default_rng([5, number]))
         work = work_of(load)
         assert work.recomputed <= bound(load, work) and work.twice == 0, load
         works.append(work)
-    assert sum(work.preemptions for work in works) > 300
+    assert sum(work.preemptions for work in works) > 150
     assert max(work.recomputed / work.generated for work in works) > 1  # these loads are bad
 
 

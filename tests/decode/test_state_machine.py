@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.decode.driver import SHAPES, VOCAB, Driver, random_operation
 
-EXAMPLES = 700
+EXAMPLES = 400
 
 
 class Tables(RuleBasedStateMachine):

@@ -80,8 +80,8 @@ def test_c4_reset_after_use_compiles_once_and_the_engine_goes_on():
 
 
 def test_c5_length_limits_end_a_sequence_and_give_its_pages_back():
-    subject = engine(max_seq_len=16)
-    completion = one(subject, prompt(10), greedy(16))
+    subject = engine()
+    completion = one(subject, prompt(58), greedy(16))
     assert (completion.finish_reason, len(completion.token_ids)) == ("length", 6)
     assert_idle(subject)
 
@@ -94,9 +94,9 @@ def test_c6_no_token_is_dropped_when_more_is_pending_than_a_step_holds():
 
 
 def test_c7_samples_of_one_request_share_a_pool_that_holds_one_of_them():
-    subject = engine(max_pages=3)
-    (output,) = subject.generate([Request(prompt_token_ids=prompt(6), sampling=greedy(6, n=4))])
-    assert [c.token_ids for c in output.completions] == [uncached_greedy(tiny_model(), prompt(6), 6)] * 4
+    subject = engine(max_pages=8)
+    (output,) = subject.generate([Request(prompt_token_ids=prompt(20), sampling=greedy(12, n=4))])
+    assert [c.token_ids for c in output.completions] == [uncached_greedy(tiny_model(), prompt(20), 12)] * 4
     assert_idle(subject)
 
 

@@ -113,19 +113,19 @@ def test_samples_of_one_prompt_leave_pages_that_are_found(engine):
 
 
 def test_pages_are_found_until_others_need_them_the_least_recently_released_first():
-    engine = make_engine(max_seqs=1, max_pages=12, max_seq_len=48)
-    run(engine, request(text(17, seed=1)))
-    run(engine, request(text(17, seed=2)))
-    assert run(engine, request(text(17, seed=2)))["prefix_hits"] == 4
-    run(engine, request(text(17, seed=3)))
+    engine = make_engine(max_pages=20)
+    run(engine, request(text(25, seed=1)))
+    run(engine, request(text(25, seed=2)))
+    assert run(engine, request(text(25, seed=2)))["prefix_hits"] == 6
+    run(engine, request(text(25, seed=3)))
     assert engine.stats()["prefix_evictions"] > 0
-    assert run(engine, request(text(17, seed=2)))["prefix_hits"] == 4
-    assert run(engine, request(text(17, seed=1)))["prefix_hits"] < 4
+    assert run(engine, request(text(25, seed=2)))["prefix_hits"] == 6
+    assert run(engine, request(text(25, seed=1)))["prefix_hits"] < 6
 
 
 def test_a_preempted_sequence_finds_its_pages_again():
     prompts = [text(9, seed=i) for i in range(4)]
-    engine = make_engine(max_pages=12)
+    engine = make_engine(max_pages=20)
     run(engine, *(request(ids, max_tokens=24) for ids in prompts))
     assert engine.stats()["preemptions"] > 0 and engine.stats()["prefix_hits"] > 0
 

@@ -94,7 +94,8 @@ def test_the_round_program_makes_no_pool_sized_copy_on_a_cpu(dtype, optimized):
     assert memory.temp_size_in_bytes < pool.nbytes
 
 
-@pytest.mark.parametrize("impl", ["xla", pytest.param("tpu", marks=pytest.mark.slow)])
+@pytest.mark.slow  # a minute of the TPU's compiler; CI compiles kernels only, test_tile_search.py
+@pytest.mark.parametrize("impl", ["xla", "tpu"])
 def test_the_round_and_the_programs_that_move_pages_make_no_pool_sized_copy_on_v5e(impl):
     pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra `test`")
     done = subprocess.run(
