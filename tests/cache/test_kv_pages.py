@@ -84,6 +84,16 @@ def test_copy_pages_copies_all_layers_and_ignores_none():
     assert np.array_equal(after, expected)
 
 
+def test_put_stores_in_all_layers_what_take_gave_and_ignores_none():
+    empty = KvPages.init(**SHAPE, dtype="float32", as_bits=True)
+    pool = jnp.arange(empty.pages.array.size, dtype=jnp.float32).reshape(empty.pages.array.shape)
+    contents = KvPages(pages=hax.named(pool, empty.pages.axes), dtype=empty.dtype).take(jnp.asarray([3, 7, 10]))
+    after = np.asarray(empty.put(jnp.asarray([0, 5, 10]), contents).pages.array)
+    expected = np.zeros_like(after)
+    expected[:, [0, 5]] = np.asarray(pool)[:, [3, 7]]
+    assert np.array_equal(after, expected)
+
+
 def test_zero_clears_every_byte():
     kv = KvPages.init(**SHAPE, dtype="bfloat16", as_bits=True)
     k, v = keys_and_values(np.random.default_rng(0), 1)
