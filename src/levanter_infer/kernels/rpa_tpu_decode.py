@@ -33,6 +33,8 @@ from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
 from levanter_infer.kernels.tpu_pool import LANES
 
 LOG2_E = math.log2(math.e)
+MANY_PAGES = 32
+"""Of an item: transfers of more are started at two places of the schedule."""
 
 
 def decode_rows(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, interpret) -> Array:
@@ -211,9 +213,15 @@ def _compute(call: AttentionCall, walk: Walk, heads, item, q_slot, masked, send)
     # As far as the compiler knows a transfer may fill what a load reads, so that neither passes the other: where they
     # alternate, it loads too early and spills. All are started between the last product with keys and the first with
     # values.
-    scores = [scores_of(group) for group in range(sizes.groups)]
-    if send is not None:
-        send(range(sizes.tile.pages))
+    # As far as the compiler knows a transfer may fill what a load reads, so that neither passes the other: where they
+    # alternate, it loads too early and spills. So all are started at one place, when half of the products with keys are
+    # there to be worked on meanwhile; many, of small pages, take so long that two places are better.
+    count, turns, scores = sizes.tile.pages, 1 if sizes.tile.pages <= MANY_PAGES else 2, []
+    for group in range(sizes.groups):
+        scores.append(scores_of(group))
+        for turn in range(turns):
+            if send is not None and group + 1 == -(-sizes.groups * (turn + 1) // (turns + 1)):
+                send(range(count * turn // turns, count * (turn + 1) // turns))
     weighted = [weights_of(group, scores[group]) for group in range(sizes.groups)]
     for group in range(sizes.groups):
         add_values(group, *weighted[group])
