@@ -18,9 +18,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
+import jax.numpy as jnp  # noqa: E402
 from scripts.sweep_tpu import RECORD, read, sources  # noqa: E402
+from scripts.tpu.bundles import Kernel  # noqa: E402
 from scripts.tpu_schedule import compile_builder  # noqa: E402
 
+from levanter_infer.kernels.rpa_tpu_sizes import Sizes  # noqa: E402
 from levanter_infer.kernels.tile_table import choose  # noqa: E402
 from levanter_infer.kernels.tiling import TileShape  # noqa: E402
 from levanter_infer.runtime.libtpu import TARGETS  # noqa: E402
@@ -31,6 +34,7 @@ HBM_BYTES_PER_S = {"v4": 1.23e12, "v5e": 0.82e12, "v5p": 2.765e12, "v6e": 1.64e1
 CLOCK = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
 FLOPS_PER_CYCLE = {"v4": 131072, "v5e": 131072, "v5p": 131072, "v6e": 524288}
 """Of one core's matrix units, in bfloat16."""
+SHORT_TOKENS = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +64,7 @@ SHAPES = (
     Shape("decode", (32, 8, 128), 128, "int8"),
     Shape("decode", (32, 8, 128), 128, "float8_e4m3fn"),
     Shape("chunk", (32, 8, 128), 128),
+    Shape("chunk", (8, 4, 256), 128),
 )
 
 
@@ -74,7 +79,31 @@ def compile_loop(shape: Shape, gen: str) -> dict:
     loop = kernel.main_loop()
     assert loop is not None, kernel.name
     vmem = kernel.memory["vmem"]["total"]
-    return {"bundles": loop.bundles, "cycles": loop.cycles, "spills": loop.spills, "fills": loop.fills, "vmem": vmem}
+    found = {"bundles": loop.bundles, "cycles": loop.cycles, "spills": loop.spills, "fills": loop.fills, "vmem": vmem}
+    return found | ({"short": short_bundles(kernel, shape, gen)} if shape.path == "decode" else {})
+
+
+def short_bundles(kernel: Kernel, shape: Shape, gen: str) -> int:
+    """Bundles that a part executes for a sequence of SHORT_TOKENS, all of which stand in items that are masked: what
+    there is once for each item, the narrow parts, and the loop that sends for pages of a later item."""
+    size, main = shape.tile_shape(gen), kernel.main_loop()
+    tile = choose(size).decode
+    assert main is not None
+    inside = [loop for loop in kernel.loops if loop.depth == main.depth and loop.first > main.last]
+    outer = [loop for loop in kernel.loops if loop.depth == main.depth - 1]
+    around = next(loop for loop in outer if loop.first <= main.first <= loop.last)
+    masked = max(inside, key=lambda loop: loop.slots.get("MATMUL", 0))
+    send = next(loop for loop in inside if loop.dmas and not loop.slots.get("MATMUL", 0))
+    static = Sizes(tile, size.pool, shape.page, size.q_per_kv, rows=8, operand=jnp.dtype(jnp.bfloat16))
+
+    def turns(tokens: int) -> int:
+        return -(-SHORT_TOKENS // tokens)
+
+    return (
+        turns(static.tokens) * around.own_bundles
+        + turns(static.narrow_pages * shape.page) * masked.bundles
+        + turns(min(8, tile.pages) * shape.page) * send.bundles
+    )
 
 
 def figures(shape: Shape, gen: str, loop: dict) -> str:
@@ -93,7 +122,7 @@ def figures(shape: Shape, gen: str, loop: dict) -> str:
     bytes_per_s = HBM_BYTES_PER_S[gen] / min(shape.tile_shape(gen).cores, tile.parts)
     item = shape.tile_shape(gen).page_bytes * tile.pages / tile.parts
     over = [count / (item / bytes_per_s * CLOCK[gen]) for count in counts]
-    return f"{per_head[0]:.3f} ({per_head[1]:.3f}); {over[0]:.2f} ({over[1]:.2f}); {_memory(loop)}"
+    return f"{per_head[0]:.3f} ({per_head[1]:.3f}); {over[0]:.2f} ({over[1]:.2f}); {_memory(loop)}; {loop['short']}"
 
 
 def _memory(loop: dict) -> str:

@@ -1,12 +1,14 @@
 """Compiles the attention of TPUs for 1200 shapes, without a TPU, and keeps a record in docs/tpu_sweep.csv.
 
-    python scripts/sweep_tpu.py [--gens v4,v5e,v5p,v6e] [--every N] [--out FILE] [--all]
+    python scripts/sweep_tpu.py [--gens v4,v5e,v5p,v6e] [--every N] [--out FILE] [--all] [--others]
 
 5 models × 5 page sizes × 4 context lengths × 3 numbers of sequences on 4 generations; each case is one program with
 both paths, and tiles chosen automatically. How long the page tables are, how many sequences and how large the pool is,
 is data to the kernels. So the largest case of the twelve that differ only there is compiled, and the kernels of the
 smallest are traced and compared with its own: if they are the same, all twelve have the same (`same` in the record,
 beside `compiled`); if not, each is compiled. `--all` compiles every case.
+
+`--others` compiles shapes that are on no list instead, odd in heads, sizes and pages, and keeps no record of them.
 
 Cases that the record holds for these sources are left out, and kernels that it holds are not compiled again.
 Compiling happens in a process of its own, because the compiler may end it; then the case counts as failed and another
@@ -34,6 +36,16 @@ from levanter_infer.runtime.libtpu import TARGETS, compiler_environment, short_o
 
 HEADS = ((32, 8, 128), (64, 8, 128), (32, 8, 64), (16, 8, 128), (8, 4, 256))
 PAGES, CONTEXTS, SEQUENCES = (16, 32, 64, 128, 256), (2048, 8192, 32768, 131072), (16, 64, 256)
+OTHERS = (
+    ((8, 8, 96), 16),
+    ((16, 1, 128), 8),
+    ((7, 1, 256), 64),
+    ((32, 32, 128), 32),
+    ((28, 4, 64), 8),
+    ((64, 2, 96), 128),
+)
+"""Heads and page of `--others`: head sizes of 96, one query head for a kv head, 7, 16 and 32, one kv head and 32, pages
+of 8."""
 TOKENS = 512
 MOST_COMPILED = 30
 """In one process, about: each compilation leaves 70 MB behind."""
@@ -88,6 +100,10 @@ class Row:
 
 def all_cases(gens: Iterable[str]) -> list[Case]:
     return [Case(*sizes) for sizes in itertools.product(gens, HEADS, PAGES, CONTEXTS, SEQUENCES)]
+
+
+def other_cases(gens: Iterable[str]) -> list[Case]:
+    return [Case(gen, heads, page, 8192, 64) for gen in gens for heads, page in OTHERS]
 
 
 def sources() -> str:
@@ -248,19 +264,22 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="take each Nth case")
     parser.add_argument("--out", type=Path, default=RECORD)
     parser.add_argument("--all", action="store_true", help="compile every case by itself")
+    parser.add_argument("--others", action="store_true", help="shapes that are on no list")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         return _compile(options.child)
-    rows, stamp = read(options.out), sources()
+    rows, stamp = {} if options.others else read(options.out), sources()
     good = {"compiled"} if options.all else {"compiled", "same"}
-    wanted = all_cases(options.gens.split(","))[:: options.every]
+    gens = options.gens.split(",")
+    wanted = (other_cases if options.others else all_cases)(gens)[:: options.every]
     left = [case for case in wanted if case not in rows or rows[case].sources != stamp or rows[case].how not in good]
     known = None if options.all else {row.kernels for row in rows.values() if row.how == "compiled"}
-    for gen in options.gens.split(","):
+    for gen in gens:
         for row in sweep(gen, [case for case in left if case.gen == gen], known):
             rows[row.case] = row
-            write(options.out, rows)
+            if not options.others:
+                write(options.out, rows)
             print(*row.values(), flush=True)
     failed = [rows[case] for case in wanted if rows[case].how == "failed"]
     for row in failed:

@@ -111,6 +111,8 @@ def test_large_moves_are_copies_and_fusions_of_nothing_else():
     kind = "bf16[1024,1024]"
     assert large_moves(HLO, MIB) == [(2 * MIB, "fusion of transpose", kind, 1), (2 * MIB, "copy", kind, 1)]
     assert len(large_moves(HLO, 2**10)) == 3
+    nearer = HLO.replace("%copy.1 = bf16[1024,1024]{0,1}", "%copy.1 = bf16[1024,1024]{0,1:T(8,128)(2,1)S(1)}")
+    assert large_moves(nearer, MIB)[1] == (2 * MIB, "copy, to or from VMEM", kind, 1)
     assert collectives(HLO) == {"all-reduce": 2}
 
 

@@ -17,6 +17,8 @@ _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([a-z][\w\-
 _CALLED = re.compile(r"calls=%?([\w.\-]+)")
 _ARRAY = re.compile(r"([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]+)\]")
 _BITS = re.compile(r"\d+")
+_VMEM = "S(1)"
+"""In the layout of an array: where a TPU computes."""
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\])")
 
@@ -25,7 +27,9 @@ def large_moves(hlo: str, least_bytes: int = 2**20) -> list[tuple[int, str, str,
     """(bytes, operation, type, how often it stands in the text) of moves that write at least `least_bytes`.
 
     A move is an instruction that only copies, lays out anew or cuts out, or a fusion of such. Writes in place
-    (`dynamic-update-slice`, `scatter`) move what they write and not what they write to, and are not among them.
+    (`dynamic-update-slice`, `scatter`) move what they write and not what they write to, and are not among them. Of
+    those that bring something from a TPU's memory into its VMEM, where it is read next, or back, the operation ends in
+    "to or from VMEM": they copy nothing within the memory.
     """
     bodies = computations(hlo)
     found: collections.Counter = collections.Counter()
@@ -47,6 +51,7 @@ def large_moves(hlo: str, least_bytes: int = 2**20) -> list[tuple[int, str, str,
                 continue
             if (size := largest_array(kind)) >= least_bytes:
                 array = _ARRAY.search(kind)
+                operation += ", to or from VMEM" if _VMEM in kind else ""
                 found[size, operation, array[0] if array else kind] += 1
     return sorted(((*key, count) for key, count in found.items()), reverse=True)
 
