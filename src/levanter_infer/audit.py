@@ -28,7 +28,7 @@ from levanter_infer.frontend import (
 )
 from levanter_infer.rows import read_rows
 
-MAX_DELTA = {"float32": 1e-3, "bfloat16": 1.0, "float16": 0.1}
+MAX_DELTA = {"float32": 1e-3, "bfloat16": 1.0, "float16": 0.1, "int8": 1.2, "float8_e4m3fn": 15.0}
 """Largest |Δ logprob| that passes by default, by the coarser dtype of weights and pages. docs/numerics.md says what was
 measured."""
 _LENGTHS = 8
@@ -42,7 +42,7 @@ forward of the same model over the whole sequence: no cache, no pages, no compan
 
   --config FILE       the configuration, as of levanter_infer.sample
   --max-delta X       fail if a log probability differs by more; default by dtype: float32 {float32:g},
-                      float16 {float16:g}, bfloat16 {bfloat16:g}
+                      float16 {float16:g}, bfloat16 {bfloat16:g}, int8 {int8:g}, float8_e4m3fn {float8_e4m3fn:g}
   --help              this text
 """
 

@@ -132,7 +132,6 @@ def keys_and_values_of(engine, request: Request, index: int, stored: int) -> tup
     Returns: the tokens i32[stored], and their keys and values f32[layer, stored, kv_pair, head_size]; None if the
         sample ends before.
     """
-    import jax
     import jax.numpy as jnp
 
     group = engine.submit(request)
@@ -143,11 +142,10 @@ def keys_and_values_of(engine, request: Request, index: int, stored: int) -> tup
         if sequence.slot is not None and int(table.num_computed.array[sequence.slot]) >= stored:
             position = np.arange(stored)
             pages = np.asarray(table.page_indices.array)[sequence.slot, position // engine.shapes.page_size]
-            values = kv.pages.array[:, pages, position % engine.shapes.page_size]
-            if values.dtype != kv.dtype:
-                values = jax.lax.bitcast_convert_type(values, kv.dtype)
+            offsets = position % engine.shapes.page_size
+            values = kv.values_at(jnp.asarray(pages, jnp.int32), jnp.asarray(offsets, jnp.int32))
             tokens = np.asarray(table.tokens.array)[sequence.slot, :stored]
-            found = tokens, np.asarray(values.astype(jnp.float32))
+            found = tokens, np.asarray(values)
     engine.cancel(group)
     engine.drain()
     return found

@@ -63,8 +63,22 @@ def test_a_pool_for_tpus_holds_the_same_elsewhere(dtype, slabs):
     after = kv.tpu_pool.unpack(kv.write(jnp.int32(1), batch, k, v).pages.array.swapaxes(2, 3))
     np.testing.assert_array_equal(after.astype(jnp.float32), decode_bits(plain.pages.array, plain.dtype))
     assert np.abs(after[1, 7, 1, 0::2].astype(jnp.float32) - k.array[0]).max() < 0.02
+    places = jnp.asarray([7, 1]), jnp.asarray([1, 2])
+    found = kv.write(jnp.int32(1), batch, k, v).values_at(*places)
+    np.testing.assert_array_equal(found, plain.values_at(*places))
+    np.testing.assert_array_equal(found, after[:, places[0], places[1]].astype(jnp.float32))
     with pytest.raises(ValueError, match="as_bits: got True with for_tpu"):
         KvPages.init(**SHAPE, dtype="bfloat16", as_bits=True, for_tpu=True)
+
+
+def test_a_number_beyond_those_of_8_bit_floats_becomes_the_largest_of_them():
+    kv = KvPages.init(**SHAPE, dtype="float8_e4m3fn", as_bits=True)
+    assert kv.pages.array.dtype == jnp.uint8
+    k, v = keys_and_values(np.random.default_rng(0), 1)
+    k = hax.named(k.array.at[0, 0, :3].set(jnp.asarray([1e4, -jnp.inf, jnp.nan])), k.axes)
+    found = np.asarray(kv.write(jnp.int32(1), batch_info([5]), k, v).values_at(jnp.asarray([1]), jnp.asarray([1])))
+    np.testing.assert_array_equal(found[1, 0, 0, :3], [448, -448, np.nan])
+    np.testing.assert_allclose(found[1, 0, 1::2], v.array[0], rtol=2**-4, atol=2**-10)
 
 
 def test_padding_tokens_are_written_nowhere():

@@ -43,7 +43,9 @@ def test_bits_are_those_of_the_request_alone(dtype):
     assert searches and all(done[name] > 0 for name in ("resampled", "preemptions", "prefix_hits", "spilled_pages"))
 
 
-@pytest.mark.parametrize("config", [{"products": "xla"}, {"attention": "xla"}, {"kv_dtype": "float16"}])
+@pytest.mark.parametrize(
+    "config", [{"products": "xla"}, {"attention": "xla"}, {"kv_dtype": "float16"}, {"kv_dtype": "int8"}]
+)
 def test_it_is_refused_where_the_kernels_do_not_give_it(config):
     with pytest.raises(ValueError, match="batch_invariant.*needs the kernels for CPUs"):
         make_engine(**config)

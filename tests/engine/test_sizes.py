@@ -1,5 +1,7 @@
 """What sizes follow from a configuration, and how much memory sequences take."""
 
+import dataclasses
+
 import pytest
 
 from levanter_infer.engine import config as engine_config
@@ -28,6 +30,9 @@ def test_narrow_pages_cost_half(monkeypatch):
     monkeypatch.setattr(engine_config, "default_pool_bytes", lambda *_: 10 * 16 * TOKEN_BYTES)
     config = EngineConfig(max_seqs=8, max_seq_len=100, page_size=16, kv_dtype="bfloat16")
     assert resolve_shapes(config, tiny_model(), 1).num_pages == 20
+    # A token of the tiny model has 64 numbers in 8 heads; integers of 8 bits come with the code of each head's scale.
+    config = dataclasses.replace(config, kv_dtype="int8")
+    assert resolve_shapes(config, tiny_model(), 1).num_pages == 10 * TOKEN_BYTES // (2 * 4 * (8 + 1))
 
 
 def test_pages_decide_the_pool_and_sequence_length_only_the_tables():
@@ -51,7 +56,7 @@ def test_pages_decide_the_pool_and_sequence_length_only_the_tables():
         ({"max_pages": 2**28, "page_size": 16}, "exceeds 2.31 tokens"),
         ({"page_size": 12}, "power of two"),
         ({"max_pages": 0}, "max_pages=0"),
-        ({"kv_dtype": "int8"}, "kv_dtype"),
+        ({"kv_dtype": "int4"}, "kv_dtype='int4': expected one of float32, .*, int8, float8_e4m3fn"),
         ({"preempt": "swap"}, "expected recompute or spill"),
         ({"host_bytes": -1}, "host_bytes"),
         ({"attention": "flash"}, "attention"),

@@ -1,11 +1,15 @@
 """Tiles of the attention for TPUs, proved by the compiler."""
 
+import dataclasses
+
 import pytest
 
-from levanter_infer.engine.tile_search import find_tiles
+from levanter_infer import EngineConfig, InferenceEngine, generate
+from levanter_infer.engine.tile_search import check_tiles, find_tiles
 from levanter_infer.kernels.rpa_tpu_sizes import Tile
 from levanter_infer.kernels.tile_table import TABLE
-from levanter_infer.kernels.tiling import Tiles, TileShape, candidates
+from levanter_infer.kernels.tiling import Tiles, TileShape, candidates, propose
+from tests.tiny_models import tiny_model
 
 SHAPE = TileShape("v5e", kv_heads=3, head_dim=128, q_per_kv=5, page_size=32)
 
@@ -28,3 +32,37 @@ def test_tiles_that_do_not_fit_are_refused_with_the_memory_that_is_short():
 def test_a_generation_that_is_not_known_is_refused():
     with pytest.raises(ValueError, match="generation=v3: expected one of v4, v5e, v5p, v6e"):
         find_tiles(TileShape("v3", 8, 128, 4, 16), max_tokens=8)
+
+
+def test_every_candidate_is_one_that_the_kernels_can_have():
+    for kv_heads, head_dim, q_per_kv in ((8, 128, 4), (1, 128, 16), (3, 64, 5), (4, 96, 1), (16, 256, 7)):
+        shape = TileShape("v5p", kv_heads, head_dim, q_per_kv, 16)
+        for tiles in candidates(shape):
+            check_tiles(shape, tiles)
+
+
+@pytest.mark.parametrize(
+    "path, change, message",
+    [
+        ("decode", dict(pages=3), "engine.tiles.decode.pages=3: expected a power of two"),
+        ("decode", dict(parts=2), "engine.tiles.decode.parts=2: expected a divisor of the 3 groups of kv heads"),
+        ("decode", dict(queries=2), "engine.tiles.decode.queries=2: expected 1"),
+        ("chunk", dict(slots=1), "engine.tiles.chunk.slots=1: expected 2 or more"),
+        ("chunk", dict(queries=48), "engine.tiles.chunk.queries=48: expected 16 times a power of two"),
+    ],
+)
+def test_tiles_that_no_kernel_can_have_are_refused_by_name(path, change, message):
+    tiles = propose(SHAPE)
+    wrong = dataclasses.replace(tiles, **{path: dataclasses.replace(getattr(tiles, path), **change)})
+    with pytest.raises(ValueError, match=message):
+        check_tiles(SHAPE, wrong)
+
+
+def test_tiles_for_an_attention_without_any_are_refused():
+    config = EngineConfig(max_seqs=1, max_seq_len=32, tiles=propose(SHAPE))
+    for refused in (
+        lambda: InferenceEngine(tiny_model(), config=config),
+        lambda: generate(tiny_model(), [[1]], [1], config=config),
+    ):
+        with pytest.raises(ValueError, match="engine.tiles is for the attention of TPUs, and here attention="):
+            refused()

@@ -11,8 +11,12 @@ import pytest
 
 from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.config import load_config
+from levanter_infer.engine import tile_search
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
+from levanter_infer.kernels.rpa_tpu_sizes import Tile
+from levanter_infer.kernels.tile_table import choose
+from levanter_infer.kernels.tiling import Tiles, TileShape, propose
 from levanter_infer.models.registry import family_for
 from levanter_infer.plan import compiled, plan
 from levanter_infer.plan.__main__ import main
@@ -162,9 +166,41 @@ def test_a_kernel_that_is_too_large_is_tried_with_other_pages():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "compile_job", refuse)
+        patch.setattr(tile_search, "find_tiles", lambda shape, **_: propose(dataclasses.replace(shape, page_size=64)))
         found = plan.make_plan(job, WORKLOAD, compiles=True)
     assert "needs 18.3 MiB of vmem and has 16.0 MiB" in (found.why_not or "")
     assert [str(change) for change in found.changes] == ["engine.page_size: 256 -> 64"] and found.checked
+
+
+def test_a_kernel_that_is_too_large_gets_tiles_that_the_compiler_accepts(monkeypatch):
+    job, asked = job_8b("v5p-8", {"model": 4}), []
+    smaller = Tiles(Tile(pages=2, slots=2, parts=2), Tile(pages=1, slots=2, parts=2, queries=8))
+
+    def refuse(job: Job, **_) -> list[CompiledProgram]:
+        tiles = figures_of(job).tiles
+        error = None if tiles["decode"]["pages"] == 2 else "Used 18.32M of 16.00M vmem. Exceeded"
+        return [CompiledProgram("round", error=error)]
+
+    def search(shape: TileShape, **sizes) -> Tiles:
+        asked.append((shape, sizes))
+        return smaller
+
+    monkeypatch.setattr(plan, "compile_job", refuse)
+    monkeypatch.setattr(tile_search, "find_tiles", search)
+    found = plan.make_plan(job, WORKLOAD, compiles=True)
+    assert "needs 18.3 MiB of vmem" in (found.why_not or "") and found.checked
+    assert asked == [(TileShape("v5p", 2, 128, 4, 64), {"max_tokens": 256, "q_dtype": "bfloat16"})]
+    (change,) = found.changes
+    assert (change.key, change.before, change.after) == (
+        "engine.tiles",
+        dataclasses.asdict(choose(asked[0][0])),
+        dataclasses.asdict(smaller),
+    )
+    assert change.job.engine_config.tiles == smaller
+    # What a user forces is used, and refused where no kernel can have it.
+    bad = dataclasses.asdict(dataclasses.replace(smaller, chunk=dataclasses.replace(smaller.chunk, parts=3)))
+    with pytest.raises(ValueError, match="engine.tiles.chunk.parts=3: expected a divisor of the 2 groups"):
+        figures_of(dataclasses.replace(job, engine=job.engine | {"tiles": bad}))
 
 
 def test_programs_are_compiled_with_what_they_send(monkeypatch, tmp_path, capsys):

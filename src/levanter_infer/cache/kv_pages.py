@@ -12,6 +12,7 @@ from levanter_infer.cache.named import full, replace
 from levanter_infer.kernels import int8
 from levanter_infer.kernels.cpu import place_tokens
 from levanter_infer.kernels.kv_write_tpu import write_kv
+from levanter_infer.kernels.rules import decode_bits
 from levanter_infer.kernels.tpu_pool import LANES, TpuPool
 
 _BITS = {1: jnp.uint8, 2: jnp.uint16}
@@ -77,6 +78,14 @@ class KvPages(eqx.Module):
         )
         return KvPages(pages=full(axes, 0, stored), dtype=dtype)
 
+    @staticmethod
+    def token_values(num_kv_heads: int, head_size: int, dtype, *, for_tpu: bool = False) -> int:
+        """Numbers of `dtype` that a layer of such a pool stores for a token."""
+        scaled = jnp.dtype(dtype) == jnp.int8
+        if for_tpu:
+            return TpuPool(num_kv_heads, head_size, scaled).slabs * LANES
+        return 2 * num_kv_heads * (head_size + scaled)
+
     @property
     def num_layers(self) -> int:
         return self.pages.axis_size(LAYERS)
@@ -98,7 +107,7 @@ class KvPages(eqx.Module):
             sides = [side.rearrange(order).array for side in (k, v)]
             # Under a `shard_map` these are the heads of one shard, and `tpu_pool` speaks of all.
             pool = TpuPool(k.axis_size(KV_HEADS), k.axis_size(HEAD_SIZE), self.tpu_pool.scaled)
-            sides = sides if pool.scaled else [side.astype(self.dtype) for side in sides]
+            sides = sides if pool.scaled else [self._rounded(side) for side in sides]
             packed, dests = pool.pack(*sides), batch.new_token_dests.array
 
             def scatter(pages):
@@ -149,6 +158,18 @@ class KvPages(eqx.Module):
         # All layers at once would need room for everything that is copied.
         return replace(self, pages=jax.lax.fori_loop(0, self.num_layers, copy_layer, self.pages.array))
 
+    def values_at(self, pages: Array, offsets: Array) -> Array:
+        """Keys and values of stored tokens, all layers, f32[layers, n, 2 * kv_heads, head_size], heads interleaved.
+
+        Args:
+            pages, offsets: i32[n], where each token stands; anything where a page is none.
+        """
+        pool = self.pages.array
+        if self.tpu_pool is None:
+            return decode_bits(pool.at[:, pages, offsets].get(mode="clip"), self.dtype)
+        tokens = pool.at[:, pages, :, offsets].get(mode="clip").swapaxes(0, 1)
+        return self.tpu_pool.unpack(tokens).astype(jnp.float32)
+
     def take(self, pages: Array) -> Array:
         """Contents of `pages`, i32[n], in all layers: `[layers, n, …]` as stored. Anything where a page is none."""
         return self.pages.array.at[:, pages].get(mode="clip")
@@ -164,6 +185,13 @@ class KvPages(eqx.Module):
     def _encode(self, values: Array) -> Array:
         if self.dtype == jnp.int8:
             return jnp.concatenate(int8.encode(values), axis=-1)
-        values = values.astype(self.dtype)
-        stored = self.pages.array.dtype
+        values, stored = self._rounded(values), self.pages.array.dtype
         return values if stored == values.dtype else jax.lax.bitcast_convert_type(values, stored)
+
+    def _rounded(self, values: Array) -> Array:
+        """In the pool's dtype. 8-bit floats have no infinity, and a conversion makes NaN of what is beyond their
+        largest number; it is stored as that number."""
+        if self.dtype == jnp.float8_e4m3fn:
+            most = float(jnp.finfo(self.dtype).max)
+            values = jnp.clip(values, -most, most)
+        return values.astype(self.dtype)

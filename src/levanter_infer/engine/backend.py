@@ -8,11 +8,12 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import Mesh
 
+from levanter_infer.cache import KvPages
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.config import EngineConfig, kv_dtype
 from levanter_infer.engine.sharded import need_one_shard
 from levanter_infer.kernels import TPU_POOL, cpu, linear_gpu, rpa_gpu, rpa_tpu
-from levanter_infer.kernels.tpu_pool import LANES, TpuPool
+from levanter_infer.kernels.tiling import Tiles
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.layers.layout import Layout
 
@@ -69,6 +70,10 @@ class Backend:
             ),
             layout=None if mesh is None else Layout.of(mesh, model.config),
         )
+        if config.tiles is not None and chosen.attention not in TPU_POOL:
+            raise ValueError(
+                f"engine.tiles is for the attention of TPUs, and here attention={chosen.attention}; leave it out"
+            )
         if config.numerics == "batch_invariant" and model.config.num_experts is not None:
             raise ValueError(
                 'engine.numerics="batch_invariant" is not possible for a model with experts: norms and routing in XLA '
@@ -146,23 +151,22 @@ class Backend:
         """Arrays of the host on the device, or on all devices of the mesh."""
         return jax.device_put(tree) if self.layout is None else self.layout.place(tree)
 
-    def attention_spec(self, shapes: Shapes, score_mod, mask_mod) -> AttentionSpec:
+    def attention_spec(self, shapes: Shapes, score_mod, mask_mod, tiles: Tiles | None = None) -> AttentionSpec:
         """How attention is computed. The functions see the heads' numbers in the model on every device."""
         if self.layout is not None:
             head_index = self.layout.head_index
             score_mod = score_mod and (lambda s, q, kv, head, own=score_mod: own(s, q, kv, head_index(head)))
             mask_mod = mask_mod and (lambda q, kv, head, own=mask_mod: own(q, kv, head_index(head)))
         return AttentionSpec(
-            impl=self.attention, score_mod=score_mod, mask_mod=mask_mod, max_seq_len=shapes.max_seq_len
+            impl=self.attention, score_mod=score_mod, mask_mod=mask_mod, max_seq_len=shapes.max_seq_len, tiles=tiles
         )
 
-    def token_values(self, config) -> int:
-        """Numbers that one layer stores for a token in the memory of one device; the devices of a CPU share it."""
+    def token_values(self, config, dtype) -> int:
+        """Numbers of `dtype` that one layer stores for a token in the memory of one device; the devices of a CPU share
+        it."""
         heads = config.num_kv_heads if self.layout is None else self.layout.kv_heads
-        if self.attention in TPU_POOL:
-            return TpuPool(heads, config.head_dim).slabs * LANES
-        shared = self._local_parts if self.on_cpu else 1
-        return 2 * heads * config.head_dim * shared
+        values = KvPages.token_values(heads, config.head_dim, dtype, for_tpu=self.attention in TPU_POOL)
+        return values * (self._local_parts if self.on_cpu else 1)
 
     def device_bytes(self, tree) -> int:
         """Bytes that arrays of these types take in the memory of one device. The devices of a CPU share it."""

@@ -10,6 +10,7 @@ from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
 from levanter_infer.engine.scoring import score_shapes
 from levanter_infer.engine.sharded import make_nothing
+from levanter_infer.engine.tile_search import check_tiles, tile_shape
 
 
 def shapes_for(
@@ -33,7 +34,7 @@ def shapes_for(
     Raises: ValueError as `resolve_shapes`.
     """
     unread = 0 if is_loaded else backend.device_bytes(backend.prepared_types(types))
-    values = backend.token_values(types.config)
+    values = backend.token_values(types.config, kv_dtype(config, types))
     shapes = backend.adapt(resolve_shapes(config, types, num_eos, unread, values, device_bytes))
     if scoring:
         backend.need_one_shard("prompt_logprobs")
@@ -52,12 +53,17 @@ def programs_for(
     on_recompile=None,
     fingerprints: bool = False,
 ) -> Programs:
-    """The programs of an engine. Args: types: as of `shapes_for`; on_recompile, fingerprints: as of `Programs`."""
+    """The programs of an engine. Args: types: as of `shapes_for`; on_recompile, fingerprints: as of `Programs`.
+    Raises: ValueError for `tiles` that no kernel can have."""
+    dtype = kv_dtype(config, types)
+    if config.tiles is not None:
+        size = tile_shape(types.config, backend.layout, page_size=shapes.page_size, kv_dtype=dtype)
+        check_tiles(size, config.tiles)
     return Programs(
         types,
         shapes,
-        backend.attention_spec(shapes, score_mod, mask_mod),
-        kv_dtype=kv_dtype(config, types),
+        backend.attention_spec(shapes, score_mod, mask_mod, config.tiles),
+        kv_dtype=dtype,
         as_bits=backend.on_cpu,
         on_recompile=on_recompile,
         options=backend.compiler_options,

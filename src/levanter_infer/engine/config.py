@@ -4,11 +4,13 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from levanter_infer.cache import KvPages
 from levanter_infer.decode.sampling import SamplingLimits
 from levanter_infer.decode.shapes import Shapes
+from levanter_infer.kernels.tiling import Tiles
 from levanter_infer.runtime.memory import default_pool_bytes
 
-_KV_DTYPES = ("float32", "bfloat16", "float16")
+_KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 MAX_STOP_TOKENS = 16
 """Tokens of one stop token sequence, at most."""
 
@@ -31,9 +33,13 @@ class EngineConfig:
     max_step_tokens: int | None = None
     """Tokens computed in one step; bounds the chunks in which prompts are computed. Default 256, or 4 * max_seqs."""
     kv_dtype: str | None = None
-    """float32, bfloat16 or float16. Default: that of the model's weights."""
+    """float32, bfloat16, float16, int8 (each head of each token with a scale) or float8_e4m3fn. Default: that of the
+    model's weights. What the narrow ones cost in precision: docs/numerics.md."""
     attention: str = "auto"
     """Attention implementation: auto, xla, reference or, on a CPU, cpu, on an NVIDIA GPU, gpu."""
+    tiles: Tiles | None = None
+    """Of the attention for TPUs: pages, slots and parts of `decode`, and of `chunk` also queries. Default: those that
+    are known for the shape, or proposed. `levanter_infer.plan` finds others where these do not fit."""
     products: str = "auto"
     """What computes matrix products: auto, xla or, on a CPU, cpu, on an NVIDIA GPU, gpu."""
     prefix_cache: bool = True
@@ -132,8 +138,9 @@ def resolve_shapes(
     max_seq_len = config.max_seq_len or min(arch.max_position_embeddings, 32768)
     max_step_tokens = config.max_step_tokens or max(256, 4 * config.max_seqs)
     wanted = config.max_seqs * -(-max_seq_len // page_size)
-    values = token_values or 2 * arch.num_kv_heads * arch.head_dim
-    page_bytes = arch.num_layers * page_size * values * kv_dtype(config, model).itemsize
+    dtype = kv_dtype(config, model)
+    values = token_values or KvPages.token_values(arch.num_kv_heads, arch.head_dim, dtype)
+    page_bytes = arch.num_layers * page_size * values * dtype.itemsize
     num_pages = config.max_pages or min(wanted, default_pool_bytes(unread_bytes, device_bytes) // page_bytes)
     if num_pages < config.max_seqs and config.max_pages is None:
         raise ValueError(

@@ -17,8 +17,8 @@ from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
 from levanter_infer.engine.encode_sampling import SamplingColumns
 from levanter_infer.engine.params import SamplingParams, check_limits
+from levanter_infer.engine.tile_search import check_tiles, tile_shape
 from levanter_infer.kernels import TPU_POOL
-from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.models.live import adopt_model
 
 
@@ -82,6 +82,8 @@ def generate(
     batch, n, for_tpu = prompts.shape[0], params.n, backend.attention in TPU_POOL
     table = _sampling_table(params, batch, shapes, eos_token_ids, seeds)
     pool_dtype = kv_dtype(config, model)
+    if config.tiles is not None:
+        check_tiles(tile_shape(model.config, None, page_size=shapes.page_size, kv_dtype=pool_dtype), config.tiles)
     pool = empty_cache(model.config, shapes, dtype=pool_dtype, as_bits=backend.on_cpu, for_tpu=for_tpu)
     result = generate_all(
         backend.prepare(model),
@@ -92,9 +94,7 @@ def generate(
         n=n,
         max_tokens=params.max_tokens,
         shapes=shapes,
-        attention=AttentionSpec(
-            impl=backend.attention, score_mod=score_mod, mask_mod=mask_mod, max_seq_len=shapes.max_seq_len
-        ),
+        attention=backend.attention_spec(shapes, score_mod, mask_mod, config.tiles),
     )
     return jax.tree.map(lambda per_slot: per_slot.reshape(batch, n, *per_slot.shape[1:]), result)
 

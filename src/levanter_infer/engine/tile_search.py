@@ -19,13 +19,52 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from levanter_infer.decode.programs import Program
 from levanter_infer.kernels import ragged_paged_attention
-from levanter_infer.kernels.rpa_tpu_sizes import Tile
+from levanter_infer.kernels.rpa_tpu_sizes import Tile, align_queries
 from levanter_infer.kernels.tile_table import TABLE
 from levanter_infer.kernels.tiling import Tiles, TileShape, candidates
+from levanter_infer.layers.layout import Layout
 from levanter_infer.runtime.libtpu import TARGETS, compiler_environment, short_of
 
 _ROWS, _ROW_PAGES = 16, 256
 """Of the call that is compiled; the kernels do not depend on them (`rpa_tpu_walk.meta`)."""
+
+
+def tile_shape(
+    config, layout: Layout | None, *, page_size: int, kv_dtype: jnp.dtype, generation: str | None = None
+) -> TileShape:
+    """What tiles depend on, of a model's `DecoderConfig` and its layout on a mesh; None: on one device."""
+    copies = 1 if layout is None else layout.kv_copies
+    return TileShape(
+        generation=generation,
+        kv_heads=config.num_kv_heads if layout is None else layout.kv_heads,
+        head_dim=config.head_dim,
+        q_per_kv=-(-(config.num_heads // config.num_kv_heads) // copies),
+        page_size=page_size,
+        kv_dtype=kv_dtype.name,
+    )
+
+
+def check_tiles(shape: TileShape, tiles: Tiles) -> None:
+    """Raises: ValueError for tiles that the kernels cannot have, whatever memory there is."""
+    groups, align = shape.pool.groups, align_queries(shape.q_per_kv * shape.pool.heads_per_group)
+    queries, problems = tiles.chunk.queries, []
+    units = queries // align
+    if queries < 2 or queries % align or units & (units - 1):
+        problems.append(f"engine.tiles.chunk.queries={queries}: expected {align} times a power of two, 2 or more")
+    if tiles.decode.queries != 1:
+        problems.append(f"engine.tiles.decode.queries={tiles.decode.queries}: expected 1")
+    for path, tile in (("decode", tiles.decode), ("chunk", tiles.chunk)):
+        if tile.pages < 1 or tile.pages & (tile.pages - 1):
+            problems.append(f"engine.tiles.{path}.pages={tile.pages}: expected a power of two")
+        if tile.slots < 2:
+            problems.append(f"engine.tiles.{path}.slots={tile.slots}: expected 2 or more")
+        if tile.parts < 1 or groups % tile.parts:
+            problems.append(
+                f"engine.tiles.{path}.parts={tile.parts}: expected a divisor of the {groups} groups of kv heads that a "
+                "device has"
+            )
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def find_tiles(shape: TileShape, *, max_tokens: int, q_dtype: str = "bfloat16", tiles: Tiles | None = None) -> Tiles:

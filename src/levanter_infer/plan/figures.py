@@ -1,9 +1,12 @@
 """What a job takes on each device, and how many sequences that allows, from shapes alone."""
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from levanter_infer.plan.job import Blueprint, Job
+
+if TYPE_CHECKING:
+    from levanter_infer.kernels.tiling import TileShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,20 +112,20 @@ def _model_sizes(job: Job, blueprint: Blueprint) -> dict[str, Any]:
 
 def _tiles(job: Job, blueprint: Blueprint) -> dict[str, Any]:
     """What the kernel will choose, for the largest step."""
-    from levanter_infer.engine.config import kv_dtype
     from levanter_infer.kernels.tile_table import choose
-    from levanter_infer.kernels.tiling import TileShape
 
-    config, shapes, layout = blueprint.types.config, blueprint.shapes, blueprint.backend.layout
-    copies = 1 if layout is None else layout.kv_copies
-    tiles = choose(
-        TileShape(
-            generation=job.machine.generation,
-            kv_heads=config.num_kv_heads if layout is None else layout.kv_heads,
-            head_dim=config.head_dim,
-            q_per_kv=-(-config.num_heads // config.num_kv_heads // copies),
-            page_size=shapes.page_size,
-            kv_dtype=kv_dtype(job.engine_config, blueprint.types).name,
-        )
+    return dataclasses.asdict(job.engine_config.tiles or choose(tile_shape_of(job, blueprint)))
+
+
+def tile_shape_of(job: Job, blueprint: Blueprint) -> "TileShape":
+    """What the tiles of the attention for TPUs depend on."""
+    from levanter_infer.engine.config import kv_dtype
+    from levanter_infer.engine.tile_search import tile_shape
+
+    return tile_shape(
+        blueprint.types.config,
+        blueprint.backend.layout,
+        page_size=blueprint.shapes.page_size,
+        kv_dtype=kv_dtype(job.engine_config, blueprint.types),
+        generation=job.machine.generation,
     )
-    return dataclasses.asdict(tiles)

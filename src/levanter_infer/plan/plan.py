@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from levanter_infer.plan.compiled import CompiledProgram, compile_job
-from levanter_infer.plan.figures import Figures, figures_of
+from levanter_infer.plan.figures import Figures, figures_of, tile_shape_of
 from levanter_infer.plan.job import Job
 from levanter_infer.plan.roofline import Speed, Workload, model_speed, step_collectives
 from levanter_infer.plan.search import Change, misfit, misfit_of, smallest_changes
@@ -98,7 +98,8 @@ def _with_changes(plan: Plan, extra: int, compile_one: Callable[[Job], list[Comp
     """With what would make it fit; the first of the changes is compiled if anything is."""
     too_large = plan.programs and plan.programs[-1].error and not plan.programs[-1].is_too_large
     if too_large and compile_one is not None:
-        return dataclasses.replace(plan, changes=_other_pages(plan.job, compile_one), checked=True)
+        changes = _other_tiles(plan, compile_one) or _other_pages(plan.job, compile_one)
+        return dataclasses.replace(plan, changes=changes, checked=True)
     for _ in range(_MAX_TRIES):
         changes = tuple(smallest_changes(plan.job, extra))
         if not changes or compile_one is None:
@@ -112,6 +113,25 @@ def _with_changes(plan: Plan, extra: int, compile_one: Callable[[Job], list[Comp
             break
         extra = max(now, extra + (64 << 20))  # it takes more than what was thought
     return plan
+
+
+def _other_tiles(plan: Plan, compile_one: Callable[[Job], list[CompiledProgram]]) -> tuple[Change, ...]:
+    """Where a kernel is refused for its scratch memory: tiles that the compiler accepts, first of the kernels alone and
+    then within the program."""
+    from levanter_infer.engine.tile_search import find_tiles
+
+    job, figures, short = plan.job, plan.figures, plan.programs[-1].short_of
+    if figures is None or figures.attention != "tpu" or short is None or short[0] not in ("vmem", "smem"):
+        return ()
+    try:
+        tiles = find_tiles(tile_shape_of(job, job.blueprint()), max_tokens=max(figures.buckets), q_dtype=job.dtype)
+    except ValueError:  # none fits: a page of another size may
+        return ()
+    after = dataclasses.asdict(tiles)
+    changed = dataclasses.replace(job, engine=job.engine | {"tiles": after})
+    if after == figures.tiles or _refusal(tuple(compile_one(changed))) is not None:
+        return ()
+    return (Change("engine.tiles", figures.tiles, after, 1.0, changed),)
 
 
 def _other_pages(job: Job, compile_one: Callable[[Job], list[CompiledProgram]]) -> tuple[Change, ...]:
