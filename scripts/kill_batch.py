@@ -1,8 +1,8 @@
 """Kill a batch job again and again, and compare what it leaves in the end with an undisturbed run.
 
 One JSON line a case: how often it was killed and where, rows lost, rows duplicated, and which files have other bytes. A
-process is killed with SIGKILL after a random time; with several workers, one of them at a time. Exit status 1 if
-anything was lost, duplicated or different.
+process is killed with SIGKILL after a random time; with several workers, one of them at a time, and with several hosts
+one, whereupon the others have to end by themselves. Exit status 1 if anything was lost, duplicated or different.
 """
 
 import argparse
@@ -12,19 +12,26 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from levanter_infer.runtime.aborts import LOST
+
 ROOT = Path(__file__).resolve().parents[1]
+HEARTBEAT_S = 5
+DONE = (0, 1)
+"""Statuses of a job that has ended: all rows are good, or some are errors."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/kill_batch.py", description="Kill a batch job, and compare.")
     parser.add_argument("--kills", type=int, default=200, help="SIGKILLs of each case, over as many jobs as it takes")
     parser.add_argument("--workers", default="1,2", help="processes that work on a job at once, a case each")
+    parser.add_argument("--hosts", default="", help="the same as processes of one `multihost` job, a case each")
     parser.add_argument("--rows", type=int, default=3000)
     parser.add_argument("--rows-per-shard", type=int, default=50)
     parser.add_argument("--model", default=str(ROOT / "models" / "tiny"))
@@ -40,20 +47,25 @@ def main() -> int:
         command = job_command(arguments, directory / "in.jsonl")
         startup_s, total_s = undisturbed(command, directory / "whole")
         expected = contents(directory / "whole")
-        for workers in map(int, arguments.workers.split(",")):
+        cases = [(kill_until_done, "workers", count) for count in arguments.workers.split(",") if count]
+        cases += [(kill_hosts_until_done, "hosts", count) for count in arguments.hosts.split(",") if count]
+        for kill, kind, count in cases:
             begin, sums = time.monotonic(), collections.Counter()
             where: collections.Counter[str] = collections.Counter()
             while sums["kills"] < arguments.kills:
-                output = directory / f"killed-{workers}-{sums['jobs']}"
+                output = directory / f"killed-{kind}-{count}-{sums['jobs']}"
                 most = arguments.kills - sums["kills"]
-                found = kill_until_done(command, output, workers, most, startup_s, total_s - startup_s, chance)
+                found = kill(command, output, int(count), most, startup_s, total_s - startup_s, chance)
                 where += found
                 sums += collections.Counter(jobs=1, kills=found.total())
                 sums += compare(expected, contents(output), arguments.rows, arguments.format)
                 shutil.rmtree(output)
             case = {key: sums[key] for key in ("jobs", "kills", "lost", "duplicated", "different_files")}
             more = {"rows": arguments.rows, "where": dict(where), "seconds": round(time.monotonic() - begin)}
-            print(json.dumps({"kill_batch": workers, "format": arguments.format, **case, **more}), flush=True)
+            print(
+                json.dumps({"kill_batch": kind, "count": int(count), "format": arguments.format, **case, **more}),
+                flush=True,
+            )
             wrong = wrong or any(sums[key] for key in ("lost", "duplicated", "different_files"))
     return 1 if wrong else 0
 
@@ -86,12 +98,25 @@ def job_command(arguments, prompts: Path) -> list[str]:
 
 
 def start(command: list[str], output: Path, worker: str) -> subprocess.Popen:
+    return launch([*command, "--worker", worker], output, worker.replace("/", "-of-"))
+
+
+def start_hosts(command: list[str], output: Path, count: int) -> list[subprocess.Popen]:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    values = {"coordinator": f"127.0.0.1:{port}", "processes": count, "heartbeat_s": HEARTBEAT_S, "start_timeout_s": 40}
+    options = [part for key, value in values.items() for part in (f"--multihost.{key}", str(value))]
+    return [
+        launch([*command, *options, "--multihost.process_id", str(i)], output, f"host-{i}-of-{count}")
+        for i in range(count)
+    ]
+
+
+def launch(command: list[str], output: Path, name: str) -> subprocess.Popen:
     environment = {**os.environ, "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")}
-    log = open(f"{output}-{worker.replace('/', '-of-')}.log", "a")  # noqa: SIM115
-    with log:
-        return subprocess.Popen(
-            [*command, "--output", str(output), "--worker", worker], cwd=ROOT, env=environment, stderr=log
-        )
+    with open(f"{output}-{name}.log", "a") as log:
+        return subprocess.Popen([*command, "--output", str(output)], cwd=ROOT, env=environment, stderr=log)
 
 
 def undisturbed(command: list[str], output: Path) -> tuple[float, float]:
@@ -103,7 +128,7 @@ def undisturbed(command: list[str], output: Path) -> tuple[float, float]:
         while process.poll() is None and not (place / "_journal").exists():
             time.sleep(0.01)
         startup = time.monotonic() - begin
-        assert process.wait() in (0, 1), Path(f"{place}-0-of-1.log").read_text()[-2000:]
+        assert process.wait() in DONE, Path(f"{place}-0-of-1.log").read_text()[-2000:]
     return startup, time.monotonic() - begin
 
 
@@ -119,16 +144,12 @@ def kill_until_done(command, output: Path, workers: int, kills: int, startup_s: 
     while True:
         for worker in range(workers):
             status = running[worker].poll() if worker in running else -signal.SIGKILL
-            assert status in (None, 0, 1, -signal.SIGKILL), f"a worker ended with {status}; see {output}-*.log"
+            assert status in (None, *DONE, -signal.SIGKILL), f"a worker ended with {status}; see {output}-*.log"
             if status == -signal.SIGKILL:
                 running[worker] = start(command, output, f"{worker}/{workers}")
         if where.total() == kills or all(process.poll() is not None for process in running.values()):
             break
-        # Some kills fall into loading, most into the work; a job lives through several.
-        pause = chance.uniform(0, startup_s) if chance.random() < 0.25 else startup_s + chance.uniform(0, work_s / 3)
-        until = time.monotonic() + pause
-        while time.monotonic() < until and any(process.poll() is None for process in running.values()):
-            time.sleep(0.005)
+        wait_for_a_kill(list(running.values()), startup_s, work_s, chance)
         victims = [process for process in running.values() if process.poll() is None]
         if victims:
             where[state(output)] += 1
@@ -139,8 +160,33 @@ def kill_until_done(command, output: Path, workers: int, kills: int, startup_s: 
         process.wait()
     if not (output / "manifest.json").exists():  # what a killed worker has left is done by any that comes after it
         status = start(command, output, f"0/{workers}").wait()
-        assert status in (0, 1), f"the job ended with {status}; see {output}-*.log"
+        assert status in DONE, f"the job ended with {status}; see {output}-*.log"
     return where
+
+
+def wait_for_a_kill(running: list[subprocess.Popen], startup_s: float, work_s: float, chance) -> None:
+    """Some kills fall into loading, most into the work; a job lives through several."""
+    pause = chance.uniform(0, startup_s) if chance.random() < 0.25 else startup_s + chance.uniform(0, work_s / 3)
+    until = time.monotonic() + pause
+    while time.monotonic() < until and any(process.poll() is None for process in running):
+        time.sleep(0.005)
+
+
+def kill_hosts_until_done(command, output: Path, count: int, kills: int, startup_s: float, work_s: float, chance):
+    """As `kill_until_done`, with the processes of one job: who is left has to miss the other, and end."""
+    where: collections.Counter[str] = collections.Counter()
+    while True:
+        running = start_hosts(command, output, count)
+        if where.total() < kills:
+            wait_for_a_kill(running, startup_s, work_s, chance)
+            victims = [process for process in running if process.poll() is None]
+            if len(victims) == count:
+                where[state(output)] += 1
+                chance.choice(victims).send_signal(signal.SIGKILL)
+        statuses = [process.wait(300) for process in running]
+        assert all(status in (*DONE, LOST, -signal.SIGKILL) for status in statuses), f"{statuses}; see {output}-*.log"
+        if all(status in DONE for status in statuses):
+            return where
 
 
 def state(output: Path) -> str:
