@@ -45,17 +45,19 @@ def main() -> int:
         directory = Path(folder)
         write_rows(directory / "in.jsonl", arguments.rows, chance)
         command = job_command(arguments, directory / "in.jsonl")
-        startup_s, total_s = undisturbed(command, directory / "whole")
+        undisturbed(command, directory / "first", 1)  # compiles
+        one = undisturbed(command, directory / "whole", 1)
         expected = contents(directory / "whole")
         cases = [(kill_until_done, "workers", count) for count in arguments.workers.split(",") if count]
         cases += [(kill_hosts_until_done, "hosts", count) for count in arguments.hosts.split(",") if count]
         for kill, kind, count in cases:
+            startup_s, work_s = one if kind == "workers" else undisturbed(command, directory / "hosts", int(count))
             begin, sums = time.monotonic(), collections.Counter()
             where: collections.Counter[str] = collections.Counter()
             while sums["kills"] < arguments.kills:
                 output = directory / f"killed-{kind}-{count}-{sums['jobs']}"
                 most = arguments.kills - sums["kills"]
-                found = kill(command, output, int(count), most, startup_s, total_s - startup_s, chance)
+                found = kill(command, output, int(count), most, startup_s, work_s, chance)
                 where += found
                 sums += collections.Counter(jobs=1, kills=found.total())
                 sums += compare(expected, contents(output), arguments.rows, arguments.format)
@@ -119,17 +121,17 @@ def launch(command: list[str], output: Path, name: str) -> subprocess.Popen:
         return subprocess.Popen([*command, "--output", str(output)], cwd=ROOT, env=environment, stderr=log)
 
 
-def undisturbed(command: list[str], output: Path) -> tuple[float, float]:
-    """Run the job twice: the first compiles. Returns: seconds until the second began to write, and in all."""
-    for attempt in range(2):
-        begin = time.monotonic()
-        place = output if attempt else Path(f"{output}-first")
-        process = start(command, place, "0/1")
-        while process.poll() is None and not (place / "_journal").exists():
-            time.sleep(0.01)
-        startup = time.monotonic() - begin
-        assert process.wait() in DONE, Path(f"{place}-0-of-1.log").read_text()[-2000:]
-    return startup, time.monotonic() - begin
+def undisturbed(command: list[str], output: Path, hosts: int) -> tuple[float, float]:
+    """Run the job. Returns: seconds until it began to write, and from there on."""
+    shutil.rmtree(output, ignore_errors=True)
+    begin = time.monotonic()
+    running = [start(command, output, "0/1")] if hosts == 1 else start_hosts(command, output, hosts)
+    while running[0].poll() is None and not (output / "_journal").exists():
+        time.sleep(0.01)
+    written = time.monotonic()
+    statuses = [process.wait() for process in running]
+    assert all(status in DONE for status in statuses), f"{statuses}; see {output}-*.log"
+    return written - begin, time.monotonic() - written
 
 
 def kill_until_done(command, output: Path, workers: int, kills: int, startup_s: float, work_s: float, chance):

@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 from scripts.tpu.bundles import Kernel, read_kernels  # noqa: E402
 
 from levanter_infer.plan.hlo import collectives, large_moves  # noqa: E402
-from levanter_infer.runtime.libtpu import TARGETS, compiler_environment, short_of  # noqa: E402
+from levanter_infer.runtime.libtpu import TARGETS, compiler_environment, hlo_flags, read_hlo, short_of  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,10 +89,11 @@ def compile_builder(
         directory = os.path.abspath(keep or scratch)
         os.makedirs(directory, exist_ok=True)
         job = dict(builder=builder, topology=topology or smallest, mesh=mesh or {"x": 1}, keywords=keywords)
+        job["directory"] = directory
         report = os.path.join(directory, "report.json")
         Path(report).unlink(missing_ok=True)
         environment = compiler_environment(generation)
-        environment["LIBTPU_INIT_ARGS"] = _dump_flags(directory) if schedules else ""
+        environment["LIBTPU_INIT_ARGS"] = _dump_flags(directory) if schedules else hlo_flags(directory)
         command = [sys.executable, "-W", "ignore", __file__, "--compile", json.dumps(job), "--report", report]
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
@@ -146,7 +147,7 @@ def _compile(job: dict) -> dict:
             compiled = traced.lower(lowering_platforms=("tpu",)).compile()
     except Exception as error:  # what the compiler says is the result
         return {"error": f"{type(error).__name__}: {error}"[:20_000]}
-    memory, hlo = compiled.memory_analysis(), compiled.as_text() or ""
+    memory, hlo = compiled.memory_analysis(), read_hlo(job["directory"])
     assert memory is not None
     return {
         "argument_bytes": memory.argument_size_in_bytes,

@@ -14,7 +14,7 @@ from pathlib import Path
 from levanter_infer.plan.hlo import Collective
 from levanter_infer.plan.job import Job
 from levanter_infer.plan.targets import Target
-from levanter_infer.runtime.libtpu import compiler_environment, short_of
+from levanter_infer.runtime.libtpu import compiler_environment, hlo_flags, short_of
 
 REFUSED = 3
 """Status of a process that found something wrong with the job, other than Python's own for an exception."""
@@ -67,16 +67,20 @@ def compile_job(
     Raises: NoCompiler if there is none for the target; ValueError for what is wrong with the job.
     """
     programs: list[CompiledProgram] = []
-    with tempfile.TemporaryFile("w+") as asked, tempfile.TemporaryFile("w+") as errors:
+    with (
+        tempfile.TemporaryFile("w+") as asked,
+        tempfile.TemporaryFile("w+") as errors,
+        tempfile.TemporaryDirectory() as dumps,
+    ):
         asked.write(job.to_json())
         asked.seek(0)
         child = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "levanter_infer.plan.compiler"],
+            [sys.executable, "-W", "ignore", "-m", "levanter_infer.plan.compiler", dumps],
             stdin=asked,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env=environment_for(job.machine),
+            env=environment_for(job.machine, dumps),
         )
         assert child.stdout is not None
         with contextlib.closing(child.stdout), _killed_after(child, timeout_s) as timed_out:
@@ -127,8 +131,8 @@ def _read(line: str) -> CompiledProgram:
     return CompiledProgram(**fields)
 
 
-def environment_for(target: Target) -> dict[str, str]:
-    """Of a process that compiles for a target. Raises: NoCompiler."""
+def environment_for(target: Target, dumps: str | None = None) -> dict[str, str]:
+    """Of a process that compiles for a target, and writes HLO into `dumps`. Raises: NoCompiler."""
     package = str(Path(__file__).resolve().parents[2])  # wherever it was imported from
     path = {"PYTHONPATH": os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])}
     if target.chip.platform == "tpu":
@@ -137,7 +141,8 @@ def environment_for(target: Target) -> dict[str, str]:
                 "programs for TPUs are compiled by libtpu, which is not installed: pip install libtpu (it needs no "
                 "TPU), or say --no-compile for the figures that need no compiler"
             )
-        return compiler_environment(target.generation) | path
+        flags = {} if dumps is None else {"LIBTPU_INIT_ARGS": hlo_flags(dumps)}
+        return compiler_environment(target.generation) | path | flags
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"} | path
     if target.chip.platform == "cpu":
         flags = f"{environment.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={target.num_chips}"

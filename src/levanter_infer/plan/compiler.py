@@ -18,6 +18,7 @@ from levanter_infer.plan.compiled import REFUSED
 from levanter_infer.plan.hlo import collectives_of, large_moves
 from levanter_infer.plan.job import Job
 from levanter_infer.plan.targets import Target
+from levanter_infer.runtime.libtpu import read_hlo
 
 
 def main() -> int:
@@ -35,7 +36,7 @@ def main() -> int:
     programs = blueprint.programs.needed(model, admission)
     order = sorted(programs, key=lambda name: name != "round")  # what takes longest and is refused first
     for name in order:
-        fields = {"name": name, **_compile(*programs[name], mesh, job.machine)}
+        fields = {"name": name, **_compile(*programs[name], mesh, job.machine, dumps=sys.argv[1])}
         print(json.dumps(fields), flush=True)
         if "error" in fields:
             break
@@ -55,7 +56,7 @@ def devices_of(target: Target) -> list:
     return devices
 
 
-def _compile(program: Program, arguments: tuple, mesh: Mesh, target: Target) -> dict:
+def _compile(program: Program, arguments: tuple, mesh: Mesh, target: Target, *, dumps: str) -> dict:
     """The fields of `CompiledProgram`."""
     everywhere = NamedSharding(mesh, PartitionSpec())
 
@@ -72,7 +73,8 @@ def _compile(program: Program, arguments: tuple, mesh: Mesh, target: Target) -> 
     except Exception as error:  # what the compiler says is the result
         return {"error": f"{type(error).__name__}: {error}"[:20_000]}
     end = time.perf_counter()
-    memory, hlo = compiled.memory_analysis(), compiled.as_text() or ""
+    memory = compiled.memory_analysis()
+    hlo = read_hlo(dumps) if target.chip.platform == "tpu" else compiled.as_text() or ""
     assert memory is not None
     return {
         "trace_s": round(traced - begin, 2),

@@ -2,6 +2,7 @@
 
 import os
 import re
+from pathlib import Path
 
 TARGETS = {
     "v4": ("v4:2x2x1", "v4-8"),
@@ -29,6 +30,25 @@ def compiler_environment(generation: str) -> dict[str, str]:
         "JAX_PLATFORMS": "cpu",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
+
+
+def hlo_flags(directory: str) -> str:
+    """Of LIBTPU_INIT_ARGS: write the optimised HLO of every program into a directory, for `read_hlo`."""
+    return f"--xla_jf_dump_to={directory} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=false"
+
+
+def read_hlo(directory: str) -> str:
+    """The HLO that was written last there.
+
+    As libtpu writes it: XLA's own `as_text` of a compiled program fails on some for v5p and v6e, whose asynchronous
+    instructions jaxlib 0.10.2 does not read ("async-update instruction should have 1 operands but sees 3").
+
+    Raises: FileNotFoundError if there is none.
+    """
+    written = list(Path(directory).glob("*-TLP-hlo.txt"))
+    if not written:
+        raise FileNotFoundError(f"libtpu wrote no HLO into {directory}")
+    return max(written, key=lambda path: path.stat().st_mtime_ns).read_text()
 
 
 def short_of(error: str) -> tuple[str, float, float] | None:
