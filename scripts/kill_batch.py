@@ -12,16 +12,19 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from levanter_infer.runtime.aborts import LOST
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.pairs import free_port  # noqa: E402
+
+from levanter_infer.runtime.aborts import LOST  # noqa: E402
+
 HEARTBEAT_S = 5
 DONE = (0, 1)
 """Statuses of a job that has ended: all rows are good, or some are errors."""
@@ -104,10 +107,12 @@ def start(command: list[str], output: Path, worker: str) -> subprocess.Popen:
 
 
 def start_hosts(command: list[str], output: Path, count: int) -> list[subprocess.Popen]:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    values = {"coordinator": f"127.0.0.1:{port}", "processes": count, "heartbeat_s": HEARTBEAT_S, "start_timeout_s": 40}
+    values = {
+        "coordinator": f"127.0.0.1:{free_port()}",
+        "processes": count,
+        "heartbeat_s": HEARTBEAT_S,
+        "start_timeout_s": 40,
+    }
     options = [part for key, value in values.items() for part in (f"--multihost.{key}", str(value))]
     return [
         launch([*command, *options, "--multihost.process_id", str(i)], output, f"host-{i}-of-{count}")
