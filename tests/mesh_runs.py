@@ -96,6 +96,80 @@ def results(engine: InferenceEngine, count: int) -> dict:
     }
 
 
+def studied(mesh: MeshConfig | None) -> dict:
+    """Scores of prompts, searches with beams, and samples that go on from one another, all on one engine."""
+    from tests.tiny_models import tiny_model
+
+    sizes = {**SIZES, "max_seqs": 8, "max_step_tokens": 8, "max_prompt_logprobs": 2}
+    engine = InferenceEngine(tiny_model(), config=EngineConfig(**sizes), mesh=mesh)
+    before = engine.generate(requests(6))  # with programs that know nothing of all this yet
+    plain = [list(request.prompt_token_ids or []) for request in requests(24)]
+    kinds = [
+        SamplingParams(max_tokens=6, temperature=0.0, prompt_logprobs=2),
+        SamplingParams(max_tokens=9, temperature=0.0, num_beams=3, n=2),
+        SamplingParams(max_tokens=5, temperature=0.8, n=2),
+    ]
+    mixed = [Request(prompt_token_ids=ids, sampling=kinds[i % 3]) for i, ids in enumerate(plain)]
+    outputs = engine.generate(mixed)
+    completions = [completion for output in (*before, *outputs) for completion in output.completions]
+    return {
+        "errors": [output.error for output in (*before, *outputs) if output.error],
+        "tokens": [completion.token_ids for completion in completions],
+        "beams": [c.score for output in outputs[1::3] for c in output.completions],
+        "prompts": [output.prompt_logprobs.tolist() for output in outputs[::3]],
+        "prompt_tops": [[list(top) for top in output.prompt_top_logprobs] for output in outputs[::3]],
+        "scores": [scores.tolist() for scores in engine.score([ids + [1] for ids in plain])],
+        **forked(engine),
+        "free": [engine.stats()["pages_free"], engine.stats()["pages_total"]],
+        "programs": engine.stats()["programs"],
+    }
+
+
+def forked(engine: InferenceEngine) -> dict:
+    """Of each group the first sample's third token is where all go on from, or a further sample does."""
+    rng = np.random.default_rng(3)
+    groups = [
+        engine.submit(
+            Request(
+                prompt_token_ids=rng.integers(0, 61, 7 + i).tolist(),
+                sampling=SamplingParams(max_tokens=12, n=1 + i % 2, seed=i),
+            )
+        )
+        for i in range(4)
+    ]
+    waiting = list(groups)
+    while not all(group.is_done for group in groups):
+        engine.step_round(max_steps=1)
+        engine.sync()
+        for group in [group for group in waiting if len(group.sequences[0].token_ids) == 3]:
+            waiting.remove(group)
+            if len(group.sequences) == 1:
+                engine.fork(group, 0)
+            else:
+                engine.resample(group, [0, 0])
+    engine.drain()
+    assert not waiting
+    return {
+        "forked": [[sequence.token_ids for sequence in group.sequences] for group in groups],
+        "fork_shards": sorted({group.shard or 0 for group in groups}),
+    }
+
+
+def invariant(mesh: MeshConfig | None) -> dict:
+    """Tokens and the bits of log probabilities with the C++ kernels."""
+    from tests.tiny_models import tiny_model
+
+    sizes = {**SIZES, "attention": "auto", "products": "auto", "numerics": "batch_invariant"}
+    engine = InferenceEngine(tiny_model(), config=EngineConfig(**sizes), mesh=mesh)
+    assert engine.backend.products == engine.backend.attention == "cpu"
+    completions = [completion for output in engine.generate(requests(100)) for completion in output.completions]
+    return {
+        "tokens": [completion.token_ids for completion in completions],
+        "bits": [completion.logprobs.view(np.int32).tolist() for completion in completions],
+        "shards": engine.backend.num_shards,
+    }
+
+
 def sampled(parts: int, vocab_size: int) -> dict:
     """Samples of many rows by one device, and by `parts` with a part of the logits each."""
     rows, rng = 64, np.random.default_rng(vocab_size)
@@ -233,6 +307,12 @@ CASES = {
     "experts_model2_expert2": lambda: run(MeshConfig(model=2, expert=2), 16, EXPERTS),
     "experts_data2_model2_expert2": lambda: run(MeshConfig(data=2, model=2, expert=2), 16, EXPERTS),
     "swapped_data2_model2": lambda: swapped(MeshConfig(data=2, model=2)),
+    "studied_one": lambda: studied(None),
+    "studied_data2": lambda: studied(MeshConfig(data=2)),
+    "studied_data2_model2": lambda: studied(MeshConfig(data=2, model=2)),
+    "invariant_one": lambda: invariant(None),
+    "invariant_data2": lambda: invariant(MeshConfig(data=2)),
+    "invariant_data4": lambda: invariant(MeshConfig(data=4)),
     "swapped_model4": lambda: swapped(MeshConfig(model=4)),
     "tied_one": lambda: run(None, 8, {"tie_word_embeddings": True, "dtype": "bfloat16"}),
     "tied_model2": lambda: run(MeshConfig(model=2), 8, {"tie_word_embeddings": True, "dtype": "bfloat16"}),

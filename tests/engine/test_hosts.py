@@ -18,7 +18,7 @@ def test_two_processes_of_two_devices_give_the_tokens_of_one_device_and_decide_a
     check_two_shards_of_two_devices(one, first)
     assert first["max_pages"] == 60 and first["free"] == [120, 120] and first["free_at_the_end"] == 120
     scores, memory = first["refused"]
-    assert "prompt_logprobs: not with mesh.data=2" in scores and "other hosts have some of them" in memory
+    assert "prompt_logprobs: not on a mesh over several hosts" in scores and "other hosts have some of them" in memory
     reasons, tokens = first["disturbed_reasons"], first["disturbed"]
     assert reasons[2] == reasons[4] == "abort" and tokens[4] == [] and len(tokens[2]) < 50
     assert [reasons[i] for i in (0, 1, 3, 6, 7)] == ["length"] * 5

@@ -19,8 +19,10 @@ from levanter_infer.engine.mesh import MeshConfig, make_mesh
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
 from levanter_infer.engine.routing import expected_tokens, route
+from levanter_infer.engine.row_reads import RowReads
 from levanter_infer.engine.sequence import Group, Sequence
 from levanter_infer.engine.sharded import ShardSteps
+from levanter_infer.kernels import cpu
 from levanter_infer.layers.layout import Layout
 from tests.tiny_models import tiny_model
 
@@ -121,6 +123,34 @@ def test_weights_that_change_give_each_token_its_version(case):
 
 
 @pytest.mark.slow
+def test_prompts_are_scored_searches_made_and_samples_forked_on_every_shard():
+    found = runs("studied_one", "studied_data2", "studied_data2_model2")
+    one = found["studied_one"]
+    assert one["errors"] == [] and one["fork_shards"] == [0]
+    for case in ("studied_data2", "studied_data2_model2"):
+        many = found[case]
+        assert many["fork_shards"] == [0, 1] and many["free"][0] == many["free"][1]
+        for name in ("errors", "tokens", "forked", "prompt_tops"):
+            assert many[name] == one[name], (case, name)
+        for name in ("prompts", "scores"):
+            for ours, theirs in zip(many[name], one[name], strict=True):
+                np.testing.assert_allclose(ours, theirs, atol=MOST_LOGPROB_DIFFERENCE)
+        np.testing.assert_allclose(many["beams"], one["beams"], atol=MOST_LOGPROB_DIFFERENCE)
+    assert all(len(samples) == 2 for samples in one["forked"])
+    assert all(len({tuple(samples[i][:3]) for i in (0, 1)}) == 1 for samples in one["forked"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")
+def test_the_bits_of_a_request_are_the_same_on_any_shard_of_any_number():
+    found = runs("invariant_one", "invariant_data2", "invariant_data4")
+    one = found["invariant_one"]
+    assert [found[name]["shards"] for name in found] == [1, 2, 4]
+    for case in ("invariant_data2", "invariant_data4"):
+        assert found[case]["tokens"] == one["tokens"] and found[case]["bits"] == one["bits"]
+
+
+@pytest.mark.slow
 def test_bfloat16_weights_with_a_tied_head():
     found = runs("tied_one", "tied_model2")
     one, many = found["tied_one"], found["tied_model2"]
@@ -178,15 +208,15 @@ def group(length: int, generated: int, *, beginning: int = 0, n: int = 1) -> Gro
     return made
 
 
-def test_what_several_shards_do_not_do_is_refused_with_its_request_alone():
+def test_what_several_hosts_do_not_do_is_refused_with_its_request_alone():
     config = EngineConfig(max_seqs=2, max_seq_len=96)
-    intake = Intake(resolve_shapes(config, tiny_model(), 0), config, None, 0, num_shards=2)
+    intake = Intake(resolve_shapes(config, tiny_model(), 0), config, None, 0, spans_hosts=True)
     assert intake.group(Request(prompt_token_ids=[1]), "0").prompt_token_ids == [1]
     for name, sampling in (
         ("prompt_logprobs", SamplingParams(prompt_logprobs=0)),
         ("num_beams", SamplingParams(num_beams=2)),
     ):
-        with pytest.raises(ValueError, match=f"{name}: not with mesh.data=2; set mesh.data to 1"):
+        with pytest.raises(ValueError, match=f"{name}: not on a mesh over several hosts yet"):
             intake.group(Request(prompt_token_ids=[1], sampling=sampling), "1")
 
 
@@ -219,6 +249,22 @@ def test_mixed_lengths_leave_shards_at_most_a_twentieth_apart():
     for made, shard in zip(groups, route(groups, [0] * 4, page_size=16), strict=True):
         loads[shard] += expected_tokens(made)
     assert loads.min() > 0.95 * loads.max()
+
+
+def test_rows_of_several_shards_come_in_the_order_in_which_they_are_wanted():
+    shards, wanted = [1, 0, 1, 1, 0, 1, 1], [10, 3, 11, 12, 4, 13, 14]
+    reads = RowReads(shards, 3, size=2)
+    calls = reads.arguments(wanted, fill=99)
+    assert [call.tolist() for call in calls] == [
+        [[3, 4], [10, 11], [99, 99]],
+        [[99, 99], [12, 13], [99, 99]],
+        [[99, 99], [14, 99], [99, 99]],
+    ]
+    assert reads.rows(calls).tolist() == wanted
+    alone = RowReads([0] * 5, 1, size=4)
+    assert [call.tolist() for call in alone.arguments(range(5), fill=-1)] == [[0, 1, 2, 3], [4, -1, -1, -1]]
+    assert alone.rows([np.eye(4), np.ones((4, 4))]).shape == (5, 4)
+    assert RowReads([], 2, size=4).arguments([], fill=0) == []
 
 
 def test_idle_shares_are_of_the_longest_shard_of_each_round():

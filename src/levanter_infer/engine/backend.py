@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from levanter_infer.cache import KvPages
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.config import EngineConfig, kv_dtype
-from levanter_infer.engine.sharded import need_one_shard
+from levanter_infer.engine.sharded import need_one_process
 from levanter_infer.kernels import TPU_POOL, cpu, linear_gpu, rpa_gpu, rpa_tpu
 from levanter_infer.kernels.tiling import Tiles
 from levanter_infer.layers.attention import AttentionSpec
@@ -45,8 +45,10 @@ class Backend:
         """
         device = jax.devices()[0] if device is None else device
         pages, weights = kv_dtype(config, model), model.dtype
+        layout = None if mesh is None else Layout.of(mesh, model.config)
         on_mesh = None if mesh is None else f"the mesh has {mesh.size} devices, and it runs on one"
-        cpu_attention = on_mesh or _cpu_misfit(device, pages, "pages")
+        in_parts = None if layout is None or layout.is_whole else "the mesh spreads the model, and they read whole ones"
+        cpu_attention = in_parts or _cpu_misfit(device, pages, "pages")
         if cpu_attention is None and has_mods:
             cpu_attention = "score_mod and mask_mod run in XLA only"
         chosen = Backend(
@@ -55,7 +57,7 @@ class Backend:
                 "products",
                 config.products,
                 {
-                    "cpu": on_mesh or _cpu_misfit(device, weights, "weights"),
+                    "cpu": in_parts or _cpu_misfit(device, weights, "weights"),
                     "gpu": on_mesh or _gpu_misfit(device, "weights", weights, linear_gpu.supports_dtype(weights)),
                 },
             ),
@@ -68,7 +70,7 @@ class Backend:
                     "tpu": _tpu_misfit(device, pages),
                 },
             ),
-            layout=None if mesh is None else Layout.of(mesh, model.config),
+            layout=layout,
         )
         if config.tiles is not None and chosen.attention not in TPU_POOL:
             raise ValueError(
@@ -115,15 +117,18 @@ class Backend:
     def prepare(self, model, *, donate: bool = False):
         """The model where the devices have it, in the form that they read fastest. `donate`: its arrays may be deleted
         for it."""
-        if self.layout is not None and not model.is_spread:
-            model = self.layout.fit_model(model, donate=donate)
-        return self._as_read(model, donate)
+        if self.layout is None:
+            return self._as_read(model, donate)
+        if self.layout.is_whole:
+            return self.layout.place(self._as_read(model, donate), donate=donate)
+        return self._as_read(model if model.is_spread else self.layout.fit_model(model, donate=donate), donate)
 
     def prepared_types(self, types):
         """The types of `prepare`'s result, of those of the model."""
         if self.layout is None:
             return jax.eval_shape(self.prepare, types)
-        return self.layout.types(jax.eval_shape(self._as_read, self.layout.fit_model(types)))
+        fitted = types if self.layout.is_whole else self.layout.fit_model(types)
+        return self.layout.types(jax.eval_shape(self._as_read, fitted))
 
     def _as_read(self, model, donate: bool = False):
         return model.for_cpu(self.products, donate=donate) if self.on_cpu else model.for_gpu(self.products)
@@ -143,9 +148,9 @@ class Backend:
         """Whether the mesh has devices of several processes."""
         return self.layout is not None and self.layout.spans_hosts
 
-    def need_one_shard(self, what: str) -> None:
-        """Raises: ValueError where `what` is asked of several data shards, or of several processes."""
-        need_one_shard(self.num_shards, what, spans_hosts=self.spans_hosts)
+    def need_one_process(self, what: str) -> None:
+        """Raises: ValueError where `what` is asked of devices of several processes."""
+        need_one_process(what, spans_hosts=self.spans_hosts)
 
     def put(self, tree):
         """Arrays of the host on the device, or on all devices of the mesh."""

@@ -13,6 +13,7 @@ from levanter_infer.decode.sequence_table import pages_for
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import GenState
 from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.row_reads import RowReads
 from levanter_infer.engine.sequence import Group, Sequence
 
 _READ = 8
@@ -69,7 +70,7 @@ def beam_params(pieces: list[tuple[Sequence, int, int]], shapes: Shapes) -> Beam
     return BeamParams(**{name: NamedArray(column, axes) for name, column in columns.items()})  # type: ignore[arg-type]
 
 
-def enter_hypotheses(programs: Programs, state: GenState, groups: list[Group]) -> None:
+def enter_hypotheses(programs: Programs, state: GenState, groups: list[Group], num_shards: int = 1) -> None:
     """Fetch what searches have found and enter it into their sequences, the best first.
 
     Waits for the round in flight: the slots are as they were left, because nobody else has got them yet.
@@ -77,14 +78,13 @@ def enter_hypotheses(programs: Programs, state: GenState, groups: list[Group]) -
     if not groups:
         return
     sequences = [s for group in groups for s in group.sequences[: group.params.n]]
-    for first in range(0, len(sequences), _READ):
-        part = sequences[first : first + _READ]
-        slots = np.zeros(_READ, np.int32)
-        slots[: len(part)] = [s.slot for s in part]  # type: ignore[misc]
-        found = jax.device_get(programs.found(state, slots))
-        for row, sequence in enumerate(part):
-            generated = slice(len(sequence.group.prompt_token_ids), int(found.lens[row]))
-            logprobs = found.logprobs[row, generated]
-            versions = sequence.group.search_versions
-            sequence.extend(found.tokens[row, generated], logprobs, np.zeros_like(logprobs), None, versions)
-            sequence.score = float(found.scores[row])
+    reads = RowReads([s.group.shard or 0 for s in sequences], num_shards, _READ)
+    slots = reads.arguments([s.slot for s in sequences], fill=0)  # type: ignore[misc]
+    calls = [jax.device_get(programs.found(state, of_call)) for of_call in slots]
+    found = jax.tree.map(lambda *results: reads.rows(results), *calls)
+    for row, sequence in enumerate(sequences):
+        generated = slice(len(sequence.group.prompt_token_ids), int(found.lens[row]))
+        logprobs = found.logprobs[row, generated]
+        versions = sequence.group.search_versions
+        sequence.extend(found.tokens[row, generated], logprobs, np.zeros_like(logprobs), None, versions)
+        sequence.score = float(found.scores[row])

@@ -10,7 +10,7 @@ from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
 from levanter_infer.engine.scoring import score_shapes
 from levanter_infer.engine.sharded import make_nothing
-from levanter_infer.engine.tile_search import check_tiles, tile_shape
+from levanter_infer.engine.tile_search import check_given_tiles
 
 
 def shapes_for(
@@ -37,7 +37,7 @@ def shapes_for(
     values = backend.token_values(types.config, kv_dtype(config, types))
     shapes = backend.adapt(resolve_shapes(config, types, num_eos, unread, values, device_bytes))
     if scoring:
-        backend.need_one_shard("prompt_logprobs")
+        backend.need_one_process("prompt_logprobs")
         shapes = dataclasses.replace(shapes, scoring=score_shapes(config, types))
     return shapes
 
@@ -56,9 +56,7 @@ def programs_for(
     """The programs of an engine. Args: types: as of `shapes_for`; on_recompile, fingerprints: as of `Programs`.
     Raises: ValueError for `tiles` that no kernel can have."""
     dtype = kv_dtype(config, types)
-    if config.tiles is not None:
-        size = tile_shape(types.config, backend.layout, page_size=shapes.page_size, kv_dtype=dtype)
-        check_tiles(size, config.tiles)
+    check_given_tiles(config.tiles, types.config, backend.layout, page_size=shapes.page_size, kv_dtype=dtype)
     return Programs(
         types,
         shapes,

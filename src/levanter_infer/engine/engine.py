@@ -138,7 +138,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         self._rounds = self._submissions = 0
         self._pace = Pace(self.config.max_round_steps, self.config.max_round_seconds)
         self._warm, self._last_end = False, 0.0
-        self._intake = Intake(self.shapes, self.config, tokenizer, seed, backend.num_shards, backend.spans_hosts)
+        self._intake = Intake(self.shapes, self.config, tokenizer, seed, backend.spans_hosts)
         self._start_over()
         logger.info("engine: %s", self.describe())
 
@@ -168,7 +168,7 @@ class InferenceEngine(Forks, Spilling, Versions):
 
     def _start_over(self) -> None:
         self._slots = make_slots(self.shapes, self._eos, self.backend.num_shards)
-        self._scores = ScoreReader(self._stats.registry)
+        self._scores = ScoreReader(self._stats.registry, self.backend.num_shards)
         self._tier = HostTier(self.shapes, self._stats.registry, self.config.host_bytes)
         self._in_flight: _Launched | None = None
         self._known: list[HostSequence] = []
@@ -260,7 +260,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         if max_beams != self.shapes.max_beams:
             changes["max_beams"] = max_beams
         if changes:
-            self.backend.need_one_shard(" and ".join(_ASKED_AS[name] for name in changes))
+            self.backend.need_one_process(" and ".join(_ASKED_AS[name] for name in changes))
             self._extend(**changes)
         self.warmup()
 
@@ -433,7 +433,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         steps, prompt_steps = self._stats.on_round(outputs, seconds)
         self._pace.on_round(prompt_steps > 0, steps, seconds)
         found = self._slots.searches(outputs, launched.round_id, launched.version)
-        enter_hypotheses(self.programs, self.state, found)
+        enter_hypotheses(self.programs, self.state, found, self.backend.num_shards)
         known = self._slots.collect(outputs, launched.round_id, launched.version)
         self._tier.on_round(outputs.scalars["host_call"])
         self._scores.take()

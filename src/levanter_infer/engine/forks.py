@@ -11,6 +11,7 @@ from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.host_tier import HostTier
 from levanter_infer.engine.sequence import Group
 from levanter_infer.engine.sequence import Sequence as HostSequence
+from levanter_infer.engine.sharded import told_one_shard
 from levanter_infer.engine.slots import SlotManager
 
 
@@ -62,10 +63,11 @@ class Forks(abc.ABC):
         return added
 
     def _go_on(self, group: Group, sequences: list[HostSequence], ancestors: list[int]) -> None:
-        self.backend.need_one_shard("resample and fork")
+        self.backend.need_one_process("resample and fork")
         self.state = self._tier.begin_anew(self.programs.tier, self.state, group)
-        fields = go_on_from(self._slots, sequences, ancestors, self._rounds)
+        fields = go_on_from(self._slots.of(group), sequences, ancestors, self._rounds)
         if fields is not None:
+            fields = told_one_shard(fields, group.shard, self.backend.num_shards)
             self.state = self.programs.resample(self.state, *self.backend.put(fields))
 
 

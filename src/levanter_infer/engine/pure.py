@@ -17,7 +17,7 @@ from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
 from levanter_infer.engine.encode_sampling import SamplingColumns
 from levanter_infer.engine.params import SamplingParams, check_limits
-from levanter_infer.engine.tile_search import check_tiles, tile_shape
+from levanter_infer.engine.tile_search import check_given_tiles
 from levanter_infer.kernels import TPU_POOL
 from levanter_infer.models.live import adopt_model
 
@@ -82,8 +82,7 @@ def generate(
     batch, n, for_tpu = prompts.shape[0], params.n, backend.attention in TPU_POOL
     table = _sampling_table(params, batch, shapes, eos_token_ids, seeds)
     pool_dtype = kv_dtype(config, model)
-    if config.tiles is not None:
-        check_tiles(tile_shape(model.config, None, page_size=shapes.page_size, kv_dtype=pool_dtype), config.tiles)
+    check_given_tiles(config.tiles, model.config, None, page_size=shapes.page_size, kv_dtype=pool_dtype)
     pool = empty_cache(model.config, shapes, dtype=pool_dtype, as_bits=backend.on_cpu, for_tpu=for_tpu)
     result = generate_all(
         backend.prepare(model),

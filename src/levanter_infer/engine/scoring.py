@@ -11,6 +11,7 @@ from levanter_infer.decode.state import GenState
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.row_reads import RowReads
 from levanter_infer.engine.sequence import Group, PromptScores
 
 SCORE_ONLY = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0)
@@ -29,9 +30,9 @@ class ScoreReader:
     there, and the device has not waited for anybody.
     """
 
-    def __init__(self, registry: Registry):
-        self._registry = registry
-        self._asked: list[tuple[list[tuple[Group, int]], list[jax.Array]]] = []
+    def __init__(self, registry: Registry, num_shards: int = 1):
+        self._registry, self._num_shards = registry, num_shards
+        self._asked: list[tuple[list[tuple[Group, int]], RowReads, list[jax.Array]]] = []
 
     def ask(self, programs: Programs, state: GenState, leaving: list[tuple[Group, int]]) -> None:
         """Begin to fetch.
@@ -43,23 +44,18 @@ class ScoreReader:
             return
         size, none = state.decode.page_table.page_size, state.decode.sequences.num_slots
         pages = [(group, slot, pages_for(len(group.prompt_token_ids), size)) for group, slot in leaving]
-        slots = np.concatenate([np.full(count, slot, np.int32) for _, slot, count in pages])
-        columns = np.concatenate([np.arange(count, dtype=np.int32) for *_, count in pages])
-        arrays = []
-        for start in range(0, len(slots), READ_PAGES):
-            rest = (0, max(0, start + READ_PAGES - len(slots)))
-            places = (
-                np.pad(slots[start : start + READ_PAGES], rest, constant_values=none),
-                np.pad(columns[start : start + READ_PAGES], rest),
-            )
-            arrays.append(programs.read_scores(state.scores, *jax.device_put(places)))
-        self._asked.append(([(group, count) for group, _, count in pages], arrays))
+        counts = [count for *_, count in pages]
+        reads = RowReads(np.repeat([group.shard or 0 for group, _ in leaving], counts), self._num_shards, READ_PAGES)
+        slots = reads.arguments(np.repeat([slot for _, slot in leaving], counts), fill=none)
+        columns = reads.arguments(np.concatenate([np.arange(count) for count in counts]), fill=0)
+        arrays = [programs.read_scores(state.scores, *places) for places in zip(slots, columns, strict=True)]
+        self._asked.append(([(group, count) for group, _, count in pages], reads, arrays))
 
     def take(self) -> None:
         """Give the groups what was asked for."""
         asked, self._asked = self._asked, []
-        for groups, arrays in asked:
-            pages = np.concatenate([np.asarray(array) for array in arrays])
+        for groups, reads, arrays in asked:
+            pages = reads.rows(arrays)
             begin = 0
             for group, count in groups:
                 self._give(group, pages[begin : begin + count])
@@ -74,7 +70,7 @@ class ScoreReader:
 
     def abandon(self) -> None:
         """Nobody will read what was asked for."""
-        for groups, _ in self._asked:
+        for groups, *_ in self._asked:
             for group, _ in groups:
                 group.sequences[0].finish_reason = "abort"
         self._asked = []

@@ -49,6 +49,12 @@ class ShardedSlots:
     def shapes(self) -> Shapes:
         return self._managers[0].shapes
 
+    @shapes.setter
+    def shapes(self, value: Shapes) -> None:
+        self._empty = jax.tree.map(np.asarray, empty_admission(value))
+        for manager in self._managers:
+            manager.shapes = value
+
     def route(self, groups: Many[Group]) -> None:
         """Decide at once where these go, before they are added."""
         self._groups = [[group for group in of_shard if not group.is_done] for of_shard in self._groups]
@@ -60,12 +66,13 @@ class ShardedSlots:
     def add(self, group: Group, now: float) -> None:
         if group.shard is None:
             self.route([group])
-        self._manager_of(group).add(group, now)
+        self.of(group).add(group, now)
 
     def discard(self, group: Group) -> None:
-        self._manager_of(group).discard(group)
+        self.of(group).discard(group)
 
-    def _manager_of(self, group: Group) -> SlotManager:
+    def of(self, group: Group) -> SlotManager:
+        """The slots of the shard that serves this group."""
         assert group.shard is not None, "it was never added"
         return self._managers[group.shard]
 
@@ -90,12 +97,11 @@ class ShardedSlots:
         return [sequence for manager, shard in pairs for sequence in manager.collect(shard, round_id, version)]
 
     def searches(self, outputs: ShardedOutputs, round_id: int, version: int) -> list[Group]:
-        """Nobody searches on several shards."""
-        return []
+        pairs = zip(self._managers, outputs.shards, strict=True)
+        return [group for manager, shard in pairs for group in manager.searches(shard, round_id, version)]
 
     def take_leaving(self) -> list[tuple[Group, int]]:
-        """No prompts are scored on several shards."""
-        return []
+        return [pair for manager in self._managers for pair in manager.take_leaving()]
 
     def groups(self) -> list[Group]:
         return [group for manager in self._managers for group in manager.groups()]
@@ -169,10 +175,15 @@ def read_outputs(outputs: RoundOutputs, shapes: Shapes, num_shards: int) -> Host
     return ShardedOutputs(outputs, shapes, num_shards)  # type: ignore[return-value]
 
 
-def need_one_shard(num_shards: int, what: str, *, spans_hosts: bool = False) -> None:
-    """Raises: ValueError where `what` is asked of several data shards, or of devices of several processes."""
-    if num_shards > 1:
-        raise ValueError(f"{what}: not with mesh.data={num_shards}; set mesh.data to 1 and use mesh.model")
+def told_one_shard(fields: tuple[np.ndarray, ...], shard: int | None, num_shards: int) -> tuple[np.ndarray, ...]:
+    """Arguments of a program for one shard, beside zeros for the others. Args: shard: None where there is only one."""
+    if num_shards == 1:
+        return fields
+    return tuple(np.stack([field * (i == shard) for i in range(num_shards)]) for field in fields)
+
+
+def need_one_process(what: str, *, spans_hosts: bool) -> None:
+    """Raises: ValueError where `what` is asked of devices of several processes."""
     if spans_hosts:
         raise ValueError(f"{what}: not on a mesh over several hosts yet; use multihost.layout: per_host")
 

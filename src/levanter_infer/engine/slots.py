@@ -47,6 +47,10 @@ class SlotManager:
     def route(self, groups: collections.abc.Sequence[Group]) -> None:
         """Told of all that will be added, before they are; with one shard there is nothing to decide."""
 
+    def of(self, group: Group) -> "SlotManager":
+        """Whose slots serve this group: with one shard these."""
+        return self
+
     def add(self, group: Group, now: float) -> None:
         """Queue a group; its time, if it has a limit, begins `now`."""
         self._pending.push(group)

@@ -44,6 +44,12 @@ def tile_shape(
     )
 
 
+def check_given_tiles(tiles: Tiles | None, config, layout: Layout | None, *, page_size: int, kv_dtype) -> None:
+    """`check_tiles` for a configuration that may leave them out; the rest as in `tile_shape`."""
+    if tiles is not None:
+        check_tiles(tile_shape(config, layout, page_size=page_size, kv_dtype=kv_dtype), tiles)
+
+
 def check_tiles(shape: TileShape, tiles: Tiles) -> None:
     """Raises: ValueError for tiles that the kernels cannot have, whatever memory there is."""
     groups, align = shape.pool.groups, align_queries(shape.q_per_kv * shape.pool.heads_per_group)

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
+from levanter_infer.kernels import huge_pages
 from levanter_infer.kernels.call import AttentionCall
 
 _LIBRARY = "levanter_infer.kernels._native"
@@ -77,11 +78,12 @@ def to_panels(weight: Array, *, isa_name: str | None = None) -> Array:
     outputs and inputs are zeros.
 
     Args:
-        weight: [layers, outputs, inputs], f32 or bf16. May be traced.
-    Returns: f32 or u16 (the bits) [layers, panels, inputs rounded up to even · panel_width].
+        weight: [layers, outputs, inputs] or [outputs, inputs], f32 or bf16. May be traced.
+    Returns: f32 or u16 (the bits) [layers, panels, inputs rounded up to even · panel_width], or without layers. If not
+        traced, in huge pages.
     """
     wide, xp = weight.dtype == jnp.float32, jnp if isinstance(weight, Tracer) else np
-    layers, outputs, inputs = weight.shape
+    *layers, outputs, inputs = weight.shape
     if xp is np:
         bits = np.asarray(weight) if wide else np.asarray(weight).view(np.uint16)
     else:
@@ -90,10 +92,16 @@ def to_panels(weight: Array, *, isa_name: str | None = None) -> Array:
     num_panels, pairs = -(-outputs // width), -(-inputs // 2)
     missing = num_panels * width - outputs, 2 * pairs - inputs
     if any(missing):
-        bits = xp.pad(bits, [(0, 0), (0, missing[0]), (0, missing[1])])
-    apart = bits.reshape(layers, num_panels, width, pairs, 2)
-    order = (0, 1, 3, 4, 2) if wide else (0, 1, 3, 2, 4)
-    return jnp.asarray(xp.transpose(apart, order).reshape(layers, num_panels, 2 * pairs * width))
+        bits = xp.pad(bits, [*[(0, 0)] * len(layers), (0, missing[0]), (0, missing[1])])
+    apart = bits.reshape(*layers, num_panels, width, pairs, 2)
+    last = (-2, -1, -3) if wide else (-2, -3, -1)
+    panels = apart.transpose(*range(apart.ndim - 3), *(apart.ndim + place for place in last))
+    shape = *layers, num_panels, 2 * pairs * width
+    if isinstance(panels, Array):
+        return panels.reshape(shape)
+    kept = huge_pages.empty(shape, panels.dtype)
+    np.copyto(kept.reshape(panels.shape), panels)
+    return jax.device_put(kept)  # which shares it
 
 
 def panel_rows(panels: Array, rows: Array, inputs: int, *, isa_name: str | None = None) -> Array:

@@ -97,6 +97,11 @@ class Layout:
         return Spread((MODEL, EXPERT), self.model.parts * self.experts.parts)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether every device has the whole model."""
+        return self.model.parts == self.experts.parts == 1
+
+    @property
     def num_shards(self) -> int:
         """Devices along `data`: engines with tables of their own."""
         return self.mesh.shape.get(DATA, 1)

@@ -93,10 +93,10 @@ class PanelLinear(eqx.Module):
         axes = linear.weight.axes[1:] if stacked else linear.weight.axes
         outs, ins = axes[: -linear.num_in], axes[-linear.num_in :]
         sizes = [math.prod(axis.size for axis in part) for part in (outs, ins)]
-        panels = to_panels(linear.weight.array.reshape(-1, *sizes))
-        names = tuple(Axis(name, size) for name, size in zip((LAYERS, PANEL, PANEL_SIZE), panels.shape, strict=True))
+        panels = to_panels(linear.weight.array.reshape(*([-1] if stacked else []), *sizes))
+        names = (LAYERS, PANEL, PANEL_SIZE) if stacked else (PANEL, PANEL_SIZE)
         return PanelLinear(
-            panels=NamedArray(panels if stacked else panels[0], names if stacked else names[1:]),
+            panels=NamedArray(panels, tuple(map(Axis, names, panels.shape))),
             bias=linear.bias,
             outs=outs,
             ins=ins,
