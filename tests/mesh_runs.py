@@ -155,6 +155,27 @@ def forked(engine: InferenceEngine) -> dict:
     }
 
 
+def levelled(mesh: MeshConfig) -> dict:
+    """Mixed lengths, known and not: every other request may generate much more than it does."""
+    from tests.tiny_models import tiny_model
+
+    sizes = {**SIZES, "max_seqs": 8, "max_step_tokens": 16, "max_pages": 200, "max_round_steps": 16}
+    engine = InferenceEngine(tiny_model(), config=EngineConfig(**sizes), mesh=mesh)
+    rng = np.random.default_rng(8)
+    made = []
+    for i in range(3000):
+        sampling = SamplingParams(
+            max_tokens=int(rng.integers(2, 30)),
+            seed=i,
+            stop_token_ids=rng.integers(0, 61, 3).tolist() if i % 2 else [],
+        )
+        made.append(Request(prompt_token_ids=rng.integers(0, 61, int(rng.integers(1, 30))).tolist(), sampling=sampling))
+    outputs = engine.generate(made)
+    assert not any(output.error for output in outputs)
+    stats = engine.stats()
+    return {"idle_share": stats["idle_share"], "free": [stats["pages_free"], stats["pages_total"]]}
+
+
 def invariant(mesh: MeshConfig | None) -> dict:
     """Tokens and the bits of log probabilities with the C++ kernels."""
     from tests.tiny_models import tiny_model
@@ -310,6 +331,7 @@ CASES = {
     "studied_one": lambda: studied(None),
     "studied_data2": lambda: studied(MeshConfig(data=2)),
     "studied_data2_model2": lambda: studied(MeshConfig(data=2, model=2)),
+    "levelled_data4": lambda: levelled(MeshConfig(data=4)),
     "invariant_one": lambda: invariant(None),
     "invariant_data2": lambda: invariant(MeshConfig(data=2)),
     "invariant_data4": lambda: invariant(MeshConfig(data=4)),

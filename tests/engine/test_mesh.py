@@ -21,7 +21,7 @@ from levanter_infer.engine.request import Request
 from levanter_infer.engine.routing import expected_tokens, route
 from levanter_infer.engine.row_reads import RowReads
 from levanter_infer.engine.sequence import Group, Sequence
-from levanter_infer.engine.sharded import ShardSteps
+from levanter_infer.engine.sharded import ShardedSlots, ShardSteps
 from levanter_infer.kernels import cpu
 from levanter_infer.layers.layout import Layout
 from tests.tiny_models import tiny_model
@@ -141,6 +141,13 @@ def test_prompts_are_scored_searches_made_and_samples_forked_on_every_shard():
 
 
 @pytest.mark.slow
+def test_no_shard_stands_idle_while_lengths_are_mixed():
+    found = runs("levelled_data4")["levelled_data4"]
+    assert found["free"][0] == found["free"][1]
+    assert len(found["idle_share"]) == 4 and max(found["idle_share"].values()) <= 0.05
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")
 def test_the_bits_of_a_request_are_the_same_on_any_shard_of_any_number():
     found = runs("invariant_one", "invariant_data2", "invariant_data4")
@@ -236,6 +243,30 @@ def test_one_beginning_for_all_is_cut_and_loads_count():
     assert max(shards.count(s) for s in range(4)) <= 17
     shards = route([group(4, 10) for _ in range(10)], [10_000, 0], page_size=16)
     assert set(shards) == {1}
+
+
+def sharded_slots(num_shards: int) -> ShardedSlots:
+    config = EngineConfig(max_seqs=2, max_seq_len=96, page_size=16)
+    return ShardedSlots(resolve_shapes(config, tiny_model(), 0), (), num_shards)
+
+
+def test_a_shard_with_room_takes_over_who_waits_elsewhere_and_deadlines_follow():
+    slots = sharded_slots(2)
+    alike = [group(20, 10, beginning=1) for _ in range(12)]
+    for i, made in enumerate(alike):
+        made.shard, made.timeout_s = 0, 100.0 + i
+        slots.add(made, 0.0)
+    other = group(3, 4)
+    other.shard = 1
+    slots.add(other, 0.0)
+    slots.next_admission(0, 4)
+    assert [made.shard for made in alike] == [0] * 12  # somebody waits at the other shard, too
+    slots.next_admission(1, 4)
+    assert [made.shard for made in alike] == [0] * 4 + [1] * 3 + [0] * 5  # four slots here, three there
+    assert [made.sequences[0].slot is not None for made in alike] == [True] * 7 + [False] * 5
+    assert slots.expire(104.5) == [made.sequences[0] for made in alike[:5]]
+    cancelled = slots.next_admission(2, 4)["cancel"]
+    assert cancelled.sum(axis=1).tolist() == [4, 1] and slots.of(alike[4]) is not slots.of(alike[0])
 
 
 def test_expected_tokens_are_those_of_all_samples_and_one_prompt():

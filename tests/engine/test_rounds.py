@@ -119,3 +119,21 @@ def test_the_host_knows_when_a_round_may_compute_prompts(engine):
         engine.step_round(max_steps=1)
     assert not engine._slots.has_prompts
     engine.drain()
+
+
+def test_rounds_of_several_shards_get_as_long_as_their_requests_suffice():
+    pace = Pace(max_steps=64, max_seconds=100.0)
+    for _ in range(5):
+        pace.on_round(False, 64, 0.1)
+    assert pace.steps(False) == 64
+    pace.on_shards([64, 63, 62, 61])  # a few steps are nothing
+    pace.on_shards([])
+    assert pace.steps(False) == 64
+    pace.on_shards([40, 12, 40, 40])
+    assert pace.steps(False) == 20
+    for _ in range(30):
+        pace.on_shards([20, 20, 20, 20])
+    assert 40 < pace.steps(False) < 64
+    pace.on_shards([1, 0])
+    pace.on_shards([0, 0])
+    assert pace.steps(False) == 1 and pace.steps(False, wanted=3) == 1

@@ -42,6 +42,9 @@ class PendingQueue:
         for priority in sorted(self._priorities):
             yield from self._by_priority[priority]
 
+    def __len__(self) -> int:
+        return sum(map(len, self._by_priority.values()))
+
     def __bool__(self) -> bool:
         return bool(self._priorities)
 

@@ -37,12 +37,14 @@ class ShardedOutputs:
 class ShardedSlots:
     """`SlotManager` for several shards: decides which one serves a request, and then asks that one's.
 
-    Where a request goes depends on the requests alone (`routing.route`).
+    Where a request waits depends on the requests alone (`routing.route`). Before a round, a shard with empty slots for
+    which nobody waits takes over who waits longest at the shard with most of them. That is decided from what the rounds
+    have brought, and so alike on every host.
     """
 
     def __init__(self, shapes: Shapes, eos_token_ids: tuple[int, ...], num_shards: int):
         self._managers = [SlotManager(shapes, eos_token_ids) for _ in range(num_shards)]
-        self._groups: list[list[Group]] = [[] for _ in range(num_shards)]
+        self._groups: list[Group] = []
         self._empty = jax.tree.map(np.asarray, empty_admission(shapes))
 
     @property
@@ -57,11 +59,14 @@ class ShardedSlots:
 
     def route(self, groups: Many[Group]) -> None:
         """Decide at once where these go, before they are added."""
-        self._groups = [[group for group in of_shard if not group.is_done] for of_shard in self._groups]
-        loads = [sum(map(expected_tokens, of_shard)) for of_shard in self._groups]
+        self._groups = [group for group in self._groups if not group.is_done]
+        loads = [0] * len(self._managers)
+        for group in self._groups:
+            assert group.shard is not None
+            loads[group.shard] += expected_tokens(group)
         for group, shard in zip(groups, route(groups, loads, self.shapes.page_size), strict=True):
-            self._groups[shard].append(group)
             group.shard = shard
+        self._groups += groups
 
     def add(self, group: Group, now: float) -> None:
         if group.shard is None:
@@ -77,7 +82,8 @@ class ShardedSlots:
         return self._managers[group.shard]
 
     def expire(self, now: float) -> list[Sequence]:
-        return [sequence for manager in self._managers for sequence in manager.expire(now)]
+        due = [group for manager in self._managers for group in manager.take_due(now)]
+        return [sequence for group in due for sequence in self.of(group).end(group)]
 
     def abandon(self) -> None:
         for manager in self._managers:
@@ -85,12 +91,20 @@ class ShardedSlots:
 
     def next_admission(self, round_id: int, max_steps: int) -> dict[str, Any]:
         """As of one shard, with a leading axis of shards."""
+        self._level()
         of_shards = [manager.next_admission(round_id, max_steps) for manager in self._managers]
         names = {name for fields in of_shards for name in fields}
         return {
             name: _stacked([fields.get(name, _plain(self._empty, name)) for fields in of_shards])
             for name in sorted(names)
         }
+
+    def _level(self) -> None:
+        """Let shards with room take over who waits elsewhere."""
+        for shard, manager in enumerate(self._managers):
+            fullest = max(self._managers, key=lambda other: other.surplus)
+            for group in manager.take_over(fullest):
+                group.shard = shard
 
     def collect(self, outputs: ShardedOutputs, round_id: int, version: int) -> list[Sequence]:
         pairs = zip(self._managers, outputs.shards, strict=True)
@@ -126,6 +140,10 @@ class ShardedSlots:
     @property
     def has_prompts(self) -> bool:
         return any(manager.has_prompts for manager in self._managers)
+
+    @property
+    def is_short(self) -> bool:
+        return any(manager.is_short for manager in self._managers)
 
     @property
     def is_idle(self) -> bool:
@@ -197,13 +215,15 @@ class ShardSteps:
         """Steps that each shard has stood still while another one went on."""
         self.total = 0
         """Steps of the longest in each round, added up."""
+        self.last = [0] * num_shards
+        """Of each shard in the last round."""
 
     def on_round(self, steps: list[int]) -> int:
         """Args: steps: of each shard since the last reset. Returns: steps of the shard that had most in this round."""
         now = np.asarray(steps, np.int64)
         done = (now - self._last) % 2**32
         self._last = now
-        longest = int(done.max())
+        longest, self.last = int(done.max()), done.tolist()
         self.total += longest
         self.idle += longest - done
         return longest

@@ -73,13 +73,38 @@ class SlotManager:
 
     def expire(self, now: float) -> list[Sequence]:
         """End the groups whose deadline has passed; returns their sequences that had not finished."""
-        ended: list[Sequence] = []
+        return [sequence for group in self.take_due(now) for sequence in self.end(group)]
+
+    def take_due(self, now: float) -> list[Group]:
+        """Groups that were added here and whose deadline has passed since the last call."""
+        due = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            group = heapq.heappop(self._deadlines)[-1]
-            ended += [sequence for sequence in group.sequences if sequence.finish_reason is None]
-            if not group.is_done:
-                self.discard(group)
+            due.append(heapq.heappop(self._deadlines)[-1])
+        return due
+
+    def end(self, group: Group) -> list[Sequence]:
+        """`discard`, for who wants to know which sequences had not finished."""
+        ended = [sequence for sequence in group.sequences if sequence.finish_reason is None]
+        if not group.is_done:
+            self.discard(group)
         return ended
+
+    @property
+    def surplus(self) -> int:
+        """Groups that wait here beyond those that there are slots for."""
+        return len(self._pending) - len(self._free)
+
+    def take_over(self, other: "SlotManager") -> list[Group]:
+        """Groups that wait elsewhere, first those that wait longest: as many as there are slots for here, where nobody
+        waits, and as `other` has no slots for itself. Their deadlines stay there."""
+        taken: list[Group] = []
+        room = 0 if self._pending or not self.admits else len(self._free)
+        while room > 0 and other.surplus > 0 and len(other._pending.first.sequences) <= room:
+            group = other._pending.pop()
+            room -= len(group.sequences)
+            self._pending.push(group)
+            taken.append(group)
+        return taken
 
     def abandon(self) -> None:
         """End everything that has not finished; the device has forgotten it, and its slots will be others'."""
@@ -277,6 +302,11 @@ class SlotManager:
         for s in ended:
             s.group.search_versions.append(version)  # a hypothesis may be one token longer than the beams
         return [s.group for s in ended]
+
+    @property
+    def is_short(self) -> bool:
+        """Whether somebody waits here for a slot."""
+        return bool(self._pending)
 
     @property
     def is_idle(self) -> bool:

@@ -56,6 +56,11 @@ class Stats:
             self.registry.set(name, 0)
         self.registry.set("pages_free", self._pages_total)
 
+    @property
+    def shard_steps(self) -> list[int]:
+        """Steps of each data shard in the last round; none where there is only one."""
+        return [] if self._shards is None else self._shards.last
+
     def on_submit(self, num_prompt_tokens: int) -> None:
         self.registry.add("prompt_tokens", num_prompt_tokens)
         if self._submitted is None:
