@@ -16,8 +16,9 @@ from tests.pairs import ROOT, Processes, free_port
 
 pytestmark = pytest.mark.slow
 HEARTBEAT_S = 10
-ROWS, FEW = 400, 60
-"""Of a job; few of one on one mesh, whose every step waits for messages between the processes."""
+ROWS, FEW, MANY = 400, 60, 3000
+"""Of a job; few of one on one mesh, whose every step waits for messages between the processes; many of one that a
+process must not finish alone before it misses the other."""
 LOST_LIMIT_S = HEARTBEAT_S + 1
 
 
@@ -163,7 +164,7 @@ def test_the_smallest_budget_wins(start, tmp_path):
 @pytest.mark.parametrize("layout", ["per_host", "one_mesh"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_is_named_and_ends_the_job_and_the_job_goes_on(start, tmp_path, layout, victim):
-    arguments, rows = (ONE_MESH, FEW) if layout == "one_mesh" else ((), ROWS)
+    arguments, rows = (ONE_MESH, FEW) if layout == "one_mesh" else ((), MANY)
     output = tmp_path / "out"
     with start(output, *arguments, rows=rows) as processes:
         processes.wait_for(output, "_commits/*")
