@@ -260,13 +260,27 @@ def test_a_shard_with_room_takes_over_who_waits_elsewhere_and_deadlines_follow()
     other.shard = 1
     slots.add(other, 0.0)
     slots.next_admission(0, 4)
-    assert [made.shard for made in alike] == [0] * 12  # somebody waits at the other shard, too
+    assert [made.shard for made in alike] == [1] * 3 + [0] * 9  # four slots there, one of them for the other
     slots.next_admission(1, 4)
-    assert [made.shard for made in alike] == [0] * 4 + [1] * 3 + [0] * 5  # four slots here, three there
+    assert [made.shard for made in alike] == [1] * 3 + [0] * 9  # no room left
     assert [made.sequences[0].slot is not None for made in alike] == [True] * 7 + [False] * 5
     assert slots.expire(104.5) == [made.sequences[0] for made in alike[:5]]
     cancelled = slots.next_admission(2, 4)["cancel"]
-    assert cancelled.sum(axis=1).tolist() == [4, 1] and slots.of(alike[4]) is not slots.of(alike[0])
+    assert cancelled.sum(axis=1).tolist() == [2, 3] and slots.of(alike[4]) is not slots.of(alike[0])
+
+
+def test_room_is_counted_in_sequences_and_shared_out_evenly():
+    slots = sharded_slots(4)
+    for i in range(6):
+        many = group(5 + i, 4, n=2)
+        many.shard = 0
+        slots.add(many, 0.0)
+    large = group(30, 4, n=4)
+    large.shard, large.priority = 0, -1
+    slots.add(large, 0.0)
+    slots.next_admission(0, 4)
+    assert sorted(len(manager.occupants) for manager in slots._managers) == [4, 4, 4, 4]
+    assert not slots.is_short and slots._managers[0].room == 0
 
 
 def test_expected_tokens_are_those_of_all_samples_and_one_prompt():

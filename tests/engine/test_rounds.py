@@ -125,15 +125,19 @@ def test_rounds_of_several_shards_get_as_long_as_their_requests_suffice():
     pace = Pace(max_steps=64, max_seconds=100.0)
     for _ in range(5):
         pace.on_round(False, 64, 0.1)
+        pace.on_round(True, 64, 0.1)
+    pace.on_shards(False, [64, 63, 62, 61])  # a few steps are nothing
     assert pace.steps(False) == 64
-    pace.on_shards([64, 63, 62, 61])  # a few steps are nothing
-    pace.on_shards([])
-    assert pace.steps(False) == 64
-    pace.on_shards([40, 12, 40, 40])
-    assert pace.steps(False) == 20
+    pace.on_shards(False, [40, 12, 40, 40])
+    assert pace.steps(False) == 20 and pace.steps(True) == 64
     for _ in range(30):
-        pace.on_shards([20, 20, 20, 20])
+        pace.on_shards(False, [20, 20, 20, 20])
     assert 40 < pace.steps(False) < 64
-    pace.on_shards([1, 0])
-    pace.on_shards([0, 0])
+    pace.on_shards(False, [2, 0])
+    pace.on_shards(False, [1, 0])
     assert pace.steps(False) == 1 and pace.steps(False, wanted=3) == 1
+    for _ in range(4):
+        pace.on_shards(False, [1, 1])
+    assert pace.steps(False) == 2
+    pace.on_shards(True, [])  # nobody waits any more
+    assert pace.steps(False) == 64

@@ -432,8 +432,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         self._last_end = end
         steps, prompt_steps = self._stats.on_round(outputs, seconds)
         self._pace.on_round(prompt_steps > 0, steps, seconds)
-        if self._slots.is_short:
-            self._pace.on_shards(self._stats.shard_steps)
+        self._pace.on_shards(prompt_steps > 0, self._stats.shard_steps if self._slots.is_short else [])
         found = self._slots.searches(outputs, launched.round_id, launched.version)
         enter_hypotheses(self.programs, self.state, found, self.backend.num_shards)
         known = self._slots.collect(outputs, launched.round_id, launched.version)

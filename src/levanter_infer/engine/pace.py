@@ -6,8 +6,8 @@ _FIRST_STEPS = 8
 _FIRST_STEPS_WITH_PROMPTS = 2
 _MOST_IDLE = 0.05
 """Of the steps of all shards, what rounds are shortened for."""
-_LONGER = 1.03
-"""From one round to the next: a round too long costs as much as many that are a little too short."""
+_LONGER, _LEAST_LONGER = 0.03, 0.25
+"""A share, and steps, from one round to the next: one that is too long costs as much as many a little too short."""
 
 
 class Pace:
@@ -22,12 +22,12 @@ class Pace:
         self._max_steps, self._max_seconds = max_steps, max_seconds
         self._steps = {False: min(_FIRST_STEPS, max_steps), True: min(_FIRST_STEPS_WITH_PROMPTS, max_steps)}
         self._step_s = {False: 0.0, True: 0.0}
-        self._even = float(max_steps)
+        self._even = {False: float(max_steps), True: float(max_steps)}
         """Steps for which the requests that shards have suffice, as far as is known."""
 
     def steps(self, with_prompts: bool, wanted: int | None = None) -> int:
         """Steps of the next round, at most: the fewer of what fits and what is wanted. Raises: ValueError."""
-        fitting = min(self._steps[with_prompts], int(self._even))
+        fitting = min(self._steps[with_prompts], int(self._even[with_prompts]))
         if wanted is None:
             return fitting
         if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
@@ -38,22 +38,24 @@ class Pace:
         """What a round of so many steps should take; 0 before the first of its kind."""
         return steps * self._step_s[with_prompts]
 
-    def on_shards(self, steps: Sequence[int]) -> None:
-        """Learn from a round of several data shards, while requests wait on the host for slots.
+    def on_shards(self, with_prompts: bool, steps: Sequence[int]) -> None:
+        """Learn from a round of several data shards.
 
         A round ends with its last shard, and only then can the host give the others something to do. Where they have
-        stood still, rounds get half as long, and else a little longer.
+        stood still, rounds of this kind get half as long, and else a little longer.
 
         Args:
-            steps: of each shard.
+            steps: of each shard; empty where nothing can be learnt, because nobody waits for a slot or there is only
+                one shard: then nothing speaks against long rounds.
         """
-        longest = max(steps, default=0)
-        if longest == 0:
+        if not steps:
+            self._even = dict.fromkeys(self._even, float(self._max_steps))
             return
-        if sum(steps) < (1 - _MOST_IDLE) * longest * len(steps):
-            self._even = max(1.0, longest / 2)
-        else:
-            self._even = min(self._even * _LONGER, self._max_steps)
+        longest, even = max(steps), self._even[with_prompts]
+        if sum(steps) >= (1 - _MOST_IDLE) * longest * len(steps):
+            self._even[with_prompts] = min(even + max(_LONGER * even, _LEAST_LONGER), self._max_steps)
+        elif longest > 1:
+            self._even[with_prompts] = max(1.0, longest / 2)
 
     def on_round(self, with_prompts: bool, steps: int, seconds: float) -> None:
         """Learn from a round: whether it computed prompts, its steps, and what it took."""

@@ -13,12 +13,15 @@ class PendingQueue:
     def __init__(self):
         self._by_priority: dict[int, collections.deque[Group]] = {}
         self._priorities: list[int] = []  # a heap of the keys
+        self.num_sequences = 0
+        """Of all groups."""
 
     def push(self, group: Group) -> None:
         if group.priority not in self._by_priority:
             self._by_priority[group.priority] = collections.deque()
             heapq.heappush(self._priorities, group.priority)
         self._by_priority[group.priority].append(group)
+        self.num_sequences += len(group.sequences)
 
     @property
     def first(self) -> Group:
@@ -28,6 +31,7 @@ class PendingQueue:
     def pop(self) -> Group:
         """Take out the first. Requires: there is one."""
         group = self._by_priority[self._priorities[0]].popleft()
+        self.num_sequences -= len(group.sequences)
         self._drop_empty()
         return group
 
@@ -36,14 +40,12 @@ class PendingQueue:
         groups = self._by_priority.get(group.priority)
         if groups is not None and group in groups:
             groups.remove(group)
+            self.num_sequences -= len(group.sequences)
             self._drop_empty()
 
     def groups(self) -> Iterator[Group]:
         for priority in sorted(self._priorities):
             yield from self._by_priority[priority]
-
-    def __len__(self) -> int:
-        return sum(map(len, self._by_priority.values()))
 
     def __bool__(self) -> bool:
         return bool(self._priorities)

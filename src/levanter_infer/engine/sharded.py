@@ -37,9 +37,9 @@ class ShardedOutputs:
 class ShardedSlots:
     """`SlotManager` for several shards: decides which one serves a request, and then asks that one's.
 
-    Where a request waits depends on the requests alone (`routing.route`). Before a round, a shard with empty slots for
-    which nobody waits takes over who waits longest at the shard with most of them. That is decided from what the rounds
-    have brought, and so alike on every host.
+    Where a request waits at first depends on the requests alone (`routing.route`). Before a round, shards with slots
+    for which nobody waits are given who waits first at shards that have none. That is decided from what the rounds have
+    brought, and so alike on every host.
     """
 
     def __init__(self, shapes: Shapes, eos_token_ids: tuple[int, ...], num_shards: int):
@@ -100,11 +100,15 @@ class ShardedSlots:
         }
 
     def _level(self) -> None:
-        """Let shards with room take over who waits elsewhere."""
-        for shard, manager in enumerate(self._managers):
-            fullest = max(self._managers, key=lambda other: other.surplus)
-            for group in manager.take_over(fullest):
-                group.shard = shard
+        """Let who waits where there is no room wait where there is most, one after the other."""
+        while True:
+            taker = max(self._managers, key=lambda manager: manager.room)
+            waiting = [(manager, manager.first_waiting) for manager in self._managers if manager.room < 0]
+            fitting = [(m, group) for m, group in waiting if group is not None and len(group.sequences) <= taker.room]
+            if not fitting:
+                return
+            donor, _ = min(fitting, key=lambda pair: (pair[1].priority, pair[0].room))
+            donor.hand_over(taker).shard = self._managers.index(taker)
 
     def collect(self, outputs: ShardedOutputs, round_id: int, version: int) -> list[Sequence]:
         pairs = zip(self._managers, outputs.shards, strict=True)

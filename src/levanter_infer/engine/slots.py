@@ -90,21 +90,21 @@ class SlotManager:
         return ended
 
     @property
-    def surplus(self) -> int:
-        """Groups that wait here beyond those that there are slots for."""
-        return len(self._pending) - len(self._free)
+    def room(self) -> int:
+        """Slots for which nobody waits here; where it is negative, so many wait for whom there is none."""
+        room = len(self._free) - self._pending.num_sequences
+        return room if self.admits and not self._loading else min(room, 0)
 
-    def take_over(self, other: "SlotManager") -> list[Group]:
-        """Groups that wait elsewhere, first those that wait longest: as many as there are slots for here, where nobody
-        waits, and as `other` has no slots for itself. Their deadlines stay there."""
-        taken: list[Group] = []
-        room = 0 if self._pending or not self.admits else len(self._free)
-        while room > 0 and other.surplus > 0 and len(other._pending.first.sequences) <= room:
-            group = other._pending.pop()
-            room -= len(group.sequences)
-            self._pending.push(group)
-            taken.append(group)
-        return taken
+    @property
+    def first_waiting(self) -> Group | None:
+        """Who would get slots next, if anybody waits and may."""
+        return self._pending.first if self._pending and self.admits else None
+
+    def hand_over(self, other: "SlotManager") -> Group:
+        """Let who waits first here wait there, behind its equals. The deadline stays here."""
+        group = self._pending.pop()
+        other._pending.push(group)
+        return group
 
     def abandon(self) -> None:
         """End everything that has not finished; the device has forgotten it, and its slots will be others'."""
@@ -305,8 +305,8 @@ class SlotManager:
 
     @property
     def is_short(self) -> bool:
-        """Whether somebody waits here for a slot."""
-        return bool(self._pending)
+        """Whether somebody waits here who may get a slot when there is one."""
+        return self.admits and bool(self._pending)
 
     @property
     def is_idle(self) -> bool:
