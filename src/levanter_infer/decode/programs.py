@@ -184,7 +184,7 @@ class Programs:
             fingerprints=fingerprints,
         )
         self._on_recompile = on_recompile
-        self._num_shards = 1 if layout is None else layout.num_shards
+        self._layout = layout
         self._smaller = None if smaller is None else (smaller.state_types, smaller.compilations())
         heads = model.config.num_kv_heads if layout is None else layout.kv_heads
         functions = _functions(shapes, attention, model.config, heads, kv_dtype=kv_dtype, as_bits=as_bits)
@@ -229,8 +229,8 @@ class Programs:
         if self._smaller is not None:
             arguments["extend"] = (self._smaller[0],)
         if self.state_types.scores is not None:
-            lead = () if self._num_shards == 1 else (self._num_shards,)
-            places = jax.ShapeDtypeStruct((*lead, READ_PAGES), jnp.int32)
+            places = jax.ShapeDtypeStruct((READ_PAGES,), jnp.int32)
+            places = places if self._layout is None else self._layout.stacked_types(places)
             arguments["read_scores"] = (self.state_types.scores, places, places)
         return {name: (self._programs[name], types) for name, types in arguments.items()}
 

@@ -70,7 +70,7 @@ def beam_params(pieces: list[tuple[Sequence, int, int]], shapes: Shapes) -> Beam
     return BeamParams(**{name: NamedArray(column, axes) for name, column in columns.items()})  # type: ignore[arg-type]
 
 
-def enter_hypotheses(programs: Programs, state: GenState, groups: list[Group], num_shards: int = 1) -> None:
+def enter_hypotheses(programs: Programs, state: GenState, groups: list[Group], num_shards: int) -> None:
     """Fetch what searches have found and enter it into their sequences, the best first.
 
     Waits for the round in flight: the slots are as they were left, because nobody else has got them yet.

@@ -30,7 +30,7 @@ class ScoreReader:
     there, and the device has not waited for anybody.
     """
 
-    def __init__(self, registry: Registry, num_shards: int = 1):
+    def __init__(self, registry: Registry, num_shards: int):
         self._registry, self._num_shards = registry, num_shards
         self._asked: list[tuple[list[tuple[Group, int]], RowReads, list[jax.Array]]] = []
 
@@ -43,13 +43,13 @@ class ScoreReader:
         if not leaving:
             return
         size, none = state.decode.page_table.page_size, state.decode.sequences.num_slots
-        pages = [(group, slot, pages_for(len(group.prompt_token_ids), size)) for group, slot in leaving]
-        counts = [count for *_, count in pages]
-        reads = RowReads(np.repeat([group.shard or 0 for group, _ in leaving], counts), self._num_shards, READ_PAGES)
-        slots = reads.arguments(np.repeat([slot for _, slot in leaving], counts), fill=none)
+        groups, held = zip(*leaving, strict=True)
+        counts = [pages_for(len(group.prompt_token_ids), size) for group in groups]
+        reads = RowReads(np.repeat([group.shard or 0 for group in groups], counts), self._num_shards, READ_PAGES)
+        slots = reads.arguments(np.repeat(held, counts), fill=none)
         columns = reads.arguments(np.concatenate([np.arange(count) for count in counts]), fill=0)
         arrays = [programs.read_scores(state.scores, *places) for places in zip(slots, columns, strict=True)]
-        self._asked.append(([(group, count) for group, _, count in pages], reads, arrays))
+        self._asked.append((list(zip(groups, counts, strict=True)), reads, arrays))
 
     def take(self) -> None:
         """Give the groups what was asked for."""

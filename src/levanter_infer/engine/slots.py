@@ -177,9 +177,8 @@ class SlotManager:
     def _wanted_slots(self) -> int:
         if self._loading:
             return 0
-        if self._pending and self.admits:
-            return len(self._pending.first.sequences)
-        return self.shapes.num_slots + 1
+        first = self.first_waiting
+        return self.shapes.num_slots + 1 if first is None else len(first.sequences)
 
     def _next_pieces(self, round_id: int) -> list[tuple[Sequence, int, int]]:
         """(sequence, start, length) of what fits into one upload: pieces of long prompts first, then new groups."""
@@ -206,7 +205,8 @@ class SlotManager:
         return pieces
 
     def _can_start_next(self) -> bool:
-        return self.admits and bool(self._pending) and len(self._free) >= len(self._pending.first.sequences)
+        first = self.first_waiting
+        return first is not None and len(self._free) >= len(first.sequences)
 
     def _encode(self, pieces: list[tuple[Sequence, int, int]]) -> dict[str, np.ndarray | object]:
         shapes = self.shapes
@@ -306,7 +306,7 @@ class SlotManager:
     @property
     def is_short(self) -> bool:
         """Whether somebody waits here who may get a slot when there is one."""
-        return self.admits and bool(self._pending)
+        return self.first_waiting is not None
 
     @property
     def is_idle(self) -> bool:
