@@ -31,6 +31,7 @@ from levanter_infer.facts import flag_facts, version_facts
 from levanter_infer.rows import NOT_FINITE, Row, RowWriter, escape_for_terminal
 from levanter_infer.runtime.aborts import LOST
 from levanter_infer.runtime.agreement import agree
+from levanter_infer.runtime.collector import collector_paused
 from levanter_infer.runtime.compile_cache import enable_compile_cache
 from levanter_infer.runtime.hosts import HostLost, Hosts
 from levanter_infer.runtime.multihost import PER_HOST, joined
@@ -243,6 +244,7 @@ def join(config: RunConfig, orderly: tuple[type[BaseException], ...] = ()) -> It
         yield hosts
 
 
+@collector_paused()
 def make_engine(config: RunConfig, num_rows: int, hosts: Hosts | None = None) -> "InferenceEngine":
     """Load model and tokenizer, and say what was chosen.
 

@@ -35,6 +35,7 @@ from levanter_infer.engine.uploads import Uploads
 from levanter_infer.engine.versions import Versions
 from levanter_infer.models.live import adopt_model
 from levanter_infer.runtime.agreement import agree, agree_least
+from levanter_infer.runtime.collector import collector_paused
 from levanter_infer.runtime.hosts import Hosts
 from levanter_infer.runtime.memory import peak_bytes, return_free_memory
 from levanter_infer.runtime.multihost import hosts_of_this_process
@@ -81,6 +82,7 @@ class InferenceEngine(Forks, Spilling, Versions):
             and programs before the first launch.
     """
 
+    @collector_paused()
     def __init__(
         self,
         model,
@@ -369,6 +371,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         launched, self._in_flight = self._in_flight, None
         return self._read(launched) if launched is not None else []
 
+    @collector_paused()
     def warmup(self) -> None:
         """Compile all programs now rather than with the first request; later calls do nothing."""
         if self._warm:
@@ -384,6 +387,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         self._stats.registry.set("compile_s", self._compile_s)
         return_free_memory()
 
+    @collector_paused()
     def _extend(self, **changes) -> None:
         """Go on with programs that can do more: `changes` to the shapes that add tables to the state.
 
