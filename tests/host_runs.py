@@ -1,4 +1,5 @@
-"""One engine over the devices of several processes. `python -m tests.host_runs INDEX COUNT PORT`, once for each; JSON.
+"""One engine over the devices of several processes, JSON. `python -m tests.host_runs INDEX COUNT PORT DEVICES CASE…`,
+once for each. DEVICES are of each process. Cases are those of `mesh_runs`, and `disturbed`.
 
 Process 1 has a clock that began elsewhere and goes three times as fast.
 """
@@ -8,9 +9,6 @@ import os
 import sys
 import time
 
-DEVICES = 2
-"""Of each process."""
-
 
 def skew_clocks() -> None:
     """Before anybody has taken a clock."""
@@ -19,8 +17,8 @@ def skew_clocks() -> None:
         setattr(time, name, lambda real=real: 1e6 + 3 * real())
 
 
-def main(index: int, count: int, port: str) -> None:
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={DEVICES}"
+def main(index: int, count: int, port: str, devices: str, cases: list[str]) -> None:
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={devices}"
     if index == 1:
         skew_clocks()
     import jax
@@ -32,10 +30,16 @@ def main(index: int, count: int, port: str) -> None:
     jax.config.update("jax_disable_most_optimizations", True)
     config = MultihostConfig(f"127.0.0.1:{port}", count, index, layout="one_mesh", heartbeat_s=30)
     with joined(config) as hosts:
-        print(json.dumps(runs(hosts, index)))
+        print(json.dumps({name: run(name, hosts, index) for name in cases}))
 
 
-def runs(hosts, index: int) -> dict:
+def run(name: str, hosts, index: int) -> dict:
+    from tests.mesh_runs import case
+
+    return sized_and_disturbed(hosts, index) if name == "disturbed" else case(name, hosts)
+
+
+def sized_and_disturbed(hosts, index: int) -> dict:
     from levanter_infer.engine.config import EngineConfig
     from levanter_infer.engine.engine import InferenceEngine
     from levanter_infer.engine.mesh import MeshConfig
@@ -90,4 +94,4 @@ def disturbed(engine, index: int) -> dict:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5], cases=sys.argv[5:])

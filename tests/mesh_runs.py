@@ -1,11 +1,16 @@
 """What an engine gives on a mesh of forced CPU devices, as JSON. `python -m tests.mesh_runs CASE…`
 
-A process of its own, because the number of devices is decided before JAX starts.
+A process of its own, because the number of devices is decided before JAX starts. A case is a kind and a mesh, such as
+`many_data2_model4`, or `many_one` for one device without a mesh; or samples of parts and a vocabulary, `sample_4_61`.
 """
 
 import json
 import os
+import re
 import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -16,18 +21,26 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from levanter_infer.axes import MODEL, ROW
+from levanter_infer.checkpoints.load import open_model
+from levanter_infer.checkpoints.save import save_model
+from levanter_infer.checkpoints.source import resolve_source
+from levanter_infer.checkpoints.weights import StoredTensor
 from levanter_infer.decode.sampling import LogitStats, likeliest, sample
 from levanter_infer.decode.sampling_table import SamplingLimits
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.encode_sampling import SamplingColumns
 from levanter_infer.engine.engine import InferenceEngine
-from levanter_infer.engine.mesh import MeshConfig
+from levanter_infer.engine.mesh import MeshConfig, make_mesh
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
 from levanter_infer.engine.sharded import ShardedSlots
+from levanter_infer.layers.layout import Layout
 from levanter_infer.layers.spread import Spread, Vocabulary
 from levanter_infer.models.uncached import next_token
+from levanter_infer.runtime.hosts import Hosts
 
+Place = Mapping[str, Any]
+"""Where an engine runs: its arguments `mesh` and `hosts`."""
 SIZES: dict[str, Any] = {
     **{"max_seqs": 4, "max_seq_len": 64, "page_size": 4, "max_pages": 60, "max_step_tokens": 4},
     **{"attention": "xla", "products": "xla"},
@@ -63,11 +76,12 @@ def requests(count: int) -> list[Request]:
     return made
 
 
-def run(mesh: MeshConfig | None, count: int, model_changes: dict, score_mod=None) -> dict:
+def run(place: Place, count: int, model_changes: Mapping[str, Any] | None = None, score_mod=None) -> dict:
     """Tokens and log probabilities of `requests`, and what the engine says."""
     from tests.tiny_models import tiny_model
 
-    engine = InferenceEngine(tiny_model(**model_changes), config=EngineConfig(**SIZES), mesh=mesh, score_mod=score_mod)
+    model = tiny_model(**model_changes or {})
+    engine = InferenceEngine(model, config=EngineConfig(**SIZES), score_mod=score_mod, **place)
     return results(engine, count)
 
 
@@ -96,12 +110,12 @@ def results(engine: InferenceEngine, count: int) -> dict:
     }
 
 
-def studied(mesh: MeshConfig | None) -> dict:
+def studied(place: Place) -> dict:
     """Scores of prompts, searches with beams, and samples that go on from one another, all on one engine."""
     from tests.tiny_models import tiny_model
 
     sizes = {**SIZES, "max_seqs": 8, "max_step_tokens": 8, "max_prompt_logprobs": 2}
-    engine = InferenceEngine(tiny_model(), config=EngineConfig(**sizes), mesh=mesh)
+    engine = InferenceEngine(tiny_model(), config=EngineConfig(**sizes), **place)
     before = engine.generate(requests(6))  # with programs that know nothing of all this yet
     plain = [list(request.prompt_token_ids or []) for request in requests(24)]
     kinds = [
@@ -155,12 +169,12 @@ def forked(engine: InferenceEngine) -> dict:
     }
 
 
-def levelled(mesh: MeshConfig) -> dict:
+def levelled(place: Place) -> dict:
     """Mixed lengths, known and not: every other request may generate much more than it does."""
     from tests.tiny_models import tiny_model
 
     sizes = {**SIZES, "max_seqs": 8, "max_step_tokens": 16, "max_pages": 200, "max_round_steps": 16}
-    engine = InferenceEngine(tiny_model(), config=EngineConfig(**sizes), mesh=mesh)
+    engine = InferenceEngine(tiny_model(), config=EngineConfig(**sizes), **place)
     rng = np.random.default_rng(8)
     made = []
     for i in range(3000):
@@ -176,12 +190,12 @@ def levelled(mesh: MeshConfig) -> dict:
     return {"idle_share": stats["idle_share"], "free": [stats["pages_free"], stats["pages_total"]]}
 
 
-def invariant(mesh: MeshConfig | None) -> dict:
+def invariant(place: Place) -> dict:
     """Tokens and the bits of log probabilities with the C++ kernels."""
     from tests.tiny_models import tiny_model
 
     sizes = {**SIZES, "attention": "auto", "products": "auto", "numerics": "batch_invariant"}
-    engine = InferenceEngine(tiny_model(), config=EngineConfig(**sizes), mesh=mesh)
+    engine = InferenceEngine(tiny_model(), config=EngineConfig(**sizes), **place)
     assert engine.backend.products == engine.backend.attention == "cpu"
     completions = [completion for output in engine.generate(requests(100)) for completion in output.completions]
     return {
@@ -259,7 +273,7 @@ def sampled(parts: int, vocab_size: int) -> dict:
     }
 
 
-def swapped(mesh: MeshConfig | None) -> dict:
+def swapped(place: Place) -> dict:
     """Tokens under weights that change while they are sampled, and how many are not the likeliest of their version."""
     from tests.tiny_models import tiny_model
 
@@ -270,7 +284,7 @@ def swapped(mesh: MeshConfig | None) -> dict:
     config = EngineConfig(
         max_seqs=4, max_seq_len=length, page_size=4, max_pages=60, max_step_tokens=4, attention="xla", products="xla"
     )
-    engine = InferenceEngine(models[0], config=config, mesh=mesh)
+    engine = InferenceEngine(models[0], config=config, **place)
     before = [str(leaf.sharding) for leaf in jax.tree.leaves((engine.model, engine.state.kv))]
     wrong, versions, tokens = 0, [], 0
     for version, policy in enumerate(("drain", "keep_kv", "recompute", "drain"), 1):
@@ -303,42 +317,75 @@ def swapped(mesh: MeshConfig | None) -> dict:
     }
 
 
+def loaded(place: Place, model_changes: Mapping[str, Any]) -> dict:
+    """Whether a checkpoint read into its parts is what the whole one would be, and what was read for it."""
+    from tests.tiny_models import tiny_model
+
+    mesh = make_mesh(place["mesh"])
+    assert isinstance(mesh, Mesh)
+    read: list[str] = []
+    read_into = StoredTensor.read_into
+
+    def noted(tensor: StoredTensor, out: np.ndarray) -> None:
+        read.append(tensor.name)
+        read_into(tensor, out)
+
+    with tempfile.TemporaryDirectory() as directory:
+        model = tiny_model(**model_changes)
+        save_model(model, Path(directory))
+        stored = open_model(resolve_source(directory))
+        layout = Layout.of(mesh, stored.types.config)
+        StoredTensor.read_into = noted
+        found = stored.read(layout)
+        StoredTensor.read_into = read_into
+    expected = layout.fit_model(model)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    both = [jax.tree.leaves(each) for each in (found, expected)]
+    return {
+        "same_places": all(a.sharding == b.sharding and a.shape == b.shape for a, b in zip(*both, strict=True)),
+        "same_bits": all(
+            x.index == y.index and np.array_equal(np.asarray(x.data), np.asarray(y.data))
+            for a, b in zip(*both, strict=True)
+            for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True)
+        ),
+        "twice": len(read) - len(set(read)),
+        "experts": sorted({int(name.split("experts.")[1].split(".")[0]) for name in read if "experts." in name}),
+    }
+
+
 def by_head(score, q_pos, kv_pos, head):
     """Every head looks at other distances."""
     return score - 0.1 * (head + 1).astype(jnp.float32) * (q_pos - kv_pos).astype(jnp.float32)
 
 
-CASES = {
-    "sample_2_61": lambda: sampled(2, 61),
-    "sample_4_61": lambda: sampled(4, 61),
-    "sample_8_1000": lambda: sampled(8, 1000),
-    "sample_4_11": lambda: sampled(4, 11),
-    "one": lambda: run(None, 16, {}),
-    "data2_model2": lambda: run(MeshConfig(data=2, model=2), 16, {}),
-    "model2": lambda: run(MeshConfig(model=2), 16, {}),
-    "model4": lambda: run(MeshConfig(model=4), 16, {}),
-    "data4": lambda: run(MeshConfig(data=4), 16, {}),
-    "data2_model4": lambda: run(MeshConfig(data=2, model=4), 16, {}),
-    "many_one": lambda: run(None, 200, {}),
-    "many_data4_model2": lambda: run(MeshConfig(data=4, model=2), 200, {}),
-    "heads_one": lambda: run(None, 8, EIGHT_HEADS, by_head),
-    "heads_model4": lambda: run(MeshConfig(model=4), 8, EIGHT_HEADS, by_head),
-    "experts_one": lambda: run(None, 16, EXPERTS),
-    "experts_expert4": lambda: run(MeshConfig(expert=4), 16, EXPERTS),
-    "experts_model2_expert2": lambda: run(MeshConfig(model=2, expert=2), 16, EXPERTS),
-    "experts_data2_model2_expert2": lambda: run(MeshConfig(data=2, model=2, expert=2), 16, EXPERTS),
-    "swapped_data2_model2": lambda: swapped(MeshConfig(data=2, model=2)),
-    "studied_one": lambda: studied(None),
-    "studied_data2": lambda: studied(MeshConfig(data=2)),
-    "studied_data2_model2": lambda: studied(MeshConfig(data=2, model=2)),
-    "levelled_data4": lambda: levelled(MeshConfig(data=4)),
-    "invariant_one": lambda: invariant(None),
-    "invariant_data2": lambda: invariant(MeshConfig(data=2)),
-    "invariant_data4": lambda: invariant(MeshConfig(data=4)),
-    "swapped_model4": lambda: swapped(MeshConfig(model=4)),
-    "tied_one": lambda: run(None, 8, {"tie_word_embeddings": True, "dtype": "bfloat16"}),
-    "tied_model2": lambda: run(MeshConfig(model=2), 8, {"tie_word_embeddings": True, "dtype": "bfloat16"}),
+KINDS: dict[str, Callable[[Place], dict]] = {
+    "some": lambda place: run(place, 16),
+    "many": lambda place: run(place, 200),
+    "heads": lambda place: run(place, 8, EIGHT_HEADS, by_head),
+    "experts": lambda place: run(place, 16, EXPERTS),
+    "loaded": lambda place: loaded(place, EIGHT_HEADS),
+    "loadedexperts": lambda place: loaded(place, EXPERTS),
+    "tied": lambda place: run(place, 8, {"tie_word_embeddings": True, "dtype": "bfloat16"}),
+    "swapped": swapped,
+    "studied": studied,
+    "levelled": levelled,
+    "invariant": invariant,
 }
+
+
+def case(name: str, hosts: Hosts | None = None) -> dict:
+    """Args: hosts: the processes that have the devices; None: this one alone."""
+    kind, _, where = name.partition("_")
+    if kind == "sample":
+        return sampled(*map(int, where.split("_")))
+    return KINDS[kind]({"mesh": mesh_of(where), "hosts": hosts})
+
+
+def mesh_of(name: str) -> MeshConfig | None:
+    """`data2_model4`; `one` is none."""
+    return (
+        None if name == "one" else MeshConfig(**{axis: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)", name)})
+    )
 
 
 def main(names: list[str]) -> None:
@@ -346,7 +393,7 @@ def main(names: list[str]) -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_disable_most_optimizations", True)
-    print(json.dumps({name: CASES[name]() for name in names}))
+    print(json.dumps({name: case(name) for name in names}))
 
 
 if __name__ == "__main__":

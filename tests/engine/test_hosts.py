@@ -2,18 +2,27 @@
 
 import json
 
+import pytest
+
+from levanter_infer.kernels import cpu
 from tests import mesh_runs
-from tests.engine.test_mesh import check_two_shards_of_two_devices
+from tests.engine.test_mesh import LAYOUTS, check_same, check_swapped, check_two_shards_of_two_devices
 from tests.pairs import Processes, free_port
 
 
-def test_two_processes_of_two_devices_give_the_tokens_of_one_device_and_decide_alike(tmp_path):
-    port = str(free_port())
-    with Processes(tmp_path, "tests.host_runs", [["0", "2", port], ["1", "2", port]]) as processes:
-        one = mesh_runs.run(None, 16, {})
-        statuses = processes.wait(240)
+def runs(tmp_path, devices: int, *cases: str, meanwhile=lambda: None) -> list[dict]:
+    """What two processes of `devices` find in `cases` of `host_runs`, and what `meanwhile` gives."""
+    own = [str(free_port()), str(devices), *cases]
+    with Processes(tmp_path, "tests.host_runs", [["0", "2", *own], ["1", "2", *own]]) as processes:
+        here = meanwhile()
+        statuses = processes.wait(900)
         assert statuses == [0, 0], "\n--\n".join(processes.said)
-        first, second = (json.loads(path.read_text().splitlines()[-1]) for path in processes.outputs)
+        return [*(json.loads(path.read_text().splitlines()[-1]) for path in processes.outputs), here]
+
+
+def test_two_processes_of_two_devices_give_the_tokens_of_one_device_and_decide_alike(tmp_path):
+    first, second, one = runs(tmp_path, 2, "disturbed", meanwhile=lambda: mesh_runs.case("some_one"))
+    first, second = first["disturbed"], second["disturbed"]
     assert first == second  # to the bit, whatever the clocks
     check_two_shards_of_two_devices(one, first)
     assert first["max_pages"] == 60 and first["free"] == [120, 120] and first["free_at_the_end"] == 120
@@ -24,3 +33,36 @@ def test_two_processes_of_two_devices_give_the_tokens_of_one_device_and_decide_a
     assert [reasons[i] for i in (0, 1, 3, 6, 7)] == ["length"] * 5
     cancelled = next(round_id for round_id, i in first["known"] if i == 2)
     assert 3 <= cancelled <= 5  # process 1 asked before round 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", LAYOUTS)
+def test_two_hundred_requests_get_the_tokens_of_one_device(tmp_path, mesh):
+    devices, case = mesh_runs.mesh_of(mesh).num_devices // 2, f"many_{mesh}"
+    first, second, one = runs(tmp_path, devices, case, meanwhile=lambda: mesh_runs.case("many_one"))
+    assert first == second
+    check_same(one, first[case])
+
+
+@pytest.mark.slow
+def test_weights_that_change_give_each_token_its_version(tmp_path):
+    first, second, _ = runs(tmp_path, 2, "swapped_data2_model2")
+    assert first == second
+    check_swapped(first["swapped_data2_model2"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")
+def test_the_bits_of_a_request_are_the_same_on_any_shard_of_any_process(tmp_path):
+    first, second, one = runs(tmp_path, 2, "invariant_data4", meanwhile=lambda: mesh_runs.case("invariant_one"))
+    assert first == second
+    many = first["invariant_data4"]
+    assert many["shards"] == 4 and many["tokens"] == one["tokens"] and many["bits"] == one["bits"]
+
+
+@pytest.mark.slow
+def test_a_process_reads_no_expert_that_its_devices_have_not(tmp_path):
+    case = "loadedexperts_expert4"
+    found = [each[case] for each in runs(tmp_path, 2, case)[:2]]
+    assert all(each["same_places"] and each["same_bits"] and each["twice"] == 0 for each in found)
+    assert [each["experts"] for each in found] == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -29,6 +29,7 @@ from tests.tiny_models import tiny_model
 ROOT = Path(__file__).resolve().parents[2]
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
            "norm_topk_prob": True}  # fmt: skip
+LAYOUTS = ("data2", "data4", "model2", "model4", "data2_model2", "data2_model4", "data4_model2")
 MOST_LOGPROB_DIFFERENCE = 2e-4
 """Logits of these models reach 50 and are sums of float32 in another order."""
 
@@ -68,9 +69,9 @@ def check_two_shards_of_two_devices(one: dict, many: dict) -> None:
 
 @pytest.mark.slow  # CI has the same on two processes: tests/engine/test_hosts.py
 def test_two_shards_of_two_devices_give_the_tokens_of_one_device():
-    found = runs("one", "data2_model2")
-    check_two_shards_of_two_devices(found["one"], found["data2_model2"])
-    assert found["data2_model2"]["live_bytes"] == 0
+    found = runs("some_one", "some_data2_model2")
+    check_two_shards_of_two_devices(found["some_one"], found["some_data2_model2"])
+    assert found["some_data2_model2"]["live_bytes"] == 0
 
 
 def check_sampled(found: dict) -> None:
@@ -85,16 +86,18 @@ def test_logits_in_parts_give_the_samples_of_whole_ones(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["model2", "model4", "data4", "data2_model4"])
-def test_other_meshes_give_the_tokens_of_one_device(case):
-    found = runs("one", case)
-    check_same(found["one"], found[case])
+@pytest.mark.parametrize("mesh", LAYOUTS)
+def test_two_hundred_requests_get_the_tokens_of_one_device(mesh):
+    found = runs("many_one", f"many_{mesh}")
+    check_same(found["many_one"], found[f"many_{mesh}"])
 
 
 @pytest.mark.slow
-def test_two_hundred_requests_on_four_shards_of_two():
-    found = runs("many_one", "many_data4_model2")
-    check_same(found["many_one"], found["many_data4_model2"])
+def test_a_checkpoint_is_read_into_its_parts():
+    cases = ["loaded_data2_model4", "loaded_model2", "loadedexperts_model2_expert2", "loadedexperts_data2_expert4"]
+    for found in runs(*cases).values():
+        assert found["same_places"] and found["same_bits"] and found["twice"] == 0
+        assert found["experts"] in ([], list(range(8)))
 
 
 @pytest.mark.slow
@@ -113,13 +116,17 @@ def test_experts_on_devices_of_their_own_give_the_tokens_of_one_device(case):
     assert (layers, experts) == (2, 8 // int(case[-1])) and width == (24 if case == "experts_expert4" else 12)
 
 
+def check_swapped(found: dict) -> None:
+    assert found["wrong"] == 0 and found["tokens"] == 4 * 5 * 12
+    assert found["versions"] == [0, 1, 2, 3] and found["mixed"] > 3
+    assert not found["moved"] and found["free"][0] == found["free"][1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["swapped_data2_model2", "swapped_model4"])
 def test_weights_that_change_give_each_token_its_version(case):
     found = runs(case)[case]
-    assert found["wrong"] == 0 and found["tokens"] == 4 * 5 * 12
-    assert found["versions"] == [0, 1, 2, 3] and found["mixed"] > 3
-    assert not found["moved"] and found["free"][0] == found["free"][1]
+    check_swapped(found)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from levanter_infer.checkpoints.host_parts import HostParts
 from levanter_infer.checkpoints.source import CONFIG, Source, resolve_source
 from levanter_infer.checkpoints.weights import DTYPES, StoredTensor, enumerate_names, stored_tensors
 from levanter_infer.layers.layout import Layout
@@ -57,7 +58,7 @@ class StoredModel:
     """The model with a `jax.ShapeDtypeStruct` in place of every array."""
     read: Callable[..., DecoderModel]
     """`read(layout=None)`: the weights, spread over a mesh if there is a layout. The host holds one stacked parameter
-    at a time beside the model itself."""
+    at a time beside the model itself; of several hosts each what its own devices have of it."""
 
 
 def load_weights(source: Source, *, dtype: str | None = None) -> DecoderModel:
@@ -154,13 +155,28 @@ def _one_dtype(params: list[Parameter], tensors: dict[str, StoredTensor], wanted
 
 
 def _read(param: Parameter, tensors: dict[str, StoredTensor], dtype: np.dtype, layout: Layout | None) -> hax.NamedArray:
+    if layout is not None:
+        return _read_parts(param, tensors, dtype, layout)
     stacked = np.empty((len(param.hf_names), *param.hf_shape), dtype)
     for row, name in zip(stacked, param.hf_names, strict=True):
         tensors[name].read_into(row)
-    stacked = stacked.reshape([axis.size for axis in param.axes])
-    if layout is None:
-        return hax.NamedArray(jax.device_put(stacked), param.axes)
-    return layout.place(layout.fitted(hax.NamedArray(stacked, param.axes)))  # type: ignore[arg-type]
+    return hax.NamedArray(jax.device_put(stacked.reshape([axis.size for axis in param.axes])), param.axes)
+
+
+def _read_parts(param: Parameter, tensors: dict[str, StoredTensor], dtype: np.dtype, layout: Layout) -> hax.NamedArray:
+    """A parameter on a mesh, tensor by tensor. Beside one of them the host has the parts of its own devices alone, and
+    reads no tensor of which they have nothing."""
+    lead, own = param.axes[: param.num_stacked], param.axes[param.num_stacked :]
+    types = hax.NamedArray(jax.ShapeDtypeStruct([axis.size for axis in own], dtype), own)  # type: ignore[arg-type]
+    axes = (*lead, *jax.eval_shape(layout.fitted, types).axes)
+    parts = HostParts(layout.sharding(axes), tuple(axis.size for axis in axes), dtype)
+    tensor = np.empty(param.hf_shape, dtype)
+    for place, name in zip(np.ndindex(*(axis.size for axis in lead)), param.hf_names, strict=True):
+        if parts.want(place):
+            tensors[name].read_into(tensor)
+            whole = layout.fitted(hax.NamedArray(tensor.reshape([axis.size for axis in own]), own))  # type: ignore[arg-type]
+            parts.write(place, np.asarray(whole.array))
+    return hax.NamedArray(parts.place(), axes)
 
 
 def _check_tied(head: StoredTensor, embeddings: StoredTensor) -> None:

@@ -69,6 +69,8 @@ class Parameter:
     """One tensor, or one per layer, or one per layer and expert."""
     hf_shape: tuple[int, ...]
     """Shape of each of these tensors."""
+    num_stacked: int
+    """Leading axes along which they lie."""
 
 
 def parameters(model: DecoderModel, family: Family) -> list[Parameter]:
@@ -85,7 +87,8 @@ def parameters(model: DecoderModel, family: Family) -> list[Parameter]:
         stacked = axes[0].name == LAYERS
         num_in = getattr(owner, "num_in", 1) if path.endswith("_proj.weight") else 1
         experts = "{expert}" in template
-        sizes = [axis.size for axis in axes[stacked + experts :]]
+        num_stacked = stacked + experts
+        sizes = [axis.size for axis in axes[num_stacked:]]
         merged = (_product(sizes),)
         if path.endswith(("_proj.weight", "router.weight")) or path in ("embeddings", "lm_head"):
             merged = (_product(sizes[:-num_in]), _product(sizes[-num_in:]))
@@ -93,7 +96,7 @@ def parameters(model: DecoderModel, family: Family) -> list[Parameter]:
         if experts:
             places = [{**place, "expert": i} for place in places for i in range(axes[1].size)]
         names = tuple(template.format(**place) for place in places)
-        found.append(Parameter(path=path, axes=axes, hf_names=names, hf_shape=merged))
+        found.append(Parameter(path, axes, hf_names=names, hf_shape=merged, num_stacked=num_stacked))
     return found
 
 
