@@ -6,7 +6,7 @@ import pytest
 
 from levanter_infer.kernels import cpu
 from tests import mesh_runs
-from tests.engine.test_mesh import LAYOUTS, check_same, check_swapped, check_two_shards_of_two_devices
+from tests.engine.test_mesh import LAYOUTS, check_same, check_studied, check_swapped, check_two_shards_of_two_devices
 from tests.pairs import Processes, free_port
 
 
@@ -26,8 +26,7 @@ def test_two_processes_of_two_devices_give_the_tokens_of_one_device_and_decide_a
     assert first == second  # to the bit, whatever the clocks
     check_two_shards_of_two_devices(one, first)
     assert first["max_pages"] == 60 and first["free"] == [120, 120] and first["free_at_the_end"] == 120
-    scores, memory = first["refused"]
-    assert "prompt_logprobs: not on a mesh over several hosts" in scores and "other hosts have some of them" in memory
+    assert "other hosts have some of them" in first["refused"]
     reasons, tokens = first["disturbed_reasons"], first["disturbed"]
     assert reasons[2] == reasons[4] == "abort" and tokens[4] == [] and len(tokens[2]) < 50
     assert [reasons[i] for i in (0, 1, 3, 6, 7)] == ["length"] * 5
@@ -49,6 +48,15 @@ def test_weights_that_change_give_each_token_its_version(tmp_path):
     first, second, _ = runs(tmp_path, 2, "swapped_data2_model2")
     assert first == second
     check_swapped(first["swapped_data2_model2"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data2", "model2", "data2_model2"])
+def test_prompts_are_scored_searches_made_and_samples_forked_on_every_shard(tmp_path, mesh):
+    devices, case = mesh_runs.mesh_of(mesh).num_devices // 2, f"studied_{mesh}"
+    first, second, one = runs(tmp_path, devices, case, meanwhile=lambda: mesh_runs.case("studied_one"))
+    assert first == second
+    check_studied(one, first[case])
 
 
 @pytest.mark.slow

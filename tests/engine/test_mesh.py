@@ -14,10 +14,8 @@ import pytest
 from levanter_infer.axes import DATA, EMBED, HEAD_SIZE, KV_HEADS, LAYERS, MODEL, Q_HEADS_PER_GROUP, VOCAB
 from levanter_infer.engine.config import EngineConfig, resolve_shapes
 from levanter_infer.engine.engine import InferenceEngine
-from levanter_infer.engine.intake import Intake
 from levanter_infer.engine.mesh import MeshConfig, make_mesh
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.request import Request
 from levanter_infer.engine.routing import expected_tokens, route
 from levanter_infer.engine.row_reads import RowReads
 from levanter_infer.engine.sequence import Group, Sequence
@@ -132,17 +130,20 @@ def test_weights_that_change_give_each_token_its_version(case):
 @pytest.mark.slow
 def test_prompts_are_scored_searches_made_and_samples_forked_on_every_shard():
     found = runs("studied_one", "studied_data2", "studied_data2_model2")
-    one = found["studied_one"]
-    assert one["errors"] == [] and one["fork_shards"] == [0]
     for case in ("studied_data2", "studied_data2_model2"):
-        many = found[case]
-        assert many["fork_shards"] == [0, 1] and many["free"][0] == many["free"][1]
-        for name in ("errors", "tokens", "forked", "prompt_tops"):
-            assert many[name] == one[name], (case, name)
-        for name in ("prompts", "scores"):
-            for ours, theirs in zip(many[name], one[name], strict=True):
-                np.testing.assert_allclose(ours, theirs, atol=MOST_LOGPROB_DIFFERENCE)
-        np.testing.assert_allclose(many["beams"], one["beams"], atol=MOST_LOGPROB_DIFFERENCE)
+        check_studied(found["studied_one"], found[case])
+        assert found[case]["fork_shards"] == [0, 1]
+
+
+def check_studied(one: dict, many: dict) -> None:
+    assert one["errors"] == [] and one["fork_shards"] == [0]
+    assert many["free"][0] == many["free"][1]
+    for name in ("errors", "tokens", "forked", "prompt_tops"):
+        assert many[name] == one[name], name
+    for name in ("prompts", "scores"):
+        for ours, theirs in zip(many[name], one[name], strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=MOST_LOGPROB_DIFFERENCE)
+    np.testing.assert_allclose(many["beams"], one["beams"], atol=MOST_LOGPROB_DIFFERENCE)
     assert all(len(samples) == 2 for samples in one["forked"])
     assert all(len({tuple(samples[i][:3]) for i in (0, 1)}) == 1 for samples in one["forked"])
 
@@ -220,18 +221,6 @@ def group(length: int, generated: int, *, beginning: int = 0, n: int = 1) -> Gro
     made = Group(str(length), None, ids, SamplingParams(n=n), seed=0, max_len=length + generated)
     made.sequences = [Sequence(group=made, index=i) for i in range(n)]
     return made
-
-
-def test_what_several_hosts_do_not_do_is_refused_with_its_request_alone():
-    config = EngineConfig(max_seqs=2, max_seq_len=96)
-    intake = Intake(resolve_shapes(config, tiny_model(), 0), config, None, 0, spans_hosts=True)
-    assert intake.group(Request(prompt_token_ids=[1]), "0").prompt_token_ids == [1]
-    for name, sampling in (
-        ("prompt_logprobs", SamplingParams(prompt_logprobs=0)),
-        ("num_beams", SamplingParams(num_beams=2)),
-    ):
-        with pytest.raises(ValueError, match=f"{name}: not on a mesh over several hosts yet"):
-            intake.group(Request(prompt_token_ids=[1], sampling=sampling), "1")
 
 
 def test_requests_that_begin_alike_go_to_one_shard_and_shards_get_equal_work():

@@ -230,7 +230,8 @@ class Programs:
             arguments["extend"] = (self._smaller[0],)
         if self.state_types.scores is not None:
             places = jax.ShapeDtypeStruct((READ_PAGES,), jnp.int32)
-            places = places if self._layout is None else self._layout.stacked_types(places)
+            layout = self._layout
+            places = places if layout is None else layout.types(layout.stacked_types(places))
             arguments["read_scores"] = (self.state_types.scores, places, places)
         return {name: (self._programs[name], types) for name, types in arguments.items()}
 

@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 from levanter_infer.cache import KvPages
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.config import EngineConfig, kv_dtype
-from levanter_infer.engine.sharded import need_one_process
 from levanter_infer.kernels import TPU_POOL, cpu, linear_gpu, rpa_gpu, rpa_tpu
 from levanter_infer.kernels.tiling import Tiles
 from levanter_infer.layers.attention import AttentionSpec
@@ -147,10 +146,6 @@ class Backend:
     def spans_hosts(self) -> bool:
         """Whether the mesh has devices of several processes."""
         return self.layout is not None and self.layout.spans_hosts
-
-    def need_one_process(self, what: str) -> None:
-        """Raises: ValueError where `what` is asked of devices of several processes."""
-        need_one_process(what, spans_hosts=self.spans_hosts)
 
     def put(self, tree):
         """Arrays of the host on the device, or on all devices of the mesh."""

@@ -12,6 +12,7 @@ from levanter_infer.decode.programs import Programs
 from levanter_infer.decode.sequence_table import pages_for
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import GenState
+from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.row_reads import RowReads
 from levanter_infer.engine.sequence import Group, Sequence
@@ -70,7 +71,7 @@ def beam_params(pieces: list[tuple[Sequence, int, int]], shapes: Shapes) -> Beam
     return BeamParams(**{name: NamedArray(column, axes) for name, column in columns.items()})  # type: ignore[arg-type]
 
 
-def enter_hypotheses(programs: Programs, state: GenState, groups: list[Group], num_shards: int) -> None:
+def enter_hypotheses(programs: Programs, state: GenState, groups: list[Group], backend: Backend) -> None:
     """Fetch what searches have found and enter it into their sequences, the best first.
 
     Waits for the round in flight: the slots are as they were left, because nobody else has got them yet.
@@ -78,9 +79,9 @@ def enter_hypotheses(programs: Programs, state: GenState, groups: list[Group], n
     if not groups:
         return
     sequences = [s for group in groups for s in group.sequences[: group.params.n]]
-    reads = RowReads([s.group.shard or 0 for s in sequences], num_shards, _READ)
+    reads = RowReads([s.group.shard or 0 for s in sequences], backend.num_shards, _READ)
     slots = reads.arguments([s.slot for s in sequences], fill=0)  # type: ignore[misc]
-    calls = [jax.device_get(programs.found(state, of_call)) for of_call in slots]
+    calls = [jax.device_get(programs.found(state, backend.put(of_call))) for of_call in slots]
     found = jax.tree.map(lambda *results: reads.rows(results), *calls)
     for row, sequence in enumerate(sequences):
         generated = slice(len(sequence.group.prompt_token_ids), int(found.lens[row]))

@@ -37,7 +37,6 @@ def shapes_for(
     values = backend.token_values(types.config, kv_dtype(config, types))
     shapes = backend.adapt(resolve_shapes(config, types, num_eos, unread, values, device_bytes))
     if scoring:
-        backend.need_one_process("prompt_logprobs")
         shapes = dataclasses.replace(shapes, scoring=score_shapes(config, types))
     return shapes
 

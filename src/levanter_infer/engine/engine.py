@@ -43,8 +43,6 @@ from levanter_infer.runtime.multihost import hosts_of_this_process
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.0005
-_ASKED_AS = {"scoring": "prompt_logprobs", "max_beams": "num_beams"}
-"""Fields of `Shapes` that requests change, by what they are asked for with."""
 
 
 @dataclasses.dataclass
@@ -104,7 +102,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         model = model if isinstance(model, StoredModel) else adopt_model(model)
         types = model.types if isinstance(model, StoredModel) else model
         self._weights_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(types))
-        self.backend = backend = Backend.choose(self.config, types, has_mods=has_mods, mesh=make_mesh(mesh))
+        self.backend = Backend.choose(self.config, types, has_mods=has_mods, mesh=make_mesh(mesh))
         self._hosts = hosts_of_this_process() if hosts is None and self.backend.spans_hosts else hosts
         self._council = Together(self._hosts) if self._hosts and self.backend.spans_hosts else Alone(self._hosts)
         is_loaded = not isinstance(model, StoredModel)
@@ -140,7 +138,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         self._rounds = self._submissions = 0
         self._pace = Pace(self.config.max_round_steps, self.config.max_round_seconds)
         self._warm, self._last_end = False, 0.0
-        self._intake = Intake(self.shapes, self.config, tokenizer, seed, backend.spans_hosts)
+        self._intake = Intake(self.shapes, self.config, tokenizer, seed)
         self._start_over()
         logger.info("engine: %s", self.describe())
 
@@ -170,7 +168,7 @@ class InferenceEngine(Forks, Spilling, Versions):
 
     def _start_over(self) -> None:
         self._slots = make_slots(self.shapes, self._eos, self.backend.num_shards)
-        self._scores = ScoreReader(self._stats.registry, self.backend.num_shards)
+        self._scores = ScoreReader(self._stats.registry, self.backend)
         self._tier = HostTier(self.shapes, self._stats.registry, self.config.host_bytes)
         self._in_flight: _Launched | None = None
         self._known: list[HostSequence] = []
@@ -262,7 +260,6 @@ class InferenceEngine(Forks, Spilling, Versions):
         if max_beams != self.shapes.max_beams:
             changes["max_beams"] = max_beams
         if changes:
-            self.backend.need_one_process(" and ".join(_ASKED_AS[name] for name in changes))
             self._extend(**changes)
         self.warmup()
 
@@ -399,6 +396,8 @@ class InferenceEngine(Forks, Spilling, Versions):
         programs, uploads = self.programs.extended(self.model, shapes), Uploads(self.backend, shapes)
         programs.compile_all(self.model, uploads.nothing)
         programs.wait()
+        if self._hosts is not None and self.backend.spans_hosts:
+            agree(self._hosts, "programs", programs.fingerprints())
         self.state = programs.extend(self.state)
         self.programs, self.shapes, self._uploads = programs, shapes, uploads
         self._slots.shapes = shapes
@@ -438,7 +437,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         self._pace.on_round(prompt_steps > 0, steps, seconds)
         self._pace.on_shards(prompt_steps > 0, self._stats.shard_steps if self._slots.is_short else [])
         found = self._slots.searches(outputs, launched.round_id, launched.version)
-        enter_hypotheses(self.programs, self.state, found, self.backend.num_shards)
+        enter_hypotheses(self.programs, self.state, found, self.backend)
         known = self._slots.collect(outputs, launched.round_id, launched.version)
         self._tier.on_round(outputs.scalars["host_call"])
         self._scores.take()

@@ -63,7 +63,6 @@ class Forks(abc.ABC):
         return added
 
     def _go_on(self, group: Group, sequences: list[HostSequence], ancestors: list[int]) -> None:
-        self.backend.need_one_process("resample and fork")
         self.state = self._tier.begin_anew(self.programs.tier, self.state, group)
         fields = go_on_from(self._slots.of(group), sequences, ancestors, self._rounds)
         if fields is not None:

@@ -13,7 +13,6 @@ from levanter_infer.engine.params import SamplingParams, brief, check_limits, de
 from levanter_infer.engine.request import Request
 from levanter_infer.engine.sequence import Group
 from levanter_infer.engine.sequence import Sequence as HostSequence
-from levanter_infer.engine.sharded import need_one_process
 from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
 
 _MAX_SALT = 256
@@ -26,12 +25,10 @@ class Intake:
     Args:
         tokenizer: None: prompts are token ids, and there is no text.
         seed: from which, with its id, a request without a seed derives its own.
-        spans_hosts: whether the engine runs on devices of several processes.
     """
 
-    def __init__(self, shapes: Shapes, config: EngineConfig, tokenizer, seed: int, spans_hosts: bool = False):
+    def __init__(self, shapes: Shapes, config: EngineConfig, tokenizer, seed: int):
         self._shapes, self._config, self._tokenizer, self._seed = shapes, config, tokenizer, seed
-        self._spans_hosts = spans_hosts
         self._roots: dict[tuple[int, str | None], int] = {}
         self.version = 0
         """Of the weights: what they have computed is shared under this version only."""
@@ -59,10 +56,6 @@ class Intake:
             max_logit_bias=self._config.max_logit_bias,
             max_stop_sequences=self._config.max_stop_sequences,
         )
-        if params.prompt_logprobs is not None:
-            need_one_process("prompt_logprobs", spans_hosts=self._spans_hosts)
-        if params.num_beams > 1:
-            need_one_process("num_beams", spans_hosts=self._spans_hosts)
         if params.stop and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer and this engine has none; use stop_token_ids")
         if params.num_sequences > shapes.num_slots:

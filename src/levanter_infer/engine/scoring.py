@@ -8,6 +8,7 @@ from levanter_infer.decode.programs import Programs
 from levanter_infer.decode.scoring import READ_PAGES
 from levanter_infer.decode.sequence_table import pages_for
 from levanter_infer.decode.state import GenState
+from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.params import SamplingParams
@@ -30,8 +31,8 @@ class ScoreReader:
     there, and the device has not waited for anybody.
     """
 
-    def __init__(self, registry: Registry, num_shards: int):
-        self._registry, self._num_shards = registry, num_shards
+    def __init__(self, registry: Registry, backend: Backend):
+        self._registry, self._backend = registry, backend
         self._asked: list[tuple[list[tuple[Group, int]], RowReads, list[jax.Array]]] = []
 
     def ask(self, programs: Programs, state: GenState, leaving: list[tuple[Group, int]]) -> None:
@@ -45,10 +46,13 @@ class ScoreReader:
         size, none = state.decode.page_table.page_size, state.decode.sequences.num_slots
         groups, held = zip(*leaving, strict=True)
         counts = [pages_for(len(group.prompt_token_ids), size) for group in groups]
-        reads = RowReads(np.repeat([group.shard or 0 for group in groups], counts), self._num_shards, READ_PAGES)
+        reads = RowReads(
+            np.repeat([group.shard or 0 for group in groups], counts), self._backend.num_shards, READ_PAGES
+        )
         slots = reads.arguments(np.repeat(held, counts), fill=none)
         columns = reads.arguments(np.concatenate([np.arange(count) for count in counts]), fill=0)
-        arrays = [programs.read_scores(state.scores, *places) for places in zip(slots, columns, strict=True)]
+        put = self._backend.put
+        arrays = [programs.read_scores(state.scores, *put(places)) for places in zip(slots, columns, strict=True)]
         self._asked.append((list(zip(groups, counts, strict=True)), reads, arrays))
 
     def take(self) -> None:

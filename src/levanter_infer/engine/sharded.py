@@ -204,12 +204,6 @@ def told_one_shard(fields: tuple[np.ndarray, ...], shard: int | None, num_shards
     return tuple(np.stack([field * (i == shard) for i in range(num_shards)]) for field in fields)
 
 
-def need_one_process(what: str, *, spans_hosts: bool) -> None:
-    """Raises: ValueError where `what` is asked of devices of several processes."""
-    if spans_hosts:
-        raise ValueError(f"{what}: not on a mesh over several hosts yet; use multihost.layout: per_host")
-
-
 class ShardSteps:
     """How evenly the shards have worked: a shard that has nothing left waits for the end of the round."""
 
