@@ -18,9 +18,9 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from levanter_infer.axes import MODEL, ROW
+from levanter_infer.axes import DATA, MODEL, ROW
 from levanter_infer.checkpoints.load import open_model
 from levanter_infer.checkpoints.save import save_model
 from levanter_infer.checkpoints.source import resolve_source
@@ -190,12 +190,17 @@ def levelled(place: Place) -> dict:
     return {"idle_share": stats["idle_share"], "free": [stats["pages_free"], stats["pages_total"]]}
 
 
-def invariant(place: Place) -> dict:
-    """Tokens and the bits of log probabilities with the C++ kernels."""
+def invariant(place: Place, *, is_live: bool = False) -> dict:
+    """Tokens and the bits of log probabilities with the C++ kernels. `is_live`: of a model spread over `data`."""
     from tests.tiny_models import tiny_model
 
     sizes = {**SIZES, "attention": "auto", "products": "auto", "numerics": "batch_invariant"}
-    engine = InferenceEngine(tiny_model(), config=EngineConfig(**sizes), **place)
+    model = tiny_model()
+    if is_live:
+        mesh = make_mesh(place["mesh"])
+        model = jax.tree.map(lambda leaf: spread_over(mesh, leaf), model)
+        assert not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(model))
+    engine = InferenceEngine(model, config=EngineConfig(**sizes), **place)
     assert engine.backend.products == engine.backend.attention == "cpu"
     completions = [completion for output in engine.generate(requests(100)) for completion in output.completions]
     return {
@@ -203,6 +208,13 @@ def invariant(place: Place) -> dict:
         "bits": [completion.logprobs.view(np.int32).tolist() for completion in completions],
         "shards": engine.backend.num_shards,
     }
+
+
+def spread_over(mesh, leaf: jax.Array) -> jax.Array:
+    """A part for each device along `data` where the first axis can be divided."""
+    whole, parts = np.asarray(leaf), mesh.shape[DATA]
+    sharding = NamedSharding(mesh, PartitionSpec(DATA if whole.ndim and whole.shape[0] % parts == 0 else None))
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
 
 def sampled(parts: int, vocab_size: int) -> dict:
@@ -370,6 +382,7 @@ KINDS: dict[str, Callable[[Place], dict]] = {
     "studied": studied,
     "levelled": levelled,
     "invariant": invariant,
+    "live": lambda place: invariant(place, is_live=True),
 }
 
 

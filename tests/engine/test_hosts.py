@@ -62,10 +62,12 @@ def test_prompts_are_scored_searches_made_and_samples_forked_on_every_shard(tmp_
 @pytest.mark.slow
 @pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")
 def test_the_bits_of_a_request_are_the_same_on_any_shard_of_any_process(tmp_path):
-    first, second, one = runs(tmp_path, 2, "invariant_data4", meanwhile=lambda: mesh_runs.case("invariant_one"))
-    assert first == second
-    many = first["invariant_data4"]
-    assert many["shards"] == 4 and many["tokens"] == one["tokens"] and many["bits"] == one["bits"]
+    cases = ["invariant_data4", "live_data2"]
+    for case, shards in zip(cases, (4, 2), strict=True):
+        first, second, one = runs(tmp_path, shards // 2, case, meanwhile=lambda: mesh_runs.case("invariant_one"))
+        assert first == second
+        many = first[case]
+        assert many["shards"] == shards and many["tokens"] == one["tokens"] and many["bits"] == one["bits"]
 
 
 @pytest.mark.slow
