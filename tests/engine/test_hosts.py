@@ -6,7 +6,14 @@ import pytest
 
 from levanter_infer.kernels import cpu
 from tests import mesh_runs
-from tests.engine.test_mesh import LAYOUTS, check_same, check_studied, check_swapped, check_two_shards_of_two_devices
+from tests.engine.test_mesh import (
+    LAYOUTS,
+    check_loaded,
+    check_same,
+    check_studied,
+    check_swapped,
+    check_two_shards_of_two_devices,
+)
 from tests.pairs import Processes, free_port
 
 
@@ -21,9 +28,11 @@ def runs(tmp_path, devices: int, *cases: str, meanwhile=lambda: None) -> list[di
 
 
 def test_two_processes_of_two_devices_give_the_tokens_of_one_device_and_decide_alike(tmp_path):
-    first, second, one = runs(tmp_path, 2, "disturbed", meanwhile=lambda: mesh_runs.case("some_one"))
-    first, second = first["disturbed"], second["disturbed"]
+    cases = ["disturbed", "loaded_data2_model2"]
+    first, second, one = runs(tmp_path, 2, *cases, meanwhile=lambda: mesh_runs.case("some_one"))
     assert first == second  # to the bit, whatever the clocks
+    check_loaded(first["loaded_data2_model2"])
+    first = first["disturbed"]
     check_two_shards_of_two_devices(one, first)
     assert first["max_pages"] == 60 and first["free"] == [120, 120] and first["free_at_the_end"] == 120
     assert "other hosts have some of them" in first["refused"]
@@ -74,5 +83,5 @@ def test_the_bits_of_a_request_are_the_same_on_any_shard_of_any_process(tmp_path
 def test_a_process_reads_no_expert_that_its_devices_have_not(tmp_path):
     case = "loadedexperts_expert4"
     found = [each[case] for each in runs(tmp_path, 2, case)[:2]]
-    assert all(each["same_places"] and each["same_bits"] and each["twice"] == 0 for each in found)
+    check_loaded(*found)
     assert [each["experts"] for each in found] == [[0, 1, 2, 3], [4, 5, 6, 7]]
