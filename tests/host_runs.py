@@ -36,7 +36,33 @@ def main(index: int, count: int, port: str, devices: str, cases: list[str]) -> N
 def run(name: str, hosts, index: int) -> dict:
     from tests.mesh_runs import case
 
+    if name.startswith("differing_"):
+        return differing(hosts, index, name.removeprefix("differing_"))
     return sized_and_disturbed(hosts, index) if name == "disturbed" else case(name, hosts)
+
+
+def differing(hosts, index: int, call: str) -> dict:
+    """The processes do not call the same, as they must."""
+    from levanter_infer.engine.config import EngineConfig
+    from levanter_infer.engine.engine import InferenceEngine
+    from levanter_infer.engine.mesh import MeshConfig
+    from levanter_infer.engine.params import SamplingParams
+    from levanter_infer.engine.request import Request
+    from tests.mesh_runs import SIZES
+    from tests.tiny_models import tiny_model
+
+    engine = InferenceEngine(tiny_model(), config=EngineConfig(**SIZES), mesh=MeshConfig(model=2), hosts=hosts)
+    group = engine.submit(Request(prompt_token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=30, n=3)))
+    while len(group.sequences[0].token_ids) < 3:
+        engine.step_round(max_steps=1)
+        engine.sync()
+    if call == "resample":
+        engine.resample(group, [0, 0, 1] if index == 0 else [2, 1, 0])
+    else:
+        engine.swap_weights(tiny_model(1), version=5 + index, policy="keep_kv")
+    while not group.is_done:
+        engine.step_round(max_steps=1)
+    return {"tokens": [sequence.token_ids for sequence in group.sequences]}
 
 
 def sized_and_disturbed(hosts, index: int) -> dict:

@@ -25,6 +25,7 @@ from levanter_infer.checkpoints.load import open_model
 from levanter_infer.checkpoints.save import save_model
 from levanter_infer.checkpoints.source import resolve_source
 from levanter_infer.checkpoints.weights import StoredTensor
+from levanter_infer.decode.programs import Programs
 from levanter_infer.decode.sampling import LogitStats, likeliest, sample
 from levanter_infer.decode.sampling_table import SamplingLimits
 from levanter_infer.engine.config import EngineConfig
@@ -207,7 +208,44 @@ def invariant(place: Place, *, is_live: bool = False) -> dict:
         "tokens": [completion.token_ids for completion in completions],
         "bits": [completion.logprobs.view(np.int32).tolist() for completion in completions],
         "shards": engine.backend.num_shards,
+        "given_up": given_up(engine, model) if is_live else [],
     }
+
+
+def given_up(engine: InferenceEngine, model) -> list[bool]:
+    """Of the projections of a model that replaces the engine's with `donate`, whether they are deleted."""
+    given = jax.tree.map(lambda leaf: leaf + 0, model)
+    engine.swap_weights(given, donate=True)
+    mlp, attention = given.layers.mlp, given.layers.attention
+    return [part.weight.array.is_deleted() for part in (mlp.gate_proj, mlp.down_proj, attention.q_proj)]
+
+
+def stored(place: Place) -> dict:
+    """Results with a checkpoint read into its parts, and how often its weights are there as the pool is made."""
+    from tests.tiny_models import tiny_model
+
+    with tempfile.TemporaryDirectory() as directory:
+        save_model(tiny_model(vocab_size=20000, hidden_size=64), Path(directory))
+        tiny_model.cache_clear()
+        model = open_model(resolve_source(directory))
+        before, counts, init = live_bytes(), [], Programs.__init__
+
+        def noted(programs: Programs, *arguments, **named) -> None:
+            init(programs, *arguments, **named)
+            own = programs.init
+            programs.init = lambda: counts.append(live_bytes() - before) or own()
+
+        Programs.__init__ = noted
+        engine = InferenceEngine(model, config=EngineConfig(**SIZES), **place)
+        Programs.__init__ = init
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.types))
+    return {**results(engine, 16), "copies": [count / weights for count in counts]}
+
+
+def live_bytes() -> int:
+    """Of all arrays of this process's devices, each buffer once."""
+    shards = [shard.data for array in jax.live_arrays() for shard in array.addressable_shards]
+    return sum({shard.unsafe_buffer_pointer(): shard.nbytes for shard in shards}.values())
 
 
 def spread_over(mesh, leaf: jax.Array) -> jax.Array:
@@ -382,6 +420,7 @@ KINDS: dict[str, Callable[[Place], dict]] = {
     "studied": studied,
     "levelled": levelled,
     "invariant": invariant,
+    "stored": stored,
     "live": lambda place: invariant(place, is_live=True),
 }
 

@@ -62,10 +62,10 @@ def test_weights_that_change_give_each_token_its_version(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data2", "model2", "data2_model2"])
 def test_prompts_are_scored_searches_made_and_samples_forked_on_every_shard(tmp_path, mesh):
-    devices, case = mesh_runs.mesh_of(mesh).num_devices // 2, f"studied_{mesh}"
-    first, second, one = runs(tmp_path, devices, case, meanwhile=lambda: mesh_runs.case("studied_one"))
+    sizes, case = mesh_runs.mesh_of(mesh), f"studied_{mesh}"
+    first, second, one = runs(tmp_path, sizes.num_devices // 2, case, meanwhile=lambda: mesh_runs.case("studied_one"))
     assert first == second
-    check_studied(one, first[case])
+    check_studied(one, first[case], shards=sizes.data)
 
 
 @pytest.mark.slow
@@ -77,6 +77,27 @@ def test_the_bits_of_a_request_are_the_same_on_any_shard_of_any_process(tmp_path
         assert first == second
         many = first[case]
         assert many["shards"] == shards and many["tokens"] == one["tokens"] and many["bits"] == one["bits"]
+        assert all(many["given_up"])
+    assert len(many["given_up"]) == 3
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_there_once_when_the_pool_is_made(tmp_path):
+    first, second, one = runs(tmp_path, 1, "stored_data2", meanwhile=lambda: mesh_runs.case("stored_one"))
+    assert first == second
+    check_same(one, first["stored_data2"])
+    for found in (one, first["stored_data2"]):
+        (copies,) = found["copies"]
+        assert 0.9 < copies < 1.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["resample", "swap"])
+def test_processes_that_call_differently_end_with_an_error(tmp_path, call):
+    own = [str(free_port()), "1", f"differing_{call}"]
+    with Processes(tmp_path, "tests.host_runs", [["0", "2", *own], ["1", "2", *own]]) as processes:
+        assert processes.wait(300) != [0, 0]
+        assert "has been given other requests or calls than" in processes.said[1]
 
 
 @pytest.mark.slow

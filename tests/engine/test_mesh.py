@@ -135,12 +135,11 @@ def test_weights_that_change_give_each_token_its_version(case):
 def test_prompts_are_scored_searches_made_and_samples_forked_on_every_shard():
     found = runs("studied_one", "studied_data2", "studied_data2_model2")
     for case in ("studied_data2", "studied_data2_model2"):
-        check_studied(found["studied_one"], found[case])
-        assert found[case]["fork_shards"] == [0, 1]
+        check_studied(found["studied_one"], found[case], shards=2)
 
 
-def check_studied(one: dict, many: dict) -> None:
-    assert one["errors"] == [] and one["fork_shards"] == [0]
+def check_studied(one: dict, many: dict, shards: int) -> None:
+    assert one["errors"] == [] and one["fork_shards"] == [0] and many["fork_shards"] == list(range(shards))
     assert many["free"][0] == many["free"][1]
     for name in ("errors", "tokens", "forked", "prompt_tops"):
         assert many[name] == one[name], name

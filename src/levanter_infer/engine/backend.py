@@ -119,7 +119,7 @@ class Backend:
         if self.layout is None:
             return self._as_read(model, donate)
         if self.layout.is_whole:
-            return self.layout.place(self._as_read(self.layout.readable(model), donate), donate=donate)
+            return self.layout.place(self._as_read(model, donate), donate=donate)
         return self._as_read(model if model.is_spread else self.layout.fit_model(model, donate=donate), donate)
 
     def prepared_types(self, types):

@@ -55,8 +55,8 @@ class Council(Protocol):
         """Whether to end a group now; if not, it is among the `cancelled` of a coming round."""
         ...
 
-    def on_admission(self, fields: Mapping[str, Any]) -> None:
-        """What a round admits."""
+    def on_input(self, fields: Mapping[str, Any]) -> None:
+        """What is put into the state from outside: what a round admits, and what callers change."""
         ...
 
 
@@ -89,7 +89,7 @@ class Alone(Council):
     def cancel(self, group: Group) -> bool:
         return True
 
-    def on_admission(self, fields: Mapping[str, Any]) -> None:
+    def on_input(self, fields: Mapping[str, Any]) -> None:
         pass
 
 
@@ -126,8 +126,8 @@ class Together(Council):
             content = hosts.hear(key, math.inf)
         if content["digest"] != self._digest:
             raise RuntimeError(
-                f"{hosts.names[hosts.index]} has admitted other requests than {hosts.names[0]} before round "
-                f"{round_id}; all processes of a mesh must submit the same requests in the same order"
+                f"{hosts.names[hosts.index]} has been given other requests or calls than {hosts.names[0]} before round "
+                f"{round_id}; all processes of a mesh must make the same calls in the same order"
             )
         self._rounds += 1
         self.stopping = self.stopping or content["stop"]
@@ -149,7 +149,7 @@ class Together(Council):
             self._hosts.ask("cancel", self._numbers[group])
         return False
 
-    def on_admission(self, fields: Mapping[str, Any]) -> None:
+    def on_input(self, fields: Mapping[str, Any]) -> None:
         for name in sorted(fields):
             for leaf in jax.tree.leaves(fields[name]):
                 self._digest = zlib.crc32(np.ascontiguousarray(leaf).tobytes(), self._digest)

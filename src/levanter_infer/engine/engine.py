@@ -408,7 +408,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         begin = time.perf_counter()
         with_prompts = self._slots.has_prompts
         fields = self._slots.next_admission(self._rounds, steps) | self._tier.terms()
-        self._council.on_admission(fields)
+        self._council.on_input(fields)
         admission = self._uploads.admission(fields)
         started = time.perf_counter()
         self.state, outputs = self.programs.round(self.model, self.state, admission)

@@ -8,6 +8,7 @@ import numpy as np
 
 from levanter_infer.decode.programs import Programs
 from levanter_infer.engine.backend import Backend
+from levanter_infer.engine.council import Council
 from levanter_infer.engine.host_tier import HostTier
 from levanter_infer.engine.sequence import Group
 from levanter_infer.engine.sequence import Sequence as HostSequence
@@ -24,6 +25,7 @@ class Forks(abc.ABC):
     _slots: SlotManager
     _tier: HostTier
     _rounds: int
+    _council: Council
     _known: list[HostSequence]
 
     @abc.abstractmethod
@@ -44,7 +46,8 @@ class Forks(abc.ABC):
         The round in flight is read first; who weighs samples calls `sync` before. Pages are shared and not copied, and
         every sample keeps its own random numbers, so that descendants of one sample diverge. Finished samples take
         part: who descends from one is finished like it, and a finished one that goes on from one that runs takes a
-        free slot. What ends or begins here is not reported by `step_round`: the caller knows of it.
+        free slot. What ends or begins here is not reported by `step_round`: the caller knows of it. On a mesh over
+        several processes all of them call this, with the same ancestors.
         Raises: ValueError if `ancestors` does not name a sample for each, the prompt is not yet on the device, or no
             slot is free.
         """
@@ -63,6 +66,7 @@ class Forks(abc.ABC):
         return added
 
     def _go_on(self, group: Group, sequences: list[HostSequence], ancestors: list[int]) -> None:
+        self._council.on_input({"ancestors": np.asarray([sequences[0].arrival, *ancestors])})
         self.state = self._tier.begin_anew(self.programs.tier, self.state, group)
         fields = go_on_from(self._slots.of(group), sequences, ancestors, self._rounds)
         if fields is not None:

@@ -10,6 +10,7 @@ from haliax import NamedArray
 
 from levanter_infer.decode.programs import Programs
 from levanter_infer.engine.backend import Backend
+from levanter_infer.engine.council import Council
 from levanter_infer.engine.host_tier import HostTier
 from levanter_infer.engine.intake import Intake
 from levanter_infer.engine.params import brief
@@ -33,6 +34,7 @@ class Versions(abc.ABC):
     _types: Any
     _slots: SlotManager
     _tier: HostTier
+    _council: Council
     _intake: Intake
     _stats: Stats
     _known: list[HostSequence]
@@ -69,6 +71,7 @@ class Versions(abc.ABC):
             raise ValueError(f"policy={brief(policy)}: expected one of {', '.join(POLICIES)}")
         model = adopt_model(model)
         check_same_types(self._types, model)
+        self._council.on_input({"weights": np.asarray([version, POLICIES.index(policy)])})
         if policy == "drain":
             self._check_weights_are_there()
             self._drain_running()

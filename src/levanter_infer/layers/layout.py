@@ -203,16 +203,6 @@ class Layout:
             tree,
         )
 
-    def readable(self, tree):
-        """The same arrays where this process can read them whole: those that are spread over several are gathered."""
-
-        def own(leaf):
-            if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-                return leaf
-            return jax.device_put(leaf, NamedSharding(self.mesh, PartitionSpec())).addressable_data(0)
-
-        return jax.tree.map(own, tree)
-
     def types(self, tree):
         """The types of such a tree, with their places."""
 

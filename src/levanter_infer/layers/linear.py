@@ -12,6 +12,7 @@ import numpy as np
 from haliax import Axis, NamedArray
 from jax import Array
 from jax.core import Tracer
+from jax.experimental.multihost_utils import process_allgather
 
 from levanter_infer.axes import LAYERS, PANEL, PANEL_SIZE
 from levanter_infer.kernels import linear_gpu
@@ -73,6 +74,13 @@ class Linear(eqx.Module):
         return apply(x, self)[0]
 
 
+def readable(array: Array) -> Array:
+    """The same, where this process can read it whole: what several processes have in parts, all of them gather."""
+    if not isinstance(array, jax.Array) or isinstance(array, Tracer):
+        return array
+    return array if array.is_fully_addressable or array.is_fully_replicated else process_allgather(array, tiled=True)
+
+
 class PanelLinear(eqx.Module):
     """A `Linear` for a CPU: its weights lie as the C++ kernels read them, and all layers stay in one piece."""
 
@@ -93,7 +101,7 @@ class PanelLinear(eqx.Module):
         axes = linear.weight.axes[1:] if stacked else linear.weight.axes
         outs, ins = axes[: -linear.num_in], axes[-linear.num_in :]
         sizes = [math.prod(axis.size for axis in part) for part in (outs, ins)]
-        panels = to_panels(linear.weight.array.reshape(*([-1] if stacked else []), *sizes))
+        panels = to_panels(readable(linear.weight.array).reshape(*([-1] if stacked else []), *sizes))
         names = (LAYERS, PANEL, PANEL_SIZE) if stacked else (PANEL, PANEL_SIZE)
         return PanelLinear(
             panels=NamedArray(panels, tuple(map(Axis, names, panels.shape))),

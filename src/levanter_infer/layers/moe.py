@@ -13,7 +13,7 @@ from jax import Array
 from jax.core import Tracer
 
 from levanter_infer.axes import EXPERT, LAYERS, ROW
-from levanter_infer.layers.linear import MIN_ROWS, GpuLinear, Linear, LinearMap, PanelLinear, apply, from_bits
+from levanter_infer.layers.linear import MIN_ROWS, GpuLinear, Linear, LinearMap, PanelLinear, apply, from_bits, readable
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.spread import ALONE, Spread
 
@@ -176,6 +176,6 @@ def block_size(num_pairs: int, num_experts: int) -> int:
 def merged(part: _Stored) -> _Stored:
     """Maps [layers, expert, out, in] as one stack [layers · expert, out, in], in the same memory."""
     array, (layers, experts, *rest) = part.weight.array, part.weight.axes
-    stack = array if isinstance(array, Tracer) else np.asarray(array)
+    stack = array if isinstance(array, Tracer) else np.asarray(readable(array))
     shape = (layers.size * experts.size, *(axis.size for axis in rest))
     return dataclasses.replace(part, weight=NamedArray(stack.reshape(shape), (Axis(LAYERS, shape[0]), *rest)))  # type: ignore[arg-type]
