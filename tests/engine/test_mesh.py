@@ -27,7 +27,7 @@ from tests.tiny_models import tiny_model
 ROOT = Path(__file__).resolve().parents[2]
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
            "norm_topk_prob": True}  # fmt: skip
-LAYOUTS = ("data2", "data4", "model2", "model4", "data2_model2", "data2_model4", "data4_model2")
+LAYOUTS = ("data2", "data4", "model2", "model4", "data2_model2", "data2_model4", "data4_model2", "data4_model4")
 MOST_LOGPROB_DIFFERENCE = 2e-4
 """Logits of these models reach 50 and are sums of float32 in another order."""
 
