@@ -435,9 +435,8 @@ def case(name: str, hosts: Hosts | None = None) -> dict:
 
 def mesh_of(name: str) -> MeshConfig | None:
     """`data2_model4`; `one` is none."""
-    return (
-        None if name == "one" else MeshConfig(**{axis: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)", name)})
-    )
+    sizes = {axis: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)", name)}
+    return MeshConfig(**sizes) if sizes else None
 
 
 def main(names: list[str]) -> None:

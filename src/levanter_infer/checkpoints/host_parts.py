@@ -17,11 +17,9 @@ class HostParts:
 
     def __init__(self, sharding: NamedSharding, shape: tuple[int, ...], dtype: np.dtype):
         self._sharding, self._shape = sharding, shape
-        places = sharding.addressable_devices_indices_map(shape)
-        self._bounds = {device: _bounds(index, shape) for device, index in places.items() if index is not None}
-        self._parts = {
-            bounds: np.empty([stop - start for start, stop in bounds], dtype) for bounds in set(self._bounds.values())
-        }
+        places = sharding.addressable_devices_indices_map(shape).values()
+        distinct = {_bounds(index, shape) for index in places}
+        self._parts = {bounds: np.empty([stop - start for start, stop in bounds], dtype) for bounds in distinct}
 
     def want(self, place: tuple[int, ...]) -> bool:
         """Whether any of the devices has something of the piece at `place`, indices along the leading axes."""
@@ -36,11 +34,13 @@ class HostParts:
 
     def place(self) -> jax.Array:
         """The array, when all pieces have been written."""
-        parts = [jax.device_put(self._parts[bounds], device) for device, bounds in self._bounds.items()]
-        return jax.make_array_from_single_device_arrays(self._shape, self._sharding, parts)
+        parts, shape = self._parts, self._shape
+        return jax.make_array_from_callback(shape, self._sharding, lambda index: parts[_bounds(index, shape)])
 
 
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
+def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
+    """`index`: None is all of the array."""
+    index = (slice(None),) * len(shape) if index is None else index
     return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
 
 
