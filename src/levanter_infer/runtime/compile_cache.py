@@ -27,22 +27,31 @@ def enable_compile_cache() -> Path | None:
     given = jax.config.values["jax_compilation_cache_dir"]
     if given is not None:
         return Path(given)
-    wanted = os.environ.get(VARIABLE)
-    if wanted == "off":
+    if os.environ.get(VARIABLE) == "off":
         return None
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    directory = (Path(wanted) if wanted else home / "levanter_infer" / "xla") / _machine()
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        reason = _unsafe(directory)
+        directory = cache_directory()
     except OSError as error:
-        reason = str(error)
-    if reason is not None:
-        logger.warning("programs are compiled anew at every start: %s. Set %s to a directory", reason, VARIABLE)
+        logger.warning("programs are compiled anew at every start: %s. Set %s to a directory", error, VARIABLE)
         return None
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return directory
+
+
+def cache_directory() -> Path:
+    """The directory of compiled programs for this processor, which only this user can write; made if need be.
+
+    Raises: OSError if it cannot be made, or others may write it.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    wanted = os.environ.get(VARIABLE)
+    directory = (Path(wanted) if wanted else home / "levanter_infer" / "xla") / _machine()
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    reason = _unsafe(directory)
+    if reason is not None:
+        raise PermissionError(reason)
     return directory
 
 
