@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from levanter_infer.engine.metrics import METRICS
+from levanter_infer.facts import haliax_version
 
 
 def provenance() -> dict[str, object]:
@@ -26,8 +27,8 @@ def provenance() -> dict[str, object]:
             "device": str(jax.devices()[0].device_kind),
             "platform": jax.default_backend(),
         },
-        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "equinox", "haliax")}
-        | {"python": platform.python_version()},
+        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "equinox")}
+        | {"haliax": haliax_version(), "python": platform.python_version()},
     }
 
 

@@ -197,7 +197,7 @@ def _cpu_misfit(device, dtype, what: str) -> str | None:
     if device.platform != "cpu":
         return f"this engine runs on {device.platform}"
     if not cpu.available():
-        return "the kernels were not built, or cannot be loaded; install a C++17 compiler and then the package again"
+        return cpu.why_missing()
     if not cpu.supports_dtype(dtype):
         return f"{what} are {dtype}; the kernels read float32 and bfloat16"
     return None

@@ -1,15 +1,19 @@
 """The `cpu` implementations: C++ kernels that XLA calls (`native/`), for products, attention and logits.
 
-They are optional: where the package was installed without a compiler, `available` is false and the `xla` forms serve.
+They are optional: where the package was installed without a compiler, or they were built for a newer jaxlib,
+`available` is false and the `xla` forms serve.
 A CPU is limited by memory when few tokens are computed, and XLA's own products read 16-bit weights several times.
 """
 
 import ctypes
 import functools
+import importlib.resources
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 from jax import Array
 from jax.core import Tracer
@@ -21,12 +25,15 @@ _LIBRARY = "levanter_infer.kernels._native"
 _DTYPES = (jnp.float32, jnp.bfloat16)
 
 
+_HOW = "installing levanter_infer needs a C++17 compiler (g++ or clang++) for them; install one and install it again"
+
+
 @functools.cache
-def _library() -> ctypes.CDLL | None:
-    """The kernels, made known to XLA; None if they were not built, or for a system that this one cannot load."""
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    """The kernels, registered with XLA; or None, and why they cannot be used."""
     spec = importlib.util.find_spec(_LIBRARY)
     if spec is None or spec.origin is None:
-        return None
+        return None, f"the C++ kernels were not built: {_HOW}"
     calls = ("linear", "place_tokens", "attention", "logit_stats")
     names = [f"levanter_infer_{call}" for call in calls]
     try:
@@ -34,11 +41,34 @@ def _library() -> ctypes.CDLL | None:
         library.levanter_infer_isa.restype = ctypes.c_char_p
         library.levanter_infer_panel.argtypes = [ctypes.c_char_p]
         targets = {name: jax.ffi.pycapsule(getattr(library, name)) for name in names}
-    except (OSError, AttributeError):  # of another system, or of an earlier version
-        return None
+    except (OSError, AttributeError) as error:  # of another system, or of an earlier version
+        return None, f"the C++ kernels cannot be loaded ({error}): {_HOW}"
+    built = getattr(library, "levanter_infer_ffi_api", lambda: 0)()
+    if built > (here := _ffi_api()):
+        # Registered all the same, they would make JAX's start fail.
+        return None, (
+            f"the C++ kernels were built for version {_dotted(built)} of XLA's FFI, and jaxlib {jaxlib.__version__} "
+            f"has {_dotted(here)}, which runs its own and older ones; install levanter_infer again, or a newer jaxlib"
+        )
     for name, target in targets.items():
         jax.ffi.register_ffi_target(name, target, platform="cpu")
-    return library
+    return library, ""
+
+
+def _ffi_api() -> int:
+    """Version of XLA's FFI in this jaxlib, major · 1000 + minor, as its headers say."""
+    header = importlib.resources.files(jaxlib) / "include" / "xla" / "ffi" / "api" / "c_api.h"
+    text = header.read_text(encoding="utf-8") if header.is_file() else ""
+    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", text))
+    return int(found["MAJOR"]) * 1000 + int(found["MINOR"]) if len(found) == 2 else 2**31
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000}"
+
+
+def _library() -> ctypes.CDLL | None:
+    return _load()[0]
 
 
 def available() -> bool:
@@ -46,14 +76,16 @@ def available() -> bool:
     return _library() is not None
 
 
+def why_missing() -> str:
+    """Why the kernels cannot be used, and what to do; empty if they can."""
+    return _load()[1]
+
+
 def isa() -> str:
     """The instruction set that the kernels use on this processor: avx512, avx2 or generic."""
     library = _library()
     if library is None:
-        raise ValueError(
-            'the "cpu" kernels were not built, or cannot be loaded: installing levanter_infer needs a C++17 compiler '
-            "(g++ or clang++) for them; install one and install the package again, or use xla"
-        )
+        raise ValueError(f"{why_missing()}; or use xla")
     return library.levanter_infer_isa().decode()
 
 
