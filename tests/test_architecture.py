@@ -24,6 +24,7 @@ LAYERS = [
     {"checkpoints"},
     {"decode"},
     {"engine"},
+    {"columns"},
     {"config"},
     {"rows"},
     {"facts"},
