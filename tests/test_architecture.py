@@ -24,6 +24,7 @@ LAYERS = [
     {"checkpoints"},
     {"decode"},
     {"engine"},
+    {"keys"},
     {"config"},
     {"rows"},
     {"facts"},
