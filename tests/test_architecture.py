@@ -25,6 +25,7 @@ LAYERS = [
     {"decode"},
     {"engine"},
     {"columns"},
+    {"keys"},
     {"config"},
     {"rows"},
     {"facts"},

@@ -45,6 +45,14 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def package_version() -> str:
+    """Of this package; `0+unknown` where it is imported without having been installed."""
+    try:
+        return importlib.metadata.version("levanter-infer")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
 def version_facts(more: Sequence[str] = ()) -> dict[str, str]:
     """Versions of what computes and writes results, `more` packages included; of this one also what its files are."""
     return {
