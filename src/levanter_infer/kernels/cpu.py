@@ -43,7 +43,8 @@ def _load() -> ctypes.CDLL | str:
         for name, target in targets.items():
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(target), platform="cpu")
     except jax.errors.JaxRuntimeError as error:
-        return f"they were built for another jaxlib than {importlib.metadata.version('jaxlib')} ({str(error).splitlines()[0]})"
+        version, said = importlib.metadata.version("jaxlib"), str(error).splitlines()[0]
+        return f"they were built for another jaxlib than {version} ({said})"
     return library
 
 
