@@ -248,7 +248,7 @@ def test_a_killed_process_loses_nothing_and_the_bytes_are_the_same(arguments, co
     ("options", "message"),
     [
         (["--worker", "2/2"], "expected i/n with i from 0 to n - 1"),
-        (["--batch.format", "csv"], "expected jsonl or parquet"),
+        (["--batch.format", "csv"], "expected jsonl, parquet or openai"),
         (["--batch.rows_per_shard", "0"], "expected at least 1"),
         (["--prompts", "x"], "both given"),
         (["--overwrite"], "never replaces it"),
@@ -262,4 +262,4 @@ def test_wrong_usage_is_answered_before_anything_is_loaded(command, tmp_path, op
 
 def test_sample_refuses_the_keys_of_a_job(arguments, capsys):
     assert sample.main([*arguments, *SHARDS]) == 2
-    assert "unknown key batch" in capsys.readouterr().err
+    assert "unknown option --batch" in capsys.readouterr().err
