@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = ("--engine.max_seqs", "4", "--engine.page_size", "8", "--engine.max_step_tokens", "32")
 SHARDS = ("--batch.rows_per_shard", "4")
 SAMPLING = ("--sampling.max_tokens", "24", "--sampling.ignore_eos", "true", "--sampling.seed", "5")
+COLUMNS = ("--output.include", "[logprobs, top_logprobs]")
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def prompts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def arguments(checkpoint, prompts):
-    return ["--model", str(checkpoint), "--prompts_file", str(prompts), *SAMPLING, *SMALL]
+    return ["--model", str(checkpoint), "--prompts_file", str(prompts), *SAMPLING, *SMALL, *COLUMNS]
 
 
 @pytest.fixture
@@ -189,7 +190,7 @@ def test_a_killed_process_loses_nothing_and_the_bytes_are_the_same(arguments, co
     ("options", "message"),
     [
         (["--worker", "2/2"], "expected i/n with i from 0 to n - 1"),
-        (["--batch.format", "csv"], "expected jsonl or parquet"),
+        (["--batch.format", "csv"], "expected jsonl, parquet or openai"),
         (["--batch.rows_per_shard", "0"], "expected at least 1"),
         (["--prompts", "x"], "both given"),
         (["--overwrite"], "never replaces it"),
