@@ -144,9 +144,9 @@ class InferenceEngine(Forks, Spilling, Versions):
         )
         self._rounds = self._submissions = 0
         self._pace = Pace(self.config.max_round_steps, self.config.max_round_seconds)
-        self._warm, self._last_end = False, 0.0
+        self._turns, self._warm, self._last_end = Turns(), False, 0.0
         self._intake = Intake(self.shapes, self.config, tokenizer, seed)
-        self._turns = Turns()
+
         self._start_over()
         logger.info("engine: %s", self.describe())
 

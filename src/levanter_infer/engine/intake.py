@@ -166,9 +166,7 @@ class Intake:
         if request.messages is None:
             for name, default in _CHAT_ONLY.items():
                 if getattr(request, name) is not default:
-                    raise ValueError(
-                        f"{name} is for chats and this request has no messages; give messages or leave it out"
-                    )
+                    raise ValueError(f"{name} is for chats, and this request has no messages; leave it out")
         elif request.continue_final_message and request.add_generation_prompt:
             raise ValueError(
                 "continue_final_message goes on inside the last message, and add_generation_prompt begins another one; "

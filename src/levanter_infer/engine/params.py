@@ -145,7 +145,10 @@ class SamplingParams:
         _check_int("n", self.n, 1, _MAX_INT, "ask for at least one sample")
         _check_int("num_beams", self.num_beams, 1, _MAX_INT, "use 1 to switch it off")
         _check_number("length_penalty", self.length_penalty, -10, 10, "use 0 to switch it off")
-        if not (type(self.early_stopping) is bool or self.early_stopping == "never"):
+        if not (
+            type(self.early_stopping) is bool
+            or (isinstance(self.early_stopping, str) and self.early_stopping == "never")
+        ):
             raise ValueError(f'early_stopping={brief(self.early_stopping)}: expected true, false or "never"')
         if self.best_of is not None:
             _check_int("best_of", self.best_of, self.n, _MAX_INT, "sample at least n, or leave it out")

@@ -222,10 +222,10 @@ MAX_ID_CHARS = 4096
 def _echoed(given) -> list[int]:
     """What was given as token ids, if it is some."""
     if isinstance(given, np.ndarray):
-        return given.tolist() if given.ndim == 1 and given.dtype.kind in "iu" else []
-    if not isinstance(given, list | tuple) or set(map(type, given)) - {int}:
+        given = given.tolist() if given.ndim == 1 and given.dtype.kind in "iu" else []
+    if not isinstance(given, list | tuple) or set(map(type, given)) != {int}:
         return []
-    return list(given)
+    return list(given) if min(given) >= 0 and max(given) < 2**31 else []
 
 
 def _as_list(prompts) -> list:
