@@ -15,6 +15,7 @@ import numpy as np
 
 from levanter_infer.bench.machine import Peaks
 from levanter_infer.engine.metrics import METRICS
+from levanter_infer.facts import haliax_version
 
 
 def provenance() -> dict[str, object]:
@@ -27,8 +28,8 @@ def provenance() -> dict[str, object]:
             "device": str(jax.devices()[0].device_kind),
             "platform": jax.default_backend(),
         },
-        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "equinox", "haliax")}
-        | {"python": platform.python_version()},
+        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "equinox")}
+        | {"haliax": haliax_version(), "python": platform.python_version()},
     }
 
 
