@@ -227,7 +227,7 @@ def _read(name: str) -> dict[tuple[str, int], Path]:
                 continue
             try:
                 row = json.loads(line.decode("utf-8"))
-                if row.get("error") is None:
+                if not row.get("error"):
                     paths[row["id"], row["index"]] = _path(row)
             except KeyError as e:
                 raise ValueError(f"{name}:{number} has no {e.args[0]}; {_REMEDY}") from e
@@ -244,7 +244,7 @@ def _path(row: dict[str, Any]) -> Path:
     if len(logprobs) != len(tokens):
         raise ValueError(f"{len(logprobs)} logprobs of {len(tokens)} tokens")
     tops = row.get("top_logprobs")
-    tops = None if tops is None else [{int(t): _number(v) for t, v in top.items()} for top in tops]
+    tops = [{int(entry["token_id"]): _number(entry["logprob"]) for entry in top} for top in tops] if tops else None
     return Path(list(prompt), list(tokens), [_number(value) for value in logprobs], tops)
 
 

@@ -1,6 +1,7 @@
 """What results depend on beside the configuration: fingerprints, versions, flags, the device."""
 
 import concurrent.futures
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from levanter_infer.checkpoints.source import Source
 
-_PACKAGES = ("jax", "jaxlib", "haliax", "equinox", "numpy", "tokenizers", "jinja2")
+_PACKAGES = ("jax", "jaxlib", "equinox", "numpy", "tokenizers", "jinja2")
 _FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _OF_ONE_HOST = (
     *("jax_compilation_cache", "jax_persistent_cache", "jax_cuda_visible", "jax_rocm_visible", "jax_dump_ir"),
@@ -57,8 +58,17 @@ def version_facts(more: Sequence[str] = ()) -> dict[str, str]:
     return {
         "levanter_infer": f"{importlib.metadata.version('levanter-infer')}+{_code_sha256()[:12]}",
         "python": platform.python_version(),
+        "haliax": haliax_version(),
         **{name: importlib.metadata.version(name) for name in (*_PACKAGES, *more)},
     }
+
+
+def haliax_version() -> str:
+    """Version of the package that is imported as `haliax`: `marin-haliax`, or `haliax` before Python 3.12."""
+    for distribution in ("marin-haliax", "haliax"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(distribution)
+    raise importlib.metadata.PackageNotFoundError("haliax")
 
 
 def flag_facts() -> dict[str, str]:

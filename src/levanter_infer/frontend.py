@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from levanter_infer.columns import NOT_FINITE
 from levanter_infer.config import AnyRunConfig, RunConfig, load_config
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.facts import flag_facts, package_version, version_facts
 from levanter_infer.keys import hint_for
-from levanter_infer.rows import NOT_FINITE, Row, RowWriter, escape_for_terminal
+from levanter_infer.rows import Row, RowWriter, escape_for_terminal
 from levanter_infer.runtime.aborts import LOST
 from levanter_infer.runtime.agreement import agree
 from levanter_infer.runtime.collector import collector_paused

@@ -27,7 +27,7 @@ from levanter_infer.frontend import (
     serve,
     write_files,
 )
-from levanter_infer.rows import Row, escape_for_terminal, output_rows, read_rows
+from levanter_infer.rows import Row, columns_of, escape_for_terminal, read_rows
 from levanter_infer.runtime.agreement import agree
 from levanter_infer.runtime.hosts import Hosts
 from levanter_infer.runtime.multihost import ONE_MESH
@@ -81,9 +81,7 @@ def _run(config: RunConfig, hosts: Hosts | None) -> int:
         requests = [row.request for row in rows if row.request is not None]
         sampled, seconds = serve(engine, requests)
         outputs = merge_outputs(rows, sampled)
-        pairs = zip(rows, outputs, strict=True)
-        each = (output_rows(result, row.request.sampling if row.request else None) for row, result in pairs)
-        write_files(writer, metrics, itertools.chain.from_iterable(each), engine)
+        write_files(writer, metrics, itertools.chain.from_iterable(map(columns_of(config).rows, outputs)), engine)
     if not writes:
         return 1 if any(output.error is not None for output in outputs) else 0
     shown = outputs if output is None else outputs[:_SHOWN_WITH_OUTPUT]

@@ -13,8 +13,9 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from levanter_infer.batch.layout import COUNTS
 from levanter_infer.batch.plan import InputShard, Plan
-from levanter_infer.batch.shard import COMMITS, COUNTS, JOURNALS, OpenShard, dumps, part_name, record_name
+from levanter_infer.batch.shard import COMMITS, JOURNALS, OpenShard, dumps, part_name, record_name
 from levanter_infer.batch.store import Store
 from levanter_infer.engine.params import brief
 from levanter_infer.facts import flat

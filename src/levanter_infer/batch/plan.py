@@ -9,6 +9,8 @@ import array
 import codecs
 import dataclasses
 import hashlib
+import lzma
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
@@ -18,11 +20,13 @@ from levanter_infer.batch import tables
 from levanter_infer.batch.openai import as_row
 from levanter_infer.batch.store import file_system
 from levanter_infer.engine.params import brief
-from levanter_infer.rows import MAX_LINE_BYTES, chat_of, parse_line, row_id
+from levanter_infer.rows import MAX_LINE_BYTES, chat_of, given_id, parse_line, row_id
 
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "text"}
 _COMPRESSED = (".gz", ".bz2", ".xz")
 _MAX_SHOWN = 3
+_UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error)
+"""What files and their compression raise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +122,8 @@ class Input:
             scan = self._scan_table if self._kinds[number] == "parquet" else self._scan_lines
             try:
                 file, found = scan(number, rows, rows_per_shard, ids)
-            except OSError as e:
-                raise ValueError(f"cannot read {path}: {e.strerror or e}") from e
+            except _UNREADABLE as e:
+                raise ValueError(_unreadable_text(path, e)) from e
             files.append(file)
             before = len(shards)
             shards += [dataclasses.replace(shard, index=before + i) for i, shard in enumerate(found)]
@@ -155,8 +159,8 @@ class Input:
                 yield f"{name}:{line}", self._content(self._parse(raw, line, shard.file))
             if count != shard.rows:
                 raise changed
-        except OSError as e:
-            raise ValueError(f"cannot read {path}: {e.strerror or e}") from e
+        except _UNREADABLE as e:
+            raise ValueError(_unreadable_text(path, e)) from e
 
     def _reader(self, number: int) -> IO[bytes]:
         """A file, kept open while its shards are read in order: going forward in a compressed one is cheap."""
@@ -249,6 +253,13 @@ def _kind(path: str) -> str:
     )
 
 
+def _unreadable_text(path: str, e: Exception) -> str:
+    reason = (e.strerror if isinstance(e, OSError) else None) or str(e)
+    if path.lower().endswith(_COMPRESSED):
+        return f"cannot read {path}: {reason}; if it is truncated or damaged, compress it or copy it again"
+    return f"cannot read {path}: {reason}"
+
+
 def _lines(file: IO[bytes], before: int, rows: int | None, on_bytes) -> Iterator[tuple[int, bytes]]:
     """(number from 1, line) of those that are not blank, up to `rows` of them; a line too long is given in part.
 
@@ -272,9 +283,9 @@ def _lines(file: IO[bytes], before: int, rows: int | None, on_bytes) -> Iterator
 def _id_of(content: Any) -> str | None:
     """The id that a row gives itself, if any."""
     if isinstance(content, dict) and "custom_id" in content:
-        content = {"id": content["custom_id"]}
-    given = isinstance(content, dict) and isinstance(content.get("id"), (str, int))
-    return row_id(content, "") if given else None
+        name = content["custom_id"]
+        content = {"id": name} if isinstance(name, str) and name else {}
+    return given_id(content)
 
 
 class _Ids:

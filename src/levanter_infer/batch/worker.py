@@ -9,12 +9,15 @@ from levanter_infer.batch import tables
 from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.batch.drive import Driver, Totals
 from levanter_infer.batch.job import JOB, Job, check_same, job_facts, make_promise, read_promise
+from levanter_infer.batch.layout import layout_of
 from levanter_infer.batch.plan import Input, InputShard, Plan
 from levanter_infer.batch.shard import dumps
 from levanter_infer.batch.store import Store, open_store
 from levanter_infer.batch.together import followed, told
+from levanter_infer.config import CHAT_KEYS
 from levanter_infer.facts import device_facts, model_facts, tokenizer_facts, version_facts
 from levanter_infer.frontend import make_engine, say
+from levanter_infer.rows import chat_settings
 from levanter_infer.runtime.agreement import agree
 from levanter_infer.runtime.hosts import Hosts
 from levanter_infer.runtime.multihost import ONE_MESH
@@ -54,6 +57,8 @@ class Worker:
             config.sampling,
             max_seqs=engine.shapes.max_seqs,
             equal_bytes=job.promise["guarantee"]["numerics"] == "batch_invariant",
+            chat=chat_settings(config),
+            layout=layout_of(config, engine.tokenizer),
         )
         if shards is None:
             shards = job.shards_of(*self.place)
@@ -183,6 +188,8 @@ def _config_facts(config: BatchRunConfig) -> dict[str, Any]:
         "tokenizer": config.tokenizer,
         "prompts_file": config.prompts_file,
         "chat": config.chat,
+        **{key: getattr(config, key) for key in CHAT_KEYS},
+        "output": {"include": sorted(set(config.output.include)) if config.output else []},
         "sampling": dataclasses.asdict(config.sampling) | {"seed": config.sampling.seed or 0},
         "engine": {key: value for key, value in engine.items() if key not in _SCHEDULING},
         "mesh": dataclasses.asdict(config.mesh),

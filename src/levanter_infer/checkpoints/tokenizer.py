@@ -22,6 +22,7 @@ _FILES = (
     "special_tokens_map.json",
     "generation_config.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
 )
 _MAX_FILE_BYTES = 2**28
 _MAX_EOS = 64
@@ -29,6 +30,18 @@ _MAX_EOS = 64
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BOS_BY_CLASS = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
 """Tokenizer classes whose configuration, not whose tokenizer.json, says which special tokens enclose a prompt."""
+_RESERVED = {
+    **dict.fromkeys(
+        ("messages", "tools", "add_generation_prompt", "continue_final_message"),
+        "is a parameter of its own; give it beside chat_template_kwargs",
+    ),
+    **dict.fromkeys(("chat_template", "conversation"), "cannot be replaced; the template is the model's own"),
+    **dict.fromkeys(
+        ("tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length", "tokenizer_kwargs"),
+        "is no variable of a template; the text is returned, to be given to `encode`",
+    ),
+}
+"""Names that are none of a template's variables, and why."""
 
 
 class Tokenizer:
@@ -61,10 +74,11 @@ class Tokenizer:
         self._set_post_processor()
         generation = _parse_json(files, "generation_config.json", where)
         self.eos_token_ids = self._find_eos(generation, model_config or {})
-        self._template_source = _template_source(files, self._config, where)
+        self._template_sources = _template_sources(files, self._config, where)
         self.fingerprint = _fingerprint(files)
         self.is_byte_level = _is_byte_level(files["tokenizer.json"])
         self._bytes_of_token: dict[int, bytes] = {}
+        self._templates: dict[str, ChatTemplate] = {}
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "Tokenizer":
@@ -124,26 +138,59 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._template_source)
+        return bool(self._template_sources)
 
-    @functools.cached_property
-    def _template(self) -> ChatTemplate:
-        if not self._template_source:
+    def _template(self, name: str) -> ChatTemplate:
+        """The template of this name, or the default one."""
+        if not self._template_sources:
             raise ValueError(
                 f"{self._where or 'the model'} has no chat template, so it takes no messages; give a prompt instead"
             )
-        return ChatTemplate(self._template_source)
+        name = name if name in self._template_sources else "default"
+        if name not in self._templates:
+            self._templates[name] = ChatTemplate(self._template_sources[name])
+        return self._templates[name]
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool = True) -> str:
-        """The prompt text of a conversation; encode it without special tokens, the template has written them.
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | str = False,
+        **chat_template_kwargs: object,
+    ) -> str:
+        """The prompt text of a conversation, as transformers 5 renders it.
+
+        Encode it without special tokens: the template has written them.
 
         Args:
-            add_generation_prompt: end with the words that begin the assistant's turn.
+            messages: mappings with `role` and `content`, which is a string or a list of `{"type": "text", "text": ...}`
+                parts. A template that loops over a message's parts gets them as they are; for others they are joined by
+                line breaks.
+            tools: JSON schemas of the functions that the model may call.
+            add_generation_prompt: end with the words that begin the assistant's turn; default: unless
+                `continue_final_message` is given, which excludes it.
+            continue_final_message: end within the last message, so that the model continues it. A string names the
+                entry of the message that is continued, such as "reasoning_content".
+            chat_template_kwargs: further variables of the template, such as `enable_thinking` or `documents`. One that
+                the template does not read is named in a warning.
         Raises: ValueError if there is no template, it fails, or the messages do not suit it.
         """
-        return self._template.render(
-            messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self._named_tokens
+        check_template_kwargs(chat_template_kwargs)
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        template = self._template("default" if tools is None else "tool_use")
+        variables = {"documents": None, **self._named_tokens, **chat_template_kwargs}
+        text = template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **variables,
         )
+        template.warn_of_unread(chat_template_kwargs)
+        return text
 
     def _id_of(self, name: str) -> int | None:
         token = self._named_tokens.get(name)
@@ -234,24 +281,42 @@ def _parse_json(files: Mapping[str, bytes], name: str, where: str) -> dict:
 def _named_tokens(config: Mapping, tokens_map: Mapping) -> dict[str, object]:
     """Text of the special tokens that have a name, as templates see them."""
     named: dict[str, object] = {}
-    for name in _NAMED_TOKENS:
-        value = config.get(name, tokens_map.get(name))
+    others = [name for name in config if name.endswith("_token") and name not in _NAMED_TOKENS]
+    extra = config.get("extra_special_tokens")
+    tokens = {name: config.get(name, tokens_map.get(name)) for name in _NAMED_TOKENS}
+    tokens |= {name: config[name] for name in others} | (extra if isinstance(extra, dict) else {})
+    for name, value in tokens.items():
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):
             named[name] = value
-    extra = config.get("additional_special_tokens", tokens_map.get("additional_special_tokens"))
-    if isinstance(extra, list) and extra:
-        texts = [t.get("content") if isinstance(t, dict) else t for t in extra]
-        named["additional_special_tokens"] = [t for t in texts if isinstance(t, str)]
     return named
 
 
-def _template_source(files: Mapping[str, bytes], config: Mapping, where: str) -> str | None:
-    if "chat_template.jinja" in files:
-        try:
-            return files["chat_template.jinja"].decode("utf-8")
-        except UnicodeDecodeError as e:
-            raise ValueError(f"{where}/chat_template.jinja is not UTF-8: {e}") from e
+def check_template_kwargs(kwargs: Mapping[str, object]) -> None:
+    """Check variables that a caller adds to those of `Tokenizer.apply_chat_template`.
+
+    Raises: ValueError naming one that is not a name, or stands for something else already.
+    """
+    if not isinstance(kwargs, Mapping):
+        raise ValueError(f"chat_template_kwargs is {type(kwargs).__name__}; expected a mapping of names to values")
+    for name in kwargs:
+        if not isinstance(name, str):
+            raise ValueError(f"chat_template_kwargs has the key {name!r:.80}; expected the name of a variable")
+        if name in _RESERVED:
+            raise ValueError(f"chat_template_kwargs: {name!r} {_RESERVED[name]}")
+
+
+def _template_sources(files: Mapping[str, bytes], config: Mapping, where: str) -> dict[str, str]:
+    """Templates by name: "default" and, for chats with tools, perhaps "tool_use"."""
+    texts = {}
+    for name, file in (("default", "chat_template.jinja"), ("tool_use", "additional_chat_templates/tool_use.jinja")):
+        if file in files:
+            try:
+                texts[name] = files[file].decode("utf-8")
+            except UnicodeDecodeError as e:
+                raise ValueError(f"{where}/{file} is not UTF-8: {e}") from e
+    if "default" in texts:
+        return texts
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {str(t.get("name")): t.get("template") for t in template if isinstance(t, dict)}
@@ -260,11 +325,14 @@ def _template_source(files: Mapping[str, bytes], config: Mapping, where: str) ->
                 f"{where}/tokenizer_config.json: chat_template has {str(sorted(named))[:80]}; "
                 "expected one named default"
             )
-        template = named["default"]
-    if template is not None and not isinstance(template, str):
-        kind = type(template).__name__
-        raise ValueError(f"{where}/tokenizer_config.json: chat_template is {kind}, expected a string")
-    return template
+        templates = {name: named[name] for name in ("default", "tool_use") if name in named}
+    else:
+        templates = {} if template is None else {"default": template}
+    for source in templates.values():
+        if not isinstance(source, str):
+            kind = type(source).__name__
+            raise ValueError(f"{where}/tokenizer_config.json: chat_template is {kind}, expected a string")
+    return {name: source for name, source in {**texts, **templates}.items() if source}
 
 
 def _fingerprint(files: Mapping[str, bytes]) -> str:

@@ -38,30 +38,39 @@ def enable_compile_cache() -> Path | None:
     settings = jax.config.values
     if settings["jax_compilation_cache_dir"] is not None:
         return Path(settings["jax_compilation_cache_dir"])
-    wanted = os.environ.get(VARIABLE)
-    if wanted == "off" or not settings["jax_enable_compilation_cache"]:
+    if os.environ.get(VARIABLE) == "off" or not settings["jax_enable_compilation_cache"]:
         return None
     try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        directory = (Path(wanted) if wanted else home / "levanter_infer" / "xla").absolute() / _machine()
-        _make_private(directory)
-        directory = directory.resolve(strict=True)  # a link on the way may be changed after it was looked at
-        reason = _unsafe(directory)
+        directory = cache_directory()
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-        reason = str(error)
-    if reason is not None:
-        if reason not in _refused:
+        if str(error) not in _refused:
             logger.warning(
                 "programs are compiled anew at every start: %s. Set %s to a directory of yours, or to off",
-                reason,
+                error,
                 VARIABLE,
             )
-        _refused.add(reason)
+        _refused.add(str(error))
         return None
     jax.config.update("jax_compilation_cache_dir", str(directory))
     for name, (default, ours) in _THRESHOLDS.items():
         if settings[name] == default and name.upper() not in os.environ:
             jax.config.update(name, ours)
+    return directory
+
+
+def cache_directory() -> Path:
+    """The directory of compiled programs for this processor, which only this user can write; made if need be.
+
+    Raises: OSError if it cannot be made, or others may write it or what is above it; RuntimeError without a home.
+    """
+    wanted = os.environ.get(VARIABLE)
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    directory = (Path(wanted) if wanted else home / "levanter_infer" / "xla").absolute() / _machine()
+    _make_private(directory)
+    directory = directory.resolve(strict=True)  # a link on the way may be changed after it was looked at
+    reason = _unsafe(directory)
+    if reason is not None:
+        raise PermissionError(reason)
     return directory
 
 
