@@ -14,6 +14,7 @@ from levanter_infer import frontend, sample
 from levanter_infer.checkpoints.save import save_model
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Completion, Request, RequestOutput
+from levanter_infer.runtime import progress
 from tests.tiny_models import tiny_model
 from tests.tokenizer_files import CHATML, byte_level, write
 
@@ -243,14 +244,15 @@ def test_command_samples_the_configuration_of_the_repository(checkpoint, tmp_pat
     assert "(0 failed)" in done.stderr and "temperature=0 stop=('\\n',)" in done.stderr
 
 
-def test_progress_is_drawn_only_where_somebody_watches(monkeypatch, capsys):
-    with frontend.progress_bar() as update:
-        assert update is None
+def test_a_bar_is_drawn_only_where_somebody_watches(checkpoint, one_engine, monkeypatch, capsys):
+    arguments = ["--model", str(checkpoint), "--prompts", "hello", "--sampling.max_tokens", "200", *SMALL]
+    monkeypatch.setattr(progress, "BAR_S", 0.0)
+    assert sample.main(arguments) == 0
+    assert "sampling:" not in capsys.readouterr().err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with frontend.progress_bar() as update:
-        assert update is not None
-        update(1, 4, 27)
-    assert "1/4 samples, 27 tokens" in capsys.readouterr().err
+    assert sample.main([*arguments, "--sampling.ignore_eos", "true"]) == 0
+    captured = capsys.readouterr()
+    assert "sampling" in captured.err and "\x1b[2K" in captured.err and "\x1b" not in captured.out
 
 
 def test_value_error_inside_the_engine_is_not_taken_for_the_users_mistake():

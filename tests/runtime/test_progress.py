@@ -9,7 +9,7 @@ import time
 import pytest
 
 from levanter_infer.runtime import progress
-from levanter_infer.runtime.progress import sampling, stage
+from levanter_infer.runtime.progress import sampling_progress, stage
 
 
 @pytest.fixture
@@ -21,10 +21,10 @@ def quick(monkeypatch):
 
 
 @pytest.fixture
-def lines(monkeypatch):
+def lines():
     written: list[str] = []
-    monkeypatch.setattr(progress._monitor, "write", written.append)
-    return written
+    with progress.lines_written_with(written.append):
+        yield written
 
 
 class Screen(io.StringIO):
@@ -122,17 +122,17 @@ def test_a_user_chooses_where_it_is_said(monkeypatch, value, expected):
 def test_sampling_draws_a_bar_and_passes_updates_on(quick, monkeypatch):
     screen, updates = Screen(), []
     monkeypatch.setattr(sys, "stderr", screen)
-    with sampling(True, lambda *update: updates.append(update)) as update:
+    with sampling_progress(True, lambda *update: updates.append(update)) as update:
         assert update is not None
         update(1, 4, 27)
         time.sleep(0.2)
     assert updates == [(1, 4, 27)] and "sampling: 1/4 samples, 27 tokens" in screen.getvalue()
-    with sampling(False, None) as update:
+    with sampling_progress(False, None) as update:
         assert update is None
 
 
 def test_rounds_that_come_are_no_wait_and_one_that_does_not_is(lines, quick):
-    with sampling(None, None) as update:
+    with sampling_progress(None, None) as update:
         assert update is not None
         for i in range(30):
             update(i, 100, i)

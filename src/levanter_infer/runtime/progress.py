@@ -229,9 +229,14 @@ def is_notebook() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
-def write_lines_with(write: Callable[[str], None]) -> None:
-    """Write with `write` instead of the logger from now on; for commands, which talk on standard error."""
-    _monitor.write = write
+@contextlib.contextmanager
+def lines_written_with(write: Callable[[str], None]) -> Iterator[None]:
+    """Write with `write` within, instead of the logger; for commands, which talk on standard error."""
+    before, _monitor.write = _monitor.write, write
+    try:
+        yield
+    finally:
+        _monitor.write = before
 
 
 @contextlib.contextmanager
@@ -259,7 +264,7 @@ Update = Callable[[int, int, int], None]
 
 
 @contextlib.contextmanager
-def sampling(progress: bool | None, on_update: Update | None, name: str = "sampling") -> Iterator[Update | None]:
+def sampling_progress(progress: bool | None, on_update: Update | None) -> Iterator[Update | None]:
     """A progress bar over rounds.
 
     Args:
@@ -270,7 +275,7 @@ def sampling(progress: bool | None, on_update: Update | None, name: str = "sampl
     if progress is False:
         yield on_update
         return
-    with stage(name, after_s=0 if progress else BAR_S) as shown:
+    with stage("sampling", after_s=0 if progress else BAR_S) as shown:
 
         def update(finished: int, total: int, tokens: int) -> None:
             shown.update(finished, total, f"{finished}/{total} samples, {tokens} tokens")
