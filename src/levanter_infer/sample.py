@@ -109,7 +109,7 @@ def run_facts(config: RunConfig, rows: Sequence[Row]) -> dict[str, str]:
             config.tokenizer or config.model.path, None if config.tokenizer else config.model.revision
         ),
         "prompts": hashlib.sha256(repr(rows).encode()).hexdigest(),
-        "device": device_facts(),
+        "device": device_facts(config.engine_config().cpu_isa),
     }
     named = ("model.name", "model.revision", "tokenizer.name")
     return {key: str(value) for key, value in flat(facts).items() if key not in named}

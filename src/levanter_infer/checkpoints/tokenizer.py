@@ -1,12 +1,13 @@
 """`Tokenizer`: text to token ids and back, from the files of an HF model directory, on the `tokenizers` library alone.
 
-Source: the files are read as transformers 4.57 reads them for a fast tokenizer.
+Source: the files are read as transformers 5.23 reads them.
 """
 
 import contextlib
 import functools
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -15,6 +16,10 @@ from tokenizers import processors
 
 from levanter_infer.checkpoints.chat_template import ChatTemplate
 from levanter_infer.checkpoints.source import check_inside
+from levanter_infer.checkpoints.tokenizer_class import CODE_LLAMA, class_of, default_tokens, rebuilt
+from levanter_infer.checkpoints.tokenizer_limits import HARMLESS_GROWTH, check_growth, check_length, growth
+
+logger = logging.getLogger(__name__)
 
 _FILES = (
     "tokenizer.json",
@@ -28,8 +33,6 @@ _MAX_FILE_BYTES = 2**28
 _MAX_EOS = 64
 """End-of-sequence ids, at most: each takes a place in the tables of every request."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_BOS_BY_CLASS = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
-"""Tokenizer classes whose configuration, not whose tokenizer.json, says which special tokens enclose a prompt."""
 _RESERVED = {
     **dict.fromkeys(
         ("messages", "tools", "add_generation_prompt", "continue_final_message"),
@@ -64,16 +67,28 @@ class Tokenizer:
     ):
         """Use `from_directory`; `files` are contents by name, `where` is for messages."""
         self._where = where
-        self._tokenizer = _parse_tokenizer(files["tokenizer.json"], where)
+        model_config = model_config or {}
         self._config = _parse_json(files, "tokenizer_config.json", where)
-        self._named_tokens = _named_tokens(self._config, _parse_json(files, "special_tokens_map.json", where))
+        content = files["tokenizer.json"]
+        kind = class_of(content, self._config, model_config)
+        tokens_map = {**default_tokens(kind), **_parse_json(files, "special_tokens_map.json", where)}
+        self._named_tokens = _named_tokens(self._config, tokens_map)
+        self._tokenizer = _parse_tokenizer(content, where)  # what is no tokenizer is not looked into
+        if kind is not None:
+            content = rebuilt(content, kind, self._config, self._named_tokens.get("unk_token"))
+            self._tokenizer = _parse_tokenizer(content, where)
+        self._growth = growth(self._tokenizer.normalizer, self._tokenizer.pre_tokenizer)
+        self._decoded_growth = growth(self._tokenizer.decoder)
+        check_growth(self._growth, f"{where}/tokenizer.json: its normalizers and pre-tokenizers")
+        check_growth(self._decoded_growth, f"{where}/tokenizer.json: its decoders")
+        self._mark_special()
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self._special_ids = frozenset(
             i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
         )
-        self._set_post_processor()
+        self._set_post_processor(kind)
         generation = _parse_json(files, "generation_config.json", where)
-        self.eos_token_ids = self._find_eos(generation, model_config or {})
+        self.eos_token_ids = self._find_eos(generation, model_config)
         self._template_sources = _template_sources(files, self._config, where)
         self.fingerprint = _fingerprint(files)
         self.is_byte_level = _is_byte_level(files["tokenizer.json"])
@@ -106,9 +121,10 @@ class Tokenizer:
         if not isinstance(text, str):
             raise ValueError(f"prompt is {type(text).__name__}; expected a string")
         try:
-            text.encode()
+            num_bytes = len(text.encode())
         except UnicodeEncodeError as e:
             raise ValueError("prompt holds half of a surrogate pair, which is not a Unicode character") from e
+        check_length(num_bytes, self._growth, "the prompt")
         with _library_errors(f"{self._where}/tokenizer.json cannot encode the prompt"):
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
@@ -118,6 +134,9 @@ class Tokenizer:
         for i in ids:
             if not 0 <= i < self.vocab_size:
                 raise ValueError(f"token id {i} is outside the tokenizer's vocabulary of {self.vocab_size}")
+        if self._decoded_growth > HARMLESS_GROWTH:
+            tokens = (self._tokenizer.id_to_token(i) or "" for i in ids)
+            check_length(sum(len(t.encode()) + 1 for t in tokens), self._decoded_growth, "the text of the tokens")
         with _library_errors(f"{self._where}/tokenizer.json cannot decode tokens"):
             return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
@@ -196,26 +215,38 @@ class Tokenizer:
         token = self._named_tokens.get(name)
         return self._tokenizer.token_to_id(token) if isinstance(token, str) else None
 
-    def _set_post_processor(self) -> None:
-        """Apply `add_bos_token` and `add_eos_token` as transformers does; an explicit true holds for any class."""
-        by_config = str(self._config.get("tokenizer_class", "")).removesuffix("Fast") in _BOS_BY_CLASS
-        bos = bool(self._config.get("add_bos_token", by_config))
-        eos = by_config and bool(self._config.get("add_eos_token", False))
-        if not by_config and not (bos and self._id_of("bos_token") not in self.encode("")):
-            return
-        wanted = [name for name, add in (("bos_token", bos), ("eos_token", eos)) if add]
-        for name in wanted:
-            if self._id_of(name) is None:
-                raise ValueError(
-                    f"{self._where}/tokenizer_config.json asks for add_{name}, but {name} is "
-                    f"{self._named_tokens.get(name)!r}, which is not a token of tokenizer.json"
+    def _mark_special(self) -> None:
+        """Make special what the configuration names as a special token and the vocabulary has as an ordinary one."""
+        added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        names = [t for t in self._named_tokens.values() if isinstance(t, str) and t not in added]
+        self._tokenizer.add_special_tokens([t for t in names if self._tokenizer.token_to_id(t) is not None])
+
+    def _set_post_processor(self, kind: str | None) -> None:
+        """Leave what encloses a prompt to tokenizer.json; the class of Code Llama alone sets it itself."""
+        if kind == CODE_LLAMA:
+            self._begin_with_bos()
+        added = self.encode("")
+        for key, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
+            wanted, token = self._config.get(key), self._id_of(name)
+            if isinstance(wanted, bool) and token is not None and wanted != (token in added):
+                logger.warning(
+                    "%s/tokenizer_config.json says %s=%s, but tokenizer.json %s; the latter is followed, as "
+                    "transformers 5 does",
+                    *(self._where, key, str(wanted).lower(), "adds one" if token in added else "adds none"),
                 )
-        single = (["$bos"] if bos else []) + ["$A"] + (["$eos"] if eos else [])
-        names = {"$bos": "bos_token", "$eos": "eos_token"}
-        with _library_errors(f"{self._where}/tokenizer_config.json: {' and '.join(wanted)} cannot enclose a prompt"):
+
+    def _begin_with_bos(self) -> None:
+        bos, token = self._id_of("bos_token"), self._named_tokens.get("bos_token")
+        if token is None:
+            return
+        if bos is None:
+            raise ValueError(
+                f"{self._where}/tokenizer_config.json: prompts of this tokenizer_class begin with bos_token, which is "
+                f"{token!r} and no token of tokenizer.json"
+            )
+        with _library_errors(f"{self._where}/tokenizer_config.json: bos_token cannot enclose a prompt"):
             self._tokenizer.post_processor = processors.TemplateProcessing(
-                single=[str(self._named_tokens[names[s]]) if s in names else s for s in single],
-                special_tokens=[(str(self._named_tokens[name]), self._id_of(name)) for name in wanted],
+                single=[str(token), "$A"], special_tokens=[(str(token), bos)]
             )
 
     def _find_eos(self, generation: Mapping, model_config: Mapping) -> tuple[int, ...]:

@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 
 from levanter_infer.cache import KvPages
 from levanter_infer.decode.shapes import Shapes
-from levanter_infer.engine import instructions
 from levanter_infer.engine.config import EngineConfig, kv_dtype
+from levanter_infer.engine.instructions import AUTO, Choice, choose
 from levanter_infer.kernels import TPU_POOL, cpu, linear_gpu, rpa_gpu, rpa_tpu
 from levanter_infer.kernels.tiling import Tiles
 from levanter_infer.layers.attention import AttentionSpec
@@ -34,7 +34,7 @@ class Backend:
     """xla, reference, cpu, gpu or tpu."""
     layout: Layout | None = None
     """How model and state lie on a mesh; None: on one device."""
-    instructions: instructions.Choice | None = None
+    isa_choice: Choice | None = None
     """What the kernels for CPUs compute with; None where they compute nothing."""
 
     @staticmethod
@@ -100,14 +100,14 @@ class Backend:
     def _with_instructions(self, config: EngineConfig, weights, pages) -> "Backend":
         """The same with the instruction set for weights and pages of these dtypes."""
         if "cpu" not in (self.products, self.attention):
-            if config.cpu_isa != instructions.AUTO:
+            if config.cpu_isa != AUTO:
                 raise ValueError(
                     f'engine.cpu_isa="{config.cpu_isa}" is for the kernels for CPUs, and here products={self.products} '
                     f"and attention={self.attention}; leave it out"
                 )
             return self
-        choice = instructions.choose(config.cpu_isa, weights if self.products == "cpu" else pages)
-        return dataclasses.replace(self, instructions=choice)
+        choice = choose(config.cpu_isa, weights if self.products == "cpu" else pages)
+        return dataclasses.replace(self, isa_choice=choice)
 
     def agreed(self, hosts: Hosts | None) -> "Backend":
         """The same with the instruction set of process 0, whatever this one has measured: a job has one.
@@ -122,12 +122,12 @@ class Backend:
                 f"process 0 computes with engine.cpu_isa={decided}, and this processor has {', '.join(cpu.isas())}; "
                 "set engine.cpu_isa to one that all processors of the job have"
             )
-        return dataclasses.replace(self, instructions=instructions.Choice(decided))
+        return dataclasses.replace(self, isa_choice=Choice(decided))
 
     @property
     def isa(self) -> str | None:
         """The instruction set of the kernels for CPUs; None where they compute nothing."""
-        return None if self.instructions is None else self.instructions.isa
+        return None if self.isa_choice is None else self.isa_choice.isa
 
     @property
     def is_batch_invariant(self) -> bool:

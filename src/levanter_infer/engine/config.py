@@ -7,11 +7,12 @@ import jax.numpy as jnp
 from levanter_infer.cache import KvPages
 from levanter_infer.decode.sampling import SamplingLimits
 from levanter_infer.decode.shapes import Shapes
-from levanter_infer.kernels.cpu import ISAS
 from levanter_infer.kernels.tiling import Tiles
 from levanter_infer.runtime.memory import default_pool_bytes
 
 _KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
+CPU_ISAS = ("auto", "avx512_bf16", "avx512", "avx2", "generic")
+"""What `cpu_isa` may be: auto, or one of `kernels.cpu.ISAS`."""
 MAX_STOP_TOKENS = 16
 """Tokens of one stop token sequence, at most."""
 
@@ -108,8 +109,8 @@ class EngineConfig:
             raise ValueError(
                 f"engine.attention={self.attention!r} is not available; use auto, xla, reference, cpu, gpu or tpu"
             )
-        if self.cpu_isa not in ("auto", *ISAS):
-            raise ValueError(f"engine.cpu_isa={self.cpu_isa!r} is not known; use one of auto, {', '.join(ISAS)}")
+        if self.cpu_isa not in CPU_ISAS:
+            raise ValueError(f"engine.cpu_isa={self.cpu_isa!r} is not known; use one of {', '.join(CPU_ISAS)}")
         if self.products not in ("auto", "xla", "cpu", "gpu"):
             raise ValueError(f"engine.products={self.products!r} is not available; use auto, xla, cpu or gpu")
 

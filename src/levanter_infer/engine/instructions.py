@@ -1,8 +1,8 @@
 """Which instruction set the C++ kernels for CPUs use: the fastest on this processor, found by measuring it.
 
-What a processor has and what is fast on it are two things: the 16-bit dot products of AVX512-BF16 have twice the rate of
-float32 on some cores and half of it on others (docs/decisions/0028). A row's bits must not depend on how many rows there
-are, so one instruction set computes everything that an engine does.
+What a processor has and what is fast on it are two things: the 16-bit dot products of AVX512-BF16 have twice the rate
+of float32 on some cores and half of it on others (docs/decisions/0028). A row's bits must not depend on how many rows
+there are, so one instruction set computes everything that an engine does.
 """
 
 import dataclasses
@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -36,7 +35,7 @@ _IN_TIES = ("avx512", "avx2", "avx512_bf16", "generic")
 """Which one is taken of those that are equally fast: the one that does not round inputs, and has wider vectors."""
 _INPUTS, _BYTES = 2048, 64 * 2**20
 """Inputs of the measured products, and bytes of their weights; a chunk of a prompt takes an eighth of them."""
-_TURNS, _MIN_TURNS, _SECONDS = 7, 3, 0.5
+_TURNS, _MIN_TURNS, _SECONDS = 11, 3, 0.5
 """How often each is measured in turn; fewer where that takes longer than so many seconds."""
 
 Times = Mapping[str, Sequence[float]]
