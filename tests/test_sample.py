@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -226,6 +228,33 @@ def test_interrupt_returns_130(command, monkeypatch):
     monkeypatch.setattr(sample, "run", interrupted)
     status, _, err = command("--model", "m", "--prompts", "x")
     assert status == 130 and err == "interrupted\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_interrupt_while_programs_compile_ends_at_once_and_leaves_no_file(checkpoint, tmp_path, number):
+    arguments = ["--model", str(checkpoint), "--prompts", "hello", "--output", str(tmp_path / "out.jsonl"), *SMALL]
+    hidden = {"JAX_COMPILATION_CACHE_DIR", "JAX_DISABLE_MOST_OPTIMIZATIONS"}
+    env = {name: value for name, value in os.environ.items() if name not in hidden}
+    with subprocess.Popen(
+        [sys.executable, "-m", "levanter_infer", "sample", *arguments],
+        env={**env, "PYTHONPATH": str(ROOT / "src"), "LEVANTER_INFER_COMPILE_CACHE": "off"},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        said = []
+        for line in process.stderr:
+            said.append(line)
+            if line.startswith("waiting   ") and "compiling" in line:
+                process.send_signal(number)
+                begin = time.monotonic()
+                break
+        said += process.stderr.readlines()
+        assert process.wait(timeout=60) == 130, "".join(said)
+    assert time.monotonic() - begin < 3
+    assert "programs are ready, not yet " in "".join(said)
+    assert said[-1] == "interrupted\n" and "Traceback" not in "".join(said)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_command_samples_the_configuration_of_the_repository(checkpoint, tmp_path):
