@@ -4,7 +4,6 @@ Nothing here imports JAX, so that a mistake in a configuration is answered at on
 """
 
 import dataclasses
-import difflib
 import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ import yaml
 from levanter_infer.columns import check_include
 from levanter_infer.engine.mesh import MeshConfig
 from levanter_infer.engine.params import SamplingParams, brief
+from levanter_infer.keys import certain_hint, hint_for
 from levanter_infer.runtime.multihost import MultihostConfig
 
 if TYPE_CHECKING:
@@ -309,6 +309,7 @@ def decode_section(cls: type, content: Any, path: str) -> Any:
     if not isinstance(content, dict):
         raise ValueError(f"{path or 'the configuration'} is {brief(content)}; expected a mapping of keys to values")
     if cls is SamplingParams:
+        _check_places(content, [f.name for f in dataclasses.fields(cls)], path)
         return SamplingParams.from_dict(content)
     check_keys(content, [f.name for f in dataclasses.fields(cls)], path)
     values = dict(content)
@@ -363,11 +364,21 @@ _READABLE = {
 }
 
 
+def _check_places(given: Iterable[Any], known: Sequence[str], path: str) -> None:
+    """Raises: ValueError naming the first key that belongs to another section or is another engine's name of one."""
+    for key in given:
+        hint = None if key in known else certain_hint(str(key), known, path)
+        if hint is not None:
+            raise ValueError(f"unknown key {path}.{_short(key)}; {hint}")
+
+
 def check_keys(given: Iterable[Any], known: Sequence[str], path: str) -> None:
-    """Raises: ValueError naming the first key that is not known and the nearest that is."""
+    """Raises: ValueError naming the first key that is not known, and what was probably meant."""
     for key in given:
         if key not in known:
-            key = str(key) if len(str(key)) <= 80 else f"{str(key)[:80]}..."
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
-            raise ValueError(f"unknown key {f'{path}.{key}' if path else key}; {hint}")
+            name = _short(key)
+            raise ValueError(f"unknown key {f'{path}.{name}' if path else name}; {hint_for(name, known, path)}")
+
+
+def _short(key: Any) -> str:
+    return str(key) if len(str(key)) <= 80 else f"{str(key)[:80]}..."

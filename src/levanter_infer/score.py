@@ -1,4 +1,4 @@
-"""`python -m levanter_infer.score --config FILE`: log probabilities of texts, and perplexity.
+"""`levanter-infer score --config FILE`: log probabilities of texts, and perplexity.
 
 Results go to standard output, everything else to standard error. Exit status: 0 all is well, 1 some rows failed, 2
 wrong usage or configuration, 130 interrupted, 141 nobody reads the output any more.
@@ -7,20 +7,19 @@ wrong usage or configuration, 130 interrupted, 141 nobody reads the output any m
 import dataclasses
 import itertools
 import math
-import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from levanter_infer.cli import command_help, start
 from levanter_infer.columns import NOT_FINITE, numbers, tops
 from levanter_infer.config import RunConfig
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.frontend import (
     guarded,
-    interrupt,
     make_engine,
     one_line,
     output_files,
@@ -39,9 +38,9 @@ _SHOWN = 8
 """Rows that are printed when all of them go to a file."""
 
 USAGE = """\
-usage: python -m levanter_infer.score --config FILE [--KEY VALUE ...]
+usage: levanter-infer score --config FILE [--KEY VALUE ...]
 
-Log probabilities of texts under a model, and their perplexity. FILE is YAML, as of levanter_infer.sample:
+Log probabilities of texts under a model, and their perplexity. FILE is YAML, as of `levanter-infer sample`:
 
   model: models/tiny            # a directory in Hugging Face's layout, or a hub id
   prompts_file: texts.jsonl
@@ -57,11 +56,12 @@ With engine.prefix_cache, equal beginnings are computed once.
   --sampling.prompt_logprobs K   also write the K likeliest tokens at each place; K up to engine.max_prompt_logprobs
   --help              this text
 """
+"""Read from the source by `cli.command_help`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    return guarded(lambda: run_config(sys.argv[1:] if argv is None else argv, USAGE, run))
+    return guarded(lambda: run_config(sys.argv[1:] if argv is None else argv, lambda: command_help("score"), run))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,5 +248,4 @@ def summary(scores: Sequence[Score], stats: Mapping[str, Any], seconds: float) -
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, interrupt)  # so that a partial file is removed
-    sys.exit(main())
+    start(main)

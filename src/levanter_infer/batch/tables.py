@@ -1,4 +1,4 @@
-"""Parquet: rows of the input, and of the output. Needs pyarrow, which `levanter_infer[parquet]` installs."""
+"""Parquet: rows of the input, and of the output. Needs pyarrow, which the extra `parquet` installs."""
 
 import hashlib
 import io
@@ -144,7 +144,9 @@ def _pyarrow():
         import pyarrow
         import pyarrow.parquet
     except ImportError as e:
-        raise ValueError("Parquet needs pyarrow: pip install 'levanter_infer[parquet]'") from e
+        raise ValueError(
+            "Parquet needs pyarrow: install this package with its extra, in a checkout pip install '.[parquet]'"
+        ) from e
     return pyarrow, pyarrow.parquet
 
 
