@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from levanter_infer.runtime.progress import stage
+
 if TYPE_CHECKING:
     from levanter_infer.checkpoints.source import Source
 
@@ -24,6 +26,7 @@ _OF_ONE_HOST = (
 _CODE = (".py", ".cpp", ".h", ".hpp", ".cc")
 
 
+@stage("computing the SHA-256 of the weights")
 def model_facts(source: "Source") -> dict[str, str]:
     """SHA-256 of a checkpoint's weights, and of its configuration."""
     from levanter_infer.checkpoints.source import CONFIG

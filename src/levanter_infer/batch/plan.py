@@ -21,6 +21,7 @@ from levanter_infer.batch.openai import as_row
 from levanter_infer.batch.store import file_system
 from levanter_infer.engine.params import brief
 from levanter_infer.rows import MAX_LINE_BYTES, chat_of, given_id, parse_line, row_id
+from levanter_infer.runtime.progress import stage
 
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "text"}
 _COMPRESSED = (".gz", ".bz2", ".xz")
@@ -129,6 +130,7 @@ class Input:
         self._kinds = [_kind(path) for path in self.paths]
         self._last: tuple[int, IO[bytes]] | None = None
 
+    @stage("reading the input")
     def plan(self, rows_per_shard: int) -> Plan:
         """Read everything once. Raises: ValueError for an unreadable file, no rows, or ids that are not unique."""
         ids, sizes = _Ids(), self.sizes()
