@@ -179,7 +179,8 @@ def _with_top(config: RunConfig):
     count = min(_TOP, config.engine_config().max_logprobs)
 
     def change(request: Request) -> Request:
-        return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, logprobs=count))
+        sampling = request.sampling or config.sampling
+        return dataclasses.replace(request, sampling=dataclasses.replace(sampling, logprobs=count))
 
     return change
 
