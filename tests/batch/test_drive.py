@@ -10,7 +10,7 @@ import pytest
 from levanter_infer.batch.drive import Driver
 from levanter_infer.batch.job import MANIFEST, Job, check_same, make_promise, read_promise
 from levanter_infer.batch.plan import Input
-from levanter_infer.batch.shard import COMMITS, JOB, JOURNALS, dumps
+from levanter_infer.batch.shard import JOB, JOURNALS, dumps
 from levanter_infer.batch.store import LocalStore, open_store
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.rows import lock_file
