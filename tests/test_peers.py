@@ -210,3 +210,23 @@ def test_checked_sequences_are_spread_over_the_batch():
     assert verdict.spaced(1, 4) == [0]
     assert verdict.spaced(32, 4) == [0, 10, 21, 31]
     assert verdict.spaced(3, 4) == [0, 1, 2]
+
+
+def test_the_table_has_a_row_for_each_engine_and_no_ratio():
+    from scripts.peers.table import table
+
+    def case(batch, **sides):
+        rates = {name: {"decode": {"median": d}, "prefill": {"median": p}} for name, (d, p) in sides.items()}
+        setup = {"shape": "S", "dtype": "bfloat16", "prompt": 128, "output": 64, "versions": {"jax": "0"}}
+        return {**setup, "batch": batch, **rates, "ours/llamacpp:float16": {"decode": 2.0}, "hf": {"error": "no"}}
+
+    sides = {"ours": (81.25, 480.0), "llamacpp:float16": (40.5, 1432.0)}
+    lines = table([case(1, **sides), case(8, ours=(277.4, 565.0))])
+    assert lines == [
+        "| decode / prefill, tokens/s | batch 1 | batch 8 |",
+        "|---|---|---|",
+        "| levanter_infer | 81.2 / 480 | 277 / 565 |",
+        "| llama.cpp, float16 | 40.5 / 1,432 | – |",
+    ]
+    with pytest.raises(ValueError, match="2 setups"):
+        table([case(1, **sides), {**case(8, **sides), "dtype": "float32"}])

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import levanter_infer
 from levanter_infer import frontend, sample
 from levanter_infer.checkpoints.save import save_model
 from levanter_infer.engine.params import SamplingParams
@@ -125,7 +126,14 @@ def test_metrics_are_written_as_json_or_for_prometheus(checkpoint, command, one_
         (["--config"], "error: --config needs a value"),
         (["--sampling.seed", "--model"], "error: --sampling.seed needs a value"),
         (["--config", "a", "--config", "b"], "error: --config is given twice"),
-        (["--confg", "a"], "error: unknown key confg; did you mean config?"),
+        (["--confg", "a"], "error: unknown option --confg; did you mean --config?"),
+        (["--max_tokens", "5"], "error: unknown option --max_tokens; did you mean --sampling.max_tokens?"),
+        (["--max-tokens", "5"], "error: unknown option --max-tokens; did you mean --sampling.max_tokens?"),
+        (["--top-p=0.5"], "error: unknown option --top-p; did you mean --sampling.top_p?"),
+        (["--max_seqs", "5"], "error: unknown option --max_seqs; did you mean --engine.max_seqs?"),
+        (["--prompts-file", "x"], "error: unknown option --prompts-file; did you mean --prompts_file?"),
+        (["--tensor-parallel-size", "4"], "error: unknown option --tensor-parallel-size; did you mean --mesh.model?"),
+        (["--versio"], "error: unknown option --versio; did you mean --version?"),
         (["--config", "nope.yaml"], "error: cannot read the configuration nope.yaml"),
         (["--model", "m", "--prompts", "x", "--sampling.temprature", "1"], "the nearest known one is 'temperature'"),
         (["--model", "m", "--prompts", "x", "--mesh.model", "3"], "mesh.model=3: expected one of 1, 2, 4, 8 or 16"),
@@ -156,6 +164,11 @@ def test_mistake_is_answered_without_jax(tmp_path):
         text=True,
     )
     assert done.returncode == 2 and "no such directory" in done.stderr
+
+
+def test_version_is_that_of_the_package(command):
+    status, out, err = command("--version")
+    assert (status, out, err) == (0, f"levanter-infer {levanter_infer.__version__}\n", "")
 
 
 def test_help_names_every_key(command):

@@ -9,26 +9,18 @@ import dataclasses
 import json
 import os
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from levanter_infer.config import (
-    AnyRunConfig,
-    MeshConfig,
-    ModelSource,
-    MultihostConfig,
-    OutputConfig,
-    RunConfig,
-    check_keys,
-    load_config,
-)
+from levanter_infer.columns import NOT_FINITE
+from levanter_infer.config import AnyRunConfig, RunConfig, load_config
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput
-from levanter_infer.facts import flag_facts, version_facts
-from levanter_infer.rows import NOT_FINITE, Row, RowWriter, escape_for_terminal
+from levanter_infer.facts import flag_facts, package_version, version_facts
+from levanter_infer.keys import hint_for
+from levanter_infer.rows import Row, RowWriter, escape_for_terminal
 from levanter_infer.runtime.aborts import LOST
 from levanter_infer.runtime.agreement import agree
 from levanter_infer.runtime.collector import collector_paused
@@ -57,7 +49,7 @@ def guarded(command: Callable[[], int]) -> int:
 
 def run_config(
     argv: Sequence[str],
-    usage: str,
+    usage: Callable[[], str],
     run: Callable[[AnyRunConfig], int],
     kind: type[AnyRunConfig] = RunConfig,
     options: Mapping[str, str] = MappingProxyType({}),
@@ -65,19 +57,27 @@ def run_config(
     """Run what a command line asks for, or explain; returns the exit status.
 
     Args:
+        usage: the text for --help.
         kind: what it configures.
         options: short names of keys.
     """
     arguments = parse_arguments(argv, kind, options)
     if arguments is None:
-        print(help_text(usage, kind))
+        print(usage())
         return 0
     return run(load_config(*arguments, kind))
+
+
+class Answered(Exception):
+    """What was asked is answered by a text; there is nothing to run."""
 
 
 def _status(command: Callable[[], int]) -> int:
     try:
         return command()
+    except Answered as e:
+        print(e)
+        return 0
     except ValueError as e:
         say(one_line(f"error: {e}"))
         return 2
@@ -116,25 +116,22 @@ def _standard_streams() -> Iterator[None]:
                         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def interrupt(*_) -> None:
-    """Handle a signal as the keyboard's."""
-    raise KeyboardInterrupt
-
-
 def parse_arguments(
     argv: Sequence[str], kind: type[RunConfig] = RunConfig, options: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[str | None, list[tuple[str, str]]] | None:
-    """(configuration file, overrides), or None for help. Raises: ValueError for a malformed option."""
+    """(configuration file, overrides), or None for help. Raises: ValueError for a malformed option; Answered."""
     path, overrides, rest = None, [], list(argv)
     while rest:
         option = rest.pop(0)
         if option in ("--help", "-h"):
             return None
+        if option == "--version":
+            raise Answered(f"levanter-infer {package_version()}")
         if not option.startswith("--") or option == "--":
             raise ValueError(f"unexpected {option!r}: expected --config FILE and --key value; see --help")
         key, has_value, value = option[2:].partition("=")
         key = options.get(key, key)
-        check_keys([key.split(".")[0]], [*(f.name for f in dataclasses.fields(kind)), "config", "overwrite"], "")
+        _check_option(key, [*(f.name for f in dataclasses.fields(kind)), "config", "overwrite", "help", "version"])
         if key == "overwrite" and not has_value:
             value = "true"
         elif not has_value:
@@ -150,31 +147,12 @@ def parse_arguments(
     return path, overrides
 
 
-def help_text(usage: str, kind: type[RunConfig] = RunConfig) -> str:
-    """Usage, and every key of the configuration with its default."""
-    from draccus.wrappers.docstring import get_attribute_docstring
-
-    from levanter_infer.engine.config import EngineConfig
-
-    own = {f"{f.name}.": f.type for f in dataclasses.fields(kind) if dataclasses.is_dataclass(f.type)}
-    sections = {
-        "": kind,
-        "model.": ModelSource,
-        "output.": OutputConfig,
-        "mesh.": MeshConfig,
-        "multihost.": MultihostConfig,
-        "sampling.": SamplingParams,
-        "engine.": EngineConfig,
-        **own,
-    }
-    lines = [usage, "keys (and defaults):"]
-    for prefix, cls in sections.items():
-        for field in dataclasses.fields(cls):
-            plain = field.default is not dataclasses.MISSING and field.default not in (None, ())
-            lines.append(f"  {prefix}{field.name}" + (f" ({field.default})" if plain else ""))
-            doc = " ".join(get_attribute_docstring(cls, field.name).docstring_below.split())
-            lines.extend(textwrap.wrap(doc, 100, initial_indent="      ", subsequent_indent="      "))
-    return "\n".join(lines)
+def _check_option(key: str, known: Sequence[str]) -> None:
+    """Raises: ValueError for an option whose outermost name is not known, with the one that was probably meant."""
+    name = key.split(".")[0]
+    if name not in known:
+        name = name if len(name) <= 80 else f"{name[:80]}..."
+        raise ValueError(f"unknown option --{name}; {hint_for(name, known, prefix='--')}")
 
 
 @contextlib.contextmanager

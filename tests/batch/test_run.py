@@ -14,7 +14,11 @@ import pytest
 from levanter_infer import sample
 from levanter_infer.batch import worker
 from levanter_infer.batch.__main__ import main
+from levanter_infer.batch.config import BatchRunConfig
+from levanter_infer.batch.job import check_same
 from levanter_infer.checkpoints.save import save_model
+from levanter_infer.config import ModelSource
+from levanter_infer.kernels import cpu
 from tests.tiny_models import tiny_model
 from tests.tokenizer_files import CHATML, byte_level, write
 
@@ -145,6 +149,61 @@ def test_a_file_of_other_weights_or_input_is_named(command, checkpoint, tmp_path
     other.write_bytes(prompts.read_bytes())
     status, said = command(tmp_path / "out", "--prompts_file", str(other))
     assert status == 2 and "not in both: others.jsonl, rows.jsonl" in said
+
+
+def unfinished(output: Path, whole) -> None:
+    """The job of `whole` with one shard that is not committed."""
+    for name, data in whole.items():
+        (output / name).parent.mkdir(exist_ok=True, parents=True)
+        (output / name).write_bytes(data)
+    next(output.glob("_commits/*")).unlink()
+    (output / "manifest.json").unlink()
+
+
+@pytest.mark.skipif(not cpu.available() or cpu.isa() == "generic", reason="there is one instruction set only")
+class TestInstructionSet:
+    """A job goes on with the instruction set that it began with."""
+
+    def test_the_manifest_names_it_and_a_resumed_job_takes_it(self, command, tmp_path, whole, monkeypatch):
+        began = json.loads(whole["manifest.json"])["sizes"]["cpu_isa"]
+        assert began in cpu.isas("float32")
+        make, configs = worker.make_engine, []
+        monkeypatch.setattr(worker, "make_engine", lambda config, rows: configs.append(config) or make(config, rows))
+        monkeypatch.setattr(cpu, "isas", lambda dtype=None: ("avx512_bf16", "avx512", "avx2", "generic"))
+        unfinished(tmp_path, whole)
+        assert command(tmp_path)[0] == 1 and contents(tmp_path) == whole
+        assert configs[0].engine["cpu_isa"] == began
+
+    def test_a_processor_without_it_is_refused(self, command, tmp_path, whole, monkeypatch):
+        began = json.loads(whole["manifest.json"])["sizes"]["cpu_isa"]
+        monkeypatch.setattr(cpu, "isas", lambda dtype=None: ("generic",))
+        unfinished(tmp_path, whole)
+        before = contents(tmp_path)
+        status, said = command(tmp_path)
+        assert status == 2 and contents(tmp_path) == before
+        assert f"the job began with engine.cpu_isa={began}, and this processor has generic" in said
+        assert "Resume it on a processor with that instruction set" in said
+
+    def test_another_one_by_name_is_refused(self, command, tmp_path, whole):
+        began = json.loads(whole["manifest.json"])["sizes"]["cpu_isa"]
+        unfinished(tmp_path, whole)
+        status, said = command(tmp_path, "--engine.cpu_isa", "generic")
+        assert status == 2 and f"engine.cpu_isa is 'generic' and was '{began}'" in said.replace("'auto'", f"'{began}'")
+
+    def test_without_the_promise_of_equal_bytes_it_is_chosen_anew(self, monkeypatch):
+        monkeypatch.setattr(cpu, "isas", lambda dtype=None: ("avx2", "generic"))
+        sizes = {"max_pages": 9, "cpu_isa": "avx512"}
+        config = BatchRunConfig(model=ModelSource("x"), engine={"numerics": "default"})
+        assert worker._sizes_here(config, sizes) == {"max_pages": 9}
+        assert worker._sizes_here(config, {**sizes, "cpu_isa": "avx2"}) == {**sizes, "cpu_isa": "avx2"}
+
+    def test_wider_instructions_that_are_not_used_are_no_difference(self, whole):
+        there = json.loads(whole["job.json"])
+        here = {**there, "device": {**there["device"], "instructions": "another"}}
+        check_same(there, here)
+        sizes = {key: value for key, value in there["sizes"].items() if key != "cpu_isa"}
+        with pytest.raises(ValueError, match="device.instructions is 'another'"):
+            check_same({**there, "sizes": sizes}, here)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

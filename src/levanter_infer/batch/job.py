@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from levanter_infer.batch.config import FORMATS
+from levanter_infer.batch.layout import COUNTS
 from levanter_infer.batch.plan import InputShard, Plan
 from levanter_infer.batch.shard import (
     COMMITS,
-    COUNTS,
     JOB,
     JOURNALS,
     OpenShard,
@@ -230,7 +230,7 @@ def _is_record(record: Any, index: int, kind: str) -> bool:
         and all(type(record.get(key)) is int and record[key] >= 0 for key in ("bytes", *COUNTS))
         and "/" not in record["file"]
         and record["file"].startswith(part_name(index))
-        and record["file"].endswith(f".{kind}")
+        and record["file"].endswith(".parquet" if kind == "parquet" else ".jsonl")
     )
 
 
@@ -278,6 +278,8 @@ def check_same(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
         old, new = before.get(key, _ABSENT), now.get(key, _ABSENT)
         if old == new or key.startswith(("sizes.", "input.shard")) or key in _PATHS:
             continue
+        if key == "device.instructions" and "cpu_isa" in sizes:
+            continue  # the engine computes as the job began, or refuses
         if key.startswith("device.") and there["guarantee"]["numerics"] == "default":
             continue
         if key.startswith("config.engine."):

@@ -20,7 +20,7 @@ from levanter_infer.batch import tables
 from levanter_infer.batch.openai import as_row
 from levanter_infer.batch.store import file_system
 from levanter_infer.engine.params import brief
-from levanter_infer.rows import MAX_LINE_BYTES, chat_of, parse_line, row_id
+from levanter_infer.rows import MAX_LINE_BYTES, chat_of, given_id, parse_line, row_id
 
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "text"}
 _COMPRESSED = (".gz", ".bz2", ".xz")
@@ -140,7 +140,7 @@ class Input:
             try:
                 file, found = scan(number, rows, rows_per_shard, ids)
             except _UNREADABLE as e:
-                raise _unreadable(path, e) from e
+                raise ValueError(_unreadable_text(path, e)) from e
             files.append(dataclasses.replace(file, bytes=sizes[number]))
             before = len(shards)
             shards += [dataclasses.replace(shard, index=before + i) for i, shard in enumerate(found)]
@@ -202,7 +202,7 @@ class Input:
             if count != shard.rows:
                 raise changed
         except _UNREADABLE as e:
-            raise _unreadable(path, e) from e
+            raise ValueError(_unreadable_text(path, e)) from e
 
     def _reader(self, number: int) -> IO[bytes]:
         """A file, kept open while its shards are read in order: going forward in a compressed one is cheap."""
@@ -285,10 +285,6 @@ class Input:
         return f"ids must differ, and these do not: {'; '.join(first[:_MAX_SHOWN])}"
 
 
-def _unreadable(path: str, error: Exception) -> ValueError:
-    return ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}")
-
-
 def _kind(path: str) -> str:
     plain = path.lower()
     for suffix in _COMPRESSED:
@@ -299,6 +295,13 @@ def _kind(path: str) -> str:
     raise ValueError(
         f"{path}: expected a name that ends in {', '.join(_KINDS)}, and {', '.join(_COMPRESSED)} behind those of text"
     )
+
+
+def _unreadable_text(path: str, e: Exception) -> str:
+    reason = (e.strerror if isinstance(e, OSError) else None) or str(e)
+    if path.lower().endswith(_COMPRESSED):
+        return f"cannot read {path}: {reason}; if it is truncated or damaged, compress it or copy it again"
+    return f"cannot read {path}: {reason}"
 
 
 def _lines(file: IO[bytes], before: int, rows: int | None, on_bytes) -> Iterator[tuple[int, bytes]]:
@@ -324,9 +327,9 @@ def _lines(file: IO[bytes], before: int, rows: int | None, on_bytes) -> Iterator
 def _id_of(content: Any) -> str | None:
     """The id that a row gives itself, if any."""
     if isinstance(content, dict) and "custom_id" in content:
-        content = {"id": content["custom_id"]}
-    given = isinstance(content, dict) and isinstance(content.get("id"), (str, int))
-    return row_id(content, "") if given else None
+        name = content["custom_id"]
+        content = {"id": name} if isinstance(name, str) and name else {}
+    return given_id(content)
 
 
 class _Ids:

@@ -13,14 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from levanter_infer.batch import tables
+from levanter_infer.batch.layout import COUNTS, count
 from levanter_infer.batch.plan import InputShard
 from levanter_infer.batch.store import Journal, Store
+from levanter_infer.columns import encode_row
 from levanter_infer.engine.params import brief
-from levanter_infer.rows import encode_row
 
 JOB, COMMITS, JOURNALS = "job.json", "_commits", "_journal"
-COUNTS = ("rows", "failed_rows", "samples", "prompt_tokens", "generated_tokens")
-"""What a record counts, and a manifest adds up."""
 
 
 def part_name(index: int) -> str:
@@ -48,7 +47,7 @@ class OpenShard:
         journal: holds what earlier processes had finished.
         job: SHA-256 of the job's `job.json`.
         check_job: raises ValueError if the output no longer holds that job.
-        kind: of the output: jsonl or parquet.
+        kind: of the output: as of `BatchConfig.format`.
         unique_names: name the file after its contents too, because two processes may both write this shard, and
             different rows.
     Raises: ValueError if the journal is another job's, or holds what is no row.
@@ -94,11 +93,7 @@ class OpenShard:
 
     def _take(self, row: int, encoded: list[str], outputs: Sequence[Mapping[str, Any]]) -> None:
         self._rows[row] = encoded
-        self._counts["rows"] += 1
-        self._counts["failed_rows"] += any("error" in output for output in outputs)
-        self._counts["samples"] += sum(output["index"] is not None for output in outputs)
-        self._counts["prompt_tokens"] += len(outputs[0]["prompt_token_ids"])
-        self._counts["generated_tokens"] += sum(len(output["token_ids"]) for output in outputs)
+        self._counts.update(count(outputs))
 
     def _replay(self) -> None:
         """Take what the journal holds up to the first line that is not whole."""
@@ -147,7 +142,7 @@ class OpenShard:
         record = {
             "shard": self.source.index,
             "job": self._job,
-            "file": f"{name}.{self._kind}",
+            "file": f"{name}.{'parquet' if self._kind == 'parquet' else 'jsonl'}",
             "bytes": len(data),
             "sha256": sha256,
             **{key: self._counts[key] for key in COUNTS},

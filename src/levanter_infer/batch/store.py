@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from levanter_infer.rows import lock_file
+from levanter_infer.rows import lock_file, write_error
 
 _WAIT_S = 10.0
 """For another process that is writing the same small file."""
@@ -156,16 +156,19 @@ class LocalStore(Store):
         partial = path.with_name(path.name + ".partial")
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _lock_soon(partial)
-        with os.fdopen(descriptor, "wb") as file:  # whose lock ends with it
-            if not replace and path.exists():
-                partial.unlink()
-                return False
-            file.truncate()
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(partial, path)
-            _sync_directory(path.parent)
+        try:
+            with os.fdopen(descriptor, "wb") as file:  # whose lock ends with it
+                if not replace and path.exists():
+                    partial.unlink()
+                    return False
+                file.truncate()
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(partial, path)
+                _sync_directory(path.parent)
+        except OSError as e:
+            raise ValueError(write_error(path, e)) from e
         return True
 
     def remove(self, name: str) -> None:
@@ -239,8 +242,11 @@ class LocalJournal(Journal):
         self.content = b""
 
     def add(self, data: bytes) -> None:
-        while data:
-            data = data[self._file.write(data) :]
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as e:
+            raise ValueError(write_error(self._path, e)) from e
 
     def close(self, *, remove: bool) -> None:
         with self._file:

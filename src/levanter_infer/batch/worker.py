@@ -9,12 +9,15 @@ from levanter_infer.batch import tables
 from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.batch.drive import Driver, Totals
 from levanter_infer.batch.job import Job, check_same, job_facts, make_promise, read_promise
+from levanter_infer.batch.layout import layout_of
 from levanter_infer.batch.plan import Input, InputShard, Plan
 from levanter_infer.batch.shard import JOB, dumps
 from levanter_infer.batch.store import Store, open_store
 from levanter_infer.batch.together import followed, told
+from levanter_infer.config import CHAT_KEYS
 from levanter_infer.facts import device_facts, model_facts, tokenizer_facts, version_facts
 from levanter_infer.frontend import make_engine, say
+from levanter_infer.rows import chat_settings
 from levanter_infer.runtime.agreement import agree
 from levanter_infer.runtime.hosts import Hosts
 from levanter_infer.runtime.multihost import ONE_MESH
@@ -26,7 +29,7 @@ LOG_SECONDS = 10
 """Between lines about the job."""
 _SCHEDULING = ("max_round_steps", "max_round_seconds", "recompilation", "host_bytes", "preempt", "admission")
 """Keys of the engine that decide when something is computed, and never what."""
-_SIZES = ("page_size", "max_pages", "max_seq_len", "max_step_tokens", "kv_dtype", "attention", "products")
+_SIZES = ("page_size", "max_pages", "max_seq_len", "max_step_tokens", "kv_dtype", "attention", "products", "cpu_isa")
 """Keys that the first run chooses for all others, where the configuration does not: what is refused depends on them."""
 
 
@@ -54,6 +57,8 @@ class Worker:
             config.sampling,
             max_seqs=engine.shapes.max_seqs,
             equal_bytes=job.promise["guarantee"]["numerics"] == "batch_invariant",
+            chat=chat_settings(config),
+            layout=layout_of(config, engine.tokenizer),
         )
         if shards is None:
             shards = job.shards_of(*self.place)
@@ -109,7 +114,7 @@ def open_worker(
                 _compare_finished(job, *place)
         engine = _engine(config, sizes, plan, hosts)
         if promise is None:
-            sizes = {key: value for key, value in engine.describe().items() if key in _SIZES}
+            sizes = {key: value for key, value in engine.describe().items() if key in _SIZES and value is not None}
             mine = make_promise(wanted, facts, sizes, plan)
             if writes:
                 store.create(JOB, dumps(mine))  # unless another worker was first
@@ -183,7 +188,7 @@ def _facts(config: BatchRunConfig) -> dict[str, Any]:
             config.tokenizer or config.model.path, None if config.tokenizer else config.model.revision
         ),
         "versions": version_facts(("pyarrow",) if config.batch.format == "parquet" else ()),
-        "device": device_facts(),
+        "device": device_facts(config.engine_config().cpu_isa),
     }
 
 
@@ -196,6 +201,8 @@ def _config_facts(config: BatchRunConfig) -> dict[str, Any]:
         "tokenizer": config.tokenizer,
         "prompts_file": config.prompts_file,
         "chat": config.chat,
+        **{key: getattr(config, key) for key in CHAT_KEYS},
+        "output": {"include": sorted(set(config.output.include)) if config.output else []},
         "sampling": dataclasses.asdict(config.sampling) | {"seed": config.sampling.seed or 0},
         "engine": {key: value for key, value in engine.items() if key not in _SCHEDULING},
         "mesh": dataclasses.asdict(config.mesh),
@@ -205,13 +212,33 @@ def _config_facts(config: BatchRunConfig) -> dict[str, Any]:
 
 def _engine(config: BatchRunConfig, sizes: dict[str, Any] | None, plan: Plan, hosts: Hosts | None) -> "InferenceEngine":
     """An engine of the sizes that the job began with, if it has begun."""
-    config = dataclasses.replace(config, engine={**config.engine, **(sizes or {})})
+    config = dataclasses.replace(config, engine={**config.engine, **_sizes_here(config, sizes or {})})
     try:
         return make_engine(config, plan.rows, hosts) if hosts is not None else make_engine(config, plan.rows)
     except ValueError as e:
         if "batch_invariant" not in str(e):
             raise
         raise ValueError(f"{e}; or, for a job without the promise of equal bytes, engine.numerics: default") from e
+
+
+def _sizes_here(config: BatchRunConfig, sizes: dict[str, Any]) -> dict[str, Any]:
+    """The sizes that the job began with, as this processor can have them.
+
+    Raises: ValueError if it computes otherwise than the job began, and the job promises equal bytes.
+    """
+    from levanter_infer.kernels import cpu
+
+    isa = sizes.get("cpu_isa")
+    usable = cpu.isas() if isa is not None and cpu.available() else ()
+    if isa is None or isa in usable:
+        return sizes
+    if config.engine["numerics"] == "batch_invariant":
+        here = f"this processor has {', '.join(usable)}" if usable else "there are no kernels for CPUs here"
+        raise ValueError(
+            f"the job began with engine.cpu_isa={isa}, and {here}: its rows would have other bytes. Resume it on a "
+            "processor with that instruction set, or give another output"
+        )
+    return {key: value for key, value in sizes.items() if key != "cpu_isa"}
 
 
 class Progress:

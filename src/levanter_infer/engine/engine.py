@@ -104,6 +104,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         self._weights_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(types))
         self.backend = Backend.choose(self.config, types, has_mods=has_mods, mesh=make_mesh(mesh))
         self._hosts = hosts_of_this_process() if hosts is None and self.backend.spans_hosts else hosts
+        self.backend = self.backend.agreed(self._hosts)
         self._council = Together(self._hosts) if self._hosts and self.backend.spans_hosts else Alone(self._hosts)
         is_loaded = not isinstance(model, StoredModel)
         self.shapes = shapes_for(
@@ -185,6 +186,7 @@ class InferenceEngine(Forks, Spilling, Versions):
             "kv_dtype": str(kv.dtype),
             "attention": self.backend.attention,
             "products": self.backend.products,
+            "cpu_isa": self.backend.isa,
             "numerics": self.config.numerics,
             "preempt": self.config.preempt,
             "step_buckets": list(shapes.buckets),
