@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -17,14 +16,15 @@ class Request:
     prompt_token_ids: Sequence[int] | None = None
     messages: Sequence[Mapping[str, str]] | None = None
     """A chat, rendered with the model's chat template."""
-    tools: Sequence[Mapping[str, Any]] | None = None
-    """Descriptions of functions, for the chat template."""
-    chat_template_kwargs: Mapping[str, Any] | None = None
-    """Further names for the chat template, such as `enable_thinking`."""
-    add_generation_prompt: bool | None = None
-    """End the chat with the beginning of an answer. Default: unless it continues its last message."""
+    tools: Sequence[Mapping[str, object]] | None = None
+    """Tools that the chat may use, as JSON schemas, for the chat template."""
+    chat_template_kwargs: Mapping[str, object] | None = None
+    """Further variables for the chat template, such as Qwen3's `enable_thinking`."""
+    add_generation_prompt: bool = True
+    """End the rendered chat with the words that begin the assistant's turn."""
     continue_final_message: bool = False
-    """Continue the last message of the chat instead of beginning another."""
+    """End the rendered chat inside its last message, which the completion goes on with. Requires:
+    `add_generation_prompt=False`."""
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     cache_salt: str | None = None
     """Requests share stored beginnings of prompts only with those of the same salt; 1 to 256 characters."""
@@ -59,12 +59,16 @@ class Completion:
     """The seed that was used; with `index` it reproduces the sample."""
     token_versions: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     """i32, one per generated token: the version of the weights that it was sampled with (`swap_weights`)."""
-    stop_reason: str | int | tuple[int, ...] | None = None
-    """The stop string, token id or token ids that ended it; None for an end-of-sequence token and other ends."""
-    cumulative_logprob: float | None = None
-    """Sum of `logprobs`."""
     score: float | None = None
     """Of a hypothesis of a beam search: what it was chosen by."""
+    stop_reason: str | int | tuple[int, ...] | None = None
+    """Which stop ended it: the string of `stop`, or the entry of `stop_token_ids`, a token id or a tuple of several.
+    None for an end-of-sequence token that is not among them, and for other reasons than "stop"."""
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """Sum of `logprobs`: log probability of the whole continuation under the model."""
+        return float(np.sum(self.logprobs, dtype=np.float64))
 
     @property
     def version_range(self) -> tuple[int, int] | None:
@@ -87,5 +91,9 @@ class RequestOutput:
     asked for; NaN where the model's logits were not finite, and then the first completion ends in "error"."""
     prompt_top_logprobs: list[dict[int, float]] | None = None
     """For the same places the likeliest tokens, best first, and their log probability, when asked for."""
-    num_cached_tokens: int = 0
-    """Tokens of the prompt that were found in the prefix cache."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens whose keys and values were found by prefix caching when the request first reached them."""
+
+
+MAX_ID_CHARS = 4096
+"""Characters of a request's id, at most."""
