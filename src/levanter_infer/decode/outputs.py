@@ -71,7 +71,8 @@ class RoundOutputs(eqx.Module):
     """One download per round: everything of fixed small size in one int32 array.
 
     `packed` is scalars, then status, finish reason, `seq_lens` and `num_cached` of every slot, then the ring's slot
-    ids, tokens and the bits of both logprobs. The likeliest tokens stay apart: they are read only if a request wants them.
+    ids, tokens and the bits of both logprobs. The likeliest tokens stay apart: they are read only if a request wants
+    them.
     """
 
     packed: Array
