@@ -1,6 +1,7 @@
 """What results depend on beside the configuration: fingerprints, versions, flags, the device."""
 
 import concurrent.futures
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -10,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from levanter_infer.runtime.progress import stage
+
 if TYPE_CHECKING:
     from levanter_infer.checkpoints.source import Source
 
-_PACKAGES = ("jax", "jaxlib", "haliax", "equinox", "numpy", "tokenizers", "jinja2")
+_PACKAGES = ("jax", "jaxlib", "equinox", "numpy", "tokenizers", "jinja2")
 _FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _OF_ONE_HOST = (
     *("jax_compilation_cache", "jax_persistent_cache", "jax_cuda_visible", "jax_rocm_visible", "jax_dump_ir"),
@@ -23,6 +26,7 @@ _OF_ONE_HOST = (
 _CODE = (".py", ".cpp", ".h", ".hpp", ".cc")
 
 
+@stage("computing the SHA-256 of the weights")
 def model_facts(source: "Source") -> dict[str, str]:
     """SHA-256 of a checkpoint's weights, and of its configuration."""
     from levanter_infer.checkpoints.source import CONFIG
@@ -44,13 +48,30 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def package_version() -> str:
+    """Of this package; `0+unknown` where it is imported without having been installed."""
+    try:
+        return importlib.metadata.version("levanter-infer")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
 def version_facts(more: Sequence[str] = ()) -> dict[str, str]:
     """Versions of what computes and writes results, `more` packages included; of this one also what its files are."""
     return {
         "levanter_infer": f"{importlib.metadata.version('levanter-infer')}+{_code_sha256()[:12]}",
         "python": platform.python_version(),
+        "haliax": haliax_version(),
         **{name: importlib.metadata.version(name) for name in (*_PACKAGES, *more)},
     }
+
+
+def haliax_version() -> str:
+    """Version of the package that is imported as `haliax`: `marin-haliax`, or `haliax` before Python 3.12."""
+    for distribution in ("marin-haliax", "haliax"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(distribution)
+    raise importlib.metadata.PackageNotFoundError("haliax")
 
 
 def flag_facts() -> dict[str, str]:
@@ -70,14 +91,20 @@ def _code_sha256() -> str:
     return digest.hexdigest()
 
 
-def device_facts() -> dict[str, Any]:
-    """What the results were computed on: other hardware may round otherwise."""
+def device_facts(cpu_isa: str = "auto") -> dict[str, Any]:
+    """What the results were computed on: other hardware may round otherwise.
+
+    Args:
+        cpu_isa: `engine.cpu_isa`; takes the place of the widest instruction set that the kernels for CPUs have here.
+    """
     import jax
 
     from levanter_infer.kernels import cpu
 
     device = jax.devices()[0]
-    own = cpu.isa() if device.platform == "cpu" and cpu.available() else ""
+    own = ""
+    if device.platform == "cpu" and cpu.available():
+        own = cpu.isa() if cpu_isa == "auto" else cpu_isa
     return {"platform": device.platform, "kind": device.device_kind, "devices": 1, "instructions": own}
 
 

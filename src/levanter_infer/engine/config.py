@@ -12,6 +12,8 @@ from levanter_infer.kernels.tiling import Tiles
 from levanter_infer.runtime.memory import default_pool_bytes
 
 _KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
+CPU_ISAS = ("auto", "avx512_bf16", "avx512", "avx2", "generic")
+"""What `cpu_isa` may be: auto, or one of `kernels.cpu.ISAS`."""
 _MAX_ROUND_SECONDS = 3600
 MIN_UPLOAD_TOKENS = 4096
 """Prompt tokens that one round can bring to the device, at least; longer prompts take several rounds."""
@@ -41,6 +43,9 @@ class EngineConfig:
     are known for the shape, or proposed. `levanter_infer.plan` finds others where these do not fit."""
     products: str = "auto"
     """What computes matrix products: auto, xla or, on a CPU, cpu, on an NVIDIA GPU, gpu."""
+    cpu_isa: str = "auto"
+    """Instruction set of the kernels for CPUs: auto, avx512_bf16, avx512, avx2 or generic. `auto` is the fastest that
+    the processor has, by a measurement of half a second that is kept beside the compile cache."""
     prefix_cache: bool = True
     """Pages of equal beginnings are computed once: for requests that are there together, and for later ones for as long
     as no other use was found for the pages."""
@@ -101,6 +106,7 @@ class EngineConfig:
         for name, choices in (
             ("attention", ("auto", "xla", "reference", "cpu", "gpu", "tpu")),
             ("products", ("auto", "xla", "cpu", "gpu")),
+            ("cpu_isa", CPU_ISAS),
         ):
             value = getattr(self, name)
             if not (isinstance(value, str) and value in choices):

@@ -38,9 +38,11 @@ from levanter_infer.engine.versions import Versions
 from levanter_infer.models.live import adopt_model
 from levanter_infer.runtime.agreement import agree, agree_least
 from levanter_infer.runtime.collector import collector_paused
+from levanter_infer.runtime.compile_cache import enable_compile_cache
 from levanter_infer.runtime.hosts import Hosts
 from levanter_infer.runtime.memory import peak_bytes, return_free_memory
 from levanter_infer.runtime.multihost import hosts_of_this_process
+from levanter_infer.runtime.progress import sampling_progress, stage
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +89,7 @@ class InferenceEngine(Forks, Spilling, Versions):
             and programs before the first launch.
     """
 
+    @stage("making the engine")
     @collector_paused()
     def __init__(
         self,
@@ -102,6 +105,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         mesh: MeshConfig | Mesh | None = None,
         hosts: Hosts | None = None,
     ):
+        enable_compile_cache()
         self.config = config or EngineConfig()
         self.tokenizer, self.seed = tokenizer, seed
         self._eos = tuple(tokenizer.eos_token_ids) if tokenizer is not None else ()
@@ -111,6 +115,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         self._weights_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(types))
         self.backend = Backend.choose(self.config, types, has_mods=has_mods, mesh=make_mesh(mesh))
         self._hosts = hosts_of_this_process() if hosts is None and self.backend.spans_hosts else hosts
+        self.backend = self.backend.agreed(self._hosts)
         self._council = Together(self._hosts) if self._hosts and self.backend.spans_hosts else Alone(self._hosts)
         is_loaded = not isinstance(model, StoredModel)
         self.shapes = shapes_for(
@@ -131,7 +136,8 @@ class InferenceEngine(Forks, Spilling, Versions):
         self._compile_s = 0.0
         if isinstance(model, StoredModel):
             self._compile_ahead(types)
-            model, donate_model = model.read(self.backend.layout), True
+            with stage("reading weights"):
+                model, donate_model = model.read(self.backend.layout), True
         self._types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), types)
         self.model = self.backend.prepare(model, donate=donate_model)
         self._agree_on_programs()
@@ -152,17 +158,19 @@ class InferenceEngine(Forks, Spilling, Versions):
     def _compile_ahead(self, types) -> None:
         """Begin to compile for a model that is yet to be read."""
         begin = time.perf_counter()
-        self.programs.compile_all(self.backend.prepared_types(types), self._uploads.nothing)
-        if self.backend.on_cpu:  # which does both itself, and the compiler's memory is then the weights'
-            self.programs.wait()
-            return_free_memory()
+        with stage("compiling", self.programs.progress):
+            self.programs.compile_all(self.backend.prepared_types(types), self._uploads.nothing)
+            if self.backend.on_cpu:  # which does both itself, and the compiler's memory is then the weights'
+                self.programs.wait()
+                return_free_memory()
         self._compile_s = time.perf_counter() - begin
 
     def _agree_on_sizes(self) -> None:
         """The smallest budget of all processes, and the same sizes in all others."""
         if self._hosts is None:
             return
-        least = agree_least(self._hosts, "max_pages", {"max_pages": self.shapes.num_pages})
+        with stage("waiting for the other processes to size their pools"):
+            least = agree_least(self._hosts, "max_pages", {"max_pages": self.shapes.num_pages})
         self.shapes = dataclasses.replace(self.shapes, num_pages=least["max_pages"])
         plan = {**dataclasses.asdict(self.shapes), "mesh": self.backend.mesh_sizes, "platform": self.backend.platform}
         agree(self._hosts, "sizes", {name: str(value) for name, value in plan.items()})
@@ -171,7 +179,8 @@ class InferenceEngine(Forks, Spilling, Versions):
         """Equal configurations do not prove equal programs: those that will run are compared before one does."""
         if self._hosts is not None:
             self.programs.compile_all(self.model, self._uploads.nothing)
-            agree(self._hosts, "programs", self.programs.fingerprints())
+            with stage("waiting for the other processes to trace their programs"):
+                agree(self._hosts, "programs", self.programs.fingerprints())
 
     def _start_over(self) -> None:
         self._slots = make_slots(self.shapes, self._eos, self.backend.num_shards)
@@ -197,6 +206,7 @@ class InferenceEngine(Forks, Spilling, Versions):
             "kv_dtype": str(kv.dtype),
             "attention": self.backend.attention,
             "products": self.backend.products,
+            "cpu_isa": self.backend.isa,
             "numerics": self.config.numerics,
             "preempt": self.config.preempt,
             "step_buckets": list(shapes.buckets),
@@ -209,7 +219,12 @@ class InferenceEngine(Forks, Spilling, Versions):
 
     @waits_for_turn
     def generate(
-        self, prompts, sampling=None, *, on_update: Callable[[int, int, int], None] | None = None
+        self,
+        prompts,
+        sampling=None,
+        *,
+        on_update: Callable[[int, int, int], None] | None = None,
+        progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Sample continuations of all prompts.
 
@@ -221,6 +236,8 @@ class InferenceEngine(Forks, Spilling, Versions):
             sampling: `SamplingParams` for those that bring none; or a list, with one for each prompt.
             on_update: called after each round with (sequences finished, sequences in all, tokens generated so far). It
                 may call the engine.
+            progress: whether a progress bar is drawn in a terminal or notebook; None: if it takes more than half a
+                second. Elsewhere there is none.
         Returns: one output per prompt, in their order; for a prompt alone a list of one.
         Raises: ValueError if `prompts` or `sampling` as a whole is of another form; nothing has run then.
         """
@@ -233,7 +250,8 @@ class InferenceEngine(Forks, Spilling, Versions):
                 made.append(self._intake.group(request, str(i)))
             except ValueError as error:
                 made.append(refused(request, str(i), str(error)))
-        self._serve([each for each in made if isinstance(each, Group)], on_update)
+        with sampling_progress(progress, on_update) as update:
+            self._serve([each for each in made if isinstance(each, Group)], update)
         return [each.output() if isinstance(each, Group) else each for each in made]
 
     @waits_for_turn
@@ -408,10 +426,12 @@ class InferenceEngine(Forks, Spilling, Versions):
             return
         return_free_memory()  # of loading the model: compiling needs much
         start = time.perf_counter()
-        self.programs.compile_all(self.model, self._uploads.nothing)
-        self.state, outputs = self.programs.round(self.model, self.state, self._uploads.nothing)
-        jax.block_until_ready(outputs)
-        self.programs.wait()
+        with stage("compiling", self.programs.progress):
+            self.programs.compile_all(self.model, self._uploads.nothing)
+            self.programs.wait()
+        with stage("running the first round"):
+            self.state, outputs = self.programs.round(self.model, self.state, self._uploads.nothing)
+            jax.block_until_ready(outputs)
         self._warm = True
         self._compile_s += time.perf_counter() - start
         self._stats.registry.set("compile_s", self._compile_s)
@@ -427,8 +447,9 @@ class InferenceEngine(Forks, Spilling, Versions):
         shapes = dataclasses.replace(self.shapes, **changes)
         logger.info("compiling again, for %s", ", ".join(changes))
         programs, uploads = self.programs.extended(self.model, shapes), Uploads(self.backend, shapes)
-        programs.compile_all(self.model, uploads.nothing)
-        programs.wait()
+        with stage(f"compiling again, for {', '.join(changes)}", programs.progress):
+            programs.compile_all(self.model, uploads.nothing)
+            programs.wait()
         if self._hosts is not None and self.backend.spans_hosts:
             agree(self._hosts, "programs", programs.fingerprints())
         self.state = programs.extend(self.state)
