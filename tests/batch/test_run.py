@@ -16,7 +16,7 @@ from levanter_infer.batch.__main__ import main
 from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.batch.job import check_same
 from levanter_infer.checkpoints.save import save_model
-from levanter_infer.config import ModelSource
+from levanter_infer.config import ModelSource, OutputConfig
 from levanter_infer.kernels import cpu
 from tests.tiny_models import tiny_model
 from tests.tokenizer_files import CHATML, byte_level, write
@@ -181,15 +181,16 @@ class TestInstructionSet:
         assert "Resume it on a processor with that instruction set" in said
 
     def test_another_one_by_name_is_refused(self, command, tmp_path, whole):
-        began = json.loads(whole["manifest.json"])["sizes"]["cpu_isa"]
         unfinished(tmp_path, whole)
         status, said = command(tmp_path, "--engine.cpu_isa", "generic")
-        assert status == 2 and f"engine.cpu_isa is 'generic' and was '{began}'" in said.replace("'auto'", f"'{began}'")
+        assert status == 2 and "engine.cpu_isa is 'generic' and was 'auto'" in said
 
     def test_without_the_promise_of_equal_bytes_it_is_chosen_anew(self, monkeypatch):
         monkeypatch.setattr(cpu, "isas", lambda dtype=None: ("avx2", "generic"))
         sizes = {"max_pages": 9, "cpu_isa": "avx512"}
-        config = BatchRunConfig(model=ModelSource("x"), engine={"numerics": "default"})
+        config = BatchRunConfig(
+            ModelSource("x"), prompts_file="x", output=OutputConfig("y"), engine={"numerics": "default"}
+        )
         assert worker._sizes_here(config, sizes) == {"max_pages": 9}
         assert worker._sizes_here(config, {**sizes, "cpu_isa": "avx2"}) == {**sizes, "cpu_isa": "avx2"}
 
