@@ -51,12 +51,12 @@ def scaled_half_sums(x: np.ndarray, weight: np.ndarray, every: int) -> np.ndarra
 
 def pair_sums(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """The same of bfloat16 numbers, with float32 sums: `avx512_bf16`."""
-    return (np.float32(rounded(x, jnp.bfloat16)) @ np.float32(rounded(weight, jnp.bfloat16)).T).astype(np.float32)
+    return wide_sums(rounded(x, jnp.bfloat16), rounded(weight, jnp.bfloat16))
 
 
 def wide_sums(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """The same of float32 inputs and bfloat16 weights, with float32 sums: `avx512`."""
-    return np.float32(x) @ np.float32(weight).T
+    return np.asarray(x, np.float32) @ np.asarray(weight, np.float32).T
 
 
 WAYS = {
