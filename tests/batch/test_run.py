@@ -184,10 +184,9 @@ class TestInstructionSet:
         assert "Resume it on a processor with that instruction set" in said
 
     def test_another_one_by_name_is_refused(self, command, tmp_path, whole):
-        began = json.loads(whole["manifest.json"])["sizes"]["cpu_isa"]
         unfinished(tmp_path, whole)
         status, said = command(tmp_path, "--engine.cpu_isa", "generic")
-        assert status == 2 and f"engine.cpu_isa is 'generic' and was '{began}'" in said.replace("'auto'", f"'{began}'")
+        assert status == 2 and "engine.cpu_isa is 'generic' and was 'auto'" in said
 
     def test_without_the_promise_of_equal_bytes_it_is_chosen_anew(self, monkeypatch):
         monkeypatch.setattr(cpu, "isas", lambda dtype=None: ("avx2", "generic"))
