@@ -10,13 +10,15 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+GENERATION = "generation_config.json"
 _TEXT_FILES = (
-    *(CONFIG, INDEX, "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *(CONFIG, INDEX, GENERATION, "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
+    "additional_chat_templates/tool_use.jinja",
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _SHARD = re.compile(r"[A-Za-z0-9][\w.-]*\.safetensors")
-_MAX_JSON_BYTES = {CONFIG: 2**20, INDEX: 2**26}
+_MAX_JSON_BYTES = {CONFIG: 2**20, GENERATION: 2**20, INDEX: 2**26}
 
 
 @dataclass(frozen=True)
