@@ -44,7 +44,7 @@ class ModelSource:
     """Where the model comes from."""
 
     path: str
-    """A directory in HF's layout, or a hub id."""
+    """A directory in HF's layout, a URL of one that fsspec reads (gs://, s3://), or a hub id."""
     dtype: str | None = None
     """bfloat16 or float32; default: as stored."""
     revision: str | None = None
@@ -80,7 +80,7 @@ class RunConfig:
     model: ModelSource
     """A path or hub id, or a mapping with `path`, `dtype`, `revision`."""
     tokenizer: str | None = None
-    """A directory or hub id to take the tokenizer from; default: the model's."""
+    """A directory, URL or hub id to take the tokenizer from; default: the model's."""
     prompts: list[str] | None = None
     """Prompts, or a single one."""
     prompts_file: str | None = None

@@ -239,9 +239,9 @@ def make_engine(config: RunConfig, num_rows: int, hosts: Hosts | None = None) ->
         raise ValueError("multihost: this command runs in one process; use levanter_infer.batch or sample for several")
     source = resolve_source(config.model.path, config.model.revision)
     if config.tokenizer is not None:
-        tokenizer = Tokenizer.from_directory(resolve_source(config.tokenizer, weights=False).directory)
+        tokenizer = Tokenizer.from_source(resolve_source(config.tokenizer, weights=False))
     else:
-        tokenizer = Tokenizer.from_directory(source.directory) if source.has("tokenizer.json") else None
+        tokenizer = Tokenizer.from_source(source) if source.has("tokenizer.json") else None
 
     suggested = suggested_sampling(source)
 
