@@ -27,6 +27,7 @@ from levanter_infer.frontend import (
     say,
 )
 from levanter_infer.rows import read_rows
+from levanter_infer.runtime.progress import stage
 
 MAX_DELTA = {"float32": 1e-3, "bfloat16": 1.0, "float16": 0.1, "int8": 1.2, "float8_e4m3fn": 15.0}
 """Largest |Δ logprob| that passes by default, by the coarser dtype of weights and pages. docs/numerics.md says what was
@@ -144,6 +145,7 @@ def sample(config: RunConfig, change: Callable[[Request], Request] = lambda requ
     return sampled
 
 
+@stage("computing the log probabilities again, without a cache")
 def score_again(config: RunConfig, sampled: Sampled) -> list[Pair]:
     """Every completion beside the plain forward over its tokens, by the model as it is stored."""
     return beside_uncached(plain_model(config), sampled.requests, sampled.about["max_seq_len"])

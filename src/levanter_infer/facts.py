@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from levanter_infer.runtime.progress import stage
+
 if TYPE_CHECKING:
     from levanter_infer.checkpoints.remote import RemoteFile
     from levanter_infer.checkpoints.source import Source
@@ -25,6 +27,7 @@ _OF_ONE_HOST = (
 _CODE = (".py", ".cpp", ".h", ".hpp", ".cc")
 
 
+@stage("computing the SHA-256 of the weights")
 def model_facts(source: "Source") -> dict[str, str]:
     """SHA-256 of a checkpoint's weights, and of its configuration.
 
@@ -101,14 +104,20 @@ def _code_sha256() -> str:
     return digest.hexdigest()
 
 
-def device_facts() -> dict[str, Any]:
-    """What the results were computed on: other hardware may round otherwise."""
+def device_facts(cpu_isa: str = "auto") -> dict[str, Any]:
+    """What the results were computed on: other hardware may round otherwise.
+
+    Args:
+        cpu_isa: `engine.cpu_isa`; takes the place of the widest instruction set that the kernels for CPUs have here.
+    """
     import jax
 
     from levanter_infer.kernels import cpu
 
     device = jax.devices()[0]
-    own = cpu.isa() if device.platform == "cpu" and cpu.available() else ""
+    own = ""
+    if device.platform == "cpu" and cpu.available():
+        own = cpu.isa() if cpu_isa == "auto" else cpu_isa
     return {"platform": device.platform, "kind": device.device_kind, "devices": 1, "instructions": own}
 
 

@@ -27,6 +27,7 @@ from levanter_infer.runtime.collector import collector_paused
 from levanter_infer.runtime.compile_cache import enable_compile_cache
 from levanter_infer.runtime.hosts import HostLost, Hosts
 from levanter_infer.runtime.multihost import PER_HOST, joined
+from levanter_infer.runtime.progress import Lines, choose_display, lines_written_with, stage
 
 if TYPE_CHECKING:
     from levanter_infer.checkpoints.generation import SuggestedSampling
@@ -42,7 +43,7 @@ _LOG_SECONDS = 10
 def guarded(command: Callable[[], int]) -> int:
     """Run a command; returns its exit status, or that of what stopped it, which is said on standard error."""
     try:
-        with _standard_streams():
+        with _standard_streams(), lines_written_with(say):
             return _status(command)
     except BrokenPipeError:
         return 141
@@ -190,8 +191,8 @@ def generate(engine: "InferenceEngine", requests: list[Request], on_update=None)
 def serve(engine: "InferenceEngine", requests: list[Request]) -> tuple[list[RequestOutput], float]:
     """`generate` with a bar or lines about how it goes. Returns: the outputs, and the seconds that it took."""
     begin = time.perf_counter()
-    with progress_bar() as on_update:
-        outputs = generate(engine, requests, on_update or log_lines(engine))
+    draws = not isinstance(choose_display(), Lines)  # the engine draws a bar where somebody watches
+    outputs = generate(engine, requests, None if draws else log_lines(engine))
     return outputs, time.perf_counter() - begin
 
 
@@ -215,11 +216,14 @@ def join(config: RunConfig, orderly: tuple[type[BaseException], ...] = ()) -> It
         orderly: as of `joined`.
     Raises: ValueError, and HostLost, as `joined`; HostsDiffer naming the odd one.
     """
-    with joined(config.multihost, orderly) as hosts:
+    with contextlib.ExitStack() as stack:
+        with stage("waiting for the other processes"):
+            hosts = stack.enter_context(joined(config.multihost, orderly))
         if hosts is not None:
             hosts.note("comparing versions")
             say(f"hosts     {hosts.count}, {config.multihost.layout}; this is {hosts.names[hosts.index]}")
-            agree(hosts, "versions and flags", {**version_facts(), **flag_facts()})
+            with stage("waiting for the other processes to compare versions"):
+                agree(hosts, "versions and flags", {**version_facts(), **flag_facts()})
         yield hosts
 
 
@@ -246,11 +250,12 @@ def make_engine(config: RunConfig, num_rows: int, hosts: Hosts | None = None) ->
     suggested = suggested_sampling(source)
 
     # Everything above answers before JAX is imported.
-    from jax.errors import JaxRuntimeError
+    with stage("importing JAX"):
+        from jax.errors import JaxRuntimeError
 
-    from levanter_infer.checkpoints.load import open_model
-    from levanter_infer.engine.engine import InferenceEngine
-    from levanter_infer.engine.mesh import make_mesh
+        from levanter_infer.checkpoints.load import open_model
+        from levanter_infer.engine.engine import InferenceEngine
+        from levanter_infer.engine.mesh import make_mesh
 
     if hosts is not None:
         hosts.note("loading the model")
@@ -327,32 +332,6 @@ def merge_outputs(rows: Sequence[Row], sampled: Sequence[RequestOutput]) -> list
     return [
         next(rest) if row.request is not None else RequestOutput(row.id, None, [], [], error=row.error) for row in rows
     ]
-
-
-@contextlib.contextmanager
-def progress_bar() -> Iterator[Callable[[int, int, int], None] | None]:
-    """A callback for `InferenceEngine.generate` that draws a bar on standard error, or None where nobody watches."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[count]}"),
-        TimeElapsedColumn(),
-    )
-    # A few updates a second: the processor has programs to compile.
-    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4) as progress:
-        task = progress.add_task("compiling", total=None, count="")
-
-        def update(finished: int, total: int, tokens: int) -> None:
-            count = f"{finished}/{total} samples, {tokens} tokens"
-            progress.update(task, completed=finished, total=total, count=count, description="sampling")
-
-        yield update
 
 
 def log_lines(engine: "InferenceEngine") -> Callable[[int, int, int], None]:

@@ -9,6 +9,7 @@ import functools
 import itertools
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import haliax as hax
@@ -126,18 +127,26 @@ class Clock:
         once = jax.block_until_ready(program(jnp.int32(1), first, *rest))
         given = once if donate else first
 
-        def seconds(trips: int) -> float:
+        def run(trips: int) -> None:
             nonlocal given
-            start = time.perf_counter()
             result = jax.block_until_ready(program(jnp.int32(trips), given, *rest))
             given = result if donate else given
+
+        one_turn = self.turns(run)
+        return spread([one_turn() for _ in range(self.repeats)], 5), given if donate else once
+
+    def turns(self, run: Callable[[int], None]) -> Callable[[], float]:
+        """A call that measures a turn of `run(trips)`, in milliseconds of one trip."""
+
+        def seconds(trips: int) -> float:
+            start = time.perf_counter()
+            run(trips)
             return time.perf_counter() - start
 
         trips = LAYERS
         for _ in range(2):  # the first estimate contains the launch
             trips = max(LAYERS, math.ceil(trips * self.milliseconds / 1e3 / max(seconds(trips), 1e-6)))
-        times = spread([seconds(trips) / trips * 1e3 for _ in range(self.repeats)], 5)
-        return times, given if donate else once
+        return lambda: seconds(trips) / trips * 1e3
 
 
 def measure(

@@ -18,6 +18,8 @@ from levanter_infer.layers.layout import Layout
 from levanter_infer.models.decoder import DecoderConfig, DecoderModel
 from levanter_infer.models.family import Parameter, is_ignored, parameters, set_parameter
 from levanter_infer.models.registry import family_for
+from levanter_infer.runtime.compile_cache import enable_compile_cache
+from levanter_infer.runtime.progress import stage
 
 if TYPE_CHECKING:
     from levanter_infer.checkpoints.tokenizer import Tokenizer
@@ -37,6 +39,7 @@ def load_model(
     Returns: the model, and the tokenizer or None if there is no tokenizer.json.
     Raises: ValueError saying which file, key or tensor is wrong and what to do, before weights are allocated.
     """
+    enable_compile_cache()
     source = resolve_source(path_or_id, revision)
     model = load_weights(source, dtype=dtype)
     return model, load_tokenizer(source)
@@ -63,7 +66,9 @@ class StoredModel:
 
 def load_weights(source: Source, *, dtype: str | None = None) -> DecoderModel:
     """The model of a checkpoint. Raises: ValueError as `load_model`."""
-    return open_model(source, dtype=dtype).read()
+    stored = open_model(source, dtype=dtype)
+    with stage("reading weights"):
+        return stored.read()
 
 
 def open_model(source: Source, *, dtype: str | None = None) -> StoredModel:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from levanter_infer.checkpoints.remote import RemoteDirectory, RemoteFile, is_url, open_directory
+from levanter_infer.runtime.progress import stage
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +203,8 @@ def _download(name: str, revision: str | None, files: tuple[str, ...]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
+        with stage(f"fetching {name} from the Hugging Face hub", draws_itself=True):
+            return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         at = "" if revision is None else f" at revision {revision!r}"
         raise ValueError(
