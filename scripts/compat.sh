@@ -8,7 +8,7 @@
 # transformers:  Python 3.11 with transformers 5, datasets and lm-eval. `pip check` is clean, and the README's command runs.
 #
 # $COMPAT_DIR: where the environments are made, by default a temporary folder that is removed. $PYTHON312 and $PYTHON311
-# name the interpreters.
+# name the interpreters. $COMPAT_RUN is put before the commands that compute, such as nice.
 set -euo pipefail
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$repository"
@@ -69,7 +69,8 @@ levanter() {
   "$python" -m pip freeze >"$folder/levanter-after.txt"
   [ -z "$(comm -23 <(sort "$folder/levanter.txt") <(sort "$folder/levanter-after.txt"))" ] ||
     fail "installing us changed $(comm -23 <(sort "$folder/levanter.txt") <(sort "$folder/levanter-after.txt"))"
-  XLA_FLAGS=--xla_force_host_platform_device_count=2 "$python" -W ignore tests/compat/levanter_models.py
+  export XLA_FLAGS=--xla_force_host_platform_device_count=2
+  ${COMPAT_RUN:-} "$python" -W ignore tests/compat/levanter_models.py
 }
 
 transformers() {
@@ -80,8 +81,9 @@ transformers() {
   install "$repository"
   check_dependencies "$folder/before"
   "$python" -m pip list --format=freeze 2>/dev/null | grep -E '^(transformers|datasets|lm.eval|safetensors|fsspec|jax|haliax)==' | xargs
-  "$python" tests/compat/transformers_beside.py
-  "$python" -m levanter_infer.sample --config configs/tiny.yaml
+  unset XLA_FLAGS
+  ${COMPAT_RUN:-} "$python" scripts/peers/beside.py
+  ${COMPAT_RUN:-} "$python" -m levanter_infer.sample --config configs/tiny.yaml
 }
 
 for part in "${@:-levanter transformers}"; do
