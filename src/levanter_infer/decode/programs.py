@@ -141,7 +141,7 @@ def _interrupt_behind(error: Exception) -> BaseException | None:
 def _placement(leaf) -> str:
     """How an array is spread over several devices; nothing where it is on one."""
     sharding = getattr(leaf, "sharding", None)
-    return f" on {sharding}" if sharding is not None and len(sharding.device_set) > 1 else ""
+    return f" on {sharding}" if sharding is not None and sharding.num_devices > 1 else ""
 
 
 class TierPrograms:
