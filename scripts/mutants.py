@@ -417,6 +417,7 @@ def main() -> int:
     draws.add_argument("--seed", type=int, default=0)
     draws.add_argument("--count", type=int, default=16)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the tests under way end too
     return args.do(args)
 
 
