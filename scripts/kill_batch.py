@@ -97,6 +97,7 @@ def job_command(arguments, prompts: Path) -> list[str]:
         "engine.max_seq_len": 128,
         "batch.rows_per_shard": arguments.rows_per_shard,
         "batch.format": arguments.format,
+        "output.include": "[logprobs, top_logprobs]",
     }
     options = [part for key, value in values.items() for part in (f"--{key}", str(value))]
     return [sys.executable, "-m", "levanter_infer.batch", *options]

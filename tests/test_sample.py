@@ -72,6 +72,8 @@ def test_mixed_requests_give_rows_completions_summary_and_status(checkpoint, com
         {"messages": [{"role": "user", "content": "the cat"}], "id": "chat"},
         {"prompt": "hello " * 500, "id": "long"},
         {"promt": "x", "id": "typo"},
+        {"prompt_token_ids": [float("nan")], "id": "nan"},
+        {"prompt": "hello", "id": "top", "sampling": {"logprobs": 2}},
     ]
     make = sample.make_engine
     monkeypatch.setattr(sample, "make_engine", lambda *args: engines.append(make(*args)) or engines[-1])
@@ -79,19 +81,20 @@ def test_mixed_requests_give_rows_completions_summary_and_status(checkpoint, com
     prompts.write_text("\n".join(map(json.dumps, lines)))
     arguments = ("--model", str(checkpoint), "--prompts_file", str(prompts), "--output", str(output))
     sampling = ("--sampling.max_tokens", "6", "--sampling.ignore_eos", "true", "--sampling.seed", "5")
-    status, out, err = command(*arguments, *sampling, *SMALL)
+    status, out, err = command(*arguments, *sampling, *SMALL, "--output.include", "[logprobs]")
     assert status == 1
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [(row["id"], row["index"]) for row in rows] == [
-        *(("text", 0), ("text", 1), ("1", 0), ("chat", 0), ("long", None), ("typo", None))
+        *(("text", 0), ("text", 1), ("1", 0), ("chat", 0), ("long", None), ("typo", None), ("5", None), ("top", None))
     ]
     assert all(len(row["token_ids"]) == 6 and row["finish_reason"] == "length" for row in rows[:4])
-    assert [len(row["logprobs"] or ()) for row in rows[:4]] == [6, 6, 0, 0]
+    assert [len(row["logprobs"]) for row in rows] == [6, 6, 6, 6, 0, 0, 0, 0]  # one schema for all
     assert rows[0]["token_ids"] != rows[1]["token_ids"] and rows[0]["seed"] == rows[1]["seed"] != rows[2]["seed"]
     assert "leaves no room to generate" in rows[4]["error"] and "did you mean prompt?" in rows[5]["error"]
+    assert "it holds NaN" in rows[6]["error"] and "output.include: [top_logprobs]" in rows[7]["error"]
     assert out.count("(length, 6 tokens)") == 4 and "\x1b" not in out
     assert "error: request long: " in err and "error: request typo: " in err
-    for expected in ("max_seqs=4", "page_size=8", "sha256 ", "5 requests (2 failed), 4 samples", "programs compiled"):
+    for expected in ("max_seqs=4", "page_size=8", "sha256 ", "7 requests (4 failed), 4 samples", "programs compiled"):
         assert expected in err
 
 

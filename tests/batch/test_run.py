@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = ("--engine.max_seqs", "4", "--engine.page_size", "8", "--engine.max_step_tokens", "32")
 SHARDS = ("--batch.rows_per_shard", "4")
 SAMPLING = ("--sampling.max_tokens", "24", "--sampling.ignore_eos", "true", "--sampling.seed", "5")
+COLUMNS = ("--output.include", "[logprobs, top_logprobs]")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def prompts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def arguments(checkpoint, prompts):
-    return ["--model", str(checkpoint), "--prompts_file", str(prompts), *SAMPLING, *SMALL]
+    return ["--model", str(checkpoint), "--prompts_file", str(prompts), *SAMPLING, *SMALL, *COLUMNS]
 
 
 @pytest.fixture
@@ -189,7 +190,7 @@ class TestInstructionSet:
     def test_without_the_promise_of_equal_bytes_it_is_chosen_anew(self, monkeypatch):
         monkeypatch.setattr(cpu, "isas", lambda dtype=None: ("avx2", "generic"))
         sizes = {"max_pages": 9, "cpu_isa": "avx512"}
-        config = BatchRunConfig(model=ModelSource("x"), engine={"numerics": "default"})
+        config = BatchRunConfig(model=ModelSource("x"), prompts_file="x.jsonl", engine={"numerics": "default"})
         assert worker._sizes_here(config, sizes) == {"max_pages": 9}
         assert worker._sizes_here(config, {**sizes, "cpu_isa": "avx2"}) == {**sizes, "cpu_isa": "avx2"}
 
@@ -200,6 +201,51 @@ class TestInstructionSet:
         sizes = {key: value for key, value in there["sizes"].items() if key != "cpu_isa"}
         with pytest.raises(ValueError, match="device.instructions is 'another'"):
             check_same({**there, "sizes": sizes}, here)
+
+
+def test_openai_lines_become_openai_results_and_resume_to_the_same_bytes(command, checkpoint, tmp_path):
+    chat, text = "/v1/chat/completions", "/v1/completions"
+    parts = [{"role": "user", "content": "the cat"}]
+    bodies = {
+        "chat": (chat, {"messages": parts, "logprobs": True, "top_logprobs": 2, "user": "u", "max_tokens": 4}),
+        "two": (text, {"prompt": "hello", "n": 2, "max_tokens": 3, "model": checkpoint.name}),
+        "ids": (text, {"prompt": [5, 6], "logprobs": 0, "max_tokens": 3}),
+        "bad": (chat, {"messages": parts, "stream": True}),
+        "long": (text, {"prompt": "hello " * 500}),
+    }
+    lines = [{"custom_id": k, "method": "POST", "url": url, "body": body} for k, (url, body) in bodies.items()]
+    prompts = tmp_path / "lines.jsonl"
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    options = ("--prompts_file", str(prompts), "--batch.format", "openai", "--output.include", "[]")
+    status, said = command(tmp_path / "out", *options)
+    assert status == 1 and "complete: 5 rows, 2 failed_rows, 4 samples" in said
+    written = [json.loads(x) for path in sorted((tmp_path / "out").glob("part-*.jsonl")) for x in path.open()]
+    assert [line["custom_id"] for line in written] == list(bodies)
+    chat_body, two, ids = (line["response"]["body"] for line in written[:3])
+    entries = chat_body["choices"][0]["logprobs"]["content"]
+    assert len(entries) == chat_body["usage"]["completion_tokens"] == 4 and chat_body["model"] == checkpoint.name
+    assert all(len(entry["top_logprobs"]) == 2 and entry["bytes"] for entry in entries)
+    assert (
+        b"".join(map(bytes, (e["bytes"] for e in entries))).decode("utf-8", "replace")
+        == (chat_body["choices"][0]["message"]["content"])
+    )
+    assert len({choice["text"] for choice in two["choices"]}) == 2
+    assert "".join(ids["choices"][0]["logprobs"]["tokens"]) == ids["choices"][0]["text"]
+    assert [line["response"]["status_code"] for line in written[3:]] == [400, 400]
+    assert "body.stream is True" in written[3]["error"]["message"] and "room to gener" in written[4]["error"]["message"]
+    before = contents(tmp_path / "out")
+    (tmp_path / "out" / "_commits" / "part-000000.json").unlink()
+    assert command(tmp_path / "out", *options)[0] == 1 and contents(tmp_path / "out") == before
+
+
+def test_columns_belong_to_what_a_job_began_with(command, tmp_path, whole):
+    for name, data in whole.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    status, said = command(tmp_path, "--output.include", "[logprobs]")
+    assert status == 2 and "output.include is ['logprobs'] and was ['logprobs', 'top_logprobs']" in said
+    status, said = command(tmp_path, "--chat_template_kwargs", "{enable_thinking: false}")
+    assert status == 2 and "chat_template_kwargs" in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -248,9 +294,11 @@ def test_a_killed_process_loses_nothing_and_the_bytes_are_the_same(arguments, co
     ("options", "message"),
     [
         (["--worker", "2/2"], "expected i/n with i from 0 to n - 1"),
-        (["--batch.format", "csv"], "expected jsonl or parquet"),
+        (["--batch.format", "csv"], "expected jsonl, parquet or openai"),
         (["--batch.rows_per_shard", "0"], "expected at least 1"),
         (["--prompts", "x"], "both given"),
+        (["--batch.format", "openai"], "output.include with batch.format: openai"),
+        (["--output.include", "[num_cached_tokens]"], "this job promises equal bytes; leave it out or set engine.num"),
         (["--overwrite"], "never replaces it"),
         (["--batch.row_per_shard", "3"], "did you mean rows_per_shard"),
     ],
@@ -262,4 +310,4 @@ def test_wrong_usage_is_answered_before_anything_is_loaded(command, tmp_path, op
 
 def test_sample_refuses_the_keys_of_a_job(arguments, capsys):
     assert sample.main([*arguments, *SHARDS]) == 2
-    assert "unknown key batch" in capsys.readouterr().err
+    assert "unknown option --batch" in capsys.readouterr().err

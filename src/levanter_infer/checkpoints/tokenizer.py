@@ -16,6 +16,7 @@ from tokenizers import processors
 
 from levanter_infer.checkpoints.chat_template import ChatTemplate
 from levanter_infer.checkpoints.source import check_inside
+from levanter_infer.checkpoints.token_bound import TokenBound
 from levanter_infer.checkpoints.tokenizer_class import CODE_LLAMA, class_of, default_tokens, rebuilt
 from levanter_infer.checkpoints.tokenizer_limits import HARMLESS_GROWTH, check_growth, check_length, growth
 
@@ -94,6 +95,7 @@ class Tokenizer:
         self.is_byte_level = _is_byte_level(files["tokenizer.json"])
         self._bytes_of_token: dict[int, bytes] = {}
         self._templates: dict[str, ChatTemplate] = {}
+        self._bound = functools.cache(functools.partial(TokenBound, files["tokenizer.json"]))
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "Tokenizer":
@@ -127,6 +129,10 @@ class Tokenizer:
         check_length(num_bytes, self._growth, "the prompt")
         with _library_errors(f"{self._where}/tokenizer.json cannot encode the prompt"):
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def least_tokens(self, text: str) -> int:
+        """Tokens that `encode` gives at least, known without encoding; 0 where it cannot be told."""
+        return self._bound()(text)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of tokens. Ids without a token give none. Raises: ValueError if an id is not below `vocab_size`."""

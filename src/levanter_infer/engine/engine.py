@@ -24,13 +24,15 @@ from levanter_infer.engine.memory_audit import audit
 from levanter_infer.engine.mesh import MeshConfig, make_mesh
 from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.pace import Pace
-from levanter_infer.engine.request import Request, RequestOutput
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import Request, RequestOutput, as_request, as_requests, refused
 from levanter_infer.engine.scoring import SCORE_ONLY, ScoreReader, score_shapes
 from levanter_infer.engine.sequence import Group
 from levanter_infer.engine.sequence import Sequence as HostSequence
 from levanter_infer.engine.sharded import make_slots, read_outputs
 from levanter_infer.engine.spilling import Spilling
 from levanter_infer.engine.stats import Stats
+from levanter_infer.engine.turns import Turns, exclusive, waits_for_turn
 from levanter_infer.engine.uploads import Uploads
 from levanter_infer.engine.versions import Versions
 from levanter_infer.models.live import adopt_model
@@ -65,6 +67,11 @@ class InferenceEngine(Forks, Spilling, Versions):
 
     The host and the device meet once a round: one upload of new requests, one download of sampled tokens, and the
     next round is launched before the last one is read.
+
+    One thread uses an engine at a time. `generate`, `score` and `warmup` may be called from any thread and wait for
+    their turn, in order of arrival; they also wait until the requests that another thread has submitted have ended. All
+    other methods that change the engine, `submit` and `step_round` among them, raise RuntimeError while another thread
+    is in a call, and name it. `stats`, `metrics` and `describe` may be called at any time.
 
     Args:
         model: a `DecoderModel`; a live model of Levanter's shape (`adopt_model`), whose weights are shared where the
@@ -143,8 +150,9 @@ class InferenceEngine(Forks, Spilling, Versions):
         )
         self._rounds = self._submissions = 0
         self._pace = Pace(self.config.max_round_steps, self.config.max_round_seconds)
-        self._warm, self._last_end = False, 0.0
+        self._turns, self._warm, self._last_end = Turns(), False, 0.0
         self._intake = Intake(self.shapes, self.config, tokenizer, seed)
+
         self._start_over()
         logger.info("engine: %s", self.describe())
 
@@ -182,6 +190,11 @@ class InferenceEngine(Forks, Spilling, Versions):
         self._in_flight: _Launched | None = None
         self._known: list[HostSequence] = []
 
+    def __repr__(self) -> str:
+        shown = ("max_seqs", "max_seq_len", "max_pages", "page_size", "kv_dtype", "pool_mb", "device")
+        described = self.describe()
+        return f"InferenceEngine({', '.join(f'{name}={described[name]}' for name in shown)})"
+
     def describe(self) -> dict[str, object]:
         """What was chosen, by name of the config key where there is one."""
         shapes, kv = self.shapes, self.state.kv
@@ -205,36 +218,44 @@ class InferenceEngine(Forks, Spilling, Versions):
 
     # Requests
 
+    @waits_for_turn
     def generate(
         self,
-        requests: Sequence[Request],
+        prompts,
+        sampling=None,
         *,
         on_update: Callable[[int, int, int], None] | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Sample all requests.
+        """Sample continuations of all prompts.
 
-        A request that cannot be served comes back with `error` and no completions; the others are not affected.
+        What cannot be served comes back with `error` and no completions; the others are not affected.
 
         Args:
-            on_update: called after each round with (sequences finished, sequences in all, tokens generated so far).
+            prompts: a list, each of its entries a string, a list of token ids, a chat (a list of messages) or a
+                `Request`; or one of these alone.
+            sampling: `SamplingParams` for those that bring none; or a list, with one for each prompt.
+            on_update: called after each round with (sequences finished, sequences in all, tokens generated so far). It
+                may call the engine.
             progress: whether a progress bar is drawn in a terminal or notebook; None: if it takes more than half a
                 second. Elsewhere there is none.
-        Returns: one output per request, in their order.
+        Returns: one output per prompt, in their order; for a prompt alone a list of one.
+        Raises: ValueError if `prompts` or `sampling` as a whole is of another form; nothing has run then.
         """
         made: list[Group | RequestOutput] = []
-        for i, request in enumerate(requests):
+        for i, request in enumerate(as_requests(prompts, sampling)):
+            if isinstance(request, ValueError):
+                made.append(refused(None, str(i), str(request)))
+                continue
             try:
                 made.append(self._intake.group(request, str(i)))
             except ValueError as error:
-                name = request.id if request.id is not None else str(i)
-                given = request.prompt_token_ids
-                ids = list(given) if isinstance(given, (Sequence, np.ndarray)) else []
-                made.append(RequestOutput(name, request.prompt, ids, [], str(error)))
+                made.append(refused(request, str(i), str(error)))
         with sampling_progress(progress, on_update) as update:
             self._serve([each for each in made if isinstance(each, Group)], update)
         return [each.output() if isinstance(each, Group) else each for each in made]
 
+    @waits_for_turn
     def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log probability under the model of each token of the sequences, given those before it in its sequence.
 
@@ -280,6 +301,10 @@ class InferenceEngine(Forks, Spilling, Versions):
             self._extend(**changes)
         self.warmup()
 
+    def _is_in_progress(self) -> bool:
+        """Whether requests have been added that have not ended."""
+        return any(not group.is_done for group in self._slots.groups())
+
     def _add(self, group: Group) -> None:
         self._slots.add(group, self._council.now() if group.timeout_s is not None else 0.0)
         self._council.enter(group)
@@ -295,6 +320,7 @@ class InferenceEngine(Forks, Spilling, Versions):
                 on_update(finished, total, sum(len(sequence.token_ids) for sequence in sequences))
         self.drain()
 
+    @exclusive
     def step_round(self, *, max_steps: int | None = None) -> list[HostSequence]:
         """Launch the next round and read the one before; returns the sequences whose result became known.
 
@@ -311,11 +337,13 @@ class InferenceEngine(Forks, Spilling, Versions):
         previous, self._in_flight = self._in_flight, launched
         return known + (self._read(previous) if previous is not None else [])
 
+    @exclusive
     def settle(self) -> list[HostSequence]:
         """Read the round in flight and launch none; returns as `step_round`. A later round goes on from there."""
         known, self._known = self._known, []
         return known + self._settle()
 
+    @exclusive
     def linger(self) -> None:
         """Wait until the round in flight has ended or is about to; returns at once if there is none.
 
@@ -331,6 +359,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         while time.perf_counter() < until and not packed.is_ready():  # pyright: ignore[reportAttributeAccessIssue]
             time.sleep(_POLL_S)
 
+    @exclusive
     def drain(self) -> None:
         """Run until the device is idle: every page is free afterwards."""
         self._settle()
@@ -344,14 +373,19 @@ class InferenceEngine(Forks, Spilling, Versions):
         self._scores.take()
         self._stats.on_idle()
 
-    def submit(self, request: Request) -> Group:
-        """Queue a request for the coming rounds. Raises: ValueError if it cannot be served."""
-        group = self._intake.group(request, str(self._submissions))
+    @exclusive
+    def submit(self, prompt, sampling: SamplingParams | None = None) -> Group:
+        """Queue a `Request`, or another prompt as for `generate`, for the coming rounds.
+
+        Raises: ValueError if it cannot be served.
+        """
+        group = self._intake.group(as_request(prompt, sampling), str(self._submissions))
         self._submissions += 1
         self._prepare([group])
         self._add(group)
         return group
 
+    @exclusive
     def cancel(self, group: Group) -> None:
         """End a submitted request with reason "abort", at once; its pages are free two rounds later at the most.
 
@@ -385,6 +419,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         launched, self._in_flight = self._in_flight, None
         return self._read(launched) if launched is not None else []
 
+    @waits_for_turn
     @collector_paused()
     def warmup(self) -> None:
         """Compile all programs now rather than with the first request; later calls do nothing."""
@@ -467,6 +502,7 @@ class InferenceEngine(Forks, Spilling, Versions):
 
     # State
 
+    @exclusive
     def reset(self) -> None:
         """Forget all sequences; those in progress end with reason "abort".
 
@@ -482,6 +518,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         self._stats.on_reset()
         self._start_over()
 
+    @exclusive
     def zero_cache(self) -> None:
         """Overwrite every stored key and value with zeros. Requires: no request in progress."""
         if not self._slots.is_idle:
@@ -501,6 +538,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         """`metrics` as a dict: tokens, rates, pages, preemptions, steps, rounds, compilations, …"""
         return self.metrics().as_dict("round")
 
+    @exclusive
     def memory(self) -> dict[str, Any]:
         """Who holds how much, after the rounds launched so far; waits for them. Also enters it into `metrics`.
 
