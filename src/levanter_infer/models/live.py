@@ -189,7 +189,7 @@ def _check_dense(model) -> None:
 def _rope(model, config, head_dim: int, max_len: int) -> dict[str, Any]:
     rope = _get(config, "rope")
     rotary = _get(model, f"{_LAYER}.self_attn.rot_embs")
-    if not callable(rotary) and hasattr(rope, "build"):
+    if not callable(rotary) and rope is not None and hasattr(rope, "build"):
         rotary = rope.build(Axis(HEAD_SIZE, head_dim))
     if rope is None or not callable(rotary):
         raise ValueError(f"config.rope is {type(rope).__name__}, expected one of Levanter's rotary configs; {_LIKELY}")
@@ -251,7 +251,8 @@ def _with_axes(named: NamedArray, axes: tuple[Axis, ...], path: str) -> NamedArr
         names = [HEADS if name == KV_HEADS else name for name in names if name != Q_HEADS_PER_GROUP]
     if own != wanted:
         raise ValueError(f"{path} has axes {_shown(own)}, expected {_shown(wanted)}; config and model do not agree")
-    array, order = named.array, [list(own).index(name) for name in names]
+    array: Any = named.array
+    order = [list(own).index(name) for name in names]
     if isinstance(array, np.ndarray):
         array = jax.device_put(array)
     array = _without_explicit_axes(array)

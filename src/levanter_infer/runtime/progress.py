@@ -127,7 +127,7 @@ class Notebook:
         if stage.draws_itself:
             return
         if self._handle is None:
-            from IPython.display import DisplayHandle  # there in every notebook
+            from IPython.display import DisplayHandle  # type: ignore  # there in every notebook
 
             self._handle = DisplayHandle()
             self._handle.display(_mime(stage), raw=True)
