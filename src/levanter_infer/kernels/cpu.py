@@ -13,7 +13,7 @@ import re
 
 import jax
 import jax.numpy as jnp
-import jaxlib
+import jaxlib.version
 import numpy as np
 from jax import Array
 from jax.core import Tracer
@@ -47,7 +47,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     if built > (here := _ffi_api()):
         # Registered all the same, they would make JAX's start fail.
         return None, (
-            f"the C++ kernels were built for version {_dotted(built)} of XLA's FFI, and jaxlib {jaxlib.__version__} "
+            f"the C++ kernels were built for version {_dotted(built)} of XLA's FFI, and jaxlib {jaxlib.version.__version__} "
             f"has {_dotted(here)}, which runs its own and older ones; install levanter_infer again, or a newer jaxlib"
         )
     for name, target in targets.items():
