@@ -47,8 +47,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     if built > (here := _ffi_api()):
         # Registered all the same, they would make JAX's start fail.
         return None, (
-            f"the C++ kernels were built for version {_dotted(built)} of XLA's FFI, and jaxlib {jaxlib.version.__version__} "
-            f"has {_dotted(here)}, which runs its own and older ones; install levanter_infer again, or a newer jaxlib"
+            f"the C++ kernels were built for version {_dotted(built)} of XLA's FFI, and jaxlib "
+            f"{jaxlib.version.__version__} has {_dotted(here)}, which runs its own and older ones; install levanter_infer again, or a newer jaxlib"
         )
     for name, target in targets.items():
         jax.ffi.register_ffi_target(name, target, platform="cpu")
