@@ -48,7 +48,7 @@ class CountingModel(eqx.Module):
         config = dataclasses.replace(config, hidden_size=2, num_heads=1, num_kv_heads=1, head_dim=2)
         return CountingModel(embed=Axis(EMBED, 2), config=config)
 
-    def for_cpu(self, kernel: str, *, donate: bool = False) -> "CountingModel":
+    def for_cpu(self, kernel: str, *, isa: str | None = None, donate: bool = False) -> "CountingModel":
         return self
 
     def hidden(self, batch: PageBatchInfo, kv: KvPages, attention) -> tuple[NamedArray, KvPages]:

@@ -14,8 +14,10 @@ from haliax import Axis, NamedArray
 
 from levanter_infer.axes import MLP, TOKEN
 from levanter_infer.bench.attention import Clock
+from levanter_infer.bench.instruction_sets import add_isa_argument, chosen_isa, compared, isas_in_turn, prepared_for
 from levanter_infer.bench.report import digest, emit, provenance
 from levanter_infer.bench.workload import add_model_arguments, model_sizes, numbers, random_model
+from levanter_infer.decode.programs import compile_program
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.layers.linear import PanelLinear, apply
@@ -25,6 +27,7 @@ from levanter_infer.models.decoder import DecoderModel
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=numbers, default=(1, 8, 32, 256), help="tokens of the step; default 1,8,32,256")
     parser.add_argument("--products", default="auto", help="engine.products; default auto")
+    add_isa_argument(parser)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--milliseconds", type=float, default=100, help="of one measurement, about; default 100")
     add_model_arguments(parser)
@@ -34,11 +37,24 @@ def run(args: argparse.Namespace) -> None:
     """Print one line per number of rows."""
     about = provenance()
     given = random_model(model_sizes(args), args.dtype)
-    backend = Backend.choose(EngineConfig(products=args.products), given, has_mods=False)
-    model = backend.prepare(given, donate=True)
     clock = Clock(args.repeats, args.milliseconds)
+    isas = isas_in_turn(args.cpu_isa, args.dtype)
+    if isas is not None:
+        chosen, models = chosen_isa(given, isas), prepared_for(isas, given)
+        del given
+        for rows in args.rows:
+            config = {"model": model_sizes(args), "dtype": args.dtype, "products": "cpu"}
+            emit({"bench": "products", **compare(models, rows, clock, chosen), "config": config, **about})
+        return
+    backend = Backend.choose(EngineConfig(products=args.products, cpu_isa=args.cpu_isa), given, has_mods=False)
+    model = backend.prepare(given, donate=True)
     for rows in args.rows:
-        config = {"model": model_sizes(args), "dtype": args.dtype, "products": backend.products}
+        config = {
+            "model": model_sizes(args),
+            "dtype": args.dtype,
+            "products": backend.products,
+            "cpu_isa": backend.isa,
+        }
         emit({"bench": "products", **measure(model, rows, clock), "config": config, **about})
 
 
@@ -73,6 +89,28 @@ def measure(model: DecoderModel, rows: int, clock: Clock) -> dict[str, object]:
         "workload_hash": digest([rows, clock.milliseconds]),
         "output_hash": digest(outputs),
     }
+
+
+def compare(models: dict[str, DecoderModel], rows: int, clock: Clock, chosen: str) -> dict[str, object]:
+    """All products of a step by each instruction set, in turn."""
+    steps = {isa: [0.0] * clock.repeats for isa in models}
+    config = next(iter(models.values())).config
+    for name, product in PRODUCTS.items():
+        turns = {isa: clock.turns(_runner(model, product, name, rows)) for isa, model in models.items()}
+        for turn in range(clock.repeats):
+            for isa, one_turn in turns.items():
+                steps[isa][turn] += one_turn() * (1 if name == "head" else config.num_layers)
+    return {"rows": rows, "step_ms": compared(steps, chosen), "workload_hash": digest([rows, clock.milliseconds])}
+
+
+def _runner(model: DecoderModel, product: Callable, name: str, rows: int) -> Callable[[int], None]:
+    start, program = (inputs_of(model, rows)[name], jnp.float32(0)), compile_program(_over_layers(product))
+
+    def run(trips: int) -> None:
+        jax.block_until_ready(program(jnp.int32(trips), start, model, jnp.int32(rows)))
+
+    run(1)  # compiles
+    return run
 
 
 def parameters_of(model: DecoderModel) -> dict[str, int]:

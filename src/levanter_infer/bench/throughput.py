@@ -6,9 +6,12 @@ every mode run in turn, so that a slow moment of the machine hits all.
 """
 
 import argparse
+import functools
 import itertools
 import time
+from collections.abc import Callable, Mapping, Sequence
 
+from levanter_infer.bench.instruction_sets import add_isa_argument, chosen_isa, compared, isas_in_turn
 from levanter_infer.bench.report import digest, emit, provenance, spread
 from levanter_infer.bench.workload import (
     SAMPLING,
@@ -34,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", default="greedy,sampled", help=f"of {', '.join(SAMPLING)}")
     parser.add_argument("--attention", default="auto", help="engine.attention; default auto")
     parser.add_argument("--products", default="auto", help="engine.products; default auto")
+    add_isa_argument(parser)
     add_model_arguments(parser)
 
 
@@ -41,14 +45,69 @@ def run(args: argparse.Namespace) -> None:
     """Print one line per batch, prompt, output and mode."""
     about = provenance()
     model = random_model(model_sizes(args), args.dtype)
+    isas = isas_in_turn(args.cpu_isa, args.dtype)
+    chosen = "" if isas is None else chosen_isa(model, isas)
     for batch, prompt, output in itertools.product(args.batch, args.prompt, args.output):
         longest = round_up(prompt + output + 1, 16)
-        kernels = dict(attention=args.attention, products=args.products)
-        engine = InferenceEngine(
-            model, config=EngineConfig(max_seqs=batch, max_seq_len=longest, prefix_cache=False, **kernels)
-        )
-        for line in measure(engine, args, batch, prompt, output, args.modes.split(",")):
+
+        def engine(cpu_isa: str, batch=batch, longest=longest) -> InferenceEngine:
+            kernels = dict(attention=args.attention, products=args.products, cpu_isa=cpu_isa)
+            config = EngineConfig(max_seqs=batch, max_seq_len=longest, prefix_cache=False, **kernels)
+            return InferenceEngine(model, config=config)
+
+        modes = args.modes.split(",")
+        if isas is None:
+            lines = measure(engine(args.cpu_isa), args, batch, prompt, output, modes)
+        else:
+            lines = compare({isa: engine(isa) for isa in isas}, args, batch, prompt, output, modes, chosen)
+        for line in lines:
             emit({"bench": "throughput", **line, **about})
+
+
+Timed = Callable[[str, int], tuple[float, list[list[int]]]]
+"""Seconds of a call, and its tokens, by mode and `max_tokens`."""
+
+
+def timed_call(engine: InferenceEngine, prompts: Sequence[list[int]], mode: str, max_tokens: int):
+    """As `Timed`."""
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=0, **SAMPLING[mode])
+    requests = [Request(prompt_token_ids=ids, sampling=sampling) for ids in prompts]
+    start = time.perf_counter()
+    outputs = engine.generate(requests)
+    return time.perf_counter() - start, token_ids(outputs)
+
+
+def compare(
+    engines: Mapping[str, InferenceEngine], args, batch: int, prompt: int, output: int, modes: list[str], chosen: str
+) -> list[dict[str, object]]:
+    """A line for each mode: engines that differ in their instruction set, in turn."""
+    sizes = model_sizes(args)
+    prompts = random_prompts(sizes["vocab"], [prompt] * batch, seed=batch)
+    timed: dict[str, Timed] = {isa: functools.partial(timed_call, engine, prompts) for isa, engine in engines.items()}
+    lines: list[dict[str, object]] = []
+    for mode in modes:
+        for call in timed.values():
+            call(mode, 1 + output)  # compiles
+        short: dict[str, list[float]] = {isa: [] for isa in engines}
+        steps: dict[str, list[float]] = {isa: [] for isa in engines}
+        for _ in range(args.repeats):
+            for isa, call in timed.items():
+                short[isa].append(call(mode, 1)[0])
+                steps[isa].append(1e3 * (call(mode, 1 + output)[0] - short[isa][-1]) / output)
+        known = min(min(each) for each in steps.values()) > 0
+        lines.append(
+            {
+                "mode": mode,
+                "batch": batch,
+                "prompt": prompt,
+                "output": output,
+                "prefill_s": compared(short, chosen),
+                "decode_step_ms": compared(steps, chosen) if known else None,
+                "config": {"model": sizes, "dtype": args.dtype, "sampling": SAMPLING[mode]},
+                "workload_hash": digest([prompts, mode, output]),
+            }
+        )
+    return lines
 
 
 def measure(
@@ -57,13 +116,7 @@ def measure(
     """A line for each mode."""
     sizes = model_sizes(args)
     prompts = random_prompts(sizes["vocab"], [prompt] * batch, seed=batch)
-
-    def timed(mode: str, max_tokens: int):
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=0, **SAMPLING[mode])
-        requests = [Request(prompt_token_ids=ids, sampling=sampling) for ids in prompts]
-        start = time.perf_counter()
-        outputs = engine.generate(requests)
-        return time.perf_counter() - start, token_ids(outputs)
+    timed = functools.partial(timed_call, engine, prompts)
 
     seconds: dict[str, list[tuple[float, float]]] = {mode: [] for mode in modes}
     sampled = {mode: timed(mode, 1 + output)[1] for mode in modes}  # compiles

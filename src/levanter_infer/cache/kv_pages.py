@@ -131,6 +131,7 @@ class KvPages(eqx.Module):
         v: NamedArray,
         rope: tuple[NamedArray, NamedArray],
         norms: tuple[tuple[Array, float], ...] | None,
+        isa: str | None = None,
     ) -> tuple[Array, "KvPages"]:
         """As `write`, but norms and rotates first, in the C++ kernels.
 
@@ -139,6 +140,7 @@ class KvPages(eqx.Module):
             k, v: [token, kv_head, head_size], neither.
             rope: cos, sin of each token.
             norms: weight [layers, D] and eps of q's norm and of k's; None for no norms.
+            isa: instruction set, one of `kernels.cpu.isas`; None for the widest.
         Returns: q as attention takes it, and the pool.
         """
         order, f32 = (TOKEN, KV_HEADS, HEAD_SIZE), jnp.float32
@@ -146,7 +148,9 @@ class KvPages(eqx.Module):
         keys, values = (side.rearrange(order).array.astype(f32) for side in (k, v))
         dests = batch.new_token_dests.array
         pool = self.pages.array
-        q, pages = place_tokens(q, keys, values, pool, layer=layer, dests=dests, cos=cos, sin=sin, norms=norms)
+        q, pages = place_tokens(
+            q, keys, values, pool, layer=layer, dests=dests, cos=cos, sin=sin, norms=norms, isa_name=isa
+        )
         return q, replace(self, pages=pages)
 
     def copy_pages(self, source: Array, target: Array) -> "KvPages":

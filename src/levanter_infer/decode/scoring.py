@@ -103,7 +103,10 @@ def _score_tokens(
         before = jnp.where((position > of_row(rows.begin))[:, None], own, kept.astype(own.dtype))
         num_valid = jnp.minimum(total - start, _TOKENS)
         logits = model.logits(hax.named(before, (ROW, model.embed)), num_valid).rearrange((ROW, ...)).array
-        stats = LogitStats(*logit_stats(logits, num_valid)) if model.skips_rows else LogitStats.of(logits, model.vocab)
+        if model.skips_rows:
+            stats = LogitStats(*logit_stats(logits, num_valid, isa_name=model.isa))
+        else:
+            stats = LogitStats.of(logits, model.vocab)
         tokens = table.tokens.array.at[slots, position].get(mode="fill", fill_value=0)
         logprobs = logprobs_of(logits, tokens, stats, model.vocab)
         new = pack_scores(logprobs, *likeliest(logits, stats, scores.num_top, model.vocab))

@@ -105,7 +105,7 @@ def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes
     logits = head(model, hidden, plan, shapes)
     table = state.sequences
     count = shapes.sampled_rows
-    stats = LogitStats(*logit_stats(logits, plan.num_rows)) if model.skips_rows else None
+    stats = LogitStats(*logit_stats(logits, plan.num_rows, isa_name=model.isa)) if model.skips_rows else None
 
     def result_of(logits: Array, slots: Array, stats: LogitStats | None) -> SampleOutput:
         lens = table.seq_lens.array.at[slots].get(mode="fill", fill_value=0)

@@ -1,6 +1,7 @@
 """`Backend`: which implementations suit the device that the engine runs on."""
 
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Mapping
@@ -11,10 +12,12 @@ from jax.sharding import Mesh
 from levanter_infer.cache import KvPages
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.config import EngineConfig, kv_dtype
+from levanter_infer.engine.instructions import AUTO, Choice, choose
 from levanter_infer.kernels import TPU_POOL, cpu, linear_gpu, rpa_gpu, rpa_tpu
 from levanter_infer.kernels.tiling import Tiles
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.layers.layout import Layout
+from levanter_infer.runtime.hosts import Hosts
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +34,8 @@ class Backend:
     """xla, reference, cpu, gpu or tpu."""
     layout: Layout | None = None
     """How model and state lie on a mesh; None: on one device."""
+    isa_choice: Choice | None = None
+    """What the kernels for CPUs compute with; None where they compute nothing."""
 
     @staticmethod
     def choose(config: EngineConfig, model, *, has_mods: bool, mesh: Mesh | None = None, device=None) -> "Backend":
@@ -50,7 +55,7 @@ class Backend:
         cpu_attention = in_parts or _cpu_misfit(device, pages, "pages")
         if cpu_attention is None and has_mods:
             cpu_attention = "score_mod and mask_mod run in XLA only"
-        chosen = Backend(
+        resolved = Backend(
             platform=device.platform,
             products=_resolve(
                 "products",
@@ -71,6 +76,7 @@ class Backend:
             ),
             layout=layout,
         )
+        chosen = resolved._with_instructions(config, weights, pages)
         if config.tiles is not None and chosen.attention not in TPU_POOL:
             raise ValueError(
                 f"engine.tiles is for the attention of TPUs, and here attention={chosen.attention}; leave it out"
@@ -90,6 +96,46 @@ class Backend:
                 f"products={chosen.products} and attention={chosen.attention}: {cpu_attention or 'set to cpu or auto'}"
             )
         return chosen
+
+    def _with_instructions(self, config: EngineConfig, weights, pages) -> "Backend":
+        """The same with the instruction set for weights and pages of these dtypes."""
+        if "cpu" not in (self.products, self.attention):
+            if config.cpu_isa != AUTO:
+                raise ValueError(
+                    f'engine.cpu_isa="{config.cpu_isa}" is for the kernels for CPUs, and here products={self.products} '
+                    f"and attention={self.attention}; leave it out"
+                )
+            return self
+        choice = choose(config.cpu_isa, weights if self.products == "cpu" else pages)
+        return dataclasses.replace(self, isa_choice=choice)
+
+    def agreed(self, hosts: Hosts | None) -> "Backend":
+        """The same with the instruction set of process 0, whatever this one has measured: a job has one.
+
+        Raises: ValueError if this processor does not have it.
+        """
+        decided = self.isa if hosts is None else hosts.decide("engine.cpu_isa", self.isa)
+        if decided == self.isa or self.isa is None or decided is None:
+            return self
+        if decided not in cpu.isas():
+            raise ValueError(
+                f"process 0 computes with engine.cpu_isa={decided}, and this processor has {', '.join(cpu.isas())}; "
+                "set engine.cpu_isa to one that all processors of the job have"
+            )
+        return dataclasses.replace(self, isa_choice=Choice(decided))
+
+    @property
+    def isa(self) -> str | None:
+        """The instruction set of the kernels for CPUs; None where they compute nothing."""
+        return None if self.isa_choice is None else self.isa_choice.isa
+
+    @property
+    def isa_reason(self) -> str:
+        """Why `isa` is what it is, in words."""
+        if self.isa_choice is not None:
+            return self.isa_choice.reason
+        missing = cpu.why_unavailable() if self.on_cpu else None
+        return "the kernels for CPUs are not used" if missing is None else f"the kernels cannot be used: {missing}"
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -130,7 +176,9 @@ class Backend:
         return self.layout.types(jax.eval_shape(self._as_read, fitted))
 
     def _as_read(self, model, donate: bool = False):
-        return model.for_cpu(self.products, donate=donate) if self.on_cpu else model.for_gpu(self.products)
+        if not self.on_cpu:
+            return model.for_gpu(self.products)
+        return model.for_cpu(self.products, isa=self.isa, donate=donate)
 
     @property
     def mesh_sizes(self) -> dict[str, int]:
@@ -158,7 +206,12 @@ class Backend:
             score_mod = score_mod and (lambda s, q, kv, head, own=score_mod: own(s, q, kv, head_index(head)))
             mask_mod = mask_mod and (lambda q, kv, head, own=mask_mod: own(q, kv, head_index(head)))
         return AttentionSpec(
-            impl=self.attention, score_mod=score_mod, mask_mod=mask_mod, max_seq_len=shapes.max_seq_len, tiles=tiles
+            impl=self.attention,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+            max_seq_len=shapes.max_seq_len,
+            tiles=tiles,
+            isa=self.isa if self.attention == "cpu" else None,
         )
 
     def token_values(self, config, dtype) -> int:
@@ -196,11 +249,20 @@ def _cpu_misfit(device, dtype, what: str) -> str | None:
     """Why the CPU kernels cannot be used, if so."""
     if device.platform != "cpu":
         return f"this engine runs on {device.platform}"
-    if not cpu.available():
-        return cpu.why_missing()
+    reason = cpu.why_unavailable()
+    if reason is not None:
+        _warn_of_missing_kernels(reason)
+        return f"the kernels cannot be used: {reason}"
     if not cpu.supports_dtype(dtype):
         return f"{what} are {dtype}; the kernels read float32 and bfloat16"
     return None
+
+
+@functools.cache  # once
+def _warn_of_missing_kernels(reason: str) -> None:
+    logger.warning(
+        "the C++ kernels for CPUs cannot be used, and without them decoding is 3 to 6 times slower: %s", reason
+    )
 
 
 def _gpu_misfit(device, what: str, dtype, supported: bool) -> str | None:

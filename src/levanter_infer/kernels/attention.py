@@ -42,6 +42,7 @@ def ragged_paged_attention(
     mask_mod: Callable | None = None,
     impl: str = "auto",
     tiles: Tiles | None = None,
+    isa: str | None = None,
     return_attn: bool = False,
 ) -> Array | tuple[Array, Array]:
     """Attend from the packed tokens of many sequences to the pages that hold their keys and values.
@@ -83,6 +84,7 @@ def ragged_paged_attention(
             same in Pallas' interpreter, for tests), `tpu` (Pallas, on a TPU only), `tpu_interpret` (likewise) or `auto`
             (`xla`, which runs everywhere; the pool of `tpu` has another layout).
         tiles: of `tpu`; None for those that `kernels.tiling` knows.
+        isa: of `cpu`, its instruction set; None for the widest (`kernels.cpu.isas`).
         return_attn: also return the attention weights, f32[T, Hq, max_pages * page_size]; `reference` only.
 
     Returns: [T, Hq, D] in q's dtype, accumulated in f32; padding tokens give zeros.
@@ -99,6 +101,8 @@ def ragged_paged_attention(
     dtype = jnp.dtype(kv_pages.dtype if kv_dtype is None else kv_dtype)
     if tiles is not None and impl not in TPU_POOL:
         raise ValueError(f'tiles: got some with impl="{impl}", expected None; they are for "tpu"')
+    if isa is not None and impl != "cpu":
+        raise ValueError(f'isa: got {isa!r} with impl="{impl}", expected None; it is for "cpu"')
     check_pool = _check_tpu_pool if impl in TPU_POOL else _check_pool
     tpu_pool = check_pool(q, kv_pages, dtype, kv_heads)
     _check_batch(page_indices=page_indices, seq_lens=seq_lens, cu_q_lens=cu_q_lens, num_seqs=num_seqs)
@@ -129,6 +133,8 @@ def ragged_paged_attention(
         rules=rules,
         sinks=None if sinks is None else sinks.astype(f32),
     )
+    if impl == "cpu":
+        return cpu_attention(call, isa_name=isa)
     result = _RUN[impl](call) if tiles is None else _RUN[impl](call, tiles)
     if impl == "reference":
         return result if return_attn else result[0]
@@ -138,7 +144,6 @@ def ragged_paged_attention(
 _RUN = {
     "reference": reference_attention,
     "xla": xla_attention,
-    "cpu": cpu_attention,
     "gpu": gpu_attention,
     "gpu_interpret": functools.partial(gpu_attention, interpret=True),
     "tpu": tpu_attention,

@@ -22,37 +22,35 @@ from levanter_infer.kernels import huge_pages
 from levanter_infer.kernels.call import AttentionCall
 
 _LIBRARY = "levanter_infer.kernels._native"
+_CALLS = ("linear", "place_tokens", "attention", "logit_stats")
 _DTYPES = (jnp.float32, jnp.bfloat16)
-
-
-_HOW = "installing levanter_infer needs a C++17 compiler (g++ or clang++) for them; install one and install it again"
+ISAS = ("avx512_bf16", "avx512", "avx2", "generic")
+"""Instruction sets that the kernels are written for; a processor with one of them has those behind it too."""
+_REMEDY = "install a C++17 compiler (g++ or clang++) and then levanter_infer again, beside the jaxlib that is used"
 
 
 @functools.cache
-def _load() -> tuple[ctypes.CDLL | None, str]:
-    """The kernels, registered with XLA; or None, and why they cannot be used."""
+def _load() -> ctypes.CDLL | str:
+    """The kernels, registered with XLA; or why they cannot be used."""
     spec = importlib.util.find_spec(_LIBRARY)
     if spec is None or spec.origin is None:
-        return None, f"the C++ kernels were not built: {_HOW}"
-    calls = ("linear", "place_tokens", "attention", "logit_stats")
-    names = [f"levanter_infer_{call}" for call in calls]
+        return "they were not built"
     try:
         library = ctypes.CDLL(spec.origin)
         library.levanter_infer_isa.restype = ctypes.c_char_p
         library.levanter_infer_panel.argtypes = [ctypes.c_char_p]
-        targets = {name: jax.ffi.pycapsule(getattr(library, name)) for name in names}
+        targets = {name: jax.ffi.pycapsule(getattr(library, name)) for name in (f"levanter_infer_{c}" for c in _CALLS)}
+        built, here = library.levanter_infer_ffi_api(), _ffi_api()
     except (OSError, AttributeError) as error:  # of another system, or of an earlier version
-        return None, f"the C++ kernels cannot be loaded ({error}): {_HOW}"
-    built = getattr(library, "levanter_infer_ffi_api", lambda: 0)()
-    if built > (here := _ffi_api()):
-        # Registered all the same, they would make JAX's start fail.
-        return None, (
-            f"the C++ kernels were built for version {_dotted(built)} of XLA's FFI, and jaxlib "
-            f"{jaxlib.version.__version__} has {_dotted(here)}, which runs its own and older ones; install levanter_infer again, or a newer jaxlib"
+        return f"they were built for another system or version ({error})"
+    if built > here:  # registered all the same, they would make JAX's start fail
+        return (
+            f"they were built for version {_dotted(built)} of XLA's FFI, and jaxlib {jaxlib.version.__version__} has "
+            f"{_dotted(here)}, which runs its own and older ones"
         )
     for name, target in targets.items():
         jax.ffi.register_ffi_target(name, target, platform="cpu")
-    return library, ""
+    return library
 
 
 def _ffi_api() -> int:
@@ -67,26 +65,45 @@ def _dotted(version: int) -> str:
     return f"{version // 1000}.{version % 1000}"
 
 
-def _library() -> ctypes.CDLL | None:
-    return _load()[0]
+def why_unavailable() -> str | None:
+    """Why the kernels cannot be used, and what to do about it; None if they can."""
+    library = _load()
+    return f"{library}; {_REMEDY}" if isinstance(library, str) else None
 
 
 def available() -> bool:
-    """Whether the kernels were built for this Python, and can be loaded."""
-    return _library() is not None
+    """Whether the kernels were built for this Python and jaxlib, and can be loaded."""
+    return why_unavailable() is None
 
 
-def why_missing() -> str:
-    """Why the kernels cannot be used, and what to do; empty if they can."""
-    return _load()[1]
+def _library() -> ctypes.CDLL:
+    """Raises: ValueError if the kernels cannot be used."""
+    library = _load()
+    if isinstance(library, str):
+        raise ValueError(f'the "cpu" kernels cannot be used: {library}; {_REMEDY}, or use xla')
+    return library
+
+
+def path() -> str:
+    """Where the built kernels lie. Raises: ValueError if they are not there."""
+    return _library()._name
 
 
 def isa() -> str:
-    """The instruction set that the kernels use on this processor: avx512, avx2 or generic."""
-    library = _library()
-    if library is None:
-        raise ValueError(f"{why_missing()}; or use xla")
-    return library.levanter_infer_isa().decode()
+    """The widest of `ISAS` that this processor and this build have. Raises: ValueError if the kernels are not there."""
+    return _library().levanter_infer_isa().decode()
+
+
+def isas(dtype=None) -> tuple[str, ...]:
+    """The instruction sets that this processor and this build have, the widest first.
+
+    Args:
+        dtype: of weights; leaves out those without products of their own for it, which are those of the next.
+    Raises: ValueError if the kernels are not there.
+    """
+    usable = ISAS[ISAS.index(isa()) :]
+    in_pairs = dtype is None or jnp.dtype(dtype) == jnp.bfloat16
+    return usable if in_pairs else tuple(name for name in usable if name != "avx512_bf16")
 
 
 def supports_dtype(dtype) -> bool:
@@ -95,11 +112,9 @@ def supports_dtype(dtype) -> bool:
 
 
 def panel_width(isa_name: str | None = None) -> int:
-    """Outputs that lie side by side in a panel; `isa_name`: instruction set, by default the best one."""
+    """Outputs that lie side by side in a panel; `isa_name`: one of `isas`, by default the widest."""
     name = isa_name or isa()
-    library = _library()
-    assert library is not None
-    return library.levanter_infer_panel(name.encode())
+    return _library().levanter_infer_panel(name.encode())
 
 
 def to_panels(weight: Array, *, isa_name: str | None = None) -> Array:
@@ -183,7 +198,7 @@ def stacked_products(
         norm: f32 or bf16 [layers, inputs]; `x / sqrt(mean(x²) + eps) · norm[layer]` takes the place of x.
         gate: f32[rows, inputs]; `silu(gate) · x` takes the place of x. Not together with `norm`.
         residual: f32[rows, outputs], added to the result; with one stack of weights only.
-        isa_name: instruction set; by default the best one.
+        isa_name: one of `isas`; by default the widest.
     Returns: f32[rows, outputs] each.
     Raises: ValueError if the kernels were not built.
     """
@@ -234,7 +249,7 @@ def place_tokens(
         dests: i32[T], `page * page_size + page offset`; P * page_size or more for tokens that go nowhere.
         cos, sin: f32[T, D / 2]
         norms: weights [layers, D] and eps of the norms of q and k before the rotation, as `layers.norm.RMSNorm`.
-        isa_name: instruction set; by default the best one.
+        isa_name: one of `isas`; by default the widest.
     Returns: q, rotated, and the pool.
     Raises: ValueError if the kernels were not built.
     """

@@ -33,6 +33,8 @@ class AttentionSpec:
     """Tokens of the longest sequence. Only ropes that depend on a sequence's length look at it (layers/rotary.py)."""
     tiles: Tiles | None = None
     """Of the attention for TPUs; None for those that `kernels.tile_table` knows."""
+    isa: str | None = None
+    """Instruction set of the attention for CPUs; None for the widest (`kernels.cpu.isas`)."""
 
 
 class Attention(eqx.Module):
@@ -106,7 +108,7 @@ class Attention(eqx.Module):
         q, k, v = apply(x, self.q_proj, self.k_proj, self.v_proj, norm=norm)
         order = (TOKEN, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE)
         if spec.impl == "cpu":
-            q, kv = self._placed(q.rearrange(order), k, v, rope, kv, layer, batch)
+            q, kv = self._placed(q.rearrange(order), k, v, rope, kv, layer, batch, spec.isa)
         else:
             q, k = self._rotated(q, k, rope)
             q, kv = q.rearrange(order), kv.write(layer, batch, k, v)
@@ -128,6 +130,7 @@ class Attention(eqx.Module):
             mask_mod=spec.mask_mod,
             impl=spec.impl,
             tiles=spec.tiles,
+            isa=spec.isa,
         )
         assert not isinstance(attended, tuple), "weights were not asked for"
         attended = NamedArray(attended.reshape(q.array.shape), q.axes)
@@ -176,14 +179,22 @@ class Attention(eqx.Module):
         return rotate(q, *rope), rotate(k, *rope)
 
     def _placed(
-        self, q: NamedArray, k: NamedArray, v: NamedArray, rope, kv: KvPages, layer: Array, batch: PageBatchInfo
+        self,
+        q: NamedArray,
+        k: NamedArray,
+        v: NamedArray,
+        rope,
+        kv: KvPages,
+        layer: Array,
+        batch: PageBatchInfo,
+        isa: str | None,
     ) -> tuple[NamedArray, KvPages]:
         """As `_rotated` and `KvPages.write`, for C++. q: [token, kv_head, q_heads_per_group, head_size]."""
         heads = q.array.reshape(q.array.shape[0], -1, q.array.shape[3]).astype(jnp.float32)
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = tuple((norm.weight.array, norm.eps) for norm in (self.q_norm, self.k_norm))
-        placed, kv = kv.place(layer, batch, heads, k, v, rope, norms)
+        placed, kv = kv.place(layer, batch, heads, k, v, rope, norms, isa)
         return NamedArray(placed.reshape(q.array.shape), q.axes), kv
 
 

@@ -94,14 +94,17 @@ class PanelLinear(eqx.Module):
     """i32[], which entry of the stack is meant; 0 where there is none."""
     num_rows: Array | None = None
     """i32[], how many rows of x count; the others cost nothing and give zeros. None: all."""
+    isa: str | None = eqx.field(static=True, default=None)
+    """Instruction set that the panels are laid out for and that computes; None for the widest (`kernels.cpu.isas`)."""
 
     @staticmethod
-    def of(linear: Linear, *, stacked: bool = True) -> "PanelLinear":
+    def of(linear: Linear, *, stacked: bool = True, isa: str | None = None) -> "PanelLinear":
         """The same map. `stacked`: whether the first axis of the weight is that of layers."""
         axes = linear.weight.axes[1:] if stacked else linear.weight.axes
         outs, ins = axes[: -linear.num_in], axes[-linear.num_in :]
         sizes = [math.prod(axis.size for axis in part) for part in (outs, ins)]
-        panels = to_panels(readable(linear.weight.array).reshape(*([-1] if stacked else []), *sizes))
+        weight = readable(linear.weight.array).reshape(*([-1] if stacked else []), *sizes)
+        panels = to_panels(weight, isa_name=isa)
         names = (LAYERS, PANEL, PANEL_SIZE) if stacked else (PANEL, PANEL_SIZE)
         return PanelLinear(
             panels=NamedArray(panels, tuple(map(Axis, names, panels.shape))),
@@ -109,6 +112,7 @@ class PanelLinear(eqx.Module):
             outs=outs,
             ins=ins,
             layer=jnp.int32(0),
+            isa=isa,
         )
 
     def at(self, layer: Array, num_rows: Array) -> "PanelLinear":
@@ -118,7 +122,8 @@ class PanelLinear(eqx.Module):
 
     def rows(self, indices: Array, dtype) -> Array:
         """Rows of the matrix, [n, in] of `dtype`; zeros for an index out of range. Requires: not one of a stack."""
-        return from_bits(panel_rows(self.panels.array, indices, math.prod(axis.size for axis in self.ins)), dtype)
+        inputs = math.prod(axis.size for axis in self.ins)
+        return from_bits(panel_rows(self.panels.array, indices, inputs, isa_name=self.isa), dtype)
 
     def compute(self, x: NamedArray, maps: Sequence["PanelLinear"], around: "Around") -> list[NamedArray]:
         """`apply` for maps of this kind, all in one call. The results are float32."""
@@ -143,6 +148,7 @@ class PanelLinear(eqx.Module):
             eps=0.0 if norm is None else norm.eps,
             gate=flat(around.gate, self.ins),
             residual=flat(around.residual, self.outs),
+            isa_name=self.isa,
         )
         return [
             _biased(NamedArray(y.reshape([axis.size for axis in (*rows, *part.outs)]), (*rows, *part.outs)), part)

@@ -202,6 +202,11 @@ class DecoderModel(eqx.Module):
         return isinstance(self._head, PanelLinear)
 
     @property
+    def isa(self) -> str | None:
+        """The instruction set of the C++ kernels, if a choice was made (`for_cpu`)."""
+        return self._head.isa if isinstance(self._head, PanelLinear) else None
+
+    @property
     def _head(self) -> NamedArray | PanelLinear:
         return self.embeddings if self.lm_head is None else self.lm_head
 
@@ -217,13 +222,14 @@ class DecoderModel(eqx.Module):
         layers = jax.tree.map(told, self.layers, is_leaf=lambda part: isinstance(part, Linear | Moe))
         return dataclasses.replace(self, layers=layers, spread=layout.model)
 
-    def for_cpu(self, kernel: str, *, donate: bool = False) -> "DecoderModel":
+    def for_cpu(self, kernel: str, *, isa: str | None = None, donate: bool = False) -> "DecoderModel":
         """The same model as a CPU reads it fastest.
 
         Args:
             kernel: what computes the products. cpu: `kernels.cpu`, with all weights in panels. xla: 16-bit weights
                 become integers (`linear.as_bits`), and a tied head a copy of the embeddings, because rows are taken
                 from bits and products from floats.
+            isa: of the cpu kernels, one of `kernels.cpu.isas`; None for the widest.
             donate: give up this model's weights one after the other, so that there are never two copies of all.
         Raises: ValueError if the cpu kernels cannot read weights of this dtype.
         """
@@ -234,12 +240,12 @@ class DecoderModel(eqx.Module):
             return _given_up(named, as_bits(named), donate)
 
         def panels(linear: Linear, stacked: bool = True) -> PanelLinear:
-            return _given_up(linear.weight, PanelLinear.of(linear, stacked=stacked), donate)
+            return _given_up(linear.weight, PanelLinear.of(linear, stacked=stacked, isa=isa), donate)
 
         def convert(part):
             if isinstance(part, Moe) and kernel == "cpu":
                 experts = {
-                    name: _given_up(linear.weight, PanelLinear.of(merged(linear)), donate)
+                    name: _given_up(linear.weight, PanelLinear.of(merged(linear), isa=isa), donate)
                     for name, linear in part.expert_maps.items()
                     if isinstance(linear, Linear)
                 }

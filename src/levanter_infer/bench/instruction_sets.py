@@ -1,0 +1,85 @@
+"""Instruction sets of the kernels for CPUs in turn: what an engine chooses against each that it might have chosen."""
+
+import argparse
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from levanter_infer.bench.report import spread
+from levanter_infer.engine.backend import Backend
+from levanter_infer.engine.config import EngineConfig
+from levanter_infer.kernels import cpu
+from levanter_infer.layers.linear import PanelLinear
+from levanter_infer.models.decoder import DecoderModel
+
+EACH = "each"
+
+
+def add_isa_argument(parser: argparse.ArgumentParser) -> None:
+    """`--cpu-isa`."""
+    parser.add_argument(
+        "--cpu-isa",
+        default="auto",
+        help="engine.cpu_isa; default auto. Several with commas, or each (all that the processor has, but generic): "
+        "measured in turn, and compared with the one that auto chooses",
+    )
+
+
+def isas_in_turn(text: str, dtype) -> list[str] | None:
+    """The instruction sets of `--cpu-isa` that are to be measured in turn; None if it names one, or auto."""
+    if text == EACH:
+        usable = cpu.isas(dtype)
+        return list(usable[:-1] or usable)
+    return text.split(",") if "," in text else None
+
+
+def chosen_isa(model: DecoderModel, isas: Sequence[str]) -> str:
+    """What `auto` chooses for the model. Raises: ValueError if that is not measured."""
+    chosen = Backend.choose(EngineConfig(), model, has_mods=False).isa
+    if chosen is None or chosen not in isas:
+        raise ValueError(f"--cpu-isa {','.join(isas)}: auto chooses {chosen}; name it too")
+    return chosen
+
+
+def with_isa(model: DecoderModel, isa: str) -> DecoderModel:
+    """The same prepared model for another instruction set, whose panels are as wide."""
+
+    def told(part):
+        return dataclasses.replace(part, isa=isa) if isinstance(part, PanelLinear) else part
+
+    return jax.tree.map(told, model, is_leaf=lambda part: isinstance(part, PanelLinear))
+
+
+def prepared_for(isas: Sequence[str], model: DecoderModel) -> dict[str, DecoderModel]:
+    """The model as each instruction set reads it; those with panels of one width share them."""
+    prepared: dict[str, DecoderModel] = {}
+    for isa in isas:
+        alike = next((name for name in prepared if cpu.panel_width(name) == cpu.panel_width(isa)), None)
+        config = EngineConfig(cpu_isa=isa, products="cpu")
+        prepared[isa] = (
+            with_isa(prepared[alike], isa)
+            if alike is not None
+            else Backend.choose(config, model, has_mods=False).prepare(model)
+        )
+    return prepared
+
+
+def compared(values: Mapping[str, Sequence[float]], chosen: str, *, digits: int = 4) -> dict[str, object]:
+    """Times of each instruction set, and how the chosen one stands beside the best.
+
+    Args:
+        values: that were measured in turn, in the same order for all; less is better.
+    Returns: their spreads, the best by its median, and the quotient of the chosen one's and the best one's times: the
+        median over the turns, which compares what was measured side by side.
+    """
+    medians = {isa: statistics.median(each) for isa, each in values.items()}
+    best = min(medians, key=medians.__getitem__)
+    quotients = [a / b for a, b in zip(values[chosen], values[best], strict=True)]
+    return {
+        "by_isa": {isa: spread(each, digits) for isa, each in values.items()},
+        "chosen": chosen,
+        "best": best,
+        "chosen_over_best": round(statistics.median(quotients), 3),
+    }

@@ -1,0 +1,71 @@
+"""Small records of what was found out about this machine, kept beside the compile cache."""
+
+import contextlib
+import json
+import logging
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from levanter_infer.runtime.compile_cache import VARIABLE, cache_directory
+
+logger = logging.getLogger(__name__)
+
+_MAX_BYTES = 1 << 16
+
+
+def read_record(name: str) -> Any:
+    """What `keep_record` kept under this name; None if there is nothing, or nothing that can be trusted: the directory
+    or the file belongs to another user, others may write it, or it holds no JSON."""
+    directory = _directory()
+    if directory is None:
+        return None
+    try:
+        return json.loads(_own_bytes(directory / name))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        logger.info("%s is ignored: %s", directory / name, error)
+        return None
+
+
+def keep_record(name: str, content: Any) -> None:
+    """Keep `content`, which JSON can hold, for later processes; without effect where nothing can be kept."""
+    directory = _directory()
+    if directory is None:
+        return
+    try:
+        handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{name}")  # of mode 0600
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(content, file)
+            os.replace(temporary, directory / name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except OSError as error:
+        logger.info("%s cannot be kept: %s", directory / name, error)
+
+
+def _directory() -> Path | None:
+    if os.environ.get(VARIABLE) == "off":
+        return None
+    try:
+        return cache_directory()
+    except (OSError, RuntimeError) as error:
+        logger.info("no records are kept: %s", error)
+        return None
+
+
+def _own_bytes(path: Path) -> bytes:
+    """Raises: OSError if it is not a small file that this user alone may write."""
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise PermissionError("it is no file that this user alone can write")
+        if status.st_size > _MAX_BYTES:
+            raise OSError(f"it has {status.st_size} bytes, expected at most {_MAX_BYTES}")
+        return file.read(_MAX_BYTES)
