@@ -14,7 +14,7 @@ import re
 
 import jax
 import jax.numpy as jnp
-import jaxlib
+import jaxlib.version
 import numpy as np
 from jax import Array
 from jax.core import Tracer

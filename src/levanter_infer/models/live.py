@@ -189,7 +189,7 @@ def _check_dense(model) -> None:
 def _rope(model, config, head_dim: int, max_len: int) -> dict[str, Any]:
     rope = _get(config, "rope")
     rotary = _get(model, f"{_LAYER}.self_attn.rot_embs")
-    if not callable(rotary) and rope is not None and hasattr(rope, "build"):
+    if rope is not None and not callable(rotary) and hasattr(rope, "build"):
         rotary = rope.build(Axis(HEAD_SIZE, head_dim))
     if rope is None or not callable(rotary):
         raise ValueError(f"config.rope is {type(rope).__name__}, expected one of Levanter's rotary configs; {_LIKELY}")
@@ -261,7 +261,7 @@ def _with_axes(named: NamedArray, axes: tuple[Axis, ...], path: str) -> NamedArr
     return NamedArray(_reshaped(array, tuple(axis.size for axis in axes)), axes)
 
 
-def _without_explicit_axes(array):
+def _without_explicit_axes(array: Array) -> Array:
     """The same memory, on a mesh whose axes are the compiler's: in programs, explicit ones are part of every type."""
     sharding = getattr(array, "sharding", None)
     if isinstance(array, Tracer) or not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
@@ -276,7 +276,7 @@ def _without_explicit_axes(array):
     mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
     sharding = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
     if isinstance(array, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)  # type: ignore[return-value]
     return jax.device_put(array, sharding)
 
 

@@ -110,7 +110,8 @@ def _parsed(keys: Mapping[str, Any], head_dim: int, max_len: int) -> RopeConfig 
 
 def _is_same(rope: RopeConfig, inv_freq: np.ndarray, scale: float, head_dim: int, max_len: int) -> bool:
     expected, factor = frequencies(rope, head_dim, max_len)
-    return bool(np.allclose(expected, inv_freq, rtol=_SAME, atol=0) and np.isclose(factor, scale, rtol=_SAME, atol=0))
+    both = np.append(expected, factor), np.append(inv_freq, scale)
+    return np.allclose(*both, rtol=_SAME, atol=0)
 
 
 def _rotates_alike(module, rope: RopeConfig, head_dim: int, max_len: int) -> bool:
