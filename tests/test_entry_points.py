@@ -1,17 +1,27 @@
 """Every entry point runs: names that only some option reaches would otherwise fail in a user's hands."""
 
+import dataclasses
 import importlib
 import json
 import pkgutil
+import re
 import runpy
+import statistics
+import subprocess
 import sys
+import time
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import levanter_infer
+from levanter_infer import cli, keys
+from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.bench.__main__ import COMMANDS
 from levanter_infer.bench.__main__ import main as bench
+from levanter_infer.config import RunConfig
+from levanter_infer.plan.__main__ import PlanRunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = {"levanter_infer.kernels._native"}  # loaded by kernels/cpu.py; no Python in it
@@ -34,6 +44,120 @@ def test_module_imports(name):
 @pytest.mark.parametrize("name", ["sample", "batch", "score", "audit", "doctor", "bench", "plan"])
 def test_command_explains_itself(name, monkeypatch, capsys):
     explains_itself(lambda: runpy.run_module(f"levanter_infer.{name}", run_name="__main__"), monkeypatch, capsys)
+
+
+def test_console_script_is_the_command_in_front_of_the_others():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    module, _, name = project["project"]["scripts"]["levanter-infer"].partition(":")
+    assert getattr(importlib.import_module(module), name) is cli.run
+    assert "py.typed" in project["tool"]["setuptools"]["package-data"]["levanter_infer"]
+    assert (ROOT / "src" / "levanter_infer" / "py.typed").is_file()
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+def test_package_explains_itself(monkeypatch, capsys):
+    explains_itself(lambda: runpy.run_module("levanter_infer", run_name="__main__"), monkeypatch, capsys)
+
+
+def test_overview_names_every_command_and_section(capsys):
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for name in [*cli.COMMANDS, *keys.SECTIONS]:
+        assert f"\n  {name} " in out
+
+
+@pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "bench"])
+def test_help_is_the_same_from_source_and_from_the_command_itself(name, capsys):
+    assert cli.main([name, "--help"]) == 0
+    from_source = capsys.readouterr().out
+    assert from_source.startswith(f"usage: levanter-infer {name} ") and "\n  engine.max_seqs (64)\n" in from_source
+    assert importlib.import_module(f"levanter_infer.{cli.COMMANDS[name][0]}").main(["--help"]) == 0
+    assert capsys.readouterr().out == from_source
+
+
+@pytest.mark.parametrize("place", [keys.RUN, *keys.SECTIONS.values()], ids=lambda place: place[1])
+def test_keys_read_from_source_are_those_of_the_dataclass(place):
+    module, name = place
+    fields = dataclasses.fields(getattr(importlib.import_module(f"levanter_infer.{module}"), name))
+    read = keys.read_section(place)
+    assert read.doc and read.names == [field.name for field in fields]
+    for key, field in zip(read.keys, fields, strict=True):
+        plain = field.default is not dataclasses.MISSING and field.default not in (None, ())
+        assert key.default == (str(field.default) if plain else None), key.name
+        assert key.doc or key.name == "mesh", key.name
+
+
+def test_sections_of_each_command_are_those_that_it_reads():
+    for name, kind in (("sample", RunConfig), ("batch", BatchRunConfig), ("plan", PlanRunConfig)):
+        read = {field.name for field in dataclasses.fields(kind)} & set(keys.SECTIONS)
+        assert set(keys.sections_for(name)) == read - ({"batch"} if name == "plan" else set())
+
+
+def test_every_name_of_another_engine_leads_to_a_key():
+    known = set(keys.read_section(keys.RUN).names)
+    known |= {f"{name}.{key}" for name, place in keys.SECTIONS.items() for key in keys.read_section(place).names}
+    assert set(keys.OTHER_NAMES.values()) <= known
+    leaves = {key.rpartition(".")[2] for key in known}
+    assert not leaves & {*keys.OTHER_NAMES, *keys.REMARKS}
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "error: no command; commands: sample, batch"),
+        (["sampel"], "error: unknown command 'sampel'; did you mean sample?"),
+        (["--model", "x"], "error: --model before a command; the command comes first: levanter-infer sample --model"),
+        (["serve"], "error: unknown command 'serve'; commands: sample, batch"),
+        (["sample", "--max_tokens", "5"], "did you mean --sampling.max_tokens?"),
+    ],
+)
+def test_mistake_in_front_of_a_command_is_named(arguments, message, capsys):
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and message in captured.err and captured.err.count("\n") == 1
+
+
+HEAVY = ("jax", "jaxlib", "haliax", "equinox", "numpy", "draccus", "yaml", "rich", "huggingface_hub")
+QUICK = [["--help"], ["--version"], ["sample", "--help"], ["plan", "-h"]]
+
+
+@pytest.mark.parametrize("arguments", QUICK, ids=" ".join)
+def test_help_and_version_import_nothing_heavy(arguments):
+    code = (
+        "import sys; from levanter_infer import cli; status = cli.main(sys.argv[1:])\n"
+        f"heavy = [name for name in {HEAVY!r} if name in sys.modules]; assert not heavy, heavy; sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(("usage: levanter-infer", "levanter-infer 0"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", QUICK, ids=" ".join)
+def test_help_and_version_take_less_than_a_third_of_a_second(arguments):
+    times = []
+    for _ in range(7):
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "levanter_infer", *arguments], check=True, stdout=subprocess.DEVNULL)
+        times.append(time.perf_counter() - begin)
+    assert statistics.median(times) < 0.3, times
+
+
+@pytest.mark.parametrize("target, status", [("/dev/full", 2), ("&-", 0)])
+def test_help_says_when_nobody_can_read_it(target, status):
+    if target == "/dev/full" and not Path(target).exists():
+        pytest.skip("this system has no /dev/full")
+    line = f"{sys.executable} -m levanter_infer --help >{target}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == status
+    assert done.stderr == ("error: No space left on device\n" if status else "")
+
+
+def test_no_hint_installs_a_package_of_our_name_from_the_index():
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    wrong = re.compile(r"pip install[^\n]*[\s'\"]levanter[-_]infer\b")
+    assert wrong.search("run pip install 'levanter_infer[ray]'")
+    assert not [path.name for path in files if wrong.search(path.read_text())]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -106,6 +106,16 @@ def test_a_side_is_stopped_while_it_is_not_asked(script, tmp_path):
     assert one.process.returncode == 0
 
 
+def test_what_a_side_does_untimed_is_none_of_its_seconds(script, tmp_path):
+    body = "from protocol import untimed\n        time.sleep(0.2)\n        with untimed(): time.sleep(0.6)"
+    one = side.Side([sys.executable, script("one", body)], {}, tmp_path / "one.log")
+    try:
+        for _ in range(2):  # the second task does not pay for the first one's
+            assert 0.2 <= one.measure([[3]], 1).seconds < 0.6
+    finally:
+        one.close()
+
+
 def test_processor_time_of_others_is_noticed(script, tmp_path):
     spin = "end = time.process_time() + 0.3\n        while time.process_time() < end: pass"
     busy = side.Side([sys.executable, script("busy", spin)], {}, tmp_path / "busy.log")
@@ -210,3 +220,23 @@ def test_checked_sequences_are_spread_over_the_batch():
     assert verdict.spaced(1, 4) == [0]
     assert verdict.spaced(32, 4) == [0, 10, 21, 31]
     assert verdict.spaced(3, 4) == [0, 1, 2]
+
+
+def test_the_table_has_a_row_for_each_engine_and_no_ratio():
+    from scripts.peers.table import table
+
+    def case(batch, **sides):
+        rates = {name: {"decode": {"median": d}, "prefill": {"median": p}} for name, (d, p) in sides.items()}
+        setup = {"shape": "S", "dtype": "bfloat16", "prompt": 128, "output": 64, "versions": {"jax": "0"}}
+        return {**setup, "batch": batch, **rates, "ours/llamacpp:float16": {"decode": 2.0}, "hf": {"error": "no"}}
+
+    sides = {"ours": (81.25, 480.0), "llamacpp:float16": (40.5, 1432.0)}
+    lines = table([case(1, **sides), case(8, ours=(277.4, 565.0))])
+    assert lines == [
+        "| decode / prefill, tokens/s | batch 1 | batch 8 |",
+        "|---|---|---|",
+        "| levanter_infer | 81.2 / 480 | 277 / 565 |",
+        "| llama.cpp, float16 | 40.5 / 1,432 | – |",
+    ]
+    with pytest.raises(ValueError, match="2 setups"):
+        table([case(1, **sides), {**case(8, **sides), "dtype": "float32"}])

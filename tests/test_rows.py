@@ -4,15 +4,18 @@ import dataclasses
 import json
 import os
 import stat
+import subprocess
+import sys
+from pathlib import Path
 
-import numpy as np
 import pytest
 
 from levanter_infer import rows
-from levanter_infer.config import load_config
+from levanter_infer.columns import Columns
+from levanter_infer.config import OutputConfig, load_config
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.request import Completion, RequestOutput
-from levanter_infer.rows import RowWriter, escape_for_terminal, output_rows, read_rows
+from levanter_infer.engine.request import RequestOutput
+from levanter_infer.rows import RowWriter, columns_of, escape_for_terminal, read_rows
 
 
 def config_of(**values):
@@ -22,7 +25,8 @@ def config_of(**values):
 def read(tmp_path, content, name="rows.jsonl", **values):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return read_rows(config_of(prompts_file=str(path), **values))
+    config = config_of(prompts_file=str(path), **values)
+    return read_rows(config, columns=columns_of(config))
 
 
 def test_prompts_of_the_configuration_are_numbered():
@@ -78,8 +82,12 @@ def test_jsonl_row_may_have_each_kind_of_prompt_an_id_and_sampling(tmp_path):
     "line, message",
     [
         ("{", "the line is not JSON"),
-        ("[" * 100_000, "the line is not JSON"),
-        ("9" * 5000, "the line is not JSON"),
+        ("[" * 100_000, "the line is not JSON that can be read: it is nested too deeply; make it flatter"),
+        ("9" * 5000, "a number in it has more than 4300 digits; expected numbers of at most 64 bits"),
+        ('{"prompt": "a", "sampling": {"seed": ' + "9" * 4000 + "}}", "use a seed of at most 64 bits"),
+        ('{"prompt_token_ids": ["' + "x" * 100_000 + '"]}', "prompt_token_ids[0] is 'xxx"),
+        ('{"prompt_token_ids": [1, true]}', "prompt_token_ids[1] is True; expected a token id, a whole number from 0"),
+        ('{"prompt_token_ids": [1, 4294967296]}', "prompt_token_ids[1] is 4294967296; expected a token id"),
         ("3", "the row is 3; expected an object"),
         ("{}", "expected one of prompt, prompt_token_ids, messages; got none"),
         ('{"prompt": "a", "messages": []}', "got prompt and messages"),
@@ -87,12 +95,13 @@ def test_jsonl_row_may_have_each_kind_of_prompt_an_id_and_sampling(tmp_path):
         ('{"prompt": 3}', "prompt is 3; expected a string"),
         ('{"prompt_token_ids": "12"}', "prompt_token_ids is '12'; expected a list"),
         ('{"messages": {}}', "messages is {}; expected a list"),
-        ('{"prompt": "a", "id": 1.5}', "id is 1.5; expected a string or a whole number"),
-        ('{"prompt": "a", "id": true}', "id is True; expected a string or a whole number"),
+        ('{"prompt": "a", "id": 1.5}', "id is 1.5; expected a string of at most 4096 characters or a whole number"),
+        ('{"prompt": "a", "id": true}', "id is True; expected a string of at most 4096 characters or a whole number"),
         ('{"prompt": "a", "sampling": 3}', "sampling is 3; expected an object"),
         ('{"prompt": "a", "sampling": {"temp": 3}}', "no parameter 'temp'"),
         ('{"prompt": "a", "sampling": {"max_tokens": 0}}', "max_tokens=0: expected"),
-        ('{"prompt": "a", "sampling": {"temperature": NaN}}', "temperature=nan: expected"),
+        ('{"prompt": "a", "sampling": {"temperature": NaN}}', "the line is not JSON: it holds NaN"),
+        ('{"prompt": "a", "sampling": {"temperature": 1e999}}', "temperature=inf: expected"),
         ('{"prompt": "a", "sampling": {"n": 5000}}', "sampling.n=5000; expected at most 4096"),
         ('{"prompt": "a", "id": "0"}', "id '0' is that of"),
         (b'{"prompt": "\xff"}', "the line is not UTF-8"),
@@ -104,6 +113,7 @@ def test_wrong_row_is_an_error_of_that_row_alone(tmp_path, line, message):
     assert [r.error is None for r in result] == [True, False, True]
     assert result[1].request is None
     assert f"{tmp_path / 'rows.jsonl'}:2: " in result[1].error and message in result[1].error
+    assert len(result[1].error) < 700  # however long the row is
 
 
 def test_overlong_line_is_an_error_of_that_row_alone(tmp_path, monkeypatch):
@@ -130,49 +140,96 @@ def test_file_that_cannot_be_read_stops_the_run(tmp_path):
         read(tmp_path, "\n\n")
 
 
-def completion(**changes):
-    values = {
-        "index": 0,
-        "token_ids": [5, 6],
-        "text": "a\x1b[2Jb",
-        "finish_reason": "stop",
-        "logprobs": np.asarray([-0.1, -np.inf], np.float32),
-        "processed_logprobs": np.zeros(2, np.float32),
-        "top_logprobs": None,
-        "seed": 2**63,
-    }
-    return Completion(**(values | changes))
+def test_row_that_json_cannot_hold_is_an_error_and_the_others_are_written(tmp_path):
+    path = tmp_path / "out.jsonl"
+    write_all(path, [{"id": "a", "x": 1.0}, {"id": "b", "x": float("nan"), "y": [{1}], "z": "kept"}, {"id": "c"}])
+    first, wrong, last = (json.loads(line) for line in path.read_text().splitlines())
+    assert first == {"id": "a", "x": 1.0} and last == {"id": "c"}
+    assert (wrong["id"], wrong["x"], wrong["y"], wrong["z"]) == ("b", None, [], "kept")
+    assert "the row cannot be written as JSON: x, y: " in wrong["error"]
 
 
-OUTPUT = RequestOutput("r", "p", [1, 2], [completion(), completion(index=1)])
-KEYS = ["id", "index", "prompt", "prompt_token_ids", "text", "token_ids", "logprobs", "finish_reason", "seed"]
+def test_value_that_json_does_not_have_is_refused_where_it_is_read_and_costs_no_other_row(tmp_path):
+    """A NaN among token ids used to be refused by the engine and, after sampling, to end the writing of all rows."""
+    lines = ['{"prompt": "a"}', '{"prompt_token_ids": [NaN]}', '{"prompt_token_ids": [1e999]}', '{"id": -Infinity}']
+    result = read(tmp_path, "\n".join(lines))
+    assert result[0].error is None
+    assert "it holds NaN, which JSON does not have; write a number or null" in result[1].error
+    assert "prompt_token_ids[0] is inf; expected a token id" in result[2].error
+    assert "it holds -Infinity" in result[3].error
+    columns = Columns(SamplingParams())
+    outputs = [RequestOutput(row.id, None, [float("nan"), "x"], [], error=row.error) for row in result[1:]]
+    write_all(tmp_path / "out.jsonl", [row for output in outputs for row in columns.rows(output)])
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["prompt_token_ids"] for row in rows] == [[], [], []] and all(row["error"] for row in rows)
 
 
-def test_output_row_has_the_documented_keys_and_one_row_a_sample():
-    result = list(output_rows(OUTPUT, SamplingParams(logprobs=0)))
-    assert [list(row) for row in result] == [KEYS, KEYS] and [row["index"] for row in result] == [0, 1]
-    row = result[0]
-    assert (row["id"], row["prompt"], row["prompt_token_ids"], row["seed"]) == ("r", "p", [1, 2], 2**63)
-    assert row["logprobs"] == [-0.1, None] and np.float32(row["logprobs"][0]) == np.float32(-0.1)
-    assert row["text"] == "a\x1b[2Jb"  # files hold what was sampled
+@pytest.mark.parametrize("size", [4097, 3_000_000])
+def test_id_of_any_length_is_refused_and_not_echoed(tmp_path, size):
+    (row,) = read(tmp_path, json.dumps({"prompt": "a", "id": "x" * size}))
+    assert row.id == "0" and "expected a string of at most 4096 characters" in row.error and len(row.error) < 500
+    (row,) = read(tmp_path, '{"prompt": "a", "id": 1' + "0" * 4200 + "}")
+    assert row.id == "0" and "or a whole number" in row.error and len(row.error) < 500
+    assert read(tmp_path, json.dumps({"prompt": "a", "id": "x" * 4096}))[0].id == "x" * 4096
 
 
-def test_log_probabilities_are_in_a_row_only_if_asked_for():
-    top = [{7: np.float32(-0.5)}, {8: np.float32(-1)}]
-    output = dataclasses.replace(OUTPUT, completions=[completion(top_logprobs=top)])
-    assert next(output_rows(output, SamplingParams()))["logprobs"] is None
-    row = next(output_rows(output, SamplingParams(logprobs=1)))
-    assert row["top_logprobs"] == [{"7": -0.5}, {"8": -1.0}] and list(row)[: len(KEYS)] == KEYS
-    scored = dataclasses.replace(OUTPUT, prompt_logprobs=np.asarray([-0.1, -np.inf], np.float32))
-    row = next(output_rows(scored, SamplingParams(prompt_logprobs=0)))
-    assert row["prompt_logprobs"] == [-0.1, None] and list(row) == [*KEYS, "prompt_logprobs"]
-    row = next(output_rows(dataclasses.replace(scored, prompt_top_logprobs=top), SamplingParams(prompt_logprobs=1)))
-    assert row["prompt_top_logprobs"] == [{"7": -0.5}, {"8": -1.0}]
+CHATS = [{"role": "user", "content": "x"}]
 
 
-def test_failed_request_has_a_row_with_its_error():
-    (row,) = output_rows(RequestOutput("r", "p", [], [], error="too long"), None)
-    assert list(row) == [*KEYS, "error"] and row["error"] == "too long" and row["finish_reason"] == "error"
+def test_keys_of_chats_reach_the_request_those_of_the_row_before_those_of_the_configuration(tmp_path):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    own = {"chat_template_kwargs": {"b": 2}, "continue_final_message": True, "tools": tools}
+    lines = [{"messages": CHATS}, {"messages": CHATS, **own}, {"prompt": "plain"}]
+    given = {"chat_template_kwargs": {"a": 1, "b": 1}}
+    result = [row.request for row in read(tmp_path, "\n".join(map(json.dumps, lines)), **given)]
+    assert result[0].chat_template_kwargs == {"a": 1, "b": 1} and result[0].tools is None
+    assert result[1].chat_template_kwargs == {"a": 1, "b": 2} and result[1].continue_final_message is True
+    assert result[0].add_generation_prompt is True and result[1].add_generation_prompt is False
+    assert result[1].tools == tools
+    assert result[2].chat_template_kwargs is None
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "tools": []}, "tools with prompt; it is for chats: leave it out, or give messages"),
+        ({"prompt_token_ids": [1], "add_generation_prompt": True}, "add_generation_prompt with prompt_token_ids"),
+        ({"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs with prompt"),
+        ({"prompt": "a", "continue_final_message": False}, "continue_final_message with prompt"),
+        ({"messages": CHATS, "tools": [1]}, "tools is [1]; expected a list of objects"),
+        ({"messages": CHATS, "chat_template_kwargs": 3}, "chat_template_kwargs is 3; expected an object"),
+        ({"messages": CHATS, "add_generation_prompt": 1}, "add_generation_prompt is 1; expected true or false"),
+        (
+            {"messages": CHATS, "add_generation_prompt": True, "continue_final_message": True},
+            "are both true; a chat either continues",
+        ),
+    ],
+)
+def test_keys_of_chats_are_refused_by_name_where_they_make_no_sense(tmp_path, row, message):
+    assert message in read(tmp_path, json.dumps(row))[0].error
+
+
+def test_chat_keys_of_the_configuration_are_checked():
+    base = [("model", "m"), ("prompts", "x")]
+    config = load_config(None, [*base, ("chat_template_kwargs", "{enable_thinking: false}"), ("chat", "true")])
+    assert read_rows(config)[0].request.chat_template_kwargs == {"enable_thinking": False}
+    with pytest.raises(ValueError, match="tools"):
+        load_config(None, [*base, ("tools", "3")])
+    with pytest.raises(ValueError, match="are both true"):
+        load_config(None, [*base, ("add_generation_prompt", "true"), ("continue_final_message", "true")])
+
+
+def test_row_that_asks_for_a_column_that_the_output_lacks_is_refused(tmp_path):
+    lines = '{"prompt": "a", "sampling": {"logprobs": 2}}\n{"prompt": "b"}'
+    result = read(tmp_path, lines)
+    assert result[1].error is None
+    assert "asks for logprobs and top_logprobs" in result[0].error
+    assert "output.include: [logprobs, top_logprobs]" in result[0].error
+    for values in (
+        {"sampling": SamplingParams(logprobs=1)},
+        {"output": OutputConfig("x", include=["logprobs", "top_logprobs"])},
+    ):
+        assert [row.error for row in read(tmp_path, lines, **values)] == [None, None]
 
 
 def write_all(path, content, **options):
@@ -243,6 +300,33 @@ def test_terminal_text_has_no_control_characters():
         "a\\x1b[2J\\x07\\x9b31m\\x0d\\x00\\u202e\\u2066\\u2028\\ud800\\U000e0041\\x7f\\ue000"
     )
     assert escape_for_terminal("tab\tline\nümläut 猫🙂 👩\u200d🔬 [red]") == "tab\tline\nümläut 猫🙂 👩\u200d🔬 [red]"
+
+
+TOO_LARGE = """
+import pathlib, resource, signal
+from levanter_infer.batch.store import LocalStore
+from levanter_infer.rows import RowWriter
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+folder = pathlib.Path.cwd()
+def written(): RowWriter(folder / "out").write([{"id": "x" * 10**6}])
+def added(): LocalStore(folder).claim("journal").add(b"x" * 10**6)
+def put(): LocalStore(folder).put("part", b"x" * 10**6)
+for act in (written, added, put):
+    try:
+        act()
+    except (OSError if act is not written else ValueError) as error:
+        print(error)
+"""
+
+
+def test_file_that_becomes_too_large_is_named_with_a_remedy(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(Path(rows.__file__).parents[1])}
+    line = [sys.executable, "-c", TOO_LARGE]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
+    expected = [f"cannot write {what}{tmp_path}/{n}" for what, n in (("output ", "out"), ("", "journal"), ("", "part"))]
+    assert len(done.stdout.splitlines()) == 3, done.stderr
+    for line, beginning in zip(done.stdout.splitlines(), expected, strict=True):
+        assert line.startswith(f"{beginning}: File too large; the file system, or the limit of `ulimit -f`, allows no")
 
 
 @pytest.mark.parametrize("path", ["", ".", "/"])

@@ -46,6 +46,25 @@ def byte_fallback() -> Tokenizer:
     return tokenizer
 
 
+def llama2(*, bos: bool = True) -> Tokenizer:
+    """As Llama 2's files are: a `Prepend` normalizer, merges, and the beginning of a sequence in the post-processor."""
+    pieces = ["▁", "▁▁", "l", "lo", "h", "he", "hel", "hello", "▁hello", "w", "x", "▁x", "[", "]", "I", "▁["]
+    pieces += ["IN", "INST", "N", "S", "T", "ST", "e", "o", "r", "d", "/", "é", "[I"]
+    merges = [("l", "o"), ("h", "e"), ("he", "l"), ("hel", "lo"), ("▁", "hello"), ("▁", "x"), ("I", "N"), ("S", "T")]
+    merges += [("IN", "ST"), ("▁", "▁"), ("▁", "[")]
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{b:02X}>": 3 + b for b in range(256)}
+    vocab |= {piece: 259 + i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in ("<unk>", "<s>", "</s>")])
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer
+
+
 def write(directory: Path, tokenizer: Tokenizer, **files: dict | str) -> Path:
     """Write tokenizer.json and further files; `tokenizer_config={...}` writes tokenizer_config.json."""
     directory.mkdir(parents=True, exist_ok=True)

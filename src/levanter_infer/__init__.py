@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from levanter_infer.engine.request import RequestOutput as RequestOutput
     from levanter_infer.models.live import adopt_model as adopt_model
 
+    __version__: str
+
 _WHERE = {
     "adopt_model": "models.live",
     "load_model": "checkpoints.load",
@@ -34,6 +36,8 @@ __all__ = sorted(_WHERE)
 
 
 def __getattr__(name: str):
+    if name == "__version__":
+        return importlib.import_module(f"{__name__}.facts").package_version()
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)

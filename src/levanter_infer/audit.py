@@ -1,4 +1,4 @@
-"""`python -m levanter_infer.audit --config FILE`: sample prompts, and score every token again without a cache.
+"""`levanter-infer audit --config FILE`: sample prompts, and score every token again without a cache.
 
 A table for people goes to standard error, one JSON line to standard output. Exit status: 0 all log probabilities agree,
 1 some do not or a request failed, 2 wrong usage or configuration.
@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from levanter_infer.cli import command_help, start
 from levanter_infer.config import RunConfig, load_config
 from levanter_infer.diagnosis import Diagnosis, Pair, Path, diagnose
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.frontend import (
     generate,
     guarded,
-    help_text,
     make_engine,
     merge_outputs,
     parse_arguments,
@@ -27,6 +27,7 @@ from levanter_infer.frontend import (
     say,
 )
 from levanter_infer.rows import read_rows
+from levanter_infer.runtime.progress import stage
 
 MAX_DELTA = {"float32": 1e-3, "bfloat16": 1.0, "float16": 0.1, "int8": 1.2, "float8_e4m3fn": 15.0}
 """Largest |Δ logprob| that passes by default, by the coarser dtype of weights and pages. docs/numerics.md says what was
@@ -35,16 +36,17 @@ _LENGTHS = 8
 """The uncached forward is compiled for this many lengths at most; a sequence is padded to the next."""
 
 USAGE = """\
-usage: python -m levanter_infer.audit --config FILE [--max-delta X] [--KEY VALUE ...]
+usage: levanter-infer audit --config FILE [--max-delta X] [--KEY VALUE ...]
 
-Sample as levanter_infer.sample does, then compute the log probability of every sampled token again, by the plain
+Sample as `levanter-infer sample` does, then compute the log probability of every sampled token again, by the plain
 forward of the same model over the whole sequence: no cache, no pages, no company. Prints by how much they differ.
 
-  --config FILE       the configuration, as of levanter_infer.sample
+  --config FILE       the configuration, as of `levanter-infer sample`
   --max-delta X       fail if a log probability differs by more; default by dtype: float32 {float32:g},
                       float16 {float16:g}, bfloat16 {bfloat16:g}, int8 {int8:g}, float8_e4m3fn {float8_e4m3fn:g}
   --help              this text
 """
+"""Read from the source by `cli.command_help`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +58,7 @@ def _command(argv: Sequence[str]) -> int:
     rest, own = split_options(argv, lambda key: key == "max-delta")
     arguments = parse_arguments(rest)
     if arguments is None:
-        print(help_text(USAGE.format(**MAX_DELTA)))
+        print(command_help("audit"))
         return 0
     return run(load_config(*arguments), read_number("max-delta", own))
 
@@ -144,6 +146,7 @@ def sample(config: RunConfig, change: Callable[[Request], Request] = lambda requ
     return sampled
 
 
+@stage("computing the log probabilities again, without a cache")
 def score_again(config: RunConfig, sampled: Sampled) -> list[Pair]:
     """Every completion beside the plain forward over its tokens, by the model as it is stored."""
     return beside_uncached(plain_model(config), sampled.requests, sampled.about["max_seq_len"])
@@ -284,4 +287,4 @@ def _finite(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

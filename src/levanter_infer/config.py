@@ -4,7 +4,6 @@ Nothing here imports JAX, so that a mistake in a configuration is answered at on
 """
 
 import dataclasses
-import difflib
 import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import draccus
 import yaml
 
+from levanter_infer.columns import check_include
 from levanter_infer.engine.mesh import MeshConfig
 from levanter_infer.engine.params import SamplingParams, brief
+from levanter_infer.keys import certain_hint, hint_for
 from levanter_infer.runtime.multihost import MultihostConfig
 
 if TYPE_CHECKING:
@@ -31,8 +32,10 @@ _PLAIN_TEXT = (
     *("plan.target", "plan.shape", "plan.json"),
 )
 """Keys whose value on the command line is the text itself; all others are read as YAML."""
+CHAT_KEYS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+"""How a chat is rendered: of all chats of a run, and of a row."""
 _FILES = ("model.path", "tokenizer", "prompts_file", "output.path", "output.metrics")
-_SHORT = {"model": "path", "output": "path", "multihost": "coordinator"}
+_SHORT = {"model": "path", "output": "path", "multihost": "coordinator", "sampling": "from_model"}
 """Sections that may be given as a plain string, and the key that it stands for."""
 
 
@@ -41,7 +44,7 @@ class ModelSource:
     """Where the model comes from."""
 
     path: str
-    """A directory in HF's layout, or a hub id."""
+    """A directory in HF's layout, a URL of one that fsspec reads (gs://, s3://), or a hub id."""
     dtype: str | None = None
     """bfloat16 or float32; default: as stored."""
     revision: str | None = None
@@ -58,8 +61,12 @@ class OutputConfig:
     """Replace files that exist."""
     metrics: str | None = None
     """A file for what the engine has counted: FILE.json, or FILE.prom in Prometheus' text format."""
+    include: list[str] = dataclasses.field(default_factory=list)
+    """Further columns of all rows: logprobs, top_logprobs, processed_logprobs, cumulative_logprob, token_versions,
+    score, prompt_logprobs, prompt_top_logprobs, num_cached_tokens. What `sampling` asks for is there without it."""
 
     def __post_init__(self):
+        check_include(self.include)
         if self.path is None and self.metrics is None:
             raise ValueError("output lacks path and metrics; expected a file for rows, one for metrics, or both")
         if self.metrics is not None and not self.metrics.endswith((".json", ".prom")):
@@ -73,7 +80,7 @@ class RunConfig:
     model: ModelSource
     """A path or hub id, or a mapping with `path`, `dtype`, `revision`."""
     tokenizer: str | None = None
-    """A directory or hub id to take the tokenizer from; default: the model's."""
+    """A directory, URL or hub id to take the tokenizer from; default: the model's."""
     prompts: list[str] | None = None
     """Prompts, or a single one."""
     prompts_file: str | None = None
@@ -81,9 +88,18 @@ class RunConfig:
     chat: Any = False
     """true: each text prompt is what a user says in a chat. A list of messages is a chat to continue; a list of such
     lists is several."""
+    tools: list[dict[str, Any]] | None = None
+    """Descriptions of functions for the chat template; rows may have their own."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further names for the chat template, such as `{enable_thinking: false}`; those of a row go before."""
+    add_generation_prompt: bool | None = None
+    """End chats with the beginning of an answer. Default: unless they continue their last message."""
+    continue_final_message: bool | None = None
+    """Continue the last message of chats instead of beginning another."""
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     """Sampling parameters of every request; rows of a prompts file may override them. Its `seed` is the one from which
-    requests derive theirs."""
+    requests derive theirs. `from_model` alone, or `from_model: true` beside other parameters: what the model's
+    generation_config.json suggests, and what is given here goes before it."""
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Keys of `EngineConfig`; see `engine_config`."""
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
@@ -100,6 +116,7 @@ class RunConfig:
             raise ValueError(f"{' and '.join(given)} are both given; expected one of them")
         if self.prompts is not None and not self.prompts:
             raise ValueError("prompts is an empty list; expected at least one prompt")
+        check_chat_settings({key: getattr(self, key) for key in CHAT_KEYS if getattr(self, key) is not None}, "")
         if not self.model.path:
             raise ValueError("model is empty; expected a directory or a hub id")
         for name in _FILES:
@@ -149,7 +166,28 @@ def load_config(
     if isinstance(content.get("prompts"), str):
         content["prompts"] = [content["prompts"]]
     _check_chat(content.get("chat", False))
+    if isinstance(content.get("sampling"), dict) and "from_model" in content["sampling"]:
+        content["sampling"] = _with_suggested(content["sampling"], content["model"])
     return decode_section(kind, content, "")
+
+
+def _with_suggested(sampling: dict[str, Any], model: Any) -> dict[str, Any]:
+    """Sampling parameters, with those that the model suggests for what is not given."""
+    given = {key: value for key, value in sampling.items() if key != "from_model"}
+    wanted = sampling["from_model"]
+    if wanted is False or wanted is None:
+        return given
+    if wanted not in (True, "from_model"):
+        raise ValueError(f"sampling={brief(wanted)}: expected from_model, or a mapping of parameters to values")
+    from levanter_infer.checkpoints.generation import required_sampling
+
+    source = decode_section(ModelSource, model, "model")
+    suggested = required_sampling(source.path, source.revision).params
+    try:
+        SamplingParams.from_dict(suggested)
+    except ValueError as e:
+        raise ValueError(f"generation_config.json of {source.path}: {e}") from e
+    return {**suggested, **given}
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -260,6 +298,29 @@ def _is_chat_item(item: Any) -> bool:
     return isinstance(item, dict) or (isinstance(item, list) and all(isinstance(m, dict) for m in item))
 
 
+def check_chat_settings(given: Mapping[str, Any], path: str) -> None:
+    """Check values of `CHAT_KEYS`. Raises: ValueError for one of the wrong type, or two that exclude each other.
+
+    Args:
+        path: what stands before the keys, for messages.
+    """
+    for key, value in given.items():
+        if key == "tools":
+            fits, expected = isinstance(value, list) and all(isinstance(t, dict) for t in value), "a list of objects"
+        elif key == "chat_template_kwargs":
+            fits = isinstance(value, dict) and all(isinstance(name, str) for name in value)
+            expected = "an object of names and values"
+        else:
+            fits, expected = type(value) is bool, "true or false"
+        if not fits:
+            raise ValueError(f"{path}{key} is {brief(value)}; expected {expected}")
+    if given.get("add_generation_prompt") and given.get("continue_final_message"):
+        raise ValueError(
+            f"{path}add_generation_prompt and {path}continue_final_message are both true; a chat either continues its "
+            "last message or begins another: leave one out"
+        )
+
+
 def decode_section(cls: type, content: Any, path: str) -> Any:
     """A dataclass from plain values.
 
@@ -270,6 +331,7 @@ def decode_section(cls: type, content: Any, path: str) -> Any:
     if not isinstance(content, dict):
         raise ValueError(f"{path or 'the configuration'} is {brief(content)}; expected a mapping of keys to values")
     if cls is SamplingParams:
+        _check_places(content, [f.name for f in dataclasses.fields(cls)], path)
         return SamplingParams.from_dict(content)
     check_keys(content, [f.name for f in dataclasses.fields(cls)], path)
     values = dict(content)
@@ -324,11 +386,21 @@ _READABLE = {
 }
 
 
+def _check_places(given: Iterable[Any], known: Sequence[str], path: str) -> None:
+    """Raises: ValueError naming the first key that belongs to another section or is another engine's name of one."""
+    for key in given:
+        hint = None if key in known else certain_hint(str(key), known, path)
+        if hint is not None:
+            raise ValueError(f"unknown key {path}.{_short(key)}; {hint}")
+
+
 def check_keys(given: Iterable[Any], known: Sequence[str], path: str) -> None:
-    """Raises: ValueError naming the first key that is not known and the nearest that is."""
+    """Raises: ValueError naming the first key that is not known, and what was probably meant."""
     for key in given:
         if key not in known:
-            key = str(key) if len(str(key)) <= 80 else f"{str(key)[:80]}..."
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
-            raise ValueError(f"unknown key {f'{path}.{key}' if path else key}; {hint}")
+            name = _short(key)
+            raise ValueError(f"unknown key {f'{path}.{name}' if path else name}; {hint_for(name, known, path)}")
+
+
+def _short(key: Any) -> str:
+    return str(key) if len(str(key)) <= 80 else f"{str(key)[:80]}..."

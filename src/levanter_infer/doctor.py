@@ -1,4 +1,4 @@
-"""`python -m levanter_infer.doctor`: where two paths that should agree do not, and what that says.
+"""`levanter-infer doctor`: where two paths that should agree do not, and what that says.
 
 Exit status: 0 they agree, 1 they do not, 2 wrong usage or configuration.
 """
@@ -25,11 +25,12 @@ from levanter_infer.audit import (
     summary,
     table,
 )
+from levanter_infer.cli import command_help, start
 from levanter_infer.config import RunConfig, load_config
 from levanter_infer.diagnosis import Diagnosis, Pair, Path, diagnose, where_stored_differs
 from levanter_infer.engine.params import brief
 from levanter_infer.engine.request import Request, RequestOutput
-from levanter_infer.frontend import guarded, help_text, make_engine, parse_arguments, report_failures, say
+from levanter_infer.frontend import guarded, make_engine, parse_arguments, report_failures, say
 from levanter_infer.rows import read_rows
 
 _TOP = 20
@@ -38,8 +39,8 @@ _TOP = 20
 _REMEDY = "sample again with --sampling.logprobs 5"
 
 USAGE = """\
-usage: python -m levanter_infer.doctor --config FILE [--against.KEY VALUE ...] [--max-delta X] [--KEY VALUE ...]
-       python -m levanter_infer.doctor --diff ONE.jsonl OTHER.jsonl [--page-size N] [--max-delta X]
+usage: levanter-infer doctor --config FILE [--against.KEY VALUE ...] [--max-delta X] [--KEY VALUE ...]
+       levanter-infer doctor --diff ONE.jsonl OTHER.jsonl [--page-size N] [--max-delta X]
 
 Compare two paths that should give the same tokens and log probabilities, and say how they differ:
 
@@ -54,10 +55,11 @@ Compare two paths that should give the same tokens and log probabilities, and sa
                             --against.engine.attention reference
   --diff ONE OTHER          instead: two files of rows, written with sampling.logprobs (5 or more tell most)
   --page-size N             tokens of a page of ONE, to recognise page boundaries in files
-  --max-delta X             log probabilities that differ by at most X are equal; default: as levanter_infer.audit, and
+  --max-delta X             log probabilities that differ by at most X are equal; default: as `audit`, and
                             {float32:g} for files
   --help                    this text
 """
+"""Read from the source by `cli.command_help`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +82,7 @@ def _command(argv: Sequence[str]) -> int:
         return report("files", {}, pairs, gate, diagnose(pairs, gate, None if page_size is None else int(page_size)))
     arguments = parse_arguments(rest)
     if arguments is None:
-        print(help_text(USAGE.format(**MAX_DELTA)))
+        print(command_help("doctor"))
         return 0
     path, overrides = arguments
     config = load_config(path, overrides)
@@ -178,7 +180,8 @@ def _with_top(config: RunConfig):
     count = min(_TOP, config.engine_config().max_logprobs)
 
     def change(request: Request) -> Request:
-        return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, logprobs=count))
+        sampling = request.sampling or config.sampling
+        return dataclasses.replace(request, sampling=dataclasses.replace(sampling, logprobs=count))
 
     return change
 
@@ -226,7 +229,7 @@ def _read(name: str) -> dict[tuple[str, int], Path]:
                 continue
             try:
                 row = json.loads(line.decode("utf-8"))
-                if row.get("error") is None:
+                if not row.get("error"):
                     paths[row["id"], row["index"]] = _path(row)
             except KeyError as e:
                 raise ValueError(f"{name}:{number} has no {e.args[0]}; {_REMEDY}") from e
@@ -243,7 +246,7 @@ def _path(row: dict[str, Any]) -> Path:
     if len(logprobs) != len(tokens):
         raise ValueError(f"{len(logprobs)} logprobs of {len(tokens)} tokens")
     tops = row.get("top_logprobs")
-    tops = None if tops is None else [{int(t): _number(v) for t, v in top.items()} for top in tops]
+    tops = [{int(entry["token_id"]): _number(entry["logprob"]) for entry in top} for top in tops] if tops else None
     return Path(list(prompt), list(tokens), [_number(value) for value in logprobs], tops)
 
 
@@ -253,4 +256,4 @@ def _number(value: float | None) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -3,39 +3,47 @@
 import codecs
 import contextlib
 import dataclasses
+import errno
 import json
-import math
 import os
 import re
 import stat
+import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
-
-import numpy as np
 
 try:
     import fcntl
 except ImportError:  # not a POSIX system: nothing keeps two runs apart there
     fcntl = None
 
-from levanter_infer.config import RunConfig, check_keys
+from levanter_infer.columns import Columns, encode_row
+from levanter_infer.config import CHAT_KEYS, RunConfig, check_chat_settings, check_keys
 from levanter_infer.engine.params import SamplingParams, brief
-from levanter_infer.engine.request import Request, RequestOutput
+from levanter_infer.engine.request import MAX_ID_CHARS, Request
 
 MAX_LINE_BYTES = 2**24
 MAX_ROWS = 1_000_000
 MAX_N = 4096
 """Samples of one row, at most; the engine may allow fewer."""
-NOT_FINITE = "the model's logits are not finite"
-"""Why a sample ended in "error"."""
 _JSONL = (".jsonl", ".ndjson")
-_ROW_KEYS = ("prompt", "prompt_token_ids", "messages", "id", "sampling", "cache_salt", "priority", "timeout_s")
-_PROMPT_KEYS, _POLICY_KEYS = _ROW_KEYS[:3], _ROW_KEYS[-3:]
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+_POLICY_KEYS = ("cache_salt", "priority", "timeout_s")
+ROW_KEYS = (*_PROMPT_KEYS, "id", "sampling", *_POLICY_KEYS, *CHAT_KEYS)
 _COMPLETIONS = {"prompt": "completion", "prompt_token_ids": "completion_token_ids", "messages": "completion"}
 """In which key a completion stands beside a prompt."""
-_SCORED_ROW_KEYS = (*_PROMPT_KEYS, "id", "cache_salt", "completion", "completion_token_ids")
+_SCORED_CHAT_KEYS = ("tools", "chat_template_kwargs")
+_SCORED_ROW_KEYS = (*_PROMPT_KEYS, "id", "cache_salt", "completion", "completion_token_ids", *_SCORED_CHAT_KEYS)
+_NONE: Mapping[str, Any] = MappingProxyType({})
+_MAX_TOKEN = 2**31
+_REMEDIES = {
+    errno.ENOSPC: "free some space, or write to another disk",
+    errno.EDQUOT: "free some of your quota, or write elsewhere",
+    errno.EFBIG: "the file system, or the limit of `ulimit -f`, allows no larger file; divide the input",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +57,7 @@ class Row:
     """What follows the prompt, where it is to be scored and not sampled; token ids behind token ids."""
 
 
-def read_rows(config: RunConfig, *, completions: bool = False) -> list[Row]:
+def read_rows(config: RunConfig, *, completions: bool = False, columns: Columns | None = None) -> list[Row]:
     """The requests of a run, in order.
 
     A row that is wrong becomes an error of that row. `sampling.seed` of the configuration is left to the engine, which
@@ -57,9 +65,11 @@ def read_rows(config: RunConfig, *, completions: bool = False) -> list[Row]:
 
     Args:
         completions: rows may hold a completion, and no parameters of sampling.
+        columns: of the output; a row that asks for others is refused. None: there is none.
     Raises: ValueError if the file cannot be read at all, or has too many rows.
     """
     base = dataclasses.replace(config.sampling, seed=None)
+    chat = {key: value for key, value in chat_settings(config).items() if not completions or key in _SCORED_CHAT_KEYS}
     if config.prompts_file is not None:
         contents = _read_file(Path(config.prompts_file), as_chat=bool(config.chat))
     elif config.prompts is not None:
@@ -72,7 +82,7 @@ def read_rows(config: RunConfig, *, completions: bool = False) -> list[Row]:
     for where, content in contents:
         if len(rows) == MAX_ROWS:
             raise ValueError(f"{where}: more than {MAX_ROWS} rows; split the file")
-        row = make_row(content, str(len(rows)), where, base, completions=completions)
+        row = make_row(content, str(len(rows)), where, base, completions=completions, columns=columns, chat=chat)
         if row.id in seen and row.error is None:
             row = Row(row.id, None, f"{where}: id {brief(row.id)} is that of {seen[row.id]} too; ids must differ")
         seen.setdefault(row.id, where)
@@ -80,6 +90,16 @@ def read_rows(config: RunConfig, *, completions: bool = False) -> list[Row]:
     if not rows:
         raise ValueError(f"{config.prompts_file} has no rows; expected at least one prompt")
     return rows
+
+
+def columns_of(config: RunConfig) -> Columns:
+    """The columns of a run's output. Raises: ValueError for a name that is no optional column."""
+    return Columns(config.sampling, config.output.include if config.output else ())
+
+
+def chat_settings(config: RunConfig) -> dict[str, Any]:
+    """How all chats of a run are rendered, where a row does not say otherwise."""
+    return {key: getattr(config, key) for key in CHAT_KEYS if getattr(config, key) is not None}
 
 
 def _as_chat(prompt: str) -> dict[str, Any]:
@@ -106,18 +126,53 @@ def _read_file(path: Path, *, as_chat: bool) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"cannot read prompts_file {path}: {e.strerror}") from e
 
 
+class RefusedRow(ValueError):
+    """What is wrong with a row.
+
+    Args:
+        id: what the row calls itself, where it is known.
+    """
+
+    def __init__(self, message: str, id: str | None = None):
+        super().__init__(message)
+        self.id = id
+
+
 def parse_line(line: bytes, *, jsonl: bool, as_chat: bool) -> Any:
     """What a line of a prompts file holds, or the ValueError that says what is wrong with it."""
     if len(line) > MAX_LINE_BYTES:
-        return ValueError(f"the line is longer than {MAX_LINE_BYTES} bytes")
+        return RefusedRow(f"the line is longer than {MAX_LINE_BYTES} bytes; shorten it")
     try:
         text = line.decode("utf-8").rstrip("\r\n")
-        content = json.loads(text, object_pairs_hook=_unique) if jsonl else {"prompt": text}
     except UnicodeDecodeError as e:
-        return ValueError(f"the line is not UTF-8: {e}")
-    except (ValueError, RecursionError) as e:
-        return ValueError(f"the line is not JSON: {e}")
+        return RefusedRow(f"the line is not UTF-8: {e}; save the file as UTF-8")
+    try:
+        content = parse_json(text, "the line") if jsonl else {"prompt": text}
+    except ValueError as e:
+        return e
     return chat_of(content) if as_chat else content
+
+
+def parse_json(text: str, what: str) -> Any:
+    """The value that JSON text stands for. Raises: RefusedRow; `what` is wrong with it, or with a value in it."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except RefusedRow as e:
+        raise RefusedRow(f"{what} {e}") from None
+    except json.JSONDecodeError as e:
+        raise RefusedRow(f"{what} is not JSON: {e}; expected one JSON object") from None
+    except RecursionError:
+        raise RefusedRow(f"{what} is not JSON that can be read: it is nested too deeply; make it flatter") from None
+    except ValueError:  # of `int`
+        most = sys.get_int_max_str_digits()
+        raise RefusedRow(
+            f"{what} is not JSON that can be read: a number in it has more than {most} digits; expected numbers of at "
+            "most 64 bits"
+        ) from None
+
+
+def _no_constant(name: str) -> Any:
+    raise RefusedRow(f"is not JSON: it holds {name}, which JSON does not have; write a number or null, or leave it out")
 
 
 def chat_of(content: Any) -> Any:
@@ -131,17 +186,42 @@ def chat_of(content: Any) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        raise ValueError("a key is written twice in an object")
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise RefusedRow(f"is not JSON: a key is written twice in an object: {brief(twice)}; write it once")
     return content
+
+
+def given_id(content: Any) -> str | None:
+    """What a row calls itself, also one that is wrong; None if it does not, or with what is no id."""
+    if isinstance(content, RefusedRow):
+        return content.id
+    given = content.get("id") if isinstance(content, dict) else None
+    return str(given) if _is_id(given) else None
+
+
+def _is_id(value: Any) -> bool:
+    if type(value) is int:
+        return value.bit_length() < 3 * MAX_ID_CHARS  # so that it has fewer decimal digits
+    return isinstance(value, str) and len(value) <= MAX_ID_CHARS
 
 
 def row_id(content: Any, default_id: str) -> str:
     """What names a row, also one that is wrong."""
-    given = content.get("id") if isinstance(content, dict) else None
-    return str(given) if isinstance(given, (str, int)) else default_id
+    given = given_id(content)
+    return default_id if given is None else given
 
 
-def make_row(content: Any, default_id: str, where: str, base: SamplingParams, *, completions: bool = False) -> Row:
+def make_row(
+    content: Any,
+    default_id: str,
+    where: str,
+    base: SamplingParams,
+    *,
+    completions: bool = False,
+    columns: Columns | None = None,
+    chat: Mapping[str, Any] = _NONE,
+) -> Row:
     """The request that a row asks for; what is wrong with it becomes its error.
 
     Args:
@@ -149,12 +229,16 @@ def make_row(content: Any, default_id: str, where: str, base: SamplingParams, *,
         where: says in the error which row it is.
         base: parameters that the row does not give.
         completions: it may hold a completion, and no parameters of sampling.
+        columns: of the output; a row that asks for others is refused.
+        chat: as of `chat_settings`; rows that are no chats have no use for it.
     """
     default_id = row_id(content, default_id)
     try:
         if isinstance(content, ValueError):
             raise content
-        request = _make_request(content, default_id, base, _SCORED_ROW_KEYS if completions else _ROW_KEYS)
+        request = _make_request(content, default_id, base, _SCORED_ROW_KEYS if completions else ROW_KEYS, chat)
+        if columns is not None:
+            columns.check(request.sampling or base)
         return Row(default_id, request, completion=_completion(content) if completions else None)
     except ValueError as e:
         return Row(default_id, None, f"{where}: {e}")
@@ -174,7 +258,9 @@ def _completion(content: dict[str, Any]) -> str | list[int] | None:
     return value
 
 
-def _make_request(content: Any, row_id: str, base: SamplingParams, known: Sequence[str]) -> Request:
+def _make_request(
+    content: Any, row_id: str, base: SamplingParams, known: Sequence[str], chat: Mapping[str, Any]
+) -> Request:
     if not isinstance(content, dict):
         raise ValueError(f"the row is {brief(content)}; expected an object with prompt, prompt_token_ids or messages")
     check_keys(content, known, "")
@@ -186,8 +272,11 @@ def _make_request(content: Any, row_id: str, base: SamplingParams, known: Sequen
         raise ValueError(f"prompt is {brief(value)}; expected a string")
     if kind != "prompt" and not isinstance(value, list):
         raise ValueError(f"{kind} is {brief(value)}; expected a list")
-    if type(content.get("id", "")) not in (str, int):
-        raise ValueError(f"id is {brief(content['id'])}; expected a string or a whole number")
+    if kind == "prompt_token_ids" and isinstance(value, list):
+        _check_ids(value)
+    if not _is_id(content.get("id", "")):
+        expected = f"a string of at most {MAX_ID_CHARS} characters or a whole number"
+        raise ValueError(f"id is {brief(content['id'])}; expected {expected}")
     sampling = base
     if content.get("sampling") is not None:
         sampling = merge_sampling(base, content["sampling"])
@@ -196,7 +285,32 @@ def _make_request(content: Any, row_id: str, base: SamplingParams, known: Sequen
             raise ValueError(f"sampling.{name}={getattr(sampling, name)}; expected at most {MAX_N}")
     prompt: dict[str, Any] = {kind: value}
     policies = {key: content[key] for key in _POLICY_KEYS if key in known and content.get(key) is not None}
-    return Request(**prompt, sampling=sampling, id=row_id, **policies)
+    return Request(**prompt, sampling=sampling, id=row_id, **policies, **_chat_keys(content, kind, chat))
+
+
+def _check_ids(ids: list[Any]) -> None:
+    """Raises: ValueError for what no vocabulary can hold."""
+    if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) < _MAX_TOKEN)):
+        return
+    i, wrong = next((i, v) for i, v in enumerate(ids) if type(v) is not int or not 0 <= v < _MAX_TOKEN)
+    raise ValueError(f"prompt_token_ids[{i}] is {brief(wrong)}; expected a token id, a whole number from 0")
+
+
+def _chat_keys(content: dict[str, Any], kind: str, chat: Mapping[str, Any]) -> dict[str, Any]:
+    """What says how the chat of a row is rendered: the row's own settings before those of all chats."""
+    own = {key: content[key] for key in CHAT_KEYS if content.get(key) is not None}
+    if kind != "messages":
+        if own:
+            raise ValueError(f"{next(iter(own))} with {kind}; it is for chats: leave it out, or give messages")
+        return {}
+    check_chat_settings(own, "")
+    settings = {**chat, **own}
+    check_chat_settings(settings, "")
+    if "chat_template_kwargs" in own and "chat_template_kwargs" in chat:
+        settings["chat_template_kwargs"] = {**chat["chat_template_kwargs"], **own["chat_template_kwargs"]}
+    if settings.get("continue_final_message"):
+        settings["add_generation_prompt"] = False  # which begins another message, and is what is done by default
+    return settings
 
 
 def merge_sampling(base: SamplingParams, overrides: Any) -> SamplingParams:
@@ -210,66 +324,10 @@ def merge_sampling(base: SamplingParams, overrides: Any) -> SamplingParams:
 # Output
 
 
-def output_rows(output: RequestOutput, sampling: SamplingParams | None) -> Iterator[dict[str, Any]]:
-    """Rows of one request's result, one per sample, or one with `error` if it failed.
-
-    Args:
-        sampling: what it asked for; decides which log probabilities are in the rows.
-    """
-    common = {"id": output.id, "prompt": output.prompt, "prompt_token_ids": list(output.prompt_token_ids)}
-    if output.error is not None:
-        empty = {"index": None, "text": None, "token_ids": [], "logprobs": None, "finish_reason": "error", "seed": None}
-        yield _ordered({**common, **empty}) | {"error": output.error}
-        return
-    wanted = None if sampling is None else sampling.logprobs
-    for c in output.completions:
-        row = _ordered(
-            {
-                **common,
-                "index": c.index,
-                "text": c.text,
-                "token_ids": c.token_ids,
-                "logprobs": None if wanted is None else numbers(c.logprobs),
-                "finish_reason": c.finish_reason,
-                "seed": c.seed,
-            }
-        )
-        if wanted and c.top_logprobs is not None:
-            row["top_logprobs"] = tops(c.top_logprobs)
-        if c.finish_reason == "error":
-            row["error"] = NOT_FINITE
-        if c.score is not None:
-            row["score"] = _number_or_null(c.score)
-        if output.prompt_logprobs is not None:
-            row["prompt_logprobs"] = numbers(output.prompt_logprobs)
-        if output.prompt_top_logprobs is not None:
-            row["prompt_top_logprobs"] = tops(output.prompt_top_logprobs)
-        yield row
-
-
-def _ordered(values: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("id", "index", "prompt", "prompt_token_ids", "text", "token_ids", "logprobs", "finish_reason", "seed")
-    return {name: values[name] for name in names}
-
-
-def numbers(values: Iterable[float]) -> list[float | None]:
-    """As JSON writes them."""
-    return [_number_or_null(value) for value in values]
-
-
-def tops(places: Iterable[Mapping[int, float]]) -> list[dict[str, float | None]]:
-    """Likeliest tokens and their log probabilities, as JSON writes them."""
-    return [{str(token): _number_or_null(value) for token, value in place.items()} for place in places]
-
-
-def _number_or_null(value: float) -> float | None:
-    """The shortest decimal that reads back as the same f32; JSON has no infinities."""
-    return float(str(np.float32(value))) if math.isfinite(value) else None
-
-
-def encode_row(row: Mapping[str, Any]) -> str:
-    """A row as JSON in one line, which UTF-8 can hold."""
-    return json.dumps(row, ensure_ascii=False, allow_nan=False).translate(_SURROGATES)
+def write_error(what: str | Path, e: OSError) -> str:
+    """What to say of a file that could not be written."""
+    remedy = _REMEDIES.get(e.errno or 0)
+    return f"cannot write {what}: {e.strerror or e}" + (f"; {remedy}" if remedy else "")
 
 
 class RowWriter:
@@ -296,7 +354,7 @@ class RowWriter:
         except BlockingIOError:
             raise ValueError(f"another run is writing {self._partial}; wait for it or give another name") from None
         except OSError as e:
-            raise ValueError(f"cannot write output {self.path}: {e.strerror}") from e
+            raise ValueError(write_error(f"output {self.path}", e)) from e
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows. Raises: ValueError if the disk does not take them."""
@@ -309,7 +367,7 @@ class RowWriter:
         try:
             self._file.write(text)
         except OSError as e:
-            raise ValueError(f"cannot write output {self.path}: {e.strerror}") from e
+            raise ValueError(write_error(f"output {self.path}", e)) from e
 
     def commit(self) -> None:
         """Make the file durable under its name. Raises: ValueError if somebody else has made one meanwhile."""
@@ -325,7 +383,7 @@ class RowWriter:
             self._close()
             raise ValueError(f"output {self.path} appeared meanwhile; the rows are in {self._partial}") from None
         except OSError as e:
-            raise ValueError(f"cannot write output {self.path}: {e.strerror}") from e
+            raise ValueError(write_error(f"output {self.path}", e)) from e
         self._close()
 
     def _close(self) -> None:
@@ -395,9 +453,6 @@ def lock_file(path: Path) -> int:
         raise
     return descriptor
 
-
-_SURROGATES = {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}
-"""Halves of surrogate pairs, which UTF-8 cannot hold, as JSON writes them."""
 
 _JOINERS = "\u200c\u200d"
 """Format characters that words and emoji of many scripts are written with; they change no order."""

@@ -1,4 +1,4 @@
-"""`python -m levanter_infer.sample --config FILE`: sample prompts from a model.
+"""`levanter-infer sample --config FILE`: sample prompts from a model.
 
 Completions go to standard output, everything else to standard error; exit status as in `frontend.py`.
 """
@@ -6,17 +6,16 @@ Completions go to standard output, everything else to standard error; exit statu
 import dataclasses
 import hashlib
 import itertools
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from levanter_infer.cli import command_help, start
 from levanter_infer.config import RunConfig
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.facts import device_facts, flat, model_facts, tokenizer_facts
 from levanter_infer.frontend import (
     guarded,
-    interrupt,
     join,
     make_engine,
     merge_outputs,
@@ -28,7 +27,7 @@ from levanter_infer.frontend import (
     serve,
     write_files,
 )
-from levanter_infer.rows import Row, escape_for_terminal, output_rows, read_rows
+from levanter_infer.rows import Row, columns_of, escape_for_terminal, read_rows
 from levanter_infer.runtime.agreement import agree
 from levanter_infer.runtime.hosts import Hosts
 from levanter_infer.runtime.multihost import ONE_MESH
@@ -38,7 +37,7 @@ _SHOWN_WITH_OUTPUT = 8
 """Requests whose completions are printed when all of them go to a file."""
 
 USAGE = """\
-usage: python -m levanter_infer.sample --config FILE [--KEY VALUE ...]
+usage: levanter-infer sample --config FILE [--KEY VALUE ...]
 
 Sample completions of prompts from a model. FILE is YAML; two lines are enough:
 
@@ -52,13 +51,15 @@ Every key can be given, or overridden, on the command line: --sampling.temperatu
   --output.metrics FILE.json   write what the engine counted; FILE.prom for Prometheus
   --overwrite         let these replace files
   --prompts TEXT      a prompt, in place of the configuration's; may be repeated
+  --version           the version
   --help              this text
 """
+"""Read from the source by `cli.command_help`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    return guarded(lambda: run_config(sys.argv[1:] if argv is None else argv, USAGE, run))
+    return guarded(lambda: run_config(sys.argv[1:] if argv is None else argv, lambda: command_help("sample"), run))
 
 
 def run(config: RunConfig) -> int:
@@ -70,8 +71,9 @@ def run(config: RunConfig) -> int:
 
 
 def _run(config: RunConfig, hosts: Hosts | None) -> int:
-    rows = read_rows(config)
+    columns = columns_of(config)
     output = config.output.path if config.output else None
+    rows = read_rows(config, columns=None if output is None else columns)
     writes = hosts is None or hosts.is_lead
     if hosts is not None:
         agree(hosts, "run", run_facts(config, rows))
@@ -80,9 +82,7 @@ def _run(config: RunConfig, hosts: Hosts | None) -> int:
         requests = [row.request for row in rows if row.request is not None]
         sampled, seconds = serve(engine, requests)
         outputs = merge_outputs(rows, sampled)
-        pairs = zip(rows, outputs, strict=True)
-        each = (output_rows(result, row.request.sampling if row.request else None) for row, result in pairs)
-        write_files(writer, metrics, itertools.chain.from_iterable(each), engine)
+        write_files(writer, metrics, itertools.chain.from_iterable(map(columns.rows, outputs)), engine)
     if not writes:
         return 1 if any(output.error is not None for output in outputs) else 0
     shown = outputs if output is None else outputs[:_SHOWN_WITH_OUTPUT]
@@ -166,5 +166,4 @@ def summary(outputs: Sequence[RequestOutput], stats: Mapping[str, Any], seconds:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, interrupt)  # so that a partial output file is removed
-    sys.exit(main())
+    start(main)

@@ -1,4 +1,4 @@
-"""`python -m levanter_infer.score --config FILE`: log probabilities of texts, and perplexity.
+"""`levanter-infer score --config FILE`: log probabilities of texts, and perplexity.
 
 Results go to standard output, everything else to standard error. Exit status: 0 all is well, 1 some rows failed, 2
 wrong usage or configuration, 130 interrupted, 141 nobody reads the output any more.
@@ -7,19 +7,19 @@ wrong usage or configuration, 130 interrupted, 141 nobody reads the output any m
 import dataclasses
 import itertools
 import math
-import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from levanter_infer.cli import command_help, start
+from levanter_infer.columns import NOT_FINITE, numbers, tops
 from levanter_infer.config import RunConfig
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.frontend import (
     guarded,
-    interrupt,
     make_engine,
     one_line,
     output_files,
@@ -29,7 +29,7 @@ from levanter_infer.frontend import (
     serve,
     write_files,
 )
-from levanter_infer.rows import Row, numbers, read_rows, tops
+from levanter_infer.rows import Row, read_rows
 
 if TYPE_CHECKING:
     from levanter_infer.checkpoints.tokenizer import Tokenizer
@@ -38,9 +38,9 @@ _SHOWN = 8
 """Rows that are printed when all of them go to a file."""
 
 USAGE = """\
-usage: python -m levanter_infer.score --config FILE [--KEY VALUE ...]
+usage: levanter-infer score --config FILE [--KEY VALUE ...]
 
-Log probabilities of texts under a model, and their perplexity. FILE is YAML, as of levanter_infer.sample:
+Log probabilities of texts under a model, and their perplexity. FILE is YAML, as of `levanter-infer sample`:
 
   model: models/tiny            # a directory in Hugging Face's layout, or a hub id
   prompts_file: texts.jsonl
@@ -56,11 +56,12 @@ With engine.prefix_cache, equal beginnings are computed once.
   --sampling.prompt_logprobs K   also write the K likeliest tokens at each place; K up to engine.max_prompt_logprobs
   --help              this text
 """
+"""Read from the source by `cli.command_help`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    return guarded(lambda: run_config(sys.argv[1:] if argv is None else argv, USAGE, run))
+    return guarded(lambda: run_config(sys.argv[1:] if argv is None else argv, lambda: command_help("score"), run))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +97,7 @@ def run(config: RunConfig) -> int:
         engine.metrics().set("perplexity", perplexity(scores))
         write_files(writer, metrics, (score.row for score in scores), engine)
     for score in scores if output is None else scores[:_SHOWN]:
-        if "error" not in score.row:
+        if not score.row["error"]:
             print(score_line(score.row))
     sys.stdout.flush()
     failed = report_failures(outputs)
@@ -111,6 +112,11 @@ def _sampling(config: RunConfig) -> SamplingParams:
             SamplingParams(), field.name
         ):
             raise ValueError(f"sampling.{field.name} has no effect on scores; leave it out")
+    if config.output is not None and config.output.include:
+        raise ValueError("output.include has no effect on scores; sampling.prompt_logprobs adds top_logprobs")
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if getattr(config, name) is not None:
+            raise ValueError(f"{name} has no effect on scores: a completion follows the beginning of an answer")
     likeliest = 0 if config.engine.get("max_prompt_logprobs") == 0 else 1  # whether a text is what the model would say
     asked = config.sampling.prompt_logprobs
     return SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=likeliest if asked is None else asked)
@@ -135,11 +141,17 @@ def _whole(request: Request, completion: Any, tokenizer: "Tokenizer | None") -> 
     else:
         text = request.prompt or ""
         if request.messages is not None:
-            text = tokenizer.apply_chat_template(list(request.messages), add_generation_prompt=completion is not None)
+            text = tokenizer.apply_chat_template(
+                list(request.messages),
+                add_generation_prompt=completion is not None,
+                **_template_settings(request),
+            )
         special = request.messages is None  # a template has written them
         context = tokenizer.encode(text, add_special_tokens=special)
         whole = tokenizer.encode(text + (completion or ""), add_special_tokens=special)
-    request = dataclasses.replace(request, prompt=None, messages=None, prompt_token_ids=whole)
+    request = dataclasses.replace(
+        request, prompt=None, messages=None, prompt_token_ids=whole, tools=None, chat_template_kwargs=None
+    )
     if completion is None:
         return request, 1
     # What belongs to both may be one token, which counts
@@ -151,6 +163,11 @@ def _whole(request: Request, completion: Any, tokenizer: "Tokenizer | None") -> 
     return request, first
 
 
+def _template_settings(request: Request) -> dict[str, Any]:
+    """What the request gives its chat template beside the messages."""
+    return {**({"tools": request.tools} if request.tools is not None else {}), **(request.chat_template_kwargs or {})}
+
+
 def _score(row: Row, output: RequestOutput, first: int, with_tops: bool) -> Score:
     """
     Args:
@@ -158,15 +175,25 @@ def _score(row: Row, output: RequestOutput, first: int, with_tops: bool) -> Scor
     """
     ids, error = output.prompt_token_ids, output.error
     if error is None and output.completions[0].finish_reason == "error":
-        error = "the model's logits are not finite"
+        error = NOT_FINITE
     prompt = None if row.request is None else row.request.prompt
-    values: dict[str, Any] = {"id": row.id, "prompt": prompt}
-    if row.completion is not None:
-        values["completion"] = row.completion
-    values |= {"prompt_token_ids": list(ids[:first]), "token_ids": list(ids[first:])}
+    # One schema, as of `columns.Columns`: which keys there are, and of what types, does not depend on the row
+    values: dict[str, Any] = {
+        "id": row.id,
+        "prompt": prompt or "",
+        "completion": row.completion if isinstance(row.completion, str) else "",
+        "prompt_token_ids": list(ids[:first]),
+        "token_ids": list(ids[first:]),
+        "logprobs": [],
+        "logprob": None,
+        "num_tokens": 0,
+        "perplexity": None,
+        "is_greedy": None,
+        **({"top_logprobs": []} if with_tops else {}),
+        "error": error or "",
+    }
     if error is not None or output.prompt_logprobs is None:
-        nothing = dict.fromkeys(("logprobs", "logprob", "perplexity", "is_greedy"))
-        return Score(values | nothing | {"num_tokens": 0, "error": error}, np.zeros(0, np.float32))
+        return Score(values | {"error": error or "failed"}, np.zeros(0, np.float32))
     logprobs, top = output.prompt_logprobs[first - 1 :], output.prompt_top_logprobs
     score = Score(values, logprobs)
     best = None if top is None or not len(logprobs) else [next(iter(place)) for place in top[first - 1 :]]
@@ -208,7 +235,7 @@ def _short(value: float | None) -> str:
 
 def summary(scores: Sequence[Score], stats: Mapping[str, Any], seconds: float) -> str:
     """The closing lines; `stats` are those of `InferenceEngine.stats`."""
-    failed = sum("error" in score.row for score in scores)
+    failed = sum(bool(score.row["error"]) for score in scores)
     greedy = sum(bool(score.row["is_greedy"]) for score in scores)
     count = sum(score.row["num_tokens"] for score in scores)
     return (
@@ -221,5 +248,4 @@ def summary(scores: Sequence[Score], stats: Mapping[str, Any], seconds: float) -
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, interrupt)  # so that a partial file is removed
-    sys.exit(main())
+    start(main)

@@ -92,7 +92,7 @@ def test_percentiles_are_the_spread_over_runs():
     found = percentiles([list(range(101)), [2 * i for i in range(101)], [0] * 101])
     medians = [found[name]["median"] for name in ("mean", "p50", "p95", "p99", "max")]
     assert medians == [50, 50, 95, 99, 100]
-    assert found["p99"] == {"median": 99, "min": 0, "max": 198, "runs": 3}
+    assert found["p99"] == {"median": 99, "min": 0, "max": 198, "sd": 99, "runs": 3}
     assert percentiles([[1.0], []]) == {}
 
 
@@ -195,16 +195,22 @@ def test_the_command_prints_a_line_per_case(tmp_path):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         bench(["open-loop", *(part for key, value in options.items() for part in (f"--{key}", str(value)))])
-    closed, opened = (json.loads(line) for line in out.getvalue().splitlines())
-    assert (closed["case"], opened["case"]) == ("closed", "open")
+    closed, saturated, opened = (json.loads(line) for line in out.getvalue().splitlines())
+    assert (closed["case"], saturated["case"], opened["case"]) == ("closed", "saturated", "open")
+    assert saturated["tokens"] == opened["tokens"] and saturated["output_hash"] == opened["output_hash"]
     assert closed["outputs_are_equal"] and closed["continuous_over_static"]["median"] > 0
     for name in ("static_tokens_per_sec", "continuous_tokens_per_sec", "continuous_steady_tokens_per_sec"):
         assert closed[name]["median"] > 0
     assert opened["tokens"] >= 120 and opened["load"] == 0.8 and opened["one_step_a_round"]
     for name in ("ttft_ms", "inter_token_ms", "step_ms"):
         assert 0 < opened[name]["p50"]["median"] <= opened[name]["p99"]["median"]
-    assert 0 < opened["wall_over_steady"]["median"]
+    assert 0 < closed["wall_over_steady"]["median"] <= 1 and 0 < saturated["wall_over_steady"]["median"] <= 1
     assert {"commit", "machine", "versions", "config", "workload_hash", "output_hash"} <= set(opened)
-    assert opened["compilations"] == 2  # the start and the round
-    assert re.findall(r"\[phase (\w+)\] count=\d+ time=\S+s ", err.getvalue()) == ["ramp", "steady", "tail", "spikes"]
+    assert opened["compilations"] == 4  # round, init, reset and zero_cache, each once
+    assert re.findall(r"\[phase (\w+)\] count=\d+ time=\S+s ", err.getvalue()) == 2 * [
+        "ramp",
+        "steady",
+        "tail",
+        "spikes",
+    ]
     assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"

@@ -32,6 +32,10 @@ def test_rates_of_a_window_are_taken_between_rounds_in_proportion():
     assert progress.seconds_of(10, 20) == pytest.approx(2.0)
     assert progress.seconds_of(5, 15) == pytest.approx(1.5)
     assert progress.prefill_seconds_of(0, 2) == pytest.approx(0.5)
+    # The prompt has been computed after a second; the last two are those of generation.
+    assert progress.prefill_seconds_of(2, 4) == pytest.approx(0.5)
+    waits = Progress([], [0.0, 1.0, 2.0, 4.0, 5.0], [0, 0, 10, 20, 20], [0, 4, 4, 4, 4], 2.0)
+    assert waits.seconds_of(0, 20) == pytest.approx(3.0)
 
 
 @pytest.mark.slow

@@ -197,17 +197,6 @@ def test_broken_template_is_named_as_such():
         ChatTemplate("{% for").render(CHAT)
 
 
-def test_rendering_goes_on_after_a_limit_was_hit_and_gives_up_after_three():
-    source = "{% if messages[0].role == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
-    template = ChatTemplate(source + "{% endfor %}{% endif %}ok", cpu_s=0.2)
-    for _ in range(3):
-        assert template.render([{"role": "user"}]) == "ok"
-        with pytest.raises(ValueError, match="takes too long"):
-            template.render([{"role": "loop"}])
-    with pytest.raises(ValueError, match="stopped 3 times"):
-        template.render([{"role": "user"}])
-
-
 def test_number_of_messages_is_bounded():
     template = ChatTemplate("{{ messages | length }}")
     assert template.render([{"role": "user"}] * 10_000) == "10000"

@@ -1,14 +1,18 @@
 """The tokenizer reads what an HF directory says, as transformers does, and names what is wrong with one."""
 
+import base64
 import hashlib
 import json
 
 import pytest
+from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
 from levanter_infer.checkpoints.tokenizer import Tokenizer
+from levanter_infer.checkpoints.tokenizer_limits import _growth, growth
 from tests import tokenizer_files
-from tests.tokenizer_files import CHATML, byte_fallback, byte_level, write
+from tests.golden_cases import GOLDEN_DIR
+from tests.tokenizer_files import CHATML, byte_fallback, byte_level, llama2, write
 
 TEXTS = ["hello world", "the cat, the mat.", "  two  spaces\n\tand lines ", "ëé ☃ 猫 🙂", ""]
 
@@ -32,34 +36,121 @@ def test_special_tokens_written_in_a_prompt_count_as_such(tmp_path):
     assert tokenizer.encode("<|bos|>hello") == [0, *tokenizer.encode("hello")]
 
 
+@pytest.mark.parametrize("bos", [True, False])
 @pytest.mark.parametrize(
-    "config, begin, end",
+    "config, warns",
     [
-        ({"tokenizer_class": "LlamaTokenizer"}, [1], []),
-        ({"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True, "add_eos_token": True}, [1], [2]),
-        ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}, [], []),
-        ({"tokenizer_class": "PreTrainedTokenizerFast"}, [], []),
-        ({"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True}, [1], []),
-        ({}, [], []),
+        ({"tokenizer_class": "LlamaTokenizer"}, ()),
+        ({"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True}, (False,)),
+        ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}, (True,)),
+        ({"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True, "add_eos_token": False}, (False,)),
+        ({}, ()),
     ],
 )
-def test_bos_and_eos_are_added_as_the_config_says(tmp_path, config, begin, end):
+def test_tokenizer_json_says_what_encloses_a_prompt(tmp_path, caplog, config, warns, bos):
     config = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}, **config}
-    tokenizer = Tokenizer.from_directory(write(tmp_path, byte_fallback(), tokenizer_config=config))
+    tokenizer = Tokenizer.from_directory(write(tmp_path, llama2(bos=bos), tokenizer_config=config))
     plain = tokenizer.encode("hello", add_special_tokens=False)
-    assert tokenizer.encode("hello") == [*begin, *plain, *end]
+    assert tokenizer.encode("hello") == [1, *plain] if bos else plain
+    says = f"but tokenizer.json adds {'one' if bos else 'none'}; the latter is followed, as transformers 5 does"
+    assert [record.getMessage().endswith(says) for record in caplog.records] == [True] * (bos in warns)
 
 
-def test_bos_that_the_post_processor_adds_is_not_added_again(tmp_path):
-    config = {"bos_token": "<|bos|>", "add_bos_token": True}
-    tokenizer = Tokenizer.from_directory(write(tmp_path, byte_level(bos=True), tokenizer_config=config))
-    assert tokenizer.encode("hello").count(0) == 1
-
-
-def test_bos_of_the_config_must_be_a_token(tmp_path):
-    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<nothing>"}
-    with pytest.raises(ValueError, match="add_bos_token, but bos_token is '<nothing>'"):
+def test_bos_of_code_llama_must_be_a_token(tmp_path):
+    config = {"tokenizer_class": "CodeLlamaTokenizer", "bos_token": "<nothing>"}
+    with pytest.raises(ValueError, match="begin with bos_token, which is '<nothing>' and no token of tokenizer.json"):
         Tokenizer.from_directory(write(tmp_path, byte_fallback(), tokenizer_config=config))
+
+
+GOLDEN = json.loads((GOLDEN_DIR / "tokenizers.json").read_text())
+
+
+@pytest.mark.parametrize("name", GOLDEN["cases"])
+def test_tokens_and_texts_equal_those_of_transformers(tmp_path, name):
+    case = GOLDEN["cases"][name]
+    made = {"llama2": llama2, "llama2_plain": lambda: llama2(bos=False), "byte_level": lambda: byte_level(bos=True)}
+    if case["made"] in made:
+        made[case["made"]]().save(str(tmp_path / "tokenizer.json"))
+    for file, content in case["files"].items():
+        (tmp_path / file).write_text(json.dumps(content))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    for i, text in enumerate(GOLDEN["texts"]):
+        ids = tokenizer.encode(text)
+        assert ids == case["ids"][i], text
+        assert tokenizer.encode(text, add_special_tokens=False) == case["plain"][i], text
+        assert tokenizer.decode(ids) == case["decoded"][i], text
+        assert tokenizer.decode(ids, skip_special_tokens=False) == case["whole"][i], text
+
+
+STEPS = {
+    "string": [normalizers.Replace("a", "a" * 1000)] * 4,
+    "regex": [normalizers.Replace(Regex(""), "a" * 100)] * 3,
+    "forms": [normalizers.NFKD(), normalizers.Prepend("x" * 3000)],
+    "bytes": [normalizers.ByteLevel()] * 40,
+}
+
+
+def with_normalizer(raw, steps):
+    raw.normalizer = normalizers.Sequence(list(steps))
+    return raw
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_normalizers_that_multiply_a_text_are_refused(tmp_path, name):
+    with pytest.raises(
+        ValueError, match="normalizers and pre-tokenizers can make a text .* times as long; expected at"
+    ):
+        Tokenizer.from_directory(write(tmp_path, with_normalizer(byte_fallback(), STEPS[name])))
+
+
+def test_pre_tokenizers_and_decoders_that_multiply_are_refused(tmp_path):
+    raw = byte_level()
+    raw.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.ByteLevel()] * 40)
+    with pytest.raises(ValueError, match="normalizers and pre-tokenizers can make"):
+        Tokenizer.from_directory(write(tmp_path / "a", raw))
+    raw = byte_level()
+    raw.decoder = decoders.Sequence([decoders.Replace("a", "a" * 1000)] * 4)
+    with pytest.raises(ValueError, match=r"its decoders can make a text 1e\+12 times as long"):
+        Tokenizer.from_directory(write(tmp_path / "b", raw))
+
+
+def test_table_of_sentencepiece_that_multiplies_is_refused():
+    table = base64.b64encode((4).to_bytes(4, "little") + bytes(4) + b"a\0" + b"b" * 20_000 + b"\0").decode()
+    assert _growth({"type": "Precompiled", "precompiled_charsmap": table}) == 20_000
+
+
+@pytest.mark.parametrize(
+    "step, text",
+    [(each, text) for steps in STEPS.values() for each in steps[:2] for text in ("a", "aba", "ﷺ", "é猫İ", "  a")]
+    + [(normalizers.BertNormalizer(), text) for text in ("猫", "ΐ", "İ", "\u1fb7")]
+    + [
+        (normalizers.Lowercase(), "İ"),
+        (normalizers.NFKC(), "ﷺ"),
+        (normalizers.NFD(), "\u1fb7"),
+        (normalizers.NFC(), "\U0001d160"),
+    ],
+)
+def test_no_step_makes_more_of_a_text_than_its_bound(step, text):
+    assert len(step.normalize_str(text).encode()) <= growth(step) * len(text.encode())
+
+
+def test_prompt_that_steps_could_make_too_long_is_refused_by_its_length(tmp_path):
+    tokenizer = Tokenizer.from_directory(write(tmp_path, with_normalizer(byte_fallback(), STEPS["string"][:1])))
+    assert len(tokenizer.encode("a")) == 1000
+    with pytest.raises(ValueError, match="the prompt has 40000 bytes, of which .* expected at most 33554 bytes"):
+        tokenizer.encode("a" * 40_000)
+    raw = byte_level()
+    raw.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("a", "a" * 4000)])
+    tokenizer = Tokenizer.from_directory(write(tmp_path / "b", raw))
+    assert len(tokenizer.decode(tokenizer.encode("a"))) == 4000
+    with pytest.raises(ValueError, match="the text of the tokens has 10000 bytes"):
+        tokenizer.decode(tokenizer.encode("a") * 5000)
+
+
+def test_known_normalizers_leave_room_for_long_prompts():
+    assert growth(llama2().normalizer) == 12
+    assert growth(normalizers.NFC()) == 3
+    assert growth(None) == growth(pre_tokenizers.Whitespace()) == 1
 
 
 def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
@@ -240,8 +331,8 @@ def test_links_out_of_the_directory_are_refused(tmp_path, name):
 
 
 def test_special_token_that_cannot_enclose_a_prompt_is_named(tmp_path):
-    raw = byte_level()
+    raw = byte_fallback()
     raw.add_special_tokens(["b:1"])
-    config = {"add_bos_token": True, "bos_token": "b:1"}
+    config = {"tokenizer_class": "CodeLlamaTokenizer", "bos_token": "b:1"}
     with pytest.raises(ValueError, match="tokenizer_config.json: bos_token cannot enclose a prompt: "):
         Tokenizer.from_directory(write(tmp_path, raw, tokenizer_config=config))

@@ -322,6 +322,16 @@ XLA_FFI_Error* NAME0(XLA_FFI_CallFrame* frame) {
 
 
 @built
+def test_kernels_built_for_a_newer_jaxlib_are_refused_before_xla_knows_them(monkeypatch):
+    built = cpu._library().levanter_infer_ffi_api()
+    assert 0 < built <= cpu._ffi_api() < 2**31
+    monkeypatch.setattr(cpu, "_ffi_api", lambda: built - 1)
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: pytest.fail("registered"))
+    why = cpu._load.__wrapped__()
+    assert isinstance(why, str) and "XLA's FFI" in why and f"0.{built % 1000 - 1}" in why
+
+
+@built
 def test_a_window_of_nothing_gives_zeros_whatever_the_values_hold():
     batch = make_ragged(Sizes(2, 1, 16, 4, max_pages=40), [(8, 8)])
     arrays = {**batch.arrays, "kv_pages": jnp.full_like(batch.arrays["kv_pages"], jnp.nan)}

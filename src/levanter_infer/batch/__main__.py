@@ -1,4 +1,4 @@
-"""`python -m levanter_infer.batch --config FILE`: sample the rows of files, resumably.
+"""`levanter-infer batch --config FILE`: sample the rows of files, resumably.
 
 Everything that is said goes to standard error. Exit status as in `frontend.py`; 0 also for a job that SIGTERM stopped.
 """
@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.batch.run import run
+from levanter_infer.cli import command_help, start
 from levanter_infer.frontend import guarded, run_config
 
 USAGE = """\
-usage: python -m levanter_infer.batch --config FILE [--worker I/N] [--KEY VALUE ...]
+usage: levanter-infer batch --config FILE [--worker I/N] [--KEY VALUE ...]
 
 Sample the rows of files, in shards, and go on where an interrupted run has stopped. FILE is YAML:
 
@@ -28,13 +29,16 @@ The same command resumes the job. A job that was killed has, in the end, the sam
   --output.metrics FILE.json   write what the engine counted; FILE.prom for Prometheus; --overwrite lets it replace one
   --help              this text
 """
+"""Read from the source by `cli.command_help`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     arguments = sys.argv[1:] if argv is None else argv
-    return guarded(lambda: run_config(arguments, USAGE, run, BatchRunConfig, {"worker": "batch.worker"}))
+    return guarded(
+        lambda: run_config(arguments, lambda: command_help("batch"), run, BatchRunConfig, {"worker": "batch.worker"})
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

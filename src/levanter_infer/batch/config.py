@@ -6,7 +6,7 @@ import re
 from levanter_infer.config import RunConfig
 from levanter_infer.engine.params import brief
 
-FORMATS = ("jsonl", "parquet")
+FORMATS = ("jsonl", "parquet", "openai")
 _WORKER = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
 
 
@@ -17,7 +17,7 @@ class BatchConfig:
     rows_per_shard: int = 1000
     """Rows of the input whose results make one file of the output."""
     format: str = "jsonl"
-    """Of the output: jsonl or parquet."""
+    """Of the output: jsonl or parquet, with rows as of `sample`, or openai, result lines of OpenAI's batch format."""
     worker: str = "0/1"
     """i/n: this process is worker i of n, from 0, which share the job's shards."""
     model_names: list[str] = dataclasses.field(default_factory=list)
@@ -37,7 +37,7 @@ class BatchConfig:
         if self.ray_actors and self.worker != "0/1":
             raise ValueError("batch.worker and batch.ray_actors are both given; Ray divides the work by itself")
         if self.format not in FORMATS:
-            raise ValueError(f"batch.format={brief(self.format)}: expected {' or '.join(FORMATS)}")
+            raise ValueError(f"batch.format={brief(self.format)}: expected {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
         match = _WORKER.fullmatch(self.worker)
         if match is None or not int(match[1]) < int(match[2]):
             raise ValueError(f"batch.worker={brief(self.worker)}: expected i/n with i from 0 to n - 1, such as 0/4")
@@ -65,6 +65,17 @@ class BatchRunConfig(RunConfig):
         super().__post_init__()
         if self.output is None or self.output.path is None:
             raise ValueError("a batch job needs output: a directory for its shards")
+        if self.batch.format == "openai":
+            if self.output.include:
+                raise ValueError("output.include with batch.format: openai, whose lines have no columns; leave it out")
+            if self.sampling.prompt_logprobs is not None:
+                raise ValueError("sampling.prompt_logprobs with batch.format: openai, whose lines have no such place")
+        numerics = self.engine.get("numerics", "batch_invariant")
+        if "num_cached_tokens" in self.output.include and numerics == "batch_invariant":
+            raise ValueError(
+                "output.include names num_cached_tokens, which depend on what ran before, and this job promises equal "
+                "bytes; leave it out or set engine.numerics: default"
+            )
         if self.multihost.is_on:
             for key, given in (("worker", self.batch.worker != "0/1"), ("ray_actors", self.batch.ray_actors)):
                 if given:

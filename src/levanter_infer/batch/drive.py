@@ -5,12 +5,15 @@ At most a window of rows is in memory beside the results of unfinished shards, w
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
-from levanter_infer.batch.plan import InputShard
-from levanter_infer.engine.params import SamplingParams
+from levanter_infer.batch.layout import Layout, RowLayout, count
+from levanter_infer.batch.plan import ROW_FAULTS, InputShard
+from levanter_infer.columns import Columns
+from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import Request, RequestOutput
-from levanter_infer.rows import Row, make_row, output_rows
+from levanter_infer.rows import Row, make_row
 
 _WINDOW = 4
 """Sequences submitted at once for each that can run: as many wait on the device, and twice as many behind them."""
@@ -44,7 +47,7 @@ class Group(Protocol):
 class Engine(Protocol):
     """What is needed of an `InferenceEngine`."""
 
-    def submit(self, request: Request) -> Any: ...
+    def submit(self, request: Request, /) -> Any: ...
     def step_round(self) -> Any: ...
     def settle(self) -> Any: ...
 
@@ -53,8 +56,13 @@ class Engine(Protocol):
 class _Pending:
     shard: Shard
     row: int
-    sampling: SamplingParams
+    source: Row
     group: Group
+
+    @property
+    def num_sequences(self) -> int:
+        assert self.source.request is not None and self.source.request.sampling is not None
+        return self.source.request.sampling.num_sequences
 
 
 @dataclasses.dataclass
@@ -75,6 +83,8 @@ class Driver:
     base: parameters of rows that do not give their own.
     max_seqs: sequences that the engine runs at once.
     equal_bytes: refuse rows whose result depends on anything but the row.
+    chat: how chats are rendered, as of `rows.chat_settings`.
+    layout: of the rows of the output; default: the columns that `base` asks for.
     """
 
     def __init__(
@@ -85,9 +95,12 @@ class Driver:
         *,
         max_seqs: int,
         equal_bytes: bool,
+        chat: Mapping[str, Any] = MappingProxyType({}),
+        layout: Layout | None = None,
     ):
         self._engine, self._read, self._equal_bytes = engine, read, equal_bytes
         self._base = dataclasses.replace(base, seed=None)  # the engine derives one for each row
+        self._chat, self._layout = chat, layout or RowLayout(Columns(base))
         self._window = _WINDOW * max_seqs
         self._pending: list[_Pending] = []
         self._open: dict[int, Shard] = {}
@@ -137,21 +150,25 @@ class Driver:
                 continue  # and was not committed any more
             for i, (where, content) in enumerate(self._read(shard.source)):
                 if i not in shard:
-                    yield shard, i, make_row(content, str(shard.source.first_row + i), where, self._base)
+                    yield shard, i, self._row(content, str(shard.source.first_row + i), where)
+
+    def _row(self, content: Any, name: str, where: str) -> Row:
+        try:
+            return make_row(content, name, where, self._base, columns=self._layout.columns, chat=self._chat)
+        except ROW_FAULTS as e:
+            return Row(name, None, f"{where}: {_fault(e)}")
 
     def _feed(self, rows: Iterator[tuple[Shard, int, Row]]) -> None:
         """Submit rows until the window is full."""
-        sequences = sum(pending.sampling.num_sequences for pending in self._pending)
+        sequences = sum(pending.num_sequences for pending in self._pending)
         while sequences < self._window and (item := next(rows, None)) is not None:
             shard, i, row = item
             group = self._submit(row)
             if isinstance(group, RequestOutput):
-                self._finish(shard, i, group, None)
+                self._finish(shard, i, row, group)
                 continue
-            assert row.request is not None
-            sampling = row.request.sampling
-            self._pending.append(_Pending(shard, i, sampling, group))
-            sequences += sampling.num_sequences
+            self._pending.append(_Pending(shard, i, row, group))
+            sequences += self._pending[-1].num_sequences
 
     def _submit(self, row: Row) -> Group | RequestOutput:
         """The request in progress, or why there is none."""
@@ -166,20 +183,28 @@ class Driver:
             given = request.prompt_token_ids
             ids = [token for token in given if _is_token(token)] if isinstance(given, list) else []
             return RequestOutput(row.id, request.prompt, ids, [], error=str(error))
+        except ROW_FAULTS as error:
+            return RequestOutput(row.id, request.prompt, [], [], error=_fault(error))
 
     def _collect(self) -> None:
         """Take the results that have become known."""
         done = [pending for pending in self._pending if pending.group.is_done]
         self._pending = [pending for pending in self._pending if not pending.group.is_done]
         for pending in done:
-            self._finish(pending.shard, pending.row, pending.group.output(), pending.sampling)
+            self._finish(pending.shard, pending.row, pending.source, pending.group.output())
 
-    def _finish(self, shard: Shard, row: int, output: RequestOutput, sampling: SamplingParams | None) -> None:
-        rows = list(output_rows(output, sampling))
-        shard.finish(row, rows)
+    def _finish(self, shard: Shard, row: int, source: Row, output: RequestOutput) -> None:
+        try:
+            rows = self._layout.rows(source, output)
+            shard.finish(row, rows)
+        except ROW_FAULTS as e:  # of the encoder, before anything is written
+            failed = RequestOutput(output.id, None, [], [], error=f"the result cannot be written: {_fault(e)}")
+            rows = self._layout.rows(source, failed)
+            shard.finish(row, rows)
+        counts = count(rows)
         self.totals.rows += 1
-        self.totals.failed += any("error" in row for row in rows)
-        self.totals.tokens += sum(len(row["token_ids"]) for row in rows)
+        self.totals.failed += counts["failed_rows"]
+        self.totals.tokens += counts["generated_tokens"]
 
     def _commit(self) -> None:
         """Commit the shards whose rows are all finished."""
@@ -187,6 +212,11 @@ class Driver:
             self._open[index].commit()
             del self._open[index]
             self.totals.shards += 1
+
+
+def _fault(error: BaseException) -> str:
+    """What a row did that nobody has checked for."""
+    return f"the row cannot be served ({type(error).__name__}: {brief(str(error))}); see its values"
 
 
 def _is_token(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The same job on Ray Data: its rows are shards, its actors are workers. Needs `levanter_infer[ray]`.
+"""The same job on Ray Data: its rows are shards, its actors are workers. Needs the extra `ray`.
 
 Ray decides who works on which shard, and starts actors again that have died. That every row comes out once is the job's
 own doing: an actor claims, commits and skips shards as any other worker does.
@@ -53,7 +53,9 @@ def work_on_ray(config: BatchRunConfig) -> tuple[Worker, Totals]:
     try:
         import ray  # pyright: ignore[reportMissingImports]
     except ImportError as e:
-        raise ValueError("batch.ray_actors needs Ray: pip install 'levanter_infer[ray]'") from e
+        raise ValueError(
+            "batch.ray_actors needs Ray: install this package with its extra, in a checkout pip install '.[ray]'"
+        ) from e
     if not ray.is_initialized():
         ray.init(log_to_driver=True)
     plan = plan_of(config, input_of(config))

@@ -1,4 +1,4 @@
-"""Parquet: rows of the input, and of the output. Needs pyarrow, which `levanter_infer[parquet]` installs."""
+"""Parquet: rows of the input, and of the output. Needs pyarrow, which the extra `parquet` installs."""
 
 import hashlib
 import io
@@ -6,9 +6,13 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import IO, Any
 
+from levanter_infer.columns import TYPES
 from levanter_infer.config import check_keys
+from levanter_infer.engine.params import brief
+from levanter_infer.rows import ROW_KEYS, RefusedRow, given_id, parse_json
 
-_COLUMNS = ("prompt", "prompt_token_ids", "messages", "id", "sampling", "cache_salt", "priority", "timeout_s")
+_JSON_COLUMNS = ("sampling", "messages", "tools", "chat_template_kwargs")
+"""Columns that may be JSON in text, for keys that not every row has."""
 _ROWS_AT_ONCE = 256
 _TAIL = 8
 """Bytes at the end of a file: length of the footer, and PAR1."""
@@ -17,7 +21,13 @@ _TAIL = 8
 def check_columns(file: IO[bytes], path: str) -> int:
     """Rows of a file. Raises: ValueError for a column that no row may have, or no Parquet file."""
     table = _open(file, path)
-    check_keys(table.schema_arrow.names, _COLUMNS, path)
+    names = table.schema_arrow.names
+    check_keys(names, ROW_KEYS, path)
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"{path} has {names.count(name)} columns {name}; expected one: rename or remove the others"
+            )
     return table.metadata.num_rows
 
 
@@ -27,8 +37,8 @@ def read_ids(file: IO[bytes], rows: int) -> Iterator[str | None]:
     if "id" not in table.schema_arrow.names:
         yield from (None for _ in range(rows))
         return
-    for batch in table.iter_batches(columns=["id"]):
-        yield from (None if value is None else str(value) for value in batch.column(0).to_pylist())
+    for batch in _batches(table, columns=["id"]):
+        yield from (given_id(row) for row in _rows_of(batch))
 
 
 def footer_sha256(file: IO[bytes]) -> str:
@@ -52,26 +62,67 @@ def read_rows(file: IO[bytes], start: int, count: int) -> Iterator[dict[str, Any
             groups.append(group)
         first += rows
     number = begin or 0
-    for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=groups):
-        for row in batch.to_pylist(maps_as_pydicts="strict"):
+    for batch in _batches(table, batch_size=_ROWS_AT_ONCE, row_groups=groups):
+        for row in _rows_of(batch):
             if start <= number < start + count:
-                yield _without_nulls(row)
+                yield row if isinstance(row, ValueError) else _without_nulls(row)
             number += 1
+
+
+def _batches(table, **options) -> Iterator[Any]:
+    """`iter_batches`. Raises: OSError for damaged data."""
+    pyarrow, _ = _pyarrow()
+    try:
+        yield from table.iter_batches(**options)
+    except pyarrow.ArrowException as e:
+        raise OSError(f"its Parquet data are damaged ({brief(str(e))}); write the file again") from e
+
+
+def _rows_of(batch) -> Iterator[dict[str, Any] | ValueError]:
+    """The rows of a batch as Python has them, or what is wrong with one."""
+    try:
+        yield from batch.to_pylist(maps_as_pydicts="strict")
+        return
+    except (ValueError, KeyError, RecursionError, OverflowError):
+        pass  # one of the rows, which is found below
+    for i in range(batch.num_rows):
+        yield _row_of(batch.slice(i, 1))
+
+
+def _row_of(batch) -> dict[str, Any] | ValueError:
+    """The only row of a batch, or what is wrong with it."""
+    row: dict[str, Any] = {}
+    problem = None
+    for name in batch.schema.names:
+        try:
+            row[name] = batch.column(name).to_pylist(maps_as_pydicts="strict")[0]
+        except UnicodeDecodeError as e:
+            problem = f"column {name} is not UTF-8: {e}; write text as UTF-8"
+        except (KeyError, ValueError, RecursionError, OverflowError) as e:
+            problem = f"column {name} cannot be read, perhaps because a map has a key twice ({brief(str(e))}); mend it"
+    return row if problem is None else RefusedRow(problem, given_id(row))
 
 
 def _without_nulls(row: dict[str, Any]) -> dict[str, Any] | ValueError:
     """Parquet knows a key that is not given as one that is null, within structures too."""
+    name = given_id(row)
     row = {key: value for key, value in row.items() if value is not None}
-    if isinstance(row.get("sampling"), dict):
-        row["sampling"] = {key: value for key, value in row["sampling"].items() if value is not None}
-    elif isinstance(row.get("sampling"), str):  # as JSON, for keys that not every row has
-        try:
-            row["sampling"] = json.loads(row["sampling"])
-        except ValueError as e:
-            return ValueError(f"sampling is text and not JSON: {e}")
-    if isinstance(row.get("messages"), list):
-        row["messages"] = [{k: v for k, v in m.items() if v is not None} for m in row["messages"]]
+    try:
+        for key in _JSON_COLUMNS:
+            if isinstance(row.get(key), str):
+                row[key] = parse_json(row[key], f"{key} is text and")
+            elif key in row:
+                row[key] = _dropped(row[key])
+    except ValueError as e:
+        return RefusedRow(str(e), name)
     return row
+
+
+def _dropped(value: Any) -> Any:
+    """Structures without what is null in them; in lists it stays, and is refused where it has no sense."""
+    if isinstance(value, dict):
+        return {key: _dropped(inner) for key, inner in value.items() if inner is not None}
+    return [_dropped(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _open(file: IO[bytes], path: str):
@@ -93,57 +144,39 @@ def _pyarrow():
         import pyarrow
         import pyarrow.parquet
     except ImportError as e:
-        raise ValueError("Parquet needs pyarrow: pip install 'levanter_infer[parquet]'") from e
+        raise ValueError(
+            "Parquet needs pyarrow: install this package with its extra, in a checkout pip install '.[parquet]'"
+        ) from e
     return pyarrow, pyarrow.parquet
 
 
 def encode(rows: Iterable[str]) -> bytes:
-    """A Parquet file of output rows, which are given as JSON. The same rows give the same bytes."""
+    """A Parquet file of output rows, given as JSON with the same keys in each. The same rows give the same bytes."""
     pyarrow, parquet = _pyarrow()
-    schema = _schema(pyarrow)
-    columns: dict[str, list[Any]] = {name: [] for name in schema.names}
-    for row in rows:
-        content = json.loads(row)
-        for name, values in columns.items():
-            value = content.pop(name, None)
-            values.append(_top(value) if name in ("top_logprobs", "prompt_top_logprobs") else _valid(value))
-        assert not content, f"output rows have {', '.join(content)}, for which there is no column"
-    arrays = [pyarrow.array(columns[field.name], field.type) for field in schema]
+    contents = [json.loads(row) for row in rows]
+    schema = arrow_schema(contents[0])
+    arrays = [pyarrow.array([_valid(content[field.name]) for content in contents], field.type) for field in schema]
     table = pyarrow.Table.from_arrays(arrays, schema=schema)
     buffer = io.BytesIO()
     parquet.write_table(table, buffer, compression="zstd")
     return buffer.getvalue()
 
 
-def _schema(pyarrow):
-    text, floats, tops = pyarrow.string(), pyarrow.list_(pyarrow.float32()), _tops_type(pyarrow)
-    ids = pyarrow.list_(pyarrow.int32())
-    return pyarrow.schema(
-        {
-            "id": text,
-            "index": pyarrow.int32(),
-            "prompt": text,
-            "prompt_token_ids": ids,
-            "text": text,
-            "token_ids": ids,
-            "logprobs": floats,
-            "finish_reason": text,
-            "seed": pyarrow.uint64(),
-            "top_logprobs": tops,
-            "score": pyarrow.float32(),
-            "prompt_logprobs": floats,
-            "prompt_top_logprobs": tops,
-            "error": text,
-        }
-    )
-
-
-def _tops_type(pyarrow):
-    return pyarrow.list_(pyarrow.map_(pyarrow.int32(), pyarrow.float32()))
-
-
-def _top(value: list[dict[str, float]] | None) -> list[list[tuple[int, float]]] | None:
-    return None if value is None else [[(int(token), logprob) for token, logprob in place.items()] for place in value]
+def arrow_schema(names: Iterable[str]):
+    """The `pyarrow.Schema` of output rows that have these columns (`Columns.names`), as JSONL or Parquet."""
+    pyarrow, _ = _pyarrow()
+    top = pyarrow.struct({"token_id": pyarrow.int32(), "logprob": pyarrow.float32()})
+    types = {
+        "text": pyarrow.string(),
+        "ints": pyarrow.list_(pyarrow.int32()),
+        "floats": pyarrow.list_(pyarrow.float32()),
+        "tops": pyarrow.list_(pyarrow.list_(top)),
+        "int32": pyarrow.int32(),
+        "uint64": pyarrow.uint64(),
+        "float32": pyarrow.float32(),
+        "float64": pyarrow.float64(),
+    }
+    return pyarrow.schema({name: types[TYPES[name]] for name in names})
 
 
 def _valid(value: Any) -> Any:

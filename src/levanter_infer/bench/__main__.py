@@ -1,9 +1,10 @@
-"""`python -m levanter_infer.bench COMMAND`: prints one JSON line per case."""
+"""`levanter-infer bench COMMAND`: prints one JSON line per case."""
 
 import argparse
 import importlib
 import sys
 
+from levanter_infer.cli import start
 from levanter_infer.runtime.compile_cache import enable_compile_cache
 
 COMMANDS = {
@@ -23,7 +24,7 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    prog = "python -m levanter_infer.bench"
+    prog = "levanter-infer bench"
     listing = "\n".join(f"  {name:12} {what}" for name, what in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog=prog,
@@ -43,4 +44,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -19,8 +19,9 @@ import numpy as np
 from haliax import NamedArray
 
 from levanter_infer.axes import HEAD_SIZE, KV_HEADS, ROW, ROW_BOUND, SEQ_PAGE, TOKEN
+from levanter_infer.bench.machine import Peaks, device_peaks
 from levanter_infer.bench.plot import add_plot_argument, draw
-from levanter_infer.bench.report import digest, emit, measured, provenance, spread
+from levanter_infer.bench.report import digest, emit, measured, provenance, spread, utilisation
 from levanter_infer.bench.workload import numbers
 from levanter_infer.cache import KvPages, PageBatchInfo
 from levanter_infer.decode.programs import compile_program
@@ -90,7 +91,7 @@ def _suits(implementation: str) -> bool:
 
 def run(args: argparse.Namespace) -> None:
     """Print one line per phase, batch, context, page size and implementation."""
-    about = provenance()
+    about, peaks = provenance(), device_peaks(args.dtype)
     curves: dict[str, tuple[list[float], list[float]]] = {}
     for phase, batch, page_size, context in itertools.product(
         args.phases.split(","), args.batch, args.page_size, args.context
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> None:
             continue  # more sequences than tokens: each would decode
         case = Case(phase, batch, context, queries, page_size, args.heads, args.kv_heads, args.head_dim, args.dtype)
         clock = Clock(args.repeats, args.milliseconds)
-        for line in measure(case, args.impl.split(","), clock):
+        for line in measure(case, args.impl.split(","), clock, peaks):
             emit({"bench": "attention", **line, **about})
             x, y = curves.setdefault(f"{phase} {line['impl']} batch {batch} page {page_size}", ([], []))
             x.append(context)
@@ -148,8 +149,14 @@ class Clock:
         return lambda: seconds(trips) / trips * 1e3
 
 
-def measure(case: Case, implementations: list[str], clock: Clock) -> list[dict[str, object]]:
-    """A line for each implementation; what does not depend on it is measured once and stands in every line."""
+def measure(
+    case: Case, implementations: list[str], clock: Clock, peaks: Peaks | None = None
+) -> list[dict[str, object]]:
+    """A line for each implementation; what does not depend on it is measured once and stands in every line.
+
+    Args:
+        peaks: what the device could do; None leaves the utilisations open.
+    """
     kv, batch, q, k, v = inputs(case)
     attended = {name: clock.per_trip(functools.partial(attend, impl=name), q, kv, batch) for name in implementations}
     shared = {
@@ -172,6 +179,7 @@ def measure(case: Case, implementations: list[str], clock: Clock) -> list[dict[s
                 "total_ms": total,
                 "gb_per_s": round(case.paged_kv_bytes_read / seconds / 1e9, 3),
                 "gflop_per_s": round(case.flops / seconds / 1e9, 3),
+                **utilisation(case.paged_kv_bytes_read / seconds, case.flops / seconds, peaks),
                 "workload_hash": digest(dataclasses.asdict(case)),
                 "output_hash": digest(bits.tolist()),
             }
@@ -256,8 +264,25 @@ def gathered_pages(kv: KvPages, batch: PageBatchInfo, layer) -> jax.Array:
 
 
 def gather(trips, kv: KvPages, batch: PageBatchInfo) -> jax.Array:
-    start = jnp.zeros_like(gathered_pages(kv, batch, 0))
-    return jax.lax.fori_loop(0, trips, lambda trip, _: gathered_pages(kv, batch, trip % LAYERS), start)
+    """What the last trip gathered. Its rows' pages are turned by one place if the trip before read an odd number first:
+    the same work, which cannot begin before that trip has ended."""
+    indices = batch.page_indices
+
+    def body(trip, last):
+        turned = jnp.roll(indices.array, first_bit(last), axis=1)
+        again = dataclasses.replace(batch, page_indices=NamedArray(turned, indices.axes))
+        return gathered_pages(kv, again, trip % LAYERS)
+
+    return jax.lax.fori_loop(0, trips, body, jnp.zeros_like(gathered_pages(kv, batch, 0)))
+
+
+def first_bit(values: jax.Array) -> jax.Array:
+    """i32[]: the last bit of the first of these numbers."""
+    first = values.reshape(-1)[0]
+    width = 8 * first.dtype.itemsize
+    if not jnp.issubdtype(first.dtype, jnp.integer):
+        first = jax.lax.bitcast_convert_type(first, jnp.dtype(f"uint{width}"))
+    return (first & jnp.ones((), first.dtype)).astype(jnp.int32)
 
 
 def attend_to_gathered(trips, q: jax.Array, kv: KvPages, batch: PageBatchInfo) -> jax.Array:

@@ -1,8 +1,14 @@
-"""How quiet the machine is: what a measurement of latencies cannot be better than."""
+"""What a measurement cannot be better than: how quiet the machine is, and how much it could move and compute."""
 
+import dataclasses
 import os
 import time
 from pathlib import Path
+
+import jax
+
+from levanter_infer.plan import probe
+from levanter_infer.plan.targets import GPUS, TPUS
 
 _STAT = Path("/proc/stat")
 _IDLE = (3, 4)
@@ -40,3 +46,33 @@ def jitter(seconds: float = 1.0) -> dict[str, float | int]:
         "gaps_ms": round(sum(gaps), 1),
         "longest_ms": round(max(gaps, default=0.0), 1),
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class Peaks:
+    """What one device could do at most."""
+
+    memory_gbps: float
+    """GB/s read from its memory; what lies in a processor's cache can be read faster."""
+    tflops: float
+    """10¹² floating-point operations a second in matrix products."""
+
+
+_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p"}
+_KINDS |= {"TPU v6 lite": "v6e", "TPU v6e": "v6e"}
+
+
+def device_peaks(dtype: str) -> Peaks | None:
+    """Of this process's first device: measured on a CPU, else from its maker's data sheet; None for an unknown device.
+
+    The rate of a CPU is the higher one of XLA's products in `dtype` and in float32.
+    """
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return Peaks(probe.memory_gbps(), max(probe.tflops(name) for name in {dtype, "float32"}))
+    if device.platform == "tpu":
+        chip = TPUS.get(_KINDS.get(device.device_kind, ""))
+    else:
+        words = device.device_kind.lower().replace("-", " ").split()
+        chip = next((chip for name, chip in GPUS.items() if name in words), None)
+    return None if chip is None else Peaks(chip.memory_gbps, chip.tflops)

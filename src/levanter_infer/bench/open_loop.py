@@ -1,8 +1,9 @@
 """Requests of mixed lengths that come whether or not the engine is ready: waiting times, phases, and static batches.
 
-Two cases per engine, a line each. `closed`: all requests are there at the start; continuous batching against static
-batches of `max_seqs`, and what rounds of `--max-round-steps` cost. `open`: requests come at `--load` times the capacity
-that the closed loop has shown, until their outputs add up to `--tokens-target`.
+Three cases per engine, a line each. `closed`: `--closed-requests` are there at the start; continuous batching against
+static batches of `max_seqs`, and what rounds of `--max-round-steps` cost. `saturated`: requests whose outputs add up to
+`--tokens-target`, all there at the start; how near the whole run comes to its steady phase. `open`: the same requests
+come at `--load` times the capacity that the closed loop has shown.
 """
 
 import argparse
@@ -34,15 +35,19 @@ from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
 
+CASES = ("closed", "saturated", "open")
 _NAMED_SPIKES = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("load")
+    load.add_argument(
+        "--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}; default all; closed always runs"
+    )
     load.add_argument("--arrivals", choices=ARRIVALS, default="poisson", help="default poisson")
     load.add_argument("--load", type=float, default=0.8, help="rate of arrival as a share of the capacity; default 0.8")
     load.add_argument("--rate", type=float, help="requests a second, instead of --load")
-    load.add_argument("--tokens-target", type=int, default=10000, help="generated tokens of the open loop")
+    load.add_argument("--tokens-target", type=int, default=10000, help="generated tokens, saturated and open")
     load.add_argument("--closed-requests", type=int, help="requests of the closed loop; default 8 * max_seqs")
     load.add_argument("--prompt", type=numbers, default=(16, 128), help="shortest,longest prompt; default 16,128")
     load.add_argument("--output", type=numbers, default=(8, 256), help="shortest,longest output; default 8,256")
@@ -65,8 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print two lines per page size and token budget of a step; phases of each run go to the log."""
+    """Print a line per case, page size and token budget of a step; phases of each run go to the log."""
     about = provenance()
+    wanted = args.cases.split(",")
+    if unknown := [case for case in wanted if case not in CASES]:
+        raise SystemExit(f"unknown case {unknown[0]!r}; expected some of {', '.join(CASES)}")
     sizes = model_sizes(args)
     model = random_model(sizes, args.dtype)
     closed_requests, open_requests = mixed_requests(args, sizes["vocab"])
@@ -78,7 +86,13 @@ def run(args: argparse.Namespace) -> None:
         )
         engine = InferenceEngine(model, config=config)
         closed, capacity = measure_closed(engine, closed_requests, args)
-        opened = measure_open(engine, open_requests, capacity, args)
+        cases = {"closed": closed}
+        if "saturated" in wanted:
+            cases["saturated"] = measure_saturated(engine, open_requests, args)
+        if "open" in wanted:
+            cases["open"] = measure_open(engine, open_requests, capacity, args)
+            budgets.append(budget)
+            curve.append(cases["open"]["inter_token_ms"])
         shared = {
             "config": {
                 "model": sizes,
@@ -92,10 +106,8 @@ def run(args: argparse.Namespace) -> None:
             "compilations": engine.stats()["compilations"],
             **about,
         }
-        emit({"bench": "open-loop", "case": "closed", **closed, **shared})
-        emit({"bench": "open-loop", "case": "open", **opened, **shared})
-        budgets.append(budget)
-        curve.append(opened["inter_token_ms"])
+        for name, case in cases.items():
+            emit({"bench": "open-loop", "case": name, **case, **shared})
     draw(
         args.plot,
         {name: (budgets, [gaps[name]["median"] for gaps in curve]) for name in ("p50", "p95", "p99")},
@@ -146,6 +158,7 @@ def measure_closed(
         "continuous_steady_tokens_per_sec": spread([steady_rate(t) for t in seen["continuous"]], 1),
         "short_rounds_tokens_per_sec": spread(short, 1),
         "short_rounds_steady_tokens_per_sec": spread(steady, 1),
+        "wall_over_steady": _ratios(short, steady),
         "short_rounds_over_continuous": _ratios(short, continuous)
         if _equal(seen, "continuous", "short_rounds")
         else None,
@@ -174,11 +187,50 @@ def compare_static(seen: Mapping[str, Sequence[Timeline]]) -> dict[str, object]:
     }
 
 
+def measure_saturated(
+    engine: InferenceEngine, requests: Sequence[Request], args: argparse.Namespace
+) -> dict[str, object]:
+    """More requests than there are places, from the start to nearly the end: the whole run against its steady phase.
+
+    At less than the capacity both would be the rate at which requests come, whatever the engine does.
+    """
+    at_once = [0.0] * len(requests)
+    timelines = []
+    for _ in range(args.repeats):
+        timelines.append(run_continuous(engine, requests, at_once, max_steps=args.max_round_steps))
+        print(*phase_lines(timelines[-1], args.spike_threshold), sep="\n", file=sys.stderr)
+    whole, steady = [t.tokens_per_s for t in timelines], [steady_rate(t) for t in timelines]
+    return {
+        **_workload(requests, timelines[0]),
+        "continuous_tokens_per_sec": spread(whole, 1),
+        "continuous_steady_tokens_per_sec": spread(steady, 1),
+        "wall_over_steady": _ratios(whole, steady),
+        **_steps_of(timelines, args),
+    }
+
+
+def _steps_of(timelines: Sequence[Timeline], args: argparse.Namespace) -> dict[str, object]:
+    """Times of steps in the steady phase, and the phases."""
+    return {
+        # Of longer rounds only the mean step is known.
+        "one_step_a_round": args.max_round_steps == 1,
+        "step_ms": percentiles([_ms(r.step_s for r in in_steady(t)) for t in timelines]),
+        "decode_only_step_ms": percentiles([_ms(r.step_s for r in _decode_only(t)) for t in timelines]),
+        "decode_only_spikes": [_spike_report(_decode_only(t)) for t in timelines],
+        "phases": [_phase_report(t, args.spike_threshold) for t in timelines],
+    }
+
+
+def _max_tokens(request: Request) -> int:
+    assert request.sampling is not None, "the requests of this bench bring their own"
+    return request.sampling.max_tokens
+
+
 def measure_open(
     engine: InferenceEngine, requests: Sequence[Request], capacity: float, args: argparse.Namespace
 ) -> dict[str, object]:
     """Requests come at a rate. `capacity`: tokens a second that the engine can generate of such requests."""
-    tokens_each = sum(request.sampling.max_tokens for request in requests) / len(requests)
+    tokens_each = sum(map(_max_tokens, requests)) / len(requests)
     rate = args.rate or args.load * capacity / tokens_each
     arrivals = arrival_times(args.arrivals, len(requests), rate, seed=args.seed)
     probes, timelines = [], []
@@ -197,17 +249,11 @@ def measure_open(
         "load": round(rate * tokens_each / capacity, 3),
         "continuous_tokens_per_sec": spread(whole, 1),
         "continuous_steady_tokens_per_sec": spread(steady, 1),
-        "wall_over_steady": _ratios(whole, steady),
         "ttft_ms": percentiles([_ms(t.first_token_s()) for t in timelines]),
         "inter_token_ms": gaps,
         "decoding": percentiles([[r.decoding for r in in_steady(t)] for t in timelines], 1),
         "inter_token_p99_over_p50": round(gaps["p99"]["median"] / max(gaps["p50"]["median"], 1e-9), 2),
-        # Of longer rounds only the mean step is known.
-        "one_step_a_round": args.max_round_steps == 1,
-        "step_ms": percentiles([_ms(r.step_s for r in in_steady(t)) for t in timelines]),
-        "decode_only_step_ms": percentiles([_ms(r.step_s for r in _decode_only(t)) for t in timelines]),
-        "decode_only_spikes": [_spike_report(_decode_only(t)) for t in timelines],
-        "phases": [_phase_report(t, args.spike_threshold) for t in timelines],
+        **_steps_of(timelines, args),
         "jitter": probes,
     }
 
@@ -275,7 +321,7 @@ def _workload(requests: Sequence[Request], timeline: Timeline) -> dict[str, obje
         "requests": len(requests),
         "prompt_tokens": sum(len(request.prompt_token_ids or ()) for request in requests),
         "tokens": timeline.tokens,
-        "workload_hash": digest([[r.prompt_token_ids, r.sampling.max_tokens] for r in requests]),
+        "workload_hash": digest([[r.prompt_token_ids, _max_tokens(r)] for r in requests]),
         "output_hash": digest(timeline.token_ids),
     }
 

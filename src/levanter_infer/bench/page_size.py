@@ -71,24 +71,13 @@ def measure(model, args: argparse.Namespace, batch: int, page_size: int) -> dict
         engine.generate(requests)
         whole.append(time.perf_counter() - start)
     steps = step_by_step(engine, requests)
-    decode = [
-        seconds for seconds, prompt_steps in zip(steps["seconds"], steps["prompts"], strict=True) if not prompt_steps
-    ]
-    prefill = [
-        seconds for seconds, prompt_steps in zip(steps["seconds"], steps["prompts"], strict=True) if prompt_steps
-    ]
     return {
         "page_size": page_size,
         "batch": batch,
         "prompt": args.prompt,
         "output": args.output,
         "generated_tokens_per_s": spread([batch * args.output / seconds for seconds in whole], 1),
-        **measured(
-            decode_tick_ms_p50=round(float(np.percentile(decode, 50)) * 1e3, 3),
-            decode_tick_ms_p95=round(float(np.percentile(decode, 95)) * 1e3, 3),
-            prefill_chunk_ms=round(float(np.median(prefill)) * 1e3, 3),
-        ),
-        "decode_ticks": len(decode),
+        **step_times(steps),
         "one_step_rounds_cost": round(sum(steps["seconds"]) / float(np.median(whole)), 3)
         if steps["token_ids"] == token_ids(outputs)
         else None,
@@ -96,6 +85,21 @@ def measure(model, args: argparse.Namespace, batch: int, page_size: int) -> dict
         "config": {"model": model_sizes(args), "dtype": args.dtype, "engine": engine.describe()},
         "workload_hash": digest([prompts, args.output]),
         "output_hash": digest(token_ids(outputs)),
+    }
+
+
+def step_times(steps: dict[str, list]) -> dict[str, object]:
+    """Milliseconds of steps with a chunk of a prompt and of those without, from what `step_by_step` returns."""
+    of = {False: [], True: []}
+    for seconds, prompt_steps in zip(steps["seconds"], steps["prompts"], strict=True):
+        of[bool(prompt_steps)].append(seconds * 1e3)
+    return {
+        **measured(
+            decode_tick_ms_p50=round(float(np.percentile(of[False], 50)), 3),
+            decode_tick_ms_p95=round(float(np.percentile(of[False], 95)), 3),
+            prefill_chunk_ms=round(float(np.median(of[True])), 3),
+        ),
+        "decode_ticks": len(of[False]),
     }
 
 

@@ -31,7 +31,7 @@ def draw(
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise SystemExit("--plot needs matplotlib: pip install matplotlib, or levanter_infer[bench]") from None
+        raise SystemExit("--plot needs matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for label, (xs, ys) in curves.items():

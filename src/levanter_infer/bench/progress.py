@@ -31,14 +31,20 @@ class Progress:
         return [completion.token_ids for output in self.outputs for completion in output.completions]
 
     def seconds_of(self, begin: int, end: int) -> float:
-        """From the `begin`-th generated token to the `end`-th, within rounds in proportion."""
-        first, last = np.interp([begin, end], self.generated, self.seconds)
-        return float(last - first)
+        """From the `begin`-th generated token to the `end`-th, within rounds in proportion. What was done between the
+        `begin`-th token and the next one without generating any, such as computing the prompts, does not count."""
+        return _time_of(end, self.generated, self.seconds) - _time_of(begin, self.generated, self.seconds, latest=True)
 
     def prefill_seconds_of(self, begin: int, end: int) -> float:
         """From the `begin`-th computed prompt token to the `end`-th."""
-        first, last = np.interp([begin, end], self.prompt_tokens, self.seconds)
-        return float(last - first)
+        return _time_of(end, self.prompt_tokens, self.seconds) - _time_of(begin, self.prompt_tokens, self.seconds)
+
+
+def _time_of(count: int, totals: Sequence[int], seconds: Sequence[float], *, latest: bool = False) -> float:
+    """When a total reached `count`; with `latest` the last moment at which it was no more than that."""
+    reached, first = np.unique(totals, return_index=True)
+    places = np.searchsorted(totals, reached, side="right") - 1 if latest else first
+    return float(np.interp(count, reached, np.asarray(seconds)[places]))
 
 
 def record(engine: InferenceEngine, prompts: Sequence[list[int]], max_tokens: int) -> Progress:

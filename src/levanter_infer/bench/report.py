@@ -13,7 +13,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from levanter_infer.bench.machine import Peaks
 from levanter_infer.engine.metrics import METRICS
+from levanter_infer.facts import haliax_version
 
 
 def provenance() -> dict[str, object]:
@@ -26,8 +28,8 @@ def provenance() -> dict[str, object]:
             "device": str(jax.devices()[0].device_kind),
             "platform": jax.default_backend(),
         },
-        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "equinox", "haliax")}
-        | {"python": platform.python_version()},
+        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "equinox")}
+        | {"haliax": haliax_version(), "python": platform.python_version()},
     }
 
 
@@ -43,13 +45,23 @@ def emit(case: dict[str, object]) -> None:
 
 
 def spread(values: Sequence[float], digits: int = 4) -> dict[str, float | int]:
-    """Median, smallest and largest of repeated measurements."""
+    """Median, smallest and largest of repeated measurements, and the standard deviation of the sample (0 for one)."""
     return {
         "median": round(statistics.median(values), digits),
         "min": round(min(values), digits),
         "max": round(max(values), digits),
+        "sd": round(statistics.stdev(values) if len(values) > 1 else 0.0, digits),
         "runs": len(values),
     }
+
+
+def utilisation(bytes_per_s: float, flop_per_s: float, peaks: Peaks | None) -> dict[str, object]:
+    """Shares of what the device could move and compute; None where that is not known."""
+    known = peaks is not None
+    return measured(
+        bandwidth_utilisation=round(bytes_per_s / (peaks.memory_gbps * 1e9), 4) if known else None,
+        compute_utilisation=round(flop_per_s / (peaks.tflops * 1e12), 4) if known else None,
+    )
 
 
 def percentiles(runs: Sequence[Sequence[float]], digits: int = 2) -> dict[str, dict[str, float | int]]:

@@ -15,9 +15,10 @@ import numpy as np
 
 from levanter_infer.bench.attention import Case, Clock, inputs
 from levanter_infer.bench.fits import exponent, growing_part
+from levanter_infer.bench.machine import device_peaks
 from levanter_infer.bench.plot import add_plot_argument, draw
 from levanter_infer.bench.progress import Progress, record
-from levanter_infer.bench.report import digest, emit, measured, provenance, spread
+from levanter_infer.bench.report import digest, emit, measured, provenance, spread, utilisation
 from levanter_infer.bench.workload import (
     add_model_arguments,
     model_sizes,
@@ -311,18 +312,20 @@ def long(args) -> Iterator[dict]:
     record(engine, prompts, 2)
     progress = record(engine, prompts, args.long)
     window = min(args.window, args.long // 2)
-    rates = {}
+    rates, bytes_per_s, peaks = {}, {}, device_peaks(args.dtype)
     # The first round has the prompts in it.
     for name, begin in (("first", min(window, args.long - window) // 4), ("last", args.long - window)):
         seconds = progress.seconds_of(begin * args.batch, (begin + window) * args.batch)
         live = args.batch * (prompt_len + begin + window / 2)
         # The embeddings are the head too, so that a step reads all weights.
         needed = engine.stats()["weights_bytes"] + live * kv_bytes_per_token(engine)
+        bytes_per_s[name] = needed * window / seconds
         rates[name] = {
             "tokens_per_s": round(window * args.batch / seconds, 1),
             "ms_per_step": round(seconds / window * 1e3, 4),
             "bytes_per_step": int(needed),
-            "gb_per_s": round(needed * window / seconds / 1e9, 3),
+            "gb_per_s": round(bytes_per_s[name] / 1e9, 3),
+            **utilisation(bytes_per_s[name], step_flops(model, args.batch, live) * window / seconds, peaks),
         }
     yield {
         "batch": args.batch,
@@ -330,7 +333,7 @@ def long(args) -> Iterator[dict]:
         "generated": args.long,
         "window": window,
         **rates,
-        "last_to_first_gb_per_s": round(rates["last"]["gb_per_s"] / rates["first"]["gb_per_s"], 3),
+        "last_to_first_gb_per_s": round(bytes_per_s["last"] / bytes_per_s["first"], 3),
         "total_s": round(progress.total_s, 2),
         **memory(engine, args.batch * (prompt_len + args.long - 1)),
         **hashes(prompts, progress),
@@ -364,6 +367,13 @@ def layer(args) -> Iterator[dict]:
                 "workload_hash": digest([args.batch, context, page_size]),
                 "output_hash": digest(np.asarray(states[:, 0].astype(jnp.float32)).tolist()),
             }
+
+
+def step_flops(model: DecoderModel, batch: int, live_tokens: float) -> float:
+    """Operations of a decode step of `batch` sequences with so many stored tokens together: products with all weights,
+    of which the embeddings are the head's, and attention."""
+    c = model.config
+    return 2.0 * batch * c.num_parameters + 4.0 * live_tokens * c.num_heads * c.head_dim * c.num_layers
 
 
 def _model_steps(trips, carry, model: DecoderModel, *, batch, spec: AttentionSpec):

@@ -2,11 +2,12 @@
 
 A template comes with a download and may ask for any amount of time or memory, so `template_worker` renders it inside
 limits of the operating system. The process is started by the first rendering (about 0.2 s), serves all later ones
-(about 0.1 ms each), and is replaced when a limit ends it.
+(about 0.1 ms each), and is replaced when a limit ends it, so that a chat that runs into one fails alone.
 """
 
 import contextlib
 import json
+import logging
 import os
 import select
 import signal
@@ -15,17 +16,21 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+
+from levanter_infer.checkpoints.messages import check_messages, check_tools, cut_at_tag, prepared, tag_final_message
+
+logger = logging.getLogger(__name__)
 
 _WORKER = Path(__file__).with_name("template_worker.py")
 _START_S = 60.0
 _KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
 _MAX_ANSWER_BYTES = 2**27
-_MAX_KILLS = 3
+_MAX_COMPILATIONS = 3
+"""How often a template is compiled that is stopped each time, before it is called broken."""
 MAX_TEMPLATE_CHARS = 1_000_000
 MAX_OUTPUT_CHARS = 8_000_000
-MAX_MESSAGES = 10_000
 
 
 class ChatTemplate:
@@ -45,50 +50,91 @@ class ChatTemplate:
         self._limits = {"cpu_s": cpu_s, "memory_bytes": memory_bytes, "max_chars": MAX_OUTPUT_CHARS}
         self._lock = threading.Lock()
         self._worker: _Worker | None = None
-        self._kills = 0
+        self._stops = 0
+        self._broken: dict | None = None
+        self._description: dict = {}
+        self._warned: set[str] = set()
 
-    def render(self, messages: Sequence[Mapping[str, object]], **variables: object) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        continue_final_message: bool | str = False,
+        **variables: object,
+    ) -> str:
         """The prompt text of a conversation.
 
         Args:
-            messages: mappings with a string `role` and a string or absent `content`.
+            messages: mappings with a string `role` and a `content` that is text, parts of text, or absent.
+            tools: JSON schemas.
+            continue_final_message: end with the last message, unfinished; a string names the entry of it that is
+                continued, such as reasoning_content.
             variables: further names the template may use, such as `add_generation_prompt` and `bos_token`.
         Raises: ValueError if the messages are malformed, the template refuses them, fails, or exceeds a limit.
         """
         check_messages(messages)
-        try:
-            line = json.dumps({"variables": {**variables, "messages": [dict(m) for m in messages]}})
-        except (TypeError, ValueError, RecursionError) as e:
-            raise ValueError(f"messages must hold JSON values only: {e}") from e
+        check_tools(tools)
+        if continue_final_message and variables.get("add_generation_prompt"):
+            raise ValueError(
+                "continue_final_message and add_generation_prompt exclude each other: the first continues the last "
+                "message, the second begins a new one; give one of them"
+            )
         with self._lock:
-            answer = self._ask(line)
-        if "text" in answer:
-            return answer["text"]
-        if answer["kind"] == "refused":
-            raise ValueError(f"the chat template refuses these messages: {answer['error']}")
-        if answer["kind"] == "syntax":
-            raise ValueError(f"the model's chat template is broken: {answer['error']}")
-        raise ValueError(f"the model's chat template failed: {answer['error']}")
+            worker = self._ready()
+            if isinstance(worker, dict):
+                return _text_of(worker)
+            given = prepared(messages, takes_parts=self._description["takes_parts"])
+            final = None
+            if continue_final_message:
+                field = continue_final_message if isinstance(continue_final_message, str) else "content"
+                final = tag_final_message(given, field, self.source)
+            line = _as_json({**variables, "tools": tools, "messages": given})
+            text = _text_of(self._ask(worker, line))
+        return text if final is None else cut_at_tag(text, final)
 
-    def _ask(self, line: str) -> dict:
-        if self._kills >= _MAX_KILLS:
-            return {"kind": "template", "error": f"it was stopped {self._kills} times and is not tried again"}
-        if self._worker is not None and not self._worker.is_usable:
-            self._worker.close()
-            self._worker = None
+    def warn_of_unread(self, names: Iterable[str]) -> None:
+        """Say once of each variable that the template does not read it. Requires: `render` has returned."""
+        for name in set(names) - set(self._description["reads"]) - self._warned:
+            self._warned.add(name)
+            logger.warning("the model's chat template reads no variable %r, which was given to it", name)
+
+    def _ready(self) -> "_Worker | dict":
+        """A worker that holds the compiled template, or the answer that says why there is none."""
+        if self._broken is not None:
+            return self._broken
+        if self._worker is not None and self._worker.is_usable:
+            return self._worker
+        self._close()
+        self._worker = _Worker()
+        setup = {"path": sys.path, "template": self.source, "limits": self._limits}
         try:
-            if self._worker is None:
-                self._worker = _Worker()
-                setup = {"path": sys.path, "template": self.source, "limits": self._limits}
-                answer = self._worker.exchange(json.dumps(setup), _START_S)
-                if answer:
-                    self._close()
-                    return answer
-            answer = self._worker.exchange(line, 10 * self._limits["cpu_s"] + 5)
+            answer = self._worker.exchange(json.dumps(setup), _START_S)
         except _WorkerStopped as e:
+            answer = {"kind": "template", "error": str(e)}
+            self._stops += 1
+        except BaseException:
             self._close()
-            self._kills += 1
-            return {"kind": "template", "error": str(e)}
+            raise
+        if "kind" not in answer:
+            self._stops = 0
+            self._description = answer
+            return self._worker
+        self._close()
+        # Compiling sees no chat, so its errors are the template's own and stay.
+        if answer["kind"] == "syntax" or self._stops >= _MAX_COMPILATIONS:
+            self._broken = answer
+        return answer
+
+    def _ask(self, worker: "_Worker", line: str) -> dict:
+        try:
+            answer = worker.exchange(line, 10 * self._limits["cpu_s"] + 5)
+        except _WorkerStopped as e:
+            answer = {"kind": "template", "error": str(e)}
+            self._close()
+        except BaseException:  # interrupted: its answer would be taken for that to the next chat
+            self._close()
+            raise
         if answer.get("kind") == "memory":
             self._close()
         return answer
@@ -99,23 +145,29 @@ class ChatTemplate:
         self._worker = None
 
 
-def check_messages(messages) -> None:
-    """Raises: ValueError unless `messages` is a list of mappings with a role and, if any, a text content.
+def _as_json(variables: Mapping[str, object]) -> str:
+    def plain(value: object) -> object:
+        if isinstance(value, Mapping):
+            return dict(value)
+        raise TypeError(f"{type(value).__name__} is not serializable")
 
-    Their number is from 1 to `MAX_MESSAGES`: with more, a request could bring a good template to its limits, which are
-    there against bad ones.
-    """
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
-        raise ValueError("messages must be a non-empty list of {role, content} mappings")
-    if len(messages) > MAX_MESSAGES:
-        raise ValueError(f"messages has {len(messages)} entries; expected at most {MAX_MESSAGES}")
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not all(isinstance(key, str) for key in message):
-            raise ValueError(f"messages[{i}] is {message!r:.80}; expected a mapping with role and content")
-        if not isinstance(message.get("role"), str):
-            raise ValueError(f"messages[{i}] has no role; expected one such as user, assistant or system")
-        if not isinstance(message.get("content"), str | None):
-            raise ValueError(f"messages[{i}].content is {type(message['content']).__name__}; expected a string")
+    try:
+        return json.dumps({"variables": variables}, default=plain)
+    except RecursionError as e:
+        raise ValueError("messages, tools or variables of the chat template nest too deeply") from e
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"messages, tools and variables of the chat template must hold JSON values only: {e}") from e
+
+
+def _text_of(answer: Mapping[str, str]) -> str:
+    """Raises: ValueError saying why there is no text."""
+    if "text" in answer:
+        return answer["text"]
+    if answer["kind"] == "refused":
+        raise ValueError(f"the chat template refuses these messages: {answer['error']}")
+    if answer["kind"] == "syntax":
+        raise ValueError(f"the model's chat template is broken: {answer['error']}")
+    raise ValueError(f"the model's chat template failed: {answer['error']}")
 
 
 class _WorkerStopped(Exception):

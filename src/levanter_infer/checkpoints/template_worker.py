@@ -6,7 +6,8 @@ string methods, concatenation and loops can each ask for any amount of either, a
 expressions while it compiles. So the process limits its own address space and processor time before it sees the
 template; the bounds on operators only make the common cases cheap and their messages clear.
 
-Protocol: one JSON object a line. First `{"path", "template", "limits"}`, answered with `{}`; then any number of
+Protocol: one JSON object a line. First `{"path", "template", "limits"}`, answered with `{"reads", "takes_parts"}`: the
+variables that the template reads, and whether it loops over the parts of a message's content. Then any number of
 `{"variables"}`, each answered with `{"text"}`. Every answer may instead be `{"kind", "error"}`.
 """
 
@@ -34,22 +35,24 @@ def main() -> None:
     import jinja2
 
     limit_process(limits["memory_bytes"])
-    template, answer = guarded(
-        jinja2, limits["cpu_s"], lambda: (make_environment().from_string(setup["template"]), {}), (None, {})
-    )
+    template, answer = guarded(jinja2, limits["cpu_s"], lambda: compiled(setup["template"]))
     send(answers, answer)
     while template is not None and (line := sys.stdin.readline()):
-        variables = json.loads(line)["variables"]
         _, answer = guarded(
-            jinja2, limits["cpu_s"], lambda v=variables: (None, {"text": render(template, v, limits["max_chars"])})
+            jinja2,
+            limits["cpu_s"],
+            lambda line=line: (
+                None,
+                {"text": render(template, json.loads(line)["variables"], limits["max_chars"])},
+            ),
         )
         send(answers, answer)
         if answer.get("kind") == "memory":
             return
 
 
-def guarded(jinja2, cpu_s: float, function, failed=(None, {})):
-    """`function()`, or `failed` with the error in its answer; past `cpu_s` of processor time the process dies."""
+def guarded(jinja2, cpu_s: float, function):
+    """`function()`, or None and the error as an answer; past `cpu_s` of processor time the process dies."""
     limit_time(cpu_s)
     try:
         return function()
@@ -65,7 +68,7 @@ def guarded(jinja2, cpu_s: float, function, failed=(None, {})):
         error, kind = f"{type(e).__name__}: {e}", "template"
     finally:
         limit_time(0)
-    return failed[0], {"kind": kind, "error": error[:500]}
+    return None, {"kind": kind, "error": error[:500]}
 
 
 def send(answers, answer: dict) -> None:
@@ -90,6 +93,53 @@ def limit_time(cpu_s: float) -> None:
 
 class RefusedMessages(Exception):
     """The template called `raise_exception`."""
+
+
+def compiled(source: str):
+    """The template, and the answer that describes it."""
+    import jinja2.meta
+
+    environment = make_environment()
+    tree = environment.parse(source)
+    reads = sorted(jinja2.meta.find_undeclared_variables(tree))
+    return environment.from_string(source), {"reads": reads, "takes_parts": takes_parts(tree)}
+
+
+def takes_parts(tree) -> bool:
+    """Whether a template loops over a message's `content`, under this or another name, and so expects a list of parts.
+
+    Source: the rule by which vLLM detects a template's content format.
+    """
+    import jinja2.nodes as nodes
+
+    macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
+    names = {"content"}
+
+    def stands_for_content(node) -> bool:
+        if isinstance(node, nodes.Filter) or (isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)):
+            return stands_for_content(node.node)
+        if isinstance(node, nodes.CondExpr):
+            return stands_for_content(node.expr1) or stands_for_content(node.expr2)
+        if isinstance(node, nodes.Or):
+            return stands_for_content(node.left)
+        if isinstance(node, nodes.Name):
+            return node.name in names
+        if isinstance(node, nodes.Getattr):
+            return node.attr == "content"
+        return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+
+    grown = -1
+    while grown != len(names):  # names of names of the content
+        grown = len(names)
+        for assign in tree.find_all(nodes.Assign):
+            if isinstance(assign.target, nodes.Name) and stands_for_content(assign.node):
+                names.add(assign.target.name)
+        for call in tree.find_all(nodes.Call):
+            macro = macros.get(call.node.name) if isinstance(call.node, nodes.Name) else None
+            for parameter, argument in zip(macro.args if macro else (), call.args, strict=False):
+                if stands_for_content(argument):
+                    names.add(parameter.name)
+    return any(stands_for_content(loop.iter) for loop in tree.find_all(nodes.For))
 
 
 def render(template, variables: dict, max_chars: int) -> str:
@@ -137,7 +187,46 @@ def make_environment():
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     environment.globals["range"] = bounded_range
+    environment.globals["dict"] = dict_class()
+    environment.globals["namespace"] = namespace_class(jinja2)
     return environment
+
+
+def dict_class():
+    """`dict` without the attributes of a class."""
+
+    class TemplateDict:
+        def __call__(self, *args, **kwargs):
+            return dict(*args, **kwargs)
+
+        def fromkeys(self, *args, **kwargs):
+            return dict.fromkeys(*args, **kwargs)
+
+    return TemplateDict()
+
+
+def namespace_class(jinja2):
+    """jinja2's namespace, which refuses names with a leading underscore."""
+
+    def check_name(name):
+        if isinstance(name, str) and name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(
+                f"a namespace has no attribute {name!r}: it begins with an underscore"
+            )
+
+    class TemplateNamespace(jinja2.utils.Namespace):
+        def __init__(*args, **kwargs):  # no `self`: it may be the name of an attribute
+            self, args = args[0], args[1:]
+            attributes = dict(*args, **kwargs)
+            for name in attributes:
+                check_name(name)
+            jinja2.utils.Namespace.__init__(self, attributes)
+
+        def __setitem__(self, name, value):
+            check_name(name)
+            jinja2.utils.Namespace.__setitem__(self, name, value)
+
+    return TemplateNamespace
 
 
 def raise_exception(message):

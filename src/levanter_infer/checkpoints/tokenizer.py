@@ -1,12 +1,14 @@
 """`Tokenizer`: text to token ids and back, from the files of an HF model directory, on the `tokenizers` library alone.
 
-Source: the files are read as transformers 4.57 reads them for a fast tokenizer.
+Source: the files are read as transformers 5.23 reads them.
 """
 
+import concurrent.futures
 import contextlib
 import functools
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -14,7 +16,12 @@ import tokenizers
 from tokenizers import processors
 
 from levanter_infer.checkpoints.chat_template import ChatTemplate
-from levanter_infer.checkpoints.source import check_inside
+from levanter_infer.checkpoints.source import Source
+from levanter_infer.checkpoints.token_bound import TokenBound
+from levanter_infer.checkpoints.tokenizer_class import CODE_LLAMA, class_of, default_tokens, rebuilt
+from levanter_infer.checkpoints.tokenizer_limits import HARMLESS_GROWTH, check_growth, check_length, growth
+
+logger = logging.getLogger(__name__)
 
 _FILES = (
     "tokenizer.json",
@@ -22,13 +29,24 @@ _FILES = (
     "special_tokens_map.json",
     "generation_config.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
 )
 _MAX_FILE_BYTES = 2**28
 _MAX_EOS = 64
 """End-of-sequence ids, at most: each takes a place in the tables of every request."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_BOS_BY_CLASS = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
-"""Tokenizer classes whose configuration, not whose tokenizer.json, says which special tokens enclose a prompt."""
+_RESERVED = {
+    **dict.fromkeys(
+        ("messages", "tools", "add_generation_prompt", "continue_final_message"),
+        "is a parameter of its own; give it beside chat_template_kwargs",
+    ),
+    **dict.fromkeys(("chat_template", "conversation"), "cannot be replaced; the template is the model's own"),
+    **dict.fromkeys(
+        ("tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length", "tokenizer_kwargs"),
+        "is no variable of a template; the text is returned, to be given to `encode`",
+    ),
+}
+"""Names that are none of a template's variables, and why."""
 
 
 class Tokenizer:
@@ -51,20 +69,34 @@ class Tokenizer:
     ):
         """Use `from_directory`; `files` are contents by name, `where` is for messages."""
         self._where = where
-        self._tokenizer = _parse_tokenizer(files["tokenizer.json"], where)
+        model_config = model_config or {}
         self._config = _parse_json(files, "tokenizer_config.json", where)
-        self._named_tokens = _named_tokens(self._config, _parse_json(files, "special_tokens_map.json", where))
+        content = files["tokenizer.json"]
+        kind = class_of(content, self._config, model_config)
+        tokens_map = {**default_tokens(kind), **_parse_json(files, "special_tokens_map.json", where)}
+        self._named_tokens = _named_tokens(self._config, tokens_map)
+        self._tokenizer = _parse_tokenizer(content, where)  # what is no tokenizer is not looked into
+        if kind is not None:
+            content = rebuilt(content, kind, self._config, self._named_tokens.get("unk_token"))
+            self._tokenizer = _parse_tokenizer(content, where)
+        self._growth = growth(self._tokenizer.normalizer, self._tokenizer.pre_tokenizer)
+        self._decoded_growth = growth(self._tokenizer.decoder)
+        check_growth(self._growth, f"{where}/tokenizer.json: its normalizers and pre-tokenizers")
+        check_growth(self._decoded_growth, f"{where}/tokenizer.json: its decoders")
+        self._mark_special()
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self._special_ids = frozenset(
             i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
         )
-        self._set_post_processor()
+        self._set_post_processor(kind)
         generation = _parse_json(files, "generation_config.json", where)
-        self.eos_token_ids = self._find_eos(generation, model_config or {})
-        self._template_source = _template_source(files, self._config, where)
+        self.eos_token_ids = self._find_eos(generation, model_config)
+        self._template_sources = _template_sources(files, self._config, where)
         self.fingerprint = _fingerprint(files)
         self.is_byte_level = _is_byte_level(files["tokenizer.json"])
         self._bytes_of_token: dict[int, bytes] = {}
+        self._templates: dict[str, ChatTemplate] = {}
+        self._bound = functools.cache(functools.partial(TokenBound, content))
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "Tokenizer":
@@ -72,15 +104,25 @@ class Tokenizer:
         directory = Path(path)
         if not directory.is_dir():
             raise ValueError(f"tokenizer: {directory} is not a directory")
-        files = {name: _read(directory, name) for name in _FILES if (directory / name).is_file()}
+        return cls.from_source(Source(directory, str(directory), None))
+
+    @classmethod
+    def from_source(cls, source: Source) -> "Tokenizer":
+        """Read the files of a checkpoint. Raises: ValueError naming the file that is missing or broken."""
+        with concurrent.futures.ThreadPoolExecutor(len(_FILES) + 1) as pool:  # remote files take a round trip each
+            names = (*_FILES, "config.json")
+            there = [name for name, has in zip(names, pool.map(source.has, names), strict=True) if has]
+            contents = pool.map(lambda name: source.read_bytes(name, _MAX_FILE_BYTES), there)
+            files = dict(zip(there, contents, strict=True))
         if "tokenizer.json" not in files:
             raise ValueError(
-                f"{directory} has no tokenizer.json; save the tokenizer with transformers' "
+                f"{source.where()} has no tokenizer.json; save the tokenizer with transformers' "
                 "AutoTokenizer.from_pretrained(...).save_pretrained(...), which writes one"
             )
-        has_config = (directory / "config.json").is_file()
-        config = {"config.json": _read(directory, "config.json")} if has_config else {}
-        return cls(files, model_config=_parse_json(config, "config.json", str(directory)), where=str(directory))
+        where = source.where()
+        config = _parse_json(files, "config.json", where)
+        files.pop("config.json", None)
+        return cls(files, model_config=config, where=where)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written in it count as such.
@@ -92,11 +134,16 @@ class Tokenizer:
         if not isinstance(text, str):
             raise ValueError(f"prompt is {type(text).__name__}; expected a string")
         try:
-            text.encode()
+            num_bytes = len(text.encode())
         except UnicodeEncodeError as e:
             raise ValueError("prompt holds half of a surrogate pair, which is not a Unicode character") from e
+        check_length(num_bytes, self._growth, "the prompt")
         with _library_errors(f"{self._where}/tokenizer.json cannot encode the prompt"):
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def least_tokens(self, text: str) -> int:
+        """Tokens that `encode` gives at least, known without encoding; 0 where it cannot be told."""
+        return self._bound()(text)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of tokens. Ids without a token give none. Raises: ValueError if an id is not below `vocab_size`."""
@@ -104,6 +151,9 @@ class Tokenizer:
         for i in ids:
             if not 0 <= i < self.vocab_size:
                 raise ValueError(f"token id {i} is outside the tokenizer's vocabulary of {self.vocab_size}")
+        if self._decoded_growth > HARMLESS_GROWTH:
+            tokens = (self._tokenizer.id_to_token(i) or "" for i in ids)
+            check_length(sum(len(t.encode()) + 1 for t in tokens), self._decoded_growth, "the text of the tokens")
         with _library_errors(f"{self._where}/tokenizer.json cannot decode tokens"):
             return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
@@ -124,51 +174,96 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._template_source)
+        return bool(self._template_sources)
 
-    @functools.cached_property
-    def _template(self) -> ChatTemplate:
-        if not self._template_source:
+    def _template(self, name: str) -> ChatTemplate:
+        """The template of this name, or the default one."""
+        if not self._template_sources:
             raise ValueError(
                 f"{self._where or 'the model'} has no chat template, so it takes no messages; give a prompt instead"
             )
-        return ChatTemplate(self._template_source)
+        name = name if name in self._template_sources else "default"
+        if name not in self._templates:
+            self._templates[name] = ChatTemplate(self._template_sources[name])
+        return self._templates[name]
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool = True) -> str:
-        """The prompt text of a conversation; encode it without special tokens, the template has written them.
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | str = False,
+        **chat_template_kwargs: object,
+    ) -> str:
+        """The prompt text of a conversation, as transformers 5 renders it.
+
+        Encode it without special tokens: the template has written them.
 
         Args:
-            add_generation_prompt: end with the words that begin the assistant's turn.
+            messages: mappings with `role` and `content`, which is a string or a list of `{"type": "text", "text": ...}`
+                parts. A template that loops over a message's parts gets them as they are; for others they are joined by
+                line breaks.
+            tools: JSON schemas of the functions that the model may call.
+            add_generation_prompt: end with the words that begin the assistant's turn; default: unless
+                `continue_final_message` is given, which excludes it.
+            continue_final_message: end within the last message, so that the model continues it. A string names the
+                entry of the message that is continued, such as "reasoning_content".
+            chat_template_kwargs: further variables of the template, such as `enable_thinking` or `documents`. One that
+                the template does not read is named in a warning.
         Raises: ValueError if there is no template, it fails, or the messages do not suit it.
         """
-        return self._template.render(
-            messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self._named_tokens
+        check_template_kwargs(chat_template_kwargs)
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        template = self._template("default" if tools is None else "tool_use")
+        variables = {"documents": None, **self._named_tokens, **chat_template_kwargs}
+        text = template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **variables,
         )
+        template.warn_of_unread(chat_template_kwargs)
+        return text
 
     def _id_of(self, name: str) -> int | None:
         token = self._named_tokens.get(name)
         return self._tokenizer.token_to_id(token) if isinstance(token, str) else None
 
-    def _set_post_processor(self) -> None:
-        """Apply `add_bos_token` and `add_eos_token` as transformers does; an explicit true holds for any class."""
-        by_config = str(self._config.get("tokenizer_class", "")).removesuffix("Fast") in _BOS_BY_CLASS
-        bos = bool(self._config.get("add_bos_token", by_config))
-        eos = by_config and bool(self._config.get("add_eos_token", False))
-        if not by_config and not (bos and self._id_of("bos_token") not in self.encode("")):
-            return
-        wanted = [name for name, add in (("bos_token", bos), ("eos_token", eos)) if add]
-        for name in wanted:
-            if self._id_of(name) is None:
-                raise ValueError(
-                    f"{self._where}/tokenizer_config.json asks for add_{name}, but {name} is "
-                    f"{self._named_tokens.get(name)!r}, which is not a token of tokenizer.json"
+    def _mark_special(self) -> None:
+        """Make special what the configuration names as a special token and the vocabulary has as an ordinary one."""
+        added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        names = [t for t in self._named_tokens.values() if isinstance(t, str) and t not in added]
+        self._tokenizer.add_special_tokens([t for t in names if self._tokenizer.token_to_id(t) is not None])
+
+    def _set_post_processor(self, kind: str | None) -> None:
+        """Leave what encloses a prompt to tokenizer.json; the class of Code Llama alone sets it itself."""
+        if kind == CODE_LLAMA:
+            self._begin_with_bos()
+        added = self.encode("")
+        for key, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
+            wanted, token = self._config.get(key), self._id_of(name)
+            if isinstance(wanted, bool) and token is not None and wanted != (token in added):
+                logger.warning(
+                    "%s/tokenizer_config.json says %s=%s, but tokenizer.json %s; the latter is followed, as "
+                    "transformers 5 does",
+                    *(self._where, key, str(wanted).lower(), "adds one" if token in added else "adds none"),
                 )
-        single = (["$bos"] if bos else []) + ["$A"] + (["$eos"] if eos else [])
-        names = {"$bos": "bos_token", "$eos": "eos_token"}
-        with _library_errors(f"{self._where}/tokenizer_config.json: {' and '.join(wanted)} cannot enclose a prompt"):
+
+    def _begin_with_bos(self) -> None:
+        bos, token = self._id_of("bos_token"), self._named_tokens.get("bos_token")
+        if token is None:
+            return
+        if bos is None:
+            raise ValueError(
+                f"{self._where}/tokenizer_config.json: prompts of this tokenizer_class begin with bos_token, which is "
+                f"{token!r} and no token of tokenizer.json"
+            )
+        with _library_errors(f"{self._where}/tokenizer_config.json: bos_token cannot enclose a prompt"):
             self._tokenizer.post_processor = processors.TemplateProcessing(
-                single=[str(self._named_tokens[names[s]]) if s in names else s for s in single],
-                special_tokens=[(str(self._named_tokens[name]), self._id_of(name)) for name in wanted],
+                single=[str(token), "$A"], special_tokens=[(str(token), bos)]
             )
 
     def _find_eos(self, generation: Mapping, model_config: Mapping) -> tuple[int, ...]:
@@ -185,18 +280,6 @@ class Tokenizer:
             return tuple(dict.fromkeys(ids))
         own = self._id_of("eos_token")
         return () if own is None else (own,)
-
-
-def _read(directory: Path, name: str) -> bytes:
-    path = directory / name
-    check_inside(path, directory)
-    try:
-        size = path.stat().st_size
-        if size > _MAX_FILE_BYTES:
-            raise ValueError(f"{path} has {size} bytes; a tokenizer's file has at most {_MAX_FILE_BYTES}")
-        return path.read_bytes()
-    except OSError as e:
-        raise ValueError(f"cannot read {path}: {e.strerror}") from e
 
 
 @contextlib.contextmanager
@@ -234,24 +317,42 @@ def _parse_json(files: Mapping[str, bytes], name: str, where: str) -> dict:
 def _named_tokens(config: Mapping, tokens_map: Mapping) -> dict[str, object]:
     """Text of the special tokens that have a name, as templates see them."""
     named: dict[str, object] = {}
-    for name in _NAMED_TOKENS:
-        value = config.get(name, tokens_map.get(name))
+    others = [name for name in config if name.endswith("_token") and name not in _NAMED_TOKENS]
+    extra = config.get("extra_special_tokens")
+    tokens = {name: config.get(name, tokens_map.get(name)) for name in _NAMED_TOKENS}
+    tokens |= {name: config[name] for name in others} | (extra if isinstance(extra, dict) else {})
+    for name, value in tokens.items():
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):
             named[name] = value
-    extra = config.get("additional_special_tokens", tokens_map.get("additional_special_tokens"))
-    if isinstance(extra, list) and extra:
-        texts = [t.get("content") if isinstance(t, dict) else t for t in extra]
-        named["additional_special_tokens"] = [t for t in texts if isinstance(t, str)]
     return named
 
 
-def _template_source(files: Mapping[str, bytes], config: Mapping, where: str) -> str | None:
-    if "chat_template.jinja" in files:
-        try:
-            return files["chat_template.jinja"].decode("utf-8")
-        except UnicodeDecodeError as e:
-            raise ValueError(f"{where}/chat_template.jinja is not UTF-8: {e}") from e
+def check_template_kwargs(kwargs: Mapping[str, object]) -> None:
+    """Check variables that a caller adds to those of `Tokenizer.apply_chat_template`.
+
+    Raises: ValueError naming one that is not a name, or stands for something else already.
+    """
+    if not isinstance(kwargs, Mapping):
+        raise ValueError(f"chat_template_kwargs is {type(kwargs).__name__}; expected a mapping of names to values")
+    for name in kwargs:
+        if not isinstance(name, str):
+            raise ValueError(f"chat_template_kwargs has the key {name!r:.80}; expected the name of a variable")
+        if name in _RESERVED:
+            raise ValueError(f"chat_template_kwargs: {name!r} {_RESERVED[name]}")
+
+
+def _template_sources(files: Mapping[str, bytes], config: Mapping, where: str) -> dict[str, str]:
+    """Templates by name: "default" and, for chats with tools, perhaps "tool_use"."""
+    texts = {}
+    for name, file in (("default", "chat_template.jinja"), ("tool_use", "additional_chat_templates/tool_use.jinja")):
+        if file in files:
+            try:
+                texts[name] = files[file].decode("utf-8")
+            except UnicodeDecodeError as e:
+                raise ValueError(f"{where}/{file} is not UTF-8: {e}") from e
+    if "default" in texts:
+        return texts
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {str(t.get("name")): t.get("template") for t in template if isinstance(t, dict)}
@@ -260,11 +361,14 @@ def _template_source(files: Mapping[str, bytes], config: Mapping, where: str) ->
                 f"{where}/tokenizer_config.json: chat_template has {str(sorted(named))[:80]}; "
                 "expected one named default"
             )
-        template = named["default"]
-    if template is not None and not isinstance(template, str):
-        kind = type(template).__name__
-        raise ValueError(f"{where}/tokenizer_config.json: chat_template is {kind}, expected a string")
-    return template
+        templates = {name: named[name] for name in ("default", "tool_use") if name in named}
+    else:
+        templates = {} if template is None else {"default": template}
+    for source in templates.values():
+        if not isinstance(source, str):
+            kind = type(source).__name__
+            raise ValueError(f"{where}/tokenizer_config.json: chat_template is {kind}, expected a string")
+    return {name: source for name, source in {**texts, **templates}.items() if source}
 
 
 def _fingerprint(files: Mapping[str, bytes]) -> str:

@@ -1,16 +1,20 @@
 """The `cpu` implementations: C++ kernels that XLA calls (`native/`), for products, attention and logits.
 
-They are optional: where the package was installed without a compiler, `available` is false and the `xla` forms serve.
+They are optional: where the package was installed without a compiler, or they were built for a newer jaxlib,
+`available` is false and the `xla` forms serve.
 A CPU is limited by memory when few tokens are computed, and XLA's own products read 16-bit weights several times.
 """
 
 import ctypes
 import functools
 import importlib.metadata
+import importlib.resources
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 from jax import Array
 from jax.core import Tracer
@@ -36,16 +40,31 @@ def _load() -> ctypes.CDLL | str:
         library = ctypes.CDLL(spec.origin)
         library.levanter_infer_isa.restype = ctypes.c_char_p
         library.levanter_infer_panel.argtypes = [ctypes.c_char_p]
-        targets = {f"levanter_infer_{call}": getattr(library, f"levanter_infer_{call}") for call in _CALLS}
+        targets = {name: jax.ffi.pycapsule(getattr(library, name)) for name in (f"levanter_infer_{c}" for c in _CALLS)}
+        built, here = library.levanter_infer_ffi_api(), _ffi_api()
     except (OSError, AttributeError) as error:  # of another system, or of an earlier version
         return f"they were built for another system or version ({error})"
-    try:
-        for name, target in targets.items():
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(target), platform="cpu")
-    except jax.errors.JaxRuntimeError as error:
-        version, said = importlib.metadata.version("jaxlib"), str(error).splitlines()[0]
-        return f"they were built for another jaxlib than {version} ({said})"
+    if built > here:  # registered all the same, they would make JAX's start fail
+        version = importlib.metadata.version("jaxlib")
+        return (
+            f"they were built for version {_dotted(built)} of XLA's FFI, and jaxlib {version} has {_dotted(here)}, "
+            "which runs its own and older ones"
+        )
+    for name, target in targets.items():
+        jax.ffi.register_ffi_target(name, target, platform="cpu")
     return library
+
+
+def _ffi_api() -> int:
+    """Version of XLA's FFI in this jaxlib, major · 1000 + minor, as its headers say."""
+    header = importlib.resources.files(jaxlib) / "include" / "xla" / "ffi" / "api" / "c_api.h"
+    text = header.read_text(encoding="utf-8") if header.is_file() else ""
+    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", text))
+    return int(found["MAJOR"]) * 1000 + int(found["MINOR"]) if len(found) == 2 else 2**31
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000}"
 
 
 def why_unavailable() -> str | None:

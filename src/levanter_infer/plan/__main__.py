@@ -1,4 +1,4 @@
-"""`python -m levanter_infer.plan --config FILE --target v5e-16`: does a job fit, and how fast can it be?
+"""`levanter-infer plan --config FILE --target v5e-16`: does a job fit, and how fast can it be?
 
 Exit status: 0 it fits, 1 it does not, 2 wrong usage or configuration.
 """
@@ -10,14 +10,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from levanter_infer.cli import command_help, start
 from levanter_infer.config import RunConfig
 from levanter_infer.frontend import guarded, run_config, say
+from levanter_infer.runtime.progress import stage
 
 USAGE = """\
-usage: python -m levanter_infer.plan --config FILE --target NAME [--KEY VALUE ...]
+usage: levanter-infer plan --config FILE --target NAME [--KEY VALUE ...]
 
-What a job will need on a machine that is not here, from the configuration of levanter_infer.sample or
-levanter_infer.batch: memory of each device, pages, tiles, programs and what they send, and speed by a model.
+What a job will need on a machine that is not here, from the configuration of `levanter-infer sample` or
+`levanter-infer batch`: memory of each device, pages, tiles, programs and what they send, and speed by a model.
 The programs of the job are compiled for the target; weights are not read, and nothing is downloaded.
 
   --target NAME       v5e-16, v5p-16, v6e-4, v4-8, h100, h100x8, a100, cpu, cpux4, ...
@@ -30,6 +32,7 @@ The programs of the job are compiled for the target; weights are not read, and n
 
 Exit status 1 if it does not fit; the smallest change with which it would is then said, and was compiled too.
 """
+"""Read from the source by `cli.command_help`."""
 _OPTIONS = {
     "target": "plan.target",
     "shape": "plan.shape",
@@ -81,7 +84,7 @@ class PlanRunConfig(RunConfig):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     given = ["--plan.compile=false" if a == "--no-compile" else a for a in (sys.argv[1:] if argv is None else argv)]
-    return guarded(lambda: run_config(given, USAGE, run, PlanRunConfig, _OPTIONS))
+    return guarded(lambda: run_config(given, lambda: command_help("plan"), run, PlanRunConfig, _OPTIONS))
 
 
 def run(config: PlanRunConfig) -> int:
@@ -104,7 +107,8 @@ def run(config: PlanRunConfig) -> int:
     def on_program(program) -> None:
         say(f"program   {program.name}: {'refused' if program.error else f'{program.compile_s:.1f} s'}")
 
-    plan = make_plan(job, workload, compiles=wanted.compile, timeout_s=wanted.timeout_s, on_program=on_program)
+    with stage(f"compiling for {job.target}" if wanted.compile else "computing sizes"):
+        plan = make_plan(job, workload, compiles=wanted.compile, timeout_s=wanted.timeout_s, on_program=on_program)
     if wanted.json is not None:
         text = json.dumps(plan.as_dict(), indent=1) + "\n"
         if wanted.json == "-":
@@ -118,4 +122,4 @@ def run(config: PlanRunConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -1,4 +1,4 @@
-"""The persistent compilation cache of the commands: a second start loads programs instead of compiling them."""
+"""The persistent compilation cache: a second start loads programs instead of compiling them."""
 
 import hashlib
 import logging
@@ -11,57 +11,111 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "LEVANTER_INFER_COMPILE_CACHE"
 """Names another directory; `off` does without a cache."""
+_THRESHOLDS = {
+    "jax_persistent_cache_min_compile_time_secs": (1.0, 0.1),
+    "jax_persistent_cache_min_entry_size_bytes": (0, -1),
+}
+"""What JAX keeps: its default, and ours, which takes the place of the default and of nothing else."""
+_refused: set[str] = set()
+"""Reasons against a directory that have been given: an engine is made more often than once in a process."""
 
 
 def enable_compile_cache() -> Path | None:
     """Keep compiled programs in a directory that only this user can write.
 
-    Entries are executable code, so a directory that others may write is not used. A directory that the user has given
-    to JAX itself (JAX_COMPILATION_CACHE_DIR) is left as it is. Libraries do not call this; commands do, once, before
-    anything is compiled.
+    Commands call it when they start, `InferenceEngine` and `load_model` when they are called. It takes effect for what
+    is compiled afterwards, and a second call changes nothing. Entries are executable code: a directory is used only if
+    nobody else could have put anything there, which every directory above it has a part in, up to the user's home or
+    the root.
+
+    What the user has set stays: a directory given to JAX (jax_compilation_cache_dir), a cache that is switched off
+    (jax_enable_compilation_cache), and its thresholds where they differ from JAX's defaults.
 
     Returns: the directory; None if there is no cache, which a warning explains unless it was asked for.
     """
     import jax  # here, because commands check their configuration without it
 
-    given = jax.config.values["jax_compilation_cache_dir"]
-    if given is not None:
-        return Path(given)
-    if os.environ.get(VARIABLE) == "off":
+    settings = jax.config.values
+    if settings["jax_compilation_cache_dir"] is not None:
+        return Path(settings["jax_compilation_cache_dir"])
+    if os.environ.get(VARIABLE) == "off" or not settings["jax_enable_compilation_cache"]:
         return None
     try:
         directory = cache_directory()
-    except OSError as error:
-        logger.warning("programs are compiled anew at every start: %s. Set %s to a directory", error, VARIABLE)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        if str(error) not in _refused:
+            logger.warning(
+                "programs are compiled anew at every start: %s. Set %s to a directory of yours, or to off",
+                error,
+                VARIABLE,
+            )
+        _refused.add(str(error))
         return None
     jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    for name, (default, ours) in _THRESHOLDS.items():
+        if settings[name] == default and name.upper() not in os.environ:
+            jax.config.update(name, ours)
     return directory
 
 
 def cache_directory() -> Path:
     """The directory of compiled programs for this processor, which only this user can write; made if need be.
 
-    Raises: OSError if it cannot be made, or others may write it.
+    Raises: OSError if it cannot be made, or others may write it or what is above it; RuntimeError without a home.
     """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     wanted = os.environ.get(VARIABLE)
-    directory = (Path(wanted) if wanted else home / "levanter_infer" / "xla") / _machine()
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    directory = (Path(wanted) if wanted else home / "levanter_infer" / "xla").absolute() / _machine()
+    _make_private(directory)
+    directory = directory.resolve(strict=True)  # a link on the way may be changed after it was looked at
     reason = _unsafe(directory)
     if reason is not None:
         raise PermissionError(reason)
     return directory
 
 
+def _make_private(directory: Path) -> None:
+    """Make a directory and those above it that are missing, each for this user alone whatever the umask is."""
+    if not directory.exists():
+        _make_private(directory.parent)
+        directory.mkdir(mode=0o700, exist_ok=True)
+
+
 def _unsafe(directory: Path) -> str | None:
-    """Why code from this directory must not be run, if so."""
+    """Why code from this directory must not be run, if so.
+
+    Args:
+        directory: without links.
+    """
+    reason = _unsafe_one(directory, owners={os.getuid()}, is_shared=False)
+    home = _home()
+    for parent in directory.parents:
+        if reason is not None:
+            break
+        reason = _unsafe_one(parent, owners={0, os.getuid()}, is_shared=True)
+        if parent == home:  # what is above it decides about all that the user has
+            break
+    return reason
+
+
+def _home() -> Path | None:
+    try:
+        return Path.home().resolve()
+    except (OSError, RuntimeError):
+        return None
+
+
+def _unsafe_one(directory: Path, *, owners: set[int], is_shared: bool) -> str | None:
+    """
+    Args:
+        is_shared: others may write in it if they cannot rename what is not theirs (the sticky bit, as of /tmp).
+    """
     status = directory.stat()
-    if status.st_uid != os.getuid():
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid not in owners:
         return f"{directory} belongs to another user"
-    if stat.S_IMODE(status.st_mode) & 0o022:
-        return f"{directory} can be written by others"
+    if mode & 0o022 and not (is_shared and mode & stat.S_ISVTX):
+        return f"{directory} can be written by others (chmod go-w)"
     return None
 
 

@@ -55,7 +55,7 @@ def _directory() -> Path | None:
         return None
     try:
         return cache_directory()
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         logger.info("no records are kept: %s", error)
         return None
 

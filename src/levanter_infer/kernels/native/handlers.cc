@@ -469,6 +469,11 @@ extern "C" int levanter_infer_panel(const char* isa) {
   return static_cast<int>(levanter_infer::kernels_for(isa).panel);
 }
 
+// Version of XLA's FFI that the handlers were compiled for. A runtime runs handlers of its own version and of older ones.
+extern "C" int levanter_infer_ffi_api() {
+  return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR;
+}
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_linear, levanter_infer::linear,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()

@@ -1,0 +1,137 @@
+"""The console script `levanter-infer` and `python -m levanter_infer`: one command in front of the others.
+
+Help and the version are answered from source and package metadata. Nothing is imported for them but the standard
+library, so that they are there at once.
+"""
+
+import difflib
+import importlib
+import os
+import signal
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from levanter_infer.keys import SECTIONS, keys_text, read_constant, read_section, sections_for
+
+PROGRAM = "levanter-infer"
+COMMANDS = {
+    "sample": ("sample", "sample completions of prompts"),
+    "batch": ("batch.__main__", "sample the rows of files in shards, and go on after an interruption"),
+    "score": ("score", "log probabilities and perplexity of texts"),
+    "plan": ("plan.__main__", "does a job fit on a machine that is not here, and how fast can it be?"),
+    "audit": ("audit", "sample, and compute every log probability again without a cache"),
+    "doctor": ("doctor", "where two paths that should agree do not, and what that says"),
+    "bench": ("bench.__main__", "benchmarks"),
+}
+"""Each command's module, which has `main(argv)`, and what it does."""
+COMPILER_THREADS = "compile"
+"""How the names of threads begin in which a program is compiled."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that the arguments name; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    name = argv[0] if argv else ""
+    if name in ("--help", "-h"):
+        return _print(overview())
+    if name == "--version":
+        return _print(version_line())
+    if name not in COMMANDS:
+        return _refuse(name)
+    if name != "bench" and argv[1:] in (["--help"], ["-h"]):
+        return _print(command_help(name))
+    return importlib.import_module(f"levanter_infer.{COMMANDS[name][0]}").main(argv[1:])
+
+
+def run() -> NoReturn:
+    """The console script."""
+    start(main)
+
+
+def start(command: Callable[[], int]) -> NoReturn:
+    """Run a command as this process, and end the process with its status.
+
+    SIGTERM is taken for SIGINT: partial output files are removed. A program that is still being compiled is not waited
+    for, which the interpreter would do at its end.
+    """
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        status = command()
+    except KeyboardInterrupt:  # before the command could take care of it, while modules were imported
+        print("interrupted", file=sys.stderr)
+        status = 130
+    if any(thread.name.startswith(COMPILER_THREADS) for thread in threading.enumerate()):
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def _interrupt(*_) -> None:
+    raise KeyboardInterrupt
+
+
+def overview() -> str:
+    """What there is: the commands, and the sections of a configuration."""
+    lines = [
+        f"usage: {PROGRAM} COMMAND [--config FILE] [--KEY VALUE ...]",
+        "",
+        "LLM inference on JAX: paged KV cache, prefix caching and continuous batching inside one jitted loop.",
+        "",
+        "commands:",
+        *(f"  {name:8} {what}" for name, (_, what) in COMMANDS.items()),
+        "",
+        f"  {PROGRAM} sample --model models/tiny --prompts '17+25='",
+        "",
+        f"options: --help, --version; {PROGRAM} COMMAND --help lists the options of a command and every key",
+        "",
+        "sections of a configuration (FILE is YAML), whose keys are also options, such as --sampling.temperature 0:",
+    ]
+    for name, place in SECTIONS.items():
+        doc = read_section(place).doc
+        lines += textwrap.wrap(f"{name:10} {doc}", 100, initial_indent="  ", subsequent_indent=" " * 13)
+    return "\n".join(lines)
+
+
+def command_help(name: str) -> str:
+    """Usage of a command, and every key of its configuration with its default."""
+    usage = read_constant(COMMANDS[name][0], "USAGE")
+    if name in ("audit", "doctor"):
+        usage = usage.format(**read_constant("audit", "MAX_DELTA"))
+    return f"{usage}\n{keys_text(sections_for(name))}"
+
+
+def version_line() -> str:
+    from levanter_infer import __version__
+
+    return f"{PROGRAM} {__version__}"
+
+
+def _refuse(name: str) -> int:
+    near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.7)
+    if not name:
+        problem = "no command"
+    elif name.startswith("-"):
+        problem = f"{name} before a command; the command comes first: {PROGRAM} sample {name} ..."
+    else:
+        problem = f"unknown command {name[:80]!r}" + (f"; did you mean {near[0]}?" if near else "")
+    known = "" if near else f"; commands: {', '.join(COMMANDS)}"
+    print(f"error: {problem}{known}; see {PROGRAM} --help", file=sys.stderr)
+    return 2
+
+
+def _print(text: str) -> int:
+    """Print on standard output, which may be closed, full or no longer read; returns the exit status."""
+    try:
+        print(text, flush=True)
+        return 0
+    except OSError as e:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing fails to be flushed at the end
+        if isinstance(e, BrokenPipeError):
+            return 141
+        print(f"error: {e.strerror}", file=sys.stderr)
+        return 2

@@ -1,0 +1,258 @@
+"""The keys of a configuration, read from the source of its dataclasses: for help and for hints, without an import.
+
+A dataclass says name, type, default and meaning of its keys, and nobody else does. Importing it may import JAX, which
+takes seconds; reading its source takes milliseconds.
+"""
+
+import ast
+import difflib
+import functools
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RUN = ("config", "RunConfig")
+SECTIONS = {
+    "model": ("config", "ModelSource"),
+    "sampling": ("engine.params", "SamplingParams"),
+    "engine": ("engine.config", "EngineConfig"),
+    "mesh": ("engine.mesh", "MeshConfig"),
+    "multihost": ("runtime.multihost", "MultihostConfig"),
+    "output": ("config", "OutputConfig"),
+    "batch": ("batch.config", "BatchConfig"),
+    "plan": ("plan.__main__", "PlanConfig"),
+}
+"""Sections of a configuration, each with the module and class that define its keys."""
+OWN_SECTIONS = {"batch": ("batch",), "plan": ("plan",)}
+"""Sections that one command has and the others have not."""
+
+OTHER_NAMES = {
+    # vLLM
+    "max_model_len": "engine.max_seq_len",
+    "max_num_seqs": "engine.max_seqs",
+    "max_num_batched_tokens": "engine.max_step_tokens",
+    "block_size": "engine.page_size",
+    "num_gpu_blocks_override": "engine.max_pages",
+    "kv_cache_dtype": "engine.kv_dtype",
+    "enable_prefix_caching": "engine.prefix_cache",
+    "attention_backend": "engine.attention",
+    "preemption_mode": "engine.preempt",
+    "swap_space": "engine.host_bytes",
+    "tensor_parallel_size": "mesh.model",
+    "data_parallel_size": "mesh.data",
+    "expert_parallel_size": "mesh.expert",
+    "beam_width": "sampling.num_beams",
+    "input_file": "prompts_file",
+    "output_file": "output.path",
+    # SGLang
+    "context_length": "engine.max_seq_len",
+    "max_running_requests": "engine.max_seqs",
+    "chunked_prefill_size": "engine.max_step_tokens",
+    "max_total_tokens": "engine.max_pages",
+    "model_path": "model.path",
+    "tokenizer_path": "tokenizer",
+    "tp_size": "mesh.model",
+    "dp_size": "mesh.data",
+    "ep_size": "mesh.expert",
+    # Hugging Face transformers
+    "max_new_tokens": "sampling.max_tokens",
+    "min_new_tokens": "sampling.min_tokens",
+    "num_return_sequences": "sampling.n",
+    "stop_strings": "sampling.stop",
+    "eos_token_id": "sampling.stop_token_ids",
+    "torch_dtype": "model.dtype",
+    "pretrained_model_name_or_path": "model.path",
+    # llama.cpp
+    "n_predict": "sampling.max_tokens",
+    "ctx_size": "engine.max_seq_len",
+    "n_ctx": "engine.max_seq_len",
+}
+"""What other engines call a key."""
+REMARKS = {
+    "gpu_memory_utilization": "the KV cache takes the free memory of the device, or engine.max_pages pages",
+    "mem_fraction_static": "the KV cache takes the free memory of the device, or engine.max_pages pages",
+    "enable_chunked_prefill": "prefill is always chunked, in chunks of at most engine.max_step_tokens",
+    "disable_radix_cache": "prefix caching is switched off with engine.prefix_cache: false",
+    "do_sample": "sampling.temperature: 0 is greedy, any other value samples",
+    "enforce_eager": "there is one compiled program and no other way to run it; leave it out",
+    "trust_remote_code": "code that comes with a model is never run; leave it out",
+    "quantization": "weights are read as float32, bfloat16 or float16; pages can be int8 or float8 (engine.kv_dtype)",
+    "stream": "results are written when they are complete; leave it out",
+}
+"""What other engines have and this one does otherwise."""
+_CLOSE, _CLOSE_ELSEWHERE = 0.6, 0.75
+"""How alike (difflib's ratio) a name must be for a hint: in the section itself, and in another one."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a section."""
+
+    name: str
+    default: str | None
+    """As it is written; None if there is none worth showing."""
+    doc: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """The keys of one dataclass."""
+
+    doc: str
+    """The first sentence of its docstring."""
+    keys: tuple[Key, ...]
+
+    @property
+    def names(self) -> list[str]:
+        return [key.name for key in self.keys]
+
+
+def read_constant(module: str, name: str) -> Any:
+    """The value of a constant of a module of this package, such as its `USAGE`, without importing the module."""
+    return _constants(module)[name]
+
+
+def read_section(place: tuple[str, str]) -> Section:
+    """The keys that the class at (module, name) defines, from its source."""
+    module, name = place
+    body = _parsed(module).body
+    cls = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
+    keys = []
+    for node, after in zip(cls.body, [*cls.body[1:], None], strict=True):
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        is_doc = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+        doc = str(after.value.value) if is_doc else ""  # type: ignore[union-attr]
+        keys.append(Key(node.target.id, _default(module, node.value), " ".join(doc.split())))
+    text = " ".join((ast.get_docstring(cls) or "").split("\n\n")[0].split())
+    return Section(text, tuple(keys))
+
+
+@functools.cache
+def _parsed(module: str) -> ast.Module:
+    path = Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _constants(module: str) -> dict[str, Any]:
+    """Names that a module binds to literal values."""
+    found: dict[str, Any] = {}
+    for node in _parsed(module).body:
+        if not isinstance(node, ast.Assign):
+            continue
+        try:
+            value = ast.literal_eval(node.value)
+        except ValueError:
+            continue
+        for target in node.targets:
+            if isinstance(target, ast.Name):
+                found[target.id] = value
+            elif isinstance(target, ast.Tuple):
+                found.update(zip((ast.unparse(name) for name in target.elts), value, strict=True))
+    return found
+
+
+def _default(module: str, node: ast.expr | None) -> str | None:
+    if node is None or isinstance(node, ast.Call):
+        return None
+    if isinstance(node, ast.Name):
+        return str(_constants(module).get(node.id, node.id))
+    value = ast.literal_eval(node)
+    return None if value in (None, ()) else str(value)
+
+
+# Help
+
+
+def keys_text(sections: Iterable[str]) -> str:
+    """Every key of a configuration that has these sections, in groups, with defaults."""
+    top = read_section(RUN)
+    lines = ["keys (and defaults), in the file as KEY: VALUE or SECTION: {KEY: VALUE}, here as --KEY or --SECTION.KEY:"]
+    lines += ["", *_key_lines("", (key for key in top.keys if key.name not in SECTIONS))]
+    for name in sections:
+        section = read_section(SECTIONS[name])
+        lines += ["", f"{name}: {section.doc}", *_key_lines(f"{name}.", section.keys)]
+    return "\n".join(lines)
+
+
+def _key_lines(prefix: str, keys: Iterable[Key]) -> list[str]:
+    lines = []
+    for key in keys:
+        lines.append(f"  {prefix}{key.name}" + ("" if key.default is None else f" ({key.default})"))
+        lines += textwrap.wrap(key.doc, 100, initial_indent="      ", subsequent_indent="      ")
+    return lines
+
+
+def sections_for(command: str) -> list[str]:
+    """The sections that a command reads."""
+    owned = {name for names in OWN_SECTIONS.values() for name in names}
+    return [name for name in SECTIONS if name not in owned or name in OWN_SECTIONS.get(command, ())]
+
+
+# Hints
+
+
+def hint_for(name: str, known: Sequence[str], path: str = "", *, prefix: str = "") -> str:
+    """What to do about a name that is no key.
+
+    Args:
+        known: the keys that are known where it stood.
+        path: the section where it stood; empty for the outermost level.
+        prefix: put before each key that is suggested, such as `--` on a command line.
+    """
+    near = certain_hint(name, known, path, prefix=prefix)
+    if near is None:
+        close = difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE)
+        leaves = _elsewhere(known, path)
+        others = difflib.get_close_matches(name, leaves, n=1, cutoff=_CLOSE_ELSEWHERE)
+        if others and (not close or _likeness(name, others[0]) > _likeness(name, close[0])):
+            return f"did you mean {_one_of(leaves[others[0]], prefix)}?"
+        near = f"did you mean {prefix}{close[0]}?" if close else None
+    return near or f"known keys: {', '.join(known)}"
+
+
+def certain_hint(name: str, known: Sequence[str], path: str = "", *, prefix: str = "") -> str | None:
+    """`hint_for` a name that is certainly meant as some key: written otherwise, in another section, or as another
+    engine calls it. None for all others."""
+    if path and path not in SECTIONS:
+        return None
+    plain = name.replace("-", "_").lower()
+    if plain in known:
+        return f"did you mean {prefix}{plain}?"
+    places = _elsewhere(known, path).get(plain)
+    if places:
+        return f"did you mean {_one_of(places, prefix)}?"
+    if plain in OTHER_NAMES and (path or OTHER_NAMES[plain].split(".")[0] in known):
+        section, _, leaf = OTHER_NAMES[plain].rpartition(".")
+        return f"did you mean {prefix}{leaf if path and section == path else OTHER_NAMES[plain]}?"
+    return REMARKS.get(plain)
+
+
+def _elsewhere(known: Sequence[str], path: str) -> dict[str, list[str]]:
+    """Keys of other sections, each with the dotted names under which it stands there.
+
+    At the outermost level these are the sections that it has; within a section all of them but this.
+    """
+    found: dict[str, list[str]] = {}
+    if path and path not in SECTIONS:
+        return found
+    for section in sections_for(path) if path in SECTIONS else [name for name in SECTIONS if name in known]:
+        if section == path:
+            continue
+        for name in read_section(SECTIONS[section]).names:
+            found.setdefault(name, []).append(f"{section}.{name}")
+    if path in SECTIONS:
+        for name in read_section(RUN).names:
+            found.setdefault(name, []).append(f"{name} outside of {path}")
+    return found
+
+
+def _one_of(places: Sequence[str], prefix: str) -> str:
+    return " or ".join(f"{prefix}{place}" for place in places)
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()

@@ -1,0 +1,227 @@
+"""Chats are rendered as transformers 5 renders them, byte for byte; what cannot be rendered fails alone and by name."""
+
+import json
+import logging
+import math
+import select
+
+import pytest
+
+from levanter_infer.checkpoints import chat_template
+from levanter_infer.checkpoints.chat_template import ChatTemplate
+from levanter_infer.checkpoints.tokenizer import Tokenizer, check_template_kwargs
+from tests.chat_cases import CHATS, TAKES_PARTS, TEMPLATES, TOOLS, USER
+from tests.golden_cases import GOLDEN_DIR
+from tests.tokenizer_files import byte_level, write
+
+GOLDEN = json.loads((GOLDEN_DIR / "chats.json").read_text())
+JOINED = {"parts": "What is\n this? ", "part": "What is", "continue_parts": "What is\n this? "}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    def make(name):
+        directory = tmp_path_factory.mktemp(name)
+        files = {"tokenizer_config": GOLDEN["tokenizer_config"], "chat_template": TEMPLATES[name]}
+        return Tokenizer.from_directory(write(directory, byte_level(), **files))
+
+    return {name: make(name) for name in TEMPLATES}
+
+
+def rendered(tokenizer, chat):
+    messages, arguments = CHATS[chat]
+    return tokenizer.apply_chat_template(messages, **{"add_generation_prompt": False, **arguments})
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_chats_equal_those_of_transformers(tokenizers, name):
+    compared = 0
+    for chat in CHATS:
+        expected = GOLDEN["chats"][f"{name}/{chat}"]
+        if chat in JOINED and name not in TAKES_PARTS:
+            continue
+        if isinstance(expected, dict):
+            with pytest.raises(ValueError):
+                rendered(tokenizers[name], chat)
+        else:
+            assert rendered(tokenizers[name], chat) == expected, chat
+            compared += 1
+    assert compared >= 20
+
+
+@pytest.mark.parametrize("chat", JOINED)
+@pytest.mark.parametrize("name", sorted(set(TEMPLATES) - set(TAKES_PARTS)))
+def test_parts_are_joined_for_a_template_that_adds_strings(tokenizers, name, chat):
+    messages, arguments = CHATS[chat]
+    plain = [*messages[:-1], {**messages[-1], "content": JOINED[chat]}]
+    arguments = {"add_generation_prompt": False, **arguments}
+    expected = tokenizers[name].apply_chat_template(plain, **arguments)
+    assert JOINED[chat].strip() in expected
+    assert tokenizers[name].apply_chat_template(messages, **arguments) == expected
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        ("{% for m in messages %}{% for p in m.content %}{{ p }}{% endfor %}{% endfor %}", True),
+        ("{% for m in messages %}{% for p in m['content'][1:] | list %}{{ p }}{% endfor %}{% endfor %}", True),
+        ("{% set c = messages[0].content %}{% set d = c %}{% for p in d or [] %}{{ p }}{% endfor %}", True),
+        ("{% macro f(x) %}{% for p in x %}{{ p }}{% endfor %}{% endmacro %}{{ f(messages[0].content) }}", True),
+        ("{% macro f(x) %}{% for p in x %}{{ p }}{% endfor %}{% endmacro %}{{ f(messages) }}", False),
+        (
+            "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c }}{% endfor %}{% endfor %}",
+            False,
+        ),
+    ],
+)
+def test_a_template_that_loops_over_contents_takes_parts(source, expected):
+    template = ChatTemplate(source)
+    template.render([{"role": "user", "content": "x"}])
+    assert template._description["takes_parts"] is expected
+
+
+def test_generation_prompt_is_the_default_unless_a_message_is_continued(tokenizers):
+    tokenizer = tokenizers["chatml"]
+    assert tokenizer.apply_chat_template([USER]).endswith("<|im_start|>assistant\n")
+    assert tokenizer.apply_chat_template([USER], continue_final_message=True).endswith("é猫</b> ")
+    with pytest.raises(ValueError, match="continue_final_message and add_generation_prompt exclude each other"):
+        tokenizer.apply_chat_template([USER], continue_final_message=True, add_generation_prompt=True)
+
+
+def get_weather(city: str):
+    """The weather."""
+
+
+@pytest.mark.parametrize(
+    "messages, arguments, match",
+    [
+        ([{"role": 3, "content": "x"}], {}, r"messages\[0\].role is int; expected a string"),
+        ([{"role": None, "content": "x"}], {}, r"messages\[0\] has no role"),
+        ([USER, None], {}, r"messages\[1\] is None"),
+        ([{"role": "user", "content": {"a": 1}}], {}, r"messages\[0\].content is dict; expected a string or a list"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            {},
+            r"messages\[0\].content\[0\] is a part of type 'image_url'; only parts of type 'text'",
+        ),
+        ([{"role": "user", "content": [{"type": "text"}]}], {}, r"content\[0\].text is absent; expected a string"),
+        ([{"role": "user", "content": [{"type": "text", "text": 1}]}], {}, r"content\[0\].text is int"),
+        ([{"role": "user", "content": ["x"]}], {}, r"content\[0\] is 'x'; expected {\"type\""),
+        ([USER], {"tools": [get_weather]}, r"tools\[0\] is the function get_weather; expected its JSON schema"),
+        ([USER], {"tools": "x"}, "tools is str; expected a list of JSON schemas"),
+        ([USER], {"tools": [1]}, r"tools\[0\] is 1; expected a JSON schema"),
+        ([USER], {"tools": [{"f": get_weather}]}, "JSON values only: function is not serializable"),
+        ([USER], {"chat_template": "x"}, "'chat_template' cannot be replaced"),
+        ([USER], {"tokenize": False}, "'tokenize' is no variable of a template; the text is returned"),
+        ([USER], {"x": object()}, "JSON values only: object is not serializable"),
+    ],
+)
+def test_what_is_no_chat_is_refused_by_name(tokenizers, messages, arguments, match):
+    with pytest.raises(ValueError, match=match):
+        tokenizers["chatml"].apply_chat_template(messages, **arguments)
+    assert tokenizers["chatml"].apply_chat_template([USER])
+
+
+def test_names_of_parameters_are_no_variables_of_the_template():
+    check_template_kwargs({"enable_thinking": False})
+    with pytest.raises(ValueError, match="'tools' is a parameter of its own"):
+        check_template_kwargs({"tools": []})
+    with pytest.raises(ValueError, match="has the key 3"):
+        check_template_kwargs({3: 1})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="chat_template_kwargs is list; expected a mapping"):
+        check_template_kwargs([])  # type: ignore[arg-type]
+
+
+def test_a_variable_that_the_template_does_not_read_is_named_once(tokenizers, caplog):
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            tokenizers["qwen3"].apply_chat_template([USER], enable_thinkng=False, enable_thinking=False)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the model's chat template reads no variable 'enable_thinkng', which was given to it"
+    ]
+
+
+def nested(depth: int, make):
+    value: object = "x"
+    for _ in range(depth):
+        value = make(value)
+    return value
+
+
+@pytest.mark.parametrize("make", [lambda v: [v], lambda v: {"a": v}], ids=["list", "mapping"])
+@pytest.mark.parametrize("place", ["entry", "content", "role", "message", "tool", "variable"])
+@pytest.mark.parametrize("depth", [400, 100_000])
+def test_deep_nesting_is_that_chats_error(tokenizers, make, place, depth):
+    value, tokenizer = nested(depth, make), tokenizers["qwen3"]
+    deep = {
+        "entry": ([{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": value}}]}], {}),
+        "content": ([{"role": "user", "content": value}], {}),
+        "role": ([{"role": value, "content": "x"}], {}),
+        "message": ([value], {}),
+        "tool": ([USER], {"tools": [{"f": value}]}),
+        "variable": ([USER], {"x": value}),
+    }
+    messages, arguments = deep[place]
+    try:
+        tokenizer.apply_chat_template(messages, **arguments)
+        assert depth == 400
+    except ValueError:
+        pass
+    assert tokenizer.apply_chat_template([USER]) == rendered(tokenizer, "prompt")
+
+
+def test_numbers_that_are_not_finite_are_printed_as_transformers_prints_them(tokenizers):
+    tools = [{"a": math.nan, "b": -math.inf}]
+    assert '{"a": NaN, "b": -Infinity}' in tokenizers["qwen3"].apply_chat_template([USER], tools=tools)
+
+
+LOOPING = (
+    "{% if messages[0].role == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    "{% endif %}ok {{ messages[0].content }}"
+)
+
+
+def test_a_chat_that_runs_into_a_limit_fails_alone_however_often():
+    template = ChatTemplate(LOOPING, cpu_s=0.2)
+    for i in range(6):
+        with pytest.raises(ValueError, match="takes too long"):
+            template.render([{"role": "loop"}])
+        assert template.render([{"role": "user", "content": str(i)}]) == f"ok {i}"
+
+
+def test_a_template_that_cannot_be_compiled_is_tried_three_times(monkeypatch):
+    template, started = ChatTemplate("{{ a }}" * 100_000, cpu_s=0.05), []
+    real = chat_template._Worker
+    monkeypatch.setattr(chat_template, "_Worker", lambda: started.append(real()) or started[-1])
+    for _ in range(5):
+        with pytest.raises(ValueError, match="chat template failed: it takes too long"):
+            template.render([USER])
+    assert len(started) == 3
+
+
+def test_an_interrupted_chat_leaves_no_answer_to_the_next(monkeypatch):
+    template = ChatTemplate("{{ messages[0].content }}")
+    assert template.render([{"role": "user", "content": "first"}]) == "first"
+    real = select.select
+
+    def interrupted(*arguments):
+        monkeypatch.setattr(select, "select", real)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(select, "select", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        template.render([{"role": "user", "content": "second"}])
+    assert template.render([{"role": "user", "content": "third"}]) == "third"
+
+
+def test_chats_with_tools_take_the_template_for_tools(tmp_path):
+    config = {
+        "chat_template": [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "{{ tools|length }}"}]
+    }
+    tokenizer = Tokenizer.from_directory(write(tmp_path / "a", byte_level(), tokenizer_config=config))
+    assert tokenizer.apply_chat_template([USER]) == "d"
+    assert tokenizer.apply_chat_template([USER], tools=TOOLS) == "2"
+    directory = write(tmp_path / "b", byte_level(), chat_template="d")
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("t")
+    assert Tokenizer.from_directory(directory).apply_chat_template([USER], tools=[]) == "t"
