@@ -310,6 +310,22 @@ def test_an_interrupt_while_a_round_is_launched_comes_out_as_one(monkeypatch, co
     assert_idle(subject)
 
 
+def test_an_interrupt_in_the_very_first_round_leaves_the_engine_usable(monkeypatch):
+    subject = engine()
+    run = subject.programs.round
+
+    def interrupted(*arguments):
+        run(*arguments)  # the state is donated, and what came of it is lost
+        raise KeyboardInterrupt
+
+    subject.programs.round = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        subject.warmup()
+    subject.programs.round = run
+    assert one(subject, prompt(5), greedy()).token_ids == uncached_greedy(tiny_model(), prompt(5), 8)
+    assert_idle(subject)
+
+
 def test_an_interrupted_launch_ends_what_was_submitted_and_leaves_the_engine_usable(monkeypatch):
     subject = _shared()
     expected = one(subject, prompt(5), greedy()).token_ids

@@ -156,7 +156,7 @@ def test_a_group_comes_back_when_those_who_run_keep_the_room_that_they_need(free
     assert tables.fits(ARecord(), max_seqs) == fits  # type: ignore[arg-type]
 
 
-def test_the_youngest_group_leaves_first_and_comes_back_last(engine):
+def test_the_youngest_group_leaves_first(engine):
     """Not the one that has been used least recently: all that run are used in every step."""
     engine.warmup()
     groups = [engine.submit(request(20 + i, prompt=9, max_tokens=30)) for i in range(3)]

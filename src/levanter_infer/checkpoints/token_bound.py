@@ -22,10 +22,10 @@ class TokenBound:
     tokens; for a tokenizer that may drop something, or is of another kind, the bound is 0.
 
     Args:
-        content: tokenizer.json.
+        content: tokenizer.json, as it is in use.
     """
 
-    def __init__(self, content: bytes):
+    def __init__(self, content: str):
         parts = json.loads(content)
         model, added = parts.get("model") or {}, parts.get("added_tokens") or []
         vocab = model.get("vocab")

@@ -96,7 +96,6 @@ class Tokenizer:
         self.is_byte_level = _is_byte_level(files["tokenizer.json"])
         self._bytes_of_token: dict[int, bytes] = {}
         self._templates: dict[str, ChatTemplate] = {}
-        self._bound = functools.cache(functools.partial(TokenBound, content))
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "Tokenizer":
@@ -143,7 +142,11 @@ class Tokenizer:
 
     def least_tokens(self, text: str) -> int:
         """Tokens that `encode` gives at least, known without encoding; 0 where it cannot be told."""
-        return self._bound()(text)
+        return self._bound(text)
+
+    @functools.cached_property
+    def _bound(self) -> TokenBound:
+        return TokenBound(self._tokenizer.to_str())
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of tokens. Ids without a token give none. Raises: ValueError if an id is not below `vocab_size`."""

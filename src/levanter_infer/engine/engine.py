@@ -430,8 +430,12 @@ class InferenceEngine(Forks, Spilling, Versions):
             self.programs.compile_all(self.model, self._uploads.nothing)
             self.programs.wait()
         with stage("running the first round"):
-            self.state, outputs = self.programs.round(self.model, self.state, self._uploads.nothing)
-            jax.block_until_ready(outputs)
+            try:
+                self.state, outputs = self.programs.round(self.model, self.state, self._uploads.nothing)
+                jax.block_until_ready(outputs)
+            except BaseException:
+                self.reset()  # an interrupt may have taken the state
+                raise
         self._warm = True
         self._compile_s += time.perf_counter() - start
         self._stats.registry.set("compile_s", self._compile_s)
