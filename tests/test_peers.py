@@ -106,6 +106,16 @@ def test_a_side_is_stopped_while_it_is_not_asked(script, tmp_path):
     assert one.process.returncode == 0
 
 
+def test_what_a_side_does_untimed_is_none_of_its_seconds(script, tmp_path):
+    body = "from protocol import untimed\n        time.sleep(0.2)\n        with untimed(): time.sleep(0.6)"
+    one = side.Side([sys.executable, script("one", body)], {}, tmp_path / "one.log")
+    try:
+        for _ in range(2):  # the second task does not pay for the first one's
+            assert 0.2 <= one.measure([[3]], 1).seconds < 0.6
+    finally:
+        one.close()
+
+
 def test_processor_time_of_others_is_noticed(script, tmp_path):
     spin = "end = time.process_time() + 0.3\n        while time.process_time() < end: pass"
     busy = side.Side([sys.executable, script("busy", spin)], {}, tmp_path / "busy.log")

@@ -184,16 +184,16 @@ class TestInstructionSet:
         assert "Resume it on a processor with that instruction set" in said
 
     def test_another_one_by_name_is_refused(self, command, tmp_path, whole):
-        began = json.loads(whole["manifest.json"])["sizes"]["cpu_isa"]
         unfinished(tmp_path, whole)
         status, said = command(tmp_path, "--engine.cpu_isa", "generic")
-        assert status == 2 and f"engine.cpu_isa is 'generic' and was '{began}'" in said.replace("'auto'", f"'{began}'")
+        assert status == 2 and "engine.cpu_isa is 'generic' and was 'auto'" in said
 
     def test_without_the_promise_of_equal_bytes_it_is_chosen_anew(self, monkeypatch):
         monkeypatch.setattr(cpu, "isas", lambda dtype=None: ("avx2", "generic"))
         sizes = {"max_pages": 9, "cpu_isa": "avx512"}
-        where = {"prompts_file": "in.jsonl", "output": OutputConfig("out")}
-        config = BatchRunConfig(model=ModelSource("x"), engine={"numerics": "default"}, **where)
+        config = BatchRunConfig(
+            model=ModelSource("x"), prompts_file="x", output=OutputConfig("out"), engine={"numerics": "default"}
+        )
         assert worker._sizes_here(config, sizes) == {"max_pages": 9}
         assert worker._sizes_here(config, {**sizes, "cpu_isa": "avx2"}) == {**sizes, "cpu_isa": "avx2"}
 
@@ -266,7 +266,8 @@ def test_a_signal_stops_within_two_rounds_and_what_is_finished_stays(command, tm
     status, said = command(output)
     assert status == (0 if number == signal.SIGTERM else 130) and "stopped   " in said and "all of it is safe" in said
     assert read[0].metrics()["rounds"] - rounds[-1] <= 2 and not (output / "manifest.json").exists()
-    finished = sum(path.read_bytes().count(b"\n") - 1 for path in (output / "_journal").iterdir())  # one is a header
+    # the first line of a journal names the job
+    finished = sum(max(0, path.read_bytes().count(b"\n") - 1) for path in (output / "_journal").iterdir())
     committed = sum(json.loads(path.read_text())["rows"] for path in (output / "_commits").glob("*"))
     assert 0 < finished + committed < 30 and f"{finished + committed} rows" in said
     status, said = command(output)

@@ -47,7 +47,7 @@ class Group(Protocol):
 class Engine(Protocol):
     """What is needed of an `InferenceEngine`."""
 
-    def submit(self, request: Request) -> Any: ...
+    def submit(self, request: Request, /) -> Any: ...
     def step_round(self) -> Any: ...
     def settle(self) -> Any: ...
 
@@ -61,7 +61,7 @@ class _Pending:
 
     @property
     def num_sequences(self) -> int:
-        assert self.source.request is not None
+        assert self.source.request is not None and self.source.request.sampling is not None
         return self.source.request.sampling.num_sequences
 
 

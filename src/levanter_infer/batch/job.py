@@ -25,6 +25,7 @@ from levanter_infer.batch.shard import (
     dumps,
     journal_name,
     part_name,
+    part_suffix,
     record_name,
 )
 from levanter_infer.batch.store import Journal, Store
@@ -231,7 +232,7 @@ def _is_record(record: Any, index: int, kind: str) -> bool:
         and all(type(record.get(key)) is int and record[key] >= 0 for key in ("bytes", *COUNTS))
         and "/" not in record["file"]
         and record["file"].startswith(part_name(index))
-        and record["file"].endswith(".parquet" if kind == "parquet" else ".jsonl")
+        and record["file"].endswith(part_suffix(kind))
     )
 
 

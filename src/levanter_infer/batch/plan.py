@@ -21,6 +21,7 @@ from levanter_infer.batch.openai import as_row
 from levanter_infer.batch.store import file_system
 from levanter_infer.engine.params import brief
 from levanter_infer.rows import MAX_LINE_BYTES, chat_of, given_id, parse_line, row_id
+from levanter_infer.runtime.progress import stage
 
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "text"}
 _COMPRESSED = (".gz", ".bz2", ".xz")
@@ -129,6 +130,7 @@ class Input:
         self._kinds = [_kind(path) for path in self.paths]
         self._last: tuple[int, IO[bytes]] | None = None
 
+    @stage("reading the input")
     def plan(self, rows_per_shard: int) -> Plan:
         """Read everything once. Raises: ValueError for an unreadable file, no rows, or ids that are not unique."""
         ids, sizes = _Ids(), self.sizes()
@@ -140,7 +142,7 @@ class Input:
             try:
                 file, found = scan(number, rows, rows_per_shard, ids)
             except _UNREADABLE as e:
-                raise ValueError(_unreadable_text(path, e)) from e
+                raise _unreadable(path, e) from e
             files.append(dataclasses.replace(file, bytes=sizes[number]))
             before = len(shards)
             shards += [dataclasses.replace(shard, index=before + i) for i, shard in enumerate(found)]
@@ -202,7 +204,7 @@ class Input:
             if count != shard.rows:
                 raise changed
         except _UNREADABLE as e:
-            raise ValueError(_unreadable_text(path, e)) from e
+            raise _unreadable(path, e) from e
 
     def _reader(self, number: int) -> IO[bytes]:
         """A file, kept open while its shards are read in order: going forward in a compressed one is cheap."""
@@ -285,6 +287,14 @@ class Input:
         return f"ids must differ, and these do not: {'; '.join(first[:_MAX_SHOWN])}"
 
 
+def _unreadable(path: str, error: Exception) -> ValueError:
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    remedy = (
+        "; if it is truncated or damaged, compress it or copy it again" if path.lower().endswith(_COMPRESSED) else ""
+    )
+    return ValueError(f"cannot read {path}: {reason}{remedy}")
+
+
 def _kind(path: str) -> str:
     plain = path.lower()
     for suffix in _COMPRESSED:
@@ -295,13 +305,6 @@ def _kind(path: str) -> str:
     raise ValueError(
         f"{path}: expected a name that ends in {', '.join(_KINDS)}, and {', '.join(_COMPRESSED)} behind those of text"
     )
-
-
-def _unreadable_text(path: str, e: Exception) -> str:
-    reason = (e.strerror if isinstance(e, OSError) else None) or str(e)
-    if path.lower().endswith(_COMPRESSED):
-        return f"cannot read {path}: {reason}; if it is truncated or damaged, compress it or copy it again"
-    return f"cannot read {path}: {reason}"
 
 
 def _lines(file: IO[bytes], before: int, rows: int | None, on_bytes) -> Iterator[tuple[int, bytes]]:

@@ -27,6 +27,11 @@ def part_name(index: int) -> str:
     return f"part-{index:06d}"
 
 
+def part_suffix(kind: str) -> str:
+    """The end of a part's name. Args: kind: one of `BatchConfig.format`."""
+    return ".parquet" if kind == "parquet" else ".jsonl"
+
+
 def record_name(index: int) -> str:
     return f"{COMMITS}/{part_name(index)}.json"
 
@@ -142,7 +147,7 @@ class OpenShard:
         record = {
             "shard": self.source.index,
             "job": self._job,
-            "file": f"{name}.{'parquet' if self._kind == 'parquet' else 'jsonl'}",
+            "file": name + part_suffix(self._kind),
             "bytes": len(data),
             "sha256": sha256,
             **{key: self._counts[key] for key in COUNTS},
