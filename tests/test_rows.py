@@ -314,7 +314,7 @@ def put(): LocalStore(folder).put("part", b"x" * 10**6)
 for act in (written, added, put):
     try:
         act()
-    except ValueError as error:
+    except (OSError if act is not written else ValueError) as error:
         print(error)
 """
 

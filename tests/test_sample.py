@@ -98,6 +98,27 @@ def test_mixed_requests_give_rows_completions_summary_and_status(checkpoint, com
         assert expected in err
 
 
+def test_chats_of_every_form_reach_the_template(checkpoint, command, one_engine, tmp_path):
+    """A text, the same as a part, one that goes on in its last message, one without the beginning of an answer."""
+    lines = [
+        {"messages": [{"role": "user", "content": "the cat"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "the cat"}]}]},
+        {"messages": [{"role": "user", "content": "the cat"}], "continue_final_message": True},
+        {"messages": [{"role": "user", "content": "the cat"}], "add_generation_prompt": False},
+        {"messages": [{"role": "user", "content": [1]}]},
+    ]
+    prompts, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    arguments = ("--model", str(checkpoint), "--prompts_file", str(prompts), "--output", str(output))
+    assert command(*arguments, "--sampling.max_tokens", "3", *SMALL)[0] == 1
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    begun, part, continued, closed = (row["prompt_token_ids"] for row in rows[:4])
+    assert part == begun and [row["prompt"] for row in rows] == [""] * 5
+    assert len(continued) < len(closed) < len(begun)
+    assert closed[: len(continued)] == continued and begun[: len(closed)] == closed
+    assert "messages[0]" in rows[4]["error"]
+
+
 def test_all_well_returns_zero_and_a_written_file_is_kept(checkpoint, command, one_engine, tmp_path):
     output = tmp_path / "out.jsonl"
     base = ("--model", str(checkpoint), "--prompts", "hello", "--sampling.max_tokens", "3", "--output", str(output))

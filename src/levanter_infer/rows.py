@@ -238,7 +238,7 @@ def make_row(
             raise content
         request = _make_request(content, default_id, base, _SCORED_ROW_KEYS if completions else ROW_KEYS, chat)
         if columns is not None:
-            columns.check(request.sampling)
+            columns.check(request.sampling or base)
         return Row(default_id, request, completion=_completion(content) if completions else None)
     except ValueError as e:
         return Row(default_id, None, f"{where}: {e}")
@@ -272,7 +272,7 @@ def _make_request(
         raise ValueError(f"prompt is {brief(value)}; expected a string")
     if kind != "prompt" and not isinstance(value, list):
         raise ValueError(f"{kind} is {brief(value)}; expected a list")
-    if kind == "prompt_token_ids":
+    if kind == "prompt_token_ids" and isinstance(value, list):
         _check_ids(value)
     if not _is_id(content.get("id", "")):
         expected = f"a string of at most {MAX_ID_CHARS} characters or a whole number"

@@ -47,7 +47,7 @@ class Group(Protocol):
 class Engine(Protocol):
     """What is needed of an `InferenceEngine`."""
 
-    def submit(self, request: Request) -> Any: ...
+    def submit(self, request: Request, /) -> Any: ...
     def step_round(self) -> Any: ...
     def settle(self) -> Any: ...
 
@@ -61,7 +61,7 @@ class _Pending:
 
     @property
     def num_sequences(self) -> int:
-        assert self.source.request is not None
+        assert self.source.request is not None and self.source.request.sampling is not None
         return self.source.request.sampling.num_sequences
 
 
@@ -152,11 +152,11 @@ class Driver:
                 if i not in shard:
                     yield shard, i, self._row(content, str(shard.source.first_row + i), where)
 
-    def _row(self, content: Any, number: str, where: str) -> Row:
+    def _row(self, content: Any, name: str, where: str) -> Row:
         try:
-            return make_row(content, number, where, self._base, columns=self._layout.columns, chat=self._chat)
+            return make_row(content, name, where, self._base, columns=self._layout.columns, chat=self._chat)
         except ROW_FAULTS as e:
-            return Row(number, None, f"{where}: {_fault(e)}")
+            return Row(name, None, f"{where}: {_fault(e)}")
 
     def _feed(self, rows: Iterator[tuple[Shard, int, Row]]) -> None:
         """Submit rows until the window is full."""

@@ -177,7 +177,7 @@ class ResultLines:
         ]
 
     def _answer(self, source: Row, output: RequestOutput, name: str) -> dict[str, Any]:
-        assert source.request is not None
+        assert source.request is not None and source.request.sampling is not None
         is_chat, asked = source.request.messages is not None, source.request.sampling.logprobs
         generated = sum(len(c.token_ids) for c in output.completions)
         choices = [

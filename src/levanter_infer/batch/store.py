@@ -168,7 +168,7 @@ class LocalStore(Store):
                 os.replace(partial, path)
                 _sync_directory(path.parent)
         except OSError as e:
-            raise ValueError(write_error(path, e)) from e
+            raise OSError(write_error(path, e)) from e
         return True
 
     def remove(self, name: str) -> None:
@@ -246,7 +246,7 @@ class LocalJournal(Journal):
             while data:
                 data = data[self._file.write(data) :]
         except OSError as e:
-            raise ValueError(write_error(self._path, e)) from e
+            raise OSError(write_error(self._path, e)) from e
 
     def close(self, *, remove: bool) -> None:
         with self._file:

@@ -152,7 +152,6 @@ class InferenceEngine(Forks, Spilling, Versions):
         self._pace = Pace(self.config.max_round_steps, self.config.max_round_seconds)
         self._turns, self._warm, self._last_end = Turns(), False, 0.0
         self._intake = Intake(self.shapes, self.config, tokenizer, seed)
-
         self._start_over()
         logger.info("engine: %s", self.describe())
 
@@ -461,6 +460,14 @@ class InferenceEngine(Forks, Spilling, Versions):
         self._stats.registry.set("compile_s", self._compile_s)
 
     def _launch(self, steps: int) -> _Launched:
+        """Launch a round. A failure here has taken requests from their queue, or the state: all are forgotten then."""
+        try:
+            return self._launch_round(steps)
+        except BaseException:
+            self.reset()
+            raise
+
+    def _launch_round(self, steps: int) -> _Launched:
         begin = time.perf_counter()
         with_prompts = self._slots.has_prompts
         fields = self._slots.next_admission(self._rounds, steps) | self._tier.terms()

@@ -16,6 +16,7 @@ from haliax import Axis, NamedArray
 from haliax.nn import RmsNorm
 from jax import Array
 from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from levanter_infer.axes import EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, MLP, Q_HEADS_PER_GROUP, VOCAB
 from levanter_infer.models.decoder import DecoderConfig, DecoderModel
@@ -253,9 +254,29 @@ def _with_axes(named: NamedArray, axes: tuple[Axis, ...], path: str) -> NamedArr
     array, order = named.array, [list(own).index(name) for name in names]
     if isinstance(array, np.ndarray):
         array = jax.device_put(array)
+    array = _without_explicit_axes(array)
     if order != sorted(order):
         array = jnp.transpose(array, order)
     return NamedArray(_reshaped(array, tuple(axis.size for axis in axes)), axes)
+
+
+def _without_explicit_axes(array):
+    """The same memory, on a mesh whose axes are the compiler's: in programs, explicit ones are part of every type."""
+    sharding = getattr(array, "sharding", None)
+    if isinstance(array, Tracer) or not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return array
+    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        raise ValueError(
+            "called under a mesh with explicit axes, expected none: JAX makes it a part of every type. Call it outside "
+            "of it, or under jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())); parameters may lie on it"
+        )
+    if all(kind == AxisType.Auto for kind in sharding.mesh.axis_types):
+        return array
+    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+    sharding = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+    return jax.device_put(array, sharding)
 
 
 def _reshaped(array: Array, shape: tuple[int, ...]) -> Array:

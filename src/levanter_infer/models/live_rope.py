@@ -45,7 +45,8 @@ def live_rope(module, config, head_dim: int, max_len: int) -> dict[str, Any]:
     rope = _parsed(keys, head_dim, max_len)
     if rope is None or not _is_same(rope, inv_freq, scale, head_dim, max_len):
         base, _ = frequencies(RopeConfig(theta=float(theta)), head_dim, max_len)
-        divisors = (base.astype(np.float64) / inv_freq).tolist()
+        with np.errstate(divide="ignore"):  # what does not turn is refused below
+            divisors = (base.astype(np.float64) / inv_freq).tolist()
         keys["rope_scaling"] = {
             "rope_type": "longrope",
             "short_factor": divisors,
