@@ -272,7 +272,8 @@ class InferenceEngine(Forks, Spilling, Versions):
                 groups.append(self._intake.group(request, str(i)))
             except ValueError as error:
                 raise ValueError(f"sequences[{i}]: {error}") from None
-        self._serve(groups)
+        with sampling_progress(None, None, "scoring", "texts") as update:
+            self._serve(groups, update)
         return [group.prompt_scores.logprobs for group in groups]
 
     def _serve(self, groups: list[Group], on_update=None) -> None:
