@@ -97,6 +97,7 @@ def job_command(arguments, prompts: Path) -> list[str]:
         "engine.max_seq_len": 128,
         "batch.rows_per_shard": arguments.rows_per_shard,
         "batch.format": arguments.format,
+        "output.include": "[logprobs, top_logprobs]",
     }
     options = [part for key, value in values.items() for part in (f"--{key}", str(value))]
     return [sys.executable, "-m", "levanter_infer.batch", *options]
@@ -204,7 +205,7 @@ def state(output: Path) -> str:
         return "not begun"
     journals = list(output.glob("_journal/*"))
     try:
-        return "rows finished" if any(path.stat().st_size for path in journals) else "between"
+        return "rows finished" if any(path.read_bytes().count(b"\n") > 1 for path in journals) else "between"
     except FileNotFoundError:
         return "committing"
 

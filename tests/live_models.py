@@ -1,9 +1,10 @@
 """Models as Levanter trains them: the fields, axes and statics of its `LlamaLMHeadModel`, and nothing that computes.
 
-Levanter itself is no dependency of the tests. Weights are HF's, or random.
+Levanter itself is no dependency of these tests; `scripts/compat.sh` tries the real one. Weights are HF's, or random.
 """
 
 import dataclasses
+import math
 
 import equinox as eqx
 import haliax as hax
@@ -13,6 +14,29 @@ import numpy as np
 from haliax import Axis
 from haliax.nn.scan import ScanCheckpointPolicy, Stacked
 
+from levanter_infer.layers.rotary import frequencies
+from levanter_infer.models.hf_config import HfConfig
+
+
+class Rotary(eqx.Module):
+    """`RotaryEmbeddings`: queries or keys and positions in, the same turned out."""
+
+    inv_freq: tuple[float, ...] = eqx.field(static=True)
+    scale: float = eqx.field(static=True, default=1.0)
+    pairs_of_neighbours: bool = eqx.field(static=True, default=False)
+
+    def __call__(self, q: hax.NamedArray, position_ids: hax.NamedArray) -> hax.NamedArray:
+        half = len(self.inv_freq)
+        freqs = np.asarray(self.inv_freq, np.float32)
+        angles = position_ids.astype(jnp.float32).broadcast_axis(Axis("head_size", half))
+        angles = angles.rearrange((..., "head_size")) * hax.named(freqs, "head_size")
+        cos, sin = hax.cos(angles) * self.scale, hax.sin(angles) * self.scale
+        if self.pairs_of_neighbours:
+            first, second = q["head_size", 0::2], q["head_size", 1::2]
+        else:
+            first, second = q["head_size", :half], q["head_size", half:]
+        return hax.concatenate("head_size", [first * cos - second * sin, second * cos + first * sin])
+
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
@@ -20,14 +44,53 @@ class Rope:
 
     theta: float = 10000.0
     scaling: dict | None = None
+    yarn: str = "today"
+    """Whose formula: `today`, or `1.2`, that of Levanter 1.2."""
 
     def to_hf_config(self):
         return self.theta, self.scaling
 
+    def build(self, HeadSize: Axis) -> Rotary | None:
+        """None for kinds that Levanter does not have."""
+        kind = (self.scaling or {}).get("rope_type", "default")
+        if kind == "yarn":
+            return Rotary(*levanter_yarn(self.theta, self.scaling or {}, HeadSize.size, self.yarn))
+        if kind not in ("default", "linear", "llama3"):
+            return None
+        rope = HfConfig(dict(rope_theta=self.theta, rope_scaling=self.scaling)).rope(HeadSize.size, 2048)
+        return Rotary(tuple(frequencies(rope, HeadSize.size, 0)[0].tolist()))
+
+
+def levanter_yarn(theta: float, scaling: dict, head_dim: int, release: str) -> tuple[tuple[float, ...], float]:
+    """Radians per position and the factor on cos and sin, as Levanter's `YarnRotaryEmbeddings` has them."""
+    factor, half = scaling["factor"], head_dim // 2
+    width = half if release == "1.2" else head_dim
+    inv_freq = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+
+    def dimension(rotations: float) -> float:
+        original = scaling["original_max_position_embeddings"]
+        return width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(dimension(scaling.get("beta_fast", 32.0))), 0)
+    high = min(math.ceil(dimension(scaling.get("beta_slow", 1.0))), half - 1)
+    ramp = np.clip((np.arange(half) - low) / max(high - low, 1), 0, 1)
+    inv_freq = inv_freq / factor * ramp + inv_freq * (1 - ramp)
+    scale = 0.1 * scaling.get("mscale", 1.0) * math.log(factor) + 1
+    if release == "1.2":
+        inv_freq, scale = inv_freq / factor, math.sqrt(scale)
+    return tuple(inv_freq.tolist()), scale
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """`AttentionConfig`"""
+
+    sliding_window: int | None = None
+
 
 @dataclasses.dataclass(frozen=True)
 class LiveConfig:
-    """`LlamaConfig`"""
+    """`LlamaConfig`; Mistral's has a window too, which its layers do not apply."""
 
     max_seq_len: int
     rope: Rope
@@ -43,13 +106,14 @@ class Mlp(eqx.Module):
 
 
 class Attention(eqx.Module):
-    config: LiveConfig = eqx.field(static=True)
+    config: AttentionConfig = eqx.field(static=True)
     q_proj: hnn.Linear
     k_proj: hnn.Linear
     v_proj: hnn.Linear
     o_proj: hnn.Linear
     q_norm: hnn.RmsNorm | None = None
     k_norm: hnn.RmsNorm | None = None
+    rot_embs: Rotary | None = None
 
 
 class Layer(eqx.Module):
@@ -82,15 +146,27 @@ class LiveModel(eqx.Module):
         return self.transformer.config
 
 
-def live_model(config: dict, weights: dict[str, np.ndarray], *, dtype=jnp.float32, kv_name: str = "kv_head"):
+def live_model(
+    config: dict,
+    weights: dict[str, np.ndarray],
+    *,
+    dtype=jnp.float32,
+    kv_name: str = "kv_head",
+    layer_name: str = "layer",
+    rope: Rope | None = None,
+    window: int | None = None,
+):
     """The model that a checkpoint's config.json and tensors describe, as Levanter would hold it.
 
     Args:
         kv_name: of the axis of key/value heads; older releases say kv_heads.
+        layer_name: of the axis of layers; older releases and Mistral say layers.
+        rope: by default config.json's.
+        window: what the attention layers apply.
     """
     heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    layers = Axis("layers", config["num_hidden_layers"])
+    layers = Axis(layer_name, config["num_hidden_layers"])
     vocab, embed = Axis("vocab", config["vocab_size"]), Axis("embed", config["hidden_size"])
     mlp, size = Axis("mlp", config["intermediate_size"]), Axis("head_size", head_dim)
     kv_heads, group = Axis(kv_name, kv), Axis("q_heads_per_group", heads // kv)
@@ -109,17 +185,18 @@ def live_model(config: dict, weights: dict[str, np.ndarray], *, dtype=jnp.float3
     def norm(weight: hax.NamedArray | None, axis: Axis = embed) -> hnn.RmsNorm | None:
         return None if weight is None else hnn.RmsNorm(axis, weight, None, config["rms_norm_eps"], jnp.float32)  # type: ignore
 
-    scaling = config.get("rope_scaling")
-    live = LiveConfig(config["max_position_embeddings"], Rope(config["rope_theta"], scaling))
+    rope = rope or Rope(config["rope_theta"], config.get("rope_scaling"))
+    live = LiveConfig(config["max_position_embeddings"], rope)
     q_heads = (kv_heads, group, size)
     attention = Attention(
-        live,
+        AttentionConfig(window),
         linear("self_attn.q_proj", q_heads, (embed,)),
         linear("self_attn.k_proj", (kv_heads, size), (embed,)),
         linear("self_attn.v_proj", (kv_heads, size), (embed,)),
         linear("self_attn.o_proj", (embed,), (Axis("heads", heads), size)),
         norm(stack("self_attn.q_norm.weight", size), size),
         norm(stack("self_attn.k_norm.weight", size), size),
+        rope.build(size),
     )
     block = Layer(
         live,

@@ -54,13 +54,13 @@ def test_optional_columns_are_there_if_sampling_or_include_asks():
     scored = dataclasses.replace(
         OUTPUT, prompt_logprobs=np.asarray([-0.1], np.float32), prompt_top_logprobs=TOP[:1], num_cached_tokens=7
     )
-    scored.completions = [completion(top_logprobs=TOP, score=-1.5)]
+    scored.completions = [completion(top_logprobs=TOP, score=-1.5, logprobs=np.asarray([-0.5, -1.0], np.float32))]
     entries = [[{"token_id": 7, "logprob": -0.5}, {"token_id": 9, "logprob": None}], [{"token_id": 8, "logprob": -1.0}]]
     expected = {
-        "logprobs": [-0.1, None],
+        "logprobs": [-0.5, -1.0],
         "top_logprobs": entries,
         "processed_logprobs": [-0.5, 0.0],
-        "cumulative_logprob": None,
+        "cumulative_logprob": -1.5,
         "token_versions": [3, 4],
         "score": -1.5,
         "prompt_logprobs": [-0.1],
@@ -107,7 +107,13 @@ def test_failed_request_has_a_row_of_the_same_columns_and_types():
 def mixed_outputs() -> list[list[RequestOutput]]:
     """Results of several files: of every kind of prompt, with and without what a row may lack, failed, broken."""
     good = completion(text=None, top_logprobs=None, seed=5)
-    told = completion(top_logprobs=TOP, cumulative_logprob=-1.5, stop_reason=(1, 2), seed=2**53 - 1, score=-0.25)
+    told = completion(
+        logprobs=np.asarray([-0.5, -1.25], np.float32),
+        top_logprobs=TOP,
+        stop_reason=(1, 2),
+        seed=2**53 - 1,
+        score=-0.25,
+    )
     return [
         [RequestOutput("a", None, [1], [good]), RequestOutput("b", "p", [1, 2], [told])],
         [RequestOutput("c", None, [], [], error="no"), RequestOutput("d", None, [3], [told])],

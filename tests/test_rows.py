@@ -4,6 +4,9 @@ import dataclasses
 import json
 import os
 import stat
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +15,7 @@ from levanter_infer.columns import Columns
 from levanter_infer.config import OutputConfig, load_config
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import RequestOutput
-from levanter_infer.rows import RowWriter, escape_for_terminal, read_rows
+from levanter_infer.rows import RowWriter, columns_of, escape_for_terminal, read_rows
 
 
 def config_of(**values):
@@ -22,7 +25,8 @@ def config_of(**values):
 def read(tmp_path, content, name="rows.jsonl", **values):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return read_rows(config_of(prompts_file=str(path), **values))
+    config = config_of(prompts_file=str(path), **values)
+    return read_rows(config, columns=columns_of(config))
 
 
 def test_prompts_of_the_configuration_are_numbered():
@@ -91,8 +95,8 @@ def test_jsonl_row_may_have_each_kind_of_prompt_an_id_and_sampling(tmp_path):
         ('{"prompt": 3}', "prompt is 3; expected a string"),
         ('{"prompt_token_ids": "12"}', "prompt_token_ids is '12'; expected a list"),
         ('{"messages": {}}', "messages is {}; expected a list"),
-        ('{"prompt": "a", "id": 1.5}', "id is 1.5; expected a string of at most 1024 characters or a whole number"),
-        ('{"prompt": "a", "id": true}', "id is True; expected a string of at most 1024 characters or a whole number"),
+        ('{"prompt": "a", "id": 1.5}', "id is 1.5; expected a string of at most 4096 characters or a whole number"),
+        ('{"prompt": "a", "id": true}', "id is True; expected a string of at most 4096 characters or a whole number"),
         ('{"prompt": "a", "sampling": 3}', "sampling is 3; expected an object"),
         ('{"prompt": "a", "sampling": {"temp": 3}}', "no parameter 'temp'"),
         ('{"prompt": "a", "sampling": {"max_tokens": 0}}', "max_tokens=0: expected"),
@@ -160,13 +164,13 @@ def test_value_that_json_does_not_have_is_refused_where_it_is_read_and_costs_no_
     assert [row["prompt_token_ids"] for row in rows] == [[], [], []] and all(row["error"] for row in rows)
 
 
-@pytest.mark.parametrize("size", [1025, 3_000_000])
+@pytest.mark.parametrize("size", [4097, 3_000_000])
 def test_id_of_any_length_is_refused_and_not_echoed(tmp_path, size):
     (row,) = read(tmp_path, json.dumps({"prompt": "a", "id": "x" * size}))
-    assert row.id == "0" and "expected a string of at most 1024 characters" in row.error and len(row.error) < 500
-    (row,) = read(tmp_path, '{"prompt": "a", "id": 1' + "0" * 1100 + "}")
+    assert row.id == "0" and "expected a string of at most 4096 characters" in row.error and len(row.error) < 500
+    (row,) = read(tmp_path, '{"prompt": "a", "id": 1' + "0" * 4200 + "}")
     assert row.id == "0" and "or a whole number" in row.error and len(row.error) < 500
-    assert read(tmp_path, json.dumps({"prompt": "a", "id": "x" * 1024}))[0].id == "x" * 1024
+    assert read(tmp_path, json.dumps({"prompt": "a", "id": "x" * 4096}))[0].id == "x" * 4096
 
 
 CHATS = [{"role": "user", "content": "x"}]
@@ -180,6 +184,7 @@ def test_keys_of_chats_reach_the_request_those_of_the_row_before_those_of_the_co
     result = [row.request for row in read(tmp_path, "\n".join(map(json.dumps, lines)), **given)]
     assert result[0].chat_template_kwargs == {"a": 1, "b": 1} and result[0].tools is None
     assert result[1].chat_template_kwargs == {"a": 1, "b": 2} and result[1].continue_final_message is True
+    assert result[0].add_generation_prompt is True and result[1].add_generation_prompt is False
     assert result[1].tools == tools
     assert result[2].chat_template_kwargs is None
 
@@ -295,6 +300,33 @@ def test_terminal_text_has_no_control_characters():
         "a\\x1b[2J\\x07\\x9b31m\\x0d\\x00\\u202e\\u2066\\u2028\\ud800\\U000e0041\\x7f\\ue000"
     )
     assert escape_for_terminal("tab\tline\nümläut 猫🙂 👩\u200d🔬 [red]") == "tab\tline\nümläut 猫🙂 👩\u200d🔬 [red]"
+
+
+TOO_LARGE = """
+import pathlib, resource, signal
+from levanter_infer.batch.store import LocalStore
+from levanter_infer.rows import RowWriter
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+folder = pathlib.Path.cwd()
+def written(): RowWriter(folder / "out").write([{"id": "x" * 10**6}])
+def added(): LocalStore(folder).claim("journal").add(b"x" * 10**6)
+def put(): LocalStore(folder).put("part", b"x" * 10**6)
+for act in (written, added, put):
+    try:
+        act()
+    except (OSError if act is not written else ValueError) as error:
+        print(error)
+"""
+
+
+def test_file_that_becomes_too_large_is_named_with_a_remedy(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(Path(rows.__file__).parents[1])}
+    line = [sys.executable, "-c", TOO_LARGE]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
+    expected = [f"cannot write {what}{tmp_path}/{n}" for what, n in (("output ", "out"), ("", "journal"), ("", "part"))]
+    assert len(done.stdout.splitlines()) == 3, done.stderr
+    for line, beginning in zip(done.stdout.splitlines(), expected, strict=True):
+        assert line.startswith(f"{beginning}: File too large; the file system, or the limit of `ulimit -f`, allows no")
 
 
 @pytest.mark.parametrize("path", ["", ".", "/"])

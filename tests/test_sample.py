@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from levanter_infer import frontend, sample
 from levanter_infer.checkpoints.save import save_model
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Completion, Request, RequestOutput
+from levanter_infer.runtime import progress
 from tests.tiny_models import tiny_model
 from tests.tokenizer_files import CHATML, byte_level, write
 
@@ -69,6 +72,8 @@ def test_mixed_requests_give_rows_completions_summary_and_status(checkpoint, com
         {"messages": [{"role": "user", "content": "the cat"}], "id": "chat"},
         {"prompt": "hello " * 500, "id": "long"},
         {"promt": "x", "id": "typo"},
+        {"prompt_token_ids": [float("nan")], "id": "nan"},
+        {"prompt": "hello", "id": "top", "sampling": {"logprobs": 2}},
     ]
     make = sample.make_engine
     monkeypatch.setattr(sample, "make_engine", lambda *args: engines.append(make(*args)) or engines[-1])
@@ -76,20 +81,42 @@ def test_mixed_requests_give_rows_completions_summary_and_status(checkpoint, com
     prompts.write_text("\n".join(map(json.dumps, lines)))
     arguments = ("--model", str(checkpoint), "--prompts_file", str(prompts), "--output", str(output))
     sampling = ("--sampling.max_tokens", "6", "--sampling.ignore_eos", "true", "--sampling.seed", "5")
-    status, out, err = command(*arguments, *sampling, *SMALL)
+    status, out, err = command(*arguments, *sampling, *SMALL, "--output.include", "[logprobs]")
     assert status == 1
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [(row["id"], row["index"]) for row in rows] == [
-        *(("text", 0), ("text", 1), ("1", 0), ("chat", 0), ("long", None), ("typo", None))
+        *(("text", 0), ("text", 1), ("1", 0), ("chat", 0), ("long", None), ("typo", None), ("5", None), ("top", None))
     ]
     assert all(len(row["token_ids"]) == 6 and row["finish_reason"] == "length" for row in rows[:4])
-    assert [len(row["logprobs"] or ()) for row in rows[:4]] == [6, 6, 0, 0]
+    assert [len(row["logprobs"]) for row in rows] == [6, 6, 6, 6, 0, 0, 0, 0]  # one schema for all
     assert rows[0]["token_ids"] != rows[1]["token_ids"] and rows[0]["seed"] == rows[1]["seed"] != rows[2]["seed"]
     assert "leaves no room to generate" in rows[4]["error"] and "did you mean prompt?" in rows[5]["error"]
+    assert "it holds NaN" in rows[6]["error"] and "output.include: [top_logprobs]" in rows[7]["error"]
     assert out.count("(length, 6 tokens)") == 4 and "\x1b" not in out
     assert "error: request long: " in err and "error: request typo: " in err
-    for expected in ("max_seqs=4", "page_size=8", "sha256 ", "5 requests (2 failed), 4 samples", "programs compiled"):
+    for expected in ("max_seqs=4", "page_size=8", "sha256 ", "7 requests (4 failed), 4 samples", "programs compiled"):
         assert expected in err
+
+
+def test_chats_of_every_form_reach_the_template(checkpoint, command, one_engine, tmp_path):
+    """A text, the same as a part, one that goes on in its last message, one without the beginning of an answer."""
+    lines = [
+        {"messages": [{"role": "user", "content": "the cat"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "the cat"}]}]},
+        {"messages": [{"role": "user", "content": "the cat"}], "continue_final_message": True},
+        {"messages": [{"role": "user", "content": "the cat"}], "add_generation_prompt": False},
+        {"messages": [{"role": "user", "content": [1]}]},
+    ]
+    prompts, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    arguments = ("--model", str(checkpoint), "--prompts_file", str(prompts), "--output", str(output))
+    assert command(*arguments, "--sampling.max_tokens", "3", *SMALL)[0] == 1
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    begun, part, continued, closed = (row["prompt_token_ids"] for row in rows[:4])
+    assert part == begun and [row["prompt"] for row in rows] == [""] * 5
+    assert len(continued) < len(closed) < len(begun)
+    assert closed[: len(continued)] == continued and begun[: len(closed)] == closed
+    assert "messages[0]" in rows[4]["error"]
 
 
 def test_all_well_returns_zero_and_a_written_file_is_kept(checkpoint, command, one_engine, tmp_path):
@@ -227,6 +254,33 @@ def test_interrupt_returns_130(command, monkeypatch):
     assert status == 130 and err == "interrupted\n"
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_interrupt_while_programs_compile_ends_at_once_and_leaves_no_file(checkpoint, tmp_path, number):
+    arguments = ["--model", str(checkpoint), "--prompts", "hello", "--output", str(tmp_path / "out.jsonl"), *SMALL]
+    hidden = {"JAX_COMPILATION_CACHE_DIR", "JAX_DISABLE_MOST_OPTIMIZATIONS"}
+    env = {name: value for name, value in os.environ.items() if name not in hidden}
+    with subprocess.Popen(
+        [sys.executable, "-m", "levanter_infer", "sample", *arguments],
+        env={**env, "PYTHONPATH": str(ROOT / "src"), "LEVANTER_INFER_COMPILE_CACHE": "off"},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        said = []
+        for line in process.stderr:
+            said.append(line)
+            if line.startswith("waiting   ") and "compiling" in line:
+                process.send_signal(number)
+                begin = time.monotonic()
+                break
+        said += process.stderr.readlines()
+        assert process.wait(timeout=60) == 130, "".join(said)
+    assert time.monotonic() - begin < 3
+    assert "programs are ready, not yet " in "".join(said)
+    assert said[-1] == "interrupted\n" and "Traceback" not in "".join(said)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_command_samples_the_configuration_of_the_repository(checkpoint, tmp_path):
     """As users start it, in a process without the strict checks of the tests; a random model stands in for the tiny."""
     arguments = ["--config", "configs/tiny.yaml", "--model", str(checkpoint), "--sampling.max_tokens", "4"]
@@ -243,14 +297,15 @@ def test_command_samples_the_configuration_of_the_repository(checkpoint, tmp_pat
     assert "(0 failed)" in done.stderr and "temperature=0 stop=('\\n',)" in done.stderr
 
 
-def test_progress_is_drawn_only_where_somebody_watches(monkeypatch, capsys):
-    with frontend.progress_bar() as update:
-        assert update is None
+def test_a_bar_is_drawn_only_where_somebody_watches(checkpoint, one_engine, monkeypatch, capsys):
+    arguments = ["--model", str(checkpoint), "--prompts", "hello", "--sampling.max_tokens", "200", *SMALL]
+    monkeypatch.setattr(progress, "BAR_S", 0.0)
+    assert sample.main(arguments) == 0
+    assert "sampling:" not in capsys.readouterr().err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with frontend.progress_bar() as update:
-        assert update is not None
-        update(1, 4, 27)
-    assert "1/4 samples, 27 tokens" in capsys.readouterr().err
+    assert sample.main([*arguments, "--sampling.ignore_eos", "true"]) == 0
+    captured = capsys.readouterr()
+    assert "sampling" in captured.err and "\x1b[2K" in captured.err and "\x1b" not in captured.out
 
 
 def test_value_error_inside_the_engine_is_not_taken_for_the_users_mistake():

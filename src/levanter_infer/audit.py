@@ -27,6 +27,7 @@ from levanter_infer.frontend import (
     say,
 )
 from levanter_infer.rows import read_rows
+from levanter_infer.runtime.progress import stage
 
 MAX_DELTA = {"float32": 1e-3, "bfloat16": 1.0, "float16": 0.1, "int8": 1.2, "float8_e4m3fn": 15.0}
 """Largest |Δ logprob| that passes by default, by the coarser dtype of weights and pages. docs/numerics.md says what was
@@ -119,7 +120,7 @@ class Sampled:
 
     outputs: list[RequestOutput]
     about: dict[str, Any]
-    """Of `InferenceEngine.describe`, and the dtype of the weights."""
+    """Of `InferenceEngine.describe`, the dtype of the weights, and why the instruction set was chosen."""
 
     @property
     def requests(self) -> list[RequestOutput]:
@@ -135,7 +136,8 @@ def sample(config: RunConfig, change: Callable[[Request], Request] = lambda requ
     rows = read_rows(config)
     engine = make_engine(config, len(rows))
     outputs = merge_outputs(rows, generate(engine, [change(row.request) for row in rows if row.request is not None]))
-    sampled = Sampled(outputs, {**engine.describe(), "weights": str(engine.model.dtype)})
+    about = {**engine.describe(), "weights": str(engine.model.dtype), "cpu_isa_reason": engine.backend.isa_reason}
+    sampled = Sampled(outputs, about)
     del engine
     gc.collect()
     if not any(completion.token_ids for output in sampled.requests for completion in output.completions):
@@ -144,6 +146,7 @@ def sample(config: RunConfig, change: Callable[[Request], Request] = lambda requ
     return sampled
 
 
+@stage("computing the log probabilities again, without a cache")
 def score_again(config: RunConfig, sampled: Sampled) -> list[Pair]:
     """Every completion beside the plain forward over its tokens, by the model as it is stored."""
     return beside_uncached(plain_model(config), sampled.requests, sampled.about["max_seq_len"])
@@ -269,7 +272,7 @@ def print_line(
     command: str, against: str, about: Mapping[str, Any], report: Mapping[str, Any], diagnosis: Diagnosis
 ) -> None:
     """One JSON line on standard output."""
-    names = ("weights", "kv_dtype", "attention", "products", "numerics", "page_size")
+    names = ("weights", "kv_dtype", "attention", "products", "cpu_isa", "numerics", "page_size")
     line = {"command": command, "against": against, **{name: about[name] for name in names if name in about}, **report}
     print(json.dumps(_finite({**line, "verdict": diagnosis.verdict, "findings": diagnosis.findings})))
 

@@ -95,7 +95,7 @@ class Columns:
         missing = [name for name in asked_columns(sampling) if name not in self.names]
         if missing:
             raise ValueError(
-                f"the row asks for {' and '.join(missing)}, and the rows of this output have no such column; add it to "
+                f"it asks for {' and '.join(missing)}, and the rows of this output have no such column; add it to "
                 f"all of them with output.include: [{', '.join(missing)}], or leave it out of the row"
             )
 
@@ -152,7 +152,7 @@ _OF_REQUEST: dict[str, Callable[[RequestOutput], Any]] = {
     "prompt_token_ids": lambda output: list(output.prompt_token_ids),
     "prompt_logprobs": lambda output: numbers(() if output.prompt_logprobs is None else output.prompt_logprobs),
     "prompt_top_logprobs": lambda output: tops(output.prompt_top_logprobs or ()),
-    "num_cached_tokens": lambda output: output.num_cached_tokens,
+    "num_cached_tokens": lambda output: output.num_cached_tokens or 0,
 }
 _OF_SAMPLE: dict[str, Callable[[Completion], Any]] = {
     "index": lambda c: c.index,

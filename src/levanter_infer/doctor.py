@@ -110,6 +110,7 @@ def run(config: RunConfig, other: RunConfig | None, max_delta: float | None) -> 
         pairs = _pairs(_paths(sampled.requests), _paths(second.requests))
         against, gate = "engine", max(default_gate(sampled.about), default_gate(second.about))
     report_failures(sampled.outputs)
+    say("kernels   {products}, {attention}, cpu_isa={cpu_isa}: {cpu_isa_reason}".format(**sampled.about))
     gate = gate if max_delta is None else max_delta
     diagnosis = diagnose(pairs, gate, sampled.about["page_size"])
     if other is None and diagnosis.suspect is not None:
@@ -179,7 +180,8 @@ def _with_top(config: RunConfig):
     count = min(_TOP, config.engine_config().max_logprobs)
 
     def change(request: Request) -> Request:
-        return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, logprobs=count))
+        sampling = request.sampling or config.sampling
+        return dataclasses.replace(request, sampling=dataclasses.replace(sampling, logprobs=count))
 
     return change
 

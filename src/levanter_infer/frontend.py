@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from levanter_infer.columns import NOT_FINITE
 from levanter_infer.config import AnyRunConfig, RunConfig, load_config
-from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.facts import flag_facts, package_version, version_facts
 from levanter_infer.keys import hint_for
@@ -27,8 +27,10 @@ from levanter_infer.runtime.collector import collector_paused
 from levanter_infer.runtime.compile_cache import enable_compile_cache
 from levanter_infer.runtime.hosts import HostLost, Hosts
 from levanter_infer.runtime.multihost import PER_HOST, joined
+from levanter_infer.runtime.progress import Lines, choose_display, lines_written_with, stage
 
 if TYPE_CHECKING:
+    from levanter_infer.checkpoints.generation import SuggestedSampling
     from levanter_infer.engine.engine import InferenceEngine
 
 _MAX_SHOWN_ERRORS = 20
@@ -41,7 +43,7 @@ _LOG_SECONDS = 10
 def guarded(command: Callable[[], int]) -> int:
     """Run a command; returns its exit status, or that of what stopped it, which is said on standard error."""
     try:
-        with _standard_streams():
+        with _standard_streams(), lines_written_with(say):
             return _status(command)
     except BrokenPipeError:
         return 141
@@ -189,8 +191,8 @@ def generate(engine: "InferenceEngine", requests: list[Request], on_update=None)
 def serve(engine: "InferenceEngine", requests: list[Request]) -> tuple[list[RequestOutput], float]:
     """`generate` with a bar or lines about how it goes. Returns: the outputs, and the seconds that it took."""
     begin = time.perf_counter()
-    with progress_bar() as on_update:
-        outputs = generate(engine, requests, on_update or log_lines(engine))
+    draws = not isinstance(choose_display(), Lines)  # the engine draws a bar where somebody watches
+    outputs = generate(engine, requests, None if draws else log_lines(engine))
     return outputs, time.perf_counter() - begin
 
 
@@ -214,11 +216,14 @@ def join(config: RunConfig, orderly: tuple[type[BaseException], ...] = ()) -> It
         orderly: as of `joined`.
     Raises: ValueError, and HostLost, as `joined`; HostsDiffer naming the odd one.
     """
-    with joined(config.multihost, orderly) as hosts:
+    with contextlib.ExitStack() as stack:
+        with stage("waiting for the other processes"):
+            hosts = stack.enter_context(joined(config.multihost, orderly))
         if hosts is not None:
             hosts.note("comparing versions")
             say(f"hosts     {hosts.count}, {config.multihost.layout}; this is {hosts.names[hosts.index]}")
-            agree(hosts, "versions and flags", {**version_facts(), **flag_facts()})
+            with stage("waiting for the other processes to compare versions"):
+                agree(hosts, "versions and flags", {**version_facts(), **flag_facts()})
         yield hosts
 
 
@@ -230,6 +235,7 @@ def make_engine(config: RunConfig, num_rows: int, hosts: Hosts | None = None) ->
         hosts: processes that each make one. With `multihost.layout: per_host` on their own devices.
     Raises: ValueError saying what is wrong with them; HostsDiffer.
     """
+    from levanter_infer.checkpoints.generation import suggested_sampling
     from levanter_infer.checkpoints.source import resolve_source
     from levanter_infer.checkpoints.tokenizer import Tokenizer
 
@@ -237,16 +243,19 @@ def make_engine(config: RunConfig, num_rows: int, hosts: Hosts | None = None) ->
         raise ValueError("multihost: this command runs in one process; use levanter_infer.batch or sample for several")
     source = resolve_source(config.model.path, config.model.revision)
     if config.tokenizer is not None:
-        tokenizer = Tokenizer.from_directory(resolve_source(config.tokenizer, weights=False).directory)
+        tokenizer = Tokenizer.from_source(resolve_source(config.tokenizer, weights=False))
     else:
-        tokenizer = Tokenizer.from_directory(source.directory) if source.has("tokenizer.json") else None
+        tokenizer = Tokenizer.from_source(source) if source.has("tokenizer.json") else None
+
+    suggested = suggested_sampling(source)
 
     # Everything above answers before JAX is imported.
-    from jax.errors import JaxRuntimeError
+    with stage("importing JAX"):
+        from jax.errors import JaxRuntimeError
 
-    from levanter_infer.checkpoints.load import open_model
-    from levanter_infer.engine.engine import InferenceEngine
-    from levanter_infer.engine.mesh import make_mesh
+        from levanter_infer.checkpoints.load import open_model
+        from levanter_infer.engine.engine import InferenceEngine
+        from levanter_infer.engine.mesh import make_mesh
 
     if hosts is not None:
         hosts.note("loading the model")
@@ -277,8 +286,32 @@ def make_engine(config: RunConfig, num_rows: int, hosts: Hosts | None = None) ->
     say("engine    " + " ".join(f"{key}={value}" for key, value in engine.describe().items()))
     say(f"loaded    in {time.perf_counter() - begin:.1f} s")
     say(f"sampling  {sampling_text(config.sampling)}")
+    for line in suggestion_lines(suggested, config.sampling):
+        say(line)
     say(f"requests  {num_rows}")
     return engine
+
+
+def suggestion_lines(suggested: "SuggestedSampling | None", params: SamplingParams) -> list[str]:
+    """What generation_config.json suggests and is not done: because nobody asked for it, or because we cannot."""
+    if suggested is None:
+        return []
+    lines = []
+    other = {name: value for name, value in suggested.params.items() if not _has(params, name, value)}
+    if other:
+        text = " ".join(f"{name}={brief(value)}" for name, value in other.items())
+        lines.append(f"note      generation_config.json suggests {text}; not applied: sampling.from_model")
+    if suggested.unsupported:
+        text = " ".join(f"{name}={brief(value)}" for name, value in suggested.unsupported.items())
+        lines.append(f"note      generation_config.json has {text}, which is not supported")
+    return lines
+
+
+def _has(params: SamplingParams, name: str, value: object) -> bool:
+    try:
+        return getattr(dataclasses.replace(params, **{name: value}), name) == getattr(params, name)  # as it is kept
+    except ValueError:
+        return False
 
 
 def sampling_text(params: SamplingParams) -> str:
@@ -299,32 +332,6 @@ def merge_outputs(rows: Sequence[Row], sampled: Sequence[RequestOutput]) -> list
     return [
         next(rest) if row.request is not None else RequestOutput(row.id, None, [], [], error=row.error) for row in rows
     ]
-
-
-@contextlib.contextmanager
-def progress_bar() -> Iterator[Callable[[int, int, int], None] | None]:
-    """A callback for `InferenceEngine.generate` that draws a bar on standard error, or None where nobody watches."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[count]}"),
-        TimeElapsedColumn(),
-    )
-    # A few updates a second: the processor has programs to compile.
-    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4) as progress:
-        task = progress.add_task("compiling", total=None, count="")
-
-        def update(finished: int, total: int, tokens: int) -> None:
-            count = f"{finished}/{total} samples, {tokens} tokens"
-            progress.update(task, completed=finished, total=total, count=count, description="sampling")
-
-        yield update
 
 
 def log_lines(engine: "InferenceEngine") -> Callable[[int, int, int], None]:

@@ -23,14 +23,12 @@ except ImportError:  # not a POSIX system: nothing keeps two runs apart there
 from levanter_infer.columns import Columns, encode_row
 from levanter_infer.config import CHAT_KEYS, RunConfig, check_chat_settings, check_keys
 from levanter_infer.engine.params import SamplingParams, brief
-from levanter_infer.engine.request import Request
+from levanter_infer.engine.request import MAX_ID_CHARS, Request
 
 MAX_LINE_BYTES = 2**24
 MAX_ROWS = 1_000_000
 MAX_N = 4096
 """Samples of one row, at most; the engine may allow fewer."""
-MAX_ID_CHARS = 1024
-"""Characters of a row's id, at most."""
 _JSONL = (".jsonl", ".ndjson")
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 _POLICY_KEYS = ("cache_salt", "priority", "timeout_s")
@@ -59,7 +57,7 @@ class Row:
     """What follows the prompt, where it is to be scored and not sampled; token ids behind token ids."""
 
 
-def read_rows(config: RunConfig, *, completions: bool = False) -> list[Row]:
+def read_rows(config: RunConfig, *, completions: bool = False, columns: Columns | None = None) -> list[Row]:
     """The requests of a run, in order.
 
     A row that is wrong becomes an error of that row. `sampling.seed` of the configuration is left to the engine, which
@@ -67,10 +65,10 @@ def read_rows(config: RunConfig, *, completions: bool = False) -> list[Row]:
 
     Args:
         completions: rows may hold a completion, and no parameters of sampling.
+        columns: of the output; a row that asks for others is refused. None: there is none.
     Raises: ValueError if the file cannot be read at all, or has too many rows.
     """
     base = dataclasses.replace(config.sampling, seed=None)
-    columns = None if completions else columns_of(config)
     chat = {key: value for key, value in chat_settings(config).items() if not completions or key in _SCORED_CHAT_KEYS}
     if config.prompts_file is not None:
         contents = _read_file(Path(config.prompts_file), as_chat=bool(config.chat))
@@ -240,7 +238,7 @@ def make_row(
             raise content
         request = _make_request(content, default_id, base, _SCORED_ROW_KEYS if completions else ROW_KEYS, chat)
         if columns is not None:
-            columns.check(request.sampling)
+            columns.check(request.sampling or base)
         return Row(default_id, request, completion=_completion(content) if completions else None)
     except ValueError as e:
         return Row(default_id, None, f"{where}: {e}")
@@ -274,7 +272,7 @@ def _make_request(
         raise ValueError(f"prompt is {brief(value)}; expected a string")
     if kind != "prompt" and not isinstance(value, list):
         raise ValueError(f"{kind} is {brief(value)}; expected a list")
-    if kind == "prompt_token_ids":
+    if kind == "prompt_token_ids" and isinstance(value, list):
         _check_ids(value)
     if not _is_id(content.get("id", "")):
         expected = f"a string of at most {MAX_ID_CHARS} characters or a whole number"
@@ -310,6 +308,8 @@ def _chat_keys(content: dict[str, Any], kind: str, chat: Mapping[str, Any]) -> d
     check_chat_settings(settings, "")
     if "chat_template_kwargs" in own and "chat_template_kwargs" in chat:
         settings["chat_template_kwargs"] = {**chat["chat_template_kwargs"], **own["chat_template_kwargs"]}
+    if settings.get("continue_final_message"):
+        settings["add_generation_prompt"] = False  # which begins another message, and is what is done by default
     return settings
 
 

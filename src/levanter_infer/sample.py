@@ -71,8 +71,9 @@ def run(config: RunConfig) -> int:
 
 
 def _run(config: RunConfig, hosts: Hosts | None) -> int:
-    rows = read_rows(config)
+    columns = columns_of(config)
     output = config.output.path if config.output else None
+    rows = read_rows(config, columns=None if output is None else columns)
     writes = hosts is None or hosts.is_lead
     if hosts is not None:
         agree(hosts, "run", run_facts(config, rows))
@@ -81,7 +82,7 @@ def _run(config: RunConfig, hosts: Hosts | None) -> int:
         requests = [row.request for row in rows if row.request is not None]
         sampled, seconds = serve(engine, requests)
         outputs = merge_outputs(rows, sampled)
-        write_files(writer, metrics, itertools.chain.from_iterable(map(columns_of(config).rows, outputs)), engine)
+        write_files(writer, metrics, itertools.chain.from_iterable(map(columns.rows, outputs)), engine)
     if not writes:
         return 1 if any(output.error is not None for output in outputs) else 0
     shown = outputs if output is None else outputs[:_SHOWN_WITH_OUTPUT]

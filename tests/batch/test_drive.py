@@ -8,9 +8,9 @@ import fsspec
 import pytest
 
 from levanter_infer.batch.drive import Driver
-from levanter_infer.batch.job import JOB, MANIFEST, Job, check_same, make_promise, read_promise
+from levanter_infer.batch.job import MANIFEST, Job, check_same, make_promise, read_promise
 from levanter_infer.batch.plan import Input
-from levanter_infer.batch.shard import JOURNALS
+from levanter_infer.batch.shard import JOB, JOURNALS, dumps
 from levanter_infer.batch.store import LocalStore, open_store
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.rows import lock_file
@@ -40,7 +40,8 @@ def begin(prompts, output, numerics="batch_invariant", format="jsonl", size=5):
     """A job as `run.open_worker` finds or begins it."""
     source, store = Input(str(prompts), as_chat=False, model_names=()), open_store(output)
     config = {"engine": {"numerics": numerics}, "batch": {"format": format}}
-    store.create(JOB, json.dumps(make_promise(config, {}, {}, source.plan(size))).encode())
+    if read_promise(store) is None:
+        store.create(JOB, dumps(make_promise(config, {}, {}, source.plan(size))))
     return source, Job(store, read_promise(store))
 
 

@@ -16,7 +16,7 @@ from tests.pairs import ROOT, Processes, free_port
 
 pytestmark = pytest.mark.slow
 HEARTBEAT_S = 10
-ROWS, FEW, MANY = 400, 60, 3000
+ROWS, FEW, MANY = 400, 60, 9000
 """Of a job; few of one on one mesh, whose every step waits for messages between the processes; many of one that a
 process must not finish alone before it misses the other."""
 LOST_LIMIT_S = HEARTBEAT_S + 1
@@ -90,7 +90,7 @@ def contents(output: Path) -> dict[str, bytes]:
 
 def finished(output: Path) -> int:
     """Rows that are safe on disk."""
-    journals = sum(path.read_bytes().count(b"\n") for path in output.glob("_journal/*"))
+    journals = sum(max(path.read_bytes().count(b"\n") - 1, 0) for path in output.glob("_journal/*"))  # less the header
     return journals + sum(json.loads(path.read_text())["rows"] for path in output.glob("_commits/*"))
 
 
@@ -183,6 +183,40 @@ def test_a_killed_process_is_named_and_ends_the_job_and_the_job_goes_on(start, t
         assert processes.wait(200) == [0, 0], processes.said
     assert sorted(int(row["id"]) for row in rows_of(output)) == list(range(rows))
     assert (output / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("layout", ["per_host", "one_mesh"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_hangs_is_named_within_two_heartbeats(start, tmp_path, layout, victim):
+    """SIGSTOP: its connections stay open, and whatever it is asked is not answered."""
+    heartbeat_s = 5
+    arguments, rows = (ONE_MESH, FEW) if layout == "one_mesh" else ((), MANY)
+    arguments = (*arguments, "--multihost.heartbeat_s", str(heartbeat_s))
+    output = tmp_path / "out"
+    with start(output, *arguments, rows=rows) as processes:
+        processes.wait_for(output, "_commits/*")
+        processes.send(victim, signal.SIGSTOP)
+        begin = time.monotonic()
+        status = processes.running[1 - victim].wait(60)
+        seconds = time.monotonic() - begin
+        said = processes.said[1 - victim]
+        assert status == LOST, said
+        assert f"error: host {victim} (" in said and "is lost" in said and "the same command goes on" in said, said
+        assert f"watchdog  host {victim} (" in said and "last round" in said and ".py:" in said
+        assert seconds < 2 * heartbeat_s
+        processes.send(victim, signal.SIGCONT)
+        assert processes.wait(2 * heartbeat_s)[victim] == LOST, processes.said  # it finds itself alone
+
+
+@pytest.mark.parametrize("counts", [(2, 3), (3, 2)])
+def test_a_differing_number_of_processes_is_an_error_at_once(start, tmp_path, counts):
+    more = [["--multihost.processes", str(count)] for count in counts]
+    begin = time.monotonic()
+    with start(tmp_path / "out", more=more) as processes:
+        assert processes.wait(60) == [2, 2], processes.said
+    assert time.monotonic() - begin < 20
+    expected = f"multihost.processes is {counts[1]} and elsewhere {counts[0]}"
+    assert all("on host 1 (" in said and expected in said for said in processes.said)
 
 
 @pytest.mark.parametrize("layout", ["per_host", "one_mesh"])

@@ -4,6 +4,11 @@ import bz2
 import gzip
 import json
 import lzma
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -178,3 +183,27 @@ def test_damaged_compression_is_named(tmp_path, suffix, pack, damage):
     path.write_bytes(data)
     with pytest.raises(ValueError, match=f"cannot read .*in.jsonl{suffix}: .*truncated or damaged"):
         rows_of_table(path)
+
+
+def commands_of_the_docs() -> dict[str, str]:
+    """Programs of docs/batch.md that read an output, by the first package that they need."""
+    text = (
+        (Path(__file__).parents[2] / "docs" / "batch.md").read_text().split("## Reading results")[1].split("\n## ")[0]
+    )
+    found = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    return {re.findall(r"^import (?!json)(\S+)", code, re.MULTILINE)[-1]: code for code in found}
+
+
+@pytest.mark.parametrize("package", ["datasets", "polars", "pandas", "pyarrow.json", "pyarrow.dataset"])
+def test_commands_of_the_docs_read_all_shards(prompts, tmp_path, package):  # noqa: F811
+    assert set(commands_of_the_docs()) == {"datasets", "polars", "pandas", "pyarrow.json", "pyarrow.dataset"}
+    pytest.importorskip(package)
+    source, job = begin(prompts, str(tmp_path / "out"), format="parquet" if package == "pyarrow.dataset" else "jsonl")
+    assert work(source, job)[0] and job.finish() is not None
+    counts = json.loads((tmp_path / "out" / "manifest.json").read_text())["counts"]
+    environment = {**os.environ, "HF_HOME": str(tmp_path)}
+    line = [sys.executable, "-c", commands_of_the_docs()[package]]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    refused = 3
+    assert int(done.stdout.split()[-1]) == counts["samples"] + refused > counts["rows"]

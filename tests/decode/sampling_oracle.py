@@ -15,21 +15,28 @@ from levanter_infer.engine.params import SamplingParams
 EOS = 3
 
 
-def limits_for(vocab_size: int) -> SamplingLimits:
+def limits_for(vocab_size: int, max_logit_bias: int = 4) -> SamplingLimits:
     return SamplingLimits(
-        vocab_size=vocab_size, max_logprobs=6, max_logit_bias=4, max_stop_sequences=5, max_stop_tokens=16
+        vocab_size=vocab_size,
+        max_logprobs=6,
+        max_logit_bias=max_logit_bias,
+        max_stop_sequences=5,
+        max_stop_tokens=16,
     )
 
 
-def table_of(params: list[SamplingParams], vocab_size: int, seeds=None, sample_indices=None) -> SamplingTable:
+def table_of(
+    params: list[SamplingParams], vocab_size: int, seeds=None, sample_indices=None, limits=None
+) -> SamplingTable:
     """A table over `seq` with one slot for each of `params`."""
-    columns = SamplingColumns(len(params), limits_for(vocab_size))
+    limits = limits or limits_for(vocab_size)
+    columns = SamplingColumns(len(params), limits)
     for row, entry in enumerate(params):
         seed = 2**40 + row if seeds is None else seeds[row]
         index = 0 if sample_indices is None else sample_indices[row]
         columns.set(row, entry, seed=seed, sample_index=index, eos_token_ids=(EOS,))
     uploaded = columns.table()
-    empty = SamplingTable.empty(SEQ, len(params), limits_for(vocab_size))
+    empty = SamplingTable.empty(SEQ, len(params), limits)
     named = {
         name: NamedArray(jnp.asarray(column.array), empty.columns[name].axes)
         for name, column in uploaded.columns.items()
@@ -38,14 +45,14 @@ def table_of(params: list[SamplingParams], vocab_size: int, seeds=None, sample_i
 
 
 def processed_logits(logits, params: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:
-    """Logits after penalties, bias and bans."""
+    """Logits after bias, penalties and bans."""
     z = np.asarray(logits, np.float64).copy()
+    for token, bias in params.logit_bias.items():
+        z[token] += bias
     for token in set(prompt) | set(output):
         z[token] = z[token] / params.repetition_penalty if z[token] > 0 else z[token] * params.repetition_penalty
     for token in set(output):
         z[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
-    for token, bias in params.logit_bias.items():
-        z[token] += bias
     if len(output) < params.min_tokens:
         stops = [ids[0] for ids in params.stop_token_ids if len(ids) == 1] + ([] if params.ignore_eos else [EOS])
         z[stops] = -np.inf

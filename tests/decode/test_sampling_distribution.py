@@ -7,7 +7,7 @@ import pytest
 
 from levanter_infer.decode.sampling import SampleOutput, SamplingTable, sample
 from levanter_infer.engine.params import SamplingParams
-from tests.decode.sampling_oracle import EOS, chi_square_p, distribution, table_of
+from tests.decode.sampling_oracle import EOS, chi_square_p, distribution, limits_for, table_of
 
 pytestmark = pytest.mark.usefixtures("optimized")  # bits and distributions of what users run
 
@@ -125,3 +125,45 @@ def test_a_uniform_row_of_any_size_is_drawn_uniformly():
     out = draws_of(np.zeros(VOCAB), SamplingParams(temperature=1.7), seed=2**64 - 1)
     counts = np.bincount(np.asarray(out.tokens), minlength=VOCAB)
     assert chi_square_p(counts, np.full(VOCAB, 1 / VOCAB)) > 1e-4
+
+
+def test_bias_comes_before_the_repetition_penalty_as_in_hf_transformers():
+    """Bias that changes the sign of a logit changes whether the penalty divides or multiplies it.
+
+    The expected values are written out here, in the order of `_get_logits_processor` of transformers and of
+    `apply_logits_processors` of vLLM, so that the oracle of the other tests is not asked about itself.
+    """
+    logits = np.asarray([1.0, -1.0, 2.0, -2.0, 3.0, 0.5, -0.5, 1.5, -3.0, 0.0, 2.5])
+    bias, penalty, seen = {0: -4.0, 1: 4.0, 2: 4.0, 3: -4.0, 9: 4.0, 10: -4.0}, 1.9, [0, 1, 2, 3, 4, 9, 10]
+    z = logits.copy()
+    for token, value in bias.items():
+        z[token] += value
+    for token in seen:
+        z[token] = z[token] / penalty if z[token] > 0 else z[token] * penalty
+    expected = z - np.log(np.exp(z).sum())
+    params = SamplingParams(repetition_penalty=penalty, logit_bias=bias, ignore_eos=True)
+    rows = jnp.zeros(4000, jnp.int32)
+    out = jax.jit(sample, static_argnames="max_top")(
+        jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (4000, 11)),
+        table_of([params], 11, limits=limits_for(11, max_logit_bias=6)).rows(rows),
+        positions=jnp.arange(4000, dtype=jnp.int32),
+        tokens=jnp.asarray([seen], jnp.int32),
+        slot_ids=rows,
+        prompt_lens=rows + 3,
+        seq_lens=rows + len(seen),
+        max_top=0,
+    )
+    drawn = np.asarray(out.tokens)
+    np.testing.assert_allclose(np.asarray(out.processed_logprobs), expected[drawn], atol=2e-5)
+    counts = np.bincount(drawn, minlength=11)
+    assert chi_square_p(counts, np.exp(expected)) > 1e-4
+    assert np.abs(counts / 4000 - np.exp(distribution_of_other_order(logits, bias, penalty, seen))).sum() / 2 > 0.1
+
+
+def distribution_of_other_order(logits, bias, penalty, seen) -> np.ndarray:
+    z = logits.copy()
+    for token in seen:
+        z[token] = z[token] / penalty if z[token] > 0 else z[token] * penalty
+    for token, value in bias.items():
+        z[token] += value
+    return z - np.log(np.exp(z).sum())

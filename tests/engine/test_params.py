@@ -1,5 +1,6 @@
 """`SamplingParams`: what is accepted, what is refused and in which words, and how it is encoded."""
 
+import copy
 import dataclasses
 import subprocess
 import sys
@@ -35,7 +36,7 @@ LIMITS = {
         ({"temperature": 10**400}, "temperature=1000"),
         ({"temperature": "1e-5"}, "temperature='1e-5'.*in YAML with a decimal point"),
         ({"temperature": False}, "temperature=False"),
-        ({"top_k": -1}, "top_k=-1: expected .* use 0 to switch it off"),
+        ({"top_k": -2}, "top_k=-2: expected .* use 0 to switch it off"),
         ({"top_k": 1.5}, "top_k=1.5"),
         ({"top_p": 0.0}, "top_p=0.0: expected a number above 0 and up to 1"),
         ({"top_p": 1.1}, "top_p=1.1"),
@@ -135,11 +136,45 @@ def test_equivalent_spellings_are_kept_alike():
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("top_P", "top_p"), ("max_new_tokens", "max_tokens"), ("repetition_penality", "repetition_penalty")],
+    [
+        ("top_P", "top_p"),
+        ("repetition_penality", "repetition_penalty"),
+        ("max_new_tokens", "max_tokens"),
+        ("max_completion_tokens", "max_tokens"),
+        ("stop_strings", "stop"),
+        ("num_return_sequences", "n"),
+        ("top_n", "logprobs"),
+        ("eos_token_id", "stop_token_ids"),
+        ("use_beam_search", "num_beams"),
+        ("do_sample", "temperature"),
+    ],
 )
 def test_unknown_name_is_refused_with_the_nearest_known_one(name, nearest):
-    with pytest.raises(ValueError, match=f"no parameter '{name}'; the nearest known one is '{nearest}'"):
+    message = f"no parameter '{name}'; the nearest known one is '{nearest}'"
+    with pytest.raises(ValueError, match=f"^sampling has {message}"):
         SamplingParams.from_dict({"temperature": 1.0, name: 1})
+    with pytest.raises(TypeError, match=f"^SamplingParams has {message}"):
+        SamplingParams(temperature=1.0, **{name: 1})
+
+
+def test_parameters_are_given_by_name():
+    with pytest.raises(TypeError, match=r"by name and was given 0.7 without one; write Sampling"):
+        SamplingParams(0.7)  # type: ignore[misc]
+
+
+def test_other_engines_word_for_no_top_k_is_taken_as_such():
+    params = SamplingParams(top_k=-1)
+    assert params.top_k == 0 and params == SamplingParams()
+    columns = SamplingColumns(1, limits())
+    columns.set(0, params, seed=0, sample_index=0, eos_token_ids=())
+    assert columns.table().top_k.array.tolist() == [0]
+    assert SamplingParams(top_k=-1, num_beams=2).num_beams == 2
+
+
+def test_parameters_can_be_replaced_and_copied():
+    params = SamplingParams(top_k=3, stop=["a"], logit_bias={1: 2})
+    assert dataclasses.replace(params, n=2) == SamplingParams(top_k=3, stop=["a"], logit_bias={1: 2}, n=2)
+    assert copy.deepcopy(params) == params
 
 
 @pytest.mark.parametrize("name", ["stream", "tools", "beam_width", "use_beam_search", "response_format"])
@@ -181,10 +216,16 @@ def test_request_at_every_limit_is_accepted():
 
 
 def test_derived_seed_depends_on_config_seed_and_id_alone():
-    assert derive_seed(0, "0") == 0xAC72368A586A18C1  # sha256("0:0")
+    assert derive_seed(0, "0") == 0xAC72368A586A18C1 >> 11  # sha256("0:0"), its first 53 bits
     seeds = {derive_seed(config_seed, request) for config_seed in range(3) for request in ("0", "1", "00", "é")}
     assert len(seeds) == 12
-    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert all(0 <= seed < 2**53 for seed in seeds)
+
+
+def test_derived_seeds_survive_readers_that_keep_numbers_as_doubles():
+    seeds = [derive_seed(7, str(i)) for i in range(1000)]
+    assert [int(float(seed)) for seed in seeds] == seeds
+    assert len(set(seeds)) == 1000 and max(seeds) > 2**52
 
 
 def test_seed_is_derived_from_any_id():

@@ -1,5 +1,6 @@
 """Pages of equal beginnings are computed once, and nobody's tokens depend on it."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -93,6 +94,64 @@ def test_when_the_one_who_computes_is_cancelled_the_next_takes_over(engine):
     assert [sequence.token_ids for group in groups[1:] for sequence in group.sequences] == [expected] * 2
     check_invariants(engine.state.decode)
     assert engine.stats()["pages_free"] == engine.shapes.num_pages
+
+
+def cached(engine: InferenceEngine, *requests: Request) -> list[int | None]:
+    return [output.num_cached_tokens for output in engine.generate(list(requests))]
+
+
+def test_outputs_say_how_much_of_their_prompt_was_found(engine):
+    assert cached(engine, request(text(50))) == [0]
+    assert cached(engine, request(text(50))) == [48]  # the rest of the last page is computed
+    assert cached(engine, request(text(50), n=3), request(text(50)[:21] + text(20, seed=1))) == [48, 20]
+    assert cached(engine, request(text(50), salt="a"), request(text(3))) == [0, 0]
+    longer = text(50) + text(13, seed=2)  # computed in chunks of 16 behind what is found
+    assert cached(engine, request(longer, max_tokens=1)) == [48]
+    assert cached(engine, request(longer, max_tokens=1)) == [60]
+    assert cached(engine, request(longer[:62], num_beams=2)) == [60]
+
+
+def test_who_waits_for_a_beginning_that_another_computes_has_found_it(engine):
+    prompts = [text(33) + [i] * 3 for i in range(4)]
+    assert sorted(cached(engine, *map(request, prompts))) == [0, 32, 32, 32]
+
+
+def test_a_page_that_another_has_begun_is_waited_for_also_by_who_goes_first():
+    """A page of 16 tokens takes two steps of 8. The second request goes first, and stands before a page that the first
+    one is within."""
+    engine = make_engine(page_size=16, max_step_tokens=8)
+    engine.warmup()
+    first = engine.submit(request(text(35)))
+    engine.step_round(max_steps=1)
+    second = engine.submit(dataclasses.replace(request(text(35)), priority=-1))
+    engine.drain()
+    assert engine.stats()["prefix_hits"] == 2 and engine.stats()["prefix_misses"] == 2
+    assert [group.output().num_cached_tokens for group in (first, second)] == [0, 32]
+
+
+def test_scored_prompts_say_what_was_found_too():
+    engine = make_engine()
+    scored = Request(prompt_token_ids=text(18), sampling=SamplingParams(max_tokens=0, prompt_logprobs=0))
+    assert [cached(engine, scored), cached(engine, scored)] == [[0], [16]]
+
+
+def test_what_is_found_again_after_a_preemption_does_not_count_as_cached():
+    engine = make_engine(max_pages=20)
+    requests = [request(text(9, seed=i), max_tokens=24) for i in range(4)]
+    assert cached(engine, *requests) == [0] * 4
+    assert engine.stats()["preemptions"] > 0 and engine.stats()["prefix_hits"] > 0
+    assert cached(make_engine(prefix_cache=False), *requests[:1] * 2) == [0, 0]
+
+
+def test_samples_that_change_slots_keep_what_their_prompt_has_found(engine):
+    engine.generate([request(text(18))])
+    group = engine.submit(request(text(18), max_tokens=30, n=2))
+    while not all(sample.token_ids for sample in group.sequences):
+        engine.step_round(max_steps=1)
+    engine.fork(group, 0, 2)
+    engine.resample(group, [3, 2, 1, 0])
+    engine.drain()
+    assert group.output().num_cached_tokens == 16
 
 
 def test_only_requests_of_one_salt_share(engine):

@@ -2,19 +2,27 @@
 
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams, adopt_model
 from levanter_infer.kernels import cpu
+from levanter_infer.layers.rotary import frequencies
+from levanter_infer.models.registry import FAMILIES
 from tests.golden_cases import NUM_GREEDY, GoldenCase, load_case, make_weights
-from tests.live_models import LiveModel, Rope, live_model
+from tests.live_models import LiveModel, Rope, Rotary, levanter_yarn, live_model
 
+ROOT = Path(__file__).resolve().parents[2]
 SIZES = dict(page_size=4, max_pages=64, max_seqs=2, max_seq_len=80, max_step_tokens=24)
 
 
@@ -57,7 +65,8 @@ def test_with_sixteen_bits_the_bits_are_shared_too():
 
 @pytest.mark.parametrize("name", ["llama2_bias", "qwen2", "qwen3", "llama_tied", "llama_longrope"])
 def test_the_forward_of_every_kind_is_that_of_its_checkpoint(name):
-    case, model = case_and_model(name, kv_name="kv_heads" if name == "qwen2" else "kv_head")
+    older = dict(kv_name="kv_heads", layer_name="layers") if name == "qwen2" else {}
+    case, model = case_and_model(name, **older)
     if case.config.get("original_max_position_embeddings"):
         adopted = adopt_model(model, case.config)  # longrope: what Levanter does not have
     else:
@@ -100,7 +109,7 @@ def test_weights_with_inputs_first_are_turned_round():
     turned = eqx.tree_at(
         lambda m: m.transformer.layers.stacked.mlp.up_proj.weight,
         model,
-        replace_fn=lambda weight: weight.rearrange(("layers", "embed", "mlp")),
+        replace_fn=lambda weight: weight.rearrange(("layer", "embed", "mlp")),
     )
     assert (
         adopt_model(turned).layers.mlp.up_proj.weight.array == adopt_model(model).layers.mlp.up_proj.weight.array
@@ -122,6 +131,30 @@ def with_config(**values):
     return change
 
 
+def with_rotary(rotary):
+    def change(model):
+        where = ("transformer", "layers", "stacked", "self_attn", "rot_embs")
+        return _replaced(model, where, rotary)
+
+    return change
+
+
+def with_experts(name):
+    """As Mixtral's layers, which have no `mlp`."""
+
+    def change(model):
+        layer = model.transformer.layers.stacked
+        fields = {f.name: getattr(layer, f.name) for f in dataclasses.fields(layer) if f.name != "mlp"}
+        return _replaced(model, ("transformer", "layers", "stacked"), {**fields, name: layer.mlp})
+
+    return change
+
+
+def _replaced(tree, where: tuple[str, ...], value):
+    inner = value if len(where) == 1 else _replaced(getattr(tree, where[0]), where[1:], value)
+    return dataclasses.replace(tree, **{where[0]: inner})
+
+
 def with_norm(**values):
     def change(model):
         norm = dataclasses.replace(model.transformer.norm, **values)
@@ -132,7 +165,7 @@ def with_norm(**values):
 
 SHORT = hax.ones({"embed": 64}, dtype=jnp.bfloat16)
 STACKED = "transformer.layers.stacked"
-NORM = hnn.RmsNorm(hax.Axis("embed", 64), hax.ones((hax.Axis("layers", 2), hax.Axis("embed", 64))), None, 1e-5, None)  # type: ignore
+NORM = hnn.RmsNorm(hax.Axis("embed", 64), hax.ones((hax.Axis("layer", 2), hax.Axis("embed", 64))), None, 1e-5, None)  # type: ignore
 
 
 @pytest.mark.parametrize(
@@ -146,9 +179,11 @@ NORM = hnn.RmsNorm(hax.Axis("embed", 64), hax.ones((hax.Axis("layers", 2), hax.A
         (changed(lambda m: m.lm_head.weight, hax.zeros({"vocab": 250, "embed": 64})), "vocab=250.*expected vocab=256"),
         (changed(lambda m: m.transformer.norm.weight, SHORT), "bfloat16 .* float32"),
         (with_config(activation_function="gelu_new"), "activation_function='gelu_new', expected silu"),
-        (with_config(sliding_window=8), "sliding_window=8, expected None; give the model's config.json"),
         (with_config(rope=None), "config.rope is NoneType"),
-        (with_config(rope=Rope(1e4, {"rope_type": "unheard of"})), "rope_type='unheard of'"),
+        (with_rotary(Rotary((1.0,) * 8, pairs_of_neighbours=True)), "is Rotary, which does not turn pairs"),
+        (with_rotary(lambda q, position_ids: hax.sin(q)), "is function, which does not turn pairs"),
+        (with_rotary(lambda q: q), "is function, which cannot be called with queries and positions"),
+        (with_experts("block_sparse_moe"), "stacked.block_sparse_moe.* live models with experts are not implemented"),
         (with_config(max_seq_len=None), "no max_seq_len or seq_len"),
         (with_norm(eps=1e-3), r"input_layernorm.eps=1e-05, expected 0.001"),
     ],
@@ -156,3 +191,88 @@ NORM = hnn.RmsNorm(hax.Axis("embed", 64), hax.ones((hax.Axis("layers", 2), hax.A
 def test_what_does_not_fit_is_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
         adopt_model(change(case_and_model("llama3")[1]))
+
+
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "mscale": 1.0}
+
+
+@pytest.mark.parametrize(("release", "kind"), [("today", "yarn"), ("1.2", "longrope")])
+def test_yarn_is_the_models_own_formula_and_not_only_its_name(release, kind):
+    """Releases of Levanter differ in it; the exported checkpoint must rotate as the model that was trained."""
+    case = load_case("llama3")
+    rope = Rope(1e4, YARN, yarn=release)
+    model = live_model(case.config, make_weights("llama3", case.config), rope=rope)
+    adopted = adopt_model(model)
+    assert adopted.config.rope.kind == kind
+    inv_freq, scale = frequencies(adopted.config.rope, adopted.config.head_dim, 64)
+    expected, expected_scale = levanter_yarn(1e4, YARN, adopted.config.head_dim, release)
+    np.testing.assert_allclose(inv_freq, expected, rtol=3e-7)
+    assert scale == pytest.approx(expected_scale, rel=1e-6)
+    again = FAMILIES[adopted.config.model_type].config_from_hf(FAMILIES["llama"].config_to_hf(adopted.config))
+    assert again.rope == adopted.config.rope
+
+
+def test_a_config_whose_rope_is_not_the_models_own_is_refused():
+    case, model = case_and_model("llama3")
+    wrong = {**case.config, "rope_scaling": None}
+    assert case.config["rope_scaling"] is not None
+    with pytest.raises(ValueError, match="config= says rope 'default' with theta=.*the model's own Rotary rotates"):
+        adopt_model(model, wrong)
+    assert adopt_model(model, case.config).config.rope.kind == "llama3"
+
+
+def test_a_window_is_that_of_the_attention_layers():
+    """Levanter's MistralConfig says sliding_window=4096, and its layers see everything."""
+    case, model = case_and_model("llama3")
+    assert adopt_model(model).config.model_type == "llama"
+    declared = adopt_model(with_config(sliding_window=8)(model))
+    assert (declared.config.model_type, declared.config.sliding_windows) == ("mistral", ())
+    applied = adopt_model(live_model(case.config, make_weights("llama3", case.config), window=8))
+    assert (applied.config.model_type, applied.config.sliding_windows) == ("mistral", (8,) * applied.config.num_layers)
+    given = adopt_model(model, {**case.config, "model_type": "mistral", "sliding_window": 8})
+    assert given.config == applied.config
+    qwen3 = load_case("qwen3")
+    applied = adopt_model(live_model(qwen3.config, make_weights("qwen3", qwen3.config), window=8)).config
+    assert (applied.model_type, applied.sliding_windows) == ("qwen3", (8,) * applied.num_layers)
+
+
+ON_A_MESH = """
+import haliax as hax, jax, numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from levanter_infer import adopt_model
+from tests.models.test_live import case_and_model
+
+case, model = case_and_model("llama3")
+prompt = case.prompts[0]
+
+def spread(leaf):  # its largest axis over both devices, as a trainer's FSDP has them
+    axis = max(range(leaf.ndim), key=lambda i: leaf.shape[i])
+    return jax.device_put(leaf, NamedSharding(mesh, P(*(None,) * axis, "data")))
+
+def check():
+    adopted, tokens = adopt_model(parts), hax.named(prompt.tokens, "position")
+    logits = jax.jit(lambda model, tokens: model(tokens).array)(adopted, tokens)
+    assert abs(np.asarray(logits)[prompt.positions] - prompt.logits).max() <= prompt.bound
+
+for kind in AxisType.Explicit, AxisType.Auto:
+    mesh = Mesh(np.array(jax.devices()), "data", axis_types=(kind,))
+    parts = jax.tree.map(spread, model)
+    check()
+    with jax.set_mesh(mesh):
+        try:
+            check()
+        except ValueError as error:
+            assert kind == AxisType.Explicit and "under a mesh with explicit axes, expected none" in str(error), error
+        else:
+            assert kind == AxisType.Auto
+print("equal")
+"""
+
+
+def test_parameters_in_parts_on_a_trainers_mesh_give_the_same_logits():
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, **flags, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    process = subprocess.run(
+        [sys.executable, "-c", ON_A_MESH], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=280
+    )
+    assert process.stdout.strip() == "equal", process.stderr[-3000:]

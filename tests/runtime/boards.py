@@ -14,6 +14,9 @@ class LocalBoard(Board):
         self._texts: dict[str, str] = {}
         self._changed = threading.Condition()
         self.is_reachable = True
+        self.answers = threading.Event()
+        """Cleared: calls block, as those of JAX's client do while process 0 hangs."""
+        self.answers.set()
 
     def set(self, key: str, text: str) -> None:
         self._check()
@@ -39,6 +42,7 @@ class LocalBoard(Board):
             self._texts.pop(key, None)
 
     def _check(self) -> None:
+        self.answers.wait()
         if not self.is_reachable:
             raise ConnectionError("nobody answers")
 

@@ -156,7 +156,7 @@ def test_a_directory_given_to_jax_stays(unset):
 
 
 def test_a_second_process_loads_what_the_first_one_compiled(tmp_path):
-    hidden = {VARIABLE, "JAX_COMPILATION_CACHE_DIR"}
+    hidden = {VARIABLE, "JAX_COMPILATION_CACHE_DIR", *(name.upper() for name in DEFAULTS)}
     env = {name: value for name, value in os.environ.items() if name not in hidden}
     env |= {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     runs = [

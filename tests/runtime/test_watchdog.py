@@ -15,6 +15,7 @@ def no_grace(monkeypatch):
     monkeypatch.setattr(module, "_GRACE_S", 0.05)
     monkeypatch.setattr(module, "_LEAD_S", 0.05)
     monkeypatch.setattr(module, "no_words", lambda: None)
+    monkeypatch.setattr(module, "on_abort", lambda _: None)
 
 
 def watched(count: int, heartbeat_s: float = 0.4, stall_s: float = 100):
@@ -31,6 +32,7 @@ def beat(dogs, seconds: float) -> None:
     while time.monotonic() < until:
         for dog in dogs:
             dog.beat()
+            dog.look()
         time.sleep(0.02)
 
 
@@ -62,6 +64,50 @@ def test_a_process_without_a_store_loses_process_0():
         beat(dogs[1:], 0.02)
     assert time.monotonic() - begin < 0.7
     assert dogs[1].ends[0].startswith("host 0 (m0) is lost: its store has not answered for a heartbeat")
+
+
+def test_a_store_that_hangs_loses_process_0_within_two_heartbeats(capsys):
+    """Calls to it do not come back, and the process ends all the same."""
+    hosts, dogs = watched(2, heartbeat_s=1)
+    hosts[1].note("in a round", 7)
+    dogs[1].start()
+    beat(dogs[:1], 1.2)
+    assert not dogs[1].ends
+    hosts[1].board.answers.clear()
+    begin = time.monotonic()
+    while not dogs[1].ends and time.monotonic() < begin + 5:
+        time.sleep(0.01)
+    seconds = time.monotonic() - begin
+    hosts[1].ended.set()
+    hosts[1].board.answers.set()
+    assert 0.5 < seconds < 2
+    assert dogs[1].ends[0].startswith("host 0 (m0) is lost: its store has not answered for a heartbeat")
+    said = capsys.readouterr().err
+    assert "host 1 (m1): last round 7" in said and "host 0 (m0): no round yet" in said
+
+
+def test_a_process_that_was_held_up_itself_does_not_blame_the_store():
+    _, dogs = watched(2)
+    beat(dogs, 0.1)
+    for _ in range(3):
+        time.sleep(0.5)  # more than a heartbeat, in which this process does nothing at all
+        dogs[1].look()
+        dogs[0].beat()
+        dogs[1].beat()
+        dogs[1].look()
+    assert not dogs[1].ends
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_process_that_fails_while_the_store_hangs_ends_alone_in_time(known):
+    hosts, dogs = watched(2)
+    beat(dogs, 0.05)
+    hosts[1].failure = "host 0 is lost" if known else None
+    hosts[1].board.answers.clear()
+    begin = time.monotonic()
+    [ended] = at_once(lambda: dogs[1].end(FAILED, "why"))
+    assert ended is False and time.monotonic() - begin < (0.5 if known else 2)
+    hosts[1].board.answers.set()
 
 
 def test_a_failure_is_told_to_all_and_ends_them():

@@ -9,9 +9,9 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from levanter_infer.batch.layout import Layout, RowLayout, count
-from levanter_infer.batch.plan import InputShard
+from levanter_infer.batch.plan import ROW_FAULTS, InputShard
 from levanter_infer.columns import Columns
-from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.rows import Row, make_row
 
@@ -47,7 +47,7 @@ class Group(Protocol):
 class Engine(Protocol):
     """What is needed of an `InferenceEngine`."""
 
-    def submit(self, request: Request) -> Any: ...
+    def submit(self, request: Request, /) -> Any: ...
     def step_round(self) -> Any: ...
     def settle(self) -> Any: ...
 
@@ -61,7 +61,7 @@ class _Pending:
 
     @property
     def num_sequences(self) -> int:
-        assert self.source.request is not None
+        assert self.source.request is not None and self.source.request.sampling is not None
         return self.source.request.sampling.num_sequences
 
 
@@ -150,9 +150,13 @@ class Driver:
                 continue  # and was not committed any more
             for i, (where, content) in enumerate(self._read(shard.source)):
                 if i not in shard:
-                    name = str(shard.source.first_row + i)
-                    columns = self._layout.columns
-                    yield shard, i, make_row(content, name, where, self._base, columns=columns, chat=self._chat)
+                    yield shard, i, self._row(content, str(shard.source.first_row + i), where)
+
+    def _row(self, content: Any, name: str, where: str) -> Row:
+        try:
+            return make_row(content, name, where, self._base, columns=self._layout.columns, chat=self._chat)
+        except ROW_FAULTS as e:
+            return Row(name, None, f"{where}: {_fault(e)}")
 
     def _feed(self, rows: Iterator[tuple[Shard, int, Row]]) -> None:
         """Submit rows until the window is full."""
@@ -179,6 +183,8 @@ class Driver:
             given = request.prompt_token_ids
             ids = [token for token in given if _is_token(token)] if isinstance(given, list) else []
             return RequestOutput(row.id, request.prompt, ids, [], error=str(error))
+        except ROW_FAULTS as error:
+            return RequestOutput(row.id, request.prompt, [], [], error=_fault(error))
 
     def _collect(self) -> None:
         """Take the results that have become known."""
@@ -188,8 +194,13 @@ class Driver:
             self._finish(pending.shard, pending.row, pending.source, pending.group.output())
 
     def _finish(self, shard: Shard, row: int, source: Row, output: RequestOutput) -> None:
-        rows = self._layout.rows(source, output)
-        shard.finish(row, rows)
+        try:
+            rows = self._layout.rows(source, output)
+            shard.finish(row, rows)
+        except ROW_FAULTS as e:  # of the encoder, before anything is written
+            failed = RequestOutput(output.id, None, [], [], error=f"the result cannot be written: {_fault(e)}")
+            rows = self._layout.rows(source, failed)
+            shard.finish(row, rows)
         counts = count(rows)
         self.totals.rows += 1
         self.totals.failed += counts["failed_rows"]
@@ -201,6 +212,11 @@ class Driver:
             self._open[index].commit()
             del self._open[index]
             self.totals.shards += 1
+
+
+def _fault(error: BaseException) -> str:
+    """What a row did that nobody has checked for."""
+    return f"the row cannot be served ({type(error).__name__}: {brief(str(error))}); see its values"
 
 
 def _is_token(value: Any) -> bool:

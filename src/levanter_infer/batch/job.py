@@ -8,21 +8,34 @@ manifest.json     the promise and the sums of all records, once all are there
 """
 
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from levanter_infer.batch.config import FORMATS
 from levanter_infer.batch.layout import COUNTS
 from levanter_infer.batch.plan import InputShard, Plan
-from levanter_infer.batch.shard import COMMITS, JOURNALS, OpenShard, dumps, part_name, record_name
-from levanter_infer.batch.store import Store
+from levanter_infer.batch.shard import (
+    COMMITS,
+    JOB,
+    JOURNALS,
+    OpenShard,
+    dumps,
+    journal_name,
+    part_name,
+    part_suffix,
+    record_name,
+)
+from levanter_infer.batch.store import Journal, Store
 from levanter_infer.engine.params import brief
 from levanter_infer.facts import flat
 
-JOB, MANIFEST = "job.json", "manifest.json"
-_FORMAT = 1
-_MAX_SHOWN, _READERS = 12, 16
+MANIFEST = "manifest.json"
+_FORMAT = 2
+"""Of the directory. 1: records and journals did not name their job, and `job.json` no sizes of the input."""
+_MAX_SHOWN, _MAX_DAMAGED, _READERS = 12, 3, 16
 PROMISES = {
     "batch_invariant": "a job that was interrupted and resumed has the same bytes as one that was not",
     "default": "every row once, with the same id and seed; tokens may differ by rounding in other company",
@@ -39,9 +52,21 @@ class Job:
     def __init__(self, store: Store, promise: Mapping[str, Any]):
         self.store, self.promise = store, promise
         self.plan = Plan.from_dict(promise["input"])
+        self.sha256 = hashlib.sha256(dumps(promise)).hexdigest()
+        """Of `job.json`: names the job in its records and journals."""
         self._kind: str = promise["config"]["batch"]["format"]
         # Without claims two processes may write a shard; where they may write different rows, each has its own file.
         self._unique_names = not store.has_claims and promise["guarantee"]["numerics"] == "default"
+
+    def check_current(self) -> None:
+        """Raises: ValueError if the output no longer holds this job."""
+        content = self.store.read(JOB)
+        if content is None or hashlib.sha256(content).hexdigest() != self.sha256:
+            what = "is gone" if content is None else "is another one than this job began with"
+            raise ValueError(
+                f"{JOB} of the output {what}, so nothing more of this job is written there; put its {JOB} back, or "
+                "begin again in another output"
+            )
 
     def committed(self) -> set[int]:
         """Shards that are finished."""
@@ -51,22 +76,39 @@ class Job:
         }
 
     def records(self, indices: Iterable[int]) -> list[dict[str, Any]]:
-        """Records of finished shards, in order. Raises: ValueError if one does not fit its file."""
-        with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:  # of an object store, each takes a while
-            return list(pool.map(self._record, sorted(indices)))
+        """Records of finished shards, in order; the whole file of each is compared with its SHA-256.
 
-    def _record(self, index: int) -> dict[str, Any]:
+        Raises: ValueError if one is another job's, or does not fit its file.
+        """
+        with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:  # of an object store, each takes a while
+            found = list(pool.map(self._record_or_error, sorted(indices)))
+        errors = [str(each) for each in found if isinstance(each, ValueError)]
+        if errors:
+            more = f"; and {len(errors) - _MAX_DAMAGED} more" if len(errors) > _MAX_DAMAGED else ""
+            raise ValueError("; ".join(errors[:_MAX_DAMAGED]) + more)
+        return [each for each in found if not isinstance(each, ValueError)]
+
+    def _record_or_error(self, index: int) -> dict[str, Any] | ValueError:
         name = record_name(index)
-        try:
+        again = f"remove {name} to compute the shard again"
+        record: Any = None
+        with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(self.store.read(name) or b"")
-            missing = {"file", "bytes", *COUNTS} - set(record)
-        except ValueError:
-            raise ValueError(f"{name} is no record of a shard; remove it to compute the shard again") from None
-        size = None if missing else self.store.size(record["file"])
-        if missing or size != record["bytes"]:
-            raise ValueError(
-                f"{name} says that {record.get('file')} has {record.get('bytes')} bytes, and it has {size}; remove "
-                f"{name} to compute the shard again"
+        if not _is_record(record, index, self._kind):
+            return ValueError(f"{name} of the output is no record of its shard; {again}")
+        if record["job"] != self.sha256:
+            return ValueError(
+                f"{name} of the output belongs to another job than {JOB}; put back the {JOB} that it was written for, "
+                f"or {again}"
+            )
+        file, size = record["file"], self.store.size(record["file"])
+        if size != record["bytes"]:
+            return ValueError(f"{name} says that {file} has {record['bytes']} bytes, and it has {size}; {again}")
+        sha256 = self.store.sha256(file)
+        if sha256 != record["sha256"]:
+            return ValueError(
+                f"{file} of the output has changed since it was written: its SHA-256 is {sha256}, and {name} says "
+                f"{record['sha256']}; put it back, or {again}"
             )
         return record
 
@@ -86,16 +128,37 @@ class Job:
         for shard in shards:
             if shard.index in known:
                 continue
-            journal = self.store.claim(f"{JOURNALS}/{part_name(shard.index)}")
+            self.check_current()
+            journal = self.store.claim(journal_name(shard.index))
             if journal is None:
                 continue  # somebody is at it
             if self.store.read(record_name(shard.index)) is not None:  # finished since we looked
                 journal.close(remove=True)
                 continue
-            yield OpenShard(self.store, shard, journal, kind=self._kind, unique_names=self._unique_names)
+            yield self._open(shard, journal)
+
+    def _open(self, shard: InputShard, journal: Journal) -> OpenShard:
+        try:
+            self.check_current()
+            return OpenShard(
+                self.store,
+                shard,
+                journal,
+                job=self.sha256,
+                check_job=self.check_current,
+                kind=self._kind,
+                unique_names=self._unique_names,
+            )
+        except BaseException:
+            journal.release()
+            raise
 
     def finish(self) -> dict[str, Any] | None:
-        """Write the manifest if all shards are finished; returns it, or None if some are not."""
+        """Write the manifest if all shards are finished; returns it, or None if some are not.
+
+        Raises: ValueError if the output no longer holds this job, or a finished shard does not fit its record.
+        """
+        self.check_current()
         done = self.committed()
         if len(done) < len(self.plan.shards):
             return None
@@ -113,20 +176,64 @@ class Job:
 
 
 def read_promise(store: Store) -> dict[str, Any] | None:
-    """What an earlier run has promised. Raises: ValueError if it cannot be understood."""
+    """What an earlier run has promised; None if there was none.
+
+    Raises: ValueError if it cannot be understood, or if there are results of a job and no `job.json`.
+    """
     content = store.read(JOB)
+    if content is None:
+        left = [folder for folder in (COMMITS, JOURNALS) if store.names(folder)]
+        left += [MANIFEST] * (store.size(MANIFEST) is not None)
+        content = store.read(JOB) if left else None  # again: another worker may have begun meanwhile
+        if content is None and left:
+            raise ValueError(
+                f"the output holds {' and '.join(left)} of a job, and no {JOB} that says which; put {JOB} back, or "
+                "give another output"
+            )
     if content is None:
         return None
     try:
         promise = json.loads(content)
         version = promise["format"]
         if version == _FORMAT:
-            Plan.from_dict(promise["input"])
-    except (ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"{JOB} of the output is no job of this command ({brief(str(e))}); give another output") from e
+            _check_promise(promise)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+        raise ValueError(
+            f"{JOB} of the output is no job of this command ({brief(str(e))}); put it back as it was, or give another "
+            "output"
+        ) from e
     if version != _FORMAT:
-        raise ValueError(f"{JOB} of the output has format {brief(version)}, expected {_FORMAT}; give another output")
+        versions = promise.get("versions")
+        by = versions.get("levanter_infer") if isinstance(versions, dict) else None
+        raise ValueError(
+            f"{JOB} of the output has format {brief(version)}, written by levanter_infer "
+            f"{by or 'of an unknown version'}; expected format {_FORMAT}. Finish the job with "
+            "that version, or give another output"
+        )
     return promise
+
+
+def _check_promise(promise: Mapping[str, Any]) -> None:
+    """Raises: ValueError, LookupError, TypeError or AttributeError for what is no promise."""
+    Plan.from_dict(promise["input"])
+    numerics, kind = promise["guarantee"]["numerics"], promise["config"]["batch"]["format"]
+    if numerics not in PROMISES or kind not in FORMATS:
+        raise ValueError(f"numerics {brief(numerics)} and format {brief(kind)}")
+    for part in (promise, promise["sizes"], promise["config"]["engine"]):
+        part.items()
+
+
+def _is_record(record: Any, index: int, kind: str) -> bool:
+    """Whether this is what `OpenShard.commit` writes, by its form."""
+    return (
+        isinstance(record, dict)
+        and record.get("shard") == index
+        and all(isinstance(record.get(key), str) for key in ("job", "file", "sha256"))
+        and all(type(record.get(key)) is int and record[key] >= 0 for key in ("bytes", *COUNTS))
+        and "/" not in record["file"]
+        and record["file"].startswith(part_name(index))
+        and record["file"].endswith(part_suffix(kind))
+    )
 
 
 def make_promise(

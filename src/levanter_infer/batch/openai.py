@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from levanter_infer.columns import NOT_FINITE
 from levanter_infer.config import CHAT_KEYS, check_keys
 from levanter_infer.engine.params import brief
-from levanter_infer.engine.request import Completion, RequestOutput
+from levanter_infer.engine.request import MAX_ID_CHARS, Completion, RequestOutput
 from levanter_infer.rows import RefusedRow, Row, given_id
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def as_row(content: Any, model_names: Sequence[str]) -> Any:
     given = given_id({"id": name}) if isinstance(name, str) and name else None
     try:
         if given is None:
-            raise ValueError(f"custom_id is {brief(name)}; expected a string of 1 to 1024 characters")
+            raise ValueError(f"custom_id is {brief(name)}; expected a string of 1 to {MAX_ID_CHARS} characters")
         return _row(content, given, model_names)
     except ValueError as e:
         raise RefusedRow(str(e), given) from None
@@ -177,7 +177,7 @@ class ResultLines:
         ]
 
     def _answer(self, source: Row, output: RequestOutput, name: str) -> dict[str, Any]:
-        assert source.request is not None
+        assert source.request is not None and source.request.sampling is not None
         is_chat, asked = source.request.messages is not None, source.request.sampling.logprobs
         generated = sum(len(c.token_ids) for c in output.completions)
         choices = [

@@ -21,12 +21,15 @@ from levanter_infer.batch.openai import as_row
 from levanter_infer.batch.store import file_system
 from levanter_infer.engine.params import brief
 from levanter_infer.rows import MAX_LINE_BYTES, chat_of, given_id, parse_line, row_id
+from levanter_infer.runtime.progress import stage
 
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "text"}
 _COMPRESSED = (".gz", ".bz2", ".xz")
 _MAX_SHOWN = 3
 _UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error)
-"""What files and their compression raise."""
+"""What a file raises that cannot be read, or is compressed and damaged."""
+ROW_FAULTS = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError)
+"""What the content of one row may raise where nobody thought of it: the error of that row, never of the job."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +43,8 @@ class InputFile:
     rows: int
     sha256: str
     """Of its contents as they are read, uncompressed; of a Parquet file, of the footer, which describes them."""
+    bytes: int | None
+    """Of the file as it lies there; None where the file system does not say."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +87,22 @@ class Plan:
 
     @staticmethod
     def from_dict(content: dict[str, Any]) -> "Plan":
-        """Raises: KeyError or TypeError for what is no plan."""
-        files = tuple(InputFile(**file) for file in content["files"])
-        return Plan(files, tuple(InputShard(*shard) for shard in content["shards"]))
+        """Raises: KeyError, TypeError or ValueError for what is no plan."""
+        plan = Plan(
+            tuple(InputFile(**file) for file in content["files"]),
+            tuple(InputShard(*shard) for shard in content["shards"]),
+        )
+        row = 0
+        for i, shard in enumerate(plan.shards):
+            numbers = (shard.index, shard.file, shard.first_row, shard.rows, shard.start, shard.line)
+            if any(type(number) is not int or number < 0 for number in numbers):
+                raise ValueError(f"shard {i} is not made of numbers")
+            if (shard.index, shard.first_row) != (i, row) or shard.file >= len(plan.files) or shard.rows < 1:
+                raise ValueError(f"shard {i} does not follow the one before it")
+            row += shard.rows
+        if row != plan.rows:
+            raise ValueError(f"shards of {row} rows, and files of {plan.rows}")
+        return plan
 
 
 class Input:
@@ -112,9 +130,10 @@ class Input:
         self._kinds = [_kind(path) for path in self.paths]
         self._last: tuple[int, IO[bytes]] | None = None
 
+    @stage("reading the input")
     def plan(self, rows_per_shard: int) -> Plan:
         """Read everything once. Raises: ValueError for an unreadable file, no rows, or ids that are not unique."""
-        ids = _Ids()
+        ids, sizes = _Ids(), self.sizes()
         files: list[InputFile] = []
         shards: list[InputShard] = []
         for number, path in enumerate(self.paths):
@@ -123,16 +142,41 @@ class Input:
             try:
                 file, found = scan(number, rows, rows_per_shard, ids)
             except _UNREADABLE as e:
-                raise ValueError(_unreadable_text(path, e)) from e
-            files.append(file)
+                raise _unreadable(path, e) from e
+            files.append(dataclasses.replace(file, bytes=sizes[number]))
             before = len(shards)
             shards += [dataclasses.replace(shard, index=before + i) for i, shard in enumerate(found)]
+        for path, before, now in zip(self.paths, sizes, self.sizes(), strict=True):
+            if before != now:
+                raise ValueError(
+                    f"{path} had {before} bytes and has {now} now that it was read; wait until it is whole"
+                )
         if not shards:
             raise ValueError(f"{', '.join(self.paths[:_MAX_SHOWN])}: no rows; expected at least one prompt")
         repeated = ids.repeated()
         if repeated:
             raise ValueError(self._repeated_text(Plan(tuple(files), tuple(shards)), repeated))
         return Plan(tuple(files), tuple(shards))
+
+    def sizes(self) -> list[int | None]:
+        """Bytes of each file. Raises: ValueError if one is not there."""
+        self._fs.invalidate_cache()
+        try:
+            return self._fs.sizes(self.paths)
+        except OSError as e:
+            raise ValueError(f"cannot read prompts_file {e.filename or ', '.join(self.paths[:_MAX_SHOWN])}: {e}") from e
+
+    def check_unchanged(self, plan: Plan) -> None:
+        """Compare the sizes of the files with those of a plan that was made earlier: rows may have been added.
+
+        Raises: ValueError naming the first that differs.
+        """
+        for path, now, file in zip(self.paths, self.sizes(), plan.files, strict=True):
+            if now != file.bytes:
+                raise ValueError(
+                    f"{path} has {now} bytes and had {file.bytes} with {file.rows} rows when the job began; rows that "
+                    "were added since would not be sampled. Put it back as it was, or give another output"
+                )
 
     def rows(self, plan: Plan, shard: InputShard) -> Iterator[tuple[str, Any]]:
         """(where it stands, content) of each row of a shard; a content that is a ValueError is that row's error.
@@ -160,7 +204,7 @@ class Input:
             if count != shard.rows:
                 raise changed
         except _UNREADABLE as e:
-            raise ValueError(_unreadable_text(path, e)) from e
+            raise _unreadable(path, e) from e
 
     def _reader(self, number: int) -> IO[bytes]:
         """A file, kept open while its shards are read in order: going forward in a compressed one is cheap."""
@@ -182,6 +226,8 @@ class Input:
             content = as_row(content, self._model_names)
         except ValueError as e:
             return e
+        except ROW_FAULTS as e:
+            return ValueError(f"{type(e).__name__}: {e}")
         return chat_of(content) if self._as_chat else content
 
     def _scan_lines(self, number: int, first_row: int, size: int, ids: "_Ids") -> tuple[InputFile, list[InputShard]]:
@@ -213,7 +259,7 @@ class Input:
         if rows % size:
             close(rows % size)
         name = self.paths[number].rsplit("/", 1)[-1]
-        return InputFile(name, self._kinds[number], rows, whole.hexdigest()), shards
+        return InputFile(name, self._kinds[number], rows, whole.hexdigest(), None), shards
 
     def _scan_table(self, number: int, first_row: int, size: int, ids: "_Ids") -> tuple[InputFile, list[InputShard]]:
         with self._open(number) as file:
@@ -226,7 +272,7 @@ class Input:
             InputShard(0, number, first_row + start, min(size, rows - start), start, 0, "")
             for start in range(0, rows, size)
         ]
-        return InputFile(name, "parquet", rows, sha256), shards
+        return InputFile(name, "parquet", rows, sha256, None), shards
 
     def _repeated_text(self, plan: Plan, rows: Sequence[int]) -> str:
         """Which ids of these rows are not unique; reads their shards again."""
@@ -241,6 +287,14 @@ class Input:
         return f"ids must differ, and these do not: {'; '.join(first[:_MAX_SHOWN])}"
 
 
+def _unreadable(path: str, error: Exception) -> ValueError:
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    remedy = (
+        "; if it is truncated or damaged, compress it or copy it again" if path.lower().endswith(_COMPRESSED) else ""
+    )
+    return ValueError(f"cannot read {path}: {reason}{remedy}")
+
+
 def _kind(path: str) -> str:
     plain = path.lower()
     for suffix in _COMPRESSED:
@@ -251,13 +305,6 @@ def _kind(path: str) -> str:
     raise ValueError(
         f"{path}: expected a name that ends in {', '.join(_KINDS)}, and {', '.join(_COMPRESSED)} behind those of text"
     )
-
-
-def _unreadable_text(path: str, e: Exception) -> str:
-    reason = (e.strerror if isinstance(e, OSError) else None) or str(e)
-    if path.lower().endswith(_COMPRESSED):
-        return f"cannot read {path}: {reason}; if it is truncated or damaged, compress it or copy it again"
-    return f"cannot read {path}: {reason}"
 
 
 def _lines(file: IO[bytes], before: int, rows: int | None, on_bytes) -> Iterator[tuple[int, bytes]]:

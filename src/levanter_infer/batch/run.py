@@ -94,6 +94,8 @@ def _run(config: BatchRunConfig, stop: StopSignal) -> int:
             metrics.write_text(metrics_text(engine, as_prometheus=metrics.path.suffix == ".prom"))
             metrics.commit()
         if not complete:
+            if worker.together is None or worker.together.is_lead:
+                worker.job.check_current()
             say(f"stopped   {_done_text(totals, seconds)}; all of it is safe, and the same command goes on")
             return 130 if stop.received == signal.SIGINT else 0
         return _end(worker, totals, seconds)

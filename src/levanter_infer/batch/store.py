@@ -6,6 +6,7 @@ renamed; an object store does that by itself. Nothing reads a file before the re
 
 import abc
 import contextlib
+import hashlib
 import os
 import time
 from pathlib import Path
@@ -15,6 +16,8 @@ from levanter_infer.rows import lock_file, write_error
 
 _WAIT_S = 10.0
 """For another process that is writing the same small file."""
+_BLOCK = 1 << 23
+"""Bytes of an object that are read at once."""
 
 
 def open_store(url: str) -> "Store":
@@ -50,6 +53,10 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def size(self, name: str) -> int | None:
         """Bytes; None if there is no such file."""
+
+    @abc.abstractmethod
+    def sha256(self, name: str) -> str | None:
+        """Digest of a file's contents, in hexadecimal; None if there is no such file."""
 
     @abc.abstractmethod
     def names(self, folder: str) -> list[str]:
@@ -103,6 +110,10 @@ class Journal(abc.ABC):
     def close(self, *, remove: bool) -> None:
         """Give it back, durable, or removed."""
 
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Give it back, and write nothing more."""
+
 
 class LocalStore(Store):
     """A directory on a disk, or of a network file system with `flock`."""
@@ -122,6 +133,11 @@ class LocalStore(Store):
     def size(self, name: str) -> int | None:
         with contextlib.suppress(FileNotFoundError):
             return (self._root / name).stat().st_size
+        return None
+
+    def sha256(self, name: str) -> str | None:
+        with contextlib.suppress(FileNotFoundError), open(self._root / name, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
         return None
 
     def names(self, folder: str) -> list[str]:
@@ -152,7 +168,7 @@ class LocalStore(Store):
                 os.replace(partial, path)
                 _sync_directory(path.parent)
         except OSError as e:
-            raise ValueError(write_error(path, e)) from e
+            raise OSError(write_error(path, e)) from e
         return True
 
     def remove(self, name: str) -> None:
@@ -230,7 +246,7 @@ class LocalJournal(Journal):
             while data:
                 data = data[self._file.write(data) :]
         except OSError as e:
-            raise ValueError(write_error(self._path, e)) from e
+            raise OSError(write_error(self._path, e)) from e
 
     def close(self, *, remove: bool) -> None:
         with self._file:
@@ -238,6 +254,9 @@ class LocalJournal(Journal):
                 self._path.unlink(missing_ok=True)
             else:
                 os.fsync(self._file.fileno())
+
+    def release(self) -> None:
+        self._file.close()
 
 
 class ObjectStore(Store):
@@ -258,6 +277,14 @@ class ObjectStore(Store):
         self._fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
             return self._fs.size(self._path(name))
+        return None
+
+    def sha256(self, name: str) -> str | None:
+        digest = hashlib.sha256()
+        with contextlib.suppress(FileNotFoundError), self._fs.open(self._path(name), "rb") as file:
+            while data := file.read(_BLOCK):
+                digest.update(data)
+            return digest.hexdigest()
         return None
 
     def names(self, folder: str) -> list[str]:
@@ -305,3 +332,6 @@ class ObjectJournal(Journal):
             self._store.put(self._name, b"".join(self._parts))
         elif self._stored:
             self._store.remove(self._name)
+
+    def release(self) -> None:
+        pass

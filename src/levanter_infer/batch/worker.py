@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from levanter_infer.batch import tables
 from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.batch.drive import Driver, Totals
-from levanter_infer.batch.job import JOB, Job, check_same, job_facts, make_promise, read_promise
+from levanter_infer.batch.job import Job, check_same, job_facts, make_promise, read_promise
 from levanter_infer.batch.layout import layout_of
 from levanter_infer.batch.plan import Input, InputShard, Plan
-from levanter_infer.batch.shard import dumps
+from levanter_infer.batch.shard import JOB, dumps
 from levanter_infer.batch.store import Store, open_store
 from levanter_infer.batch.together import followed, told
 from levanter_infer.config import CHAT_KEYS
@@ -80,7 +80,7 @@ def open_worker(
 
     Args:
         hosts: processes that do the job together, and make the same call.
-        plan: of the input, if it is known.
+        plan: of the input, if it is known; who knows it sees to finished shards, too.
         begin: False: only look at a job that has begun, without an engine.
     Raises: ValueError if the job began otherwise, or anything is wrong with model, input or output; HostsDiffer.
     """
@@ -89,7 +89,7 @@ def open_worker(
     if hosts is not None and one_mesh is None:
         place = hosts.index, hosts.count
     writes = one_mesh is None or one_mesh.is_lead
-    store, source = _store(config), input_of(config)
+    store, source, compare = _store(config), input_of(config), plan is None
     config = dataclasses.replace(config, engine={"numerics": "batch_invariant", **config.engine})
     facts = _facts(config)
     plan = plan_of(config, source) if plan is None else plan
@@ -110,6 +110,8 @@ def open_worker(
             if left == 0 or engine is not None or not begin:
                 return Worker(config, source, job, engine if left else None, place, one_mesh)
             say(f"job       {len(plan.shards) - left} of {len(plan.shards)} shards are finished, {left} are left")
+            if writes and compare:
+                _compare_finished(job, *place)
         engine = _engine(config, sizes, plan, hosts)
         if promise is None:
             sizes = {key: value for key, value in engine.describe().items() if key in _SIZES and value is not None}
@@ -122,6 +124,16 @@ def open_worker(
                 if hosts is not None:
                     raise ValueError(f"another job has begun in this output meanwhile; see {JOB} there")
                 engine = None
+
+
+def _compare_finished(job: Job, worker: int, workers: int) -> None:
+    """Compare finished shards with what their records say: those that fall to this worker. Whoever finishes the job
+    compares all. Raises: ValueError naming what has changed."""
+    own = {index for index in job.committed() if index % workers == worker}
+    begin = time.monotonic()
+    size = sum(record["bytes"] for record in job.records(own))
+    if own:
+        say(f"compared  {len(own)} finished shards, {size / 1e6:.1f} MB, in {time.monotonic() - begin:.1f} s")
 
 
 def _store(config: BatchRunConfig) -> Store:
@@ -154,7 +166,7 @@ def plan_of(config: BatchRunConfig, source: Input) -> Plan:
 
 
 def _same_files(source: Input, promise: dict[str, Any]) -> Plan:
-    """The plan that the job began with. Its shards are compared when they are read."""
+    """The plan that the job began with. Names and sizes are compared here, shards by their SHA-256 as they are read."""
     plan = Plan.from_dict(promise["input"])
     there, here = [file.name for file in plan.files], [path.rsplit("/", 1)[-1] for path in source.paths]
     if there != here:
@@ -163,6 +175,7 @@ def _same_files(source: Input, promise: dict[str, Any]) -> Plan:
             f"the job began with {len(there)} input files and there are {len(here)}; not in both: "
             f"{', '.join(only[:5])}; put them back, or give another output"
         )
+    source.check_unchanged(plan)
     return plan
 
 

@@ -111,6 +111,8 @@ def _write_pieces(state: DecodeState, admission: Admission) -> DecodeState:
         max_lens=column_of("max_lens", admission.max_lens.array),
         roots=column_of("roots", admission.roots.array),
         fork_source=column_of("fork_source", admission.fork_source.array),
+        num_cached=column_of("num_cached", jnp.zeros_like(slots)),
+        num_reached=column_of("num_reached", jnp.zeros_like(slots)),
     )
     sampling = state.sampling.set_rows(slots, admission.sampling)
     state = eqx.tree_at(lambda s: (s.sequences, s.sampling), state, (table, sampling))

@@ -70,8 +70,9 @@ class OutputRing(eqx.Module):
 class RoundOutputs(eqx.Module):
     """One download per round: everything of fixed small size in one int32 array.
 
-    `packed` is scalars, then status, finish reason and `seq_lens` of every slot, then the ring's slot ids, tokens and
-    the bits of both logprobs. The likeliest tokens stay apart: they are read only if a request wants them.
+    `packed` is scalars, then status, finish reason, `seq_lens` and `num_cached` of every slot, then the ring's slot
+    ids, tokens and the bits of both logprobs. The likeliest tokens stay apart: they are read only if a request wants
+    them.
     """
 
     packed: Array
@@ -117,6 +118,7 @@ def pack_outputs(state: DecodeState, ring: OutputRing, host_call: Array | None =
             table.status.array,
             table.finish_reason.array,
             table.seq_lens.array,
+            table.num_cached.array,
             ring.slot_ids.array,
             ring.tokens.array,
             *bits,
@@ -134,8 +136,8 @@ class HostOutputs:
         packed = packed if shard is None else packed[shard]
         scalars, rest = packed[: len(_SCALARS)], packed[len(_SCALARS) :]
         self.scalars: dict[str, int] = dict(zip(_SCALARS, scalars.tolist(), strict=True))
-        per_slot, ring = rest[: 3 * shapes.num_slots], rest[3 * shapes.num_slots :]
-        self.status, self.finish_reason, self.seq_lens = per_slot.reshape(3, shapes.num_slots)
+        per_slot, ring = rest[: 4 * shapes.num_slots], rest[4 * shapes.num_slots :]
+        self.status, self.finish_reason, self.seq_lens, self.num_cached = per_slot.reshape(4, shapes.num_slots)
         count = self.scalars["count"]
         slot_ids, tokens, logprobs, processed = ring.reshape(4, -1)[:, :count]
         self.slot_ids, self.tokens = slot_ids, tokens

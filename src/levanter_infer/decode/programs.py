@@ -63,11 +63,22 @@ class Program:
     def __call__(self, *arguments):
         if self._compiled is None:
             self.compile(*arguments)
-        return self.wait()(*arguments)
+        program = self.wait()
+        try:
+            return program(*arguments)
+        except Exception as error:
+            interrupt = _interrupt_behind(error)
+            if interrupt is None:
+                raise
+            raise interrupt from None
 
     @property
     def is_begun(self) -> bool:
         return self._compiled is not None
+
+    @property
+    def is_ready(self) -> bool:
+        return self._compiled is not None and self._compiled.done()
 
     def compile(self, *arguments) -> None:
         """Get ready for arguments of these types, arrays or `jax.ShapeDtypeStruct`s.
@@ -115,10 +126,22 @@ class Program:
         }
 
 
+def _interrupt_behind(error: Exception) -> BaseException | None:
+    """The KeyboardInterrupt, or another exception that is no error, that JAX has made an error of.
+
+    JAX compares the static fields of the arguments in Python, and turns whatever is raised meanwhile into a
+    ValueError.
+    """
+    cause = error.__cause__
+    while isinstance(cause, Exception):
+        cause = cause.__cause__
+    return cause
+
+
 def _placement(leaf) -> str:
     """How an array is spread over several devices; nothing where it is on one."""
     sharding = getattr(leaf, "sharding", None)
-    return f" on {sharding}" if sharding is not None and len(sharding.device_set) > 1 else ""
+    return f" on {sharding}" if sharding is not None and sharding.num_devices > 1 else ""
 
 
 class TierPrograms:
@@ -199,6 +222,7 @@ class Programs:
             return self._programs[name]
 
         self._programs: dict[str, Program] = {}
+        self._wanted: tuple[str, ...] = ()
         self.init = program("init")
         self._round = program("round", donate=(1,), options=options)
         self.reset = program("reset", donate=(0,))
@@ -237,7 +261,9 @@ class Programs:
 
     def compile_all(self, model, admission) -> None:
         """Begin to compile the programs that every engine needs, side by side. Types of arguments will do."""
-        for program, types in self.needed(model, admission).values():
+        needed = self.needed(model, admission)
+        self._wanted = tuple(needed)
+        for program, types in needed.values():
             if not program.is_begun:
                 program.compile(*types)
 
@@ -246,6 +272,13 @@ class Programs:
         for program in self._programs.values():
             if program.is_begun:
                 program.wait()
+
+    def progress(self) -> str:
+        """How many of the programs that were asked for are compiled, and which are not; for people, from any thread."""
+        left = [name for name in self._wanted if not self._programs[name].is_ready]
+        if not left:
+            return ""
+        return f"{len(self._wanted) - len(left)} of {len(self._wanted)} programs are ready, not yet {', '.join(left)}"
 
     def round(self, model, state: GenState, admission: Admission) -> tuple[GenState, RoundOutputs]:
         """`run_round` on the device.

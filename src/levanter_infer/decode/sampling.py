@@ -1,11 +1,13 @@
 """Choosing the next token of every row: any mixture of parameters in one batch.
 
-Order of processing, as in HF transformers and vLLM:
-1. repetition penalty (tokens of prompt and output), then frequency and presence penalty (output only);
-2. logit bias;
+Order of processing, as in HF transformers:
+1. logit bias;
+2. repetition penalty (tokens of prompt and output), then frequency and presence penalty (output only);
 3. while fewer than `min_tokens` tokens are generated: one-token stop sequences become impossible;
 4. temperature; below GREEDY_TEMPERATURE the likeliest token is taken and nothing further applies;
 5. top_k, then top_p of what top_k leaves, then min_p relative to the likeliest token.
+
+vLLM has the same order, but applies min_p before top_k and top_p.
 
 Tokens that tie with the threshold of top_k or top_p are all kept. What a row gets depends, to the bit, on that row
 alone: not on its place, on the number of rows or on what the others ask for. Work that no row asks for is skipped.
@@ -122,8 +124,8 @@ def sample(
 
     def process_and_choose():
         history = (tokens, slot_ids, prompt_lens, jnp.where(penalised, seq_lens, 0))
-        z = run_if(jnp.any(penalised), lambda z: apply_penalties(z, column, history, vocab), logits)
-        z = run_if(jnp.any(biased), lambda z: add_bias(z, column, vocab), z)
+        z = run_if(jnp.any(biased), lambda z: add_bias(z, column, vocab), logits)
+        z = run_if(jnp.any(penalised), lambda z: apply_penalties(z, column, history, vocab), z)
         z = run_if(jnp.any(banned), lambda z: _ban_stops(z, column, banned, vocab), z)
         z_peak = vocab.spread.max(jnp.max(z, axis=1))
         best = _first_best(z, z_peak, vocab)

@@ -34,7 +34,7 @@ def candidates(
 ) -> BeamCandidates:
     """The `width` likeliest continuations of each row that do not end it, and every one that does.
 
-    Log probabilities are processed as logits are in sampling, which is what HF transformers does: penalties, bias, and
+    Log probabilities are processed as logits are in sampling, which is what HF transformers does: bias, penalties, and
     while fewer than `min_tokens` tokens are generated no token that ends.
 
     Args:
@@ -53,8 +53,8 @@ def candidates(
         logprobs = logits - (known.peak + jnp.log(known.total))[:, None]
         penalised, biased = is_penalised(column) & searches, is_biased(column, vocab.size) & searches
         history = (tokens, slot_ids, prompt_lens, jnp.where(penalised, seq_lens, 0))
-        z = run_if(jnp.any(penalised), lambda z: apply_penalties(z, column, history, vocab), logprobs)
-        z = run_if(jnp.any(biased), lambda z: add_bias(z, column, vocab), z)
+        z = run_if(jnp.any(biased), lambda z: add_bias(z, column, vocab), logprobs)
+        z = run_if(jnp.any(penalised), lambda z: apply_penalties(z, column, history, vocab), z)
 
         row = jax.lax.broadcasted_iota(jnp.int32, stops.shape, 0)
         banned = is_banned(column, seq_lens - prompt_lens)[:, None]

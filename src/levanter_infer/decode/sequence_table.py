@@ -60,6 +60,10 @@ class SequenceTable(eqx.Module):
     """Negative: what keys and values depend on beside the tokens. Only sequences of one root share pages."""
     fork_source: ht.i32[NamedArray, " seq"]
     """Slot whose prompt pages this one will share; none for a sequence of its own, and after the fork."""
+    num_cached: ht.i32[NamedArray, " seq"]
+    """Prompt tokens whose keys and values were found when the sequence first reached them."""
+    num_reached: ht.i32[NamedArray, " seq"]
+    """The largest `num_computed` so far: what lies below was reached before, and lost by preemption."""
 
     @staticmethod
     def init(num_slots: int, max_seq_len: int, num_pages: int, page_size: int) -> "SequenceTable":
@@ -77,6 +81,8 @@ class SequenceTable(eqx.Module):
             max_lens=full((seq,), 0),
             roots=full((seq,), DEFAULT_ROOT),
             fork_source=full((seq,), num_slots),
+            num_cached=full((seq,), 0),
+            num_reached=full((seq,), 0),
         )
 
     @property

@@ -54,8 +54,18 @@ def reuse_pages(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Decod
     seekers = _seekers(table, shapes, order)
     carry = (table.page_indices.array, table.num_computed.array, state.page_table, counters.prefix_hits.array, nobody)
     page_indices, computed, page_table, hits, waits = run_if(jnp.any(_shareable(state, seekers) > 0), share, carry)
+    state = dataclasses.replace(state, sequences=_count_cached(table, computed))
     state = _with(state, page_indices, computed)
     return dataclasses.replace(state, page_table=page_table, counters=replace(counters, prefix_hits=hits)), waits
+
+
+def _count_cached(table: SequenceTable, found: Array) -> SequenceTable:
+    """Note the prompt tokens up to `found`, i32[seq], that are stored now without having been computed, unless the
+    sequence has had them before."""
+    reached = jnp.maximum(table.num_reached.array, table.num_computed.array)
+    new = jnp.minimum(found, table.prompt_lens.array) - reached
+    cached = table.num_cached.array + jnp.maximum(new, 0)
+    return replace(table, num_cached=cached, num_reached=jnp.maximum(reached, found))
 
 
 def _with(state: DecodeState, page_indices: Array, computed: Array) -> DecodeState:

@@ -7,15 +7,14 @@ import jax.numpy as jnp
 from levanter_infer.cache import KvPages
 from levanter_infer.decode.sampling import SamplingLimits
 from levanter_infer.decode.shapes import Shapes
+from levanter_infer.engine.params import MAX_STOP_TOKENS, brief
 from levanter_infer.kernels.tiling import Tiles
 from levanter_infer.runtime.memory import default_pool_bytes
 
 _KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 CPU_ISAS = ("auto", "avx512_bf16", "avx512", "avx2", "generic")
 """What `cpu_isa` may be: auto, or one of `kernels.cpu.ISAS`."""
-MAX_STOP_TOKENS = 16
-"""Tokens of one stop token sequence, at most."""
-
+_MAX_ROUND_SECONDS = 3600
 MIN_UPLOAD_TOKENS = 4096
 """Prompt tokens that one round can bring to the device, at least; longer prompts take several rounds."""
 
@@ -80,46 +79,55 @@ class EngineConfig:
 
     def __post_init__(self):
         for name in ("page_size", "max_pages", "max_seq_len", "max_step_tokens"):
-            _check_positive(name, getattr(self, name), optional=True)
+            if getattr(self, name) is not None:
+                _check_whole(name, getattr(self, name), 1)
         for name in ("max_seqs", "max_round_steps"):
-            _check_positive(name, getattr(self, name))
-        for name in ("max_logprobs", "max_prompt_logprobs", "max_logit_bias", "max_stop_sequences", "host_bytes"):
-            value = getattr(self, name)
-            if name == "host_bytes" and value is None:
-                continue
-            if type(value) is not int or value < 0:
-                raise ValueError(f"engine.{name}={value!r}: expected an integer of at least 0")
-        if isinstance(self.max_round_seconds, bool) or not self.max_round_seconds > 0:
-            raise ValueError(f"engine.max_round_seconds={self.max_round_seconds!r}: expected seconds above 0")
+            _check_whole(name, getattr(self, name), 1)
+        for name in ("max_logprobs", "max_prompt_logprobs", "max_logit_bias", "max_stop_sequences"):
+            _check_whole(name, getattr(self, name), 0)
+        if self.host_bytes is not None:
+            _check_whole("host_bytes", self.host_bytes, 0, 2**62)
+        seconds = self.max_round_seconds
+        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if not (is_number and 0 < seconds <= _MAX_ROUND_SECONDS):  # also false for NaN
+            raise ValueError(
+                f"engine.max_round_seconds={brief(seconds)}: expected seconds above 0 and up to {_MAX_ROUND_SECONDS}"
+            )
         if self.page_size is not None and self.page_size & (self.page_size - 1):
             raise ValueError(f"engine.page_size={self.page_size} is not a power of two; use one of 8, 16, 32, 64, 128")
-        if self.kv_dtype is not None and self.kv_dtype not in _KV_DTYPES:
-            raise ValueError(f"engine.kv_dtype={self.kv_dtype!r}: expected one of {', '.join(_KV_DTYPES)}")
+        if self.kv_dtype is not None:
+            _check_choice("kv_dtype", self.kv_dtype, _KV_DTYPES)
         if not isinstance(self.prefix_cache, bool):
-            raise ValueError(f"engine.prefix_cache={self.prefix_cache!r}: expected true or false")
-        if self.admission not in ("optimistic", "expected", "worst_case"):
-            raise ValueError(f"engine.admission={self.admission!r}: expected optimistic, expected or worst_case")
-        if self.preempt not in ("recompute", "spill"):
-            raise ValueError(f"engine.preempt={self.preempt!r}: expected recompute or spill")
-        if self.recompilation not in ("error", "warn"):
-            raise ValueError(f"engine.recompilation={self.recompilation!r}: expected error or warn")
-        if self.numerics not in ("default", "batch_invariant"):
-            raise ValueError(f"engine.numerics={self.numerics!r}: expected default or batch_invariant")
-        if self.attention not in ("auto", "xla", "reference", "cpu", "gpu", "tpu"):
-            raise ValueError(
-                f"engine.attention={self.attention!r} is not available; use auto, xla, reference, cpu, gpu or tpu"
-            )
-        if self.cpu_isa not in CPU_ISAS:
-            raise ValueError(f"engine.cpu_isa={self.cpu_isa!r} is not known; use one of {', '.join(CPU_ISAS)}")
-        if self.products not in ("auto", "xla", "cpu", "gpu"):
-            raise ValueError(f"engine.products={self.products!r} is not available; use auto, xla, cpu or gpu")
+            raise ValueError(f"engine.prefix_cache={brief(self.prefix_cache)}: expected true or false")
+        _check_choice("admission", self.admission, ("optimistic", "expected", "worst_case"))
+        _check_choice("preempt", self.preempt, ("recompute", "spill"))
+        _check_choice("recompilation", self.recompilation, ("error", "warn"))
+        _check_choice("numerics", self.numerics, ("default", "batch_invariant"))
+        for name, choices in (
+            ("attention", ("auto", "xla", "reference", "cpu", "gpu", "tpu")),
+            ("products", ("auto", "xla", "cpu", "gpu")),
+            ("cpu_isa", CPU_ISAS),
+        ):
+            value = getattr(self, name)
+            if not (isinstance(value, str) and value in choices):
+                raise ValueError(f"engine.{name}={brief(value)} is not available; use {_listed(choices)}")
 
 
-def _check_positive(name: str, value, optional: bool = False) -> None:
-    if optional and value is None:
-        return
-    if type(value) is not int or value < 1:
-        raise ValueError(f"engine.{name}={value!r}: expected a whole number of at least 1")
+def _check_whole(name: str, value, least: int, most: int = 2**31 - 1) -> None:
+    if type(value) is not int or not least <= value <= most:
+        bound = f"of at least {least}" if type(value) is not int or value < least else f"of at most {most}"
+        kind = "an integer" if least == 0 else "a whole number"
+        raise ValueError(f"engine.{name}={brief(value)}: expected {kind} {bound}")
+
+
+def _check_choice(name: str, value, choices: tuple[str, ...]) -> None:
+    if not (isinstance(value, str) and value in choices):
+        expected = _listed(choices) if len(choices) < 4 else f"one of {', '.join(choices)}"
+        raise ValueError(f"engine.{name}={brief(value)}: expected {expected}")
+
+
+def _listed(choices: tuple[str, ...]) -> str:
+    return f"{', '.join(choices[:-1])} or {choices[-1]}"
 
 
 def resolve_shapes(

@@ -24,21 +24,25 @@ from levanter_infer.engine.memory_audit import audit
 from levanter_infer.engine.mesh import MeshConfig, make_mesh
 from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.pace import Pace
-from levanter_infer.engine.request import Request, RequestOutput
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import Request, RequestOutput, as_request, as_requests, refused
 from levanter_infer.engine.scoring import SCORE_ONLY, ScoreReader, score_shapes
 from levanter_infer.engine.sequence import Group
 from levanter_infer.engine.sequence import Sequence as HostSequence
 from levanter_infer.engine.sharded import make_slots, read_outputs
 from levanter_infer.engine.spilling import Spilling
 from levanter_infer.engine.stats import Stats
+from levanter_infer.engine.turns import Turns, exclusive, waits_for_turn
 from levanter_infer.engine.uploads import Uploads
 from levanter_infer.engine.versions import Versions
 from levanter_infer.models.live import adopt_model
 from levanter_infer.runtime.agreement import agree, agree_least
 from levanter_infer.runtime.collector import collector_paused
+from levanter_infer.runtime.compile_cache import enable_compile_cache
 from levanter_infer.runtime.hosts import Hosts
 from levanter_infer.runtime.memory import peak_bytes, return_free_memory
 from levanter_infer.runtime.multihost import hosts_of_this_process
+from levanter_infer.runtime.progress import sampling_progress, stage
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +68,11 @@ class InferenceEngine(Forks, Spilling, Versions):
     The host and the device meet once a round: one upload of new requests, one download of sampled tokens, and the
     next round is launched before the last one is read.
 
+    One thread uses an engine at a time. `generate`, `score` and `warmup` may be called from any thread and wait for
+    their turn, in order of arrival; they also wait until the requests that another thread has submitted have ended. All
+    other methods that change the engine, `submit` and `step_round` among them, raise RuntimeError while another thread
+    is in a call, and name it. `stats`, `metrics` and `describe` may be called at any time.
+
     Args:
         model: a `DecoderModel`; a live model of Levanter's shape (`adopt_model`), whose weights are shared where the
             device reads them as they lie; or a `StoredModel`, which is read, and given up, after its compilation has
@@ -80,6 +89,7 @@ class InferenceEngine(Forks, Spilling, Versions):
             and programs before the first launch.
     """
 
+    @stage("making the engine")
     @collector_paused()
     def __init__(
         self,
@@ -95,6 +105,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         mesh: MeshConfig | Mesh | None = None,
         hosts: Hosts | None = None,
     ):
+        enable_compile_cache()
         self.config = config or EngineConfig()
         self.tokenizer, self.seed = tokenizer, seed
         self._eos = tuple(tokenizer.eos_token_ids) if tokenizer is not None else ()
@@ -125,7 +136,8 @@ class InferenceEngine(Forks, Spilling, Versions):
         self._compile_s = 0.0
         if isinstance(model, StoredModel):
             self._compile_ahead(types)
-            model, donate_model = model.read(self.backend.layout), True
+            with stage("reading weights"):
+                model, donate_model = model.read(self.backend.layout), True
         self._types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), types)
         self.model = self.backend.prepare(model, donate=donate_model)
         self._agree_on_programs()
@@ -138,7 +150,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         )
         self._rounds = self._submissions = 0
         self._pace = Pace(self.config.max_round_steps, self.config.max_round_seconds)
-        self._warm, self._last_end = False, 0.0
+        self._turns, self._warm, self._last_end = Turns(), False, 0.0
         self._intake = Intake(self.shapes, self.config, tokenizer, seed)
         self._start_over()
         logger.info("engine: %s", self.describe())
@@ -146,17 +158,19 @@ class InferenceEngine(Forks, Spilling, Versions):
     def _compile_ahead(self, types) -> None:
         """Begin to compile for a model that is yet to be read."""
         begin = time.perf_counter()
-        self.programs.compile_all(self.backend.prepared_types(types), self._uploads.nothing)
-        if self.backend.on_cpu:  # which does both itself, and the compiler's memory is then the weights'
-            self.programs.wait()
-            return_free_memory()
+        with stage("compiling", self.programs.progress):
+            self.programs.compile_all(self.backend.prepared_types(types), self._uploads.nothing)
+            if self.backend.on_cpu:  # which does both itself, and the compiler's memory is then the weights'
+                self.programs.wait()
+                return_free_memory()
         self._compile_s = time.perf_counter() - begin
 
     def _agree_on_sizes(self) -> None:
         """The smallest budget of all processes, and the same sizes in all others."""
         if self._hosts is None:
             return
-        least = agree_least(self._hosts, "max_pages", {"max_pages": self.shapes.num_pages})
+        with stage("waiting for the other processes to size their pools"):
+            least = agree_least(self._hosts, "max_pages", {"max_pages": self.shapes.num_pages})
         self.shapes = dataclasses.replace(self.shapes, num_pages=least["max_pages"])
         plan = {**dataclasses.asdict(self.shapes), "mesh": self.backend.mesh_sizes, "platform": self.backend.platform}
         agree(self._hosts, "sizes", {name: str(value) for name, value in plan.items()})
@@ -165,7 +179,8 @@ class InferenceEngine(Forks, Spilling, Versions):
         """Equal configurations do not prove equal programs: those that will run are compared before one does."""
         if self._hosts is not None:
             self.programs.compile_all(self.model, self._uploads.nothing)
-            agree(self._hosts, "programs", self.programs.fingerprints())
+            with stage("waiting for the other processes to trace their programs"):
+                agree(self._hosts, "programs", self.programs.fingerprints())
 
     def _start_over(self) -> None:
         self._slots = make_slots(self.shapes, self._eos, self.backend.num_shards)
@@ -173,6 +188,11 @@ class InferenceEngine(Forks, Spilling, Versions):
         self._tier = HostTier(self.shapes, self._stats.registry, self.config.host_bytes)
         self._in_flight: _Launched | None = None
         self._known: list[HostSequence] = []
+
+    def __repr__(self) -> str:
+        shown = ("max_seqs", "max_seq_len", "max_pages", "page_size", "kv_dtype", "pool_mb", "device")
+        described = self.describe()
+        return f"InferenceEngine({', '.join(f'{name}={described[name]}' for name in shown)})"
 
     def describe(self) -> dict[str, object]:
         """What was chosen, by name of the config key where there is one."""
@@ -197,29 +217,44 @@ class InferenceEngine(Forks, Spilling, Versions):
 
     # Requests
 
+    @waits_for_turn
     def generate(
-        self, requests: Sequence[Request], *, on_update: Callable[[int, int, int], None] | None = None
+        self,
+        prompts,
+        sampling=None,
+        *,
+        on_update: Callable[[int, int, int], None] | None = None,
+        progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Sample all requests.
+        """Sample continuations of all prompts.
 
-        A request that cannot be served comes back with `error` and no completions; the others are not affected.
+        What cannot be served comes back with `error` and no completions; the others are not affected.
 
         Args:
-            on_update: called after each round with (sequences finished, sequences in all, tokens generated so far).
-        Returns: one output per request, in their order.
+            prompts: a list, each of its entries a string, a list of token ids, a chat (a list of messages) or a
+                `Request`; or one of these alone.
+            sampling: `SamplingParams` for those that bring none; or a list, with one for each prompt.
+            on_update: called after each round with (sequences finished, sequences in all, tokens generated so far). It
+                may call the engine.
+            progress: whether a progress bar is drawn in a terminal or notebook; None: if it takes more than half a
+                second. Elsewhere there is none.
+        Returns: one output per prompt, in their order; for a prompt alone a list of one.
+        Raises: ValueError if `prompts` or `sampling` as a whole is of another form; nothing has run then.
         """
         made: list[Group | RequestOutput] = []
-        for i, request in enumerate(requests):
+        for i, request in enumerate(as_requests(prompts, sampling)):
+            if isinstance(request, ValueError):
+                made.append(refused(None, str(i), str(request)))
+                continue
             try:
                 made.append(self._intake.group(request, str(i)))
             except ValueError as error:
-                name = request.id if request.id is not None else str(i)
-                given = request.prompt_token_ids
-                ids = list(given) if isinstance(given, (Sequence, np.ndarray)) else []
-                made.append(RequestOutput(name, request.prompt, ids, [], str(error)))
-        self._serve([each for each in made if isinstance(each, Group)], on_update)
+                made.append(refused(request, str(i), str(error)))
+        with sampling_progress(progress, on_update) as update:
+            self._serve([each for each in made if isinstance(each, Group)], update)
         return [each.output() if isinstance(each, Group) else each for each in made]
 
+    @waits_for_turn
     def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log probability under the model of each token of the sequences, given those before it in its sequence.
 
@@ -265,6 +300,10 @@ class InferenceEngine(Forks, Spilling, Versions):
             self._extend(**changes)
         self.warmup()
 
+    def _is_in_progress(self) -> bool:
+        """Whether requests have been added that have not ended."""
+        return any(not group.is_done for group in self._slots.groups())
+
     def _add(self, group: Group) -> None:
         self._slots.add(group, self._council.now() if group.timeout_s is not None else 0.0)
         self._council.enter(group)
@@ -280,6 +319,7 @@ class InferenceEngine(Forks, Spilling, Versions):
                 on_update(finished, total, sum(len(sequence.token_ids) for sequence in sequences))
         self.drain()
 
+    @exclusive
     def step_round(self, *, max_steps: int | None = None) -> list[HostSequence]:
         """Launch the next round and read the one before; returns the sequences whose result became known.
 
@@ -296,11 +336,13 @@ class InferenceEngine(Forks, Spilling, Versions):
         previous, self._in_flight = self._in_flight, launched
         return known + (self._read(previous) if previous is not None else [])
 
+    @exclusive
     def settle(self) -> list[HostSequence]:
         """Read the round in flight and launch none; returns as `step_round`. A later round goes on from there."""
         known, self._known = self._known, []
         return known + self._settle()
 
+    @exclusive
     def linger(self) -> None:
         """Wait until the round in flight has ended or is about to; returns at once if there is none.
 
@@ -316,6 +358,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         while time.perf_counter() < until and not packed.is_ready():  # pyright: ignore[reportAttributeAccessIssue]
             time.sleep(_POLL_S)
 
+    @exclusive
     def drain(self) -> None:
         """Run until the device is idle: every page is free afterwards."""
         self._settle()
@@ -329,14 +372,19 @@ class InferenceEngine(Forks, Spilling, Versions):
         self._scores.take()
         self._stats.on_idle()
 
-    def submit(self, request: Request) -> Group:
-        """Queue a request for the coming rounds. Raises: ValueError if it cannot be served."""
-        group = self._intake.group(request, str(self._submissions))
+    @exclusive
+    def submit(self, prompt, sampling: SamplingParams | None = None) -> Group:
+        """Queue a `Request`, or another prompt as for `generate`, for the coming rounds.
+
+        Raises: ValueError if it cannot be served.
+        """
+        group = self._intake.group(as_request(prompt, sampling), str(self._submissions))
         self._submissions += 1
         self._prepare([group])
         self._add(group)
         return group
 
+    @exclusive
     def cancel(self, group: Group) -> None:
         """End a submitted request with reason "abort", at once; its pages are free two rounds later at the most.
 
@@ -370,6 +418,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         launched, self._in_flight = self._in_flight, None
         return self._read(launched) if launched is not None else []
 
+    @waits_for_turn
     @collector_paused()
     def warmup(self) -> None:
         """Compile all programs now rather than with the first request; later calls do nothing."""
@@ -377,10 +426,12 @@ class InferenceEngine(Forks, Spilling, Versions):
             return
         return_free_memory()  # of loading the model: compiling needs much
         start = time.perf_counter()
-        self.programs.compile_all(self.model, self._uploads.nothing)
-        self.state, outputs = self.programs.round(self.model, self.state, self._uploads.nothing)
-        jax.block_until_ready(outputs)
-        self.programs.wait()
+        with stage("compiling", self.programs.progress):
+            self.programs.compile_all(self.model, self._uploads.nothing)
+            self.programs.wait()
+        with stage("running the first round"):
+            self.state, outputs = self.programs.round(self.model, self.state, self._uploads.nothing)
+            jax.block_until_ready(outputs)
         self._warm = True
         self._compile_s += time.perf_counter() - start
         self._stats.registry.set("compile_s", self._compile_s)
@@ -396,8 +447,9 @@ class InferenceEngine(Forks, Spilling, Versions):
         shapes = dataclasses.replace(self.shapes, **changes)
         logger.info("compiling again, for %s", ", ".join(changes))
         programs, uploads = self.programs.extended(self.model, shapes), Uploads(self.backend, shapes)
-        programs.compile_all(self.model, uploads.nothing)
-        programs.wait()
+        with stage(f"compiling again, for {', '.join(changes)}", programs.progress):
+            programs.compile_all(self.model, uploads.nothing)
+            programs.wait()
         if self._hosts is not None and self.backend.spans_hosts:
             agree(self._hosts, "programs", programs.fingerprints())
         self.state = programs.extend(self.state)
@@ -407,6 +459,14 @@ class InferenceEngine(Forks, Spilling, Versions):
         self._stats.registry.set("compile_s", self._compile_s)
 
     def _launch(self, steps: int) -> _Launched:
+        """Launch a round. A failure here has taken requests from their queue, or the state: all are forgotten then."""
+        try:
+            return self._launch_round(steps)
+        except BaseException:
+            self.reset()
+            raise
+
+    def _launch_round(self, steps: int) -> _Launched:
         begin = time.perf_counter()
         with_prompts = self._slots.has_prompts
         fields = self._slots.next_admission(self._rounds, steps) | self._tier.terms()
@@ -449,6 +509,7 @@ class InferenceEngine(Forks, Spilling, Versions):
 
     # State
 
+    @exclusive
     def reset(self) -> None:
         """Forget all sequences; those in progress end with reason "abort".
 
@@ -464,6 +525,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         self._stats.on_reset()
         self._start_over()
 
+    @exclusive
     def zero_cache(self) -> None:
         """Overwrite every stored key and value with zeros. Requires: no request in progress."""
         if not self._slots.is_idle:
@@ -483,6 +545,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         """`metrics` as a dict: tokens, rates, pages, preemptions, steps, rounds, compilations, …"""
         return self.metrics().as_dict("round")
 
+    @exclusive
     def memory(self) -> dict[str, Any]:
         """Who holds how much, after the rounds launched so far; waits for them. Also enters it into `metrics`.
 

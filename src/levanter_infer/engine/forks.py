@@ -14,6 +14,7 @@ from levanter_infer.engine.sequence import Group
 from levanter_infer.engine.sequence import Sequence as HostSequence
 from levanter_infer.engine.sharded import told_one_shard
 from levanter_infer.engine.slots import SlotManager
+from levanter_infer.engine.turns import Turns, exclusive
 
 
 class Forks(abc.ABC):
@@ -27,11 +28,16 @@ class Forks(abc.ABC):
     _rounds: int
     _council: Council
     _known: list[HostSequence]
+    _turns: Turns
+
+    @abc.abstractmethod
+    def _is_in_progress(self) -> bool: ...
 
     @abc.abstractmethod
     def _settle(self) -> list[HostSequence]:
         """Read the round in flight, if there is one."""
 
+    @exclusive
     def sync(self) -> list[HostSequence]:
         """Read the round in flight, if there is one, and launch none: the samples are then as the device has them.
 
@@ -40,6 +46,7 @@ class Forks(abc.ABC):
         known, self._known = self._known + self._settle(), []
         return known
 
+    @exclusive
     def resample(self, group: Group, ancestors: Sequence[int]) -> None:
         """Let sample i of a submitted request go on from where sample `ancestors[i]` stands, for all i at once.
 
@@ -55,6 +62,7 @@ class Forks(abc.ABC):
         chosen = checked_ancestors(group, ancestors)
         self._go_on(group, group.sequences, chosen)
 
+    @exclusive
     def fork(self, group: Group, index: int, count: int = 1) -> list[HostSequence]:
         """Let sample `index` of a submitted request go on as itself and as `count` further samples, which join the
         group, each in a slot of its own. Otherwise like `resample`.

@@ -1,7 +1,6 @@
 """`Intake`: checks requests, and makes of each the sequences that serve it."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -10,13 +9,23 @@ from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.beams import check_room
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.params import SamplingParams, brief, check_limits, derive_seed
-from levanter_infer.engine.request import Request
+from levanter_infer.engine.request import MAX_ID_CHARS, Request
 from levanter_infer.engine.sequence import Group
 from levanter_infer.engine.sequence import Sequence as HostSequence
 from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
 
 _MAX_SALT = 256
 """Characters of a request's `cache_salt`, at most."""
+_MAX_SECONDS = 1e9
+_CHAT_ONLY = {
+    "tools": None,
+    "chat_template_kwargs": None,
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+}
+"""Fields of a request that only a chat may set, with what they are otherwise."""
+_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template")
+"""What `chat_template_kwargs` cannot set."""
 
 
 class Intake:
@@ -44,10 +53,14 @@ class Intake:
             default_id: names it if it does not name itself.
         Raises: ValueError saying what was got, what was expected, and what to do.
         """
-        ids = self._token_ids(request)
-        params, shapes = request.sampling, self._shapes
+        name = _name(request.id, default_id)
+        params, shapes = SamplingParams() if request.sampling is None else request.sampling, self._shapes
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling is {type(params).__name__}; expected SamplingParams")
+            raise ValueError(
+                f"sampling is {type(params).__name__}; expected SamplingParams (of a mapping, "
+                "SamplingParams.from_dict makes them)"
+            )
+        ids = self._token_ids(request, params.max_tokens)
         check_limits(
             params,
             vocab_size=shapes.limits.vocab_size,
@@ -68,7 +81,6 @@ class Intake:
         max_len = self._max_len(len(ids), params.max_tokens)
         if params.num_beams > 1:
             check_room(params.num_beams, len(ids), max_len, shapes)
-        name = request.id if request.id is not None else default_id
         group = Group(
             id=name,
             prompt=request.prompt,
@@ -99,20 +111,21 @@ class Intake:
         number = self._roots.setdefault((self.version, group.cache_salt), len(self._roots))
         return DEFAULT_ROOT - 2 * number - (group.params.prompt_logprobs is not None)
 
-    def _token_ids(self, request: Request) -> list[int]:
+    def _token_ids(self, request: Request, max_tokens: int) -> list[int]:
+        """The prompt. What is too long is refused for that before anything else is done with it."""
         given = [n for n in ("prompt", "prompt_token_ids", "messages") if getattr(request, n) is not None]
         if len(given) != 1:
             raise ValueError(f"a request needs one of prompt, prompt_token_ids, messages; got {given or 'none'}")
+        self._check_chat_fields(request)
+        vocab_size = self._shapes.limits.vocab_size
         if request.prompt_token_ids is not None:
-            ids = _checked_ids(request.prompt_token_ids, self._shapes.limits.vocab_size)
+            ids = self._checked_ids(request.prompt_token_ids, max_tokens)
         elif self._tokenizer is None:
             raise ValueError(f"{given[0]} needs a tokenizer and this engine has none; give prompt_token_ids")
         elif request.messages is not None:
-            text = self._tokenizer.apply_chat_template(request.messages, add_generation_prompt=True)
-            ids = self._tokenizer.encode(text, add_special_tokens=False)
+            ids = self._encoded(self._rendered(request), max_tokens, add_special_tokens=False)
         else:
-            ids = self._tokenizer.encode(request.prompt)
-        vocab_size = self._shapes.limits.vocab_size
+            ids = self._encoded(request.prompt, max_tokens)
         if ids and max(ids) >= vocab_size:
             raise ValueError(
                 f"the tokenizer gave token {max(ids)}, outside the model's vocabulary of {vocab_size} tokens: "
@@ -122,14 +135,75 @@ class Intake:
             raise ValueError("the prompt is empty; give at least one token")
         return ids
 
-    def _max_len(self, prompt_len: int, max_tokens: int) -> int:
+    def _encoded(self, text, max_tokens: int, **options: bool) -> list[int]:
+        if not isinstance(text, str):
+            raise ValueError(
+                f"prompt is {type(text).__name__}; expected a string (token ids are given as prompt_token_ids, a chat "
+                "as messages)"
+            )
+        if len(text) > self._shapes.max_seq_len:
+            self._check_len(self._tokenizer.least_tokens(text), max_tokens, "at least ")
+        return self._tokenizer.encode(text, **options)
+
+    def _rendered(self, request: Request) -> str:
+        assert request.messages is not None
+        messages = _mappings("messages", request.messages, "a list of messages, each a mapping with role and content")
+        tools = request.tools
+        if tools is not None:
+            tools = _mappings("tools", tools, "a list of tools, each a mapping (a JSON schema)")
+        return self._tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            **_template_variables(request.chat_template_kwargs),
+        )
+
+    def _check_chat_fields(self, request: Request) -> None:
+        for name in ("add_generation_prompt", "continue_final_message"):
+            if type(getattr(request, name)) is not bool:
+                raise ValueError(f"{name}={brief(getattr(request, name))}: expected true or false")
+        if request.messages is None:
+            for name, default in _CHAT_ONLY.items():
+                if getattr(request, name) is not default:
+                    raise ValueError(f"{name} is for chats, and this request has no messages; leave it out")
+        elif request.continue_final_message and request.add_generation_prompt:
+            raise ValueError(
+                "continue_final_message goes on inside the last message, and add_generation_prompt begins another one; "
+                "set add_generation_prompt=False"
+            )
+
+    def _checked_ids(self, token_ids, max_tokens: int) -> list[int]:
+        ids = _list_of_ids(token_ids, lambda count: self._check_len(count, max_tokens))
+        vocab_size = self._shapes.limits.vocab_size
+        if set(map(type, ids)) - {int}:
+            for i, token in enumerate(ids):
+                if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
+                    raise ValueError(
+                        f"prompt_token_ids[{i}]={brief(token)} is not an integer; expected token ids from 0 to "
+                        f"{vocab_size - 1} (text is given as prompt)"
+                    )
+            ids = [int(token) for token in ids]
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            i, token = next((i, token) for i, token in enumerate(ids) if not 0 <= token < vocab_size)
+            raise ValueError(
+                f"prompt_token_ids[{i}]={brief(token)} is outside the vocabulary of {vocab_size} tokens; expected 0 to "
+                f"{vocab_size - 1}"
+            )
+        return ids
+
+    def _check_len(self, prompt_len: int, max_tokens: int, how: str = "") -> None:
         shapes = self._shapes
         if prompt_len + min(max_tokens, 1) > shapes.max_seq_len:
             room = "which leaves no room to generate within" if max_tokens else "more than"
             raise ValueError(
-                f"the prompt has {prompt_len} tokens, {room} "
+                f"the prompt has {how}{prompt_len} tokens, {room} "
                 f"engine.max_seq_len={shapes.max_seq_len}; shorten it or raise engine.max_seq_len"
             )
+
+    def _max_len(self, prompt_len: int, max_tokens: int) -> int:
+        shapes = self._shapes
+        self._check_len(prompt_len, max_tokens)
         if max_tokens > shapes.max_seq_len:
             raise ValueError(
                 f"max_tokens={max_tokens} exceeds engine.max_seq_len={shapes.max_seq_len}; lower it or raise "
@@ -146,22 +220,69 @@ class Intake:
         return max_len
 
 
-def _checked_ids(token_ids, vocab_size: int) -> list[int]:
-    if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, (Sequence, np.ndarray)):
+def _list_of_ids(token_ids, check_len) -> list:
+    """The entries, whatever they are, once their number has been checked."""
+    if isinstance(token_ids, np.ndarray):
+        if token_ids.ndim != 1:
+            raise ValueError(f"prompt_token_ids has shape {token_ids.shape}; expected one dimension, [tokens]")
+        check_len(len(token_ids))
+        return token_ids.tolist()
+    if isinstance(token_ids, (str, bytes, bytearray, memoryview)) or not isinstance(token_ids, Sequence):
         raise ValueError(f"prompt_token_ids is {type(token_ids).__name__}; expected a list of token ids")
-    ids = []
-    for i, token in enumerate(token_ids):
-        if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
-            raise ValueError(f"prompt_token_ids[{i}]={token!r} is not an integer")
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"prompt_token_ids[{i}]={token} is outside the vocabulary of {vocab_size} tokens")
-        ids.append(int(token))
-    return ids
+    try:
+        check_len(len(token_ids))
+        return list(token_ids)
+    except ValueError:
+        raise
+    except Exception as error:  # a sequence of the caller's own making
+        raise ValueError(f"prompt_token_ids cannot be read: {type(error).__name__}: {brief(str(error))}") from error
+
+
+def _mappings(name: str, value, expected: str) -> list[dict]:
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{name} is {type(value).__name__}; expected {expected}")
+    for i, entry in enumerate(value):
+        if not isinstance(entry, Mapping):
+            raise ValueError(f"{name}[{i}] is {type(entry).__name__}; expected {expected}")
+    return [_plain(f"{name}[{i}]", entry) for i, entry in enumerate(value)]
+
+
+def _plain(name: str, value: Mapping) -> dict:
+    try:
+        return dict(value)
+    except Exception as error:  # a mapping of the caller's own making
+        raise ValueError(f"{name} cannot be read: {type(error).__name__}: {brief(str(error))}") from error
+
+
+def _template_variables(given) -> dict[str, object]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"chat_template_kwargs is {type(given).__name__}; expected a mapping of names to values")
+    variables = _plain("chat_template_kwargs", given)
+    for name in variables:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(
+                f"chat_template_kwargs has the key {brief(name)}; expected the name of a template's variable"
+            )
+        if name in _OWN_VARIABLES:
+            raise ValueError(
+                f"chat_template_kwargs sets {name}, which has a field of its own or is not the caller's to set"
+            )
+    return variables
+
+
+def _name(given, default: str) -> str:
+    if given is None:
+        return default
+    if not isinstance(given, str) or len(given) > MAX_ID_CHARS:
+        raise ValueError(f"id={brief(given)}: expected a string of up to {MAX_ID_CHARS} characters")
+    return given
 
 
 def _salt(salt) -> str | None:
     if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= _MAX_SALT):
-        raise ValueError(f"cache_salt={str(salt)[:40]!r}: expected 1 to {_MAX_SALT} characters")
+        raise ValueError(f"cache_salt={brief(salt)}: expected 1 to {_MAX_SALT} characters")
     return salt
 
 
@@ -174,7 +295,7 @@ def _priority(value) -> int:
 def _timeout(timeout_s) -> float | None:
     if timeout_s is None:
         return None
-    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-    if not (is_number and timeout_s > 0 and math.isfinite(timeout_s)):
-        raise ValueError(f"timeout_s={brief(timeout_s)}: expected seconds above 0; leave it out for none")
-    return timeout_s
+    is_number = isinstance(timeout_s, (int, float, np.integer, np.floating)) and not isinstance(timeout_s, bool)
+    if not (is_number and 0 < timeout_s <= _MAX_SECONDS):  # also false for NaN
+        raise ValueError(f"timeout_s={brief(timeout_s)}: expected seconds above 0 and up to 1e9; leave it out for none")
+    return float(timeout_s)

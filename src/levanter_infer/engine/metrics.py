@@ -141,8 +141,12 @@ _DECLARED = (
     _bench("continuous_steady_tokens_per_sec", "tokens/s", "open loop, without ramp and tail", "M71"),
     _bench("final_tokens_per_s", "tokens/s", "over the last 256 tokens", "I28"),
     _bench("perplexity", "", "with cached K/V", "I31"),
-    _bench("compute_utilisation", "ratio", "of attention or steps: arithmetic done over what the device could do", "I32"),
-    _bench("bandwidth_utilisation", "ratio", "of attention or steps: bytes needed over what the device could move", "I32"),
+    _bench(
+        "compute_utilisation", "ratio", "of attention or steps: arithmetic done over what the device could do", "I32"
+    ),
+    _bench(
+        "bandwidth_utilisation", "ratio", "of attention or steps: bytes needed over what the device could move", "I32"
+    ),
 )
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _DECLARED}
 LINE = (

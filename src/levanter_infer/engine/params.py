@@ -3,9 +3,12 @@
 import dataclasses
 import difflib
 import hashlib
+import logging
 import numbers
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
+
+logger = logging.getLogger(__name__)
 
 MAX_STOP_TOKENS = 16
 """Tokens of one stop token sequence, at most."""
@@ -13,18 +16,57 @@ MAX_STOP_CHARS = 4096
 """Characters of one stop string, at most."""
 _MAX_BIAS = 1e30
 _MAX_INT = 2**31 - 1
+_MAX_ENTRIES = 1_000_000
+"""Entries of a list, at most; how many are of use is the engine's to say."""
 _MAX_DIGITS = 20
 """Digits of a token id that is written as a string."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SamplingParams:
-    """How to sample one request.
+_NAMES_ELSEWHERE = {
+    **dict.fromkeys(
+        ("max_new_tokens", "max_completion_tokens", "max_length", "num_predict", "n_predict"), "max_tokens"
+    ),
+    **dict.fromkeys(("min_new_tokens", "min_length"), "min_tokens"),
+    **dict.fromkeys(("stop_strings", "stop_sequences", "stop_words", "until"), "stop"),
+    **dict.fromkeys(("eos_token_id", "stop_ids", "stop_tokens"), "stop_token_ids"),
+    **dict.fromkeys(("num_return_sequences", "num_samples", "num_generations"), "n"),
+    **dict.fromkeys(("top_logprobs", "top_n", "top_n_tokens", "output_logprobs"), "logprobs"),
+    **dict.fromkeys(("beam_width", "use_beam_search", "beam_size"), "num_beams"),
+    "bad_words": "logit_bias",
+    "do_sample": "temperature",
+    "repeat_penalty": "repetition_penalty",
+    "random_seed": "seed",
+    "sequence_bias": "logit_bias",
+}
+"""What other engines call these parameters, or what does the same here."""
 
-    Order of processing: repetition, frequency and presence penalty; logit_bias; min_tokens; temperature; top_k, top_p
+
+class UnknownName(TypeError, ValueError):
+    """An argument that does not exist: a TypeError as Python has it, and a ValueError as all refused input."""
+
+
+def check_names(
+    owner: str, given: Iterable[object], known: Sequence[str], elsewhere: Mapping[str, str], what: str = "parameter"
+) -> None:
+    """Raises: UnknownName for the first name that is not known, with the nearest one that is."""
+    for name in given:
+        if name not in known:
+            written = name[:80] if isinstance(name, str) else brief(name)
+            nearest = elsewhere.get(written) or difflib.get_close_matches(written, known, n=1, cutoff=0.0)[0]
+            raise UnknownName(
+                f"{owner} has no {what} {brief(name)}; the nearest known one is {nearest!r} (known: {', '.join(known)})"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to sample one request. All parameters are given by name.
+
+    Order of processing: logit_bias; repetition, frequency and presence penalty; min_tokens; temperature; top_k, top_p
     of what top_k leaves, min_p.
 
-    Raises: ValueError for a value of the wrong type or out of range.
+    Raises: ValueError for a value of the wrong type or out of range; TypeError for an unknown name, with the nearest
+        known one.
     """
 
     max_tokens: int = 64
@@ -33,7 +75,7 @@ class SamplingParams:
     temperature: float = 1.0
     """Divides the logits, 0 to 1e6. 0 (and below 1e-5): always the likeliest token, the first of equals."""
     top_k: int | None = 0
-    """Sample from the k likeliest tokens only, ties included. 0 or None: from all."""
+    """Sample from the k likeliest tokens only, ties included. 0, -1 or None: from all. -1 is kept as 0."""
     top_p: float = 1.0
     """Sample from the likeliest tokens that together hold this share of the probability, above 0 to 1; ties included.
     1: from all."""
@@ -54,7 +96,7 @@ class SamplingParams:
     the model, the best first. None: n."""
     seed: int | None = None
     """0 to 2^64 - 1; samples of one request differ whatever the seed. None: derived from the config's seed and the
-    request's id."""
+    request's id, below 2^53."""
     stop: str | Sequence[str] = ()
     """A string or strings, of up to 4096 characters, that end a sample as soon as they appear in its text; the text is
     cut before them. Kept as a tuple."""
@@ -80,7 +122,18 @@ class SamplingParams:
     """Added to the logits of these token ids. Ids may be decimal strings, as in JSON. Kept as a dict of int to
     float."""
 
+    def __new__(cls, *args, **kwargs):
+        if args:
+            raise TypeError(
+                f"SamplingParams takes its parameters by name and was given {brief(args[0])} without one; write "
+                "SamplingParams(temperature=0.7, max_tokens=64)"
+            )
+        check_names("SamplingParams", kwargs, [field.name for field in dataclasses.fields(cls)], _NAMES_ELSEWHERE)
+        return super().__new__(cls)
+
     def __post_init__(self):
+        if _is_int(self.top_k) and self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
         if self.prompt_logprobs is not None:
             _check_int("prompt_logprobs", self.prompt_logprobs, 0, _MAX_INT, "leave it out if none are wanted")
             _check_int("max_tokens", self.max_tokens, 0, _MAX_INT, "use 0 to score the prompt and generate nothing")
@@ -95,7 +148,10 @@ class SamplingParams:
         _check_int("n", self.n, 1, _MAX_INT, "ask for at least one sample")
         _check_int("num_beams", self.num_beams, 1, _MAX_INT, "use 1 to switch it off")
         _check_number("length_penalty", self.length_penalty, -10, 10, "use 0 to switch it off")
-        if not (type(self.early_stopping) is bool or self.early_stopping == "never"):
+        if not (
+            type(self.early_stopping) is bool
+            or (isinstance(self.early_stopping, str) and self.early_stopping == "never")
+        ):
             raise ValueError(f'early_stopping={brief(self.early_stopping)}: expected true, false or "never"')
         if self.best_of is not None:
             _check_int("best_of", self.best_of, self.n, _MAX_INT, "sample at least n, or leave it out")
@@ -142,6 +198,22 @@ class SamplingParams:
         return self.num_beams if self.num_beams > 1 else self.best_of or self.n
 
     @classmethod
+    def from_model(cls, path_or_id, revision: str | None = None, **overrides: object) -> "SamplingParams":
+        """What a model's generation_config.json suggests, and `overrides` by name. What the file does not name has the
+        defaults of this class; what cannot be applied is named in a warning.
+
+        Args:
+            path_or_id, revision: as of `load_model`.
+        Raises: ValueError if the model has no such file, or a value is bad.
+        """
+        from levanter_infer.checkpoints.generation import required_sampling
+
+        suggested = required_sampling(path_or_id, revision)
+        for name, value in suggested.unsupported.items():
+            logger.warning("generation_config.json of %s: %s=%s is not supported", path_or_id, name, brief(value))
+        return cls.from_dict({**suggested.params, **overrides})
+
+    @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> "SamplingParams":
         """Parameters by name, as read from a config or a row of input.
 
@@ -149,14 +221,7 @@ class SamplingParams:
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"sampling={brief(values)}: expected a mapping of parameter names to values")
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in values:
-            if name not in known:
-                nearest = difflib.get_close_matches(str(name)[:80], known, n=1, cutoff=0.0)[0]
-                raise ValueError(
-                    f"sampling has no parameter {brief(str(name))}; the nearest known one is {nearest!r} (known: "
-                    f"{', '.join(known)})"
-                )
+        check_names("sampling", values, [field.name for field in dataclasses.fields(cls)], _NAMES_ELSEWHERE)
         return cls(**values)  # type: ignore[arg-type]
 
 
@@ -203,7 +268,10 @@ class _Brief(reprlib.Repr):
 
 def brief(value: object) -> str:
     """`repr` for messages: short, however large or deeply nested the value is."""
-    text = _Brief().repr(value)
+    try:
+        text = _Brief().repr(value)
+    except Exception:  # whatever an object of the caller's does when it is looked at
+        return f"<{type(value).__name__}>"
     return text if len(text) <= 160 else text[:120] + "..." + text[-37:]
 
 
@@ -253,9 +321,12 @@ def stop_sequences(params: SamplingParams) -> tuple[tuple[int, ...], ...]:
 
 
 def derive_seed(config_seed: int, request_id: str) -> int:
-    """The seed of a request that has none: a function of the config's seed and the request's id, 64 bits."""
+    """The seed of a request that has none: a function of the config's seed and the request's id, from 0 to 2^53 - 1.
+
+    Readers of JSON that keep numbers as doubles keep all of its digits.
+    """
     digest = hashlib.sha256(f"{config_seed}:{request_id}".encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "big")
+    return int.from_bytes(digest[:8], "big") >> 11
 
 
 def _counted(name: str, entries: Sequence | Mapping, limit: int) -> tuple[str, int, int]:
@@ -317,7 +388,12 @@ def _entries(name: str, value: object, expected: str) -> Sequence:
     if value is None:
         return ()
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return value
+        try:
+            if len(value) <= _MAX_ENTRIES:
+                return list(value)
+        except Exception as error:  # a sequence of the caller's own making
+            raise ValueError(f"{name} cannot be read: {type(error).__name__}: {brief(str(error))}") from error
+        raise ValueError(f"{name} has {len(value)} entries; expected at most {_MAX_ENTRIES}")
     raise ValueError(f"{name}={brief(value)}: expected {expected}")
 
 
@@ -326,8 +402,12 @@ def _bias(bias: object) -> dict[int, float]:
         return {}
     if not isinstance(bias, Mapping):
         raise ValueError(f"logit_bias={brief(bias)}: expected a mapping of token ids to numbers")
+    try:
+        entries = list(bias.items())
+    except Exception as error:  # a mapping of the caller's own making
+        raise ValueError(f"logit_bias cannot be read: {type(error).__name__}: {brief(str(error))}") from error
     result: dict[int, float] = {}
-    for key, value in bias.items():
+    for key, value in entries:
         digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= _MAX_DIGITS
         token = int(key) if digits else key
         if not (_is_int(token) and 0 <= token <= _MAX_INT):  # type: ignore[operator]

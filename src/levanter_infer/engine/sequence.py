@@ -6,7 +6,7 @@ from collections.abc import Sequence as Many
 import numpy as np
 
 from levanter_infer.decode.sequence_table import DEFAULT_ROOT
-from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.params import SamplingParams, stop_sequences
 from levanter_infer.engine.request import Completion, RequestOutput
 from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
 
@@ -44,6 +44,7 @@ class Sequence:
     """Of the weights, for each token."""
     finish_reason: str | None = None
     """Set once the result is known; the slot may still have to be given back."""
+    stop_reason: str | int | tuple[int, ...] | None = None
     decoder: IncrementalDecoder | None = None
     matcher: StopMatcher | None = None
     score: float | None = None
@@ -61,7 +62,8 @@ class Sequence:
                 ids, values = top[0][i, :wanted].tolist(), top[1][i, :wanted].tolist()
                 self.top_logprobs.append(dict(zip(ids, values, strict=True)))
             if self._add_text(token):
-                self.finish_reason = "stop"
+                assert self.matcher is not None
+                self.finish_reason, self.stop_reason = "stop", self.matcher.found
                 return
 
     def _add_text(self, token: int) -> bool:
@@ -80,8 +82,16 @@ class Sequence:
     def finish(self, reason: str) -> None:
         if self.finish_reason is None:
             self.finish_reason = reason
+            self.stop_reason = self._matched_tokens() if reason == "stop" else None
             if self.decoder is not None:
                 self.text += self.decoder.flush()
+
+    def _matched_tokens(self) -> int | tuple[int, ...] | None:
+        """The longest of `stop_token_ids` at its end; None if it ends otherwise."""
+        ends = (tuple(self.token_ids[-len(ids) :]) == ids for ids in stop_sequences(self.group.params))
+        matched = [ids for ids, is_end in zip(stop_sequences(self.group.params), ends, strict=True) if is_end]
+        longest = max(matched, key=len, default=None)
+        return longest[0] if longest is not None and len(longest) == 1 else longest
 
     def snapshot(self) -> "Sequence":
         """What has come back of it so far, in lists of its own."""
@@ -92,7 +102,7 @@ class Sequence:
     def take_over(self, ancestor: "Sequence") -> None:
         """Go on from where `ancestor` stands; its slot, and its place in the group, stay its own."""
         ancestor = ancestor.snapshot()
-        for name in (*_RESULTS, "finish_reason", "decoder", "matcher", "text"):
+        for name in (*_RESULTS, "finish_reason", "stop_reason", "decoder", "matcher", "text"):
             setattr(self, name, getattr(ancestor, name))
 
     def completion(self) -> Completion:
@@ -108,6 +118,7 @@ class Sequence:
             seed=self.group.seed,
             token_versions=np.asarray(self.versions, np.int32),
             score=self.score,
+            stop_reason=self.stop_reason,
         )
 
 
@@ -134,6 +145,8 @@ class Group:
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
     shard: int | None = None
     """The data shard that serves it, where there are several."""
+    num_cached_tokens: int = 0
+    """Of the prompt, as of the last round that was read while it was computed."""
     prompt_scores: PromptScores | None = None
     """Once they have been read."""
     search_versions: list[int] = dataclasses.field(default_factory=list)
@@ -169,6 +182,7 @@ class Group:
             completions=self.completions(),
             prompt_logprobs=None if scores is None else scores.logprobs,
             prompt_top_logprobs=top,
+            num_cached_tokens=self.num_cached_tokens,
         )
 
     @property

@@ -247,6 +247,7 @@ class SlotManager:
 
     def collect(self, outputs: HostOutputs, round_id: int, version: int) -> list[Sequence]:
         """Take a round's outputs; returns the sequences whose result became known. `version`: of its weights."""
+        self._note_cached(outputs, round_id)
         wants_top = any(s.group.params.logprobs for s in self._occupants.values())
         top = outputs.top() if wants_top else None
         known: list[Sequence] = []
@@ -275,6 +276,15 @@ class SlotManager:
         if not self._occupants:
             self._arrivals = 0
         return known
+
+    def _note_cached(self, outputs: HostOutputs, round_id: int) -> None:
+        """Take what is known of cached prompts, of those that had no token before this round. Later the leader may
+        have another slot."""
+        for slot, sequence in self._occupants.items():
+            group = sequence.group
+            is_new = not sequence.token_ids or group.params.num_beams > 1
+            if sequence.index == 0 and is_new and _is_told(sequence, round_id):
+                group.num_cached_tokens = int(outputs.num_cached[slot])
 
     def take_leaving(self) -> list[tuple[Group, int]]:
         """Groups whose prompts were scored, and the slots that held them: given back since the last call."""

@@ -8,6 +8,7 @@ from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.host_tier import HostTier
 from levanter_infer.engine.sequence import Sequence as HostSequence
 from levanter_infer.engine.slots import SlotManager
+from levanter_infer.engine.turns import Turns, exclusive
 
 
 class Spilling(abc.ABC):
@@ -19,11 +20,16 @@ class Spilling(abc.ABC):
     _slots: SlotManager
     _tier: HostTier
     _known: list[HostSequence]
+    _turns: Turns
+
+    @abc.abstractmethod
+    def _is_in_progress(self) -> bool: ...
 
     @abc.abstractmethod
     def _settle(self) -> list[HostSequence]:
         """Read the round in flight, if there is one."""
 
+    @exclusive
     def spill_to_host(self, sequence: HostSequence) -> int:
         """Move the pages of a submitted sequence to the host's memory. It goes on after `prefetch`, or in `drain`.
 
@@ -38,6 +44,7 @@ class Spilling(abc.ABC):
         self.state, pages = self._tier.spill(self.programs.tier, self.state, sequence)
         return pages
 
+    @exclusive
     def prefetch(self, sequence: HostSequence) -> None:
         """Bring the pages of a spilled sequence back, so that it goes on.
 

@@ -82,6 +82,8 @@ class StopMatcher:
         self._matched = [0] * len(self._patterns)
         self._min_tokens = min_tokens
         self._length = 0
+        self.found: str | None = None
+        """The stop string that was found."""
 
     def copy(self) -> "StopMatcher":
         """One that goes on from here by itself."""
@@ -96,16 +98,19 @@ class StopMatcher:
             hold text behind it, and nothing more is to be pushed.
         """
         counts = num_tokens >= self._min_tokens
-        best: tuple[int, int] | None = None
+        best: tuple[int, int, str] | None = None
         for i, (stop, table) in enumerate(self._patterns):
             if self._matched[i] == 0 and stop[0] not in piece:
                 continue
             end, self._matched[i] = _advance(stop, table, self._matched[i], piece, stop_at_match=counts)
             if end is not None:
-                candidate = (self._length + end, self._length + end - len(stop))
+                candidate = (self._length + end, self._length + end - len(stop), stop)
                 best = candidate if best is None else min(best, candidate)
         self._length += len(piece)
-        return None if best is None else best[1]
+        if best is None:
+            return None
+        self.found = best[2]
+        return best[1]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -17,6 +17,7 @@ from levanter_infer.engine.params import brief
 from levanter_infer.engine.sequence import Sequence as HostSequence
 from levanter_infer.engine.slots import SlotManager
 from levanter_infer.engine.stats import Stats
+from levanter_infer.engine.turns import Turns, exclusive
 from levanter_infer.models.live import adopt_model
 
 POLICIES = ("drain", "keep_kv", "recompute")
@@ -38,6 +39,10 @@ class Versions(abc.ABC):
     _intake: Intake
     _stats: Stats
     _known: list[HostSequence]
+    _turns: Turns
+
+    @abc.abstractmethod
+    def _is_in_progress(self) -> bool: ...
 
     @abc.abstractmethod
     def _settle(self) -> list[HostSequence]:
@@ -46,6 +51,7 @@ class Versions(abc.ABC):
     @abc.abstractmethod
     def step_round(self, *, max_steps: int | None = None) -> list[HostSequence]: ...
 
+    @exclusive
     def swap_weights(self, model, *, version: int | None = None, policy: str = "drain", donate: bool = False) -> None:
         """Sample with other weights from the next round on. The pool stays, and nothing is compiled again.
 

@@ -53,7 +53,7 @@ class RopeConfig:
     @property
     def depends_on_length(self) -> bool:
         """Whether sequences beyond `original_len` change the frequencies of all positions."""
-        return self.kind in ("dynamic", "longrope")
+        return self.kind == "dynamic" or (self.kind == "longrope" and self.short_factor != self.long_factor)
 
 
 def rotary_tables(

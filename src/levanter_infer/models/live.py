@@ -16,10 +16,12 @@ from haliax import Axis, NamedArray
 from haliax.nn import RmsNorm
 from jax import Array
 from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from levanter_infer.axes import EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, MLP, Q_HEADS_PER_GROUP, VOCAB
 from levanter_infer.models.decoder import DecoderConfig, DecoderModel
 from levanter_infer.models.family import Family, parameters, set_parameter
+from levanter_infer.models.live_rope import check_rope, live_rope
 from levanter_infer.models.registry import FAMILIES, family_for
 
 _LAYER = "transformer.layers.stacked"
@@ -38,8 +40,10 @@ _NAMES = {
     },
 }
 """Path in `DecoderModel` -> path in the live model."""
-_ALIASES = {"kv_heads": KV_HEADS}
-"""Axis names of older releases of Levanter -> ours."""
+_ALIASES = {"kv_heads": KV_HEADS, "layer": LAYERS}
+"""Axis names of other releases of Levanter -> ours. Its Mistral says `layers`, its other models `layer` since 1.2."""
+_EXPERTS = ("block_sparse_moe", "mlp.experts", "mlp.gate", "mlp.router")
+"""Fields of a layer that has experts: of Levanter's Mixtral and Qwen3-MoE."""
 _SILU = ("silu", "swish")
 _LIKELY = "give the model's config.json as config=, if it is a Llama, Mistral, Qwen2 or Qwen3 after all"
 
@@ -56,17 +60,27 @@ def adopt_model(model, config: DecoderConfig | Mapping[str, Any] | None = None) 
         model: a module with the fields of Levanter's `LlamaLMHeadModel`, or its parameters alone: the module with None
             in place of other leaves, or mappings with the same names. A `DecoderModel` is returned as it is.
         config: what the checkpoint's config.json would say, for a model whose own configuration (`model.config`) is
-            not there or does not say all. Sizes come from the parameters, and must agree with it.
+            not there or does not say all. Sizes come from the parameters, the rotary embedding from the module that
+            rotates (`self_attn.rot_embs`), and both must agree with it.
+
+    A sliding window is that of the attention layers (`self_attn.config.sliding_window`). Levanter's `MistralConfig` has
+    one by default, 4096, which its layers do not apply: such a model is sampled as it is trained, without it. Give
+    `config=` with a `sliding_window` if it is trained with masks that have one.
+
     Raises: ValueError naming the field, what it holds, what was expected, and what to do.
     """
     if isinstance(model, DecoderModel):
         return model
+    _check_dense(model)
     if isinstance(config, DecoderConfig):
         family, decoder = FAMILIES[config.model_type], config
     else:
         raw = _config_json(model) if config is None else config
         family = family_for(raw)
         decoder = family.config_from_hf(raw)
+    rotary = _get(model, f"{_LAYER}.self_attn.rot_embs")
+    if config is not None and callable(rotary):
+        check_rope(rotary, decoder.rope, decoder.head_dim, decoder.max_position_embeddings)
     types = eqx.filter_eval_shape(DecoderModel.init, decoder, key=jax.eval_shape(jax.random.key, 0))
     arrays = _matched(model, types, family)
     _check_all_used(model, {_NAMES[path] for path in arrays})
@@ -105,8 +119,11 @@ def _config_json(model) -> dict[str, Any]:
     has_norms = _get(model, f"{_LAYER}.self_attn.q_norm") is not None
     is_qwen2 = has_bias["q"] and not has_bias["o"]
     kind = "qwen3" if has_norms else "qwen2" if is_qwen2 else "llama"
-    theta, scaling = _rope(config)
+    window = _get(attention, "sliding_window")
+    if kind == "llama" and (window is not None or _get(config, "sliding_window") is not None and not has_bias["q"]):
+        kind = "mistral"
     max_len = _first(config, "max_seq_len", "seq_len", "max_Pos")
+    max_len = max_len.size if isinstance(max_len, Axis) else max_len
     return {
         "model_type": kind,
         "vocab_size": sizes[VOCAB],
@@ -116,11 +133,11 @@ def _config_json(model) -> dict[str, Any]:
         "num_attention_heads": sizes[KV_HEADS] * sizes[Q_HEADS_PER_GROUP],
         "num_key_value_heads": sizes[KV_HEADS],
         "head_dim": sizes[HEAD_SIZE],
-        "max_position_embeddings": max_len.size if isinstance(max_len, Axis) else max_len,
+        "max_position_embeddings": max_len,
         "rms_norm_eps": float(_first(_get(model, "transformer.norm"), "eps")),
         "tie_word_embeddings": _get(model, "lm_head") is None,
-        "rope_theta": float(theta),
-        "rope_scaling": scaling,
+        **_rope(model, config, sizes[HEAD_SIZE], max_len),
+        **_window(kind, window),
         **({} if is_qwen2 else {"attention_bias": has_bias["q"]}),
         **({"mlp_bias": _get(model, f"{_LAYER}.mlp.gate_proj.bias") is not None} if kind == "llama" else {}),
     }
@@ -153,8 +170,6 @@ def _check_plain(config, attention) -> None:
         "scaling_factor": (None,),
         "logits_soft_cap": (None,),
     }
-    if _get(config, "use_sliding_window") is None:
-        unwanted["sliding_window"] = (None,)
     for owner in (config, attention):
         for key, neutral in unwanted.items():
             value = _get(owner, key)
@@ -162,14 +177,32 @@ def _check_plain(config, attention) -> None:
                 raise ValueError(f"config.{key}={value!r}, expected {neutral[0]!r}; {_LIKELY}")
 
 
-def _rope(config) -> tuple[float, dict[str, Any] | None]:
+def _check_dense(model) -> None:
+    experts = next((name for name in _EXPERTS if _get(model, f"{_LAYER}.{name}") is not None), None)
+    if experts is not None:
+        raise ValueError(
+            f"the model has experts ({_LAYER}.{experts}), and live models with experts are not implemented; save it as "
+            "a HF checkpoint and read that with load_model"
+        )
+
+
+def _rope(model, config, head_dim: int, max_len: int) -> dict[str, Any]:
     rope = _get(config, "rope")
-    if rope is None or not hasattr(rope, "to_hf_config"):
+    rotary = _get(model, f"{_LAYER}.self_attn.rot_embs")
+    if not callable(rotary) and rope is not None and hasattr(rope, "build"):
+        rotary = rope.build(Axis(HEAD_SIZE, head_dim))
+    if rope is None or not callable(rotary):
         raise ValueError(f"config.rope is {type(rope).__name__}, expected one of Levanter's rotary configs; {_LIKELY}")
-    theta, scaling = rope.to_hf_config()
-    if scaling and not {"type", "rope_type"} & set(scaling):
-        scaling = {"rope_type": "linear", **scaling}
-    return theta, dict(scaling) if scaling else None
+    return live_rope(rotary, rope, head_dim, max_len)
+
+
+def _window(kind: str, window: int | None) -> dict[str, Any]:
+    """The keys of config.json for a window that all layers have, or none."""
+    if kind == "mistral":
+        return {"sliding_window": window}
+    if window is None:
+        return {}
+    return {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
 
 
 def _first(owner, *names: str):
@@ -218,12 +251,33 @@ def _with_axes(named: NamedArray, axes: tuple[Axis, ...], path: str) -> NamedArr
         names = [HEADS if name == KV_HEADS else name for name in names if name != Q_HEADS_PER_GROUP]
     if own != wanted:
         raise ValueError(f"{path} has axes {_shown(own)}, expected {_shown(wanted)}; config and model do not agree")
-    array, order = named.array, [list(own).index(name) for name in names]
+    array: Any = named.array
+    order = [list(own).index(name) for name in names]
     if isinstance(array, np.ndarray):
         array = jax.device_put(array)
+    array = _without_explicit_axes(array)
     if order != sorted(order):
         array = jnp.transpose(array, order)
     return NamedArray(_reshaped(array, tuple(axis.size for axis in axes)), axes)
+
+
+def _without_explicit_axes(array):
+    """The same memory, on a mesh whose axes are the compiler's: in programs, explicit ones are part of every type."""
+    sharding = getattr(array, "sharding", None)
+    if isinstance(array, Tracer) or not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return array
+    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        raise ValueError(
+            "called under a mesh with explicit axes, expected none: JAX makes it a part of every type. Call it outside "
+            "of it, or under jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())); parameters may lie on it"
+        )
+    if all(kind == AxisType.Auto for kind in sharding.mesh.axis_types):
+        return array
+    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+    sharding = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+    return jax.device_put(array, sharding)
 
 
 def _reshaped(array: Array, shape: tuple[int, ...]) -> Array:

@@ -13,6 +13,7 @@ from typing import Any
 from levanter_infer.cli import command_help, start
 from levanter_infer.config import RunConfig
 from levanter_infer.frontend import guarded, run_config, say
+from levanter_infer.runtime.progress import stage
 
 USAGE = """\
 usage: levanter-infer plan --config FILE --target NAME [--KEY VALUE ...]
@@ -106,7 +107,8 @@ def run(config: PlanRunConfig) -> int:
     def on_program(program) -> None:
         say(f"program   {program.name}: {'refused' if program.error else f'{program.compile_s:.1f} s'}")
 
-    plan = make_plan(job, workload, compiles=wanted.compile, timeout_s=wanted.timeout_s, on_program=on_program)
+    with stage(f"compiling for {job.target}" if wanted.compile else "computing sizes"):
+        plan = make_plan(job, workload, compiles=wanted.compile, timeout_s=wanted.timeout_s, on_program=on_program)
     if wanted.json is not None:
         text = json.dumps(plan.as_dict(), indent=1) + "\n"
         if wanted.json == "-":

@@ -40,23 +40,32 @@ class Board(Protocol):
 
 
 class JaxBoard(Board):
-    """The store of `jax.distributed`'s client."""
+    """The store of `jax.distributed`'s client.
 
-    def __init__(self, client):
-        self._client = client
+    Args:
+        token: stands in every key. A process that is left over from an earlier start, and whose connection finds the
+            new process 0 at the old address, writes where nobody reads. It keeps no stranger out: who reaches the port
+            can list the keys.
+    """
+
+    def __init__(self, client, token: str = ""):
+        self._client, self._root = client, f"levanter_infer/{token}" if token else "levanter_infer"
+
+    def _key(self, name: str) -> str:
+        return f"{self._root}/{name}"
 
     def set(self, key: str, text: str) -> None:
-        self._call(self._client.key_value_set, _key(key), text, True)
+        self._call(self._client.key_value_set, self._key(key), text, True)
 
     def wait(self, key: str, seconds: float) -> str | None:
-        return self._call(self._client.blocking_key_value_get, _key(key), max(1, round(seconds * 1000)))
+        return self._call(self._client.blocking_key_value_get, self._key(key), max(1, round(seconds * 1000)))
 
     def all(self, folder: str) -> dict[str, str]:
-        found = self._call(self._client.key_value_dir_get, _key(folder))
-        return {key.removeprefix(_key(folder) + "/"): text for key, text in found or ()}
+        found = self._call(self._client.key_value_dir_get, self._key(folder))
+        return {key.removeprefix(self._key(folder) + "/"): text for key, text in found or ()}
 
     def remove(self, key: str) -> None:
-        self._call(self._client.key_value_delete, _key(key))
+        self._call(self._client.key_value_delete, self._key(key))
 
     def _call(self, function, *arguments):
         import jax
@@ -67,10 +76,6 @@ class JaxBoard(Board):
             if str(e).startswith(("DEADLINE_EXCEEDED", "NOT_FOUND")):
                 return None
             raise ConnectionError(str(e).splitlines()[0]) from e
-
-
-def _key(name: str) -> str:
-    return f"levanter_infer/{name}"
 
 
 @dataclasses.dataclass

@@ -13,11 +13,13 @@ import traceback
 from collections.abc import Iterator
 from typing import NoReturn
 
-from levanter_infer.runtime.aborts import LOST, end_now, last_words
+from levanter_infer.runtime.aborts import LOST, end_now, last_words, no_words
+from levanter_infer.runtime.greeting import greet
 from levanter_infer.runtime.hosts import HostLost, Hosts, JaxBoard
-from levanter_infer.runtime.watchdog import DONE, FAILED, Watchdog
+from levanter_infer.runtime.watchdog import DONE, FAILED, Watchdog, within
 
 AUTO = "auto"
+_MAX_SECONDS = 7 * 24 * 3600
 PER_HOST, ONE_MESH = "per_host", "one_mesh"
 _VARIABLES = {"JAX_COORDINATOR_ADDRESS": "coordinator", "JAX_COORDINATOR_BIND_ADDRESS": "bind"}
 """What JAX reads from the environment, and the key that says the same."""
@@ -55,8 +57,8 @@ class MultihostConfig:
             raise ValueError(f"multihost.layout={self.layout!r}: expected {PER_HOST} or {ONE_MESH}")
         for name in ("heartbeat_s", "start_timeout_s", "shutdown_timeout_s", "stall_s"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not value >= 1:
-                raise ValueError(f"multihost.{name}={value!r}: expected at least 1 second")
+            if isinstance(value, bool) or not 1 <= value <= _MAX_SECONDS:
+                raise ValueError(f"multihost.{name}={value!r}: expected at least 1 second and at most {_MAX_SECONDS}")
         given = [name for name in ("processes", "process_id", "bind") if getattr(self, name) is not None]
         if self.coordinator is None:
             given += ["layout"] * (self.layout != PER_HOST)
@@ -131,9 +133,12 @@ def joined(config: MultihostConfig, orderly: tuple[type[BaseException], ...] = (
         if isinstance(e, jax.errors.JaxRuntimeError):
             _wait_for_verdict(hosts)
         reason = e if hosts.failure is None or isinstance(e, ValueError) else HostLost(hosts.farewell)
-        if not watchdog.end(FAILED, f"{type(e).__name__}: {e}"):
+        # Who has said that it ends may have ended alone, and JAX waits for it longer than anybody wants.
+        if not (
+            watchdog.end(FAILED, f"{type(e).__name__}: {e}") and within(config.heartbeat_s, jax.distributed.shutdown)
+        ):
             _end_alone(reason)
-        jax.distributed.shutdown()
+        no_words()
         raise
     jax.distributed.shutdown()
     if stopped is not None:
@@ -169,10 +174,13 @@ def _start(config: MultihostConfig) -> tuple[Hosts, Watchdog]:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # its handler would swallow SIGTERM
     address, count, index, local_devices = _from_environment(config) if config.coordinator == AUTO else _given(config)
-    lead = f"host 0 at {address}"
+    bind = bind_address(config, address) if index == 0 else None
+    settings = {"layout": config.layout, "heartbeat_s": float(config.heartbeat_s)}
+    token = greet(address, bind, index, count, settings, config.start_timeout_s)
     with last_words(
-        f"host {index} of {count} and {lead} have not found each other within {config.start_timeout_s:g} s; see that "
-        "all processes run, that multihost.coordinator is the address of process 0, and that nothing blocks its port"
+        f"host {index} of {count} has met the others, and JAX's service at {address} was not reached by all of them "
+        f"within {config.start_timeout_s:g} s; see the outputs of the others, or give multihost.coordinator another "
+        "port"
     ):
         jax.distributed.initialize(
             address,
@@ -183,11 +191,10 @@ def _start(config: MultihostConfig) -> tuple[Hosts, Watchdog]:
             initialization_timeout=round(config.start_timeout_s),
             heartbeat_timeout_seconds=round(config.heartbeat_s + _SLACK_S),
             shutdown_timeout_seconds=round(config.shutdown_timeout_s),
-            coordinator_bind_address=bind_address(config, address) if index == 0 else None,
+            coordinator_bind_address=bind,
         )
-    hosts = Hosts(
-        JaxBoard(_client()), index, count, start_timeout_s=config.start_timeout_s, heartbeat_s=config.heartbeat_s
-    )
+    board = JaxBoard(_client(), token)
+    hosts = Hosts(board, index, count, start_timeout_s=config.start_timeout_s, heartbeat_s=config.heartbeat_s)
     watchdog = Watchdog(hosts, stall_s=config.stall_s, coordinator=address)
     watchdog.start()
     return hosts, watchdog

@@ -2,6 +2,9 @@
 
 Each process writes a few bytes several times in a heartbeat, and reads those of all others. Clocks of different
 machines are never compared: one is lost when nothing new has come from it for a heartbeat of the reader's own clock.
+
+Calls to the store have no time limit, and block for as long as process 0 hangs. So one thread talks to the store and
+another one, which never does, watches that it gets answers.
 """
 
 import contextlib
@@ -13,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 
 from levanter_infer.runtime.aborts import end_now, no_words, on_abort
 from levanter_infer.runtime.hosts import Hosts
@@ -24,6 +28,9 @@ _GRACE_S = 0.8
 """For the main thread to come to an end in order, after it was told that another process is lost."""
 _LEAD_S = 0.5
 """For others to say that they end too; when process 0 ends, the store is gone."""
+_MAX_TICKS = 4
+"""Intervals that one look at the clock counts for at most: a process that was itself held up, by a debugger or by its
+own interpreter, must not take that for silence of the store."""
 DONE, FAILED = "done", "failed"
 """How a process ends."""
 
@@ -33,7 +40,7 @@ def stop_this_process() -> None:
 
 
 class Watchdog:
-    """A thread beside the work.
+    """Two threads beside the work: one talks to the store, and one watches that the store answers.
 
     When a process is lost or has failed, every other one reports it together with the last round of all, gives its main
     thread a moment (`Hosts.failure`), and ends with status `aborts.LOST`.
@@ -51,9 +58,11 @@ class Watchdog:
         now = time.monotonic()
         self._seen: dict[int, tuple[float, list]] = {i: (now, [0, None, "starting", 0.0]) for i in hosts.others}
         self._reached, self._last_stack = now, 0.0
+        self._beats = self._beats_seen = 0
+        self._last_look, self._unanswered = now, 0.0
+        """Seconds for which the store has not answered, as `look` counts them."""
         self._told_stop = self._passed_stop = False
         self._reported_stall: tuple = ()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._ended: set[int] = set()
         self._why: str | None = None
         self.exit, self.stop = end_now, stop_this_process
@@ -61,27 +70,42 @@ class Watchdog:
 
     def start(self) -> None:
         on_abort(self._words)
-        self._thread.start()
+        for name, action in (("watchdog", self.look), ("watchdog-store", self.beat)):
+            threading.Thread(target=self._repeat, args=(action,), name=name, daemon=True).start()
 
-    def _watch(self) -> None:
-        while not self._is_over():
-            self.beat()
+    def _repeat(self, action: Callable[[], None]) -> None:
+        while not self._hosts.ended.is_set():
+            action()
             time.sleep(self._interval)
 
-    def _is_over(self) -> bool:
-        return self._hosts.ended.is_set()
-
     def beat(self) -> None:
-        """Tell and listen once."""
+        """Tell and listen once. Blocks while the store does not answer."""
         try:
             self._tell()
             self._listen()
             self._reached = time.monotonic()
         except ConnectionError as e:
             if time.monotonic() - self._reached > self._hosts.heartbeat_s - self._interval:
-                self._lose(f"{self._hosts.names[0]} is lost: its store has not answered for a heartbeat ({e})")
+                self._lose_store(f" ({e})")
+        self._beats += 1
         if self._hosts.failure is None:
             self._find_lost()
+
+    def look(self) -> None:
+        """See whether the store answers. Never blocks."""
+        now = time.monotonic()
+        if self._beats != self._beats_seen:
+            self._beats_seen, self._unanswered = self._beats, 0.0
+        else:
+            self._unanswered += min(now - self._last_look, _MAX_TICKS * self._interval)
+        self._last_look = now
+        if self._unanswered > self._hosts.heartbeat_s - self._interval and self._hosts.failure is None:
+            self._lose_store()
+
+    def _lose_store(self, reason: str = "") -> None:
+        """The store is gone, or process 0 that holds it hangs: nothing more can be asked of it."""
+        lead = self._hosts.names[0]
+        self._lose(f"{lead} is lost: its store has not answered for a heartbeat{reason}", can_ask=False)
 
     def _tell(self) -> None:
         hosts, now = self._hosts, time.monotonic()
@@ -121,15 +145,15 @@ class Watchdog:
                 self._lose(f"{self._hosts.names[i]} is lost: not heard of for {silent:.1f} s")
                 return
 
-    def _lose(self, text: str, *, with_report: bool = True) -> None:
-        """End this process because of another one."""
+    def _lose(self, text: str, *, with_report: bool = True, can_ask: bool = True) -> None:
+        """End this process because of another one. `can_ask`: the store is thought to answer."""
         hosts = self._hosts
         hosts.failure = text
         if with_report:
-            self.report(text)
+            self.report(text, ask=can_ask)
         if not hosts.ended.wait(_GRACE_S):
-            with contextlib.suppress(ConnectionError):
-                hosts.board.set(f"end/{hosts.index}", json.dumps([FAILED, text]))
+            if can_ask:
+                within(_LEAD_S, lambda: hosts.board.set(f"end/{hosts.index}", json.dumps([FAILED, text])))
             self.exit(hosts.farewell)
 
     # Reports
@@ -139,8 +163,8 @@ class Watchdog:
         hosts, now = self._hosts, time.monotonic()
         lines = [f"watchdog  {reason}"]
         stacks: dict[str, str] = {}
-        with contextlib.suppress(ConnectionError):
-            stacks = hosts.board.all("stack") if ask else {}
+        if ask:
+            within(_LEAD_S, lambda: stacks.update(hosts.board.all("stack")))
         stacks[str(hosts.index)] = self._stack()
         for i in range(hosts.count):
             if i == hosts.index:
@@ -178,8 +202,10 @@ class Watchdog:
         """What an abort of JAX's runtime means: with process 0 its service is gone, and it ends all others at once."""
         if self._why is not None:
             return self._why
-        if not self._hosts.is_lead and not self._lead_answers():
-            text = f"{self._hosts.names[0]} is lost: its connections are closed"
+        silent = self._unanswered > _MAX_TICKS * self._interval
+        if not self._hosts.is_lead and (silent or not self._lead_answers()):
+            what = "store does not answer" if silent else "connections are closed"
+            text = f"{self._hosts.names[0]} is lost: its {what}"
             self._hosts.failure = self._hosts.failure or text
             self.report(text, ask=False)  # this thread is within the store's client, which would wait for itself
         return None if self._hosts.failure is None else self._hosts.farewell
@@ -201,21 +227,44 @@ class Watchdog:
         Returns: whether all have said so.
         Raises: HostLost if all is well here, and another one is lost or fails.
         """
-        hosts, begin = self._hosts, time.monotonic()
+        hosts = self._hosts
         hosts.note("waiting for the others to end")
         if how == FAILED:
             self._why = why
             hosts.ended.set()
-        try:
-            hosts.board.set(f"end/{hosts.index}", json.dumps([how, why]))
-            while len(hosts.board.all("end")) < hosts.count:
-                if how == DONE:
-                    hosts.check()
-                elif time.monotonic() - begin > (_LEAD_S if hosts.failure is not None else hosts.heartbeat_s + 1):
-                    return False
-                time.sleep(self._interval)
-        except ConnectionError:
+            limit = _LEAD_S if hosts.failure is not None else hosts.heartbeat_s + 1
+            all_said = within(limit, lambda: self._say_and_wait(how, why, lambda: None))
+        else:  # `look` goes on until all have ended, and sees to it that nothing hangs
+            all_said = False
+            with contextlib.suppress(ConnectionError):
+                self._say_and_wait(how, why, hosts.check)
+                all_said = True
+        if not all_said:
             return False
         hosts.ended.set()
-        no_words()
+        if how == DONE:
+            no_words()
         return True
+
+    def _say_and_wait(self, how: str, why: str, check: Callable[[], None]) -> None:
+        hosts = self._hosts
+        hosts.board.set(f"end/{hosts.index}", json.dumps([how, why]))
+        while len(hosts.board.all("end")) < hosts.count:
+            check()
+            time.sleep(self._interval)
+
+
+def within(seconds: float, action: Callable[[], None]) -> bool:
+    """Whether an action came to its end in so many seconds, and without an error. If it did not come to its end, its
+    thread is left to itself."""
+    done = threading.Event()
+
+    def run() -> None:
+        with contextlib.suppress(ConnectionError, RuntimeError):  # JaxRuntimeError too
+            action()
+            done.set()
+
+    thread = threading.Thread(target=run, name="watchdog-call", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return done.is_set()

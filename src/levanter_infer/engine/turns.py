@@ -1,0 +1,134 @@
+"""`Turns`: one thread in an engine at a time. Others wait for their turn, or are told who is there."""
+
+import collections
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.2
+"""Seconds after which a waiting thread looks by itself whether the engine is free: its owner may have died."""
+_WARN_S = 10.0
+"""Seconds of waiting after which a log line says for whom."""
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class Turns:
+    """Which thread may use an engine.
+
+    A call belongs to its thread from beginning to end; calls from within it, such as those of a callback, pass. Between
+    the calls of a thread that has requests in progress, further calls that do not wait pass too, from any thread, and
+    those that wait stay outside until these requests have ended or their thread has.
+    """
+
+    def __init__(self):
+        self._mutex = threading.Lock()
+        self._owner: threading.Thread | None = None
+        self._call = ""
+        self._user: threading.Thread | None = None
+        """Whose requests are in progress, if there are any: who made the last call that does not wait."""
+        self._queue: collections.deque[threading.Event] = collections.deque()
+
+    @contextlib.contextmanager
+    def taken(self, call: str, is_busy: Callable[[], bool], *, waits: bool) -> Iterator[None]:
+        """Hold the engine for one call.
+
+        Args:
+            call: its name, for messages.
+            is_busy: whether requests are in progress; asked only while no thread is in a call.
+            waits: wait for the turn, in order of arrival. An interrupt ends the waiting.
+        Raises: RuntimeError naming the thread that uses the engine, if `waits` is false and there is one.
+        """
+        me = threading.current_thread()
+        if self._owner is me:
+            yield
+            return
+        try:
+            if waits:
+                self._wait(me, call, is_busy)
+            else:
+                self._take_now(me, call, is_busy)
+            yield
+        finally:
+            if self._owner is me:
+                # An assignment comes first: an interrupt cannot come before it and leave the engine taken for good
+                self._owner = None
+                self._wake_next()
+
+    def _take_now(self, me: threading.Thread, call: str, is_busy: Callable[[], bool]) -> None:
+        with self._mutex:
+            if self._is_free() and (not self._queue or is_busy()):
+                self._owner, self._call, self._user = me, call, me
+                return
+            owner, running = self._owner, self._call
+        if owner is None:
+            others = "other threads wait for their turn in generate() or score()"
+        else:
+            others = f"thread {owner.name!r} is in {running}()"
+        raise RuntimeError(
+            f"{call}() was called from thread {me.name!r} while the engine is in use: {others}. Let one thread make "
+            "all calls of this kind; generate() and score() may be called from any thread and wait for their turn"
+        )
+
+    def _wait(self, me: threading.Thread, call: str, is_busy: Callable[[], bool]) -> None:
+        ticket, warn_at = threading.Event(), time.monotonic() + _WARN_S
+        self._queue.append(ticket)
+        try:
+            while True:
+                with self._mutex:
+                    if self._queue[0] is ticket and self._is_free() and not self._is_others(me, is_busy):
+                        self._owner, self._call = me, call
+                        return
+                ticket.wait(_LOOK_S)
+                ticket.clear()
+                if time.monotonic() > warn_at:
+                    warn_at = float("inf")
+                    logger.warning("%s() in thread %r waits for its turn: %s", call, me.name, self._reason())
+        finally:
+            self._queue.remove(ticket)
+            self._wake_next()
+
+    def _is_free(self) -> bool:
+        return self._owner is None or not self._owner.is_alive()
+
+    def _is_others(self, me: threading.Thread, is_busy: Callable[[], bool]) -> bool:
+        """Whether another thread, which still runs, has requests in progress."""
+        user = self._user
+        return user is not None and user is not me and user.is_alive() and is_busy()
+
+    def _reason(self) -> str:
+        owner, user = self._owner, self._user
+        if owner is not None:
+            return f"thread {owner.name!r} is in {self._call}()"
+        if user is not None:
+            return f"thread {user.name!r} has submitted requests that have not ended; drain() or cancel() ends them"
+        return "others came before"
+
+    def _wake_next(self) -> None:
+        for ticket in tuple(self._queue)[:1]:
+            ticket.set()
+
+
+def exclusive(method: Method) -> Method:
+    """A method of an engine that raises RuntimeError while another thread uses the engine."""
+    return _within_turns(method, waits=False)
+
+
+def waits_for_turn(method: Method) -> Method:
+    """A method of an engine that waits until no other thread uses the engine."""
+    return _within_turns(method, waits=True)
+
+
+def _within_turns(method: Method, *, waits: bool) -> Method:
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        with self._turns.taken(method.__name__, self._is_in_progress, waits=waits):
+            return method(self, *args, **kwargs)
+
+    return cast(Method, call)

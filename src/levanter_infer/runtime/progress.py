@@ -1,0 +1,285 @@
+"""`stage`: what a wait is for. Shown in terminals and notebooks, a log line elsewhere, and only if it takes long.
+
+    with stage("reading weights"):
+        ...
+
+Nothing is said of what is over within `FIRST_S`. After that a terminal and a notebook show the innermost stage and the
+seconds it has taken. Elsewhere a line is written then and every `EVERY_S` seconds: by the commands on
+standard error, otherwise at level INFO of this module's logger. LEVANTER_INFER_PROGRESS=log writes lines in terminals
+and notebooks too, and `off` says nothing.
+"""
+
+import contextlib
+import html
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "LEVANTER_INFER_PROGRESS"
+FIRST_S = 2.0
+"""How long something may take before it is said."""
+EVERY_S = 10.0
+"""Between log lines about the same stage."""
+BAR_S = 0.5
+"""How long sampling may take before a bar is drawn."""
+_REFRESH_S = 0.25
+
+
+class Stage:
+    """Something that takes time, and what is known of how far it is."""
+
+    def __init__(self, name: str, note: Callable[[], str] | None, *, after_s: float, draws_itself: bool = False):
+        self.name, self.after_s, self.draws_itself = name, after_s, draws_itself
+        self.begin = self.alive = time.monotonic()
+        self.said: float | None = None
+        """When a line was last written about it."""
+        self.finished: int | None = None
+        self.total: int | None = None
+        self._note = note or (lambda: "")
+
+    def update(self, finished: int, total: int, note: str = "") -> None:
+        """Say how many parts of how many are done; also a sign of life, after which no line is due for a while."""
+        self.finished, self.total, self._note = finished, total, lambda: note
+        self.alive = time.monotonic()
+
+    @property
+    def text(self) -> str:
+        note = self._note()
+        return self.name + (f": {note}" if note else "")
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.begin
+
+
+class Display(Protocol):
+    """Where stages are shown while they last."""
+
+    def show(self, stage: Stage) -> None: ...
+    def hide(self, stage: Stage) -> None: ...
+
+
+class Lines:
+    """A line when a stage has taken long, and every few seconds from then on."""
+
+    def __init__(self, write: Callable[[str], None] | None = None):
+        self._write = write or logger.info
+
+    def show(self, stage: Stage) -> None:
+        now = time.monotonic()
+        if now - stage.alive >= FIRST_S and (stage.said is None or now - stage.said >= EVERY_S):
+            stage.said = now
+            self._write(f"waiting   {stage.text} ({stage.seconds:.0f} s)")
+
+    def hide(self, stage: Stage) -> None:
+        pass
+
+
+class Terminal:
+    """A line at the bottom of the terminal, with a bar where the number of parts is known; it vanishes at the end."""
+
+    def __init__(self):
+        self._progress: Any = None
+        self._task: Any = None
+
+    def show(self, stage: Stage) -> None:
+        if stage.draws_itself:
+            return
+        if self._progress is None:
+            self._progress = _rich_progress()
+            self._task = self._progress.add_task("", total=None, time=0.0)
+            self._progress.start()
+        self._progress.update(
+            self._task, description=stage.text, completed=stage.finished or 0, total=stage.total, time=stage.seconds
+        )
+        self._progress.refresh()
+
+    def hide(self, stage: Stage) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def _rich_progress() -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+    elapsed = TextColumn("{task.fields[time]:.0f} s")
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), elapsed
+    console = Console(stderr=True)
+    # What is printed on standard output meanwhile goes there and nowhere else; lines on standard error stand above.
+    return Progress(*columns, console=console, transient=True, auto_refresh=False, redirect_stdout=False)
+
+
+class Notebook:
+    """One output per stage in the cell, which is replaced until the stage is over, and then says how long it took."""
+
+    def __init__(self):
+        self._handle: Any = None
+
+    def show(self, stage: Stage) -> None:
+        if stage.draws_itself:
+            return
+        if self._handle is None:
+            from IPython.display import DisplayHandle  # type: ignore  # there in every notebook
+
+            self._handle = DisplayHandle()
+            self._handle.display(_mime(stage), raw=True)
+        else:
+            self._handle.update(_mime(stage), raw=True)
+
+    def hide(self, stage: Stage) -> None:
+        if self._handle is not None:
+            self._handle.update(_mime(stage), raw=True)
+            self._handle = None
+
+
+def _mime(stage: Stage) -> dict[str, str]:
+    text = f"{stage.text} ({stage.seconds:.1f} s)"
+    shown = html.escape(text)
+    if stage.total:
+        done = round(20 * (stage.finished or 0) / stage.total)
+        text = f"[{'#' * done}{'.' * (20 - done)}] {text}"
+        shown = f'<progress max="{stage.total}" value="{stage.finished}"></progress> {shown}'
+    return {"text/plain": text, "text/html": f"<div>{shown}</div>"}
+
+
+class _Monitor:
+    """The stages of this process, of which the one that was entered last is shown."""
+
+    def __init__(self):
+        self._changed = threading.Condition()
+        self._stages: list[Stage] = []
+        self._shown: tuple[Stage, Display] | None = None
+        self._thread: threading.Thread | None = None
+        self.write: Callable[[str], None] | None = None
+
+    def enter(self, stage: Stage) -> None:
+        with self._changed:
+            self._stages.append(stage)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def leave(self, stage: Stage) -> None:
+        with self._changed:
+            self._stages.remove(stage)
+            if self._shown is not None and self._shown[0] is stage:
+                self._hide()
+            self._changed.notify()
+
+    def _watch(self) -> None:
+        with self._changed:
+            while self._stages:
+                stage = self._stages[-1]
+                if self._shown is not None and self._shown[0] is not stage:
+                    self._hide()
+                left = stage.begin + stage.after_s - time.monotonic()
+                if left <= 0:
+                    with contextlib.suppress(Exception):  # a terminal that is gone ends nobody's work
+                        self._show(stage)
+                self._changed.wait(max(left, 0.001) if left > 0 else _REFRESH_S)
+            self._thread = None
+
+    def _show(self, stage: Stage) -> None:
+        if self._shown is None:
+            display = choose_display(self.write)
+            if display is None:
+                return
+            self._shown = stage, display
+        self._shown[1].show(stage)
+
+    def _hide(self) -> None:
+        assert self._shown is not None
+        (stage, display), self._shown = self._shown, None
+        with contextlib.suppress(Exception):
+            display.hide(stage)
+
+
+_monitor = _Monitor()
+
+
+def choose_display(write: Callable[[str], None] | None = None) -> Display | None:
+    """Where this process shows what it waits for; None: nowhere.
+
+    Args:
+        write: what writes a line where there is no terminal and no notebook; None: the logger.
+    """
+    wanted = os.environ.get(VARIABLE)
+    if wanted == "off":
+        return None
+    if wanted != "log" and is_notebook():
+        return Notebook()
+    if wanted != "log" and sys.stderr is not None and sys.stderr.isatty():
+        return Terminal()
+    return Lines(write)
+
+
+def is_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return getattr(shell, "kernel", None) is not None
+
+
+@contextlib.contextmanager
+def lines_written_with(write: Callable[[str], None]) -> Iterator[None]:
+    """Write with `write` within, instead of the logger; for commands, which talk on standard error."""
+    before, _monitor.write = _monitor.write, write
+    try:
+        yield
+    finally:
+        _monitor.write = before
+
+
+@contextlib.contextmanager
+def stage(
+    name: str, note: Callable[[], str] | None = None, *, after_s: float | None = None, draws_itself: bool = False
+) -> Iterator[Stage]:
+    """Say what is being waited for if it takes long.
+
+    Args:
+        name: what is done, such as "reading weights".
+        note: asked how far it is whenever that is shown, from another thread.
+        after_s: seconds before it is shown in a terminal or notebook; default `FIRST_S`.
+        draws_itself: something within draws in terminals and notebooks, so that only log lines are written.
+    """
+    made = Stage(name, note, after_s=FIRST_S if after_s is None else after_s, draws_itself=draws_itself)
+    _monitor.enter(made)
+    try:
+        yield made
+    finally:
+        _monitor.leave(made)
+
+
+Update = Callable[[int, int, int], None]
+"""Called after each round with (sequences finished, sequences in all, tokens generated so far)."""
+
+
+@contextlib.contextmanager
+def sampling_progress(progress: bool | None, on_update: Update | None) -> Iterator[Update | None]:
+    """A progress bar over rounds.
+
+    Args:
+        progress: True shows it at once, None after half a second; False does not.
+        on_update: called by the one that is returned.
+    Returns: what is to be called after each round.
+    """
+    if progress is False:
+        yield on_update
+        return
+    with stage("sampling", after_s=0 if progress else BAR_S) as shown:
+
+        def update(finished: int, total: int, tokens: int) -> None:
+            shown.update(finished, total, f"{finished}/{total} samples, {tokens} tokens")
+            if on_update is not None:
+                on_update(finished, total, tokens)
+
+        yield update
