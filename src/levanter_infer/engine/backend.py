@@ -103,7 +103,7 @@ class Backend:
             if config.cpu_isa != AUTO:
                 raise ValueError(
                     f'engine.cpu_isa="{config.cpu_isa}" is for the kernels for CPUs, and here products={self.products} '
-                    f"and attention={self.attention}; leave it out"
+                    f"and attention={self.attention} ({self.isa_reason}); leave it out"
                 )
             return self
         choice = choose(config.cpu_isa, weights if self.products == "cpu" else pages)
