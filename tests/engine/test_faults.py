@@ -299,7 +299,7 @@ class InterruptedAxes:
         monkeypatch.setattr(hax.Axis, "__eq__", interrupted)
 
 
-@pytest.mark.parametrize("count", [0, 7, 40])
+@pytest.mark.parametrize("count", [0, 3, 7])
 def test_an_interrupt_while_a_round_is_launched_comes_out_as_one(monkeypatch, count):
     subject = _shared()
     expected = one(subject, prompt(5), greedy()).token_ids
