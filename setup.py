@@ -22,6 +22,7 @@ def native_kernels() -> list[Extension]:
             extra_compile_args=[
                 "-std=c++17",
                 "-O3",
+                "-g0",  # Python's own flags ask for debug information, seven times the code itself
                 "-ffp-contract=fast",
                 "-fvisibility=hidden",
                 "-Wno-psabi",

@@ -205,7 +205,7 @@ def state(output: Path) -> str:
         return "not begun"
     journals = list(output.glob("_journal/*"))
     try:
-        return "rows finished" if any(path.stat().st_size for path in journals) else "between"
+        return "rows finished" if any(path.read_bytes().count(b"\n") > 1 for path in journals) else "between"
     except FileNotFoundError:
         return "committing"
 

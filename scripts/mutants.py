@@ -1,16 +1,19 @@
-"""Plant one-line bugs in cache/ and decode/, and see which of them the fast tier of the tests catches.
+"""Plant one-line bugs in the package, and see which of them the tests catch.
 
     python scripts/mutants.py run                # all of scripts/mutants.yaml; one JSON line each, then a summary
     python scripts/mutants.py run --only 3,17    # some of them
-    python scripts/mutants.py check              # does the list still fit the source?
-    python scripts/mutants.py draw --seed 1      # new mutants, drawn at random with cosmic-ray (pip install cosmic-ray)
+    python scripts/mutants.py run --sample 10 --seed 1    # so many at random
+    python scripts/mutants.py check              # does the list still fit the source? and what is known of it
+    python scripts/mutants.py draw --seed 1 --count 16    # new mutants of random places
 
-The fast tier is tests/cache and tests/decode. It runs in a copy of the repository; nothing here is changed. A mutant is
-caught if a test fails, or if the tier takes three times as long as without a bug.
+Bugs in cache/ and decode/ meet the fast tier, tests/cache and tests/decode; others the files that `TESTS` names for
+theirs. Everything runs in a copy of the repository; nothing here is changed. A mutant is caught if a test fails, or if
+they take three times as long as without a bug.
 """
 
 import argparse
 import ast
+import collections
 import json
 import os
 import random
@@ -20,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +35,73 @@ OTHERS = ("tests/decode", "tests/cache", "--deselect=tests/decode/test_state_mac
 """The fast tier, in the two parts that take about equally long."""
 _TABLES = ("page_table", "prefix_table", "paging", "sharing", "packing", "sequence_table", "invariants")
 """Files whose bugs the first part finds soonest; for the others it runs last."""
-_COPIED = ("src", "tests", "scripts", "models", "pyproject.toml")
-_OPERATORS = ("BinaryOperator_", "ComparisonOperator_", "UnaryOperator_", "With", "NumberReplacer")
-"""Kinds of cosmic-ray's operators, drawn equally often."""
+_COPIED = ("src", "tests", "scripts", "models", "configs", "docs", "pyproject.toml", "README.md")
+_E, _B, _C, _K, _R = "tests/engine/", "tests/batch/", "tests/checkpoints/", "tests/kernels/", "tests/runtime/"
+TESTS = {
+    "engine/backend.py": (_E + "test_sizes.py", _E + "test_gpu.py"),
+    "engine/beams.py": (_E + "test_beams.py",),
+    "engine/blueprint.py": (_E + "test_sizes.py", "tests/plan"),
+    "engine/config.py": (_E + "test_sizes.py", "tests/test_config.py"),
+    "engine/council.py": (_E + "test_council.py",),
+    "engine/encode_sampling.py": (_E + "test_params.py", _E + "test_faults.py"),
+    "engine/engine.py": (_E + "test_faults.py", _E + "test_rounds.py", _E + "test_reset.py", _E + "test_warmup.py"),
+    "engine/forks.py": (_E + "test_forks.py",),
+    "engine/host_tier.py": (_E + "test_host_tier.py",),
+    "engine/intake.py": (_E + "test_faults.py", _E + "test_params.py", _E + "test_library.py"),
+    "engine/memory_audit.py": (_E + "test_metrics.py",),
+    "engine/metrics.py": (_E + "test_metrics.py",),
+    "engine/pace.py": (_E + "test_rounds.py",),
+    "engine/params.py": (_E + "test_params.py",),
+    "engine/pending.py": (_E + "test_policies.py", _E + "test_faults.py"),
+    "engine/pure.py": (_E + "test_pure.py",),
+    "engine/request.py": (_E + "test_faults.py", _E + "test_library.py"),
+    "engine/routing.py": (_E + "test_policies.py", _E + "test_mesh.py"),
+    "engine/row_reads.py": (_E + "test_mesh.py", _C + "test_load.py"),
+    "engine/scoring.py": (_E + "test_scoring.py",),
+    "engine/sequence.py": (_E + "test_text.py", _E + "test_faults.py"),
+    "engine/sharded.py": (_E + "test_mesh.py",),
+    "engine/slots.py": (_E + "test_faults.py", _E + "test_rounds.py"),
+    "engine/spilling.py": (_E + "test_host_tier.py",),
+    "engine/stats.py": (_E + "test_metrics.py",),
+    "engine/text.py": (_E + "test_text.py",),
+    "engine/tile_search.py": (_E + "test_tile_search.py",),
+    "engine/uploads.py": (_E + "test_programs.py",),
+    "engine/versions.py": (_E + "test_versions.py",),
+    "batch/": tuple(_B + f"test_{name}.py" for name in ("plan", "tables", "openai", "drive", "run")),
+    "checkpoints/chat_template.py": (_C + "test_chat_template.py",),
+    "checkpoints/template_worker.py": (_C + "test_chat_template.py",),
+    "checkpoints/messages.py": (_C + "test_chats.py",),
+    "checkpoints/tokenizer": (_C + "test_tokenizer.py",),
+    "checkpoints/": (_C + "test_load.py", _C + "test_save.py", "tests/models/test_hf_parity.py"),
+    "kernels/cpu.py": (_K + "test_cpu.py", _K + "test_cpu_place.py"),
+    "kernels/native": (_K + "test_cpu.py", _K + "test_cpu_place.py"),
+    "kernels/int8.py": (_K + "test_int8.py",),
+    "kernels/": tuple(
+        _K + f"test_{name}.py"
+        for name in ("attention", "ragged_paged_attention", "rpa_xla", "int8", "page_walk", "rpa_tpu")
+    ),
+    "runtime/agreement.py": (_R + "test_agreement.py",),
+    "runtime/compile_cache.py": (_R + "test_compile_cache.py",),
+    "runtime/multihost.py": (_R + "test_multihost.py",),
+    "bench/": ("tests/bench",),
+    "runtime/": (_R.rstrip("/"),),
+}  # fmt: skip
+"""What decides about the bugs of a file, or of all files that begin so; the first that fits."""
+_UNTRIED = (
+    "__init__",
+    "__main__",
+    "on_ray",
+    "rpa_gpu",
+    "linear_gpu",
+    "kv_write_tpu",
+    "tile_table",
+    "huge_pages",
+    "libtpu",
+    "processor",
+    "instructions",
+)
+"""Files in which nothing is drawn: they need another machine, or are data."""
+_DRAWN_IN = ("engine", "batch", "checkpoints", "kernels", "runtime")
 
 
 def read_list() -> list[dict[str, Any]]:
@@ -79,47 +146,63 @@ def _span(source: str, name: str) -> tuple[int, int]:
     return starts[node.lineno - 1], starts[node.end_lineno]  # type: ignore[attr-defined]
 
 
+def tests_of(entry: dict[str, Any]) -> tuple[tuple[str, ...], ...]:
+    """The tests that decide about an entry, in groups that may run side by side."""
+    if "tests" in entry:
+        return (tuple(entry["tests"]),)
+    file = entry["file"]
+    if file.startswith(("cache/", "decode/")):
+        return (TABLES, OTHERS) if Path(file).stem in _TABLES else (OTHERS, TABLES)
+    return (next(tests for begin, tests in TESTS.items() if file.startswith(begin)),)
+
+
 def run(args: argparse.Namespace) -> int:
-    entries = list(enumerate(read_list(), 1))
-    only = [int(number) for number in args.only.split(",")] if args.only else [number for number, _ in entries]
-    texts = {number: mutated(entry, ROOT) for number, entry in entries}  # before an hour of work, not in the middle
-    results = {}
+    entries = dict(enumerate(read_list(), 1))
+    only = [int(number) for number in args.only.split(",")] if args.only else list(entries)
+    if args.sample is not None:
+        only = sorted(random.Random(args.seed).sample(only, min(args.sample, len(only))))
+    texts = {number: mutated(entries[number], ROOT) for number in only}  # before an hour of work, not in the middle
+    results, limits = {}, {}
     with tempfile.TemporaryDirectory(prefix="mutants") as directory:
         copy = Path(directory)
         for name in _COPIED:
             source = ROOT / name
             (shutil.copytree if source.is_dir() else shutil.copy)(source, copy / name)
-        caught, by, seconds = test(copy, "", args, limit=3600.0)
-        limit = max(3 * seconds, 60)
-        print(json.dumps({"mutant": None, "failed": by, "seconds": seconds}), flush=True)
-        if caught:
-            print("the tier fails without any bug", file=sys.stderr)
-            return 2
-        for number, entry in entries:
-            if number not in only:
-                continue
+        if (
+            ROOT / ".pytest_cache"
+        ).exists():  # programs that have been compiled; those of a mutant have keys of their own
+            (copy / ".pytest_cache").symlink_to((ROOT / ".pytest_cache").resolve())
+        for number in only:
+            entry = entries[number]
+            groups = tests_of(entry)
+            if groups not in limits:
+                caught, by, seconds = test(copy, groups, args, limit=3600.0)
+                limits[groups] = max(3 * seconds, 60)
+                print(json.dumps({"mutant": None, "failed": by, "seconds": seconds, "tests": groups}), flush=True)
+                if caught:
+                    print("the tests fail without any bug", file=sys.stderr)
+                    return 2
             path = copy / PACKAGE / entry["file"]
             original = path.read_text()
             path.write_text(texts[number])
-            caught, by, seconds = test(copy, entry["file"], args, limit)
+            caught, by, seconds = test(copy, groups, args, limits[groups])
             path.write_text(original)
-            results[number] = caught
-            about = {"file": entry["file"], "function": entry["function"], "why": entry["why"]}
-            equivalent = {"equivalent": entry["equivalent"]} if "equivalent" in entry else {}
-            line = {"mutant": number, "caught": caught, "by": by, "seconds": seconds, **about, **equivalent}
-            print(json.dumps(line), flush=True)
+            results[number] = caught or "equivalent" in entry
+            about = {name: entry[name] for name in ("file", "function", "why", "equivalent") if name in entry}
+            print(json.dumps({"mutant": number, "caught": caught, "by": by, "seconds": seconds, **about}), flush=True)
     missed = [number for number, caught in results.items() if not caught]
     print(json.dumps({"mutants": len(results), "caught": len(results) - len(missed), "missed": missed}))
-    return 0
+    return 1 if missed else 0
 
 
-def test(copy: Path, file: str, args: argparse.Namespace, limit: float) -> tuple[bool, list[str], float]:
-    """Run the tier. Returns: whether it failed, the first tests that did, and how long it took."""
+def test(
+    copy: Path, groups: Sequence[Sequence[str]], args: argparse.Namespace, limit: float
+) -> tuple[bool, list[str], float]:
+    """Run the tests. Returns: whether they failed, the first that did, and how long it took."""
     start = time.perf_counter()
-    parts = [TABLES, OTHERS] if Path(file).stem in _TABLES else [OTHERS, TABLES]
-    together = [parts] if args.processes > 1 else [[part] for part in parts]
-    for group in together:
-        running = [_begin(copy, part, args.without) for part in group]
+    together = [groups] if args.processes > 1 else [[group] for group in groups]
+    for part in together:
+        running = [_begin(copy, tests, args.without) for tests in part]
         try:
             while running:
                 ended = _first_to_end(running, until=start + limit)
@@ -147,11 +230,22 @@ def _first_to_end(running: list[tuple[subprocess.Popen, Path]], until: float) ->
 
 
 def _begin(copy: Path, tests: Sequence[str], without: Sequence[str]) -> tuple[subprocess.Popen, Path]:
-    command = [sys.executable, "-m", "pytest", "-x", "-rfE", "--no-header", "--hypothesis-profile=mutants", *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-rfE",
+        "--no-header",
+        "-p",
+        "no:cacheprovider",
+        "--hypothesis-profile=mutants",
+        *tests,
+    ]
     command += [f"--deselect={name}" for name in without]
     environment = {
         **os.environ,
-        "PYTHONPATH": str(copy / "src"),
+        "PYTHONPATH": f"{copy / 'src'}{os.pathsep}{copy}",
         "JAX_PLATFORMS": "cpu",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
@@ -168,48 +262,129 @@ def _failures(output: str) -> list[str]:
 
 
 def check(args: argparse.Namespace) -> int:
-    wrong = 0
-    for number, entry in enumerate(read_list(), 1):
+    """What of the list does not fit the source any more; and how many of the others were caught when they ran last."""
+    entries, wrong = read_list(), 0
+    for number, entry in enumerate(entries, 1):
         try:
             mutated(entry, ROOT)
-        except (ValueError, SyntaxError) as e:
-            print(f"{number}: {e}")
+            missing = [t for group in tests_of(entry) for t in group if "::" not in t and not t.startswith("-")]
+            if missing := [t for t in missing if not (ROOT / t).exists()]:
+                raise ValueError(f"{entry['file']}: there are no {', '.join(missing)}")
+        except (ValueError, SyntaxError, OSError, StopIteration) as e:
+            print(f"{number}: {e!r}")
             wrong += 1
+    known = collections.Counter("equivalent" if "equivalent" in e else e.get("seen", "not run") for e in entries)
+    print(f"{len(entries)} mutants, {wrong} of which do not fit; " + ", ".join(f"{n} {k}" for k, n in known.items()))
     return 1 if wrong else 0
 
 
 def draw(args: argparse.Namespace) -> int:
-    """Print entries for random mutations of random functions."""
-    from cosmic_ray.mutating import mutate_code
-    from cosmic_ray.plugins import get_operator, operator_names
-
+    """Print entries for random changes of random places, as many lines of a file as likely as it is long."""
     rng = random.Random(args.seed)
-    files = sorted(p for folder in ("cache", "decode") for p in (ROOT / PACKAGE / folder).glob("*.py"))
-    lines = [path for path in files for _ in path.read_text().splitlines()]
-    kinds = [[name for name in operator_names() if part in name] for part in _OPERATORS]
+    files = sorted(path for folder in _DRAWN_IN for path in (ROOT / PACKAGE / folder).glob("*.py"))
+    files = [path for path in files if not path.stem.startswith(_UNTRIED) and "_tpu" not in path.stem]
+    places = [(path, place) for path in files for place in changes(path.read_text())]
+    by_kind = collections.defaultdict(list)
+    for path, place in places:
+        by_kind[place[3].split(":")[0]].append((path, place))
+    known = {(entry["file"], entry["old"], entry.get("which", 1)) for entry in read_list()}
     drawn = 0
     while drawn < args.count:
-        path, name = rng.choice(lines), rng.choice(rng.choice(kinds))
-        source = path.read_text()
-        text = mutate_code(source, get_operator(name)(), rng.randrange(12))
-        changed = text is not None and [
-            (number, a, b)
-            for number, (a, b) in enumerate(zip(source.splitlines(), text.splitlines(), strict=False), 1)
-            if a != b
-        ]
-        function = changed and _function_at(source, changed[0][0])
-        if not function or len(changed) != 1:
+        path, (function, old, new, what, which) = rng.choice(by_kind[rng.choice(sorted(by_kind))])
+        file = path.relative_to(ROOT / PACKAGE).as_posix()
+        if (file, old, which) in known:
             continue
-        (_, old, new), drawn = changed[0], drawn + 1
-        entry = {
-            "file": path.relative_to(ROOT / PACKAGE).as_posix(),
-            "function": function,
-            "old": old.strip(),
-            "new": new.strip(),
-            "why": f"cosmic-ray, {name.split('/')[1]}, seed {args.seed}",
-        }
+        known.add((file, old, which))
+        entry = {"file": file, "function": function, "old": old, "new": new}
+        entry |= {"which": which} if which > 1 or source_count(path, function, old) > 1 else {}
+        entry |= {"why": f"drawn, seed {args.seed}: {what}"}
+        try:
+            mutated(entry, ROOT)
+        except (ValueError, SyntaxError):
+            continue
+        drawn += 1
         print("\n".join(("- " if i == 0 else "  ") + f"{k}: {json.dumps(v)}" for i, (k, v) in enumerate(entry.items())))
     return 0
+
+
+def source_count(path: Path, function: str, old: str) -> int:
+    source = path.read_text()
+    begin, end = _span(source, function)
+    return source[begin:end].count(old)
+
+
+_FLIPS = {
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
+    ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
+}  # fmt: skip
+_SIGNS = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.FloorDiv: ("//", "*"), ast.Mult: ("*", "+")}
+
+
+def changes(source: str) -> Iterator[tuple[str, str, str, str, int]]:
+    """Every change of one line that can be drawn: (function, line, changed line, what, which of equal lines)."""
+    lines = source.splitlines()
+    tree = ast.parse(source)
+    skipped = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.arguments | ast.AnnAssign | ast.ExceptHandler)
+        for inner in ast.walk(node)
+        if inner is not node or not isinstance(node, ast.ExceptHandler | ast.arguments)
+    } - {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ExceptHandler)
+        for statement in node.body
+        for inner in ast.walk(statement)
+        if not isinstance(statement, ast.Raise)
+    }
+    for node in ast.walk(tree):
+        if id(node) in skipped or getattr(node, "lineno", 0) != getattr(node, "end_lineno", -1):
+            continue
+        line = lines[node.lineno - 1]  # type: ignore[attr-defined]
+        function = _function_at(source, node.lineno)  # type: ignore[attr-defined]
+        if function is None or not line.isascii():
+            continue
+        for begin, end, text, what in _edits(node, line):
+            changed = line[:begin] + text + line[end:]
+            begin_line = _span(source, function)[0]
+            earlier = source[begin_line : sum(len(each) + 1 for each in lines[: node.lineno - 1])]  # type: ignore[attr-defined]
+            if changed != line:
+                which = 1 + earlier.count(line.strip())
+                yield function, line.strip(), changed.strip(), what, which
+
+
+def _edits(node: ast.AST, line: str) -> Iterator[tuple[int, int, str, str]]:
+    """(begin, end, text instead, what) of the changes of a node of one line."""
+
+    def text(part: ast.expr) -> str:
+        return line[part.col_offset : part.end_col_offset]
+
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        flipped = f"{text(node.left)} {_FLIPS[type(node.ops[0])]} {text(node.comparators[0])}"
+        if text(node.left).count("(") == text(node.left).count(")"):
+            yield node.col_offset, node.end_col_offset or 0, flipped, "comparison"
+    elif isinstance(node, ast.Constant) and type(node.value) is int and text(node).isdecimal():
+        yield node.col_offset, node.end_col_offset or 0, str(node.value + 1), "number: one more"
+    elif isinstance(node, ast.BinOp) and type(node.op) in _SIGNS:
+        sign, other = _SIGNS[type(node.op)]
+        begin = line.find(f" {sign} ", node.left.end_col_offset, node.right.col_offset + 1)
+        if begin >= 0:
+            yield begin, begin + len(sign) + 2, f" {other} ", "sign"
+    elif isinstance(node, ast.BoolOp):
+        word, other = (" and ", " or ") if isinstance(node.op, ast.And) else (" or ", " and ")
+        begin = line.find(word, node.values[0].end_col_offset or 0, node.end_col_offset or 0)
+        if begin >= 0:
+            yield begin, begin + len(word), other, "and, or"
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield node.col_offset, node.operand.col_offset, "", "negation"
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield node.col_offset, node.end_col_offset or 0, "pass", "call: dropped"
+    elif isinstance(node, ast.Call) and len(node.args) >= 2:
+        first, second = node.args[:2]
+        if not any(isinstance(arg, ast.Starred) for arg in (first, second)) and type(first) is type(second):
+            swapped = text(second) + line[first.end_col_offset : second.col_offset] + text(first)
+            yield first.col_offset, second.end_col_offset or 0, swapped, "arguments: swapped"
 
 
 def _function_at(source: str, line: int) -> str | None:
@@ -232,6 +407,8 @@ def main() -> int:
     runs = commands.add_parser("run", help="plant all, one after the other")
     runs.set_defaults(do=run)
     runs.add_argument("--only", help="numbers of mutants, separated by commas")
+    runs.add_argument("--sample", type=int, help="so many of them, at random")
+    runs.add_argument("--seed", type=int, default=0, help="of the sample")
     runs.add_argument("--processes", type=int, default=2)
     runs.add_argument("--without", nargs="*", default=[], help="tests to leave out")
     commands.add_parser("check", help="does the list fit the source?").set_defaults(do=check)
@@ -240,6 +417,7 @@ def main() -> int:
     draws.add_argument("--seed", type=int, default=0)
     draws.add_argument("--count", type=int, default=16)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the tests under way end too
     return args.do(args)
 
 

@@ -203,6 +203,8 @@ def test_nothing_sampled_is_no_success(command, shared):
 def test_doctor_compares_two_engines(command, shared):
     status, out, err = command(doctor, *SAMPLING, "--against.sampling.temperature", "1.0")
     assert status == 0 and json.loads(out)["against"] == "engine" and "verdict   agree" in err
+    isa = shared.describe()["cpu_isa"]
+    assert f"cpu_isa={isa}: {shared.backend.isa_reason}" in err and json.loads(out)["cpu_isa"] == isa
     status, out, err = command(doctor, *SAMPLING, "--against.sampling.temperature", "0")
     assert status == 1 and json.loads(out)["verdict"] == "drift" and "seed or sampling are not the same" in err
 

@@ -120,7 +120,7 @@ class Sampled:
 
     outputs: list[RequestOutput]
     about: dict[str, Any]
-    """Of `InferenceEngine.describe`, and the dtype of the weights."""
+    """Of `InferenceEngine.describe`, the dtype of the weights, and why the instruction set was chosen."""
 
     @property
     def requests(self) -> list[RequestOutput]:
@@ -136,7 +136,8 @@ def sample(config: RunConfig, change: Callable[[Request], Request] = lambda requ
     rows = read_rows(config)
     engine = make_engine(config, len(rows))
     outputs = merge_outputs(rows, generate(engine, [change(row.request) for row in rows if row.request is not None]))
-    sampled = Sampled(outputs, {**engine.describe(), "weights": str(engine.model.dtype)})
+    about = {**engine.describe(), "weights": str(engine.model.dtype), "cpu_isa_reason": engine.backend.isa_reason}
+    sampled = Sampled(outputs, about)
     del engine
     gc.collect()
     if not any(completion.token_ids for output in sampled.requests for completion in output.completions):
@@ -271,7 +272,7 @@ def print_line(
     command: str, against: str, about: Mapping[str, Any], report: Mapping[str, Any], diagnosis: Diagnosis
 ) -> None:
     """One JSON line on standard output."""
-    names = ("weights", "kv_dtype", "attention", "products", "numerics", "page_size")
+    names = ("weights", "kv_dtype", "attention", "products", "cpu_isa", "numerics", "page_size")
     line = {"command": command, "against": against, **{name: about[name] for name in names if name in about}, **report}
     print(json.dumps(_finite({**line, "verdict": diagnosis.verdict, "findings": diagnosis.findings})))
 

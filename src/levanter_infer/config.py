@@ -35,7 +35,7 @@ _PLAIN_TEXT = (
 CHAT_KEYS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 """How a chat is rendered: of all chats of a run, and of a row."""
 _FILES = ("model.path", "tokenizer", "prompts_file", "output.path", "output.metrics")
-_SHORT = {"model": "path", "output": "path", "multihost": "coordinator"}
+_SHORT = {"model": "path", "output": "path", "multihost": "coordinator", "sampling": "from_model"}
 """Sections that may be given as a plain string, and the key that it stands for."""
 
 
@@ -44,7 +44,7 @@ class ModelSource:
     """Where the model comes from."""
 
     path: str
-    """A directory in HF's layout, or a hub id."""
+    """A directory in HF's layout, a URL of one that fsspec reads (gs://, s3://), or a hub id."""
     dtype: str | None = None
     """bfloat16 or float32; default: as stored."""
     revision: str | None = None
@@ -80,7 +80,7 @@ class RunConfig:
     model: ModelSource
     """A path or hub id, or a mapping with `path`, `dtype`, `revision`."""
     tokenizer: str | None = None
-    """A directory or hub id to take the tokenizer from; default: the model's."""
+    """A directory, URL or hub id to take the tokenizer from; default: the model's."""
     prompts: list[str] | None = None
     """Prompts, or a single one."""
     prompts_file: str | None = None
@@ -98,7 +98,8 @@ class RunConfig:
     """Continue the last message of chats instead of beginning another."""
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     """Sampling parameters of every request; rows of a prompts file may override them. Its `seed` is the one from which
-    requests derive theirs."""
+    requests derive theirs. `from_model` alone, or `from_model: true` beside other parameters: what the model's
+    generation_config.json suggests, and what is given here goes before it."""
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Keys of `EngineConfig`; see `engine_config`."""
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
@@ -165,7 +166,28 @@ def load_config(
     if isinstance(content.get("prompts"), str):
         content["prompts"] = [content["prompts"]]
     _check_chat(content.get("chat", False))
+    if isinstance(content.get("sampling"), dict) and "from_model" in content["sampling"]:
+        content["sampling"] = _with_suggested(content["sampling"], content["model"])
     return decode_section(kind, content, "")
+
+
+def _with_suggested(sampling: dict[str, Any], model: Any) -> dict[str, Any]:
+    """Sampling parameters, with those that the model suggests for what is not given."""
+    given = {key: value for key, value in sampling.items() if key != "from_model"}
+    wanted = sampling["from_model"]
+    if wanted is False or wanted is None:
+        return given
+    if wanted not in (True, "from_model"):
+        raise ValueError(f"sampling={brief(wanted)}: expected from_model, or a mapping of parameters to values")
+    from levanter_infer.checkpoints.generation import required_sampling
+
+    source = decode_section(ModelSource, model, "model")
+    suggested = required_sampling(source.path, source.revision).params
+    try:
+        SamplingParams.from_dict(suggested)
+    except ValueError as e:
+        raise ValueError(f"generation_config.json of {source.path}: {e}") from e
+    return {**suggested, **given}
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

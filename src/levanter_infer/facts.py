@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from levanter_infer.runtime.progress import stage
 
 if TYPE_CHECKING:
+    from levanter_infer.checkpoints.remote import RemoteFile
     from levanter_infer.checkpoints.source import Source
 
 _PACKAGES = ("jax", "jaxlib", "equinox", "numpy", "tokenizers", "jinja2")
@@ -28,19 +29,31 @@ _CODE = (".py", ".cpp", ".h", ".hpp", ".cc")
 
 @stage("computing the SHA-256 of the weights")
 def model_facts(source: "Source") -> dict[str, str]:
-    """SHA-256 of a checkpoint's weights, and of its configuration."""
+    """SHA-256 of a checkpoint's weights, and of its configuration.
+
+    Of weights at a URL whose filesystem keeps checksums of the content (ETag, MD5), the SHA-256 of those, under another
+    name; where it keeps none, all is read.
+    """
     from levanter_infer.checkpoints.source import CONFIG
 
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         names = sorted(source.shards())
-        digests = pool.map(lambda name: _sha256(source.file(name)), names)
-        weights = "".join(f"{name} {digest}\n" for name, digest in zip(names, digests, strict=True))
+        found = list(pool.map(lambda name: _identity(source.file(name)), names))
+    weights = "".join(f"{name} {digest}\n" for name, (digest, _) in zip(names, found, strict=True))
+    of_content = all(is_sha256 for _, is_sha256 in found)
     return {
         "name": source.name,
         "revision": source.revision or "",
-        "weights_sha256": hashlib.sha256(weights.encode()).hexdigest(),
-        "config_sha256": _sha256(source.file(CONFIG)),
+        "weights_sha256" if of_content else "weights_checksums": hashlib.sha256(weights.encode()).hexdigest(),
+        "config_sha256": hashlib.sha256(source.read_bytes(CONFIG, 2**20)).hexdigest(),
     }
+
+
+def _identity(file: "Path | RemoteFile") -> tuple[str, bool]:
+    """What stands for a file's content, and whether that is its SHA-256."""
+    from levanter_infer.checkpoints.remote import identity
+
+    return (_sha256(file), True) if isinstance(file, Path) else identity(file)
 
 
 def _sha256(path: Path) -> str:
@@ -116,7 +129,7 @@ def tokenizer_facts(name: str, revision: str | None = None) -> dict[str, str]:
     source = resolve_source(name, revision, weights=False)
     if not source.has("tokenizer.json"):
         return {"name": "", "sha256": ""}
-    return {"name": source.name, "sha256": Tokenizer.from_directory(source.directory).fingerprint}
+    return {"name": source.name, "sha256": Tokenizer.from_source(source).fingerprint}
 
 
 def flat(content: Any, path: str = "") -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from levanter_infer.columns import NOT_FINITE
 from levanter_infer.config import AnyRunConfig, RunConfig, load_config
-from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.facts import flag_facts, package_version, version_facts
 from levanter_infer.keys import hint_for
@@ -30,6 +30,7 @@ from levanter_infer.runtime.multihost import PER_HOST, joined
 from levanter_infer.runtime.progress import Lines, choose_display, lines_written_with, stage
 
 if TYPE_CHECKING:
+    from levanter_infer.checkpoints.generation import SuggestedSampling
     from levanter_infer.engine.engine import InferenceEngine
 
 _MAX_SHOWN_ERRORS = 20
@@ -234,6 +235,7 @@ def make_engine(config: RunConfig, num_rows: int, hosts: Hosts | None = None) ->
         hosts: processes that each make one. With `multihost.layout: per_host` on their own devices.
     Raises: ValueError saying what is wrong with them; HostsDiffer.
     """
+    from levanter_infer.checkpoints.generation import suggested_sampling
     from levanter_infer.checkpoints.source import resolve_source
     from levanter_infer.checkpoints.tokenizer import Tokenizer
 
@@ -241,9 +243,11 @@ def make_engine(config: RunConfig, num_rows: int, hosts: Hosts | None = None) ->
         raise ValueError("multihost: this command runs in one process; use levanter_infer.batch or sample for several")
     source = resolve_source(config.model.path, config.model.revision)
     if config.tokenizer is not None:
-        tokenizer = Tokenizer.from_directory(resolve_source(config.tokenizer, weights=False).directory)
+        tokenizer = Tokenizer.from_source(resolve_source(config.tokenizer, weights=False))
     else:
-        tokenizer = Tokenizer.from_directory(source.directory) if source.has("tokenizer.json") else None
+        tokenizer = Tokenizer.from_source(source) if source.has("tokenizer.json") else None
+
+    suggested = suggested_sampling(source)
 
     # Everything above answers before JAX is imported.
     with stage("importing JAX"):
@@ -282,8 +286,32 @@ def make_engine(config: RunConfig, num_rows: int, hosts: Hosts | None = None) ->
     say("engine    " + " ".join(f"{key}={value}" for key, value in engine.describe().items()))
     say(f"loaded    in {time.perf_counter() - begin:.1f} s")
     say(f"sampling  {sampling_text(config.sampling)}")
+    for line in suggestion_lines(suggested, config.sampling):
+        say(line)
     say(f"requests  {num_rows}")
     return engine
+
+
+def suggestion_lines(suggested: "SuggestedSampling | None", params: SamplingParams) -> list[str]:
+    """What generation_config.json suggests and is not done: because nobody asked for it, or because we cannot."""
+    if suggested is None:
+        return []
+    lines = []
+    other = {name: value for name, value in suggested.params.items() if not _has(params, name, value)}
+    if other:
+        text = " ".join(f"{name}={brief(value)}" for name, value in other.items())
+        lines.append(f"note      generation_config.json suggests {text}; not applied: sampling.from_model")
+    if suggested.unsupported:
+        text = " ".join(f"{name}={brief(value)}" for name, value in suggested.unsupported.items())
+        lines.append(f"note      generation_config.json has {text}, which is not supported")
+    return lines
+
+
+def _has(params: SamplingParams, name: str, value: object) -> bool:
+    try:
+        return getattr(dataclasses.replace(params, **{name: value}), name) == getattr(params, name)  # as it is kept
+    except ValueError:
+        return False
 
 
 def sampling_text(params: SamplingParams) -> str:

@@ -90,7 +90,7 @@ def contents(output: Path) -> dict[str, bytes]:
 
 def finished(output: Path) -> int:
     """Rows that are safe on disk."""
-    journals = sum(path.read_bytes().count(b"\n") for path in output.glob("_journal/*"))
+    journals = sum(max(path.read_bytes().count(b"\n") - 1, 0) for path in output.glob("_journal/*"))  # less the header
     return journals + sum(json.loads(path.read_text())["rows"] for path in output.glob("_commits/*"))
 
 

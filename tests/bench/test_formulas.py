@@ -3,6 +3,7 @@
 import argparse
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,10 +14,12 @@ from levanter_infer.bench.machine import Peaks, device_peaks
 from levanter_infer.bench.progress import Progress
 from levanter_infer.bench.report import spread, utilisation
 from levanter_infer.bench.timeline import Round, Timeline
+from levanter_infer.decode.state import DecodeState
 from levanter_infer.engine.memory_audit import MemoryAudit
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput
 from tests.bench.test_open_loop import constructed
+from tests.jaxprs import equations
 
 CASE = Case("decode", 2, 12, 1, page_size=4, heads=4, kv_heads=2, head_dim=8, dtype="float32")
 
@@ -174,6 +177,18 @@ def test_a_step_of_the_control_path_is_its_share_of_a_launch(clock, monkeypatch)
     assert case["step_ms"] == 1.5 == case["step_ms_spread"]["max"]
     assert set(case["per_step"].values()) == {0.0}
     assert 0 < case["free_pages"] <= 2 + 4  # 97 % of 32 pages are held, and what rounding leaves
+
+
+def test_a_step_allocates_with_as_many_operations_for_any_number_of_sequences_and_pages():
+    """I7: whatever is done for each sequence or page is done by whole arrays."""
+
+    def operations(slots: int, pages: int) -> list[str]:
+        shapes = control.control_shapes(slots, pages)
+        program = jax.make_jaxpr(lambda state: control.schedule(state, shapes))(DecodeState.init(shapes))
+        return [eqn.primitive.name for eqn in equations(program.jaxpr)]
+
+    few, many = operations(64, 256), operations(1024, 4096)
+    assert len(few) > 100 and few == many
 
 
 # bench memory: I26, I27, I33, I42

@@ -279,6 +279,8 @@ def test_pickled_weights_are_refused_with_the_way_out(write):
 
 def test_what_is_no_model_is_refused(write, tmp_path):
     with pytest.raises(ValueError, match="no such directory, and no hub id of the form org/name"):
+        load_model(str(tmp_path / "absent"))
+    with pytest.raises(ValueError, match="there is no directory .*absent; give hub ids as strings"):
         load_model(tmp_path / "absent")
     with pytest.raises(ValueError, match="is a file; give the directory"):
         load_model(write() / "config.json")

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from levanter_infer.decode.resampling import moved_rows
 from tests.decode.driver import SHAPES, Driver
 
 NONE = SHAPES.num_pages
@@ -68,6 +69,18 @@ def test_a_finished_slot_comes_to_life_beside_its_ancestor(three):
     three.check()
     assert three.model.slots[1].pages == three.model.slots[2].pages
     three.finish()
+
+
+@pytest.mark.parametrize("longest", [0, 5, 1024, 1025, 2300, 2600])
+def test_long_texts_move_as_a_whole(longest):
+    rng = np.random.default_rng(0)
+    rows, others = rng.integers(0, 100, (2, 4, 2600)).astype(np.int32)
+    ancestors = np.asarray([2, 2, 3, 0], np.int32)
+    moved = np.asarray(jax.jit(moved_rows)(rows, ancestors, np.int32(longest)))
+    assert np.array_equal(moved[:, :longest], rows[ancestors][:, :longest])
+    ancestors = np.asarray([6, 1, 4, 0], np.int32)  # those from 4 on name rows of `others`
+    moved = np.asarray(jax.jit(moved_rows)(rows, ancestors, np.int32(longest), others))
+    assert np.array_equal(moved[:, :longest], np.concatenate([rows, others])[ancestors][:, :longest])
 
 
 def test_it_is_one_operation_in_a_callers_program(three):

@@ -284,6 +284,60 @@ def test_an_interrupt_that_takes_the_state_with_it_leaves_the_engine_usable():
     assert_idle(subject)
 
 
+class InterruptedAxes:
+    """From then on the `count`-th comparison of two axes is interrupted: JAX compares those of a round's arguments."""
+
+    def __init__(self, monkeypatch, count: int):
+        original, left = hax.Axis.__eq__, iter(range(count))
+
+        def interrupted(axis, other):
+            if next(left, None) is None:
+                monkeypatch.setattr(hax.Axis, "__eq__", original)
+                raise KeyboardInterrupt
+            return original(axis, other)
+
+        monkeypatch.setattr(hax.Axis, "__eq__", interrupted)
+
+
+@pytest.mark.parametrize("count", [0, 7, 40])
+def test_an_interrupt_while_a_round_is_launched_comes_out_as_one(monkeypatch, count):
+    subject = _shared()
+    expected = one(subject, prompt(5), greedy()).token_ids
+    InterruptedAxes(monkeypatch, count)
+    with pytest.raises(KeyboardInterrupt):
+        subject.generate([Request(prompt_token_ids=prompt(5), sampling=greedy(20))] * 2)
+    assert one(subject, prompt(5), greedy()).token_ids == expected
+    assert_idle(subject)
+
+
+def test_an_interrupt_in_the_very_first_round_leaves_the_engine_usable(monkeypatch):
+    subject = engine()
+    run = subject.programs.round
+
+    def interrupted(*arguments):
+        run(*arguments)  # the state is donated, and what came of it is lost
+        raise KeyboardInterrupt
+
+    subject.programs.round = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        subject.warmup()
+    subject.programs.round = run
+    assert one(subject, prompt(5), greedy()).token_ids == uncached_greedy(tiny_model(), prompt(5), 8)
+    assert_idle(subject)
+
+
+def test_an_interrupted_launch_ends_what_was_submitted_and_leaves_the_engine_usable(monkeypatch):
+    subject = _shared()
+    expected = one(subject, prompt(5), greedy()).token_ids
+    groups = [subject.submit(Request(prompt_token_ids=prompt(5), sampling=greedy())) for _ in range(3)]
+    InterruptedAxes(monkeypatch, 3)
+    with pytest.raises(KeyboardInterrupt):
+        subject.step_round()
+    assert [group.sequences[0].finish_reason for group in groups] == ["abort"] * 3
+    assert one(subject, prompt(5), greedy()).token_ids == expected
+    assert_idle(subject)
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [

@@ -12,7 +12,7 @@ import pytest
 from levanter_infer.cache.named import replace
 from levanter_infer.decode.host_tier import readmit
 from levanter_infer.decode.invariants import check_invariants
-from levanter_infer.decode.sequence_table import SPILLED, pages_for
+from levanter_infer.decode.sequence_table import RUNNING, SPILLED, pages_for
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.engine.config import EngineConfig, resolve_shapes
 from levanter_infer.engine.engine import InferenceEngine
@@ -124,6 +124,48 @@ def test_bits_in_a_pool_that_is_too_small_are_those_of_each_alone(engine, host, 
     else:
         assert spilled == prefetched == 0 and recomputed > 0 and preemptions > 0
     assert ("ends at 0 bytes" in caplog.text) == (host == "exhausted")
+    check_idle(engine)
+
+
+class ARecord:
+    """As `_Record`: it uses 5 pages, and needs 3 more to go on."""
+
+    def used(self):
+        return np.arange(5)
+
+    def return_pages(self) -> int:
+        return 8
+
+
+@pytest.mark.parametrize(
+    ("free", "statuses", "max_seqs", "fits"),
+    [
+        (10, [RUNNING], 4, True),  # 8 pages, and the 2 that the running one will need
+        (9, [RUNNING], 4, False),
+        (12, [RUNNING, RUNNING], 4, True),
+        (11, [RUNNING, RUNNING], 4, False),
+        (12, [RUNNING, RUNNING], 2, False),  # no place
+        (5, [SPILLED], 4, True),  # nobody runs: it may come back without room to grow
+        (4, [SPILLED], 4, False),
+    ],
+)
+def test_a_group_comes_back_when_those_who_run_keep_the_room_that_they_need(free, statuses, max_seqs, fits):
+    tables = object.__new__(_Tables)
+    tables.free, tables.status = free, np.asarray(statuses)
+    tables.goes_on, tables.growth = tables.status == RUNNING, np.full(len(statuses), 2)
+    assert tables.fits(ARecord(), max_seqs) == fits  # type: ignore[arg-type]
+
+
+def test_the_youngest_group_leaves_first(engine):
+    """Not the one that has been used least recently: all that run are used in every step."""
+    engine.warmup()
+    groups = [engine.submit(request(20 + i, prompt=9, max_tokens=30)) for i in range(3)]
+    left: list[str] = []
+    while not all(group.is_done for group in groups):
+        engine.step_round(max_steps=1)
+        gone = [m.sequence.group.id for record in engine._tier._records for m in record.remaining()]
+        left += [name for name in gone if name not in left]
+    assert left[0] == "22" and "20" not in left
     check_idle(engine)
 
 

@@ -291,6 +291,7 @@ def test_missing_kernels_are_one_warning_with_reason_and_remedy(monkeypatch, cap
             for _ in range(2):
                 chosen = Backend.choose(EngineConfig(), tiny_model(), has_mods=False)
                 assert (chosen.products, chosen.attention, chosen.isa) == ("xla", "xla", None)
+                assert reason in chosen.isa_reason and "C++17 compiler" in chosen.isa_reason  # what doctor prints
         (record,) = caplog.records
         said = record.getMessage()
         assert record.levelno == logging.WARNING and reason in said

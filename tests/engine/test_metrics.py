@@ -3,6 +3,8 @@
 import collections
 import json
 import re
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +101,37 @@ def test_counts_of_a_plain_workload_follow_from_its_lengths(engine):
     assert (after["running"], after["waiting"], after["stored_tokens"], after["pages_in_use"]) == (0, 0, 0, 0)
     assert (after["page_bytes"], after["pool_bytes"]) == (PAGE_BYTES, NUM_PAGES * PAGE_BYTES)
     assert after["weights_bytes"] == WEIGHTS == 4 * tiny_model().config.num_parameters
+
+
+@pytest.mark.parametrize("phase", ["launch", "wait", "download", "collect"])
+def test_each_time_is_booked_where_it_is_spent(engine, monkeypatch, phase):
+    """A delay in one phase of a round shows in that phase and in no other."""
+    delay, engine_module = 0.1, "levanter_infer.engine.engine"
+
+    def slowed(function):
+        def slow(*arguments, **options):
+            time.sleep(delay)
+            return function(*arguments, **options)
+
+        return slow
+
+    asked = request(5, 6)
+    engine.generate([asked])
+    places = {
+        "launch": (engine.programs, "round"),
+        "wait": (sys.modules[engine_module].jax, "block_until_ready"),
+        "download": (sys.modules[engine_module], "read_outputs"),
+        "collect": (engine._slots, "collect"),
+    }
+    owner, name = places[phase]
+    monkeypatch.setattr(owner, name, slowed(getattr(owner, name)))
+    before = engine.stats()
+    engine.generate([asked])
+    after = engine.stats()
+    rounds = after["rounds"] - before["rounds"]
+    spent = {name: after[f"{name}_s"] - before[f"{name}_s"] for name in places}
+    assert rounds > 0 and spent[phase] >= rounds * delay
+    assert all(seconds < rounds * delay / 2 for name, seconds in spent.items() if name != phase), spent
 
 
 def test_forks_share_pages_and_each_copy_is_counted(engine):

@@ -52,6 +52,26 @@ def test_requests_of_a_smaller_number_go_first(engine):
     check_idle(engine)
 
 
+@pytest.mark.parametrize("priorities", [(0, 0), (1, 0)])
+def test_the_youngest_of_the_least_urgent_loses_its_pages_first(engine, priorities):
+    """Not the one that has been used least recently: both are used in every step."""
+    engine.warmup()
+    groups = [engine.submit(request(i, max_tokens=30, priority=priority)) for i, priority in enumerate(priorities)]
+    computed: dict[str, int] = {}
+    lost = []
+    while not all(group.is_done for group in groups):
+        engine.step_round(max_steps=1)
+        now = np.asarray(engine.state.decode.sequences.num_computed.array)
+        for sequence in (group.sequences[0] for group in groups):
+            if sequence.slot is not None and sequence.finish_reason is None:
+                name, stored = sequence.group.id, int(now[sequence.slot])
+                lost += [name] if stored < computed.get(name, 0) else []
+                computed[name] = stored
+    expected = "1" if priorities == (0, 0) else "0"
+    assert lost and lost[0] == expected
+    check_idle(engine)
+
+
 @pytest.mark.parametrize("fields", [dict(priority=1.5), dict(priority=2**31), dict(priority=True), dict(timeout_s=0),
                                     dict(timeout_s=float("nan")), dict(timeout_s="soon")])  # fmt: skip
 def test_what_is_no_priority_or_time_is_refused_and_the_others_run(engine, fields):

@@ -1,5 +1,6 @@
 """Pages of equal beginnings are computed once, and nobody's tokens depend on it."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -113,6 +114,19 @@ def test_outputs_say_how_much_of_their_prompt_was_found(engine):
 def test_who_waits_for_a_beginning_that_another_computes_has_found_it(engine):
     prompts = [text(33) + [i] * 3 for i in range(4)]
     assert sorted(cached(engine, *map(request, prompts))) == [0, 32, 32, 32]
+
+
+def test_a_page_that_another_has_begun_is_waited_for_also_by_who_goes_first():
+    """A page of 16 tokens takes two steps of 8. The second request goes first, and stands before a page that the first
+    one is within."""
+    engine = make_engine(page_size=16, max_step_tokens=8)
+    engine.warmup()
+    first = engine.submit(request(text(35)))
+    engine.step_round(max_steps=1)
+    second = engine.submit(dataclasses.replace(request(text(35)), priority=-1))
+    engine.drain()
+    assert engine.stats()["prefix_hits"] == 2 and engine.stats()["prefix_misses"] == 2
+    assert [group.output().num_cached_tokens for group in (first, second)] == [0, 32]
 
 
 def test_scored_prompts_say_what_was_found_too():

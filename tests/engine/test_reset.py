@@ -57,6 +57,24 @@ def test_prompts_one_after_another_need_neither_reset_nor_wipe(engine):
     assert (stats["programs"]["reset"], stats["programs"]["zero_cache"]) == before
 
 
+def test_generate_calls_neither_reset_nor_wipe(engine, monkeypatch):
+    """A wipe of the pool at each call would give the same results, and compile nothing."""
+    engine.reset()
+    called = []
+    for name in ("reset", "zero_cache", "init"):
+        program = getattr(engine.programs, name)
+        monkeypatch.setattr(
+            engine.programs, name, lambda *state, name=name, program=program: (called.append(name), program(*state))[1]
+        )
+    for _ in range(3):
+        assert engine.generate([REQUEST])[0].error is None
+        engine.score([[1, 2, 3]])
+    assert called == []
+    engine.zero_cache()
+    engine.reset()
+    assert called == ["zero_cache", "reset"]
+
+
 def test_zero_cache_clears_every_byte_and_keeps_the_tables(engine):
     engine.generate([REQUEST])
     assert pool(engine).any()

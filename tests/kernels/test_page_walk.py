@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 
 from levanter_infer.bench.attention import Case, inputs
 from levanter_infer.kernels import ragged_paged_attention
 from levanter_infer.kernels.rpa_tpu_sizes import Tile
 from levanter_infer.kernels.tiling import Tiles
+from tests.jaxprs import LOOPS, body, equations
 from tests.kernels.ragged import RUNS_HERE, Sizes, for_tpu, make_ragged
 
 SIZES = Sizes(4, 2, 64, 16, tokens=8, rows=3, max_pages=40)
@@ -99,28 +100,15 @@ def test_a_tpu_fetches_each_page_once_whole_and_ahead_of_its_use(transfers):
 def visits(jaxpr: Jaxpr, pool: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """Of each loop body that reads the pool itself: (reads of the pool, matrix products)."""
     reads, products = 0, 0
-    for eqn in _without_loops(jaxpr):
-        if eqn.primitive.name in ("while", "scan"):
-            name = "body_jaxpr" if eqn.primitive.name == "while" else "jaxpr"
-            yield from visits(eqn.params[name].jaxpr, pool)
+    for eqn in equations(jaxpr, into_loops=False):
+        if eqn.primitive.name in LOOPS:
+            yield from visits(body(eqn), pool)
         elif eqn.primitive.name == "dot_general":
             products += 1
         elif eqn.primitive.name in ("gather", "dynamic_slice", "masked_load", "load", "get"):
             reads += getattr(eqn.invars[0].aval, "shape", None) == pool
     if reads:
         yield reads, products
-
-
-def _without_loops(jaxpr: Jaxpr) -> Iterator:
-    """All equations, those of calls and branches included, but not those inside loops."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        if eqn.primitive.name not in ("while", "scan"):
-            for inner in jax.tree.leaves(
-                list(eqn.params.values()), is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
-            ):
-                if isinstance(inner, Jaxpr | ClosedJaxpr):
-                    yield from _without_loops(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
 
 
 @pytest.mark.parametrize("impl", ["xla", "gpu_interpret"])
@@ -145,16 +133,10 @@ def test_nothing_the_size_of_a_context_has_the_query_heads(impl):
     sizes = Sizes(24, 2, 64, 16, tokens=8, rows=3, max_pages=40)
     batch = make_ragged(sizes, [(1, 300), (5, 100)])
     program = jax.make_jaxpr(lambda arrays: ragged_paged_attention(**arrays, scale=0.3, impl=impl))(batch.arrays)
-    largest = max(_arrays(program.jaxpr), key=lambda aval: aval.size)
+    made = [var.aval for eqn in equations(program.jaxpr) for var in eqn.outvars]
+    largest = max((aval for aval in made if hasattr(aval, "size")), key=lambda aval: aval.size)
     pool = batch.arrays["kv_pages"].shape
     assert largest.shape == pool or largest.size < 24 * 300 * 64, largest
-
-
-def _arrays(jaxpr: Jaxpr) -> Iterator:
-    for eqn in _without_loops(jaxpr):
-        yield from (var.aval for var in eqn.outvars if hasattr(var.aval, "size") and hasattr(var.aval, "shape"))
-        if eqn.primitive.name in ("while", "scan"):
-            yield from _arrays(eqn.params["body_jaxpr" if eqn.primitive.name == "while" else "jaxpr"].jaxpr)
 
 
 # M52: the page size is part of the program
@@ -174,10 +156,10 @@ def test_a_page_size_is_a_constant_of_its_program():
         return batch.pages_and_offsets()
 
     programs = [jax.make_jaxpr(places)(batch) for _, batch, _ in batches]
-    shifts = {str(literal) for program in programs for literal in _literals(program.jaxpr)}
+    shifts = {
+        str(getattr(literal, "val", None))
+        for program in programs
+        for eqn in equations(program.jaxpr)
+        for literal in eqn.invars
+    }
     assert len({str(program) for program in programs}) == 3 and {"3", "4", "5"} <= shifts
-
-
-def _literals(jaxpr: Jaxpr) -> Iterator:
-    for eqn in _without_loops(jaxpr):
-        yield from (var.val for var in eqn.invars if hasattr(var, "val"))

@@ -35,6 +35,7 @@ def parse(raw=LLAMA, **changes):
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, expected 1"),
         ({"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder=True"),
+        ({"activation": "geglu"}, "activation='geglu', expected 'swiglu'"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu', expected one of silu"),
         ({"vocab_size": None}, "vocab_size=None, expected a whole number from 1"),
         ({"vocab_size": "32"}, "vocab_size='32'"),
@@ -67,6 +68,10 @@ def test_config_refuses_by_name(changes, message):
         ({"rope_type": "linear", "factor": "2"}, "factor='2', expected a finite number"),
         ({"rope_type": "linear", "factor": 2.0, "beta_fst": 1}, "beta_fst=1 is not known"),
         ({"rope_type": "yarn", "factor": 2.0, "truncate": 1}, "truncate=1, expected true or false"),
+        (
+            {"rope_type": "yarn", "factor": 2.0, "attn_factor": 0.88},
+            "attn_factor=0.88, expected 1: HF ignores",
+        ),
         ({"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64}, "with rope type 'dynamic'"),
         ({"rope_type": "longrope", **LONG}, "needs factor"),
         ({"rope_type": "longrope", **LONG, "short_factor": [1.0]}, "1 entries, expected .* = 2 numbers"),
@@ -165,3 +170,22 @@ def test_config_survives_the_way_to_hf_and_back():
         family = family_for(raw)
         config = family.config_from_hf(raw)
         assert family.config_from_hf(family.config_to_hf(config)) == config
+
+
+def test_keys_that_change_nothing_are_accepted():
+    yarn = {"rope_type": "yarn", "factor": 2.0}
+    plain = parse(rope_scaling=yarn)
+    harmless = {"attn_factor": 1.0, "extrapolation_factor": 1.0}
+    assert parse(rope_scaling={**yarn, **harmless}, max_sequence_length=2048, activation="swiglu") == plain
+
+
+EXPERTS = {**QWEN2, "model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+
+
+def test_experts_are_counted_under_the_names_of_transformers_4_and_5():
+    assert parse(EXPERTS, num_local_experts=8) == parse(EXPERTS, num_experts=8)
+    assert parse(EXPERTS, num_local_experts=8).num_experts == 8
+    with pytest.raises(ValueError, match="num_local_experts=6, expected the same as num_experts=8"):
+        parse(EXPERTS, num_local_experts=6, num_experts=8)
+    with pytest.raises(ValueError, match="num_local_experts='8', expected a whole number"):
+        parse(EXPERTS, num_local_experts="8")

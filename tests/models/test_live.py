@@ -2,6 +2,10 @@
 
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import equinox as eqx
 import haliax as hax
@@ -18,6 +22,7 @@ from levanter_infer.models.registry import FAMILIES
 from tests.golden_cases import NUM_GREEDY, GoldenCase, load_case, make_weights
 from tests.live_models import LiveModel, Rope, Rotary, levanter_yarn, live_model
 
+ROOT = Path(__file__).resolve().parents[2]
 SIZES = dict(page_size=4, max_pages=64, max_seqs=2, max_seq_len=80, max_step_tokens=24)
 
 
@@ -229,3 +234,45 @@ def test_a_window_is_that_of_the_attention_layers():
     qwen3 = load_case("qwen3")
     applied = adopt_model(live_model(qwen3.config, make_weights("qwen3", qwen3.config), window=8)).config
     assert (applied.model_type, applied.sliding_windows) == ("qwen3", (8,) * applied.num_layers)
+
+
+ON_A_MESH = """
+import haliax as hax, jax, numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from levanter_infer import adopt_model
+from tests.models.test_live import case_and_model
+
+case, model = case_and_model("llama3")
+prompt = case.prompts[0]
+
+def spread(leaf):  # its largest axis over both devices, as a trainer's FSDP has them
+    axis = max(range(leaf.ndim), key=lambda i: leaf.shape[i])
+    return jax.device_put(leaf, NamedSharding(mesh, P(*(None,) * axis, "data")))
+
+def check():
+    adopted, tokens = adopt_model(parts), hax.named(prompt.tokens, "position")
+    logits = jax.jit(lambda model, tokens: model(tokens).array)(adopted, tokens)
+    assert abs(np.asarray(logits)[prompt.positions] - prompt.logits).max() <= prompt.bound
+
+for kind in AxisType.Explicit, AxisType.Auto:
+    mesh = Mesh(np.array(jax.devices()), "data", axis_types=(kind,))
+    parts = jax.tree.map(spread, model)
+    check()
+    with jax.set_mesh(mesh):
+        try:
+            check()
+        except ValueError as error:
+            assert kind == AxisType.Explicit and "under a mesh with explicit axes, expected none" in str(error), error
+        else:
+            assert kind == AxisType.Auto
+print("equal")
+"""
+
+
+def test_parameters_in_parts_on_a_trainers_mesh_give_the_same_logits():
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, **flags, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    process = subprocess.run(
+        [sys.executable, "-c", ON_A_MESH], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=280
+    )
+    assert process.stdout.strip() == "equal", process.stderr[-3000:]

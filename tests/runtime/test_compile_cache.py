@@ -10,8 +10,11 @@ from pathlib import Path
 import jax
 import pytest
 
+from levanter_infer import EngineConfig, InferenceEngine, load_model
+from levanter_infer.checkpoints.save import save_model
 from levanter_infer.runtime import compile_cache
 from levanter_infer.runtime.compile_cache import VARIABLE, enable_compile_cache
+from tests.tiny_models import tiny_model
 
 DEFAULTS = {
     "jax_persistent_cache_min_compile_time_secs": 1.0,
@@ -153,6 +156,17 @@ def test_it_can_be_moved_and_turned_off(unset, monkeypatch, tmp_path):
 def test_a_directory_given_to_jax_stays(unset):
     jax.config.update("jax_compilation_cache_dir", "/somewhere")
     assert str(enable_compile_cache()) == "/somewhere"
+
+
+def test_library_users_have_a_cache_too(unset, tmp_path):
+    model = tiny_model()
+    engine = InferenceEngine(model, config=EngineConfig(max_seqs=2, max_pages=8))
+    assert jax.config.jax_compilation_cache_dir.startswith(str(unset))
+    jax.config.update("jax_compilation_cache_dir", None)
+    save_model(model, tmp_path / "model")
+    load_model(tmp_path / "model")
+    assert jax.config.jax_compilation_cache_dir.startswith(str(unset))
+    assert engine.stats()["rounds"] == 0
 
 
 def test_a_second_process_loads_what_the_first_one_compiled(tmp_path):

@@ -24,6 +24,11 @@ ADDRESS = "10.0.0.1:8476"
         ({"coordinator": "auto", "bind": "x:y"}, "multihost.bind='x:y': expected host:port"),
         ({"coordinator": "auto", "layout": "both"}, "multihost.layout='both': expected per_host or one_mesh"),
         ({"coordinator": "auto", "heartbeat_s": 0}, "multihost.heartbeat_s=0: expected at least 1 second"),
+        ({"coordinator": "auto", "heartbeat_s": float("inf")}, "multihost.heartbeat_s=inf: .* and at most 604800"),
+        ({"coordinator": "auto", "heartbeat_s": float("nan")}, "multihost.heartbeat_s=nan: expected at least 1"),
+        ({"coordinator": "auto", "heartbeat_s": -5}, "multihost.heartbeat_s=-5: expected at least 1"),
+        ({"coordinator": "auto", "start_timeout_s": float("inf")}, "multihost.start_timeout_s=inf: expected"),
+        ({"coordinator": "auto", "stall_s": 1e30}, "multihost.stall_s=1e.30: expected"),
     ],
 )
 def test_what_contradicts_itself_is_refused_by_name(given, message):

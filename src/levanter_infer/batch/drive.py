@@ -152,11 +152,11 @@ class Driver:
                 if i not in shard:
                     yield shard, i, self._row(content, str(shard.source.first_row + i), where)
 
-    def _row(self, content: Any, number: str, where: str) -> Row:
+    def _row(self, content: Any, name: str, where: str) -> Row:
         try:
-            return make_row(content, number, where, self._base, columns=self._layout.columns, chat=self._chat)
+            return make_row(content, name, where, self._base, columns=self._layout.columns, chat=self._chat)
         except ROW_FAULTS as e:
-            return Row(number, None, f"{where}: {_fault(e)}")
+            return Row(name, None, f"{where}: {_fault(e)}")
 
     def _feed(self, rows: Iterator[tuple[Shard, int, Row]]) -> None:
         """Submit rows until the window is full."""

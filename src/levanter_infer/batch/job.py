@@ -8,6 +8,7 @@ manifest.json     the promise and the sums of all records, once all are there
 """
 
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -90,10 +91,9 @@ class Job:
     def _record_or_error(self, index: int) -> dict[str, Any] | ValueError:
         name = record_name(index)
         again = f"remove {name} to compute the shard again"
-        try:
+        record: Any = None
+        with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(self.store.read(name) or b"")
-        except (ValueError, RecursionError):
-            record = None
         if not _is_record(record, index, self._kind):
             return ValueError(f"{name} of the output is no record of its shard; {again}")
         if record["job"] != self.sha256:
@@ -219,7 +219,8 @@ def _check_promise(promise: Mapping[str, Any]) -> None:
     numerics, kind = promise["guarantee"]["numerics"], promise["config"]["batch"]["format"]
     if numerics not in PROMISES or kind not in FORMATS:
         raise ValueError(f"numerics {brief(numerics)} and format {brief(kind)}")
-    flat(promise), dict(promise["sizes"]), dict(promise["config"]["engine"])
+    for part in (promise, promise["sizes"], promise["config"]["engine"]):
+        part.items()
 
 
 def _is_record(record: Any, index: int, kind: str) -> bool:

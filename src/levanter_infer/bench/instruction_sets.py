@@ -38,7 +38,7 @@ def isas_in_turn(text: str, dtype) -> list[str] | None:
 def chosen_isa(model: DecoderModel, isas: Sequence[str]) -> str:
     """What `auto` chooses for the model. Raises: ValueError if that is not measured."""
     chosen = Backend.choose(EngineConfig(), model, has_mods=False).isa
-    if chosen not in isas:
+    if chosen is None or chosen not in isas:
         raise ValueError(f"--cpu-isa {','.join(isas)}: auto chooses {chosen}; name it too")
     return chosen
 

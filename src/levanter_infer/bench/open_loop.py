@@ -221,11 +221,16 @@ def _steps_of(timelines: Sequence[Timeline], args: argparse.Namespace) -> dict[s
     }
 
 
+def _max_tokens(request: Request) -> int:
+    assert request.sampling is not None, "the requests of this bench bring their own"
+    return request.sampling.max_tokens
+
+
 def measure_open(
     engine: InferenceEngine, requests: Sequence[Request], capacity: float, args: argparse.Namespace
 ) -> dict[str, object]:
     """Requests come at a rate. `capacity`: tokens a second that the engine can generate of such requests."""
-    tokens_each = sum(request.sampling.max_tokens for request in requests) / len(requests)
+    tokens_each = sum(map(_max_tokens, requests)) / len(requests)
     rate = args.rate or args.load * capacity / tokens_each
     arrivals = arrival_times(args.arrivals, len(requests), rate, seed=args.seed)
     probes, timelines = [], []
@@ -316,7 +321,7 @@ def _workload(requests: Sequence[Request], timeline: Timeline) -> dict[str, obje
         "requests": len(requests),
         "prompt_tokens": sum(len(request.prompt_token_ids or ()) for request in requests),
         "tokens": timeline.tokens,
-        "workload_hash": digest([[r.prompt_token_ids, r.sampling.max_tokens] for r in requests]),
+        "workload_hash": digest([[r.prompt_token_ids, _max_tokens(r)] for r in requests]),
         "output_hash": digest(timeline.token_ids),
     }
 

@@ -347,7 +347,8 @@ def layer(args) -> Iterator[dict]:
         model = make_model(args, context)
         config, layers = model.config, model.config.num_layers
         backend = Backend.choose(EngineConfig(), model, has_mods=False)
-        spec = AttentionSpec(impl=backend.attention, max_seq_len=context)
+        isa = backend.isa if backend.attention == "cpu" else None
+        spec = AttentionSpec(impl=backend.attention, max_seq_len=context, isa=isa)
         model = backend.prepare(model, donate=True)
         for target, page_size in (("bench-llama", 1 << (context - 1).bit_length()), ("bench-llama-paged", _PAGE)):
             sizes = dict(heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim)

@@ -13,7 +13,7 @@ import numpy as np
 
 from levanter_infer.checkpoints.host_parts import HostParts
 from levanter_infer.checkpoints.source import CONFIG, Source, resolve_source
-from levanter_infer.checkpoints.weights import DTYPES, StoredTensor, enumerate_names, stored_tensors
+from levanter_infer.checkpoints.weights import DTYPES, StoredTensor, enumerate_names, read_tensors, stored_tensors
 from levanter_infer.layers.layout import Layout
 from levanter_infer.models.decoder import DecoderConfig, DecoderModel
 from levanter_infer.models.family import Parameter, is_ignored, parameters, set_parameter
@@ -33,7 +33,7 @@ def load_model(
     """A checkpoint's model and tokenizer.
 
     Args:
-        path_or_id: a directory in HF's layout, or a hub id.
+        path_or_id: a directory in HF's layout, a URL of one that fsspec reads (gs://, s3://), or a hub id.
         dtype: bfloat16 or float32; None keeps the stored one.
         revision: branch, tag or commit of the hub repository.
     Returns: the model, and the tokenizer or None if there is no tokenizer.json.
@@ -50,7 +50,7 @@ def load_tokenizer(source: Source) -> "Tokenizer | None":
         return None
     from levanter_infer.checkpoints.tokenizer import Tokenizer
 
-    return Tokenizer.from_directory(source.directory)
+    return Tokenizer.from_source(source)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,8 +163,7 @@ def _read(param: Parameter, tensors: dict[str, StoredTensor], dtype: np.dtype, l
     if layout is not None:
         return _read_parts(param, tensors, dtype, layout)
     stacked = np.empty((len(param.hf_names), *param.hf_shape), dtype)
-    for row, name in zip(stacked, param.hf_names, strict=True):
-        tensors[name].read_into(row)
+    read_tensors([(tensors[name], row) for row, name in zip(stacked, param.hf_names, strict=True)])
     return hax.NamedArray(jax.device_put(stacked.reshape([axis.size for axis in param.axes])), param.axes)
 
 

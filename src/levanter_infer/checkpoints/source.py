@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from: a directory, or a repository of the Hugging Face hub."""
+"""Where a checkpoint comes from: a directory, a URL that fsspec reads, or a repository of the Hugging Face hub."""
 
 import json
 import logging
@@ -7,23 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from levanter_infer.checkpoints.remote import RemoteDirectory, RemoteFile, is_url, open_directory
 from levanter_infer.runtime.progress import stage
 
 logger = logging.getLogger(__name__)
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+GENERATION = "generation_config.json"
 _TEXT_FILES = (
-    *(CONFIG, INDEX, "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *(CONFIG, INDEX, GENERATION, "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
+    "additional_chat_templates/tool_use.jinja",
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _SHARD = re.compile(r"[A-Za-z0-9][\w.-]*\.safetensors")
-_MAX_JSON_BYTES = {CONFIG: 2**20, INDEX: 2**26}
+_MAX_JSON_BYTES = {CONFIG: 2**20, GENERATION: 2**20, INDEX: 2**26}
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint's directory on this machine, and what it is a copy of."""
+    """The directory of a checkpoint on this machine, and what it is a copy of."""
 
     directory: Path
     name: str
@@ -31,7 +34,7 @@ class Source:
     revision: str | None
     """Commit of the hub repository; None for a directory."""
 
-    def file(self, name: str) -> Path:
+    def file(self, name: str) -> Path | RemoteFile:
         """A file of the checkpoint, which must lie in its directory.
 
         Links that lead out of it are refused, but for those from a hub cache's snapshot to its own blobs.
@@ -47,16 +50,30 @@ class Source:
     def has(self, name: str) -> bool:
         return (self.directory / name).is_file()
 
+    def where(self, name: str = "") -> str:
+        """A file of the checkpoint, or its directory, for messages."""
+        return str(self.directory / name)
+
+    def names(self) -> list[str]:
+        """Names of the files that are there."""
+        return sorted(path.name for path in self.directory.iterdir())
+
+    def read_bytes(self, name: str, limit: int) -> bytes:
+        """A small file. Raises: ValueError if it is absent, longer than `limit` bytes, or cannot be read."""
+        file = self.file(name)
+        size = file.stat().st_size if isinstance(file, Path) else file.size
+        if size > limit:
+            raise ValueError(f"{file} has {size} bytes, expected at most {limit}; it is no {name}")
+        if not isinstance(file, Path):
+            return file.read(0, size)
+        try:
+            return file.read_bytes()
+        except OSError as e:
+            raise ValueError(f"cannot read {file}: {e.strerror}") from e
+
     def read_json(self, name: str) -> dict[str, Any]:
         """A JSON object. Raises: ValueError if it is absent, too long, or no JSON object; names must not repeat."""
-        path = self.file(name)
-        limit = _MAX_JSON_BYTES[name]
-        if path.stat().st_size > limit:
-            raise ValueError(f"{path} has {path.stat().st_size} bytes, expected at most {limit}; it is no {name}")
-        try:
-            return parse_json(path.read_bytes(), str(path))
-        except OSError as e:
-            raise ValueError(f"cannot read {path}: {e.strerror}") from e
+        return parse_json(self.read_bytes(name, _MAX_JSON_BYTES[name]), self.where(name))
 
     def shards(self) -> dict[str, set[str] | None]:
         """File name -> the tensors that the index says it holds; None where there is no index.
@@ -69,18 +86,40 @@ class Source:
             raise ValueError(_no_safetensors(self))
         weight_map = self.read_json(INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{self.directory / INDEX}: weight_map is {type(weight_map).__name__}, expected an object")
+            raise ValueError(f"{self.where(INDEX)}: weight_map is {type(weight_map).__name__}, expected an object")
         shards: dict[str, set[str] | None] = {}
         for tensor, shard in weight_map.items():
             if not isinstance(shard, str) or not _SHARD.fullmatch(shard):
                 raise ValueError(
-                    f"{self.directory / INDEX}: tensor {tensor!r} is in {shard!r}, expected the plain name of a "
+                    f"{self.where(INDEX)}: tensor {tensor!r} is in {shard!r}, expected the plain name of a "
                     ".safetensors file beside the index"
                 )
             held = shards.setdefault(shard, set())
             assert held is not None
             held.add(tensor)
         return shards
+
+
+@dataclass(frozen=True)
+class RemoteSource(Source):
+    """A checkpoint at a URL. `directory` is none of this machine's and only names it."""
+
+    remote: RemoteDirectory
+
+    def file(self, name: str) -> RemoteFile:
+        file = self.remote.file(name)
+        if file is None:
+            raise ValueError(f"{self.name}: no file {name} there; the checkpoint is incomplete, or the URL is another")
+        return file
+
+    def has(self, name: str) -> bool:
+        return self.remote.info(name) is not None
+
+    def where(self, name: str = "") -> str:
+        return self.remote.where(name)
+
+    def names(self) -> list[str]:
+        return self.remote.names()
 
 
 def check_inside(path: Path, directory: Path) -> None:
@@ -115,11 +154,21 @@ def resolve_source(path_or_id: str | Path, revision: str | None = None, *, weigh
     """Find a checkpoint, and fetch it if it is on the hub: configuration, tokenizer and safetensors, nothing else.
 
     Args:
-        path_or_id: a directory, or a hub id such as `org/name`.
+        path_or_id: a directory, a URL that fsspec reads such as `gs://bucket/model`, or a hub id such as `org/name`. A
+            `Path`, and a string that begins with `/`, `.` or `~`, is never taken for a hub id.
         revision: branch, tag or commit of the hub repository; pin a commit for results that can be repeated.
         weights: fetch the safetensors too.
-    Raises: ValueError if there is no such directory or repository.
+    Raises: ValueError if there is no such directory, URL or repository.
     """
+    if isinstance(path_or_id, str) and is_url(path_or_id):
+        opened = open_directory(path_or_id)
+        if revision is not None:
+            raise ValueError(f"revision={revision!r} with the URL {path_or_id}: revisions are for hub ids")
+        if isinstance(opened, RemoteDirectory):
+            return RemoteSource(Path(opened.root), path_or_id, None, opened)
+        if not opened.is_dir():
+            raise ValueError(f"model {path_or_id!r}: {opened} is no directory; give the directory that holds {CONFIG}")
+        return Source(opened, path_or_id, None)
     try:
         directory = Path(path_or_id).expanduser()
         is_directory, exists = directory.is_dir(), directory.exists()
@@ -131,9 +180,15 @@ def resolve_source(path_or_id: str | Path, revision: str | None = None, *, weigh
             raise ValueError(f"revision={revision!r} with the directory {directory}: revisions are for hub ids")
         return Source(directory, str(path_or_id), None)
     name = str(path_or_id)
-    if exists or not _HUB_ID.fullmatch(name):
-        kind = "a file" if exists else "no such directory, and no hub id of the form org/name"
-        raise ValueError(f"model {name!r} is {kind}; give the directory that holds {CONFIG}, or a hub id")
+    if exists:
+        raise ValueError(f"model {name!r} is a file; give the directory that holds {CONFIG}, or a hub id")
+    if isinstance(path_or_id, Path):
+        raise ValueError(f"model {name!r}: there is no directory {directory.absolute()}; give hub ids as strings")
+    if not _HUB_ID.fullmatch(name):
+        raise ValueError(
+            f"model {name!r} is no such directory, and no hub id of the form org/name (looked for "
+            f"{directory.absolute()}); give the directory that holds {CONFIG}, or a hub id"
+        )
     text = Source(_download(name, revision, _TEXT_FILES), name, None)
     commit = text.directory.name
     logger.info("model %s: revision %s", name, commit)
@@ -153,15 +208,13 @@ def _download(name: str, revision: str | None, files: tuple[str, ...]) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         at = "" if revision is None else f" at revision {revision!r}"
         raise ValueError(
-            f"model {name!r}{at}: no such directory, and the hub gave {type(error).__name__}: {error}; check the "
-            "name, the network and (for gated models) HF_TOKEN, or give a directory"
+            f"model {name!r}{at}: there is no directory {Path(name).absolute()}, and as a hub id it was not found: the "
+            f"hub gave {type(error).__name__}: {error}; check the name, the network and (for gated models) HF_TOKEN"
         ) from error
 
 
 def _no_safetensors(source: Source) -> str:
-    others = sorted(
-        path.name for path in source.directory.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf", ".h5")
-    )
+    others = [name for name in source.names() if name.endswith((".bin", ".pt", ".pth", ".gguf", ".h5"))]
     if others:
         return (
             f"{source.name}: found {', '.join(others[:3])} but no {SINGLE} or {INDEX}; only safetensors are read, "
@@ -169,6 +222,6 @@ def _no_safetensors(source: Source) -> str:
             "(`model.save_pretrained(directory, safe_serialization=True)` in HF transformers)"
         )
     return (
-        f"{source.name}: no {SINGLE} and no {INDEX} in {source.directory}; only safetensors are read: "
+        f"{source.name}: no {SINGLE} and no {INDEX} in {source.where()}; only safetensors are read: "
         "give a directory that has them, or convert the checkpoint to safetensors"
     )

@@ -6,8 +6,10 @@ Encoding takes seconds per megabyte, and for some texts much longer. A text that
 import json
 import unicodedata
 from collections.abc import Iterable
+from typing import Literal
 
-_UNICODE_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
+_Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
+_UNICODE_FORMS: tuple[_Form, ...] = ("NFC", "NFD", "NFKC", "NFKD")
 _KEEPING_SPLITS = ("ByteLevel", "Metaspace", "Digits", "Punctuation")
 """Pre-tokenizers that divide a text and drop nothing of it."""
 
@@ -20,17 +22,17 @@ class TokenBound:
     tokens; for a tokenizer that may drop something, or is of another kind, the bound is 0.
 
     Args:
-        content: tokenizer.json.
+        content: tokenizer.json, as it is in use.
     """
 
-    def __init__(self, content: bytes):
+    def __init__(self, content: str):
         parts = json.loads(content)
         model, added = parts.get("model") or {}, parts.get("added_tokens") or []
         vocab = model.get("vocab")
         vocab = vocab if isinstance(vocab, dict) and model.get("type", "BPE") == "BPE" else {}
         steps = _flat(parts.get("pre_tokenizer"), "pretokenizers")
         self._is_byte_level = any(step.get("type") == "ByteLevel" for step in steps)
-        self._forms: list[str] = []
+        self._forms: list[_Form] = []
         knows_all = _has_all_bytes(vocab) if self._is_byte_level else bool(model.get("byte_fallback"))
         keeps_all = all(map(_keeps_all, steps)) and self._read_normalizer(_flat(parts.get("normalizer"), "normalizers"))
         lengths = [len(token) for token in vocab]
@@ -42,7 +44,7 @@ class TokenBound:
         """Whether its steps are known to drop nothing, but for what Unicode's normal forms put together."""
         for step in steps:
             if step.get("type") in _UNICODE_FORMS:
-                self._forms.append(step["type"])
+                self._forms.extend(form for form in _UNICODE_FORMS if form == step["type"])
             elif step.get("type") == "Replace":
                 pattern = (step.get("pattern") or {}).get("String")
                 if not isinstance(pattern, str) or len(str(step.get("content", ""))) < len(pattern):

@@ -3,6 +3,7 @@
 Source: the files are read as transformers 5.23 reads them.
 """
 
+import concurrent.futures
 import contextlib
 import functools
 import hashlib
@@ -15,7 +16,7 @@ import tokenizers
 from tokenizers import processors
 
 from levanter_infer.checkpoints.chat_template import ChatTemplate
-from levanter_infer.checkpoints.source import check_inside
+from levanter_infer.checkpoints.source import Source
 from levanter_infer.checkpoints.token_bound import TokenBound
 from levanter_infer.checkpoints.tokenizer_class import CODE_LLAMA, class_of, default_tokens, rebuilt
 from levanter_infer.checkpoints.tokenizer_limits import HARMLESS_GROWTH, check_growth, check_length, growth
@@ -95,7 +96,6 @@ class Tokenizer:
         self.is_byte_level = _is_byte_level(files["tokenizer.json"])
         self._bytes_of_token: dict[int, bytes] = {}
         self._templates: dict[str, ChatTemplate] = {}
-        self._bound = functools.cache(functools.partial(TokenBound, files["tokenizer.json"]))
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "Tokenizer":
@@ -103,15 +103,25 @@ class Tokenizer:
         directory = Path(path)
         if not directory.is_dir():
             raise ValueError(f"tokenizer: {directory} is not a directory")
-        files = {name: _read(directory, name) for name in _FILES if (directory / name).is_file()}
+        return cls.from_source(Source(directory, str(directory), None))
+
+    @classmethod
+    def from_source(cls, source: Source) -> "Tokenizer":
+        """Read the files of a checkpoint. Raises: ValueError naming the file that is missing or broken."""
+        with concurrent.futures.ThreadPoolExecutor(len(_FILES) + 1) as pool:  # remote files take a round trip each
+            names = (*_FILES, "config.json")
+            there = [name for name, has in zip(names, pool.map(source.has, names), strict=True) if has]
+            contents = pool.map(lambda name: source.read_bytes(name, _MAX_FILE_BYTES), there)
+            files = dict(zip(there, contents, strict=True))
         if "tokenizer.json" not in files:
             raise ValueError(
-                f"{directory} has no tokenizer.json; save the tokenizer with transformers' "
+                f"{source.where()} has no tokenizer.json; save the tokenizer with transformers' "
                 "AutoTokenizer.from_pretrained(...).save_pretrained(...), which writes one"
             )
-        has_config = (directory / "config.json").is_file()
-        config = {"config.json": _read(directory, "config.json")} if has_config else {}
-        return cls(files, model_config=_parse_json(config, "config.json", str(directory)), where=str(directory))
+        where = source.where()
+        config = _parse_json(files, "config.json", where)
+        files.pop("config.json", None)
+        return cls(files, model_config=config, where=where)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written in it count as such.
@@ -132,7 +142,11 @@ class Tokenizer:
 
     def least_tokens(self, text: str) -> int:
         """Tokens that `encode` gives at least, known without encoding; 0 where it cannot be told."""
-        return self._bound()(text)
+        return self._bound(text)
+
+    @functools.cached_property
+    def _bound(self) -> TokenBound:
+        return TokenBound(self._tokenizer.to_str())
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of tokens. Ids without a token give none. Raises: ValueError if an id is not below `vocab_size`."""
@@ -269,18 +283,6 @@ class Tokenizer:
             return tuple(dict.fromkeys(ids))
         own = self._id_of("eos_token")
         return () if own is None else (own,)
-
-
-def _read(directory: Path, name: str) -> bytes:
-    path = directory / name
-    check_inside(path, directory)
-    try:
-        size = path.stat().st_size
-        if size > _MAX_FILE_BYTES:
-            raise ValueError(f"{path} has {size} bytes; a tokenizer's file has at most {_MAX_FILE_BYTES}")
-        return path.read_bytes()
-    except OSError as e:
-        raise ValueError(f"cannot read {path}: {e.strerror}") from e
 
 
 @contextlib.contextmanager

@@ -1,15 +1,20 @@
-"""The safetensors format, read and written one tensor at a time."""
+"""The safetensors format, read and written tensor by tensor."""
 
+import concurrent.futures
 import json
+import math
 import os
-from collections.abc import Iterable, Iterator
+import reprlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from levanter_infer.checkpoints.remote import IN_FLIGHT, RemoteFile, read_ranges
 from levanter_infer.checkpoints.source import Source, parse_json
 
 DTYPES: dict[str, np.dtype] = {
@@ -18,6 +23,10 @@ DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 """safetensors' names of the dtypes that weights may have."""
+_HEADER_GUESS = 2**18
+"""Bytes of the first request for a header, of which most headers are shorter."""
+_MAX_HEADER = 100_000_000
+"""Bytes of a header, as the library has it."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -25,7 +34,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class StoredTensor:
     """Where a tensor lies in a file, from the file's header."""
 
-    path: Path
+    path: Path | RemoteFile
     name: str
     dtype: str
     """safetensors' name of it, such as BF16."""
@@ -39,9 +48,10 @@ class StoredTensor:
 
         Raises: ValueError if the file ends early.
         """
-        assert out.shape == self.shape and out.flags.c_contiguous
-        stored = DTYPES[self.dtype]
-        target = out if out.dtype == stored else np.empty(self.shape, stored)
+        read_tensors([(self, out)])
+
+    def _read(self, target: np.ndarray) -> None:
+        assert isinstance(self.path, Path)
         with open(self.path, "rb") as file:
             file.seek(self.offset)
             got = file.readinto(target.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
@@ -49,8 +59,29 @@ class StoredTensor:
             raise ValueError(
                 f"{self.path}: tensor {self.name!r} has {got} of {self.num_bytes} bytes; download it again"
             )
+
+
+def read_tensors(pieces: Sequence[tuple[StoredTensor, np.ndarray]]) -> None:
+    """Fill arrays, contiguous and of their tensors' shapes, converting to their dtypes; remote ones side by side.
+
+    Raises: ValueError if a file ends early.
+    """
+    ranges = []
+    for tensor, out in pieces:
+        assert out.shape == tensor.shape and out.flags.c_contiguous
+        stored = DTYPES[tensor.dtype]
+        target = out if out.dtype == stored else np.empty(tensor.shape, stored)
+        view = memoryview(target.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        if isinstance(tensor.path, Path):
+            tensor._read(target)
+        elif target is out:
+            ranges.append((tensor.path, tensor.offset, view))
+        else:  # one copy at a time beside the arrays
+            read_ranges([(tensor.path, tensor.offset, view)])
         if target is not out:
             out[...] = target.astype(out.dtype)
+    if ranges:
+        read_ranges(ranges)
 
 
 def stored_tensors(source: Source) -> dict[str, StoredTensor]:
@@ -60,39 +91,87 @@ def stored_tensors(source: Source) -> dict[str, StoredTensor]:
         file does not hold, or if two files hold the same tensor.
     """
     found: dict[str, StoredTensor] = {}
-    for shard, listed in source.shards().items():
-        path = source.file(shard)
-        header = read_header(path)
-        absent = sorted((listed or set()) - set(header))
-        if absent:
-            raise ValueError(f"{path} lacks tensors that the index places there: {enumerate_names(absent)}")
-        for name, tensor in header.items():
-            if name in found:
-                raise ValueError(f"tensor {name!r} is in {found[name].path} and in {path}; remove one of them")
-            found[name] = tensor
+    shards = source.shards()
+    with concurrent.futures.ThreadPoolExecutor(IN_FLIGHT) as pool:  # remote headers take a round trip each
+        headers = pool.map(lambda shard: read_header(source.file(shard)), shards)
+        for (shard, listed), header in zip(shards.items(), headers, strict=True):
+            path = source.where(shard)
+            absent = sorted((listed or set()) - set(header))
+            if absent:
+                raise ValueError(f"{path} lacks tensors that the index places there: {enumerate_names(absent)}")
+            for name, tensor in header.items():
+                if name in found:
+                    raise ValueError(f"tensor {name!r} is in {found[name].path} and in {path}; remove one of them")
+                found[name] = tensor
     return found
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path | RemoteFile) -> dict[str, StoredTensor]:
     """The tensors of one file. Raises: ValueError if it is not a whole, well-formed safetensors file."""
     try:
-        # Checks the header's size, dtypes, shapes against offsets, gaps, overlaps, and the length of the file.
-        with safe_open(str(path), framework="numpy"):
-            pass
-    except (SafetensorError, OSError) as error:
+        if isinstance(path, Path):
+            size = path.stat().st_size
+            # Checks the header's size, dtypes, shapes against offsets, gaps, overlaps, and the length of the file.
+            with safe_open(str(path), framework="numpy"):
+                pass
+            with open(path, "rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = parse_json(file.read(length), f"the header of {path}")
+        else:
+            size = path.size
+            length, header = _remote_header(path)
+    except (SafetensorError, OSError, _Malformed) as error:
         raise ValueError(
-            f"{path} ({path.stat().st_size} bytes) is not a whole safetensors file: {error}; it is truncated or "
+            f"{path} ({size} bytes) is not a whole safetensors file: {error}; it is truncated or "
             "corrupt, download or write it again"
         ) from error
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = parse_json(file.read(size), f"the header of {path}")
     header.pop("__metadata__", None)
     tensors = {}
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
-        tensors[name] = StoredTensor(path, name, entry["dtype"], tuple(entry["shape"]), 8 + size + begin, end - begin)
+        tensors[name] = StoredTensor(path, name, entry["dtype"], tuple(entry["shape"]), 8 + length + begin, end - begin)
     return tensors
+
+
+class _Malformed(Exception):
+    """A header that describes no safetensors file."""
+
+
+def _remote_header(file: RemoteFile) -> tuple[int, dict[str, Any]]:
+    """Length and content of a header, checked as the library checks that of a file on this machine."""
+    first = file.read(0, min(file.size, _HEADER_GUESS))
+    length = int.from_bytes(first[:8], "little")
+    if file.size < 8 or length > min(_MAX_HEADER, file.size - 8):
+        raise _Malformed(f"its header would have {length} bytes")
+    rest = b"" if 8 + length <= len(first) else file.read(len(first), 8 + length)
+    try:
+        header = parse_json((first + rest)[8 : 8 + length], "the header")
+    except ValueError as e:
+        raise _Malformed(str(e)) from e
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    spans = sorted(_span(name, entry) for name, entry in entries.items())
+    end = 0
+    for begin, next_end in spans:
+        if begin != end:
+            raise _Malformed(f"tensors overlap or leave a gap at byte {begin} of the data")
+        end = next_end
+    if 8 + length + end != file.size:
+        raise _Malformed(f"its tensors end at byte {8 + length + end}")
+    return length, header
+
+
+def _span(name: str, entry: Any) -> tuple[int, int]:
+    """First and one past the last byte of a tensor."""
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise _Malformed(f"tensor {name!r} is described by {reprlib.repr(entry)}")
+    shape, offsets, dtype = entry["shape"], entry["data_offsets"], entry["dtype"]
+    lists = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
+    if not lists or not all(type(i) is int and i >= 0 for i in (*shape, *offsets)) or not isinstance(dtype, str):
+        raise _Malformed(f"tensor {name!r} is described by {reprlib.repr(entry)}")
+    begin, end = offsets
+    if end < begin or (dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype].itemsize):
+        raise _Malformed(f"tensor {name!r} of {dtype} {shape} has bytes {begin} to {end}")
+    return begin, end
 
 
 def write_safetensors(

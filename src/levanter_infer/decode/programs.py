@@ -63,7 +63,14 @@ class Program:
     def __call__(self, *arguments):
         if self._compiled is None:
             self.compile(*arguments)
-        return self.wait()(*arguments)
+        program = self.wait()
+        try:
+            return program(*arguments)
+        except Exception as error:
+            interrupt = _interrupt_behind(error)
+            if interrupt is None:
+                raise
+            raise interrupt from None
 
     @property
     def is_begun(self) -> bool:
@@ -119,10 +126,22 @@ class Program:
         }
 
 
+def _interrupt_behind(error: Exception) -> BaseException | None:
+    """The KeyboardInterrupt, or another exception that is no error, that JAX has made an error of.
+
+    JAX compares the static fields of the arguments in Python, and turns whatever is raised meanwhile into a
+    ValueError.
+    """
+    cause = error.__cause__
+    while isinstance(cause, Exception):
+        cause = cause.__cause__
+    return cause
+
+
 def _placement(leaf) -> str:
     """How an array is spread over several devices; nothing where it is on one."""
     sharding = getattr(leaf, "sharding", None)
-    return f" on {sharding}" if sharding is not None and len(sharding.device_set) > 1 else ""
+    return f" on {sharding}" if sharding is not None and sharding.num_devices > 1 else ""
 
 
 class TierPrograms:

@@ -130,6 +130,14 @@ class Backend:
         return None if self.isa_choice is None else self.isa_choice.isa
 
     @property
+    def isa_reason(self) -> str:
+        """Why `isa` is what it is, in words."""
+        if self.isa_choice is not None:
+            return self.isa_choice.reason
+        missing = cpu.why_unavailable() if self.on_cpu else None
+        return "the kernels for CPUs are not used" if missing is None else f"the kernels cannot be used: {missing}"
+
+    @property
     def is_batch_invariant(self) -> bool:
         """Whether what a sequence gets depends on it alone, to the bit (docs/numerics.md)."""
         return self.on_cpu and self.products == self.attention == "cpu"

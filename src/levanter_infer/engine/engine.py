@@ -152,7 +152,6 @@ class InferenceEngine(Forks, Spilling, Versions):
         self._pace = Pace(self.config.max_round_steps, self.config.max_round_seconds)
         self._turns, self._warm, self._last_end = Turns(), False, 0.0
         self._intake = Intake(self.shapes, self.config, tokenizer, seed)
-
         self._start_over()
         logger.info("engine: %s", self.describe())
 
@@ -273,7 +272,8 @@ class InferenceEngine(Forks, Spilling, Versions):
                 groups.append(self._intake.group(request, str(i)))
             except ValueError as error:
                 raise ValueError(f"sequences[{i}]: {error}") from None
-        self._serve(groups)
+        with sampling_progress(None, None, "scoring", "texts") as update:
+            self._serve(groups, update)
         return [group.prompt_scores.logprobs for group in groups]
 
     def _serve(self, groups: list[Group], on_update=None) -> None:
@@ -431,8 +431,12 @@ class InferenceEngine(Forks, Spilling, Versions):
             self.programs.compile_all(self.model, self._uploads.nothing)
             self.programs.wait()
         with stage("running the first round"):
-            self.state, outputs = self.programs.round(self.model, self.state, self._uploads.nothing)
-            jax.block_until_ready(outputs)
+            try:
+                self.state, outputs = self.programs.round(self.model, self.state, self._uploads.nothing)
+                jax.block_until_ready(outputs)
+            except BaseException:
+                self.reset()  # an interrupt may have taken the state
+                raise
         self._warm = True
         self._compile_s += time.perf_counter() - start
         self._stats.registry.set("compile_s", self._compile_s)
@@ -460,6 +464,14 @@ class InferenceEngine(Forks, Spilling, Versions):
         self._stats.registry.set("compile_s", self._compile_s)
 
     def _launch(self, steps: int) -> _Launched:
+        """Launch a round. A failure here has taken requests from their queue, or the state: all are forgotten then."""
+        try:
+            return self._launch_round(steps)
+        except BaseException:
+            self.reset()
+            raise
+
+    def _launch_round(self, steps: int) -> _Launched:
         begin = time.perf_counter()
         with_prompts = self._slots.has_prompts
         fields = self._slots.next_admission(self._rounds, steps) | self._tier.terms()

@@ -3,9 +3,12 @@
 import dataclasses
 import difflib
 import hashlib
+import logging
 import numbers
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
+
+logger = logging.getLogger(__name__)
 
 MAX_STOP_TOKENS = 16
 """Tokens of one stop token sequence, at most."""
@@ -193,6 +196,22 @@ class SamplingParams:
     def num_sequences(self) -> int:
         """Sequences that the request takes while it runs."""
         return self.num_beams if self.num_beams > 1 else self.best_of or self.n
+
+    @classmethod
+    def from_model(cls, path_or_id, revision: str | None = None, **overrides: object) -> "SamplingParams":
+        """What a model's generation_config.json suggests, and `overrides` by name. What the file does not name has the
+        defaults of this class; what cannot be applied is named in a warning.
+
+        Args:
+            path_or_id, revision: as of `load_model`.
+        Raises: ValueError if the model has no such file, or a value is bad.
+        """
+        from levanter_infer.checkpoints.generation import required_sampling
+
+        suggested = required_sampling(path_or_id, revision)
+        for name, value in suggested.unsupported.items():
+            logger.warning("generation_config.json of %s: %s=%s is not supported", path_or_id, name, brief(value))
+        return cls.from_dict({**suggested.params, **overrides})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> "SamplingParams":

@@ -7,13 +7,14 @@ A CPU is limited by memory when few tokens are computed, and XLA's own products 
 
 import ctypes
 import functools
+import importlib.metadata
 import importlib.resources
 import importlib.util
 import re
 
 import jax
 import jax.numpy as jnp
-import jaxlib
+import jaxlib.version
 import numpy as np
 from jax import Array
 from jax.core import Tracer
@@ -44,9 +45,10 @@ def _load() -> ctypes.CDLL | str:
     except (OSError, AttributeError) as error:  # of another system, or of an earlier version
         return f"they were built for another system or version ({error})"
     if built > here:  # registered all the same, they would make JAX's start fail
+        version = importlib.metadata.version("jaxlib")
         return (
-            f"they were built for version {_dotted(built)} of XLA's FFI, and jaxlib {jaxlib.__version__} has "
-            f"{_dotted(here)}, which runs its own and older ones"
+            f"they were built for version {_dotted(built)} of XLA's FFI, and jaxlib {version} has {_dotted(here)}, "
+            "which runs its own and older ones"
         )
     for name, target in targets.items():
         jax.ffi.register_ffi_target(name, target, platform="cpu")

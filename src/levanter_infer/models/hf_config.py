@@ -13,6 +13,7 @@ INFORMATIONAL = frozenset(
     "initializer_range return_dict output_hidden_states output_attentions torchscript use_bfloat16 "
     "tf_legacy_loss id2label label2id num_labels problem_type finetuning_task task_specific_params prefix "
     "_attn_implementation attn_implementation _attn_implementation_autoset _flash_attn_2_enabled "
+    "max_sequence_length "  # of Meta's own files; HF goes by max_position_embeddings
     "transformers.js_config unsloth_version unsloth_fixed gradient_checkpointing is_llama_config "
     # Of training only.
     "attention_dropout hidden_dropout resid_pdrop embd_pdrop router_aux_loss_coef output_router_logits "
@@ -34,6 +35,7 @@ NEUTRAL: dict[str, tuple] = {
     "tie_encoder_decoder": (False,),
     "chunk_size_feed_forward": (0,),
     "pruned_heads": (None, {}),
+    "activation": ("swiglu", "silu", None),
     "partial_rotary_factor": (1, None),
     "rope_interleaved": (False, None),
     "use_mrope": (False, None),
@@ -61,6 +63,10 @@ _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
 }
 """Per rope kind, the keys that it must and may have."""
+
+
+_ROPE_NEUTRAL: dict[str, dict[str, tuple]] = {"yarn": {"attn_factor": (1, None), "extrapolation_factor": (1, None)}}
+"""Per rope kind, keys that HF ignores and vLLM applies, and the values at which they agree."""
 
 
 class HfConfig:
@@ -184,6 +190,14 @@ def parse_rope(
     for key in required:
         if scaling.get(key) is None:
             raise ValueError(f"config.json: {where} of type {kind!r} lacks {key}")
+    neutral = _ROPE_NEUTRAL.get(kind, {})
+    for key, allowed in neutral.items():
+        if scaling.get(key) not in allowed:
+            raise ValueError(
+                f"config.json: {where}.{key}={scaling[key]!r}, expected {allowed[0]}: HF ignores this key and vLLM "
+                "multiplies by it; say what holds with attention_factor"
+            )
+    scaling = {key: value for key, value in scaling.items() if key not in neutral}
     for key in scaling:
         if key not in (*required, *optional):
             raise _unknown(f"config.json: {where}.{key}={scaling[key]!r}", key, (*required, *optional))

@@ -16,6 +16,7 @@ from haliax import Axis, NamedArray
 from haliax.nn import RmsNorm
 from jax import Array
 from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from levanter_infer.axes import EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, MLP, Q_HEADS_PER_GROUP, VOCAB
 from levanter_infer.models.decoder import DecoderConfig, DecoderModel
@@ -188,7 +189,7 @@ def _check_dense(model) -> None:
 def _rope(model, config, head_dim: int, max_len: int) -> dict[str, Any]:
     rope = _get(config, "rope")
     rotary = _get(model, f"{_LAYER}.self_attn.rot_embs")
-    if not callable(rotary) and hasattr(rope, "build"):
+    if rope is not None and not callable(rotary) and hasattr(rope, "build"):
         rotary = rope.build(Axis(HEAD_SIZE, head_dim))
     if rope is None or not callable(rotary):
         raise ValueError(f"config.rope is {type(rope).__name__}, expected one of Levanter's rotary configs; {_LIKELY}")
@@ -250,12 +251,33 @@ def _with_axes(named: NamedArray, axes: tuple[Axis, ...], path: str) -> NamedArr
         names = [HEADS if name == KV_HEADS else name for name in names if name != Q_HEADS_PER_GROUP]
     if own != wanted:
         raise ValueError(f"{path} has axes {_shown(own)}, expected {_shown(wanted)}; config and model do not agree")
-    array, order = named.array, [list(own).index(name) for name in names]
+    array: Any = named.array
+    order = [list(own).index(name) for name in names]
     if isinstance(array, np.ndarray):
         array = jax.device_put(array)
+    array = _without_explicit_axes(array)
     if order != sorted(order):
         array = jnp.transpose(array, order)
     return NamedArray(_reshaped(array, tuple(axis.size for axis in axes)), axes)
+
+
+def _without_explicit_axes(array: Array) -> Array:
+    """The same memory, on a mesh whose axes are the compiler's: in programs, explicit ones are part of every type."""
+    sharding = getattr(array, "sharding", None)
+    if isinstance(array, Tracer) or not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return array
+    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        raise ValueError(
+            "called under a mesh with explicit axes, expected none: JAX makes it a part of every type. Call it outside "
+            "of it, or under jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())); parameters may lie on it"
+        )
+    if all(kind == AxisType.Auto for kind in sharding.mesh.axis_types):
+        return array
+    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+    sharding = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)  # type: ignore[return-value]
+    return jax.device_put(array, sharding)
 
 
 def _reshaped(array: Array, shape: tuple[int, ...]) -> Array:

@@ -45,7 +45,8 @@ def live_rope(module, config, head_dim: int, max_len: int) -> dict[str, Any]:
     rope = _parsed(keys, head_dim, max_len)
     if rope is None or not _is_same(rope, inv_freq, scale, head_dim, max_len):
         base, _ = frequencies(RopeConfig(theta=float(theta)), head_dim, max_len)
-        divisors = (base.astype(np.float64) / inv_freq).tolist()
+        with np.errstate(divide="ignore"):  # what does not turn is refused below
+            divisors = (base.astype(np.float64) / inv_freq).tolist()
         keys["rope_scaling"] = {
             "rope_type": "longrope",
             "short_factor": divisors,
@@ -109,7 +110,8 @@ def _parsed(keys: Mapping[str, Any], head_dim: int, max_len: int) -> RopeConfig 
 
 def _is_same(rope: RopeConfig, inv_freq: np.ndarray, scale: float, head_dim: int, max_len: int) -> bool:
     expected, factor = frequencies(rope, head_dim, max_len)
-    return np.allclose(expected, inv_freq, rtol=_SAME, atol=0) and np.isclose(factor, scale, rtol=_SAME, atol=0)
+    both = np.append(expected, factor), np.append(inv_freq, scale)
+    return np.allclose(*both, rtol=_SAME, atol=0)
 
 
 def _rotates_alike(module, rope: RopeConfig, head_dim: int, max_len: int) -> bool:

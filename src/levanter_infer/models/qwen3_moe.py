@@ -12,7 +12,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Raises: ValueError naming the key that is unknown, malformed or not implemented."""
     hf = HfConfig(raw)
     fields = common_fields(hf, kv_heads=4, head_dim=None, max_positions=32768)
-    experts = hf.count("num_experts", 128)
+    experts = _num_experts(hf)
     fields["intermediate_size"] = hf.count("moe_intermediate_size", 768)
     chosen = hf.count("num_experts_per_tok", 8)
     if chosen > experts:
@@ -36,6 +36,14 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         normalize_experts=normalize,
         **fields,
     )
+
+
+def _num_experts(hf: HfConfig) -> int:
+    """transformers 4 writes `num_experts`, and 5 `num_local_experts`."""
+    experts = hf.count("num_experts", hf.count("num_local_experts", 128))
+    if hf.raw.get("num_local_experts", experts) != experts:
+        raise hf.fail("num_local_experts", f"the same as num_experts={experts}")
+    return experts
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from levanter_infer.checkpoints.remote import is_url
 from levanter_infer.checkpoints.source import CONFIG, Source, parse_json, resolve_source
 from levanter_infer.config import RunConfig
 from levanter_infer.plan.job import Job
@@ -35,6 +36,8 @@ def _hf_config(config: RunConfig, shape: str | None) -> tuple[dict[str, Any], Pa
     """What config.json says, and the directory of the model if that is here."""
     if shape is not None:
         return _read(Path(shape)), None
+    if is_url(config.model.path):
+        return resolve_source(config.model.path, config.model.revision).read_json(CONFIG), None
     path = Path(config.model.path).expanduser()
     if path.is_file():
         return _read(path), None

@@ -11,6 +11,7 @@ and notebooks too, and `off` says nothing.
 
 import contextlib
 import html
+import importlib
 import logging
 import os
 import sys
@@ -127,9 +128,7 @@ class Notebook:
         if stage.draws_itself:
             return
         if self._handle is None:
-            from IPython.display import DisplayHandle  # there in every notebook
-
-            self._handle = DisplayHandle()
+            self._handle = importlib.import_module("IPython.display").DisplayHandle()  # there in every notebook
             self._handle.display(_mime(stage), raw=True)
         else:
             self._handle.update(_mime(stage), raw=True)
@@ -264,21 +263,24 @@ Update = Callable[[int, int, int], None]
 
 
 @contextlib.contextmanager
-def sampling_progress(progress: bool | None, on_update: Update | None) -> Iterator[Update | None]:
+def sampling_progress(
+    progress: bool | None, on_update: Update | None, name: str = "sampling", parts: str = "samples"
+) -> Iterator[Update | None]:
     """A progress bar over rounds.
 
     Args:
         progress: True shows it at once, None after half a second; False does not.
         on_update: called by the one that is returned.
+        parts: what `finished` and the total count.
     Returns: what is to be called after each round.
     """
     if progress is False:
         yield on_update
         return
-    with stage("sampling", after_s=0 if progress else BAR_S) as shown:
+    with stage(name, after_s=0 if progress else BAR_S) as shown:
 
         def update(finished: int, total: int, tokens: int) -> None:
-            shown.update(finished, total, f"{finished}/{total} samples, {tokens} tokens")
+            shown.update(finished, total, f"{finished}/{total} {parts}" + (f", {tokens} tokens" if tokens else ""))
             if on_update is not None:
                 on_update(finished, total, tokens)
 

@@ -59,7 +59,9 @@ struct PlaceArgs {
 
 constexpr int64_t MANY_ROWS = 48;     // from here on 16-bit weights are widened once for all rows
 constexpr int64_t PREFETCHED = 2048;  // how far ahead, in bytes, weights are asked for
+constexpr int64_t PREFETCHED_PAIRS = 8192;  // the same where pairs are multiplied
 constexpr int64_t PREPARED_ROWS = 4;
+constexpr int64_t PACKED = 8192, PACK_STEP = 32;  // inputs of all rows that one piece of work packs; it packs so many at once
 constexpr int64_t PLACED_TOKENS = 8;  // of one piece of work
 constexpr int64_t PIECES = 8, MAX_PANELS = 8;  // pieces of work per thread that are enough; panels of one piece
 constexpr int KEYS = 32;             // positions of one turn of the streaming softmax
@@ -69,12 +71,19 @@ struct Block {
   int64_t first, rows;
 };
 
-// The block in which `row` is computed: all rows make as few blocks of at most `most` as possible, of about one size.
+inline int64_t count_blocks(int64_t num_rows, int64_t most) { return (num_rows + most - 1) / most; }
+
+// Block `index` of rows that are computed together: as few blocks of at most `most` as possible, of about one size.
+inline Block block_at(int64_t num_rows, int64_t index, int64_t most) {
+  const int64_t blocks = count_blocks(num_rows, most), size = num_rows / blocks, larger = num_rows % blocks;
+  return {index * size + std::min(index, larger), size + (index < larger)};
+}
+
+// The block in which `row` is computed.
 inline Block block_of_row(int64_t num_rows, int64_t row, int64_t most) {
-  const int64_t blocks = (num_rows + most - 1) / most, size = num_rows / blocks, larger = num_rows % blocks;
+  const int64_t blocks = count_blocks(num_rows, most), size = num_rows / blocks, larger = num_rows % blocks;
   const int64_t in_larger = larger * (size + 1);
-  if (row < in_larger) return {row / (size + 1) * (size + 1), size + 1};
-  return {in_larger + (row - in_larger) / size * size, size};
+  return block_at(num_rows, row < in_larger ? row / (size + 1) : larger + (row - in_larger) / size, most);
 }
 
 struct Kernels {
@@ -196,30 +205,38 @@ void prepare(const Kernels& kernels, int64_t threads, int64_t inputs, const floa
   if (pack && packed.size() < size / 2) packed.resize(size / 2);
   float* all = rows.data();  // of this thread, also for the others
   Pair* words = packed.data();
-  Workers::shared().run(threads, (args->rows + PREPARED_ROWS - 1) / PREPARED_ROWS, [&](int64_t piece) {
-    const int64_t last = std::min(args->rows, (piece + 1) * PREPARED_ROWS);
-    for (int64_t row = piece * PREPARED_ROWS; row < last; ++row) {
-      const float* from = args->x + row * inputs;
-      float* own = all + row * args->inputs;
-      if (!as_is) own[args->inputs - 1] = 0;  // the second input of the last pair, where there is none
-      if (norm != nullptr)
-        kernels.normalize(from, norm, inputs, eps, own);
-      else if (gate != nullptr)
-        kernels.gated(from, gate + row * inputs, inputs, own);
-      else if (!as_is)
-        std::copy_n(from, inputs, own);
-      if (pack) {
-        const Block block = block_of_row(args->rows, row, kernels.rows);
-        kernels.pack_row(as_is ? from : own, args->inputs, block.rows,
-                         words + block.first * args->inputs / 2 + row - block.first);
-      }
-    }
-  });
-  args->packed = words;
   if (!as_is) {
+    Workers::shared().run(threads, (args->rows + PREPARED_ROWS - 1) / PREPARED_ROWS, [&](int64_t piece) {
+      const int64_t last = std::min(args->rows, (piece + 1) * PREPARED_ROWS);
+      for (int64_t row = piece * PREPARED_ROWS; row < last; ++row) {
+        const float* from = args->x + row * inputs;
+        float* own = all + row * args->inputs;
+        own[args->inputs - 1] = 0;  // the second input of the last pair, where there is none
+        if (norm != nullptr)
+          kernels.normalize(from, norm, inputs, eps, own);
+        else if (gate != nullptr)
+          kernels.gated(from, gate + row * inputs, inputs, own);
+        else
+          std::copy_n(from, inputs, own);
+      }
+    });
     args->x = all;
     args->x_stride = args->inputs;
   }
+  if (!pack) return;
+  // The rows of a block lie word by word side by side. Its inputs are divided, because threads that wrote its rows would
+  // take every cache line from each other.
+  const int64_t most = std::min(args->rows, kernels.rows);
+  const int64_t step = std::max(PACKED / most / PACK_STEP, int64_t{1}) * PACK_STEP;
+  const int64_t ranges = (args->inputs + step - 1) / step;
+  Workers::shared().run(threads, count_blocks(args->rows, kernels.rows) * ranges, [&](int64_t piece) {
+    const Block block = block_at(args->rows, piece / ranges, kernels.rows);
+    const int64_t begin = piece % ranges * step, count = std::min(step, args->inputs - begin);
+    Pair* to = words + (block.first * args->inputs + begin * block.rows) / 2;
+    for (int64_t row = 0; row < block.rows; ++row)
+      kernels.pack_row(args->x + (block.first + row) * args->x_stride + begin, count, block.rows, to + row);
+  });
+  args->packed = words;
 }
 
 // Arguments: x f32[rows, inputs]; used i32[], how many rows count; layer i32[]; then, where the attributes say so, the
