@@ -13,6 +13,7 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
+from levanter_infer.engine.versions import _differing
 from levanter_infer.models.uncached import next_token
 from tests.tiny_models import tiny_model, uncached_greedy
 
@@ -231,3 +232,11 @@ def test_a_beam_search_goes_on_and_knows_the_versions_of_its_hypotheses(engine):
     finish(engine, [group])
     for completion in group.completions():
         assert completion.version_range == (first, first + 1) and len(completion.token_versions) == 8
+
+
+def test_a_parameter_that_only_one_of_two_models_has_is_named():
+    weight, bias = np.zeros((2, 3), np.float32), np.zeros(3, np.float32)
+    assert _differing({"w": weight}, {"w": weight, "b": bias}) == ["b was absent and is float32[3]"]
+    assert _differing({"w": weight, "b": bias}, {"w": bias}) == [
+        "b was float32[3] and is absent", "w was float32[2, 3] and is float32[3]",
+    ]  # fmt: skip
