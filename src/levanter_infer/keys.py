@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from levanter_infer.engine.params import NAMES_ELSEWHERE
+
 RUN = ("config", "RunConfig")
 SECTIONS = {
     "model": ("config", "ModelSource"),
@@ -43,7 +45,6 @@ OTHER_NAMES = {
     "tensor_parallel_size": "mesh.model",
     "data_parallel_size": "mesh.data",
     "expert_parallel_size": "mesh.expert",
-    "beam_width": "sampling.num_beams",
     "input_file": "prompts_file",
     "output_file": "output.path",
     # SGLang
@@ -57,17 +58,13 @@ OTHER_NAMES = {
     "dp_size": "mesh.data",
     "ep_size": "mesh.expert",
     # Hugging Face transformers
-    "max_new_tokens": "sampling.max_tokens",
-    "min_new_tokens": "sampling.min_tokens",
-    "num_return_sequences": "sampling.n",
-    "stop_strings": "sampling.stop",
-    "eos_token_id": "sampling.stop_token_ids",
     "torch_dtype": "model.dtype",
     "pretrained_model_name_or_path": "model.path",
     # llama.cpp
-    "n_predict": "sampling.max_tokens",
     "ctx_size": "engine.max_seq_len",
     "n_ctx": "engine.max_seq_len",
+    # parameters of sampling, of all of them
+    **{theirs: f"sampling.{ours}" for theirs, ours in NAMES_ELSEWHERE.items()},
 }
 """What other engines call a key."""
 REMARKS = {

@@ -22,7 +22,7 @@ _MAX_DIGITS = 20
 """Digits of a token id that is written as a string."""
 
 
-_NAMES_ELSEWHERE = {
+NAMES_ELSEWHERE = {
     **dict.fromkeys(
         ("max_new_tokens", "max_completion_tokens", "max_length", "num_predict", "n_predict"), "max_tokens"
     ),
@@ -128,7 +128,7 @@ class SamplingParams:
                 f"SamplingParams takes its parameters by name and was given {brief(args[0])} without one; write "
                 "SamplingParams(temperature=0.7, max_tokens=64)"
             )
-        check_names("SamplingParams", kwargs, [field.name for field in dataclasses.fields(cls)], _NAMES_ELSEWHERE)
+        check_names("SamplingParams", kwargs, [field.name for field in dataclasses.fields(cls)], NAMES_ELSEWHERE)
         return super().__new__(cls)
 
     def __post_init__(self):
@@ -221,7 +221,7 @@ class SamplingParams:
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"sampling={brief(values)}: expected a mapping of parameter names to values")
-        check_names("sampling", values, [field.name for field in dataclasses.fields(cls)], _NAMES_ELSEWHERE)
+        check_names("sampling", values, [field.name for field in dataclasses.fields(cls)], NAMES_ELSEWHERE)
         return cls(**values)  # type: ignore[arg-type]
 
 
