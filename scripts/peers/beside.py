@@ -17,7 +17,7 @@ MODEL = "models/tiny"
 
 def main() -> None:
     prompts = [f"{a}+{b}=" for a, b in ((17, 25), (3, 4), (88, 11), (50, 49))]
-    model, tokenizer = load_model(MODEL)
+    model, tokenizer = load_model(MODEL, dtype="float32")
     theirs = transformers.AutoTokenizer.from_pretrained(MODEL)
     hf = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     engine = InferenceEngine(model, tokenizer, EngineConfig(max_seqs=4, max_seq_len=64))
