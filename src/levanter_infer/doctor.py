@@ -110,7 +110,11 @@ def run(config: RunConfig, other: RunConfig | None, max_delta: float | None) -> 
         pairs = _pairs(_paths(sampled.requests), _paths(second.requests))
         against, gate = "engine", max(default_gate(sampled.about), default_gate(second.about))
     report_failures(sampled.outputs)
-    say("kernels   {products}, {attention}, cpu_isa={cpu_isa}: {cpu_isa_reason}".format(**sampled.about))
+    say(
+        "kernels   products={products} attention={attention} cpu_isa={cpu_isa}: {cpu_isa_reason}".format(
+            **sampled.about
+        )
+    )
     gate = gate if max_delta is None else max_delta
     diagnosis = diagnose(pairs, gate, sampled.about["page_size"])
     if other is None and diagnosis.suspect is not None:
