@@ -16,7 +16,7 @@ from levanter_infer.decode.sequence_table import RUNNING, SPILLED, pages_for
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.engine.config import EngineConfig, resolve_shapes
 from levanter_infer.engine.engine import InferenceEngine
-from levanter_infer.engine.host_tier import HostTier, _Tables
+from levanter_infer.engine.host_tier import HostTier, _Member, _Record, _Tables
 from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.pure import generate
@@ -369,3 +369,20 @@ def test_a_pure_function_has_no_host():
     config = EngineConfig(preempt="spill")
     with pytest.raises(ValueError, match="needs a host"):
         generate(tiny_model(), [[1, 2]], [2], config=config)
+
+
+def test_of_those_that_left_the_first_in_order_comes_back_next():
+    """By priority, then by arrival, whenever they left; not who stays until asked for, nor who has nobody left."""
+
+    def record(priority: int, arrival: int, *, stays: bool = False, reason: str | None = None) -> _Record:
+        group = SimpleNamespace(priority=priority)
+        sequence = SimpleNamespace(group=group, arrival=arrival, slot=0, finish_reason=reason)
+        return _Record([_Member(sequence, 0, np.zeros(1, np.int32), 0, 0)], [], stays)  # type: ignore[arg-type]
+
+    tier = HostTier.__new__(HostTier)
+    young, old, urgent = record(1, 9), record(1, 4), record(0, 7)
+    tier._records = [record(0, 1, stays=True), young, old, urgent, record(0, 2, reason="stop")]
+    for expected in (urgent, old, young):
+        assert tier._first() is expected
+        tier._records.remove(expected)
+    assert tier._first() is None
