@@ -1,6 +1,7 @@
 """The engine as it runs on a GPU: what it chooses, its round program lowered, and its tokens in Pallas' interpreter."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,17 @@ def test_auto_takes_the_kernels_for_gpus_where_they_can_do_the_work(on_gpu):
         assert chosen() == ("xla", "xla")
         with pytest.raises(ValueError, match=f'attention="gpu" is not possible: the device is {old}'):
             chosen(attention="gpu")
+
+
+def test_a_jax_without_triton_imports_and_a_gpu_gets_xla(on_gpu, monkeypatch):
+    hidden = "import sys; sys.modules['jax.experimental.pallas.triton'] = None; "
+    code = hidden + "from levanter_infer.engine import backend; assert backend.plt is None"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    on_gpu("9.0")
+    monkeypatch.setattr("levanter_infer.engine.backend.plt", None)
+    assert chosen() == ("xla", "xla")
+    with pytest.raises(ValueError, match='attention="gpu" is not possible: jax .* has no Triton backend'):
+        chosen(attention="gpu")
 
 
 def test_a_gpu_stores_floats_and_samples_all_rows_at_once(on_gpu):

@@ -15,6 +15,7 @@ from levanter_infer.engine.config import EngineConfig, kv_dtype
 from levanter_infer.engine.instructions import AUTO, Choice, choose
 from levanter_infer.kernels import TPU_POOL, cpu, linear_gpu, rpa_gpu, rpa_tpu
 from levanter_infer.kernels.tiling import Tiles
+from levanter_infer.kernels.triton import plt
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.layers.layout import Layout
 from levanter_infer.runtime.hosts import Hosts
@@ -269,6 +270,8 @@ def _gpu_misfit(device, what: str, dtype, supported: bool) -> str | None:
     """Why a kernel for GPUs cannot be used, if so."""
     if device.platform != "gpu":
         return f"this engine runs on {device.platform}"
+    if plt is None:
+        return f"jax {jax.__version__} has no Triton backend for Pallas any more; use xla, or an older jax"
     capability = device.compute_capability
     if not capability.replace(".", "").isdigit() or float(capability) < rpa_gpu.MIN_CAPABILITY:
         return f"the device is {capability}; the kernel needs NVIDIA's compute capability {rpa_gpu.MIN_CAPABILITY}"

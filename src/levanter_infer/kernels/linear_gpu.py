@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
+
+from levanter_infer.kernels.triton import plt
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
 

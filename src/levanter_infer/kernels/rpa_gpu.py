@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
+from levanter_infer.kernels.triton import plt
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _LOG2_E = math.log2(math.e)
