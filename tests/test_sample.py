@@ -264,6 +264,8 @@ def test_interrupt_while_programs_compile_ends_at_once_and_leaves_no_file(checkp
         env={**env, "PYTHONPATH": str(ROOT / "src"), "LEVANTER_INFER_COMPILE_CACHE": "off"},
         stderr=subprocess.PIPE,
         text=True,
+        # a shell's background job ignores the keyboard's signal, and so would what it starts
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:
         assert process.stderr is not None
         said = []

@@ -13,7 +13,7 @@ from levanter_infer.kernels import cpu
 def test_the_chosen_one_is_compared_with_the_best_turn_by_turn():
     found = compared({"slow": [2.0, 20.0, 2.2], "fast": [1.0, 10.0, 1.0], "other": [3.0, 3.0, 3.0]}, "slow")
     assert (found["chosen"], found["best"], found["chosen_over_best"]) == ("slow", "fast", 2.0)
-    assert found["by_isa"]["slow"] == {"median": 2.2, "min": 2.0, "max": 20.0, "runs": 3}
+    assert found["by_isa"]["slow"] == {"median": 2.2, "min": 2.0, "max": 20.0, "sd": 10.3351, "runs": 3}
     assert compared({"slow": [2.0], "fast": [1.0]}, "fast")["chosen_over_best"] == 1.0
 
 

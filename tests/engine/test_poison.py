@@ -59,7 +59,7 @@ def text(length: int, seed: int) -> list[int]:
 
 
 def request(ids: list[int], seed: int, max_tokens: int = 14, n: int = 1) -> Request:
-    sampling = SamplingParams(max_tokens, seed=seed, n=n, logit_bias={BAD: -1e9})
+    sampling = SamplingParams(max_tokens=max_tokens, seed=seed, n=n, logit_bias={BAD: -1e9})
     return Request(prompt_token_ids=ids, sampling=sampling)
 
 

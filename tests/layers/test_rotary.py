@@ -112,7 +112,9 @@ def test_only_dynamic_and_longrope_depend_on_length():
     for config, expected, _ in CASES.values():
         assert not config.depends_on_length
         np.testing.assert_allclose(frequencies(config, DIM, rope_len=100_000)[0], expected, rtol=1e-6)
-    assert RopeConfig(kind="dynamic").depends_on_length and RopeConfig(kind="longrope").depends_on_length
+    assert RopeConfig(kind="dynamic").depends_on_length
+    assert RopeConfig(kind="longrope", short_factor=(1.0,), long_factor=(2.0,)).depends_on_length
+    assert not RopeConfig(kind="longrope", short_factor=(2.0,), long_factor=(2.0,)).depends_on_length
 
 
 def test_rotation_turns_pairs_by_their_angle_and_scales():
