@@ -101,9 +101,11 @@ def describe_machine() -> int:
     from levanter_infer.engine.instructions import choose
     from levanter_infer.facts import device_facts, version_facts
     from levanter_infer.kernels import cpu
+    from levanter_infer.runtime.processor import processor_name
 
     device, versions = {**device_facts(), "devices": jax.device_count()}, version_facts()
-    say("machine   {devices} x {platform} ({kind})".format(**device))
+    kind = processor_name() if device["platform"] == "cpu" else device["kind"]
+    say(f"machine   {device['devices']} x {device['platform']} ({kind})")
     say(f"versions  {' '.join(f'{name}={version}' for name, version in versions.items())}")
     chosen: dict[str, str] = {}
     missing = cpu.why_unavailable()
