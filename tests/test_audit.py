@@ -20,6 +20,7 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput
+from levanter_infer.kernels import cpu
 from levanter_infer.models import uncached
 from tests.tiny_models import tiny_model
 from tests.tokenizer_files import byte_level, write
@@ -220,6 +221,19 @@ def test_doctor_looks_inside_where_the_engine_and_the_plain_forward_disagree(com
     assert (
         "layer 0 is the first to store wrong ones: keys of head 0, keys of head 1" in err and "look at positions" in err
     )
+
+
+def test_doctor_alone_names_machine_versions_and_instruction_set(capsys):
+    assert doctor.main([]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["device"]["platform"] == "cpu" and found["versions"]["jax"] == jax.__version__
+    assert f"jax={jax.__version__}" in err and "machine   " in err
+    if cpu.available():
+        assert set(found["cpu_isa"]) == {"bfloat16", "float32"} and set(found["cpu_isa"].values()) <= set(cpu.isas())
+        assert f"bfloat16: cpu_isa={found['cpu_isa']['bfloat16']}: " in err
+    else:
+        assert "cannot be used" in err and found["cpu_isa"] == {}
 
 
 def test_doctor_compares_two_files(command, tmp_path):

@@ -106,6 +106,7 @@ START = "model: m\nprompts: x\n"
         ("model: 5\nprompts: x", "model is 5; expected a mapping"),
         ("modle: m\nprompts: x", "unknown key modle; did you mean model?"),
         (START + "prompts_file: y", "prompts and prompts_file are both given"),
+        (START + "output: {include: logprobs}", "output.include='logprobs': expected a list of texts, such as [one, "),
         (START + "sampling: {temprature: 1}", "'temprature'; the nearest known one is 'temperature'"),
         (START + "sampling: {temperature: hot}", "temperature='hot': expected a number"),
         (START + "sampling: 5", "sampling is 5; expected a mapping"),

@@ -380,6 +380,7 @@ _READABLE = {
     "float": "a number",
     "bool": "true or false",
     "dict[str, typing.Any]": "a mapping of keys to values",
+    "list[str]": "a list of texts, such as [one, other]",
     "list[str] | None": "a text or a list of texts",
     "str | None": "text",
     "int | None": "a whole number",

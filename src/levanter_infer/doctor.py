@@ -39,10 +39,13 @@ _TOP = 20
 _REMEDY = "sample again with --sampling.logprobs 5"
 
 USAGE = """\
-usage: levanter-infer doctor --config FILE [--against.KEY VALUE ...] [--max-delta X] [--KEY VALUE ...]
+usage: levanter-infer doctor
+       levanter-infer doctor --config FILE [--against.KEY VALUE ...] [--max-delta X] [--KEY VALUE ...]
        levanter-infer doctor --diff ONE.jsonl OTHER.jsonl [--page-size N] [--max-delta X]
 
-Compare two paths that should give the same tokens and log probabilities, and say how they differ:
+Without options: name the machine, versions, and the kernels and instruction set that `auto` takes here.
+
+With them: compare two paths that should give the same tokens and log probabilities, and say how they differ:
 
   agree     nowhere by more than --max-delta
   prompt    from the first token on: chat template, tokenizer, positions
@@ -68,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(argv: Sequence[str]) -> int:
+    if not argv:
+        return describe_machine()
     files, argv = _files(argv)
     rest, own = split_options(argv, lambda key: key in ("max-delta", "page-size") or key.startswith("against."))
     max_delta, page_size = read_number("max-delta", own), read_number("page-size", own)
@@ -87,6 +92,35 @@ def _command(argv: Sequence[str]) -> int:
     path, overrides = arguments
     config = load_config(path, overrides)
     return run(config, load_config(path, [*overrides, *changes]) if changes else None, max_delta)
+
+
+def describe_machine() -> int:
+    """Say what an engine would run on here, and print it as a line of JSON; returns the exit status."""
+    import jax
+
+    from levanter_infer.engine.instructions import choose
+    from levanter_infer.facts import device_facts, version_facts
+    from levanter_infer.kernels import cpu
+    from levanter_infer.runtime.processor import processor_name
+
+    device, versions = {**device_facts(), "devices": jax.device_count()}, version_facts()
+    kind = processor_name() if device["platform"] == "cpu" else device["kind"]
+    say(f"machine   {device['devices']} x {device['platform']} ({kind})")
+    say(f"versions  {' '.join(f'{name}={version}' for name, version in versions.items())}")
+    chosen: dict[str, str] = {}
+    missing = cpu.why_unavailable()
+    if device["platform"] != "cpu":
+        say("kernels   those for CPUs are not used on this device; an engine names its own (doctor --config FILE)")
+    elif missing is not None:
+        say(f"kernels   those for CPUs cannot be used, XLA takes their place: {missing}")
+    else:
+        say(f"kernels   for CPUs, with {', '.join(cpu.isas())}")
+        for dtype in ("bfloat16", "float32"):
+            choice = choose("auto", dtype)
+            chosen[dtype] = choice.isa
+            say(f"          {dtype}: cpu_isa={choice.isa}: {choice.reason}")
+    print(json.dumps({"command": "doctor", "device": device, "versions": versions, "cpu_isa": chosen}), flush=True)
+    return 0
 
 
 def _files(argv: Sequence[str]) -> tuple[tuple[str, str] | None, list[str]]:

@@ -300,7 +300,9 @@ def suggestion_lines(suggested: "SuggestedSampling | None", params: SamplingPara
     other = {name: value for name, value in suggested.params.items() if not _has(params, name, value)}
     if other:
         text = " ".join(f"{name}={brief(value)}" for name, value in other.items())
-        lines.append(f"note      generation_config.json suggests {text}; not applied: sampling.from_model")
+        lines.append(
+            f"note      generation_config.json suggests {text}; not applied; `sampling: from_model` applies it"
+        )
     if suggested.unsupported:
         text = " ".join(f"{name}={brief(value)}" for name, value in suggested.unsupported.items())
         lines.append(f"note      generation_config.json has {text}, which is not supported")

@@ -130,8 +130,8 @@ def test_library_users_take_it_by_name(tmp_path, caplog):
 def test_commands_say_what_is_suggested_and_not_done(tmp_path):
     found = suggested(tmp_path, {**QWEN3, "stop_strings": "x", "typical_p": 0.5})
     assert suggestion_lines(found, SamplingParams()) == [
-        "note      generation_config.json suggests temperature=0.6 top_k=20 top_p=0.95 stop='x'; not applied: "
-        "sampling.from_model",
+        "note      generation_config.json suggests temperature=0.6 top_k=20 top_p=0.95 stop='x'; not applied; "
+        "`sampling: from_model` applies it",
         "note      generation_config.json has typical_p=0.5, which is not supported",
     ]
     assert found is not None

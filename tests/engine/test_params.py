@@ -177,9 +177,11 @@ def test_parameters_can_be_replaced_and_copied():
     assert copy.deepcopy(params) == params
 
 
-@pytest.mark.parametrize("name", ["stream", "tools", "beam_width", "use_beam_search", "response_format"])
-def test_parameter_of_another_engine_is_refused_by_name(name):
-    with pytest.raises(ValueError, match=f"no parameter '{name}'; the nearest known one is '[a-z_]+'"):
+@pytest.mark.parametrize(
+    "name", ["stream", "tools", "response_format", "structured_outputs", "logits_processors", "allowed_token_ids"]
+)
+def test_parameter_that_nothing_here_is_like_is_refused_without_naming_another(name):
+    with pytest.raises(ValueError, match=f"no parameter '{name}'; none is near it \\(known: max_tokens, "):
         SamplingParams.from_dict({name: 1})
 
 

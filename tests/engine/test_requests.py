@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,7 +15,7 @@ from levanter_infer.checkpoints.tokenizer import Tokenizer
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.request import Completion, Request, RequestOutput
+from levanter_infer.engine.request import Completion, Request, RequestOutput, as_requests
 from tests import tokenizer_files
 from tests.tiny_models import tiny_model
 
@@ -112,6 +113,19 @@ def test_what_is_no_prompt_is_refused_alone(engine):
     for i, output in enumerate(outputs[1:], 1):
         assert f"prompts[{i}] is" in output.error and "expected a string, a list of token ids" in output.error
         assert output.id == str(i) and output.completions == [] and output.num_cached_tokens is None
+
+
+def test_arrays_of_jax_are_token_ids():
+    one, two = [3, 4, 5], [6, 7, 8]
+    for prompts in (jnp.asarray([one, two]), [jnp.asarray(one), jnp.asarray(two)]):
+        assert [list(request.prompt_token_ids) for request in as_requests(prompts)] == [one, two]
+    assert [list(request.prompt_token_ids) for request in as_requests(jnp.asarray(one))] == [one]
+
+
+@pytest.mark.parametrize("prompt", [{"prompt": "x"}, {"prompt_token_ids": [1, 2]}])
+def test_a_mapping_with_a_prompt_is_told_what_to_write(engine, prompt):
+    output = engine.generate([prompt], GREEDY)[0]
+    assert "a mapping with a prompt" in output.error and "give text or token ids themselves" in output.error
 
 
 def test_request_takes_the_prompt_by_place_and_the_rest_by_name():

@@ -34,6 +34,11 @@ def check_messages(messages) -> None:
         if not isinstance(message, Mapping) or not all(isinstance(key, str) for key in message):
             raise ValueError(f"messages[{i}] is {reprlib.repr(message)}; expected a mapping with role and content")
         role = message.get("role")
+        if role is None and ("prompt" in message or "prompt_token_ids" in message):
+            raise ValueError(
+                f"messages[{i}] is a mapping with a prompt and has no role; give text or token ids themselves, or "
+                "Request(prompt) or Request(prompt_token_ids=...)"
+            )
         if role is None:
             raise ValueError(f"messages[{i}] has no role; expected one such as user, assistant or system")
         if not isinstance(role, str):

@@ -20,6 +20,8 @@ _MAX_ENTRIES = 1_000_000
 """Entries of a list, at most; how many are of use is the engine's to say."""
 _MAX_DIGITS = 20
 """Digits of a token id that is written as a string."""
+_CLOSE = 0.75
+"""How alike (difflib's ratio) a name must be to be suggested: `allowed_token_ids` is not `stop_token_ids` misspelt."""
 
 
 NAMES_ELSEWHERE = {
@@ -48,14 +50,14 @@ class UnknownName(TypeError, ValueError):
 def check_names(
     owner: str, given: Iterable[object], known: Sequence[str], elsewhere: Mapping[str, str], what: str = "parameter"
 ) -> None:
-    """Raises: UnknownName for the first name that is not known, with the nearest one that is."""
+    """Raises: UnknownName for the first name that is not known, with the nearest one that is, if any is near."""
     for name in given:
         if name not in known:
             written = name[:80] if isinstance(name, str) else brief(name)
-            nearest = elsewhere.get(written) or difflib.get_close_matches(written, known, n=1, cutoff=0.0)[0]
-            raise UnknownName(
-                f"{owner} has no {what} {brief(name)}; the nearest known one is {nearest!r} (known: {', '.join(known)})"
-            )
+            close = difflib.get_close_matches(written, known, n=1, cutoff=_CLOSE)
+            nearest = elsewhere.get(written) or (close[0] if close else None)
+            hint = "none is near it" if nearest is None else f"the nearest known one is {nearest!r}"
+            raise UnknownName(f"{owner} has no {what} {brief(name)}; {hint} (known: {', '.join(known)})")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

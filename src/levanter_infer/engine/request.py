@@ -177,7 +177,7 @@ def as_requests(prompts, sampling=None) -> list[Request | ValueError]:
         sampling: parameters of those that bring none: one for all, or a list with one for each. None: the defaults.
     Raises: ValueError if it is no list, or `sampling` does not fit.
     """
-    several = _as_list(prompts)
+    several = _as_list(_on_host(prompts))
     made: list[Request | ValueError] = []
     for i, (prompt, own) in enumerate(zip(several, _for_each(sampling, len(several)), strict=True)):
         try:
@@ -189,6 +189,7 @@ def as_requests(prompts, sampling=None) -> list[Request | ValueError]:
 
 def as_request(prompt, sampling: SamplingParams | None = None, name: str = "the prompt") -> Request:
     """The request for one prompt of any kind. Raises: ValueError if it is none."""
+    prompt = _on_host(prompt)
     if isinstance(prompt, Request):
         if prompt.sampling is None and sampling is not None:
             return dataclasses.replace(prompt, sampling=sampling)
@@ -237,6 +238,12 @@ def _as_list(prompts) -> list:
             "chat (a list of messages) or a Request; or one of these alone"
         )
     return list(prompts)
+
+
+def _on_host(value):
+    """An array of JAX or another library as one of NumPy; anything else as it is."""
+    is_array = hasattr(value, "__array__") and hasattr(value, "ndim") and not isinstance(value, np.ndarray | np.generic)
+    return np.asarray(value) if is_array else value
 
 
 def _first_is(value, kind) -> bool:
