@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import importlib.metadata
 import json
 import pkgutil
 import re
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import levanter_infer
-from levanter_infer import cli, keys
+from levanter_infer import cli, facts, keys
 from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.bench.__main__ import COMMANDS
 from levanter_infer.bench.__main__ import main as bench
@@ -57,6 +58,18 @@ def test_console_script_is_the_command_in_front_of_the_others():
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 def test_package_explains_itself(monkeypatch, capsys):
     explains_itself(lambda: runpy.run_module("levanter_infer", run_name="__main__"), monkeypatch, capsys)
+
+
+def test_versions_are_known_where_the_package_is_not_installed(monkeypatch):
+    installed = importlib.metadata.version
+
+    def version(name):
+        if name == "levanter-infer":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert facts.version_facts()["levanter_infer"].startswith("0+unknown+")
 
 
 def test_overview_names_every_command_and_section(capsys):

@@ -72,7 +72,7 @@ def package_version() -> str:
 def version_facts(more: Sequence[str] = ()) -> dict[str, str]:
     """Versions of what computes and writes results, `more` packages included; of this one also what its files are."""
     return {
-        "levanter_infer": f"{importlib.metadata.version('levanter-infer')}+{_code_sha256()[:12]}",
+        "levanter_infer": f"{package_version()}+{_code_sha256()[:12]}",
         "python": platform.python_version(),
         "haliax": haliax_version(),
         **{name: importlib.metadata.version(name) for name in (*_PACKAGES, *more)},

@@ -114,6 +114,21 @@ def test_timeouts_are_served_where_equal_bytes_are_not_promised(prompts, output)
     assert work(source, job)[1].failed == 3
 
 
+def test_the_first_unforeseen_error_of_a_row_is_logged_with_its_traceback(prompts, tmp_path, caplog):
+    class Faulty(FakeEngine):
+        def submit(self, request):
+            if request.prompt in ("p2", "p3"):
+                raise AttributeError("a fault of the engine")
+            return super().submit(request)
+
+    source, job = begin(prompts, str(tmp_path / "out"))
+    complete, totals = work(source, job, engine=Faulty())
+    assert complete and totals.rows == ROWS
+    [record] = caplog.records
+    assert "row 2 failed unexpectedly" in record.getMessage()
+    assert record.exc_info is not None and "a fault of the engine" in str(record.exc_info[1])
+
+
 @pytest.mark.parametrize("rounds", [0, 1, 2, 3, 5, 8, 12])
 def test_a_stopped_job_goes_on_where_it_was_and_ends_the_same(prompts, output, tmp_path, rounds):
     source, job = begin(prompts, output)

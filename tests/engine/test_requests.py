@@ -339,6 +339,7 @@ def test_the_bound_of_tokens_holds_for_texts_of_all_kinds(tmp_path, kind):
         ({"type": "Strip"}, False),
         ({"type": "Replace", "pattern": {"String": "aa"}, "content": ""}, False),
         ({"type": "Replace", "pattern": {"Regex": "a+"}, "content": "aaaa"}, False),
+        ({"type": "Replace", "pattern": {"String": "\N{LOWER ONE EIGHTH BLOCK}"}, "content": " "}, False),
         ({"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}, False),
     ],
 )

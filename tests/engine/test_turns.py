@@ -1,5 +1,6 @@
 """Several threads in one engine: calls take turns, or are told who uses it."""
 
+import collections
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -232,6 +233,22 @@ def test_waiting_ends_with_an_interrupt_and_the_next_one_gets_the_turn():
             time.sleep(0.001)
     assert done.wait(10)
     other.join(10)
+
+
+def test_an_interrupt_right_after_queueing_leaves_no_ticket_behind():
+    turns = Turns()
+
+    class Queue(collections.deque):
+        def append(self, ticket):
+            super().append(ticket)
+            raise KeyboardInterrupt
+
+    turns._queue = Queue()
+    with pytest.raises(KeyboardInterrupt), turns.taken("call", nobody, waits=True):
+        pass
+    assert not turns._queue
+    with turns.taken("submit", nobody, waits=False):
+        pass
 
 
 def test_long_waiting_is_logged_with_who_is_waited_for(monkeypatch, caplog):

@@ -1,7 +1,9 @@
 """Processes find each other, or say who is missing or was started differently."""
 
+import contextlib
 import json
 import socket
+import threading
 import time
 
 import pytest
@@ -22,6 +24,17 @@ def address():
 
 def caller(address, index, count, settings=SAME, timeout_s=10.0):
     return lambda: greet(address, address if index == 0 else None, index, count, settings, timeout_s)
+
+
+def connected(address) -> socket.socket:
+    """A connection to process 0, once it listens."""
+    deadline = time.monotonic() + 5
+    while True:
+        try:
+            return socket.create_connection(address.split(":"), 1)
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
 
 
 def test_all_get_one_token_and_another_one_at_the_next_start(address):
@@ -72,16 +85,9 @@ def test_strangers_and_processes_that_have_gone_do_not_count(address):
     """A web browser, somebody who says nothing, and a process that was killed after it had come."""
 
     def strangers():
-        deadline = time.monotonic() + 5
         for said in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"index": [1], "name": 1, "settings": 3}\n', b""):
-            while True:
-                try:
-                    with socket.create_connection(address.split(":"), 1) as connection:
-                        connection.sendall(said)
-                    break
-                except OSError:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.02)
+            with connected(address) as connection:
+                connection.sendall(said)
         gone = {"index": 1, "name": "gone", "settings": {"processes": 3, **SAME}}
         with socket.create_connection(address.split(":"), 1) as connection:
             connection.sendall(json.dumps(gone).encode() + b"\n")
@@ -90,6 +96,46 @@ def test_strangers_and_processes_that_have_gone_do_not_count(address):
 
     lead, others = at_once(caller(address, 0, 3), strangers)
     assert others == [lead, lead] and len(lead) == 16
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b'{"index": Infinity, "name": "x", "settings": {}}\n',
+        b"[" * 30_000 + b"\n",
+        json.dumps({"index": 7, "name": "x", "settings": {"processes": 2, **SAME}}).encode() + b"\n",
+    ],
+    ids=["infinity", "nested", "too large an index"],
+)
+def test_what_strangers_say_neither_ends_process_0_nor_counts(address, said):
+    def stranger():
+        with connected(address) as connection:
+            connection.sendall(said)
+            time.sleep(0.2)
+            return greet(address, None, 1, 2, SAME, 10)
+
+    lead, other = at_once(caller(address, 0, 2), stranger)
+    assert lead == other and len(str(lead)) == 16
+
+
+def test_a_stranger_that_sends_a_byte_now_and_then_holds_nobody_up(address):
+    done = threading.Event()
+
+    def stranger():
+        with connected(address) as connection, contextlib.suppress(OSError):
+            while not done.is_set():
+                connection.sendall(b"x")
+                time.sleep(0.02)
+
+    def other():
+        time.sleep(0.3)
+        try:
+            return greet(address, None, 1, 2, SAME, 10)
+        finally:
+            done.set()
+
+    lead, _, token = at_once(caller(address, 0, 2), stranger, other)
+    assert lead == token and len(str(lead)) == 16
 
 
 def test_a_port_that_is_taken_is_said(address):

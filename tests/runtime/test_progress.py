@@ -79,6 +79,19 @@ def test_a_note_or_a_stream_that_fails_disturbs_nobody(lines, quick):
     assert len(lines) == 1
 
 
+def test_work_goes_on_where_no_thread_can_be_started(monkeypatch, lines, quick):
+    def start(_):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with stage("waiting"):
+            pass
+    with stage("later"):
+        time.sleep(0.3)
+    assert lines and all("later" in line for line in lines)
+
+
 def test_the_library_logs(caplog, quick):
     with caplog.at_level(logging.INFO), stage("reading weights"):
         time.sleep(0.25)
@@ -124,7 +137,7 @@ def test_sampling_draws_a_bar_and_passes_updates_on(quick, monkeypatch):
     monkeypatch.setattr(sys, "stderr", screen)
     with sampling_progress(True, lambda *update: updates.append(update)) as update:
         assert update is not None
-        update(1, 4, 27)
+        update(lambda: (1, 4, 27))
         time.sleep(0.2)
     assert updates == [(1, 4, 27)] and "sampling: 1/4 samples, 27 tokens" in screen.getvalue()
     with sampling_progress(False, None) as update:
@@ -135,11 +148,21 @@ def test_rounds_that_come_are_no_wait_and_one_that_does_not_is(lines, quick):
     with sampling_progress(None, None) as update:
         assert update is not None
         for i in range(30):
-            update(i, 100, i)
-            time.sleep(0.02)
+            update(lambda i=i: (i, 100, i))
+            time.sleep(0.03)
         assert lines == []
         time.sleep(0.3)
     assert len(lines) == 1 and "sampling: 29/100 samples, 29 tokens" in lines[0]
+
+
+def test_a_display_alone_counts_seldom_and_what_is_counted_last_is_the_end(lines, monkeypatch):
+    monkeypatch.setattr(progress, "_REFRESH_S", 60.0)
+    counted = []
+    with sampling_progress(None, None) as update:
+        assert update is not None
+        for i in range(100):
+            update(lambda i=i: counted.append(i) or (i, 100, i))
+    assert counted == [0, 99]
 
 
 def test_stages_of_many_threads_leave_nothing_behind(lines, quick):

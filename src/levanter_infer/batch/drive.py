@@ -4,6 +4,7 @@ At most a window of rows is in memory beside the results of unfinished shards, w
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -14,6 +15,8 @@ from levanter_infer.columns import Columns
 from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.rows import Row, make_row
+
+logger = logging.getLogger(__name__)
 
 _WINDOW = 4
 """Sequences submitted at once for each that can run: as many wait on the device, and twice as many behind them."""
@@ -104,6 +107,7 @@ class Driver:
         self._window = _WINDOW * max_seqs
         self._pending: list[_Pending] = []
         self._open: dict[int, Shard] = {}
+        self._has_logged_fault = False
         self.totals = Totals()
 
     def run(
@@ -184,6 +188,7 @@ class Driver:
             ids = [token for token in given if _is_token(token)] if isinstance(given, list) else []
             return RequestOutput(row.id, request.prompt, ids, [], error=str(error))
         except ROW_FAULTS as error:
+            self._log_first_fault(row.id)
             return RequestOutput(row.id, request.prompt, [], [], error=_fault(error))
 
     def _collect(self) -> None:
@@ -198,6 +203,7 @@ class Driver:
             rows = self._layout.rows(source, output)
             shard.finish(row, rows)
         except ROW_FAULTS as e:  # of the encoder, before anything is written
+            self._log_first_fault(output.id)
             failed = RequestOutput(output.id, None, [], [], error=f"the result cannot be written: {_fault(e)}")
             rows = self._layout.rows(source, failed)
             shard.finish(row, rows)
@@ -205,6 +211,12 @@ class Driver:
         self.totals.rows += 1
         self.totals.failed += counts["failed_rows"]
         self.totals.tokens += counts["generated_tokens"]
+
+    def _log_first_fault(self, row_id: str) -> None:
+        """Log the traceback of the exception being handled, for the first such row: the fault may be the engine's."""
+        if not self._has_logged_fault:
+            self._has_logged_fault = True
+            logger.warning("row %s failed unexpectedly; further rows like it are not logged", row_id, exc_info=True)
 
     def _commit(self) -> None:
         """Commit the shards whose rows are all finished."""

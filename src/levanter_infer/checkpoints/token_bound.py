@@ -47,7 +47,7 @@ class TokenBound:
                 self._forms.extend(form for form in _UNICODE_FORMS if form == step["type"])
             elif step.get("type") == "Replace":
                 pattern = (step.get("pattern") or {}).get("String")
-                if not isinstance(pattern, str) or len(str(step.get("content", ""))) < len(pattern):
+                if not isinstance(pattern, str) or self._size(str(step.get("content", ""))) < self._size(pattern):
                     return False
             elif step.get("type") != "Prepend":
                 return False
@@ -61,8 +61,11 @@ class TokenBound:
             text = unicodedata.normalize(form, text)
         if self._swallows_spaces:  # those beside a special token belong to it
             text = "".join(text.split())
-        size = len(text.encode("utf-8", "surrogatepass")) if self._is_byte_level else len(text)
-        return -(-size // self._longest)
+        return -(-self._size(text) // self._longest)
+
+    def _size(self, text: str) -> int:
+        """In what tokens are measured: bytes or characters."""
+        return len(text.encode("utf-8", "surrogatepass")) if self._is_byte_level else len(text)
 
 
 def _flat(step, name: str) -> list[dict]:

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import json
-import math
 import os
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,6 +26,8 @@ _HEADER_GUESS = 2**18
 """Bytes of the first request for a header, of which most headers are shorter."""
 _MAX_HEADER = 100_000_000
 """Bytes of a header, as the library has it."""
+_MAX_NUMBER = 2**64 - 1
+"""In a header, as the library has it."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -166,11 +167,17 @@ def _span(name: str, entry: Any) -> tuple[int, int]:
         raise _Malformed(f"tensor {name!r} is described by {reprlib.repr(entry)}")
     shape, offsets, dtype = entry["shape"], entry["data_offsets"], entry["dtype"]
     lists = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
-    if not lists or not all(type(i) is int and i >= 0 for i in (*shape, *offsets)) or not isinstance(dtype, str):
+    numbers = lists and all(type(i) is int and 0 <= i <= _MAX_NUMBER for i in (*shape, *offsets))
+    if not numbers or not isinstance(dtype, str):
         raise _Malformed(f"tensor {name!r} is described by {reprlib.repr(entry)}")
     begin, end = offsets
-    if end < begin or (dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype].itemsize):
-        raise _Malformed(f"tensor {name!r} of {dtype} {shape} has bytes {begin} to {end}")
+    volume = 1
+    for size in shape:  # `math.prod` of a hostile shape takes hours
+        volume *= size
+        if volume > _MAX_NUMBER:
+            raise _Malformed(f"tensor {name!r} has shape {reprlib.repr(shape)}")
+    if end < begin or (dtype in DTYPES and end - begin != volume * DTYPES[dtype].itemsize):
+        raise _Malformed(f"tensor {name!r} of {dtype} {reprlib.repr(shape)} has bytes {begin} to {end}")
     return begin, end
 
 

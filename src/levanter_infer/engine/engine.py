@@ -315,9 +315,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         while not all(group.is_done for group in groups):
             self.step_round()
             if on_update is not None:
-                sequences = [sequence for group in groups for sequence in group.sequences]
-                finished = sum(sequence.finish_reason is not None for sequence in sequences)
-                on_update(finished, total, sum(len(sequence.token_ids) for sequence in sequences))
+                on_update(lambda: _counts(groups, total))
         self.drain()
 
     @exclusive
@@ -566,3 +564,10 @@ class InferenceEngine(Forks, Spilling, Versions):
         for name, value in {**values, "peak_memory_bytes": peak_bytes()}.items():
             registry.set(name, value)
         return registry.as_dict("state")
+
+
+def _counts(groups: Sequence[Group], total: int) -> tuple[int, int, int]:
+    """(sequences finished, `total`, tokens generated); looks at every sequence."""
+    sequences = [sequence for group in groups for sequence in group.sequences]
+    finished = sum(sequence.finish_reason is not None for sequence in sequences)
+    return finished, total, sum(len(sequence.token_ids) for sequence in sequences)

@@ -78,8 +78,8 @@ class Turns:
 
     def _wait(self, me: threading.Thread, call: str, is_busy: Callable[[], bool]) -> None:
         ticket, warn_at = threading.Event(), time.monotonic() + _WARN_S
-        self._queue.append(ticket)
         try:
+            self._queue.append(ticket)  # within: an interrupt after it must not leave a ticket that nobody waits with
             while True:
                 with self._mutex:
                     if self._queue[0] is ticket and self._is_free() and not self._is_others(me, is_busy):
@@ -91,7 +91,8 @@ class Turns:
                     warn_at = float("inf")
                     logger.warning("%s() in thread %r waits for its turn: %s", call, me.name, self._reason())
         finally:
-            self._queue.remove(ticket)
+            with contextlib.suppress(ValueError):  # interrupted before it was there
+                self._queue.remove(ticket)
             self._wake_next()
 
     def _is_free(self) -> bool:

@@ -86,7 +86,7 @@ class _Lead:
             index, name, settings = int(said["index"]), str(said["name"]), dict(said["settings"])
             if index < 1:
                 raise ValueError(index)
-        except (OSError, ValueError, KeyError, TypeError):  # not one of ours
+        except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):  # not one of ours
             connection.close()
             return
         self._drop_gone()
@@ -100,6 +100,8 @@ class _Lead:
         odd = odd_ones(given, ["host 0", f"host {index} ({name})"])
         if odd:
             raise HostsDiffer(f"the processes of this job were started differently: {odd[0]}. Start all with the same")
+        if index >= self._count:  # of equal settings, so not one of ours
+            self._here.pop(index)[0].close()
 
     def _drop_gone(self) -> None:
         """Forget processes that have come and ended: they may come again."""
@@ -160,6 +162,8 @@ def _read_line(connection: socket.socket, until: float) -> Any:
     """A line of JSON. Raises: OSError if it does not come in time; ValueError if it is something else."""
     data = b""
     while not data.endswith(b"\n"):
+        if data and time.monotonic() > until:  # a byte now and then would hold the others up, too
+            raise TimeoutError("the line has not come to its end in time")
         connection.settimeout(PIECE_S)
         try:
             piece = connection.recv(_MAX_LINE)

@@ -164,7 +164,10 @@ class _Monitor:
             self._stages.append(stage)
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError:  # too many threads, or the interpreter is ending: nothing is shown then
+                    self._thread = None
             self._changed.notify()
 
     def leave(self, stage: Stage) -> None:
@@ -260,28 +263,46 @@ def stage(
 
 Update = Callable[[int, int, int], None]
 """Called after each round with (sequences finished, sequences in all, tokens generated so far)."""
+Count = Callable[[], tuple[int, int, int]]
+"""Returns the arguments of `Update`. Its time grows with the number of sequences."""
+_COUNTING = 0.05
+"""Share of the time that counting for a display may take."""
 
 
 @contextlib.contextmanager
 def sampling_progress(
     progress: bool | None, on_update: Update | None, name: str = "sampling", parts: str = "samples"
-) -> Iterator[Update | None]:
+) -> Iterator[Callable[[Count], None] | None]:
     """A progress bar over rounds.
 
     Args:
         progress: True shows it at once, None after half a second; False does not.
-        on_update: called by the one that is returned.
+        on_update: called after each round.
         parts: what `finished` and the total count.
-    Returns: what is to be called after each round.
+    Returns: what is to be called after each round, if anything. For a display alone it counts a few times a second.
     """
     if progress is False:
-        yield on_update
+        yield None if on_update is None else lambda count: on_update(*count())
         return
     with stage(name, after_s=0 if progress else BAR_S) as shown:
+        due, last = 0.0, None
 
-        def update(finished: int, total: int, tokens: int) -> None:
+        def show(count: Count) -> tuple[int, int, int]:
+            finished, total, tokens = counted = count()
             shown.update(finished, total, f"{finished}/{total} {parts}" + (f", {tokens} tokens" if tokens else ""))
+            return counted
+
+        def update(count: Count) -> None:
+            nonlocal due, last
+            last = count
+            begin = shown.alive = time.monotonic()
             if on_update is not None:
-                on_update(finished, total, tokens)
+                on_update(*show(count))
+            elif begin >= due:
+                show(count)
+                now = time.monotonic()
+                due = now + max(_REFRESH_S, (now - begin) / _COUNTING)
 
         yield update
+        if last is not None:
+            show(last)
