@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -240,7 +241,7 @@ def _as_list(prompts) -> list:
     return list(prompts)
 
 
-def _on_host(value):
+def _on_host(value: Any) -> Any:
     """An array of JAX or another library as one of NumPy; anything else as it is."""
     is_array = hasattr(value, "__array__") and hasattr(value, "ndim") and not isinstance(value, np.ndarray | np.generic)
     return np.asarray(value) if is_array else value
