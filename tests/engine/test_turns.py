@@ -60,6 +60,19 @@ def test_twenty_threads_with_fifty_requests_each_are_answered_as_alone(engine):
     many_threads(engine, threads=20, each=50)
 
 
+def test_a_thread_with_requests_in_progress_passes_those_that_wait_for_them(engine):
+    first = engine.submit(request(3))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(engine.generate, request(5))
+        while not engine._turns._queue:
+            time.sleep(0.001)
+        own = engine.generate(request(4))  # would wait for the other, and the other for `first`
+        assert not waiting.done() or first.is_done
+        engine.drain()  # the other may be in its call by now
+        assert first.is_done and own[0].error is None
+        assert waiting.result(60)[0].completions[0].token_ids == engine.generate(request(5))[0].completions[0].token_ids
+
+
 class Busy:
     """A thread inside `generate`, until it is let go on."""
 
@@ -90,7 +103,6 @@ CALLS = {
     "settle": lambda e: e.settle(),
     "sync": lambda e: e.sync(),
     "linger": lambda e: e.linger(),
-    "drain": lambda e: e.drain(),
     "cancel": lambda e: e.cancel(None),
     "resample": lambda e: e.resample(None, []),
     "fork": lambda e: e.fork(None, 0),

@@ -357,9 +357,12 @@ class InferenceEngine(Forks, Spilling, Versions):
         while time.perf_counter() < until and not packed.is_ready():  # pyright: ignore[reportAttributeAccessIssue]
             time.sleep(_POLL_S)
 
-    @exclusive
+    @waits_for_turn
     def drain(self) -> None:
-        """Run until the device is idle: every page is free afterwards."""
+        """Run until the device is idle: every page is free afterwards.
+
+        Waits while another thread uses the engine, which may be as soon as the last request of this one has ended.
+        """
         self._settle()
         self.state = self._tier.recall(self.programs.tier, self.state)
         while not self._slots.is_idle:

@@ -82,7 +82,7 @@ class Turns:
             self._queue.append(ticket)  # within: an interrupt after it must not leave a ticket that nobody waits with
             while True:
                 with self._mutex:
-                    if self._queue[0] is ticket and self._is_free() and not self._is_others(me, is_busy):
+                    if self._may_enter(me, ticket, is_busy):
                         self._owner, self._call = me, call
                         return
                 ticket.wait(_LOOK_S)
@@ -98,10 +98,17 @@ class Turns:
     def _is_free(self) -> bool:
         return self._owner is None or not self._owner.is_alive()
 
-    def _is_others(self, me: threading.Thread, is_busy: Callable[[], bool]) -> bool:
-        """Whether another thread, which still runs, has requests in progress."""
+    def _may_enter(self, me: threading.Thread, ticket: threading.Event, is_busy: Callable[[], bool]) -> bool:
+        """Whether it is the turn of `me`.
+
+        A thread that has requests in progress passes the others: they wait for those, and would wait for ever.
+        """
+        if not self._is_free():
+            return False
         user = self._user
-        return user is not None and user is not me and user.is_alive() and is_busy()
+        if user is None or not user.is_alive() or not is_busy():
+            return self._queue[0] is ticket
+        return user is me
 
     def _reason(self) -> str:
         owner, user = self._owner, self._user
