@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levanter_infer.decode.sampling import SampleOutput, SamplingTable, sample, stop_match
+from levanter_infer.decode.sampling import (
+    LogitStats,
+    SampleOutput,
+    SamplingTable,
+    likeliest,
+    logprobs_of,
+    sample,
+    stop_match,
+)
 from levanter_infer.decode.sampling_draw import draw, num_words, random_words, row_sums
 from levanter_infer.decode.sampling_filters import filter_thresholds, float_keys, key_floats
 from levanter_infer.engine.params import SamplingParams
@@ -379,3 +387,12 @@ def test_end_of_sequence_stops_unless_ignored():
     table = table_of([SamplingParams(), SamplingParams(ignore_eos=True)], VOCAB)
     stops = stop_match(table.stop_ids.array, table.stop_lens.array, jnp.asarray(window), jnp.ones(2, jnp.bool_))
     assert np.asarray(stops).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_likeliest_tokens_have_the_bits_of_their_own_log_probability(count, getkey):
+    logits = jax.random.normal(getkey(), (64, 50)) * 12
+    stats = LogitStats.of(logits)
+    ids, logprobs = likeliest(logits, stats, count)
+    own = [logprobs_of(logits, ids[:, i], stats) for i in range(count)]
+    np.testing.assert_array_equal(logprobs, np.stack(own, axis=1))

@@ -173,14 +173,14 @@ def logprobs_of(logits: Array, tokens: Array, stats: LogitStats, vocab: Vocabula
 
 def likeliest(logits: Array, stats: LogitStats, count: int, vocab: Vocabulary | None = None) -> tuple[Array, Array]:
     """The `count` likeliest tokens of each row of logits f32[row, vocab], i32[row, count], best first, and their log
-    probabilities under the model, f32[row, count]."""
+    probabilities under the model, f32[row, count], with the bits of `logprobs_of`."""
     vocab = _vocab_of(logits, vocab)
-    log_norm = stats.peak + jnp.log(stats.total)
+    log_total = jnp.log(stats.total)
     if count == 1:
         best = _first_best(logits, stats.peak, vocab) if stats.best is None else stats.best
-        return best[:, None], (stats.peak - log_norm)[:, None]
+        return best[:, None], -log_total[:, None]
     values, ids = vocab.largest(logits, count)
-    return ids, values - log_norm[:, None]
+    return ids, values - stats.peak[:, None] - log_total[:, None]
 
 
 def is_penalised(column: dict[str, Array]) -> Array:
