@@ -83,7 +83,7 @@ def test_overview_names_every_command_and_section(capsys):
 def test_help_is_the_same_from_source_and_from_the_command_itself(name, capsys):
     assert cli.main([name, "--help"]) == 0
     from_source = capsys.readouterr().out
-    assert from_source.startswith(f"usage: levanter-infer {name} ") and "\n  engine.max_seqs (64)\n" in from_source
+    assert from_source.split()[:3] == ["usage:", "levanter-infer", name] and "\n  engine.max_seqs (64)\n" in from_source
     assert importlib.import_module(f"levanter_infer.{cli.COMMANDS[name][0]}").main(["--help"]) == 0
     assert capsys.readouterr().out == from_source
 

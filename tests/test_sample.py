@@ -254,18 +254,24 @@ def test_interrupt_returns_130(command, monkeypatch):
     assert status == 130 and err == "interrupted\n"
 
 
+HEEDS_SIGINT = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+"""A shell's background job ignores the keyboard's signal, and so would the command that is started here."""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_interrupt_while_programs_compile_ends_at_once_and_leaves_no_file(checkpoint, tmp_path, number):
     arguments = ["--model", str(checkpoint), "--prompts", "hello", "--output", str(tmp_path / "out.jsonl"), *SMALL]
     hidden = {"JAX_COMPILATION_CACHE_DIR", "JAX_DISABLE_MOST_OPTIMIZATIONS"}
     env = {name: value for name, value in os.environ.items() if name not in hidden}
     with subprocess.Popen(
-        [sys.executable, "-m", "levanter_infer", "sample", *arguments],
+        [sys.executable, "-c", HEEDS_SIGINT, "-m", "levanter_infer", "sample", *arguments],
         env={**env, "PYTHONPATH": str(ROOT / "src"), "LEVANTER_INFER_COMPILE_CACHE": "off"},
         stderr=subprocess.PIPE,
         text=True,
-        # a shell's background job ignores the keyboard's signal, and so would what it starts
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:
         assert process.stderr is not None
         said = []
