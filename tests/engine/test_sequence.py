@@ -7,18 +7,6 @@ from levanter_infer.checkpoints.tokenizer import Tokenizer
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.sequence import Group, Sequence
 from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
-from tests import tokenizer_files
-
-
-@pytest.fixture(scope="module")
-def byte_level(tmp_path_factory):
-    return Tokenizer.from_directory(tokenizer_files.write(tmp_path_factory.mktemp("t"), tokenizer_files.byte_level()))
-
-
-@pytest.fixture(scope="module")
-def byte_fallback(tmp_path_factory):
-    tokenizer = tokenizer_files.byte_fallback()
-    return Tokenizer.from_directory(tokenizer_files.write(tmp_path_factory.mktemp("t"), tokenizer))
 
 
 def sequence(tokenizer: Tokenizer, **params) -> Sequence:
