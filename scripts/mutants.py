@@ -67,7 +67,9 @@ TESTS = {
     "engine/tile_search.py": (_E + "test_tile_search.py",),
     "engine/uploads.py": (_E + "test_programs.py",),
     "engine/versions.py": (_E + "test_versions.py",),
-    "batch/": tuple(_B + f"test_{name}.py" for name in ("plan", "tables", "openai", "drive", "identity", "processes", "run")),
+    "batch/": tuple(
+        _B + f"test_{name}.py" for name in ("plan", "tables", "openai", "drive", "identity", "processes", "run")
+    ),
     "checkpoints/chat_template.py": (_C + "test_chat_template.py",),
     "checkpoints/template_worker.py": (_C + "test_chat_template.py",),
     "checkpoints/messages.py": (_C + "test_chats.py",),
