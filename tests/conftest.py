@@ -18,6 +18,15 @@ hypothesis.settings.register_profile("mutants", phases=[hypothesis.Phase.generat
 """For scripts/mutants.py: the first failure is enough, and searching for a smaller one takes long."""
 
 
+def knows_older_loops() -> bool:
+    """Whether this XLA has the flag: one that does not know it ends the process that sets it (jaxlib 0.12)."""
+    try:
+        jax.jit(lambda: 0).lower().compile(compiler_options={"xla_cpu_use_fusion_emitters": False})
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
 def pytest_configure(config):
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -26,9 +35,10 @@ def pytest_configure(config):
         "JAX_COMPILATION_CACHE_DIR": str(config.rootpath / ".pytest_cache" / "xla"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        # XLA's older generator of loops, which takes half the time and is the engine's on a CPU
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false",
     }
+    if knows_older_loops():
+        # XLA's older generator of loops, which takes half the time and is the engine's on a CPU
+        settings["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
     os.environ.update(settings)
     jax.config.update("jax_compilation_cache_dir", settings["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -46,7 +47,7 @@ class Program:
     ):
         """
         Args:
-            options: for XLA's compiler; one that knows them not compiles without them.
+            options: for XLA's compiler; those that it does not know are left out.
             fingerprint: note one when it is lowered.
         """
         self._options, self._wants_fingerprint = dict(options or {}), fingerprint
@@ -99,13 +100,15 @@ class Program:
         return self.jitted.trace(*arguments).lower(lowering_platforms=(platform,))
 
     def compile_lowered(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        """Compile with this program's options, or without them if the compiler does not know them."""
-        try:
-            return lowered.compile(compiler_options=self._options)
-        except jax.errors.JaxRuntimeError as error:
-            if "No such compile option" not in str(error):
-                raise
-        return lowered.compile()
+        """Compile with those of this program's options that the compiler knows."""
+        options = dict(self._options)
+        while True:
+            try:
+                return lowered.compile(compiler_options=options)
+            except jax.errors.JaxRuntimeError as error:
+                unknown = re.search("No such compile option: '(.*?)'", str(error))
+                if unknown is None or options.pop(unknown[1], None) is None:
+                    raise
 
     def wait(self) -> jax.stages.Compiled:
         """The program, when it is compiled. Requires: that has begun."""
