@@ -6,7 +6,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-NATIVE = Path("src/levanter_infer/kernels/native")
+NATIVE = Path("src/levanter_infer/kernels/cpu/native")
 
 
 def native_kernels() -> list[Extension]:
@@ -15,7 +15,7 @@ def native_kernels() -> list[Extension]:
         return []
     return [
         Extension(
-            "levanter_infer.kernels._native",
+            "levanter_infer.kernels.cpu._native",
             sources=[str(NATIVE / "handlers.cc")],
             depends=[str(path) for path in sorted(NATIVE.iterdir())],
             include_dirs=[str(Path(jaxlib.origin).parent / "include")],

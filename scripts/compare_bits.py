@@ -27,7 +27,7 @@ CONFIGS = (
     dict(max_seqs=4, page_size=8, max_step_tokens=5, max_pages=13),
     dict(max_seqs=32, page_size=8, max_step_tokens=300),
     dict(max_seqs=12, page_size=4, max_step_tokens=33, prefix_cache=False, max_pages=36),
-    dict(max_seqs=10, page_size=8, max_step_tokens=24, max_pages=22, preempt="spill"),
+    dict(max_seqs=10, page_size=8, max_step_tokens=24, max_pages=22, preempt="offload"),
 )
 _COLD = 0.4
 """How often an engine has forgotten all pages before a round of comparisons."""
@@ -57,7 +57,7 @@ def main() -> int:
                 kinds["searches"] += not isinstance(case, Resampling) and case.sampling.num_beams > 1
             compared += len(cases)
         rounds += 1
-    names = ("preemptions", "spilled_pages", "prefix_hits", "forks", "copied_pages")
+    names = ("preemptions", "offloaded_pages", "prefix_hits", "forks", "copied_pages")
     totals = {name: sum(engine.stats()[name] for engine in engines) for name in names}
     line = {"compared": compared, "differing": differing, **kinds, **totals, "dtype": args.dtype}
     print(json.dumps({**line, "seconds": round(time.time() - start)}))

@@ -21,7 +21,8 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src"), str(Path(__file__).resolve().parents[1])]
 from tests.kernels.ragged import Sizes, make_ragged  # noqa: E402
 
-from levanter_infer.kernels import ragged_paged_attention, rpa_gpu  # noqa: E402
+from levanter_infer.kernels import ragged_paged_attention  # noqa: E402
+from levanter_infer.kernels.gpu import attention as rpa_gpu  # noqa: E402
 
 PEAK_GB_S = {"H200": 4800, "H100": 3350, "A100": 2039, "B200": 8000}
 """Memory bandwidth by a part of the device's name."""

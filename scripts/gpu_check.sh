@@ -26,7 +26,7 @@ if has haliax && has equinox; then
     --head-dim 128 | tee "$results/attention.jsonl" || failed=1
   for kernels in gpu xla; do
     "$python" -m levanter_infer.bench throughput --shape M --batch 1,32,256 --output 64 --repeats 3 \
-      --attention "$kernels" --products "$kernels" | tee "$results/throughput-$kernels.jsonl" || failed=1
+      --attention "$kernels" --matmul "$kernels" | tee "$results/throughput-$kernels.jsonl" || failed=1
   done
 fi
 exit "$failed"

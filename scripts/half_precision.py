@@ -1,6 +1,6 @@
-"""What products in float16 with float16 sums, as AVX512-FP16 has them, would cost in precision and range.
+"""What matmuls in float16 with float16 sums, as AVX512-FP16 has them, would cost in precision and range.
 
-    python scripts/half_precision.py            # random products, and the tiny model of this repository
+    python scripts/half_precision.py            # random matmuls, and the tiny model of this repository
 
 A fused multiplication and addition rounds once: it is computed here in float64 and then rounded to float16. `every`:
 after so many inputs the float16 sum is added to a float32 one and begins anew; each time costs about four instructions
@@ -72,8 +72,8 @@ WAYS = {
 }
 
 
-def of_random_products(outlier: float) -> None:
-    """Relative errors, root mean square, of products of 4 normal rows with 64 rows of normal bfloat16 weights."""
+def of_random_matmuls(outlier: float) -> None:
+    """Relative errors, root mean square, of matmuls of 4 normal rows with 64 rows of normal bfloat16 weights."""
     sizes = (576, 2048, 8192)
     print(f"| one input of {outlier:g} in each row |" + "".join(f" {size} inputs |" for size in sizes))
     for name, way in WAYS.items():
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--model", default="models/tiny")
     model = parser.parse_args().model
     for outlier in (1.0, 3000.0, 70000.0):
-        of_random_products(outlier)
+        of_random_matmuls(outlier)
     of_the_model(model)
 
 

@@ -4,7 +4,7 @@
 
 For both paths what `kernels.tiling` proposes, and what is twice or half as large, is compiled; the loops of those that
 fit are compared by the cycles for a token (modelled, scripts/tpu/cycles.py). A quarter of a minute for each. `--write`
-puts the best into the table, src/levanter_infer/kernels/tile_table.py.
+puts the best into the table, src/levanter_infer/kernels/tpu/tile_table.py.
 """
 
 import argparse
@@ -19,9 +19,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from scripts.tpu_schedule import compile_builder  # noqa: E402
 
-from levanter_infer.kernels import tile_table  # noqa: E402
-from levanter_infer.kernels.rpa_tpu_sizes import Tile  # noqa: E402
 from levanter_infer.kernels.tiling import Tiles, TileShape, propose  # noqa: E402
+from levanter_infer.kernels.tpu import tile_table  # noqa: E402
+from levanter_infer.kernels.tpu.sizes import Tile  # noqa: E402
 from levanter_infer.runtime.libtpu import TARGETS  # noqa: E402
 
 BUILDERS = ROOT / "scripts" / "tpu_builders.py"

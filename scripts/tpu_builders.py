@@ -28,9 +28,9 @@ from levanter_infer.engine.blueprint import programs_for, round_types, shapes_fo
 from levanter_infer.engine.config import EngineConfig  # noqa: E402
 from levanter_infer.engine.mesh import make_mesh  # noqa: E402
 from levanter_infer.kernels import TPU_POOL, ragged_paged_attention  # noqa: E402
-from levanter_infer.kernels.tile_table import choose  # noqa: E402
 from levanter_infer.kernels.tiling import Tiles, TileShape, generation  # noqa: E402
-from levanter_infer.kernels.tpu_pool import TpuPool  # noqa: E402
+from levanter_infer.kernels.tpu.pool import TpuPool  # noqa: E402
+from levanter_infer.kernels.tpu.tile_table import choose  # noqa: E402
 from levanter_infer.layers.layout import Layout  # noqa: E402
 from levanter_infer.models.decoder import DecoderModel  # noqa: E402
 from levanter_infer.models.registry import family_for  # noqa: E402

@@ -36,7 +36,7 @@ from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
 from levanter_infer.engine.sharded import ShardedSlots
 from levanter_infer.layers.layout import Layout
-from levanter_infer.layers.spread import Spread, Vocabulary
+from levanter_infer.layers.shard_axis import ShardAxis, Vocabulary
 from levanter_infer.models.uncached import next_token
 from levanter_infer.runtime.hosts import Hosts
 
@@ -44,7 +44,7 @@ Place = Mapping[str, Any]
 """Where an engine runs: its arguments `mesh` and `hosts`."""
 SIZES: dict[str, Any] = {
     **{"max_seqs": 4, "max_seq_len": 64, "page_size": 4, "max_pages": 60, "max_step_tokens": 4},
-    **{"attention": "xla", "products": "xla"},
+    **{"attention": "xla", "matmul": "xla"},
 }
 EIGHT_HEADS = {"num_attention_heads": 12, "num_key_value_heads": 2, "hidden_size": 48, "head_dim": 8}
 """Groups of 6 query heads that 4 devices share unevenly: 2 copies of each head of keys and values, of 3 query heads."""
@@ -195,14 +195,14 @@ def invariant(place: Place, *, is_live: bool = False) -> dict:
     """Tokens and the bits of log probabilities with the C++ kernels. `is_live`: of a model spread over `data`."""
     from tests.tiny_models import tiny_model
 
-    sizes = {**SIZES, "attention": "auto", "products": "auto", "numerics": "batch_invariant"}
+    sizes = {**SIZES, "attention": "auto", "matmul": "auto", "numerics": "batch_invariant"}
     model = tiny_model()
     if is_live:
         mesh = make_mesh(place["mesh"])
         model = jax.tree.map(lambda leaf: spread_over(mesh, leaf), model)
         assert not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(model))
     engine = InferenceEngine(model, config=EngineConfig(**sizes), **place)
-    assert engine.backend.products == engine.backend.attention == "cpu"
+    assert engine.backend.matmul == engine.backend.attention == "cpu"
     completions = [completion for output in engine.generate(requests(100)) for completion in output.completions]
     return {
         "tokens": [completion.token_ids for completion in completions],
@@ -299,7 +299,7 @@ def sampled(parts: int, vocab_size: int) -> dict:
         best, _ = likeliest(logits, stats, 1, vocab)
         return sampled, jnp.where(sampled.finite[:, None], best, 0)  # of rows that are not finite, anything
 
-    vocab = Vocabulary(vocab_size, Spread(MODEL, parts))
+    vocab = Vocabulary(vocab_size, ShardAxis(MODEL, parts))
     padded = np.pad(logits, ((0, 0), (0, vocab.padded_size - vocab_size)), constant_values=9)
     mesh = Mesh(np.asarray(jax.devices()[:parts]), (MODEL,))
     spread = jax.shard_map(
@@ -332,7 +332,7 @@ def swapped(place: Place) -> dict:
     other_head = eqx.tree_at(lambda m: m.lm_head.array, tiny_model(1), head)  # the same keys and values
     models = [tiny_model(0), tiny_model(1), other_head, tiny_model(2), tiny_model(0)]
     config = EngineConfig(
-        max_seqs=4, max_seq_len=length, page_size=4, max_pages=60, max_step_tokens=4, attention="xla", products="xla"
+        max_seqs=4, max_seq_len=length, page_size=4, max_pages=60, max_step_tokens=4, attention="xla", matmul="xla"
     )
     engine = InferenceEngine(models[0], config=config, **place)
     before = [str(leaf.sharding) for leaf in jax.tree.leaves((engine.model, engine.state.kv))]

@@ -28,7 +28,7 @@ LAYERS = [
     {"keys"},
     {"config"},
     {"rows"},
-    {"facts"},
+    {"fingerprint"},
     {"frontend"},
 ]
 """From the bottom up; a part imports parts below its own line only. All other modules are commands, above them."""

@@ -20,7 +20,7 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput
-from levanter_infer.kernels import cpu
+from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.models import uncached
 from tests.tiny_models import tiny_model
 from tests.tokenizer_files import byte_level, write

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import levanter_infer
-from levanter_infer import cli, facts, keys
+from levanter_infer import cli, fingerprint, keys
 from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.bench.__main__ import COMMANDS
 from levanter_infer.bench.__main__ import main as bench
@@ -25,7 +25,7 @@ from levanter_infer.config import RunConfig
 from levanter_infer.plan.__main__ import PlanRunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-LIBRARIES = {"levanter_infer.kernels._native"}  # loaded by kernels/cpu.py; no Python in it
+LIBRARIES = {"levanter_infer.kernels.cpu._native"}  # loaded by kernels/cpu/bindings.py; no Python in it
 MODULES = sorted(
     {module.name for module in pkgutil.walk_packages(levanter_infer.__path__, "levanter_infer.")} - LIBRARIES
 )
@@ -69,7 +69,7 @@ def test_versions_are_known_where_the_package_is_not_installed(monkeypatch):
         return installed(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert facts.version_facts()["levanter_infer"].startswith("0+unknown+")
+    assert fingerprint.version_fingerprint()["levanter_infer"].startswith("0+unknown+")
 
 
 def test_overview_names_every_command_and_section(capsys):

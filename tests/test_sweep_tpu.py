@@ -7,7 +7,7 @@ from scripts.search_tiles import variants
 from scripts.sweep_tpu import Case, Row, all_cases, kernel_digest, read, write
 from scripts.tpu_builders import mixed
 
-from levanter_infer.kernels.rpa_tpu_sizes import Tile
+from levanter_infer.kernels.tpu.sizes import Tile
 
 HEADS = (2, 1, 128)
 

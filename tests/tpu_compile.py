@@ -47,7 +47,7 @@ def main(generation: str, impl: str) -> None:
     with jax.set_mesh(mesh):
         lowered = programs.trace_round(abstract(model), abstract(state), abstract(empty_admission(shapes)))
         compiled = lowered.lower(lowering_platforms=("tpu",)).compile()
-        tier = host_tier_programs(programs, abstract(state.kv), shapes, replicated)
+        tier = kv_offload_programs(programs, abstract(state.kv), shapes, replicated)
     pool = state.kv.pages.array
 
     def report(compiled) -> dict[str, object]:
@@ -63,7 +63,7 @@ def main(generation: str, impl: str) -> None:
     print(json.dumps({**report(compiled), "pool_bytes": pool_bytes, "host_tier": tier_reports}))
 
 
-def host_tier_programs(programs, kv, shapes, replicated):
+def kv_offload_programs(programs, kv, shapes, replicated):
     """The programs that move pages, compiled, with contents in pinned memory of the host."""
     import jax
     import jax.numpy as jnp

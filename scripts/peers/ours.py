@@ -7,7 +7,7 @@ from levanter_infer.checkpoints.load import load_model
 
 
 def start(setup: dict, **kernels: str):
-    """`kernels`: engine.products and engine.attention, where they are not to be chosen."""
+    """`kernels`: engine.matmul and engine.attention, where they are not to be chosen."""
     model, _ = load_model(setup["checkpoint"], dtype=setup["dtype"])
     longest = -(-(setup["prompt"] + setup["output"] + 1) // 16) * 16
     engine = InferenceEngine(

@@ -4,4 +4,4 @@ from ours import start
 from protocol import serve
 
 if __name__ == "__main__":
-    serve(lambda setup: start(setup, products="xla", attention="xla"), ("jax", "jaxlib"))
+    serve(lambda setup: start(setup, matmul="xla", attention="xla"), ("jax", "jaxlib"))

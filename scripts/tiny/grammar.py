@@ -9,7 +9,7 @@ import re
 
 OPENINGS = ("Once upon a time", "One day", "Long ago", "One sunny morning", "On a cold winter night")
 ANIMALS = ("fox", "bear", "rabbit", "mouse", "owl", "cat", "dog", "frog", "hedgehog", "duck", "goat", "squirrel")
-ADJECTIVES = ("small", "brave", "sleepy", "clever", "shy", "hungry", "kind", "old", "curious", "merry")
+ADJECTIVES = ("small", "brave", "sleepy", "clever", "shy", "starved", "kind", "old", "curious", "merry")
 HEROES = ("Pip", "Mila", "Tom", "Luna", "Bo", "Finn", "Otto", "Ivy")
 FRIENDS = ("Nora", "Ada", "Rosie", "Max", "Lily", "Sam", "Greta", "Hugo")
 PLACES = ("forest", "village", "valley", "garden", "meadow", "castle", "barn", "cave", "harbour", "mill")

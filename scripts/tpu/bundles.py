@@ -68,14 +68,14 @@ class Kernel:
     """In program order."""
 
     def main_loop(self) -> Loop | None:
-        """The loop with most matrix products of its own; without any, the longest that holds no other."""
+        """The loop with most matmuls of its own; without any, the longest that holds no other."""
 
         def weight(loop: Loop) -> tuple[int, int, int]:
             inner = [
                 o for o in self.loops if o.depth == loop.depth + 1 and loop.first <= o.first and o.last <= loop.last
             ]
-            products = loop.slots.get("MATMUL", 0) - sum(o.slots.get("MATMUL", 0) for o in inner)
-            return products, not inner, loop.bundles
+            matmul = loop.slots.get("MATMUL", 0) - sum(o.slots.get("MATMUL", 0) for o in inner)
+            return matmul, not inner, loop.bundles
 
         return max(self.loops, key=weight, default=None)
 

@@ -74,7 +74,7 @@ class _Core:
         self._busy: collections.Counter = collections.Counter()  # units
         self._pushed: collections.Counter = collections.Counter()  # when the weights of an MXU are complete
         self._ready: dict[str, int] = {}  # queued results of EUP and XLU, by what issued them
-        self._products: dict[str | None, list[int]] = collections.defaultdict(list)  # when each group is ready
+        self._matmul: dict[str | None, list[int]] = collections.defaultdict(list)  # when each group is ready
         self._popped: collections.Counter = collections.Counter()
 
     def issue(self, instruction: _Instruction) -> None:
@@ -85,7 +85,7 @@ class _Core:
                 start = max(start, self._pushed[unit])
             groups = instruction.row_groups
             self._busy[unit] = start + groups * latencies.mxu_rows
-            self._products[unit] += [start + latencies.mxu + i * latencies.mxu_rows for i in range(groups)]
+            self._matmul[unit] += [start + latencies.mxu + i * latencies.mxu_rows for i in range(groups)]
         elif name.startswith("vmatpush"):
             slow = "xpose" in instruction.form and instruction.row_groups == 2
             self._pushed[unit] = max(self.now, self._pushed[unit])
@@ -93,8 +93,8 @@ class _Core:
         elif name == "vpop" and unit is not None and unit.startswith("mxu"):
             group = int(self._popped[unit] / self._pops_per_group.get(unit, 1))
             self._popped[unit] += 1
-            if group < len(self._products[unit]):
-                self.now = max(self.now, self._products[unit][group])
+            if group < len(self._matmul[unit]):
+                self.now = max(self.now, self._matmul[unit][group])
         elif name == "vpop":
             self.now = max(self.now, *(self._ready.get(operand[1:], 0) for operand in instruction.operands), 0)
         elif ".xlane." in instruction.form:

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from levanter_infer.engine.request import Completion as Completion
     from levanter_infer.engine.request import Request as Request
     from levanter_infer.engine.request import RequestOutput as RequestOutput
-    from levanter_infer.models.live import adopt_model as adopt_model
+    from levanter_infer.models.live import from_levanter as from_levanter
 
     __version__: str
 
 _WHERE = {
-    "adopt_model": "models.live",
+    "from_levanter": "models.live",
     "load_model": "checkpoints.load",
     "EngineConfig": "engine.config",
     "InferenceEngine": "engine.engine",
@@ -37,7 +37,7 @@ __all__ = sorted(_WHERE)
 
 def __getattr__(name: str):
     if name == "__version__":
-        return importlib.import_module(f"{__name__}.facts").package_version()
+        return importlib.import_module(f"{__name__}.fingerprint").package_version()
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)

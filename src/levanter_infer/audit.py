@@ -272,7 +272,7 @@ def print_line(
     command: str, against: str, about: Mapping[str, Any], report: Mapping[str, Any], diagnosis: Diagnosis
 ) -> None:
     """One JSON line on standard output."""
-    names = ("weights", "kv_dtype", "attention", "products", "cpu_isa", "numerics", "page_size")
+    names = ("weights", "kv_dtype", "attention", "matmul", "cpu_isa", "numerics", "page_size")
     line = {"command": command, "against": against, **{name: about[name] for name in names if name in about}, **report}
     print(json.dumps(_finite({**line, "verdict": diagnosis.verdict, "findings": diagnosis.findings})))
 

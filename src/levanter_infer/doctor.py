@@ -99,11 +99,11 @@ def describe_machine() -> int:
     import jax
 
     from levanter_infer.engine.instructions import choose
-    from levanter_infer.facts import device_facts, version_facts
-    from levanter_infer.kernels import cpu
+    from levanter_infer.fingerprint import device_fingerprint, version_fingerprint
+    from levanter_infer.kernels.cpu import bindings as cpu
     from levanter_infer.runtime.processor import processor_name
 
-    device, versions = {**device_facts(), "devices": jax.device_count()}, version_facts()
+    device, versions = {**device_fingerprint(), "devices": jax.device_count()}, version_fingerprint()
     kind = processor_name() if device["platform"] == "cpu" else device["kind"]
     say(f"machine   {device['devices']} x {device['platform']} ({kind})")
     say(f"versions  {' '.join(f'{name}={version}' for name, version in versions.items())}")
@@ -144,11 +144,7 @@ def run(config: RunConfig, other: RunConfig | None, max_delta: float | None) -> 
         pairs = _pairs(_paths(sampled.requests), _paths(second.requests))
         against, gate = "engine", max(default_gate(sampled.about), default_gate(second.about))
     report_failures(sampled.outputs)
-    say(
-        "kernels   products={products} attention={attention} cpu_isa={cpu_isa}: {cpu_isa_reason}".format(
-            **sampled.about
-        )
-    )
+    say("kernels   matmul={matmul} attention={attention} cpu_isa={cpu_isa}: {cpu_isa_reason}".format(**sampled.about))
     gate = gate if max_delta is None else max_delta
     diagnosis = diagnose(pairs, gate, sampled.about["page_size"])
     if other is None and diagnosis.suspect is not None:

@@ -18,13 +18,13 @@ from levanter_infer.columns import NOT_FINITE
 from levanter_infer.config import AnyRunConfig, RunConfig, load_config
 from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import Request, RequestOutput
-from levanter_infer.facts import flag_facts, package_version, version_facts
+from levanter_infer.fingerprint import flag_fingerprint, package_version, version_fingerprint
 from levanter_infer.keys import hint_for
 from levanter_infer.rows import Row, RowWriter, escape_for_terminal
 from levanter_infer.runtime.aborts import LOST
 from levanter_infer.runtime.agreement import agree
-from levanter_infer.runtime.collector import collector_paused
 from levanter_infer.runtime.compile_cache import enable_compile_cache
+from levanter_infer.runtime.garbage_collection import gc_disabled
 from levanter_infer.runtime.hosts import HostLost, Hosts
 from levanter_infer.runtime.multihost import PER_HOST, joined
 from levanter_infer.runtime.progress import Lines, choose_display, lines_written_with, stage
@@ -223,11 +223,11 @@ def join(config: RunConfig, orderly: tuple[type[BaseException], ...] = ()) -> It
             hosts.note("comparing versions")
             say(f"hosts     {hosts.count}, {config.multihost.layout}; this is {hosts.names[hosts.index]}")
             with stage("waiting for the other processes to compare versions"):
-                agree(hosts, "versions and flags", {**version_facts(), **flag_facts()})
+                agree(hosts, "versions and flags", {**version_fingerprint(), **flag_fingerprint()})
         yield hosts
 
 
-@collector_paused()
+@gc_disabled()
 def make_engine(config: RunConfig, num_rows: int, hosts: Hosts | None = None) -> "InferenceEngine":
     """Load model and tokenizer, and say what was chosen.
 

@@ -63,6 +63,8 @@ OTHER_NAMES = {
     # llama.cpp
     "ctx_size": "engine.max_seq_len",
     "n_ctx": "engine.max_seq_len",
+    # this engine, before
+    "products": "engine.matmul",
     # parameters of sampling, of all of them
     **{theirs: f"sampling.{ours}" for theirs, ours in NAMES_ELSEWHERE.items()},
 }

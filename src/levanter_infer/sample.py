@@ -13,7 +13,7 @@ from typing import Any
 from levanter_infer.cli import command_help, start
 from levanter_infer.config import RunConfig
 from levanter_infer.engine.request import Request, RequestOutput
-from levanter_infer.facts import device_facts, flat, model_facts, tokenizer_facts
+from levanter_infer.fingerprint import device_fingerprint, flat, model_fingerprint, tokenizer_fingerprint
 from levanter_infer.frontend import (
     guarded,
     join,
@@ -105,12 +105,15 @@ def run_facts(config: RunConfig, rows: Sequence[Row]) -> dict[str, str]:
         "sampling": dataclasses.asdict(config.sampling),
         "engine": dataclasses.asdict(config.engine_config()),
         "mesh": dataclasses.asdict(config.mesh),
-        "model": {"dtype": config.model.dtype, **model_facts(resolve_source(config.model.path, config.model.revision))},
-        "tokenizer": tokenizer_facts(
+        "model": {
+            "dtype": config.model.dtype,
+            **model_fingerprint(resolve_source(config.model.path, config.model.revision)),
+        },
+        "tokenizer": tokenizer_fingerprint(
             config.tokenizer or config.model.path, None if config.tokenizer else config.model.revision
         ),
         "prompts": hashlib.sha256(repr(rows).encode()).hexdigest(),
-        "device": device_facts(config.engine_config().cpu_isa),
+        "device": device_fingerprint(config.engine_config().cpu_isa),
     }
     named = ("model.name", "model.revision", "tokenizer.name")
     return {key: str(value) for key, value in flat(facts).items() if key not in named}

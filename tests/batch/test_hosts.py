@@ -270,7 +270,7 @@ def test_processes_that_do_not_find_each_other_say_so(start, tmp_path):
 
 def test_sample_on_one_mesh_writes_the_rows_of_one_process(start, tmp_path):
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
-    numerics = ("--engine.attention", "xla", "--engine.products", "xla", "--model.dtype", "float32")
+    numerics = ("--engine.attention", "xla", "--engine.matmul", "xla", "--model.dtype", "float32")
     with start(one, *numerics, count=1, rows=FEW, module="levanter_infer.sample") as processes:
         assert processes.wait(200) == [0], processes.said
     with start(two, *numerics, *ONE_MESH, rows=FEW, module="levanter_infer.sample") as processes:

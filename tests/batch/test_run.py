@@ -18,7 +18,7 @@ from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.batch.job import check_same
 from levanter_infer.checkpoints.save import save_model
 from levanter_infer.config import ModelSource, OutputConfig
-from levanter_infer.kernels import cpu
+from levanter_infer.kernels.cpu import bindings as cpu
 from tests.tiny_models import tiny_model
 from tests.tokenizer_files import CHATML, byte_level, write
 

@@ -46,7 +46,7 @@ def clock(monkeypatch):
     return fake
 
 
-# Spread, shares
+# ShardAxis, shares
 
 
 def test_spread_has_the_sample_deviation_of_its_runs():

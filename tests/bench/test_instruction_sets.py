@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from levanter_infer.bench import products, throughput
+from levanter_infer.bench import matmul, throughput
 from levanter_infer.bench.__main__ import main
 from levanter_infer.bench.instruction_sets import compared, isas_in_turn
-from levanter_infer.kernels import cpu
+from levanter_infer.kernels.cpu import bindings as cpu
 
 
 def test_the_chosen_one_is_compared_with_the_best_turn_by_turn():
@@ -29,7 +29,7 @@ SMALL = ["--shape", "tiny", "--repeats", "2", "--cpu-isa", "each"]
 @pytest.mark.parametrize(
     ("bench", "options", "cells"),
     [
-        (products, ["products", "--rows", "1,8", "--milliseconds", "1"], ["step_ms"]),
+        (matmul, ["matmul", "--rows", "1,8", "--milliseconds", "1"], ["step_ms"]),
         (
             throughput,
             ["throughput", "--batch", "2", "--prompt", "8", "--output", "4", "--modes", "greedy"],
@@ -40,7 +40,7 @@ SMALL = ["--shape", "tiny", "--repeats", "2", "--cpu-isa", "each"]
 def test_a_bench_runs_each_and_names_the_chosen_one(bench, options, cells, capsys):
     assert main([*options, *SMALL, "--dtype", "float32"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(lines) == (2 if bench is products else 1)
+    assert len(lines) == (2 if bench is matmul else 1)
     for line in lines:
         for cell in cells:
             assert set(line[cell]["by_isa"]) == set(cpu.isas("float32")[:-1])
@@ -50,4 +50,4 @@ def test_a_bench_runs_each_and_names_the_chosen_one(bench, options, cells, capsy
 @pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")
 def test_the_chosen_one_must_be_among_them():
     with pytest.raises(ValueError, match="auto chooses .*; name it too"):
-        main(["products", "--shape", "tiny", "--rows", "1", "--cpu-isa", "nothing,else"])
+        main(["matmul", "--shape", "tiny", "--rows", "1", "--cpu-isa", "nothing,else"])

@@ -23,7 +23,7 @@ from levanter_infer.checkpoints.source import resolve_source
 from levanter_infer.checkpoints.tokenizer import Tokenizer
 from levanter_infer.config import load_config
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.facts import model_facts, tokenizer_facts
+from levanter_infer.fingerprint import model_fingerprint, tokenizer_fingerprint
 from levanter_infer.layers.layout import Layout
 from tests.tiny_models import tiny_model
 from tests.tokenizer_files import CHATML, byte_level, write
@@ -312,19 +312,19 @@ def test_names_that_can_only_be_paths_never_go_to_the_hub(tmp_path, monkeypatch)
 
 
 def test_identity_is_the_content_or_a_checksum_that_the_filesystem_keeps(directory, counted, in_memory):
-    expected = {key: value for key, value in model_facts(resolve_source(directory)).items() if key != "name"}
+    expected = {key: value for key, value in model_fingerprint(resolve_source(directory)).items() if key != "name"}
     for url in (counted, in_memory):
-        facts = model_facts(resolve_source(url))
+        facts = model_fingerprint(resolve_source(url))
         assert facts.pop("name") == url and facts == expected
     CountingFileSystem.reset()
     CountingFileSystem.checksum = "abc"
-    first = model_facts(resolve_source(counted))
+    first = model_fingerprint(resolve_source(counted))
     assert "weights_sha256" not in first and first["config_sha256"] == expected["config_sha256"]
     assert not [name for name, _, _ in CountingFileSystem.reads if name in SHARDS]
-    assert model_facts(resolve_source(counted)) == first
+    assert model_fingerprint(resolve_source(counted)) == first
     CountingFileSystem.checksum = "abd"
-    assert model_facts(resolve_source(counted))["weights_checksums"] != first["weights_checksums"]
-    assert tokenizer_facts(counted)["sha256"] == Tokenizer.from_directory(directory).fingerprint
+    assert model_fingerprint(resolve_source(counted))["weights_checksums"] != first["weights_checksums"]
+    assert tokenizer_fingerprint(counted)["sha256"] == Tokenizer.from_directory(directory).fingerprint
 
 
 def test_configurations_and_library_take_urls(counted, tmp_path):

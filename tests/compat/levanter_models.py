@@ -30,8 +30,8 @@ from levanter.models.qwen import Qwen3Config, QwenConfig
 from levanter.models.qwen3_moe import Qwen3MoeConfig
 from levanter.utils.mesh import MeshConfig, create_mesh_from_axis_specs
 
-from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams, adopt_model
-from levanter_infer.kernels import cpu
+from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams, from_levanter
+from levanter_infer.kernels.cpu import bindings as cpu
 
 VOCAB = Axis("vocab", 211)
 LENGTHS = (3, 17, 40, 70)
@@ -140,7 +140,7 @@ class Results:
 
 def on_meshes(name: str, model, results: Results) -> None:
     """The parameters as a trainer holds them: spread over two devices, by Levanter's own mesh and mapping."""
-    expected = [tokens for tokens, _ in ours(model, products="xla")]
+    expected = [tokens for tokens, _ in ours(model, matmul="xla")]
     for kind in jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit:
         for axes in {"data": 2, "model": 1}, {"data": 1, "model": 2}:
             config = MeshConfig(axes={**axes, "replica": 1})
@@ -152,10 +152,10 @@ def on_meshes(name: str, model, results: Results) -> None:
                     not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(eqx.filter(spread, eqx.is_array))
                 )
                 assert parts, "nothing is spread"
-                inside = ours(spread, products="xla") if kind == jax.sharding.AxisType.Auto else None
+                inside = ours(spread, matmul="xla") if kind == jax.sharding.AxisType.Auto else None
                 with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
-                    inside = inside or ours(spread, products="xla")
-            outside = ours(spread, products="xla")
+                    inside = inside or ours(spread, matmul="xla")
+            outside = ours(spread, matmul="xla")
             what = f"{name}, {kind.name} mesh of {axes}"
             assert [tokens for tokens, _ in inside] == expected == [tokens for tokens, _ in outside], what
             results.add(what, compare(model, outside), f", {parts} arrays in parts")
@@ -170,7 +170,7 @@ def check_refused() -> None:
     ):
         model = eqx.filter_eval_shape(config.model_type.init, VOCAB, config, key=jax.random.key(0))
         try:
-            adopt_model(model)
+            from_levanter(model)
         except ValueError as error:
             assert "live models with experts are not implemented" in str(error), error
             print(f"{type(config).__name__:58s} refused: {error}")
@@ -188,9 +188,9 @@ def main() -> int:
     for name, model in models():
         if not any(wanted in name for wanted in sys.argv[1:] or [""]):
             continue
-        adopted = adopt_model(model)
+        adopted = from_levanter(model)
         note = f", {shared(model, adopted)} arrays shared, {adopted.config.model_type}, rope {adopted.config.rope.kind}"
-        results.add(name, compare(model, ours(model, products="xla")), note)
+        results.add(name, compare(model, ours(model, matmul="xla")), note)
         if cpu.available() and name in WITH_CPU_KERNELS:
             results.add(f"{name}, C++ kernels", compare(model, ours(model)))
         if jax.device_count() == 2 and name in ON_MESHES:

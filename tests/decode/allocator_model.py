@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import itertools
 
-FREE, LOADING, SPILLED, WAITING, RUNNING, FINISHED = range(6)
+FREE, LOADING, SWAPPED, WAITING, RUNNING, FINISHED = range(6)
 NOT_FINISHED, STOP, LENGTH, ERROR, ABORT = range(5)
 
 
@@ -29,7 +29,7 @@ class Slot:
 
     @property
     def is_live(self) -> bool:
-        return self.status in (LOADING, SPILLED, WAITING, RUNNING)
+        return self.status in (LOADING, SWAPPED, WAITING, RUNNING)
 
 
 class PrefixModel:
@@ -128,13 +128,13 @@ class AllocatorModel:
     def cancel(self, slots) -> None:
         self._finish({slot: ABORT for slot in slots if self.slots[slot].is_live})
 
-    def park(self, slots: list[int]) -> None:
+    def mark_swapped(self, slots: list[int]) -> None:
         """Their pages go to the host."""
         for i in sorted(slots):
             self._release(i)
-            self.slots[i].status = SPILLED
+            self.slots[i].status = SWAPPED
 
-    def readmit(self, places: dict[int, list[int]], computed: dict[int, int], count: int) -> None:
+    def swap_in(self, places: dict[int, list[int]], computed: dict[int, int], count: int) -> None:
         """They get pages again: each those of `count` new ones that `places` says."""
         new = [self._pop() for _ in range(count)]
         for page in new:
@@ -146,12 +146,12 @@ class AllocatorModel:
                 self.refs[page] += 1
 
     def host_call(self, return_pages: int, max_new_pages: int) -> int:
-        """0 nothing, 1 pages run short, 2 the first that was spilled fits again or nobody else runs."""
+        """0 nothing, 1 pages run short, 2 the first that was offloaded fits again or nobody else runs."""
         running = [i for i, s in enumerate(self.slots) if s.status == RUNNING]
         need = [self._need(i, min(len(self.slots[i].tokens) - self.slots[i].computed, self.budget)) for i in running]
         if min(sum(need), max_new_pages) > len(self.free):
             return 1
-        if not any(s.status == SPILLED for s in self.slots) or self._starters():
+        if not any(s.status == SWAPPED for s in self.slots) or self._starters():
             return 0
         goes_on = [s for s in self.slots if s.status == RUNNING or (s.status == WAITING and s.computed)]
         fits = return_pages <= len(self.free) - sum(self._growth(s) for s in goes_on) and len(running) < self.max_seqs
@@ -234,8 +234,8 @@ class AllocatorModel:
         return max(self._pages_for(len(slot.tokens) + 1) + 1 - len(slot.pages), 0)
 
     def _starters(self) -> list[int]:
-        """Those that are ready and stand before the first that was spilled."""
-        before = itertools.takewhile(lambda i: self.slots[i].status != SPILLED, self._order())
+        """Those that are ready and stand before the first that was offloaded."""
+        before = itertools.takewhile(lambda i: self.slots[i].status != SWAPPED, self._order())
         return [i for i in before if i in self._ready()]
 
     def _ready(self) -> list[int]:

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from levanter_infer.cache.named import scalar
-from levanter_infer.decode import host_tier
+from levanter_infer.decode import kv_offload
 from levanter_infer.decode.admission import admit
-from levanter_infer.decode.host_tier import HostTerms
 from levanter_infer.decode.invariants import violations
+from levanter_infer.decode.kv_offload import HostTerms
 from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.resampling import resample_samples
 from levanter_infer.decode.sampling import SamplingLimits
@@ -23,7 +23,7 @@ from levanter_infer.decode.step import append, empty_sample, schedule
 from levanter_infer.engine.encode_sampling import SamplingColumns
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.slots import empty_admission
-from tests.decode.allocator_model import SPILLED, AllocatorModel
+from tests.decode.allocator_model import SWAPPED, AllocatorModel
 
 VOCAB = 5
 SHAPES = Shapes(
@@ -36,7 +36,7 @@ SHAPES = Shapes(
     max_round_steps=4,
     upload_tokens=64,
     prefix_cache=True,
-    spill=True,
+    offload=True,
     limits=SamplingLimits(vocab_size=VOCAB, max_logprobs=1, max_logit_bias=1, max_stop_sequences=2, max_stop_tokens=2),
 )
 
@@ -66,10 +66,12 @@ def programs():
         ),
         "resample": jax.jit(lambda leaves, *fields: jax.tree.leaves(resample_samples(whole(leaves), *fields))),
         "step": jax.jit(step),
-        "park": jax.jit(
-            lambda leaves, slots: jax.tree.leaves(host_tier.park(whole(leaves), slots, jnp.int32(SPILLED)))
+        "mark_swapped": jax.jit(
+            lambda leaves, slots: jax.tree.leaves(kv_offload.mark_swapped(whole(leaves), slots, jnp.int32(SWAPPED)))
         ),
-        "readmit": jax.jit(lambda leaves, *arguments: jax.tree.leaves(host_tier.readmit(whole(leaves), *arguments)[0])),
+        "swap_in": jax.jit(
+            lambda leaves, *arguments: jax.tree.leaves(kv_offload.swap_in(whole(leaves), *arguments)[0])
+        ),
         "observe": jax.jit(lambda leaves: flat(seen(whole(leaves)))),
     }
 
@@ -98,7 +100,7 @@ def seen(state: DecodeState) -> list[jax.Array]:
     ]  # fmt: skip
     bad = violations(state)
     terms = HostTerms(yields=scalar(True, jnp.bool_), return_pages=scalar(RETURN_PAGES))
-    call = host_tier.host_call(state, SHAPES, terms)
+    call = kv_offload.host_call(state, SHAPES, terms)
     return [*(part.array for part in named), call, jnp.stack([bad[name] for name in sorted(bad)])]
 
 
@@ -145,7 +147,7 @@ class Driver:
     def reset(self) -> None:
         self.leaves = programs()["init"]()
         self._seen: tuple = (None, None)
-        self.spilled: list[dict[int, tuple[int, list[int], int]]] = []
+        self.offloaded: list[dict[int, tuple[int, list[int], int]]] = []
         self.sample_index = [0] * SHAPES.num_slots
         shapes = SHAPES
         self.model = AllocatorModel(
@@ -204,8 +206,8 @@ class Driver:
 
     def resample(self, ancestors: dict[int, int]) -> None:
         """Slots go on from their ancestors; others stay, whatever stands in their entries, and those of the host."""
-        parked = [i for i, slot in enumerate(self.model.slots) if slot.status == SPILLED]
-        ancestors = {i: a for i, a in ancestors.items() if i not in parked and a not in parked}
+        swapped = [i for i, slot in enumerate(self.model.slots) if slot.status == SWAPPED]
+        ancestors = {i: a for i, a in ancestors.items() if i not in swapped and a not in swapped}
         mask = np.zeros(SHAPES.num_slots, bool)
         mask[list(ancestors)] = True
         entries = [ancestors.get(slot, (slot + 1) % SHAPES.num_slots) for slot in range(SHAPES.num_slots)]
@@ -232,35 +234,35 @@ class Driver:
         copies = [(int(s), int(t)) for s, t in zip(source, target, strict=True) if t < SHAPES.num_pages]
         assert copies == self.model.copies, f"copies {copies}, the model says {self.model.copies}"
 
-    def spill(self, slots: list[int]) -> None:
+    def swap_out(self, slots: list[int]) -> None:
         """Park those of `slots` that hold pages, together."""
         holders = {i: self.model.slots[i] for i in slots if self.model.slots[i].pages}
         if holders:
-            self.spilled.append({i: (slot.arrival, slot.pages, slot.computed) for i, slot in holders.items()})
-            self.model.park(list(holders))
+            self.offloaded.append({i: (slot.arrival, slot.pages, slot.computed) for i, slot in holders.items()})
+            self.model.mark_swapped(list(holders))
             mask = np.isin(np.arange(SHAPES.num_slots), list(holders))
-            self.leaves = programs()["park"](self.leaves, mask)
+            self.leaves = programs()["mark_swapped"](self.leaves, mask)
 
     def bring_back(self) -> None:
         """What left first; without room it begins anew."""
-        if not self.spilled:
+        if not self.offloaded:
             return
         members = {}
-        for i, (arrival, held, computed) in self.spilled.pop(0).items():
+        for i, (arrival, held, computed) in self.offloaded.pop(0).items():
             slot = self.model.slots[i]
-            if slot.status == SPILLED and slot.arrival == arrival:  # and not another one that has the slot now
+            if slot.status == SWAPPED and slot.arrival == arrival:  # and not another one that has the slot now
                 members[i] = held, computed
         pages = sorted({page for held, _ in members.values() for page in held})
         fits = len(pages) <= len(self.model.free)
         places = {i: [pages.index(page) for page in held] if fits else [] for i, (held, _) in members.items()}
         computed = {i: count if fits else 0 for i, (_, count) in members.items()}
         count = len(pages) if fits else 0
-        self.model.readmit(places, computed, count)
+        self.model.swap_in(places, computed, count)
         mask, lens = np.isin(np.arange(SHAPES.num_slots), list(members)), np.zeros(SHAPES.num_slots, np.int32)
         columns = np.full((SHAPES.num_slots, -(-SHAPES.max_seq_len // SHAPES.page_size)), SHAPES.num_pages, np.int32)
         for i, own in places.items():
             columns[i, : len(own)], lens[i] = own, computed[i]
-        self.leaves = programs()["readmit"](self.leaves, mask, columns, lens, np.int32(count))
+        self.leaves = programs()["swap_in"](self.leaves, mask, columns, lens, np.int32(count))
 
     def _apply(self, fields) -> None:
         nothing = nothing_admitted()
@@ -314,7 +316,7 @@ class Driver:
 
 def random_operation(driver: Driver, rng: np.random.Generator) -> str:
     """Apply one random operation; returns its name."""
-    kinds = ["admit", "step", "cancel", "spill", "bring_back", "resample", "reset"]
+    kinds = ["admit", "step", "cancel", "swap_out", "bring_back", "resample", "reset"]
     kind = rng.choice(kinds, p=[0.25, 0.6, 0.045, 0.025, 0.025, 0.05, 0.005])
     if kind == "admit":
         length = int(rng.integers(1, 10))
@@ -330,8 +332,8 @@ def random_operation(driver: Driver, rng: np.random.Generator) -> str:
     elif kind == "cancel":
         live = driver.live_slots()
         driver.cancel([i for i in live if rng.random() < 0.5])
-    elif kind == "spill":
-        driver.spill([i for i in driver.live_slots() if rng.random() < 0.5])
+    elif kind == "swap_out":
+        driver.swap_out([i for i in driver.live_slots() if rng.random() < 0.5])
     elif kind == "bring_back":
         driver.bring_back()
     elif kind == "resample":

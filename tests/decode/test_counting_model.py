@@ -24,7 +24,7 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from levanter_infer.layers.spread import Vocabulary
+from levanter_infer.layers.shard_axis import Vocabulary
 from levanter_infer.models.decoder import DecoderConfig
 from tests.tiny_models import tiny_model
 
@@ -107,11 +107,11 @@ def pick(logits, params, *, positions, tokens, slot_ids, prompt_lens, seq_lens, 
 def make_engine() -> InferenceEngine:
     config = EngineConfig(
         max_seqs=4, page_size=4, max_pages=13, max_step_tokens=9, prefix_cache=True, max_round_steps=7, max_seq_len=48,
-        attention="xla", products="xla",
+        attention="xla", matmul="xla",
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "sample", pick)
-        patch.setattr("levanter_infer.engine.engine.adopt_model", lambda model, *_: model)  # it is one as it is
+        patch.setattr("levanter_infer.engine.engine.from_levanter", lambda model, *_: model)  # it is one as it is
         patch.setattr("levanter_infer.engine.config.MIN_UPLOAD_TOKENS", 12)  # long prompts come in pieces
         engine = InferenceEngine(CountingModel.init(), config=config, scoring=True)
         engine.warmup()

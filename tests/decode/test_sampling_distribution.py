@@ -14,8 +14,8 @@ pytestmark = pytest.mark.usefixtures("optimized")  # bits and distributions of w
 VOCAB, DRAWS, MAX_LEN = 200, 24_000, 64
 PROMPT = [5, 9, 9, 17, 60, 150, EOS]
 OUTPUT = [9, 21, 21, 21, 40, 41, 199]
-SPREAD = np.random.default_rng(7).normal(size=VOCAB).astype(np.float32) * 1.3
-TIED = np.round(SPREAD * 2) / 2
+SHARDED = np.random.default_rng(7).normal(size=VOCAB).astype(np.float32) * 1.3
+TIED = np.round(SHARDED * 2) / 2
 
 
 @jax.jit
@@ -82,7 +82,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_sampled_distribution_is_the_exact_one(name):
     params = SamplingParams(**CASES[name])
-    logits = SPREAD.copy()
+    logits = SHARDED.copy()
     logits[EOS] = 2.0
     out = draws_of(logits, params, seed=11)
     exact = distribution(logits, params, PROMPT, OUTPUT)
@@ -94,9 +94,9 @@ def test_sampled_distribution_is_the_exact_one(name):
 
 
 def test_chi_square_notices_a_neighbouring_distribution():
-    out = draws_of(SPREAD, SamplingParams(temperature=1.0), seed=11)
+    out = draws_of(SHARDED, SamplingParams(temperature=1.0), seed=11)
     counts = np.bincount(np.asarray(out.tokens), minlength=VOCAB)
-    assert chi_square_p(counts, distribution(SPREAD, SamplingParams(temperature=1.1), PROMPT, OUTPUT)) < 1e-4
+    assert chi_square_p(counts, distribution(SHARDED, SamplingParams(temperature=1.1), PROMPT, OUTPUT)) < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,8 @@ class Tables:
         check_invariants(self.state)
         return batch
 
-    def has_work(self, wanted_slots: int = SHAPES.num_slots + 1) -> bool:
-        return bool(programs()[2](self.state, jnp.int32(wanted_slots)))
+    def has_work(self, min_free_slots: int = SHAPES.num_slots + 1) -> bool:
+        return bool(programs()[2](self.state, jnp.int32(min_free_slots)))
 
     def status(self, slot: int) -> int:
         return int(self.state.sequences.status.array[slot])
@@ -248,13 +248,13 @@ def test_the_round_goes_on_while_there_is_work_unless_the_host_could_fill_empty_
     tables.step(9)
     assert tables.has_work()
     empty = SHAPES.num_slots - 1
-    assert not tables.has_work(wanted_slots=empty)  # enough empty slots, free places, nobody waits
-    assert tables.has_work(wanted_slots=empty + 1)
+    assert not tables.has_work(min_free_slots=empty)  # enough empty slots, free places, nobody waits
+    assert tables.has_work(min_free_slots=empty + 1)
     for slot in (1, 2):
         tables.add(slot, [1, 2])
-    assert tables.has_work(wanted_slots=1)  # somebody waits
+    assert tables.has_work(min_free_slots=1)  # somebody waits
     tables.step(9, 9, 9)
     assert tables.status(1) == tables.status(2) == RUNNING
-    assert tables.has_work(wanted_slots=1)  # every place is taken, and nobody waits
+    assert tables.has_work(min_free_slots=1)  # every place is taken, and nobody waits
     tables.add(3, [1, 2])
-    assert tables.has_work(wanted_slots=1)
+    assert tables.has_work(min_free_slots=1)

@@ -42,10 +42,10 @@ class Tables(RuleBasedStateMachine):
 
     @precondition(lambda self: self.driver.live_slots())
     @rule(which=st.lists(st.integers(0, SHAPES.num_slots - 1), min_size=1, max_size=3))
-    def spill(self, which):
-        self.driver.spill(sorted(set(which)))
+    def swap_out(self, which):
+        self.driver.swap_out(sorted(set(which)))
 
-    @precondition(lambda self: self.driver.spilled)
+    @precondition(lambda self: self.driver.offloaded)
     @rule()
     def bring_back(self):
         self.driver.bring_back()

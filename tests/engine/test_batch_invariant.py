@@ -9,7 +9,7 @@ from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.request import Request
-from levanter_infer.kernels import cpu
+from levanter_infer.kernels.cpu import bindings as cpu
 from tests.engine.comparisons import all_kinds, expected, make_engine, serve
 from tests.tiny_models import tiny_model
 
@@ -19,7 +19,7 @@ built = pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not
 @built
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_bits_are_those_of_the_request_alone(dtype):
-    """In company, in another order, in chunks, on pages of another size, preempted, spilled, cached and cold."""
+    """In company, in another order, in chunks, on pages of another size, preempted, offloaded, cached and cold."""
     cases = all_kinds(40, seed=5)
     searches = [i for i, case in enumerate(cases) if isinstance(case, Request) and case.sampling.num_beams > 1]
     alone = make_engine(dtype, with_beams=True, max_seqs=4, page_size=8, max_step_tokens=256, prefix_cache=False)
@@ -28,7 +28,7 @@ def test_bits_are_those_of_the_request_alone(dtype):
     for config, left_out in (
         (dict(max_seqs=8, page_size=4, max_step_tokens=16, max_pages=24), []),
         # Without tables for beams, which are compiled once: scripts/compare_bits.py has both
-        (dict(max_seqs=6, page_size=16, max_step_tokens=48, max_pages=6, preempt="spill"), searches),
+        (dict(max_seqs=6, page_size=16, max_step_tokens=48, max_pages=6, preempt="offload"), searches),
     ):
         engine = make_engine(dtype, with_beams=not left_out, **config)
         for order in (range(40), np.random.default_rng(0).permutation(40)):
@@ -38,13 +38,13 @@ def test_bits_are_those_of_the_request_alone(dtype):
                 done["resampled"] += beginnings is not None
             check_invariants(engine.state.decode)
             assert engine.stats()["pages_free"] == engine.shapes.num_pages
-        for name in ("preemptions", "prefix_hits", "spilled_pages"):
+        for name in ("preemptions", "prefix_hits", "offloaded_pages"):
             done[name] += engine.stats()[name]
-    assert searches and all(done[name] > 0 for name in ("resampled", "preemptions", "prefix_hits", "spilled_pages"))
+    assert searches and all(done[name] > 0 for name in ("resampled", "preemptions", "prefix_hits", "offloaded_pages"))
 
 
 @pytest.mark.parametrize(
-    "config", [{"products": "xla"}, {"attention": "xla"}, {"kv_dtype": "float16"}, {"kv_dtype": "int8"}]
+    "config", [{"matmul": "xla"}, {"attention": "xla"}, {"kv_dtype": "float16"}, {"kv_dtype": "int8"}]
 )
 def test_it_is_refused_where_the_kernels_do_not_give_it(config):
     with pytest.raises(ValueError, match="batch_invariant.*needs the kernels for CPUs"):

@@ -40,14 +40,14 @@ def on_gpu(monkeypatch):
 
 def chosen(dtype="bfloat16", **config):
     backend = Backend.choose(EngineConfig(**config), tiny_model(dtype=dtype), has_mods=True)
-    return backend.attention, backend.products
+    return backend.attention, backend.matmul
 
 
 def test_auto_takes_the_kernels_for_gpus_where_they_can_do_the_work(on_gpu):
     on_gpu("9.0")
     assert chosen() == ("gpu", "gpu")
     assert chosen("float32") == ("gpu", "xla")
-    assert chosen(attention="xla", products="xla") == ("xla", "xla")
+    assert chosen(attention="xla", matmul="xla") == ("xla", "xla")
     for old in ("7.5", "gfx942"):
         on_gpu(old)
         assert chosen() == ("xla", "xla")
@@ -74,7 +74,7 @@ def test_a_gpu_stores_floats_and_samples_all_rows_at_once(on_gpu):
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="of other platforms")
-@pytest.mark.parametrize("key", ["attention", "products"])
+@pytest.mark.parametrize("key", ["attention", "matmul"])
 def test_other_platforms_refuse_it(key):
     with pytest.raises(
         ValueError, match=f'engine.{key}="gpu" is not possible: this engine runs on {jax.default_backend()}'
@@ -84,13 +84,13 @@ def test_other_platforms_refuse_it(key):
 
 @pytest.mark.skipif(not lowers_for_gpu(), reason="jax 0.11 lowers Triton for GPUs that are there")
 def test_the_round_program_is_lowered_for_a_gpu():
-    backend = Backend(platform="gpu", products="gpu", attention="gpu")
+    backend = Backend(platform="gpu", matmul="gpu", attention="gpu")
     model = backend.prepare(tiny_model(dtype="bfloat16"))
     shapes = backend.adapt(resolve_shapes(CONFIG, model, 1))
     programs = Programs(model, shapes, AttentionSpec(impl="gpu"), kv_dtype=jnp.bfloat16, as_bits=False)
     traced = programs.trace_round(model, jax.eval_shape(programs.init), empty_admission(shapes))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    # In each bucket attention of chunks and of decode tokens, and four products: q, k, v; output; gate, up; down.
+    # In each bucket attention of chunks and of decode tokens, and four matmul: q, k, v; output; gate, up; down.
     assert text.count("__gpu$xla.gpu.triton") == len(shapes.buckets) * (2 + 4)
 
 
@@ -98,7 +98,7 @@ def test_the_round_program_is_lowered_for_a_gpu():
 def test_log_probabilities_are_those_of_the_plain_forward(monkeypatch):
     model = tiny_model(dtype="bfloat16", num_hidden_layers=1)
     kernels = "gpu" if jax.default_backend() == "gpu" else "gpu_interpret"
-    backend = Backend(platform="gpu", products=kernels, attention=kernels)
+    backend = Backend(platform="gpu", matmul=kernels, attention=kernels)
     monkeypatch.setattr(Backend, "choose", lambda *_, **__: backend)
     engine = InferenceEngine(model, config=EngineConfig(max_seqs=4, max_seq_len=32, max_step_tokens=4))
     sampling = SamplingParams(max_tokens=5, temperature=0, logprobs=0)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from levanter_infer.kernels import cpu
+from levanter_infer.kernels.cpu import bindings as cpu
 from tests import mesh_runs
 from tests.engine.test_mesh import (
     LAYOUTS,

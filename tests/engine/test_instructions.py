@@ -15,7 +15,7 @@ from levanter_infer.engine import backend, instructions
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import CPU_ISAS
 from levanter_infer.engine.instructions import ROWS, choose, fastest, from_record
-from levanter_infer.kernels import cpu
+from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.runtime.compile_cache import VARIABLE, cache_directory
 from tests.tiny_models import tiny_model
 
@@ -196,10 +196,10 @@ def test_pairs_of_sixteen_bits_are_refused_for_float32():
 
 @built
 def test_it_is_refused_where_the_kernels_compute_nothing():
-    config = EngineConfig(cpu_isa="avx2", products="xla", attention="xla")
+    config = EngineConfig(cpu_isa="avx2", matmul="xla", attention="xla")
     with pytest.raises(ValueError, match='engine.cpu_isa="avx2" is for the kernels for CPUs'):
         Backend.choose(config, tiny_model(), has_mods=False)
-    alone = Backend.choose(EngineConfig(products="xla", attention="xla"), tiny_model(), has_mods=False)
+    alone = Backend.choose(EngineConfig(matmul="xla", attention="xla"), tiny_model(), has_mods=False)
     assert alone.isa is None
 
 
@@ -290,14 +290,14 @@ def test_missing_kernels_are_one_warning_with_reason_and_remedy(monkeypatch, cap
         with caplog.at_level(logging.WARNING):
             for _ in range(2):
                 chosen = Backend.choose(EngineConfig(), tiny_model(), has_mods=False)
-                assert (chosen.products, chosen.attention, chosen.isa) == ("xla", "xla", None)
+                assert (chosen.matmul, chosen.attention, chosen.isa) == ("xla", "xla", None)
                 assert reason in chosen.isa_reason and "C++17 compiler" in chosen.isa_reason  # what doctor prints
         (record,) = caplog.records
         said = record.getMessage()
         assert record.levelno == logging.WARNING and reason in said
         assert "slower" in said and "C++17 compiler" in said
         with pytest.raises(ValueError, match=reason):
-            Backend.choose(EngineConfig(products="cpu"), tiny_model(), has_mods=False)
+            Backend.choose(EngineConfig(matmul="cpu"), tiny_model(), has_mods=False)
         with pytest.raises(ValueError, match=reason):
             cpu.isa()
     finally:

@@ -36,7 +36,7 @@ def engine_for(kv_dtype: str, **config) -> InferenceEngine:
 @pytest.mark.parametrize("kv_dtype, most", NARROW)
 def test_narrow_pages_are_near_the_plain_forward_and_the_same_on_every_path(kv_dtype, most):
     alone = engine_for(kv_dtype, attention="reference", max_seqs=1, page_size=64, prefix_cache=False)
-    tight = engine_for(kv_dtype, max_seqs=4, max_pages=26, max_step_tokens=16, preempt="spill")
+    tight = engine_for(kv_dtype, max_seqs=4, max_pages=26, max_step_tokens=16, preempt="offload")
     expected = [alone.generate([request])[0].completions for request in requests()]
     for _ in range(2):  # cold, and with pages found again
         found = [output.completions for output in tight.generate(requests())]
@@ -46,7 +46,7 @@ def test_narrow_pages_are_near_the_plain_forward_and_the_same_on_every_path(kv_d
                 np.testing.assert_allclose(completion.logprobs, same.logprobs, atol=5e-3)
         check_invariants(tight.state.decode)
     stats = tight.stats()
-    assert all(stats[name] > 0 for name in ("spilled_pages", "prefix_hits", "forks", "copied_pages")), stats
+    assert all(stats[name] > 0 for name in ("offloaded_pages", "prefix_hits", "forks", "copied_pages")), stats
 
     errors = []
     for request, completions in zip(requests(), expected, strict=True):

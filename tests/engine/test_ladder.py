@@ -45,7 +45,7 @@ def assert_idle(engine):
     assert engine.stats()["pages_free"] == engine.shapes.num_pages
 
 
-XLA = dict(attention="xla", products="xla")
+XLA = dict(attention="xla", matmul="xla")
 """What engines run without the C++ kernels: on accelerators, and on a CPU where they were not built."""
 
 

@@ -132,7 +132,7 @@ def test_parts_of_a_model_are_refused():
     prompts, lens = np.zeros((2, 4), np.int32), np.full(2, 4, np.int32)
     with pytest.raises(ValueError, match=r"up_proj.weight is \[2, 16, 32\] here .*in_specs of"):
         generate(part, prompts, lens, SAMPLING, config=CONFIG)
-    spread = model.spread_as(Layout.of(jax.sharding.AbstractMesh((2,), ("model",)), model.config))
+    spread = model.shard_as(Layout.of(jax.sharding.AbstractMesh((2,), ("model",)), model.config))
     with pytest.raises(ValueError, match="the model of an engine on a mesh"):
         jax.eval_shape(lambda: generate(spread, prompts, lens, SAMPLING, config=CONFIG))
 

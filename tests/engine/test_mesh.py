@@ -20,7 +20,7 @@ from levanter_infer.engine.routing import expected_tokens, route
 from levanter_infer.engine.row_reads import RowReads
 from levanter_infer.engine.sequence import Group, Sequence
 from levanter_infer.engine.sharded import ShardedSlots, ShardSteps
-from levanter_infer.kernels import cpu
+from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.layers.layout import Layout
 from tests.tiny_models import tiny_model
 

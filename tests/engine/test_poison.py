@@ -19,14 +19,14 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from levanter_infer.kernels import cpu
+from levanter_infer.kernels.cpu import bindings as cpu
 from tests.tiny_models import tiny_model
 
 BAD, HEALTHY = 60, 59
 """Tokens: all keys and values of one and after it are NaN, and so are logits; and one like any other."""
 SIZES = {"max_seq_len": 64, "page_size": 4, "max_step_tokens": 16}
-CPU = {**SIZES, "attention": "cpu", "products": "cpu", "max_seqs": 4, "max_pages": 12}
-XLA = {**SIZES, "attention": "xla", "products": "xla", "max_seqs": 8, "max_pages": 24, "max_round_steps": 1}
+CPU = {**SIZES, "attention": "cpu", "matmul": "cpu", "max_seqs": 4, "max_pages": 12}
+XLA = {**SIZES, "attention": "xla", "matmul": "xla", "max_seqs": 8, "max_pages": 24, "max_round_steps": 1}
 BACKENDS = {
     "cpu, prefix cache": {**CPU, "prefix_cache": True},  # as in test_prefix_cache.py: compiled once for both
     "xla": XLA,  # as in test_ladder.py

@@ -1,4 +1,4 @@
-"""When rounds are launched and how long they are: `step_round(max_steps)`, `linger` and `Pace`."""
+"""When rounds are launched and how long they are: `step_round(max_steps)`, `linger` and `RoundLengthController`."""
 
 import time
 from types import SimpleNamespace
@@ -8,9 +8,9 @@ import pytest
 
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
-from levanter_infer.engine.pace import Pace
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
+from levanter_infer.engine.round_length import RoundLengthController
 from tests.tiny_models import tiny_model, uncached_greedy
 
 
@@ -50,7 +50,7 @@ def test_a_round_that_admits_nothing_uploads_nothing(engine):
 
 def test_more_steps_than_the_engine_would_choose_are_not_taken(engine):
     group = engine.submit(request(7))
-    chosen = engine._pace.steps(with_prompts=True)
+    chosen = engine._round_length.steps(with_prompts=True)
     engine.step_round(max_steps=10)
     engine.step_round(max_steps=10)
     assert len(group.sequences[0].token_ids) == chosen <= 3
@@ -88,7 +88,7 @@ def test_lingering_ends_when_the_next_round_has_to_be_launched(engine, monkeypat
 
 
 def test_rounds_double_until_they_take_their_time():
-    pace, lens = Pace(max_steps=64, max_seconds=0.5), []
+    pace, lens = RoundLengthController(max_steps=64, max_seconds=0.5), []
     for _ in range(5):
         lens.append(pace.steps(False))
         pace.on_round(False, steps=pace.steps(False), seconds=0.01 * pace.steps(False))
@@ -101,7 +101,7 @@ def test_rounds_double_until_they_take_their_time():
 
 
 def test_rounds_with_prompts_do_not_become_as_long_as_those_without():
-    pace = Pace(max_steps=64, max_seconds=0.5)
+    pace = RoundLengthController(max_steps=64, max_seconds=0.5)
     for _ in range(9):
         pace.on_round(False, steps=pace.steps(False), seconds=0.001 * pace.steps(False))
         pace.on_round(True, steps=pace.steps(True), seconds=0.1 * pace.steps(True))
@@ -122,7 +122,7 @@ def test_the_host_knows_when_a_round_may_compute_prompts(engine):
 
 
 def test_rounds_of_several_shards_get_as_long_as_their_requests_suffice():
-    pace = Pace(max_steps=64, max_seconds=100.0)
+    pace = RoundLengthController(max_steps=64, max_seconds=100.0)
     for _ in range(5):
         pace.on_round(False, 64, 0.1)
         pace.on_round(True, 64, 0.1)

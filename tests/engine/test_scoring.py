@@ -11,7 +11,7 @@ from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.pure import generate
 from levanter_infer.engine.request import Request
-from levanter_infer.kernels import cpu
+from levanter_infer.kernels.cpu import bindings as cpu
 from tests.tiny_models import tiny_model, uncached_logprobs
 
 LENGTH, PAGE = 64, 4
@@ -39,12 +39,12 @@ def engine(shared):
 
 @pytest.fixture(scope="module")
 def other():
-    """Other sizes, XLA's products, no prefix cache, and more of the likeliest tokens. Extended by its first test."""
+    """Other sizes, XLA's matmuls, no prefix cache, and more of the likeliest tokens. Extended by its first test."""
     model = tiny_model()
     poisoned = model.embeddings.array.at[POISON].set(np.nan)
     model = dataclasses.replace(model, embeddings=dataclasses.replace(model.embeddings, array=poisoned))
     sizes = dict(max_seqs=3, max_seq_len=LENGTH, page_size=8, max_step_tokens=80, prefix_cache=False)
-    config = EngineConfig(**sizes, max_prompt_logprobs=3, products="xla")
+    config = EngineConfig(**sizes, max_prompt_logprobs=3, matmul="xla")
     return InferenceEngine(model, config=config)
 
 

@@ -57,7 +57,7 @@ def test_pages_decide_the_pool_and_sequence_length_only_the_tables():
         ({"page_size": 12}, "power of two"),
         ({"max_pages": 0}, "max_pages=0"),
         ({"kv_dtype": "int4"}, "kv_dtype='int4': expected one of float32, .*, int8, float8_e4m3fn"),
-        ({"preempt": "swap"}, "expected recompute or spill"),
+        ({"preempt": "swap"}, "expected recompute or offload"),
         ({"host_bytes": -1}, "host_bytes"),
         ({"attention": "flash"}, "attention"),
     ],

@@ -6,9 +6,9 @@ import pytest
 
 from levanter_infer import EngineConfig, InferenceEngine, generate
 from levanter_infer.engine.tile_search import check_tiles, find_tiles
-from levanter_infer.kernels.rpa_tpu_sizes import Tile
-from levanter_infer.kernels.tile_table import TABLE
 from levanter_infer.kernels.tiling import Tiles, TileShape, candidates, propose
+from levanter_infer.kernels.tpu.sizes import Tile
+from levanter_infer.kernels.tpu.tile_table import TABLE
 from tests.tiny_models import tiny_model
 
 SHAPE = TileShape("v5e", kv_heads=3, head_dim=128, q_per_kv=5, page_size=32)

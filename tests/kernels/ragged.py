@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from levanter_infer.kernels import int8
-from levanter_infer.kernels.tpu_pool import TpuPool
+from levanter_infer.kernels.tpu.pool import TpuPool
 
 LAYERS, LAYER = 3, 1
 

@@ -1,4 +1,4 @@
-"""The C++ kernels: products against NumPy in every instruction set of this processor, and what their bits depend on."""
+"""The C++ kernels: matmuls against NumPy in every instruction set of this processor, and what their bits depend on."""
 
 import ctypes
 import dataclasses
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levanter_infer.kernels import cpu
 from levanter_infer.kernels.call import AttentionCall
+from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.rules import ScoreRules
 from tests.kernels.ragged import Sizes, dense_attention, make_ragged
 from tests.tiny_models import tiny_model
@@ -40,11 +40,11 @@ def random_problem(rows, inputs, outputs, dtype, layers=2):
 
 @functools.cache
 def compiled(isa):
-    return jax.jit(functools.partial(cpu.stacked_products, isa_name=isa), static_argnums=2, static_argnames="eps")
+    return jax.jit(functools.partial(cpu.stacked_matmul, isa_name=isa), static_argnums=2, static_argnames="eps")
 
 
-def products(isa, x, weights, layer, num_rows=None, **around):
-    """The products with weights [layers, outputs, inputs], by the kernels of one instruction set."""
+def matmul(isa, x, weights, layer, num_rows=None, **around):
+    """The matmuls with weights [layers, outputs, inputs], by the kernels of one instruction set."""
     outputs = tuple(weight.shape[1] for weight in weights)
     panels = [cpu.to_panels(weight, isa_name=isa) for weight in weights]
     rows = None if num_rows is None else jnp.int32(num_rows)
@@ -65,11 +65,11 @@ def rounds_inputs(isa, dtype) -> bool:
 @pytest.mark.parametrize(
     "rows, inputs, outputs", [(1, 576, (50,)), (3, 70, (1, 2, 24)), (9, 2100, (25, 3)), (50, 33, (7,))]
 )
-def test_products_equal_numpy(isa, dtype, rows, inputs, outputs):
+def test_matmul_equal_numpy(isa, dtype, rows, inputs, outputs):
     x, weights = random_problem(rows, inputs, outputs, dtype)
     read = x.astype(dtype) if rounds_inputs(isa, dtype) else x
     for layer in (0, 1):
-        for y, weight in zip(products(isa, x, weights, layer), weights, strict=True):
+        for y, weight in zip(matmul(isa, x, weights, layer), weights, strict=True):
             exact = np.asarray(read, np.float64) @ np.asarray(weight[layer], np.float64).T
             np.testing.assert_allclose(y, exact, atol=2e-6 * np.sqrt(inputs) * np.abs(x).max(), rtol=1e-6)
 
@@ -91,17 +91,17 @@ def test_rows_are_found_again_in_panels(isa, dtype, traced):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_row_has_the_same_bits_in_any_number_of_rows_and_at_any_place(isa, dtype):
     x, weights = random_problem(61, 1500, (30,), dtype)
-    whole = np.asarray(products(isa, x, weights, 1)[0])
+    whole = np.asarray(matmul(isa, x, weights, 1)[0])
     for first, count in ((0, 1), (3, 2), (5, 3), (7, 4), (11, 8), (2, 9), (20, 17)):
-        part = products(isa, x[first : first + count], weights, 1)[0]
+        part = matmul(isa, x[first : first + count], weights, 1)[0]
         np.testing.assert_array_equal(part, whole[first : first + count])
 
 
 @built
 def test_rows_that_do_not_count_give_zeros_and_may_hold_nan():
     x, weights = random_problem(12, 41, (5, 6), "float32")
-    whole = products(None, x, weights, 0)
-    some = products(None, x.at[7:].set(jnp.nan), weights, 0, 7)
+    whole = matmul(None, x, weights, 0)
+    some = matmul(None, x.at[7:].set(jnp.nan), weights, 0, 7)
     for part, all_rows in zip(some, whole, strict=True):
         np.testing.assert_array_equal(part[:7], all_rows[:7])
         assert not part[7:].any()
@@ -126,11 +126,11 @@ def test_norm_gate_and_residual_in_the_same_call_equal_numpy(isa, inputs, dtype)
         bound = 2e-6 * inputs + 1e-5 * np.abs(read @ weight + added) + rounding * (np.abs(read) @ np.abs(weight))
         assert (np.abs(np.asarray(y, np.float64) - (read @ weight + added)) <= bound).all()
 
-    for y, weight in zip(products(isa, x, weights, 1, norm=norm, eps=0.1), exact, strict=True):
+    for y, weight in zip(matmul(isa, x, weights, 1, norm=norm, eps=0.1), exact, strict=True):
         close(y, normed, weight)
     added = np.asarray(residual, np.float64)
-    close(products(isa, x, weights[:1], 1, gate=gate, residual=residual)[0], gated, exact[0], added)
-    some = products(isa, x.at[3:].set(jnp.nan), weights[:1], 1, 3, norm=norm, eps=0.1, residual=residual)[0]
+    close(matmul(isa, x, weights[:1], 1, gate=gate, residual=residual)[0], gated, exact[0], added)
+    some = matmul(isa, x.at[3:].set(jnp.nan), weights[:1], 1, 3, norm=norm, eps=0.1, residual=residual)[0]
     close(some[:3], normed[:3], exact[0], added[:3])
     assert not np.asarray(some[3:]).any()
 
@@ -149,7 +149,7 @@ def test_a_residual_is_added_once_at_every_size(isa, dtype, rows, inputs, output
     x, weights = random_problem(rows, inputs, (outputs,), dtype)
     residual = 100 * jnp.asarray(np.random.default_rng(7).standard_normal((rows, outputs)), jnp.float32)
     before = np.asarray(residual)
-    y = np.asarray(products(isa, x, weights, 1, residual=residual)[0], np.float64)
+    y = np.asarray(matmul(isa, x, weights, 1, residual=residual)[0], np.float64)
     read = x.astype(dtype) if rounds_inputs(isa, dtype) else x
     exact = np.asarray(read, np.float64) @ np.asarray(weights[0][1], np.float64).T + np.asarray(residual, np.float64)
     np.testing.assert_allclose(y, exact, atol=2e-6 * np.sqrt(inputs) * np.abs(x).max() + 4e-5, rtol=1e-6)
@@ -162,11 +162,11 @@ def test_a_residual_is_added_once_at_every_size(isa, dtype, rows, inputs, output
 def test_a_row_has_the_same_bits_on_both_sides_of_every_size(isa, dtype, inputs):
     x, weights = random_problem(max(ROW_COUNTS), inputs, (40,), dtype)
     around = {"norm": jnp.ones((2, inputs)), "eps": 0.1, "residual": jnp.ones((len(x), 40))}
-    whole = np.asarray(products(isa, x, weights, 1, **around)[0])
+    whole = np.asarray(matmul(isa, x, weights, 1, **around)[0])
     for rows in ROW_COUNTS:
-        part = products(isa, x[:rows], weights, 1, **{**around, "residual": around["residual"][:rows]})[0]
+        part = matmul(isa, x[:rows], weights, 1, **{**around, "residual": around["residual"][:rows]})[0]
         np.testing.assert_array_equal(part, whole[:rows])
-        counted = np.asarray(products(isa, x, weights, 1, rows, **around)[0])
+        counted = np.asarray(matmul(isa, x, weights, 1, rows, **around)[0])
         np.testing.assert_array_equal(counted[:rows], whole[:rows])
         assert not counted[rows:].any()
 
@@ -176,7 +176,7 @@ def test_a_row_has_the_same_bits_on_both_sides_of_every_size(isa, dtype, inputs)
 def test_every_panel_is_computed_where_several_are_one_piece_of_work(isa, rows):
     x, weights = random_problem(rows, 8, (MANY_OUTPUTS, 3), "bfloat16", layers=1)
     read = x.astype("bfloat16") if rounds_inputs(isa, "bfloat16") else x
-    for y, weight in zip(products(isa, x, weights, 0), weights, strict=True):
+    for y, weight in zip(matmul(isa, x, weights, 0), weights, strict=True):
         exact = np.asarray(read, np.float64) @ np.asarray(weight[0], np.float64).T
         np.testing.assert_allclose(y, exact, atol=1e-5, rtol=1e-6)
 
@@ -186,8 +186,8 @@ def test_a_norm_or_gate_has_the_same_bits_in_any_number_of_rows(isa):
     x, weights = random_problem(60, 70, (20,), "bfloat16")
     extras = {"norm": jnp.ones((2, 70)), "gate": x[::-1]}
     for name, extra in extras.items():
-        whole = products(isa, x, weights, 0, **{name: extra})[0]
-        part = products(isa, x[8:9], weights, 0, **{name: extra if name == "norm" else extra[8:9]})[0]
+        whole = matmul(isa, x, weights, 0, **{name: extra})[0]
+        part = matmul(isa, x[8:9], weights, 0, **{name: extra if name == "norm" else extra[8:9]})[0]
         np.testing.assert_array_equal(part, whole[8:9])
 
 
@@ -195,7 +195,7 @@ def test_a_norm_or_gate_has_the_same_bits_in_any_number_of_rows(isa):
 def test_nan_in_the_next_row_does_not_reach_a_row_of_odd_length():
     x, weights = random_problem(2, 41, (5,), "float32")
     np.testing.assert_array_equal(
-        products(None, x.at[1].set(jnp.nan), weights, 0)[0][0], products(None, x, weights, 0)[0][0]
+        matmul(None, x.at[1].set(jnp.nan), weights, 0)[0][0], matmul(None, x, weights, 0)[0][0]
     )
 
 
@@ -203,9 +203,9 @@ def test_nan_in_the_next_row_does_not_reach_a_row_of_odd_length():
 def test_arguments_that_do_not_fit_are_refused():
     x, weights = random_problem(2, 8, (3,), "float32")
     with pytest.raises(Exception, match="no such layer"):
-        jax.block_until_ready(products(None, x, weights, 2))
+        jax.block_until_ready(matmul(None, x, weights, 2))
     with pytest.raises(Exception, match="weights are not \\[layers, panels"):
-        jax.block_until_ready(products(None, x[:, :6], weights, 0))
+        jax.block_until_ready(matmul(None, x[:, :6], weights, 0))
     with pytest.raises(Exception, match="neither bf16 nor f32"):
         panels = cpu.to_panels(weights[0]).astype(jnp.int32)
         jax.block_until_ready(compiled(None)(x, [panels], (3,), jnp.int32(0)))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levanter_infer.kernels import cpu
+from levanter_infer.kernels.cpu import bindings as cpu
 from tests.kernels.test_cpu import built, each_isa
 
 LAYERS, PAGES, PAGE_SIZE, Q_HEADS, KV_HEADS = 2, 3, 4, 6, 2

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from levanter_infer.kernels import int8, ragged_paged_attention
-from levanter_infer.kernels.tpu_pool import TpuPool
+from levanter_infer.kernels.tpu.pool import TpuPool
 from tests.kernels.ragged import Sizes, dense_attention, make_ragged
 
 

@@ -1,4 +1,4 @@
-"""Products of the `gpu` implementation, in Pallas' interpreter or, where there is a GPU, on it."""
+"""Matmuls of the `gpu` implementation, in Pallas' interpreter or, where there is a GPU, on it."""
 
 import functools
 
@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levanter_infer.kernels.linear_gpu import stacked_products
+from levanter_infer.kernels.gpu.linear import stacked_matmul
 
 LAYERS, LAYER = 3, 1
 
 
 @functools.cache
-def products():
-    return jax.jit(functools.partial(stacked_products, interpret=jax.default_backend() != "gpu"))
+def matmul():
+    return jax.jit(functools.partial(stacked_matmul, interpret=jax.default_backend() != "gpu"))
 
 
 def problem(rows, ins, outs, dtype="bfloat16"):
@@ -28,17 +28,17 @@ def problem(rows, ins, outs, dtype="bfloat16"):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("rows, ins, outs", [(1, 128, (32, 40, 7)), (5, 72, (33,)), (70, 136, (130, 20))])
-def test_products_equal_numpy(rows, ins, outs, dtype):
+def test_matmul_equal_numpy(rows, ins, outs, dtype):
     x, weights = problem(rows, ins, outs, dtype)
-    for y, weight in zip(products()(x, weights, jnp.int32(LAYER)), weights, strict=True):
+    for y, weight in zip(matmul()(x, weights, jnp.int32(LAYER)), weights, strict=True):
         exact = np.asarray(x, np.float64) @ np.asarray(weight[LAYER], np.float64).T
         np.testing.assert_allclose(y, exact, atol=1e-4, rtol=1e-5)
 
 
 def test_tiles_of_rows_that_do_not_count_give_zeros_and_may_hold_nan():
     x, weights = problem(130, 64, (20,))
-    whole = products()(x, weights, jnp.int32(LAYER))[0]
-    some = products()(x.at[64:].set(jnp.nan), weights, jnp.int32(LAYER), jnp.int32(64))[0]
+    whole = matmul()(x, weights, jnp.int32(LAYER))[0]
+    some = matmul()(x.at[64:].set(jnp.nan), weights, jnp.int32(LAYER), jnp.int32(64))[0]
     np.testing.assert_array_equal(some[:64], whole[:64])
     assert not some[64:].any()
 
@@ -46,4 +46,4 @@ def test_tiles_of_rows_that_do_not_count_give_zeros_and_may_hold_nan():
 def test_float32_is_refused():
     x, weights = problem(2, 64, (20,), "float32")
     with pytest.raises(ValueError, match='bfloat16 or float16, not float32 times float32; use "xla"'):
-        products()(x, weights, jnp.int32(LAYER))
+        matmul()(x, weights, jnp.int32(LAYER))

@@ -13,8 +13,8 @@ from jax.extend.core import Jaxpr
 
 from levanter_infer.bench.attention import Case, inputs
 from levanter_infer.kernels import ragged_paged_attention
-from levanter_infer.kernels.rpa_tpu_sizes import Tile
 from levanter_infer.kernels.tiling import Tiles
+from levanter_infer.kernels.tpu.sizes import Tile
 from tests.jaxprs import LOOPS, body, equations
 from tests.kernels.ragged import RUNS_HERE, Sizes, for_tpu, make_ragged
 
@@ -98,17 +98,17 @@ def test_a_tpu_fetches_each_page_once_whole_and_ahead_of_its_use(transfers):
 
 
 def visits(jaxpr: Jaxpr, pool: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Of each loop body that reads the pool itself: (reads of the pool, matrix products)."""
-    reads, products = 0, 0
+    """Of each loop body that reads the pool itself: (reads of the pool, matmuls)."""
+    reads, matmul = 0, 0
     for eqn in equations(jaxpr, into_loops=False):
         if eqn.primitive.name in LOOPS:
             yield from visits(body(eqn), pool)
         elif eqn.primitive.name == "dot_general":
-            products += 1
+            matmul += 1
         elif eqn.primitive.name in ("gather", "dynamic_slice", "masked_load", "load", "get"):
             reads += getattr(eqn.invars[0].aval, "shape", None) == pool
     if reads:
-        yield reads, products
+        yield reads, matmul
 
 
 @pytest.mark.parametrize("impl", ["xla", "gpu_interpret"])
@@ -118,8 +118,8 @@ def test_values_are_summed_in_the_visit_that_reads_their_keys(impl):
     program = jax.make_jaxpr(lambda arrays: ragged_paged_attention(**arrays, scale=0.3, impl=impl))(batch.arrays)
     found = list(visits(program.jaxpr, batch.arrays["kv_pages"].shape))
     assert len(found) == 2, found  # a loop for rows with one query, one for the others
-    for reads, products in found:
-        assert products == 2
+    for reads, matmul in found:
+        assert matmul == 2
         # `xla` has a branch for a CPU, with a gather each for keys and for values, and one for other platforms.
         assert reads == (3 if impl == "xla" else 2)
 

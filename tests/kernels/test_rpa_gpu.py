@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levanter_infer.kernels import ragged_paged_attention, rpa_gpu
+from levanter_infer.kernels import ragged_paged_attention
+from levanter_infer.kernels.gpu import attention as rpa_gpu
 from tests.kernels.ragged import RUNS_HERE, Sizes, bits, dense_attention, lowers_for_gpu, make_ragged
 
 GPU = RUNS_HERE[-1]

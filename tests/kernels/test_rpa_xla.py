@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levanter_infer.kernels import ragged_paged_attention, rpa_xla
+from levanter_infer.kernels import ragged_paged_attention
+from levanter_infer.kernels.xla import attention as rpa_xla
 from tests.hlo import pool_copies
 from tests.kernels.ragged import LAYERS, Sizes, bits, make_ragged
 

@@ -40,7 +40,7 @@ def test_linear_equals_numpy_at_any_row_count(rows):
 
 
 def test_bf16_products_are_summed_in_float32(getkey):
-    # Each of the 256 products after the first is lost if the running sum is kept in bfloat16.
+    # Each of the 256 matmuls after the first is lost if the running sum is kept in bfloat16.
     weight = hax.ones((Axis("embed", 1), Axis("mlp", 257)), dtype=jnp.bfloat16)
     x = hax.named(jnp.full((4, 257), 1, jnp.bfloat16).at[:, 0].set(256), ("token", "mlp"))
     assert np.asarray(Linear(weight=weight, bias=None, num_in=1)(x).array, np.float32).tolist() == [[512.0]] * 4

@@ -10,7 +10,7 @@ import pytest
 from haliax import Axis, NamedArray
 
 from levanter_infer.axes import EMBED, EXPERT, LAYERS, MLP, TOKEN
-from levanter_infer.kernels import cpu
+from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.layers.moe import Moe, block_size
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.models.decoder import DecoderModel

@@ -11,7 +11,7 @@ import pytest
 
 from levanter_infer.axes import POSITION, ROW, SEQ_PAGE, TOKEN
 from levanter_infer.cache import KvPages, PageBatchInfo
-from levanter_infer.kernels import cpu
+from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.layers.linear import Linear, PanelLinear
 from levanter_infer.layers.rotary import RopeConfig

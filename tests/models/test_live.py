@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams, adopt_model
-from levanter_infer.kernels import cpu
+from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams, from_levanter
+from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.layers.rotary import frequencies
 from levanter_infer.models.registry import FAMILIES
 from tests.golden_cases import NUM_GREEDY, GoldenCase, load_case, make_weights
@@ -50,7 +50,7 @@ def pointers(tree) -> list[int]:
 
 def test_the_engine_samples_from_the_arrays_of_the_model_and_gives_the_tokens_of_its_checkpoint():
     case, model = case_and_model("llama3")
-    tokens, engine = greedy(model, case, products="xla")
+    tokens, engine = greedy(model, case, matmul="xla")
     assert tokens == expected(case)
     assert pointers(engine.model) == pointers(model)
 
@@ -58,7 +58,7 @@ def test_the_engine_samples_from_the_arrays_of_the_model_and_gives_the_tokens_of
 def test_with_sixteen_bits_the_bits_are_shared_too():
     case, _ = case_and_model("llama3")
     model = live_model(case.config, make_weights("llama3", case.config), dtype=jnp.bfloat16)
-    engine = InferenceEngine(model, config=EngineConfig(**SIZES, products="xla"))
+    engine = InferenceEngine(model, config=EngineConfig(**SIZES, matmul="xla"))
     shared = set(pointers(engine.model)) & set(pointers(model))
     assert len(shared) == len(pointers(model))
 
@@ -68,9 +68,9 @@ def test_the_forward_of_every_kind_is_that_of_its_checkpoint(name):
     older = dict(kv_name="kv_heads", layer_name="layers") if name == "qwen2" else {}
     case, model = case_and_model(name, **older)
     if case.config.get("original_max_position_embeddings"):
-        adopted = adopt_model(model, case.config)  # longrope: what Levanter does not have
+        adopted = from_levanter(model, case.config)  # longrope: what Levanter does not have
     else:
-        adopted = adopt_model(model)
+        adopted = from_levanter(model)
     assert adopted.config.model_type == case.config["model_type"]
     prompt = case.prompts[0]
     logits = jax.jit(lambda model, tokens: model(tokens).array)(adopted, hax.named(prompt.tokens, "position"))
@@ -81,7 +81,7 @@ def test_the_forward_of_every_kind_is_that_of_its_checkpoint(name):
 @pytest.mark.skipif(not cpu.available(), reason="the kernels for CPUs were not built")
 def test_where_weights_are_laid_out_anew_the_model_stays_its_owners():
     case, model = case_and_model("llama3")
-    tokens, engine = greedy(model, case, products="cpu")
+    tokens, engine = greedy(model, case, matmul="cpu")
     assert tokens == expected(case)
     assert not set(pointers(engine.model.layers.mlp)) & set(pointers(model))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(model) if isinstance(leaf, jax.Array))
@@ -90,10 +90,10 @@ def test_where_weights_are_laid_out_anew_the_model_stays_its_owners():
 def test_its_parameters_alone_and_traced_ones_will_do():
     case, model = case_and_model("llama3")
     params, prompt = eqx.filter(model, eqx.is_array), case.prompts[0]
-    adopted = adopt_model(_dicts(params), case.config)
-    assert pointers(adopted) == pointers(model) and adopted.config == adopt_model(model).config
+    adopted = from_levanter(_dicts(params), case.config)
+    assert pointers(adopted) == pointers(model) and adopted.config == from_levanter(model).config
     tokens = hax.named(prompt.tokens, "position")
-    logits = jax.jit(lambda params: adopt_model(params)(tokens).array)(params)
+    logits = jax.jit(lambda params: from_levanter(params)(tokens).array)(params)
     assert abs(logits[prompt.positions] - prompt.logits).max() <= prompt.bound
 
 
@@ -112,7 +112,7 @@ def test_weights_with_inputs_first_are_turned_round():
         replace_fn=lambda weight: weight.rearrange(("layer", "embed", "mlp")),
     )
     assert (
-        adopt_model(turned).layers.mlp.up_proj.weight.array == adopt_model(model).layers.mlp.up_proj.weight.array
+        from_levanter(turned).layers.mlp.up_proj.weight.array == from_levanter(model).layers.mlp.up_proj.weight.array
     ).all()
 
 
@@ -190,7 +190,7 @@ NORM = hnn.RmsNorm(hax.Axis("embed", 64), hax.ones((hax.Axis("layer", 2), hax.Ax
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
-        adopt_model(change(case_and_model("llama3")[1]))
+        from_levanter(change(case_and_model("llama3")[1]))
 
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "mscale": 1.0}
@@ -202,7 +202,7 @@ def test_yarn_is_the_models_own_formula_and_not_only_its_name(release, kind):
     case = load_case("llama3")
     rope = Rope(1e4, YARN, yarn=release)
     model = live_model(case.config, make_weights("llama3", case.config), rope=rope)
-    adopted = adopt_model(model)
+    adopted = from_levanter(model)
     assert adopted.config.rope.kind == kind
     inv_freq, scale = frequencies(adopted.config.rope, adopted.config.head_dim, 64)
     expected, expected_scale = levanter_yarn(1e4, YARN, adopted.config.head_dim, release)
@@ -217,29 +217,29 @@ def test_a_config_whose_rope_is_not_the_models_own_is_refused():
     wrong = {**case.config, "rope_scaling": None}
     assert case.config["rope_scaling"] is not None
     with pytest.raises(ValueError, match="config= says rope 'default' with theta=.*the model's own Rotary rotates"):
-        adopt_model(model, wrong)
-    assert adopt_model(model, case.config).config.rope.kind == "llama3"
+        from_levanter(model, wrong)
+    assert from_levanter(model, case.config).config.rope.kind == "llama3"
 
 
 def test_a_window_is_that_of_the_attention_layers():
     """Levanter's MistralConfig says sliding_window=4096, and its layers see everything."""
     case, model = case_and_model("llama3")
-    assert adopt_model(model).config.model_type == "llama"
-    declared = adopt_model(with_config(sliding_window=8)(model))
+    assert from_levanter(model).config.model_type == "llama"
+    declared = from_levanter(with_config(sliding_window=8)(model))
     assert (declared.config.model_type, declared.config.sliding_windows) == ("mistral", ())
-    applied = adopt_model(live_model(case.config, make_weights("llama3", case.config), window=8))
+    applied = from_levanter(live_model(case.config, make_weights("llama3", case.config), window=8))
     assert (applied.config.model_type, applied.config.sliding_windows) == ("mistral", (8,) * applied.config.num_layers)
-    given = adopt_model(model, {**case.config, "model_type": "mistral", "sliding_window": 8})
+    given = from_levanter(model, {**case.config, "model_type": "mistral", "sliding_window": 8})
     assert given.config == applied.config
     qwen3 = load_case("qwen3")
-    applied = adopt_model(live_model(qwen3.config, make_weights("qwen3", qwen3.config), window=8)).config
+    applied = from_levanter(live_model(qwen3.config, make_weights("qwen3", qwen3.config), window=8)).config
     assert (applied.model_type, applied.sliding_windows) == ("qwen3", (8,) * applied.num_layers)
 
 
 ON_A_MESH = """
 import haliax as hax, jax, numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from levanter_infer import adopt_model
+from levanter_infer import from_levanter
 from tests.models.test_live import case_and_model
 
 case, model = case_and_model("llama3")
@@ -250,7 +250,7 @@ def spread(leaf):  # its largest axis over both devices, as a trainer's FSDP has
     return jax.device_put(leaf, NamedSharding(mesh, P(*(None,) * axis, "data")))
 
 def check():
-    adopted, tokens = adopt_model(parts), hax.named(prompt.tokens, "position")
+    adopted, tokens = from_levanter(parts), hax.named(prompt.tokens, "position")
     logits = jax.jit(lambda model, tokens: model(tokens).array)(adopted, tokens)
     assert abs(np.asarray(logits)[prompt.positions] - prompt.logits).max() <= prompt.bound
 

@@ -14,9 +14,9 @@ from levanter_infer.config import load_config
 from levanter_infer.engine import tile_search
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
-from levanter_infer.kernels.rpa_tpu_sizes import Tile
-from levanter_infer.kernels.tile_table import choose
 from levanter_infer.kernels.tiling import Tiles, TileShape, propose
+from levanter_infer.kernels.tpu.sizes import Tile
+from levanter_infer.kernels.tpu.tile_table import choose
 from levanter_infer.models.registry import family_for
 from levanter_infer.plan import compiled, plan
 from levanter_infer.plan.__main__ import main
@@ -86,7 +86,7 @@ def test_figures_are_those_of_the_engine():
     assert found.weights_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(engine.model))
     assert found.pool_bytes == engine.state.kv.pages.array.nbytes
     assert found.tables_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(engine.state.decode))
-    assert (found.attention, found.products) == (engine.backend.attention, engine.backend.products)
+    assert (found.attention, found.matmul) == (engine.backend.attention, engine.backend.matmul)
 
 
 def test_heads_that_a_tpu_fills_up_to_its_lanes_count_as_they_lie():

@@ -42,7 +42,7 @@ FIGURES = Figures(
     buckets=(8, 20, 100),
     sampled_rows=20,
     attention="tpu",
-    products="xla",
+    matmul="xla",
     tiles={},
     model=MODEL,
 )

@@ -30,7 +30,7 @@ from levanter_infer.batch.shard import (
 )
 from levanter_infer.batch.store import Journal, Store
 from levanter_infer.engine.params import brief
-from levanter_infer.facts import flat
+from levanter_infer.fingerprint import flat
 
 MANIFEST = "manifest.json"
 _FORMAT = 2
@@ -257,7 +257,7 @@ def make_promise(
     return json.loads(json.dumps(promise))  # as it is when read
 
 
-def job_facts(promise: Mapping[str, Any], there: Mapping[str, Any] | None) -> dict[str, str]:
+def job_fingerprint(promise: Mapping[str, Any], there: Mapping[str, Any] | None) -> dict[str, str]:
     """What all processes of a job must have in common: what they would promise, and what they find promised. Paths may
     differ."""
 

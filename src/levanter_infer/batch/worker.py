@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from levanter_infer.batch import tables
 from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.batch.drive import Driver, Totals
-from levanter_infer.batch.job import Job, check_same, job_facts, make_promise, read_promise
+from levanter_infer.batch.job import Job, check_same, job_fingerprint, make_promise, read_promise
 from levanter_infer.batch.layout import layout_of
 from levanter_infer.batch.plan import Input, InputShard, Plan
 from levanter_infer.batch.shard import JOB, dumps
 from levanter_infer.batch.store import Store, open_store
 from levanter_infer.batch.together import followed, told
 from levanter_infer.config import CHAT_KEYS
-from levanter_infer.facts import device_facts, model_facts, tokenizer_facts, version_facts
+from levanter_infer.fingerprint import device_fingerprint, model_fingerprint, tokenizer_fingerprint, version_fingerprint
 from levanter_infer.frontend import make_engine, say
 from levanter_infer.rows import chat_settings
 from levanter_infer.runtime.agreement import agree
@@ -29,7 +29,7 @@ LOG_SECONDS = 10
 """Between lines about the job."""
 _SCHEDULING = ("max_round_steps", "max_round_seconds", "recompilation", "host_bytes", "preempt", "admission")
 """Keys of the engine that decide when something is computed, and never what."""
-_SIZES = ("page_size", "max_pages", "max_seq_len", "max_step_tokens", "kv_dtype", "attention", "products", "cpu_isa")
+_SIZES = ("page_size", "max_pages", "max_seq_len", "max_step_tokens", "kv_dtype", "attention", "matmul", "cpu_isa")
 """Keys that the first run chooses for all others, where the configuration does not: what is refused depends on them."""
 
 
@@ -96,7 +96,7 @@ def open_worker(
     wanted = _config_facts(config)
     promise = read_promise(store)
     if hosts is not None:
-        agree(hosts, "job", job_facts(make_promise(wanted, facts, {}, plan), promise))
+        agree(hosts, "job", job_fingerprint(make_promise(wanted, facts, {}, plan), promise))
     engine = None
     while True:
         sizes = None
@@ -183,12 +183,12 @@ def _facts(config: BatchRunConfig) -> dict[str, Any]:
     from levanter_infer.checkpoints.source import resolve_source
 
     return {
-        "model": model_facts(resolve_source(config.model.path, config.model.revision)),
-        "tokenizer": tokenizer_facts(
+        "model": model_fingerprint(resolve_source(config.model.path, config.model.revision)),
+        "tokenizer": tokenizer_fingerprint(
             config.tokenizer or config.model.path, None if config.tokenizer else config.model.revision
         ),
-        "versions": version_facts(("pyarrow",) if config.batch.format == "parquet" else ()),
-        "device": device_facts(config.engine_config().cpu_isa),
+        "versions": version_fingerprint(("pyarrow",) if config.batch.format == "parquet" else ()),
+        "device": device_fingerprint(config.engine_config().cpu_isa),
     }
 
 
@@ -226,7 +226,7 @@ def _sizes_here(config: BatchRunConfig, sizes: dict[str, Any]) -> dict[str, Any]
 
     Raises: ValueError if it computes otherwise than the job began, and the job promises equal bytes.
     """
-    from levanter_infer.kernels import cpu
+    from levanter_infer.kernels.cpu import bindings as cpu
 
     isa = sizes.get("cpu_isa")
     usable = cpu.isas() if isa is not None and cpu.available() else ()

@@ -14,7 +14,7 @@ COMMANDS = {
     "page-size": "tokens/s, step times and waste over page sizes and batches",
     "open-loop": "requests that come at any time: latencies, phases, continuous against static batches",
     "preemption": "pools too small for their load: tokens/s of computing again and of moving pages to the host",
-    "products": "the matrix products of a step alone: what a step takes at least",
+    "matmul": "the matmuls of a step alone: what a step takes at least",
     "scenarios": "long contexts, mixed lengths, a growing chat, with and without a cache",
     "startup": "from the start of a process to its first token; compilation over the layers",
     "throughput": "prefill and decode tokens/s of a random model",

@@ -25,7 +25,8 @@ from levanter_infer.bench.report import digest, emit, measured, provenance, spre
 from levanter_infer.bench.workload import numbers
 from levanter_infer.cache import KvPages, PageBatchInfo
 from levanter_infer.decode.programs import compile_program
-from levanter_infer.kernels import IMPLEMENTATIONS, cpu, ragged_paged_attention
+from levanter_infer.kernels import IMPLEMENTATIONS, ragged_paged_attention
+from levanter_infer.kernels.cpu import bindings as cpu
 
 LAYERS = 2
 """Of the pool; a measurement visits them in turn, so that none is read from a processor's cache only because it was
@@ -63,7 +64,7 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Of both products, over the keys that each query sees."""
+        """Of both matmuls, over the keys that each query sees."""
         seen = sum(range(self.context - self.queries + 1, self.context + 1))
         return 4 * self.batch * seen * self.heads * self.head_dim
 

@@ -21,11 +21,11 @@ from levanter_infer.cache.named import replace
 from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.paging import release
+from levanter_infer.decode.prefix import insert_prefix, match_prefix
 from levanter_infer.decode.programs import compile_program
 from levanter_infer.decode.sampling import SampleOutput, SamplingLimits
 from levanter_infer.decode.sequence_table import FINISHED, RUNNING, WAITING
 from levanter_infer.decode.shapes import Shapes
-from levanter_infer.decode.sharing import register_pages, reuse_pages
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.decode.step import append, batch_info, empty_sample, schedule
 
@@ -196,8 +196,8 @@ def measure_prefix(num_pages: int, prompt_len: int, *, repeats: int) -> dict[str
         sizes, max_seq_len=prompt_len + PAGE_SIZE, max_step_tokens=prompt_len, prefix_cache=True
     )
     nobody, order = jnp.zeros(slots, jnp.bool_), jnp.arange(slots, dtype=jnp.int32)
-    fill = compile_program(lambda state, filled: register_pages(state, shapes, filled, nobody))
-    find = compile_program(lambda state: reuse_pages(state, shapes, order)[0])
+    fill = compile_program(lambda state, filled: insert_prefix(state, shapes, filled, nobody))
+    find = compile_program(lambda state: match_prefix(state, shapes, order)[0])
     give_back = compile_program(lambda state: release(state, order == 0))
     state = give_back(fill(_one_prompt(shapes, pages, prompt_len), jnp.where(order == 0, pages, 0)))
     found = find(state)

@@ -10,7 +10,7 @@ import jax
 from levanter_infer.bench.report import spread
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig
-from levanter_infer.kernels import cpu
+from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.layers.linear import PanelLinear
 from levanter_infer.models.decoder import DecoderModel
 
@@ -57,7 +57,7 @@ def prepared_for(isas: Sequence[str], model: DecoderModel) -> dict[str, DecoderM
     prepared: dict[str, DecoderModel] = {}
     for isa in isas:
         alike = next((name for name in prepared if cpu.panel_width(name) == cpu.panel_width(isa)), None)
-        config = EngineConfig(cpu_isa=isa, products="cpu")
+        config = EngineConfig(cpu_isa=isa, matmul="cpu")
         prepared[isa] = (
             with_isa(prepared[alike], isa)
             if alike is not None

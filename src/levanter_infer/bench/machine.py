@@ -55,7 +55,7 @@ class Peaks:
     memory_gbps: float
     """GB/s read from its memory; what lies in a processor's cache can be read faster."""
     tflops: float
-    """10¹² floating-point operations a second in matrix products."""
+    """10¹² floating-point operations a second in matmuls."""
 
 
 _KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p"}
@@ -65,7 +65,7 @@ _KINDS |= {"TPU v6 lite": "v6e", "TPU v6e": "v6e"}
 def device_peaks(dtype: str) -> Peaks | None:
     """Of this process's first device: measured on a CPU, else from its maker's data sheet; None for an unknown device.
 
-    The rate of a CPU is the higher one of XLA's products in `dtype` and in float32.
+    The rate of a CPU is the higher one of XLA's matmuls in `dtype` and in float32.
     """
     device = jax.devices()[0]
     if device.platform == "cpu":

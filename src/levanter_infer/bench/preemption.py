@@ -22,8 +22,8 @@ from levanter_infer.engine.request import Request
 
 _PAGE = 16
 _COUNTED = (
-    *("preemptions", "recomputed_tokens", "generated_tokens", "spilled_pages", "prefetched_pages"),
-    *("spill_s", "prefetch_s", "rounds", "steps"),
+    *("preemptions", "recomputed_tokens", "generated_tokens", "offloaded_pages", "prefetched_pages"),
+    *("offload_s", "prefetch_s", "rounds", "steps"),
 )
 
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=512, help="prompt tokens of each; default 512")
     parser.add_argument("--output", type=int, default=256, help="generated tokens of each; default 256")
     parser.add_argument("--times", type=numbers, default=(1, 4), help="how many times too small; default 1,4")
-    parser.add_argument("--policies", default="recompute,spill")
+    parser.add_argument("--policies", default="recompute,offload")
     parser.add_argument("--prefix-cache", action="store_true", help="pages that were given up may be found again")
     parser.add_argument("--repeats", type=int, default=3)
     add_model_arguments(parser)

@@ -15,7 +15,7 @@ import numpy as np
 
 from levanter_infer.bench.machine import Peaks
 from levanter_infer.engine.metrics import METRICS
-from levanter_infer.facts import haliax_version
+from levanter_infer.fingerprint import haliax_version
 
 
 def provenance() -> dict[str, object]:

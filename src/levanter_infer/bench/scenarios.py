@@ -370,7 +370,7 @@ def layer(args) -> Iterator[dict]:
 
 
 def step_flops(model: DecoderModel, batch: int, live_tokens: float) -> float:
-    """Operations of a decode step of `batch` sequences with so many stored tokens together: products with all weights,
+    """Operations of a decode step of `batch` sequences with so many stored tokens together: matmuls with all weights,
     of which the embeddings are the head's, and attention."""
     c = model.config
     return 2.0 * batch * c.num_parameters + 4.0 * live_tokens * c.num_heads * c.head_dim * c.num_layers

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--modes", default="greedy,sampled", help=f"of {', '.join(SAMPLING)}")
     parser.add_argument("--attention", default="auto", help="engine.attention; default auto")
-    parser.add_argument("--products", default="auto", help="engine.products; default auto")
+    parser.add_argument("--matmul", default="auto", help="engine.matmul; default auto")
     add_isa_argument(parser)
     add_model_arguments(parser)
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
         longest = round_up(prompt + output + 1, 16)
 
         def engine(cpu_isa: str, batch=batch, longest=longest) -> InferenceEngine:
-            kernels = dict(attention=args.attention, products=args.products, cpu_isa=cpu_isa)
+            kernels = dict(attention=args.attention, matmul=args.matmul, cpu_isa=cpu_isa)
             config = EngineConfig(max_seqs=batch, max_seq_len=longest, prefix_cache=False, **kernels)
             return InferenceEngine(model, config=config)
 

@@ -10,10 +10,10 @@ from levanter_infer.axes import HEAD_SIZE, KV_HEADS, KV_PAIR, LAYERS, PAGE, PAGE
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.named import full, replace
 from levanter_infer.kernels import int8
-from levanter_infer.kernels.cpu import place_tokens
-from levanter_infer.kernels.kv_write_tpu import write_kv
+from levanter_infer.kernels.cpu.bindings import place_tokens
 from levanter_infer.kernels.rules import decode_bits
-from levanter_infer.kernels.tpu_pool import LANES, TpuPool
+from levanter_infer.kernels.tpu.kv_write import write_kv
+from levanter_infer.kernels.tpu.pool import LANES, TpuPool
 
 _BITS = {1: jnp.uint8, 2: jnp.uint16}
 

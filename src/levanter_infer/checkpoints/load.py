@@ -92,7 +92,7 @@ def open_model(source: Source, *, dtype: str | None = None) -> StoredModel:
             model = set_parameter(model, param.path, _read(param, tensors, stored, layout))
         if config.tie_word_embeddings and _LM_HEAD in tensors:
             _check_tied(tensors[_LM_HEAD], tensors[_EMBEDDINGS])
-        return model if layout is None else model.spread_as(layout)
+        return model if layout is None else model.shard_as(layout)
 
     return StoredModel(types, read)
 

@@ -10,7 +10,7 @@ from haliax import NamedArray
 from levanter_infer.cache.named import replace
 from levanter_infer.cache.page_table import ragged_index, run_if
 from levanter_infer.decode.beam_table import BeamParams
-from levanter_infer.decode.host_tier import HostTerms
+from levanter_infer.decode.kv_offload import HostTerms
 from levanter_infer.decode.paging import free_pages_for_finished
 from levanter_infer.decode.sampling import SamplingTable
 from levanter_infer.decode.sequence_table import ABORT, FINISHED, FREE, LOADING, NOT_FINISHED, WAITING
@@ -48,7 +48,7 @@ class Admission(eqx.Module):
     """Slots to end with reason ABORT."""
     max_steps: ht.i32[NamedArray, ""]
     """Steps after which the round ends."""
-    wanted_slots: ht.i32[NamedArray, ""]
+    min_free_slots: ht.i32[NamedArray, ""]
     """Empty slots that the host needs to admit its next request: the round ends early when there are as many, places
     are empty and nothing waits. More than there are slots: the host has nothing further."""
     has_pieces: ht.bool_[NamedArray, ""]

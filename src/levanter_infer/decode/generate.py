@@ -75,7 +75,7 @@ def generate_all(
     ring = OutputRing.init(shapes.ring_size, shapes.limits.max_logprobs)
     forever = jnp.int32(jnp.iinfo(jnp.int32).max)
     state, ring = run_steps(
-        model, state, ring, shapes, attention, max_steps=forever, wanted_slots=jnp.int32(shapes.num_slots + 1)
+        model, state, ring, shapes, attention, max_steps=forever, min_free_slots=jnp.int32(shapes.num_slots + 1)
     )
     return _collect(state, ring, prompt_lens=lens, max_tokens=max_tokens, shapes=shapes)
 

@@ -8,7 +8,7 @@ from jax import Array
 
 from levanter_infer.cache.prefix_table import UNKNOWN
 from levanter_infer.decode.programs import compile_program
-from levanter_infer.decode.sequence_table import FINISHED, FREE, LOADING, RUNNING, SPILLED, WAITING, is_private_root
+from levanter_infer.decode.sequence_table import FINISHED, FREE, LOADING, RUNNING, SWAPPED, WAITING, is_private_root
 from levanter_infer.decode.state import DecodeState
 
 
@@ -37,7 +37,7 @@ def violations(state: DecodeState) -> dict[str, Array]:
     twice = _repeats(jnp.where(holds, indices, num_pages), num_pages)
 
     status = table.status.array
-    idle = (status == FREE) | (status == SPILLED) | (status == FINISHED)
+    idle = (status == FREE) | (status == SWAPPED) | (status == FINISHED)
     live = (status > FREE) & (status < FINISHED)
     lens = table.seq_lens.array
     counted = {

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from levanter_infer.decode.admission import Admission, admit
-from levanter_infer.decode.host_tier import ends_for_host, host_call
+from levanter_infer.decode.kv_offload import ends_for_host, host_call
 from levanter_infer.decode.outputs import OutputRing, RoundOutputs, pack_outputs
 from levanter_infer.decode.sequence_table import FINISHED, FREE, RUNNING, WAITING
 from levanter_infer.decode.shapes import Shapes
@@ -28,7 +28,7 @@ def run_round(
         shapes,
         attention,
         max_steps=admission.max_steps.array,
-        wanted_slots=admission.wanted_slots.array,
+        min_free_slots=admission.min_free_slots.array,
         host=admission.host,
     )
     call = None if admission.host is None else host_call(state.decode, shapes, admission.host)
@@ -43,13 +43,13 @@ def run_steps(
     attention: AttentionSpec,
     *,
     max_steps,
-    wanted_slots,
+    min_free_slots,
     host=None,
 ) -> tuple[GenState, OutputRing]:
     """Step while there is work.
 
     The loop ends when nothing is pending, the ring could not hold another step, `max_steps` is reached, or places
-    are empty that the host could fill (`wanted_slots`, see `Admission`), or pages should be moved (`host`).
+    are empty that the host could fill (`min_free_slots`, see `Admission`), or pages should be moved (`host`).
     """
 
     def goes_on(carry):
@@ -57,7 +57,7 @@ def run_steps(
         more = (
             (steps < max_steps)
             & (ring.count.array + shapes.max_seqs <= ring.size)
-            & has_work(state.decode, shapes, wanted_slots)
+            & has_work(state.decode, shapes, min_free_slots)
         )
         return more if host is None else more & ~ends_for_host(state.decode, shapes, host)
 
@@ -70,11 +70,11 @@ def run_steps(
     return state, ring
 
 
-def has_work(state: DecodeState, shapes: Shapes, wanted_slots) -> jax.Array:
+def has_work(state: DecodeState, shapes: Shapes, min_free_slots) -> jax.Array:
     """Whether a step would compute anything, and nobody better could use its place. bool[]"""
     table = state.sequences
     running = jnp.sum(table.is_status(RUNNING), dtype=jnp.int32)
     waiting = jnp.any(table.is_status(WAITING))
     empty = jnp.sum(table.is_status(FREE) | table.is_status(FINISHED), dtype=jnp.int32)
-    hungry = ~waiting & (running < shapes.max_seqs) & (empty >= wanted_slots)
-    return ((running > 0) | waiting) & ~hungry
+    starved = ~waiting & (running < shapes.max_seqs) & (empty >= min_free_slots)
+    return ((running > 0) | waiting) & ~starved

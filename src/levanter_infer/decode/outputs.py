@@ -10,7 +10,7 @@ from jax import Array
 
 from levanter_infer.axes import OUTPUT, TOP
 from levanter_infer.cache.named import full, replace, scalar
-from levanter_infer.decode.host_tier import NO_CALL
+from levanter_infer.decode.kv_offload import NO_CALL
 from levanter_infer.decode.sampling import SampleOutput
 from levanter_infer.decode.sequence_table import RUNNING, WAITING
 from levanter_infer.decode.shapes import Shapes
@@ -95,7 +95,7 @@ _SCALARS = (*_STATE_SCALARS, *Counters.__annotations__)
 
 
 def pack_outputs(state: DecodeState, ring: OutputRing, host_call: Array | None = None) -> RoundOutputs:
-    """Args: host_call: what the host should do about pages, see `host_tier.host_call`."""
+    """Args: host_call: what the host should do about pages, see `kv_offload.host_call`."""
     table, ref_counts, prefix = state.sequences, state.page_table.ref_counts.array, state.prefix
     scalars = {
         "count": ring.count.array,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.cache.named import replace
-from levanter_infer.decode.sequence_table import RUNNING, SPILLED, WAITING, is_ready, pages_for, precede
+from levanter_infer.decode.sequence_table import RUNNING, SWAPPED, WAITING, is_ready, pages_for, precede
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
 
@@ -39,8 +39,8 @@ def start_waiting(state: DecodeState, shapes: Shapes, order: Array) -> DecodeSta
     running, ready = table.is_status(RUNNING), is_ready(table)
     if state.beams is not None:  # their beams wait for pages of their leader while they run
         ready |= table.is_status(WAITING) & state.beams.searches
-    if shapes.spill:
-        ready &= precede(table, SPILLED)
+    if shapes.offload:
+        ready &= precede(table, SWAPPED)
     need = pages_to_go_on(state, shapes)
     num_running = jnp.sum(running, dtype=jnp.int32)
     available = page_table.num_free.array - jnp.sum(jnp.where(running, need, 0), dtype=jnp.int32)

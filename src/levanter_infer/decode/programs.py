@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from levanter_infer.cache import PrefixTable
 from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.beam_table import Hypotheses, hypotheses
-from levanter_infer.decode.host_tier import Look, look, park, read_pages, readmit, write_pages
+from levanter_infer.decode.kv_offload import TableSnapshot, mark_swapped, read_pages, snapshot, swap_in, write_pages
 from levanter_infer.decode.loop import run_round
 from levanter_infer.decode.outputs import RoundOutputs
 from levanter_infer.decode.resampling import resample_samples
 from levanter_infer.decode.scoring import READ_PAGES, read_scores
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState, GenState, empty_cache
-from levanter_infer.decode.versions import enter_version
+from levanter_infer.decode.weight_updates import on_weight_update
 from levanter_infer.kernels import TPU_POOL
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.layers.layout import Layout
@@ -147,16 +147,16 @@ def _placement(leaf) -> str:
     return f" on {sharding}" if sharding is not None and sharding.num_devices > 1 else ""
 
 
-class TierPrograms:
-    """The programs that move pages between the pool and the host (`host_tier`), compiled when they are first called."""
+class OffloadPrograms:
+    """The programs of `decode/kv_offload.py`, compiled when they are first called."""
 
     def __init__(self, shapes: Shapes):
-        def look_at(state: DecodeState) -> Look:
-            return look(state, shapes)
+        def take_snapshot(state: DecodeState) -> TableSnapshot:
+            return snapshot(state, shapes)
 
-        self.look = Program(look_at)
+        self.snapshot = Program(take_snapshot)
         self.read_pages, self.write_pages = Program(read_pages), Program(write_pages, donate=(0,))
-        self.park, self.readmit = Program(park, donate=(0,)), Program(readmit, donate=(0,))
+        self.mark_swapped, self.swap_in = Program(mark_swapped, donate=(0,)), Program(swap_in, donate=(0,))
         self._programs = dict(vars(self))
 
     def compilations(self) -> dict[str, int]:
@@ -234,8 +234,8 @@ class Programs:
         self.read_scores = program("read_scores")
         self.resample = program("resample", donate=(0,))
         self.found = program("found")
-        self.enter_version = program("enter_version", donate=(0,))
-        self.tier = TierPrograms(shapes)
+        self.on_weight_update = program("on_weight_update", donate=(0,))
+        self.tier = OffloadPrograms(shapes)
 
     def extended(self, model, shapes: Shapes) -> "Programs":
         """Programs for `shapes`, which ask for more tables than these have; their `extend` takes a state of these."""
@@ -329,7 +329,7 @@ def _spmd(functions: dict[str, Callable], layout: Layout) -> dict[str, Callable]
     state = jax.eval_shape(functions["init"])
     results: dict[str, object] = {name: state for name in ("init", "reset", "zero_cache", "extend", "resample")}
     results["round"] = (state, None)
-    results["enter_version"] = state.decode
+    results["on_weight_update"] = state.decode
     return {name: layout.spmd(function, results.get(name)) for name, function in functions.items()}
 
 
@@ -380,7 +380,7 @@ def _functions(
         "read_scores": read_scores,
         "resample": resample,
         "found": found,
-        "enter_version": enter_version,
+        "on_weight_update": on_weight_update,
     }
 
 

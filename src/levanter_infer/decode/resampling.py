@@ -29,7 +29,7 @@ def resample(state: DecodeState, mask: Array, ancestors: Array) -> DecodeState:
         mask: bool[seq]
         ancestors: i32[seq], any map: several slots may name one, which need not be in the mask. Naming oneself costs
             nothing. Ignored outside of the mask.
-    Requires: none of these slots is left to the host (LOADING, SPILLED).
+    Requires: none of these slots is left to the host (LOADING, SWAPPED).
     """
     slots = jnp.arange(state.sequences.num_slots, dtype=jnp.int32)
     ancestors = jnp.where(mask, ancestors, slots)

@@ -24,7 +24,7 @@ from levanter_infer.decode.sampling_filters import filter_thresholds
 from levanter_infer.decode.sampling_table import SamplingLimits as SamplingLimits
 from levanter_infer.decode.sampling_table import SamplingTable as SamplingTable
 from levanter_infer.decode.sampling_table import stop_match as stop_match
-from levanter_infer.layers.spread import Vocabulary
+from levanter_infer.layers.shard_axis import Vocabulary
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this one mean the likeliest token."""

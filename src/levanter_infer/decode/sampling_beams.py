@@ -16,7 +16,7 @@ from levanter_infer.decode.sampling import (
     one_token_stops,
 )
 from levanter_infer.decode.sampling_table import SamplingLimits, SamplingTable
-from levanter_infer.layers.spread import Vocabulary
+from levanter_infer.layers.shard_axis import Vocabulary
 
 
 def candidates(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.layers.spread import VOCAB_GROUPS, Vocabulary
+from levanter_infer.layers.shard_axis import VOCAB_GROUPS, Vocabulary
 
 FAN = VOCAB_GROUPS
 """Children of a node of the sampling tree; a power of two."""

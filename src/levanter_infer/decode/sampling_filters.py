@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.decode.sampling_draw import row_sums
-from levanter_infer.layers.spread import Vocabulary
+from levanter_infer.layers.shard_axis import Vocabulary
 
 CANDIDATES = 64
 """Likeliest tokens among which thresholds are looked for first."""

@@ -20,7 +20,7 @@ from levanter_infer.decode.sampling import LogitStats, likeliest, logprobs_of
 from levanter_infer.decode.sequence_table import is_scored_root, pages_for
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
-from levanter_infer.kernels.cpu import logit_stats
+from levanter_infer.kernels.cpu.bindings import logit_stats
 
 _TOKENS = 64
 """Tokens whose logits are there at once: 16 to 128 take a CPU equally long for each."""

@@ -13,7 +13,7 @@ from levanter_infer.cache.page_table import Tokens, page_of
 # Status of a slot
 FREE = 0  # holds nothing, never used since the last reset
 LOADING = 1  # holds nothing and is left alone: the host has more to bring, of its prompt or of its pages
-SPILLED = 2  # holds nothing; the host brings its pages back before anybody younger starts
+SWAPPED = 2  # holds nothing; the host brings its pages back before anybody younger starts
 WAITING = 3  # ready, but without a place among the running ones
 RUNNING = 4  # takes part in every step while tokens are pending
 FINISHED = 5  # holds nothing; its results wait for the host, which may use the slot again

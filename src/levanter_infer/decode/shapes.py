@@ -6,7 +6,7 @@ from levanter_infer.cache.score_pages import ScoreShapes
 from levanter_infer.decode.sampling import SamplingLimits
 
 MIN_ROWS = 4
-"""Fewest rows of a matrix product: below it XLA's CPU products of bf16 are slow and rows lose their bits."""
+"""Fewest rows of a matmul: below it XLA's CPU matmuls of bf16 are slow and rows lose their bits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Shapes:
     """Whether pages are found again by what they hold."""
     scoring: ScoreShapes | None = None
     """None: prompts are not scored."""
-    spill: bool = False
+    offload: bool = False
     """Whether a round ends where the host could move pages, instead of taking them back at once."""
     max_beams: int = 0
     """Most beams of one search; 0: there is no beam search."""

@@ -16,14 +16,14 @@ from levanter_infer.decode.beams import fail_together, search
 from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.packing import StepPlan, choose_tokens, expect, pack, start_waiting
 from levanter_infer.decode.paging import fork_when_ready, free_pages_for_finished, preempt, take_pages
+from levanter_infer.decode.prefix import insert_prefix, match_prefix
 from levanter_infer.decode.sampling import LogitStats, SampleOutput, sample, stop_match
 from levanter_infer.decode.sampling_beams import candidates, no_candidates
 from levanter_infer.decode.scoring import registers, score_prompts
 from levanter_infer.decode.sequence_table import ERROR, LENGTH, STOP, in_order, pages_for
 from levanter_infer.decode.shapes import Shapes
-from levanter_infer.decode.sharing import register_pages, reuse_pages
 from levanter_infer.decode.state import DecodeState, GenState
-from levanter_infer.kernels.cpu import logit_stats
+from levanter_infer.kernels.cpu.bindings import logit_stats
 from levanter_infer.layers.attention import AttentionSpec
 
 
@@ -57,7 +57,7 @@ def schedule(state: DecodeState, shapes: Shapes) -> tuple[DecodeState, StepPlan,
     """
     order = in_order(state.sequences)
     state = start_waiting(state, shapes, order)
-    state, waits = reuse_pages(state, shapes, order)
+    state, waits = match_prefix(state, shapes, order)
     take = choose_tokens(state, shapes, order, waits)
     state, take = preempt(state, order, take)
     state, source, target = take_pages(state, shapes, take)
@@ -245,7 +245,7 @@ def append(
     table = replace(table, tokens=tokens, seq_lens=seq_lens, num_computed=computed)
     state = eqx.tree_at(lambda s: (s.sequences, s.counters), state, (table, counters))
     registered = filled if shapes.scoring is None else jnp.where(registers(state), filled, 0)
-    state = register_pages(state, shapes, registered, finished & (reasons == ERROR))
+    state = insert_prefix(state, shapes, registered, finished & (reasons == ERROR))
     ring = ring.push(emits, slots, sampled)
     if sampled.candidates is not None:
         state, ended, found = search(state, shapes, slots, searches, sampled.candidates)

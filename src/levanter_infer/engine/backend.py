@@ -13,9 +13,13 @@ from levanter_infer.cache import KvPages
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.config import EngineConfig, kv_dtype
 from levanter_infer.engine.instructions import AUTO, Choice, choose
-from levanter_infer.kernels import TPU_POOL, cpu, linear_gpu, rpa_gpu, rpa_tpu
+from levanter_infer.kernels import TPU_POOL
+from levanter_infer.kernels.cpu import bindings as cpu
+from levanter_infer.kernels.gpu import attention as rpa_gpu
+from levanter_infer.kernels.gpu import linear as linear_gpu
+from levanter_infer.kernels.gpu.triton import plt
 from levanter_infer.kernels.tiling import Tiles
-from levanter_infer.kernels.triton import plt
+from levanter_infer.kernels.tpu import attention as rpa_tpu
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.layers.layout import Layout
 from levanter_infer.runtime.hosts import Hosts
@@ -29,7 +33,7 @@ class Backend:
 
     platform: str
     """cpu, gpu or tpu."""
-    products: str
+    matmul: str
     """Of weights and activations: xla, cpu or gpu."""
     attention: str
     """xla, reference, cpu, gpu or tpu."""
@@ -58,9 +62,9 @@ class Backend:
             cpu_attention = "score_mod and mask_mod run in XLA only"
         resolved = Backend(
             platform=device.platform,
-            products=_resolve(
-                "products",
-                config.products,
+            matmul=_resolve(
+                "matmul",
+                config.matmul,
                 {
                     "cpu": in_parts or _cpu_misfit(device, weights, "weights"),
                     "gpu": on_mesh or _gpu_misfit(device, "weights", weights, linear_gpu.supports_dtype(weights)),
@@ -87,27 +91,27 @@ class Backend:
                 'engine.numerics="batch_invariant" is not possible for a model with experts: norms and routing in XLA '
                 "round by the size of the step; use default"
             )
-        if mesh is not None and config.preempt == "spill":
+        if mesh is not None and config.preempt == "offload":
             raise ValueError(
-                f'engine.preempt="spill" moves pages of one device, and the mesh has {mesh.size}; use "recompute"'
+                f'engine.preempt="offload" moves pages of one device, and the mesh has {mesh.size}; use "recompute"'
             )
         if config.numerics == "batch_invariant" and not chosen.is_batch_invariant:
             raise ValueError(
-                'engine.numerics="batch_invariant" needs the kernels for CPUs, for products and for attention; here '
-                f"products={chosen.products} and attention={chosen.attention}: {cpu_attention or 'set to cpu or auto'}"
+                'engine.numerics="batch_invariant" needs the kernels for CPUs, for matmuls and for attention; here '
+                f"matmul={chosen.matmul} and attention={chosen.attention}: {cpu_attention or 'set to cpu or auto'}"
             )
         return chosen
 
     def _with_instructions(self, config: EngineConfig, weights, pages) -> "Backend":
         """The same with the instruction set for weights and pages of these dtypes."""
-        if "cpu" not in (self.products, self.attention):
+        if "cpu" not in (self.matmul, self.attention):
             if config.cpu_isa != AUTO:
                 raise ValueError(
-                    f'engine.cpu_isa="{config.cpu_isa}" is for the kernels for CPUs, and here products={self.products} '
+                    f'engine.cpu_isa="{config.cpu_isa}" is for the kernels for CPUs, and here matmul={self.matmul} '
                     f"and attention={self.attention} ({self.isa_reason}); leave it out"
                 )
             return self
-        choice = choose(config.cpu_isa, weights if self.products == "cpu" else pages)
+        choice = choose(config.cpu_isa, weights if self.matmul == "cpu" else pages)
         return dataclasses.replace(self, isa_choice=choice)
 
     def agreed(self, hosts: Hosts | None) -> "Backend":
@@ -141,7 +145,7 @@ class Backend:
     @property
     def is_batch_invariant(self) -> bool:
         """Whether what a sequence gets depends on it alone, to the bit (docs/numerics.md)."""
-        return self.on_cpu and self.products == self.attention == "cpu"
+        return self.on_cpu and self.matmul == self.attention == "cpu"
 
     @property
     def on_cpu(self) -> bool:
@@ -167,7 +171,7 @@ class Backend:
             return self._as_read(model, donate)
         if self.layout.is_whole:
             return self.layout.place(self._as_read(model, donate), donate=donate)
-        return self._as_read(model if model.is_spread else self.layout.fit_model(model, donate=donate), donate)
+        return self._as_read(model if model.is_sharded else self.layout.fit_model(model, donate=donate), donate)
 
     def prepared_types(self, types):
         """The types of `prepare`'s result, of those of the model."""
@@ -178,8 +182,8 @@ class Backend:
 
     def _as_read(self, model, donate: bool = False):
         if not self.on_cpu:
-            return model.for_gpu(self.products)
-        return model.for_cpu(self.products, isa=self.isa, donate=donate)
+            return model.for_gpu(self.matmul)
+        return model.for_cpu(self.matmul, isa=self.isa, donate=donate)
 
     @property
     def mesh_sizes(self) -> dict[str, int]:

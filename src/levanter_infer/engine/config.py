@@ -41,8 +41,8 @@ class EngineConfig:
     tiles: Tiles | None = None
     """Of the attention for TPUs: pages, slots and parts of `decode`, and of `chunk` also queries. Default: those that
     are known for the shape, or proposed. `levanter_infer.plan` finds others where these do not fit."""
-    products: str = "auto"
-    """What computes matrix products: auto, xla or, on a CPU, cpu, on an NVIDIA GPU, gpu."""
+    matmul: str = "auto"
+    """What computes matmuls: auto, xla or, on a CPU, cpu, on an NVIDIA GPU, gpu."""
     cpu_isa: str = "auto"
     """Instruction set of the kernels for CPUs: auto, avx512_bf16, avx512, avx2 or generic. `auto` is the fastest that
     the processor has, by a measurement of half a second that is kept beside the compile cache."""
@@ -55,7 +55,7 @@ class EngineConfig:
     `worst_case`: for all that it may generate; nobody is preempted."""
     preempt: str = "recompute"
     """What happens to the youngest when pages run out: `recompute` (their pages are taken back, and computed again
-    later) or `spill` (the pages move to the host's memory and back)."""
+    later) or `offload` (the pages move to the host's memory and back)."""
     host_bytes: int | None = None
     """The host's memory for such pages, at most; what finds no room there is computed again. Default: a quarter of what
     is available."""
@@ -100,12 +100,12 @@ class EngineConfig:
         if not isinstance(self.prefix_cache, bool):
             raise ValueError(f"engine.prefix_cache={brief(self.prefix_cache)}: expected true or false")
         _check_choice("admission", self.admission, ("optimistic", "expected", "worst_case"))
-        _check_choice("preempt", self.preempt, ("recompute", "spill"))
+        _check_choice("preempt", self.preempt, ("recompute", "offload"))
         _check_choice("recompilation", self.recompilation, ("error", "warn"))
         _check_choice("numerics", self.numerics, ("default", "batch_invariant"))
         for name, choices in (
             ("attention", ("auto", "xla", "reference", "cpu", "gpu", "tpu")),
-            ("products", ("auto", "xla", "cpu", "gpu")),
+            ("matmul", ("auto", "xla", "cpu", "gpu")),
             ("cpu_isa", CPU_ISAS),
         ):
             value = getattr(self, name)
@@ -174,7 +174,7 @@ def resolve_shapes(
         max_round_steps=config.max_round_steps,
         admission=config.admission,
         prefix_cache=config.prefix_cache,
-        spill=config.preempt == "spill",
+        offload=config.preempt == "offload",
         upload_tokens=max(MIN_UPLOAD_TOKENS, max_step_tokens),
         limits=SamplingLimits(
             vocab_size=arch.vocab_size,

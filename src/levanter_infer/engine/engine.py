@@ -16,16 +16,16 @@ from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.beams import beams_for, enter_hypotheses
 from levanter_infer.engine.blueprint import programs_for, shapes_for
 from levanter_infer.engine.config import EngineConfig
-from levanter_infer.engine.council import Alone, RoundTerms, Together
+from levanter_infer.engine.coordination import LeaderCoordinator, LocalCoordinator, RoundTerms
 from levanter_infer.engine.forks import Forks
-from levanter_infer.engine.host_tier import HostTier
 from levanter_infer.engine.intake import Intake
+from levanter_infer.engine.kv_offload import KvOffload
 from levanter_infer.engine.memory_audit import audit
 from levanter_infer.engine.mesh import MeshConfig, make_mesh
 from levanter_infer.engine.metrics import Registry
-from levanter_infer.engine.pace import Pace
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput, as_request, as_requests, refused
+from levanter_infer.engine.round_length import RoundLengthController
 from levanter_infer.engine.scoring import SCORE_ONLY, ScoreReader, score_shapes
 from levanter_infer.engine.sequence import Group
 from levanter_infer.engine.sequence import Sequence as HostSequence
@@ -34,11 +34,11 @@ from levanter_infer.engine.spilling import Spilling
 from levanter_infer.engine.stats import Stats
 from levanter_infer.engine.turns import Turns, exclusive, waits_for_turn
 from levanter_infer.engine.uploads import Uploads
-from levanter_infer.engine.versions import Versions
-from levanter_infer.models.live import adopt_model
+from levanter_infer.engine.weight_updates import Versions
+from levanter_infer.models.live import from_levanter
 from levanter_infer.runtime.agreement import agree, agree_least
-from levanter_infer.runtime.collector import collector_paused
 from levanter_infer.runtime.compile_cache import enable_compile_cache
+from levanter_infer.runtime.garbage_collection import gc_disabled
 from levanter_infer.runtime.hosts import Hosts
 from levanter_infer.runtime.memory import peak_bytes, return_free_memory
 from levanter_infer.runtime.multihost import hosts_of_this_process
@@ -74,7 +74,7 @@ class InferenceEngine(Forks, Spilling, Versions):
     is in a call, and name it. `stats`, `metrics` and `describe` may be called at any time.
 
     Args:
-        model: a `DecoderModel`; a live model of Levanter's shape (`adopt_model`), whose weights are shared where the
+        model: a `DecoderModel`; a live model of Levanter's shape (`from_levanter`), whose weights are shared where the
             device reads them as they lie; or a `StoredModel`, which is read, and given up, after its compilation has
             begun.
         tokenizer: needed for text prompts, chats, text stops and the text of completions.
@@ -90,7 +90,7 @@ class InferenceEngine(Forks, Spilling, Versions):
     """
 
     @stage("making the engine")
-    @collector_paused()
+    @gc_disabled()
     def __init__(
         self,
         model,
@@ -110,13 +110,17 @@ class InferenceEngine(Forks, Spilling, Versions):
         self.tokenizer, self.seed = tokenizer, seed
         self._eos = tuple(tokenizer.eos_token_ids) if tokenizer is not None else ()
         has_mods = score_mod is not None or mask_mod is not None
-        model = model if isinstance(model, StoredModel) else adopt_model(model)
+        model = model if isinstance(model, StoredModel) else from_levanter(model)
         types = model.types if isinstance(model, StoredModel) else model
         self._weights_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(types))
         self.backend = Backend.choose(self.config, types, has_mods=has_mods, mesh=make_mesh(mesh))
         self._hosts = hosts_of_this_process() if hosts is None and self.backend.spans_hosts else hosts
         self.backend = self.backend.agreed(self._hosts)
-        self._council = Together(self._hosts) if self._hosts and self.backend.spans_hosts else Alone(self._hosts)
+        self._coordinator = (
+            LeaderCoordinator(self._hosts)
+            if self._hosts and self.backend.spans_hosts
+            else LocalCoordinator(self._hosts)
+        )
         is_loaded = not isinstance(model, StoredModel)
         self.shapes = shapes_for(
             self.config, types, self.backend, num_eos=len(self._eos), is_loaded=is_loaded, scoring=scoring
@@ -149,7 +153,7 @@ class InferenceEngine(Forks, Spilling, Versions):
             num_shards=self.backend.num_shards,
         )
         self._rounds = self._submissions = 0
-        self._pace = Pace(self.config.max_round_steps, self.config.max_round_seconds)
+        self._round_length = RoundLengthController(self.config.max_round_steps, self.config.max_round_seconds)
         self._turns, self._warm, self._last_end = Turns(), False, 0.0
         self._intake = Intake(self.shapes, self.config, tokenizer, seed)
         self._start_over()
@@ -185,7 +189,7 @@ class InferenceEngine(Forks, Spilling, Versions):
     def _start_over(self) -> None:
         self._slots = make_slots(self.shapes, self._eos, self.backend.num_shards)
         self._scores = ScoreReader(self._stats.registry, self.backend)
-        self._tier = HostTier(self.shapes, self._stats.registry, self.config.host_bytes)
+        self._offload = KvOffload(self.shapes, self._stats.registry, self.config.host_bytes)
         self._in_flight: _Launched | None = None
         self._known: list[HostSequence] = []
 
@@ -205,7 +209,7 @@ class InferenceEngine(Forks, Spilling, Versions):
             "max_step_tokens": shapes.max_step_tokens,
             "kv_dtype": str(kv.dtype),
             "attention": self.backend.attention,
-            "products": self.backend.products,
+            "matmul": self.backend.matmul,
             "cpu_isa": self.backend.isa,
             "numerics": self.config.numerics,
             "preempt": self.config.preempt,
@@ -306,8 +310,8 @@ class InferenceEngine(Forks, Spilling, Versions):
         return any(not group.is_done for group in self._slots.groups())
 
     def _add(self, group: Group) -> None:
-        self._slots.add(group, self._council.now() if group.timeout_s is not None else 0.0)
-        self._council.enter(group)
+        self._slots.add(group, self._coordinator.now() if group.timeout_s is not None else 0.0)
+        self._coordinator.enter(group)
         self._stats.on_submit(len(group.prompt_token_ids))
 
     def _run(self, groups: list[Group], on_update) -> None:
@@ -364,7 +368,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         Waits while another thread uses the engine, which may be as soon as the last request of this one has ended.
         """
         self._settle()
-        self.state = self._tier.recall(self.programs.tier, self.state)
+        self.state = self._offload.recall(self.programs.tier, self.state)
         while not self._slots.is_idle:
             terms = self._agree_on_round()
             self._slots.expire(terms.now)
@@ -394,22 +398,22 @@ class InferenceEngine(Forks, Spilling, Versions):
         may call this; all end the request before the same round, one of the next two, and `step_round` returns its
         sequences in all of them.
         """
-        if self._council.cancel(group):
+        if self._coordinator.cancel(group):
             self._discard(group)
 
     def _discard(self, group: Group) -> None:
         self._slots.discard(group)
-        self._tier.forget_finished()
+        self._offload.forget_finished()
 
     @property
     def is_stopping(self) -> bool:
         """Whether all processes of a mesh have agreed to stop, before the round that was launched last."""
-        return self._council.stopping
+        return self._coordinator.stopping
 
     def _agree_on_round(self, max_steps: int | None = None) -> RoundTerms:
         """What the next round is launched with; ends what was cancelled."""
-        steps = self._pace.steps(self._slots.has_prompts, max_steps)
-        terms = self._council.terms(self._rounds, steps)
+        steps = self._round_length.steps(self._slots.has_prompts, max_steps)
+        terms = self._coordinator.terms(self._rounds, steps)
         for group in terms.cancelled:
             self._known += [sequence for sequence in group.sequences if sequence.finish_reason is None]
             self._discard(group)
@@ -421,7 +425,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         return self._read(launched) if launched is not None else []
 
     @waits_for_turn
-    @collector_paused()
+    @gc_disabled()
     def warmup(self) -> None:
         """Compile all programs now rather than with the first request; later calls do nothing."""
         if self._warm:
@@ -443,7 +447,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         self._stats.registry.set("compile_s", self._compile_s)
         return_free_memory()
 
-    @collector_paused()
+    @gc_disabled()
     def _extend(self, **changes) -> None:
         """Go on with programs that can do more: `changes` to the shapes that add tables to the state.
 
@@ -475,8 +479,8 @@ class InferenceEngine(Forks, Spilling, Versions):
     def _launch_round(self, steps: int) -> _Launched:
         begin = time.perf_counter()
         with_prompts = self._slots.has_prompts
-        fields = self._slots.next_admission(self._rounds, steps) | self._tier.terms()
-        self._council.on_input(fields)
+        fields = self._slots.next_admission(self._rounds, steps) | self._offload.terms()
+        self._coordinator.on_input(fields)
         admission = self._uploads.admission(fields)
         started = time.perf_counter()
         self.state, outputs = self.programs.round(self.model, self.state, admission)
@@ -486,7 +490,7 @@ class InferenceEngine(Forks, Spilling, Versions):
             outputs,
             started,
             launch_s=time.perf_counter() - begin,
-            expected_s=self._pace.seconds(with_prompts, steps),
+            expected_s=self._round_length.seconds(with_prompts, steps),
             version=self.version,
         )
         self._rounds += 1
@@ -502,12 +506,12 @@ class InferenceEngine(Forks, Spilling, Versions):
         seconds = end - max(launched.started, self._last_end)
         self._last_end = end
         steps, prompt_steps = self._stats.on_round(outputs, seconds)
-        self._pace.on_round(prompt_steps > 0, steps, seconds)
-        self._pace.on_shards(prompt_steps > 0, self._stats.shard_steps if self._slots.is_short else [])
+        self._round_length.on_round(prompt_steps > 0, steps, seconds)
+        self._round_length.on_shards(prompt_steps > 0, self._stats.shard_steps if self._slots.is_short else [])
         found = self._slots.searches(outputs, launched.round_id, launched.version)
         enter_hypotheses(self.programs, self.state, found, self.backend)
         known = self._slots.collect(outputs, launched.round_id, launched.version)
-        self._tier.on_round(outputs.scalars["host_call"])
+        self._offload.on_round(outputs.scalars["host_call"])
         self._scores.take()
         self._scores.ask(self.programs, self.state, self._slots.take_leaving())
         self._stats.on_time(wait=ready - begin, download=end - ready, collect=time.perf_counter() - end)

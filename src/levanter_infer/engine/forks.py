@@ -8,8 +8,8 @@ import numpy as np
 
 from levanter_infer.decode.programs import Programs
 from levanter_infer.engine.backend import Backend
-from levanter_infer.engine.council import Council
-from levanter_infer.engine.host_tier import HostTier
+from levanter_infer.engine.coordination import RoundCoordinator
+from levanter_infer.engine.kv_offload import KvOffload
 from levanter_infer.engine.sequence import Group
 from levanter_infer.engine.sequence import Sequence as HostSequence
 from levanter_infer.engine.sharded import told_one_shard
@@ -24,9 +24,9 @@ class Forks(abc.ABC):
     backend: Backend
     programs: Programs
     _slots: SlotManager
-    _tier: HostTier
+    _offload: KvOffload
     _rounds: int
-    _council: Council
+    _coordinator: RoundCoordinator
     _known: list[HostSequence]
     _turns: Turns
 
@@ -74,8 +74,8 @@ class Forks(abc.ABC):
         return added
 
     def _go_on(self, group: Group, sequences: list[HostSequence], ancestors: list[int]) -> None:
-        self._council.on_input({"ancestors": np.asarray([sequences[0].arrival, *ancestors])})
-        self.state = self._tier.begin_anew(self.programs.tier, self.state, group)
+        self._coordinator.on_input({"ancestors": np.asarray([sequences[0].arrival, *ancestors])})
+        self.state = self._offload.begin_anew(self.programs.tier, self.state, group)
         fields = go_on_from(self._slots.of(group), sequences, ancestors, self._rounds)
         if fields is not None:
             fields = told_one_shard(fields, group.shard, self.backend.num_shards)

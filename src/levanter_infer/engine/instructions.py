@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from levanter_infer.decode.programs import compile_program
-from levanter_infer.kernels import cpu, huge_pages
+from levanter_infer.kernels.cpu import bindings as cpu
+from levanter_infer.kernels.cpu import huge_pages
 from levanter_infer.runtime.processor import processor_name
 from levanter_infer.runtime.records import keep_record, read_record
 
@@ -28,18 +29,18 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 ROWS = (1, 8, 32, 256)
-"""Rows of the products that are measured: decoding of one, a few and many sequences, and a chunk of a prompt."""
+"""Rows of the matmuls that are measured: decoding of one, a few and many sequences, and a chunk of a prompt."""
 TIE = 1.03
 """Times whose quotient is less than this are equal."""
 _IN_TIES = ("avx512", "avx2", "avx512_bf16", "generic")
 """Which one is taken of those that are equally fast: the one that does not round inputs, and has wider vectors."""
 _INPUTS, _BYTES = 2048, 64 * 2**20
-"""Inputs of the measured products, and bytes of their weights; a chunk of a prompt takes an eighth of them."""
+"""Inputs of the measured matmuls, and bytes of their weights; a chunk of a prompt takes an eighth of them."""
 _TURNS, _MIN_TURNS, _SECONDS = 11, 3, 0.5
 """How often each is measured in turn; fewer where that takes longer than so many seconds."""
 
 Times = Mapping[str, Sequence[float]]
-"""Milliseconds of the products of each of `ROWS`, by instruction set."""
+"""Milliseconds of the matmuls of each of `ROWS`, by instruction set."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,15 +57,15 @@ class Choice:
         if self.times is None:
             return "as configured, or the only one"
         shown = "; ".join(f"{isa} {', '.join(f'{t:.3g}' for t in times)}" for isa, times in self.times.items())
-        return f"measured: ms of products of {', '.join(map(str, ROWS))} rows: {shown}"
+        return f"measured: ms of matmuls of {', '.join(map(str, ROWS))} rows: {shown}"
 
 
 def choose(wanted: str, dtype) -> Choice:
-    """The instruction set for products with weights of `dtype`.
+    """The instruction set for matmuls with weights of `dtype`.
 
     Args:
         wanted: one of `kernels.cpu.ISAS`, or auto: the fastest, as it was measured once for this processor and build.
-    Raises: ValueError if the processor does not have it, or it has no products for `dtype`.
+    Raises: ValueError if the processor does not have it, or it has no matmuls for `dtype`.
     """
     usable = cpu.isas(dtype)
     if wanted != AUTO:
@@ -111,7 +112,7 @@ def fastest(times: Times) -> str:
 
 
 def measure(dtype: str, candidates: Sequence[str]) -> dict[str, list[float]]:
-    """Milliseconds of products of each of `ROWS`: the least of several, all candidates in turn."""
+    """Milliseconds of matmuls of each of `ROWS`: the least of several, all candidates in turn."""
     with ThreadPoolExecutor(1) as pool:  # whatever the caller is tracing, another thread traces nothing
         return pool.submit(_measure, dtype, candidates).result()
 
@@ -141,10 +142,10 @@ def _cell(isa: str, weights: np.ndarray, rows: int) -> Callable[[], Any]:
     x = jax.device_put(np.full((rows, _INPUTS), 0.01, np.float32))
     outputs = [part.size // _INPUTS]
 
-    def products(x, panels):
-        return cpu.stacked_products(x, [panels], outputs, jnp.int32(0), isa_name=isa)
+    def matmul(x, panels):
+        return cpu.stacked_matmul(x, [panels], outputs, jnp.int32(0), isa_name=isa)
 
-    program = compile_program(products).lower(x, panels).compile()
+    program = compile_program(matmul).lower(x, panels).compile()
     return functools.partial(program, x, panels)
 
 

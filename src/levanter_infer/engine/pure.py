@@ -9,17 +9,17 @@ from haliax import NamedArray
 
 from levanter_infer.axes import SEQ
 from levanter_infer.decode.generate import GenerateOutput, generate_all
+from levanter_infer.decode.no_vmap import refuse_vmap, varying_axes
 from levanter_infer.decode.sequence_table import pages_for
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import empty_cache
-from levanter_infer.decode.unbatched import refuse_vmap, varying_axes
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
 from levanter_infer.engine.encode_sampling import SamplingColumns
 from levanter_infer.engine.params import SamplingParams, check_limits
 from levanter_infer.engine.tile_search import check_given_tiles
 from levanter_infer.kernels import TPU_POOL
-from levanter_infer.models.live import adopt_model
+from levanter_infer.models.live import from_levanter
 
 
 def generate(
@@ -40,7 +40,7 @@ def generate(
     prompts, with `check_vma=False`, and with `seeds` that differ where its prompts are not other ones.
 
     Args:
-        model: a `DecoderModel`, or a live model of Levanter's shape (`adopt_model`); its arrays may be traced. Under
+        model: a `DecoderModel`, or a live model of Levanter's shape (`from_levanter`); its arrays may be traced. Under
             `shard_map` every device has all of it.
         prompt_token_ids: i32[batch, length], padded on the right with anything.
         prompt_lens: i32[batch], from 1 to `length`.
@@ -54,7 +54,7 @@ def generate(
         out of range gives an undefined continuation of that prompt; lengths are clipped to 1 … `length`.
     """
     _check_whole(model)
-    params, config, model = sampling or SamplingParams(), config or EngineConfig(), adopt_model(model)
+    params, config, model = sampling or SamplingParams(), config or EngineConfig(), from_levanter(model)
     prompts, lens = jnp.asarray(prompt_token_ids, jnp.int32), jnp.asarray(prompt_lens, jnp.int32)
     varying = varying_axes((model, prompts, lens, seeds))
     if varying:
@@ -109,7 +109,7 @@ def _check_whole(model) -> None:
                 "a shard_map give every device all parameters (in_specs of PartitionSpec()), or use InferenceEngine "
                 "with a mesh, which spreads them itself"
             )
-    if getattr(model, "is_spread", False):
+    if getattr(model, "is_sharded", False):
         raise ValueError("generate was given the model of an engine on a mesh; give it the model as it was loaded")
 
 
@@ -122,8 +122,8 @@ def _refuse_what_needs_a_host(params: SamplingParams, config: EngineConfig) -> N
         raise ValueError("stop strings need a host; use stop_token_ids, or InferenceEngine")
     if params.prompt_logprobs is not None:
         raise ValueError("prompt_logprobs come from InferenceEngine only; leave it out, or use InferenceEngine.score")
-    if config.preempt == "spill":
-        raise ValueError('engine.preempt="spill" needs a host; use "recompute", or InferenceEngine')
+    if config.preempt == "offload":
+        raise ValueError('engine.preempt="offload" needs a host; use "recompute", or InferenceEngine')
 
 
 def _shapes(config: EngineConfig, model, params: SamplingParams, shape: tuple[int, ...], num_eos: int) -> Shapes:

@@ -14,7 +14,7 @@ from levanter_infer.decode.sequence_table import ABORT, DEFAULT_ROOT, ERROR, FIN
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.beams import beam_params
 from levanter_infer.engine.encode_sampling import SamplingColumns
-from levanter_infer.engine.host_tier import host_terms
+from levanter_infer.engine.kv_offload import host_terms
 from levanter_infer.engine.pending import PendingQueue
 from levanter_infer.engine.sequence import Group, Sequence
 
@@ -149,7 +149,7 @@ class SlotManager:
         fields["has_pieces"] = np.asarray(bool(pieces))
         fields["has_cancellations"] = np.asarray(bool(self._cancel))
         fields["max_steps"] = np.asarray(max_steps, np.int32)
-        fields["wanted_slots"] = np.asarray(self._wanted_slots(), np.int32)
+        fields["min_free_slots"] = np.asarray(self._min_free_slots(), np.int32)
         self._cancel = set()
         return fields
 
@@ -174,7 +174,7 @@ class SlotManager:
         """Whether the next round may compute prompts: a sequence that is there, or waits, has no token yet."""
         return bool(self._pending) or any(not s.token_ids for s in self._occupants.values())
 
-    def _wanted_slots(self) -> int:
+    def _min_free_slots(self) -> int:
         if self._loading:
             return 0
         first = self.first_waiting
@@ -359,10 +359,10 @@ def empty_admission(shapes: Shapes) -> Admission:
         beams=beam_params([], shapes) if shapes.max_beams else None,
         cancel=array(SEQ, shapes.num_slots, False, np.bool_),
         max_steps=_scalar(np.asarray(0, np.int32)),
-        wanted_slots=_scalar(np.asarray(shapes.num_slots + 1, np.int32)),
+        min_free_slots=_scalar(np.asarray(shapes.num_slots + 1, np.int32)),
         has_pieces=_scalar(np.asarray(False)),
         has_cancellations=_scalar(np.asarray(False)),
-        host=host_terms() if shapes.spill else None,
+        host=host_terms() if shapes.offload else None,
     )
 
 

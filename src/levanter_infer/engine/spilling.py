@@ -5,7 +5,7 @@ from typing import Any
 
 from levanter_infer.decode.programs import Programs
 from levanter_infer.engine.backend import Backend
-from levanter_infer.engine.host_tier import HostTier
+from levanter_infer.engine.kv_offload import KvOffload
 from levanter_infer.engine.sequence import Sequence as HostSequence
 from levanter_infer.engine.slots import SlotManager
 from levanter_infer.engine.turns import Turns, exclusive
@@ -18,7 +18,7 @@ class Spilling(abc.ABC):
     backend: Backend
     programs: Programs
     _slots: SlotManager
-    _tier: HostTier
+    _offload: KvOffload
     _known: list[HostSequence]
     _turns: Turns
 
@@ -41,12 +41,12 @@ class Spilling(abc.ABC):
         if self.backend.layout is not None:
             raise ValueError("spill_to_host moves pages of one device, and this engine runs on a mesh; leave it out")
         self._known += self._settle()
-        self.state, pages = self._tier.spill(self.programs.tier, self.state, sequence)
+        self.state, pages = self._offload.swap_out(self.programs.tier, self.state, sequence)
         return pages
 
     @exclusive
     def prefetch(self, sequence: HostSequence) -> None:
-        """Bring the pages of a spilled sequence back, so that it goes on.
+        """Bring the pages of a offloaded sequence back, so that it goes on.
 
         Where there is no room for them now, it comes back as soon as there is, before anything younger starts; or, with
         `preempt: recompute`, is computed again.
@@ -54,11 +54,11 @@ class Spilling(abc.ABC):
         Raises: ValueError if it is not in the host's memory.
         """
         self._known += self._settle()
-        self.state = self._tier.prefetch(self.programs.tier, self.state, sequence)
+        self.state = self._offload.prefetch(self.programs.tier, self.state, sequence)
 
     def _move_pages(self) -> list[HostSequence]:
         """What the last round asked for, with nothing under way; returns as `step_round`."""
-        known = self._settle() if self._tier.is_called else []
-        if self._tier.is_called:
-            self.state = self._tier.move(self.programs.tier, self.state, self._slots.occupants)
+        known = self._settle() if self._offload.is_called else []
+        if self._offload.is_called:
+            self.state = self._offload.move(self.programs.tier, self.state, self._slots.occupants)
         return known

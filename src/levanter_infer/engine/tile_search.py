@@ -19,9 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from levanter_infer.decode.programs import Program
 from levanter_infer.kernels import ragged_paged_attention
-from levanter_infer.kernels.rpa_tpu_sizes import Tile, align_queries
-from levanter_infer.kernels.tile_table import TABLE
 from levanter_infer.kernels.tiling import Tiles, TileShape, candidates
+from levanter_infer.kernels.tpu.sizes import Tile, align_queries
+from levanter_infer.kernels.tpu.tile_table import TABLE
 from levanter_infer.layers.layout import Layout
 from levanter_infer.runtime.libtpu import TARGETS, compiler_environment, short_of
 

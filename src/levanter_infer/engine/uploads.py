@@ -27,7 +27,7 @@ class Uploads:
     def admission(self, fields: dict[str, Any]) -> Admission:
         """The fields on the device; those that are not given are not looked at."""
         idle = is_idle(fields)
-        key = (fields["max_steps"].tobytes(), fields["wanted_slots"].tobytes())
+        key = (fields["max_steps"].tobytes(), fields["min_free_slots"].tobytes())
         if idle and key in self._uploaded:
             return self._uploaded[key]
         arrays = {

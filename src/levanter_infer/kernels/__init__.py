@@ -1,4 +1,4 @@
-"""Attention over pages and products, on plain arrays. Imports nothing of this package's other parts."""
+"""Attention over pages and matmuls, on plain arrays. Imports nothing of this package's other parts."""
 
 from levanter_infer.kernels.attention import IMPLEMENTATIONS as IMPLEMENTATIONS
 from levanter_infer.kernels.attention import TPU_POOL as TPU_POOL

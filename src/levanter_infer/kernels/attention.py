@@ -8,14 +8,14 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from levanter_infer.kernels.call import AttentionCall
-from levanter_infer.kernels.cpu import cpu_attention
-from levanter_infer.kernels.rpa_gpu import gpu_attention
-from levanter_infer.kernels.rpa_reference import reference_attention
-from levanter_infer.kernels.rpa_tpu import tpu_attention
-from levanter_infer.kernels.rpa_xla import xla_attention
+from levanter_infer.kernels.cpu.bindings import cpu_attention
+from levanter_infer.kernels.gpu.attention import gpu_attention
 from levanter_infer.kernels.rules import ScoreRules
 from levanter_infer.kernels.tiling import Tiles
-from levanter_infer.kernels.tpu_pool import TpuPool
+from levanter_infer.kernels.tpu.attention import tpu_attention
+from levanter_infer.kernels.tpu.pool import TpuPool
+from levanter_infer.kernels.xla.attention import xla_attention
+from levanter_infer.kernels.xla.reference import reference_attention
 
 IMPLEMENTATIONS = ("reference", "xla", "cpu", "gpu", "gpu_interpret", "tpu", "tpu_interpret")
 TPU_POOL = ("tpu", "tpu_interpret")
@@ -68,7 +68,7 @@ def ragged_paged_attention(
         seq_lens: i32[R], stored tokens including this step's.
         cu_q_lens: i32[R + 1], first entry 0, ascending; padding repeats the last bound.
         num_seqs: i32[], rows in use.
-        scale: factor of the products q · k.
+        scale: factor of the dot products q · k.
         kv_dtype: what the stored bits mean; None for the dtype of `kv_pages`.
         kv_heads: Hkv; needed for `tpu`, whose pool does not show it.
         sliding_window: i32[] or int, may be traced: only keys with q_pos - k_pos < window are seen.

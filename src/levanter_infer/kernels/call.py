@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.kernels.rules import ScoreRules
-from levanter_infer.kernels.tpu_pool import TpuPool
+from levanter_infer.kernels.tpu.pool import TpuPool
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ class ScoreRules:
     score_mod: Callable | None = None
     mask_mod: Callable | None = None
 
-    def scores(self, products: Array, q_pos: Array, kv_pos: Array, head: Array) -> Array:
+    def scores(self, matmul: Array, q_pos: Array, kv_pos: Array, head: Array) -> Array:
         """Scale, soft cap, ALiBi, `score_mod`, in this order; f32 in and out."""
-        scores = products * jnp.float32(self.scale)
+        scores = matmul * jnp.float32(self.scale)
         if self.soft_cap is not None:
             cap = jnp.float32(self.soft_cap)
             scores = cap * jnp.tanh(scores / cap)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from levanter_infer.kernels.rpa_tpu_sizes import Tile, align_queries
-from levanter_infer.kernels.tpu_pool import LANES, TpuPool
+from levanter_infer.kernels.tpu.pool import LANES, TpuPool
+from levanter_infer.kernels.tpu.sizes import Tile, align_queries
 
 GENERATIONS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
 """By what jax calls a device of each."""

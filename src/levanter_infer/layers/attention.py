@@ -157,7 +157,7 @@ class Attention(eqx.Module):
         q = q.rearrange((*batch, POSITION, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE))
         k, v = (a.rearrange((*batch, POSITION, KV_HEADS, HEAD_SIZE)).array for a in (k, v))
         f32 = jnp.float32
-        products = jnp.einsum("...qhgd,...khd->...hgqk", q.array, k, preferred_element_type=f32)
+        matmul = jnp.einsum("...qhgd,...khd->...hgqk", q.array, k, preferred_element_type=f32)
         rules = ScoreRules(
             scale=k.shape[-1] ** -0.5,
             sliding_window=window,
@@ -165,9 +165,9 @@ class Attention(eqx.Module):
             score_mod=spec.score_mod,
             mask_mod=spec.mask_mod,
         )
-        q_pos, kv_pos, head = _indices(products)
-        seen = jnp.broadcast_to(rules.seen(q_pos, kv_pos, head), products.shape)
-        scores = jnp.where(seen, rules.scores(products, q_pos, kv_pos, head), f32(MASKED))
+        q_pos, kv_pos, head = _indices(matmul)
+        seen = jnp.broadcast_to(rules.seen(q_pos, kv_pos, head), matmul.shape)
+        scores = jnp.where(seen, rules.scores(matmul, q_pos, kv_pos, head), f32(MASKED))
         # A query that sees nothing gives zeros, as over pages.
         weights = jnp.where(seen, jax.nn.softmax(scores, axis=-1), f32(0))
         attended = jnp.einsum("...hgqk,...khd->...qhgd", weights.astype(v.dtype), v, preferred_element_type=f32)

@@ -22,7 +22,7 @@ from haliax import Axis, NamedArray
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from levanter_infer.axes import DATA, EXPERT, KV_HEADS, KV_PAIR, MLP, MODEL, Q_HEADS_PER_GROUP, VOCAB
-from levanter_infer.layers.spread import ALONE, VOCAB_GROUPS, Spread, Vocabulary
+from levanter_infer.layers.shard_axis import ALONE, VOCAB_GROUPS, ShardAxis, Vocabulary
 
 MESH_AXES = {KV_HEADS: MODEL, KV_PAIR: MODEL, MLP: MODEL, VOCAB: MODEL, EXPERT: EXPERT, DATA: DATA}
 """Axis of an array -> axis of the mesh over which it is spread."""
@@ -77,24 +77,24 @@ class Layout:
         return Layout(mesh, config.num_kv_heads, group, config.vocab_size, config.num_experts)
 
     @property
-    def model(self) -> Spread:
+    def model(self) -> ShardAxis:
         """What is spread over `model`."""
         parts = self.mesh.shape.get(MODEL, 1)
-        return ALONE if parts == 1 else Spread(MODEL, parts)
+        return ALONE if parts == 1 else ShardAxis(MODEL, parts)
 
     @property
-    def experts(self) -> Spread:
+    def experts(self) -> ShardAxis:
         """What is spread over `expert`."""
         parts = self.mesh.shape.get(EXPERT, 1)
-        return ALONE if parts == 1 else Spread(EXPERT, parts)
+        return ALONE if parts == 1 else ShardAxis(EXPERT, parts)
 
     @property
-    def expert_sums(self) -> Spread:
+    def expert_sums(self) -> ShardAxis:
         """What the parts of experts, and the experts of a token, are added up over."""
         spread = [each for each in (self.model, self.experts) if each.parts > 1]
         if len(spread) < 2:
             return spread[0] if spread else ALONE
-        return Spread((MODEL, EXPERT), self.model.parts * self.experts.parts)
+        return ShardAxis((MODEL, EXPERT), self.model.parts * self.experts.parts)
 
     @property
     def is_whole(self) -> bool:
@@ -176,7 +176,7 @@ class Layout:
         names = (MESH_AXES.get(axis.name) for axis in axes)
         return PartitionSpec(*(name if name in self.mesh.axis_names else None for name in names))
 
-    def is_spread(self, axes: tuple[Axis, ...]) -> bool:
+    def is_sharded(self, axes: tuple[Axis, ...]) -> bool:
         """Whether any of these axes is."""
         return any(axis.name in MESH_AXES for axis in axes)
 
@@ -224,7 +224,7 @@ class Layout:
                 return self.types(fitted)
             return self.place(self.fitted(named), donate=donate)
 
-        return _map_named(fit, lambda leaf: leaf, model).spread_as(self)
+        return _map_named(fit, lambda leaf: leaf, model).shard_as(self)
 
     def stacked_types(self, tree):
         """The types of what all data shards have, of those of one."""

@@ -15,10 +15,10 @@ from jax.core import Tracer
 from jax.experimental.multihost_utils import process_allgather
 
 from levanter_infer.axes import LAYERS, PANEL, PANEL_SIZE
-from levanter_infer.kernels import linear_gpu
-from levanter_infer.kernels.cpu import panel_rows, stacked_products, to_panels
+from levanter_infer.kernels.cpu.bindings import panel_rows, stacked_matmul, to_panels
+from levanter_infer.kernels.gpu import linear as linear_gpu
 from levanter_infer.layers.norm import RMSNorm
-from levanter_infer.layers.spread import ALONE, Spread
+from levanter_infer.layers.shard_axis import ALONE, ShardAxis
 from levanter_infer.layers.stack import pick_layer
 
 MIN_ROWS = 4
@@ -38,7 +38,7 @@ class Linear(eqx.Module):
     """[layers, out...]"""
     num_in: int = eqx.field(static=True)
     """How many of the last axes of `weight` are inputs."""
-    spread: Spread = eqx.field(static=True, default=ALONE)
+    spread: ShardAxis = eqx.field(static=True, default=ALONE)
     """How the inputs are spread; results are added up over all parts, in the dtype of `x`."""
 
     @staticmethod
@@ -138,7 +138,7 @@ class PanelLinear(eqx.Module):
 
         inputs = flat(x, self.ins)
         assert inputs is not None
-        results = stacked_products(
+        results = stacked_matmul(
             inputs,
             [_stack(part.panels) for part in maps],
             [math.prod(axis.size for axis in part.outs) for part in maps],
@@ -194,12 +194,12 @@ class GpuLinear(eqx.Module):
             rows, ins = x.axes[: -self.num_in], math.prod(axis.size for axis in x.axes[-self.num_in :])
             outs = [part.weight.axes[1 : -part.num_in] for part in maps]
             stacks = [part.weight.array.reshape(part.weight.axes[0].size, -1, ins) for part in maps]
-            products = linear_gpu.stacked_products(
+            matmul = linear_gpu.stacked_matmul(
                 x.array.reshape(-1, ins), stacks, self.layer, self.num_rows, interpret=self.interpret
             )
             results = [
                 NamedArray(y.reshape([axis.size for axis in (*rows, *out)]), (*rows, *out))
-                for y, out in zip(products, outs, strict=True)
+                for y, out in zip(matmul, outs, strict=True)
             ]
         return [around.after(_biased(y, part).astype(x.dtype)) for y, part in zip(results, maps, strict=True)]
 

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from levanter_infer.axes import EXPERT, LAYERS, ROW
 from levanter_infer.layers.linear import MIN_ROWS, GpuLinear, Linear, LinearMap, PanelLinear, apply, from_bits, readable
 from levanter_infer.layers.norm import RMSNorm
-from levanter_infer.layers.spread import ALONE, Spread
+from levanter_infer.layers.shard_axis import ALONE, ShardAxis
 
 _MAX_BLOCK = 128
 _Stored = TypeVar("_Stored", bound=Linear | GpuLinear)
@@ -25,7 +25,7 @@ class Moe(eqx.Module):
     """`sum of weight · down(silu(gate(x)) · up(x))` over the experts that the router likes best.
 
     Tokens are sorted by expert. In the paged forward each expert's tokens are computed in blocks of a fixed size by
-    the same products as everything else, so that an expert that nobody chose costs nothing, and what a token gets does
+    the same matmuls as everything else, so that an expert that nobody chose costs nothing, and what a token gets does
     not depend on who shares its block. The plain forward leaves that to `jax.lax.ragged_dot`, which has a gradient.
     Source: sparsely gated experts, arXiv:1701.06538; softmax before the choice as in Qwen3-MoE.
     """
@@ -45,9 +45,9 @@ class Moe(eqx.Module):
     """i32[], which layer of the stack is meant; None where a scan has picked one."""
     num_rows: Array | None = None
     """i32[], how many tokens count."""
-    experts: Spread = eqx.field(static=True, default=ALONE)
+    experts: ShardAxis = eqx.field(static=True, default=ALONE)
     """How the experts are spread; each device computes what its own make of the tokens that chose them."""
-    sums: Spread = eqx.field(static=True, default=ALONE)
+    sums: ShardAxis = eqx.field(static=True, default=ALONE)
     """What results are added up over: experts, and the parts of each."""
 
     @staticmethod

@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from levanter_infer.axes import EMBED, EXPERT, LAYERS, MLP, POSITION, SEQ_PAGE, VOCAB
 from levanter_infer.cache import KvPages, PageBatchInfo
-from levanter_infer.kernels.cpu import supports_dtype
+from levanter_infer.kernels.cpu.bindings import supports_dtype
 from levanter_infer.layers.attention import Attention, AttentionSpec
 from levanter_infer.layers.layout import Layout
 from levanter_infer.layers.linear import GpuLinear, Linear, LinearMap, PanelLinear, apply, as_bits, contract, from_bits
@@ -21,7 +21,7 @@ from levanter_infer.layers.mlp import Mlp
 from levanter_infer.layers.moe import Moe, merged
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.rotary import RopeConfig, rotary_tables
-from levanter_infer.layers.spread import ALONE, Spread, Vocabulary
+from levanter_infer.layers.shard_axis import ALONE, ShardAxis, Vocabulary
 
 PLAIN = AttentionSpec()
 """Attention as the model alone defines it."""
@@ -151,7 +151,7 @@ class DecoderModel(eqx.Module):
     lm_head: NamedArray | PanelLinear | None
     """[vocab, embed]; None where the embeddings serve as head."""
     config: DecoderConfig = eqx.field(static=True)
-    spread: Spread = eqx.field(static=True, default=ALONE)
+    spread: ShardAxis = eqx.field(static=True, default=ALONE)
     """How the vocabulary is spread."""
 
     @staticmethod
@@ -192,7 +192,7 @@ class DecoderModel(eqx.Module):
         return Vocabulary(self.config.vocab_size, self.spread)
 
     @property
-    def is_spread(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether its arrays are those of a mesh."""
         return self.spread != ALONE
 
@@ -210,13 +210,13 @@ class DecoderModel(eqx.Module):
     def _head(self) -> NamedArray | PanelLinear:
         return self.embeddings if self.lm_head is None else self.lm_head
 
-    def spread_as(self, layout: Layout) -> "DecoderModel":
+    def shard_as(self, layout: Layout) -> "DecoderModel":
         """The same model, knowing that its arrays are spread (`Layout.fit_model`)."""
 
         def told(part):
             if isinstance(part, Moe):
                 return dataclasses.replace(part, experts=layout.experts, sums=layout.expert_sums)
-            spread = isinstance(part, Linear) and layout.is_spread(part.weight.axes[-part.num_in :])
+            spread = isinstance(part, Linear) and layout.is_sharded(part.weight.axes[-part.num_in :])
             return dataclasses.replace(part, spread=layout.model) if spread else part
 
         layers = jax.tree.map(told, self.layers, is_leaf=lambda part: isinstance(part, Linear | Moe))
@@ -226,9 +226,9 @@ class DecoderModel(eqx.Module):
         """The same model as a CPU reads it fastest.
 
         Args:
-            kernel: what computes the products. cpu: `kernels.cpu`, with all weights in panels. xla: 16-bit weights
+            kernel: what computes the matmuls. cpu: `kernels.cpu`, with all weights in panels. xla: 16-bit weights
                 become integers (`linear.as_bits`), and a tied head a copy of the embeddings, because rows are taken
-                from bits and products from floats.
+                from bits and matmuls from floats.
             isa: of the cpu kernels, one of `kernels.cpu.isas`; None for the widest.
             donate: give up this model's weights one after the other, so that there are never two copies of all.
         Raises: ValueError if the cpu kernels cannot read weights of this dtype.
@@ -269,7 +269,7 @@ class DecoderModel(eqx.Module):
         return dataclasses.replace(self, embeddings=embeddings, layers=layers, lm_head=head)
 
     def for_gpu(self, kernel: str) -> "DecoderModel":
-        """The same model with the layers' products by `kernel`: xla, gpu or gpu_interpret."""
+        """The same model with the layers' matmuls by `kernel`: xla, gpu or gpu_interpret."""
         if kernel == "xla":
             return self
 

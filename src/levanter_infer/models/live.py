@@ -48,7 +48,7 @@ _SILU = ("silu", "swish")
 _LIKELY = "give the model's config.json as config=, if it is a Llama, Mistral, Qwen2 or Qwen3 after all"
 
 
-def adopt_model(model, config: DecoderConfig | Mapping[str, Any] | None = None) -> DecoderModel:
+def from_levanter(model, config: DecoderConfig | Mapping[str, Any] | None = None) -> DecoderModel:
     """A live model as the engine and `generate` take it; they call this themselves.
 
     Weights are shared, not copied, where they lie as `[layers, out..., in...]`, as haliax' `Linear` has them by default

@@ -19,7 +19,7 @@ from levanter_infer.layers.rotary import RopeConfig, frequencies, rotary_tables,
 from levanter_infer.models.hf_config import HfConfig
 
 _DOUBLINGS = 13
-"""Positions 1, 2, 4, ... at which frequencies are read: exact products in float32, and small enough arguments."""
+"""Positions 1, 2, 4, ... at which frequencies are read: exact matmuls in float32, and small enough arguments."""
 _SAME = 2e-6
 """Relative difference of frequencies that are taken for equal: a few roundings of float32."""
 

@@ -36,7 +36,7 @@ class Figures:
     sampled_rows: int
     """Sequences that are sampled together."""
     attention: str
-    products: str
+    matmul: str
     tiles: dict[str, Any]
     """Of the attention for TPUs, for decode and chunks; empty for other attention."""
     model: dict[str, Any]
@@ -76,7 +76,7 @@ def figures_of(job: Job) -> Figures:
         buckets=shapes.buckets,
         sampled_rows=shapes.sampled_rows or shapes.max_rows,
         attention=backend.attention,
-        products=backend.products,
+        matmul=backend.matmul,
         tiles=_tiles(job, blueprint) if backend.attention == "tpu" else {},
         model=_model_sizes(job, blueprint),
     )
@@ -112,7 +112,7 @@ def _model_sizes(job: Job, blueprint: Blueprint) -> dict[str, Any]:
 
 def _tiles(job: Job, blueprint: Blueprint) -> dict[str, Any]:
     """What the kernel will choose, for the largest step."""
-    from levanter_infer.kernels.tile_table import choose
+    from levanter_infer.kernels.tpu.tile_table import choose
 
     return dataclasses.asdict(job.engine_config.tiles or choose(tile_shape_of(job, blueprint)))
 

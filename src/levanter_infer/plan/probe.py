@@ -24,7 +24,7 @@ def memory_gbps() -> float:
 
 
 def tflops(dtype: str) -> float:
-    """10¹² operations a second in products of `dtype`, of 512 rows with weights [out, in]."""
+    """10¹² operations a second in matmuls of `dtype`, of 512 rows with weights [out, in]."""
     rows, weights = jnp.ones((_ROWS, _WIDTH), dtype), jnp.ones((_WIDTH, _WIDTH), dtype)
 
     def product(rows, weights):

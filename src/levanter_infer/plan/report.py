@@ -75,7 +75,7 @@ def _pages_table(figures: Figures) -> Table:
     table.add_row("tokens", str(figures.num_pages * figures.page_size))
     table.add_row("sequences of engine.max_seq_len that fit", f"{figures.full_seqs} of {figures.max_seq_len} tokens")
     table.add_row("engine.max_seqs", str(figures.max_seqs))
-    table.add_row("attention, products", f"{figures.attention}, {figures.products}")
+    table.add_row("attention, matmuls", f"{figures.attention}, {figures.matmul}")
     table.add_row("tokens of a step", " ".join(map(str, figures.buckets)))
     for name, tile in figures.tiles.items():
         sizes = ", ".join(f"{key} {value}" for key, value in tile.items())

@@ -240,7 +240,7 @@ def _assumptions(figures: Figures, chip: Chip, workload: Workload, is_compiled: 
     lines = [
         f"requests of {workload.prompt_tokens} prompt and {workload.output_tokens} generated tokens, always enough of "
         "them, which share nothing",
-        f"memory at {chip.memory_gbps:.0f} GB/s and products at {chip.tflops:.3g} Tflop/s, {by}, all of "
+        f"memory at {chip.memory_gbps:.0f} GB/s and matmuls at {chip.tflops:.3g} Tflop/s, {by}, all of "
         "it used: an upper bound",
         "a step reads all weights but the embeddings once and the keys and values of its sequences once, and computes "
         "meanwhile",

@@ -42,7 +42,7 @@ class Chip:
     memory_gbps: float = 0.0
     """GB/s of its memory; 0: measured where the plan is made."""
     tflops: float = 0.0
-    """Of products of bfloat16, 10¹² a second; 0: measured."""
+    """Of matmuls of bfloat16, 10¹² a second; 0: measured."""
     link_gbps: float = 0.0
     """GB/s that a ring of such devices sends each way round together; 0: unknown."""
     hop_us: float = 0.0

@@ -1,0 +1,180 @@
+"""The matmuls of a step alone: what a step takes at least, whatever is done around them.
+
+Each product is run layer by layer over the whole stack, as in a step, with what its call does besides (norm, gate,
+residual). `call_ms` is such a call for no rows at all.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+
+from levanter_infer.axes import MLP, TOKEN
+from levanter_infer.bench.attention import Clock
+from levanter_infer.bench.instruction_sets import add_isa_argument, chosen_isa, compared, isas_in_turn, prepared_for
+from levanter_infer.bench.report import digest, emit, provenance
+from levanter_infer.bench.workload import add_model_arguments, model_sizes, numbers, random_model
+from levanter_infer.decode.programs import compile_program
+from levanter_infer.engine.backend import Backend
+from levanter_infer.engine.config import EngineConfig
+from levanter_infer.layers.linear import PanelLinear, apply
+from levanter_infer.models.decoder import DecoderModel
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", type=numbers, default=(1, 8, 32, 256), help="tokens of the step; default 1,8,32,256")
+    parser.add_argument("--matmul", default="auto", help="engine.matmul; default auto")
+    add_isa_argument(parser)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--milliseconds", type=float, default=100, help="of one measurement, about; default 100")
+    add_model_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print one line per number of rows."""
+    about = provenance()
+    given = random_model(model_sizes(args), args.dtype)
+    clock = Clock(args.repeats, args.milliseconds)
+    isas = isas_in_turn(args.cpu_isa, args.dtype)
+    if isas is not None:
+        chosen, models = chosen_isa(given, isas), prepared_for(isas, given)
+        del given
+        for rows in args.rows:
+            config = {"model": model_sizes(args), "dtype": args.dtype, "matmul": "cpu"}
+            emit({"bench": "matmul", **compare(models, rows, clock, chosen), "config": config, **about})
+        return
+    backend = Backend.choose(EngineConfig(matmul=args.matmul, cpu_isa=args.cpu_isa), given, has_mods=False)
+    model = backend.prepare(given, donate=True)
+    for rows in args.rows:
+        config = {
+            "model": model_sizes(args),
+            "dtype": args.dtype,
+            "matmul": backend.matmul,
+            "cpu_isa": backend.isa,
+        }
+        emit({"bench": "matmul", **measure(model, rows, clock), "config": config, **about})
+
+
+def measure(model: DecoderModel, rows: int, clock: Clock) -> dict[str, object]:
+    config, itemsize = model.config, jnp.dtype(model.dtype).itemsize
+    parameters = parameters_of(model)
+    lines: dict[str, dict] = {}
+    outputs: list[float] = []
+    inputs = inputs_of(model, rows)
+    for name, product in PRODUCTS.items():
+        start = (inputs[name], jnp.float32(0))
+        times, result = clock.per_trip(_over_layers(product), start, model, jnp.int32(rows))
+        outputs.append(float(result[1]))
+        seconds = times["median"] / 1e3
+        lines[name] = {
+            "ms": times,
+            "gb_per_s": round(parameters[name] * itemsize / seconds / 1e9, 2),
+            "gflop_per_s": round(2 * rows * parameters[name] / seconds / 1e9, 1),
+        }
+    idle = (inputs["out"], jnp.float32(0))
+    nothing, _ = clock.per_trip(_over_layers(PRODUCTS["out"]), idle, model, jnp.int32(0))
+    per_step = {name: (1 if name == "head" else config.num_layers) for name in PRODUCTS}
+    step = sum(lines[name]["ms"]["median"] * times for name, times in per_step.items())
+    flops = 2 * rows * sum(parameters[name] * times for name, times in per_step.items())
+    return {
+        "rows": rows,
+        "matmul": lines,
+        "call_ms": nothing,
+        "step_ms": round(step, 3),
+        "step_gb_per_s": round(sum(parameters[n] * t for n, t in per_step.items()) * itemsize / step / 1e6, 2),
+        "step_gflop_per_s": round(flops / step / 1e6, 1),
+        "workload_hash": digest([rows, clock.milliseconds]),
+        "output_hash": digest(outputs),
+    }
+
+
+def compare(models: dict[str, DecoderModel], rows: int, clock: Clock, chosen: str) -> dict[str, object]:
+    """All matmuls of a step by each instruction set, in turn."""
+    steps = {isa: [0.0] * clock.repeats for isa in models}
+    config = next(iter(models.values())).config
+    for name, product in PRODUCTS.items():
+        turns = {isa: clock.turns(_runner(model, product, name, rows)) for isa, model in models.items()}
+        for turn in range(clock.repeats):
+            for isa, one_turn in turns.items():
+                steps[isa][turn] += one_turn() * (1 if name == "head" else config.num_layers)
+    return {"rows": rows, "step_ms": compared(steps, chosen), "workload_hash": digest([rows, clock.milliseconds])}
+
+
+def _runner(model: DecoderModel, product: Callable, name: str, rows: int) -> Callable[[int], None]:
+    start, program = (inputs_of(model, rows)[name], jnp.float32(0)), compile_program(_over_layers(product))
+
+    def run(trips: int) -> None:
+        jax.block_until_ready(program(jnp.int32(trips), start, model, jnp.int32(rows)))
+
+    run(1)  # compiles
+    return run
+
+
+def parameters_of(model: DecoderModel) -> dict[str, int]:
+    """Weights of each product, of one layer."""
+    c = model.config
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    return {
+        "qkv": c.hidden_size * (q + 2 * kv),
+        "out": c.hidden_size * q,
+        "gate_up": 2 * c.hidden_size * c.intermediate_size,
+        "down": c.hidden_size * c.intermediate_size,
+        "head": c.hidden_size * c.vocab_size,
+    }
+
+
+def inputs_of(model: DecoderModel, rows: int) -> dict[str, Sequence[NamedArray]]:
+    """Random inputs of each product, and what is multiplied or added to them."""
+    token, mlp = Axis(TOKEN, rows), Axis(MLP, model.config.intermediate_size)
+    heads = _q_axes(model)
+
+    def random(seed: int, *axes: Axis) -> NamedArray:
+        return hax.random.normal(jax.random.key(seed), (token, *axes)).astype(model.activation_dtype)
+
+    x = random(0, model.embed)
+    return {
+        "qkv": (x,),
+        "out": (random(1, *heads), x),
+        "gate_up": (x,),
+        "down": (random(2, mlp), random(3, mlp), x),
+        "head": (x,),
+    }
+
+
+def _q_axes(model: DecoderModel) -> tuple[Axis, ...]:
+    q = model.layers.attention.q_proj
+    return q.outs if isinstance(q, PanelLinear) else q.weight.axes[1:-1]
+
+
+PRODUCTS: dict[str, Callable] = {
+    "qkv": lambda layer, x: apply(
+        x, layer.attention.q_proj, layer.attention.k_proj, layer.attention.v_proj, norm=layer.input_norm
+    ),
+    "out": lambda layer, attended, x: apply(attended, layer.attention.o_proj, residual=x),
+    "gate_up": lambda layer, x: apply(x, layer.mlp.gate_proj, layer.mlp.up_proj, norm=layer.mlp_norm),
+    "down": lambda layer, up, gate, x: apply(up, layer.mlp.down_proj, gate=gate, residual=x),
+    "head": lambda model, x: [model.logits(x)],
+}
+
+
+def _over_layers(product: Callable) -> Callable:
+    """A program that runs a product `trips` times, in one layer after another; every trip waits for the one before.
+
+    Carries the inputs, and one number of what came out last.
+    """
+
+    def program(trips, start, model: DecoderModel, num_rows):
+        def body(trip, carry):
+            inputs, _ = carry
+            layer = trip % model.config.num_layers
+            part = model if product is PRODUCTS["head"] else model.layers.at(layer, num_rows)
+            results = jax.lax.optimization_barrier(product(part, *inputs))
+            seen = jnp.sum(jnp.stack([result.array.reshape(-1)[0].astype(jnp.float32) for result in results]))
+            return (inputs[0] + (seen * 0).astype(inputs[0].dtype), *inputs[1:]), seen
+
+        return jax.lax.fori_loop(0, trips, body, start)
+
+    return program

@@ -1,0 +1,160 @@
+"""KV offload: pages of preempted sequences move to the host's memory and back instead of being recomputed.
+
+The device says when (`host_call`) and the host chooses the victims (`engine/kv_offload.py`). The operations here move
+them: contents by `read_pages` and `write_pages`, a few pages a call, tables by `mark_swapped` and `swap_in`. Pages that
+several sequences of a group share move once and are shared again.
+"""
+
+import dataclasses
+
+import equinox as eqx
+import haliax.haxtyping as ht
+import jax
+import jax.numpy as jnp
+from haliax import NamedArray
+from jax import Array
+
+from levanter_infer.cache import KvPages
+from levanter_infer.cache.named import replace
+from levanter_infer.decode.packing import pages_to_go_on
+from levanter_infer.decode.paging import count_taken, pages_needed, release
+from levanter_infer.decode.sequence_table import RUNNING, SWAPPED, WAITING, in_order, is_ready, precede
+from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.state import DecodeState
+
+# What the host should do about pages
+NO_CALL = 0
+SHORT = 1  # the next step may need more pages than are free
+ROOM = 2  # those that were offloaded first fit again, or nobody else is left
+
+
+class HostTerms(eqx.Module):
+    """What the host says about moving pages, once a round."""
+
+    yields: ht.bool_[NamedArray, ""]
+    """Whether the round ends for a call. Else it goes on, and takes pages back from the youngest as it needs them."""
+    return_pages: ht.i32[NamedArray, ""]
+    """Pages that must be free for those that were offloaded first to come back and go on."""
+
+
+def host_call(state: DecodeState, shapes: Shapes, terms: HostTerms) -> Array:
+    """What the host should do before the next step: NO_CALL, SHORT or ROOM. i32[]
+
+    SHORT errs on the safe side where several prompts are computed at once. A step that starts waiting sequences is
+    not short for them: they start only if there are pages.
+    """
+    table, free = state.sequences, state.page_table.num_free.array
+    running = table.is_status(RUNNING)
+    pending = jnp.where(running, table.seq_lens.array - table.num_computed.array, 0)
+    new, copies = pages_needed(state, jnp.minimum(pending, shapes.max_step_tokens))
+    need = jnp.sum(new, dtype=jnp.int32) + jnp.sum(copies, dtype=jnp.int32)
+    short = jnp.minimum(need, shapes.max_new_pages) > free
+
+    first = jnp.any(table.is_status(SWAPPED)) & ~jnp.any(is_ready(table) & precede(table, SWAPPED))
+    num_running = jnp.sum(running, dtype=jnp.int32)
+    growth = jnp.sum(jnp.where(_goes_on(state), pages_to_go_on(state, shapes), 0), dtype=jnp.int32)
+    fits = (terms.return_pages.array <= free - growth) & (num_running < shapes.max_seqs)
+    room = first & (fits | (num_running == 0))
+    return jnp.where(short, SHORT, jnp.where(room, ROOM, NO_CALL)).astype(jnp.int32)
+
+
+def ends_for_host(state: DecodeState, shapes: Shapes, terms: HostTerms) -> Array:
+    """Whether the round ends for the host to move pages: always if it would compute nothing. bool[]"""
+    called = host_call(state, shapes, terms) != NO_CALL
+    return called & (terms.yields.array | ~jnp.any(state.sequences.is_status(RUNNING)))
+
+
+class TableSnapshot(eqx.Module):
+    """What the host looks at before it moves pages; plain arrays."""
+
+    status: Array
+    """i32[seq]"""
+    rank: Array
+    """i32[seq], place of each slot in the order of `in_order`."""
+    is_ready: Array
+    """bool[seq], waits for nothing but a place."""
+    goes_on: Array
+    """bool[seq], holds pages or a place."""
+    computed: Array
+    """i32[seq]"""
+    growth: Array
+    """i32[seq], pages that each will need beyond those it holds."""
+    page_indices: Array
+    """i32[seq, seq_page]"""
+    ref_counts: Array
+    """i32[page]"""
+
+
+def snapshot(state: DecodeState, shapes: Shapes) -> TableSnapshot:
+    table, order = state.sequences, in_order(state.sequences)
+    return TableSnapshot(
+        status=table.status.array,
+        rank=jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32)),
+        is_ready=is_ready(table),
+        goes_on=_goes_on(state),
+        computed=table.num_computed.array,
+        growth=pages_to_go_on(state, shapes),
+        page_indices=table.page_indices.array,
+        ref_counts=state.page_table.ref_counts.array,
+    )
+
+
+def _goes_on(state: DecodeState) -> Array:
+    table = state.sequences
+    return table.is_status(RUNNING) | (table.is_status(WAITING) & (table.num_computed.array > 0))
+
+
+def read_pages(kv: KvPages, pages: Array) -> Array:
+    """The contents of `pages`, i32[transfer_pages], in the host's memory."""
+    return jax.device_put(kv.take(pages), jax.memory.Space.Host)
+
+
+def write_pages(kv: KvPages, contents: Array, pages: Array, places: Array) -> KvPages:
+    """Store what `read_pages` gave.
+
+    Args:
+        contents: of `transfer_pages` pages, in the host's memory.
+        pages: i32[page], of `swap_in`.
+        places: i32[transfer_pages], which of these each one goes to; absent where its contents are not wanted.
+    """
+    target = pages.at[places].get(mode="fill", fill_value=kv.num_pages)
+    return kv.put(target, jax.device_put(contents, jax.memory.Space.Device))
+
+
+def mark_swapped(state: DecodeState, slots: Array, status: Array) -> DecodeState:
+    """Give back the pages of `slots`, bool[seq], and leave them to the host as `status`, i32[]: SWAPPED or LOADING."""
+    state = release(state, slots)
+    table = state.sequences
+    table = replace(table, status=jnp.where(slots, status, table.status.array))
+    return eqx.tree_at(lambda s: s.sequences, state, table)
+
+
+def swap_in(
+    state: DecodeState, slots: Array, places: Array, computed: Array, count: Array
+) -> tuple[DecodeState, Array]:
+    """Give sequences that were swapped pages again, and let them wait for their turn to run.
+
+    Args:
+        slots: bool[seq].
+        places: i32[seq, seq_page], which of the `count` pages each holds; absent past its last.
+        computed: i32[seq], tokens whose K/V will be in these pages; 0 for a sequence that begins anew.
+        count: i32[]. Each page has at least one holder.
+    Returns: the new state, and the pages, i32[page], of which the first `count` are there.
+    Requires: as many free pages.
+    """
+    table, page_table = state.sequences, state.page_table
+    none = page_table.num_pages
+    page_table, pages = page_table.allocate(count, none)
+    own = jnp.where(slots[:, None], pages.at[places].get(mode="fill", fill_value=none), none)
+    counts = page_table.share(own).ref_counts.array.at[pages].add(-1, mode="drop")
+    if state.beams is not None:  # a search is admitted if its beams fit that share their prompt
+        anew = slots & (computed == 0)
+        table = replace(table, fork_source=state.beams.sharing_again(table.fork_source.array, anew))
+    table = replace(
+        table,
+        page_indices=jnp.where(slots[:, None], own, table.page_indices.array),
+        num_computed=jnp.where(slots, computed, table.num_computed.array),
+        status=jnp.where(slots, WAITING, table.status.array),
+    )
+    state = dataclasses.replace(state, sequences=table, page_table=replace(page_table, ref_counts=counts))
+    return count_taken(state, pages), pages

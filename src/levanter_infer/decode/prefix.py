@@ -1,0 +1,194 @@
+"""Sharing of equal beginnings: pages are found before they are computed, and noted when they are full.
+
+The next one to start looks too, and takes what others hold: that costs nothing, and it needs that much less to start.
+
+Nothing here remembers who computes what. At each step a sequence that stands at the beginning of a page that others can
+use looks for it; if another one computes the same page at this moment, it waits. Should that one end, the next to
+look finds nobody ahead of it, and computes the page itself.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from levanter_infer.cache import PrefixTable
+from levanter_infer.cache.named import replace
+from levanter_infer.cache.page_table import offset_of, page_of, ragged_index, run_if
+from levanter_infer.cache.prefix_table import UNKNOWN, chained, content_hashes
+from levanter_infer.decode.paging import page_at
+from levanter_infer.decode.sequence_table import DEFAULT_ROOT, RUNNING, SequenceTable, is_private_root, is_ready
+from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.state import DecodeState
+
+_WINDOW = 32
+"""Pages that a sequence looks for at once."""
+
+
+def match_prefix(state: DecodeState, shapes: Shapes, order: Array) -> tuple[DecodeState, Array]:
+    """Give running sequences, and the next one to start, the pages that hold what they would compute next.
+
+    Returns: the new state, and which slots leave the next page to another one that computes it, bool[seq].
+    """
+    nobody = jnp.zeros(state.sequences.num_slots, jnp.bool_)
+    if state.prefix is None:
+        return state, nobody
+    size = state.page_table.page_size
+
+    # Loops carry what they change and nothing else: everything that is carried costs time to compile.
+    def share(carry):
+        page_indices, before, page_table, hits, _ = carry
+        _, page_indices, computed = jax.lax.while_loop(
+            lambda carry: carry[0],
+            lambda carry: _take_window(_with(state, *carry[1:]), shapes, order, seekers),
+            (jnp.asarray(True), page_indices, before),
+        )
+        column = jnp.arange(page_indices.shape[1], dtype=jnp.int32)[None, :]
+        found = (column >= page_of(before, size)[:, None]) & (column < page_of(computed, size)[:, None])
+        page_table = page_table.reclaim(jnp.where(found, page_indices, shapes.num_pages))
+        hits = hits + jnp.sum(found, dtype=jnp.int32)
+        return page_indices, computed, page_table, hits, _waits(_with(state, page_indices, computed), shapes, order)
+
+    table, counters = state.sequences, state.counters
+    seekers = _seekers(table, shapes, order)
+    carry = (table.page_indices.array, table.num_computed.array, state.page_table, counters.prefix_hits.array, nobody)
+    page_indices, computed, page_table, hits, waits = run_if(jnp.any(_shareable(state, seekers) > 0), share, carry)
+    state = dataclasses.replace(state, sequences=_count_cached(table, computed))
+    state = _with(state, page_indices, computed)
+    return dataclasses.replace(state, page_table=page_table, counters=replace(counters, prefix_hits=hits)), waits
+
+
+def _count_cached(table: SequenceTable, found: Array) -> SequenceTable:
+    """Note the prompt tokens up to `found`, i32[seq], that are stored now without having been computed, unless the
+    sequence has had them before."""
+    reached = jnp.maximum(table.num_reached.array, table.num_computed.array)
+    new = jnp.minimum(found, table.prompt_lens.array) - reached
+    cached = table.num_cached.array + jnp.maximum(new, 0)
+    return replace(table, num_cached=cached, num_reached=jnp.maximum(reached, found))
+
+
+def _with(state: DecodeState, page_indices: Array, computed: Array) -> DecodeState:
+    table = replace(state.sequences, page_indices=page_indices, num_computed=computed)
+    return dataclasses.replace(state, sequences=table)
+
+
+def insert_prefix(state: DecodeState, shapes: Shapes, filled: Array, failed: Array) -> DecodeState:
+    """Note the pages that this step has filled, and let nobody find those of sequences that failed.
+
+    Args:
+        filled: i32[seq], how many pages the step has filled: the last full ones of each slot.
+        failed: bool[seq]
+    """
+    if state.prefix is None:
+        return state
+    counts = jnp.where(failed | is_private_root(state.sequences.roots.array), 0, filled)
+
+    def note(prefix: PrefixTable) -> PrefixTable:
+        prefix = _register(dataclasses.replace(state, prefix=prefix), shapes, counts)
+        return prefix.hide(jnp.where(failed[:, None], state.sequences.page_indices.array, prefix.num_pages))
+
+    return dataclasses.replace(state, prefix=run_if(jnp.any((counts > 0) | failed), note, state.prefix))
+
+
+def _seekers(table: SequenceTable, shapes: Shapes, order: Array) -> Array:
+    """Who looks for pages: those that run, and the first that is ready to if there is a place, bool[seq]."""
+    running, ready = _computes(table), is_ready(table)
+    next_one = jnp.where(
+        jnp.sum(table.is_status(RUNNING)) < shapes.max_seqs, order[jnp.argmax(ready[order])], table.num_slots
+    )
+    return running | (ready & (jnp.arange(table.num_slots) == next_one))
+
+
+def _computes(table: SequenceTable) -> Array:
+    """Who computes pages of its own, bool[seq]: beams that run may still wait for those of their leader."""
+    return table.is_status(RUNNING) & (table.fork_source.array == table.num_slots)
+
+
+def _shareable(state: DecodeState, slots: Array) -> Array:
+    """Full pages of known text that each slot in the mask `slots` has yet to compute and others may use, i32[seq].
+
+    A sequence computes its last token in any case: it samples from it.
+    """
+    table, size = state.sequences, state.page_table.page_size
+    pages = page_of(table.seq_lens.array - 1, size) - page_of(table.num_computed.array, size)
+    return jnp.where(slots & ~is_private_root(table.roots.array), pages, 0)
+
+
+def _rows(shapes: Shapes, order: Array, chosen: Array) -> Array:
+    """The slots in the mask `chosen`, oldest first, i32[max_seqs]; unused entries are absent."""
+    chosen = chosen[order]
+    row = jnp.where(chosen, jnp.cumsum(chosen, dtype=jnp.int32) - 1, shapes.max_seqs)
+    return jnp.full(shapes.max_seqs, shapes.num_slots, jnp.int32).at[row].set(order, mode="drop")
+
+
+def _next_pages(state: DecodeState, slots: Array, width: int) -> tuple[Array, Array, Array]:
+    """Of each slot i32[n]: serial and hash of what is computed, and the `width` pages of tokens i32[n, width, size]
+    that come next, the begun page included."""
+    table, size = state.sequences, state.page_table.page_size
+    assert state.prefix is not None
+    column = page_of(table.num_computed.array.at[slots].get(mode="fill", fill_value=0), size)
+    serials, hashes = state.prefix.ends(
+        page_at(table, slots, column - 1), table.roots.array.at[slots].get(mode="fill", fill_value=DEFAULT_ROOT)
+    )
+    position = column[:, None] * size + jnp.arange(width * size, dtype=jnp.int32)[None, :]
+    tokens = table.tokens.array.at[slots[:, None], position].get(mode="fill", fill_value=0)
+    return serials, hashes, tokens.reshape(-1, width, size)
+
+
+def _take_window(state: DecodeState, shapes: Shapes, order: Array, seekers: Array) -> tuple[Array, Array, Array]:
+    """Enter what is found among the next pages.
+
+    Returns: whether there may be more; `page_indices` and `num_computed`. The pages have no reference for it yet.
+    """
+    table, size = state.sequences, state.page_table.page_size
+    assert state.prefix is not None
+    width = min(_WINDOW, table.page_indices.array.shape[1])
+    shareable = jnp.where(offset_of(table.num_computed.array, size) == 0, _shareable(state, seekers), 0)
+    slots = _rows(shapes, order, shareable > 0)
+    serials, hashes, tokens = _next_pages(state, slots, width)
+    pages, _ = state.prefix.find(serials, hashes, tokens, shareable.at[slots].get(mode="fill", fill_value=0))
+    refs = state.page_table.ref_counts.array.at[pages].get(mode="fill", fill_value=0)
+    runs = table.status.array.at[slots].get(mode="fill", fill_value=0) == RUNNING
+    takes = jnp.cumprod((pages < shapes.num_pages) & (runs[:, None] | (refs > 0)), axis=1, dtype=jnp.int32)
+    found = jnp.sum(takes, axis=1, dtype=jnp.int32)
+
+    computed = table.num_computed.array.at[slots].get(mode="fill", fill_value=0)
+    column = page_of(computed, size)[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
+    row = jnp.where(takes > 0, slots[:, None], table.num_slots)
+    page_indices = table.page_indices.array.at[row, column].set(pages, mode="drop")
+    return jnp.any(found == width), page_indices, table.num_computed.array.at[slots].add(found * size, mode="drop")
+
+
+def _waits(state: DecodeState, shapes: Shapes, order: Array) -> Array:
+    """Which slots stand before a page that another one computes: one that is ahead within it, or older. bool[seq]"""
+    table, size = state.sequences, state.page_table.page_size
+    slots = _rows(shapes, order, _shareable(state, _computes(table)) > 0)
+    serials, hashes, tokens = _next_pages(state, slots, 1)
+    page = chained(content_hashes(tokens[:, 0]), jnp.zeros_like(slots), hashes)
+    begun = offset_of(table.num_computed.array.at[slots].get(mode="fill", fill_value=0), size)
+    index = jnp.arange(slots.shape[0], dtype=jnp.int32)
+    same = (serials[:, None] == serials[None, :]) & (page[:, None] == page[None, :])
+    same &= (serials != UNKNOWN)[:, None] & (slots < table.num_slots)[None, :]
+    ahead = (begun[None, :] > 0) | (index[None, :] < index[:, None])
+    waits = jnp.any(same & ahead, axis=1) & (begun == 0)
+    return jnp.zeros(table.num_slots, jnp.bool_).at[slots].set(waits, mode="drop")
+
+
+def _register(state: DecodeState, shapes: Shapes, counts: Array) -> PrefixTable:
+    table, size = state.sequences, state.page_table.page_size
+    assert state.prefix is not None
+    slot, item, valid = ragged_index(counts, jnp.int32(0), shapes.max_full_pages)
+    slot = jnp.where(valid, slot, table.num_slots)
+    first = (page_of(table.num_computed.array, size) - counts).at[slot].get(mode="fill", fill_value=0)
+    column = first + item
+    none = state.prefix.num_pages
+    pages = table.page_indices.array.at[slot, column].get(mode="fill", fill_value=none)
+    position = column[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None, :]
+    return state.prefix.register(
+        jnp.where(valid, pages, none),
+        page_at(table, slot, first - 1),
+        table.roots.array.at[slot].get(mode="fill", fill_value=DEFAULT_ROOT),
+        jnp.where(valid, item, 0),
+        table.tokens.array.at[slot[:, None], position].get(mode="fill", fill_value=0),
+    )

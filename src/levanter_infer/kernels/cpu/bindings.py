@@ -1,0 +1,315 @@
+"""The `cpu` implementations: C++ kernels that XLA calls (`native/`), for matmuls, attention and logits.
+
+They are optional: where the package was installed without a compiler, or they were built for a newer jaxlib,
+`available` is false and the `xla` forms serve.
+A CPU is limited by memory when few tokens are computed, and XLA's own matmuls read 16-bit weights several times.
+"""
+
+import ctypes
+import functools
+import importlib.metadata
+import importlib.resources
+import importlib.util
+import re
+
+import jax
+import jax.numpy as jnp
+import jaxlib.version
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+
+from levanter_infer.kernels.call import AttentionCall
+from levanter_infer.kernels.cpu import huge_pages
+
+_LIBRARY = "levanter_infer.kernels.cpu._native"
+_CALLS = ("linear", "place_tokens", "attention", "logit_stats")
+_DTYPES = (jnp.float32, jnp.bfloat16)
+ISAS = ("avx512_bf16", "avx512", "avx2", "generic")
+"""Instruction sets that the kernels are written for; a processor with one of them has those behind it too."""
+_REMEDY = "install a C++17 compiler (g++ or clang++) and then levanter_infer again, beside the jaxlib that is used"
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | str:
+    """The kernels, registered with XLA; or why they cannot be used."""
+    spec = importlib.util.find_spec(_LIBRARY)
+    if spec is None or spec.origin is None:
+        return "they were not built"
+    try:
+        library = ctypes.CDLL(spec.origin)
+        library.levanter_infer_isa.restype = ctypes.c_char_p
+        library.levanter_infer_panel.argtypes = [ctypes.c_char_p]
+        targets = {name: jax.ffi.pycapsule(getattr(library, name)) for name in (f"levanter_infer_{c}" for c in _CALLS)}
+        built, here = library.levanter_infer_ffi_api(), _ffi_api()
+    except (OSError, AttributeError) as error:  # of another system, or of an earlier version
+        return f"they were built for another system or version ({error})"
+    if built > here:  # registered all the same, they would make JAX's start fail
+        version = importlib.metadata.version("jaxlib")
+        return (
+            f"they were built for version {_dotted(built)} of XLA's FFI, and jaxlib {version} has {_dotted(here)}, "
+            "which runs its own and older ones"
+        )
+    for name, target in targets.items():
+        jax.ffi.register_ffi_target(name, target, platform="cpu")
+    return library
+
+
+def _ffi_api() -> int:
+    """Version of XLA's FFI in this jaxlib, major · 1000 + minor, as its headers say."""
+    header = importlib.resources.files(jaxlib) / "include" / "xla" / "ffi" / "api" / "c_api.h"
+    text = header.read_text(encoding="utf-8") if header.is_file() else ""
+    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", text))
+    return int(found["MAJOR"]) * 1000 + int(found["MINOR"]) if len(found) == 2 else 2**31
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000}"
+
+
+def why_unavailable() -> str | None:
+    """Why the kernels cannot be used, and what to do about it; None if they can."""
+    library = _load()
+    return f"{library}; {_REMEDY}" if isinstance(library, str) else None
+
+
+def available() -> bool:
+    """Whether the kernels were built for this Python and jaxlib, and can be loaded."""
+    return why_unavailable() is None
+
+
+def _library() -> ctypes.CDLL:
+    """Raises: ValueError if the kernels cannot be used."""
+    library = _load()
+    if isinstance(library, str):
+        raise ValueError(f'the "cpu" kernels cannot be used: {library}; {_REMEDY}, or use xla')
+    return library
+
+
+def path() -> str:
+    """Where the built kernels lie. Raises: ValueError if they are not there."""
+    return _library()._name
+
+
+def isa() -> str:
+    """The widest of `ISAS` that this processor and this build have. Raises: ValueError if the kernels are not there."""
+    return _library().levanter_infer_isa().decode()
+
+
+def isas(dtype=None) -> tuple[str, ...]:
+    """The instruction sets that this processor and this build have, the widest first.
+
+    Args:
+        dtype: of weights; leaves out those without matmuls of their own for it, which are those of the next.
+    Raises: ValueError if the kernels are not there.
+    """
+    usable = ISAS[ISAS.index(isa()) :]
+    in_pairs = dtype is None or jnp.dtype(dtype) == jnp.bfloat16
+    return usable if in_pairs else tuple(name for name in usable if name != "avx512_bf16")
+
+
+def supports_dtype(dtype) -> bool:
+    """Whether weights or pages of this dtype can be read."""
+    return jnp.dtype(dtype) in _DTYPES
+
+
+def panel_width(isa_name: str | None = None) -> int:
+    """Outputs that lie side by side in a panel; `isa_name`: one of `isas`, by default the widest."""
+    name = isa_name or isa()
+    return _library().levanter_infer_panel(name.encode())
+
+
+def to_panels(weight: Array, *, isa_name: str | None = None) -> Array:
+    """Weights in the order in which `stacked_matmul` reads them.
+
+    Panels of `panel_width` outputs; in a panel one pair of inputs after the other; float32 holds all outputs of the
+    pair's first input and then those of the second, bfloat16 the two inputs of each output side by side. Missing
+    outputs and inputs are zeros.
+
+    Args:
+        weight: [layers, outputs, inputs] or [outputs, inputs], f32 or bf16. May be traced.
+    Returns: f32 or u16 (the bits) [layers, panels, inputs rounded up to even · panel_width], or without layers. If not
+        traced, in huge pages.
+    """
+    wide, xp = weight.dtype == jnp.float32, jnp if isinstance(weight, Tracer) else np
+    *layers, outputs, inputs = weight.shape
+    if xp is np:
+        bits = np.asarray(weight) if wide else np.asarray(weight).view(np.uint16)
+    else:
+        bits = weight if wide else jax.lax.bitcast_convert_type(weight, jnp.uint16)
+    width = panel_width(isa_name)
+    num_panels, pairs = -(-outputs // width), -(-inputs // 2)
+    missing = num_panels * width - outputs, 2 * pairs - inputs
+    if any(missing):
+        bits = xp.pad(bits, [*[(0, 0)] * len(layers), (0, missing[0]), (0, missing[1])])
+    apart = bits.reshape(*layers, num_panels, width, pairs, 2)
+    last = (-2, -1, -3) if wide else (-2, -3, -1)
+    panels = apart.transpose(*range(apart.ndim - 3), *(apart.ndim + place for place in last))
+    shape = *layers, num_panels, 2 * pairs * width
+    if isinstance(panels, Array):
+        return panels.reshape(shape)
+    kept = huge_pages.empty(shape, panels.dtype)
+    np.copyto(kept.reshape(panels.shape), panels)
+    return jax.device_put(kept)  # which shares it
+
+
+def panel_rows(panels: Array, rows: Array, inputs: int, *, isa_name: str | None = None) -> Array:
+    """Rows of a matrix in panels; an index past the last panel gives zeros.
+
+    Args:
+        panels: [panels, size]
+        rows: i32[n]
+    Returns: [n, inputs], f32 or u16.
+    """
+    width = panel_width(isa_name)
+    num_panels, size = panels.shape
+    panel, place = rows // width, rows % width
+    if panels.dtype == jnp.float32:
+        apart = panels.reshape(num_panels, size // width, width)
+        found = apart.at[panel, :, place].get(mode="fill", fill_value=0)
+    else:
+        apart = panels.reshape(num_panels, size // width // 2, width, 2)
+        found = apart.at[panel, :, place, :].get(mode="fill", fill_value=0)
+    return found.reshape(rows.shape[0], size // width)[:, :inputs]
+
+
+def stacked_matmul(
+    x: Array,
+    weights: list[Array],
+    outputs: list[int],
+    layer: Array,
+    num_rows: Array | None = None,
+    *,
+    norm: Array | None = None,
+    eps: float = 0.0,
+    gate: Array | None = None,
+    residual: Array | None = None,
+    isa_name: str | None = None,
+) -> list[Array]:
+    """`x · weight[layer]ᵀ` for each stack of weights, with all sums in float32.
+
+    The stacks are read where they lie. A result has the same bits for any number of rows. What else a layer does
+    between two matmuls can be asked for in the same call, because on a CPU every call has its price.
+
+    Args:
+        x: f32[rows, inputs]
+        weights: of `to_panels`, each.
+        outputs: how many there are of each.
+        layer: i32[]
+        num_rows: i32[], how many rows count; the others give zeros and cost nothing. None: all.
+        norm: f32 or bf16 [layers, inputs]; `x / sqrt(mean(x²) + eps) · norm[layer]` takes the place of x.
+        gate: f32[rows, inputs]; `silu(gate) · x` takes the place of x. Not together with `norm`.
+        residual: f32[rows, outputs], added to the result; with one stack of weights only.
+        isa_name: one of `isas`; by default the widest.
+    Returns: f32[rows, outputs] each.
+    Raises: ValueError if the kernels were not built.
+    """
+    assert norm is None or gate is None, "a product has one kind of input"
+    results = [jax.ShapeDtypeStruct((x.shape[0], count), jnp.float32) for count in outputs]
+    call = jax.ffi.ffi_call("levanter_infer_linear", results, vmap_method="sequential")
+    used = jnp.int32(x.shape[0]) if num_rows is None else num_rows
+    extras = [extra for extra in (norm, gate, residual) if extra is not None]
+    return list(
+        call(
+            x,
+            used.astype(jnp.int32),
+            layer.astype(jnp.int32),
+            *extras,
+            *weights,
+            isa=isa_name or isa(),
+            has_norm=norm is not None,
+            has_gate=gate is not None,
+            has_residual=residual is not None,
+            eps=np.float32(eps),
+        )
+    )
+
+
+def place_tokens(
+    q: Array,
+    k: Array,
+    v: Array,
+    pool: Array,
+    *,
+    layer: Array,
+    dests: Array,
+    cos: Array,
+    sin: Array,
+    norms: tuple[tuple[Array, float], ...] | None = None,
+    isa_name: str | None = None,
+) -> tuple[Array, Array]:
+    """Rotate queries and keys, and store keys and values, in one call and in place where the pool is donated.
+
+    Each token by itself, so that what it gives has the same bits in any company. XLA would go through the tokens of
+    such a write one by one, with half a dozen small calls for each.
+
+    Args:
+        q: f32[T, Hq, D]
+        k, v: f32[T, Hkv, D]
+        pool: [layers, P, page_size, 2 * Hkv, D] of f32, bf16, or u16 that hold the bits of bf16.
+        layer: i32[]
+        dests: i32[T], `page * page_size + page offset`; P * page_size or more for tokens that go nowhere.
+        cos, sin: f32[T, D / 2]
+        norms: weights [layers, D] and eps of the norms of q and k before the rotation, as `layers.norm.RMSNorm`.
+        isa_name: one of `isas`; by default the widest.
+    Returns: q, rotated, and the pool.
+    Raises: ValueError if the kernels were not built.
+    """
+    results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (q, pool)]
+    call = jax.ffi.ffi_call(
+        "levanter_infer_place_tokens", results, vmap_method="sequential", input_output_aliases={1: 1}
+    )
+    weights, (q_eps, k_eps) = ((), (0.0, 0.0)) if norms is None else zip(*norms, strict=True)
+    eps = {"q_eps": np.float32(q_eps), "k_eps": np.float32(k_eps)}
+    rotated, stored = call(
+        q, pool, k, v, cos, sin, dests, layer.astype(jnp.int32), *weights, isa=isa_name or isa(), **eps
+    )
+    return rotated, stored
+
+
+def cpu_attention(call: AttentionCall, *, isa_name: str | None = None) -> Array:
+    """`ragged_paged_attention` in C++.
+
+    Raises: ValueError for what only the other implementations do: `score_mod`, `mask_mod`, pages of other dtypes.
+    """
+    rules, sinks = call.rules, call.sinks
+    if rules.score_mod is not None or rules.mask_mod is not None:
+        raise ValueError('impl="cpu" cannot call score_mod or mask_mod; use "xla"')
+    if not supports_dtype(call.kv_dtype):
+        raise ValueError(f'impl="cpu" reads pages of float32 or bfloat16, not {call.kv_dtype}; use "xla"')
+    f32, num_heads = jnp.float32, call.q.shape[1]
+    far = jnp.int32(2**31 - 1)
+    slopes = jnp.zeros(num_heads, f32) if rules.alibi_slopes is None else rules.alibi_slopes
+    out = jax.ShapeDtypeStruct(call.q.shape, f32)
+    result = jax.ffi.ffi_call("levanter_infer_attention", out, vmap_method="sequential")(
+        call.q.astype(f32),
+        call.kv_pages,
+        call.layer,
+        call.page_indices,
+        call.seq_lens,
+        call.cu_q_lens,
+        call.num_seqs,
+        far if rules.sliding_window is None else rules.sliding_window,
+        slopes,
+        jnp.full(num_heads, -jnp.inf, f32) if sinks is None else sinks,
+        scale=np.float32(rules.scale),
+        soft_cap=np.float32(rules.soft_cap or 0),
+        isa=isa_name or isa(),
+    )
+    return result.astype(call.q.dtype)
+
+
+def logit_stats(logits: Array, num_rows: Array, *, isa_name: str | None = None) -> tuple[Array, Array, Array]:
+    """What sampling needs to know of logits, all rows in one call.
+
+    Args:
+        logits: f32[row, vocab]
+        num_rows: i32[], how many rows count; the others get 0, 1 and 0.
+    Returns: the largest logit f32[row]; the sum of e^(logit - largest) f32[row], NaN where a logit is NaN or +inf or
+        all are -inf; and the first place of the largest i32[row]. A row has the same bits in any company.
+    """
+    rows = logits.shape[0]
+    results = [jax.ShapeDtypeStruct((rows,), dtype) for dtype in (jnp.float32, jnp.float32, jnp.int32)]
+    call = jax.ffi.ffi_call("levanter_infer_logit_stats", results, vmap_method="sequential")
+    peak, total, best = call(logits, num_rows.astype(jnp.int32), isa=isa_name or isa())
+    return peak, total, best

@@ -1,0 +1,537 @@
+// XLA custom calls for CPUs: matmuls with 16-bit or 32-bit weights, the place of new tokens in the pool, attention
+// over pages, and what sampling needs of logits.
+//
+// What each computes is said in ../cpu.py. The kernels are compiled once per instruction set, from the same source.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "parallel.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = ::xla::ffi;
+
+namespace levanter_infer {
+
+struct BFloat16 {
+  uint16_t bits = 0;
+};
+
+using Pair = uint32_t;  // two bfloat16, the first in the lower half
+
+struct LinearArgs {
+  const float* x;      // [rows, x_stride]
+  int64_t rows, inputs, x_stride;  // inputs: of a panel, an even number
+  const Pair* packed;  // what takes the place of x where pairs are multiplied: blocks of rows, [inputs / 2, rows] each
+};
+
+struct AttentionArgs {
+  const float* q;    // [tokens, query_heads, head_dim]
+  const void* pool;  // [layers, num_pages, page_size, 2 * kv_heads, head_dim]
+  const int32_t *page_indices, *seq_lens, *cu_q_lens;
+  float* out;  // as q
+  int64_t layer, query_heads, kv_heads, head_dim, num_pages, page_size, max_pages, window;
+  int64_t num_rows, ahead;       // rows in use; how many rows on a thread may find its next one
+  float scale, soft_cap;         // soft_cap 0: none
+  const float *slopes, *sinks;   // [query_heads]; sinks of -inf: none
+};
+
+struct PlaceArgs {
+  const float* q;      // [tokens, query_heads, head_dim]
+  float* out;          // as q
+  const float *k, *v;  // [tokens, kv_heads, head_dim]
+  const float *cos, *sin;        // [tokens, head_dim / 2]
+  const float *q_norm, *k_norm;  // [head_dim]; null: none
+  float q_eps, k_eps;
+  void* pool;            // [layers, num_places, 2 * kv_heads, head_dim]
+  const int32_t* dests;  // [tokens]: places in a layer
+  int64_t layer, query_heads, kv_heads, head_dim, num_places;
+};
+
+constexpr int64_t MANY_ROWS = 48;     // from here on 16-bit weights are widened once for all rows
+constexpr int64_t PREFETCHED = 2048;  // how far ahead, in bytes, weights are asked for
+constexpr int64_t PREFETCHED_PAIRS = 8192;  // the same where pairs are multiplied
+constexpr int64_t PREPARED_ROWS = 4;
+constexpr int64_t PACKED = 8192, PACK_STEP = 32;  // inputs of all rows that one piece of work packs; it packs so many at once
+constexpr int64_t PLACED_TOKENS = 8;  // of one piece of work
+constexpr int64_t PIECES = 8, MAX_PANELS = 8;  // pieces of work per thread that are enough; panels of one piece
+constexpr int KEYS = 32;             // positions of one turn of the streaming softmax
+constexpr int64_t QUERIES = 8;  // of one piece of work
+
+struct Block {
+  int64_t first, rows;
+};
+
+inline int64_t count_blocks(int64_t num_rows, int64_t most) { return (num_rows + most - 1) / most; }
+
+// Block `index` of rows that are computed together: as few blocks of at most `most` as possible, of about one size.
+inline Block block_at(int64_t num_rows, int64_t index, int64_t most) {
+  const int64_t blocks = count_blocks(num_rows, most), size = num_rows / blocks, larger = num_rows % blocks;
+  return {index * size + std::min(index, larger), size + (index < larger)};
+}
+
+// The block in which `row` is computed.
+inline Block block_of_row(int64_t num_rows, int64_t row, int64_t most) {
+  const int64_t blocks = count_blocks(num_rows, most), size = num_rows / blocks, larger = num_rows % blocks;
+  const int64_t in_larger = larger * (size + 1);
+  return block_at(num_rows, row < in_larger ? row / (size + 1) : larger + (row - in_larger) / size, most);
+}
+
+struct Kernels {
+  int64_t panel, rows;  // rows: that are computed together, at most
+  void (*normalize)(const float* x, const float* weight, int64_t size, float eps, float* to);
+  void (*gated)(const float* x, const float* gate, int64_t size, float* to);
+  void (*pack_row)(const float* x, int64_t inputs, int64_t rows_of_block, Pair* to);  // null: nothing is packed
+  void (*linear_f32)(const LinearArgs&, const float* w, int64_t outs, const float* residual, float* y,
+                     int64_t y_stride);
+  void (*linear_bf16)(const LinearArgs&, const BFloat16* w, int64_t outs, const float* residual, float* y,
+                      int64_t y_stride);
+  void (*attend_f32)(const AttentionArgs&, int64_t row, int64_t first, int64_t count, int64_t head_begin,
+                     int64_t head_end, float* scratch);
+  void (*attend_bf16)(const AttentionArgs&, int64_t row, int64_t first, int64_t count, int64_t head_begin,
+                      int64_t head_end, float* scratch);
+  void (*place_f32)(const PlaceArgs&, int64_t token, float* scratch);
+  void (*place_bf16)(const PlaceArgs&, int64_t token, float* scratch);
+  void (*row_stats)(const float* logits, int64_t size, float* peak, float* total, int32_t* best);
+};
+
+namespace generic {
+constexpr int LANES = 4;
+constexpr int64_t ROWS = 6;
+#include "kernels.inc"
+}  // namespace generic
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define LEVANTER_INFER_X86 1
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+namespace avx2 {
+constexpr int LANES = 8;
+constexpr int64_t ROWS = 6;
+#include "kernels.inc"
+}  // namespace avx2
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma,prefer-vector-width=512")
+namespace avx512 {
+constexpr int LANES = 16;
+constexpr int64_t ROWS = 12;
+#include "kernels.inc"
+}  // namespace avx512
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,prefer-vector-width=512")
+namespace avx512_bf16 {
+#include "pairs.inc"
+}  // namespace avx512_bf16
+#pragma GCC pop_options
+#endif
+
+// The widest instruction set that both this build and the processor know.
+const char* best_isa() {
+#ifdef LEVANTER_INFER_X86
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq"))
+    return __builtin_cpu_supports("avx512bf16") ? "avx512_bf16" : "avx512";
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "avx2";
+#endif
+  return "generic";
+}
+
+const Kernels& kernels_for(std::string_view isa) {
+#ifdef LEVANTER_INFER_X86
+  if (isa == "avx512_bf16") return avx512_bf16::KERNELS;
+  if (isa == "avx512") return avx512::KERNELS;
+  if (isa == "avx2") return avx2::KERNELS;
+#endif
+  return generic::KERNELS;
+}
+
+bool is_bf16(ffi::AnyBuffer buffer) {
+  return buffer.element_type() == ffi::DataType::BF16 || buffer.element_type() == ffi::DataType::U16;
+}
+
+// Of a bf16 or f32 array.
+float float_at(const ffi::AnyBuffer& buffer, int64_t i) {
+  if (!is_bf16(buffer)) return static_cast<const float*>(buffer.untyped_data())[i];
+  const uint32_t word = static_cast<uint32_t>(static_cast<const uint16_t*>(buffer.untyped_data())[i]) << 16;
+  float value;
+  std::memcpy(&value, &word, sizeof value);
+  return value;
+}
+
+bool same_shape(ffi::Span<const int64_t> a, ffi::Span<const int64_t> b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end());
+}
+
+ffi::Error invalid(const char* message) { return ffi::Error::InvalidArgument(message); }
+
+// A norm's weights of one layer as floats; empty if there is no such layer, or they are not `size`.
+std::vector<float> norm_of(const ffi::ErrorOr<ffi::AnyBuffer>& weight, int64_t layer, int64_t size) {
+  std::vector<float> norm;
+  if (!weight.has_value()) return norm;
+  const auto shape = weight->dimensions();
+  if (shape.size() != 2 || shape[1] != size || layer < 0 || layer >= shape[0]) return norm;
+  norm.resize(size);
+  for (int64_t i = 0; i < size; ++i) norm[i] = float_at(*weight, layer * size + i);
+  return norm;
+}
+
+// One matrix of a call, and where its results go.
+struct Matrix {
+  const void* panels;
+  float* y;
+  int64_t outputs, first_panel;
+};
+
+// The rows of args->x, of `inputs` each, as the matmuls read them: an even number of inputs, normalized or gated where
+// that is asked for, and packed where `pack` says so.
+void prepare(const Kernels& kernels, int64_t threads, int64_t inputs, const float* norm, float eps, const float* gate,
+             bool pack, LinearArgs* args) {
+  static thread_local std::vector<float> rows;
+  static thread_local std::vector<Pair> packed;
+  const size_t size = args->rows * args->inputs;
+  const bool as_is = norm == nullptr && gate == nullptr && inputs == args->inputs;
+  if (!as_is && rows.size() < size) rows.resize(size);
+  if (pack && packed.size() < size / 2) packed.resize(size / 2);
+  float* all = rows.data();  // of this thread, also for the others
+  Pair* words = packed.data();
+  if (!as_is) {
+    Workers::shared().run(threads, (args->rows + PREPARED_ROWS - 1) / PREPARED_ROWS, [&](int64_t piece) {
+      const int64_t last = std::min(args->rows, (piece + 1) * PREPARED_ROWS);
+      for (int64_t row = piece * PREPARED_ROWS; row < last; ++row) {
+        const float* from = args->x + row * inputs;
+        float* own = all + row * args->inputs;
+        own[args->inputs - 1] = 0;  // the second input of the last pair, where there is none
+        if (norm != nullptr)
+          kernels.normalize(from, norm, inputs, eps, own);
+        else if (gate != nullptr)
+          kernels.gated(from, gate + row * inputs, inputs, own);
+        else
+          std::copy_n(from, inputs, own);
+      }
+    });
+    args->x = all;
+    args->x_stride = args->inputs;
+  }
+  if (!pack) return;
+  // The rows of a block lie word by word side by side. Its inputs are divided, because threads that wrote its rows would
+  // take every cache line from each other.
+  const int64_t most = std::min(args->rows, kernels.rows);
+  const int64_t step = std::max(PACKED / most / PACK_STEP, int64_t{1}) * PACK_STEP;
+  const int64_t ranges = (args->inputs + step - 1) / step;
+  Workers::shared().run(threads, count_blocks(args->rows, kernels.rows) * ranges, [&](int64_t piece) {
+    const Block block = block_at(args->rows, piece / ranges, kernels.rows);
+    const int64_t begin = piece % ranges * step, count = std::min(step, args->inputs - begin);
+    Pair* to = words + (block.first * args->inputs + begin * block.rows) / 2;
+    for (int64_t row = 0; row < block.rows; ++row)
+      kernels.pack_row(args->x + (block.first + row) * args->x_stride + begin, count, block.rows, to + row);
+  });
+  args->packed = words;
+}
+
+// Arguments: x f32[rows, inputs]; used i32[], how many rows count; layer i32[]; then, where the attributes say so, the
+// weight of a norm [layers, inputs], a gate f32[rows, inputs], a residual f32[rows, outputs] for a single result; then
+// weights [layers, panels, size of a panel]. Results: f32[rows, outputs] each.
+ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> used,
+                  ffi::Buffer<ffi::S32> layer, ffi::RemainingArgs rest, ffi::RemainingRets results,
+                  std::string_view isa, bool has_norm, bool has_gate, bool has_residual, float eps) {
+  const size_t extras = has_norm + has_gate + has_residual;
+  if (x.dimensions().size() != 2 || rest.size() != extras + results.size() || (has_residual && results.size() != 1))
+    return invalid("linear: shapes do not fit");
+  const int64_t rows = std::clamp<int64_t>(*used.typed_data(), 0, x.dimensions()[0]);
+  const int64_t inputs = x.dimensions()[1], index = *layer.typed_data();
+  const Kernels& kernels = kernels_for(isa);
+
+  size_t next = 0;
+  std::vector<float> norm;
+  if (has_norm) {
+    norm = norm_of(rest.get<ffi::AnyBuffer>(next++), index, inputs);
+    if (norm.empty()) return invalid("linear: the norm does not fit, or has no such layer");
+  }
+  const float* gate = nullptr;
+  if (has_gate) {
+    const auto buffer = rest.get<ffi::Buffer<ffi::F32>>(next++);
+    if (!buffer.has_value() || !same_shape(buffer->dimensions(), x.dimensions())) return invalid("linear: the gate does not fit");
+    gate = buffer->typed_data();
+  }
+  const float* residual = nullptr;
+  if (has_residual) {
+    const auto buffer = rest.get<ffi::Buffer<ffi::F32>>(next++);
+    auto result = results.get<ffi::Buffer<ffi::F32>>(0);
+    if (!buffer.has_value() || !result.has_value() || !same_shape(buffer->dimensions(), (*result)->dimensions()))
+      return invalid("linear: the residual does not fit");
+    residual = buffer->typed_data();
+  }
+
+  const int64_t panel_size = (inputs + 1) / 2 * 2 * kernels.panel;
+  std::vector<Matrix> matrices;
+  int64_t panels = 0;
+  bool bf16 = false;
+  for (size_t i = 0; i < results.size(); ++i) {
+    const auto weight = rest.get<ffi::AnyBuffer>(next + i);
+    auto result = results.get<ffi::Buffer<ffi::F32>>(i);
+    if (!weight.has_value() || !result.has_value()) return invalid("linear: an argument is missing");
+    const auto shape = weight->dimensions(), out = (*result)->dimensions();
+    if (shape.size() != 3 || shape[2] != panel_size || out.size() != 2 || out[0] != x.dimensions()[0] ||
+        (out[1] + kernels.panel - 1) / kernels.panel != shape[1])
+      return invalid("linear: weights are not [layers, panels, size of a panel]");
+    if (index < 0 || index >= shape[0]) return invalid("linear: there is no such layer");
+    if (i == 0) bf16 = is_bf16(*weight);
+    if (is_bf16(*weight) != bf16) return invalid("linear: weights of one call have one type");
+    if (!bf16 && weight->element_type() != ffi::DataType::F32) return invalid("linear: weights are neither bf16 nor f32");
+    const int64_t offset = index * shape[1] * panel_size * (bf16 ? 2 : 4);
+    float* y = (*result)->typed_data();
+    matrices.push_back({static_cast<const char*>(weight->untyped_data()) + offset, y, out[1], panels});
+    std::fill(y + rows * out[1], y + out[0] * out[1], 0.0f);
+    panels += shape[1];
+  }
+
+  LinearArgs args{x.typed_data(), rows, (inputs + 1) / 2 * 2, inputs, nullptr};
+  const bool pack = bf16 && kernels.pack_row != nullptr;
+  if (rows > 0 && (has_norm || has_gate || pack || inputs % 2 != 0))
+    prepare(kernels, threads.num_threads(), inputs, has_norm ? norm.data() : nullptr, eps, gate, pack, &args);
+  // Few panels at a time where there are many, so that the threads seldom meet at the counter.
+  const int64_t together = std::clamp<int64_t>(panels / (threads.num_threads() * PIECES), 1, MAX_PANELS);
+  Workers::shared().run(threads.num_threads(), (panels + together - 1) / together, [&](int64_t piece) {
+    for (int64_t panel = piece * together; panel < std::min(panels, (piece + 1) * together); ++panel) {
+      size_t m = matrices.size() - 1;
+      while (matrices[m].first_panel > panel) --m;
+      const Matrix& matrix = matrices[m];
+      const int64_t place = panel - matrix.first_panel, first = place * kernels.panel;
+      const int64_t outs = std::min(kernels.panel, matrix.outputs - first), offset = place * panel_size;
+      const float* added = residual == nullptr ? nullptr : residual + first;
+      if (bf16)
+        kernels.linear_bf16(args, static_cast<const BFloat16*>(matrix.panels) + offset, outs, added,
+                            matrix.y + first, matrix.outputs);
+      else
+        kernels.linear_f32(args, static_cast<const float*>(matrix.panels) + offset, outs, added, matrix.y + first,
+                           matrix.outputs);
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// Arguments: q f32[tokens, query_heads, head_dim]; the pool, whose place the second result takes; k, v
+// f32[tokens, kv_heads, head_dim]; cos, sin f32[tokens, head_dim / 2]; dests i32[tokens]; layer i32[]; then, where the
+// attribute says so, the weights [layers, head_dim] of the norms of q and of k. Results: q, and the pool.
+ffi::Error place_tokens(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer pool, ffi::Buffer<ffi::F32> k,
+                        ffi::Buffer<ffi::F32> v, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
+                        ffi::Buffer<ffi::S32> dests, ffi::Buffer<ffi::S32> layer, ffi::RemainingArgs norms,
+                        ffi::ResultBuffer<ffi::F32> turned, ffi::Result<ffi::AnyBuffer> stored, float q_eps, float k_eps,
+                        std::string_view isa) {
+  const auto shape = pool.dimensions(), queries = q.dimensions(), keys = k.dimensions(), angles = cos.dimensions();
+  if (shape.size() != 5 || queries.size() != 3 || keys.size() != 3 || angles.size() != 2 || dests.dimensions().size() != 1)
+    return invalid("place_tokens: shapes do not fit");
+  const int64_t tokens = queries[0], size = queries[2];
+  if (keys[0] != tokens || keys[2] != size || 2 * keys[1] != shape[3] || shape[4] != size || angles[0] != tokens ||
+      2 * angles[1] != size || dests.dimensions()[0] != tokens || !same_shape(keys, v.dimensions()) ||
+      !same_shape(angles, sin.dimensions()))
+    return invalid("place_tokens: shapes do not fit");
+  const bool bf16 = is_bf16(pool);
+  if (!bf16 && pool.element_type() != ffi::DataType::F32) return invalid("place_tokens: the pool is neither bf16 nor f32");
+  if (pool.untyped_data() != stored->untyped_data())
+    return invalid("place_tokens: the stored pool is not in the place of the pool");
+  const int64_t index = *layer.typed_data();
+  if (index < 0 || index >= shape[0]) return invalid("place_tokens: there is no such layer");
+  std::vector<float> norm[2];
+  for (size_t i = 0; i < norms.size(); ++i) {
+    norm[i] = norm_of(norms.get<ffi::AnyBuffer>(i), index, size);
+    if (norms.size() != 2 || norm[i].empty()) return invalid("place_tokens: the norms do not fit");
+  }
+  const PlaceArgs args{
+      q.typed_data(), turned->typed_data(), k.typed_data(), v.typed_data(), cos.typed_data(), sin.typed_data(),
+      norm[0].empty() ? nullptr : norm[0].data(), norm[1].empty() ? nullptr : norm[1].data(), q_eps, k_eps,
+      stored->untyped_data(), dests.typed_data(), index, queries[1], keys[1], size, shape[1] * shape[2],
+  };
+  const Kernels& kernels = kernels_for(isa);
+  Workers::shared().run(threads.num_threads(), (tokens + PLACED_TOKENS - 1) / PLACED_TOKENS, [&](int64_t piece) {
+    static thread_local std::vector<float> scratch;
+    if (static_cast<int64_t>(scratch.size()) < size) scratch.resize(size);
+    const int64_t last = std::min(tokens, (piece + 1) * PLACED_TOKENS);
+    for (int64_t token = piece * PLACED_TOKENS; token < last; ++token)
+      (bf16 ? kernels.place_bf16 : kernels.place_f32)(args, token, scratch.data());
+  });
+  return ffi::Error::Success();
+}
+
+// As `ragged_paged_attention`; q and the result in f32.
+ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer pool,
+                     ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> page_indices, ffi::Buffer<ffi::S32> seq_lens,
+                     ffi::Buffer<ffi::S32> cu_q_lens, ffi::Buffer<ffi::S32> num_seqs, ffi::Buffer<ffi::S32> window,
+                     ffi::Buffer<ffi::F32> slopes, ffi::Buffer<ffi::F32> sinks, ffi::ResultBuffer<ffi::F32> out,
+                     float scale, float soft_cap, std::string_view isa) {
+  const auto shape = pool.dimensions();
+  if (q.dimensions().size() != 3 || shape.size() != 5 || page_indices.dimensions().size() != 2)
+    return invalid("attention: shapes do not fit");
+  const bool bf16 = is_bf16(pool);
+  if (!bf16 && pool.element_type() != ffi::DataType::F32) return invalid("attention: the pool is neither bf16 nor f32");
+  AttentionArgs args;
+  args.q = q.typed_data();
+  args.pool = pool.untyped_data();
+  args.page_indices = page_indices.typed_data();
+  args.seq_lens = seq_lens.typed_data();
+  args.cu_q_lens = cu_q_lens.typed_data();
+  args.out = out->typed_data();
+  args.layer = *layer.typed_data();
+  args.query_heads = q.dimensions()[1];
+  args.head_dim = q.dimensions()[2];
+  args.num_pages = shape[1];
+  args.page_size = shape[2];
+  args.kv_heads = shape[3] / 2;
+  args.max_pages = page_indices.dimensions()[1];
+  args.window = *window.typed_data();
+  args.scale = scale;
+  args.soft_cap = soft_cap;
+  args.slopes = slopes.typed_data();
+  args.sinks = sinks.typed_data();
+  if (args.layer < 0 || args.layer >= shape[0]) return invalid("attention: there is no such layer");
+
+  const int64_t tokens = q.dimensions()[0], rows = std::clamp<int64_t>(*num_seqs.typed_data(), 0, page_indices.dimensions()[0]);
+  args.num_rows = rows;
+  args.ahead = threads.num_threads();
+  struct Piece {
+    int32_t row;
+    int64_t first, count, head_begin, head_end;
+  };
+  std::vector<Piece> pieces;
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t begin = args.cu_q_lens[row], end = std::min<int64_t>(args.cu_q_lens[row + 1], tokens);
+    if ((row == 0 && begin != 0) || begin > args.cu_q_lens[row + 1]) return invalid("attention: cu_q_lens does not ascend from 0");
+    if (args.seq_lens[row] > args.max_pages * args.page_size) return invalid("attention: a row is out of range");
+    for (int64_t first = begin; first < end; first += QUERIES)
+      pieces.push_back({static_cast<int32_t>(row), first, std::min(QUERIES, end - first), 0, args.kv_heads});
+  }
+  // Few blocks of queries: a head is a piece of work. Otherwise a token's keys and values of all heads are read together.
+  if (static_cast<int64_t>(pieces.size()) < 4 * threads.num_threads()) {
+    std::vector<Piece> split;
+    for (const Piece& piece : pieces)
+      for (int64_t head = 0; head < args.kv_heads; ++head)
+        split.push_back({piece.row, piece.first, piece.count, head, head + 1});
+    pieces.swap(split);
+  }
+  const Kernels& kernels = kernels_for(isa);
+  const int64_t used = rows == 0 ? 0 : std::min<int64_t>(args.cu_q_lens[rows], tokens);
+  std::fill(args.out + used * args.query_heads * args.head_dim, args.out + tokens * args.query_heads * args.head_dim, 0.0f);
+  const int64_t width = (args.head_dim + kernels.panel - 1) / kernels.panel * kernels.panel;
+  const int64_t query_rows = QUERIES * (args.query_heads / args.kv_heads);
+  const size_t scratch_size = (2 * KEYS + 1) * width + query_rows * (KEYS + args.kv_heads * (2 * width + 2));
+  Workers::shared().run(threads.num_threads(), pieces.size(), [&](int64_t i) {
+    static thread_local std::vector<float> scratch;
+    if (scratch.size() < scratch_size) scratch.resize(scratch_size);
+    const Piece& piece = pieces[i];
+    (bf16 ? kernels.attend_bf16 : kernels.attend_f32)(args, piece.row, piece.first, piece.count, piece.head_begin,
+                                                      piece.head_end, scratch.data());
+  });
+  return ffi::Error::Success();
+}
+
+// Arguments: logits f32[rows, vocab]; used i32[], how many rows count. Results, [rows]: the largest logit, the sum of
+// e^(logit - largest), and the first place of the largest; 0, 1 and 0 for rows that do not count.
+ffi::Error logit_stats(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::S32> used,
+                       ffi::ResultBuffer<ffi::F32> peaks, ffi::ResultBuffer<ffi::F32> totals,
+                       ffi::ResultBuffer<ffi::S32> best, std::string_view isa) {
+  if (logits.dimensions().size() != 2) return invalid("logit_stats: logits are not [rows, vocab]");
+  const int64_t rows = logits.dimensions()[0], vocab = logits.dimensions()[1];
+  for (const auto shape : {peaks->dimensions(), totals->dimensions(), best->dimensions()})
+    if (shape.size() != 1 || shape[0] != rows) return invalid("logit_stats: results are not [rows]");
+  const int64_t counted = std::clamp<int64_t>(*used.typed_data(), 0, rows);
+  const Kernels& kernels = kernels_for(isa);
+  float *peak = peaks->typed_data(), *total = totals->typed_data();
+  int32_t* place = best->typed_data();
+  Workers::shared().run(threads.num_threads(), counted, [&](int64_t row) {
+    kernels.row_stats(logits.typed_data() + row * vocab, vocab, peak + row, total + row, place + row);
+  });
+  std::fill(peak + counted, peak + rows, 0.0f);
+  std::fill(total + counted, total + rows, 1.0f);
+  std::fill(place + counted, place + rows, 0);
+  return ffi::Error::Success();
+}
+
+}  // namespace levanter_infer
+
+#pragma GCC visibility push(default)
+
+extern "C" const char* levanter_infer_isa() {
+  return levanter_infer::best_isa();
+}
+
+extern "C" int levanter_infer_panel(const char* isa) {
+  return static_cast<int>(levanter_infer::kernels_for(isa).panel);
+}
+
+// Version of XLA's FFI that the handlers were compiled for. A runtime runs handlers of its own version and of older ones.
+extern "C" int levanter_infer_ffi_api() {
+  return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR;
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_linear, levanter_infer::linear,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<std::string_view>("isa")
+                                  .Attr<bool>("has_norm")
+                                  .Attr<bool>("has_gate")
+                                  .Attr<bool>("has_residual")
+                                  .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_place_tokens, levanter_infer::place_tokens,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("q_eps")
+                                  .Attr<float>("k_eps")
+                                  .Attr<std::string_view>("isa"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_attention, levanter_infer::attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("soft_cap")
+                                  .Attr<std::string_view>("isa"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_logit_stats, levanter_infer::logit_stats,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Attr<std::string_view>("isa"));
+
+#pragma GCC visibility pop

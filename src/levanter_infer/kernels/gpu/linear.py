@@ -1,0 +1,115 @@
+"""Matmuls of the `gpu` implementation: Pallas on Triton, with the weights of a layer read where they lie.
+
+XLA's own matmuls on a GPU take matrices, not a layer of a stack: in a loop over layers it first copies each layer's
+weights, which triples the traffic of a decode step.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+
+from levanter_infer.kernels.gpu.triton import plt
+
+_DTYPES = (jnp.bfloat16, jnp.float16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Static sizes of one program; powers of two, at least 16."""
+
+    rows: int
+    outs: int
+    ins: int
+    """Inputs of one turn of the sum."""
+    warps: int
+    stages: int
+
+
+def tile_of(num_rows: int, num_ins: int) -> Tile:
+    """Few rows are limited by memory: narrow tiles, so that all multiprocessors read, and long turns. Many are limited
+    by arithmetic."""
+    divisor = math.gcd(num_ins, 128)
+    ins = divisor if divisor >= 16 else 64  # with a mask
+    if num_rows <= 64:
+        rows = max(16, 1 << (num_rows - 1).bit_length())
+        return Tile(rows=rows, outs=32, ins=ins, warps=4, stages=4)
+    return Tile(rows=64, outs=128, ins=min(ins, 64), warps=4, stages=3)
+
+
+def supports_dtype(dtype) -> bool:
+    """Whether tensor cores multiply this dtype as it is; f32 they would round."""
+    return jnp.dtype(dtype) in _DTYPES
+
+
+def stacked_matmul(
+    x: Array, weights: list[Array], layer: Array, num_rows: Array | None = None, *, interpret: bool = False
+) -> list[Array]:
+    """`x · weight[layer]ᵀ` for each stack of weights, with all sums in float32, in one launch.
+
+    Args:
+        x: [rows, inputs], bf16 or f16.
+        weights: [layers, outputs, inputs] each, in the dtype of x.
+        layer: i32[]
+        num_rows: i32[], how many rows count; the others give zeros or what x gives, and tiles of none cost nothing.
+        interpret: run by Pallas' interpreter, on any platform, slowly; for tests.
+    Returns: f32[rows, outputs] each.
+    Raises: ValueError for other dtypes.
+    """
+    for weight in weights:
+        if not supports_dtype(x.dtype) or weight.dtype != x.dtype:
+            raise ValueError(f'matmul="gpu" takes bfloat16 or float16, not {x.dtype} times {weight.dtype}; use "xla"')
+    rows, ins = x.shape
+    tile = tile_of(rows, ins)
+    bounds = [0]
+    for weight in weights:
+        bounds.append(bounds[-1] + pl.cdiv(weight.shape[1], tile.outs))
+    used = jnp.int32(rows) if num_rows is None else num_rows
+    return pl.pallas_call(
+        functools.partial(_matmul, tile=tile, bounds=tuple(bounds)),
+        out_shape=[jax.ShapeDtypeStruct((rows, weight.shape[1]), jnp.float32) for weight in weights],
+        # Programs that share weights run together, so that the others find them in the cache.
+        grid=(pl.cdiv(rows, tile.rows), bounds[-1]),
+        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        interpret=interpret,
+        name="stacked_matmul",
+    )(x, list(weights), layer.reshape(1), used.reshape(1))
+
+
+def _matmul(x_ref, weight_refs, layer_ref, used_ref, *out_refs, tile: Tile, bounds: tuple[int, ...]) -> None:
+    first_row, part = pl.program_id(0) * tile.rows, pl.program_id(1)
+    num_rows, num_ins = x_ref.shape
+    row = first_row + jnp.arange(tile.rows, dtype=jnp.int32)
+    turns = jnp.where(first_row < used_ref[0], jnp.int32(pl.cdiv(num_ins, tile.ins)), 0)
+    layer = layer_ref[0]
+
+    def one(weight_ref, out_ref, begin: int) -> None:
+        out = (part - begin) * tile.outs + jnp.arange(tile.outs, dtype=jnp.int32)
+        num_outs = out_ref.shape[1]
+
+        def exists(index: Array, size: int, reached: Array) -> Array:
+            """[n, ins], the mask of a load of rows `index` of `size`."""
+            mask = (index < size)[:, None]
+            return mask if num_ins % tile.ins == 0 else mask & reached[None, :]
+
+        def turn(index: Array, total: Array) -> Array:
+            place = index * tile.ins + jnp.arange(tile.ins, dtype=jnp.int32)
+            zero, reached = jnp.zeros((), x_ref.dtype), place < num_ins
+            x = plt.load(x_ref.at[row[:, None], place[None, :]], mask=exists(row, num_rows, reached), other=zero)
+            weight = plt.load(
+                weight_ref.at[layer, out[:, None], place[None, :]], mask=exists(out, num_outs, reached), other=zero
+            )
+            dims = (((1,), (1,)), ((), ()))
+            precision = jax.lax.Precision.HIGHEST
+            return total + jax.lax.dot_general(x, weight, dims, precision, preferred_element_type=jnp.float32)
+
+        total = jax.lax.fori_loop(0, turns, turn, jnp.zeros((tile.rows, tile.outs), jnp.float32))
+        mask = (row < num_rows)[:, None] & (out < num_outs)[None, :]
+        plt.store(out_ref.at[row[:, None], out[None, :]], total, mask=mask)
+
+    for i, (weight_ref, out_ref) in enumerate(zip(weight_refs, out_refs, strict=True)):
+        pl.when((part >= bounds[i]) & (part < bounds[i + 1]))(functools.partial(one, weight_ref, out_ref, bounds[i]))

@@ -1,0 +1,1 @@
+"""Kernels for TPUs (Pallas through Mosaic)."""

@@ -1,0 +1,134 @@
+"""How the pool lies in a TPU's memory: what `KvPages` allocates there, and what the kernels for TPUs read and write.
+
+A page is `slabs × page_size × 128`: for each group of kv heads the keys of all its tokens, then their values. So one
+contiguous transfer brings a page, and what arrives is the operand of a product as it lies: no strided load, no
+transposition, no padding at call time. Heads narrower than the 128 lanes share a slab, as many as fit and divide the
+heads evenly; wider ones take several slabs.
+
+    head_dim 128, 2 heads   k0 | v0 | k1 | v1
+    head_dim 64, 4 heads    k0 k1 | v0 v1 | k2 k3 | v2 v3
+    head_dim 256, 1 head    k0 (0…127) | k0 (128…255) | v0 (0…127) | v0 (128…255)
+
+Integers of 8 bits (`int8`) have one slab more, with the codes of the scales: lane 2 h for the keys of kv head h, lane
+2 h + 1 for its values. It comes with the same transfer.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+
+from levanter_infer.kernels import int8
+
+LANES = 128
+
+
+@dataclass(frozen=True)
+class TpuPool:
+    """The layout of one token's keys and values, from the sizes of a model (or of its part on one device)."""
+
+    kv_heads: int
+    head_dim: int
+    scaled: bool = False
+    """Whether it holds integers of 8 bits, with scales."""
+
+    def __post_init__(self):
+        if self.scaled and 2 * self.kv_heads > LANES:
+            raise ValueError(
+                f"kv_heads={self.kv_heads} with int8 pages: there is room for the scales of {LANES // 2} kv heads on a "
+                "device; use another dtype, or spread the heads over more devices"
+            )
+
+    @property
+    def heads_per_group(self) -> int:
+        """Heads that share a slab; 1 for heads of 128 and more."""
+        fits = max(1, LANES // self.head_dim)
+        return max(n for n in range(1, fits + 1) if self.kv_heads % n == 0)
+
+    @property
+    def groups(self) -> int:
+        return self.kv_heads // self.heads_per_group
+
+    @property
+    def lane_tiles(self) -> int:
+        """Slabs of a group's keys, and again of its values."""
+        return math.ceil(self.head_dim / LANES)
+
+    @property
+    def number_slabs(self) -> int:
+        """Slabs of a page that hold keys and values."""
+        return 2 * self.groups * self.lane_tiles
+
+    @property
+    def slabs(self) -> int:
+        """All of a page; the codes of scales lie in the last."""
+        return self.number_slabs + self.scaled
+
+    def shape(self, *, num_layers: int, num_pages: int, page_size: int) -> tuple[int, int, int, int, int]:
+        """Of the whole pool: [layers, page, slab, page_offset, lane]."""
+        return num_layers, num_pages, self.slabs, page_size, LANES
+
+    def pack(self, k: Array, v: Array) -> Array:
+        """Keys and values of tokens as they lie in a page.
+
+        Args:
+            k, v: [T, Hkv, D].
+        Returns: [T, slabs, 128], integers if the pool is one of integers; lanes that hold nothing are 0.
+        """
+        if self.scaled:
+            k, v = (jnp.concatenate(int8.encode(side), axis=-1) for side in (k, v))
+        return self.place(k, v)
+
+    def place(self, k: Array, v: Array) -> Array:
+        """`pack` of what other pools store: integers come with their codes behind them, [T, Hkv, D + 1]."""
+        num_tokens, codes = k.shape[0], []
+        if self.scaled:
+            codes = jnp.stack([k[..., -1], v[..., -1]], axis=2).reshape(num_tokens, 1, 2 * self.kv_heads)
+            codes = [jnp.pad(codes, ((0, 0), (0, 0), (0, LANES - 2 * self.kv_heads)))]
+        sides = jnp.stack([self.pack_heads(side[..., : self.head_dim]) for side in (k, v)], axis=2)
+        return jnp.concatenate([sides.reshape(num_tokens, self.number_slabs, LANES), *codes], axis=1)
+
+    def pack_heads(self, x: Array) -> Array:
+        """[T, Hkv, D] -> [T, groups, lane_tiles, 128]: of keys or of values alone."""
+        width = self.heads_per_group * self.head_dim
+        x = x.reshape(x.shape[0], self.groups, width)
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, self.lane_tiles * LANES - width)))
+        return x.reshape(x.shape[0], self.groups, self.lane_tiles, LANES)
+
+    def unpack(self, tokens: Array) -> Array:
+        """Back from `pack`: [..., slabs, 128] -> [..., 2 * Hkv, D], heads interleaved k0, v0, k1, v1, …; integers come
+        as their numbers."""
+        leading = tokens.shape[:-2]
+        codes, tokens = tokens[..., -1, : 2 * self.kv_heads], tokens[..., : self.number_slabs, :]
+        sides = tokens.reshape(*leading, self.groups, 2, self.lane_tiles * LANES)
+        sides = sides[..., : self.heads_per_group * self.head_dim]
+        heads = sides.reshape(*leading, self.groups, 2, self.heads_per_group, self.head_dim)
+        heads = jnp.moveaxis(heads, -3, -2).reshape(*leading, 2 * self.kv_heads, self.head_dim)
+        return int8.decode(heads, codes[..., None]) if self.scaled else heads
+
+    def place_queries(self, q: Array) -> Array:
+        """Queries such that one product with a slab of keys gives the scores of all heads that share it.
+
+        Args:
+            q: [T, Hq, D].
+        Returns: [T, groups, rows, lane_tiles, 128] with one row for each query head of the group, which is 0 in
+            the lanes of the other heads.
+        """
+        num_tokens, num_heads = q.shape[:2]
+        n, per_kv_head = self.heads_per_group, num_heads // self.kv_heads
+        q = q.reshape(num_tokens, self.groups, n, per_kv_head, self.head_dim)
+        if n > 1:
+            own = jnp.eye(n, dtype=jnp.bool)[None, None, :, None, :, None]
+            q = jnp.where(own, q[:, :, :, :, None, :], jnp.zeros((), q.dtype))
+        q = q.reshape(num_tokens, self.groups, n * per_kv_head, n * self.head_dim)
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, self.lane_tiles * LANES - n * self.head_dim)))
+        return q.reshape(*q.shape[:3], self.lane_tiles, LANES)
+
+    def take_outputs(self, out: Array) -> Array:
+        """Back from matmuls with slabs of values: [T, groups, rows, lane_tiles * 128] -> [T, Hq, D]."""
+        num_tokens, groups, rows = out.shape[:3]
+        n = self.heads_per_group
+        out = out[..., : n * self.head_dim].reshape(num_tokens, groups, n, rows // n, n, self.head_dim)
+        own = [out[:, :, head, :, head] for head in range(n)]
+        return jnp.stack(own, axis=2).reshape(num_tokens, groups * rows, self.head_dim)

@@ -1,0 +1,215 @@
+"""The `xla` implementation: streaming softmax over page groups, a few blocks of queries at a time.
+
+The packed tokens are cut into blocks of at most `block_q` queries of one row. _Blocks go in two lanes, so that decode
+tokens do not pay for the width of chunks: rows with one token, and rows with more. A lane runs a tile of blocks at a
+time; within the tile one loop over groups of pages keeps the running maximum, sum and output of every query. Only the
+blocks that exist and the groups that a tile's queries see are visited, so the work follows the live contexts.
+
+Every shape inside the loops is fixed, and groups that a query does not see change none of its bits. So the result of
+a row does not depend on the other rows of the batch, nor on how many there are.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from levanter_infer.kernels.call import AttentionCall
+from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN, decode_bits
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Static sizes of one pass."""
+
+    block_q: int
+    """Queries of a block."""
+    tile: int
+    """_Blocks that run together."""
+
+
+_GROUP_TOKENS = 128
+_CHUNK_QUERIES = 16
+_MIN_DOT_ROWS = 4
+_MIN_REDUCED = 4096
+"""XLA's CPU compiler takes other paths, with other bits, for matmuls of fewer than 4 rows, for some of 96 (32 queries
+of 3 heads of 32), and for reductions of fewer than 4096 elements. These sizes keep a token's bits the same decoded, in
+a chunk and in any number of rows: so measured for heads of 16 to 256 and 1 to 8 query heads per kv head."""
+
+
+def lanes(num_tokens: int, num_rows: int, kv_heads: int, heads_per_kv_head: int, group: int) -> tuple[Lane, Lane]:
+    """Sizes for decode tokens and for chunks, in groups of `group` keys.
+
+    Measured on two CPU cores at 9 query heads of 64: tiles of 2 are best for a lone decode token (0.07 ms at 256 keys;
+    tiles of 8: 0.17 ms), of 8 for 32 of them and for a chunk of 256 tokens (1.3 ms; tiles of 1: 2.1 ms).
+    """
+    decode_queries = -(-_MIN_DOT_ROWS // heads_per_kv_head)
+
+    def lane(block_q: int, tile: int) -> Lane:
+        reduced = kv_heads * heads_per_kv_head * block_q * group
+        return Lane(block_q, max(min(tile, 8), -(-_MIN_REDUCED // reduced)))
+
+    return lane(decode_queries, max(num_rows // 4, 2)), lane(_CHUNK_QUERIES, max(num_tokens // 32, 1))
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Queries of one row that are computed together, i32[max_blocks] each."""
+
+    row: Array
+    first_token: Array
+    num_tokens: Array
+    first_pos: Array
+    """Position of the first query in its sequence."""
+    count: Array
+    """i32[]: blocks that exist; the others have no tokens."""
+
+
+def xla_attention(call: AttentionCall) -> Array:
+    """`ragged_paged_attention` in jnp."""
+    num_tokens, num_rows, q_lens = call.num_tokens, call.num_rows, call.q_lens
+    group_pages = min(-(-_GROUP_TOKENS // call.page_size), call.page_indices.shape[1])
+    tiles = _Tiles(call, group_pages)
+    out = jnp.zeros_like(call.q)
+    decode, chunk = lanes(num_tokens, num_rows, call.kv_heads, call.heads_per_kv_head, group_pages * call.page_size)
+    passes = [(decode, q_lens == 1, num_rows)]
+    if num_tokens > 1:
+        chunks = min(num_rows, num_tokens // 2)
+        passes.append((chunk, q_lens > 1, chunks + (num_tokens - chunks) // chunk.block_q))
+    for lane, member, max_blocks in passes:
+        blocks = _cut(jnp.where(member, q_lens, 0), call.seq_lens, call.cu_q_lens, lane.block_q, max_blocks)
+        out = tiles.run_lane(out, blocks, lane)
+    return out
+
+
+def _cut(q_lens: Array, seq_lens: Array, cu_q_lens: Array, block_q: int, max_blocks: int) -> _Blocks:
+    """Cut every row's tokens into blocks, in order."""
+    per_row = (q_lens + (block_q - 1)) // block_q
+    ends = jnp.cumsum(per_row, dtype=jnp.int32)
+    block = jnp.arange(max_blocks, dtype=jnp.int32)
+    row = jnp.searchsorted(ends, block, side="right").astype(jnp.int32)
+
+    def of_row(values):
+        return values.at[row].get(mode="fill", fill_value=0)
+
+    skipped = (block - of_row(ends - per_row)) * block_q
+    return _Blocks(
+        row=row,
+        first_token=of_row(cu_q_lens[:-1]) + skipped,
+        num_tokens=jnp.clip(of_row(q_lens) - skipped, 0, block_q),
+        first_pos=of_row(seq_lens - q_lens) + skipped,
+        count=ends[-1],
+    )
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """What all tiles of a call share."""
+
+    call: AttentionCall
+    group_pages: int
+    """Pages of one turn of the streaming softmax."""
+
+    def run_lane(self, out: Array, blocks: _Blocks, lane: Lane) -> Array:
+        """Fill in the output of a lane's tokens."""
+        call = self.call
+        num_tokens = call.num_tokens
+        offset = jnp.arange(lane.block_q, dtype=jnp.int32)[None, :]
+
+        def body(carry):
+            index, out = carry
+            block = index * lane.tile + jnp.arange(lane.tile, dtype=jnp.int32)
+            row = blocks.row.at[block].get(mode="fill", fill_value=call.page_indices.shape[0])
+            first, length, first_pos = (
+                values.at[block].get(mode="fill", fill_value=0)[:, None]
+                for values in (blocks.first_token, blocks.num_tokens, blocks.first_pos)
+            )
+            live = offset < length
+            token = jnp.where(live, first + offset, num_tokens)
+            queries = call.q.at[token].get(mode="fill", fill_value=0)
+            result = self.run_tile(queries, row, first_pos + offset, live)
+            return index + 1, out.at[token].set(result, mode="drop")
+
+        def cond(carry):
+            return carry[0] * lane.tile < blocks.count
+
+        return jax.lax.while_loop(cond, body, (jnp.int32(0), out))[1]
+
+    def run_tile(self, queries: Array, row: Array, q_pos: Array, live: Array) -> Array:
+        """Attention of one tile.
+
+        Args:
+            queries: [tile, block_q, Hq, D].
+            row: i32[tile]
+            q_pos: i32[tile, block_q]
+            live: bool[tile, block_q], which queries exist.
+        Returns: as `queries`.
+        """
+        call, f32 = self.call, jnp.float32
+        tile, block_q, num_heads, head_dim = queries.shape
+        kv_heads, per_kv_head = call.kv_heads, call.heads_per_kv_head
+        group = self.group_pages * call.kv_pages.shape[2]
+        # [tile, kv_head, (head, query), D]: one product per kv head, K and V are never repeated.
+        query = queries.astype(f32).reshape(tile, block_q, kv_heads, per_kv_head, head_dim).transpose(0, 2, 3, 1, 4)
+        query = query.reshape(tile, kv_heads, per_kv_head * block_q, head_dim)
+        head = jnp.arange(num_heads, dtype=jnp.int32).reshape(1, kv_heads, per_kv_head, 1, 1)
+        end = jnp.max(jnp.where(live, q_pos + 1, 0))
+        start = jnp.min(jnp.where(live, call.rules.first_seen(q_pos), end))
+        q_pos, live = q_pos[:, None, None, :, None], live[:, None, None, :, None]
+        by_row, by_head = query.shape[:3], (tile, kv_heads, per_kv_head, block_q)
+
+        def body(carry):
+            index, high, total, acc = carry
+            kv_pos = (index * group + jnp.arange(group, dtype=jnp.int32)).reshape(1, 1, 1, 1, group)
+            keys, values, stored = self.load(row, index)
+            seen = call.rules.seen(q_pos, kv_pos, head) & stored[:, None, None, None, :] & live
+            # 0 * NaN is NaN: a value that no query of the block sees is cleared, not only given no weight.
+            used = jnp.any(seen, axis=(2, 3))[..., None]
+            values = jnp.where(jnp.broadcast_to(used, values.shape), values, f32(0))
+            matmul = jnp.einsum("bhqd,bhkd->bhqk", query, keys, precision="highest")
+            scores = call.rules.scores(matmul.reshape(*by_head, group), q_pos, kv_pos, head)
+            scores = jnp.where(seen, scores, f32(MASKED)).reshape(*by_row, group)
+            new_high = jnp.maximum(high, jnp.max(scores, axis=-1, keepdims=True))
+            weights = jnp.exp(scores - new_high)
+            shrink = jnp.exp(high - new_high)
+            total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
+            acc = acc * shrink + jnp.einsum("bhqk,bhkd->bhqd", weights, values, precision="highest")
+            return index + 1, new_high, total, acc
+
+        if call.sinks is None:
+            high, total = jnp.full((*by_row, 1), NOTHING_SEEN, f32), jnp.zeros((*by_row, 1), f32)
+        else:
+            high = jnp.broadcast_to(call.sinks.reshape(head.shape)[..., 0], by_head).reshape(*by_row, 1)
+            total = jnp.ones((*by_row, 1), f32)
+        init = (start // group, high, total, jnp.zeros((*by_row, head_dim), f32))
+        _, _, total, acc = jax.lax.while_loop(lambda carry: carry[0] * group < end, body, init)
+        result = (acc / jnp.where(total == 0, f32(1), total)).reshape(*by_head, head_dim)
+        return result.transpose(0, 3, 1, 2, 4).reshape(queries.shape).astype(queries.dtype)
+
+    def load(self, row: Array, index: Array) -> tuple[Array, Array, Array]:
+        """Keys and values of one group of pages of each row, f32[tile, Hkv, tokens, D], and bool[tile, tokens],
+        which of them lie on a page."""
+        call = self.call
+        num_pages, page_size, pairs, width = call.kv_pages.shape[1:]
+        column = index * self.group_pages + jnp.arange(self.group_pages, dtype=jnp.int32)
+        pages = call.page_indices.at[row[:, None], column[None, :]].get(mode="fill", fill_value=num_pages)
+
+        def by_head(pool, layer, pages):
+            def gather(first):
+                pair = jnp.arange(first, pairs, 2, dtype=jnp.int32)[None, :, None]
+                stored = pool.at[layer, pages[:, None, :], :, pair].get(mode="clip")
+                return stored.reshape(row.shape[0], pairs // 2, -1, width)
+
+            return gather(0), gather(1)
+
+        def whole(pool, layer, pages):
+            stored = pool.at[layer, pages].get(mode="clip")
+            stored = stored.reshape(row.shape[0], -1, pairs, width).transpose(0, 2, 1, 3)
+            return stored[:, 0::2], stored[:, 1::2]
+
+        # From the pool itself, since a slice of the layer would copy it. By head costs a third less on a CPU; on a TPU
+        # it would make the compiler turn the layout of the whole pool around.
+        keys, values = jax.lax.platform_dependent(call.kv_pages, call.layer, pages, cpu=by_head, default=whole)
+        keys, values = decode_bits(keys, call.kv_dtype), decode_bits(values, call.kv_dtype)
+        return keys, values, jnp.repeat(pages < num_pages, page_size, axis=1)

@@ -1,0 +1,120 @@
+"""An axis in equal parts over the devices of a mesh axis, as the code of one device sees it.
+
+What runs on one device is the same code with one part, for which all of this does nothing.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+VOCAB_GROUPS = 16
+"""A vocabulary is spread over a divisor of this many parts: `decode.sampling_draw` adds as many entries at once, one of
+every stretch of a 16th, and a part then holds whole stretches."""
+
+
+@dataclass(frozen=True)
+class ShardAxis:
+    """Which mesh axis, and over how many devices. The methods are collectives: all of these devices call them."""
+
+    mesh_axis: str | tuple[str, ...] | None = None
+    """Or several, over which only sums are taken."""
+    parts: int = 1
+
+    def sum(self, values: Array) -> Array:
+        return values if self.mesh_axis is None else jax.lax.psum(values, self.mesh_axis)
+
+    def sum_in(self, dtype, values: Array) -> Array:
+        """`sum`, with what each part has sent as `dtype`."""
+        if self.mesh_axis is None:
+            return values
+        return self.sum(values.astype(dtype)).astype(values.dtype)
+
+    def max(self, values: Array) -> Array:
+        return values if self.mesh_axis is None else jax.lax.pmax(values, self.mesh_axis)
+
+    def min(self, values: Array) -> Array:
+        return values if self.mesh_axis is None else jax.lax.pmin(values, self.mesh_axis)
+
+    def concatenated(self, values: Array, axis: int) -> Array:
+        """The values of all parts, one behind the other."""
+        if self.mesh_axis is None:
+            return values
+        return jax.lax.all_gather(values, self.mesh_axis, axis=axis, tiled=True)
+
+    @property
+    def index(self) -> Array:
+        """Which part this device has, i32[]."""
+        return jnp.int32(0) if self.mesh_axis is None else jax.lax.axis_index(self.mesh_axis).astype(jnp.int32)
+
+
+ALONE = ShardAxis()
+"""The axis is here as a whole."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Token ids, and the stretch of them whose embeddings and logits this device has.
+
+    Ids are those of the whole vocabulary everywhere; `local` says where they are here. Where the last stretch is longer
+    than what is left of the vocabulary, its logits are -inf.
+    """
+
+    size: int
+    spread: ShardAxis = ALONE
+
+    @property
+    def part_size(self) -> int:
+        """Tokens of one part."""
+        if self.spread.parts == 1:
+            return self.size
+        return -(-self.size // VOCAB_GROUPS) * VOCAB_GROUPS // self.spread.parts
+
+    @property
+    def padded_size(self) -> int:
+        return self.part_size * self.spread.parts
+
+    def local(self, ids: Array) -> Array:
+        """Where tokens are in this part; `part_size`, which is out of range, for those of others."""
+        if self.spread.parts == 1:
+            return ids
+        place = ids - self.spread.index * self.part_size
+        return jnp.where((place >= 0) & (place < self.part_size), place, self.part_size)
+
+    def ids(self, shape: tuple[int, ...]) -> Array:
+        """The ids of this part's tokens along the last axis, i32[shape]."""
+        places = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+        return places + self.spread.index * self.part_size
+
+    def without_padding(self, logits: Array) -> Array:
+        """f32[..., part]: what stands behind the vocabulary becomes impossible."""
+        if self.padded_size == self.size:
+            return logits
+        return jnp.where(self.ids(logits.shape) < self.size, logits, -jnp.inf)
+
+    def at(self, values: Array, ids: Array, fill: float) -> Array:
+        """f32[row, k], the values f32[row, part] of the tokens i32[row, k]; `fill` where an id is none."""
+        if self.spread.parts == 1:
+            return jnp.take_along_axis(values, ids, axis=1, mode="fill", fill_value=fill)
+        own = jnp.take_along_axis(values, self.local(ids), axis=1, mode="fill", fill_value=0.0)
+        return jnp.where(ids < self.size, self.spread.sum(own), fill)
+
+    def first(self, hits: Array) -> Array:
+        """The first token of each row of the mask bool[row, part], i32[row]; the last of all where there is none."""
+        ids = self.ids(hits.shape)
+        first = self.spread.min(jnp.min(jnp.where(hits, ids, self.size), axis=1))
+        return jnp.minimum(first, self.size - 1)
+
+    def largest(self, values: Array, count: int) -> tuple[Array, Array]:
+        """The `count` largest values of each row of f32[row, part], largest first, and their tokens; of equal ones the
+        first. Only that many of each part are sent."""
+        # Behind barriers, so that XLA does not merge slices into it and sort the whole vocabulary; behind two, because
+        # jaxlib 0.10 aborts over one for both in a program for several devices.
+        best, places = (jax.lax.optimization_barrier(a) for a in jax.lax.top_k(values, min(count, self.part_size)))
+        if self.spread.parts == 1:
+            return best, places
+        best = self.spread.concatenated(best, 1)
+        ids = self.spread.concatenated(places + self.spread.index * self.part_size, 1)
+        best, order = jax.lax.top_k(best, count)
+        return best, jnp.take_along_axis(ids, order, axis=1)

@@ -1,0 +1,92 @@
+"""What a clock, a signal or one caller says reaches all processes of a mesh before the same round."""
+
+import numpy as np
+
+from levanter_infer.engine.coordination import LeaderCoordinator, LocalCoordinator
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.sequence import Group, Sequence
+from tests.runtime.boards import at_once, several
+
+
+class Clock:
+    """Seconds that begin anywhere and go at any speed."""
+
+    def __init__(self, start: float, speed: float):
+        self.seconds, self.speed = start, speed
+
+    def __call__(self) -> float:
+        self.seconds += self.speed
+        return self.seconds
+
+
+def councils(count: int = 2) -> list[LeaderCoordinator]:
+    clocks = [Clock(1000.0 * i, 1 + 10 * i) for i in range(count)]
+    pairs = zip(several(count), clocks, strict=True)
+    return at_once(*(lambda hosts=hosts, clock=clock: LeaderCoordinator(hosts, clock) for hosts, clock in pairs))
+
+
+def group() -> Group:
+    made = Group(id="g", prompt=None, prompt_token_ids=[1], params=SamplingParams(), seed=0, max_len=4)
+    made.sequences.append(Sequence(group=made, index=0))
+    return made
+
+
+def rounds(councils: list[LeaderCoordinator], *, steps=(8, 3), round_id: int = 0) -> list:
+    calls = zip(councils, steps, strict=True)
+    return at_once(*(lambda each=each, own=own: each.terms(round_id, own) for each, own in calls))
+
+
+def test_skewed_clocks_and_speeds_give_the_same_terms():
+    made = councils()
+    for i in range(20):
+        first, second = rounds(made, round_id=i)
+        assert first == second and first.max_steps == 8 and first.now == 1.0 + i
+    begun = at_once(made[0].now, made[1].now)
+    assert begun == [21.0, 21.0]
+
+
+def test_a_cancellation_on_one_process_ends_the_group_on_all_before_the_same_round():
+    made = councils()
+    groups = [[group() for _ in range(3)] for _ in made]
+    for council, own in zip(made, groups, strict=True):
+        for each in own:
+            council.enter(each)
+    rounds(made)
+    assert made[1].cancel(groups[1][2]) is False  # not now
+    first, second = rounds(made)
+    assert (first.cancelled, second.cancelled) == ((groups[0][2],), (groups[1][2],))
+    for own in groups:
+        own[2].sequences[0].finish("abort")
+    made[0].cancel(groups[0][2])  # which has ended
+    assert [terms.cancelled for terms in rounds(made)] == [(), ()]
+
+
+def test_a_wish_to_stop_holds_from_one_round_on():
+    made = councils(3)
+    rounds(made, steps=(8, 8, 8))
+    assert not any(council.stopping for council in made)
+    made[2]._hosts.ask("stop")
+    rounds(made, steps=(8, 8, 8))
+    assert all(council.stopping for council in made)
+
+
+def test_other_requests_are_noticed_before_the_next_round():
+    made = councils()
+    tokens = np.arange(5, dtype=np.int32)
+    for i, council in enumerate(made):
+        council.on_input({"tokens": tokens, "cancel": np.asarray([i == 2])})
+    first, second = rounds(made)
+    assert first == second
+    for i, council in enumerate(made):
+        council.on_input({"tokens": tokens + i})
+    first, second = rounds(made, round_id=5)
+    assert first.max_steps == 8
+    assert isinstance(second, RuntimeError)
+    assert "host 1 (m1) has been given other requests or calls than host 0 (m0)" in str(second)
+
+
+def test_one_process_decides_at_once():
+    council = LocalCoordinator(clock=lambda: 4.0)
+    assert council.cancel(group()) is True
+    terms = council.terms(0, 5)
+    assert (terms.now, terms.max_steps, terms.cancelled, council.stopping) == (4.0, 5, (), False)
