@@ -7,6 +7,8 @@ import platform
 import stat
 from pathlib import Path
 
+from levanter_infer.runtime.processor import features
+
 logger = logging.getLogger(__name__)
 
 VARIABLE = "LEVANTER_INFER_COMPILE_CACHE"
@@ -121,9 +123,4 @@ def _unsafe_one(directory: Path, *, owners: set[int], is_shared: bool) -> str | 
 
 def _machine() -> str:
     """A name for the processor: programs compiled for one CPU may not run on another that shares the home."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    except OSError:
-        features = platform.processor()
-    return hashlib.sha256(f"{platform.machine()} {features}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{platform.machine()} {features()}".encode()).hexdigest()[:16]
