@@ -175,15 +175,21 @@ def test_text_of_a_chat_is_encoded_without_the_tokens_around_a_prompt(engine, to
         ({"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt is for chats"),
         ({"prompt_token_ids": [1], "continue_final_message": True}, "continue_final_message is for chats"),
         ({"messages": CHAT, "continue_final_message": True}, "set add_generation_prompt=False"),
-        ({"messages": CHAT, "add_generation_prompt": 1}, "add_generation_prompt=1: expected true or false"),
+        ({"messages": CHAT, "add_generation_prompt": 1}, "add_generation_prompt is 1; expected true or false"),
         ({"messages": CHAT, "tools": {"a": 1}}, "tools is dict; expected a list of tools"),
         ({"messages": CHAT, "tools": ["f"]}, r"tools\[0\] is str; expected a list of tools"),
         ({"messages": "hello"}, "messages is str; expected a list of messages"),
         ({"messages": ["hello"]}, r"messages\[0\] is str"),
         ({"messages": CHAT, "chat_template_kwargs": [1]}, "chat_template_kwargs is list; expected a mapping"),
         ({"messages": CHAT, "chat_template_kwargs": {1: 2}}, "chat_template_kwargs has the key 1"),
-        ({"messages": CHAT, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs sets tools"),
-        ({"messages": CHAT, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs sets tokenize"),
+        (
+            {"messages": CHAT, "chat_template_kwargs": {"tools": []}},
+            "chat_template_kwargs: 'tools' is a parameter",
+        ),
+        (
+            {"messages": CHAT, "chat_template_kwargs": {"tokenize": True}},
+            "kwargs: 'tokenize' is no variable",
+        ),
     ],
 )
 def test_fields_of_a_chat_that_make_no_sense_are_refused_by_name(engine, fields, message):
