@@ -141,6 +141,33 @@ def test_request_takes_the_prompt_by_place_and_the_rest_by_name():
             Request("hi", **{name: 1})
 
 
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("sampling_params", "nearest known one is 'sampling'"),
+        ("temperature", "nearest known one is 'sampling'"),
+        ("use_tqdm", "nearest known one is 'progress'"),
+        ("lora_request", "none is near it (known: prompts, sampling, on_update, progress)"),
+    ],
+)
+def test_an_unknown_name_in_a_call_is_answered_with_the_nearest_one(engine, name, nearest):
+    rounds = engine.stats()["rounds"]
+    with pytest.raises(TypeError, match=f"^generate has no parameter '{name}'; ") as raised:
+        engine.generate(["a"], **{name: GREEDY})
+    assert nearest in str(raised.value) and engine.stats()["rounds"] == rounds
+    with pytest.raises(TypeError, match="submit has no parameter 'sampling_params'; the nearest known one is 'sampl"):
+        engine.submit("a", sampling_params=GREEDY)
+
+
+@pytest.mark.parametrize("wrong", ["zz", None, 3])
+def test_only_what_was_submitted_can_be_cancelled(engine, wrong):
+    group = engine.submit("a", GREEDY)
+    with pytest.raises(TypeError, match=rf"cancel was given {wrong!r} .*; expected what submit\(\) returned"):
+        engine.cancel(wrong)
+    engine.drain()
+    assert group.sequences[0].finish_reason == "length"
+
+
 # Chats
 
 CHAT = [{"role": "user", "content": "hello"}]
