@@ -273,7 +273,8 @@ class InferenceEngine(Forks, Spilling, Versions):
 
         Returns: for each sequence f32[tokens - 1], beginning with its second token; NaN where the model's logits are
             not finite.
-        Raises: ValueError naming a sequence that cannot be scored, or for what is no list of them, before anything runs.
+        Raises: ValueError for a sequence that cannot be scored, which it names, or for what is no list of sequences;
+            nothing has run then.
         """
         requests = [Request(prompt_token_ids=ids, sampling=SCORE_ONLY) for ids in as_sequences(sequences)]
         groups = []
