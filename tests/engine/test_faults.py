@@ -271,7 +271,7 @@ def _with_small_uploads() -> InferenceEngine:
 
 @contextlib.contextmanager
 def interrupted_round(subject: InferenceEngine) -> Iterator[None]:
-    """The round that is launched within takes the state, which is donated, and is interrupted before it gives one back."""
+    """The round that is launched within takes the state, which is donated, and is interrupted before it returns one."""
     run = subject.programs.round
 
     def interrupted(*arguments):
