@@ -76,18 +76,25 @@ QWEN3 = """\
     {%- endif %}
 {%- endif %}
 """
-LLAMA31 = """\
-{{- bos_token }}
-{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}
-{%- if not tools_in_user_message is defined %}{%- set tools_in_user_message = true %}{%- endif %}
-{%- if not date_string is defined %}{%- set date_string = "26 Jul 2024" %}{%- endif %}
-{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+LLAMA_SYSTEM = """\
 {%- if messages[0]['role'] == 'system' %}
     {%- set system_message = messages[0]['content']|trim %}
     {%- set messages = messages[1:] %}
 {%- else %}
     {%- set system_message = "" %}
 {%- endif %}
+"""
+"""How templates of Llama 3 take the message of the system, if there is one."""
+LLAMA31 = (
+    """\
+{{- bos_token }}
+{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}
+{%- if not tools_in_user_message is defined %}{%- set tools_in_user_message = true %}{%- endif %}
+{%- if not date_string is defined %}{%- set date_string = "26 Jul 2024" %}{%- endif %}
+{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+"""
+    + LLAMA_SYSTEM
+    + """\
 {{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
 {%- if tools is not none %}{{- "Environment: ipython\\n" }}{%- endif %}
 {{- "Today Date: " + date_string + "\\n\\n" }}
@@ -126,6 +133,7 @@ LLAMA31 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
 """
+)
 MISTRAL = """\
 {%- if messages[0]["role"] == "system" %}
     {%- set system_message = messages[0]["content"] %}

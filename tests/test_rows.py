@@ -197,7 +197,8 @@ def test_keys_of_chats_reach_the_request_those_of_the_row_before_those_of_the_co
         ({"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs with prompt"),
         ({"prompt": "a", "continue_final_message": False}, "continue_final_message with prompt"),
         ({"messages": CHATS, "tools": [1]}, "tools is [1]; expected a list of objects"),
-        ({"messages": CHATS, "chat_template_kwargs": 3}, "chat_template_kwargs is 3; expected an object"),
+        ({"messages": CHATS, "chat_template_kwargs": 3}, "chat_template_kwargs is int; expected a mapping"),
+        ({"messages": CHATS, "chat_template_kwargs": {"messages": []}}, "'messages' is a parameter of its own"),
         ({"messages": CHATS, "add_generation_prompt": 1}, "add_generation_prompt is 1; expected true or false"),
         (
             {"messages": CHATS, "add_generation_prompt": True, "continue_final_message": True},
@@ -215,6 +216,8 @@ def test_chat_keys_of_the_configuration_are_checked():
     assert read_rows(config)[0].request.chat_template_kwargs == {"enable_thinking": False}
     with pytest.raises(ValueError, match="tools"):
         load_config(None, [*base, ("tools", "3")])
+    with pytest.raises(ValueError, match="'tokenize' is no variable of a template"):
+        load_config(None, [*base, ("chat_template_kwargs", "{tokenize: false}")])
     with pytest.raises(ValueError, match="are both true"):
         load_config(None, [*base, ("add_generation_prompt", "true"), ("continue_final_message", "true")])
 

@@ -102,6 +102,7 @@ def test_what_the_completion_changes_or_adds_counts(tokenizer):
         ({"prompt_token_ids": [1], "completion": "a"}, "completion behind prompt_token_ids; expected"),
         ({"prompt": "a", "completion": ""}, "completion is ''; expected a string of at least one character"),
         ({"prompt_token_ids": [1], "completion_token_ids": []}, "expected a list of at least one token id"),
+        ({"messages": CHAT, "chat_template_kwargs": {"messages": []}}, "'messages' is a parameter of its own"),
         ({"completion": "a"}, "expected one of prompt, prompt_token_ids, messages; got none"),
     ],
 )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import draccus
 import yaml
 
+from levanter_infer.checkpoints.chat_settings import CHAT_KEYS, check_chat_settings
 from levanter_infer.columns import check_include
 from levanter_infer.engine.mesh import MeshConfig
 from levanter_infer.engine.params import SamplingParams, brief
@@ -32,8 +33,6 @@ _PLAIN_TEXT = (
     *("plan.target", "plan.shape", "plan.json"),
 )
 """Keys whose value on the command line is the text itself; all others are read as YAML."""
-CHAT_KEYS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-"""How a chat is rendered: of all chats of a run, and of a row."""
 _FILES = ("model.path", "tokenizer", "prompts_file", "output.path", "output.metrics")
 _SHORT = {"model": "path", "output": "path", "multihost": "coordinator", "sampling": "from_model"}
 """Sections that may be given as a plain string, and the key that it stands for."""
@@ -116,7 +115,7 @@ class RunConfig:
             raise ValueError(f"{' and '.join(given)} are both given; expected one of them")
         if self.prompts is not None and not self.prompts:
             raise ValueError("prompts is an empty list; expected at least one prompt")
-        check_chat_settings({key: getattr(self, key) for key in CHAT_KEYS if getattr(self, key) is not None}, "")
+        check_chat_settings({key: getattr(self, key) for key in CHAT_KEYS if getattr(self, key) is not None})
         if not self.model.path:
             raise ValueError("model is empty; expected a directory or a hub id")
         for name in _FILES:
@@ -296,29 +295,6 @@ def _check_chat(chat: Any) -> None:
 
 def _is_chat_item(item: Any) -> bool:
     return isinstance(item, dict) or (isinstance(item, list) and all(isinstance(m, dict) for m in item))
-
-
-def check_chat_settings(given: Mapping[str, Any], path: str) -> None:
-    """Check values of `CHAT_KEYS`. Raises: ValueError for one of the wrong type, or two that exclude each other.
-
-    Args:
-        path: what stands before the keys, for messages.
-    """
-    for key, value in given.items():
-        if key == "tools":
-            fits, expected = isinstance(value, list) and all(isinstance(t, dict) for t in value), "a list of objects"
-        elif key == "chat_template_kwargs":
-            fits = isinstance(value, dict) and all(isinstance(name, str) for name in value)
-            expected = "an object of names and values"
-        else:
-            fits, expected = type(value) is bool, "true or false"
-        if not fits:
-            raise ValueError(f"{path}{key} is {brief(value)}; expected {expected}")
-    if given.get("add_generation_prompt") and given.get("continue_final_message"):
-        raise ValueError(
-            f"{path}add_generation_prompt and {path}continue_final_message are both true; a chat either continues its "
-            "last message or begins another: leave one out"
-        )
 
 
 def decode_section(cls: type, content: Any, path: str) -> Any:

@@ -20,8 +20,9 @@ try:
 except ImportError:  # not a POSIX system: nothing keeps two runs apart there
     fcntl = None
 
+from levanter_infer.checkpoints.chat_settings import CHAT_KEYS, check_chat_settings
 from levanter_infer.columns import Columns, encode_row
-from levanter_infer.config import CHAT_KEYS, RunConfig, check_chat_settings, check_keys
+from levanter_infer.config import RunConfig, check_keys
 from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import MAX_ID_CHARS, Request
 
@@ -303,9 +304,9 @@ def _chat_keys(content: dict[str, Any], kind: str, chat: Mapping[str, Any]) -> d
         if own:
             raise ValueError(f"{next(iter(own))} with {kind}; it is for chats: leave it out, or give messages")
         return {}
-    check_chat_settings(own, "")
+    check_chat_settings(own)
     settings = {**chat, **own}
-    check_chat_settings(settings, "")
+    check_chat_settings(settings)
     if "chat_template_kwargs" in own and "chat_template_kwargs" in chat:
         settings["chat_template_kwargs"] = {**chat["chat_template_kwargs"], **own["chat_template_kwargs"]}
     if settings.get("continue_final_message"):

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from levanter_infer.checkpoints.chat_template import ChatTemplate
+from tests.chat_cases import LLAMA_SYSTEM
 
 CHAT = [
     {"role": "system", "content": "Be brief.\nAlways."},
@@ -25,14 +26,10 @@ CHATML = """\
 {{ '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-LLAMA3 = """\
-{{- bos_token }}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content']|trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = "" %}
-{%- endif %}
+LLAMA3 = (
+    "{{- bos_token }}\n"
+    + LLAMA_SYSTEM
+    + """\
 {{- "<|start_header_id|>system<|end_header_id|>\\n\\n" + system_message + "<|eot_id|>" }}
 {%- if tools is not none %}{{- raise_exception("no tools here") }}{%- endif %}
 {%- for message in messages %}
@@ -42,6 +39,7 @@ LLAMA3 = """\
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}
 """
+)
 MISTRAL = (
     "{%- if messages[0]['role'] == 'system' -%}{%- set system_message = messages[0]['content'] -%}"
     "{%- set loop_messages = messages[1:] -%}{%- else -%}{%- set loop_messages = messages -%}{%- endif -%}"

@@ -8,8 +8,9 @@ import select
 import pytest
 
 from levanter_infer.checkpoints import chat_template
+from levanter_infer.checkpoints.chat_settings import check_template_kwargs
 from levanter_infer.checkpoints.chat_template import ChatTemplate
-from levanter_infer.checkpoints.tokenizer import Tokenizer, check_template_kwargs
+from levanter_infer.checkpoints.tokenizer import Tokenizer
 from tests.chat_cases import CHATS, TAKES_PARTS, TEMPLATES, TOOLS, USER
 from tests.golden_cases import GOLDEN_DIR
 from tests.tokenizer_files import byte_level, write
@@ -84,7 +85,7 @@ def test_generation_prompt_is_the_default_unless_a_message_is_continued(tokenize
     tokenizer = tokenizers["chatml"]
     assert tokenizer.apply_chat_template([USER]).endswith("<|im_start|>assistant\n")
     assert tokenizer.apply_chat_template([USER], continue_final_message=True).endswith("é猫</b> ")
-    with pytest.raises(ValueError, match="continue_final_message and add_generation_prompt exclude each other"):
+    with pytest.raises(ValueError, match="add_generation_prompt and continue_final_message are both true"):
         tokenizer.apply_chat_template([USER], continue_final_message=True, add_generation_prompt=True)
 
 
@@ -126,10 +127,11 @@ def test_names_of_parameters_are_no_variables_of_the_template():
     check_template_kwargs({"enable_thinking": False})
     with pytest.raises(ValueError, match="'tools' is a parameter of its own"):
         check_template_kwargs({"tools": []})
-    with pytest.raises(ValueError, match="has the key 3"):
-        check_template_kwargs({3: 1})  # type: ignore[dict-item]
+    for wrong in (3, "no name", ""):
+        with pytest.raises(ValueError, match=f"has the key {wrong!r}; expected the name of a template's variable"):
+            check_template_kwargs({wrong: 1})
     with pytest.raises(ValueError, match="chat_template_kwargs is list; expected a mapping"):
-        check_template_kwargs([])  # type: ignore[arg-type]
+        check_template_kwargs([])
 
 
 def test_a_variable_that_the_template_does_not_read_is_named_once(tokenizers, caplog):

@@ -3,8 +3,10 @@
 The numbers are those of docs/faults.md.
 """
 
+import contextlib
 import functools
 import re
+from collections.abc import Iterator
 
 import equinox as eqx
 import haliax as hax
@@ -267,19 +269,25 @@ def _with_small_uploads() -> InferenceEngine:
         return engine()
 
 
-def test_an_interrupt_that_takes_the_state_with_it_leaves_the_engine_usable():
-    subject = engine()
-    expected = one(subject, prompt(5), greedy()).token_ids
+@contextlib.contextmanager
+def interrupted_round(subject: InferenceEngine) -> Iterator[None]:
+    """The round that is launched within takes the state, which is donated, and is interrupted before it returns one."""
     run = subject.programs.round
 
     def interrupted(*arguments):
-        run(*arguments)  # the state is donated, and what came of it is lost
+        run(*arguments)
         raise KeyboardInterrupt
 
-    subject.programs.round = interrupted
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(subject.programs, "round", interrupted)
+        yield
+
+
+def test_an_interrupt_that_takes_the_state_with_it_leaves_the_engine_usable():
+    subject = engine()
+    expected = one(subject, prompt(5), greedy()).token_ids
+    with interrupted_round(subject):
         subject.generate([Request(prompt_token_ids=prompt(5), sampling=greedy())])
-    subject.programs.round = run
     assert one(subject, prompt(5), greedy()).token_ids == expected
     assert_idle(subject)
 
@@ -310,18 +318,10 @@ def test_an_interrupt_while_a_round_is_launched_comes_out_as_one(monkeypatch, co
     assert_idle(subject)
 
 
-def test_an_interrupt_in_the_very_first_round_leaves_the_engine_usable(monkeypatch):
+def test_an_interrupt_in_the_very_first_round_leaves_the_engine_usable():
     subject = engine()
-    run = subject.programs.round
-
-    def interrupted(*arguments):
-        run(*arguments)  # the state is donated, and what came of it is lost
-        raise KeyboardInterrupt
-
-    subject.programs.round = interrupted
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_round(subject):
         subject.warmup()
-    subject.programs.round = run
     assert one(subject, prompt(5), greedy()).token_ids == uncached_greedy(tiny_model(), prompt(5), 8)
     assert_idle(subject)
 

@@ -1,10 +1,14 @@
 """Which instruction set the kernels for CPUs use: by measurement, record or configuration; and what is said without
 them."""
 
+import contextlib
 import json
 import logging
 import os
+import tempfile
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +79,33 @@ def test_a_second_process_goes_by_the_record():
     second = from_record("bfloat16", CANDIDATES, other)
     assert second == first and second.times == SLOW_PAIRS.times and other.calls == 0
     assert record_file().stat().st_mode & 0o777 == 0o600
+
+
+@built
+@pytest.mark.parametrize("damaged", [False, True])
+def test_processes_that_measure_at_once_go_by_what_the_first_has_kept(monkeypatch, damaged):
+    if damaged:
+        from_record("bfloat16", CANDIDATES, SLOW_PAIRS)
+        record_file().write_text("{")
+    both, make = threading.Barrier(2), tempfile.mkstemp
+
+    def measure(timer):
+        def call(*asked):
+            both.wait(10)
+            return timer(*asked)
+
+        return call
+
+    def together(*args, **kwargs):
+        with contextlib.suppress(threading.BrokenBarrierError):  # the other is not let in
+            both.wait(0.5)
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(tempfile, "mkstemp", together)
+    with ThreadPoolExecutor(2) as pool:
+        each = [pool.submit(from_record, "bfloat16", CANDIDATES, measure(timer)) for timer in (SLOW_PAIRS, FAST_PAIRS)]
+        first, second = (one.result(20) for one in each)
+    assert first == second == from_record("bfloat16", CANDIDATES, Timer())
 
 
 @built

@@ -141,6 +141,33 @@ def test_request_takes_the_prompt_by_place_and_the_rest_by_name():
             Request("hi", **{name: 1})
 
 
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("sampling_params", "nearest known one is 'sampling'"),
+        ("temperature", "nearest known one is 'sampling'"),
+        ("use_tqdm", "nearest known one is 'progress'"),
+        ("lora_request", "none is near it (known: prompts, sampling, on_update, progress)"),
+    ],
+)
+def test_an_unknown_name_in_a_call_is_answered_with_the_nearest_one(engine, name, nearest):
+    rounds = engine.stats()["rounds"]
+    with pytest.raises(TypeError, match=f"^generate has no parameter '{name}'; ") as raised:
+        engine.generate(["a"], **{name: GREEDY})
+    assert nearest in str(raised.value) and engine.stats()["rounds"] == rounds
+    with pytest.raises(TypeError, match="submit has no parameter 'sampling_params'; the nearest known one is 'sampl"):
+        engine.submit("a", sampling_params=GREEDY)
+
+
+@pytest.mark.parametrize("wrong", ["zz", None, 3])
+def test_only_what_was_submitted_can_be_cancelled(engine, wrong):
+    group = engine.submit("a", GREEDY)
+    with pytest.raises(TypeError, match=rf"cancel was given {wrong!r} .*; expected what submit\(\) returned"):
+        engine.cancel(wrong)
+    engine.drain()
+    assert group.sequences[0].finish_reason == "length"
+
+
 # Chats
 
 CHAT = [{"role": "user", "content": "hello"}]
@@ -175,15 +202,21 @@ def test_text_of_a_chat_is_encoded_without_the_tokens_around_a_prompt(engine, to
         ({"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt is for chats"),
         ({"prompt_token_ids": [1], "continue_final_message": True}, "continue_final_message is for chats"),
         ({"messages": CHAT, "continue_final_message": True}, "set add_generation_prompt=False"),
-        ({"messages": CHAT, "add_generation_prompt": 1}, "add_generation_prompt=1: expected true or false"),
+        ({"messages": CHAT, "add_generation_prompt": 1}, "add_generation_prompt is 1; expected true or false"),
         ({"messages": CHAT, "tools": {"a": 1}}, "tools is dict; expected a list of tools"),
         ({"messages": CHAT, "tools": ["f"]}, r"tools\[0\] is str; expected a list of tools"),
         ({"messages": "hello"}, "messages is str; expected a list of messages"),
         ({"messages": ["hello"]}, r"messages\[0\] is str"),
         ({"messages": CHAT, "chat_template_kwargs": [1]}, "chat_template_kwargs is list; expected a mapping"),
         ({"messages": CHAT, "chat_template_kwargs": {1: 2}}, "chat_template_kwargs has the key 1"),
-        ({"messages": CHAT, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs sets tools"),
-        ({"messages": CHAT, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs sets tokenize"),
+        (
+            {"messages": CHAT, "chat_template_kwargs": {"tools": []}},
+            "chat_template_kwargs: 'tools' is a parameter",
+        ),
+        (
+            {"messages": CHAT, "chat_template_kwargs": {"tokenize": True}},
+            "kwargs: 'tokenize' is no variable",
+        ),
     ],
 )
 def test_fields_of_a_chat_that_make_no_sense_are_refused_by_name(engine, fields, message):

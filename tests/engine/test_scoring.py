@@ -224,6 +224,21 @@ def test_a_sequence_that_cannot_be_scored_is_named_before_anything_runs(engine, 
     assert engine.stats()["rounds"] == before
 
 
+@pytest.mark.parametrize("wrong", ["text", b"text", [1, 2, 3], np.arange(3), {"a": [1]}, 5, None])
+def test_what_is_no_list_of_sequences_is_not_scored(engine, wrong):
+    before = engine.stats()["rounds"]
+    with pytest.raises(ValueError, match=r"^sequences is .*; expected a list of sequences of token ids, such as \[\["):
+        engine.score(wrong)
+    assert engine.stats()["rounds"] == before
+
+
+def test_sequences_may_come_from_an_iterator_or_an_array(engine):
+    ids = [[1, 2, 3], [4, 5, 6]]
+    expected = [scores.tolist() for scores in engine.score(ids)]
+    for given in (iter(ids), np.asarray(ids), tuple(ids)):
+        assert [scores.tolist() for scores in engine.score(given)] == expected
+
+
 def test_more_than_the_engine_keeps_is_refused(engine):
     (output,) = engine.generate([request([1, 2], k=2)])
     assert "prompt_logprobs=2 but engine.max_prompt_logprobs=1; raise engine.max_prompt_logprobs" in output.error

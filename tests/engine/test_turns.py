@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from levanter_infer.decode.invariants import check_invariants
+from levanter_infer.engine import turns as turns_module
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
 from levanter_infer.engine.turns import Turns
 from levanter_infer.kernels.cpu import bindings as cpu
+from levanter_infer.runtime import progress
 from tests.tiny_models import tiny_model, uncached_greedy
 
 
@@ -279,3 +281,33 @@ def test_long_waiting_is_logged_with_who_is_waited_for(monkeypatch, caplog):
     thread.join(10)
     me = threading.current_thread().name
     assert f"score() in thread 'later' waits for its turn: thread '{me}' is in generate()" in caplog.text
+
+
+def test_waiting_for_a_thread_that_does_not_go_on_is_logged_again_and_again(monkeypatch, caplog):
+    """It has submitted requests, lives, and makes no further call."""
+    for name, seconds in {"_LOOK_S": 0.01, "_WARN_S": 0.05, "_WARN_AGAIN_S": 0.3}.items():
+        monkeypatch.setattr(f"levanter_infer.engine.turns.{name}", seconds)
+    turns, in_progress = Turns(), [True]
+
+    def wait():
+        with turns.taken("generate", lambda: bool(in_progress), waits=True):
+            pass
+
+    with turns.taken("submit", lambda: bool(in_progress), waits=False):
+        pass
+    begin, thread = time.monotonic(), threading.Thread(target=wait, name="later")
+    thread.start()
+    while len(caplog.records) < 3 and time.monotonic() < begin + 10:
+        time.sleep(0.01)
+    took = time.monotonic() - begin
+    in_progress.clear()
+    thread.join(10)
+    assert len(caplog.records) == 3 and took > 0.05 + 2 * 0.3
+    me = threading.current_thread().name
+    for record in caplog.records:
+        assert f"thread {me!r} has submitted requests that have not ended; drain() or canc" in record.getMessage()
+    assert record.getMessage().endswith("ends them (1 s)")
+
+
+def test_a_wait_of_two_seconds_is_logged():
+    assert turns_module._WARN_S == progress.FIRST_S == 2.0

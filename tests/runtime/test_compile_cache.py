@@ -153,6 +153,18 @@ def test_it_can_be_moved_and_turned_off(unset, monkeypatch, tmp_path):
     assert directory is not None and directory.parent == tmp_path / "elsewhere"
 
 
+def test_a_tilde_is_the_home(unset, monkeypatch, tmp_path, caplog):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv(VARIABLE, "~/programs")
+    directory = enable_compile_cache()
+    assert directory is not None and directory.parent == tmp_path / "home" / "programs"
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setenv(VARIABLE, "~nobody-of-this-name/programs")
+    assert enable_compile_cache() is None and VARIABLE in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
 def test_a_directory_given_to_jax_stays(unset):
     jax.config.update("jax_compilation_cache_dir", "/somewhere")
     assert str(enable_compile_cache()) == "/somewhere"

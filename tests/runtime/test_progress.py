@@ -92,6 +92,47 @@ def test_work_goes_on_where_no_thread_can_be_started(monkeypatch, lines, quick):
     assert lines and all("later" in line for line in lines)
 
 
+class Stuck(progress.Lines):
+    """A display that somebody has stopped, as Ctrl-S stops a terminal, until it is let go on."""
+
+    def __init__(self):
+        self.reached, self.go_on, self.hidden = threading.Event(), threading.Event(), []
+
+    def show(self, stage):
+        self.reached.set()
+        self.go_on.wait(30)
+
+    def hide(self, stage):
+        self.hidden.append(stage.name)
+
+
+def test_work_goes_on_while_a_terminal_takes_nothing(quick, monkeypatch):
+    stuck, ended = Stuck(), threading.Event()
+    monkeypatch.setattr(progress, "choose_display", lambda write: stuck)
+
+    def work():
+        with stage("compiling"):
+            stuck.reached.wait(10)
+            for _ in range(100):
+                with stage("a short one"):
+                    pass
+        with stage("later"):
+            pass
+        ended.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        assert ended.wait(5)
+    finally:
+        stuck.go_on.set()
+        thread.join(10)
+    until = time.monotonic() + 5
+    while progress._monitor._shown is not None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert stuck.hidden == ["compiling"]
+
+
 def test_the_library_logs(caplog, quick):
     with caplog.at_level(logging.INFO), stage("reading weights"):
         time.sleep(0.25)

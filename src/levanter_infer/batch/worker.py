@@ -14,7 +14,7 @@ from levanter_infer.batch.plan import Input, InputShard, Plan
 from levanter_infer.batch.shard import JOB, dumps
 from levanter_infer.batch.store import Store, open_store
 from levanter_infer.batch.together import followed, told
-from levanter_infer.config import CHAT_KEYS
+from levanter_infer.checkpoints.chat_settings import CHAT_KEYS
 from levanter_infer.fingerprint import device_fingerprint, model_fingerprint, tokenizer_fingerprint, version_fingerprint
 from levanter_infer.frontend import make_engine, say
 from levanter_infer.rows import chat_settings

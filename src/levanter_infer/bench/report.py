@@ -16,6 +16,7 @@ import numpy as np
 from levanter_infer.bench.machine import Peaks
 from levanter_infer.engine.metrics import METRICS
 from levanter_infer.fingerprint import haliax_version
+from levanter_infer.runtime.processor import model_name
 
 
 def provenance() -> dict[str, object]:
@@ -23,7 +24,7 @@ def provenance() -> dict[str, object]:
     return {
         "commit": _commit(),
         "machine": {
-            "cpu": _cpu_name(),
+            "cpu": model_name(),
             "cores": os.cpu_count(),
             "device": str(jax.devices()[0].device_kind),
             "platform": jax.default_backend(),
@@ -88,11 +89,3 @@ def _commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from levanter_infer.checkpoints.chat_settings import check_end
 from levanter_infer.checkpoints.messages import check_messages, check_tools, cut_at_tag, prepared, tag_final_message
 
 logger = logging.getLogger(__name__)
@@ -75,11 +76,7 @@ class ChatTemplate:
         """
         check_messages(messages)
         check_tools(tools)
-        if continue_final_message and variables.get("add_generation_prompt"):
-            raise ValueError(
-                "continue_final_message and add_generation_prompt exclude each other: the first continues the last "
-                "message, the second begins a new one; give one of them"
-            )
+        check_end(variables.get("add_generation_prompt"), continue_final_message)
         with self._lock:
             worker = self._ready()
             if isinstance(worker, dict):

@@ -15,6 +15,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import processors
 
+from levanter_infer.checkpoints.chat_settings import check_template_kwargs
 from levanter_infer.checkpoints.chat_template import ChatTemplate
 from levanter_infer.checkpoints.source import Source
 from levanter_infer.checkpoints.token_bound import TokenBound
@@ -35,18 +36,6 @@ _MAX_FILE_BYTES = 2**28
 _MAX_EOS = 64
 """End-of-sequence ids, at most: each takes a place in the tables of every request."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_RESERVED = {
-    **dict.fromkeys(
-        ("messages", "tools", "add_generation_prompt", "continue_final_message"),
-        "is a parameter of its own; give it beside chat_template_kwargs",
-    ),
-    **dict.fromkeys(("chat_template", "conversation"), "cannot be replaced; the template is the model's own"),
-    **dict.fromkeys(
-        ("tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length", "tokenizer_kwargs"),
-        "is no variable of a template; the text is returned, to be given to `encode`",
-    ),
-}
-"""Names that are none of a template's variables, and why."""
 
 
 class Tokenizer:
@@ -329,20 +318,6 @@ def _named_tokens(config: Mapping, tokens_map: Mapping) -> dict[str, object]:
         if isinstance(value, str):
             named[name] = value
     return named
-
-
-def check_template_kwargs(kwargs: Mapping[str, object]) -> None:
-    """Check variables that a caller adds to those of `Tokenizer.apply_chat_template`.
-
-    Raises: ValueError naming one that is not a name, or stands for something else already.
-    """
-    if not isinstance(kwargs, Mapping):
-        raise ValueError(f"chat_template_kwargs is {type(kwargs).__name__}; expected a mapping of names to values")
-    for name in kwargs:
-        if not isinstance(name, str):
-            raise ValueError(f"chat_template_kwargs has the key {name!r:.80}; expected the name of a variable")
-        if name in _RESERVED:
-            raise ValueError(f"chat_template_kwargs: {name!r} {_RESERVED[name]}")
 
 
 def _template_sources(files: Mapping[str, bytes], config: Mapping, where: str) -> dict[str, str]:

@@ -23,8 +23,16 @@ from levanter_infer.engine.kv_offload import KvOffload
 from levanter_infer.engine.memory_audit import audit
 from levanter_infer.engine.mesh import MeshConfig, make_mesh
 from levanter_infer.engine.metrics import Registry
-from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.request import Request, RequestOutput, as_request, as_requests, refused
+from levanter_infer.engine.params import SamplingParams, brief
+from levanter_infer.engine.request import (
+    Request,
+    RequestOutput,
+    as_request,
+    as_requests,
+    as_sequences,
+    names_are_checked,
+    refused,
+)
 from levanter_infer.engine.round_length import RoundLengthController
 from levanter_infer.engine.scoring import SCORE_ONLY, ScoreReader, score_shapes
 from levanter_infer.engine.sequence import Group
@@ -221,6 +229,7 @@ class InferenceEngine(Forks, Spilling, Versions):
 
     # Requests
 
+    @names_are_checked
     @waits_for_turn
     def generate(
         self,
@@ -243,7 +252,8 @@ class InferenceEngine(Forks, Spilling, Versions):
             progress: whether a progress bar is drawn in a terminal or notebook; None: if it takes more than half a
                 second. Elsewhere there is none.
         Returns: one output per prompt, in their order; for a prompt alone a list of one.
-        Raises: ValueError if `prompts` or `sampling` as a whole is of another form; nothing has run then.
+        Raises: ValueError if `prompts` or `sampling` as a whole is of another form; TypeError for an unknown name, with
+            the nearest known one. Nothing has run then.
         """
         made: list[Group | RequestOutput] = []
         for i, request in enumerate(as_requests(prompts, sampling)):
@@ -267,9 +277,10 @@ class InferenceEngine(Forks, Spilling, Versions):
 
         Returns: for each sequence f32[tokens - 1], beginning with its second token; NaN where the model's logits are
             not finite.
-        Raises: ValueError naming a sequence that cannot be scored, before anything runs.
+        Raises: ValueError for a sequence that cannot be scored, which it names, or for what is no list of sequences;
+            nothing has run then.
         """
-        requests = [Request(prompt_token_ids=ids, sampling=SCORE_ONLY) for ids in sequences]
+        requests = [Request(prompt_token_ids=ids, sampling=SCORE_ONLY) for ids in as_sequences(sequences)]
         groups = []
         for i, request in enumerate(requests):
             try:
@@ -378,6 +389,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         self._scores.take()
         self._stats.on_idle()
 
+    @names_are_checked
     @exclusive
     def submit(self, prompt, sampling: SamplingParams | None = None) -> Group:
         """Queue a `Request`, or another prompt as for `generate`, for the coming rounds.
@@ -397,7 +409,13 @@ class InferenceEngine(Forks, Spilling, Versions):
         `step_round` does not return its sequences: the caller knows of them. On a mesh over several processes any one
         may call this; all end the request before the same round, one of the next two, and `step_round` returns its
         sequences in all of them.
+        Raises: TypeError for what `submit` has not returned.
         """
+        if not isinstance(group, Group):
+            raise TypeError(
+                f"cancel was given {brief(group)} ({type(group).__name__}); expected what submit() returned for the "
+                "request: group = engine.submit(...), and then engine.cancel(group)"
+            )
         if self._coordinator.cancel(group):
             self._discard(group)
 

@@ -93,12 +93,10 @@ def from_record(dtype: str, candidates: Sequence[str], measure: Callable[[str, S
     name = f"cpu_isa-{dtype}-{hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()[:16]}.json"
     times = _valid(read_record(name), about, candidates)
     if times is None:
-        times = measure(dtype, candidates)
-        # Of processes that measured at the same time, all go by the first that has kept its times.
-        kept = _valid(read_record(name), about, candidates)
-        if kept is None:
-            keep_record(name, {**about, "ms": times})
-        times = kept or times
+        measured = {**about, "ms": measure(dtype, candidates)}
+        # Of processes that measure at the same time, all go by the first that has kept its times.
+        kept = keep_record(name, measured, lambda record: _valid(record, about, candidates) is not None)
+        times = _valid(kept, about, candidates) or measured["ms"]
     choice = Choice(fastest(times), times)
     logger.info("engine.cpu_isa=auto is %s for %s: %s", choice.isa, dtype, choice.reason)
     return choice

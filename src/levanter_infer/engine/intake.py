@@ -1,9 +1,11 @@
 """`Intake`: checks requests, and makes of each the sequences that serve it."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from levanter_infer.checkpoints.chat_settings import CHAT_KEYS, check_chat_settings, check_template_kwargs
 from levanter_infer.decode.sequence_table import DEFAULT_ROOT, pages_for
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.beams import check_room
@@ -17,15 +19,9 @@ from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
 _MAX_SALT = 256
 """Characters of a request's `cache_salt`, at most."""
 _MAX_SECONDS = 1e9
-_CHAT_ONLY = {
-    "tools": None,
-    "chat_template_kwargs": None,
-    "add_generation_prompt": True,
-    "continue_final_message": False,
-}
+_CHAT_ONLY = {field.name: field.default for field in dataclasses.fields(Request) if field.name in CHAT_KEYS}
 """Fields of a request that only a chat may set, with what they are otherwise."""
-_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template")
-"""What `chat_template_kwargs` cannot set."""
+_FLAGS = ("add_generation_prompt", "continue_final_message")
 
 
 class Intake:
@@ -151,27 +147,24 @@ class Intake:
         tools = request.tools
         if tools is not None:
             tools = _mappings("tools", tools, "a list of tools, each a mapping (a JSON schema)")
+        kwargs = {} if request.chat_template_kwargs is None else request.chat_template_kwargs
+        kwargs = _plain("chat_template_kwargs", kwargs) if isinstance(kwargs, Mapping) else kwargs
+        check_template_kwargs(kwargs)
         return self._tokenizer.apply_chat_template(
             messages,
             tools=tools,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
-            **_template_variables(request.chat_template_kwargs),
+            **kwargs,
         )
 
     def _check_chat_fields(self, request: Request) -> None:
-        for name in ("add_generation_prompt", "continue_final_message"):
-            if type(getattr(request, name)) is not bool:
-                raise ValueError(f"{name}={brief(getattr(request, name))}: expected true or false")
-        if request.messages is None:
-            for name, default in _CHAT_ONLY.items():
-                if getattr(request, name) is not default:
-                    raise ValueError(f"{name} is for chats, and this request has no messages; leave it out")
-        elif request.continue_final_message and request.add_generation_prompt:
-            raise ValueError(
-                "continue_final_message goes on inside the last message, and add_generation_prompt begins another one; "
-                "set add_generation_prompt=False"
-            )
+        if request.messages is not None:
+            check_chat_settings({name: getattr(request, name) for name in _FLAGS})
+            return
+        for name, default in _CHAT_ONLY.items():
+            if getattr(request, name) is not default:
+                raise ValueError(f"{name} is for chats, and this request has no messages; leave it out")
 
     def _checked_ids(self, token_ids, max_tokens: int) -> list[int]:
         ids = _list_of_ids(token_ids, lambda count: self._check_len(count, max_tokens))
@@ -252,24 +245,6 @@ def _plain(name: str, value: Mapping) -> dict:
         return dict(value)
     except Exception as error:  # a mapping of the caller's own making
         raise ValueError(f"{name} cannot be read: {type(error).__name__}: {brief(str(error))}") from error
-
-
-def _template_variables(given) -> dict[str, object]:
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping):
-        raise ValueError(f"chat_template_kwargs is {type(given).__name__}; expected a mapping of names to values")
-    variables = _plain("chat_template_kwargs", given)
-    for name in variables:
-        if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(
-                f"chat_template_kwargs has the key {brief(name)}; expected the name of a template's variable"
-            )
-        if name in _OWN_VARIABLES:
-            raise ValueError(
-                f"chat_template_kwargs sets {name}, which has a field of its own or is not the caller's to set"
-            )
-    return variables
 
 
 def _name(given, default: str) -> str:

@@ -1,12 +1,16 @@
 """What a caller asks for, and what comes back."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from levanter_infer.engine.params import SamplingParams, brief, check_names
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 _NAMES_ELSEWHERE = {
     "sampling_params": "sampling",
@@ -24,6 +28,12 @@ _NAMES_ELSEWHERE = {
     "chat_template_args": "chat_template_kwargs",
 }
 """What other engines call these."""
+_CALLS_ELSEWHERE = {
+    **{field.name: "sampling" for field in dataclasses.fields(SamplingParams)},
+    **dict.fromkeys(("sampling_params", "params", "generation_config"), "sampling"),
+    "use_tqdm": "progress",
+}
+"""What the calls of other engines name these, or take beside them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,6 +217,29 @@ def as_request(prompt, sampling: SamplingParams | None = None, name: str = "the 
     )
 
 
+def as_sequences(sequences) -> list:
+    """The entries of what is to be scored. Raises: ValueError for one sequence instead of a list of them, or a text."""
+    if not _is_several(sequences) or _first_is(sequences, int | np.integer):
+        raise ValueError(
+            f"sequences is {brief(sequences)} ({type(sequences).__name__}); expected a list of sequences of token ids, "
+            "such as [[1, 2, 3]]; a text is scored by generate(text, SamplingParams(prompt_logprobs=0, max_tokens=0))"
+        )
+    return list(sequences)
+
+
+def names_are_checked(method: Method) -> Method:
+    """A method that answers a keyword it does not have with the nearest one, as `Request` and `SamplingParams` do."""
+    known = [name for name in inspect.signature(method).parameters if name != "self"]
+    elsewhere = {name: ours for name, ours in _CALLS_ELSEWHERE.items() if ours in known}
+
+    @functools.wraps(method)
+    def call(*args, **kwargs):
+        check_names(method.__name__, kwargs, known, elsewhere)
+        return method(*args, **kwargs)
+
+    return cast(Method, call)
+
+
 def refused(request: Request | None, default_id: str, error: str) -> RequestOutput:
     """The output of a request that is not served."""
     if request is None:
@@ -233,7 +266,7 @@ def _echoed(given) -> list[int]:
 def _as_list(prompts) -> list:
     if isinstance(prompts, str | Request) or _first_is(prompts, int | np.integer | Mapping):
         return [prompts]
-    if isinstance(prompts, Mapping | bytes | bytearray) or not hasattr(prompts, "__iter__") or _has_no_dims(prompts):
+    if not _is_several(prompts):
         raise ValueError(
             f"prompts is {type(prompts).__name__}; expected a list of prompts, each a string, a list of token ids, a "
             "chat (a list of messages) or a Request; or one of these alone"
@@ -254,8 +287,10 @@ def _first_is(value, kind) -> bool:
     return isinstance(value, list | tuple | range) and len(value) > 0 and isinstance(value[0], kind)
 
 
-def _has_no_dims(value) -> bool:
-    return getattr(value, "ndim", 1) == 0
+def _is_several(value) -> bool:
+    """Whether it can be iterated over, and is no text and no mapping, of which that would give parts."""
+    is_one = isinstance(value, str | bytes | bytearray | Mapping) or getattr(value, "ndim", 1) == 0
+    return not is_one and hasattr(value, "__iter__")
 
 
 def _for_each(sampling, count: int) -> list[SamplingParams | None]:

@@ -9,12 +9,15 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
+from levanter_infer.runtime.progress import FIRST_S
+
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
 """Seconds after which a waiting thread looks by itself whether the engine is free: its owner may have died."""
-_WARN_S = 10.0
-"""Seconds of waiting after which a log line says for whom."""
+_WARN_S, _WARN_AGAIN_S = FIRST_S, 30.0
+"""Seconds of waiting after which a log line says for whom, and between two lines: a thread that lives and makes no
+further call may hold others up for ever."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -77,7 +80,8 @@ class Turns:
         )
 
     def _wait(self, me: threading.Thread, call: str, is_busy: Callable[[], bool]) -> None:
-        ticket, warn_at = threading.Event(), time.monotonic() + _WARN_S
+        ticket, begin = threading.Event(), time.monotonic()
+        warn_at = begin + _WARN_S
         try:
             self._queue.append(ticket)  # within: an interrupt after it must not leave a ticket that nobody waits with
             while True:
@@ -87,9 +91,11 @@ class Turns:
                         return
                 ticket.wait(_LOOK_S)
                 ticket.clear()
-                if time.monotonic() > warn_at:
-                    warn_at = float("inf")
-                    logger.warning("%s() in thread %r waits for its turn: %s", call, me.name, self._reason())
+                now = time.monotonic()
+                if now > warn_at:
+                    warn_at = now + _WARN_AGAIN_S
+                    said = "%s() in thread %r waits for its turn: %s (%.0f s)"
+                    logger.warning(said, call, me.name, self._reason(), now - begin)
         finally:
             with contextlib.suppress(ValueError):  # interrupted before it was there
                 self._queue.remove(ticket)

@@ -7,10 +7,12 @@ import platform
 import stat
 from pathlib import Path
 
+from levanter_infer.runtime.processor import features
+
 logger = logging.getLogger(__name__)
 
 VARIABLE = "LEVANTER_INFER_COMPILE_CACHE"
-"""Names another directory; `off` does without a cache."""
+"""Names another directory, which may begin with ~; `off` does without a cache."""
 _THRESHOLDS = {
     "jax_persistent_cache_min_compile_time_secs": (1.0, 0.1),
     "jax_persistent_cache_min_entry_size_bytes": (0, -1),
@@ -61,11 +63,12 @@ def enable_compile_cache() -> Path | None:
 def cache_directory() -> Path:
     """The directory of compiled programs for this processor, which only this user can write; made if need be.
 
-    Raises: OSError if it cannot be made, or others may write it or what is above it; RuntimeError without a home.
+    Raises: OSError if it cannot be made, or others may write it or what is above it; RuntimeError without a home, or
+        if the directory begins with the home of an unknown user.
     """
     wanted = os.environ.get(VARIABLE)
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    directory = (Path(wanted) if wanted else home / "levanter_infer" / "xla").absolute() / _machine()
+    directory = (Path(wanted).expanduser() if wanted else home / "levanter_infer" / "xla").absolute() / _machine()
     _make_private(directory)
     directory = directory.resolve(strict=True)  # a link on the way may be changed after it was looked at
     reason = _unsafe(directory)
@@ -121,9 +124,4 @@ def _unsafe_one(directory: Path, *, owners: set[int], is_shared: bool) -> str | 
 
 def _machine() -> str:
     """A name for the processor: programs compiled for one CPU may not run on another that shares the home."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    except OSError:
-        features = platform.processor()
-    return hashlib.sha256(f"{platform.machine()} {features}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{platform.machine()} {features()}".encode()).hexdigest()[:16]

@@ -1,18 +1,46 @@
-"""Which processor this is."""
+"""Which processor this is: the one reader of /proc/cpuinfo."""
 
 import functools
 import platform
 from pathlib import Path
 
+_CPUINFO = Path("/proc/cpuinfo")
 _FIELDS = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features")
 
 
 @functools.cache
 def processor_name() -> str:
     """Maker, model, stepping and features of the processor, as far as the system tells; equal on equal machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
-    except OSError:
+    lines = _lines()
+    if lines is None:
         return f"{platform.machine()} {platform.processor()}"
-    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    first = lines[: lines.index("")] if "" in lines else lines
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first)}
     return " ".join([platform.machine(), *(fields[name] for name in _FIELDS if name in fields)])
+
+
+@functools.cache
+def model_name() -> str:
+    """The processor's name for people; "unknown" where the system has none, as on many ARM machines."""
+    lines = _lines()
+    if lines is None:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+@functools.cache
+def features() -> str:
+    """The line that lists what the processor can do, exactly as the system writes it: names of directories are made
+    of it, and one character more would be another directory."""
+    lines = _lines()
+    if lines is None:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _lines() -> list[str] | None:
+    """None: the system has no such file."""
+    try:
+        return _CPUINFO.read_text().splitlines()
+    except OSError:
+        return None

@@ -30,6 +30,8 @@ EVERY_S = 10.0
 BAR_S = 0.5
 """How long sampling may take before a bar is drawn."""
 _REFRESH_S = 0.25
+_ERASE_S = 1.0
+"""How long the end of a stage waits, at most, until it is erased from where it was shown."""
 
 
 class Stage:
@@ -150,12 +152,17 @@ def _mime(stage: Stage) -> dict[str, str]:
 
 
 class _Monitor:
-    """The stages of this process, of which the one that was entered last is shown."""
+    """The stages of this process, of which the one that was entered last is shown.
+
+    Its own thread alone draws, and never within the lock that is taken by those who enter or leave a stage: where a
+    terminal takes nothing, that thread is stuck and the work goes on.
+    """
 
     def __init__(self):
         self._changed = threading.Condition()
         self._stages: list[Stage] = []
         self._shown: tuple[Stage, Display] | None = None
+        """Set by its thread, within the lock."""
         self._thread: threading.Thread | None = None
         self.write: Callable[[str], None] | None = None
 
@@ -168,41 +175,50 @@ class _Monitor:
                     self._thread.start()
                 except RuntimeError:  # too many threads, or the interpreter is ending: nothing is shown then
                     self._thread = None
-            self._changed.notify()
+            self._changed.notify_all()
 
     def leave(self, stage: Stage) -> None:
+        """Returns when the stage is not shown any more, so that what is printed next stands in its place; or soon."""
         with self._changed:
             self._stages.remove(stage)
-            if self._shown is not None and self._shown[0] is stage:
-                self._hide()
-            self._changed.notify()
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._shown is None or self._shown[0] is not stage, _ERASE_S)
 
     def _watch(self) -> None:
-        with self._changed:
-            while self._stages:
-                stage = self._stages[-1]
-                if self._shown is not None and self._shown[0] is not stage:
-                    self._hide()
-                left = stage.begin + stage.after_s - time.monotonic()
-                if left <= 0:
-                    with contextlib.suppress(Exception):  # a terminal that is gone ends nobody's work
-                        self._show(stage)
-                self._changed.wait(max(left, 0.001) if left > 0 else _REFRESH_S)
-            self._thread = None
+        while True:
+            with self._changed:
+                stage = self._stages[-1] if self._stages else None
+                if stage is None and self._shown is None:
+                    self._thread = None
+                    return
+            if stage is None or (self._shown is not None and self._shown[0] is not stage):
+                self._hide()
+                continue
+            left = stage.begin + stage.after_s - time.monotonic()
+            if left <= 0:
+                with contextlib.suppress(Exception):  # a terminal that is gone ends nobody's work
+                    self._show(stage)
+            with self._changed:
+                if self._stages and self._stages[-1] is stage:
+                    self._changed.wait(max(left, 0.001) if left > 0 else _REFRESH_S)
 
     def _show(self, stage: Stage) -> None:
         if self._shown is None:
             display = choose_display(self.write)
-            if display is None:
-                return
-            self._shown = stage, display
+            with self._changed:
+                if display is None or stage not in self._stages:
+                    return
+                self._shown = stage, display
         self._shown[1].show(stage)
 
     def _hide(self) -> None:
         assert self._shown is not None
-        (stage, display), self._shown = self._shown, None
+        stage, display = self._shown
         with contextlib.suppress(Exception):
             display.hide(stage)
+        with self._changed:
+            self._shown = None
+            self._changed.notify_all()
 
 
 _monitor = _Monitor()

@@ -1,11 +1,13 @@
 """Small records of what was found out about this machine, kept beside the compile cache."""
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
 import stat
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,23 +33,49 @@ def read_record(name: str) -> Any:
         return None
 
 
-def keep_record(name: str, content: Any) -> None:
-    """Keep `content`, which JSON can hold, for later processes; without effect where nothing can be kept."""
+def keep_record(name: str, content: Any, is_good: Callable[[Any], bool]) -> Any:
+    """Keep `content`, which JSON can hold, for other processes, unless one of them has kept a good record already.
+
+    Args:
+        is_good: whether what `read_record` returns may stay.
+    Returns: what is kept under this name from now on; `content` where nothing can be kept.
+    """
     directory = _directory()
     if directory is None:
-        return
+        return content
     try:
-        handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{name}")  # of mode 0600
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(content, file)
-            os.replace(temporary, directory / name)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        with _locked(directory / f".{name}.lock"):
+            kept = read_record(name)
+            if is_good(kept):
+                return kept
+            _write(directory / name, content)
     except OSError as error:
         logger.info("%s cannot be kept: %s", directory / name, error)
+    return content
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Alone among all processes; the file stays. Raises: OSError if it cannot be made or locked."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _write(path: Path, content: Any) -> None:
+    """Put a file there, whole or not at all."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")  # of mode 0600
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(content, file)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 def _directory() -> Path | None:
