@@ -82,10 +82,6 @@ class OpenShard:
         return row in self._rows
 
     @property
-    def num_finished(self) -> int:
-        return len(self._rows)
-
-    @property
     def is_complete(self) -> bool:
         return len(self._rows) == self.source.rows
 
