@@ -42,6 +42,8 @@ _MAX_TOKEN = 2**31
 _REMEDIES = {
     errno.ENOSPC: "free some space, or write to another disk",
     errno.EDQUOT: "free some of your quota, or write elsewhere",
+    errno.ENOENT: "expected a directory {folder}; make it first (mkdir -p {folder}), or give another name",
+    errno.ENOTDIR: "{folder} is no directory; give another name",
     errno.EFBIG: "the file system, or the limit of `ulimit -f`, allows no larger file; divide the input",
 }
 
@@ -324,10 +326,14 @@ def merge_sampling(base: SamplingParams, overrides: Any) -> SamplingParams:
 # Output
 
 
-def write_error(what: str | Path, e: OSError) -> str:
-    """What to say of a file that could not be written."""
-    remedy = _REMEDIES.get(e.errno or 0)
-    return f"cannot write {what}: {e.strerror or e}" + (f"; {remedy}" if remedy else "")
+def write_error(path: Path, e: OSError, what: str = "") -> str:
+    """What to say of a file that could not be written, and what to do.
+
+    Args:
+        what: stands before the path, with a space behind it.
+    """
+    remedy = _REMEDIES.get(e.errno or 0, "").format(folder=path.parent)
+    return f"cannot write {what}{path}: {e.strerror or e}" + (f"; {remedy}" if remedy else "")
 
 
 class RowWriter:
@@ -354,7 +360,7 @@ class RowWriter:
         except BlockingIOError:
             raise ValueError(f"another run is writing {self._partial}; wait for it or give another name") from None
         except OSError as e:
-            raise ValueError(write_error(f"output {self.path}", e)) from e
+            raise ValueError(write_error(self.path, e, "output ")) from e
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows. Raises: ValueError if the disk does not take them."""
@@ -367,7 +373,7 @@ class RowWriter:
         try:
             self._file.write(text)
         except OSError as e:
-            raise ValueError(write_error(f"output {self.path}", e)) from e
+            raise ValueError(write_error(self.path, e, "output ")) from e
 
     def commit(self) -> None:
         """Make the file durable under its name. Raises: ValueError if somebody else has made one meanwhile."""
@@ -383,7 +389,7 @@ class RowWriter:
             self._close()
             raise ValueError(f"output {self.path} appeared meanwhile; the rows are in {self._partial}") from None
         except OSError as e:
-            raise ValueError(write_error(f"output {self.path}", e)) from e
+            raise ValueError(write_error(self.path, e, "output ")) from e
         self._close()
 
     def _close(self) -> None:
