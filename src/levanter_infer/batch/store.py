@@ -289,9 +289,8 @@ class ObjectStore(Store):
         self._fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
             info = self._fs.info(self._path(name))
-            return (
-                " ".join(f"{key}={info[key]}" for key in sorted(info) if key.lower() in _VERSIONS and info[key]) or None
-            )
+            known = {key: value for key, value in info.items() if key.lower() in _VERSIONS and value}
+            return str(sorted(known.items())) if known else None
         return None
 
     def size(self, name: str) -> int | None:
