@@ -82,7 +82,8 @@ def _run(config: RunConfig, hosts: Hosts | None) -> int:
         requests = [row.request for row in rows if row.request is not None]
         sampled, seconds = serve(engine, requests)
         outputs = merge_outputs(rows, sampled)
-        write_files(writer, metrics, itertools.chain.from_iterable(map(columns.rows, outputs)), engine)
+        results = (columns.rows(output, row.carried) for row, output in zip(rows, outputs, strict=True))
+        write_files(writer, metrics, itertools.chain.from_iterable(results), engine)
     if not writes:
         return 1 if any(output.error is not None for output in outputs) else 0
     shown = outputs if output is None else outputs[:_SHOWN_WITH_OUTPUT]

@@ -114,6 +114,8 @@ def _sampling(config: RunConfig) -> SamplingParams:
             raise ValueError(f"sampling.{field.name} has no effect on scores; leave it out")
     if config.output is not None and config.output.include:
         raise ValueError("output.include has no effect on scores; sampling.prompt_logprobs adds top_logprobs")
+    if config.output is not None and config.output.carry:
+        raise ValueError("output.carry is for sample and batch; the rows of scores name theirs by id: leave it out")
     for name in ("add_generation_prompt", "continue_final_message"):
         if getattr(config, name) is not None:
             raise ValueError(f"{name} has no effect on scores: a completion follows the beginning of an answer")

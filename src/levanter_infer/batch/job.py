@@ -157,6 +157,7 @@ class Job:
                 job=self.sha256,
                 check_job=self.check_current,
                 kind=self._kind,
+                carried=self.plan.carried,
                 unique_names=self._unique_names,
             )
         except BaseException:

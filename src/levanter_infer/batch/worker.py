@@ -17,7 +17,7 @@ from levanter_infer.batch.together import followed, told
 from levanter_infer.config import CHAT_KEYS
 from levanter_infer.facts import device_facts, model_facts, tokenizer_facts, version_facts
 from levanter_infer.frontend import make_engine, say
-from levanter_infer.rows import chat_settings
+from levanter_infer.rows import chat_settings, columns_of
 from levanter_infer.runtime.agreement import agree
 from levanter_infer.runtime.hosts import Hosts
 from levanter_infer.runtime.multihost import ONE_MESH
@@ -148,7 +148,8 @@ def input_of(config: BatchRunConfig) -> Input:
     assert config.prompts_file is not None
     path = config.model.path
     names = [path, path.rstrip("/").rsplit("/", 1)[-1], *config.batch.model_names]
-    return Input(config.prompts_file, as_chat=bool(config.chat), model_names=names)
+    carry = columns_of(config).carry
+    return Input(config.prompts_file, as_chat=bool(config.chat), model_names=names, carry=carry)
 
 
 def plan_of(config: BatchRunConfig, source: Input) -> Plan:
@@ -202,7 +203,10 @@ def _config_facts(config: BatchRunConfig) -> dict[str, Any]:
         "prompts_file": config.prompts_file,
         "chat": config.chat,
         **{key: getattr(config, key) for key in CHAT_KEYS},
-        "output": {"include": sorted(set(config.output.include)) if config.output else []},
+        "output": {
+            "include": sorted(set(config.output.include)) if config.output else [],
+            "carry": config.output.carry if config.output else [],
+        },
         "sampling": dataclasses.asdict(config.sampling) | {"seed": config.sampling.seed or 0},
         "engine": {key: value for key, value in engine.items() if key not in _SCHEDULING},
         "mesh": dataclasses.asdict(config.mesh),
