@@ -10,7 +10,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from levanter_infer.cli import command_help, start
+from levanter_infer.cli import command_help, run_command
+
+if __name__ == "__main__":  # here, so that an interrupt during the imports below leaves no traceback
+    run_command("sample")
+
 from levanter_infer.config import RunConfig
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.facts import device_facts, flat, model_facts, tokenizer_facts
@@ -164,7 +168,3 @@ def summary(outputs: Sequence[RequestOutput], stats: Mapping[str, Any], seconds:
         f"{stats['pages_total']} pages at the peak, {stats['preemptions']} preemptions, "
         f"{stats['compilations']} programs compiled in {stats['compile_s']:.1f} s"
     )
-
-
-if __name__ == "__main__":
-    start(main)

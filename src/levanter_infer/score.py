@@ -11,9 +11,13 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from levanter_infer.cli import command_help, run_command
+
+if __name__ == "__main__":  # here, so that an interrupt during the imports below leaves no traceback
+    run_command("score")
+
 import numpy as np
 
-from levanter_infer.cli import command_help, start
 from levanter_infer.columns import NOT_FINITE, numbers, tops
 from levanter_infer.config import RunConfig
 from levanter_infer.engine.params import SamplingParams
@@ -247,7 +251,3 @@ def summary(scores: Sequence[Score], stats: Mapping[str, Any], seconds: float) -
         f"{stats['prefix_hits']} pages found, {stats['preemptions']} preemptions, "
         f"{stats['compilations']} programs compiled in {stats['compile_s']:.1f} s"
     )
-
-
-if __name__ == "__main__":
-    start(main)
