@@ -74,6 +74,16 @@ def test_columns_of_lines_are_those_of_their_rows(tmp_path):
     assert rows[0]["meta"] == {"n": [1, None, 2.5], "é": "\ud800"}
 
 
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_columns_of_lines_are_the_same_bytes_after_a_stop(tmp_path, format):
+    keys = {"batch.format": format, "batch.rows_per_shard": "3"}
+    path = lines(tmp_path / "in.jsonl", OWN * 3)
+    stopped, whole = (config_of(path, tmp_path / name, **keys) for name in ("stopped", "whole"))
+    assert work(stopped, rounds=3) is None and any("_journal" in name for name in files(str(tmp_path / "stopped")))
+    assert work(stopped) is not None and work(whole) is not None
+    assert files(str(tmp_path / "stopped")) == files(str(tmp_path / "whole"))
+
+
 def test_sample_writes_the_same_columns_as_a_job(tmp_path):
     from levanter_infer.config import RunConfig
     from levanter_infer.engine.request import RequestOutput
