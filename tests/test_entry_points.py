@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import importlib.metadata
 import json
+import os
 import pkgutil
 import re
 import runpy
@@ -45,6 +46,27 @@ def test_module_imports(name):
 @pytest.mark.parametrize("name", ["sample", "batch", "score", "audit", "doctor", "bench", "plan"])
 def test_command_explains_itself(name, monkeypatch, capsys):
     explains_itself(lambda: runpy.run_module(f"levanter_infer.{name}", run_name="__main__"), monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("name", ["sample", "batch", "score", "audit", "doctor", "plan"])
+def test_an_interrupt_while_a_command_is_imported_leaves_no_traceback(name, tmp_path):
+    """A package that every command imports interrupts the process, as the keyboard could at that moment."""
+    (tmp_path / "draccus.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
+    heeding = "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"{heeding}runpy.run_module('levanter_infer.{name}', run_name='__main__')",
+            "--model",
+            "m",
+        ],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT / 'src'}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 def test_console_script_is_the_command_in_front_of_the_others():

@@ -291,6 +291,17 @@ def test_partial_file_of_a_killed_run_is_taken_over_and_that_of_a_living_one_is_
     assert path.read_text() == '{"a": 1}\n'
 
 
+@pytest.mark.parametrize("at", ["none", "none/deeper", "file"])
+def test_output_in_a_directory_that_does_not_exist_is_refused_with_what_to_do(tmp_path, monkeypatch, at):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    remedy = f"expected a directory {at}; make it first .mkdir -p {at}., or" if at != "file" else "file is no directory"
+    message = f"^cannot write output {at}/out: (No such file|Not a) .*irectory; {remedy}.* give another name"
+    with pytest.raises(ValueError, match=message):
+        RowWriter(f"{at}/out")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 @pytest.mark.parametrize("make", [lambda p: p / "none" / "out", lambda p: p])
 def test_output_that_cannot_be_written_is_named(tmp_path, make):
     with pytest.raises(ValueError, match="output .*(No such file|is a directory)"):

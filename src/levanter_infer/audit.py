@@ -11,9 +11,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from levanter_infer.cli import command_help, run_command
+
+if __name__ == "__main__":  # here, so that an interrupt during the imports below leaves no traceback
+    run_command("audit")
+
 import numpy as np
 
-from levanter_infer.cli import command_help, start
 from levanter_infer.config import RunConfig, load_config
 from levanter_infer.diagnosis import Diagnosis, Pair, Path, diagnose
 from levanter_infer.engine.request import Request, RequestOutput
@@ -284,7 +288,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(part) for part in value]
     return str(value) if isinstance(value, float) and not np.isfinite(value) else value
-
-
-if __name__ == "__main__":
-    start(main)

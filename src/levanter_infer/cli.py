@@ -51,6 +51,11 @@ def run() -> NoReturn:
     start(main)
 
 
+def run_command(name: str) -> NoReturn:
+    """One command, whose module is run as a program; it is imported where an interrupt is taken care of."""
+    start(lambda: main([name, *sys.argv[1:]]))
+
+
 def start(command: Callable[[], int]) -> NoReturn:
     """Run a command as this process, and end the process with its status.
 

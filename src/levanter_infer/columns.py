@@ -8,6 +8,7 @@ never null but empty, numbers are null where there is none, and no object has ke
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ OPTIONAL = (
     *("prompt_logprobs", "prompt_top_logprobs", "num_cached_tokens"),
 )
 """Columns that are there when `sampling` asks for them, or `output.include` does. All others are always there."""
+_NONE: Mapping[str, Any] = MappingProxyType({})
 _MAX_TOKEN = 2**31
 _SURROGATES = {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}
 """Halves of surrogate pairs, which UTF-8 cannot hold, as JSON writes them."""
@@ -82,11 +84,13 @@ class Columns:
     Args:
         sampling: parameters of the whole run, of which some ask for columns.
         include: further optional columns.
+        carry: columns of the input's rows, which follow those of the output as they are.
     Raises: ValueError for a name that is no optional column.
     """
 
-    def __init__(self, sampling: SamplingParams, include: Sequence[str] = ()):
+    def __init__(self, sampling: SamplingParams, include: Sequence[str] = (), carry: Sequence[str] = ()):
         check_include(include)
+        self.carry = tuple(carry)
         wanted = {*asked_columns(sampling), *include}
         self.names = tuple(name for name in TYPES if name not in OPTIONAL or name in wanted)
 
@@ -99,16 +103,21 @@ class Columns:
                 f"all of them with output.include: [{', '.join(missing)}], or leave it out of the row"
             )
 
-    def rows(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """Rows of one request's result, one per sample, or one with `error` if it failed."""
+    def rows(self, output: RequestOutput, carried: Mapping[str, Any] = _NONE) -> Iterator[dict[str, Any]]:
+        """Rows of one request's result, one per sample, or one with `error` if it failed.
+
+        Args:
+            carried: what the row of the input has in the columns that are carried; null stands for what it lacks.
+        """
+        rest = {name: carried.get(name) for name in self.carry}
         common = {name: _OF_REQUEST[name](output) for name in self.names if name in _OF_REQUEST}
         if output.error is not None:
             common["prompt_token_ids"] = _valid_ids(output.prompt_token_ids)
             failed = common | {"finish_reason": "error", "error": output.error or "failed"}
-            yield {name: failed.get(name, empty(name)) for name in self.names}
+            yield {name: failed.get(name, empty(name)) for name in self.names} | rest
             return
         for c in output.completions:
-            yield {name: common[name] if name in common else _OF_SAMPLE[name](c) for name in self.names}
+            yield {name: common[name] if name in common else _OF_SAMPLE[name](c) for name in self.names} | rest
 
 
 def stop_reason_text(reason: str | int | Sequence[int] | None) -> str:
@@ -178,20 +187,21 @@ def encode_row(row: Mapping[str, Any]) -> str:
     A value that JSON does not have never stops those who write many rows: it is left empty, and the row is an error.
     """
     try:
-        return _dumps(row)
+        return encode_json(row)
     except (ValueError, TypeError, RecursionError) as e:
         kept = {str(key): value if _is_json(value) else _emptied(value) for key, value in row.items()}
         wrong = ", ".join(str(key) for key, value in row.items() if not _is_json(value))
-        return _dumps(kept | {"error": f"the row cannot be written as JSON: {wrong}: {e}; please report this"})
+        return encode_json(kept | {"error": f"the row cannot be written as JSON: {wrong}: {e}; please report this"})
 
 
-def _dumps(value: Any) -> str:
+def encode_json(value: Any) -> str:
+    """JSON in one line, which UTF-8 can hold. Raises: ValueError, TypeError or RecursionError for what is no JSON."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).translate(_SURROGATES)
 
 
 def _is_json(value: Any) -> bool:
     try:
-        _dumps(value)
+        encode_json(value)
     except (ValueError, TypeError, RecursionError):
         return False
     return True

@@ -63,11 +63,16 @@ class OutputConfig:
     include: list[str] = dataclasses.field(default_factory=list)
     """Further columns of all rows: logprobs, top_logprobs, processed_logprobs, cumulative_logprob, token_versions,
     score, prompt_logprobs, prompt_top_logprobs, num_cached_tokens. What `sampling` asks for is there without it."""
+    carry: list[str] = dataclasses.field(default_factory=list)
+    """Columns of your own in the rows of prompts_file, such as [source, label], that are written unchanged to the rows
+    of the output."""
 
     def __post_init__(self):
         check_include(self.include)
         if self.path is None and self.metrics is None:
             raise ValueError("output lacks path and metrics; expected a file for rows, one for metrics, or both")
+        if self.carry and self.path is None:
+            raise ValueError("output.carry without output.path; say where the rows go")
         if self.metrics is not None and not self.metrics.endswith((".json", ".prom")):
             raise ValueError(f"output.metrics={brief(self.metrics)}; expected a name that ends in .json or .prom")
 
@@ -371,12 +376,17 @@ def _check_places(given: Iterable[Any], known: Sequence[str], path: str) -> None
             raise ValueError(f"unknown key {path}.{_short(key)}; {hint}")
 
 
-def check_keys(given: Iterable[Any], known: Sequence[str], path: str) -> None:
-    """Raises: ValueError naming the first key that is not known, and what was probably meant."""
+def check_keys(given: Iterable[Any], known: Sequence[str], path: str, remedy: str = "") -> None:
+    """Raises: ValueError naming the first key that is not known, and what was probably meant.
+
+    Args:
+        remedy: what else can be done, where NAME stands for the key.
+    """
     for key in given:
         if key not in known:
             name = _short(key)
-            raise ValueError(f"unknown key {f'{path}.{name}' if path else name}; {hint_for(name, known, path)}")
+            hint = hint_for(name, known, path) + remedy.replace("NAME", name)
+            raise ValueError(f"unknown key {f'{path}.{name}' if path else name}; {hint}")
 
 
 def _short(key: Any) -> str:

@@ -10,6 +10,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from levanter_infer.cli import command_help, run_command
+
+if __name__ == "__main__":  # here, so that an interrupt during the imports below leaves no traceback
+    run_command("doctor")
+
 import numpy as np
 
 from levanter_infer.audit import (
@@ -25,7 +30,6 @@ from levanter_infer.audit import (
     summary,
     table,
 )
-from levanter_infer.cli import command_help, start
 from levanter_infer.config import RunConfig, load_config
 from levanter_infer.diagnosis import Diagnosis, Pair, Path, diagnose, where_stored_differs
 from levanter_infer.engine.params import brief
@@ -287,7 +291,3 @@ def _path(row: dict[str, Any]) -> Path:
 def _number(value: float | None) -> float:
     """JSON has no infinities: a row holds null for them."""
     return float("-inf") if value is None else float(value)
-
-
-if __name__ == "__main__":
-    start(main)

@@ -21,7 +21,7 @@ except ImportError:  # not a POSIX system: nothing keeps two runs apart there
     fcntl = None
 
 from levanter_infer.checkpoints.chat_settings import CHAT_KEYS, check_chat_settings
-from levanter_infer.columns import Columns, encode_row
+from levanter_infer.columns import TYPES, Columns, encode_row
 from levanter_infer.config import RunConfig, check_keys
 from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import MAX_ID_CHARS, Request
@@ -34,6 +34,8 @@ _JSONL = (".jsonl", ".ndjson")
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 _POLICY_KEYS = ("cache_salt", "priority", "timeout_s")
 ROW_KEYS = (*_PROMPT_KEYS, "id", "sampling", *_POLICY_KEYS, *CHAT_KEYS)
+_NOT_CARRIED = (*ROW_KEYS, "custom_id", "body")  # the last two make a row a line of OpenAI's batch format
+CARRY_REMEDY = "; a column of your own goes to the output if output.carry names it: [NAME]"
 _COMPLETIONS = {"prompt": "completion", "prompt_token_ids": "completion_token_ids", "messages": "completion"}
 """In which key a completion stands beside a prompt."""
 _SCORED_CHAT_KEYS = ("tools", "chat_template_kwargs")
@@ -43,6 +45,8 @@ _MAX_TOKEN = 2**31
 _REMEDIES = {
     errno.ENOSPC: "free some space, or write to another disk",
     errno.EDQUOT: "free some of your quota, or write elsewhere",
+    errno.ENOENT: "expected a directory {folder}; make it first (mkdir -p {folder}), or give another name",
+    errno.ENOTDIR: "{folder} is no directory; give another name",
     errno.EFBIG: "the file system, or the limit of `ulimit -f`, allows no larger file; divide the input",
 }
 
@@ -56,6 +60,8 @@ class Row:
     error: str | None = None
     completion: str | list[int] | None = None
     """What follows the prompt, where it is to be scored and not sampled; token ids behind token ids."""
+    carried: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What goes unchanged to its rows of the output."""
 
 
 def read_rows(config: RunConfig, *, completions: bool = False, columns: Columns | None = None) -> list[Row]:
@@ -69,6 +75,8 @@ def read_rows(config: RunConfig, *, completions: bool = False, columns: Columns 
         columns: of the output; a row that asks for others is refused. None: there is none.
     Raises: ValueError if the file cannot be read at all, or has too many rows.
     """
+    if columns is not None and columns.carry and not str(config.prompts_file).lower().endswith(_JSONL):
+        raise ValueError(no_columns(config.prompts_file or "prompts"))
     base = dataclasses.replace(config.sampling, seed=None)
     chat = {key: value for key, value in chat_settings(config).items() if not completions or key in _SCORED_CHAT_KEYS}
     if config.prompts_file is not None:
@@ -85,7 +93,8 @@ def read_rows(config: RunConfig, *, completions: bool = False, columns: Columns 
             raise ValueError(f"{where}: more than {MAX_ROWS} rows; split the file")
         row = make_row(content, str(len(rows)), where, base, completions=completions, columns=columns, chat=chat)
         if row.id in seen and row.error is None:
-            row = Row(row.id, None, f"{where}: id {brief(row.id)} is that of {seen[row.id]} too; ids must differ")
+            error = f"{where}: id {brief(row.id)} is that of {seen[row.id]} too; ids must differ"
+            row = dataclasses.replace(row, request=None, error=error)
         seen.setdefault(row.id, where)
         rows.append(row)
     if not rows:
@@ -94,8 +103,24 @@ def read_rows(config: RunConfig, *, completions: bool = False, columns: Columns 
 
 
 def columns_of(config: RunConfig) -> Columns:
-    """The columns of a run's output. Raises: ValueError for a name that is no optional column."""
-    return Columns(config.sampling, config.output.include if config.output else ())
+    """The columns of a run's output.
+
+    Raises: ValueError for a name that is no optional column, or one that cannot be carried from the input.
+    """
+    if config.output is None:
+        return Columns(config.sampling)
+    for name in config.output.carry:
+        what = "column of the output" if name in TYPES else "key of the request" if name in _NOT_CARRIED else None
+        if what is not None:
+            raise ValueError(f"output.carry names {name}, which is a {what}; give your column another name")
+        if config.output.carry.count(name) > 1:
+            raise ValueError(f"output.carry names {brief(name)} twice; expected each column once")
+    return Columns(config.sampling, config.output.include, config.output.carry)
+
+
+def no_columns(source: str) -> str:
+    """What is wrong with carrying columns of plain prompts."""
+    return f"output.carry with {source}: plain prompts have no columns; give JSONL, or leave it out"
 
 
 def chat_settings(config: RunConfig) -> dict[str, Any]:
@@ -234,15 +259,18 @@ def make_row(
         chat: as of `chat_settings`; rows that are no chats have no use for it.
     """
     default_id = row_id(content, default_id)
+    carry = () if columns is None else columns.carry
+    carried = {name: content[name] for name in carry if name in content} if isinstance(content, dict) else _NONE
     try:
         if isinstance(content, ValueError):
             raise content
-        request = _make_request(content, default_id, base, _SCORED_ROW_KEYS if completions else ROW_KEYS, chat)
+        known = _SCORED_ROW_KEYS if completions else (*ROW_KEYS, *carry)
+        request = _make_request(content, default_id, base, known, chat, "" if completions else CARRY_REMEDY)
         if columns is not None:
             columns.check(request.sampling or base)
-        return Row(default_id, request, completion=_completion(content) if completions else None)
+        return Row(default_id, request, None, _completion(content) if completions else None, carried)
     except ValueError as e:
-        return Row(default_id, None, f"{where}: {e}")
+        return Row(default_id, None, f"{where}: {e}", carried=carried)
 
 
 def _completion(content: dict[str, Any]) -> str | list[int] | None:
@@ -260,11 +288,11 @@ def _completion(content: dict[str, Any]) -> str | list[int] | None:
 
 
 def _make_request(
-    content: Any, row_id: str, base: SamplingParams, known: Sequence[str], chat: Mapping[str, Any]
+    content: Any, row_id: str, base: SamplingParams, known: Sequence[str], chat: Mapping[str, Any], remedy: str
 ) -> Request:
     if not isinstance(content, dict):
         raise ValueError(f"the row is {brief(content)}; expected an object with prompt, prompt_token_ids or messages")
-    check_keys(content, known, "")
+    check_keys(content, known, "", remedy)
     given = [key for key in _PROMPT_KEYS if content.get(key) is not None]
     if len(given) != 1:
         raise ValueError(f"expected one of prompt, prompt_token_ids, messages; got {' and '.join(given) or 'none'}")
@@ -325,10 +353,14 @@ def merge_sampling(base: SamplingParams, overrides: Any) -> SamplingParams:
 # Output
 
 
-def write_error(what: str | Path, e: OSError) -> str:
-    """What to say of a file that could not be written."""
-    remedy = _REMEDIES.get(e.errno or 0)
-    return f"cannot write {what}: {e.strerror or e}" + (f"; {remedy}" if remedy else "")
+def write_error(path: Path, e: OSError, what: str = "") -> str:
+    """What to say of a file that could not be written, and what to do.
+
+    Args:
+        what: stands before the path, with a space behind it.
+    """
+    remedy = _REMEDIES.get(e.errno or 0, "").format(folder=path.parent)
+    return f"cannot write {what}{path}: {e.strerror or e}" + (f"; {remedy}" if remedy else "")
 
 
 class RowWriter:
@@ -355,7 +387,7 @@ class RowWriter:
         except BlockingIOError:
             raise ValueError(f"another run is writing {self._partial}; wait for it or give another name") from None
         except OSError as e:
-            raise ValueError(write_error(f"output {self.path}", e)) from e
+            raise ValueError(write_error(self.path, e, "output ")) from e
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows. Raises: ValueError if the disk does not take them."""
@@ -368,7 +400,7 @@ class RowWriter:
         try:
             self._file.write(text)
         except OSError as e:
-            raise ValueError(write_error(f"output {self.path}", e)) from e
+            raise ValueError(write_error(self.path, e, "output ")) from e
 
     def commit(self) -> None:
         """Make the file durable under its name. Raises: ValueError if somebody else has made one meanwhile."""
@@ -384,7 +416,7 @@ class RowWriter:
             self._close()
             raise ValueError(f"output {self.path} appeared meanwhile; the rows are in {self._partial}") from None
         except OSError as e:
-            raise ValueError(write_error(f"output {self.path}", e)) from e
+            raise ValueError(write_error(self.path, e, "output ")) from e
         self._close()
 
     def _close(self) -> None:

@@ -10,7 +10,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from levanter_infer.cli import command_help, start
+from levanter_infer.cli import command_help, run_command
+
+if __name__ == "__main__":  # here, so that an interrupt during the imports below leaves no traceback
+    run_command("sample")
+
 from levanter_infer.config import RunConfig
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.fingerprint import device_fingerprint, flat, model_fingerprint, tokenizer_fingerprint
@@ -82,7 +86,8 @@ def _run(config: RunConfig, hosts: Hosts | None) -> int:
         requests = [row.request for row in rows if row.request is not None]
         sampled, seconds = serve(engine, requests)
         outputs = merge_outputs(rows, sampled)
-        write_files(writer, metrics, itertools.chain.from_iterable(map(columns.rows, outputs)), engine)
+        results = (columns.rows(output, row.carried) for row, output in zip(rows, outputs, strict=True))
+        write_files(writer, metrics, itertools.chain.from_iterable(results), engine)
     if not writes:
         return 1 if any(output.error is not None for output in outputs) else 0
     shown = outputs if output is None else outputs[:_SHOWN_WITH_OUTPUT]
@@ -166,7 +171,3 @@ def summary(outputs: Sequence[RequestOutput], stats: Mapping[str, Any], seconds:
         f"{stats['pages_total']} pages at the peak, {stats['preemptions']} preemptions, "
         f"{stats['compilations']} programs compiled in {stats['compile_s']:.1f} s"
     )
-
-
-if __name__ == "__main__":
-    start(main)

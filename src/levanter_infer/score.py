@@ -11,9 +11,13 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from levanter_infer.cli import command_help, run_command
+
+if __name__ == "__main__":  # here, so that an interrupt during the imports below leaves no traceback
+    run_command("score")
+
 import numpy as np
 
-from levanter_infer.cli import command_help, start
 from levanter_infer.columns import NOT_FINITE, numbers, tops
 from levanter_infer.config import RunConfig
 from levanter_infer.engine.params import SamplingParams
@@ -114,6 +118,8 @@ def _sampling(config: RunConfig) -> SamplingParams:
             raise ValueError(f"sampling.{field.name} has no effect on scores; leave it out")
     if config.output is not None and config.output.include:
         raise ValueError("output.include has no effect on scores; sampling.prompt_logprobs adds top_logprobs")
+    if config.output is not None and config.output.carry:
+        raise ValueError("output.carry is for sample and batch; the rows of scores name theirs by id: leave it out")
     for name in ("add_generation_prompt", "continue_final_message"):
         if getattr(config, name) is not None:
             raise ValueError(f"{name} has no effect on scores: a completion follows the beginning of an answer")
@@ -245,7 +251,3 @@ def summary(scores: Sequence[Score], stats: Mapping[str, Any], seconds: float) -
         f"{stats['prefix_hits']} pages found, {stats['preemptions']} preemptions, "
         f"{stats['compilations']} programs compiled in {stats['compile_s']:.1f} s"
     )
-
-
-if __name__ == "__main__":
-    start(main)

@@ -1,15 +1,18 @@
 """Whose results an output holds: nothing of another job or input, or altered since, is taken for this job's."""
 
+import collections
+import hashlib
 import json
 import os
 import shutil
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from levanter_infer.batch.job import MANIFEST, Job, read_promise
 from levanter_infer.batch.plan import Input
-from levanter_infer.batch.shard import COMMITS, JOB, JOURNALS
-from levanter_infer.batch.store import LocalStore, open_store
+from levanter_infer.batch.shard import COMMITS, JOB, JOURNALS, dumps
+from levanter_infer.batch.store import LocalStore, ObjectStore, open_store
 from tests.batch.fake_engine import FakeEngine
 from tests.batch.test_drive import ROWS, begin, files, output, prompts, undisturbed, work  # noqa: F401
 
@@ -29,8 +32,6 @@ def remove(output, name):  # noqa: F811
 
 
 def test_every_record_and_journal_names_its_job(prompts, output):  # noqa: F811
-    import hashlib
-
     half(prompts, output)
     there = files(output)
     sha256 = hashlib.sha256(there[f"/{JOB}"]).hexdigest()
@@ -367,3 +368,67 @@ def test_a_shard_is_on_the_disk_before_its_record_and_a_journal_when_it_is_left(
     monkeypatch.setattr(os, "fsync", lambda descriptor: (fsync(descriptor), synced.append(descriptor)))
     shard.leave()
     assert len(synced) == 1
+
+
+# How often job.json is looked at
+
+
+class Tagged(MemoryFileSystem):
+    """Objects in memory with the entity tags that object stores give theirs, under the name that s3fs has for them."""
+
+    cachable = False
+
+    def info(self, path, **kwargs):
+        found = super().info(path, **kwargs)
+        return found | ({"ETag": hashlib.md5(self.cat_file(path)).hexdigest()} if found["type"] == "file" else {})
+
+
+def store_of(kind, tmp_path):
+    if kind == "disk":
+        return LocalStore(tmp_path / "out")
+    return ObjectStore(Tagged() if kind == "tagged objects" else MemoryFileSystem(), f"/{tmp_path.name}/out")
+
+
+@pytest.mark.parametrize(("kind", "reads", "looks"), [("disk", 0, 4), ("tagged objects", 0, 3), ("objects", 3, 3)])
+def test_job_json_which_grows_with_the_job_is_not_read_for_each_shard(
+    prompts,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+    kind,
+    reads,
+    looks,
+):
+    source, job = begin(prompts, str(tmp_path / "begun"), size=2)
+    store, calls = store_of(kind, tmp_path), collections.Counter()
+    store.create(JOB, dumps(job.promise))
+    job = Job(store, job.promise)
+    for name in ("read", "version"):
+        method = getattr(store, name)
+        monkeypatch.setattr(
+            store, name, lambda file, name=name, method=method: (calls.update([(name, file)]), method(file))[1]
+        )
+    assert work(source, job)[0]
+    shards = len(job.committed())
+    assert shards == len(job.plan.shards) == 12
+    first = 1 if reads == 0 else 0
+    assert calls["read", JOB] == reads * shards + first and calls["version", JOB] == looks * shards
+
+
+@pytest.mark.parametrize("kind", ["disk", "tagged objects"])
+def test_job_json_that_was_written_again_is_read_again(prompts, tmp_path, kind):  # noqa: F811
+    _, job = begin(prompts, str(tmp_path / "begun"))
+    store, content = store_of(kind, tmp_path), dumps(job.promise)
+    store.create(JOB, content)
+    job = Job(store, job.promise)
+    job.check_current()
+    store.put(JOB, content)
+    job.check_current()  # the same content is the same job
+    store.put(JOB, content[:-2] + b" \n")  # as long as before
+    for _ in range(2):
+        with pytest.raises(ValueError, match="job.json of the output is another one than this job began with"):
+            job.check_current()
+    store.put(JOB, content)
+    job.check_current()
+    store.remove(JOB)
+    with pytest.raises(ValueError, match="job.json of the output is gone"):
+        job.check_current()

@@ -201,6 +201,25 @@ def test_cancellation_gives_all_pages_back_within_two_rounds():
     assert_idle(subject)
 
 
+def test_a_submission_that_fails_leaves_no_request_behind(monkeypatch):
+    """The failure comes when the request has been queued already; its caller holds nothing to cancel."""
+    subject = engine()
+    other = subject.submit(Request(prompt_token_ids=prompt(4), sampling=greedy()))
+
+    def fail(*_):
+        raise AttributeError("a fault of the counters")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subject._stats, "on_submit", fail)
+        with pytest.raises(AttributeError, match="a fault of the counters"):
+            subject.submit(Request(prompt_token_ids=prompt(5), sampling=greedy(40, n=2), timeout_s=100))
+    assert [group for group in subject._slots.groups() if not group.is_done] == [other]
+    subject.drain()
+    assert other.sequences[0].token_ids == uncached_greedy(tiny_model(), prompt(4), 8)
+    assert one(subject, prompt(5), greedy()).token_ids == uncached_greedy(tiny_model(), prompt(5), 8)
+    assert_idle(subject)
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [

@@ -6,9 +6,13 @@ Everything that is said goes to standard error. Exit status as in `frontend.py`;
 import sys
 from collections.abc import Sequence
 
+from levanter_infer.cli import command_help, run_command
+
+if __name__ == "__main__":  # here, so that an interrupt during the imports below leaves no traceback
+    run_command("batch")
+
 from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.batch.run import run
-from levanter_infer.cli import command_help, start
 from levanter_infer.frontend import guarded, run_config
 
 USAGE = """\
@@ -38,7 +42,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     return guarded(
         lambda: run_config(arguments, lambda: command_help("batch"), run, BatchRunConfig, {"worker": "batch.worker"})
     )
-
-
-if __name__ == "__main__":
-    start(main)

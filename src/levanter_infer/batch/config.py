@@ -66,8 +66,9 @@ class BatchRunConfig(RunConfig):
         if self.output is None or self.output.path is None:
             raise ValueError("a batch job needs output: a directory for its shards")
         if self.batch.format == "openai":
-            if self.output.include:
-                raise ValueError("output.include with batch.format: openai, whose lines have no columns; leave it out")
+            for key in ("include", "carry"):
+                if getattr(self.output, key):
+                    raise ValueError(f"output.{key} with batch.format: openai, whose lines lack columns; leave it out")
             if self.sampling.prompt_logprobs is not None:
                 raise ValueError("sampling.prompt_logprobs with batch.format: openai, whose lines have no such place")
         numerics = self.engine.get("numerics", "batch_invariant")

@@ -54,12 +54,20 @@ class Job:
         self.plan = Plan.from_dict(promise["input"])
         self.sha256 = hashlib.sha256(dumps(promise)).hexdigest()
         """Of `job.json`: names the job in its records and journals."""
+        self._checked: str | None = None
+        """The version of `job.json` that was found to be this job's."""
         self._kind: str = promise["config"]["batch"]["format"]
         # Without claims two processes may write a shard; where they may write different rows, each has its own file.
         self._unique_names = not store.has_claims and promise["guarantee"]["numerics"] == "default"
 
     def check_current(self) -> None:
-        """Raises: ValueError if the output no longer holds this job."""
+        """Raises: ValueError if the output no longer holds this job.
+
+        Reads `job.json`, whose size grows with the number of shards, only if it was written since the last call.
+        """
+        version = self.store.version(JOB)
+        if version is not None and version == self._checked:
+            return
         content = self.store.read(JOB)
         if content is None or hashlib.sha256(content).hexdigest() != self.sha256:
             what = "is gone" if content is None else "is another one than this job began with"
@@ -67,6 +75,7 @@ class Job:
                 f"{JOB} of the output {what}, so nothing more of this job is written there; put its {JOB} back, or "
                 "begin again in another output"
             )
+        self._checked = version  # of before it was read
 
     def committed(self) -> set[int]:
         """Shards that are finished."""
@@ -139,7 +148,8 @@ class Job:
 
     def _open(self, shard: InputShard, journal: Journal) -> OpenShard:
         try:
-            self.check_current()
+            if self.store.has_claims:
+                self.check_current()  # again: the journal is about to be written; elsewhere it is kept in memory
             return OpenShard(
                 self.store,
                 shard,
@@ -147,6 +157,7 @@ class Job:
                 job=self.sha256,
                 check_job=self.check_current,
                 kind=self._kind,
+                carried=self.plan.carried,
                 unique_names=self._unique_names,
             )
         except BaseException:

@@ -37,7 +37,7 @@ class RowLayout:
 
     def rows(self, source: Row, output: RequestOutput) -> list[dict[str, Any]]:
         assert self.columns is not None
-        return list(self.columns.rows(output))
+        return list(self.columns.rows(output, source.carried))
 
 
 def layout_of(config: BatchRunConfig, tokenizer: "Tokenizer | None") -> Layout:

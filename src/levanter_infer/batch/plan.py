@@ -20,7 +20,7 @@ from levanter_infer.batch import tables
 from levanter_infer.batch.openai import as_row
 from levanter_infer.batch.store import file_system
 from levanter_infer.engine.params import brief
-from levanter_infer.rows import MAX_LINE_BYTES, chat_of, given_id, parse_line, row_id
+from levanter_infer.rows import MAX_LINE_BYTES, chat_of, given_id, no_columns, parse_line, row_id
 from levanter_infer.runtime.progress import stage
 
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "text"}
@@ -71,6 +71,8 @@ class Plan:
 
     files: tuple[InputFile, ...]
     shards: tuple[InputShard, ...]
+    carried: str = ""
+    """Types of the columns that are carried (`tables.carried_types`); empty if not all files are Parquet."""
 
     @property
     def rows(self) -> int:
@@ -83,6 +85,7 @@ class Plan:
             "files": [dataclasses.asdict(f) for f in self.files],
             "shard_columns": [f.name for f in dataclasses.fields(InputShard)],
             "shards": shards,
+            "carried": self.carried,
         }
 
     @staticmethod
@@ -91,6 +94,7 @@ class Plan:
         plan = Plan(
             tuple(InputFile(**file) for file in content["files"]),
             tuple(InputShard(*shard) for shard in content["shards"]),
+            content["carried"],
         )
         row = 0
         for i, shard in enumerate(plan.shards):
@@ -112,11 +116,12 @@ class Input:
         pattern: a path or URL for fsspec; with `*`, `?` or `[`, all files that match, by name.
         as_chat: text prompts are what a user says in a chat.
         model_names: as in `BatchConfig`.
+        carry: columns that rows may have beside those that are known.
     Raises: ValueError if there is no such file, or one of a kind that is not read.
     """
 
-    def __init__(self, pattern: str, *, as_chat: bool, model_names: Sequence[str]):
-        self._as_chat, self._model_names = as_chat, tuple(model_names)
+    def __init__(self, pattern: str, *, as_chat: bool, model_names: Sequence[str], carry: Sequence[str] = ()):
+        self._as_chat, self._model_names, self._carry = as_chat, tuple(model_names), tuple(carry)
         self._fs, path = file_system(pattern)
         try:
             if any(c in path for c in "*?["):
@@ -128,12 +133,16 @@ class Input:
         if not self.paths:
             raise ValueError(f"prompts_file {pattern}: no such file; give a file, or a pattern such as in/*.jsonl")
         self._kinds = [_kind(path) for path in self.paths]
+        if self._carry and "text" in self._kinds:
+            raise ValueError(no_columns(self.paths[self._kinds.index("text")]))
+        self._schemas: list[Any] = []
         self._last: tuple[int, IO[bytes]] | None = None
 
     @stage("reading the input")
     def plan(self, rows_per_shard: int) -> Plan:
         """Read everything once. Raises: ValueError for an unreadable file, no rows, or ids that are not unique."""
         ids, sizes = _Ids(), self.sizes()
+        self._schemas.clear()
         files: list[InputFile] = []
         shards: list[InputShard] = []
         for number, path in enumerate(self.paths):
@@ -156,7 +165,8 @@ class Input:
         repeated = ids.repeated()
         if repeated:
             raise ValueError(self._repeated_text(Plan(tuple(files), tuple(shards)), repeated))
-        return Plan(tuple(files), tuple(shards))
+        typed = self._carry and len(self._schemas) == len(files)
+        return Plan(tuple(files), tuple(shards), tables.carried_types(self._schemas, self._carry) if typed else "")
 
     def sizes(self) -> list[int | None]:
         """Bytes of each file. Raises: ValueError if one is not there."""
@@ -263,7 +273,8 @@ class Input:
 
     def _scan_table(self, number: int, first_row: int, size: int, ids: "_Ids") -> tuple[InputFile, list[InputShard]]:
         with self._open(number) as file:
-            rows = tables.check_columns(file, self.paths[number])
+            rows, schema = tables.check_columns(file, self.paths[number], self._carry)
+            self._schemas.append(schema)
             for i, given in enumerate(tables.read_ids(file, rows)):
                 ids.add(given, first_row + i)
             sha256 = tables.footer_sha256(file)

@@ -53,6 +53,7 @@ class OpenShard:
         job: SHA-256 of the job's `job.json`.
         check_job: raises ValueError if the output no longer holds that job.
         kind: of the output: as of `BatchConfig.format`.
+        carried: as of `Plan`.
         unique_names: name the file after its contents too, because two processes may both write this shard, and
             different rows.
     Raises: ValueError if the journal is another job's, or holds what is no row.
@@ -67,10 +68,12 @@ class OpenShard:
         job: str,
         check_job: Callable[[], None],
         kind: str,
+        carried: str = "",
         unique_names: bool = False,
     ):
         self.source, self._job, self._check_job = source, job, check_job
         self._store, self._journal, self._kind, self._unique_names = store, journal, kind, unique_names
+        self._carried = carried
         self._rows: dict[int, list[str]] = {}
         self._counts: collections.Counter[str] = collections.Counter()
         self._replay()
@@ -80,10 +83,6 @@ class OpenShard:
     def __contains__(self, row: int) -> bool:
         """Whether a row, counted from the beginning of the shard, is finished."""
         return row in self._rows
-
-    @property
-    def num_finished(self) -> int:
-        return len(self._rows)
 
     @property
     def is_complete(self) -> bool:
@@ -141,7 +140,10 @@ class OpenShard:
         """
         assert self.is_complete, f"shard {self.source.index} lacks rows"
         rows = (row for i in range(self.source.rows) for row in self._rows[i])
-        data = tables.encode(rows) if self._kind == "parquet" else "".join(f"{row}\n" for row in rows).encode()
+        if self._kind == "parquet":
+            data = tables.encode(rows, self._carried)
+        else:
+            data = "".join(f"{row}\n" for row in rows).encode()
         sha256 = hashlib.sha256(data).hexdigest()
         name = part_name(self.source.index) + (f"-{sha256[:16]}" if self._unique_names else "")
         record = {

@@ -16,6 +16,8 @@ from levanter_infer.rows import lock_file, write_error
 
 _WAIT_S = 10.0
 """For another process that is writing the same small file."""
+_VERSIONS = ("etag", "generation")
+"""What object stores say of an object that differs once it is written again; times are too coarse."""
 _BLOCK = 1 << 23
 """Bytes of an object that are read at once."""
 
@@ -49,6 +51,10 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def read(self, name: str) -> bytes | None:
         """Contents; None if there is no such file."""
+
+    @abc.abstractmethod
+    def version(self, name: str) -> str | None:
+        """Differs from before if the file has been written since; None if there is none, or nobody can tell."""
 
     @abc.abstractmethod
     def size(self, name: str) -> int | None:
@@ -128,6 +134,12 @@ class LocalStore(Store):
     def read(self, name: str) -> bytes | None:
         with contextlib.suppress(FileNotFoundError):
             return (self._root / name).read_bytes()
+        return None
+
+    def version(self, name: str) -> str | None:
+        with contextlib.suppress(FileNotFoundError), open(self._root / name, "rb") as file:  # a network file system's
+            found = os.fstat(file.fileno())  # client asks its server when a file is opened, and need not for a `stat`
+            return f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}"
         return None
 
     def size(self, name: str) -> int | None:
@@ -271,6 +283,14 @@ class ObjectStore(Store):
     def read(self, name: str) -> bytes | None:
         with contextlib.suppress(FileNotFoundError):
             return self._fs.cat_file(self._path(name))
+        return None
+
+    def version(self, name: str) -> str | None:
+        self._fs.invalidate_cache()
+        with contextlib.suppress(FileNotFoundError):
+            info = self._fs.info(self._path(name))
+            known = {key: value for key, value in info.items() if key.lower() in _VERSIONS and value}
+            return str(sorted(known.items())) if known else None
         return None
 
     def size(self, name: str) -> int | None:

@@ -1,15 +1,17 @@
 """Parquet: rows of the input, and of the output. Needs pyarrow, which the extra `parquet` installs."""
 
+import base64
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any
 
-from levanter_infer.columns import TYPES
+from levanter_infer.columns import TYPES, encode_json
 from levanter_infer.config import check_keys
 from levanter_infer.engine.params import brief
-from levanter_infer.rows import ROW_KEYS, RefusedRow, given_id, parse_json
+from levanter_infer.rows import CARRY_REMEDY, ROW_KEYS, RefusedRow, given_id, parse_json
 
 _JSON_COLUMNS = ("sampling", "messages", "tools", "chat_template_kwargs")
 """Columns that may be JSON in text, for keys that not every row has."""
@@ -18,17 +20,59 @@ _TAIL = 8
 """Bytes at the end of a file: length of the footer, and PAR1."""
 
 
-def check_columns(file: IO[bytes], path: str) -> int:
-    """Rows of a file. Raises: ValueError for a column that no row may have, or no Parquet file."""
+def check_columns(file: IO[bytes], path: str, carry: Sequence[str] = ()) -> tuple[int, Any]:
+    """(rows, schema) of a file. Raises: ValueError for a column that no row may have, or no Parquet file."""
     table = _open(file, path)
     names = table.schema_arrow.names
-    check_keys(names, ROW_KEYS, path)
+    check_keys(names, (*ROW_KEYS, *carry), path, CARRY_REMEDY)
     for name in names:
         if names.count(name) > 1:
             raise ValueError(
                 f"{path} has {names.count(name)} columns {name}; expected one: rename or remove the others"
             )
-    return table.metadata.num_rows
+    return table.metadata.num_rows, table.schema_arrow
+
+
+def carried_types(schemas: Sequence[Any], carry: Sequence[str]) -> str:
+    """The types, for `encode`, of columns that are carried from files of these schemas.
+
+    Raises: ValueError for a column that no file has, that has several types, or one that JSON cannot hold.
+    """
+    pyarrow, _ = _pyarrow()
+    try:
+        schema = pyarrow.unify_schemas([schema.remove_metadata() for schema in schemas])
+    except pyarrow.ArrowTypeError as e:
+        raise ValueError(f"a column has not the same type in all files of prompts_file ({e}); cast it to one") from e
+    kinds = {}
+    for name in carry:
+        if name not in schema.names:
+            raise ValueError(f"output.carry names {brief(name)}; the files have the columns {', '.join(schema.names)}")
+        kind = schema.field(name).type
+        kinds[name] = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+        if not _is_plain(kinds[name]):
+            raise ValueError(
+                f"column {name} of output.carry has type {kind}; expected text, numbers, booleans, or lists or "
+                "structures of them: cast it, for example to text"
+            )
+    return base64.b64encode(pyarrow.schema(kinds).serialize()).decode()
+
+
+def _is_plain(kind) -> bool:
+    """Whether JSON can hold the values of a type."""
+    types = _pyarrow()[0].types
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_struct(kind):
+        return all(_is_plain(kind.field(i).type) for i in range(kind.num_fields))
+    plain = (types.is_string, types.is_large_string, types.is_integer, types.is_float32, types.is_float64)
+    return any(test(kind) for test in (*plain, types.is_boolean, types.is_null))
+
+
+def _finite(value: Any) -> Any:
+    """A value of a carried column, with null for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_ids(file: IO[bytes], rows: int) -> Iterator[str | None]:
@@ -106,7 +150,7 @@ def _row_of(batch) -> dict[str, Any] | ValueError:
 def _without_nulls(row: dict[str, Any]) -> dict[str, Any] | ValueError:
     """Parquet knows a key that is not given as one that is null, within structures too."""
     name = given_id(row)
-    row = {key: value for key, value in row.items() if value is not None}
+    row = {key: value if key in ROW_KEYS else _finite(value) for key, value in row.items() if value is not None}
     try:
         for key in _JSON_COLUMNS:
             if isinstance(row.get(key), str):
@@ -150,11 +194,22 @@ def _pyarrow():
     return pyarrow, pyarrow.parquet
 
 
-def encode(rows: Iterable[str]) -> bytes:
-    """A Parquet file of output rows, given as JSON with the same keys in each. The same rows give the same bytes."""
+def encode(rows: Iterable[str], carried: str = "") -> bytes:
+    """A Parquet file of output rows, given as JSON with the same keys in each. The same rows give the same bytes.
+
+    Args:
+        carried: of `carried_types`; empty: what is carried becomes JSON in text.
+    """
     pyarrow, parquet = _pyarrow()
     contents = [json.loads(row) for row in rows]
-    schema = arrow_schema(contents[0])
+    names = [name for name in contents[0] if name not in TYPES]
+    types = pyarrow.schema({name: pyarrow.string() for name in names})
+    if carried:
+        types = pyarrow.ipc.read_schema(pyarrow.py_buffer(base64.b64decode(carried)))
+    else:
+        for content in contents:
+            content |= {name: encode_json(content[name]) for name in names if content[name] is not None}
+    schema = pyarrow.schema([*arrow_schema(contents[0]), *types])
     arrays = [pyarrow.array([_valid(content[field.name]) for content in contents], field.type) for field in schema]
     table = pyarrow.Table.from_arrays(arrays, schema=schema)
     buffer = io.BytesIO()
@@ -163,7 +218,7 @@ def encode(rows: Iterable[str]) -> bytes:
 
 
 def arrow_schema(names: Iterable[str]):
-    """The `pyarrow.Schema` of output rows that have these columns (`Columns.names`), as JSONL or Parquet."""
+    """The `pyarrow.Schema` of output rows that have these columns, but for those that are carried from the input."""
     pyarrow, _ = _pyarrow()
     top = pyarrow.struct({"token_id": pyarrow.int32(), "logprob": pyarrow.float32()})
     types = {
@@ -176,7 +231,7 @@ def arrow_schema(names: Iterable[str]):
         "float32": pyarrow.float32(),
         "float64": pyarrow.float64(),
     }
-    return pyarrow.schema({name: types[TYPES[name]] for name in names})
+    return pyarrow.schema({name: types[TYPES[name]] for name in names if name in TYPES})
 
 
 def _valid(value: Any) -> Any:

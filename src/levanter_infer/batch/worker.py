@@ -17,7 +17,7 @@ from levanter_infer.batch.together import followed, told
 from levanter_infer.checkpoints.chat_settings import CHAT_KEYS
 from levanter_infer.fingerprint import device_fingerprint, model_fingerprint, tokenizer_fingerprint, version_fingerprint
 from levanter_infer.frontend import make_engine, say
-from levanter_infer.rows import chat_settings
+from levanter_infer.rows import chat_settings, columns_of
 from levanter_infer.runtime.agreement import agree
 from levanter_infer.runtime.hosts import Hosts
 from levanter_infer.runtime.multihost import ONE_MESH
@@ -91,9 +91,9 @@ def open_worker(
     writes = one_mesh is None or one_mesh.is_lead
     store, source, compare = _store(config), input_of(config), plan is None
     config = dataclasses.replace(config, engine={"numerics": "batch_invariant", **config.engine})
-    facts = _facts(config)
+    facts = _fingerprints(config)
     plan = plan_of(config, source) if plan is None else plan
-    wanted = _config_facts(config)
+    wanted = _config_fingerprint(config)
     promise = read_promise(store)
     if hosts is not None:
         agree(hosts, "job", job_fingerprint(make_promise(wanted, facts, {}, plan), promise))
@@ -148,7 +148,8 @@ def input_of(config: BatchRunConfig) -> Input:
     assert config.prompts_file is not None
     path = config.model.path
     names = [path, path.rstrip("/").rsplit("/", 1)[-1], *config.batch.model_names]
-    return Input(config.prompts_file, as_chat=bool(config.chat), model_names=names)
+    carry = columns_of(config).carry
+    return Input(config.prompts_file, as_chat=bool(config.chat), model_names=names, carry=carry)
 
 
 def plan_of(config: BatchRunConfig, source: Input) -> Plan:
@@ -179,7 +180,7 @@ def _same_files(source: Input, promise: dict[str, Any]) -> Plan:
     return plan
 
 
-def _facts(config: BatchRunConfig) -> dict[str, Any]:
+def _fingerprints(config: BatchRunConfig) -> dict[str, Any]:
     from levanter_infer.checkpoints.source import resolve_source
 
     return {
@@ -192,7 +193,7 @@ def _facts(config: BatchRunConfig) -> dict[str, Any]:
     }
 
 
-def _config_facts(config: BatchRunConfig) -> dict[str, Any]:
+def _config_fingerprint(config: BatchRunConfig) -> dict[str, Any]:
     """What was asked for, with every default, without what cannot change a row."""
     engine = dataclasses.asdict(config.engine_config())
     batch = dataclasses.asdict(config.batch)
@@ -202,7 +203,10 @@ def _config_facts(config: BatchRunConfig) -> dict[str, Any]:
         "prompts_file": config.prompts_file,
         "chat": config.chat,
         **{key: getattr(config, key) for key in CHAT_KEYS},
-        "output": {"include": sorted(set(config.output.include)) if config.output else []},
+        "output": {
+            "include": sorted(set(config.output.include)) if config.output else [],
+            "carry": config.output.carry if config.output else [],
+        },
         "sampling": dataclasses.asdict(config.sampling) | {"seed": config.sampling.seed or 0},
         "engine": {key: value for key, value in engine.items() if key not in _SCHEDULING},
         "mesh": dataclasses.asdict(config.mesh),

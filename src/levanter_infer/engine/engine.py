@@ -399,7 +399,11 @@ class InferenceEngine(Forks, Spilling, Versions):
         group = self._intake.group(as_request(prompt, sampling), str(self._submissions))
         self._submissions += 1
         self._prepare([group])
-        self._add(group)
+        try:
+            self._add(group)
+        except BaseException:
+            self._discard(group)  # nobody else knows of it
+            raise
         return group
 
     @exclusive

@@ -10,7 +10,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from levanter_infer.cli import command_help, start
+from levanter_infer.cli import command_help, run_command
+
+if __name__ == "__main__":  # here, so that an interrupt during the imports below leaves no traceback
+    run_command("plan")
+
 from levanter_infer.config import RunConfig
 from levanter_infer.frontend import guarded, run_config, say
 from levanter_infer.runtime.progress import stage
@@ -119,7 +123,3 @@ def run(config: PlanRunConfig) -> int:
     if wanted.json != "-":
         show(plan, Console(highlight=False, soft_wrap=True))
     return 0 if plan.why_not is None else 1
-
-
-if __name__ == "__main__":
-    start(main)
