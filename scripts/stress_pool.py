@@ -55,7 +55,7 @@ def serve(engine, requests) -> tuple[list, set[str]]:
         before, owners = owners, {s.slot: s for group in left for s in group.sequences if s.slot is not None}
         for slot in np.flatnonzero((computed > 0) & (now < computed) & (status < FINISHED)):
             if owners.get(slot) is not None and owners[slot] is before.get(slot):
-                preempted.add(owners[slot].group.id)
+                preempted.add(owners[slot].request.id)
         computed = now.copy()
     engine.drain()
     return groups, preempted
