@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.engine.comparisons import bits, make_engine, random_requests  # noqa: E402
 
+from levanter_infer.cache.page_math import pages_for  # noqa: E402
+from levanter_infer.decode.codes import FINISHED  # noqa: E402
 from levanter_infer.decode.invariants import check_invariants  # noqa: E402
-from levanter_infer.decode.sequence_table import FINISHED, pages_for  # noqa: E402
 
 PAGE_SIZE = 4
 

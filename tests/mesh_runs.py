@@ -27,7 +27,7 @@ from levanter_infer.checkpoints.source import resolve_source
 from levanter_infer.checkpoints.weights import StoredTensor
 from levanter_infer.decode.programs import Programs
 from levanter_infer.decode.sampling import LogitStats, likeliest, sample
-from levanter_infer.decode.sampling_table import SamplingLimits
+from levanter_infer.decode.shapes import SamplingLimits
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.encode_sampling import SamplingColumns
 from levanter_infer.engine.engine import InferenceEngine

@@ -15,9 +15,8 @@ from levanter_infer.decode.admission import Admission, admit
 from levanter_infer.decode.beam_table import hypotheses
 from levanter_infer.decode.invariants import violations
 from levanter_infer.decode.outputs import HostOutputs, OutputRing, pack_outputs
-from levanter_infer.decode.sampling import SamplingLimits
 from levanter_infer.decode.sampling_beams import candidates
-from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.decode.step import append, empty_sample, schedule
 from levanter_infer.engine.beams import check_room

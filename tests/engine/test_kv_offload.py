@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from levanter_infer.cache.named import replace
+from levanter_infer.cache.page_math import pages_for
+from levanter_infer.decode.codes import RUNNING, SWAPPED
 from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.decode.kv_offload import swap_in
-from levanter_infer.decode.sequence_table import RUNNING, SWAPPED, pages_for
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.engine.config import EngineConfig, resolve_shapes
 from levanter_infer.engine.engine import InferenceEngine

@@ -7,9 +7,9 @@ import numpy as np
 from haliax import Axis, NamedArray
 
 from levanter_infer.axes import ADMITTED
+from levanter_infer.cache.page_math import pages_for
 from levanter_infer.decode.beam_table import EARLY, NEVER, PATIENT, BeamParams
 from levanter_infer.decode.programs import Programs
-from levanter_infer.decode.sequence_table import pages_for
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import GenState
 from levanter_infer.engine.backend import Backend

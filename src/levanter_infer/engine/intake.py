@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from levanter_infer.cache.page_math import pages_for
 from levanter_infer.checkpoints.chat_settings import CHAT_KEYS, check_chat_settings, check_template_kwargs
-from levanter_infer.decode.sequence_table import DEFAULT_ROOT, pages_for
+from levanter_infer.decode.codes import DEFAULT_ROOT
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.beams import check_room
 from levanter_infer.engine.config import EngineConfig

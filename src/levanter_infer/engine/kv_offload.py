@@ -9,9 +9,10 @@ import jax
 import numpy as np
 from haliax import NamedArray
 
+from levanter_infer.cache.page_math import pages_for
+from levanter_infer.decode.codes import FINISHED, FREE, LOADING, RUNNING, SWAPPED, WAITING
 from levanter_infer.decode.kv_offload import NO_CALL, SHORT, HostTerms
 from levanter_infer.decode.programs import OffloadPrograms
-from levanter_infer.decode.sequence_table import FINISHED, FREE, LOADING, RUNNING, SWAPPED, WAITING, pages_for
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import GenState
 from levanter_infer.engine.metrics import Registry

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from levanter_infer.decode.sequence_table import DEFAULT_ROOT
+from levanter_infer.decode.codes import DEFAULT_ROOT
 from levanter_infer.engine.params import SamplingParams, stop_sequences
 from levanter_infer.engine.request import Completion, RequestOutput
 from levanter_infer.engine.text import IncrementalDecoder, StopMatcher

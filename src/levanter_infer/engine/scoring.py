@@ -3,10 +3,11 @@
 import jax
 import numpy as np
 
-from levanter_infer.cache.score_pages import ScoreShapes, unpack_scores
+from levanter_infer.cache.page_math import pages_for
+from levanter_infer.cache.score_pages import unpack_scores
 from levanter_infer.decode.programs import Programs
 from levanter_infer.decode.scoring import READ_PAGES
-from levanter_infer.decode.sequence_table import pages_for
+from levanter_infer.decode.shapes import ScoreShapes
 from levanter_infer.decode.state import GenState
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig

@@ -9,8 +9,8 @@ from haliax import Axis, NamedArray
 
 from levanter_infer.axes import ADMITTED, SEQ, UPLOAD
 from levanter_infer.decode.admission import Admission
+from levanter_infer.decode.codes import ABORT, DEFAULT_ROOT, ERROR, FINISHED, LENGTH, STOP
 from levanter_infer.decode.outputs import HostOutputs
-from levanter_infer.decode.sequence_table import ABORT, DEFAULT_ROOT, ERROR, FINISHED, LENGTH, STOP
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.beams import beam_params
 from levanter_infer.engine.encode_sampling import SamplingColumns
