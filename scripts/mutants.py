@@ -40,7 +40,6 @@ _E, _B, _C, _K, _R = "tests/engine/", "tests/batch/", "tests/checkpoints/", "tes
 TESTS = {
     "engine/backend.py": (_E + "test_sizes.py", _E + "test_gpu.py"),
     "engine/beams.py": (_E + "test_beams.py",),
-    "engine/blueprint.py": (_E + "test_sizes.py", "tests/plan"),
     "engine/config.py": (_E + "test_sizes.py", "tests/test_config.py"),
     "engine/coordination.py": (_E + "test_coordination.py",),
     "engine/encode_sampling.py": (_E + "test_params.py", _E + "test_faults.py"),
@@ -56,16 +55,14 @@ TESTS = {
     "engine/pure.py": (_E + "test_pure.py",),
     "engine/request.py": (_E + "test_requests.py", _E + "test_faults.py", _E + "test_library.py"),
     "engine/routing.py": (_E + "test_policies.py", _E + "test_mesh.py"),
-    "engine/row_reads.py": (_E + "test_mesh.py", _C + "test_load.py"),
+    "engine/runner.py": (_E + "test_programs.py", _E + "test_mesh.py", _E + "test_sizes.py", _E + "test_warmup.py"),
     "engine/scoring.py": (_E + "test_scoring.py",),
     "engine/request_state.py": (_E + "test_sequence.py", _E + "test_text.py", _E + "test_faults.py"),
     "engine/sharded.py": (_E + "test_mesh.py",),
     "engine/slots.py": (_E + "test_faults.py", _E + "test_rounds.py"),
-    "engine/spilling.py": (_E + "test_kv_offload.py",),
     "engine/stats.py": (_E + "test_metrics.py",),
     "engine/text.py": (_E + "test_text.py",),
     "engine/tile_search.py": (_E + "test_tile_search.py",),
-    "engine/uploads.py": (_E + "test_programs.py",),
     "engine/weight_updates.py": (_E + "test_weight_updates.py",),
     "batch/": tuple(
         _B + f"test_{name}.py" for name in ("plan", "tables", "openai", "drive", "identity", "processes", "run")

@@ -24,9 +24,9 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
 from levanter_infer.engine.backend import Backend  # noqa: E402
-from levanter_infer.engine.blueprint import programs_for, round_types, shapes_for  # noqa: E402
 from levanter_infer.engine.config import EngineConfig  # noqa: E402
 from levanter_infer.engine.mesh import make_mesh  # noqa: E402
+from levanter_infer.engine.runner import programs_for, round_types, shapes_for  # noqa: E402
 from levanter_infer.kernels import TPU_POOL, ragged_paged_attention  # noqa: E402
 from levanter_infer.kernels.tiling import Tiles, TileShape, generation  # noqa: E402
 from levanter_infer.kernels.tpu.pool import TpuPool  # noqa: E402

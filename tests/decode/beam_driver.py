@@ -22,7 +22,8 @@ from levanter_infer.decode.step import append, empty_sample, schedule
 from levanter_infer.engine.beams import check_room
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request_state import RequestState, SampleState
-from levanter_infer.engine.slots import SlotManager, empty_admission
+from levanter_infer.engine.slots import SlotManager
+from levanter_infer.engine.uploads import empty_admission
 
 VOCAB = 9
 SHAPES = Shapes(

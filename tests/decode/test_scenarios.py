@@ -20,7 +20,7 @@ from levanter_infer.decode.state import DecodeState
 from levanter_infer.decode.step import append, batch_info, empty_sample, schedule
 from levanter_infer.engine.encode_sampling import SamplingColumns
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.slots import empty_admission
+from levanter_infer.engine.uploads import empty_admission
 
 SHAPES = Shapes(
     num_slots=6,

@@ -17,7 +17,7 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from levanter_infer.engine.slots import empty_admission
+from levanter_infer.engine.uploads import empty_admission
 from tests.hlo import pool_copies
 from tests.tiny_models import tiny_model
 
@@ -88,7 +88,7 @@ def test_the_round_program_makes_no_pool_sized_copy_on_a_cpu(dtype, optimized):
     engine = InferenceEngine(tiny_model(dtype=dtype), config=config)
     assert len(engine.shapes.buckets) == 3
     pool = engine.state.kv.pages.array
-    compiled = engine.programs.trace_round(engine.model, engine.state, engine._uploads.nothing).lower().compile()
+    compiled = engine.programs.trace_round(engine.model, engine.state, engine.runner.nothing).lower().compile()
     assert pool_copies(compiled.as_text(), pool.shape, pool.dtype) == []
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < pool.nbytes

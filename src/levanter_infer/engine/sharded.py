@@ -5,15 +5,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from haliax import Axis, NamedArray
+from haliax import NamedArray
 
-from levanter_infer.axes import DATA
 from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.outputs import HostOutputs, RoundOutputs
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.request_state import RequestState, SampleState
 from levanter_infer.engine.routing import expected_tokens, route
-from levanter_infer.engine.slots import SlotManager, empty_admission
+from levanter_infer.engine.slots import SlotManager
+from levanter_infer.engine.uploads import empty_admission, stacked
 
 _OF_ALL = ("refs_max",)
 """Scalars of a round of which the largest counts; of the others the sum."""
@@ -163,19 +163,8 @@ def _plain(admission: Admission, name: str):
 def _stacked(parts: list):
     """Arrays, or trees of named arrays, one behind the other along a new first axis of shards."""
     if not isinstance(parts[0], np.ndarray):
-        return jax.tree.map(_stacked_named, *parts, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
+        return jax.tree.map(stacked, *parts, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
     return np.stack(parts)
-
-
-def _stacked_named(*parts: NamedArray) -> NamedArray:
-    array = np.stack([np.asarray(part.array) for part in parts])
-    return NamedArray(array, (Axis(DATA, len(parts)), *parts[0].axes))  # type: ignore[arg-type]
-
-
-def stacked_admission(shapes: Shapes, num_shards: int) -> Admission:
-    """`empty_admission` of several shards."""
-    empty = empty_admission(shapes)
-    return jax.tree.map(_stacked_named, *[empty] * num_shards, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
 
 
 def make_slots(shapes: Shapes, eos_token_ids: tuple[int, ...], num_shards: int) -> SlotManager:
@@ -183,11 +172,6 @@ def make_slots(shapes: Shapes, eos_token_ids: tuple[int, ...], num_shards: int) 
     if num_shards == 1:
         return SlotManager(shapes, eos_token_ids)
     return ShardedSlots(shapes, eos_token_ids, num_shards)  # type: ignore[return-value]
-
-
-def make_nothing(shapes: Shapes, num_shards: int) -> Admission:
-    """The admission that admits nothing."""
-    return empty_admission(shapes) if num_shards == 1 else stacked_admission(shapes, num_shards)
 
 
 def read_outputs(outputs: RoundOutputs, shapes: Shapes, num_shards: int) -> HostOutputs:

@@ -5,16 +5,12 @@ import collections.abc
 import heapq
 
 import numpy as np
-from haliax import Axis, NamedArray
 
-from levanter_infer.axes import ADMITTED, SEQ, UPLOAD
-from levanter_infer.decode.admission import Admission
-from levanter_infer.decode.codes import ABORT, DEFAULT_ROOT, ERROR, FINISHED, LENGTH, STOP
+from levanter_infer.decode.codes import ABORT, ERROR, FINISHED, LENGTH, STOP
 from levanter_infer.decode.outputs import HostOutputs
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.beams import beam_params
 from levanter_infer.engine.encode_sampling import SamplingColumns
-from levanter_infer.engine.kv_offload import host_terms
 from levanter_infer.engine.pending import PendingQueue
 from levanter_infer.engine.request_state import RequestState, SampleState
 
@@ -334,37 +330,3 @@ def _entries_by_slot(slot_ids: np.ndarray) -> list[tuple[int, np.ndarray]]:
     slots, begins = np.unique(slot_ids[order], return_index=True)
     ends = np.append(begins, len(order))[1:]
     return [(int(slot), order[begin:end]) for slot, begin, end in zip(slots, begins, ends, strict=True)]
-
-
-def empty_admission(shapes: Shapes) -> Admission:
-    """An admission that admits nothing; its arrays stand in for those that a round does not need to upload."""
-
-    def array(axis: str, size: int, value=0, dtype: type = np.int32) -> NamedArray:
-        return NamedArray(np.full(size, value, dtype), (Axis(axis, size),))  # type: ignore[arg-type]
-
-    admitted, none = (ADMITTED, shapes.num_slots), shapes.num_slots
-    return Admission(
-        tokens=array(UPLOAD, shapes.upload_tokens),
-        lens=array(*admitted),
-        starts=array(*admitted),
-        slot_ids=array(*admitted, none),
-        complete=array(*admitted, False, np.bool_),
-        prompt_lens=array(*admitted),
-        max_lens=array(*admitted),
-        arrival=array(*admitted),
-        priority=array(*admitted),
-        roots=array(*admitted, DEFAULT_ROOT),
-        fork_source=array(*admitted, none),
-        sampling=SamplingColumns(shapes.num_slots, shapes.limits).table(),
-        beams=beam_params([], shapes) if shapes.max_beams else None,
-        cancel=array(SEQ, shapes.num_slots, False, np.bool_),
-        max_steps=_scalar(np.asarray(0, np.int32)),
-        min_free_slots=_scalar(np.asarray(shapes.num_slots + 1, np.int32)),
-        has_pieces=_scalar(np.asarray(False)),
-        has_cancellations=_scalar(np.asarray(False)),
-        host=host_terms() if shapes.offload else None,
-    )
-
-
-def _scalar(value: np.ndarray) -> NamedArray:
-    return NamedArray(value, ())  # type: ignore[arg-type]
