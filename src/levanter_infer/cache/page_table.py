@@ -1,6 +1,5 @@
 """`PageTable`: who holds which page of the pool, and in which order free pages are reused."""
 
-from collections.abc import Callable
 from typing import TypeVar
 
 import equinox as eqx
@@ -12,6 +11,7 @@ from jax import Array
 
 from levanter_infer.axes import PAGE
 from levanter_infer.cache.named import full, replace, scalar
+from levanter_infer.kernels.loops import run_if as run_if
 
 Tokens = TypeVar("Tokens", int, Array)
 
@@ -162,18 +162,3 @@ def page_of(position: Tokens, page_size: int) -> Tokens:
 def offset_of(position: Tokens, page_size: int) -> Tokens:
     """Where in its page a position stands: `position % page_size`."""
     return position & (page_size - 1)
-
-
-Value = TypeVar("Value")
-
-
-def run_if(condition: Array, function: Callable[[Value], Value], value: Value) -> Value:
-    """`function(value)` if `condition`, else `value`, as a loop of zero or one trips.
-
-    `lax.cond` copies what it carries on a CPU; a loop keeps it in place. Every optional write to state goes this way.
-    """
-
-    def body(carry):
-        return jnp.asarray(False), function(carry[1])
-
-    return jax.lax.while_loop(lambda carry: carry[0], body, (condition, value))[1]

@@ -4,9 +4,7 @@ import dataclasses
 
 from levanter_infer.cache.score_pages import ScoreShapes
 from levanter_infer.decode.sampling import SamplingLimits
-
-MIN_ROWS = 4
-"""Fewest rows of a matmul: below it XLA's CPU matmuls of bf16 are slow and rows lose their bits."""
+from levanter_infer.kernels.xla.linear import MIN_ROWS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,14 +1,16 @@
 """`EngineConfig`: what a user may choose about the engine, and the sizes that follow."""
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 
-from levanter_infer.cache import KvPages
 from levanter_infer.decode.sampling import SamplingLimits
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.params import MAX_STOP_TOKENS, brief
+from levanter_infer.kernels.call import PoolShape
 from levanter_infer.kernels.tiling import Tiles
+from levanter_infer.kernels.xla.backend import XLA
 from levanter_infer.runtime.memory import default_pool_bytes
 
 _KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
@@ -154,7 +156,8 @@ def resolve_shapes(
     max_step_tokens = config.max_step_tokens or max(256, 4 * config.max_seqs)
     wanted = config.max_seqs * -(-max_seq_len // page_size)
     dtype = kv_dtype(config, model)
-    values = token_values or KvPages.token_values(arch.num_kv_heads, arch.head_dim, dtype)
+    token = PoolShape(1, 1, 1, kv_heads=arch.num_kv_heads, head_dim=arch.head_dim, dtype=dtype)
+    values = token_values or math.prod(XLA.pool_shape(token))
     page_bytes = arch.num_layers * page_size * values * dtype.itemsize
     num_pages = config.max_pages or min(wanted, default_pool_bytes(unread_bytes, device_bytes) // page_bytes)
     if num_pages < config.max_seqs and config.max_pages is None:

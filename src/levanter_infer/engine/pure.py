@@ -18,7 +18,6 @@ from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
 from levanter_infer.engine.encode_sampling import SamplingColumns
 from levanter_infer.engine.params import SamplingParams, check_limits
 from levanter_infer.engine.tile_search import check_given_tiles
-from levanter_infer.kernels import TPU_POOL
 from levanter_infer.models.live import from_levanter
 
 
@@ -79,11 +78,11 @@ def generate(
         max_logit_bias=config.max_logit_bias,
         max_stop_sequences=config.max_stop_sequences,
     )
-    batch, n, for_tpu = prompts.shape[0], params.n, backend.attention in TPU_POOL
+    batch, n = prompts.shape[0], params.n
     table = _sampling_table(params, batch, shapes, eos_token_ids, seeds)
     pool_dtype = kv_dtype(config, model)
     check_given_tiles(config.tiles, model.config, None, page_size=shapes.page_size, kv_dtype=pool_dtype)
-    pool = empty_cache(model.config, shapes, dtype=pool_dtype, as_bits=backend.on_cpu, for_tpu=for_tpu)
+    pool = empty_cache(model.config, shapes, backend.attention_backend, dtype=pool_dtype)
     result = generate_all(
         backend.prepare(model),
         pool,
@@ -93,7 +92,7 @@ def generate(
         n=n,
         max_tokens=params.max_tokens,
         shapes=shapes,
-        attention=backend.attention_spec(shapes, score_mod, mask_mod, config.tiles),
+        attention=backend.attention_spec(shapes, score_mod, mask_mod),
     )
     return jax.tree.map(lambda per_slot: per_slot.reshape(batch, n, *per_slot.shape[1:]), result)
 

@@ -26,11 +26,11 @@ from levanter_infer.models.registry import FAMILIES, family_for
 
 _LAYER = "transformer.layers.stacked"
 _NAMES = {
-    "embeddings": "embeddings.token_embeddings.weight",
+    "embeddings.weight": "embeddings.token_embeddings.weight",
     "layers.input_norm.weight": f"{_LAYER}.input_layernorm.weight",
     "layers.mlp_norm.weight": f"{_LAYER}.post_attention_layernorm.weight",
     "norm.weight": "transformer.norm.weight",
-    "lm_head": "lm_head.weight",
+    "lm_head.weight": "lm_head.weight",
     **{f"layers.attention.{name}_norm.weight": f"{_LAYER}.self_attn.{name}_norm.weight" for name in "qk"},
     **{
         f"layers.{ours}.{name}_proj.{kind}": f"{_LAYER}.{theirs}.{name}_proj.{kind}"
@@ -147,7 +147,12 @@ def _sizes(model) -> dict[str, int]:
     """Size of every axis of the weights."""
     arrays = (
         _named(model, _NAMES[path])
-        for path in ("embeddings", "layers.attention.q_proj.weight", "layers.mlp.gate_proj.weight", "norm.weight")
+        for path in (
+            "embeddings.weight",
+            "layers.attention.q_proj.weight",
+            "layers.mlp.gate_proj.weight",
+            "norm.weight",
+        )
     )
     sizes = {_ALIASES.get(axis.name, axis.name): axis.size for array in arrays for axis in array.axes}
     for name in (VOCAB, EMBED, MLP, LAYERS, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE):

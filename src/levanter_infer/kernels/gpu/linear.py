@@ -1,4 +1,4 @@
-"""Matmuls of the `gpu` implementation: Pallas on Triton, with the weights of a layer read where they lie.
+"""Matmuls of the `gpu` implementation: Pallas on Triton, with the weights of a layer read in place.
 
 XLA's own matmuls on a GPU take matrices, not a layer of a stack: in a loop over layers it first copies each layer's
 weights, which triples the traffic of a decode step.
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
+from levanter_infer.kernels.call import LinearCall
 from levanter_infer.kernels.gpu.triton import plt
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
@@ -46,29 +47,28 @@ def supports_dtype(dtype) -> bool:
     return jnp.dtype(dtype) in _DTYPES
 
 
-def stacked_matmul(
-    x: Array, weights: list[Array], layer: Array, num_rows: Array | None = None, *, interpret: bool = False
-) -> list[Array]:
+def stacked_matmul(call: LinearCall, *, interpret: bool = False) -> list[Array]:
     """`x · weight[layer]ᵀ` for each stack of weights, with all sums in float32, in one launch.
 
     Args:
-        x: [rows, inputs], bf16 or f16.
-        weights: [layers, outputs, inputs] each, in the dtype of x.
-        layer: i32[]
-        num_rows: i32[], how many rows count; the others give zeros or what x gives, and tiles of none cost nothing.
+        call: x bf16 or f16; weights [layers, outputs..., inputs...] each, in the dtype of x. Rows beyond `num_rows`
+            give zeros or what x gives, and tiles of none cost nothing. The kernel fuses nothing.
         interpret: run by Pallas' interpreter, on any platform, slowly; for tests.
     Returns: f32[rows, outputs] each.
     Raises: ValueError for other dtypes.
     """
+    x, layer = call.x, call.layer
+    assert layer is not None, "one of a stack"
+    rows, ins = x.shape
+    weights = [weight.reshape(weight.shape[0], -1, ins) for weight in call.weights]
     for weight in weights:
         if not supports_dtype(x.dtype) or weight.dtype != x.dtype:
             raise ValueError(f'matmul="gpu" takes bfloat16 or float16, not {x.dtype} times {weight.dtype}; use "xla"')
-    rows, ins = x.shape
     tile = tile_of(rows, ins)
     bounds = [0]
     for weight in weights:
         bounds.append(bounds[-1] + pl.cdiv(weight.shape[1], tile.outs))
-    used = jnp.int32(rows) if num_rows is None else num_rows
+    used = jnp.int32(rows) if call.num_rows is None else call.num_rows
     return pl.pallas_call(
         functools.partial(_matmul, tile=tile, bounds=tuple(bounds)),
         out_shape=[jax.ShapeDtypeStruct((rows, weight.shape[1]), jnp.float32) for weight in weights],
@@ -77,7 +77,7 @@ def stacked_matmul(
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
         name="stacked_matmul",
-    )(x, list(weights), layer.reshape(1), used.reshape(1))
+    )(x, weights, layer.reshape(1), used.reshape(1))
 
 
 def _matmul(x_ref, weight_refs, layer_ref, used_ref, *out_refs, tile: Tile, bounds: tuple[int, ...]) -> None:
