@@ -132,8 +132,7 @@ def _declared_shape(model, path: tuple, named: NamedArray) -> tuple[int, ...]:
     """
     sizes, owner = {axis.name: axis.size for axis in named.axes}, model
     for key in path:
-        fields = dataclasses.fields(owner) if dataclasses.is_dataclass(owner) else ()
-        values = (getattr(owner, field.name, None) for field in fields)
+        values = (getattr(owner, name, None) for name in getattr(owner, "__dataclass_fields__", ()))
         declared = (axis for value in values for axis in (value if isinstance(value, tuple) else (value,)))
         sizes |= {axis.name: axis.size for axis in declared if isinstance(axis, Axis) and axis.name in sizes}
         if isinstance(key, jax.tree_util.GetAttrKey):
