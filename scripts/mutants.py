@@ -58,7 +58,7 @@ TESTS = {
     "engine/routing.py": (_E + "test_policies.py", _E + "test_mesh.py"),
     "engine/row_reads.py": (_E + "test_mesh.py", _C + "test_load.py"),
     "engine/scoring.py": (_E + "test_scoring.py",),
-    "engine/sequence.py": (_E + "test_sequence.py", _E + "test_text.py", _E + "test_faults.py"),
+    "engine/request_state.py": (_E + "test_sequence.py", _E + "test_text.py", _E + "test_faults.py"),
     "engine/sharded.py": (_E + "test_mesh.py",),
     "engine/slots.py": (_E + "test_faults.py", _E + "test_rounds.py"),
     "engine/spilling.py": (_E + "test_kv_offload.py",),

@@ -102,7 +102,7 @@ def disturbed(engine, index: int) -> dict:
     while not all(group.is_done for group in groups):
         if rounds == 3 and index == 1:
             engine.cancel(groups[2])
-        known += [(rounds, groups.index(sequence.group)) for sequence in engine.step_round(max_steps=2)]
+        known += [(rounds, groups.index(sequence.request)) for sequence in engine.step_round(max_steps=2)]
         rounds += 1
     engine.drain()
     return {

@@ -4,7 +4,7 @@ import numpy as np
 
 from levanter_infer.engine.coordination import LeaderCoordinator, LocalCoordinator
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.sequence import Group, Sequence
+from levanter_infer.engine.request_state import RequestState, SampleState
 from tests.runtime.boards import at_once, several
 
 
@@ -25,9 +25,9 @@ def councils(count: int = 2) -> list[LeaderCoordinator]:
     return at_once(*(lambda hosts=hosts, clock=clock: LeaderCoordinator(hosts, clock) for hosts, clock in pairs))
 
 
-def group() -> Group:
-    made = Group(id="g", prompt=None, prompt_token_ids=[1], params=SamplingParams(), seed=0, max_len=4)
-    made.sequences.append(Sequence(group=made, index=0))
+def group() -> RequestState:
+    made = RequestState(id="g", prompt=None, prompt_token_ids=[1], params=SamplingParams(), seed=0, max_len=4)
+    made.sequences.append(SampleState(request=made, index=0))
     return made
 
 

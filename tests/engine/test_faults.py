@@ -217,7 +217,7 @@ def test_a_submission_that_fails_leaves_no_request_behind(monkeypatch):
         patch.setattr(subject._stats, "on_submit", fail)
         with pytest.raises(AttributeError, match="a fault of the counters"):
             subject.submit(Request(prompt_token_ids=prompt(5), sampling=greedy(40, n=2), timeout_s=100))
-    assert [group for group in subject._slots.groups() if not group.is_done] == [other]
+    assert [group for group in subject._scheduler.groups() if not group.is_done] == [other]
     subject.drain()
     assert other.sequences[0].token_ids == uncached_greedy(tiny_model(), prompt(4), 8)
     assert one(subject, prompt(5), greedy()).token_ids == uncached_greedy(tiny_model(), prompt(5), 8)
@@ -281,7 +281,7 @@ def test_cancelling_a_prompt_that_is_still_being_uploaded_gives_its_slots_back()
         assert {s.finish_reason for s in groups[0].sequences} == {"abort"}
         assert [s.token_ids for s in groups[1].sequences] == [uncached_greedy(tiny_model(), prompt(40, 5), 6)] * 3
     assert_idle(subject)
-    assert len(subject._slots._free) == subject.shapes.num_slots
+    assert len(subject._scheduler._free) == subject.shapes.num_slots
 
 
 @functools.lru_cache

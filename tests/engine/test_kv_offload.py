@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from levanter_infer.cache.named import replace
+from levanter_infer.cache.page_math import pages_for
+from levanter_infer.decode.codes import RUNNING, SWAPPED
 from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.decode.kv_offload import swap_in
-from levanter_infer.decode.sequence_table import RUNNING, SWAPPED, pages_for
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.engine.config import EngineConfig, resolve_shapes
 from levanter_infer.engine.engine import InferenceEngine
@@ -163,7 +164,7 @@ def test_the_youngest_group_leaves_first(engine):
     left: list[str] = []
     while not all(group.is_done for group in groups):
         engine.step_round(max_steps=1)
-        gone = [m.sequence.group.id for record in engine._offload._records for m in record.remaining()]
+        gone = [m.sequence.request.id for record in engine._offload._records for m in record.remaining()]
         left += [name for name in gone if name not in left]
     assert left[0] == "22" and "20" not in left
     check_idle(engine)
@@ -252,7 +253,7 @@ def test_a_deadline_ends_who_is_in_the_memory_of_the_host_and_nobody_else(engine
     group = engine.submit(dataclasses.replace(late, timeout_s=1000))
     while not engine.stats()["offloaded_sequences"]:
         engine.step_round(max_steps=1)
-    assert [member.sequence.group for member in engine._offload._records[0].members] == [group]
+    assert [member.sequence.request for member in engine._offload._records[0].members] == [group]
     now = time.perf_counter
     monkeypatch.setattr(time, "perf_counter", lambda: now() + 2000)
     assert group.sequences[0] in engine.step_round(max_steps=1)
@@ -269,7 +270,7 @@ def test_one_that_ended_meanwhile_does_not_come_back_with_its_group(engine):
     engine.state = engine._offload._move_out(engine.programs.tier, engine.state, tables, group.sequences, stays=True)
     ended = group.sequences[1]
     ended.finish("stop")
-    engine._slots.cancel_slot(ended)
+    engine._scheduler.cancel_slot(ended)
     before = engine.stats()
     engine.prefetch(group.sequences[0])
     assert grown(engine, before, "prefetched_pages") < grown(engine, dict.fromkeys(before, 0), "offloaded_pages")

@@ -112,12 +112,12 @@ def test_rounds_with_prompts_do_not_become_as_long_as_those_without():
 
 def test_the_host_knows_when_a_round_may_compute_prompts(engine):
     group = engine.submit(request(4))
-    assert engine._slots.has_prompts
+    assert engine._scheduler.has_prompts
     engine.step_round(max_steps=1)
-    assert engine._slots.has_prompts
+    assert engine._scheduler.has_prompts
     while not group.sequences[0].token_ids:
         engine.step_round(max_steps=1)
-    assert not engine._slots.has_prompts
+    assert not engine._scheduler.has_prompts
     engine.drain()
 
 

@@ -66,7 +66,7 @@ def likeliest(model, tokens: list[int]) -> int:
 def assert_sampled_by(models, sequence) -> None:
     """Each token is the likeliest one under the weights of the version that it claims, after all before it."""
     assert len(sequence.versions) == len(sequence.token_ids) > 0
-    tokens = list(sequence.group.prompt_token_ids)
+    tokens = list(sequence.request.prompt_token_ids)
     for token, version in zip(sequence.token_ids, sequence.versions, strict=True):
         assert token == likeliest(models(version), tokens), (len(tokens), version)
         tokens.append(token)
@@ -156,7 +156,7 @@ def test_drained_sequences_end_with_the_old_weights_and_waiting_ones_begin_with_
     ended = sum(group.is_done for group in groups)
     assert 0 < ended <= engine.shapes.num_slots
     known = engine.step_round()
-    assert {id(sequence.group) for sequence in known} >= {id(group) for group in groups[:ended]}
+    assert {id(sequence.request) for sequence in known} >= {id(group) for group in groups[:ended]}
     finish(engine, groups)
     for i, group in enumerate(groups):
         model = tiny_model(0 if i < ended else 1)

@@ -7,7 +7,7 @@ from levanter_infer.bench.machine import others_seconds
 from levanter_infer.bench.timeline import Round, Timeline
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.request import Request
-from levanter_infer.engine.sequence import Group
+from levanter_infer.engine.request_state import RequestState
 
 
 def run_continuous(
@@ -67,8 +67,8 @@ class _Run:
         engine.warmup()
         self._engine, self._requests, self._arrivals, self._max_steps = engine, requests, arrivals, max_steps
         self.num_submitted = 0
-        self.running: dict[int, Group] = {}
-        self._groups: list[Group] = []
+        self.running: dict[int, RequestState] = {}
+        self._groups: list[RequestState] = []
         self._token_times: list[list[float]] = [[] for _ in requests]
         self._rounds: list[Round] = []
         self._start = time.perf_counter()

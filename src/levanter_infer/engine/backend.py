@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import Mesh
 
-from levanter_infer.cache import KvPages
+from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.config import EngineConfig, kv_dtype
 from levanter_infer.engine.instructions import AUTO, Choice, choose

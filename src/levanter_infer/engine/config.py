@@ -4,9 +4,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from levanter_infer.cache import KvPages
-from levanter_infer.decode.sampling import SamplingLimits
-from levanter_infer.decode.shapes import Shapes
+from levanter_infer.cache.kv_pages import KvPages
+from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.engine.params import MAX_STOP_TOKENS, brief
 from levanter_infer.kernels.tiling import Tiles
 from levanter_infer.runtime.memory import default_pool_bytes

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from levanter_infer.axes import SEQ
+from levanter_infer.cache.page_math import pages_for
 from levanter_infer.decode.generate import GenerateOutput, generate_all
 from levanter_infer.decode.no_vmap import refuse_vmap, varying_axes
-from levanter_infer.decode.sequence_table import pages_for
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import empty_cache
 from levanter_infer.engine.backend import Backend
