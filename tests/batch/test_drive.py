@@ -134,7 +134,7 @@ def test_a_stopped_job_goes_on_where_it_was_and_ends_the_same(prompts, output, t
     source, job = begin(prompts, output)
     first, second = FakeEngine(), FakeEngine()
     complete, totals = work(source, job, rounds=rounds, engine=first)
-    assert complete == (totals.rows == ROWS) and first.settled == (not complete) and first.rounds <= rounds
+    assert complete == (totals.rows == ROWS) and first.flushed == (not complete) and first.rounds <= rounds
     assert job.finish() is None or complete
     source, job = begin(prompts, output)
     complete, after = work(source, job, engine=second)

@@ -52,7 +52,7 @@ class Engine(Protocol):
 
     def submit(self, request: Request, /) -> Any: ...
     def step_round(self) -> Any: ...
-    def settle(self) -> Any: ...
+    def flush(self) -> Any: ...
 
 
 @dataclasses.dataclass
@@ -133,7 +133,7 @@ class Driver:
                     assert not self._open, "shards without all of their rows"
                     return True
                 if should_stop():
-                    self._engine.settle()
+                    self._engine.flush()
                     self._collect()
                     self._commit()
                     return False

@@ -350,13 +350,16 @@ class InferenceEngine(Forks, Spilling, Versions):
         return known + (self._read(previous) if previous is not None else [])
 
     @exclusive
-    def settle(self) -> list[SampleState]:
-        """Read the round in flight and launch none; returns as `step_round`. A later round goes on from there."""
+    def flush(self) -> list[SampleState]:
+        """Read the round in flight, if there is one, and launch none: the host then knows what the device has sampled.
+
+        Returns: the sequences whose result became known, as `step_round` does.
+        """
         known, self._known = self._known, []
-        return known + self._settle()
+        return known + self._flush()
 
     @exclusive
-    def linger(self) -> None:
+    def wait_for_launch_window(self) -> None:
         """Wait until the round in flight has ended or is about to; returns at once if there is none.
 
         A request enters the next round that is launched, so one that comes just after a launch waits for two. Who has
@@ -377,14 +380,14 @@ class InferenceEngine(Forks, Spilling, Versions):
 
         Waits while another thread uses the engine, which may be as soon as the last request of this one has ended.
         """
-        self._settle()
+        self._flush()
         self.state = self._offload.recall(self.programs.tier, self.state)
         while not self._scheduler.is_idle:
             terms = self._agree_on_round()
             self._scheduler.expire(terms.now)
             self._move_pages()
             self._in_flight = self._launch(terms.max_steps)
-            self._settle()
+            self._flush()
         self._scores.take()
         self._stats.on_idle()
 
@@ -440,7 +443,7 @@ class InferenceEngine(Forks, Spilling, Versions):
             self._discard(group)
         return terms
 
-    def _settle(self) -> list[SampleState]:
+    def _flush(self) -> list[SampleState]:
         """Read the round in flight, if there is one."""
         launched, self._in_flight = self._in_flight, None
         return self._read(launched) if launched is not None else []

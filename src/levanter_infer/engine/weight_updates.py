@@ -45,7 +45,7 @@ class Versions(abc.ABC):
     def _is_in_progress(self) -> bool: ...
 
     @abc.abstractmethod
-    def _settle(self) -> list[SampleState]:
+    def _flush(self) -> list[SampleState]:
         """Read the round in flight, if there is one."""
 
     @abc.abstractmethod
@@ -81,7 +81,7 @@ class Versions(abc.ABC):
         if policy == "drain":
             self._check_weights_are_there()
             self._drain_running()
-        self._known += self._settle()
+        self._known += self._flush()
         self._intake.version = version
         self._enter_version(recompute=policy == "recompute")
         places = jax.tree.map(lambda leaf: leaf.sharding, self.model)
@@ -110,7 +110,7 @@ class Versions(abc.ABC):
 
     def _drain_running(self) -> None:
         """Let everybody end who has a slot, and nobody begin."""
-        known = self._settle()
+        known = self._flush()
         self.state = self._offload.recall(self.programs.tier, self.state)
         self._scheduler.admits = False
         try:
