@@ -4,6 +4,7 @@ import dataclasses
 
 from levanter_infer.cache.score_pages import ScoreShapes
 from levanter_infer.decode.sampling import SamplingLimits
+from levanter_infer.policies import AdmissionPolicy
 
 MIN_ROWS = 4
 """Fewest rows of a matmul: below it XLA's CPU matmuls of bf16 are slow and rows lose their bits."""
@@ -28,7 +29,7 @@ class Shapes:
     upload_tokens: int
     """Prompt tokens that one `Admission` can carry."""
     limits: SamplingLimits
-    admission: str = "optimistic"
+    admission: str = AdmissionPolicy.OPTIMISTIC
     """How much room a sequence is given when it starts: optimistic, expected or worst_case; see `packing`."""
     prefix_cache: bool = False
     """Whether pages are found again by what they hold."""
