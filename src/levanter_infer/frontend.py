@@ -20,6 +20,7 @@ from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.fingerprint import flag_fingerprint, package_version, version_fingerprint
 from levanter_infer.keys import hint_for
+from levanter_infer.policies import FinishReason
 from levanter_infer.rows import Row, RowWriter, escape_for_terminal
 from levanter_infer.runtime.aborts import LOST
 from levanter_infer.runtime.agreement import agree
@@ -361,7 +362,7 @@ def report_failures(outputs: Sequence[RequestOutput]) -> int:
     """Say which requests failed; returns how many."""
     errors: list[str] = []
     for output in outputs:
-        broken = [c.index for c in output.completions if c.finish_reason == "error"]
+        broken = [c.index for c in output.completions if c.finish_reason == FinishReason.ERROR]
         if output.error is not None:
             errors.append(f"request {output.id}: {output.error}")
         elif broken:

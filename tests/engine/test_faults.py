@@ -288,7 +288,7 @@ def test_cancelling_a_prompt_that_is_still_being_uploaded_gives_its_slots_back()
 def _with_small_uploads() -> InferenceEngine:
     """An engine whose uploads hold 16 tokens."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("levanter_infer.engine.config.MIN_UPLOAD_TOKENS", 16)
+        patch.setattr("levanter_infer.engine.sizes.MIN_UPLOAD_TOKENS", 16)
         return engine()
 
 

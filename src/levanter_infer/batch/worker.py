@@ -17,6 +17,7 @@ from levanter_infer.batch.together import followed, told
 from levanter_infer.checkpoints.chat_settings import CHAT_KEYS
 from levanter_infer.fingerprint import device_fingerprint, model_fingerprint, tokenizer_fingerprint, version_fingerprint
 from levanter_infer.frontend import make_engine, say
+from levanter_infer.policies import Numerics
 from levanter_infer.rows import chat_settings, columns_of
 from levanter_infer.runtime.agreement import agree
 from levanter_infer.runtime.hosts import Hosts
@@ -56,7 +57,7 @@ class Worker:
             lambda shard: self.source.rows(job.plan, shard),
             config.sampling,
             max_seqs=engine.shapes.max_seqs,
-            equal_bytes=job.promise["guarantee"]["numerics"] == "batch_invariant",
+            equal_bytes=job.promise["guarantee"]["numerics"] == Numerics.BATCH_INVARIANT,
             chat=chat_settings(config),
             layout=layout_of(config, engine.tokenizer),
         )
@@ -90,7 +91,7 @@ def open_worker(
         place = hosts.index, hosts.count
     writes = one_mesh is None or one_mesh.is_lead
     store, source, compare = _store(config), input_of(config), plan is None
-    config = dataclasses.replace(config, engine={"numerics": "batch_invariant", **config.engine})
+    config = dataclasses.replace(config, engine={"numerics": Numerics.BATCH_INVARIANT, **config.engine})
     facts = _fingerprints(config)
     plan = plan_of(config, source) if plan is None else plan
     wanted = _config_fingerprint(config)
@@ -236,7 +237,7 @@ def _sizes_here(config: BatchRunConfig, sizes: dict[str, Any]) -> dict[str, Any]
     usable = cpu.isas() if isa is not None and cpu.available() else ()
     if isa is None or isa in usable:
         return sizes
-    if config.engine["numerics"] == "batch_invariant":
+    if config.engine["numerics"] == Numerics.BATCH_INVARIANT:
         here = f"this processor has {', '.join(usable)}" if usable else "there are no kernels for CPUs here"
         raise ValueError(
             f"the job began with engine.cpu_isa={isa}, and {here}: its rows would have other bytes. Resume it on a "

@@ -43,6 +43,7 @@ from levanter_infer.engine.turns import Turns, exclusive, waits_for_turn
 from levanter_infer.engine.uploads import Uploads
 from levanter_infer.engine.weight_updates import Versions
 from levanter_infer.models.live import from_levanter
+from levanter_infer.policies import Recompilation
 from levanter_infer.runtime.agreement import agree, agree_least
 from levanter_infer.runtime.compile_cache import enable_compile_cache
 from levanter_infer.runtime.garbage_collection import gc_disabled
@@ -140,7 +141,7 @@ class InferenceEngine(Forks, Spilling, Versions):
             self.shapes,
             score_mod=score_mod,
             mask_mod=mask_mod,
-            on_recompile=logger.warning if self.config.recompilation == "warn" else None,
+            on_recompile=logger.warning if self.config.recompilation == Recompilation.WARN else None,
             fingerprints=self._hosts is not None,
         )
         self._uploads = Uploads(self.backend, self.shapes)

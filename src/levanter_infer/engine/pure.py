@@ -14,13 +14,15 @@ from levanter_infer.decode.no_vmap import refuse_vmap, varying_axes
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import empty_cache
 from levanter_infer.engine.backend import Backend
-from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
+from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.encode_sampling import SamplingColumns
 from levanter_infer.engine.params import SamplingParams, check_limits
+from levanter_infer.engine.sizes import kv_dtype, resolve_shapes
 from levanter_infer.engine.tile_search import check_given_tiles
 from levanter_infer.kernels import TPU_POOL
 from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.live import from_levanter
+from levanter_infer.policies import PreemptionPolicy
 
 
 def generate(
@@ -153,7 +155,7 @@ def _refuse_what_needs_a_host(params: SamplingParams, config: EngineConfig) -> N
         raise ValueError("stop strings need a host; use stop_token_ids, or InferenceEngine")
     if params.prompt_logprobs is not None:
         raise ValueError("prompt_logprobs come from InferenceEngine only; leave it out, or use InferenceEngine.score")
-    if config.preempt == "offload":
+    if config.preempt == PreemptionPolicy.OFFLOAD:
         raise ValueError('engine.preempt="offload" needs a host; use "recompute", or InferenceEngine')
 
 
