@@ -44,10 +44,9 @@ from levanter_infer.engine.uploads import Uploads
 from levanter_infer.engine.weight_updates import Versions
 from levanter_infer.models.live import from_levanter
 from levanter_infer.policies import Recompilation
-from levanter_infer.runtime.agreement import agree, agree_least
 from levanter_infer.runtime.compile_cache import enable_compile_cache
 from levanter_infer.runtime.garbage_collection import gc_disabled
-from levanter_infer.runtime.hosts import Hosts
+from levanter_infer.runtime.hosts import Hosts, agree, agree_min
 from levanter_infer.runtime.memory import peak_bytes, return_free_memory
 from levanter_infer.runtime.multihost import hosts_of_this_process
 from levanter_infer.runtime.progress import sampling_progress, stage
@@ -182,7 +181,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         if self._hosts is None:
             return
         with stage("waiting for the other processes to size their pools"):
-            least = agree_least(self._hosts, "max_pages", {"max_pages": self.shapes.num_pages})
+            least = agree_min(self._hosts, "max_pages", {"max_pages": self.shapes.num_pages})
         self.shapes = dataclasses.replace(self.shapes, num_pages=least["max_pages"])
         plan = {**dataclasses.asdict(self.shapes), "mesh": self.backend.mesh_sizes, "platform": self.backend.platform}
         agree(self._hosts, "sizes", {name: str(value) for name, value in plan.items()})
