@@ -59,10 +59,10 @@ def run_command(name: str) -> NoReturn:
 def start(command: Callable[[], int]) -> NoReturn:
     """Run a command as this process, and end the process with its status.
 
-    SIGTERM is taken for SIGINT: partial output files are removed. A program that is still being compiled is not waited
-    for, which the interpreter would do at its end.
+    SIGTERM has Python's own handler of SIGINT: partial output files are removed. A program that is still being compiled
+    is not waited for, which the interpreter would do at its end.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         status = command()
     except KeyboardInterrupt:  # before the command could take care of it, while modules were imported
@@ -74,10 +74,6 @@ def start(command: Callable[[], int]) -> NoReturn:
                 stream.flush()
         os._exit(status)
     sys.exit(status)
-
-
-def _interrupt(*_) -> None:
-    raise KeyboardInterrupt
 
 
 def overview() -> str:

@@ -15,6 +15,7 @@ import numpy as np
 
 from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import Completion, RequestOutput
+from levanter_infer.policies import FinishReason
 
 NOT_FINITE = "the model's logits are not finite"
 """Why a sample ended in "error"."""
@@ -113,7 +114,7 @@ class Columns:
         common = {name: _OF_REQUEST[name](output) for name in self.names if name in _OF_REQUEST}
         if output.error is not None:
             common["prompt_token_ids"] = _valid_ids(output.prompt_token_ids)
-            failed = common | {"finish_reason": "error", "error": output.error or "failed"}
+            failed = common | {"finish_reason": FinishReason.ERROR, "error": output.error or "failed"}
             yield {name: failed.get(name, empty(name)) for name in self.names} | rest
             return
         for c in output.completions:
@@ -177,7 +178,7 @@ _OF_SAMPLE: dict[str, Callable[[Completion], Any]] = {
     "cumulative_logprob": lambda c: _finite_or_null(c.cumulative_logprob),
     "token_versions": lambda c: [int(version) for version in c.token_versions],
     "score": lambda c: None if c.score is None else _number_or_null(c.score),
-    "error": lambda c: NOT_FINITE if c.finish_reason == "error" else "",
+    "error": lambda c: NOT_FINITE if c.finish_reason == FinishReason.ERROR else "",
 }
 
 

@@ -3,25 +3,24 @@
 Nothing here imports JAX, so that a mistake in a configuration is answered at once.
 """
 
+import contextlib
 import dataclasses
 import re
+import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import draccus
 import yaml
 
 from levanter_infer.checkpoints.chat_settings import CHAT_KEYS, check_chat_settings
 from levanter_infer.columns import check_include
+from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.mesh import MeshConfig
 from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.keys import certain_hint, hint_for
 from levanter_infer.runtime.multihost import MultihostConfig
-
-if TYPE_CHECKING:
-    from levanter_infer.engine.config import EngineConfig
 
 _MAX_CONFIG_BYTES = 2**22
 _MAX_ALIASED_NODES = 100_000
@@ -129,11 +128,9 @@ class RunConfig:
             if value is not None and (not value or "\0" in value):
                 raise ValueError(f"{section or key}={brief(value)}; expected the name of a file or directory")
 
-    def engine_config(self) -> "EngineConfig":
-        """The engine's section. Imports JAX. Raises: ValueError for an unknown key or a wrong value."""
-        from levanter_infer.engine.config import EngineConfig
-
-        return decode_section(EngineConfig, self.engine, "engine")
+    def engine_config(self) -> EngineConfig:
+        """The engine's section. Raises: ValueError for an unknown key or a wrong value."""
+        return decode_engine(self.engine)
 
     @property
     def chats(self) -> list[list[Mapping[str, Any]]]:
@@ -316,12 +313,9 @@ def decode_section(cls: type, content: Any, path: str) -> Any:
         return SamplingParams.from_dict(content)
     check_keys(content, [f.name for f in dataclasses.fields(cls)], path)
     values = dict(content)
-    for name, hint in typing.get_type_hints(cls).items():
-        inner = [t for t in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(t)]
-        if inner and values.get(name) is not None:
-            values[name] = decode_section(typing.cast(type, inner[0]), values[name], f"{path}.{name}".lstrip("."))
-        elif name in values:
-            values[name] = _decode_value(hint, values[name], f"{path}.{name}".lstrip("."))
+    for field in dataclasses.fields(cls):
+        if field.name in values:
+            values[field.name] = _decode_value(field.type, values[field.name], f"{path}.{field.name}".lstrip("."))
     missing = [
         f.name
         for f in dataclasses.fields(cls)
@@ -332,27 +326,49 @@ def decode_section(cls: type, content: Any, path: str) -> Any:
     return cls(**values)
 
 
+def decode_engine(content: Any) -> EngineConfig:
+    """The engine's section from plain values. Imports JAX if it has `tiles`. Raises: ValueError as `decode_section`."""
+    if isinstance(content, dict) and content.get("tiles") is not None:
+        from levanter_infer.kernels.tiling import Tiles
+
+        content = content | {"tiles": decode_section(Tiles, content["tiles"], "engine.tiles")}
+    return decode_section(EngineConfig, content, "engine")
+
+
 def _decode_value(hint: Any, value: Any, key: str) -> Any:
-    expected = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
-    readable = _READABLE.get(expected, expected)
-    _check_plain(hint, value, key, readable)
-    try:
-        return draccus.decode(hint, value)
-    except Exception as e:  # draccus lets AttributeError and others through where a container is a plain value
-        raise ValueError(f"{key}={brief(value)}: expected {readable}") from e
-
-
-def _check_plain(hint: Any, value: Any, key: str, readable: str) -> None:
-    """Refuse what draccus would turn into something else: a number or null into text, true into 1."""
-    kinds = {hint} if typing.get_origin(hint) in (dict, list) else {*typing.get_args(hint), hint}
+    """A plain value as the annotation of its key wants it: text that spells a number counts as one, and nothing else is
+    converted. Raises: ValueError naming the key, what it holds and what it should hold."""
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    section = next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
+    if section is not None and value is not None:
+        return decode_section(typing.cast(type, section), value, key)
     if isinstance(value, list) and list[str] in kinds:
         for i, item in enumerate(value):
             if not isinstance(item, str):
                 raise ValueError(f"{key}[{i}] is {brief(item)}; expected text, put it in quotes")
-    elif str in kinds and not isinstance(value, str) and not (value is None and type(None) in kinds):
-        raise ValueError(f"{key}={brief(value)}: expected {readable}, put it in quotes")
-    elif isinstance(value, bool) and not {bool, Any} & kinds:
-        raise ValueError(f"{key}={brief(value)}: expected {readable}")
+    for kind in kinds:
+        with contextlib.suppress(ValueError, OverflowError):
+            return _decode_plain(kind, value)
+    expected = hint.__name__ if isinstance(hint, type) and not typing.get_origin(hint) else str(hint)
+    remedy = ", put it in quotes" if str in kinds else ""
+    raise ValueError(f"{key}={brief(value)}: expected {_READABLE.get(expected, expected)}{remedy}")
+
+
+def _decode_plain(kind: Any, value: Any) -> Any:
+    """Raises: ValueError or OverflowError for a value of another kind."""
+    is_text = isinstance(value, str)
+    if kind is bool and is_text and value in ("true", "false"):
+        return value == "true"
+    if kind is int and (is_text or type(value) is int):
+        return int(value)
+    if kind is float and (is_text or type(value) in (int, float)):
+        return float(value)
+    plain = type(None) if kind is None else typing.get_origin(kind) or kind
+    if kind in (int, float) or not (kind is Any or isinstance(kind, str) or isinstance(value, plain)):
+        raise ValueError
+    if plain is list:
+        return [_decode_plain(typing.get_args(kind)[0], item) for item in value]
+    return value
 
 
 _READABLE = {

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from levanter_infer.policies import CpuIsa
 from levanter_infer.runtime.progress import stage
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def _code_sha256() -> str:
     return digest.hexdigest()
 
 
-def device_fingerprint(cpu_isa: str = "auto") -> dict[str, Any]:
+def device_fingerprint(cpu_isa: str = CpuIsa.AUTO) -> dict[str, Any]:
     """What the results were computed on: other hardware may round otherwise.
 
     Args:
@@ -117,7 +118,7 @@ def device_fingerprint(cpu_isa: str = "auto") -> dict[str, Any]:
     device = jax.devices()[0]
     own = ""
     if device.platform == "cpu" and cpu.available():
-        own = cpu.isa() if cpu_isa == "auto" else cpu_isa
+        own = cpu.isa() if cpu_isa == CpuIsa.AUTO else cpu_isa
     return {"platform": device.platform, "kind": device.device_kind, "devices": 1, "instructions": own}
 
 

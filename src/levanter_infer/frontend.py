@@ -20,12 +20,12 @@ from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.fingerprint import flag_fingerprint, package_version, version_fingerprint
 from levanter_infer.keys import hint_for
+from levanter_infer.policies import FinishReason
 from levanter_infer.rows import Row, RowWriter, escape_for_terminal
 from levanter_infer.runtime.aborts import LOST
-from levanter_infer.runtime.agreement import agree
 from levanter_infer.runtime.compile_cache import enable_compile_cache
 from levanter_infer.runtime.garbage_collection import gc_disabled
-from levanter_infer.runtime.hosts import HostLost, Hosts
+from levanter_infer.runtime.hosts import HostLost, Hosts, agree
 from levanter_infer.runtime.multihost import PER_HOST, joined
 from levanter_infer.runtime.progress import Lines, choose_display, lines_written_with, stage
 
@@ -220,7 +220,7 @@ def join(config: RunConfig, orderly: tuple[type[BaseException], ...] = ()) -> It
         with stage("waiting for the other processes"):
             hosts = stack.enter_context(joined(config.multihost, orderly))
         if hosts is not None:
-            hosts.note("comparing versions")
+            hosts.set_status("comparing versions")
             say(f"hosts     {hosts.count}, {config.multihost.layout}; this is {hosts.names[hosts.index]}")
             with stage("waiting for the other processes to compare versions"):
                 agree(hosts, "versions and flags", {**version_fingerprint(), **flag_fingerprint()})
@@ -258,7 +258,7 @@ def make_engine(config: RunConfig, num_rows: int, hosts: Hosts | None = None) ->
         from levanter_infer.engine.mesh import make_mesh
 
     if hosts is not None:
-        hosts.note("loading the model")
+        hosts.set_status("loading the model")
     enable_compile_cache()
     engine_config = config.engine_config()
     begin = time.perf_counter()
@@ -361,7 +361,7 @@ def report_failures(outputs: Sequence[RequestOutput]) -> int:
     """Say which requests failed; returns how many."""
     errors: list[str] = []
     for output in outputs:
-        broken = [c.index for c in output.completions if c.finish_reason == "error"]
+        broken = [c.index for c in output.completions if c.finish_reason == FinishReason.ERROR]
         if output.error is not None:
             errors.append(f"request {output.id}: {output.error}")
         elif broken:

@@ -32,8 +32,7 @@ from levanter_infer.frontend import (
     write_files,
 )
 from levanter_infer.rows import Row, columns_of, escape_for_terminal, read_rows
-from levanter_infer.runtime.agreement import agree
-from levanter_infer.runtime.hosts import Hosts
+from levanter_infer.runtime.hosts import Hosts, agree
 from levanter_infer.runtime.multihost import ONE_MESH
 
 _MAX_SHOWN_PROMPT = 400

@@ -33,6 +33,7 @@ from levanter_infer.frontend import (
     serve,
     write_files,
 )
+from levanter_infer.policies import FinishReason
 from levanter_infer.rows import Row, read_rows
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def _score(row: Row, output: RequestOutput, first: int, with_tops: bool) -> Scor
         first: the place of the first token that counts.
     """
     ids, error = output.prompt_token_ids, output.error
-    if error is None and output.completions[0].finish_reason == "error":
+    if error is None and output.completions[0].finish_reason == FinishReason.ERROR:
         error = NOT_FINITE
     prompt = None if row.request is None else row.request.prompt
     # One schema, as of `columns.Columns`: which keys there are, and of what types, does not depend on the row

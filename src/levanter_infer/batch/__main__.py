@@ -1,6 +1,6 @@
 """`levanter-infer batch --config FILE`: sample the rows of files, resumably.
 
-Everything that is said goes to standard error. Exit status as in `frontend.py`; 0 also for a job that SIGTERM stopped.
+All messages go to standard error. Exit status as in `frontend.py`; 0 also for a job that SIGTERM stopped.
 """
 
 import sys
