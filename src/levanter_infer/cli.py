@@ -22,8 +22,9 @@ COMMANDS = {
     "batch": ("batch.__main__", "sample the rows of files in shards, and go on after an interruption"),
     "score": ("score", "log probabilities and perplexity of texts"),
     "plan": ("plan.__main__", "does a job fit on a machine that is not here, and how fast can it be?"),
-    "audit": ("audit", "sample, and compute every log probability again without a cache"),
-    "doctor": ("doctor", "where two paths that should agree do not, and what that says"),
+    "check": ("check", "the machine, the numerics of an engine, and where they begin to differ"),
+    "audit": ("audit", "check --level numerics"),
+    "doctor": ("doctor", "check --level diagnosis; without options: --level machine"),
     "bench": ("bench.__main__", "benchmarks"),
 }
 """Each command's module, which has `main(argv)`, and what it does."""
@@ -104,9 +105,13 @@ def overview() -> str:
 
 def command_help(name: str) -> str:
     """Usage of a command, and every key of its configuration with its default."""
-    usage = read_constant(COMMANDS[name][0], "USAGE")
-    if name in ("audit", "doctor"):
-        usage = usage.format(**read_constant("audit", "MAX_DELTA"))
+    if name in ("check", "audit", "doctor"):
+        usage = read_constant("check", "USAGE").format(**read_constant("check", "MAX_DELTA"))
+        usage = (
+            usage if name == "check" else f"usage: {PROGRAM} {name} [OPTIONS], which is {COMMANDS[name][1]}\n\n{usage}"
+        )
+    else:
+        usage = read_constant(COMMANDS[name][0], "USAGE")
     return f"{usage}\n{keys_text(sections_for(name))}"
 
 

@@ -120,9 +120,15 @@ def _standard_streams() -> Iterator[None]:
 
 
 def parse_arguments(
-    argv: Sequence[str], kind: type[RunConfig] = RunConfig, options: Mapping[str, str] = MappingProxyType({})
+    argv: Sequence[str],
+    kind: type[RunConfig] = RunConfig,
+    options: Mapping[str, str] = MappingProxyType({}),
+    own: Sequence[str] = (),
 ) -> tuple[str | None, list[tuple[str, str]]] | None:
-    """(configuration file, overrides), or None for help. Raises: ValueError for a malformed option; Answered."""
+    """(configuration file, overrides), or None for help; a command's own options stand among the overrides.
+
+    Raises: ValueError for a malformed option; Answered.
+    """
     path, overrides, rest = None, [], list(argv)
     while rest:
         option = rest.pop(0)
@@ -134,7 +140,9 @@ def parse_arguments(
             raise ValueError(f"unexpected {option!r}: expected --config FILE and --key value; see --help")
         key, has_value, value = option[2:].partition("=")
         key = options.get(key, key)
-        _check_option(key, [*(f.name for f in dataclasses.fields(kind)), "config", "overwrite", "help", "version"])
+        _check_option(
+            key, [*(f.name for f in dataclasses.fields(kind)), "config", "overwrite", "help", "version", *own]
+        )
         if key == "overwrite" and not has_value:
             value = "true"
         elif not has_value:
