@@ -15,7 +15,9 @@ from levanter_infer.columns import Columns
 from levanter_infer.config import OutputConfig, load_config
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import RequestOutput
-from levanter_infer.rows import RowWriter, columns_of, escape_for_terminal, read_rows
+from levanter_infer.io.output import RowWriter
+from levanter_infer.io.prompts import columns_of, read_rows
+from levanter_infer.io.terminal import escape_for_terminal
 
 
 def config_of(**values):
@@ -319,7 +321,7 @@ def test_terminal_text_has_no_control_characters():
 TOO_LARGE = """
 import pathlib, resource, signal
 from levanter_infer.batch.store import LocalStore
-from levanter_infer.rows import RowWriter
+from levanter_infer.io.output import RowWriter
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 folder = pathlib.Path.cwd()
 def written(): RowWriter(folder / "out").write([{"id": "x" * 10**6}])

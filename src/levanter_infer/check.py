@@ -20,21 +20,15 @@ if __name__ == "__main__":  # here, so that an interrupt during the imports belo
 
 import numpy as np
 
+from levanter_infer.cli.common import guarded, parse_arguments
+from levanter_infer.cli.session import generate, make_engine, merge_outputs, report_failures
 from levanter_infer.config import RunConfig, load_config
 from levanter_infer.diagnosis import Diagnosis, Pair, Path, diagnose, where_stored_differs
 from levanter_infer.engine.params import brief
 from levanter_infer.engine.request import Request, RequestOutput
-from levanter_infer.frontend import (
-    generate,
-    guarded,
-    make_engine,
-    merge_outputs,
-    parse_arguments,
-    report_failures,
-    say,
-)
+from levanter_infer.io.prompts import read_rows
+from levanter_infer.io.terminal import say
 from levanter_infer.policies import CpuIsa
-from levanter_infer.rows import read_rows
 from levanter_infer.runtime.progress import stage
 
 MAX_DELTA = {"float32": 1e-3, "bfloat16": 1.0, "float16": 0.1, "int8": 1.2, "float8_e4m3fn": 15.0}

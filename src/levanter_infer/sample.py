@@ -1,6 +1,6 @@
 """`levanter-infer sample --config FILE`: sample prompts from a model.
 
-Completions go to standard output, everything else to standard error; exit status as in `frontend.py`.
+Completions go to standard output, everything else to standard error; exit status as in `cli/common.py`.
 """
 
 import dataclasses
@@ -15,23 +15,14 @@ from levanter_infer.cli import command_help, run_command
 if __name__ == "__main__":  # here, so that an interrupt during the imports below leaves no traceback
     run_command("sample")
 
+from levanter_infer.cli.common import guarded, run_config
+from levanter_infer.cli.session import join, make_engine, merge_outputs, report_failures, serve
 from levanter_infer.config import RunConfig
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.fingerprint import device_fingerprint, flat, model_fingerprint, tokenizer_fingerprint
-from levanter_infer.frontend import (
-    guarded,
-    join,
-    make_engine,
-    merge_outputs,
-    one_line,
-    output_files,
-    report_failures,
-    run_config,
-    say,
-    serve,
-    write_files,
-)
-from levanter_infer.rows import Row, columns_of, escape_for_terminal, read_rows
+from levanter_infer.io.output import output_files, write_files
+from levanter_infer.io.prompts import Row, columns_of, read_rows
+from levanter_infer.io.terminal import escape_for_terminal, one_line, say
 from levanter_infer.runtime.agreement import agree
 from levanter_infer.runtime.hosts import Hosts
 from levanter_infer.runtime.multihost import ONE_MESH

@@ -18,23 +18,16 @@ if __name__ == "__main__":  # here, so that an interrupt during the imports belo
 
 import numpy as np
 
+from levanter_infer.cli.common import guarded, run_config
+from levanter_infer.cli.session import make_engine, report_failures, serve
 from levanter_infer.columns import NOT_FINITE, numbers, tops
 from levanter_infer.config import RunConfig
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput
-from levanter_infer.frontend import (
-    guarded,
-    make_engine,
-    one_line,
-    output_files,
-    report_failures,
-    run_config,
-    say,
-    serve,
-    write_files,
-)
+from levanter_infer.io.output import output_files, write_files
+from levanter_infer.io.prompts import Row, read_rows
+from levanter_infer.io.terminal import one_line, say
 from levanter_infer.policies import FinishReason
-from levanter_infer.rows import Row, read_rows
 
 if TYPE_CHECKING:
     from levanter_infer.checkpoints.tokenizer import Tokenizer

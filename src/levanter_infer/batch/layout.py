@@ -7,7 +7,7 @@ from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.batch.openai import ResultLines
 from levanter_infer.columns import Columns
 from levanter_infer.engine.request import RequestOutput
-from levanter_infer.rows import Row, columns_of
+from levanter_infer.io.prompts import Row, columns_of
 
 if TYPE_CHECKING:
     from levanter_infer.checkpoints.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.batch.drive import Totals
 from levanter_infer.batch.plan import Plan
 from levanter_infer.batch.worker import Worker, input_of, open_worker, plan_of
-from levanter_infer.frontend import say
+from levanter_infer.io.terminal import say
 
 _SHARDS_AT_ONCE = 4
 """Given to an actor together: it goes from one to the next without a pause, and waits at the end of the last."""

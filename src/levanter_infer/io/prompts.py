@@ -1,27 +1,16 @@
-"""Prompts files in, output rows out, and completions made safe for a terminal."""
+"""Prompts, files of prompts and files of rows: the requests of a run."""
 
 import codecs
-import contextlib
 import dataclasses
-import errno
 import json
-import os
-import re
-import stat
 import sys
-import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system: nothing keeps two runs apart there
-    fcntl = None
+from typing import Any
 
 from levanter_infer.checkpoints.chat_settings import CHAT_KEYS, check_chat_settings
-from levanter_infer.columns import TYPES, Columns, encode_row
+from levanter_infer.columns import TYPES, Columns
 from levanter_infer.config import RunConfig, check_keys
 from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import MAX_ID_CHARS, Request
@@ -42,13 +31,6 @@ _SCORED_CHAT_KEYS = ("tools", "chat_template_kwargs")
 _SCORED_ROW_KEYS = (*_PROMPT_KEYS, "id", "cache_salt", "completion", "completion_token_ids", *_SCORED_CHAT_KEYS)
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _MAX_TOKEN = 2**31
-_REMEDIES = {
-    errno.ENOSPC: "free some space, or write to another disk",
-    errno.EDQUOT: "free some of your quota, or write elsewhere",
-    errno.ENOENT: "expected a directory {folder}; make it first (mkdir -p {folder}), or give another name",
-    errno.ENOTDIR: "{folder} is no directory; give another name",
-    errno.EFBIG: "the file system, or the limit of `ulimit -f`, allows no larger file; divide the input",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -348,162 +330,3 @@ def merge_sampling(base: SamplingParams, overrides: Any) -> SamplingParams:
         raise ValueError(f"sampling is {brief(overrides)}; expected an object of sampling parameters")
     values = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
     return SamplingParams.from_dict(values | overrides)
-
-
-# Output
-
-
-def write_error(path: Path, e: OSError, what: str = "") -> str:
-    """What to say of a file that could not be written, and what to do.
-
-    Args:
-        what: stands before the path, with a space behind it.
-    """
-    remedy = _REMEDIES.get(e.errno or 0, "").format(folder=path.parent)
-    return f"cannot write {what}{path}: {e.strerror or e}" + (f"; {remedy}" if remedy else "")
-
-
-class RowWriter:
-    """Writes rows, or other text, beside an output file, which appears complete or not at all.
-
-    Rows go to FILE.partial, which takes FILE's name in `commit`. Used as a context manager: without a commit the
-    partial file is removed. One left by a run that was killed is taken over.
-
-    Args:
-        path: the output file.
-        overwrite: replace what is there.
-    Raises: ValueError if the file exists, cannot be written, or another run is writing it.
-    """
-
-    def __init__(self, path: str | Path, *, overwrite: bool = False):
-        self.path = Path(path)
-        if not self.path.name:
-            raise ValueError(f"output {str(path)!r} has no file name; expected a file")
-        self._partial = self.path.with_name(self.path.name + ".partial")
-        self._overwrite = overwrite
-        try:
-            _check_replaceable(self.path, overwrite)
-            self._file: IO[str] | None = _open_alone(self._partial)
-        except BlockingIOError:
-            raise ValueError(f"another run is writing {self._partial}; wait for it or give another name") from None
-        except OSError as e:
-            raise ValueError(write_error(self.path, e, "output ")) from e
-
-    def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows. Raises: ValueError if the disk does not take them."""
-        for row in rows:
-            self.write_text(encode_row(row) + "\n")
-
-    def write_text(self, text: str) -> None:
-        """Append text of another kind. Raises: ValueError if the disk does not take it."""
-        assert self._file is not None, "written after commit"
-        try:
-            self._file.write(text)
-        except OSError as e:
-            raise ValueError(write_error(self.path, e, "output ")) from e
-
-    def commit(self) -> None:
-        """Make the file durable under its name. Raises: ValueError if somebody else has made one meanwhile."""
-        assert self._file is not None, "committed twice"
-        try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            if self._overwrite:
-                os.replace(self._partial, self.path)
-            else:
-                rename_new(self._partial, self.path)
-        except FileExistsError:
-            self._close()
-            raise ValueError(f"output {self.path} appeared meanwhile; the rows are in {self._partial}") from None
-        except OSError as e:
-            raise ValueError(write_error(self.path, e, "output ")) from e
-        self._close()
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = None
-
-    def __enter__(self) -> "RowWriter":
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(self._partial)
-            self._close()
-
-
-def _check_replaceable(path: Path, overwrite: bool) -> None:
-    """Raises: ValueError if rows may not take the place of what is there; OSError if nobody can tell."""
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return
-    if stat.S_ISDIR(mode) or (stat.S_ISLNK(mode) and path.is_dir()):
-        raise ValueError(f"output {path} is a directory; expected a file")
-    if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
-        raise ValueError(f"output {path} is a device or a pipe; expected a file, which is replaced when all is done")
-    if not overwrite:
-        raise ValueError(f"output {path} exists; give another name, or --overwrite to replace it")
-
-
-def rename_new(old: Path, new: Path) -> None:
-    """Rename, but not over something else. Raises: FileExistsError; OSError."""
-    try:
-        os.link(old, new)  # unlike a rename, this fails if the name is taken
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without hard links: take the name first
-        os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-        os.replace(old, new)
-    else:
-        os.unlink(old)
-
-
-def _open_alone(path: Path) -> IO[str]:
-    """Open `path` empty, for this process alone. Raises: BlockingIOError if another has it; OSError."""
-    descriptor = lock_file(path)
-    os.ftruncate(descriptor, 0)
-    return os.fdopen(descriptor, "w", encoding="utf-8", newline="\n")
-
-
-def lock_file(path: Path) -> int:
-    """Open `path`, made if need be, for this process alone. It is free again once closed, or this process has died.
-
-    Returns: a file descriptor at its beginning.
-    Raises: BlockingIOError if another process has it; OSError.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
-    try:
-        if fcntl is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Between open and lock another run may have finished and renamed this very file to its output.
-        if not path.exists() or not os.path.samestat(os.fstat(descriptor), os.stat(path)):
-            raise BlockingIOError
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-_JOINERS = "\u200c\u200d"
-"""Format characters that words and emoji of many scripts are written with; they change no order."""
-_UNSAFE = re.compile("[^\\n\\t\\x20-\\x7e]")
-
-
-def escape_for_terminal(text: str) -> str:
-    """`text` with everything that a terminal might obey, or that changes the order of what is shown, made visible.
-
-    Newlines and tabs stay; control and format characters, line separators, surrogates and unassigned codes become
-    escapes such as \\x1b.
-    """
-    return _UNSAFE.sub(_visible, text)
-
-
-def _visible(match: re.Match[str]) -> str:
-    c = match[0]
-    if c in _JOINERS or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp"):
-        return c
-    code = ord(c)
-    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
