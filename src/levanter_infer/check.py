@@ -1,4 +1,4 @@
-"""`levanter-infer check`: what an engine runs on here, whether its numbers are right, and where they begin to differ.
+"""`levanter-infer check`: the machine, the numerics of an engine, and where they start to differ.
 
 A table for people goes to standard error, one JSON line to standard output. Exit status: 0 everything agrees, 1
 something does not or a request failed, 2 wrong usage or configuration.
@@ -32,8 +32,7 @@ from levanter_infer.policies import CpuIsa
 from levanter_infer.runtime.progress import stage
 
 MAX_DELTA = {"float32": 1e-3, "bfloat16": 1.0, "float16": 0.1, "int8": 1.2, "float8_e4m3fn": 15.0}
-"""Largest |Δ logprob| that passes by default, by the coarser dtype of weights and pages. docs/numerics.md says what was
-measured."""
+"""Largest |Δ logprob| that passes by default, by the coarser dtype of weights and pages. Measured: docs/numerics.md."""
 _LENGTHS = 8
 """Lengths that the uncached forward is compiled for, at most; a sequence is padded to the next."""
 _TOP = 20
@@ -163,9 +162,9 @@ def describe_machine(command: str) -> int:
     chosen: dict[str, str] = {}
     missing = cpu.why_unavailable()
     if device["platform"] != "cpu":
-        say(f"kernels   those for CPUs are not used on this device; an engine names its own ({command} --config FILE)")
+        say(f"kernels   those for CPUs are not used on this device; an engine prints its own ({command} --config FILE)")
     elif missing is not None:
-        say(f"kernels   those for CPUs cannot be used, XLA takes their place: {missing}")
+        say(f"kernels   those for CPUs cannot be used, XLA replaces them: {missing}")
     else:
         say(f"kernels   for CPUs, with {', '.join(cpu.isas())}")
         for dtype in ("bfloat16", "float32"):

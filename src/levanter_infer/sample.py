@@ -45,7 +45,7 @@ Every key can be given, or overridden, on the command line: --sampling.temperatu
   --output FILE       write one JSON row per sample; never replaces a file
   --output.metrics FILE.json   write what the engine counted; FILE.prom for Prometheus
   --overwrite         let these replace files
-  --prompts TEXT      a prompt, in place of the configuration's; may be repeated
+  --prompts TEXT      a prompt, instead of the configuration's; may be repeated
   --version           the version
   --help              this text
 """
@@ -71,7 +71,7 @@ def _run(config: RunConfig, hosts: Hosts | None) -> int:
     rows = read_rows(config, columns=None if output is None else columns)
     writes = hosts is None or hosts.is_lead
     if hosts is not None:
-        agree(hosts, "run", run_facts(config, rows))
+        agree(hosts, "run", run_fingerprint(config, rows))
     with output_files(config if writes else dataclasses.replace(config, output=None)) as (writer, metrics):
         engine = make_engine(config, len(rows)) if hosts is None else make_engine(config, len(rows), hosts)
         requests = [row.request for row in rows if row.request is not None]
@@ -93,8 +93,8 @@ def _run(config: RunConfig, hosts: Hosts | None) -> int:
     return 1 if failed else 0
 
 
-def run_facts(config: RunConfig, rows: Sequence[Row]) -> dict[str, str]:
-    """What processes that sample together must have in common. Paths may differ; contents may not."""
+def run_fingerprint(config: RunConfig, rows: Sequence[Row]) -> dict[str, str]:
+    """Facts that processes sampling together must have in common. Paths may differ; contents may not."""
     from levanter_infer.checkpoints.source import resolve_source
 
     facts = {

@@ -21,7 +21,7 @@ from levanter_infer.runtime.progress import lines_written_with
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """Run a command; returns its exit status, or that of what stopped it, which is said on standard error."""
+    """Run a command; returns its exit status. Errors go to standard error and become an exit status."""
     try:
         with _standard_streams(), lines_written_with(say):
             return _status(command)
@@ -36,11 +36,11 @@ def run_config(
     kind: type[AnyRunConfig] = RunConfig,
     options: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """Run what a command line asks for, or explain; returns the exit status.
+    """Run a command with the configuration of its arguments, or print its help; returns the exit status.
 
     Args:
         usage: the text for --help.
-        kind: what it configures.
+        kind: type of the configuration.
         options: short names of keys.
     """
     arguments = parse_arguments(argv, kind, options)
@@ -51,7 +51,7 @@ def run_config(
 
 
 class Answered(Exception):
-    """What was asked is answered by a text; there is nothing to run."""
+    """Ends a command with a text for standard output."""
 
 
 def _status(command: Callable[[], int]) -> int:
@@ -78,10 +78,10 @@ def _status(command: Callable[[], int]) -> int:
 
 @contextlib.contextmanager
 def _standard_streams() -> Iterator[None]:
-    """Take any text on standard output, which may be closed; leave nothing that fails to be flushed at exit."""
+    """Standard streams that take any text, may be closed, and never fail to be flushed at exit."""
     with contextlib.ExitStack() as stack:
         for name in ("stdout", "stderr"):
-            if getattr(sys, name) is None:  # closed by whoever started us
+            if getattr(sys, name) is None:  # closed by the parent process
                 nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
                 setattr(sys, name, nowhere)
                 stack.callback(setattr, sys, name, None)
@@ -126,7 +126,7 @@ def parse_arguments(
             value = "true"
         elif not has_value:
             if not rest or rest[0].startswith("--"):
-                raise ValueError(f"--{key} needs a value; one that begins with -- is written --{key}=VALUE")
+                raise ValueError(f"--{key} needs a value; one that starts with -- is written --{key}=VALUE")
             value = rest.pop(0)
         if key == "config":
             if path is not None:
@@ -138,7 +138,7 @@ def parse_arguments(
 
 
 def _check_option(key: str, known: Sequence[str]) -> None:
-    """Raises: ValueError for an option whose outermost name is not known, with the one that was probably meant."""
+    """Raises: ValueError for an option whose outermost name is unknown, with the nearest known one."""
     name = key.split(".")[0]
     if name not in known:
         name = name if len(name) <= 80 else f"{name[:80]}..."

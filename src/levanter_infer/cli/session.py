@@ -1,4 +1,4 @@
-"""One run of an engine for a command: processes, model and engine, progress, failures."""
+"""An engine of a command from start to end: processes, model and engine, progress, failures."""
 
 import contextlib
 import dataclasses
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 _MAX_SHOWN_ERRORS = 20
 _LOG_SECONDS = 10
-"""Between lines about the run where no progress bar is drawn."""
+"""Seconds between progress lines where no progress bar is drawn."""
 
 
 @contextlib.contextmanager
 def join(config: RunConfig, orderly: tuple[type[BaseException], ...] = ()) -> Iterator[Hosts | None]:
-    """The processes that do the job together, with the same versions and flags; None if this one is alone.
+    """The processes of the job, checked for equal versions and flags; None for a single process.
 
     Args:
-        orderly: as of `joined`.
-    Raises: ValueError, and HostLost, as `joined`; HostsDiffer naming the odd one.
+        orderly: as in `joined`.
+    Raises: ValueError and HostLost as `joined`; HostsDiffer naming the process that differs.
     """
     with contextlib.ExitStack() as stack:
         with stage("waiting for the other processes"):
@@ -51,11 +51,11 @@ def join(config: RunConfig, orderly: tuple[type[BaseException], ...] = ()) -> It
 
 @gc_disabled()
 def make_engine(config: RunConfig, num_rows: int, hosts: Hosts | None = None) -> "InferenceEngine":
-    """Load model and tokenizer, and say what was chosen.
+    """Load model and tokenizer, make an engine, and print its choices.
 
     Args:
-        hosts: processes that each make one. With `multihost.layout: per_host` on their own devices.
-    Raises: ValueError saying what is wrong with them; HostsDiffer.
+        hosts: processes that each make one; with `multihost.layout: per_host` on their own devices.
+    Raises: ValueError for a wrong configuration, model or tokenizer; HostsDiffer.
     """
     from levanter_infer.checkpoints.generation import suggested_sampling
     from levanter_infer.checkpoints.source import resolve_source
@@ -115,7 +115,7 @@ def make_engine(config: RunConfig, num_rows: int, hosts: Hosts | None = None) ->
 
 
 def suggestion_lines(suggested: "SuggestedSampling | None", params: SamplingParams) -> list[str]:
-    """What generation_config.json suggests and is not done: because nobody asked for it, or because we cannot."""
+    """Notes about suggestions of generation_config.json that are not applied: not asked for, or not supported."""
     if suggested is None:
         return []
     lines = []
@@ -139,7 +139,7 @@ def _has(params: SamplingParams, name: str, value: object) -> bool:
 
 
 def sampling_text(params: SamplingParams) -> str:
-    """The parameters that differ from their defaults, and the two that everybody asks about."""
+    """The parameters that differ from their defaults, and always max_tokens and temperature."""
     default = SamplingParams()
     names = [f.name for f in dataclasses.fields(params)]
     shown = [
@@ -154,20 +154,20 @@ def generate(engine: "InferenceEngine", requests: list[Request], on_update=None)
     """Sample all requests. Raises: RuntimeError for a fault of the engine."""
     try:
         return engine.generate(requests, on_update=on_update)
-    except ValueError as e:  # what requests do wrong is in their outputs, so this is a fault of ours: show all of it
+    except ValueError as e:  # errors of requests are in their outputs, so this is an internal fault: show its traceback
         raise RuntimeError("sampling failed; please report this with the traceback") from e
 
 
 def serve(engine: "InferenceEngine", requests: list[Request]) -> tuple[list[RequestOutput], float]:
-    """`generate` with a bar or lines about how it goes. Returns: the outputs, and the seconds that it took."""
+    """`generate` with a progress bar or progress lines. Returns: the outputs, and the seconds it took."""
     begin = time.perf_counter()
-    draws = not isinstance(choose_display(), Lines)  # the engine draws a bar where somebody watches
+    draws = not isinstance(choose_display(), Lines)  # the engine draws a bar on a terminal
     outputs = generate(engine, requests, None if draws else log_lines(engine))
     return outputs, time.perf_counter() - begin
 
 
 def log_lines(engine: "InferenceEngine") -> Callable[[int, int, int], None]:
-    """A callback that says every few seconds how the run goes."""
+    """A callback that prints a progress line every few seconds."""
     last = time.monotonic()
 
     def update(finished: int, total: int, _: int) -> None:
@@ -180,7 +180,7 @@ def log_lines(engine: "InferenceEngine") -> Callable[[int, int, int], None]:
 
 
 def merge_outputs(rows: Sequence[Row], sampled: Sequence[RequestOutput]) -> list[RequestOutput]:
-    """Outputs in the order of the rows, with an error for each row that has no request."""
+    """Outputs in the order of the rows, with an error for each row without a request."""
     rest = iter(sampled)
     return [
         next(rest) if row.request is not None else RequestOutput(row.id, None, [], [], error=row.error) for row in rows
@@ -188,7 +188,7 @@ def merge_outputs(rows: Sequence[Row], sampled: Sequence[RequestOutput]) -> list
 
 
 def report_failures(outputs: Sequence[RequestOutput]) -> int:
-    """Say which requests failed; returns how many."""
+    """Print which requests failed; returns their number."""
     errors: list[str] = []
     for output in outputs:
         broken = [c.index for c in output.completions if c.finish_reason == FinishReason.ERROR]

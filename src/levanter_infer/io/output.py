@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 try:
     import fcntl
-except ImportError:  # not a POSIX system: nothing keeps two runs apart there
+except ImportError:  # not a POSIX system: two runs are not kept apart there
     fcntl = None
 
 from levanter_infer.columns import encode_row
@@ -30,14 +30,14 @@ _REMEDIES = {
 
 
 class RowWriter:
-    """Writes rows, or other text, beside an output file, which appears complete or not at all.
+    """Writer of rows, or other text, to an output file that appears complete or not at all.
 
-    Rows go to FILE.partial, which takes FILE's name in `commit`. Used as a context manager: without a commit the
-    partial file is removed. One left by a run that was killed is taken over.
+    Rows go to FILE.partial, which `commit` renames to FILE. A context manager: without a commit it removes the partial
+    file. A partial file of a killed run is reused.
 
     Args:
         path: the output file.
-        overwrite: replace what is there.
+        overwrite: replace an existing file.
     Raises: ValueError if the file exists, cannot be written, or another run is writing it.
     """
 
@@ -69,7 +69,7 @@ class RowWriter:
             raise ValueError(write_error(self.path, e, "output ")) from e
 
     def commit(self) -> None:
-        """Make the file durable under its name. Raises: ValueError if somebody else has made one meanwhile."""
+        """Make the file durable under its name. Raises: ValueError if another process has made one meanwhile."""
         assert self._file is not None, "committed twice"
         try:
             self._file.flush()
@@ -101,7 +101,7 @@ class RowWriter:
 
 
 def _check_replaceable(path: Path, overwrite: bool) -> None:
-    """Raises: ValueError if rows may not take the place of what is there; OSError if nobody can tell."""
+    """Raises: ValueError if rows may not replace an existing file; OSError if that is unknown."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -115,12 +115,12 @@ def _check_replaceable(path: Path, overwrite: bool) -> None:
 
 
 def rename_new(old: Path, new: Path) -> None:
-    """Rename, but not over something else. Raises: FileExistsError; OSError."""
+    """Rename without replacing a file. Raises: FileExistsError; OSError."""
     try:
         os.link(old, new)  # unlike a rename, this fails if the name is taken
     except FileExistsError:
         raise
-    except OSError:  # a file system without hard links: take the name first
+    except OSError:  # a file system without hard links: reserve the name first
         os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         os.replace(old, new)
     else:
@@ -135,9 +135,9 @@ def _open_alone(path: Path) -> IO[str]:
 
 
 def lock_file(path: Path) -> int:
-    """Open `path`, made if need be, for this process alone. It is free again once closed, or this process has died.
+    """Open `path`, created if missing, for this process alone, until it is closed or the process has died.
 
-    Returns: a file descriptor at its beginning.
+    Returns: a file descriptor at offset 0.
     Raises: BlockingIOError if another process has it; OSError.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
@@ -154,10 +154,10 @@ def lock_file(path: Path) -> int:
 
 
 def write_error(path: Path, e: OSError, what: str = "") -> str:
-    """What to say of a file that could not be written, and what to do.
+    """Message for a file that could not be written, with a remedy.
 
     Args:
-        what: stands before the path, with a space behind it.
+        what: prefix of the path, with a space at its end.
     """
     remedy = _REMEDIES.get(e.errno or 0, "").format(folder=path.parent)
     return f"cannot write {what}{path}: {e.strerror or e}" + (f"; {remedy}" if remedy else "")
@@ -168,7 +168,7 @@ def write_error(path: Path, e: OSError, what: str = "") -> str:
 
 @contextlib.contextmanager
 def output_files(config: RunConfig) -> Iterator[tuple[RowWriter | None, RowWriter | None]]:
-    """Writers of the rows and of the metrics, None for what is not asked for. Raises: ValueError."""
+    """Writers of the rows and of the metrics; None for a file that is not configured. Raises: ValueError."""
     output = config.output
     with contextlib.ExitStack() as stack:
 
@@ -192,7 +192,7 @@ def _check_apart(output: str, prompts_file: str) -> None:
 def write_files(
     rows: RowWriter | None, metrics: RowWriter | None, content: Iterable[Mapping[str, Any]], engine: "InferenceEngine"
 ) -> None:
-    """Write and commit what `output_files` opened: the rows, and all that the engine has counted."""
+    """Write and commit the files of `output_files`: the rows, and the engine's metrics."""
     if rows is not None:
         rows.write(content)
         rows.commit()
@@ -202,7 +202,7 @@ def write_files(
 
 
 def metrics_text(engine: "InferenceEngine", *, as_prometheus: bool) -> str:
-    """All that the engine has counted, as Prometheus' text or as JSON."""
+    """The engine's metrics as Prometheus' text or as JSON."""
     if not engine.backend.spans_hosts:
         engine.memory()
     registry = engine.metrics()

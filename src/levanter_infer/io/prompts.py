@@ -26,7 +26,7 @@ ROW_KEYS = (*_PROMPT_KEYS, "id", "sampling", *_POLICY_KEYS, *CHAT_KEYS)
 _NOT_CARRIED = (*ROW_KEYS, "custom_id", "body")  # the last two make a row a line of OpenAI's batch format
 CARRY_REMEDY = "; a column of your own goes to the output if output.carry names it: [NAME]"
 _COMPLETIONS = {"prompt": "completion", "prompt_token_ids": "completion_token_ids", "messages": "completion"}
-"""In which key a completion stands beside a prompt."""
+"""Key of the completion, by key of the prompt."""
 _SCORED_CHAT_KEYS = ("tools", "chat_template_kwargs")
 _SCORED_ROW_KEYS = (*_PROMPT_KEYS, "id", "cache_salt", "completion", "completion_token_ids", *_SCORED_CHAT_KEYS)
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -35,26 +35,26 @@ _MAX_TOKEN = 2**31
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One row of the input: a request, or why there is none."""
+    """One row of the input: a request, or an error."""
 
     id: str
     request: Request | None
     error: str | None = None
     completion: str | list[int] | None = None
-    """What follows the prompt, where it is to be scored and not sampled; token ids behind token ids."""
+    """Continuation of the prompt to be scored; token ids behind token ids. None: the row is sampled."""
     carried: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What goes unchanged to its rows of the output."""
+    """Columns that its output rows carry unchanged."""
 
 
 def read_rows(config: RunConfig, *, completions: bool = False, columns: Columns | None = None) -> list[Row]:
     """The requests of a run, in order.
 
-    A row that is wrong becomes an error of that row. `sampling.seed` of the configuration is left to the engine, which
-    derives a seed of its own for every request; the `seed` of a row is its request's.
+    A malformed row has an error and no request. The engine derives a seed for every request from `sampling.seed` of the
+    configuration; the `seed` of a row is its request's.
 
     Args:
-        completions: rows may hold a completion, and no parameters of sampling.
-        columns: of the output; a row that asks for others is refused. None: there is none.
+        completions: rows may hold a completion, and no sampling parameters.
+        columns: columns of the output; a row that asks for others is refused. None: there is no output.
     Raises: ValueError if the file cannot be read at all, or has too many rows.
     """
     if columns is not None and columns.carry and not str(config.prompts_file).lower().endswith(_JSONL):
@@ -101,12 +101,12 @@ def columns_of(config: RunConfig) -> Columns:
 
 
 def no_columns(source: str) -> str:
-    """What is wrong with carrying columns of plain prompts."""
+    """Message for columns to carry from plain prompts."""
     return f"output.carry with {source}: plain prompts have no columns; give JSONL, or leave it out"
 
 
 def chat_settings(config: RunConfig) -> dict[str, Any]:
-    """How all chats of a run are rendered, where a row does not say otherwise."""
+    """Defaults of a run for rendering chats; rows may override them."""
     return {key: getattr(config, key) for key in CHAT_KEYS if getattr(config, key) is not None}
 
 
@@ -115,7 +115,7 @@ def _as_chat(prompt: str) -> dict[str, Any]:
 
 
 def _read_file(path: Path, *, as_chat: bool) -> Iterator[tuple[str, Any]]:
-    """(where, content) of each line that is not blank; a content that is an exception is that row's error."""
+    """(where, content) of each line that is not blank; an exception as content is the error of that row."""
     suffix = path.suffix.lower()
     if suffix == ".json":
         raise ValueError(f"prompts_file {path}: expected .jsonl with one row a line, or text with one prompt a line")
@@ -135,10 +135,10 @@ def _read_file(path: Path, *, as_chat: bool) -> Iterator[tuple[str, Any]]:
 
 
 class RefusedRow(ValueError):
-    """What is wrong with a row.
+    """Error of one row.
 
     Args:
-        id: what the row calls itself, where it is known.
+        id: the id that the row gives itself, if it is known.
     """
 
     def __init__(self, message: str, id: str | None = None):
@@ -147,7 +147,7 @@ class RefusedRow(ValueError):
 
 
 def parse_line(line: bytes, *, jsonl: bool, as_chat: bool) -> Any:
-    """What a line of a prompts file holds, or the ValueError that says what is wrong with it."""
+    """Content of a line of a prompts file, or the ValueError that says what is wrong with it."""
     if len(line) > MAX_LINE_BYTES:
         return RefusedRow(f"the line is longer than {MAX_LINE_BYTES} bytes; shorten it")
     try:
@@ -162,7 +162,7 @@ def parse_line(line: bytes, *, jsonl: bool, as_chat: bool) -> Any:
 
 
 def parse_json(text: str, what: str) -> Any:
-    """The value that JSON text stands for. Raises: RefusedRow; `what` is wrong with it, or with a value in it."""
+    """The value of JSON text. Raises: RefusedRow naming `what`, and what is wrong with it or a value in it."""
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except RefusedRow as e:
@@ -184,7 +184,7 @@ def _no_constant(name: str) -> Any:
 
 
 def chat_of(content: Any) -> Any:
-    """A row whose text prompt is what a user says in a chat; any other as it is."""
+    """A row with its text prompt turned into a user message; other rows as they are."""
     if isinstance(content, dict) and isinstance(content.get("prompt"), str):
         if content.get("messages") is None:  # otherwise there are two prompts, which is refused as such
             content |= _as_chat(content.pop("prompt"))
@@ -201,7 +201,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def given_id(content: Any) -> str | None:
-    """What a row calls itself, also one that is wrong; None if it does not, or with what is no id."""
+    """The id that a row gives itself, also a malformed one; None without a valid id."""
     if isinstance(content, RefusedRow):
         return content.id
     given = content.get("id") if isinstance(content, dict) else None
@@ -215,7 +215,7 @@ def _is_id(value: Any) -> bool:
 
 
 def row_id(content: Any, default_id: str) -> str:
-    """What names a row, also one that is wrong."""
+    """The id of a row, also of a malformed one."""
     given = given_id(content)
     return default_id if given is None else given
 
@@ -230,15 +230,15 @@ def make_row(
     columns: Columns | None = None,
     chat: Mapping[str, Any] = _NONE,
 ) -> Row:
-    """The request that a row asks for; what is wrong with it becomes its error.
+    """The request of a row; a malformed row has an error instead.
 
     Args:
-        content: as `parse_line` gives it.
-        where: says in the error which row it is.
-        base: parameters that the row does not give.
-        completions: it may hold a completion, and no parameters of sampling.
-        columns: of the output; a row that asks for others is refused.
-        chat: as of `chat_settings`; rows that are no chats have no use for it.
+        content: as `parse_line` returns it.
+        where: names the row in its error.
+        base: sampling parameters that the row may override.
+        completions: the row may hold a completion, and no sampling parameters.
+        columns: columns of the output; a row that asks for others is refused.
+        chat: as `chat_settings`; rows without a chat ignore it.
     """
     default_id = row_id(content, default_id)
     carry = () if columns is None else columns.carry
@@ -300,7 +300,7 @@ def _make_request(
 
 
 def _check_ids(ids: list[Any]) -> None:
-    """Raises: ValueError for what no vocabulary can hold."""
+    """Raises: ValueError for ids that no vocabulary can hold."""
     if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) < _MAX_TOKEN)):
         return
     i, wrong = next((i, v) for i, v in enumerate(ids) if type(v) is not int or not 0 <= v < _MAX_TOKEN)
@@ -308,7 +308,7 @@ def _check_ids(ids: list[Any]) -> None:
 
 
 def _chat_keys(content: dict[str, Any], kind: str, chat: Mapping[str, Any]) -> dict[str, Any]:
-    """What says how the chat of a row is rendered: the row's own settings before those of all chats."""
+    """Settings for rendering the chat of a row: its own override those of all chats."""
     own = {key: content[key] for key in CHAT_KEYS if content.get(key) is not None}
     if kind != "messages":
         if own:
@@ -320,7 +320,7 @@ def _chat_keys(content: dict[str, Any], kind: str, chat: Mapping[str, Any]) -> d
     if "chat_template_kwargs" in own and "chat_template_kwargs" in chat:
         settings["chat_template_kwargs"] = {**chat["chat_template_kwargs"], **own["chat_template_kwargs"]}
     if settings.get("continue_final_message"):
-        settings["add_generation_prompt"] = False  # which begins another message, and is what is done by default
+        settings["add_generation_prompt"] = False  # which would start another message, and is the default
     return settings
 
 

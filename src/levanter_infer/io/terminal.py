@@ -7,7 +7,7 @@ import unicodedata
 _MAX_MESSAGE = 800
 """Characters of one error on the terminal."""
 _JOINERS = "\u200c\u200d"
-"""Format characters that words and emoji of many scripts are written with; they change no order."""
+"""Format characters within words and emoji of many scripts; they change no order."""
 _UNSAFE = re.compile("[^\\n\\t\\x20-\\x7e]")
 
 
@@ -17,7 +17,7 @@ def say(text: str) -> None:
 
 
 def one_line(text: str) -> str:
-    """`text` in one line of bounded length, so that nothing in it looks like a line of ours."""
+    """`text` in one line of bounded length, so that nothing in it looks like another message."""
     text = " ".join(text.split())
     if len(text) > _MAX_MESSAGE:
         text = f"{text[: _MAX_MESSAGE - 100]} ... {text[-80:]}"
@@ -25,7 +25,7 @@ def one_line(text: str) -> str:
 
 
 def escape_for_terminal(text: str) -> str:
-    """`text` with everything that a terminal might obey, or that changes the order of what is shown, made visible.
+    """`text` with escapes for everything that a terminal obeys, or that changes the order of characters.
 
     Newlines and tabs stay; control and format characters, line separators, surrogates and unassigned codes become
     escapes such as \\x1b.
