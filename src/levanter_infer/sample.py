@@ -23,8 +23,7 @@ from levanter_infer.fingerprint import device_fingerprint, flat, model_fingerpri
 from levanter_infer.io.output import output_files, write_files
 from levanter_infer.io.prompts import Row, columns_of, read_rows
 from levanter_infer.io.terminal import escape_for_terminal, one_line, say
-from levanter_infer.runtime.agreement import agree
-from levanter_infer.runtime.hosts import Hosts
+from levanter_infer.runtime.hosts import Hosts, agree
 from levanter_infer.runtime.multihost import ONE_MESH
 
 _MAX_SHOWN_PROMPT = 400

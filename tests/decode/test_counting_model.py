@@ -16,7 +16,8 @@ import pytest
 from haliax import Axis, NamedArray
 
 from levanter_infer.axes import EMBED, HEAD_SIZE, KV_HEADS, ROW, TOKEN, VOCAB
-from levanter_infer.cache import KvPages, PageBatchInfo
+from levanter_infer.cache.batch_info import PageBatchInfo
+from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.decode import step
 from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.decode.sampling import SampleOutput

@@ -60,10 +60,10 @@ def run_command(name: str) -> NoReturn:
 def start(command: Callable[[], int]) -> NoReturn:
     """Run a command as this process, and end the process with its status.
 
-    SIGTERM acts as SIGINT: partial output files are removed. The process ends without waiting for a compilation, which
-    the interpreter would do.
+    SIGTERM has Python's own handler of SIGINT: partial output files are removed. The process ends without waiting for a
+    compilation, which the interpreter would do.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         status = command()
     except KeyboardInterrupt:  # while modules were imported, before the command handles it
@@ -75,10 +75,6 @@ def start(command: Callable[[], int]) -> NoReturn:
                 stream.flush()
         os._exit(status)
     sys.exit(status)
-
-
-def _interrupt(*_) -> None:
-    raise KeyboardInterrupt
 
 
 def overview() -> str:

@@ -14,10 +14,9 @@ from levanter_infer.fingerprint import flag_fingerprint, version_fingerprint
 from levanter_infer.io.prompts import Row
 from levanter_infer.io.terminal import one_line, say
 from levanter_infer.policies import FinishReason
-from levanter_infer.runtime.agreement import agree
 from levanter_infer.runtime.compile_cache import enable_compile_cache
 from levanter_infer.runtime.garbage_collection import gc_disabled
-from levanter_infer.runtime.hosts import Hosts
+from levanter_infer.runtime.hosts import Hosts, agree
 from levanter_infer.runtime.multihost import PER_HOST, joined
 from levanter_infer.runtime.progress import Lines, choose_display, stage
 
@@ -42,7 +41,7 @@ def join(config: RunConfig, orderly: tuple[type[BaseException], ...] = ()) -> It
         with stage("waiting for the other processes"):
             hosts = stack.enter_context(joined(config.multihost, orderly))
         if hosts is not None:
-            hosts.note("comparing versions")
+            hosts.set_status("comparing versions")
             say(f"hosts     {hosts.count}, {config.multihost.layout}; this is {hosts.names[hosts.index]}")
             with stage("waiting for the other processes to compare versions"):
                 agree(hosts, "versions and flags", {**version_fingerprint(), **flag_fingerprint()})
@@ -81,7 +80,7 @@ def make_engine(config: RunConfig, num_rows: int, hosts: Hosts | None = None) ->
         from levanter_infer.engine.mesh import make_mesh
 
     if hosts is not None:
-        hosts.note("loading the model")
+        hosts.set_status("loading the model")
     enable_compile_cache()
     begin = time.perf_counter()
     model = open_model(source, dtype=config.model.dtype)

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.cache.named import replace
-from levanter_infer.decode.sequence_table import RUNNING, SWAPPED, WAITING, is_ready, pages_for, precede
+from levanter_infer.cache.page_math import pages_for
+from levanter_infer.decode.codes import RUNNING, SWAPPED, WAITING
+from levanter_infer.decode.sequence_table import is_ready, precede
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.policies import AdmissionPolicy

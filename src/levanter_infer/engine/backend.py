@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import Mesh
 
-from levanter_infer.cache import KvPages
+from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.instructions import Choice, choose
@@ -121,7 +121,7 @@ class Backend:
 
         Raises: ValueError if this processor does not have it.
         """
-        decided = self.isa if hosts is None else hosts.decide("engine.cpu_isa", self.isa)
+        decided = self.isa if hosts is None else hosts.broadcast("engine.cpu_isa", self.isa)
         if decided == self.isa or self.isa is None or decided is None:
             return self
         if decided not in cpu.isas():

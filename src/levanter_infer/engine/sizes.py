@@ -2,9 +2,8 @@
 
 import jax.numpy as jnp
 
-from levanter_infer.cache import KvPages
-from levanter_infer.decode.sampling import SamplingLimits
-from levanter_infer.decode.shapes import Shapes
+from levanter_infer.cache.kv_pages import KvPages
+from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.params import MAX_STOP_TOKENS
 from levanter_infer.policies import PreemptionPolicy
