@@ -27,9 +27,9 @@ LAYERS = [
     {"columns"},
     {"keys"},
     {"config"},
-    {"rows"},
+    {"io"},
     {"fingerprint"},
-    {"frontend"},
+    {"cli"},
 ]
 """From the bottom up; a part imports parts below its own line only. All other modules are commands, above them."""
 DEVICE = {"axes", "policies", "kernels", "cache", "layers", "models", "decode"}

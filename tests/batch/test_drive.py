@@ -13,7 +13,7 @@ from levanter_infer.batch.job import MANIFEST, Job, check_same, make_job_spec, r
 from levanter_infer.batch.shard import JOB, JOURNALS, dumps
 from levanter_infer.batch.store import LocalStore, open_store
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.rows import lock_file
+from levanter_infer.io.output import lock_file
 from tests.batch.fake_engine import FakeEngine
 
 ROWS = 23

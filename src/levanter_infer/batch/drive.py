@@ -14,7 +14,7 @@ from levanter_infer.batch.shard import count
 from levanter_infer.columns import Columns
 from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import Request, RequestOutput
-from levanter_infer.rows import Row, make_row
+from levanter_infer.io.prompts import Row, make_row
 
 logger = logging.getLogger(__name__)
 

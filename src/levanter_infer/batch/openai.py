@@ -16,8 +16,8 @@ from levanter_infer.columns import NOT_FINITE
 from levanter_infer.config import check_keys
 from levanter_infer.engine.params import brief
 from levanter_infer.engine.request import MAX_ID_CHARS, Completion, RequestOutput
+from levanter_infer.io.prompts import RefusedRow, Row, given_id
 from levanter_infer.policies import FinishReason
-from levanter_infer.rows import RefusedRow, Row, given_id
 
 if TYPE_CHECKING:
     from levanter_infer.checkpoints.tokenizer import Tokenizer

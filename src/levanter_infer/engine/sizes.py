@@ -10,7 +10,7 @@ from levanter_infer.policies import PreemptionPolicy
 from levanter_infer.runtime.memory import default_pool_bytes
 
 MIN_UPLOAD_TOKENS = 4096
-"""Prompt tokens that one round can bring to the device, at least; longer prompts take several rounds."""
+"""Prompt tokens that one round can upload, at least; longer prompts take several rounds."""
 
 
 def resolve_shapes(
@@ -24,11 +24,10 @@ def resolve_shapes(
     """The static sizes of an engine for `model`.
 
     Args:
-        num_eos: end-of-sequence ids of the model; each takes a place among the stop token sequences.
-        unread_bytes: of weights that will yet come into the memory of a device.
-        token_values: numbers that a layer stores for a token in one device's memory; None: keys and values of all
-            heads, as they are.
-        device_bytes: memory of a device that is not here; None: what is free in this process's first.
+        num_eos: end-of-sequence ids of the model; each counts as a stop token sequence.
+        unread_bytes: weights that still have to be loaded into the memory of a device.
+        token_values: numbers per layer and token in one device's memory; None: keys and values of all heads.
+        device_bytes: memory of a device elsewhere; None: the free memory of this process's first device.
     Raises: ValueError if the pool could not hold one page per running sequence, or sizes contradict each other.
     """
     arch = model.config
@@ -42,7 +41,7 @@ def resolve_shapes(
     num_pages = config.max_pages or min(wanted, default_pool_bytes(unread_bytes, device_bytes) // page_bytes)
     if num_pages < config.max_seqs and config.max_pages is None:
         raise ValueError(
-            f"free memory has room for {num_pages} pages of {page_bytes} bytes, and {config.max_seqs} sequences need "
+            f"free memory holds {num_pages} pages of {page_bytes} bytes, and {config.max_seqs} sequences need "
             "one each; free some memory, lower engine.max_seqs, or say how many pages with engine.max_pages"
         )
     if num_pages * page_size >= 2**31:
@@ -70,4 +69,5 @@ def resolve_shapes(
 
 
 def kv_dtype(config: EngineConfig, model) -> jnp.dtype:
+    """dtype of the KV cache: the configuration's, else that of the weights."""
     return jnp.dtype(config.kv_dtype or model.dtype)
