@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from levanter_infer.axes import POSITION, ROW, SEQ_PAGE, TOKEN
-from levanter_infer.cache import KvPages, PageBatchInfo
+from levanter_infer.cache.batch_info import PageBatchInfo
+from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.kernels import Backend, make_backend
 from levanter_infer.kernels.call import PoolShape
 from levanter_infer.kernels.cpu import bindings as cpu

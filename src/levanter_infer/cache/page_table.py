@@ -1,7 +1,5 @@
 """`PageTable`: who holds which page of the pool, and in which order free pages are reused."""
 
-from typing import TypeVar
-
 import equinox as eqx
 import haliax.haxtyping as ht
 import jax
@@ -12,8 +10,6 @@ from jax import Array
 from levanter_infer.axes import PAGE
 from levanter_infer.cache.named import full, replace, scalar
 from levanter_infer.kernels.loops import run_if as run_if
-
-Tokens = TypeVar("Tokens", int, Array)
 
 
 class PageTable(eqx.Module):
@@ -152,13 +148,3 @@ def ragged_index(counts: Array, start: Array, size: int) -> tuple[Array, Array, 
     valid = flat < bounds[-1]
     group = jnp.where(valid, jax.lax.cummax(marks), counts.shape[0])
     return group, flat - begins.at[group].get(mode="fill", fill_value=0), valid
-
-
-def page_of(position: Tokens, page_size: int) -> Tokens:
-    """Which page of its sequence holds a position: `position // page_size`, as the shift that it is."""
-    return position >> (page_size.bit_length() - 1)
-
-
-def offset_of(position: Tokens, page_size: int) -> Tokens:
-    """Where in its page a position stands: `position % page_size`."""
-    return position & (page_size - 1)

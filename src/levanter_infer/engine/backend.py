@@ -10,8 +10,9 @@ import jax
 from jax.sharding import Mesh
 
 from levanter_infer.decode.shapes import Shapes
-from levanter_infer.engine.config import EngineConfig, kv_dtype
-from levanter_infer.engine.instructions import AUTO, Choice, choose
+from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.instructions import Choice, choose
+from levanter_infer.engine.sizes import kv_dtype
 from levanter_infer.kernels.backend import Backend as KernelBackend
 from levanter_infer.kernels.backend import Platform, Task, Work
 from levanter_infer.kernels.call import PoolShape
@@ -19,6 +20,7 @@ from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.registry import BACKENDS, make_backend, platform_of
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.layers.layout import Layout
+from levanter_infer.policies import CpuIsa, MatmulImpl, Numerics, PreemptionPolicy
 from levanter_infer.runtime.hosts import Hosts
 
 logger = logging.getLogger(__name__)
@@ -77,16 +79,16 @@ class Backend:
             attention=_resolve(config.attention, attention),
         )
         chosen = dataclasses.replace(chosen, layout=layout)._configured(config, matmul.dtype, attention.dtype)
-        if config.numerics == "batch_invariant" and model.config.num_experts is not None:
+        if config.numerics == Numerics.BATCH_INVARIANT and model.config.num_experts is not None:
             raise ValueError(
                 'engine.numerics="batch_invariant" is not possible for a model with experts: norms and routing in XLA '
                 "round by the size of the step; use default"
             )
-        if mesh is not None and config.preempt == "offload":
+        if mesh is not None and config.preempt == PreemptionPolicy.OFFLOAD:
             raise ValueError(
                 f'engine.preempt="offload" moves pages of one device, and the mesh has {mesh.size}; use "recompute"'
             )
-        if config.numerics == "batch_invariant" and not chosen.is_batch_invariant:
+        if config.numerics == Numerics.BATCH_INVARIANT and not chosen.is_batch_invariant:
             raise ValueError(
                 'engine.numerics="batch_invariant" needs the kernels for CPUs, for matmuls and for attention; here '
                 f"matmul={chosen.matmul} and attention={chosen.attention}: "
@@ -107,7 +109,7 @@ class Backend:
         if "cpu_isa" in self.matmul_backend.options | self.attention_backend.options:
             choice = choose(config.cpu_isa, weights if "cpu_isa" in self.matmul_backend.options else pages)
             options["cpu_isa"] = choice.isa
-        elif config.cpu_isa != AUTO:
+        elif config.cpu_isa != CpuIsa.AUTO:
             raise ValueError(
                 f'engine.cpu_isa="{config.cpu_isa}" is for the kernels for CPUs, and here matmul={self.matmul} '
                 f"and attention={self.attention} ({self.isa_reason}); leave it out"
@@ -136,7 +138,7 @@ class Backend:
 
         Raises: ValueError if this processor does not have it.
         """
-        decided = self.isa if hosts is None else hosts.decide("engine.cpu_isa", self.isa)
+        decided = self.isa if hosts is None else hosts.broadcast("engine.cpu_isa", self.isa)
         if decided == self.isa or self.isa is None or decided is None:
             return self
         if decided not in cpu.isas():
@@ -263,7 +265,7 @@ def _resolve(wanted: str, task: Task) -> str:
     Raises: ValueError if that cannot do the work, with the reason.
     """
     key = task.work.value
-    if wanted != AUTO:
+    if wanted != MatmulImpl.AUTO:
         reason = BACKENDS[wanted].refusal(task)
         if reason is not None:
             raise ValueError(f'engine.{key}="{wanted}" is not possible: {reason}')

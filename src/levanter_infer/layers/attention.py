@@ -10,7 +10,8 @@ from haliax import Axis, NamedArray
 from jax import Array
 
 from levanter_infer.axes import HEAD_SIZE, KV_HEADS, POSITION, Q_HEADS_PER_GROUP, TOKEN
-from levanter_infer.cache import KvPages, PageBatchInfo
+from levanter_infer.cache.batch_info import PageBatchInfo
+from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.kernels.backend import Fuse
 from levanter_infer.kernels.call import AttentionCall, Rotation
 from levanter_infer.kernels.rules import MASKED, ScoreRules

@@ -11,7 +11,8 @@ from haliax import Axis, NamedArray
 from jax import Array
 
 from levanter_infer.axes import EMBED, EXPERT, LAYERS, MLP, POSITION, SEQ_PAGE, VOCAB
-from levanter_infer.cache import KvPages, PageBatchInfo
+from levanter_infer.cache.batch_info import PageBatchInfo
+from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.attention import Attention, AttentionInputs, AttentionSizes, AttentionSpec
 from levanter_infer.layers.layout import Layout

@@ -294,7 +294,7 @@ def _reshaped(array: Array, shape: tuple[int, ...]) -> Array:
     if isinstance(array, Tracer) or len(array.devices()) > 1 or array.sharding.memory_kind == "pinned_host":
         return array.reshape(shape)
     (device,) = array.devices()
-    if device.platform != "cpu":
+    if not platform_of(device.platform).shares_memory:
         return array.reshape(shape)
     # If somebody donates `array`, JAX sees that its memory is in use and copies.
     return jax.device_put(np.asarray(array).reshape(shape), array.sharding if array.committed else None)
