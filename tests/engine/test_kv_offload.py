@@ -15,13 +15,14 @@ from levanter_infer.decode.codes import RUNNING, SWAPPED
 from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.decode.kv_offload import swap_in
 from levanter_infer.decode.state import DecodeState
-from levanter_infer.engine.config import EngineConfig, resolve_shapes
+from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.kv_offload import KvOffload, _Member, _Record, _Tables
 from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.pure import generate
 from levanter_infer.engine.request import Request
+from levanter_infer.engine.sizes import resolve_shapes
 from levanter_infer.engine.uploads import empty_admission
 from levanter_infer.kernels.cpu import bindings as cpu
 from tests.hlo import pool_copies

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from levanter_infer.axes import DATA, EMBED, HEAD_SIZE, KV_HEADS, LAYERS, MODEL, Q_HEADS_PER_GROUP, VOCAB
-from levanter_infer.engine.config import EngineConfig, resolve_shapes
+from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.mesh import MeshConfig, make_mesh
 from levanter_infer.engine.params import SamplingParams
@@ -20,6 +20,7 @@ from levanter_infer.engine.request_state import RequestState, SampleState
 from levanter_infer.engine.routing import expected_tokens, route
 from levanter_infer.engine.runner import Gather
 from levanter_infer.engine.sharded import ShardedSlots, ShardSteps
+from levanter_infer.engine.sizes import resolve_shapes
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.layers.layout import Layout
 from tests.tiny_models import tiny_model

@@ -47,7 +47,6 @@ from levanter_infer.engine.sharded import make_slots, read_outputs
 from levanter_infer.engine.stats import Stats
 from levanter_infer.engine.turns import Turns, exclusive, waits_for_turn
 from levanter_infer.engine.weight_updates import (
-    Policy,
     check_same_types,
     check_weights_are_there,
     checked_policy,
@@ -55,6 +54,7 @@ from levanter_infer.engine.weight_updates import (
     enter_version,
 )
 from levanter_infer.models.live import from_levanter
+from levanter_infer.policies import WeightSwapPolicy
 from levanter_infer.runtime.compile_cache import enable_compile_cache
 from levanter_infer.runtime.garbage_collection import gc_disabled
 from levanter_infer.runtime.hosts import Hosts
@@ -600,13 +600,13 @@ class InferenceEngine:
         version, wanted = checked_version(version, self.version), checked_policy(policy)
         model = from_levanter(model)
         check_same_types(self.runner.types, model)
-        self._coordinator.on_input({"weights": np.asarray([version, list(Policy).index(wanted)])})
-        if wanted is Policy.DRAIN:
+        self._coordinator.on_input({"weights": np.asarray([version, list(WeightSwapPolicy).index(wanted)])})
+        if wanted is WeightSwapPolicy.DRAIN:
             check_weights_are_there(self.runner, self._scheduler.occupants)
             self._drain_running()
         self._known += self._flush()
         self._intake.version = version
-        recompute = wanted is Policy.RECOMPUTE
+        recompute = wanted is WeightSwapPolicy.RECOMPUTE
         enter_version(self.runner, self._scheduler, self._offload, self._intake, recompute=recompute)
         self.runner.swap_weights(model, donate=donate)
         self.version = version

@@ -25,14 +25,15 @@ from levanter_infer.decode.scoring import READ_PAGES
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import GenState
 from levanter_infer.engine.backend import Backend
-from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
+from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.scoring import score_shapes
+from levanter_infer.engine.sizes import kv_dtype, resolve_shapes
 from levanter_infer.engine.tile_search import check_given_tiles
 from levanter_infer.engine.uploads import make_nothing
 from levanter_infer.models.protocol import Model
-from levanter_infer.runtime.agreement import agree, agree_least
+from levanter_infer.policies import Recompilation
 from levanter_infer.runtime.garbage_collection import gc_disabled
-from levanter_infer.runtime.hosts import Hosts
+from levanter_infer.runtime.hosts import Hosts, agree, agree_min
 from levanter_infer.runtime.memory import return_free_memory
 from levanter_infer.runtime.progress import stage
 
@@ -82,7 +83,7 @@ class Runner:
             self.shapes,
             score_mod=score_mod,
             mask_mod=mask_mod,
-            on_recompile=logger.warning if config.recompilation == "warn" else None,
+            on_recompile=logger.warning if config.recompilation == Recompilation.WARN else None,
             fingerprints=hosts is not None,
         )
         self._enter_nothing(backend.put(make_nothing(self.shapes, self.num_ranks)))
@@ -105,10 +106,10 @@ class Runner:
         if self._hosts is None:
             return shapes
         with stage("waiting for the other processes to size their pools"):
-            least = agree_least(self._hosts, "max_pages", {"max_pages": shapes.num_pages})
+            least = agree_min(self._hosts, "max_pages", {"max_pages": shapes.num_pages})
         shapes = dataclasses.replace(shapes, num_pages=least["max_pages"])
         backend = self.backend
-        plan = {**dataclasses.asdict(shapes), "mesh": backend.mesh_sizes, "platform": backend.platform}
+        plan = {**dataclasses.asdict(shapes), "mesh": backend.mesh_sizes, "platform": backend.platform.name}
         agree(self._hosts, "sizes", {name: str(value) for name, value in plan.items()})
         return shapes
 
@@ -117,7 +118,7 @@ class Runner:
         begin = time.perf_counter()
         with stage("compiling", self.programs.progress):
             self.programs.compile_all(self.backend.prepared_types(types), self.nothing)
-            if self.backend.on_cpu:  # which does both itself, and the compiler's memory is then the weights'
+            if self.backend.platform.shares_memory:  # the compiler's memory is then the weights'
                 self.programs.wait()
                 return_free_memory()
         self.compile_s = time.perf_counter() - begin
@@ -408,9 +409,9 @@ def programs_for(
     return Programs(
         types,
         shapes,
-        backend.attention_spec(shapes, score_mod, mask_mod, config.tiles),
+        backend.attention_spec(shapes, score_mod, mask_mod),
         kv_dtype=dtype,
-        as_bits=backend.on_cpu,
+        backend=backend.attention_backend,
         on_recompile=on_recompile,
         options=backend.compiler_options,
         layout=backend.layout,

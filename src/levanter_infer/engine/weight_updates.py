@@ -1,7 +1,6 @@
 """Weight updates, on the host: what is checked, and what requests need to know of other weights."""
 
 import dataclasses
-import enum
 
 import jax
 import numpy as np
@@ -13,21 +12,14 @@ from levanter_infer.engine.params import brief
 from levanter_infer.engine.request_state import SampleState
 from levanter_infer.engine.runner import Runner
 from levanter_infer.engine.slots import SlotManager
+from levanter_infer.policies import WeightSwapPolicy
 
 
-class Policy(enum.StrEnum):
-    """What becomes of the sequences that are on the device when the weights change (`InferenceEngine.swap_weights`)."""
-
-    DRAIN = "drain"
-    KEEP_KV = "keep_kv"
-    RECOMPUTE = "recompute"
-
-
-def checked_policy(policy) -> Policy:
+def checked_policy(policy) -> WeightSwapPolicy:
     """Raises: ValueError for no policy."""
-    if not isinstance(policy, str) or policy not in list(Policy):
-        raise ValueError(f"policy={brief(policy)}: expected one of {', '.join(Policy)}")
-    return Policy(policy)
+    if not isinstance(policy, str) or policy not in list(WeightSwapPolicy):
+        raise ValueError(f"policy={brief(policy)}: expected one of {', '.join(WeightSwapPolicy)}")
+    return WeightSwapPolicy(policy)
 
 
 def checked_version(version, current: int) -> int:

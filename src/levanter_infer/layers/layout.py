@@ -49,7 +49,7 @@ def _refit(tree):
 def one_device_mesh(device=None) -> Mesh:
     """The mesh of one device, None for the default one: what runs on it is what runs on any other mesh."""
     if device is None:
-        wanted = jax.config.jax_default_device
+        wanted = jax.config.values["jax_default_device"]
         device = wanted if isinstance(wanted, jax.Device) else jax.local_devices(backend=wanted)[0]
     return Mesh(np.asarray([[device]]), (DATA, MODEL))
 

@@ -8,6 +8,7 @@ from haliax import Axis, NamedArray
 
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
+from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.layers.layout import Layout
 from levanter_infer.layers.shard_axis import Vocabulary
@@ -55,28 +56,19 @@ class Model(Protocol):
     # Storage: how a backend and a mesh have the parameters
 
     @property
-    def skips_rows(self) -> bool:
-        """Whether rows beyond `num_rows` cost nothing in `logits`."""
+    def backend(self) -> Backend:
+        """The backend that the parameters are stored for, and that computes the matmuls."""
         ...
 
-    @property
-    def isa(self) -> str | None:
-        """The instruction set of the kernels for CPUs that the parameters are laid out for, if they are."""
+    def prepare(self, backend: Backend, *, donate: bool = False) -> Self:
+        """The same model with its parameters stored as `backend` reads them. `donate`: its own arrays may be freed."""
         ...
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the arrays are those of a mesh already."""
+        """Whether the arrays are those of a mesh that shards them already."""
         ...
 
     def shard_as(self, layout: Layout) -> Self:
-        """The same model, knowing that its arrays are sharded by `layout`."""
-        ...
-
-    def for_cpu(self, kernel: str, *, isa: str | None = None, donate: bool = False) -> Self:
-        """The same model with its parameters as the kernels for CPUs read them."""
-        ...
-
-    def for_gpu(self, kernel: str) -> Self:
-        """The same model with its parameters as the kernels for GPUs read them."""
+        """The same model, knowing that its arrays are sharded by `layout`. Called for meshes that shard the model."""
         ...
