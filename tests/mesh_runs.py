@@ -154,7 +154,7 @@ def forked(engine: InferenceEngine) -> dict:
     waiting = list(groups)
     while not all(group.is_done for group in groups):
         engine.step_round(max_steps=1)
-        engine.sync()
+        engine.flush()
         for group in [group for group in waiting if len(group.sequences[0].token_ids) == 3]:
             waiting.remove(group)
             if len(group.sequences) == 1:

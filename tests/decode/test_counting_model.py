@@ -113,7 +113,7 @@ def make_engine() -> InferenceEngine:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "sample", pick)
         patch.setattr("levanter_infer.engine.engine.from_levanter", lambda model, *_: model)  # it is one as it is
-        patch.setattr("levanter_infer.engine.config.MIN_UPLOAD_TOKENS", 12)  # long prompts come in pieces
+        patch.setattr("levanter_infer.engine.sizes.MIN_UPLOAD_TOKENS", 12)  # long prompts come in pieces
         engine = InferenceEngine(CountingModel.init(), config=config, scoring=True)
         engine.warmup()
     return engine

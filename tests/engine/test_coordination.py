@@ -5,7 +5,7 @@ import numpy as np
 from levanter_infer.engine.coordination import LeaderCoordinator, LocalCoordinator
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request_state import RequestState, SampleState
-from tests.runtime.boards import at_once, several
+from tests.runtime.key_value_stores import at_once, several
 
 
 class Clock:
@@ -65,7 +65,7 @@ def test_a_wish_to_stop_holds_from_one_round_on():
     made = councils(3)
     rounds(made, steps=(8, 8, 8))
     assert not any(council.stopping for council in made)
-    made[2]._hosts.ask("stop")
+    made[2]._hosts.request("stop")
     rounds(made, steps=(8, 8, 8))
     assert all(council.stopping for council in made)
 

@@ -15,13 +15,14 @@ from levanter_infer.decode.codes import RUNNING, SWAPPED
 from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.decode.kv_offload import swap_in
 from levanter_infer.decode.state import DecodeState
-from levanter_infer.engine.config import EngineConfig, resolve_shapes
+from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.kv_offload import KvOffload, _Member, _Record, _Tables
 from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.pure import generate
 from levanter_infer.engine.request import Request
+from levanter_infer.engine.sizes import resolve_shapes
 from levanter_infer.engine.uploads import empty_admission
 from levanter_infer.kernels.cpu import bindings as cpu
 from tests.hlo import pool_copies
@@ -88,9 +89,9 @@ def free_pages(engine: InferenceEngine) -> int:
     return int(engine.state.decode.page_table.num_free.array)
 
 
-def settle(engine: InferenceEngine) -> None:
+def flush_known(engine: InferenceEngine) -> None:
     """Read the round in flight, so that what the tables say is the last word."""
-    engine._known += engine._settle()
+    engine._known += engine._flush()
 
 
 def check_idle(engine: InferenceEngine) -> None:
@@ -205,7 +206,7 @@ def test_one_of_several_that_share_takes_copies_and_comes_back_with_pages_of_its
     expected = alone(engine, subject)
     group = started(engine, subject, 4)
     first, second, _ = group.sequences
-    settle(engine)
+    flush_known(engine)
     before = free_pages(engine)
     held = engine.spill_to_host(second)
     assert held == pages_for(13 + len(second.token_ids) - 1, 4)
@@ -219,7 +220,7 @@ def test_one_of_several_that_share_takes_copies_and_comes_back_with_pages_of_its
 
 def test_a_group_that_leaves_together_shares_again_what_it_shared(engine):
     group = started(engine, request(15, prompt=26, max_tokens=9, n=3), 5)
-    settle(engine)
+    flush_known(engine)
     indices = np.array(engine.state.decode.sequences.page_indices.array)
     counts = np.sort(np.array(engine.state.decode.page_table.ref_counts.array))
     tables = _Tables(engine.programs.tier, engine.state)
@@ -265,7 +266,7 @@ def test_a_deadline_ends_who_is_in_the_memory_of_the_host_and_nobody_else(engine
 def test_one_that_ended_meanwhile_does_not_come_back_with_its_group(engine):
     expected = alone(engine, request(18, prompt=13, n=3))[0]
     group = started(engine, request(18, prompt=13, n=3), 4)
-    settle(engine)
+    flush_known(engine)
     tables = _Tables(engine.programs.tier, engine.state)
     engine.state = engine._offload._move_out(engine.programs.tier, engine.state, tables, group.sequences, stays=True)
     ended = group.sequences[1]
@@ -301,7 +302,7 @@ def test_without_room_it_comes_back_when_there_is_or_computes_again(engine, poli
         monkeypatch.setattr(engine._offload, "_shapes", dataclasses.replace(engine.shapes, offload=False))
     before = engine.stats()
     engine.prefetch(group.sequences[0])
-    settle(engine)
+    flush_known(engine)
     recomputed, prefetched = grown(engine, before, "recomputed_tokens", "prefetched_pages")
     assert (recomputed > 0) == (policy == "recompute") and prefetched == 0
     slot = group.sequences[0].slot

@@ -16,21 +16,22 @@ def run_continuous(
     arrivals: Sequence[float],
     *,
     max_steps: int | None = None,
-    linger: bool = True,
+    late_launch: bool = True,
 ) -> Timeline:
     """Submit each request when it comes; a finished one's place is taken at once.
 
     Args:
         arrivals: seconds after the start, ascending; all 0 for a closed loop that keeps every place taken.
         max_steps: steps of a round; None leaves it to the engine.
-        linger: launch each round as late as possible while requests are still to come (`InferenceEngine.linger`).
+        late_launch: launch each round as late as possible while requests are still to come
+            (`InferenceEngine.wait_for_launch_window`).
     """
     run = _Run(engine, requests, arrivals, max_steps)
     while not run.is_done:
         if not run.running:
             run.wait_for(arrivals[run.num_submitted])
-        elif linger and run.num_submitted < len(requests):
-            engine.linger()
+        elif late_launch and run.num_submitted < len(requests):
+            engine.wait_for_launch_window()
         run.submit_arrived(limit=len(requests))
         run.round()
     return run.finish()

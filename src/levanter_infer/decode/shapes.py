@@ -3,6 +3,7 @@
 import dataclasses
 
 from levanter_infer.axes import MIN_ROWS
+from levanter_infer.policies import AdmissionPolicy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Shapes:
     upload_tokens: int
     """Prompt tokens that one `Admission` can carry."""
     limits: SamplingLimits
-    admission: str = "optimistic"
+    admission: str = AdmissionPolicy.OPTIMISTIC
     """How much room a sequence is given when it starts: optimistic, expected or worst_case; see `packing`."""
     prefix_cache: bool = False
     """Whether pages are found again by what they hold."""

@@ -28,6 +28,7 @@ from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState, GenState
 from levanter_infer.kernels.cpu.bindings import logit_stats
 from levanter_infer.layers.attention import AttentionSpec
+from levanter_infer.policies import AdmissionPolicy
 
 
 def step(model, state: GenState, ring: OutputRing, shapes: Shapes, attention: AttentionSpec):
@@ -253,7 +254,7 @@ def append(
     if sampled.candidates is not None:
         state, ended, found = search(state, shapes, slots, searches, sampled.candidates)
         finished, reasons = finished | ended, jnp.where(ended, found, reasons)
-    if shapes.admission == "expected":
+    if shapes.admission == AdmissionPolicy.EXPECTED:
         state = expect(state, finished & (reasons != ERROR))
     state = fork_when_ready(state)
     return free_pages_for_finished(state, finished, reasons), ring

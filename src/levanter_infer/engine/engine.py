@@ -43,10 +43,10 @@ from levanter_infer.engine.turns import Turns, exclusive, waits_for_turn
 from levanter_infer.engine.uploads import Uploads
 from levanter_infer.engine.weight_updates import Versions
 from levanter_infer.models.live import from_levanter
-from levanter_infer.runtime.agreement import agree, agree_least
+from levanter_infer.policies import Recompilation
 from levanter_infer.runtime.compile_cache import enable_compile_cache
 from levanter_infer.runtime.garbage_collection import gc_disabled
-from levanter_infer.runtime.hosts import Hosts
+from levanter_infer.runtime.hosts import Hosts, agree, agree_min
 from levanter_infer.runtime.memory import peak_bytes, return_free_memory
 from levanter_infer.runtime.multihost import hosts_of_this_process
 from levanter_infer.runtime.progress import sampling_progress, stage
@@ -140,7 +140,7 @@ class InferenceEngine(Forks, Spilling, Versions):
             self.shapes,
             score_mod=score_mod,
             mask_mod=mask_mod,
-            on_recompile=logger.warning if self.config.recompilation == "warn" else None,
+            on_recompile=logger.warning if self.config.recompilation == Recompilation.WARN else None,
             fingerprints=self._hosts is not None,
         )
         self._uploads = Uploads(self.backend, self.shapes)
@@ -183,7 +183,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         if self._hosts is None:
             return
         with stage("waiting for the other processes to size their pools"):
-            least = agree_least(self._hosts, "max_pages", {"max_pages": self.shapes.num_pages})
+            least = agree_min(self._hosts, "max_pages", {"max_pages": self.shapes.num_pages})
         self.shapes = dataclasses.replace(self.shapes, num_pages=least["max_pages"])
         plan = {**dataclasses.asdict(self.shapes), "mesh": self.backend.mesh_sizes, "platform": self.backend.platform}
         agree(self._hosts, "sizes", {name: str(value) for name, value in plan.items()})
@@ -351,13 +351,16 @@ class InferenceEngine(Forks, Spilling, Versions):
         return known + (self._read(previous) if previous is not None else [])
 
     @exclusive
-    def settle(self) -> list[SampleState]:
-        """Read the round in flight and launch none; returns as `step_round`. A later round goes on from there."""
+    def flush(self) -> list[SampleState]:
+        """Read the round in flight, if there is one, and launch none: the host then knows what the device has sampled.
+
+        Returns: the sequences whose result became known, as `step_round` does.
+        """
         known, self._known = self._known, []
-        return known + self._settle()
+        return known + self._flush()
 
     @exclusive
-    def linger(self) -> None:
+    def wait_for_launch_window(self) -> None:
         """Wait until the round in flight has ended or is about to; returns at once if there is none.
 
         A request enters the next round that is launched, so one that comes just after a launch waits for two. Who has
@@ -378,14 +381,14 @@ class InferenceEngine(Forks, Spilling, Versions):
 
         Waits while another thread uses the engine, which may be as soon as the last request of this one has ended.
         """
-        self._settle()
+        self._flush()
         self.state = self._offload.recall(self.programs.tier, self.state)
         while self._scheduler.has_work:
             terms = self._agree_on_round()
             self._scheduler.expire(terms.now)
             self._move_pages()
             self._in_flight = self._launch(terms.max_steps)
-            self._settle()
+            self._flush()
         self._scores.take()
         self._stats.on_idle()
 
@@ -441,7 +444,7 @@ class InferenceEngine(Forks, Spilling, Versions):
             self._discard(group)
         return terms
 
-    def _settle(self) -> list[SampleState]:
+    def _flush(self) -> list[SampleState]:
         """Read the round in flight, if there is one."""
         launched, self._in_flight = self._in_flight, None
         return self._read(launched) if launched is not None else []

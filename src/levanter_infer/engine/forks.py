@@ -33,23 +33,14 @@ class Forks(abc.ABC):
     def _is_in_progress(self) -> bool: ...
 
     @abc.abstractmethod
-    def _settle(self) -> list[SampleState]:
+    def _flush(self) -> list[SampleState]:
         """Read the round in flight, if there is one."""
-
-    @exclusive
-    def sync(self) -> list[SampleState]:
-        """Read the round in flight, if there is one, and launch none: the samples are then as the device has them.
-
-        Returns: the sequences whose result became known, as `step_round` does.
-        """
-        known, self._known = self._known + self._settle(), []
-        return known
 
     @exclusive
     def resample(self, group: RequestState, ancestors: Sequence[int]) -> None:
         """Let sample i of a submitted request go on from where sample `ancestors[i]` stands, for all i at once.
 
-        The round in flight is read first; who weighs samples calls `sync` before. Pages are shared and not copied, and
+        The round in flight is read first; who weighs samples calls `flush` before. Pages are shared and not copied, and
         every sample keeps its own random numbers, so that descendants of one sample diverge. Finished samples take
         part: who descends from one is finished like it, and a finished one that goes on from one that runs takes a
         free slot. What ends or begins here is not reported by `step_round`: the caller knows of it. On a mesh over
@@ -57,7 +48,7 @@ class Forks(abc.ABC):
         Raises: ValueError if `ancestors` does not name a sample for each, the prompt is not yet on the device, or no
             slot is free.
         """
-        self._known += self._settle()
+        self._known += self._flush()
         chosen = checked_ancestors(group, ancestors)
         self._go_on(group, group.sequences, chosen)
 
@@ -66,7 +57,7 @@ class Forks(abc.ABC):
         """Let sample `index` of a submitted request go on as itself and as `count` further samples, which join the
         group, each in a slot of its own. Otherwise like `resample`.
         """
-        self._known += self._settle()
+        self._known += self._flush()
         added = further_samples(group, index, count)
         self._go_on(group, [*group.sequences, *added], [*range(len(group.sequences)), *[index] * count])
         group.sequences += added

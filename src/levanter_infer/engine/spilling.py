@@ -26,7 +26,7 @@ class Spilling(abc.ABC):
     def _is_in_progress(self) -> bool: ...
 
     @abc.abstractmethod
-    def _settle(self) -> list[SampleState]:
+    def _flush(self) -> list[SampleState]:
         """Read the round in flight, if there is one."""
 
     @exclusive
@@ -40,7 +40,7 @@ class Spilling(abc.ABC):
         """
         if self.backend.layout is not None:
             raise ValueError("spill_to_host moves pages of one device, and this engine runs on a mesh; leave it out")
-        self._known += self._settle()
+        self._known += self._flush()
         self.state, pages = self._offload.swap_out(self.programs.tier, self.state, sequence)
         return pages
 
@@ -53,12 +53,12 @@ class Spilling(abc.ABC):
 
         Raises: ValueError if it is not in the host's memory.
         """
-        self._known += self._settle()
+        self._known += self._flush()
         self.state = self._offload.prefetch(self.programs.tier, self.state, sequence)
 
     def _move_pages(self) -> list[SampleState]:
         """What the last round asked for, with nothing under way; returns as `step_round`."""
-        known = self._settle() if self._offload.is_called else []
+        known = self._flush() if self._offload.is_called else []
         if self._offload.is_called:
             self.state = self._offload.move(self.programs.tier, self.state, self._scheduler.active)
         return known

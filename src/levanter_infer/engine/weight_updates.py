@@ -46,7 +46,7 @@ class Versions(abc.ABC):
     def _is_in_progress(self) -> bool: ...
 
     @abc.abstractmethod
-    def _settle(self) -> list[SampleState]:
+    def _flush(self) -> list[SampleState]:
         """Read the round in flight, if there is one."""
 
     @abc.abstractmethod
@@ -82,7 +82,7 @@ class Versions(abc.ABC):
         if policy == "drain":
             self._check_weights_are_there()
             self._drain_running()
-        self._known += self._settle()
+        self._known += self._flush()
         self._intake.version = version
         self._enter_version(recompute=policy == "recompute")
         places = jax.tree.map(lambda leaf: leaf.sharding, self.model)
@@ -111,7 +111,7 @@ class Versions(abc.ABC):
 
     def _drain_running(self) -> None:
         """Let everybody end who has a slot, and nobody begin."""
-        known = self._settle()
+        known = self._flush()
         self.state = self._offload.recall(self.programs.tier, self.state)
         self._scheduler.admits = False
         try:
