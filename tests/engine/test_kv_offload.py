@@ -271,7 +271,7 @@ def test_one_that_ended_meanwhile_does_not_come_back_with_its_group(engine):
     assert engine._offload._move_out(tables, group.sequences, stays=True)
     ended = group.sequences[1]
     ended.finish("stop")
-    engine._scheduler.cancel_slot(ended)
+    engine._scheduler.slots_of(group).cancel_slot(ended)
     before = engine.stats()
     engine.prefetch(group.sequences[0])
     assert grown(engine, before, "prefetched_pages") < grown(engine, dict.fromkeys(before, 0), "offloaded_pages")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from levanter_infer.engine.request_state import RequestState, SampleState
-from levanter_infer.engine.slots import SlotManager
+from levanter_infer.engine.scheduler import RankSlots
 
 
 def checked_ancestors(group: RequestState, ancestors: Sequence[int]) -> list[int]:
@@ -32,7 +32,7 @@ def further_samples(group: RequestState, index: int, count: int) -> list[SampleS
 
 
 def continue_from(
-    slots: SlotManager, sequences: list[SampleState], ancestors: list[int], next_round: int
+    slots: RankSlots, sequences: list[SampleState], ancestors: list[int], next_round: int
 ) -> tuple[np.ndarray, ...] | None:
     """Let each sequence go on from its ancestor on the host, and say what the device has to do for it.
 
@@ -48,7 +48,7 @@ def continue_from(
             f"{wanted} samples need a slot to go on and {slots.num_free} are free; wait until others have finished, "
             "submit fewer, or raise engine.max_seqs"
         )
-    num_slots = slots.shapes.num_slots
+    num_slots = slots.num_slots
     mask = np.zeros(num_slots, np.bool_)
     source, sample_index, arrival = np.arange(num_slots, dtype=np.int32), *np.zeros((2, num_slots), np.int32)
     for sequence, ancestor in pairs:
@@ -58,7 +58,7 @@ def continue_from(
                 slots.cancel_slot(sequence)
             continue
         if sequence.slot is None:
-            slots.seat(sequence)
+            slots.assign_slot(sequence)
             sequence.first_round = next_round
         slots.keep_slot(sequence)
         slot = sequence.slot

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from haliax import NamedArray
 
 from levanter_infer.checkpoints.load import StoredModel
 from levanter_infer.decode.admission import Admission
@@ -29,7 +28,7 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.scoring import score_shapes
 from levanter_infer.engine.sizes import kv_dtype, resolve_shapes
 from levanter_infer.engine.tile_search import check_given_tiles
-from levanter_infer.engine.uploads import make_nothing
+from levanter_infer.engine.uploads import admission_fields, empty_admission, is_idle, without_ranks
 from levanter_infer.models.protocol import Model
 from levanter_infer.policies import Recompilation
 from levanter_infer.runtime.garbage_collection import gc_disabled
@@ -86,7 +85,7 @@ class Runner:
             on_recompile=logger.warning if config.recompilation == Recompilation.WARN else None,
             fingerprints=hosts is not None,
         )
-        self._enter_nothing(backend.put(make_nothing(self.shapes, self.num_ranks)))
+        self._enter_nothing(backend.put(empty_admission(self.shapes, self.num_ranks)))
         self.compile_s, self._is_warm = 0.0, False
         if stored is not None:
             self._compile_ahead(types)
@@ -151,12 +150,7 @@ class Runner:
         key = (fields["max_steps"].tobytes(), fields["min_free_slots"].tobytes())
         if idle and key in self._idle_admissions:
             return self._idle_admissions[key]
-        arrays = {
-            name: value
-            if name in ("sampling", "beams", "host")
-            else NamedArray(value, getattr(self.nothing, name).axes)
-            for name, value in fields.items()
-        }
+        arrays = admission_fields(fields, self.shapes.limits, self.num_ranks)
         admission = dataclasses.replace(self.nothing, **self.backend.put(arrays))
         if idle:
             self._idle_admissions[key] = admission
@@ -196,7 +190,7 @@ class Runner:
         shapes = dataclasses.replace(self.shapes, **changes)
         logger.info("compiling again, for %s", ", ".join(changes))
         programs = self.programs.extended(self.model, shapes)
-        nothing = self.backend.put(make_nothing(shapes, self.num_ranks))
+        nothing = self.backend.put(empty_admission(shapes, self.num_ranks))
         with stage(f"compiling again, for {', '.join(changes)}", programs.progress):
             programs.compile_all(self.model, nothing)
             programs.wait()
@@ -220,13 +214,12 @@ class Runner:
 
     def resample(self, fields: tuple[np.ndarray, ...], rank: int) -> None:
         """Let sequences of one rank go on from others. Args: fields: of `resample_samples`, by slot."""
-        self.state = self.programs.resample(self.state, *self.backend.put(self._for_rank(fields, rank)))
+        of_ranks = tuple(np.stack([field * (i == rank) for i in range(self.num_ranks)]) for field in fields)
+        self.state = self.programs.resample(self.state, *self._put(of_ranks))
 
-    def _for_rank(self, fields: tuple[np.ndarray, ...], rank: int) -> tuple[np.ndarray, ...]:
-        """Arguments of a program for one rank, beside zeros for the others."""
-        if self.num_ranks == 1:
-            return fields
-        return tuple(np.stack([field * (i == rank) for i in range(self.num_ranks)]) for field in fields)
+    def _put(self, arrays):
+        """Arrays with a leading axis of ranks on the devices, as the programs take them."""
+        return self.backend.put(without_ranks(arrays, self.num_ranks))
 
     # Weights
 
@@ -239,11 +232,11 @@ class Runner:
         """Make the tables ready for other weights.
 
         Args:
-            roots: i32[slot], the prefix-cache root of each slot under the new weights, -1 for free slots.
-            swapped: bool[slot], slots whose pages are in host memory.
+            roots: i32[rank, slot], the prefix-cache root of each slot under the new weights, -1 for free slots.
+            swapped: bool[rank, slot], slots whose pages are in host memory.
             recompute: whether running sequences compute their keys and values anew.
         """
-        arguments = self.backend.put((roots, swapped, np.full(roots.shape[:-1], recompute)))
+        arguments = self._put((roots, swapped, np.full(roots.shape[:-1], recompute)))
         self._replace_decode(self.programs.on_weight_update(self.state.decode, *arguments))
 
     def swap_weights(self, model, *, donate: bool = False) -> None:
@@ -307,11 +300,6 @@ class Runner:
 
     def _replace_decode(self, decode) -> None:
         self.state = dataclasses.replace(self.state, decode=decode)
-
-
-def is_idle(fields: Mapping[str, Any]) -> bool:
-    """Whether a round with these fields admits and cancels nothing."""
-    return not (np.any([fields["has_pieces"], fields["has_cancellations"]]) or "host" in fields)
 
 
 def _placed(leaf: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -421,6 +409,6 @@ def programs_for(
 
 def round_types(types, backend: Backend, shapes: Shapes, programs: Programs) -> tuple:
     """The types of the round's arguments, model, state and admission, with their shardings on a mesh."""
-    admission = jax.eval_shape(lambda: make_nothing(shapes, backend.num_shards))
+    admission = jax.eval_shape(lambda: empty_admission(shapes, backend.num_shards))
     admission = admission if backend.layout is None else backend.layout.types(admission)
     return backend.prepared_types(types), programs.state_types, admission

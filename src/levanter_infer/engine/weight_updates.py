@@ -11,7 +11,7 @@ from levanter_infer.engine.kv_offload import KvOffload
 from levanter_infer.engine.params import brief
 from levanter_infer.engine.request_state import SampleState
 from levanter_infer.engine.runner import Runner
-from levanter_infer.engine.slots import SlotManager
+from levanter_infer.engine.scheduler import Scheduler
 from levanter_infer.policies import WeightSwapPolicy
 
 
@@ -43,14 +43,12 @@ def check_weights_are_there(runner: Runner, running: list[SampleState]) -> None:
         )
 
 
-def enter_version(
-    runner: Runner, scheduler: SlotManager, offload: KvOffload, intake: Intake, *, recompute: bool
-) -> None:
+def enter_version(runner: Runner, scheduler: Scheduler, offload: KvOffload, intake: Intake, *, recompute: bool) -> None:
     """Give requests the prefix-cache roots of the new weights, on the host and on the device.
 
     Requires: no round is in flight, and `intake` has the new version.
     """
-    for request in scheduler.groups():
+    for request in scheduler.requests():
         request.root = intake.root(request)
         if recompute or not request.is_loose:
             offload.begin_anew(request)
