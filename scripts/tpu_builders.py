@@ -161,8 +161,7 @@ def program(
     config = family_for(raw).config_from_hf(raw)
     types = eqx.filter_eval_shape(DecoderModel.init, config, key=jax.eval_shape(jax.random.key, 0), dtype=jnp.bfloat16)
     made = make_mesh(mesh)
-    layout = None if made is None else Layout.of(made, config)
-    num_heads = config.num_kv_heads if layout is None else layout.kv_heads
+    num_heads = Layout.of(made, config).kv_heads
     page_bytes = config.num_layers * page * 2 * num_heads * config.head_dim * jnp.dtype(kv_dtype).itemsize
     engine_config = EngineConfig(
         page_size=page,

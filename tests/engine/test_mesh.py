@@ -206,13 +206,13 @@ def test_a_mesh_that_is_not_there_or_has_no_meaning_is_refused():
         abstract_layout(data=2, expert=2)
     with pytest.raises(ValueError, match="mesh.expert=3 does not divide the model's 8 experts"):
         Layout.of(jax.sharding.AbstractMesh((3,), ("expert",)), tiny_model(**EXPERTS).config)
-    assert make_mesh(MeshConfig()) is None and make_mesh(None) is None
+    assert [make_mesh(config).shape for config in (MeshConfig(), None)] == [{DATA: 1, MODEL: 1}] * 2
 
 
-def test_a_mesh_of_one_device_is_no_mesh():
+def test_a_mesh_of_one_device_runs_on_that_device():
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), (DATA, MODEL))
     engine = InferenceEngine(tiny_model(), mesh=mesh)
-    assert engine.describe()["mesh"] == {}
+    assert engine.describe()["mesh"] == {} and engine.backend.layout.mesh is mesh
 
 
 def test_rows_of_several_ranks_come_in_the_order_in_which_they_are_wanted():

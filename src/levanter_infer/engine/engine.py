@@ -559,7 +559,7 @@ class InferenceEngine:
         Returns: pages moved; 0 if it holds none, and then nothing changes.
         Raises: ValueError if `engine.host_bytes` does not suffice, or the engine runs on several devices.
         """
-        if self.backend.layout is not None:
+        if self.backend.layout.mesh.size > 1:
             raise ValueError("spill_to_host moves pages of one device, and this engine runs on a mesh; leave it out")
         self._known += self._flush()
         return self._offload.swap_out(sequence)

@@ -408,7 +408,6 @@ def programs_for(
 
 
 def round_types(types, backend: Backend, shapes: Shapes, programs: Programs) -> tuple:
-    """The types of the round's arguments, model, state and admission, with their shardings on a mesh."""
+    """The types of the round's arguments, model, state and admission, with their shardings."""
     admission = jax.eval_shape(lambda: empty_admission(shapes, backend.num_shards))
-    admission = admission if backend.layout is None else backend.layout.types(admission)
-    return backend.prepared_types(types), programs.state_types, admission
+    return backend.prepared_types(types), programs.state_types, backend.layout.types(admission)

@@ -60,8 +60,8 @@ class Task:
     """A `jax.Device`, or one of a topology."""
     dtype: jnp.dtype
     """Dtype of the weights, or of the pages."""
-    num_devices: int | None = None
-    """Devices of the mesh; None: there is no mesh."""
+    num_devices: int = 1
+    """Devices of the mesh."""
     is_sharded: bool = False
     """Whether the model is sharded over the mesh."""
     has_mods: bool = False

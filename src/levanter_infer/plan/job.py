@@ -94,7 +94,7 @@ class Job:
             made = make_mesh(mesh, devices)
         else:
             sizes = mesh.sizes
-            made = AbstractMesh(tuple(sizes.values()), tuple(sizes)) if mesh.num_devices > 1 else None
+            made = AbstractMesh(tuple(sizes.values()), tuple(sizes))
         chip = self.machine.chip
         device = chip if devices is None else devices[0]
         backend = Backend.choose(config, types, has_mods=False, mesh=made, device=device)  # type: ignore[arg-type]
