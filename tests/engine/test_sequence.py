@@ -77,4 +77,4 @@ def test_each_token_has_as_many_of_the_likeliest_as_were_asked_for_with_their_lo
     top = np.asarray([[9, 4, 7], [4, 3, 1]]), np.asarray([[-0.5, -1.0, -1.5], [-0.25, -2.0, -3.0]], np.float32)
     zeros = np.zeros(2, np.float32)
     subject.extend(np.asarray([9, 3]), zeros, zeros, top, [0, 0])
-    assert subject.completion().top_logprobs == [{9: -0.5, 4: -1.0}, {4: -0.25, 3: -2.0}]
+    assert subject.top_logprobs == [{9: -0.5, 4: -1.0}, {4: -0.25, 3: -2.0}]
