@@ -19,6 +19,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from levanter_infer.axes import EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, MLP, Q_HEADS_PER_GROUP, VOCAB
+from levanter_infer.kernels.registry import platform_of
 from levanter_infer.models.decoder import DecoderConfig, DecoderModel
 from levanter_infer.models.family import Family, parameters, set_parameter
 from levanter_infer.models.live_rope import check_rope, live_rope
