@@ -349,9 +349,8 @@ def _decode_value(hint: Any, value: Any, key: str) -> Any:
     for kind in kinds:
         with contextlib.suppress(ValueError, OverflowError):
             return _decode_plain(kind, value)
-    expected = hint.__name__ if isinstance(hint, type) and not typing.get_origin(hint) else str(hint)
     remedy = ", put it in quotes" if str in kinds else ""
-    raise ValueError(f"{key}={brief(value)}: expected {_READABLE.get(expected, expected)}{remedy}")
+    raise ValueError(f"{key}={brief(value)}: expected {_READABLE.get(hint) or _READABLE[kinds[0]]}{remedy}")
 
 
 def _decode_plain(kind: Any, value: Any) -> Any:
@@ -372,16 +371,16 @@ def _decode_plain(kind: Any, value: Any) -> Any:
 
 
 _READABLE = {
-    "str": "text",
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "dict[str, typing.Any]": "a mapping of keys to values",
-    "list[str]": "a list of texts, such as [one, other]",
-    "list[str] | None": "a text or a list of texts",
-    "str | None": "text",
-    "int | None": "a whole number",
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    dict[str, Any]: "a mapping of keys to values",
+    list[str]: "a list of texts, such as [one, other]",
+    list[str] | None: "a text or a list of texts",
+    list[dict[str, Any]]: "a list of mappings",
 }
+"""What the value of a key should be, by its annotation."""
 
 
 def _check_places(given: Iterable[Any], known: Sequence[str], path: str) -> None:

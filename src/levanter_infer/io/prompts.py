@@ -226,7 +226,7 @@ class RowParser:
 
     base: SamplingParams
     """Sampling parameters that a row may override."""
-    chat: Mapping[str, Any] = _NONE
+    chat: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """As `chat_settings`; rows without a chat ignore it."""
     columns: Columns | None = None
     """Columns of the output, if there is one; a row that asks for others is refused."""
