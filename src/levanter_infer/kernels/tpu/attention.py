@@ -30,7 +30,7 @@ def tpu_attention(call: AttentionCall, tiles: Tiles | None = None, *, interpret:
     Args:
         tiles: None for those that `tile_table.choose` gives.
         interpret: run in Pallas' interpreter, on a CPU, slowly, with its race detector; for tests.
-    Returns: [T, Hq, D], 0 for tokens of no row.
+    Returns: [T, Hq, D], 0 for padding tokens.
     Raises: ValueError for pages of other dtypes.
     """
     if not supports_dtype(call.kv_dtype):
