@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from levanter_infer.cli import command_help, run_command
+from levanter_infer.cli import run_command
 
 if __name__ == "__main__":  # here, so that an interrupt during the imports below leaves no traceback
     run_command("check")
@@ -80,16 +80,12 @@ class Level(enum.StrEnum):
 
 def main(argv: Sequence[str] | None = None, command: str = "check") -> int:
     """Run the command under one of its names (check, audit, doctor); returns the exit status."""
-    return guarded(lambda: _command(sys.argv[1:] if argv is None else argv, command))
+    return guarded(lambda: _command(list(sys.argv[1:] if argv is None else argv), command))
 
 
-def _command(argv: Sequence[str], command: str) -> int:
-    files, argv = _files(list(argv))
-    arguments = parse_arguments(argv, own=("level", "max-delta", "page-size", "against"))
-    if arguments is None:
-        print(command_help(command))
-        return 0
-    path, given = arguments
+def _command(argv: list[str], command: str) -> int:
+    files, argv = _files(argv)
+    path, given = parse_arguments(command, argv, own=("level", "max-delta", "page-size", "against"))
     changes = [(key.removeprefix("against."), value) for key, value in given if key.startswith("against.")]
     own = {key: value for key, value in given if key in ("level", "max-delta", "page-size")}
     overrides = [(key, value) for key, value in given if key not in own and not key.startswith("against.")]
