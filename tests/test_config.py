@@ -1,16 +1,19 @@
 """A configuration is read as written, and every mistake in one is named, before JAX is imported."""
 
 import dataclasses
+import importlib
 import json
 import subprocess
 import sys
+import types
+import typing
 from pathlib import Path
 
 import pytest
 
 from levanter_infer import keys
 from levanter_infer.batch.config import BatchRunConfig
-from levanter_infer.config import OutputConfig, RunConfig, load_config
+from levanter_infer.config import _READABLE, OutputConfig, RunConfig, load_config
 from levanter_infer.engine import config as engine_config
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.policies import AdmissionPolicy, PreemptionPolicy
@@ -235,6 +238,20 @@ def test_configuration_is_checked_without_jax():
     subprocess.run(
         [sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"}, cwd=Path(__file__).parent.parent
     )
+
+
+@pytest.mark.parametrize("place", [keys.RUN, *keys.SECTIONS.values()], ids=lambda place: place[1])
+def test_every_key_has_an_annotation_that_can_be_decoded(place):
+    if place[1] == "SamplingParams":
+        return  # checks its values itself
+    for field in dataclasses.fields(getattr(importlib.import_module(f"levanter_infer.{place[0]}"), place[1])):
+        hint = field.type
+        if isinstance(hint, str):
+            assert field.name == "tiles"
+            continue
+        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        is_section = any(map(dataclasses.is_dataclass, kinds))
+        assert is_section or hint is typing.Any or hint in _READABLE or kinds[0] in _READABLE, field.name
 
 
 def test_a_policy_is_an_enum_that_equals_its_plain_string():
