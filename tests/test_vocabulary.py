@@ -33,7 +33,9 @@ class Retired(NamedTuple):
 RETIRED = {
     "product": Retired(r"(?<!dot )(?<!inner )(?<!\.)\bproducts?\b(?!\()", "matmul; a dot product stays one"),
     "beginning": Retired(r"\bbeginnings?\b", "prefix (common prefix, shared prefix) or start"),
-    "sharing": Retired(r"\bdecode[./]sharing|\b(reuse|register)_pages\b", "decode/prefix.py: match_prefix, insert_prefix"),
+    "sharing": Retired(
+        r"\bdecode[./]sharing|\b(reuse|register)_pages\b", "decode/prefix.py: match_prefix, insert_prefix"
+    ),
     "lie": Retired(r"\b(lies?|lain|lying)\b", "is stored, resides; layout, sharding, placement"),
     "spread": Retired(r"\bspreads?\b(?!\()(?! =)|\b(spread_as|is_spread|Spread)\b", "sharded, ShardAxis"),
     "place": Retired(
@@ -41,7 +43,9 @@ RETIRED = {
         "position, offset, slot, index; device_put or shard for arrays",
         only=PROSE,
     ),
-    "nobody": Retired(r"\b(nobody|somebody|who(m|ever))\b", "the subject by its name: the request, the sequence, the caller"),
+    "nobody": Retired(
+        r"\b(nobody|somebody|who(m|ever))\b", "the subject by its name: the request, the sequence, the caller"
+    ),
     "who": Retired(r"(?<!people )(?<!users )\bwho\b", "the subject by its name: the request, the sequence, the caller"),
     "give way": Retired(r"\bg(ave|iven?|ives|iving) way\b", "is preempted; preemption victim"),
     "told": Retired(r"\b(_is_)?told\b", "broadcast, admitted, notified"),
@@ -72,16 +76,13 @@ RETIRED = {
     "none pages": Retired(r"\b(rows_with_none|without_none)\b|\bpage of none\b", "has_unmapped_page, mask_unmapped"),
 }
 
-ALLOWED: dict[tuple[str, str], str] = {
-}
+ALLOWED: dict[tuple[str, str], str] = {}
 """(word, path prefix): why the word has another meaning there, which stays."""
 
-NOT_YET: dict[str, set[str]] = {
-}
+NOT_YET: dict[str, set[str]] = {}
 """Path prefix: words that are still to be replaced there. This only shrinks."""
 
-LONG_ROWS: dict[str, str] = {
-}
+LONG_ROWS: dict[str, str] = {}
 """Documents whose table rows may be longer than 120 columns, and why they cannot be broken."""
 
 
@@ -140,7 +141,12 @@ def test_retired_words_are_not_used():
 
 def test_exceptions_are_used_and_say_why():
     left = {(prefix, word) for prefix, words in NOT_YET.items() for word in words}
-    left -= {(prefix, word) for prefix, word in left for path, _, used in all_uses() if path.startswith(prefix) and used == word}
+    left -= {
+        (prefix, word)
+        for prefix, word in left
+        for path, _, used in all_uses()
+        if path.startswith(prefix) and used == word
+    }
     assert not left, f"clean by now; take them out of NOT_YET: {sorted(left)}"
     assert all(len(why.split()) > 2 for why in (*ALLOWED.values(), *LONG_ROWS.values()))
     assert {word for words in NOT_YET.values() for word in words} | {word for word, _ in ALLOWED} <= set(RETIRED)
