@@ -58,7 +58,7 @@ TESTS = {
     "engine/routing.py": (_E + "test_policies.py", _E + "test_mesh.py"),
     "engine/row_reads.py": (_E + "test_mesh.py", _C + "test_load.py"),
     "engine/scoring.py": (_E + "test_scoring.py",),
-    "engine/sequence.py": (_E + "test_sequence.py", _E + "test_text.py", _E + "test_faults.py"),
+    "engine/request_state.py": (_E + "test_sequence.py", _E + "test_text.py", _E + "test_faults.py"),
     "engine/sharded.py": (_E + "test_mesh.py",),
     "engine/slots.py": (_E + "test_faults.py", _E + "test_rounds.py"),
     "engine/spilling.py": (_E + "test_kv_offload.py",),
@@ -68,7 +68,7 @@ TESTS = {
     "engine/uploads.py": (_E + "test_programs.py",),
     "engine/weight_updates.py": (_E + "test_weight_updates.py",),
     "batch/": tuple(
-        _B + f"test_{name}.py" for name in ("plan", "tables", "openai", "drive", "identity", "processes", "run")
+        _B + f"test_{name}.py" for name in ("input", "tables", "openai", "drive", "identity", "processes", "run")
     ),
     "checkpoints/chat_template.py": (_C + "test_chat_template.py",),
     "checkpoints/template_worker.py": (_C + "test_chat_template.py",),
@@ -81,7 +81,6 @@ TESTS = {
         _K + f"test_{name}.py"
         for name in ("attention", "ragged_paged_attention", "rpa_xla", "int8", "page_walk", "rpa_tpu")
     ),
-    "runtime/agreement.py": (_R + "test_agreement.py",),
     "runtime/compile_cache.py": (_R + "test_compile_cache.py",),
     "runtime/multihost.py": (_R + "test_multihost.py",),
     "bench/": ("tests/bench",),

@@ -27,7 +27,7 @@ from levanter_infer.checkpoints.source import resolve_source
 from levanter_infer.checkpoints.weights import StoredTensor
 from levanter_infer.decode.programs import Programs
 from levanter_infer.decode.sampling import LogitStats, likeliest, sample
-from levanter_infer.decode.sampling_table import SamplingLimits
+from levanter_infer.decode.shapes import SamplingLimits
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.encode_sampling import SamplingColumns
 from levanter_infer.engine.engine import InferenceEngine
@@ -91,7 +91,7 @@ def results(engine: InferenceEngine, count: int) -> dict:
     completions = [completion for output in outputs for completion in output.completions]
     stats = engine.stats()
     assert all(count == 1 for count in stats["programs"].values()), stats["programs"]
-    slots = engine._slots
+    slots = engine._scheduler
     return {
         "errors": [output.error for output in outputs if output.error],
         "tokens": [completion.token_ids for completion in completions],
@@ -155,7 +155,7 @@ def forked(engine: InferenceEngine) -> dict:
     waiting = list(groups)
     while not all(group.is_done for group in groups):
         engine.step_round(max_steps=1)
-        engine.sync()
+        engine.flush()
         for group in [group for group in waiting if len(group.sequences[0].token_ids) == 3]:
             waiting.remove(group)
             if len(group.sequences) == 1:
@@ -166,7 +166,7 @@ def forked(engine: InferenceEngine) -> dict:
     assert not waiting
     return {
         "forked": [[sequence.token_ids for sequence in group.sequences] for group in groups],
-        "fork_shards": sorted({group.shard or 0 for group in groups}),
+        "fork_shards": sorted({group.rank or 0 for group in groups}),
     }
 
 
@@ -348,7 +348,7 @@ def swapped(place: Place) -> dict:
             engine.step_round()
         engine.drain()
         for sequence in (sequence for group in groups for sequence in group.sequences):
-            ids = list(sequence.group.prompt_token_ids)
+            ids = list(sequence.request.prompt_token_ids)
             for token, number in zip(sequence.token_ids, sequence.versions, strict=True):
                 padded = jnp.asarray(ids + [0] * (length - len(ids)), jnp.int32)
                 wrong += token != int(oracle(models[number], padded, jnp.int32(len(ids))))

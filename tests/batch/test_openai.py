@@ -6,13 +6,13 @@ import json
 import numpy as np
 import pytest
 
-from levanter_infer.batch.layout import count
+from levanter_infer.batch.input import Input
 from levanter_infer.batch.openai import ResultLines, as_row
-from levanter_infer.batch.plan import Input
+from levanter_infer.batch.shard import count
 from levanter_infer.columns import encode_row
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Completion, Request, RequestOutput
-from levanter_infer.rows import Row, make_row
+from levanter_infer.io.prompts import Row, make_row
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -150,8 +150,8 @@ def test_refused_line_keeps_its_custom_id(tmp_path):
         content["custom_id"] = name
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
     source = Input(str(tmp_path / "in.jsonl"), as_chat=False, model_names=("m",))
-    plan = source.plan(5)
-    rows = [make_row(c, "number", where, SamplingParams()) for where, c in source.rows(plan, plan.shards[0])]
+    inputs = source.split(5)
+    rows = [make_row(c, "number", where, SamplingParams()) for where, c in source.rows(inputs, inputs.shards[0])]
     assert [row.id for row in rows] == ["a", "b", "c"] and all(row.error for row in rows)
 
 

@@ -15,14 +15,13 @@ from levanter_infer.decode.admission import Admission, admit
 from levanter_infer.decode.beam_table import hypotheses
 from levanter_infer.decode.invariants import violations
 from levanter_infer.decode.outputs import HostOutputs, OutputRing, pack_outputs
-from levanter_infer.decode.sampling import SamplingLimits
 from levanter_infer.decode.sampling_beams import candidates
-from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.decode.step import append, empty_sample, schedule
 from levanter_infer.engine.beams import check_room
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.sequence import Group, Sequence
+from levanter_infer.engine.request_state import RequestState, SampleState
 from levanter_infer.engine.slots import SlotManager, empty_admission
 
 VOCAB = 9
@@ -78,10 +77,10 @@ class Search:
     params: SamplingParams
     width: int
 
-    def group(self) -> Group:
+    def group(self) -> RequestState:
         max_len = min(len(self.prompt) + self.params.max_tokens, SHAPES.max_seq_len)
-        group = Group("", None, self.prompt, self.params, 0, max_len)
-        group.sequences += [Sequence(group, i) for i in range(self.width)]
+        group = RequestState("", None, self.prompt, self.params, 0, max_len)
+        group.sequences += [SampleState(group, i) for i in range(self.width)]
         return group
 
 

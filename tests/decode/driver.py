@@ -16,8 +16,7 @@ from levanter_infer.decode.invariants import violations
 from levanter_infer.decode.kv_offload import HostTerms
 from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.resampling import resample_samples
-from levanter_infer.decode.sampling import SamplingLimits
-from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.decode.step import append, empty_sample, schedule
 from levanter_infer.engine.encode_sampling import SamplingColumns

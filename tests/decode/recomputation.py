@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from levanter_infer.decode.admission import admit
+from levanter_infer.decode.codes import FINISHED
 from levanter_infer.decode.outputs import OutputRing
-from levanter_infer.decode.sampling import SamplingLimits
-from levanter_infer.decode.sequence_table import FINISHED
-from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.decode.step import append, empty_sample, schedule
 from levanter_infer.engine.encode_sampling import SamplingColumns

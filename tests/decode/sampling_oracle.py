@@ -8,7 +8,8 @@ import scipy.stats
 from haliax import NamedArray
 
 from levanter_infer.axes import SEQ
-from levanter_infer.decode.sampling import SamplingLimits, SamplingTable
+from levanter_infer.decode.sampling import SamplingTable
+from levanter_infer.decode.shapes import SamplingLimits
 from levanter_infer.engine.encode_sampling import SamplingColumns
 from levanter_infer.engine.params import SamplingParams
 

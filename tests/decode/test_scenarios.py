@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from levanter_infer.decode.admission import admit
+from levanter_infer.decode.codes import FINISHED, LENGTH, RUNNING, STOP, WAITING
 from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.decode.loop import has_work
 from levanter_infer.decode.outputs import OutputRing
-from levanter_infer.decode.sampling import SamplingLimits
-from levanter_infer.decode.sequence_table import FINISHED, LENGTH, RUNNING, STOP, WAITING
-from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.decode.step import append, batch_info, empty_sample, schedule
 from levanter_infer.engine.encode_sampling import SamplingColumns

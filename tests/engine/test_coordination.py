@@ -4,8 +4,8 @@ import numpy as np
 
 from levanter_infer.engine.coordination import LeaderCoordinator, LocalCoordinator
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.sequence import Group, Sequence
-from tests.runtime.boards import at_once, several
+from levanter_infer.engine.request_state import RequestState, SampleState
+from tests.runtime.key_value_stores import at_once, several
 
 
 class Clock:
@@ -25,9 +25,9 @@ def councils(count: int = 2) -> list[LeaderCoordinator]:
     return at_once(*(lambda hosts=hosts, clock=clock: LeaderCoordinator(hosts, clock) for hosts, clock in pairs))
 
 
-def group() -> Group:
-    made = Group(id="g", prompt=None, prompt_token_ids=[1], params=SamplingParams(), seed=0, max_len=4)
-    made.sequences.append(Sequence(group=made, index=0))
+def group() -> RequestState:
+    made = RequestState(id="g", prompt=None, prompt_token_ids=[1], params=SamplingParams(), seed=0, max_len=4)
+    made.sequences.append(SampleState(request=made, index=0))
     return made
 
 
@@ -65,7 +65,7 @@ def test_a_wish_to_stop_holds_from_one_round_on():
     made = councils(3)
     rounds(made, steps=(8, 8, 8))
     assert not any(council.stopping for council in made)
-    made[2]._hosts.ask("stop")
+    made[2]._hosts.request("stop")
     rounds(made, steps=(8, 8, 8))
     assert all(council.stopping for council in made)
 

@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 
 from levanter_infer.axes import DATA, EMBED, HEAD_SIZE, KV_HEADS, LAYERS, MODEL, Q_HEADS_PER_GROUP, VOCAB
-from levanter_infer.engine.config import EngineConfig, resolve_shapes
+from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.mesh import MeshConfig, make_mesh
 from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request_state import RequestState, SampleState
 from levanter_infer.engine.routing import expected_tokens, route
 from levanter_infer.engine.row_reads import RowReads
-from levanter_infer.engine.sequence import Group, Sequence
 from levanter_infer.engine.sharded import ShardedSlots, ShardSteps
+from levanter_infer.engine.sizes import resolve_shapes
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.layers.layout import Layout
 from tests.tiny_models import tiny_model
@@ -219,10 +220,10 @@ def test_a_mesh_of_one_device_is_no_mesh():
     assert engine.describe()["mesh"] == {}
 
 
-def group(length: int, generated: int, *, beginning: int = 0, n: int = 1) -> Group:
+def group(length: int, generated: int, *, beginning: int = 0, n: int = 1) -> RequestState:
     ids = [beginning] * length
-    made = Group(str(length), None, ids, SamplingParams(n=n), seed=0, max_len=length + generated)
-    made.sequences = [Sequence(group=made, index=i) for i in range(n)]
+    made = RequestState(str(length), None, ids, SamplingParams(n=n), seed=0, max_len=length + generated)
+    made.sequences = [SampleState(request=made, index=i) for i in range(n)]
     return made
 
 
@@ -253,15 +254,15 @@ def test_a_shard_with_room_takes_over_who_waits_elsewhere_and_deadlines_follow()
     slots = sharded_slots(2)
     alike = [group(20, 10, beginning=1) for _ in range(12)]
     for i, made in enumerate(alike):
-        made.shard, made.timeout_s = 0, 100.0 + i
+        made.rank, made.timeout_s = 0, 100.0 + i
         slots.add(made, 0.0)
     other = group(3, 4)
-    other.shard = 1
+    other.rank = 1
     slots.add(other, 0.0)
     slots.next_admission(0, 4)
-    assert [made.shard for made in alike] == [1] * 3 + [0] * 9  # four slots there, one of them for the other
+    assert [made.rank for made in alike] == [1] * 3 + [0] * 9  # four slots there, one of them for the other
     slots.next_admission(1, 4)
-    assert [made.shard for made in alike] == [1] * 3 + [0] * 9  # no room left
+    assert [made.rank for made in alike] == [1] * 3 + [0] * 9  # no room left
     assert [made.sequences[0].slot is not None for made in alike] == [True] * 7 + [False] * 5
     assert slots.expire(104.5) == [made.sequences[0] for made in alike[:5]]
     cancelled = slots.next_admission(2, 4)["cancel"]
@@ -272,10 +273,10 @@ def test_room_is_counted_in_sequences_and_shared_out_evenly():
     slots = sharded_slots(4)
     for i in range(6):
         many = group(5 + i, 4, n=2)
-        many.shard = 0
+        many.rank = 0
         slots.add(many, 0.0)
     large = group(30, 4, n=4)
-    large.shard, large.priority = 0, -1
+    large.rank, large.priority = 0, -1
     slots.add(large, 0.0)
     slots.next_admission(0, 4)
     assert sorted(len(manager.occupants) for manager in slots._managers) == [4, 4, 4, 4]

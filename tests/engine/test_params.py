@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import levanter_infer.engine.params as params_module
-from levanter_infer.decode.sampling_table import SamplingLimits, SamplingTable
+from levanter_infer.decode.sampling_table import SamplingTable
+from levanter_infer.decode.shapes import SamplingLimits
 from levanter_infer.engine.encode_sampling import SamplingColumns
 from levanter_infer.engine.params import SamplingParams, check_limits, derive_seed
 

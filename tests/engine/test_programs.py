@@ -128,5 +128,5 @@ def test_a_round_uploads_nothing_but_its_admission():
 
 def test_an_empty_round_uploads_only_scalars():
     engine = InferenceEngine(tiny_model(), config=EngineConfig(max_seqs=4, max_seq_len=64))
-    fields = engine._slots.next_admission(0, 1)
+    fields = engine._scheduler.next_admission(0, 1)
     assert all(np.ndim(value) == 0 for value in fields.values())

@@ -1,4 +1,7 @@
-"""When rounds are launched and how long they are: `step_round(max_steps)`, `linger` and `RoundLengthController`."""
+"""When rounds are launched and how long they are.
+
+`step_round(max_steps)`, `wait_for_launch_window` and `RoundLengthController`.
+"""
 
 import time
 from types import SimpleNamespace
@@ -66,24 +69,24 @@ def test_steps_that_are_no_positive_number_are_refused_and_nothing_is_lost(engin
     assert len(group.sequences[0].token_ids) == 3
 
 
-def test_lingering_ends_with_the_round_however_long_it_was_expected_to_be(engine, monkeypatch):
+def test_the_wait_for_the_launch_window_ends_with_the_round_however_long_it_was_expected_to_be(engine, monkeypatch):
     start = time.perf_counter()
-    engine.linger()  # nothing runs
+    engine.wait_for_launch_window()  # nothing runs
     engine.submit(request(5))
     engine.step_round(max_steps=1)
     monkeypatch.setattr(engine._in_flight, "expected_s", 60.0)
-    engine.linger()
+    engine.wait_for_launch_window()
     assert time.perf_counter() - start < 30
     assert engine._in_flight.outputs.packed.is_ready()
     engine.drain()
 
 
-def test_lingering_ends_when_the_next_round_has_to_be_launched(engine, monkeypatch):
+def test_the_wait_for_the_launch_window_ends_when_the_next_round_has_to_be_launched(engine, monkeypatch):
     unfinished = SimpleNamespace(packed=SimpleNamespace(is_ready=lambda: False))
     begun = time.perf_counter()
     running = SimpleNamespace(outputs=unfinished, started=begun, launch_s=0.02, expected_s=0.3)
     monkeypatch.setattr(engine, "_in_flight", running)
-    engine.linger()
+    engine.wait_for_launch_window()
     assert 0.3 - 2 * 0.02 <= time.perf_counter() - begun < 5
 
 
@@ -112,12 +115,12 @@ def test_rounds_with_prompts_do_not_become_as_long_as_those_without():
 
 def test_the_host_knows_when_a_round_may_compute_prompts(engine):
     group = engine.submit(request(4))
-    assert engine._slots.has_prompts
+    assert engine._scheduler.has_prompts
     engine.step_round(max_steps=1)
-    assert engine._slots.has_prompts
+    assert engine._scheduler.has_prompts
     while not group.sequences[0].token_ids:
         engine.step_round(max_steps=1)
-    assert not engine._slots.has_prompts
+    assert not engine._scheduler.has_prompts
     engine.drain()
 
 

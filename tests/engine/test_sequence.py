@@ -5,21 +5,21 @@ import pytest
 
 from levanter_infer.checkpoints.tokenizer import Tokenizer
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.sequence import Group, Sequence
+from levanter_infer.engine.request_state import RequestState, SampleState
 from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
 
 
-def sequence(tokenizer: Tokenizer, **params) -> Sequence:
+def sequence(tokenizer: Tokenizer, **params) -> SampleState:
     sampling = SamplingParams(**params)
-    group = Group(id="0", prompt=None, prompt_token_ids=[1], params=sampling, seed=0, max_len=64)
-    made = Sequence(group=group, index=0, decoder=IncrementalDecoder(tokenizer))
+    group = RequestState(id="0", prompt=None, prompt_token_ids=[1], params=sampling, seed=0, max_len=64)
+    made = SampleState(request=group, index=0, decoder=IncrementalDecoder(tokenizer))
     if sampling.stop:
         made.matcher = StopMatcher(sampling.stop, min_tokens=sampling.min_tokens)
     group.sequences.append(made)
     return made
 
 
-def extend(subject: Sequence, ids: list[int]) -> None:
+def extend(subject: SampleState, ids: list[int]) -> None:
     zeros = np.zeros(len(ids), np.float32)
     subject.extend(np.asarray(ids), zeros, zeros, None, [0] * len(ids))
 

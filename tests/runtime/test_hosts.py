@@ -10,11 +10,11 @@ ROOT = Path(__file__).parents[2]
 STORE = """
 import sys, time
 import jax
-from levanter_infer.runtime.hosts import JaxBoard
+from levanter_infer.runtime.hosts import JaxKeyValueStore
 from levanter_infer.runtime.multihost import _client
 
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 1, 0, cluster_detection_method="deactivate")
-new, old = JaxBoard(_client(), "b" * 16), JaxBoard(_client(), "a" * 16)
+new, old = JaxKeyValueStore(_client(), "b" * 16), JaxKeyValueStore(_client(), "a" * 16)
 old.set("end/1", "left over")
 old.set("beat/1", "9")
 assert new.all("end") == new.all("beat") == {} and old.all("end") == {"1": "left over"}

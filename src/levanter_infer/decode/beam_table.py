@@ -10,7 +10,8 @@ from jax import Array
 
 from levanter_infer.axes import POSITION, SEQ
 from levanter_infer.cache.named import full, replace
-from levanter_infer.decode.sequence_table import FINISHED, FREE, NOT_FINISHED, RUNNING, SequenceTable
+from levanter_infer.decode.codes import FINISHED, FREE, NOT_FINISHED, RUNNING
+from levanter_infer.decode.sequence_table import SequenceTable
 
 # When a group ends
 PATIENT = 0  # once it seems that no running beam can beat the worst hypothesis, by its score at its present length

@@ -10,9 +10,9 @@ from jax import Array
 
 from levanter_infer.axes import OUTPUT, TOP
 from levanter_infer.cache.named import full, replace, scalar
+from levanter_infer.decode.codes import RUNNING, WAITING
 from levanter_infer.decode.kv_offload import NO_CALL
 from levanter_infer.decode.sampling import SampleOutput
-from levanter_infer.decode.sequence_table import RUNNING, WAITING
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import Counters, DecodeState
 

@@ -7,15 +7,15 @@ import numpy as np
 from haliax import Axis, NamedArray
 
 from levanter_infer.axes import ADMITTED
+from levanter_infer.cache.page_math import pages_for
 from levanter_infer.decode.beam_table import EARLY, NEVER, PATIENT, BeamParams
 from levanter_infer.decode.programs import Programs
-from levanter_infer.decode.sequence_table import pages_for
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import GenState
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request_state import RequestState, SampleState
 from levanter_infer.engine.row_reads import RowReads
-from levanter_infer.engine.sequence import Group, Sequence
 
 _READ = 8
 """Hypotheses that are fetched together."""
@@ -52,14 +52,14 @@ def beams_for(asked: Iterable[SamplingParams], shapes: Shapes) -> int:
     return min(1 << (most - 1).bit_length(), shapes.max_seqs)
 
 
-def beam_params(pieces: list[tuple[Sequence, int, int]], shapes: Shapes) -> BeamParams:
+def beam_params(pieces: list[tuple[SampleState, int, int]], shapes: Shapes) -> BeamParams:
     """What the sequences of an admission are told about their searches, in numpy."""
     size = shapes.num_slots
     columns: dict[str, np.ndarray] = {name: np.zeros(size, np.int32) for name in ("places", "widths", "early_stopping")}
     columns |= {"leaders": np.full(size, size, np.int32), "length_penalty": np.zeros(size, np.float32)}
     for row, (sequence, _, _) in enumerate(pieces):
-        params = sequence.group.params
-        leader = sequence.group.sequences[0].slot
+        params = sequence.request.params
+        leader = sequence.request.sequences[0].slot
         if params.num_beams > 1:
             assert leader is not None
             columns["leaders"][row] = leader
@@ -71,7 +71,7 @@ def beam_params(pieces: list[tuple[Sequence, int, int]], shapes: Shapes) -> Beam
     return BeamParams(**{name: NamedArray(column, axes) for name, column in columns.items()})  # type: ignore[arg-type]
 
 
-def enter_hypotheses(programs: Programs, state: GenState, groups: list[Group], backend: Backend) -> None:
+def enter_hypotheses(programs: Programs, state: GenState, groups: list[RequestState], backend: Backend) -> None:
     """Fetch what searches have found and enter it into their sequences, the best first.
 
     Waits for the round in flight: the slots are as they were left, because nobody else has got them yet.
@@ -79,13 +79,13 @@ def enter_hypotheses(programs: Programs, state: GenState, groups: list[Group], b
     if not groups:
         return
     sequences = [s for group in groups for s in group.sequences[: group.params.n]]
-    reads = RowReads([s.group.shard or 0 for s in sequences], backend.num_shards, _READ)
+    reads = RowReads([s.request.rank or 0 for s in sequences], backend.num_shards, _READ)
     slots = reads.arguments([s.slot for s in sequences], fill=0)  # type: ignore[misc]
     calls = [jax.device_get(programs.found(state, backend.put(of_call))) for of_call in slots]
     found = jax.tree.map(lambda *results: reads.rows(results), *calls)
     for row, sequence in enumerate(sequences):
-        generated = slice(len(sequence.group.prompt_token_ids), int(found.lens[row]))
+        generated = slice(len(sequence.request.prompt_token_ids), int(found.lens[row]))
         logprobs = found.logprobs[row, generated]
-        versions = sequence.group.search_versions
+        versions = sequence.request.search_versions
         sequence.extend(found.tokens[row, generated], logprobs, np.zeros_like(logprobs), None, versions)
         sequence.score = float(found.scores[row])

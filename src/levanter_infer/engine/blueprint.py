@@ -7,9 +7,10 @@ import jax
 from levanter_infer.decode.programs import Programs
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.backend import Backend
-from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
+from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.scoring import score_shapes
 from levanter_infer.engine.sharded import make_nothing
+from levanter_infer.engine.sizes import kv_dtype, resolve_shapes
 from levanter_infer.engine.tile_search import check_given_tiles
 
 

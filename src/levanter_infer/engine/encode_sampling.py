@@ -6,7 +6,8 @@ import numpy as np
 from haliax import Axis, NamedArray
 
 from levanter_infer.axes import ADMITTED, BIAS, SEED_WORD, STOP, STOP_TOKEN
-from levanter_infer.decode.sampling_table import SamplingLimits, SamplingTable
+from levanter_infer.decode.sampling_table import SamplingTable
+from levanter_infer.decode.shapes import SamplingLimits
 from levanter_infer.engine.params import SamplingParams, stop_sequences
 
 

@@ -5,15 +5,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from levanter_infer.cache.page_math import pages_for
 from levanter_infer.checkpoints.chat_settings import CHAT_KEYS, check_chat_settings, check_template_kwargs
-from levanter_infer.decode.sequence_table import DEFAULT_ROOT, pages_for
+from levanter_infer.decode.codes import DEFAULT_ROOT
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.beams import check_room
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.params import SamplingParams, brief, check_limits, derive_seed
 from levanter_infer.engine.request import MAX_ID_CHARS, Request
-from levanter_infer.engine.sequence import Group
-from levanter_infer.engine.sequence import Sequence as HostSequence
+from levanter_infer.engine.request_state import RequestState, SampleState
 from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
 
 _MAX_SALT = 256
@@ -42,7 +42,7 @@ class Intake:
         """Salts are new again. Requires: nothing is stored for any of them."""
         self._roots.clear()
 
-    def group(self, request: Request, default_id: str) -> Group:
+    def group(self, request: Request, default_id: str) -> RequestState:
         """The sequences that serve a request.
 
         Args:
@@ -77,7 +77,7 @@ class Intake:
         max_len = self._max_len(len(ids), params.max_tokens)
         if params.num_beams > 1:
             check_room(params.num_beams, len(ids), max_len, shapes)
-        group = Group(
+        group = RequestState(
             id=name,
             prompt=request.prompt,
             prompt_token_ids=ids,
@@ -90,7 +90,7 @@ class Intake:
         )
         group.root = self.root(group)
         for index in range(params.num_sequences):
-            sequence = HostSequence(group=group, index=index)
+            sequence = SampleState(request=group, index=index)
             if self._tokenizer is not None:
                 sequence.decoder = IncrementalDecoder(self._tokenizer)
                 if params.stop:
@@ -98,7 +98,7 @@ class Intake:
             group.sequences.append(sequence)
         return group
 
-    def root(self, group: Group) -> int:
+    def root(self, group: RequestState) -> int:
         """What the pages of a group that begins now are found under.
 
         Each version of the weights with each salt has two roots: an odd one, and an even one for scored prompts

@@ -4,19 +4,19 @@ import collections
 import heapq
 from collections.abc import Iterator
 
-from levanter_infer.engine.sequence import Group
+from levanter_infer.engine.request_state import RequestState
 
 
 class PendingQueue:
     """Groups by priority, smallest number first, and within one priority in the order in which they came."""
 
     def __init__(self):
-        self._by_priority: dict[int, collections.deque[Group]] = {}
+        self._by_priority: dict[int, collections.deque[RequestState]] = {}
         self._priorities: list[int] = []  # a heap of the keys
         self.num_sequences = 0
         """Of all groups."""
 
-    def push(self, group: Group) -> None:
+    def push(self, group: RequestState) -> None:
         if group.priority not in self._by_priority:
             self._by_priority[group.priority] = collections.deque()
             heapq.heappush(self._priorities, group.priority)
@@ -24,18 +24,18 @@ class PendingQueue:
         self.num_sequences += len(group.sequences)
 
     @property
-    def first(self) -> Group:
+    def first(self) -> RequestState:
         """Requires: there is one."""
         return self._by_priority[self._priorities[0]][0]
 
-    def pop(self) -> Group:
+    def pop(self) -> RequestState:
         """Take out the first. Requires: there is one."""
         group = self._by_priority[self._priorities[0]].popleft()
         self.num_sequences -= len(group.sequences)
         self._drop_empty()
         return group
 
-    def discard(self, group: Group) -> None:
+    def discard(self, group: RequestState) -> None:
         """Take out this one, if it is there."""
         groups = self._by_priority.get(group.priority)
         if groups is not None and group in groups:
@@ -43,7 +43,7 @@ class PendingQueue:
             self.num_sequences -= len(group.sequences)
             self._drop_empty()
 
-    def groups(self) -> Iterator[Group]:
+    def groups(self) -> Iterator[RequestState]:
         for priority in sorted(self._priorities):
             yield from self._by_priority[priority]
 

@@ -4,20 +4,20 @@ import collections
 import heapq
 from collections.abc import Sequence
 
-from levanter_infer.engine.sequence import Group
+from levanter_infer.engine.request_state import RequestState
 
 _PARTS_PER_SHARD = 4
 """Requests that begin alike stay together, but for sets heavier than this part of a shard's share, which are cut: one
 more computation of a common beginning costs less than a shard that waits for the others."""
 
 
-def expected_tokens(group: Group) -> int:
+def expected_tokens(group: RequestState) -> int:
     """Tokens that a request may compute: its prompt once, and what each of its sequences may generate."""
     generated = group.max_len - len(group.prompt_token_ids)
     return len(group.prompt_token_ids) + generated * max(1, len(group.sequences))
 
 
-def route(groups: Sequence[Group], loads: Sequence[int], page_size: int) -> list[int]:
+def route(groups: Sequence[RequestState], loads: Sequence[int], page_size: int) -> list[int]:
     """The shard of each request.
 
     Requests whose prompts have the first page in common go to one shard, and the heaviest such set goes first to the

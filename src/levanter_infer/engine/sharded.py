@@ -1,6 +1,6 @@
 """Several data shards behind the interface of one: each has slots, tables and a loop of its own."""
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,8 +11,8 @@ from levanter_infer.axes import DATA
 from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.outputs import HostOutputs, RoundOutputs
 from levanter_infer.decode.shapes import Shapes
+from levanter_infer.engine.request_state import RequestState, SampleState
 from levanter_infer.engine.routing import expected_tokens, route
-from levanter_infer.engine.sequence import Group, Sequence
 from levanter_infer.engine.slots import SlotManager, empty_admission
 
 _OF_ALL = ("refs_max",)
@@ -44,7 +44,7 @@ class ShardedSlots:
 
     def __init__(self, shapes: Shapes, eos_token_ids: tuple[int, ...], num_shards: int):
         self._managers = [SlotManager(shapes, eos_token_ids) for _ in range(num_shards)]
-        self._groups: list[Group] = []
+        self._groups: list[RequestState] = []
         self._empty = jax.tree.map(np.asarray, empty_admission(shapes))
 
     @property
@@ -57,31 +57,31 @@ class ShardedSlots:
         for manager in self._managers:
             manager.shapes = value
 
-    def route(self, groups: Many[Group]) -> None:
+    def route(self, groups: Sequence[RequestState]) -> None:
         """Decide at once where these go, before they are added."""
         self._groups = [group for group in self._groups if not group.is_done]
         loads = [0] * len(self._managers)
         for group in self._groups:
-            assert group.shard is not None
-            loads[group.shard] += expected_tokens(group)
+            assert group.rank is not None
+            loads[group.rank] += expected_tokens(group)
         for group, shard in zip(groups, route(groups, loads, self.shapes.page_size), strict=True):
-            group.shard = shard
+            group.rank = shard
         self._groups += groups
 
-    def add(self, group: Group, now: float) -> None:
-        if group.shard is None:
+    def add(self, group: RequestState, now: float) -> None:
+        if group.rank is None:
             self.route([group])
         self.of(group).add(group, now)
 
-    def discard(self, group: Group) -> None:
+    def discard(self, group: RequestState) -> None:
         self.of(group).discard(group)
 
-    def of(self, group: Group) -> SlotManager:
+    def of(self, group: RequestState) -> SlotManager:
         """The slots of the shard that serves this group."""
-        assert group.shard is not None, "it was never added"
-        return self._managers[group.shard]
+        assert group.rank is not None, "it was never added"
+        return self._managers[group.rank]
 
-    def expire(self, now: float) -> list[Sequence]:
+    def expire(self, now: float) -> list[SampleState]:
         due = [group for manager in self._managers for group in manager.take_due(now)]
         return [sequence for group in due for sequence in self.of(group).end(group)]
 
@@ -108,20 +108,20 @@ class ShardedSlots:
             if not fitting:
                 return
             donor, _ = min(fitting, key=lambda pair: (pair[1].priority, pair[0].room))
-            donor.hand_over(taker).shard = self._managers.index(taker)
+            donor.hand_over(taker).rank = self._managers.index(taker)
 
-    def collect(self, outputs: ShardedOutputs, round_id: int, version: int) -> list[Sequence]:
+    def collect(self, outputs: ShardedOutputs, round_id: int, version: int) -> list[SampleState]:
         pairs = zip(self._managers, outputs.shards, strict=True)
         return [sequence for manager, shard in pairs for sequence in manager.collect(shard, round_id, version)]
 
-    def searches(self, outputs: ShardedOutputs, round_id: int, version: int) -> list[Group]:
+    def searches(self, outputs: ShardedOutputs, round_id: int, version: int) -> list[RequestState]:
         pairs = zip(self._managers, outputs.shards, strict=True)
         return [group for manager, shard in pairs for group in manager.searches(shard, round_id, version)]
 
-    def take_leaving(self) -> list[tuple[Group, int]]:
+    def take_leaving(self) -> list[tuple[RequestState, int]]:
         return [pair for manager in self._managers for pair in manager.take_leaving()]
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[RequestState]:
         return [group for manager in self._managers for group in manager.groups()]
 
     def roots(self) -> np.ndarray:
@@ -138,7 +138,7 @@ class ShardedSlots:
             manager.admits = value
 
     @property
-    def occupants(self) -> list[Sequence]:
+    def occupants(self) -> list[SampleState]:
         return [sequence for manager in self._managers for sequence in manager.occupants]
 
     @property

@@ -9,14 +9,14 @@ from haliax import Axis, NamedArray
 
 from levanter_infer.axes import ADMITTED, SEQ, UPLOAD
 from levanter_infer.decode.admission import Admission
+from levanter_infer.decode.codes import ABORT, DEFAULT_ROOT, ERROR, FINISHED, LENGTH, STOP
 from levanter_infer.decode.outputs import HostOutputs
-from levanter_infer.decode.sequence_table import ABORT, DEFAULT_ROOT, ERROR, FINISHED, LENGTH, STOP
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.beams import beam_params
 from levanter_infer.engine.encode_sampling import SamplingColumns
 from levanter_infer.engine.kv_offload import host_terms
 from levanter_infer.engine.pending import PendingQueue
-from levanter_infer.engine.sequence import Group, Sequence
+from levanter_infer.engine.request_state import RequestState, SampleState
 
 REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error", ABORT: "abort"}
 _INT32 = 2**31
@@ -34,31 +34,31 @@ class SlotManager:
         self.shapes = shapes
         self._eos = eos_token_ids
         self._free = collections.deque(range(shapes.num_slots))
-        self._occupants: dict[int, Sequence] = {}
+        self._occupants: dict[int, SampleState] = {}
         self._pending = PendingQueue()
-        self._loading: collections.deque[Group] = collections.deque()
+        self._loading: collections.deque[RequestState] = collections.deque()
         self._cancel: set[int] = set()
-        self._deadlines: list[tuple[float, int, Group]] = []
-        self._leaving: list[tuple[Group, int]] = []
+        self._deadlines: list[tuple[float, int, RequestState]] = []
+        self._leaving: list[tuple[RequestState, int]] = []
         self._arrivals = self._added = 0
         self.admits = True
         """Whether groups that wait here may get slots."""
 
-    def route(self, groups: collections.abc.Sequence[Group]) -> None:
+    def route(self, groups: collections.abc.Sequence[RequestState]) -> None:
         """Told of all that will be added, before they are; with one shard there is nothing to decide."""
 
-    def of(self, group: Group) -> "SlotManager":
+    def of(self, group: RequestState) -> "SlotManager":
         """Whose slots serve this group: with one shard these."""
         return self
 
-    def add(self, group: Group, now: float) -> None:
+    def add(self, group: RequestState, now: float) -> None:
         """Queue a group; its time, if it has a limit, begins `now`."""
         self._pending.push(group)
         if group.timeout_s is not None:
             self._added += 1
             heapq.heappush(self._deadlines, (now + group.timeout_s, self._added, group))
 
-    def discard(self, group: Group) -> None:
+    def discard(self, group: RequestState) -> None:
         """End the group's unfinished sequences: at once if they wait here, else by the next admission."""
         self._pending.discard(group)
         for sequence in group.sequences:
@@ -71,18 +71,18 @@ class SlotManager:
         if group in self._loading:
             self._loading.remove(group)
 
-    def expire(self, now: float) -> list[Sequence]:
+    def expire(self, now: float) -> list[SampleState]:
         """End the groups whose deadline has passed; returns their sequences that had not finished."""
         return [sequence for group in self.take_due(now) for sequence in self.end(group)]
 
-    def take_due(self, now: float) -> list[Group]:
+    def take_due(self, now: float) -> list[RequestState]:
         """Groups that were added here and whose deadline has passed since the last call."""
         due = []
         while self._deadlines and self._deadlines[0][0] <= now:
             due.append(heapq.heappop(self._deadlines)[-1])
         return due
 
-    def end(self, group: Group) -> list[Sequence]:
+    def end(self, group: RequestState) -> list[SampleState]:
         """`discard`, for who wants to know which sequences had not finished."""
         ended = [sequence for sequence in group.sequences if sequence.finish_reason is None]
         if not group.is_done:
@@ -96,11 +96,11 @@ class SlotManager:
         return room if self.admits and not self._loading else min(room, 0)
 
     @property
-    def first_waiting(self) -> Group | None:
+    def first_waiting(self) -> RequestState | None:
         """Who would get slots next, if anybody waits and may."""
         return self._pending.first if self._pending and self.admits else None
 
-    def hand_over(self, other: "SlotManager") -> Group:
+    def hand_over(self, other: "SlotManager") -> RequestState:
         """Let who waits first here wait there, behind its equals. The deadline stays here."""
         group = self._pending.pop()
         other._pending.push(group)
@@ -112,10 +112,10 @@ class SlotManager:
         for sequence in [*self._occupants.values(), *waiting]:
             sequence.finish("abort")
             sequence.slot = None
-            if sequence.index == 0 and sequence.group.awaits_scores:
+            if sequence.index == 0 and sequence.request.awaits_scores:
                 sequence.finish_reason = "abort"  # it had ended, and its scores will never come
 
-    def cancel_slot(self, sequence: Sequence) -> None:
+    def cancel_slot(self, sequence: SampleState) -> None:
         """Stop computing a sequence whose result is known already."""
         assert sequence.slot is not None
         self._cancel.add(sequence.slot)
@@ -125,13 +125,13 @@ class SlotManager:
         """Slots that nobody has."""
         return len(self._free)
 
-    def seat(self, sequence: Sequence) -> None:
+    def seat(self, sequence: SampleState) -> None:
         """Give a sequence a slot. Requires: there is a free one."""
         sequence.slot = self._free.popleft()
         sequence.arrival = self._next_arrival()
         self._occupants[sequence.slot] = sequence
 
-    def keep_slot(self, sequence: Sequence) -> None:
+    def keep_slot(self, sequence: SampleState) -> None:
         """Go on computing a sequence after all, if the device does not know better yet."""
         assert sequence.slot is not None
         self._cancel.discard(sequence.slot)
@@ -154,19 +154,19 @@ class SlotManager:
         return fields
 
     @property
-    def occupants(self) -> list[Sequence]:
+    def occupants(self) -> list[SampleState]:
         """Those that have a slot."""
         return list(self._occupants.values())
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[RequestState]:
         """All that have not ended: with slots, and those that wait here."""
-        return list(dict.fromkeys([*(s.group for s in self._occupants.values()), *self._pending.groups()]))
+        return list(dict.fromkeys([*(s.request for s in self._occupants.values()), *self._pending.groups()]))
 
     def roots(self) -> np.ndarray:
         """Of each slot i32[seq], -1 for those that nobody has."""
         roots = np.full(self.shapes.num_slots, -1, np.int32)
         for slot, sequence in self._occupants.items():
-            roots[slot] = sequence.group.root
+            roots[slot] = sequence.request.root
         return roots
 
     @property
@@ -180,10 +180,10 @@ class SlotManager:
         first = self.first_waiting
         return self.shapes.num_slots + 1 if first is None else len(first.sequences)
 
-    def _next_pieces(self, round_id: int) -> list[tuple[Sequence, int, int]]:
+    def _next_pieces(self, round_id: int) -> list[tuple[SampleState, int, int]]:
         """(sequence, start, length) of what fits into one upload: pieces of long prompts first, then new groups."""
         room = self.shapes.upload_tokens
-        pieces: list[tuple[Sequence, int, int]] = []
+        pieces: list[tuple[SampleState, int, int]] = []
         while room > 0 and (self._loading or self._can_start_next()):
             if not self._loading:
                 group = self._pending.pop()
@@ -208,7 +208,7 @@ class SlotManager:
         first = self.first_waiting
         return first is not None and len(self._free) >= len(first.sequences)
 
-    def _encode(self, pieces: list[tuple[Sequence, int, int]]) -> dict[str, np.ndarray | object]:
+    def _encode(self, pieces: list[tuple[SampleState, int, int]]) -> dict[str, np.ndarray | object]:
         shapes = self.shapes
         names = ("lens", "starts", "slot_ids", "prompt_lens", "max_lens", "arrival", "priority", "roots", "fork_source")
         columns = {name: np.zeros(shapes.num_slots, np.int32) for name in names}
@@ -219,7 +219,7 @@ class SlotManager:
         sampling = SamplingColumns(shapes.num_slots, shapes.limits)
         used = 0
         for row, (sequence, start, length) in enumerate(pieces):
-            group = sequence.group
+            group = sequence.request
             tokens[used : used + length] = group.prompt_token_ids[start : start + length]
             used += length
             values = {
@@ -245,12 +245,12 @@ class SlotManager:
         assert self._arrivals < _INT32 - 1, "arrivals are renumbered when the engine is idle"
         return self._arrivals
 
-    def collect(self, outputs: HostOutputs, round_id: int, version: int) -> list[Sequence]:
+    def collect(self, outputs: HostOutputs, round_id: int, version: int) -> list[SampleState]:
         """Take a round's outputs; returns the sequences whose result became known. `version`: of its weights."""
         self._note_cached(outputs, round_id)
-        wants_top = any(s.group.params.logprobs for s in self._occupants.values())
+        wants_top = any(s.request.params.logprobs for s in self._occupants.values())
         top = outputs.top() if wants_top else None
-        known: list[Sequence] = []
+        known: list[SampleState] = []
         for slot, entries in _entries_by_slot(outputs.slot_ids):
             sequence = self._occupants.get(slot)
             if sequence is None or not _is_told(sequence, round_id) or sequence.finish_reason is not None:
@@ -281,37 +281,37 @@ class SlotManager:
         """Take what is known of cached prompts, of those that had no token before this round. Later the leader may
         have another slot."""
         for slot, sequence in self._occupants.items():
-            group = sequence.group
+            group = sequence.request
             is_new = not sequence.token_ids or group.params.num_beams > 1
             if sequence.index == 0 and is_new and _is_told(sequence, round_id):
                 group.num_cached_tokens = int(outputs.num_cached[slot])
 
-    def take_leaving(self) -> list[tuple[Group, int]]:
+    def take_leaving(self) -> list[tuple[RequestState, int]]:
         """Groups whose prompts were scored, and the slots that held them: given back since the last call."""
         leaving, self._leaving = self._leaving, []
         return leaving
 
-    def _vacate(self, sequence: Sequence) -> None:
+    def _vacate(self, sequence: SampleState) -> None:
         assert sequence.slot is not None
-        if sequence.index == 0 and sequence.group.awaits_scores:
-            self._leaving.append((sequence.group, sequence.slot))
+        if sequence.index == 0 and sequence.request.awaits_scores:
+            self._leaving.append((sequence.request, sequence.slot))
         del self._occupants[sequence.slot]
         self._cancel.discard(sequence.slot)
         self._free.append(sequence.slot)
         sequence.slot = None
 
-    def searches(self, outputs: HostOutputs, round_id: int, version: int) -> list[Group]:
+    def searches(self, outputs: HostOutputs, round_id: int, version: int) -> list[RequestState]:
         """Beam searches that have found their hypotheses, as this round says; to be asked before `collect`."""
         found = (STOP, LENGTH)
-        leaders = [s for s in self._occupants.values() if s.index == 0 and s.group.params.num_beams > 1]
+        leaders = [s for s in self._occupants.values() if s.index == 0 and s.request.params.num_beams > 1]
         told = [s for s in leaders if _is_told(s, round_id) and s.finish_reason is None]
         for s in told:
-            length = int(outputs.seq_lens[s.slot]) - len(s.group.prompt_token_ids)
-            s.group.search_versions += [version] * (length - len(s.group.search_versions))
+            length = int(outputs.seq_lens[s.slot]) - len(s.request.prompt_token_ids)
+            s.request.search_versions += [version] * (length - len(s.request.search_versions))
         ended = [s for s in told if outputs.status[s.slot] == FINISHED and outputs.finish_reason[s.slot] in found]
         for s in ended:
-            s.group.search_versions.append(version)  # a hypothesis may be one token longer than the beams
-        return [s.group for s in ended]
+            s.request.search_versions.append(version)  # a hypothesis may be one token longer than the beams
+        return [s.request for s in ended]
 
     @property
     def is_short(self) -> bool:
@@ -323,7 +323,7 @@ class SlotManager:
         return not (self._occupants or self._pending)
 
 
-def _is_told(sequence: Sequence, round_id: int) -> bool:
+def _is_told(sequence: SampleState, round_id: int) -> bool:
     """Whether the device knew of the sequence in that round."""
     return sequence.first_round is not None and sequence.first_round <= round_id
 

@@ -1,4 +1,4 @@
-"""`Stats`: what an engine has done, added up on the host once a round."""
+"""`Stats`: totals and rates of an engine, updated on the host once per round."""
 
 import dataclasses
 import time
@@ -9,13 +9,13 @@ from levanter_infer.engine.sharded import ShardedOutputs, ShardSteps
 
 _TOTALS = {metric.counter: metric.name for metric in METRICS.values() if metric.counter is not None}
 _AS_THEY_ARE = ("running", "waiting", "stored_tokens", "refs_max", "refs_sum", "cached_pages")
-"""Scalars of a round that are metrics of the same name."""
+"""Scalars of a round that are metrics under the same name."""
 _WRAP = 2**32
 
 
 @dataclasses.dataclass
 class _Phase:
-    """Sums over the rounds of one kind."""
+    """Sums over the rounds with, or without, prompt chunks."""
 
     seconds: float = 0.0
     steps: int = 0
@@ -49,16 +49,16 @@ class Stats:
             "weights_version": 0,
         }.items():
             self.registry.set(name, value)
-        self._nobody_holds_anything()
+        self._set_empty()
 
-    def _nobody_holds_anything(self) -> None:
+    def _set_empty(self) -> None:
         for name in ("pages_in_use", *_AS_THEY_ARE):
             self.registry.set(name, 0)
         self.registry.set("pages_free", self._pages_total)
 
     @property
     def shard_steps(self) -> list[int]:
-        """Steps of each data shard in the last round; none where there is only one."""
+        """Steps of each data-parallel rank in the last round; empty for a single rank."""
         return [] if self._shards is None else self._shards.last
 
     def on_submit(self, num_prompt_tokens: int) -> None:
@@ -68,11 +68,12 @@ class Stats:
             self.registry.set("time_to_first_token_s", None)
 
     def on_round(self, outputs: HostOutputs | ShardedOutputs, seconds: float) -> tuple[int, int]:
-        """Count one round; returns its steps, and those of them that computed prompt tokens; of several shards, of the
-        one that had most.
+        """Count one round.
 
         Args:
-            seconds: from its launch, or from the end of the round before if that was later, to its end.
+            seconds: from its launch, or from the end of the previous round if that was later, to its end.
+        Returns: its steps, and how many of them computed prompt tokens; with several data-parallel ranks, those of the
+            rank with most steps.
         """
         registry, scalars = self.registry, outputs.scalars
         delta = {}
@@ -106,7 +107,7 @@ class Stats:
         return delta["steps"], delta["prompt_steps"]
 
     def on_time(self, **seconds: float) -> None:
-        """Add what the host spent on a round, by the first word of the metric: launch, wait, download, collect."""
+        """Add the host's times of a round, named by the first word of the metric: launch, wait, download, collect."""
         for name, spent in seconds.items():
             self.registry.add(f"{name}_s", spent)
 
@@ -115,10 +116,10 @@ class Stats:
         self._last = dict.fromkeys(_TOTALS, 0)
         if self._shards is not None:
             self._shards.on_reset()
-        self._nobody_holds_anything()
+        self._set_empty()
 
     def on_idle(self) -> None:
-        """The next submission starts a new measurement of the time to the first token."""
+        """Start a new measurement of the time to the first token at the next submission."""
         self._submitted = None
 
     def _set_rates(self) -> None:

@@ -119,7 +119,7 @@ def _tiles(job: Job, blueprint: Blueprint) -> dict[str, Any]:
 
 def tile_shape_of(job: Job, blueprint: Blueprint) -> "TileShape":
     """What the tiles of the attention for TPUs depend on."""
-    from levanter_infer.engine.config import kv_dtype
+    from levanter_infer.engine.sizes import kv_dtype
     from levanter_infer.engine.tile_search import tile_shape
 
     return tile_shape(

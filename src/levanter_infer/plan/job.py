@@ -5,7 +5,8 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from levanter_infer.config import decode_section
+from levanter_infer.config import decode_engine, decode_section
+from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.mesh import MeshConfig, make_mesh
 from levanter_infer.plan.targets import Target, parse_target
 
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from levanter_infer.decode.programs import Programs
     from levanter_infer.decode.shapes import Shapes
     from levanter_infer.engine.backend import Backend
-    from levanter_infer.engine.config import EngineConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +66,8 @@ class Job:
         return decode_section(MeshConfig, self.mesh, "mesh")
 
     @property
-    def engine_config(self) -> "EngineConfig":
-        from levanter_infer.engine.config import EngineConfig
-
-        return decode_section(EngineConfig, self.engine, "engine")
+    def engine_config(self) -> EngineConfig:
+        return decode_engine(self.engine)
 
     def check_chips(self) -> None:
         """Raises: ValueError if the target has fewer devices than the mesh wants."""

@@ -4,11 +4,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from levanter_infer.runtime.hosts import Board, Hosts
+from levanter_infer.runtime.hosts import Hosts, KeyValueStore
 
 
-class LocalBoard(Board):
-    """What `JaxBoard` promises, among threads."""
+class LocalKeyValueStore(KeyValueStore):
+    """What `JaxKeyValueStore` promises, among threads."""
 
     def __init__(self):
         self._texts: dict[str, str] = {}
@@ -48,7 +48,7 @@ class LocalBoard(Board):
 
 
 def several(count: int, **settings) -> list[Hosts]:
-    board = LocalBoard()
+    board = LocalKeyValueStore()
     made = [Hosts(board, i, count, **settings) for i in range(count)]
     for hosts in made:
         hosts.names = [f"host {i} (m{i})" for i in range(count)]

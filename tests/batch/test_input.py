@@ -5,16 +5,16 @@ import json
 
 import pytest
 
-from levanter_infer.batch.plan import Input, Plan
-from levanter_infer.rows import MAX_LINE_BYTES
+from levanter_infer.batch.input import Input, InputShards
+from levanter_infer.io.prompts import MAX_LINE_BYTES
 
 
 def make_input(path, **changes) -> Input:
     return Input(str(path), **{"as_chat": False, "model_names": (), **changes})
 
 
-def contents(source: Input, plan: Plan):
-    return [[content for _, content in source.rows(plan, shard)] for shard in plan.shards]
+def contents(source: Input, inputs: InputShards):
+    return [[content for _, content in source.rows(inputs, shard)] for shard in inputs.shards]
 
 
 def write_rows(path, count, first=0):
@@ -25,13 +25,13 @@ def test_shards_hold_every_row_once_in_order(tmp_path):
     write_rows(tmp_path / "b.jsonl", 7, first=5)
     write_rows(tmp_path / "a.jsonl", 5)
     source = make_input(tmp_path / "*.jsonl")
-    plan = source.plan(3)
-    assert [(s.index, s.file, s.first_row, s.rows) for s in plan.shards] == [
+    inputs = source.split(3)
+    assert [(s.index, s.file, s.first_row, s.rows) for s in inputs.shards] == [
         *((0, 0, 0, 3), (1, 0, 3, 2)),
         *((2, 1, 5, 3), (3, 1, 8, 3), (4, 1, 11, 1)),
     ]
-    assert plan.rows == 12 and Plan.from_dict(json.loads(json.dumps(plan.as_dict()))) == plan
-    rows = contents(source, plan)
+    assert inputs.rows == 12 and InputShards.from_dict(json.loads(json.dumps(inputs.as_dict()))) == inputs
+    rows = contents(source, inputs)
     assert [row["prompt"] for shard in rows for row in shard] == [f"p{i}" for i in range(12)]
 
 
@@ -40,8 +40,8 @@ def test_blank_and_overlong_lines_a_byte_order_mark_and_no_newline_at_the_end(tm
     lines = [b'\xef\xbb\xbf{"prompt": "a"}', b"", b"  ", long, b"{", b'{"prompt": "b"}', b"", b'{"prompt": "c"}']
     (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
     source = make_input(tmp_path / "in.jsonl")
-    plan = source.plan(2)
-    rows = [row for shard in plan.shards for row in source.rows(plan, shard)]
+    inputs = source.split(2)
+    rows = [row for shard in inputs.shards for row in source.rows(inputs, shard)]
     assert [where for where, _ in rows] == [f"in.jsonl:{line}" for line in (1, 4, 5, 6, 8)]
     assert [row if isinstance(row, dict) else isinstance(row, ValueError) and ValueError for _, row in rows] == [
         *({"prompt": "a"}, ValueError, ValueError, {"prompt": "b"}, {"prompt": "c"})
@@ -54,17 +54,17 @@ def test_blank_lines_at_the_end_belong_to_no_shard(tmp_path, ending):
     (tmp_path / "in.txt").write_text("one\ntwo\n\nthree\n" + ending)
     source = make_input(tmp_path / "in.txt")
     for size in (2, 3):
-        plan = source.plan(size)
-        assert [c["prompt"] for shard in contents(source, plan) for c in shard] == ["one", "two", "three"]
+        inputs = source.split(size)
+        assert [c["prompt"] for shard in contents(source, inputs) for c in shard] == ["one", "two", "three"]
 
 
 def test_compressed_text_is_divided_as_plain_text(tmp_path):
     write_rows(tmp_path / "in.jsonl", 9)
     (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress((tmp_path / "in.jsonl").read_bytes()))
     plain, packed = make_input(tmp_path / "in.jsonl"), make_input(tmp_path / "in.jsonl.gz")
-    plan = packed.plan(4)
-    assert plan.shards == plain.plan(4).shards
-    assert contents(packed, plan) == contents(plain, plan)
+    inputs = packed.split(4)
+    assert inputs.shards == plain.split(4).shards
+    assert contents(packed, inputs) == contents(plain, inputs)
 
 
 @pytest.mark.parametrize("change", ["a byte", "fewer rows"])
@@ -72,13 +72,13 @@ def test_a_shard_that_has_changed_is_not_given_out_whole(tmp_path, change):
     path = tmp_path / "in.jsonl"
     write_rows(path, 6)
     source = make_input(path)
-    plan = source.plan(3)
+    inputs = source.split(3)
     text = path.read_text()
     path.write_text(text.replace("p4", "q4") if change == "a byte" else text[: text.index("p4") - 13])
-    assert len(list(source.rows(plan, plan.shards[0]))) == 3  # this one has not
+    assert len(list(source.rows(inputs, inputs.shards[0]))) == 3  # this one has not
     given = []
     with pytest.raises(ValueError, match="in.jsonl has changed since the job began"):
-        given.extend(source.rows(plan, plan.shards[1]))
+        given.extend(source.rows(inputs, inputs.shards[1]))
         raise AssertionError(given)
     assert len(given) < 3
 
@@ -89,7 +89,7 @@ def test_ids_that_are_not_unique_stop_a_job_before_it_begins(tmp_path, repeated)
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
     where = {"a": "in.jsonl:1 and in.jsonl:4", "1": "in.jsonl:2 and in.jsonl:4"}[repeated]
     with pytest.raises(ValueError, match=f"ids must differ, and these do not: '{repeated}' in {where}"):
-        make_input(tmp_path / "in.jsonl").plan(2)
+        make_input(tmp_path / "in.jsonl").split(2)
 
 
 def test_what_is_no_input_is_refused(tmp_path):
@@ -102,7 +102,7 @@ def test_what_is_no_input_is_refused(tmp_path):
         "empty.jsonl": "no rows",
     }.items():
         with pytest.raises(ValueError, match=message):
-            make_input(tmp_path / name).plan(2)
+            make_input(tmp_path / name).split(2)
     with pytest.raises(ValueError, match="cannot open 'nosuch://x'"):
         make_input("nosuch://x")
 
@@ -110,4 +110,4 @@ def test_what_is_no_input_is_refused(tmp_path):
 def test_text_prompts_become_chats_where_asked(tmp_path):
     (tmp_path / "in.txt").write_text("hello\n")
     source = make_input(tmp_path / "in.txt", as_chat=True)
-    assert contents(source, source.plan(1)) == [[{"messages": [{"role": "user", "content": "hello"}]}]]
+    assert contents(source, source.split(1)) == [[{"messages": [{"role": "user", "content": "hello"}]}]]

@@ -1,8 +1,7 @@
-"""`Plan`: the rows of the input, divided into shards.
+"""`Input`: the files of a job; `InputShards`: their rows, split into shards.
 
-Made once, by reading the whole input, and kept in the job's record. It depends on the input alone, so that all workers,
-and every later start, divide it alike; what a shard held is known by its SHA-256, so that a file that has changed since
-is noticed.
+The split is made once, by reading the whole input, and stored in `job.json`. It depends on the input alone, so all
+workers and all later runs have the same shards. The SHA-256 of each shard shows whether its file has changed since.
 """
 
 import array
@@ -20,16 +19,16 @@ from levanter_infer.batch import tables
 from levanter_infer.batch.openai import as_row
 from levanter_infer.batch.store import file_system
 from levanter_infer.engine.params import brief
-from levanter_infer.rows import MAX_LINE_BYTES, chat_of, given_id, no_columns, parse_line, row_id
+from levanter_infer.io.prompts import MAX_LINE_BYTES, chat_of, given_id, no_columns, parse_line, row_id
 from levanter_infer.runtime.progress import stage
 
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "text"}
 _COMPRESSED = (".gz", ".bz2", ".xz")
 _MAX_SHOWN = 3
 _UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error)
-"""What a file raises that cannot be read, or is compressed and damaged."""
+"""Exceptions for a file that cannot be read, or is compressed and damaged."""
 ROW_FAULTS = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError)
-"""What the content of one row may raise where nobody thought of it: the error of that row, never of the job."""
+"""Exceptions that the content of a row may cause: an error of that row, never of the job."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +36,14 @@ class InputFile:
     """A file of the input."""
 
     name: str
-    """Without its directories."""
+    """File name without directories."""
     kind: str
     """jsonl, text or parquet."""
     rows: int
     sha256: str
-    """Of its contents as they are read, uncompressed; of a Parquet file, of the footer, which describes them."""
+    """SHA-256 of the uncompressed content; of a Parquet file, of its footer, which describes the content."""
     bytes: int | None
-    """Of the file as it lies there; None where the file system does not say."""
+    """Size of the stored file; None if the file system does not tell."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,27 +51,27 @@ class InputShard:
     """Consecutive rows of one file."""
 
     index: int
-    """Among all shards."""
+    """Number of the shard in the job."""
     file: int
     first_row: int
-    """Among all rows of the input: the id of a row that does not name itself."""
+    """Number of its first row in the whole input: the default id of that row."""
     rows: int
     start: int
-    """Where it begins in its file: a byte, or a row of a Parquet file."""
+    """Offset of its first row in its file: bytes, or rows of a Parquet file."""
     line: int
-    """Lines of its file before it; 0 for Parquet."""
+    """Number of lines before it in its file; 0 for Parquet."""
     sha256: str
-    """Of its bytes; empty for Parquet."""
+    """SHA-256 of its bytes; empty for Parquet."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """Files and shards in order."""
+class InputShards:
+    """The files of the input and its shards, in order."""
 
     files: tuple[InputFile, ...]
     shards: tuple[InputShard, ...]
     carried: str = ""
-    """Types of the columns that are carried (`tables.carried_types`); empty if not all files are Parquet."""
+    """Types of the carried columns (`tables.carried_types`); empty unless all files are Parquet."""
 
     @property
     def rows(self) -> int:
@@ -89,35 +88,35 @@ class Plan:
         }
 
     @staticmethod
-    def from_dict(content: dict[str, Any]) -> "Plan":
-        """Raises: KeyError, TypeError or ValueError for what is no plan."""
-        plan = Plan(
+    def from_dict(content: dict[str, Any]) -> "InputShards":
+        """Raises: KeyError, TypeError or ValueError for invalid content."""
+        inputs = InputShards(
             tuple(InputFile(**file) for file in content["files"]),
             tuple(InputShard(*shard) for shard in content["shards"]),
             content["carried"],
         )
         row = 0
-        for i, shard in enumerate(plan.shards):
+        for i, shard in enumerate(inputs.shards):
             numbers = (shard.index, shard.file, shard.first_row, shard.rows, shard.start, shard.line)
             if any(type(number) is not int or number < 0 for number in numbers):
                 raise ValueError(f"shard {i} is not made of numbers")
-            if (shard.index, shard.first_row) != (i, row) or shard.file >= len(plan.files) or shard.rows < 1:
+            if (shard.index, shard.first_row) != (i, row) or shard.file >= len(inputs.files) or shard.rows < 1:
                 raise ValueError(f"shard {i} does not follow the one before it")
             row += shard.rows
-        if row != plan.rows:
-            raise ValueError(f"shards of {row} rows, and files of {plan.rows}")
-        return plan
+        if row != inputs.rows:
+            raise ValueError(f"shards of {row} rows, and files of {inputs.rows}")
+        return inputs
 
 
 class Input:
     """The files of a job.
 
     Args:
-        pattern: a path or URL for fsspec; with `*`, `?` or `[`, all files that match, by name.
-        as_chat: text prompts are what a user says in a chat.
+        pattern: a path or URL for fsspec; with `*`, `?` or `[`, all matching files, sorted by name.
+        as_chat: text prompts are user messages of a chat.
         model_names: as in `BatchConfig`.
-        carry: columns that rows may have beside those that are known.
-    Raises: ValueError if there is no such file, or one of a kind that is not read.
+        carry: further columns of rows, which are copied to the output.
+    Raises: ValueError if there is no such file, or one has an unknown suffix.
     """
 
     def __init__(self, pattern: str, *, as_chat: bool, model_names: Sequence[str], carry: Sequence[str] = ()):
@@ -139,8 +138,11 @@ class Input:
         self._last: tuple[int, IO[bytes]] | None = None
 
     @stage("reading the input")
-    def plan(self, rows_per_shard: int) -> Plan:
-        """Read everything once. Raises: ValueError for an unreadable file, no rows, or ids that are not unique."""
+    def split(self, rows_per_shard: int) -> InputShards:
+        """Read the whole input and split it into shards.
+
+        Raises: ValueError for an unreadable file, no rows, or repeated ids.
+        """
         ids, sizes = _Ids(), self.sizes()
         self._schemas.clear()
         files: list[InputFile] = []
@@ -158,47 +160,49 @@ class Input:
         for path, before, now in zip(self.paths, sizes, self.sizes(), strict=True):
             if before != now:
                 raise ValueError(
-                    f"{path} had {before} bytes and has {now} now that it was read; wait until it is whole"
+                    f"{path} had {before} bytes and has {now} after it was read; wait until it is complete"
                 )
         if not shards:
             raise ValueError(f"{', '.join(self.paths[:_MAX_SHOWN])}: no rows; expected at least one prompt")
         repeated = ids.repeated()
         if repeated:
-            raise ValueError(self._repeated_text(Plan(tuple(files), tuple(shards)), repeated))
+            raise ValueError(self._repeated_text(InputShards(tuple(files), tuple(shards)), repeated))
         typed = self._carry and len(self._schemas) == len(files)
-        return Plan(tuple(files), tuple(shards), tables.carried_types(self._schemas, self._carry) if typed else "")
+        return InputShards(
+            tuple(files), tuple(shards), tables.carried_types(self._schemas, self._carry) if typed else ""
+        )
 
     def sizes(self) -> list[int | None]:
-        """Bytes of each file. Raises: ValueError if one is not there."""
+        """Bytes of each file. Raises: ValueError if one is missing."""
         self._fs.invalidate_cache()
         try:
             return self._fs.sizes(self.paths)
         except OSError as e:
             raise ValueError(f"cannot read prompts_file {e.filename or ', '.join(self.paths[:_MAX_SHOWN])}: {e}") from e
 
-    def check_unchanged(self, plan: Plan) -> None:
-        """Compare the sizes of the files with those of a plan that was made earlier: rows may have been added.
+    def check_unchanged(self, inputs: InputShards) -> None:
+        """Compare the sizes of the files with those in `job.json`: rows may have been added.
 
-        Raises: ValueError naming the first that differs.
+        Raises: ValueError naming the first file that differs.
         """
-        for path, now, file in zip(self.paths, self.sizes(), plan.files, strict=True):
+        for path, now, file in zip(self.paths, self.sizes(), inputs.files, strict=True):
             if now != file.bytes:
                 raise ValueError(
                     f"{path} has {now} bytes and had {file.bytes} with {file.rows} rows when the job began; rows that "
                     "were added since would not be sampled. Put it back as it was, or give another output"
                 )
 
-    def rows(self, plan: Plan, shard: InputShard) -> Iterator[tuple[str, Any]]:
-        """(where it stands, content) of each row of a shard; a content that is a ValueError is that row's error.
+    def rows(self, inputs: InputShards, shard: InputShard) -> Iterator[tuple[str, Any]]:
+        """(file and line, content) of each row of a shard; a ValueError as content is the error of that row.
 
-        Raises: ValueError if the file is not what it was when the plan was made.
+        Raises: ValueError if the file has changed since it was split.
         """
-        path, name = self.paths[shard.file], plan.files[shard.file].name
+        path, name = self.paths[shard.file], inputs.files[shard.file].name
         changed = ValueError(f"{path} has changed since the job began; put it back, or give another output")
         try:
             if self._kinds[shard.file] == "parquet":
                 with self._open(shard.file) as file:
-                    if tables.footer_sha256(file) != plan.files[shard.file].sha256:
+                    if tables.footer_sha256(file) != inputs.files[shard.file].sha256:
                         raise changed
                     for i, content in enumerate(tables.read_rows(file, shard.start, shard.rows)):
                         yield f"{name}:{shard.start + i + 1}", self._content(content)
@@ -209,7 +213,7 @@ class Input:
             for line, raw in _lines(file, shard.line, shard.rows, digest.update):
                 count += 1
                 if count == shard.rows and digest.hexdigest() != shard.sha256:
-                    raise changed  # before the last row is known, so that the shard cannot be finished
+                    raise changed  # before the last row is given, so that the shard cannot be finished
                 yield f"{name}:{line}", self._content(self._parse(raw, line, shard.file))
             if count != shard.rows:
                 raise changed
@@ -217,7 +221,7 @@ class Input:
             raise _unreadable(path, e) from e
 
     def _reader(self, number: int) -> IO[bytes]:
-        """A file, kept open while its shards are read in order: going forward in a compressed one is cheap."""
+        """An open file, kept while its shards are read in order: seeking forward in a compressed one is cheap."""
         if self._last is None or self._last[0] != number:
             if self._last is not None:
                 self._last[1].close()
@@ -285,13 +289,13 @@ class Input:
         ]
         return InputFile(name, "parquet", rows, sha256, None), shards
 
-    def _repeated_text(self, plan: Plan, rows: Sequence[int]) -> str:
-        """Which ids of these rows are not unique; reads their shards again."""
+    def _repeated_text(self, inputs: InputShards, rows: Sequence[int]) -> str:
+        """The repeated ids of these rows; reads their shards again."""
         found: dict[str, list[str]] = {}
         wanted = set(rows)
-        for shard in plan.shards:
+        for shard in inputs.shards:
             if wanted & set(range(shard.first_row, shard.first_row + shard.rows)):
-                for i, (where, content) in enumerate(self.rows(plan, shard)):
+                for i, (where, content) in enumerate(self.rows(inputs, shard)):
                     if shard.first_row + i in wanted:
                         found.setdefault(row_id(content, str(shard.first_row + i)), []).append(where)
         first = [f"{brief(name)} in {' and '.join(places)}" for name, places in found.items() if len(places) > 1]
@@ -319,11 +323,11 @@ def _kind(path: str) -> str:
 
 
 def _lines(file: IO[bytes], before: int, rows: int | None, on_bytes) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line) of those that are not blank, up to `rows` of them; a line too long is given in part.
+    """(number from 1, line) of up to `rows` lines that are not blank; a line that is too long is truncated.
 
     Args:
-        before: lines before the first.
-        on_bytes: is given everything that is read, before what it belongs to.
+        before: number of lines before the first.
+        on_bytes: called with all bytes of a line before the line is given.
     """
     number, found = before, 0
     while (rows is None or found < rows) and (line := file.readline(MAX_LINE_BYTES + 1)):
@@ -339,7 +343,7 @@ def _lines(file: IO[bytes], before: int, rows: int | None, on_bytes) -> Iterator
 
 
 def _id_of(content: Any) -> str | None:
-    """The id that a row gives itself, if any."""
+    """The id of a row, if it has one."""
     if isinstance(content, dict) and "custom_id" in content:
         name = content["custom_id"]
         content = {"id": name} if isinstance(name, str) and name else {}
@@ -347,7 +351,7 @@ def _id_of(content: Any) -> str | None:
 
 
 class _Ids:
-    """Finds ids that occur twice, at 8 bytes a row."""
+    """Finds repeated ids, with 8 bytes of memory per row."""
 
     def __init__(self):
         self._hashes = array.array("Q")
@@ -360,7 +364,7 @@ class _Ids:
         self._hashes.append(int.from_bytes(digest, "little"))
 
     def repeated(self) -> list[int]:
-        """Rows whose id is that of another, of the first few such ids."""
+        """Rows with a repeated id, of the first few such ids."""
         if not self._any_given:
             return []
         hashes = np.frombuffer(self._hashes, np.uint64)

@@ -1,11 +1,11 @@
 """Host side of one sequence: what has come back of it so far."""
 
 import dataclasses
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 
 import numpy as np
 
-from levanter_infer.decode.sequence_table import DEFAULT_ROOT
+from levanter_infer.decode.codes import DEFAULT_ROOT
 from levanter_infer.engine.params import SamplingParams, stop_sequences
 from levanter_infer.engine.request import Completion, RequestOutput
 from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
@@ -24,10 +24,10 @@ class PromptScores:
 
 
 @dataclasses.dataclass(eq=False)
-class Sequence:
+class SampleState:
     """One of the `n` continuations of a request, from submission to completion."""
 
-    group: "Group"
+    request: "RequestState"
     index: int
     slot: int | None = None
     first_round: int | None = None
@@ -50,9 +50,11 @@ class Sequence:
     score: float | None = None
     text: str = ""
 
-    def extend(self, tokens: np.ndarray, logprobs: np.ndarray, processed: np.ndarray, top, versions: Many[int]) -> None:
+    def extend(
+        self, tokens: np.ndarray, logprobs: np.ndarray, processed: np.ndarray, top, versions: Sequence[int]
+    ) -> None:
         """Take the tokens of one round; stops at a text stop string, whatever follows is dropped."""
-        wanted = self.group.params.logprobs
+        wanted = self.request.params.logprobs
         for i, token in enumerate(tokens.tolist()):
             self.token_ids.append(token)
             self.logprobs.append(float(logprobs[i]))
@@ -88,18 +90,18 @@ class Sequence:
 
     def _matched_tokens(self) -> int | tuple[int, ...] | None:
         """The longest of `stop_token_ids` at its end; None if it ends otherwise."""
-        ends = (tuple(self.token_ids[-len(ids) :]) == ids for ids in stop_sequences(self.group.params))
-        matched = [ids for ids, is_end in zip(stop_sequences(self.group.params), ends, strict=True) if is_end]
+        ends = (tuple(self.token_ids[-len(ids) :]) == ids for ids in stop_sequences(self.request.params))
+        matched = [ids for ids, is_end in zip(stop_sequences(self.request.params), ends, strict=True) if is_end]
         longest = max(matched, key=len, default=None)
         return longest[0] if longest is not None and len(longest) == 1 else longest
 
-    def snapshot(self) -> "Sequence":
+    def snapshot(self) -> "SampleState":
         """What has come back of it so far, in lists of its own."""
         copied = {name: list(getattr(self, name)) for name in _RESULTS}
         decoder, matcher = (part and part.copy() for part in (self.decoder, self.matcher))
         return dataclasses.replace(self, **copied, decoder=decoder, matcher=matcher)
 
-    def take_over(self, ancestor: "Sequence") -> None:
+    def take_over(self, ancestor: "SampleState") -> None:
         """Go on from where `ancestor` stands; its slot, and its place in the group, stay its own."""
         ancestor = ancestor.snapshot()
         for name in (*_RESULTS, "finish_reason", "stop_reason", "decoder", "matcher", "text"):
@@ -114,8 +116,8 @@ class Sequence:
             finish_reason=self.finish_reason,
             logprobs=np.asarray(self.logprobs, np.float32),
             processed_logprobs=np.asarray(self.processed_logprobs, np.float32),
-            top_logprobs=self.top_logprobs if self.group.params.logprobs else None,
-            seed=self.group.seed,
+            top_logprobs=self.top_logprobs if self.request.params.logprobs else None,
+            seed=self.request.seed,
             token_versions=np.asarray(self.versions, np.int32),
             score=self.score,
             stop_reason=self.stop_reason,
@@ -126,7 +128,7 @@ _RESULTS = ("token_ids", "logprobs", "processed_logprobs", "top_logprobs", "vers
 
 
 @dataclasses.dataclass(eq=False)
-class Group:
+class RequestState:
     """The sequences of one request."""
 
     id: str
@@ -142,8 +144,8 @@ class Group:
     priority: int = 0
     timeout_s: float | None = None
     """How long it may take from when it is queued."""
-    sequences: list[Sequence] = dataclasses.field(default_factory=list)
-    shard: int | None = None
+    sequences: list[SampleState] = dataclasses.field(default_factory=list)
+    rank: int | None = None
     """The data shard that serves it, where there are several."""
     num_cached_tokens: int = 0
     """Of the prompt, as of the last round that was read while it was computed."""

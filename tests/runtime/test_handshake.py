@@ -8,11 +8,10 @@ import time
 
 import pytest
 
-from levanter_infer.runtime.agreement import HostsDiffer
-from levanter_infer.runtime.greeting import greet
-from levanter_infer.runtime.hosts import HostLost
+from levanter_infer.runtime.handshake import handshake
+from levanter_infer.runtime.hosts import HostLost, HostsDiffer
 from tests.pairs import free_port
-from tests.runtime.boards import at_once
+from tests.runtime.key_value_stores import at_once
 
 SAME = {"layout": "per_host", "heartbeat_s": 20.0}
 
@@ -23,7 +22,7 @@ def address():
 
 
 def caller(address, index, count, settings=SAME, timeout_s=10.0):
-    return lambda: greet(address, address if index == 0 else None, index, count, settings, timeout_s)
+    return lambda: handshake(address, address if index == 0 else None, index, count, settings, timeout_s)
 
 
 def connected(address) -> socket.socket:
@@ -44,7 +43,7 @@ def test_all_get_one_token_and_another_one_at_the_next_start(address):
         assert len(set(found)) == 1 and len(found[0]) == 16
         tokens.append(found[0])
     assert tokens[0] != tokens[1]
-    assert len(greet(address, address, 0, 1, SAME, 1)) == 16  # who is alone waits for nobody
+    assert len(handshake(address, address, 0, 1, SAME, 1)) == 16  # who is alone waits for nobody
 
 
 @pytest.mark.parametrize(("lead", "other"), [(2, 3), (3, 2)])
@@ -112,7 +111,7 @@ def test_what_strangers_say_neither_ends_process_0_nor_counts(address, said):
         with connected(address) as connection:
             connection.sendall(said)
             time.sleep(0.2)
-            return greet(address, None, 1, 2, SAME, 10)
+            return handshake(address, None, 1, 2, SAME, 10)
 
     lead, other = at_once(caller(address, 0, 2), stranger)
     assert lead == other and len(str(lead)) == 16
@@ -130,7 +129,7 @@ def test_a_stranger_that_sends_a_byte_now_and_then_holds_nobody_up(address):
     def other():
         time.sleep(0.3)
         try:
-            return greet(address, None, 1, 2, SAME, 10)
+            return handshake(address, None, 1, 2, SAME, 10)
         finally:
             done.set()
 
@@ -141,4 +140,4 @@ def test_a_stranger_that_sends_a_byte_now_and_then_holds_nobody_up(address):
 def test_a_port_that_is_taken_is_said(address):
     with socket.create_server(("127.0.0.1", int(address.split(":")[1]))):
         with pytest.raises(ValueError, match=f"process 0 cannot listen at {address}: .*give another port"):
-            greet(address, address, 0, 2, SAME, 1)
+            handshake(address, address, 0, 2, SAME, 1)
