@@ -150,7 +150,7 @@ def test_rate_and_waste_of_a_page_size(clock, monkeypatch):
         def describe(self):
             return {}
 
-    steps = {"seconds": [2.0, 1.0], "prompts": [1, 0], "stored": [30, 50], "room": [64, 64]}
+    steps = {"seconds": [2.0, 1.0], "prompts": [1, 0], "stored": [30, 50], "capacity": [64, 64]}
     monkeypatch.setattr(page_size, "InferenceEngine", Engine)
     monkeypatch.setattr(page_size, "step_by_step", lambda *_: {**steps, "token_ids": [[1, 2, 3]] * 4})
     args = options(page_size, output=3, prompt=8, repeats=2)

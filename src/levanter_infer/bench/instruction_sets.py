@@ -46,10 +46,10 @@ def chosen_isa(model: DecoderModel, isas: Sequence[str]) -> str:
 def with_isa(model: DecoderModel, isa: str) -> DecoderModel:
     """The same prepared model for another instruction set, whose panels are as wide."""
 
-    def told(part):
+    def with_it(part):
         return dataclasses.replace(part, isa=isa) if isinstance(part, PanelLinear) else part
 
-    return jax.tree.map(told, model, is_leaf=lambda part: isinstance(part, PanelLinear))
+    return jax.tree.map(with_it, model, is_leaf=lambda part: isinstance(part, PanelLinear))
 
 
 def prepared_for(isas: Sequence[str], model: DecoderModel) -> dict[str, DecoderModel]:
