@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 
-import haliax as hax
+import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -40,8 +40,8 @@ FAST = 2
 @functools.lru_cache
 def make_engine(backend: str) -> InferenceEngine:
     model = tiny_model()
-    table = model.embeddings.array.at[BAD].set(jnp.nan)
-    model = dataclasses.replace(model, embeddings=hax.NamedArray(table, model.embeddings.axes))
+    table = model.embeddings.weight.array.at[BAD].set(jnp.nan)
+    model = eqx.tree_at(lambda m: m.embeddings.weight.array, model, table)
     return InferenceEngine(model, config=EngineConfig(**BACKENDS[backend]))
 
 
@@ -99,7 +99,7 @@ def poison(engine: InferenceEngine, places: np.ndarray) -> None:
     """NaN in all keys and values at these places, bool[page, page_offset]."""
     kv = engine.state.kv
     pages = jnp.where(jnp.asarray(places)[None, :, :, None, None], jnp.float32(jnp.nan), kv.pages.array)
-    engine.state = dataclasses.replace(engine.state, kv=replace(kv, pages=pages))
+    engine.runner.state = dataclasses.replace(engine.state, kv=replace(kv, pages=pages))
 
 
 def places_of(engine: InferenceEngine, slots) -> np.ndarray:

@@ -28,8 +28,8 @@ class Blueprint:
 
     @property
     def round_types(self) -> tuple:
-        """As `engine.blueprint.round_types`."""
-        from levanter_infer.engine.blueprint import round_types
+        """As `engine.runner.round_types`."""
+        from levanter_infer.engine.runner import round_types
 
         return round_types(self.types, self.backend, self.shapes, self.programs)
 
@@ -86,7 +86,7 @@ class Job:
         from jax.sharding import AbstractMesh
 
         from levanter_infer.engine.backend import Backend
-        from levanter_infer.engine.blueprint import programs_for, shapes_for
+        from levanter_infer.engine.runner import programs_for, shapes_for
 
         self.check_chips()
         mesh, config, types = self.mesh_config, self.engine_config, self.model_types()
