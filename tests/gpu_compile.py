@@ -2,7 +2,7 @@
 
 `python -m tests.gpu_compile`. Needs jax-cuda12-plugin and jax-cuda12-pjrt of jax's version, nvidia-cuda-nvcc-cu12, and
 no driver. Kernels that Triton cannot compile, or that take more shared memory than there is, are found here, and
-copies that nobody asked for; how fast it all is is not.
+unwanted copies; how fast it all is is not.
 """
 
 import json

@@ -191,7 +191,7 @@ def levelled(place: Place) -> dict:
 
 
 def invariant(place: Place, *, is_live: bool = False) -> dict:
-    """Tokens and the bits of log probabilities with the C++ kernels. `is_live`: of a model spread over `data`."""
+    """Tokens and the bits of log probabilities with the C++ kernels. `is_live`: of a model sharded over `data`."""
     from tests.tiny_models import tiny_model
 
     sizes = {**SIZES, "attention": "auto", "matmul": "auto", "numerics": "batch_invariant"}

@@ -35,7 +35,7 @@ def attention_call(
         num_seqs=num_seqs,
         rules=ScoreRules(**rules),
         kv_dtype=jnp.dtype(kv_pages.dtype if kv_dtype is None else kv_dtype),
-        kv_heads=kv_pages.shape[3] // 2 if kv_heads is None and kv_pages.ndim == 5 else kv_heads,
+        kv_heads=kv_pages.shape[-2] // 2 if kv_heads is None else kv_heads,
         page_size=kv_pages.shape[backend.pool_order.index(2)],
         sinks=sinks,
     )

@@ -50,7 +50,9 @@ def _compiled(isa, eps):
 
 
 def place_tokens(layer, norms, isa=None, *, q, k, v, pool, dests, cos, sin):
-    write = KvWrite(k, v, layer, dests, PAGE_SIZE, pool.dtype, q=q, rotation=Rotation(cos, sin, norms))
+    write = KvWrite(
+        k, v, layer, dests, dests // PAGE_SIZE, dests % PAGE_SIZE, pool.dtype, q=q, rotation=Rotation(cos, sin, norms)
+    )
     return cpu.place_tokens(pool, write, isa_name=isa)
 
 

@@ -83,7 +83,8 @@ class KvPages(eqx.Module):
 
     def _write_of(self, layer: Array, batch: PageBatchInfo, k: NamedArray, v: NamedArray) -> KvWrite:
         keys, values = (side.rearrange((TOKEN, KV_HEADS, HEAD_SIZE)).array for side in (k, v))
-        return KvWrite(keys, values, layer, batch.new_token_dests.array, batch.page_size, self.dtype)
+        page, offset = batch.pages_and_offsets()
+        return KvWrite(keys, values, layer, batch.new_token_dests.array, page, offset, self.dtype)
 
     def _written(self, write: KvWrite) -> tuple[Array | None, "KvPages"]:
         q, pages = self.backend.write_kv(self.pages.array, write)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.kernels.rules import ScoreRules
-from levanter_infer.kernels.tpu.pool import TpuPool
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,6 @@ class AttentionCall:
     """Tokens per page."""
     sinks: Array | None = None
     """f32[Hq]; a logit per head that takes part in the softmax and has no value."""
-
-    @property
-    def tpu_pool(self) -> TpuPool:
-        """Layout of a token's keys and values in a TPU's pool."""
-        return TpuPool(self.kv_heads, self.q.shape[2], scaled=self.kv_dtype == jnp.int8)
 
     @property
     def num_tokens(self) -> int:
@@ -119,24 +113,16 @@ class KvWrite:
     """i32[], may be traced."""
     dests: Array
     """i32[T], `page * page_size + page offset`; P * page_size or more for tokens that are not stored."""
-    page_size: int
-    """Tokens per page, a power of two."""
+    page: Array
+    """i32[T], page of each token; P or more for tokens that are not stored."""
+    offset: Array
+    """i32[T], position of each token in its page."""
     kv_dtype: jnp.dtype
     """Dtype of the stored numbers."""
     q: Array | None = None
     """[T, Hq, D], queries that are yet to be rotated; None where queries and keys are rotated already."""
     rotation: Rotation | None = None
     """Rotation of `q` and `k`; only for backends that fuse it (`Backend.fuses`)."""
-
-    @property
-    def page(self) -> Array:
-        """i32[T], page of each token."""
-        return self.dests >> (self.page_size.bit_length() - 1)
-
-    @property
-    def offset(self) -> Array:
-        """i32[T], position of each token in its page."""
-        return self.dests & (self.page_size - 1)
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def _check_pool(call: AttentionCall) -> None:
     kv_heads, kv_pages = call.kv_heads, call.kv_pages
     if kv_heads < 1 or call.q.shape[1] % kv_heads != 0:
         raise ValueError(f"kv_heads: got {kv_heads}, expected a number that divides the {call.q.shape[1]} query heads")
-    slabs = call.tpu_pool.slabs
+    slabs = TpuPool.of(call).slabs
     if kv_pages.ndim != 5 or kv_pages.shape[2:] != (slabs, call.page_size, LANES):
         raise ValueError(
             f"kv_pages: got shape {kv_pages.shape}, expected [layers, pages, {slabs}, page_size, 128] for "
