@@ -216,12 +216,12 @@ class Runner:
 
     def resample(self, fields: tuple[np.ndarray, ...], rank: int) -> None:
         """Let sequences of one rank go on from others. Args: fields: of `resample_samples`, by slot."""
-        self.state = self.programs.resample(self.state, *self.backend.put(self._for_rank(fields, rank)))
-
-    def _for_rank(self, fields: tuple[np.ndarray, ...], rank: int) -> tuple[np.ndarray, ...]:
-        """Arguments of a program for one rank, beside zeros for the others."""
         of_ranks = tuple(np.stack([field * (i == rank) for i in range(self.num_ranks)]) for field in fields)
-        return without_ranks(of_ranks, self.num_ranks)
+        self.state = self.programs.resample(self.state, *self._put(of_ranks))
+
+    def _put(self, arrays):
+        """Arrays with a leading axis of ranks on the devices, as the programs take them."""
+        return self.backend.put(without_ranks(arrays, self.num_ranks))
 
     # Weights
 
@@ -238,8 +238,7 @@ class Runner:
             swapped: bool[rank, slot], slots whose pages are in host memory.
             recompute: whether running sequences compute their keys and values anew.
         """
-        arguments = without_ranks((roots, swapped, np.full(roots.shape[:-1], recompute)), self.num_ranks)
-        arguments = self.backend.put(arguments)
+        arguments = self._put((roots, swapped, np.full(roots.shape[:-1], recompute)))
         self._replace_decode(self.programs.on_weight_update(self.state.decode, *arguments))
 
     def swap_weights(self, model, *, donate: bool = False) -> None:

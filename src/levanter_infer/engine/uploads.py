@@ -1,4 +1,4 @@
-"""Admissions in the form that the device takes, made from those of the scheduler: named NumPy arrays."""
+"""Admissions as the device's programs take them, made of what the scheduler admits."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +28,7 @@ _TRAILING = {
 
 
 def is_idle(fields: Mapping[str, Any]) -> bool:
-    """Whether a round with these fields admits and cancels nothing, and no pages are moved."""
+    """Whether a round with these fields admits and cancels nothing."""
     return not (np.any([fields["has_pieces"], fields["has_cancellations"]]) or "host" in fields)
 
 
@@ -36,11 +36,6 @@ def empty_admission(shapes: Shapes, num_ranks: int = 1) -> Admission:
     """An admission that admits nothing, in NumPy; its arrays stand in for those that a round does not upload."""
     fields = admission_fields(nothing_to_admit(shapes, num_ranks), shapes.limits, num_ranks)
     return Admission(**{"beams": None, "host": host_terms() if shapes.offload else None, **fields})
-
-
-def host_terms(*, yields: bool = True, return_pages: int = 0) -> HostTerms:
-    """What the host says about moving pages. Args: as of `HostTerms`."""
-    return HostTerms(yields=_array(np.asarray(yields, bool)), return_pages=_array(np.asarray(return_pages, np.int32)))
 
 
 def without_ranks(arrays: Any, num_ranks: int) -> Any:
@@ -78,3 +73,8 @@ def _sampling_table(columns: dict[str, np.ndarray], limits: SamplingLimits, lead
 def _array(value: np.ndarray, *names: str) -> NamedArray:
     axes = tuple(Axis(name, size) for name, size in zip(names, np.shape(value), strict=True))
     return NamedArray(value, axes)  # type: ignore[arg-type]
+
+
+def host_terms(*, yields: bool = True, return_pages: int = 0) -> HostTerms:
+    """What KV offload says to the device's scheduler, in NumPy."""
+    return HostTerms(yields=_array(np.asarray(yields)), return_pages=_array(np.asarray(return_pages, np.int32)))
