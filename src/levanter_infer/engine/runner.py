@@ -3,7 +3,8 @@
 It takes and returns arrays and knows nothing of requests or of the scheduler; the scheduler knows nothing of it.
 `InferenceEngine` carries the scheduler's admissions here, and what comes back to the scheduler.
 
-Arrays at this boundary are numpy arrays by slot. With several data-parallel ranks they have a leading axis `data`.
+Arrays at this boundary are NumPy arrays with a leading axis of data-parallel ranks. `uploads.without_ranks` drops it
+where there is one rank, whose programs have no such axis.
 """
 
 import dataclasses
@@ -144,7 +145,8 @@ class Runner:
         """An admission on the device. One that admits and cancels nothing serves many rounds, and is uploaded once.
 
         Args:
-            fields: the fields of `Admission` that are set. A field that is left out admits nothing.
+            fields: of `HostAdmission.arrays()`, and "host" where pages are moved. A field that is left out admits
+                nothing.
         """
         idle = is_idle(fields)
         key = (fields["max_steps"].tobytes(), fields["min_free_slots"].tobytes())
