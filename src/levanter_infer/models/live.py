@@ -52,8 +52,8 @@ _LIKELY = "give the model's config.json as config=, if it is a Llama, Mistral, Q
 def from_levanter(model, config: DecoderConfig | Mapping[str, Any] | None = None) -> DecoderModel:
     """A live model as the engine and `generate` take it; they call this themselves.
 
-    Weights are shared, not copied, where they are stored as `[layers, out..., in...]`, as haliax' `Linear` has them by default
-    (`out_first=True`) and its `Stacked` stacks them; others are transposed. Outside of a trace the output projection,
+    Weights are shared, not copied, where they are stored as `[layers, out..., in...]`, as by haliax' `Linear` by
+    default (`out_first=True`) in a `Stacked`; others are transposed. Outside of a trace the output projection,
     whose heads have one axis in Levanter and two here, is shared on a CPU and copied on other devices. The arrays may
     be traced.
 
