@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 
 VOCAB_GROUPS = 16
-"""A vocabulary is sharded over a divisor of this many parts: `decode.sampling_draw` adds as many entries at once, one of
-every stretch of a 16th, and a part then holds whole stretches."""
+"""The number of shards of a vocabulary divides this: `decode.sampling_draw` adds as many entries at once, one of every
+stretch of a 16th, and a shard then holds whole stretches."""
 
 
 @dataclass(frozen=True)
