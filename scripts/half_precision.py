@@ -93,7 +93,7 @@ def of_random_matmuls(outlier: float) -> None:
 
 
 def of_the_model(path: str) -> None:
-    """Logits of the plain forward with every product computed in each way, against float32."""
+    """Logits of the plain forward with every matmul computed in each way, against float32."""
     model, _ = load_model(path, dtype="float32")
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, 48).astype(np.int32)
 

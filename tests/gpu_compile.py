@@ -2,7 +2,7 @@
 
 `python -m tests.gpu_compile`. Needs jax-cuda12-plugin and jax-cuda12-pjrt of jax's version, nvidia-cuda-nvcc-cu12, and
 no driver. Kernels that Triton cannot compile, or that take more shared memory than there is, are found here, and
-copies that nobody asked for; how fast it all is is not.
+unwanted copies; how fast it all is is not.
 """
 
 import json
@@ -54,7 +54,7 @@ def main() -> None:
     from levanter_infer.engine.backend import Backend
     from levanter_infer.engine.config import EngineConfig
     from levanter_infer.engine.sizes import resolve_shapes
-    from levanter_infer.engine.slots import empty_admission
+    from levanter_infer.engine.uploads import empty_admission
     from levanter_infer.layers.attention import AttentionSpec
     from tests.hlo import pool_copies
     from tests.tiny_models import tiny_model

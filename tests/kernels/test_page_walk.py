@@ -93,6 +93,24 @@ def test_a_tpu_fetches_each_page_once_whole_and_ahead_of_its_use(transfers):
     assert sum(i < first_wait for i, _ in fetched) == 2 * pages_per_item
 
 
+def test_a_tpu_fetches_the_page_ids_of_an_item_a_turn_before_it_needs_them(transfers):
+    """Three items of 300 tokens and one of 100. What is copied before the first turn has nothing to hide behind."""
+    batch = make_ragged(SIZES, [(1, length) for length in LENS])
+    arrays, tile = for_tpu(batch), Tile(8, 2, 1)
+    heads = arrays.pop("kv_heads")
+    tiles = Tiles(tile, Tile(8, 2, 1, 8))
+    call = functools.partial(ragged_paged_attention, kv_heads=heads, scale=0.3, impl="tpu_interpret", tiles=tiles)
+    jax.block_until_ready(jax.jit(lambda arrays: call(**arrays))(arrays))
+
+    table, page_bytes = (SIZES.rows, 1, 128), 4 * int(np.prod(arrays["kv_pages"].shape[2:]))
+    starts = [i for i, event in enumerate(transfers) if event[0] == "start" and event[1] == table]
+    waits = [i for i, event in enumerate(transfers) if event[0] == "wait" and event[2] == 4 * 128]
+    pages = [i for i, event in enumerate(transfers) if event[0] == "wait" and event[2] >= page_bytes]
+    assert len(starts) == len(waits) == 4
+    for start, wait in list(zip(starts, waits, strict=True))[tile.slots :]:
+        assert any(start < i < wait for i in pages)
+
+
 # M50: keys and values in one visit, as the programs say
 
 

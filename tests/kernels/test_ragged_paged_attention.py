@@ -1,4 +1,4 @@
-"""All implementations against attention on contiguous K/V; the pools are poisoned wherever nobody may read."""
+"""All implementations against attention on contiguous K/V; the pools are poisoned wherever no row may read."""
 
 import functools
 
@@ -68,7 +68,7 @@ def test_attention_of_the_named_batches_equals_dense(impl):
         "a page boundary": [(1, 16), (1, 17), (16, 32), (2, 33)],
         "a chunk longer than a block": [(1, 3), (40, 150)],
         "one token": [(1, 1)],
-        "nobody": [],
+        "no rows": [],
     }
     for rows in scenarios.values():
         check(make_ragged(SIZES["mqa-page4"], rows), impl)

@@ -1,4 +1,4 @@
-"""Mixture of experts: sorted blocks give what a loop over tokens gives, whoever shares a block."""
+"""Mixture of experts: sorted blocks give what a loop over tokens gives, whichever tokens share a block."""
 
 import dataclasses
 
@@ -45,7 +45,7 @@ def paged(moe, norm, x, layer, num_rows):
 
 
 def one_by_one(moe: Moe, x: np.ndarray, layer: int) -> tuple[np.ndarray, set[int]]:
-    """The oracle, in float64: token by token, expert by expert; and who was chosen."""
+    """The oracle, in float64: token by token, expert by expert; and the chosen experts."""
     router, gate, up, down = (
         np.asarray(part.weight.array, np.float64)[layer]
         for part in (moe.router, moe.gate_proj, moe.up_proj, moe.down_proj)

@@ -288,7 +288,7 @@ def first_bit(values: jax.Array) -> jax.Array:
 
 
 def attend_to_gathered(trips, q: jax.Array, kv: KvPages, batch: PageBatchInfo) -> jax.Array:
-    """Dense attention to keys and values that lie together: what is left once they have been gathered."""
+    """Dense attention to keys and values that are contiguous: what is left once they have been gathered."""
     bits = gathered_pages(kv, batch, 0)
     stored = bits if bits.dtype == kv.dtype else jax.lax.bitcast_convert_type(bits, kv.dtype)
     rows, tokens, pairs, head_dim = stored.shape
