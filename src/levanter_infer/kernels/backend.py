@@ -133,7 +133,7 @@ class Backend(ABC):
 
         Args:
             weight: [..., out..., in...], with any axes before; may be traced.
-            num_outs, num_ins: products of the sizes of the last axes that are outputs, and inputs.
+            num_outs, num_ins: total sizes of the last axes that are outputs, and of those that are inputs.
         Returns: an array of the same shape, or packed, [..., panels, panel size].
         """
 

@@ -22,7 +22,7 @@ from haliax import Axis, NamedArray
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from levanter_infer.axes import DATA, EXPERT, KV_HEADS, KV_PAIR, MLP, MODEL, Q_HEADS_PER_GROUP, VOCAB, check_model_axis
-from levanter_infer.layers.shard_axis import ALONE, ShardAxis, Vocabulary
+from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
 
 MESH_AXES = {KV_HEADS: MODEL, KV_PAIR: MODEL, MLP: MODEL, VOCAB: MODEL, EXPERT: EXPERT, DATA: DATA}
 """Axis of an array -> axis of the mesh over which it is spread."""
@@ -107,20 +107,20 @@ class Layout:
     def model(self) -> ShardAxis:
         """What is spread over `model`."""
         parts = self.mesh.shape.get(MODEL, 1)
-        return ALONE if parts == 1 else ShardAxis(MODEL, parts)
+        return REPLICATED if parts == 1 else ShardAxis(MODEL, parts)
 
     @property
     def experts(self) -> ShardAxis:
         """What is spread over `expert`."""
         parts = self.mesh.shape.get(EXPERT, 1)
-        return ALONE if parts == 1 else ShardAxis(EXPERT, parts)
+        return REPLICATED if parts == 1 else ShardAxis(EXPERT, parts)
 
     @property
     def expert_sums(self) -> ShardAxis:
         """What the parts of experts, and the experts of a token, are added up over."""
         spread = [each for each in (self.model, self.experts) if each.parts > 1]
         if len(spread) < 2:
-            return spread[0] if spread else ALONE
+            return spread[0] if spread else REPLICATED
         return ShardAxis((MODEL, EXPERT), self.model.parts * self.experts.parts)
 
     @property
