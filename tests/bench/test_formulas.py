@@ -92,7 +92,7 @@ def test_a_trip_takes_what_all_trips_take_divided_by_their_number(clock, monkeyp
 
 
 def test_each_part_of_attention_stands_under_its_name(monkeypatch):
-    """Fetching, computing and writing are told apart, and rates are those of the whole call."""
+    """Fetching, computing and writing are separated, and rates are those of the whole call."""
     milliseconds = {"gather": 3.0, "attend_to_gathered": 5.0, "write": 7.0, "copy": 11.0, "attend": 2.0}
 
     def per_trip(self, function, first, *rest, donate=False):
@@ -150,7 +150,7 @@ def test_rate_and_waste_of_a_page_size(clock, monkeypatch):
         def describe(self):
             return {}
 
-    steps = {"seconds": [2.0, 1.0], "prompts": [1, 0], "stored": [30, 50], "room": [64, 64]}
+    steps = {"seconds": [2.0, 1.0], "prompts": [1, 0], "stored": [30, 50], "capacity": [64, 64]}
     monkeypatch.setattr(page_size, "InferenceEngine", Engine)
     monkeypatch.setattr(page_size, "step_by_step", lambda *_: {**steps, "token_ids": [[1, 2, 3]] * 4})
     args = options(page_size, output=3, prompt=8, repeats=2)

@@ -66,7 +66,7 @@ def test_each_configuration_of_a_machine_fits_it(config, target, model, monkeypa
     assert found["fits"] and found["programs"] == [] and found["speed"]["tokens_per_s"] > 0
     assert found["memory"]["free_bytes"] > 0
     assert found["figures"]["num_pages"] >= found["figures"]["seq_pages"]
-    if target == "v5e-16":  # weights are spread over 8 chips, but for the norms
+    if target == "v5e-16":  # weights are sharded over 8 chips, but for the norms
         arch = family_for(shape("llama-3.1-8b")).config_from_hf(shape("llama-3.1-8b"))
         norms = (2 * arch.num_layers + 1) * arch.hidden_size
         assert found["figures"]["weights_bytes"] == 2 * ((arch.num_parameters - norms) // 8 + norms)

@@ -196,8 +196,8 @@ def measure_prefix(num_pages: int, prompt_len: int, *, repeats: int) -> dict[str
     shapes = dataclasses.replace(
         sizes, max_seq_len=prompt_len + PAGE_SIZE, max_step_tokens=prompt_len, prefix_cache=True
     )
-    nobody, order = jnp.zeros(slots, jnp.bool_), jnp.arange(slots, dtype=jnp.int32)
-    fill = compile_program(lambda state, filled: insert_prefix(state, shapes, filled, nobody))
+    nothing, order = jnp.zeros(slots, jnp.bool_), jnp.arange(slots, dtype=jnp.int32)
+    fill = compile_program(lambda state, filled: insert_prefix(state, shapes, filled, nothing))
     find = compile_program(lambda state: match_prefix(state, shapes, order)[0])
     give_back = compile_program(lambda state: release(state, order == 0))
     state = give_back(fill(_one_prompt(shapes, pages, prompt_len), jnp.where(order == 0, pages, 0)))

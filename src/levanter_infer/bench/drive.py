@@ -45,7 +45,7 @@ def run_static(
     batch: int,
     max_steps: int | None = None,
 ) -> Timeline:
-    """Serve batches, the classical baseline: who comes while one runs waits until its last sequence has ended.
+    """Serve batches, the classical baseline: requests that come while one runs wait until its last sequence has ended.
 
     Places of sequences that have ended stay empty, but cost nothing: the engine does not compute them.
 

@@ -53,7 +53,7 @@ class Peaks:
     """What one device could do at most."""
 
     memory_gbps: float
-    """GB/s read from its memory; what lies in a processor's cache can be read faster."""
+    """GB/s read from its memory; data in a processor's cache can be read faster."""
     tflops: float
     """10¹² floating-point operations a second in matmuls."""
 

@@ -209,7 +209,7 @@ def mix_engine(mix: Mix, args: argparse.Namespace) -> InferenceEngine:
             max_seqs=mix.max_seqs,
             max_seq_len=longest,
             page_size=args.page_size,
-            # One more each: a sequence starts only if there is room for its next page too.
+            # One more each: a sequence starts only if a page is free for its next tokens too.
             max_pages=sum(pages_for(length, args.page_size) + 1 for length in at_once),
             max_step_tokens=4096,  # prompts of all sequences are computed before the first of them has ended
             max_round_steps=1,

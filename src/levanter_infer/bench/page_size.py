@@ -81,7 +81,7 @@ def measure(model, args: argparse.Namespace, batch: int, page_size: int) -> dict
         "one_step_rounds_cost": round(sum(steps["seconds"]) / float(np.median(whole)), 3)
         if steps["token_ids"] == token_ids(outputs)
         else None,
-        "wasted_percent": round(100 * (1 - sum(steps["stored"]) / sum(steps["room"])), 2),
+        "wasted_percent": round(100 * (1 - sum(steps["stored"]) / sum(steps["capacity"])), 2),
         "config": {"model": model_sizes(args), "dtype": args.dtype, "engine": engine.describe()},
         "workload_hash": digest([prompts, args.output]),
         "output_hash": digest(token_ids(outputs)),
@@ -89,7 +89,7 @@ def measure(model, args: argparse.Namespace, batch: int, page_size: int) -> dict
 
 
 def step_times(steps: dict[str, list]) -> dict[str, object]:
-    """Milliseconds of steps with a chunk of a prompt and of those without, from what `step_by_step` returns."""
+    """Milliseconds of steps with a prompt chunk and of those without, from what `step_by_step` returns."""
     of = {False: [], True: []}
     for seconds, prompt_steps in zip(steps["seconds"], steps["prompts"], strict=True):
         of[bool(prompt_steps)].append(seconds * 1e3)
@@ -106,10 +106,10 @@ def step_times(steps: dict[str, list]) -> dict[str, object]:
 def step_by_step(engine: InferenceEngine, requests: list[Request]) -> dict[str, list]:
     """Run the requests one step a round.
 
-    Returns: of every step its `seconds`, `prompts` (1 if it computed a chunk of a prompt, else 0), and the tokens that
-        are `stored` after it in pages that have `room` for so many; and the `token_ids` of every request.
+    Returns: of every step its `seconds`, `prompts` (1 if it computed a prompt chunk, else 0), and the tokens that
+        are `stored` after it in pages with `capacity` for so many; and the `token_ids` of every request.
     """
-    found: dict[str, list] = {"seconds": [], "prompts": [], "stored": [], "room": []}
+    found: dict[str, list] = {"seconds": [], "prompts": [], "stored": [], "capacity": []}
     groups = [engine.submit(request) for request in requests]
     before = engine.stats()
     while not all(group.is_done for group in groups):
@@ -119,7 +119,7 @@ def step_by_step(engine: InferenceEngine, requests: list[Request]) -> dict[str, 
             found["seconds"].append(stats["round_s"]["sum"] - before["round_s"]["sum"])
             found["prompts"].append(stats["prompt_steps"] - before["prompt_steps"])
             found["stored"].append(stats["stored_tokens"])
-            found["room"].append(stats["pages_in_use"] * engine.shapes.page_size)
+            found["capacity"].append(stats["pages_in_use"] * engine.shapes.page_size)
         before = stats
     engine.drain()
     found["token_ids"] = [sequence.token_ids for group in groups for sequence in group.sequences]

@@ -60,7 +60,7 @@ class StoredModel:
     types: DecoderModel
     """The model with a `jax.ShapeDtypeStruct` in place of every array."""
     read: Callable[..., DecoderModel]
-    """`read(layout=None)`: the weights, spread over a mesh if there is a layout. The host holds one stacked parameter
+    """`read(layout=None)`: the weights, sharded over a mesh if there is a layout. The host holds one stacked parameter
     at a time beside the model itself; of several hosts each what its own devices have of it."""
 
 

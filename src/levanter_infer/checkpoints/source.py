@@ -35,7 +35,7 @@ class Source:
     """Commit of the hub repository; None for a directory."""
 
     def file(self, name: str) -> Path | RemoteFile:
-        """A file of the checkpoint, which must lie in its directory.
+        """A file of the checkpoint, which must be in its directory.
 
         Links that lead out of it are refused, but for those from a hub cache's snapshot to its own blobs.
 

@@ -116,7 +116,7 @@ class Tokenizer:
         """Token ids of `text`; special tokens written in it count as such.
 
         Args:
-            add_special_tokens: also add what the model expects around a prompt, usually a token at its beginning.
+            add_special_tokens: also add the special tokens that the model expects, usually one at the start.
         Raises: ValueError if `text` is not a string of Unicode characters.
         """
         if not isinstance(text, str):
@@ -130,7 +130,7 @@ class Tokenizer:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def least_tokens(self, text: str) -> int:
-        """Tokens that `encode` gives at least, known without encoding; 0 where it cannot be told."""
+        """Tokens that `encode` gives at least, known without encoding; 0 where it is not known."""
         return self._bound(text)
 
     @functools.cached_property

@@ -39,7 +39,7 @@ def default_tokens(kind: str | None) -> Mapping[str, str]:
 def rebuilt(content: bytes, kind: str | None, config: Mapping[str, Any], unk_token: object) -> bytes:
     """tokenizer.json with the parts that the class builds anew; as it is without a class, or where it is no BPE.
 
-    Text is split at special tokens, and each space becomes "▁". One is put before the text: at its very beginning only,
+    Text is split at special tokens, and each space becomes "▁". One is put before the text: at its start only,
     or with `legacy` before each piece between special tokens.
     """
     if kind is None:

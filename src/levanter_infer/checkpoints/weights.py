@@ -33,7 +33,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies in a file, from the file's header."""
+    """Where a tensor is stored in a file, from the file's header."""
 
     path: Path | RemoteFile
     name: str

@@ -63,7 +63,7 @@ def compile_job(
 
     Args:
         timeout_s: of all together.
-        on_program: is told of each when it is there.
+        on_program: called with each compiled program.
     Raises: NoCompiler if there is none for the target; ValueError for what is wrong with the job.
     """
     programs: list[CompiledProgram] = []

@@ -14,17 +14,17 @@ class Figures:
     """Of one device where nothing else is said. The devices of a CPU share their memory; there, of all."""
 
     memory_bytes: int
-    """That there are."""
+    """Memory of the device."""
     weights_bytes: int
     pool_bytes: int
     tables_bytes: int
-    """Of sequences, sampling, pages and beginnings."""
+    """Tables of sequences, sampling, pages and prefix cache entries."""
     upload_bytes: int
     """Of the admissions of the round that runs and of the next."""
     page_bytes: int
     page_size: int
     num_pages: int
-    """Of a data shard, as the next three."""
+    """Of a data-parallel rank, as the next three."""
     seq_pages: int
     """Of the longest sequence."""
     max_seqs: int
@@ -32,7 +32,7 @@ class Figures:
     max_seq_len: int
     num_shards: int
     buckets: tuple[int, ...]
-    """Tokens that a step can have room for."""
+    """Token capacities that the step is compiled for."""
     sampled_rows: int
     """Sequences that are sampled together."""
     attention: str
@@ -49,7 +49,7 @@ class Figures:
 
     @property
     def full_seqs(self) -> int:
-        """Sequences of the greatest length that the pool of a data shard holds together."""
+        """Sequences of the greatest length that the pool of a data-parallel rank holds together."""
         return self.num_pages // self.seq_pages
 
 
@@ -77,7 +77,7 @@ def figures_of(job: Job) -> Figures:
         sampled_rows=shapes.sampled_rows or shapes.max_rows,
         attention=backend.attention,
         matmul=backend.matmul,
-        tiles=_tiles(job, blueprint) if backend.attention == "tpu" else {},
+        tiles=_tiles(job, blueprint) if "tiles" in backend.attention_backend.options else {},
         model=_model_sizes(job, blueprint),
     )
 

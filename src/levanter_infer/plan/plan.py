@@ -70,7 +70,7 @@ def make_plan(
     Args:
         compiles: whether the programs are compiled; else there are only figures from shapes.
         timeout_s: of one job's programs.
-        on_program: is told of each program that has been compiled.
+        on_program: called with each compiled program.
     Raises: NoCompiler; ValueError if the job is none for any machine.
     """
     job.model_types()  # a model that the engine does not know is an error, and no question of size

@@ -27,10 +27,10 @@ def tflops(dtype: str) -> float:
     """10¹² operations a second in matmuls of `dtype`, of 512 rows with weights [out, in]."""
     rows, weights = jnp.ones((_ROWS, _WIDTH), dtype), jnp.ones((_WIDTH, _WIDTH), dtype)
 
-    def product(rows, weights):
+    def matmul(rows, weights):
         return jnp.einsum("ri,oi->ro", rows, weights, preferred_element_type=jnp.float32)
 
-    program = compile_program(product)
+    program = compile_program(matmul)
     return 2 * _ROWS * _WIDTH**2 / _best_s(lambda: jax.block_until_ready(program(rows, weights))) / 1e12
 
 

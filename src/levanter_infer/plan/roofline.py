@@ -48,9 +48,9 @@ class Speed:
     """What the model says of a job."""
 
     sequences: int
-    """That run at once in a data shard."""
+    """Most sequences that run at once in a data-parallel rank."""
     seqs_by_pages: int
-    """That the pool of a data shard has room for, if they were all that counts."""
+    """Most sequences whose pages fit into the pool of a data-parallel rank."""
     decode: StepTime
     """Of a step in which all of them get a token."""
     prompt_s: float

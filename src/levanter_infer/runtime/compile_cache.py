@@ -27,7 +27,7 @@ def enable_compile_cache() -> Path | None:
 
     Commands call it when they start, `InferenceEngine` and `load_model` when they are called. It takes effect for what
     is compiled afterwards, and a second call changes nothing. Entries are executable code: a directory is used only if
-    nobody else could have put anything there, which every directory above it has a part in, up to the user's home or
+    no other user could have put anything there, which every directory above it has a part in, up to the user's home or
     the root.
 
     What the user has set stays: a directory given to JAX (jax_compilation_cache_dir), a cache that is switched off

@@ -10,7 +10,7 @@ TARGETS = {
     "v5p": ("v5p:2x2x1", "v5p-8"),
     "v6e": ("v6e:2x2", "v6e-4"),
 }
-"""The smallest topology of each generation, and the accelerator type that libtpu wants to be told."""
+"""The smallest topology of each generation, and the accelerator type that libtpu expects."""
 _UNITS = {"": 2**-20, "B": 2**-20, "K": 2**-10, "M": 1, "G": 2**10}
 _SIZE = r"([\d.]+)([KMGB]?)"
 _OUT_OF_MEMORY = (

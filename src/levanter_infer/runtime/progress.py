@@ -154,7 +154,7 @@ def _mime(stage: Stage) -> dict[str, str]:
 class _Monitor:
     """The stages of this process, of which the one that was entered last is shown.
 
-    Its own thread alone draws, and never within the lock that is taken by those who enter or leave a stage: where a
+    Its own thread alone draws, and never within the lock that is taken by threads that enter or leave a stage: where a
     terminal takes nothing, that thread is stuck and the work goes on.
     """
 
@@ -196,7 +196,7 @@ class _Monitor:
                 continue
             left = stage.begin + stage.after_s - time.monotonic()
             if left <= 0:
-                with contextlib.suppress(Exception):  # a terminal that is gone ends nobody's work
+                with contextlib.suppress(Exception):  # a terminal that is gone ends no work
                     self._show(stage)
             with self._changed:
                 if self._stages and self._stages[-1] is stage:
