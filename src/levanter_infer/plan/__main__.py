@@ -49,7 +49,7 @@ _OPTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class PlanConfig:
-    """What is planned for."""
+    """Target and workload of a plan."""
 
     target: str
     """A machine, such as v5e-16."""
@@ -58,7 +58,7 @@ class PlanConfig:
     compile: bool = True
     """Compile the job's programs for the target."""
     prompt_tokens: int = 512
-    """Of a request, in the mean."""
+    """Prompt tokens of a request, on average."""
     output_tokens: int | None = None
     """Generated tokens of a request, in the mean. Default: sampling.max_tokens."""
     json: str | None = None
