@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import draccus
 import yaml
 
-from levanter_infer.checkpoints.chat_settings import CHAT_KEYS, check_chat_settings
+from levanter_infer.checkpoints.chat import CHAT_KEYS, check_chat_settings
 from levanter_infer.columns import check_include
 from levanter_infer.engine.mesh import MeshConfig
 from levanter_infer.engine.params import SamplingParams, brief

@@ -20,7 +20,7 @@ try:
 except ImportError:  # not a POSIX system: nothing keeps two runs apart there
     fcntl = None
 
-from levanter_infer.checkpoints.chat_settings import CHAT_KEYS, check_chat_settings
+from levanter_infer.checkpoints.chat import CHAT_KEYS, check_chat_settings
 from levanter_infer.columns import TYPES, Columns, encode_row
 from levanter_infer.config import RunConfig, check_keys
 from levanter_infer.engine.params import SamplingParams, brief

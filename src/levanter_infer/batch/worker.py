@@ -13,7 +13,7 @@ from levanter_infer.batch.job import Job, check_same, job_fingerprint, make_job_
 from levanter_infer.batch.openai import ResultLines
 from levanter_infer.batch.shard import JOB, broadcast_claims, dumps, receive_claims
 from levanter_infer.batch.store import Store, open_store
-from levanter_infer.checkpoints.chat_settings import CHAT_KEYS
+from levanter_infer.checkpoints.chat import CHAT_KEYS
 from levanter_infer.fingerprint import device_fingerprint, model_fingerprint, tokenizer_fingerprint, version_fingerprint
 from levanter_infer.frontend import make_engine, say
 from levanter_infer.rows import chat_settings, columns_of

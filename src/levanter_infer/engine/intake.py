@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from levanter_infer.checkpoints.chat_settings import CHAT_KEYS, check_chat_settings, check_template_kwargs
+from levanter_infer.checkpoints.chat import CHAT_KEYS, check_chat_settings, check_template_kwargs
 from levanter_infer.decode.sequence_table import DEFAULT_ROOT, pages_for
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.beams import check_room
