@@ -29,7 +29,7 @@ from levanter_infer.kernels import IMPLEMENTATIONS, ragged_paged_attention
 from levanter_infer.kernels.cpu import bindings as cpu
 
 LAYERS = 2
-"""Layers of the pool; a measurement visits them in turn, so that none is in the processor's cache because it was just read."""
+"""Layers of the pool, which a measurement visits in turn: none is in the processor's cache because it was just read."""
 PHASES = ("decode", "chunk")
 
 
