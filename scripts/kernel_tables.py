@@ -85,7 +85,7 @@ def compile_loop(shape: Shape, gen: str) -> dict:
 
 def short_bundles(kernel: Kernel, shape: Shape, gen: str) -> int:
     """Bundles that a part executes for a sequence of SHORT_TOKENS, all of which stand in items that are masked: what
-    there is once for each item, the narrow parts, and the loop that sends for pages of a later item."""
+    there is once for each item, the sub-blocks, and the loop that prefetches pages of a later item."""
     size, main = shape.tile_shape(gen), kernel.main_loop()
     tile = choose(size).decode
     assert main is not None
@@ -101,7 +101,7 @@ def short_bundles(kernel: Kernel, shape: Shape, gen: str) -> int:
 
     return (
         turns(static.tokens) * around.own_bundles
-        + turns(static.narrow_pages * shape.page) * masked.bundles
+        + turns(static.subblock_pages * shape.page) * masked.bundles
         + turns(min(8, tile.pages) * shape.page) * send.bundles
     )
 

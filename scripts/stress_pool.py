@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.engine.comparisons import bits, make_engine, random_requests  # noqa: E402
 
+from levanter_infer.cache.page_math import pages_for  # noqa: E402
+from levanter_infer.decode.codes import FINISHED  # noqa: E402
 from levanter_infer.decode.invariants import check_invariants  # noqa: E402
-from levanter_infer.decode.sequence_table import FINISHED, pages_for  # noqa: E402
 
 PAGE_SIZE = 4
 
@@ -55,7 +56,7 @@ def serve(engine, requests) -> tuple[list, set[str]]:
         before, owners = owners, {s.slot: s for group in left for s in group.sequences if s.slot is not None}
         for slot in np.flatnonzero((computed > 0) & (now < computed) & (status < FINISHED)):
             if owners.get(slot) is not None and owners[slot] is before.get(slot):
-                preempted.add(owners[slot].group.id)
+                preempted.add(owners[slot].request.id)
         computed = now.copy()
     engine.drain()
     return groups, preempted

@@ -52,8 +52,9 @@ def main() -> None:
 
     from levanter_infer.decode.programs import Programs
     from levanter_infer.engine.backend import Backend
-    from levanter_infer.engine.config import EngineConfig, resolve_shapes
-    from levanter_infer.engine.slots import empty_admission
+    from levanter_infer.engine.config import EngineConfig
+    from levanter_infer.engine.sizes import resolve_shapes
+    from levanter_infer.engine.uploads import empty_admission
     from levanter_infer.layers.attention import AttentionSpec
     from tests.hlo import pool_copies
     from tests.tiny_models import tiny_model

@@ -1,4 +1,4 @@
-"""Every axis name of the project, once, with its meaning.
+"""Every axis name of the project, once, with its meaning, and sizes on which several parts agree.
 
 An axis is a value (`haliax.Axis`), made where its size is known; the names stand here so that one name has one
 meaning everywhere. Weight axes keep Levanter's names, so that sharding rules carry over.
@@ -48,3 +48,7 @@ SCORE = "score"  # numbers of the score of one token
 OUTPUT = "output"  # entries of the output ring, one per sampled token
 ADMITTED = "admitted"  # pieces of requests in one Admission
 UPLOAD = "upload"  # packed tokens of one Admission
+
+MIN_ROWS = 4
+"""Fewest rows of a matmul: on a CPU one row of bf16 is ten times slower than four, and a row keeps its bits at any
+number of rows from four up."""

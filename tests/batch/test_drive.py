@@ -13,7 +13,7 @@ from levanter_infer.batch.job import MANIFEST, Job, check_same, make_job_spec, r
 from levanter_infer.batch.shard import JOB, JOURNALS, dumps
 from levanter_infer.batch.store import LocalStore, open_store
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.rows import lock_file
+from levanter_infer.io.output import lock_file
 from tests.batch.fake_engine import FakeEngine
 
 ROWS = 23
@@ -134,7 +134,7 @@ def test_a_stopped_job_goes_on_where_it_was_and_ends_the_same(prompts, output, t
     source, job = begin(prompts, output)
     first, second = FakeEngine(), FakeEngine()
     complete, totals = work(source, job, rounds=rounds, engine=first)
-    assert complete == (totals.rows == ROWS) and first.settled == (not complete) and first.rounds <= rounds
+    assert complete == (totals.rows == ROWS) and first.flushed == (not complete) and first.rounds <= rounds
     assert job.finish() is None or complete
     source, job = begin(prompts, output)
     complete, after = work(source, job, engine=second)

@@ -12,7 +12,7 @@ from levanter_infer.batch.shard import count
 from levanter_infer.columns import encode_row
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Completion, Request, RequestOutput
-from levanter_infer.rows import Row, make_row
+from levanter_infer.io.prompts import Row, make_row
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]

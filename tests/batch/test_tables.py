@@ -15,7 +15,7 @@ import pytest
 
 from levanter_infer.batch.input import Input
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.rows import make_row
+from levanter_infer.io.prompts import make_row
 from tests.batch.test_drive import ROWS, begin, files, prompts, work  # noqa: F401
 
 pyarrow = pytest.importorskip("pyarrow")

@@ -413,7 +413,7 @@ def test_waiting_times_rates_and_load_of_an_open_loop(monkeypatch, capsys):
     line = open_loop.measure_open(None, requests(3, 3, 3), 6.0, args)  # type: ignore[arg-type]
     # Half of 6 tokens a second, 3 of a request: one request a second.
     assert (line["requests_per_s"], line["load"]) == (1.0, 0.5) and seen["arrivals"] == [1.0, 2.0, 3.0]
-    assert seen["max_steps"] == 1 and seen["linger"]
+    assert seen["max_steps"] == 1 and seen["late_launch"]
     assert line["ttft_ms"]["p50"]["median"] == 1000 and line["ttft_ms"]["mean"]["median"] == pytest.approx(833.33)
     assert {entry["median"] for entry in line["inter_token_ms"].values()} == {1000.0}
     assert line["continuous_tokens_per_sec"]["median"] == 1.8

@@ -169,8 +169,8 @@ def test_a_closed_loop_keeps_every_place_taken(engine):
 
 def test_requests_that_come_later_are_not_served_before(engine):
     arrivals = [0.0, 0.0, 0.1, 0.3, 0.3, 0.3]
-    for linger in (True, False):
-        timeline = run_continuous(engine, REQUESTS, arrivals, max_steps=1, linger=linger)
+    for late_launch in (True, False):
+        timeline = run_continuous(engine, REQUESTS, arrivals, max_steps=1, late_launch=late_launch)
         assert_served(engine, timeline)
         assert all(wait > 0 for wait in timeline.first_token_s())
         # Time without work belongs to no round.

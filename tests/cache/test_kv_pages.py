@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from levanter_infer.axes import HEAD_SIZE, KV_HEADS, ROW, ROW_BOUND, SEQ_PAGE, TOKEN
-from levanter_infer.cache import KvPages, PageBatchInfo
+from levanter_infer.cache.batch_info import PageBatchInfo
+from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.cache.named import scalar
 from levanter_infer.kernels.rules import decode_bits
 from tests.hlo import pool_copies

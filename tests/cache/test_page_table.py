@@ -2,8 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levanter_infer.cache import PageTable
-from levanter_infer.cache.page_table import ragged_index
+from levanter_infer.cache.page_table import PageTable, ragged_index
 
 
 def ids(*values):

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levanter_infer.cache import PrefixTable, prefix_table
+from levanter_infer.cache import prefix_table
+from levanter_infer.cache.prefix_table import PrefixTable
 
 NUM_PAGES, SIZE, ROWS, WIDTH, ITEMS = 24, 2, 3, 4, 8
 

@@ -16,7 +16,8 @@ import pytest
 from haliax import Axis, NamedArray
 
 from levanter_infer.axes import EMBED, HEAD_SIZE, KV_HEADS, ROW, TOKEN, VOCAB
-from levanter_infer.cache import KvPages, PageBatchInfo
+from levanter_infer.cache.batch_info import PageBatchInfo
+from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.decode import step
 from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.decode.sampling import SampleOutput
@@ -112,7 +113,7 @@ def make_engine() -> InferenceEngine:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "sample", pick)
         patch.setattr("levanter_infer.engine.engine.from_levanter", lambda model, *_: model)  # it is one as it is
-        patch.setattr("levanter_infer.engine.config.MIN_UPLOAD_TOKENS", 12)  # long prompts come in pieces
+        patch.setattr("levanter_infer.engine.sizes.MIN_UPLOAD_TOKENS", 12)  # long prompts come in pieces
         engine = InferenceEngine(CountingModel.init(), config=config, scoring=True)
         engine.warmup()
     return engine

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from levanter_infer.cache.named import replace
+from levanter_infer.decode.codes import FINISHED, FREE, RUNNING, WAITING
 from levanter_infer.decode.packing import expect, start_waiting
-from levanter_infer.decode.sampling import SamplingLimits
-from levanter_infer.decode.sequence_table import FINISHED, FREE, RUNNING, WAITING, in_order
-from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.sequence_table import in_order
+from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.decode.state import DecodeState
 
 SHAPES = Shapes(

@@ -107,7 +107,7 @@ def serve(engine: InferenceEngine, cases: Sequence[Request | Resampling]) -> lis
     while not all(group.is_done for group in groups):
         engine.step_round(max_steps=3 if waiting else None)
         for i in [i for i in waiting if _is_due(groups[i], cases[i].after)]:
-            engine.sync()
+            engine.flush()
             waiting.remove(i)
             ancestors = cases[i].ancestors
             before = [groups[i].sequences[a].snapshot() for a in ancestors]

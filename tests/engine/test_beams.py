@@ -28,7 +28,7 @@ def shared(tmp_path_factory):
 def engine(shared):
     yield shared
     check_invariants(shared.state.decode)
-    assert shared.stats()["pages_free"] == PAGES and shared._slots.is_idle
+    assert shared.stats()["pages_free"] == PAGES and not shared._scheduler.has_work
 
 
 def request(name: str, length: int, **changes) -> Request:
@@ -68,7 +68,7 @@ def test_a_search_alone_keeps_its_invariants_at_every_step_and_returns_its_best_
     group = engine.submit(request("wide_early", 17, n=2))
     while not group.is_done:
         engine.step_round(max_steps=1)
-        engine.sync()
+        engine.flush()
         check_invariants(engine.state.decode)
     expected = answers()["wide_early"][PROMPT_LENS.index(17)][:2]
     assert_found(group.completions(), expected, CASES["wide_early"].ends)
@@ -83,7 +83,7 @@ def in_mid_search(engine):
     steps = 0
     while steps < 4:
         engine.step_round(max_steps=1)
-        engine.sync()
+        engine.flush()
         lens = np.asarray(engine.state.decode.sequences.seq_lens.array)
         steps = min(lens[sequence.slot] - 6 for group in groups for sequence in group.sequences)
     return groups

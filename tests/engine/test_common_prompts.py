@@ -32,7 +32,7 @@ def engine():
     pages = REQUESTS * (COMMON // PAGE + 3)  # so that nobody waits for room
     sizes = dict(max_seqs=REQUESTS, max_seq_len=COMMON + 16, page_size=PAGE, max_pages=pages, max_step_tokens=STEP)
     with pytest.MonkeyPatch.context() as patch:  # all prompts in one upload
-        patch.setattr("levanter_infer.engine.config.MIN_UPLOAD_TOKENS", REQUESTS * (COMMON + OWN))
+        patch.setattr("levanter_infer.engine.sizes.MIN_UPLOAD_TOKENS", REQUESTS * (COMMON + OWN))
         return InferenceEngine(model, config=EngineConfig(**sizes))
 
 

@@ -25,7 +25,7 @@ def shared():
 def engine(shared):
     yield shared
     check_invariants(shared.state.decode)
-    assert shared.stats()["pages_free"] == shared.shapes.num_pages and shared._slots.is_idle
+    assert shared.stats()["pages_free"] == shared.shapes.num_pages and not shared._scheduler.has_work
 
 
 def begun(engine, **changes):
@@ -33,7 +33,7 @@ def begun(engine, **changes):
     group = engine.submit(Request(prompt_token_ids=PROMPT, sampling=dataclasses.replace(SAMPLING, **changes)))
     while any(len(s.token_ids) < 5 and s.finish_reason is None for s in group.sequences):
         engine.step_round(max_steps=1)
-        engine.sync()
+        engine.flush()
     return group
 
 

@@ -8,8 +8,8 @@ import functools
 import numpy as np
 import pytest
 
+from levanter_infer.decode.codes import WAITING
 from levanter_infer.decode.invariants import check_invariants
-from levanter_infer.decode.sequence_table import WAITING
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -135,6 +136,21 @@ def test_parts_of_a_model_are_refused():
     spread = model.shard_as(Layout.of(jax.sharding.AbstractMesh((2,), ("model",)), model.config))
     with pytest.raises(ValueError, match="the model of an engine on a mesh"):
         jax.eval_shape(lambda: generate(spread, prompts, lens, SAMPLING, config=CONFIG))
+
+
+@pytest.mark.parametrize("axis", ["embed", "mlp", "layer", "vocab"])
+def test_parts_of_a_live_model_are_refused(axis):
+    """As they are inside of a `shard_map` whose in_specs spread every parameter along this axis."""
+    model, _ = params_and_case()
+
+    def half(named):
+        index = tuple(slice(a.size // 2) if a.name == axis else slice(None) for a in named.axes)
+        return eqx.tree_at(lambda n: n.array, named, named.array[index])
+
+    part = jax.tree.map(half, model, is_leaf=lambda leaf: isinstance(leaf, hax.NamedArray))
+    prompts, lens = np.zeros((2, 4), np.int32), np.full(2, 4, np.int32)
+    with pytest.raises(ValueError, match=r"a part of the model: .* here and .* as a whole; in a shard_map"):
+        jax.eval_shape(lambda: generate(part, prompts, lens, SAMPLING, config=CONFIG))
 
 
 @pytest.mark.slow

@@ -102,9 +102,8 @@ class Busy:
 CALLS = {
     "submit": lambda e: e.submit(request(2)),
     "step_round": lambda e: e.step_round(),
-    "settle": lambda e: e.settle(),
-    "sync": lambda e: e.sync(),
-    "linger": lambda e: e.linger(),
+    "flush": lambda e: e.flush(),
+    "wait_for_launch_window": lambda e: e.wait_for_launch_window(),
     "cancel": lambda e: e.cancel(None),
     "resample": lambda e: e.resample(None, []),
     "fork": lambda e: e.fork(None, 0),

@@ -115,7 +115,7 @@ def for_tpu(batch: Ragged) -> dict:
     sizes, pool = batch.sizes, batch.arrays["kv_pages"]
     layout = TpuPool(sizes.kv_heads, sizes.head_dim, scaled=sizes.dtype == "int8")
     tokens = pool.reshape(-1, sizes.kv_heads, 2, pool.shape[-1])
-    packed = layout.place(tokens[:, :, 0], tokens[:, :, 1]).reshape(*pool.shape[:3], layout.slabs, 128)
+    packed = layout.pack_stored(tokens[:, :, 0], tokens[:, :, 1]).reshape(*pool.shape[:3], layout.slabs, 128)
     return {**batch.arrays, "kv_pages": packed.swapaxes(2, 3), "kv_heads": sizes.kv_heads}
 
 

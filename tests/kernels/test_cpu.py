@@ -310,7 +310,7 @@ const char* levanter_infer_isa() { return "generic"; }
 int levanter_infer_panel(const char* isa) { return 8; }
 int levanter_infer_ffi_api() { return 9000; }
 XLA_FFI_Error* NAME0(XLA_FFI_CallFrame* frame) {
-  XLA_FFI_Extension_Base* extension = frame->extension_start;
+  __auto_type extension = frame->extension_start;
   if (extension != NULL && extension->type == XLA_FFI_Extension_Metadata) {
     XLA_FFI_Metadata* metadata = ((XLA_FFI_Metadata_Extension*)extension)->metadata;
     metadata->api_version.major_version = 9;

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from levanter_infer.axes import POSITION, ROW, SEQ_PAGE, TOKEN
-from levanter_infer.cache import KvPages, PageBatchInfo
+from levanter_infer.cache.batch_info import PageBatchInfo
+from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.layers.linear import Linear, PanelLinear

@@ -29,7 +29,7 @@ hits = []
 monitoring.register_event_listener(lambda name, **_: hits.append(name) if name.endswith("cache_hits") else None)
 directory = enable_compile_cache()
 def slow(x):
-    for i in range(40):
+    for i in range(300):  # far more than the 0.1 s from which on a program is kept
         x = jnp.sin(x @ x) + jnp.sort(x, axis=i % 2)
     return x
 jax.block_until_ready(jax.jit(slow)(jnp.ones((8, 8))))

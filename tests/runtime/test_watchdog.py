@@ -169,3 +169,12 @@ def test_a_round_that_does_not_end_is_reported_once(capsys):
     beat(dogs, 0.3)
     assert capsys.readouterr().err.count("no round has ended") == 1
     assert not dogs[0].ends and not dogs[1].ends
+
+
+def test_no_thread_of_a_watchdog_outlives_the_end():
+    """Python aborts a process at its exit if a daemon thread is then within a call of JAX's client."""
+    hosts, dogs = watched(2, heartbeat_s=5)
+    for dog in dogs:
+        dog.start()
+    assert at_once(*(lambda dog=dog: dog.end(DONE) for dog in dogs)) == [True, True]
+    assert len(dogs[0]._threads) == 2 and not any(thread.is_alive() for dog in dogs for thread in dog._threads)

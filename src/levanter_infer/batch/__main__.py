@@ -1,6 +1,6 @@
 """`levanter-infer batch --config FILE`: sample the rows of files, resumably.
 
-All messages go to standard error. Exit status as in `frontend.py`; 0 also for a job that SIGTERM stopped.
+Messages go to standard error. Exit status as in `cli/common.py`; 0 also for a job that SIGTERM stopped.
 """
 
 import sys
@@ -13,7 +13,7 @@ if __name__ == "__main__":  # here, so that an interrupt during the imports belo
 
 from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.batch.run import run
-from levanter_infer.frontend import guarded, run_config
+from levanter_infer.cli.common import guarded, run_config
 
 USAGE = """\
 usage: levanter-infer batch --config FILE [--worker I/N] [--KEY VALUE ...]

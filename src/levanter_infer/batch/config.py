@@ -5,6 +5,7 @@ import re
 
 from levanter_infer.config import RunConfig
 from levanter_infer.engine.params import brief
+from levanter_infer.policies import Numerics
 
 FORMATS = ("jsonl", "parquet", "openai")
 _WORKER = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
@@ -71,8 +72,8 @@ class BatchRunConfig(RunConfig):
                     raise ValueError(f"output.{key} with batch.format: openai, whose lines lack columns; leave it out")
             if self.sampling.prompt_logprobs is not None:
                 raise ValueError("sampling.prompt_logprobs with batch.format: openai, whose lines have no such place")
-        numerics = self.engine.get("numerics", "batch_invariant")
-        if "num_cached_tokens" in self.output.include and numerics == "batch_invariant":
+        numerics = self.engine.get("numerics", Numerics.BATCH_INVARIANT)
+        if "num_cached_tokens" in self.output.include and numerics == Numerics.BATCH_INVARIANT:
             raise ValueError(
                 "output.include names num_cached_tokens, which depend on what ran before, and this job promises equal "
                 "bytes; leave it out or set engine.numerics: default"

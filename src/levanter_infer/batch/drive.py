@@ -14,7 +14,7 @@ from levanter_infer.batch.shard import count
 from levanter_infer.columns import Columns
 from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import Request, RequestOutput
-from levanter_infer.rows import Row, make_row
+from levanter_infer.io.prompts import Row, make_row
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Engine(Protocol):
 
     def submit(self, request: Request, /) -> Any: ...
     def step_round(self) -> Any: ...
-    def settle(self) -> Any: ...
+    def flush(self) -> Any: ...
 
 
 class OutputFormat(Protocol):
@@ -159,7 +159,7 @@ class Driver:
                     assert not self._open, "shards without all of their rows"
                     return True
                 if should_stop():
-                    self._engine.settle()
+                    self._engine.flush()
                     self._collect()
                     self._commit()
                     return False

@@ -19,7 +19,7 @@ from levanter_infer.batch import tables
 from levanter_infer.batch.openai import as_row
 from levanter_infer.batch.store import file_system
 from levanter_infer.engine.params import brief
-from levanter_infer.rows import MAX_LINE_BYTES, chat_of, given_id, no_columns, parse_line, row_id
+from levanter_infer.io.prompts import MAX_LINE_BYTES, chat_of, given_id, no_columns, parse_line, row_id
 from levanter_infer.runtime.progress import stage
 
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "text"}

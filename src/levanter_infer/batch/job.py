@@ -31,14 +31,15 @@ from levanter_infer.batch.shard import (
 from levanter_infer.batch.store import Journal, Store
 from levanter_infer.engine.params import brief
 from levanter_infer.fingerprint import flat
+from levanter_infer.policies import Numerics
 
 MANIFEST = "manifest.json"
 _FORMAT = 2
 """Version of the directory's format. 1: records and journals did not name their job, and `job.json` no file sizes."""
 _MAX_SHOWN, _MAX_DAMAGED, _READERS = 12, 3, 16
 GUARANTEES = {
-    "batch_invariant": "a job that was interrupted and resumed has the same bytes as one that was not",
-    "default": "every row once, with the same id and seed; tokens may differ by rounding in another batch composition",
+    Numerics.BATCH_INVARIANT: "a job that was interrupted and resumed has the same bytes as one that was not",
+    Numerics.DEFAULT: "every row once, with the same id and seed; rounding may change tokens in another batch",
 }
 
 
@@ -58,7 +59,7 @@ class Job:
         """The version of `job.json` that was last compared with this job's."""
         self._kind: str = spec["config"]["batch"]["format"]
         # Without claims two processes may write a shard; where they may write different rows, each has its own file.
-        self._unique_names = not store.has_claims and spec["guarantee"]["numerics"] == "default"
+        self._unique_names = not store.has_claims and spec["guarantee"]["numerics"] == Numerics.DEFAULT
 
     def check_current(self) -> None:
         """Raises: ValueError if the output no longer holds this job.
@@ -295,7 +296,7 @@ def check_same(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
             continue
         if key == "device.instructions" and "cpu_isa" in sizes:
             continue  # the engine computes as the job began, or refuses
-        if key.startswith("device.") and there["guarantee"]["numerics"] == "default":
+        if key.startswith("device.") and there["guarantee"]["numerics"] == Numerics.DEFAULT:
             continue
         if key.startswith("config.engine."):
             chosen = sizes.get(key.removeprefix("config.engine."), _ABSENT)

@@ -16,7 +16,8 @@ from levanter_infer.columns import NOT_FINITE
 from levanter_infer.config import check_keys
 from levanter_infer.engine.params import brief
 from levanter_infer.engine.request import MAX_ID_CHARS, Completion, RequestOutput
-from levanter_infer.rows import RefusedRow, Row, given_id
+from levanter_infer.io.prompts import RefusedRow, Row, given_id
+from levanter_infer.policies import FinishReason
 
 if TYPE_CHECKING:
     from levanter_infer.checkpoints.tokenizer import Tokenizer
@@ -161,9 +162,9 @@ class ResultLines:
         reasons = {c.finish_reason for c in output.completions}
         if output.error is not None or source.request is None:
             status, body = 400, _error(output.error or "failed", "invalid_request_error")
-        elif "error" in reasons:
+        elif FinishReason.ERROR in reasons:
             status, body = 500, _error(NOT_FINITE, "server_error")
-        elif "abort" in reasons:
+        elif FinishReason.ABORT in reasons:
             status, body = 408, _error("the request was ended before its answer was complete", "timeout")
         else:
             status, body = 200, self._answer(source, output, name)

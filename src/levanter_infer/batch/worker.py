@@ -14,9 +14,11 @@ from levanter_infer.batch.openai import ResultLines
 from levanter_infer.batch.shard import JOB, broadcast_claims, dumps, receive_claims
 from levanter_infer.batch.store import Store, open_store
 from levanter_infer.checkpoints.chat import CHAT_KEYS
+from levanter_infer.cli.session import make_engine
 from levanter_infer.fingerprint import device_fingerprint, model_fingerprint, tokenizer_fingerprint, version_fingerprint
-from levanter_infer.frontend import make_engine, say
-from levanter_infer.rows import chat_settings, columns_of
+from levanter_infer.io.prompts import chat_settings, columns_of
+from levanter_infer.io.terminal import say
+from levanter_infer.policies import Numerics
 from levanter_infer.runtime.hosts import Hosts, agree
 from levanter_infer.runtime.multihost import ONE_MESH
 
@@ -55,7 +57,7 @@ class Worker:
             lambda shard: self.source.rows(job.input, shard),
             config.sampling,
             max_seqs=engine.shapes.max_seqs,
-            equal_bytes=job.spec["guarantee"]["numerics"] == "batch_invariant",
+            equal_bytes=job.spec["guarantee"]["numerics"] == Numerics.BATCH_INVARIANT,
             chat=chat_settings(config),
             output_format=output_format(config, engine.tokenizer),
         )
@@ -90,7 +92,7 @@ def open_worker(
         rank = hosts.index, hosts.count
     writes = one_mesh is None or one_mesh.is_lead
     store, source, compare = _store(config), input_of(config), inputs is None
-    config = dataclasses.replace(config, engine={"numerics": "batch_invariant", **config.engine})
+    config = dataclasses.replace(config, engine={"numerics": Numerics.BATCH_INVARIANT, **config.engine})
     fingerprints = _fingerprints(config)
     inputs = split_input(config, source) if inputs is None else inputs
     wanted = _config_fingerprint(config)
@@ -248,7 +250,7 @@ def _sizes_here(config: BatchRunConfig, sizes: dict[str, Any]) -> dict[str, Any]
     usable = cpu.isas() if isa is not None and cpu.available() else ()
     if isa is None or isa in usable:
         return sizes
-    if config.engine["numerics"] == "batch_invariant":
+    if config.engine["numerics"] == Numerics.BATCH_INVARIANT:
         here = f"this processor has {', '.join(usable)}" if usable else "there are no kernels for CPUs here"
         raise ValueError(
             f"the job began with engine.cpu_isa={isa}, and {here}: its rows would have other bytes. Resume it on a "

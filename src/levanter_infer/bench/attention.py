@@ -23,7 +23,8 @@ from levanter_infer.bench.machine import Peaks, device_peaks
 from levanter_infer.bench.plot import add_plot_argument, draw
 from levanter_infer.bench.report import digest, emit, measured, provenance, summarize, utilisation
 from levanter_infer.bench.workload import numbers
-from levanter_infer.cache import KvPages, PageBatchInfo
+from levanter_infer.cache.batch_info import PageBatchInfo
+from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.decode.programs import compile_program
 from levanter_infer.kernels import IMPLEMENTATIONS, ragged_paged_attention
 from levanter_infer.kernels.cpu import bindings as cpu

@@ -7,7 +7,7 @@ from levanter_infer.bench.machine import others_seconds
 from levanter_infer.bench.timeline import Round, Timeline
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.request import Request
-from levanter_infer.engine.sequence import Group
+from levanter_infer.engine.request_state import RequestState
 
 
 def run_continuous(
@@ -16,21 +16,22 @@ def run_continuous(
     arrivals: Sequence[float],
     *,
     max_steps: int | None = None,
-    linger: bool = True,
+    late_launch: bool = True,
 ) -> Timeline:
     """Submit each request at its arrival; the next request takes a free slot at once.
 
     Args:
         arrivals: seconds after the start, ascending; all 0 for a closed loop that keeps every slot busy.
         max_steps: steps of a round; None leaves it to the engine.
-        linger: launch each round as late as possible while requests are still to come (`InferenceEngine.linger`).
+        late_launch: launch each round as late as possible while requests are still to come
+            (`InferenceEngine.wait_for_launch_window`).
     """
     run = _Run(engine, requests, arrivals, max_steps)
     while not run.is_done:
         if not run.running:
             run.wait_for(arrivals[run.num_submitted])
-        elif linger and run.num_submitted < len(requests):
-            engine.linger()
+        elif late_launch and run.num_submitted < len(requests):
+            engine.wait_for_launch_window()
         run.submit_arrived(limit=len(requests))
         run.round()
     return run.finish()
@@ -67,8 +68,8 @@ class _Run:
         engine.warmup()
         self._engine, self._requests, self._arrivals, self._max_steps = engine, requests, arrivals, max_steps
         self.num_submitted = 0
-        self.running: dict[int, Group] = {}
-        self._groups: list[Group] = []
+        self.running: dict[int, RequestState] = {}
+        self._groups: list[RequestState] = []
         self._token_times: list[list[float]] = [[] for _ in requests]
         self._rounds: list[Round] = []
         self._start = time.perf_counter()

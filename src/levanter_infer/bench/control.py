@@ -15,18 +15,19 @@ import numpy as np
 
 from levanter_infer.bench.report import digest, emit, provenance, summarize
 from levanter_infer.bench.workload import numbers
-from levanter_infer.cache import PageBatchInfo
+from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.named import replace
+from levanter_infer.decode.codes import FINISHED, RUNNING, WAITING
 from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.paging import release
 from levanter_infer.decode.prefix import insert_prefix, match_prefix
 from levanter_infer.decode.programs import compile_program
-from levanter_infer.decode.sampling import SampleOutput, SamplingLimits
-from levanter_infer.decode.sequence_table import FINISHED, RUNNING, WAITING
-from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.sampling import SampleOutput
+from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.decode.step import append, batch_info, empty_sample, schedule
+from levanter_infer.engine.params import MAX_STOP_TOKENS
 
 PAGE_SIZE = 16
 SLOTS = (64, 256, 1024)
@@ -102,7 +103,7 @@ def control_shapes(num_slots: int, num_pages: int) -> Shapes:
         max_round_steps=2,
         upload_tokens=1,
         limits=SamplingLimits(
-            vocab_size=_VOCAB, max_logprobs=1, max_logit_bias=1, max_stop_sequences=8, max_stop_tokens=16
+            vocab_size=_VOCAB, max_logprobs=1, max_logit_bias=1, max_stop_sequences=8, max_stop_tokens=MAX_STOP_TOKENS
         ),
     )
 

@@ -29,10 +29,10 @@ from levanter_infer.bench.workload import (
     round_up,
     token_ids,
 )
+from levanter_infer.cache.page_math import pages_for
 from levanter_infer.checkpoints.load import open_model
 from levanter_infer.checkpoints.save import save_model
 from levanter_infer.checkpoints.source import resolve_source
-from levanter_infer.decode.sequence_table import pages_for
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.memory_audit import MemoryAudit, audit

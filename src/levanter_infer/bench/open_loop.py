@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
                 "prompt": args.prompt,
                 "output": args.output,
                 "max_round_steps": args.max_round_steps,
-                "linger": not args.early_launch,
+                "late_launch": not args.early_launch,
                 "engine": {k: v for k, v in engine.describe().items() if k != "device"},
             },
             "compilations": engine.stats()["compilations"],
@@ -237,7 +237,9 @@ def measure_open(
     for _ in range(args.repeats):
         probes.append(jitter())
         timelines.append(
-            run_continuous(engine, requests, arrivals, max_steps=args.max_round_steps, linger=not args.early_launch)
+            run_continuous(
+                engine, requests, arrivals, max_steps=args.max_round_steps, late_launch=not args.early_launch
+            )
         )
         print(*phase_lines(timelines[-1], args.spike_threshold), sep="\n", file=sys.stderr)
     whole, steady = [t.tokens_per_s for t in timelines], [steady_rate(t) for t in timelines]

@@ -7,7 +7,7 @@ from haliax import NamedArray
 from jax import Array
 
 from levanter_infer.axes import ROW, ROW_BOUND, TOKEN
-from levanter_infer.cache.page_table import offset_of, page_of
+from levanter_infer.cache.page_math import offset_of, page_of
 
 
 class PageBatchInfo(eqx.Module):

@@ -13,8 +13,6 @@ from jax import Array
 from levanter_infer.axes import PAGE
 from levanter_infer.cache.named import full, replace, scalar
 
-Tokens = TypeVar("Tokens", int, Array)
-
 
 class PageTable(eqx.Module):
     """Reference counts of all pages, and the free pages in the order of their release.
@@ -152,16 +150,6 @@ def ragged_index(counts: Array, start: Array, size: int) -> tuple[Array, Array, 
     valid = flat < bounds[-1]
     group = jnp.where(valid, jax.lax.cummax(marks), counts.shape[0])
     return group, flat - begins.at[group].get(mode="fill", fill_value=0), valid
-
-
-def page_of(position: Tokens, page_size: int) -> Tokens:
-    """Which page of its sequence holds a position: `position // page_size`, as the shift that it is."""
-    return position >> (page_size.bit_length() - 1)
-
-
-def offset_of(position: Tokens, page_size: int) -> Tokens:
-    """Where in its page a position stands: `position % page_size`."""
-    return position & (page_size - 1)
 
 
 Value = TypeVar("Value")

@@ -1,7 +1,5 @@
 """`ScorePages`: log probabilities of prompt tokens, kept where their keys and values are."""
 
-import dataclasses
-
 import equinox as eqx
 import haliax.haxtyping as ht
 import jax
@@ -12,16 +10,6 @@ from jax import Array
 
 from levanter_infer.axes import EMBED, PAGE, PAGE_OFFSET, SCORE, SEQ, SEQ_PAGE
 from levanter_infer.cache.named import full, replace
-
-
-@dataclasses.dataclass(frozen=True)
-class ScoreShapes:
-    """Sizes of what scoring keeps."""
-
-    num_top: int
-    """Likeliest tokens of each place."""
-    hidden_size: int
-    """Of the model's hidden states."""
 
 
 class ScorePages(eqx.Module):
@@ -40,11 +28,14 @@ class ScorePages(eqx.Module):
     """Scores of the prompts that are complete: they outlive their pages, until the slot's next prompt is complete."""
 
     @staticmethod
-    def init(sizes: ScoreShapes, *, num_pages: int, page_size: int, num_slots: int, max_seq_len: int) -> "ScorePages":
-        page = (PAGE_OFFSET, page_size), (SCORE, 1 + 2 * sizes.num_top)
+    def init(
+        *, num_top: int, hidden_size: int, num_pages: int, page_size: int, num_slots: int, max_seq_len: int
+    ) -> "ScorePages":
+        """Args: num_top: likeliest tokens kept of each position; hidden_size: of the model's hidden states."""
+        page = (PAGE_OFFSET, page_size), (SCORE, 1 + 2 * num_top)
         return ScorePages(
             scores=full(((PAGE, num_pages), *page), 0),
-            ends=full(((PAGE, num_pages), (EMBED, sizes.hidden_size)), 0, jnp.float32),
+            ends=full(((PAGE, num_pages), (EMBED, hidden_size)), 0, jnp.float32),
             complete=full(((SEQ, num_slots), (SEQ_PAGE, -(-max_seq_len // page_size)), *page), 0),
         )
 

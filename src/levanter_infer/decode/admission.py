@@ -10,10 +10,10 @@ from haliax import NamedArray
 from levanter_infer.cache.named import replace
 from levanter_infer.cache.page_table import ragged_index, run_if
 from levanter_infer.decode.beam_table import BeamParams
+from levanter_infer.decode.codes import ABORT, FINISHED, FREE, LOADING, NOT_FINISHED, WAITING
 from levanter_infer.decode.kv_offload import HostTerms
 from levanter_infer.decode.paging import free_pages_for_finished
 from levanter_infer.decode.sampling import SamplingTable
-from levanter_infer.decode.sequence_table import ABORT, FINISHED, FREE, LOADING, NOT_FINISHED, WAITING
 from levanter_infer.decode.state import DecodeState
 
 

@@ -4,12 +4,12 @@ import equinox as eqx
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.cache import KvPages
+from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.cache.named import replace
+from levanter_infer.decode.codes import WAITING
 from levanter_infer.decode.loop import run_steps
 from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.sampling import SamplingTable
-from levanter_infer.decode.sequence_table import WAITING
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import GenState
 from levanter_infer.layers.attention import AttentionSpec

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.cache.prefix_table import UNKNOWN
+from levanter_infer.decode.codes import FINISHED, FREE, LOADING, RUNNING, SWAPPED, WAITING, is_private_root
 from levanter_infer.decode.programs import compile_program
-from levanter_infer.decode.sequence_table import FINISHED, FREE, LOADING, RUNNING, SWAPPED, WAITING, is_private_root
 from levanter_infer.decode.state import DecodeState
 
 

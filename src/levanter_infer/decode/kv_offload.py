@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from haliax import NamedArray
 from jax import Array
 
-from levanter_infer.cache import KvPages
+from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.cache.named import replace
+from levanter_infer.decode.codes import RUNNING, SWAPPED, WAITING
 from levanter_infer.decode.packing import pages_to_go_on
 from levanter_infer.decode.paging import count_taken, pages_needed, release
-from levanter_infer.decode.sequence_table import RUNNING, SWAPPED, WAITING, in_order, is_ready, precede
+from levanter_infer.decode.sequence_table import in_order, is_ready, precede
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
 

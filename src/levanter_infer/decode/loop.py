@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from levanter_infer.decode.admission import Admission, admit
+from levanter_infer.decode.codes import FINISHED, FREE, RUNNING, WAITING
 from levanter_infer.decode.kv_offload import ends_for_host, host_call
 from levanter_infer.decode.outputs import OutputRing, RoundOutputs, pack_outputs
-from levanter_infer.decode.sequence_table import FINISHED, FREE, RUNNING, WAITING
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState, GenState
 from levanter_infer.decode.step import step

@@ -8,9 +8,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.cache.named import replace
-from levanter_infer.decode.sequence_table import RUNNING, SWAPPED, WAITING, is_ready, pages_for, precede
+from levanter_infer.cache.page_math import pages_for
+from levanter_infer.decode.codes import RUNNING, SWAPPED, WAITING
+from levanter_infer.decode.sequence_table import is_ready, precede
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
+from levanter_infer.policies import AdmissionPolicy
 
 _MEMORY = 1 - 1 / 32
 """What the mean share of generated tokens keeps at each sequence that ends."""
@@ -75,9 +78,9 @@ def _room_for(state: DecodeState, shapes: Shapes) -> Array:
     """
     table = state.sequences
     known, most = table.seq_lens.array + 1, table.max_lens.array
-    if shapes.admission == "optimistic":
+    if shapes.admission == AdmissionPolicy.OPTIMISTIC:
         return known
-    if shapes.admission == "worst_case":
+    if shapes.admission == AdmissionPolicy.WORST_CASE:
         return most
     prompt_lens = table.prompt_lens.array
     share = state.generated_share.array * (most - prompt_lens).astype(jnp.float32)

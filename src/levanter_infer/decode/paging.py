@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.cache.named import replace
-from levanter_infer.cache.page_table import PageTable, offset_of, page_of, ragged_index, run_if
-from levanter_infer.decode.sequence_table import FINISHED, RUNNING, WAITING, SequenceTable, pages_for
+from levanter_infer.cache.page_math import offset_of, page_of, pages_for
+from levanter_infer.cache.page_table import PageTable, ragged_index, run_if
+from levanter_infer.decode.codes import FINISHED, RUNNING, WAITING
+from levanter_infer.decode.sequence_table import SequenceTable
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
 

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.cache import PrefixTable
 from levanter_infer.cache.named import replace
-from levanter_infer.cache.page_table import offset_of, page_of, ragged_index, run_if
-from levanter_infer.cache.prefix_table import UNKNOWN, chained, content_hashes
+from levanter_infer.cache.page_math import offset_of, page_of
+from levanter_infer.cache.page_table import ragged_index, run_if
+from levanter_infer.cache.prefix_table import UNKNOWN, PrefixTable, chained, content_hashes
+from levanter_infer.decode.codes import DEFAULT_ROOT, RUNNING, is_private_root
 from levanter_infer.decode.paging import page_at
-from levanter_infer.decode.sequence_table import DEFAULT_ROOT, RUNNING, SequenceTable, is_private_root, is_ready
+from levanter_infer.decode.sequence_table import SequenceTable, is_ready
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 
-from levanter_infer.cache import PrefixTable
+from levanter_infer.cache.prefix_table import PrefixTable
 from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.beam_table import Hypotheses, hypotheses
 from levanter_infer.decode.kv_offload import TableSnapshot, mark_swapped, read_pages, snapshot, swap_in, write_pages

@@ -8,8 +8,9 @@ from jax import Array
 
 from levanter_infer.cache.named import replace
 from levanter_infer.cache.page_table import PageTable, run_if
+from levanter_infer.decode.codes import FINISHED, FREE, WAITING
 from levanter_infer.decode.paging import release_tails, share_tails
-from levanter_infer.decode.sequence_table import FINISHED, FREE, WAITING, SequenceTable
+from levanter_infer.decode.sequence_table import SequenceTable
 from levanter_infer.decode.state import DecodeState
 
 _POSITIONS = 1024

@@ -21,7 +21,6 @@ from jax import Array
 from levanter_infer.cache.page_table import run_if
 from levanter_infer.decode.sampling_draw import draw, num_words, random_words, row_sums
 from levanter_infer.decode.sampling_filters import filter_thresholds
-from levanter_infer.decode.sampling_table import SamplingLimits as SamplingLimits
 from levanter_infer.decode.sampling_table import SamplingTable as SamplingTable
 from levanter_infer.decode.sampling_table import stop_match as stop_match
 from levanter_infer.layers.shard_axis import Vocabulary

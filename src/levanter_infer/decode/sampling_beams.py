@@ -15,7 +15,8 @@ from levanter_infer.decode.sampling import (
     is_penalised,
     one_token_stops,
 )
-from levanter_infer.decode.sampling_table import SamplingLimits, SamplingTable
+from levanter_infer.decode.sampling_table import SamplingTable
+from levanter_infer.decode.shapes import SamplingLimits
 from levanter_infer.layers.shard_axis import Vocabulary
 
 

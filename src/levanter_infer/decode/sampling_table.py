@@ -11,20 +11,7 @@ from jax import Array
 
 from levanter_infer.axes import BIAS, ROW, SEED_WORD, STOP, STOP_TOKEN
 from levanter_infer.cache.named import full, replace
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingLimits:
-    """Static sizes of what one sequence may ask for."""
-
-    vocab_size: int
-    max_logprobs: int
-    """Likeliest tokens reported per generated token."""
-    max_logit_bias: int
-    max_stop_sequences: int
-    """Stop token sequences, end-of-sequence ids included."""
-    max_stop_tokens: int
-    """Tokens of one stop sequence."""
+from levanter_infer.decode.shapes import SamplingLimits
 
 
 class SamplingTable(eqx.Module):

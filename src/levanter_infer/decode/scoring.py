@@ -12,12 +12,13 @@ from jax import Array
 
 from levanter_infer.axes import ROW
 from levanter_infer.cache.named import replace
+from levanter_infer.cache.page_math import pages_for
 from levanter_infer.cache.page_table import ragged_index, run_if
 from levanter_infer.cache.score_pages import ScorePages, pack_scores
+from levanter_infer.decode.codes import is_scored_root
 from levanter_infer.decode.packing import StepPlan
 from levanter_infer.decode.paging import page_at
 from levanter_infer.decode.sampling import LogitStats, likeliest, logprobs_of
-from levanter_infer.decode.sequence_table import is_scored_root, pages_for
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.kernels.cpu.bindings import logit_stats

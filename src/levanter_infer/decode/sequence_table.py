@@ -8,28 +8,8 @@ from jax import Array
 
 from levanter_infer.axes import POSITION, SEQ, SEQ_PAGE
 from levanter_infer.cache.named import full
-from levanter_infer.cache.page_table import Tokens, page_of
-
-# Status of a slot
-FREE = 0  # holds nothing, never used since the last reset
-LOADING = 1  # holds nothing and is left alone: the host has more to bring, of its prompt or of its pages
-SWAPPED = 2  # holds nothing; the host brings its pages back before anybody younger starts
-WAITING = 3  # ready, but without a place among the running ones
-RUNNING = 4  # takes part in every step while tokens are pending
-FINISHED = 5  # holds nothing; its results wait for the host, which may use the slot again
-
-# Why a sequence finished
-NOT_FINISHED = 0
-STOP = 1  # a stop token sequence was generated
-LENGTH = 2  # max_tokens or the engine's length limit was reached
-ERROR = 3  # its logits were not finite
-ABORT = 4  # cancelled by the host
-
-DEFAULT_ROOT = -1
-"""Root of sequences without a salt, whose prompts are not scored."""
-
-_PRIVATE = -(2**31)
-"""The least roots: of sequences that share pages with nobody, scored (`is_scored_root`) or not."""
+from levanter_infer.cache.page_math import pages_for
+from levanter_infer.decode.codes import DEFAULT_ROOT, FINISHED, FREE, NOT_FINISHED, WAITING
 
 
 class SequenceTable(eqx.Module):
@@ -100,25 +80,6 @@ class SequenceTable(eqx.Module):
     def num_held(self, page_size: int) -> Array:
         """Pages that each slot holds, i32[seq]."""
         return pages_for(self.num_computed.array, page_size)
-
-
-def is_scored_root(roots: Tokens) -> Tokens:
-    """Whether prompts are scored: those roots are even. Their pages have scores, which those of other roots lack."""
-    return roots % 2 == 0  # type: ignore[return-value]
-
-
-def private_root(roots: Tokens) -> Tokens:
-    """Instead of `roots`, for sequences whose pages hold keys and values of several versions of the weights."""
-    return _PRIVATE + roots % 2  # type: ignore[return-value]
-
-
-def is_private_root(roots: Tokens) -> Tokens:
-    return roots <= _PRIVATE + 1  # type: ignore[return-value]
-
-
-def pages_for(num_tokens: Tokens, page_size: int) -> Tokens:
-    """Pages that hold `num_tokens` tokens of one sequence; a whole number or an array of them."""
-    return page_of(num_tokens + (page_size - 1), page_size)
 
 
 def in_order(table: SequenceTable) -> Array:

@@ -1,12 +1,33 @@
-"""`Shapes`: the static sizes of everything that a generation program contains."""
+"""`Shapes`: the static sizes of everything that a generation program contains. Imports no JAX."""
 
 import dataclasses
 
-from levanter_infer.cache.score_pages import ScoreShapes
-from levanter_infer.decode.sampling import SamplingLimits
+from levanter_infer.axes import MIN_ROWS
+from levanter_infer.policies import AdmissionPolicy
 
-MIN_ROWS = 4
-"""Fewest rows of a matmul: below it XLA's CPU matmuls of bf16 are slow and rows lose their bits."""
+
+@dataclasses.dataclass(frozen=True)
+class SamplingLimits:
+    """Static sizes of what one sequence may ask for."""
+
+    vocab_size: int
+    max_logprobs: int
+    """Likeliest tokens reported per generated token."""
+    max_logit_bias: int
+    max_stop_sequences: int
+    """Stop token sequences, end-of-sequence ids included."""
+    max_stop_tokens: int
+    """Tokens of one stop sequence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreShapes:
+    """Sizes of what prompt scoring keeps."""
+
+    num_top: int
+    """Likeliest tokens kept of each position."""
+    hidden_size: int
+    """Width of the model's hidden states."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +49,7 @@ class Shapes:
     upload_tokens: int
     """Prompt tokens that one `Admission` can carry."""
     limits: SamplingLimits
-    admission: str = "optimistic"
+    admission: str = AdmissionPolicy.OPTIMISTIC
     """How much room a sequence is given when it starts: optimistic, expected or worst_case; see `packing`."""
     prefix_cache: bool = False
     """Whether pages are found again by what they hold."""

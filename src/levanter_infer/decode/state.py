@@ -1,5 +1,7 @@
 """`DecodeState` and `GenState`: everything that a generation depends on, as one pytree on the device."""
 
+import dataclasses
+
 import equinox as eqx
 import haliax.haxtyping as ht
 import jax
@@ -7,8 +9,10 @@ import jax.numpy as jnp
 from haliax import NamedArray
 
 from levanter_infer.axes import SEQ
-from levanter_infer.cache import KvPages, PageTable, PrefixTable
+from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.cache.named import scalar
+from levanter_infer.cache.page_table import PageTable
+from levanter_infer.cache.prefix_table import PrefixTable
 from levanter_infer.cache.score_pages import ScorePages
 from levanter_infer.decode.beam_table import BeamTable
 from levanter_infer.decode.sampling import SamplingTable
@@ -103,7 +107,7 @@ class GenState(eqx.Module):
     @staticmethod
     def init(shapes: Shapes, kv: KvPages) -> "GenState":
         scores = shapes.scoring and ScorePages.init(
-            shapes.scoring,
+            **dataclasses.asdict(shapes.scoring),
             num_pages=shapes.num_pages,
             page_size=shapes.page_size,
             num_slots=shapes.num_slots,

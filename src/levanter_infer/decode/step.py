@@ -9,10 +9,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.axes import ROW, ROW_BOUND, SEQ_PAGE, TOKEN
-from levanter_infer.cache import KvPages, PageBatchInfo
+from levanter_infer.cache.batch_info import PageBatchInfo
+from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.cache.named import replace, scalar
-from levanter_infer.cache.page_table import offset_of, page_of, ragged_index, run_if
+from levanter_infer.cache.page_math import offset_of, page_of, pages_for
+from levanter_infer.cache.page_table import ragged_index, run_if
 from levanter_infer.decode.beams import fail_together, search
+from levanter_infer.decode.codes import ERROR, LENGTH, STOP
 from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.packing import StepPlan, choose_tokens, expect, pack, start_waiting
 from levanter_infer.decode.paging import fork_when_ready, free_pages_for_finished, preempt, take_pages
@@ -20,11 +23,12 @@ from levanter_infer.decode.prefix import insert_prefix, match_prefix
 from levanter_infer.decode.sampling import LogitStats, SampleOutput, sample, stop_match
 from levanter_infer.decode.sampling_beams import candidates, no_candidates
 from levanter_infer.decode.scoring import registers, score_prompts
-from levanter_infer.decode.sequence_table import ERROR, LENGTH, STOP, in_order, pages_for
+from levanter_infer.decode.sequence_table import in_order
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState, GenState
 from levanter_infer.kernels.cpu.bindings import logit_stats
 from levanter_infer.layers.attention import AttentionSpec
+from levanter_infer.policies import AdmissionPolicy
 
 
 def step(model, state: GenState, ring: OutputRing, shapes: Shapes, attention: AttentionSpec):
@@ -250,7 +254,7 @@ def append(
     if sampled.candidates is not None:
         state, ended, found = search(state, shapes, slots, searches, sampled.candidates)
         finished, reasons = finished | ended, jnp.where(ended, found, reasons)
-    if shapes.admission == "expected":
+    if shapes.admission == AdmissionPolicy.EXPECTED:
         state = expect(state, finished & (reasons != ERROR))
     state = fork_when_ready(state)
     return free_pages_for_finished(state, finished, reasons), ring

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.cache.named import replace
+from levanter_infer.decode.codes import FINISHED, FREE, WAITING, private_root
 from levanter_infer.decode.paging import release
-from levanter_infer.decode.sequence_table import FINISHED, FREE, WAITING, private_root
 from levanter_infer.decode.state import DecodeState
 
 

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import Mesh
 
-from levanter_infer.cache import KvPages
+from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.decode.shapes import Shapes
-from levanter_infer.engine.config import EngineConfig, kv_dtype
-from levanter_infer.engine.instructions import AUTO, Choice, choose
+from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.instructions import Choice, choose
+from levanter_infer.engine.sizes import kv_dtype
 from levanter_infer.kernels import TPU_POOL
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.gpu import attention as rpa_gpu
@@ -22,6 +23,7 @@ from levanter_infer.kernels.tiling import Tiles
 from levanter_infer.kernels.tpu import attention as rpa_tpu
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.layers.layout import Layout
+from levanter_infer.policies import CpuIsa, Numerics, PreemptionPolicy
 from levanter_infer.runtime.hosts import Hosts
 
 logger = logging.getLogger(__name__)
@@ -86,16 +88,16 @@ class Backend:
             raise ValueError(
                 f"engine.tiles is for the attention of TPUs, and here attention={chosen.attention}; leave it out"
             )
-        if config.numerics == "batch_invariant" and model.config.num_experts is not None:
+        if config.numerics == Numerics.BATCH_INVARIANT and model.config.num_experts is not None:
             raise ValueError(
                 'engine.numerics="batch_invariant" is not possible for a model with experts: norms and routing in XLA '
                 "round by the size of the step; use default"
             )
-        if mesh is not None and config.preempt == "offload":
+        if mesh is not None and config.preempt == PreemptionPolicy.OFFLOAD:
             raise ValueError(
                 f'engine.preempt="offload" moves pages of one device, and the mesh has {mesh.size}; use "recompute"'
             )
-        if config.numerics == "batch_invariant" and not chosen.is_batch_invariant:
+        if config.numerics == Numerics.BATCH_INVARIANT and not chosen.is_batch_invariant:
             raise ValueError(
                 'engine.numerics="batch_invariant" needs the kernels for CPUs, for matmuls and for attention; here '
                 f"matmul={chosen.matmul} and attention={chosen.attention}: {cpu_attention or 'set to cpu or auto'}"
@@ -105,7 +107,7 @@ class Backend:
     def _with_instructions(self, config: EngineConfig, weights, pages) -> "Backend":
         """The same with the instruction set for weights and pages of these dtypes."""
         if "cpu" not in (self.matmul, self.attention):
-            if config.cpu_isa != AUTO:
+            if config.cpu_isa != CpuIsa.AUTO:
                 raise ValueError(
                     f'engine.cpu_isa="{config.cpu_isa}" is for the kernels for CPUs, and here matmul={self.matmul} '
                     f"and attention={self.attention} ({self.isa_reason}); leave it out"

@@ -7,10 +7,11 @@ import jax
 from levanter_infer.decode.programs import Programs
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.backend import Backend
-from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
+from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.scoring import score_shapes
-from levanter_infer.engine.sharded import make_nothing
+from levanter_infer.engine.sizes import kv_dtype, resolve_shapes
 from levanter_infer.engine.tile_search import check_given_tiles
+from levanter_infer.engine.uploads import empty_admission
 
 
 def shapes_for(
@@ -71,6 +72,6 @@ def programs_for(
 
 def round_types(types, backend: Backend, shapes: Shapes, programs: Programs) -> tuple:
     """The types of the round's arguments, model, state and admission, with their places on a mesh."""
-    admission = jax.eval_shape(lambda: make_nothing(shapes, backend.num_shards))
+    admission = jax.eval_shape(lambda: empty_admission(shapes, backend.num_shards))
     admission = admission if backend.layout is None else backend.layout.types(admission)
     return backend.prepared_types(types), programs.state_types, admission

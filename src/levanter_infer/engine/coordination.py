@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from levanter_infer.engine.sequence import Group
+from levanter_infer.engine.request_state import RequestState
 from levanter_infer.runtime.hosts import Hosts
 
 _KEPT_TERMS = 8
@@ -30,7 +30,7 @@ class RoundTerms:
     now: float
     """Seconds of a clock that all share; deadlines are compared with it."""
     max_steps: int
-    cancelled: tuple[Group, ...] = ()
+    cancelled: tuple[RequestState, ...] = ()
 
 
 class RoundCoordinator(Protocol):
@@ -47,11 +47,11 @@ class RoundCoordinator(Protocol):
         """The time of `RoundTerms.now`, to begin a deadline with."""
         ...
 
-    def enter(self, group: Group) -> None:
+    def enter(self, group: RequestState) -> None:
         """A group was submitted."""
         ...
 
-    def cancel(self, group: Group) -> bool:
+    def cancel(self, group: RequestState) -> bool:
         """Whether to end a group now; if not, it is among the `cancelled` of a coming round."""
         ...
 
@@ -83,10 +83,10 @@ class LocalCoordinator(RoundCoordinator):
             self._hosts.set_status(IN_A_ROUND, round_id)
         return RoundTerms(self.now(), max_steps)
 
-    def enter(self, group: Group) -> None:
+    def enter(self, group: RequestState) -> None:
         pass
 
-    def cancel(self, group: Group) -> bool:
+    def cancel(self, group: RequestState) -> bool:
         return True
 
     def on_input(self, fields: Mapping[str, Any]) -> None:
@@ -102,9 +102,9 @@ class LeaderCoordinator(RoundCoordinator):
 
     def __init__(self, hosts: Hosts, clock: Callable[[], float] = _seconds):
         self._hosts, self._clock = hosts, clock
-        self._place = f"terms/{hosts.broadcast('council', hosts.next_number('council'))}"
-        self._numbers: dict[Group, int] = {}
-        self._groups: dict[int, Group] = {}
+        self._place = f"terms/{hosts.broadcast('coordinator', hosts.next_number('coordinator'))}"
+        self._numbers: dict[RequestState, int] = {}
+        self._groups: dict[int, RequestState] = {}
         self._entered = self._rounds = self._digest = 0
         self.stopping = False
 
@@ -139,12 +139,12 @@ class LeaderCoordinator(RoundCoordinator):
     def now(self) -> float:
         return self._hosts.broadcast("now", self._clock() if self._hosts.is_lead else None)
 
-    def enter(self, group: Group) -> None:
+    def enter(self, group: RequestState) -> None:
         self._numbers[group] = self._entered
         self._groups[self._entered] = group
         self._entered += 1
 
-    def cancel(self, group: Group) -> bool:
+    def cancel(self, group: RequestState) -> bool:
         if group in self._numbers:
             self._hosts.request("cancel", self._numbers[group])
         return False

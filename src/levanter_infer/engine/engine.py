@@ -23,6 +23,7 @@ from levanter_infer.engine.kv_offload import KvOffload
 from levanter_infer.engine.memory_audit import audit
 from levanter_infer.engine.mesh import MeshConfig, make_mesh
 from levanter_infer.engine.metrics import Registry
+from levanter_infer.engine.outputs import RoundResult
 from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import (
     Request,
@@ -33,17 +34,16 @@ from levanter_infer.engine.request import (
     names_are_checked,
     refused,
 )
-from levanter_infer.engine.round_length import RoundLengthController
+from levanter_infer.engine.request_state import RequestState, SampleState
+from levanter_infer.engine.scheduler import Scheduler
 from levanter_infer.engine.scoring import SCORE_ONLY, ScoreReader, score_shapes
-from levanter_infer.engine.sequence import Group
-from levanter_infer.engine.sequence import Sequence as HostSequence
-from levanter_infer.engine.sharded import make_slots, read_outputs
 from levanter_infer.engine.spilling import Spilling
 from levanter_infer.engine.stats import Stats
 from levanter_infer.engine.turns import Turns, exclusive, waits_for_turn
 from levanter_infer.engine.uploads import Uploads
 from levanter_infer.engine.weight_updates import Versions
 from levanter_infer.models.live import from_levanter
+from levanter_infer.policies import Recompilation
 from levanter_infer.runtime.compile_cache import enable_compile_cache
 from levanter_infer.runtime.garbage_collection import gc_disabled
 from levanter_infer.runtime.hosts import Hosts, agree, agree_min
@@ -140,7 +140,7 @@ class InferenceEngine(Forks, Spilling, Versions):
             self.shapes,
             score_mod=score_mod,
             mask_mod=mask_mod,
-            on_recompile=logger.warning if self.config.recompilation == "warn" else None,
+            on_recompile=logger.warning if self.config.recompilation == Recompilation.WARN else None,
             fingerprints=self._hosts is not None,
         )
         self._uploads = Uploads(self.backend, self.shapes)
@@ -157,10 +157,12 @@ class InferenceEngine(Forks, Spilling, Versions):
             pages_total=self.shapes.num_pages * self.backend.num_shards,
             pool_bytes=self.state.kv.pages.array.nbytes,
             weights_bytes=self._weights_bytes,
-            num_shards=self.backend.num_shards,
+            num_ranks=self.backend.num_shards,
         )
         self._rounds = self._submissions = 0
-        self._round_length = RoundLengthController(self.config.max_round_steps, self.config.max_round_seconds)
+        self._scheduler = Scheduler(
+            self.shapes, self._eos, self.backend.num_shards, max_round_seconds=self.config.max_round_seconds
+        )
         self._turns, self._warm, self._last_end = Turns(), False, 0.0
         self._intake = Intake(self.shapes, self.config, tokenizer, seed)
         self._start_over()
@@ -194,11 +196,10 @@ class InferenceEngine(Forks, Spilling, Versions):
                 agree(self._hosts, "programs", self.programs.fingerprints())
 
     def _start_over(self) -> None:
-        self._slots = make_slots(self.shapes, self._eos, self.backend.num_shards)
         self._scores = ScoreReader(self._stats.registry, self.backend)
         self._offload = KvOffload(self.shapes, self._stats.registry, self.config.host_bytes)
         self._in_flight: _Launched | None = None
-        self._known: list[HostSequence] = []
+        self._known: list[SampleState] = []
 
     def __repr__(self) -> str:
         shown = ("max_seqs", "max_seq_len", "max_pages", "page_size", "kv_dtype", "pool_mb", "device")
@@ -254,18 +255,18 @@ class InferenceEngine(Forks, Spilling, Versions):
         Raises: ValueError if `prompts` or `sampling` as a whole is of another form; TypeError for an unknown name, with
             the nearest known one. Nothing has run then.
         """
-        made: list[Group | RequestOutput] = []
+        made: list[RequestState | RequestOutput] = []
         for i, request in enumerate(as_requests(prompts, sampling)):
             if isinstance(request, ValueError):
                 made.append(refused(None, str(i), str(request)))
                 continue
             try:
-                made.append(self._intake.group(request, str(i)))
+                made.append(self._intake.request_state(request, str(i)))
             except ValueError as error:
                 made.append(refused(request, str(i), str(error)))
         with sampling_progress(progress, on_update) as update:
-            self._serve([each for each in made if isinstance(each, Group)], update)
-        return [each.output() if isinstance(each, Group) else each for each in made]
+            self._serve([each for each in made if isinstance(each, RequestState)], update)
+        return [each.output() if isinstance(each, RequestState) else each for each in made]
 
     @waits_for_turn
     def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
@@ -283,27 +284,25 @@ class InferenceEngine(Forks, Spilling, Versions):
         groups = []
         for i, request in enumerate(requests):
             try:
-                groups.append(self._intake.group(request, str(i)))
+                groups.append(self._intake.request_state(request, str(i)))
             except ValueError as error:
                 raise ValueError(f"sequences[{i}]: {error}") from None
         with sampling_progress(None, None, "scoring", "texts") as update:
             self._serve(groups, update)
         return [group.prompt_scores.logprobs for group in groups]
 
-    def _serve(self, groups: list[Group], on_update=None) -> None:
+    def _serve(self, groups: list[RequestState], on_update=None) -> None:
         if not groups:
             return
         self._prepare(groups)
         try:
-            self._slots.route(groups)
-            for group in groups:
-                self._add(group)
+            self._add(groups)
             self._run(groups, on_update)
         except BaseException:
             self.reset()  # what was running is lost to its caller; the engine stays usable
             raise
 
-    def _prepare(self, groups: Sequence[Group]) -> None:
+    def _prepare(self, groups: Sequence[RequestState]) -> None:
         """Compile what these need and has not been compiled yet: never for a request that was refused."""
         changes: dict[str, Any] = {}
         if self.shapes.scoring is None and any(group.wants_scores for group in groups):
@@ -317,14 +316,16 @@ class InferenceEngine(Forks, Spilling, Versions):
 
     def _is_in_progress(self) -> bool:
         """Whether requests have been added that have not ended."""
-        return any(not group.is_done for group in self._slots.groups())
+        return any(not group.is_done for group in self._scheduler.requests())
 
-    def _add(self, group: Group) -> None:
-        self._slots.add(group, self._coordinator.now() if group.timeout_s is not None else 0.0)
-        self._coordinator.enter(group)
-        self._stats.on_submit(len(group.prompt_token_ids))
+    def _add(self, groups: Sequence[RequestState]) -> None:
+        has_deadline = any(group.timeout_s is not None for group in groups)
+        self._scheduler.submit(groups, self._coordinator.now() if has_deadline else 0.0)
+        for group in groups:
+            self._coordinator.enter(group)
+            self._stats.on_submit(len(group.prompt_token_ids))
 
-    def _run(self, groups: list[Group], on_update) -> None:
+    def _run(self, groups: list[RequestState], on_update) -> None:
         total = sum(len(group.sequences) for group in groups)
         while not all(group.is_done for group in groups):
             self.step_round()
@@ -333,7 +334,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         self.drain()
 
     @exclusive
-    def step_round(self, *, max_steps: int | None = None) -> list[HostSequence]:
+    def step_round(self, *, max_steps: int | None = None) -> list[SampleState]:
         """Launch the next round and read the one before; returns the sequences whose result became known.
 
         Args:
@@ -343,20 +344,23 @@ class InferenceEngine(Forks, Spilling, Versions):
         Raises: ValueError for other than a positive whole number of them.
         """
         terms = self._agree_on_round(max_steps)
-        known = self._slots.expire(terms.now) + self._known + self._move_pages()
+        known = self._scheduler.expire(terms.now) + self._known + self._move_pages()
         self._known = []
         launched = self._launch(terms.max_steps)
         previous, self._in_flight = self._in_flight, launched
         return known + (self._read(previous) if previous is not None else [])
 
     @exclusive
-    def settle(self) -> list[HostSequence]:
-        """Read the round in flight and launch none; returns as `step_round`. A later round goes on from there."""
+    def flush(self) -> list[SampleState]:
+        """Read the round in flight, if there is one, and launch none: the host then knows what the device has sampled.
+
+        Returns: the sequences whose result became known, as `step_round` does.
+        """
         known, self._known = self._known, []
-        return known + self._settle()
+        return known + self._flush()
 
     @exclusive
-    def linger(self) -> None:
+    def wait_for_launch_window(self) -> None:
         """Wait until the round in flight has ended or is about to; returns at once if there is none.
 
         A request enters the next round that is launched, so one that comes just after a launch waits for two. Who has
@@ -377,36 +381,36 @@ class InferenceEngine(Forks, Spilling, Versions):
 
         Waits while another thread uses the engine, which may be as soon as the last request of this one has ended.
         """
-        self._settle()
+        self._flush()
         self.state = self._offload.recall(self.programs.tier, self.state)
-        while not self._slots.is_idle:
+        while self._scheduler.has_work:
             terms = self._agree_on_round()
-            self._slots.expire(terms.now)
+            self._scheduler.expire(terms.now)
             self._move_pages()
             self._in_flight = self._launch(terms.max_steps)
-            self._settle()
+            self._flush()
         self._scores.take()
         self._stats.on_idle()
 
     @names_are_checked
     @exclusive
-    def submit(self, prompt, sampling: SamplingParams | None = None) -> Group:
+    def submit(self, prompt, sampling: SamplingParams | None = None) -> RequestState:
         """Queue a `Request`, or another prompt as for `generate`, for the coming rounds.
 
         Raises: ValueError if it cannot be served.
         """
-        group = self._intake.group(as_request(prompt, sampling), str(self._submissions))
+        group = self._intake.request_state(as_request(prompt, sampling), str(self._submissions))
         self._submissions += 1
         self._prepare([group])
         try:
-            self._add(group)
+            self._add([group])
         except BaseException:
             self._discard(group)  # nobody else knows of it
             raise
         return group
 
     @exclusive
-    def cancel(self, group: Group) -> None:
+    def cancel(self, group: RequestState) -> None:
         """End a submitted request with reason "abort", at once; its pages are free two rounds later at the most.
 
         `step_round` does not return its sequences: the caller knows of them. On a mesh over several processes any one
@@ -414,7 +418,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         sequences in all of them.
         Raises: TypeError for what `submit` has not returned.
         """
-        if not isinstance(group, Group):
+        if not isinstance(group, RequestState):
             raise TypeError(
                 f"cancel was given {brief(group)} ({type(group).__name__}); expected what submit() returned for the "
                 "request: group = engine.submit(...), and then engine.cancel(group)"
@@ -422,8 +426,8 @@ class InferenceEngine(Forks, Spilling, Versions):
         if self._coordinator.cancel(group):
             self._discard(group)
 
-    def _discard(self, group: Group) -> None:
-        self._slots.discard(group)
+    def _discard(self, group: RequestState) -> None:
+        self._scheduler.cancel(group)
         self._offload.forget_finished()
 
     @property
@@ -433,14 +437,14 @@ class InferenceEngine(Forks, Spilling, Versions):
 
     def _agree_on_round(self, max_steps: int | None = None) -> RoundTerms:
         """What the next round is launched with; ends what was cancelled."""
-        steps = self._round_length.steps(self._slots.has_prompts, max_steps)
+        steps = self._scheduler.steps(max_steps)
         terms = self._coordinator.terms(self._rounds, steps)
         for group in terms.cancelled:
             self._known += [sequence for sequence in group.sequences if sequence.finish_reason is None]
             self._discard(group)
         return terms
 
-    def _settle(self) -> list[HostSequence]:
+    def _flush(self) -> list[SampleState]:
         """Read the round in flight, if there is one."""
         launched, self._in_flight = self._in_flight, None
         return self._read(launched) if launched is not None else []
@@ -485,7 +489,7 @@ class InferenceEngine(Forks, Spilling, Versions):
             agree(self._hosts, "programs", programs.fingerprints())
         self.state = programs.extend(self.state)
         self.programs, self.shapes, self._uploads = programs, shapes, uploads
-        self._slots.shapes = shapes
+        self._scheduler.shapes = shapes
         self._compile_s += time.perf_counter() - start
         self._stats.registry.set("compile_s", self._compile_s)
 
@@ -499,8 +503,8 @@ class InferenceEngine(Forks, Spilling, Versions):
 
     def _launch_round(self, steps: int) -> _Launched:
         begin = time.perf_counter()
-        with_prompts = self._slots.has_prompts
-        fields = self._slots.next_admission(self._rounds, steps) | self._offload.terms()
+        with_prompts = self._scheduler.has_prompts
+        fields = self._scheduler.next_admission(self._rounds, steps).arrays() | self._offload.terms()
         self._coordinator.on_input(fields)
         admission = self._uploads.admission(fields)
         started = time.perf_counter()
@@ -511,30 +515,31 @@ class InferenceEngine(Forks, Spilling, Versions):
             outputs,
             started,
             launch_s=time.perf_counter() - begin,
-            expected_s=self._round_length.seconds(with_prompts, steps),
+            expected_s=self._scheduler.round_length.seconds(with_prompts, steps),
             version=self.version,
         )
         self._rounds += 1
         self._stats.on_time(launch=time.perf_counter() - begin)
         return launched
 
-    def _read(self, launched: _Launched) -> list[HostSequence]:
+    def _read(self, launched: _Launched) -> list[SampleState]:
         begin = time.perf_counter()
         jax.block_until_ready(launched.outputs.packed)
         ready = time.perf_counter()
-        outputs = read_outputs(launched.outputs, self.shapes, self.backend.num_shards)
+        outputs = RoundResult(launched.outputs, self.shapes, self.backend.num_shards)
         end = time.perf_counter()
         seconds = end - max(launched.started, self._last_end)
         self._last_end = end
         steps, prompt_steps = self._stats.on_round(outputs, seconds)
-        self._round_length.on_round(prompt_steps > 0, steps, seconds)
-        self._round_length.on_shards(prompt_steps > 0, self._stats.shard_steps if self._slots.is_short else [])
-        found = self._slots.searches(outputs, launched.round_id, launched.version)
+        self._scheduler.on_round(
+            steps=steps, prompt_steps=prompt_steps, seconds=seconds, rank_steps=self._stats.rank_steps
+        )
+        found = self._scheduler.finished_searches(outputs.ranks, launched.round_id, launched.version)
         enter_hypotheses(self.programs, self.state, found, self.backend)
-        known = self._slots.collect(outputs, launched.round_id, launched.version)
+        known = self._scheduler.collect(outputs.ranks, launched.round_id, launched.version)
         self._offload.on_round(outputs.scalars["host_call"])
         self._scores.take()
-        self._scores.ask(self.programs, self.state, self._slots.take_leaving())
+        self._scores.ask(self.programs, self.state, self._scheduler.pop_scored())
         self._stats.on_time(wait=ready - begin, download=end - ready, collect=time.perf_counter() - end)
         return known
 
@@ -550,7 +555,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         self._in_flight = None
         lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
         self.state = self.programs.init() if lost else self.programs.reset(self.state)
-        self._slots.abandon()
+        self._scheduler.abort_all()
         self._scores.abandon()
         self._intake.forget_roots()  # nothing is stored for any of them
         self._stats.on_reset()
@@ -559,7 +564,7 @@ class InferenceEngine(Forks, Spilling, Versions):
     @exclusive
     def zero_cache(self) -> None:
         """Overwrite every stored key and value with zeros. Requires: no request in progress."""
-        if not self._slots.is_idle:
+        if self._scheduler.has_work:
             raise ValueError("zero_cache while requests are in progress would change their results; finish them first")
         self.state = self.programs.zero_cache(self.state)
 
@@ -594,7 +599,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         return registry.as_dict("state")
 
 
-def _counts(groups: Sequence[Group], total: int) -> tuple[int, int, int]:
+def _counts(groups: Sequence[RequestState], total: int) -> tuple[int, int, int]:
     """(sequences finished, `total`, tokens generated); looks at every sequence."""
     sequences = [sequence for group in groups for sequence in group.sequences]
     finished = sum(sequence.finish_reason is not None for sequence in sequences)

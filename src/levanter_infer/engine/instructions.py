@@ -22,12 +22,12 @@ import numpy as np
 from levanter_infer.decode.programs import compile_program
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.cpu import huge_pages
+from levanter_infer.policies import CpuIsa
 from levanter_infer.runtime.processor import processor_name
 from levanter_infer.runtime.records import keep_record, read_record
 
 logger = logging.getLogger(__name__)
 
-AUTO = "auto"
 ROWS = (1, 8, 32, 256)
 """Rows of the matmuls that are measured: decoding of one, a few and many sequences, and a chunk of a prompt."""
 TIE = 1.03
@@ -68,7 +68,7 @@ def choose(wanted: str, dtype) -> Choice:
     Raises: ValueError if the processor does not have it, or it has no matmuls for `dtype`.
     """
     usable = cpu.isas(dtype)
-    if wanted != AUTO:
+    if wanted != CpuIsa.AUTO:
         if wanted not in usable:
             raise ValueError(
                 f'engine.cpu_isa="{wanted}" is not possible for weights of {jnp.dtype(dtype)}: the kernels have '

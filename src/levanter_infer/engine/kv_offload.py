@@ -3,19 +3,20 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 from haliax import NamedArray
 
+from levanter_infer.cache.page_math import pages_for
+from levanter_infer.decode.codes import FINISHED, FREE, LOADING, RUNNING, SWAPPED, WAITING
 from levanter_infer.decode.kv_offload import NO_CALL, SHORT, HostTerms
 from levanter_infer.decode.programs import OffloadPrograms
-from levanter_infer.decode.sequence_table import FINISHED, FREE, LOADING, RUNNING, SWAPPED, WAITING, pages_for
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import GenState
 from levanter_infer.engine.metrics import Registry
-from levanter_infer.engine.sequence import Group, Sequence
+from levanter_infer.engine.request_state import RequestState, SampleState
 from levanter_infer.runtime.memory import default_host_bytes
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 class _Member:
     """One sequence of a record."""
 
-    sequence: Sequence
+    sequence: SampleState
     slot: int
     places: np.ndarray
     """Which of the record's pages it holds, in logical order."""
@@ -41,7 +42,7 @@ class _Member:
     @property
     def has_prompt(self) -> bool:
         """Whether all of its prompt was computed."""
-        return self.computed >= len(self.sequence.group.prompt_token_ids)
+        return self.computed >= len(self.sequence.request.prompt_token_ids)
 
 
 @dataclasses.dataclass(eq=False)
@@ -67,7 +68,7 @@ class _Record:
 
     def order(self) -> tuple[int, int]:
         """Smallest first: as the device orders sequences."""
-        return min((member.sequence.group.priority, member.sequence.arrival) for member in self.remaining())
+        return min((member.sequence.request.priority, member.sequence.arrival) for member in self.remaining())
 
     def return_pages(self) -> int:
         """Pages that it needs to come back and go on."""
@@ -164,7 +165,7 @@ class KvOffload:
 
     # Policy
 
-    def move(self, programs: OffloadPrograms, state: GenState, sequences: Many[Sequence]) -> GenState:
+    def move(self, programs: OffloadPrograms, state: GenState, sequences: Sequence[SampleState]) -> GenState:
         """Do what the device asked for. If nothing can be done, the next round gets on by itself."""
         start, short = time.perf_counter(), self._call == SHORT
         self._call = NO_CALL
@@ -178,7 +179,7 @@ class KvOffload:
         return state
 
     def _make_room(
-        self, programs: OffloadPrograms, state: GenState, tables: _Tables, sequences: Many[Sequence]
+        self, programs: OffloadPrograms, state: GenState, tables: _Tables, sequences: Sequence[SampleState]
     ) -> GenState:
         """Spill groups, the last in order first, until the others have room to grow.
 
@@ -186,11 +187,11 @@ class KvOffload:
         """
         holders = [s for s in sequences if s.slot is not None and tables.computed[s.slot] > 0]
         holders.sort(key=lambda sequence: tables.rank[sequence.slot])
-        by_group: dict[Group, list[Sequence]] = {}
+        by_group: dict[RequestState, list[SampleState]] = {}
         for sequence in holders:
-            by_group.setdefault(sequence.group, []).append(sequence)
+            by_group.setdefault(sequence.request, []).append(sequence)
         groups = list(by_group.values())
-        rest = [[sequence] for group in groups[:1] for sequence in reversed(group[1:]) if group[0].group.is_loose]
+        rest = [[sequence] for group in groups[:1] for sequence in reversed(group[1:]) if group[0].request.is_loose]
         for leaving in [*reversed(groups[1:]), *rest]:
             if tables.spare >= 0:
                 break
@@ -217,9 +218,9 @@ class KvOffload:
 
     # By hand
 
-    def swap_out(self, programs: OffloadPrograms, state: GenState, sequence: Sequence) -> tuple[GenState, int]:
+    def swap_out(self, programs: OffloadPrograms, state: GenState, sequence: SampleState) -> tuple[GenState, int]:
         """`InferenceEngine.spill_to_host`."""
-        if not sequence.group.is_loose:
+        if not sequence.request.is_loose:
             raise ValueError(
                 "the beams of a search stay together, and one of them cannot be moved to the host's memory"
             )
@@ -244,18 +245,18 @@ class KvOffload:
         self._registry.add("offload_s", time.perf_counter() - start)
         return swapped, pages
 
-    def prefetch(self, programs: OffloadPrograms, state: GenState, sequence: Sequence) -> GenState:
+    def prefetch(self, programs: OffloadPrograms, state: GenState, sequence: SampleState) -> GenState:
         """`InferenceEngine.prefetch`."""
         record = self._record_of(sequence)
         if record is None:
             raise ValueError("the sequence is not in the host's memory; spill_to_host brings it there")
         return self._recall(programs, state, record)
 
-    def begin_anew(self, programs: OffloadPrograms, state: GenState, group: Group) -> GenState:
+    def begin_anew(self, programs: OffloadPrograms, state: GenState, group: RequestState) -> GenState:
         """Let a group's sequences that are here compute themselves again: their texts are about to change."""
         tables = _Tables(programs, state) if self._records else None
         for record in list(self._records):
-            if tables is not None and any(member.sequence.group is group for member in record.remaining()):
+            if tables is not None and any(member.sequence.request is group for member in record.remaining()):
                 state = self._give_up(programs, state, tables, record)
         return state
 
@@ -281,13 +282,13 @@ class KvOffload:
         self._registry.add("prefetch_s", time.perf_counter() - start)
         return state
 
-    def _record_of(self, sequence: Sequence) -> _Record | None:
+    def _record_of(self, sequence: SampleState) -> _Record | None:
         return next((r for r in self._records if any(m.sequence is sequence for m in r.remaining())), None)
 
     # Moving
 
     def _move_out(
-        self, programs: OffloadPrograms, state: GenState, tables: _Tables, sequences: list[Sequence], *, stays: bool
+        self, programs: OffloadPrograms, state: GenState, tables: _Tables, sequences: list[SampleState], *, stays: bool
     ) -> GenState | None:
         """Copy the pages of sequences of one group to the host's memory and give them back; None if it is full."""
         slots = [sequence.slot for sequence in sequences if sequence.slot is not None]
@@ -299,7 +300,7 @@ class KvOffload:
             for sequence, slot, own in zip(sequences, slots, np.split(places.reshape(-1), ends[:-1]), strict=True)
         ]
         # Scores stay behind, so a prompt that is scored begins anew
-        anew = any(member.sequence.group.awaits_scores and not member.has_prompt for member in members)
+        anew = any(member.sequence.request.awaits_scores and not member.has_prompt for member in members)
         contents = [] if anew else self._read(programs, state, pages)
         if contents is None:
             return None

@@ -3,17 +3,18 @@
 import jax
 import numpy as np
 
-from levanter_infer.cache.score_pages import ScoreShapes, unpack_scores
+from levanter_infer.cache.page_math import pages_for
+from levanter_infer.cache.score_pages import unpack_scores
 from levanter_infer.decode.programs import Programs
 from levanter_infer.decode.scoring import READ_PAGES
-from levanter_infer.decode.sequence_table import pages_for
+from levanter_infer.decode.shapes import ScoreShapes
 from levanter_infer.decode.state import GenState
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request_state import PromptScores, RequestState
 from levanter_infer.engine.row_reads import RowReads
-from levanter_infer.engine.sequence import Group, PromptScores
 
 SCORE_ONLY = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0)
 """The prompt's log probabilities, and no continuation."""
@@ -33,9 +34,9 @@ class ScoreReader:
 
     def __init__(self, registry: Registry, backend: Backend):
         self._registry, self._backend = registry, backend
-        self._asked: list[tuple[list[tuple[Group, int]], RowReads, list[jax.Array]]] = []
+        self._asked: list[tuple[list[tuple[RequestState, int]], RowReads, list[jax.Array]]] = []
 
-    def ask(self, programs: Programs, state: GenState, leaving: list[tuple[Group, int]]) -> None:
+    def ask(self, programs: Programs, state: GenState, leaving: list[tuple[RequestState, int]]) -> None:
         """Begin to fetch.
 
         Args:
@@ -46,9 +47,7 @@ class ScoreReader:
         size, none = state.decode.page_table.page_size, state.decode.sequences.num_slots
         groups, held = zip(*leaving, strict=True)
         counts = [pages_for(len(group.prompt_token_ids), size) for group in groups]
-        reads = RowReads(
-            np.repeat([group.shard or 0 for group in groups], counts), self._backend.num_shards, READ_PAGES
-        )
+        reads = RowReads(np.repeat([group.rank or 0 for group in groups], counts), self._backend.num_shards, READ_PAGES)
         slots = reads.arguments(np.repeat(held, counts), fill=none)
         columns = reads.arguments(np.concatenate([np.arange(count) for count in counts]), fill=0)
         put = self._backend.put
@@ -65,7 +64,7 @@ class ScoreReader:
                 self._give(group, pages[begin : begin + count])
                 begin += count
 
-    def _give(self, group: Group, pages: np.ndarray) -> None:
+    def _give(self, group: RequestState, pages: np.ndarray) -> None:
         scores = pages.reshape(-1, pages.shape[-1])[1 : len(group.prompt_token_ids)]
         group.prompt_scores = PromptScores(*unpack_scores(scores))
         self._registry.add("scored_tokens", len(scores))

@@ -6,8 +6,8 @@ from typing import Any
 from levanter_infer.decode.programs import Programs
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.kv_offload import KvOffload
-from levanter_infer.engine.sequence import Sequence as HostSequence
-from levanter_infer.engine.slots import SlotManager
+from levanter_infer.engine.request_state import SampleState
+from levanter_infer.engine.scheduler import Scheduler
 from levanter_infer.engine.turns import Turns, exclusive
 
 
@@ -17,20 +17,20 @@ class Spilling(abc.ABC):
     state: Any
     backend: Backend
     programs: Programs
-    _slots: SlotManager
+    _scheduler: Scheduler
     _offload: KvOffload
-    _known: list[HostSequence]
+    _known: list[SampleState]
     _turns: Turns
 
     @abc.abstractmethod
     def _is_in_progress(self) -> bool: ...
 
     @abc.abstractmethod
-    def _settle(self) -> list[HostSequence]:
+    def _flush(self) -> list[SampleState]:
         """Read the round in flight, if there is one."""
 
     @exclusive
-    def spill_to_host(self, sequence: HostSequence) -> int:
+    def spill_to_host(self, sequence: SampleState) -> int:
         """Move the pages of a submitted sequence to the host's memory. It goes on after `prefetch`, or in `drain`.
 
         What it shares with others is copied, and its own when it comes back.
@@ -40,12 +40,12 @@ class Spilling(abc.ABC):
         """
         if self.backend.layout is not None:
             raise ValueError("spill_to_host moves pages of one device, and this engine runs on a mesh; leave it out")
-        self._known += self._settle()
+        self._known += self._flush()
         self.state, pages = self._offload.swap_out(self.programs.tier, self.state, sequence)
         return pages
 
     @exclusive
-    def prefetch(self, sequence: HostSequence) -> None:
+    def prefetch(self, sequence: SampleState) -> None:
         """Bring the pages of a offloaded sequence back, so that it goes on.
 
         Where there is no room for them now, it comes back as soon as there is, before anything younger starts; or, with
@@ -53,12 +53,12 @@ class Spilling(abc.ABC):
 
         Raises: ValueError if it is not in the host's memory.
         """
-        self._known += self._settle()
+        self._known += self._flush()
         self.state = self._offload.prefetch(self.programs.tier, self.state, sequence)
 
-    def _move_pages(self) -> list[HostSequence]:
+    def _move_pages(self) -> list[SampleState]:
         """What the last round asked for, with nothing under way; returns as `step_round`."""
-        known = self._settle() if self._offload.is_called else []
+        known = self._flush() if self._offload.is_called else []
         if self._offload.is_called:
-            self.state = self._offload.move(self.programs.tier, self.state, self._slots.occupants)
+            self.state = self._offload.move(self.programs.tier, self.state, self._scheduler.active)
         return known

@@ -26,7 +26,7 @@ from levanter_infer.layers.layout import Layout
 from levanter_infer.runtime.libtpu import TARGETS, compiler_environment, short_of
 
 _ROWS, _ROW_PAGES = 16, 256
-"""Of the call that is compiled; the kernels do not depend on them (`rpa_tpu_walk.meta`)."""
+"""Of the call that is compiled; the kernels do not depend on them (`kernels.tpu.pipeline.scalars`)."""
 
 
 def tile_shape(

@@ -14,10 +14,11 @@ from levanter_infer.engine.coordination import RoundCoordinator
 from levanter_infer.engine.intake import Intake
 from levanter_infer.engine.kv_offload import KvOffload
 from levanter_infer.engine.params import brief
-from levanter_infer.engine.sequence import Sequence as HostSequence
-from levanter_infer.engine.slots import SlotManager
+from levanter_infer.engine.request_state import SampleState
+from levanter_infer.engine.scheduler import Scheduler
 from levanter_infer.engine.stats import Stats
 from levanter_infer.engine.turns import Turns, exclusive
+from levanter_infer.engine.uploads import without_ranks
 from levanter_infer.models.live import from_levanter
 
 POLICIES = ("drain", "keep_kv", "recompute")
@@ -33,23 +34,23 @@ class Versions(abc.ABC):
     version: int = 0
     """Of the weights that the next round uses."""
     _types: Any
-    _slots: SlotManager
+    _scheduler: Scheduler
     _offload: KvOffload
     _coordinator: RoundCoordinator
     _intake: Intake
     _stats: Stats
-    _known: list[HostSequence]
+    _known: list[SampleState]
     _turns: Turns
 
     @abc.abstractmethod
     def _is_in_progress(self) -> bool: ...
 
     @abc.abstractmethod
-    def _settle(self) -> list[HostSequence]:
+    def _flush(self) -> list[SampleState]:
         """Read the round in flight, if there is one."""
 
     @abc.abstractmethod
-    def step_round(self, *, max_steps: int | None = None) -> list[HostSequence]: ...
+    def step_round(self, *, max_steps: int | None = None) -> list[SampleState]: ...
 
     @exclusive
     def swap_weights(self, model, *, version: int | None = None, policy: str = "drain", donate: bool = False) -> None:
@@ -81,7 +82,7 @@ class Versions(abc.ABC):
         if policy == "drain":
             self._check_weights_are_there()
             self._drain_running()
-        self._known += self._settle()
+        self._known += self._flush()
         self._intake.version = version
         self._enter_version(recompute=policy == "recompute")
         places = jax.tree.map(lambda leaf: leaf.sharding, self.model)
@@ -102,7 +103,7 @@ class Versions(abc.ABC):
         return int(version)
 
     def _check_weights_are_there(self) -> None:
-        if self._slots.occupants and any(leaf.is_deleted() for leaf in jax.tree.leaves(self.model)):
+        if self._scheduler.active and any(leaf.is_deleted() for leaf in jax.tree.leaves(self.model)):
             raise ValueError(
                 'policy="drain" needs the weights in use, and they have been deleted: their arrays, which the engine '
                 "shares, were donated to somebody else; drain before that, or use keep_kv or recompute"
@@ -110,25 +111,26 @@ class Versions(abc.ABC):
 
     def _drain_running(self) -> None:
         """Let everybody end who has a slot, and nobody begin."""
-        known = self._settle()
+        known = self._flush()
         self.state = self._offload.recall(self.programs.tier, self.state)
-        self._slots.admits = False
+        self._scheduler.admits = False
         try:
-            while self._slots.occupants:
+            while self._scheduler.active:
                 known += self.step_round()
         finally:
-            self._slots.admits = True
+            self._scheduler.admits = True
             self._known = known + self._known
 
     def _enter_version(self, *, recompute: bool) -> None:
-        for group in self._slots.groups():
+        for group in self._scheduler.requests():
             group.root = self._intake.root(group)
             if recompute or not group.is_loose:
                 self.state = self._offload.begin_anew(self.programs.tier, self.state, group)
-        roots = self._slots.roots()
+        roots = self._scheduler.roots()
         swapped = np.zeros(roots.shape, bool)
-        swapped[..., self._offload.swapped_slots()] = True  # on several shards nobody is
-        arguments = self.backend.put((roots, swapped, np.full(roots.shape[:-1], recompute)))
+        swapped[..., self._offload.swapped_slots()] = True  # pages are offloaded with one rank only
+        of_ranks = (roots, swapped, np.full(roots.shape[:-1], recompute))
+        arguments = self.backend.put(without_ranks(of_ranks, self.backend.num_shards))
         decode = self.programs.on_weight_update(self.state.decode, *arguments)
         self.state = dataclasses.replace(self.state, decode=decode)
 

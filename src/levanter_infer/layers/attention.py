@@ -11,7 +11,8 @@ from jax import Array
 
 from levanter_infer import kernels
 from levanter_infer.axes import HEAD_SIZE, KV_HEADS, POSITION, Q_HEADS_PER_GROUP, TOKEN
-from levanter_infer.cache import KvPages, PageBatchInfo
+from levanter_infer.cache.batch_info import PageBatchInfo
+from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.kernels.rules import MASKED, ScoreRules
 from levanter_infer.kernels.tiling import Tiles
 from levanter_infer.layers.linear import Linear, LinearMap, apply

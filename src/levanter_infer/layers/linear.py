@@ -14,16 +14,12 @@ from jax import Array
 from jax.core import Tracer
 from jax.experimental.multihost_utils import process_allgather
 
-from levanter_infer.axes import LAYERS, PANEL, PANEL_SIZE
+from levanter_infer.axes import LAYERS, MIN_ROWS, PANEL, PANEL_SIZE
 from levanter_infer.kernels.cpu.bindings import panel_rows, stacked_matmul, to_panels
 from levanter_infer.kernels.gpu import linear as linear_gpu
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.shard_axis import ALONE, ShardAxis
 from levanter_infer.layers.stack import pick_layer
-
-MIN_ROWS = 4
-"""Fewest rows of a product. On a CPU one row of bf16 is ten times slower than four, and rows keep their bits at any
-count from four up."""
 
 
 class Linear(eqx.Module):

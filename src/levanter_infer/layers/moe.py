@@ -12,8 +12,8 @@ from haliax import Axis, NamedArray
 from jax import Array
 from jax.core import Tracer
 
-from levanter_infer.axes import EXPERT, LAYERS, ROW
-from levanter_infer.layers.linear import MIN_ROWS, GpuLinear, Linear, LinearMap, PanelLinear, apply, from_bits, readable
+from levanter_infer.axes import EXPERT, LAYERS, MIN_ROWS, ROW
+from levanter_infer.layers.linear import GpuLinear, Linear, LinearMap, PanelLinear, apply, from_bits, readable
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.shard_axis import ALONE, ShardAxis
 

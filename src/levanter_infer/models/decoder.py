@@ -12,7 +12,8 @@ from jax import Array
 from jax.core import Tracer
 
 from levanter_infer.axes import EMBED, EXPERT, LAYERS, MLP, POSITION, SEQ_PAGE, VOCAB
-from levanter_infer.cache import KvPages, PageBatchInfo
+from levanter_infer.cache.batch_info import PageBatchInfo
+from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.kernels.cpu.bindings import supports_dtype
 from levanter_infer.layers.attention import Attention, AttentionSpec
 from levanter_infer.layers.layout import Layout

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.axes import POSITION, ROW, ROW_BOUND, SEQ_PAGE, TOKEN
-from levanter_infer.cache import KvPages, PageBatchInfo
+from levanter_infer.cache.batch_info import PageBatchInfo
+from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.models.decoder import PLAIN, DecoderModel
 

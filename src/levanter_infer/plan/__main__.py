@@ -15,8 +15,9 @@ from levanter_infer.cli import command_help, run_command
 if __name__ == "__main__":  # here, so that an interrupt during the imports below leaves no traceback
     run_command("plan")
 
+from levanter_infer.cli.common import guarded, run_config
 from levanter_infer.config import RunConfig
-from levanter_infer.frontend import guarded, run_config, say
+from levanter_infer.io.terminal import say
 from levanter_infer.runtime.progress import stage
 
 USAGE = """\

@@ -120,7 +120,7 @@ def _tiles(spec: EngineSpec, blueprint: Blueprint) -> dict[str, Any]:
 
 def tile_shape_of(spec: EngineSpec, blueprint: Blueprint) -> "TileShape":
     """Parameters on which the tiles of the TPU attention depend."""
-    from levanter_infer.engine.config import kv_dtype
+    from levanter_infer.engine.sizes import kv_dtype
     from levanter_infer.engine.tile_search import tile_shape
 
     return tile_shape(

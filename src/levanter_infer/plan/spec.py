@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from levanter_infer.checkpoints.remote import is_url
 from levanter_infer.checkpoints.source import CONFIG, Source, parse_json, resolve_source
-from levanter_infer.config import RunConfig, decode_section
+from levanter_infer.config import RunConfig, decode_engine, decode_section
+from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.mesh import MeshConfig, make_mesh
 from levanter_infer.plan.targets import Target, parse_target
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from levanter_infer.decode.programs import Programs
     from levanter_infer.decode.shapes import Shapes
     from levanter_infer.engine.backend import Backend
-    from levanter_infer.engine.config import EngineConfig
+
 _MAX_BYTES = 2**20
 _DTYPES = ("bfloat16", "float32")
 
@@ -71,10 +72,8 @@ class EngineSpec:
         return decode_section(MeshConfig, self.mesh, "mesh")
 
     @property
-    def engine_config(self) -> "EngineConfig":
-        from levanter_infer.engine.config import EngineConfig
-
-        return decode_section(EngineConfig, self.engine, "engine")
+    def engine_config(self) -> EngineConfig:
+        return decode_engine(self.engine)
 
     def check_chips(self) -> None:
         """Raises: ValueError if the target has fewer devices than the mesh needs."""

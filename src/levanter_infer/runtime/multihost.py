@@ -147,7 +147,10 @@ def joined(config: MultihostConfig, orderly: tuple[type[BaseException], ...] = (
 
 
 def _wait_for_verdict(hosts: Hosts) -> None:
-    """Wait until the watchdog names the lost process: collectives and the store fail most often because one is gone."""
+    """Wait until the watchdog names the lost process, or JAX ends this one and `_explain_abort` names it.
+
+    Most collectives that fail do so because a process is gone, and so does the store of process 0.
+    """
     until = time.monotonic() + hosts.heartbeat_s + 1
     while hosts.failure is None and time.monotonic() < until:
         time.sleep(0.05)

@@ -66,18 +66,24 @@ class Watchdog:
         self._reported_stall: tuple = ()
         self._ended: set[int] = set()
         self._why: str | None = None
+        self._threads: list[threading.Thread] = []
         self.exit, self.stop = end_now, stop_this_process
         """Functions that end the process, at once and in order; tests replace them."""
 
     def start(self) -> None:
         on_abort(self._explain_abort)
-        for name, action in (("watchdog", self.check_store), ("watchdog-store", self.beat)):
-            threading.Thread(target=self._repeat, args=(action,), name=name, daemon=True).start()
+        actions = {"watchdog": self.check_store, "watchdog-store": self.beat}
+        self._threads = [
+            threading.Thread(target=self._repeat, args=(action,), name=name, daemon=True)
+            for name, action in actions.items()
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def _repeat(self, action: Callable[[], None]) -> None:
         while not self._hosts.ended.is_set():
             action()
-            time.sleep(self._interval)
+            self._hosts.ended.wait(self._interval)
 
     def beat(self) -> None:
         """Publish the status of this process and read that of the others. Blocks while the store does not answer."""
@@ -243,6 +249,9 @@ class Watchdog:
         if not all_ended:
             return False
         hosts.ended.set()
+        # A daemon thread that Python ends within a call of JAX's client aborts the process at its exit.
+        for thread in self._threads:
+            thread.join(hosts.heartbeat_s)
         if how == DONE:
             clear_abort_message()
         return True
