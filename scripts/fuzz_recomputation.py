@@ -3,7 +3,7 @@
     python scripts/fuzz_recomputation.py --loads 5000
 
 Random loads of requests near the size of the pool, of long prompts and of samples that diverge, on the device's tables
-alone. Prints one JSON line, and exits with 1 if a load is above the bound, or if a sequence gives way twice without
+alone. Prints one JSON line, and exits with 1 if a load is above the bound, or if a sequence is preempted twice without
 anybody having ended in between.
 """
 

@@ -18,7 +18,7 @@ _HOUR = 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is to be done, and by whom."""
+    """Work of the job, and its workers."""
 
     tokens: float = 1e9
     """Generated tokens in all."""
@@ -45,7 +45,7 @@ class Job:
     start_spread_s: float = 120.0
     """Workers begin within this time."""
     steals: bool = True
-    """Workers that have done their share take shards that nobody has claimed."""
+    """Workers that have done their share take unclaimed shards."""
     journal: bool = True
     """Finished rows of unfinished shards outlive a failure."""
 
@@ -173,7 +173,7 @@ def feed(worker: Worker, shards: list[Shard], todo: list[int]) -> None:
 
 
 def next_free(shards: list[Shard], todo: list[int]) -> int | None:
-    """The next shard that nobody has; those that are done are forgotten, those of others kept for when they die."""
+    """The next unclaimed shard; finished ones are forgotten, claimed ones kept in case their worker dies."""
     kept: list[int] = []
     found = None
     while todo and found is None:

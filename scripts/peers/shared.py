@@ -1,4 +1,4 @@
-"""Prompts with a common beginning, with and without a prefix cache, beside vLLM. See README.md beside this file.
+"""Prompts with a common prefix, with and without a prefix cache, beside vLLM. See README.md beside this file.
 
 Prompts of many lengths begin alike and come `--samples` times each, all at once. Every repeat has new prompts, so that
 only what is shared within one call is found. Each side answers two calls: one for a token of each, whose time is the

@@ -81,7 +81,7 @@ class Kernel:
 
 
 def read_kernels(directory: str, generation: str) -> list[Kernel]:
-    """Every kernel and fusion whose schedule lies in `directory`, the longest first."""
+    """Every kernel and fusion whose schedule is in `directory`, the longest first."""
     found = []
     for path in glob.glob(os.path.join(glob.escape(directory), "*-final_bundles.txt")):
         match = _FILE.fullmatch(os.path.basename(path))

@@ -24,7 +24,7 @@ class Latencies:
     mxu: int
     """From issue to the first result."""
     mxu_rows: int
-    """Between groups of 8 rows of one product."""
+    """Cycles between groups of 8 rows of one matmul."""
     push: int
     """Between two pushes of weights."""
     push_transposed: int
@@ -53,7 +53,7 @@ class _Instruction:
 
     @property
     def row_groups(self) -> int:
-        """Groups of 8 rows that one product takes: two where two rows share a register line."""
+        """Groups of 8 rows that one matmul takes: two where two rows share a register line."""
         return 2 if _NARROW.search(self.form) else 1
 
 
@@ -66,7 +66,7 @@ def _instructions(bundle: str) -> list[_Instruction]:
 
 
 class _Core:
-    """What is busy until when, in cycles from the beginning."""
+    """Cycle, from the start, until which each unit is busy."""
 
     def __init__(self, latencies: Latencies, pops_per_group: dict[str | None, float]):
         self.latencies, self._pops_per_group = latencies, pops_per_group

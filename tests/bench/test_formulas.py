@@ -92,7 +92,7 @@ def test_a_trip_takes_what_all_trips_take_divided_by_their_number(clock, monkeyp
 
 
 def test_each_part_of_attention_stands_under_its_name(monkeypatch):
-    """Fetching, computing and writing are told apart, and rates are those of the whole call."""
+    """Fetching, computing and writing are distinguished, and rates are those of the whole call."""
     milliseconds = {"gather": 3.0, "attend_to_gathered": 5.0, "write": 7.0, "copy": 11.0, "attend": 2.0}
 
     def per_trip(self, function, first, *rest, donate=False):

@@ -163,7 +163,7 @@ def test_a_closed_loop_keeps_every_place_taken(engine):
     timeline = run_continuous(engine, REQUESTS, [0.0] * 6, max_steps=1)
     assert_served(engine, timeline)
     assert {r.steps for r in timeline.rounds} == {1}
-    # 32 tokens at two places: the longest request begins at once, and nobody waits for it.
+    # 32 tokens at two places: the longest request begins at once, and no request waits for it.
     assert len(timeline.rounds) < 22
 
 

@@ -66,7 +66,7 @@ def test_each_configuration_of_a_machine_fits_it(config, target, model, monkeypa
     assert found["fits"] and found["programs"] == [] and found["speed"]["tokens_per_s"] > 0
     assert found["memory"]["free_bytes"] > 0
     assert found["figures"]["num_pages"] >= found["figures"]["seq_pages"]
-    if target == "v5e-16":  # weights are spread over 8 chips, but for the norms
+    if target == "v5e-16":  # weights are sharded over 8 chips, but for the norms
         arch = family_for(shape("llama-3.1-8b")).config_from_hf(shape("llama-3.1-8b"))
         norms = (2 * arch.num_layers + 1) * arch.hidden_size
         assert found["figures"]["weights_bytes"] == 2 * ((arch.num_parameters - norms) // 8 + norms)
@@ -97,7 +97,7 @@ def test_heads_that_a_tpu_fills_up_to_its_lanes_count_as_they_lie():
 
 
 @pytest.mark.parametrize(
-    "job, why, key",
+    "spec, why, key",
     [
         (job_8b("v6e-4", {"data": 4}, max_pages=3000), "a device needs 38.40 GiB and has 31.25", "engine.max_pages"),
         (job_8b("v5e-4", {"data": 4}), "takes 128 pages, and there are 84", "engine.max_seq_len"),

@@ -43,8 +43,8 @@ class Progress:
 def _time_of(count: int, totals: Sequence[int], seconds: Sequence[float], *, latest: bool = False) -> float:
     """Time when a total reached `count`; with `latest` the last time at which it was no larger."""
     reached, first = np.unique(totals, return_index=True)
-    places = np.searchsorted(totals, reached, side="right") - 1 if latest else first
-    return float(np.interp(count, reached, np.asarray(seconds)[places]))
+    indices = np.searchsorted(totals, reached, side="right") - 1 if latest else first
+    return float(np.interp(count, reached, np.asarray(seconds)[indices]))
 
 
 def record(engine: InferenceEngine, prompts: Sequence[list[int]], max_tokens: int) -> Progress:

@@ -69,9 +69,9 @@ def percentiles(runs: Sequence[Sequence[float]], digits: int = 2) -> dict[str, d
     """Mean, p50, p95, p99 and largest value of each run, summarized over the runs; empty if a run has no values."""
     if not all(len(values) for values in runs):
         return {}
-    places = {"p50": 50, "p95": 95, "p99": 99, "max": 100}
-    found = [[statistics.fmean(values), *np.percentile(values, list(places.values()))] for values in runs]
-    names = ("mean", *places)
+    ranks = {"p50": 50, "p95": 95, "p99": 99, "max": 100}
+    found = [[statistics.fmean(values), *np.percentile(values, list(ranks.values()))] for values in runs]
+    names = ("mean", *ranks)
     return {name: summarize([float(run[i]) for run in found], digits) for i, name in enumerate(names)}
 
 

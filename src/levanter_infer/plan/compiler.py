@@ -60,13 +60,13 @@ def _compile(program: Program, arguments: tuple, mesh: Mesh, target: Target, *, 
     """The fields of `CompiledProgram`."""
     everywhere = NamedSharding(mesh, PartitionSpec())
 
-    def placed(leaf):
+    def with_sharding(leaf):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or everywhere)
 
     begin = time.perf_counter()
     try:
         with jax.set_mesh(mesh):
-            arguments = jax.tree.map(placed, arguments)
+            arguments = jax.tree.map(with_sharding, arguments)
             lowered = program.lower(*arguments, platform=target.chip.platform)
             traced = time.perf_counter()
             compiled = program.compile_lowered(lowered)

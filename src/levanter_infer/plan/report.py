@@ -70,7 +70,7 @@ def _memory_table(plan: Plan, figures: Figures) -> Table:
 
 
 def _pages_table(figures: Figures) -> Table:
-    table = _table(f"pages of each of {figures.num_shards} data shards", "what", "")
+    table = _table(f"pages of each of {figures.num_shards} data-parallel ranks", "what", "")
     table.add_row("pages", f"{figures.num_pages} of {figures.page_size} tokens, {gib(figures.page_bytes)} each")
     table.add_row("tokens", str(figures.num_pages * figures.page_size))
     table.add_row("sequences of engine.max_seq_len that fit", f"{figures.full_seqs} of {figures.max_seq_len} tokens")
@@ -97,7 +97,7 @@ def _sections(plan: Plan, figures: Figures):
     yield (
         "speed (modelled, a bound)",
         [
-            f"{speed.sequences} sequences at once in a shard; pages have room for {speed.seqs_by_pages}",
+            f"{speed.sequences} sequences at once per data-parallel rank; pages suffice for {speed.seqs_by_pages}",
             f"a step of decoding {_ms(step.total_s)}: weights {_ms(step.weights_s)}, keys and values "
             f"{_ms(step.kv_s)}, arithmetic {_ms(step.compute_s)} meanwhile, collectives {_ms(step.collectives_s)}",
             f"a prompt {_ms(speed.prompt_s)}",

@@ -205,8 +205,8 @@ class _Model:
     def _step(self, tokens: int, context: float, sampled: int) -> StepTime:
         """Time of a step of `tokens` that reads keys and values of `context` tokens for each running sequence."""
         figures, model = self.figures, self.figures.model
-        place = next(i for i, size in enumerate(figures.buckets) if size >= tokens)
-        bucket, itemsize = figures.buckets[place], model["itemsize"]
+        index = next(i for i, size in enumerate(figures.buckets) if size >= tokens)
+        bucket, itemsize = figures.buckets[index], model["itemsize"]
         share, touched = 1.0, 1.0
         if model["experts"]:
             share = model["experts_per_token"] / model["experts"]
@@ -221,15 +221,15 @@ class _Model:
             weights_s=(matrices - (1 - touched) * model["expert_bytes"]) / bandwidth,
             kv_s=self.sequences * context * token_bytes / bandwidth,
             compute_s=flops / self._flops_per_s,
-            collectives_s=self._send_s(place, sampled),
+            collectives_s=self._send_s(index, sampled),
         )
 
-    def _send_s(self, place: int, sampled: int) -> float:
+    def _send_s(self, index: int, sampled: int) -> float:
         """Seconds of the collectives in a step of a bucket with `sampled` sampled rows."""
-        figures, compiled = self.figures, self.compiled_buckets[place]
+        figures, compiled = self.figures, self.compiled_buckets[index]
         found = assumed_collectives(figures, compiled) if self.collectives is None else self.collectives
         sent = step_collectives(found, dataclasses.replace(figures, buckets=self.compiled_buckets), compiled)
-        scale = figures.buckets[place] / compiled
+        scale = figures.buckets[index] / compiled
         blocks = math.ceil(sampled / figures.sampled_rows)
         layers = figures.model["layers"]
         groups = ((sent.per_layer, layers, scale), (sent.per_step, 1, scale), (sent.per_block, blocks, 1.0))
