@@ -1,4 +1,4 @@
-"""Compare many requests bit by bit: alone, and in random batch compositions, chunk sizes, page sizes, pools and cache states.
+"""Compare many requests bit by bit: alone, and in random batches, chunk sizes, page sizes, pools and cache states.
 
 Samples, beam searches, and samples that go on from one another; preempted, and computed again or moved to the host's
 memory and back.
