@@ -30,7 +30,7 @@ CONFIGS = (
     dict(max_seqs=10, page_size=8, max_step_tokens=24, max_pages=22, preempt="offload"),
 )
 _COLD = 0.4
-"""How often an engine has forgotten all pages before a round of comparisons."""
+"""Probability that an engine forgets all pages before a round of comparisons."""
 
 
 def main() -> int:

@@ -198,7 +198,7 @@ def kill_hosts_until_done(command, output: Path, count: int, kills: int, startup
 
 
 def state(output: Path) -> str:
-    """How far the job is, as seen from outside."""
+    """Progress of the job, read from its directory."""
     if (output / "manifest.json").exists():
         return "complete"
     if not (output / "job.json").exists():

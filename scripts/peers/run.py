@@ -32,7 +32,7 @@ class Peer:
     python: str
     script: Path
     dtype: str | None = None
-    """None: the run's."""
+    """Dtype of the weights; None: the run's."""
 
     @staticmethod
     def parse(text: str) -> "Peer":
@@ -48,7 +48,7 @@ class Peer:
 
 @dataclasses.dataclass
 class Measured:
-    """What a side has shown: tokens/s and disturbance of every repeat, and the tokens of the last one."""
+    """Measurements of a side: tokens/s and disturbance of every repeat, and the tokens of the last one."""
 
     dtype: str
     versions: dict[str, str]

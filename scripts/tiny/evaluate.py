@@ -1,4 +1,4 @@
-"""How often the tiny model is right: plain greedy decoding with the uncached forward, one full forward per token."""
+"""Accuracy of the tiny model: plain greedy decoding with the uncached forward, one full forward per token."""
 
 import random
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def _next_tokens(model: DecoderModel, tokens: NamedArray, lens: jax.Array) -> ja
 
 
 def greedy(model: DecoderModel, tokenizer: Tokenizer, prompts: Sequence[str], max_tokens: int) -> list[str]:
-    """What the model writes after each prompt, with the end token where it wrote one."""
+    """The greedy continuation of each prompt, with its end token if any."""
     texts = []
     for start in range(0, len(prompts), _ROWS):
         texts += _greedy_rows(model, tokenizer, prompts[start : start + _ROWS], max_tokens)

@@ -69,7 +69,7 @@ Timed = Callable[[str, int], tuple[float, list[list[int]]]]
 
 
 def timed_call(engine: InferenceEngine, prompts: Sequence[list[int]], mode: str, max_tokens: int):
-    """As `Timed`."""
+    """`Timed` of an engine and prompts."""
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=0, **SAMPLING[mode])
     requests = [Request(prompt_token_ids=ids, sampling=sampling) for ids in prompts]
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a process says when it aborts: JAX's runtime ends it with SIGABRT, from a C++ thread, when it misses a peer."""
+"""Messages of an aborting process: JAX's runtime ends it with SIGABRT, from a C++ thread, when it misses a peer."""
 
 import contextlib
 import ctypes
