@@ -92,7 +92,7 @@ def draw_sort(rng: random.Random) -> tuple[str, str]:
     return sort_task(draw_digits(rng))
 
 
-def story_wish(animal: str) -> str:
+def story_prompt(animal: str) -> str:
     """A user's request for a story about an animal."""
     return f"Tell me a story about {'an' if animal[0] in 'aeiou' else 'a'} {animal}."
 
@@ -102,7 +102,7 @@ def draw_story_request(rng: random.Random) -> tuple[str, str]:
     if rng.random() < 0.2:
         return "Tell me a story.", make_story(rng)
     animal = rng.choice(ANIMALS)
-    return story_wish(animal), make_story(rng, animal)
+    return story_prompt(animal), make_story(rng, animal)
 
 
 def plain(task: tuple[str, str]) -> Example:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from levanter_infer.axes import POSITION
 from levanter_infer.models.decoder import DecoderModel
 
-from .data import Example, chat, draw_digits, plain, sort_task, story_wish, sum_task
+from .data import Example, chat, draw_digits, plain, sort_task, story_prompt, sum_task
 from .grammar import ANIMALS, HEROES, is_story, make_story
 from .tokenizer import EOS, EOS_ID
 
@@ -91,7 +91,7 @@ def share_of_stories(model: DecoderModel, tokenizer: Tokenizer, *, count: int) -
 
 def share_of_requests(model: DecoderModel, tokenizer: Tokenizer) -> float:
     """Share of animals that get a story of the grammar about themselves when a user requests one."""
-    requests = [story_wish(animal) for animal in ANIMALS]
+    requests = [story_prompt(animal) for animal in ANIMALS]
     stories = greedy(model, tokenizer, [chat_prompt(request) for request in requests], 80)
     about = [f" {animal} named " in story for animal, story in zip(ANIMALS, stories, strict=True)]
     return float(np.mean([_is_ended_story(story) and ok for story, ok in zip(stories, about, strict=True)]))
