@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from levanter_infer.checkpoints.save import save_model
 from levanter_infer.models.decoder import DecoderModel
 from tiny.data import batches, sum_pairs
-from tiny.evaluate import chat_prompt, greedy, share_of_sorts, share_of_stories, share_of_sums, share_of_requests
+from tiny.evaluate import chat_prompt, greedy, share_of_requests, share_of_sorts, share_of_stories, share_of_sums
 from tiny.tokenizer import EOS_ID, build_tokenizer, save_tokenizer
 from tiny.training import make_optimizer, make_step, model_config
 

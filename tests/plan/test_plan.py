@@ -149,7 +149,7 @@ def test_what_the_compiler_needs_beyond_the_shapes_counts():
         return [CompiledProgram("round", error=f"RESOURCE_EXHAUSTED: Used {used:.4f}G of 31.25G hbm. Exceeded {pages}")]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "compile_job", refuse)
+        patch.setattr(plan, "compile_programs", refuse)
         found = plan.make_plan(spec, WORKLOAD, compiles=True)
     assert found.why_not is not None and "MiB of hbm" in found.why_not
     best = found.changes[0]
@@ -165,7 +165,7 @@ def test_a_kernel_that_is_too_large_is_tried_with_other_pages():
         return [CompiledProgram("round", error=error)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "compile_job", refuse)
+        patch.setattr(plan, "compile_programs", refuse)
         patch.setattr(tile_search, "find_tiles", lambda shape, **_: propose(dataclasses.replace(shape, page_size=64)))
         found = plan.make_plan(spec, WORKLOAD, compiles=True)
     assert "needs 18.3 MiB of vmem and has 16.0 MiB" in (found.why_not or "")
@@ -185,7 +185,7 @@ def test_a_kernel_that_is_too_large_gets_tiles_that_the_compiler_accepts(monkeyp
         asked.append((shape, sizes))
         return smaller
 
-    monkeypatch.setattr(plan, "compile_job", refuse)
+    monkeypatch.setattr(plan, "compile_programs", refuse)
     monkeypatch.setattr(tile_search, "find_tiles", search)
     found = plan.make_plan(spec, WORKLOAD, compiles=True)
     assert "needs 18.3 MiB of vmem" in (found.why_not or "") and found.checked
