@@ -3,8 +3,8 @@
     python scripts/fuzz_recomputation.py --loads 5000
 
 Random loads of requests near the size of the pool, of long prompts and of samples that diverge, on the device's tables
-alone. Prints one JSON line, and exits with 1 if a load is above the bound, or if a sequence is preempted twice without another
-one having ended in between.
+alone. Prints one JSON line, and exits with 1 if a load is above the bound, or if a sequence is preempted twice without
+another one having ended in between.
 """
 
 import argparse
