@@ -2,7 +2,7 @@
 
 `python -m tests.gpu_compile`. Needs jax-cuda12-plugin and jax-cuda12-pjrt of jax's version, nvidia-cuda-nvcc-cu12, and
 no driver. Kernels that Triton cannot compile, or that take more shared memory than there is, are found here, and
-copies that nobody asked for; how fast it all is is not.
+unwanted copies; how fast it all is is not.
 """
 
 import json
@@ -68,12 +68,10 @@ def main() -> None:
 
     config = EngineConfig(max_seqs=8, max_seq_len=512, max_pages=32768, max_step_tokens=64)
     model = tiny_model(dtype="bfloat16", hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=128)
-    backend = Backend(platform="gpu", matmul="gpu", attention="gpu")
+    backend = Backend.of("gpu", matmul="gpu", attention="gpu")
     shapes = backend.adapt(resolve_shapes(config, model, 1))
     model = backend.prepare(model)
-    programs = Programs(
-        model, shapes, AttentionSpec(impl=backend.attention), kv_dtype=jnp.bfloat16, as_bits=backend.on_cpu
-    )
+    programs = Programs(model, shapes, AttentionSpec(), kv_dtype=jnp.bfloat16, backend=backend.attention_backend)
     state = jax.eval_shape(programs.init)
     lowered = programs.trace_round(abstract(model), abstract(state), abstract(empty_admission(shapes)))
     compiled = lowered.lower(lowering_platforms=("cuda",)).compile()

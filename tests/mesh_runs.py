@@ -191,7 +191,7 @@ def levelled(place: Place) -> dict:
 
 
 def invariant(place: Place, *, is_live: bool = False) -> dict:
-    """Tokens and the bits of log probabilities with the C++ kernels. `is_live`: of a model spread over `data`."""
+    """Tokens and the bits of log probabilities with the C++ kernels. `is_live`: of a model sharded over `data`."""
     from tests.tiny_models import tiny_model
 
     sizes = {**SIZES, "attention": "auto", "matmul": "auto", "numerics": "batch_invariant"}
@@ -327,8 +327,8 @@ def swapped(place: Place) -> dict:
     from tests.tiny_models import tiny_model
 
     length, oracle = 64, jax.jit(next_token)
-    head = jnp.roll(tiny_model(1).lm_head.array, 7, axis=0)
-    other_head = eqx.tree_at(lambda m: m.lm_head.array, tiny_model(1), head)  # the same keys and values
+    head = jnp.roll(tiny_model(1).lm_head.weight.array, 7, axis=0)
+    other_head = eqx.tree_at(lambda m: m.lm_head.weight.array, tiny_model(1), head)  # the same keys and values
     models = [tiny_model(0), tiny_model(1), other_head, tiny_model(2), tiny_model(0)]
     config = EngineConfig(
         max_seqs=4, max_seq_len=length, page_size=4, max_pages=60, max_step_tokens=4, attention="xla", matmul="xla"

@@ -341,8 +341,8 @@ def test_file_that_becomes_too_large_is_named_with_a_remedy(tmp_path):
     done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
     expected = [f"cannot write {what}{tmp_path}/{n}" for what, n in (("output ", "out"), ("", "journal"), ("", "part"))]
     assert len(done.stdout.splitlines()) == 3, done.stderr
-    for line, beginning in zip(done.stdout.splitlines(), expected, strict=True):
-        assert line.startswith(f"{beginning}: File too large; the file system, or the limit of `ulimit -f`, allows no")
+    for line, prefix in zip(done.stdout.splitlines(), expected, strict=True):
+        assert line.startswith(f"{prefix}: File too large; the file system, or the limit of `ulimit -f`, allows no")
 
 
 @pytest.mark.parametrize("path", ["", ".", "/"])

@@ -100,7 +100,7 @@ def test_mixed_requests_give_rows_completions_summary_and_status(checkpoint, com
 
 
 def test_chats_of_every_form_reach_the_template(checkpoint, command, one_engine, tmp_path):
-    """A text, the same as a part, one that goes on in its last message, one without the beginning of an answer."""
+    """A text, the same as a part, one that goes on in its last message, one without the start of an answer."""
     lines = [
         {"messages": [{"role": "user", "content": "the cat"}]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "the cat"}]}]},

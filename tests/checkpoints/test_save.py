@@ -13,6 +13,8 @@ from safetensors import safe_open
 from levanter_infer.checkpoints import weights
 from levanter_infer.checkpoints.load import load_model
 from levanter_infer.checkpoints.save import save_model
+from levanter_infer.kernels.cpu.backend import CPU
+from levanter_infer.kernels.xla.backend import XlaBackend
 from levanter_infer.models.registry import family_for
 from tests.golden_cases import load_case, make_weights, write_checkpoint
 from tests.tiny_models import tiny_model
@@ -74,7 +76,7 @@ def test_dtype_without_a_name_is_refused(tmp_path):
     with pytest.raises(ValueError, match="weights are int8, expected one of float32, float16, bfloat16"):
         save_model(jax.tree.map(lambda leaf: leaf.astype(np.int8), model), tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
-    bits = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model).for_cpu("xla")
+    bits = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model).prepare(XlaBackend(CPU))
     with pytest.raises(ValueError, match="weights are uint16"):
         save_model(bits, tmp_path / "saved")
 

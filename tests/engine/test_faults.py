@@ -154,8 +154,8 @@ def test_c13_logprobs_are_the_models_and_processed_ones_are_the_samplers():
 def poisonous():
     """A model in which one token makes everything behind it NaN."""
     model = tiny_model()
-    table = model.embeddings.array.at[POISON].set(jnp.nan)
-    return eqx.tree_at(lambda m: m.embeddings, model, hax.NamedArray(table, model.embeddings.axes))
+    table = model.embeddings.weight.array.at[POISON].set(jnp.nan)
+    return eqx.tree_at(lambda m: m.embeddings.weight.array, model, table)
 
 
 def test_c14_a_row_that_is_not_finite_ends_alone(poisonous):

@@ -60,9 +60,9 @@ def programs_for(
     return Programs(
         types,
         shapes,
-        backend.attention_spec(shapes, score_mod, mask_mod, config.tiles),
+        backend.attention_spec(shapes, score_mod, mask_mod),
         kv_dtype=dtype,
-        as_bits=backend.on_cpu,
+        backend=backend.attention_backend,
         on_recompile=on_recompile,
         options=backend.compiler_options,
         layout=backend.layout,

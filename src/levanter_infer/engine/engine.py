@@ -173,7 +173,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         begin = time.perf_counter()
         with stage("compiling", self.programs.progress):
             self.programs.compile_all(self.backend.prepared_types(types), self._uploads.nothing)
-            if self.backend.on_cpu:  # which does both itself, and the compiler's memory is then the weights'
+            if self.backend.platform.shares_memory:  # the compiler's memory is then the weights'
                 self.programs.wait()
                 return_free_memory()
         self._compile_s = time.perf_counter() - begin
@@ -185,7 +185,8 @@ class InferenceEngine(Forks, Spilling, Versions):
         with stage("waiting for the other processes to size their pools"):
             least = agree_min(self._hosts, "max_pages", {"max_pages": self.shapes.num_pages})
         self.shapes = dataclasses.replace(self.shapes, num_pages=least["max_pages"])
-        plan = {**dataclasses.asdict(self.shapes), "mesh": self.backend.mesh_sizes, "platform": self.backend.platform}
+        mesh, platform = self.backend.mesh_sizes, self.backend.platform.name
+        plan = {**dataclasses.asdict(self.shapes), "mesh": mesh, "platform": platform}
         agree(self._hosts, "sizes", {name: str(value) for name, value in plan.items()})
 
     def _agree_on_programs(self) -> None:

@@ -21,7 +21,6 @@ from levanter_infer.engine.sizes import kv_dtype, resolve_shapes
 from levanter_infer.engine.tile_search import check_given_tiles
 from levanter_infer.engine.uploads import sampling_table
 from levanter_infer.engine.validation import RequestLimits, validate_sampling
-from levanter_infer.kernels import TPU_POOL
 from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.live import from_levanter
 from levanter_infer.policies import PreemptionPolicy
@@ -77,11 +76,11 @@ def generate(
     backend = Backend.choose(config, model, has_mods=score_mod is not None or mask_mod is not None)
     shapes = backend.adapt(_shapes(config, model, params, prompts.shape, len(eos_token_ids)))
     validate_sampling(params, RequestLimits.of(shapes, config))
-    batch, n, for_tpu = prompts.shape[0], params.n, backend.attention in TPU_POOL
+    batch, n = prompts.shape[0], params.n
     table = _sampling_table(params, batch, shapes, eos_token_ids, seeds)
     pool_dtype = kv_dtype(config, model)
     check_given_tiles(config.tiles, model.config, None, page_size=shapes.page_size, kv_dtype=pool_dtype)
-    pool = empty_cache(model.config, shapes, dtype=pool_dtype, as_bits=backend.on_cpu, for_tpu=for_tpu)
+    pool = empty_cache(model.config, shapes, backend.attention_backend, dtype=pool_dtype)
     result = generate_all(
         backend.prepare(model),
         pool,
@@ -91,7 +90,7 @@ def generate(
         n=n,
         max_tokens=params.max_tokens,
         shapes=shapes,
-        attention=backend.attention_spec(shapes, score_mod, mask_mod, config.tiles),
+        attention=backend.attention_spec(shapes, score_mod, mask_mod),
     )
     return jax.tree.map(lambda per_slot: per_slot.reshape(batch, n, *per_slot.shape[1:]), result)
 

@@ -9,6 +9,7 @@ from levanter_infer.decode.codes import DEFAULT_ROOT
 from levanter_infer.engine.params import SamplingParams, stop_sequences
 from levanter_infer.engine.request import Completion, RequestOutput
 from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
+from levanter_infer.policies import FinishReason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,7 @@ class SampleState:
                 self.top_logprobs.append(dict(zip(ids, values, strict=True)))
             if self._add_text(token):
                 assert self.matcher is not None
-                self.finish_reason, self.stop_reason = "stop", self.matcher.found
+                self.finish_reason, self.stop_reason = FinishReason.STOP, self.matcher.found
                 return
 
     def _add_text(self, token: int) -> bool:
@@ -86,7 +87,7 @@ class SampleState:
         """End with this reason, unless the sample has ended."""
         if self.finish_reason is None:
             self.finish_reason = reason
-            self.stop_reason = self._matched_tokens() if reason == "stop" else None
+            self.stop_reason = self._matched_tokens() if reason == FinishReason.STOP else None
             if self.decoder is not None:
                 self.text += self.decoder.flush()
 
@@ -195,7 +196,9 @@ class RequestState:
     @property
     def awaits_scores(self) -> bool:
         """Whether the scores of its prompt have yet to be read."""
-        return self.wants_scores and self.prompt_scores is None and self.sequences[0].finish_reason != "abort"
+        return (
+            self.wants_scores and self.prompt_scores is None and self.sequences[0].finish_reason != FinishReason.ABORT
+        )
 
     @property
     def wants_scores(self) -> bool:
@@ -205,5 +208,5 @@ class RequestState:
 
 def _mean_logprob(completion: Completion) -> float:
     """What `best_of` compares; a sample that was aborted or failed comes last."""
-    complete = completion.finish_reason in ("stop", "length") and len(completion.logprobs) > 0
+    complete = completion.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and len(completion.logprobs) > 0
     return float(completion.logprobs.mean(dtype=np.float64)) if complete else -np.inf

@@ -25,8 +25,14 @@ from levanter_infer.engine.admission import HostAdmission
 from levanter_infer.engine.request_state import RequestState, SampleState
 from levanter_infer.engine.round_length import RoundLengthController
 from levanter_infer.engine.routing import expected_tokens, route
+from levanter_infer.policies import FinishReason
 
-REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error", ABORT: "abort"}
+REASONS = {
+    STOP: FinishReason.STOP,
+    LENGTH: FinishReason.LENGTH,
+    ERROR: FinishReason.ERROR,
+    ABORT: FinishReason.ABORT,
+}
 _MAX_ARRIVAL = 2**31 - 2
 
 
@@ -96,7 +102,7 @@ class Scheduler:
     def cancel(self, request: RequestState) -> None:
         """End a request with reason "abort": samples without a slot at once, others by the next admission."""
         for sample in request.sequences:
-            sample.finish("abort")
+            sample.finish(FinishReason.ABORT)
         if request.rank is not None:
             self.slots_of(request).cancel(request)
 
@@ -114,10 +120,11 @@ class Scheduler:
         """End all requests with reason "abort" and forget them, because the device has forgotten them."""
         for request in self.requests():
             for sample in request.sequences:
-                sample.finish("abort")
+                sample.finish(FinishReason.ABORT)
                 sample.slot = None
             if request.awaits_scores:
-                request.sequences[0].finish_reason = "abort"  # it had finished, and its scores will never be read
+                # it had finished, and its scores will never be read
+                request.sequences[0].finish_reason = FinishReason.ABORT
         self._forget_all()
 
     def _forget_all(self) -> None:

@@ -78,7 +78,7 @@ def figures_of(spec: EngineSpec) -> Figures:
         sampled_rows=shapes.sampled_rows or shapes.max_rows,
         attention=backend.attention,
         matmul=backend.matmul,
-        tiles=_tiles(spec, blueprint) if backend.attention == "tpu" else {},
+        tiles=_tiles(spec, blueprint) if "tiles" in backend.attention_backend.options else {},
         model=_model_sizes(spec, blueprint),
     )
 
