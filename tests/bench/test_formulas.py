@@ -46,10 +46,10 @@ def clock(monkeypatch):
     return fake
 
 
-# ShardAxis, shares
+# Statistics, shares
 
 
-def test_spread_has_the_sample_deviation_of_its_runs():
+def test_a_summary_has_the_sample_deviation_of_its_runs():
     assert summarize([1.0, 2.0, 6.0]) == {"median": 2.0, "min": 1.0, "max": 6.0, "sd": 2.6458, "runs": 3}
     assert summarize([3.0])["sd"] == 0.0
 
