@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from levanter_infer.checkpoints.chat_settings import CHAT_KEYS, check_chat_settings
+from levanter_infer.checkpoints.chat import CHAT_KEYS, check_chat_settings
 from levanter_infer.columns import check_include
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.mesh import MeshConfig

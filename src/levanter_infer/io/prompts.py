@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from levanter_infer.checkpoints.chat_settings import CHAT_KEYS, check_chat_settings
+from levanter_infer.checkpoints.chat import CHAT_KEYS, check_chat_settings
 from levanter_infer.columns import TYPES, Columns
 from levanter_infer.config import RunConfig, check_keys
 from levanter_infer.engine.params import SamplingParams, brief
