@@ -54,7 +54,7 @@ def main() -> None:
     from levanter_infer.engine.backend import Backend
     from levanter_infer.engine.config import EngineConfig
     from levanter_infer.engine.sizes import resolve_shapes
-    from levanter_infer.engine.slots import empty_admission
+    from levanter_infer.engine.uploads import empty_admission
     from levanter_infer.layers.attention import AttentionSpec
     from tests.hlo import pool_copies
     from tests.tiny_models import tiny_model
@@ -68,12 +68,10 @@ def main() -> None:
 
     config = EngineConfig(max_seqs=8, max_seq_len=512, max_pages=32768, max_step_tokens=64)
     model = tiny_model(dtype="bfloat16", hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=128)
-    backend = Backend(platform="gpu", matmul="gpu", attention="gpu")
+    backend = Backend.of("gpu", matmul="gpu", attention="gpu")
     shapes = backend.adapt(resolve_shapes(config, model, 1))
     model = backend.prepare(model)
-    programs = Programs(
-        model, shapes, AttentionSpec(impl=backend.attention), kv_dtype=jnp.bfloat16, as_bits=backend.on_cpu
-    )
+    programs = Programs(model, shapes, AttentionSpec(), kv_dtype=jnp.bfloat16, backend=backend.attention_backend)
     state = jax.eval_shape(programs.init)
     lowered = programs.trace_round(abstract(model), abstract(state), abstract(empty_admission(shapes)))
     compiled = lowered.lower(lowering_platforms=("cuda",)).compile()

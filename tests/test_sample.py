@@ -91,7 +91,7 @@ def test_mixed_requests_give_rows_completions_summary_and_status(checkpoint, com
     assert all(len(row["token_ids"]) == 6 and row["finish_reason"] == "length" for row in rows[:4])
     assert [len(row["logprobs"]) for row in rows] == [6, 6, 6, 6, 0, 0, 0, 0]  # one schema for all
     assert rows[0]["token_ids"] != rows[1]["token_ids"] and rows[0]["seed"] == rows[1]["seed"] != rows[2]["seed"]
-    assert "leaves no room to generate" in rows[4]["error"] and "did you mean prompt?" in rows[5]["error"]
+    assert "leaves no token to generate" in rows[4]["error"] and "did you mean prompt?" in rows[5]["error"]
     assert "it holds NaN" in rows[6]["error"] and "output.include: [top_logprobs]" in rows[7]["error"]
     assert out.count("(length, 6 tokens)") == 4 and "\x1b" not in out
     assert "error: request long: " in err and "error: request typo: " in err

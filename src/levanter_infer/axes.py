@@ -52,3 +52,13 @@ UPLOAD = "upload"  # packed tokens of one Admission
 MIN_ROWS = 4
 """Fewest rows of a matmul: on a CPU one row of bf16 is ten times slower than four, and a row keeps its bits at any
 number of rows from four up."""
+VOCAB_GROUPS = 16
+"""Groups of the vocabulary; each device of a model axis holds equally many. `decode.sampling_draw` adds up one entry of
+every group at once."""
+
+
+def check_model_axis(size: int) -> None:
+    """Raises: ValueError for a size of the mesh's model axis that does not divide `VOCAB_GROUPS`."""
+    if VOCAB_GROUPS % size:
+        *most, last = (str(n) for n in range(1, VOCAB_GROUPS + 1) if VOCAB_GROUPS % n == 0)
+        raise ValueError(f"mesh.model={size}: expected one of {', '.join(most)} or {last}")

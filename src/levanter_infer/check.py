@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from levanter_infer.cli import command_help, run_command
+from levanter_infer.cli import run_command
 
 if __name__ == "__main__":  # here, so that an interrupt during the imports below leaves no traceback
     run_command("check")
@@ -80,16 +80,12 @@ class Level(enum.StrEnum):
 
 def main(argv: Sequence[str] | None = None, command: str = "check") -> int:
     """Run the command under one of its names (check, audit, doctor); returns the exit status."""
-    return guarded(lambda: _command(sys.argv[1:] if argv is None else argv, command))
+    return guarded(lambda: _command(list(sys.argv[1:] if argv is None else argv), command))
 
 
-def _command(argv: Sequence[str], command: str) -> int:
-    files, argv = _files(list(argv))
-    arguments = parse_arguments(argv, own=("level", "max-delta", "page-size", "against"))
-    if arguments is None:
-        print(command_help(command))
-        return 0
-    path, given = arguments
+def _command(argv: list[str], command: str) -> int:
+    files, argv = _files(argv)
+    path, given = parse_arguments(command, argv, own=("level", "max-delta", "page-size", "against"))
     changes = [(key.removeprefix("against."), value) for key, value in given if key.startswith("against.")]
     own = {key: value for key, value in given if key in ("level", "max-delta", "page-size")}
     overrides = [(key, value) for key, value in given if key not in own and not key.startswith("against.")]
@@ -100,13 +96,14 @@ def _command(argv: Sequence[str], command: str) -> int:
     if files is not None:
         if path or overrides or changes:
             raise ValueError(f"--diff compares two files and takes no configuration: got {' '.join(argv)[:80]}")
-        gate = MAX_DELTA["float32"] if max_delta is None else max_delta
-        pairs = read_pairs(*files)
+        pairs, gate = read_pairs(*files), MAX_DELTA["float32"] if max_delta is None else max_delta
         diagnosis = diagnose(pairs, gate, None if page_size is None else int(page_size))
-        return 0 if report(command, level, "files", {}, pairs, gate, diagnosis) else 1
-    if level is Level.MACHINE and (path or overrides):
-        raise ValueError("--level machine needs no configuration; leave it out, or use --level numerics")
+        return 0 if Comparison("files", {}, pairs, gate, diagnosis).report(command, level) else 1
+    if page_size is not None:
+        raise ValueError("--page-size is for --diff; leave it out, engines know theirs")
     if level is Level.MACHINE:
+        if path or overrides:
+            raise ValueError("--level machine needs no configuration; leave it out, or use --level numerics")
         return describe_machine(command)
     config = load_config(path, overrides)
     other = load_config(path, [*overrides, *changes]) if changes else None
@@ -196,7 +193,8 @@ def compare(command: str, level: Level, config: RunConfig, other: RunConfig | No
         say("kernels   " + about.format(**sampled.about))
         if other is None and diagnosis.suspect is not None:
             diagnosis.findings.append(look_inside(config, diagnosis.suspect, diagnosis.stored))
-    return 0 if report(command, level, against, sampled.about, pairs, gate, diagnosis) and not failed else 1
+    agrees = Comparison(against, sampled.about, pairs, gate, diagnosis).report(command, level)
+    return 0 if agrees and not failed else 1
 
 
 # Sampling and scoring
@@ -274,18 +272,17 @@ def beside_uncached(model, outputs: Sequence[RequestOutput], max_seq_len: int) -
 
     spec = AttentionSpec(max_seq_len=max_seq_len)
     program = compile_program(lambda model, tokens: token_scores(model, tokens, spec).logprobs)
-    longest = max(len(o.prompt_token_ids) + len(c.token_ids) for o in outputs for c in o.completions)
+    paths = _paths(outputs)
+    longest = max(len(path.prompt_token_ids) + len(path.token_ids) for path in paths.values())
     unit = BLOCK * -(-longest // (BLOCK * _LENGTHS))
     pairs = []
-    for output in outputs:
-        prompt = output.prompt_token_ids
-        for c in output.completions:
-            tokens = [*prompt, *c.token_ids]
-            padded = np.zeros(unit * -(-len(tokens) // unit), np.int32)
-            padded[: len(tokens)] = tokens
-            scores = np.asarray(jax.device_get(program(model, jnp.asarray(padded))))
-            again = Path(prompt, c.token_ids, scores[len(prompt) - 1 : len(tokens) - 1].tolist())
-            pairs.append(Pair(output.id, c.index, _path_of(output, c.index), again))
+    for key, path in paths.items():
+        tokens = [*path.prompt_token_ids, *path.token_ids]
+        padded = np.zeros(unit * -(-len(tokens) // unit), np.int32)
+        padded[: len(tokens)] = tokens
+        scores = np.asarray(jax.device_get(program(model, jnp.asarray(padded))))
+        generated = scores[len(path.prompt_token_ids) - 1 : len(tokens) - 1].tolist()
+        pairs.append(Pair(*key, path, Path(path.prompt_token_ids, path.token_ids, generated)))
     return pairs
 
 
@@ -358,29 +355,35 @@ def compare_stored(model, found: tuple[np.ndarray, np.ndarray] | None, page_size
 # The report
 
 
-def report(
-    command: str,
-    level: Level,
-    against: str,
-    about: Mapping[str, Any],
-    pairs: Sequence[Pair],
-    gate: float,
-    diagnosis: Diagnosis,
-) -> bool:
-    """Print numbers and verdict for people, and a line of JSON; returns whether the two sides agree."""
-    numbers = summary(pairs, gate)
-    for line in table(numbers):
-        say(line)
-    if level is Level.DIAGNOSIS:
-        say("\n          ".join([f"verdict   {diagnosis.verdict}", *diagnosis.findings]))
-    else:
-        say(f"verdict   {diagnosis.text}")
-        passed = "passed" if numbers["passed"] else "FAILED"
-        say(f"{passed:<10}max |Δ logprob| {numbers['max_delta']:.3g}, gate {gate:g}")
-    names = ("weights", "kv_dtype", "attention", "matmul", "cpu_isa", "numerics", "page_size")
-    line = {"command": command, "against": against, **{name: about[name] for name in names if name in about}, **numbers}
-    print(json.dumps(_finite({**line, "verdict": diagnosis.verdict, "findings": diagnosis.findings})))
-    return diagnosis.verdict == "agree" if level is Level.DIAGNOSIS else numbers["passed"]
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The samples of two sides, and how they differ."""
+
+    against: str
+    """The second side: uncached forward, engine or files."""
+    about: Mapping[str, Any]
+    """Description of the first engine; empty for files."""
+    pairs: Sequence[Pair]
+    gate: float
+    """Largest |Δ logprob| that passes."""
+    diagnosis: Diagnosis
+
+    def report(self, command: str, level: Level) -> bool:
+        """Print numbers and verdict for people, and a line of JSON; returns whether the two sides agree."""
+        numbers = summary(self.pairs, self.gate)
+        verdict, findings, passed = self.diagnosis.verdict, self.diagnosis.findings, numbers["passed"]
+        if level is Level.DIAGNOSIS:
+            lines = [f"verdict   {verdict}", *(f"          {finding}" for finding in findings)]
+        else:
+            end = f"max |Δ logprob| {numbers['max_delta']:.3g}, gate {self.gate:g}"
+            lines = [f"verdict   {self.diagnosis.text}", f"{'passed' if passed else 'FAILED':<10}{end}"]
+        for line in (*table(numbers), *lines):
+            say(line)
+        names = ("weights", "kv_dtype", "attention", "matmul", "cpu_isa", "numerics", "page_size")
+        about = {name: self.about[name] for name in names if name in self.about}
+        line = {"command": command, "against": self.against, **about, **numbers, "verdict": verdict}
+        print(json.dumps(_finite({**line, "findings": findings})))
+        return verdict == "agree" if level is Level.DIAGNOSIS else passed
 
 
 def summary(pairs: Sequence[Pair], gate: float) -> dict[str, Any]:
@@ -404,7 +407,7 @@ def summary(pairs: Sequence[Pair], gate: float) -> dict[str, Any]:
         **_max_and_mean(flat),
         "gate": gate,
         "passed": bool(np.max(flat) <= gate),
-        "perplexity": [_perplexity([pair.one for pair in pairs]), _perplexity([pair.other for pair in pairs])],
+        "perplexity": [_perplexity(paths) for paths in zip(*((pair.one, pair.other) for pair in pairs), strict=True)],
         "worst": {
             "id": worst.id,
             "index": worst.index,
@@ -461,13 +464,12 @@ def _finite(value: Any) -> Any:
 # What is compared
 
 
-def _path_of(output: RequestOutput, index: int) -> Path:
-    c = output.completions[index]
-    return Path(output.prompt_token_ids, c.token_ids, c.logprobs.tolist(), c.top_logprobs)
-
-
 def _paths(outputs: Sequence[RequestOutput]) -> dict[tuple[str, int], Path]:
-    return {(output.id, c.index): _path_of(output, c.index) for output in outputs for c in output.completions}
+    return {
+        (output.id, c.index): Path(output.prompt_token_ids, c.token_ids, c.logprobs.tolist(), c.top_logprobs)
+        for output in outputs
+        for c in output.completions
+    }
 
 
 def _pairs(one: dict[tuple[str, int], Path], other: dict[tuple[str, int], Path]) -> list[Pair]:

@@ -338,6 +338,8 @@ def decode_engine(content: Any) -> EngineConfig:
 def _decode_value(hint: Any, value: Any, key: str) -> Any:
     """A plain value as the annotation of its key wants it: text that spells a number counts as one, and nothing else is
     converted. Raises: ValueError naming the key, what it holds and what it should hold."""
+    if isinstance(hint, str):
+        return value  # `EngineConfig.tiles`, which `decode_engine` has decoded
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     section = next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
     if section is not None and value is not None:
@@ -349,9 +351,8 @@ def _decode_value(hint: Any, value: Any, key: str) -> Any:
     for kind in kinds:
         with contextlib.suppress(ValueError, OverflowError):
             return _decode_plain(kind, value)
-    expected = hint.__name__ if isinstance(hint, type) and not typing.get_origin(hint) else str(hint)
     remedy = ", put it in quotes" if str in kinds else ""
-    raise ValueError(f"{key}={brief(value)}: expected {_READABLE.get(expected, expected)}{remedy}")
+    raise ValueError(f"{key}={brief(value)}: expected {_READABLE.get(hint) or _READABLE[kinds[0]]}{remedy}")
 
 
 def _decode_plain(kind: Any, value: Any) -> Any:
@@ -364,7 +365,7 @@ def _decode_plain(kind: Any, value: Any) -> Any:
     if kind is float and (is_text or type(value) in (int, float)):
         return float(value)
     plain = type(None) if kind is None else typing.get_origin(kind) or kind
-    if kind in (int, float) or not (kind is Any or isinstance(kind, str) or isinstance(value, plain)):
+    if kind in (int, float) or not (kind is Any or isinstance(value, plain)):
         raise ValueError
     if plain is list:
         return [_decode_plain(typing.get_args(kind)[0], item) for item in value]
@@ -372,16 +373,16 @@ def _decode_plain(kind: Any, value: Any) -> Any:
 
 
 _READABLE = {
-    "str": "text",
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "dict[str, typing.Any]": "a mapping of keys to values",
-    "list[str]": "a list of texts, such as [one, other]",
-    "list[str] | None": "a text or a list of texts",
-    "str | None": "text",
-    "int | None": "a whole number",
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    dict[str, Any]: "a mapping of keys to values",
+    list[str]: "a list of texts, such as [one, other]",
+    list[str] | None: "a text or a list of texts",
+    list[dict[str, Any]]: "a list of mappings",
 }
+"""What the value of a key should be, by its annotation."""
 
 
 def _check_places(given: Iterable[Any], known: Sequence[str], path: str) -> None:

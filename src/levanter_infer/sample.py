@@ -10,12 +10,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from levanter_infer.cli import command_help, run_command
+from levanter_infer.cli import run_command
 
 if __name__ == "__main__":  # here, so that an interrupt during the imports below leaves no traceback
     run_command("sample")
 
-from levanter_infer.cli.common import guarded, run_config
+from levanter_infer.cli.common import run_config
 from levanter_infer.cli.session import join, make_engine, merge_outputs, report_failures, serve
 from levanter_infer.config import RunConfig
 from levanter_infer.engine.request import Request, RequestOutput
@@ -53,7 +53,7 @@ Every key can be given, or overridden, on the command line: --sampling.temperatu
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    return guarded(lambda: run_config(sys.argv[1:] if argv is None else argv, lambda: command_help("sample"), run))
+    return run_config("sample", argv, run)
 
 
 def run(config: RunConfig) -> int:

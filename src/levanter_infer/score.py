@@ -11,14 +11,14 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from levanter_infer.cli import command_help, run_command
+from levanter_infer.cli import run_command
 
 if __name__ == "__main__":  # here, so that an interrupt during the imports below leaves no traceback
     run_command("score")
 
 import numpy as np
 
-from levanter_infer.cli.common import guarded, run_config
+from levanter_infer.cli.common import run_config
 from levanter_infer.cli.session import make_engine, report_failures, serve
 from levanter_infer.columns import NOT_FINITE, numbers, tops
 from levanter_infer.config import RunConfig
@@ -59,7 +59,7 @@ With engine.prefix_cache, shared prefixes are computed once.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    return guarded(lambda: run_config(sys.argv[1:] if argv is None else argv, lambda: command_help("score"), run))
+    return run_config("score", argv, run)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ def shared(tmp_path_factory):
 def engine(shared):
     yield shared
     check_invariants(shared.state.decode)
-    assert shared.stats()["pages_free"] == PAGES and shared._scheduler.is_idle
+    assert shared.stats()["pages_free"] == PAGES and not shared._scheduler.has_work
 
 
 def request(name: str, length: int, **changes) -> Request:

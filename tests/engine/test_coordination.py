@@ -2,10 +2,14 @@
 
 import numpy as np
 
+from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.coordination import LeaderCoordinator, LocalCoordinator
+from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request_state import RequestState, SampleState
+from levanter_infer.runtime.hosts import HostsDiffer
 from tests.runtime.key_value_stores import at_once, several
+from tests.tiny_models import tiny_model
 
 
 class Clock:
@@ -90,3 +94,17 @@ def test_one_process_decides_at_once():
     assert coordinator.cancel(group()) is True
     terms = coordinator.terms(0, 5)
     assert (terms.now, terms.max_steps, terms.cancelled, coordinator.stopping) == (4.0, 5, (), False)
+
+
+def test_processes_whose_engines_have_other_sizes_fail_by_their_names_before_anything_is_compiled():
+    made = several(2, heartbeat_s=60)
+    differ = at_once(
+        *(
+            lambda each=each, seqs=seqs: InferenceEngine(
+                tiny_model(), config=EngineConfig(max_seqs=seqs, max_seq_len=32, max_pages=64), hosts=each
+            )
+            for each, seqs in zip(made, (2, 4), strict=True)
+        )
+    )
+    assert all(isinstance(error, HostsDiffer) for error in differ), differ
+    assert all("sizes: on host 1 (m1) max_seqs is 4 and elsewhere 2" in str(error) for error in differ), differ

@@ -25,7 +25,7 @@ def shared():
 def engine(shared):
     yield shared
     check_invariants(shared.state.decode)
-    assert shared.stats()["pages_free"] == shared.shapes.num_pages and shared._scheduler.is_idle
+    assert shared.stats()["pages_free"] == shared.shapes.num_pages and not shared._scheduler.has_work
 
 
 def begun(engine, **changes):

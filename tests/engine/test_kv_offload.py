@@ -23,7 +23,7 @@ from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.pure import generate
 from levanter_infer.engine.request import Request
 from levanter_infer.engine.sizes import resolve_shapes
-from levanter_infer.engine.slots import empty_admission
+from levanter_infer.engine.uploads import empty_admission
 from levanter_infer.kernels.cpu import bindings as cpu
 from tests.hlo import pool_copies
 from tests.tiny_models import tiny_model
@@ -271,7 +271,7 @@ def test_one_that_ended_meanwhile_does_not_come_back_with_its_group(engine):
     engine.state = engine._offload._move_out(engine.programs.tier, engine.state, tables, group.sequences, stays=True)
     ended = group.sequences[1]
     ended.finish("stop")
-    engine._scheduler.cancel_slot(ended)
+    engine._scheduler.slots_of(group).cancel_slot(ended)
     before = engine.stats()
     engine.prefetch(group.sequences[0])
     assert grown(engine, before, "prefetched_pages") < grown(engine, dict.fromkeys(before, 0), "offloaded_pages")

@@ -17,7 +17,7 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from levanter_infer.engine.slots import empty_admission
+from levanter_infer.engine.uploads import empty_admission
 from tests.hlo import pool_copies
 from tests.tiny_models import tiny_model
 
@@ -128,5 +128,5 @@ def test_a_round_uploads_nothing_but_its_admission():
 
 def test_an_empty_round_uploads_only_scalars():
     engine = InferenceEngine(tiny_model(), config=EngineConfig(max_seqs=4, max_seq_len=64))
-    fields = engine._scheduler.next_admission(0, 1)
-    assert all(np.ndim(value) == 0 for value in fields.values())
+    fields = engine._scheduler.next_admission(0, 1).arrays()
+    assert all(np.shape(value) == (1,) for value in fields.values())  # one rank

@@ -1,7 +1,6 @@
 """Log probabilities of prompts: those of the uncached forward, on every path, and the same bits on all of them."""
 
-import dataclasses
-
+import equinox as eqx
 import numpy as np
 import pytest
 
@@ -41,8 +40,8 @@ def engine(shared):
 def other():
     """Other sizes, XLA's matmuls, no prefix cache, and more of the likeliest tokens. Extended by its first test."""
     model = tiny_model()
-    poisoned = model.embeddings.array.at[POISON].set(np.nan)
-    model = dataclasses.replace(model, embeddings=dataclasses.replace(model.embeddings, array=poisoned))
+    poisoned = model.embeddings.weight.array.at[POISON].set(np.nan)
+    model = eqx.tree_at(lambda m: m.embeddings.weight.array, model, poisoned)
     sizes = dict(max_seqs=3, max_seq_len=LENGTH, page_size=8, max_step_tokens=80, prefix_cache=False)
     config = EngineConfig(**sizes, max_prompt_logprobs=3, matmul="xla")
     return InferenceEngine(model, config=config)

@@ -26,8 +26,10 @@ from levanter_infer.bench.workload import numbers
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.decode.programs import compile_program
-from levanter_infer.kernels import IMPLEMENTATIONS, ragged_paged_attention
+from levanter_infer.kernels import IMPLEMENTATIONS, AttentionCall, Backend, make_backend
+from levanter_infer.kernels.call import PoolShape
 from levanter_infer.kernels.cpu import bindings as cpu
+from levanter_infer.kernels.rules import ScoreRules
 
 LAYERS = 2
 """Of the pool; a measurement visits them in turn, so that none is read from a processor's cache only because it was
@@ -160,7 +162,11 @@ def measure(
         peaks: what the device could do; None leaves the utilisations open.
     """
     kv, batch, q, k, v = inputs(case)
-    attended = {name: clock.per_trip(functools.partial(attend, impl=name), q, kv, batch) for name in implementations}
+    backends = {name: make_backend(name, jax.default_backend()) for name in implementations}
+    attended = {
+        name: clock.per_trip(functools.partial(attend, backend=backend), q, kv, batch)
+        for name, backend in backends.items()
+    }
     shared = {
         "gather_ms": clock.per_trip(gather, kv, batch)[0],
         "softmax_ms": clock.per_trip(attend_to_gathered, q, kv, batch)[0],
@@ -189,21 +195,15 @@ def measure(
     return lines
 
 
-def inputs(case: Case, layers: int = LAYERS) -> tuple[KvPages, PageBatchInfo, jax.Array, NamedArray, NamedArray]:
+def inputs(
+    case: Case, backend: Backend | None = None, layers: int = LAYERS
+) -> tuple[KvPages, PageBatchInfo, jax.Array, NamedArray, NamedArray]:
     """A pool full of random numbers, the batch, queries, and the keys and values that the batch's tokens write."""
     rng = np.random.default_rng(0)
     num_pages, tokens = case.pages_touched, case.batch * case.queries
-    as_bits = jax.default_backend() == "cpu"
-    kv = KvPages.init(
-        num_layers=layers,
-        num_pages=num_pages,
-        page_size=case.page_size,
-        num_kv_heads=case.kv_heads,
-        head_size=case.head_dim,
-        dtype=case.dtype,
-        as_bits=as_bits,
-    )
     dtype = jnp.dtype(case.dtype)
+    backend = make_backend("xla", jax.default_backend()) if backend is None else backend
+    kv = KvPages.init(PoolShape(layers, num_pages, case.page_size, case.kv_heads, case.head_dim, dtype), backend)
     values = rng.standard_normal(kv.pages.array.shape, dtype=np.float32).astype(dtype)
     stored = values.view(kv.pages.array.dtype)
     kv = dataclasses.replace(kv, pages=NamedArray(jax.device_put(stored), kv.pages.axes))
@@ -239,22 +239,22 @@ def inputs(case: Case, layers: int = LAYERS) -> tuple[KvPages, PageBatchInfo, ja
 # What is measured. Each takes the number of trips first, and every trip depends on the one before.
 
 
-def attend(trips, q: jax.Array, kv: KvPages, batch: PageBatchInfo, *, impl: str) -> jax.Array:
+def attend(trips, q: jax.Array, kv: KvPages, batch: PageBatchInfo, *, backend: Backend) -> jax.Array:
     def body(trip, q):
-        out = ragged_paged_attention(
-            q,
-            kv.pages.array,
+        call = AttentionCall(
+            q=q,
+            kv_pages=kv.pages.array,
             layer=trip % LAYERS,
             page_indices=batch.page_indices.array,
             seq_lens=batch.seq_lens.array,
             cu_q_lens=batch.cu_q_lens.array,
             num_seqs=batch.num_seqs.array,
-            scale=q.shape[2] ** -0.5,
+            rules=ScoreRules(scale=q.shape[2] ** -0.5),
             kv_dtype=kv.dtype,
-            impl=impl,
+            kv_heads=kv.num_kv_heads,
+            page_size=kv.page_size,
         )
-        assert not isinstance(out, tuple)
-        return out
+        return backend.attend(call)
 
     return jax.lax.fori_loop(0, trips, body, q)
 

@@ -11,7 +11,7 @@ from levanter_infer.bench.report import spread
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.kernels.cpu import bindings as cpu
-from levanter_infer.layers.linear import PanelLinear
+from levanter_infer.layers.linear import Linear
 from levanter_infer.models.decoder import DecoderModel
 
 EACH = "each"
@@ -46,10 +46,12 @@ def chosen_isa(model: DecoderModel, isas: Sequence[str]) -> str:
 def with_isa(model: DecoderModel, isa: str) -> DecoderModel:
     """The same prepared model for another instruction set, whose panels are as wide."""
 
-    def with_it(part):
-        return dataclasses.replace(part, isa=isa) if isinstance(part, PanelLinear) else part
+    def configured(part):
+        if not isinstance(part, Linear):
+            return part
+        return dataclasses.replace(part, backend=part.backend.configured(cpu_isa=isa))
 
-    return jax.tree.map(with_it, model, is_leaf=lambda part: isinstance(part, PanelLinear))
+    return jax.tree.map(configured, model, is_leaf=lambda part: isinstance(part, Linear))
 
 
 def prepared_for(isas: Sequence[str], model: DecoderModel) -> dict[str, DecoderModel]:

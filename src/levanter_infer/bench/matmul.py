@@ -20,7 +20,7 @@ from levanter_infer.bench.workload import add_model_arguments, model_sizes, numb
 from levanter_infer.decode.programs import compile_program
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig
-from levanter_infer.layers.linear import PanelLinear, apply
+from levanter_infer.layers.linear import apply
 from levanter_infer.models.decoder import DecoderModel
 
 
@@ -145,8 +145,7 @@ def inputs_of(model: DecoderModel, rows: int) -> dict[str, Sequence[NamedArray]]
 
 
 def _q_axes(model: DecoderModel) -> tuple[Axis, ...]:
-    q = model.layers.attention.q_proj
-    return q.outs if isinstance(q, PanelLinear) else q.weight.axes[1:-1]
+    return model.layers.attention.q_proj.outs
 
 
 MATMULS: dict[str, Callable] = {

@@ -347,13 +347,12 @@ def layer(args) -> Iterator[dict]:
         model = make_model(args, context)
         config, layers = model.config, model.config.num_layers
         backend = Backend.choose(EngineConfig(), model, has_mods=False)
-        isa = backend.isa if backend.attention == "cpu" else None
-        spec = AttentionSpec(impl=backend.attention, max_seq_len=context, isa=isa)
+        spec = AttentionSpec(max_seq_len=context)
         model = backend.prepare(model, donate=True)
         for target, page_size in (("bench-llama", 1 << (context - 1).bit_length()), ("bench-llama-paged", _PAGE)):
             sizes = dict(heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim)
             case = Case("decode", args.batch, context, 1, page_size, **sizes, dtype=args.dtype)
-            kv, batch, *_ = inputs(case, layers=layers)
+            kv, batch, *_ = inputs(case, backend.attention_backend, layers=layers)
             step = functools.partial(_model_steps, batch=batch, spec=spec)
             start = jnp.zeros((args.batch, config.hidden_size), model.activation_dtype)
             times, (states, _) = clock.per_trip(step, (start, kv), model, donate=True)

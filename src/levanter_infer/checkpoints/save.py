@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from haliax import NamedArray
 
 from levanter_infer.checkpoints.weights import DTYPES, write_safetensors
-from levanter_infer.layers.linear import Linear
 from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.family import get_parameter, parameters
 from levanter_infer.models.registry import FAMILIES
@@ -26,11 +24,11 @@ def save_model(model: DecoderModel, directory: str | Path, *, hf_config: Mapping
     Raises: ValueError if `hf_config` contradicts the model, or the dtype has no name in safetensors.
     """
     family = FAMILIES[model.config.model_type]
-    if not isinstance(model.embeddings, NamedArray) or not isinstance(model.layers.mlp.down_proj, Linear):
+    if model.is_packed:
         raise ValueError(
-            "the weights are laid out for a device (`for_cpu`, `for_gpu`); save the model as it was loaded"
+            f"the weights are packed for the backend {model.backend.name} (`prepare`); save the model as it was loaded"
         )
-    dtype = np.dtype(model.embeddings.dtype)
+    dtype = np.dtype(model.embeddings.weight.dtype)
     name = next((_DTYPE_NAMES[name] for name, known in DTYPES.items() if known == dtype), None)
     if name is None:
         raise ValueError(f"weights are {dtype}, expected one of {', '.join(_DTYPE_NAMES.values())}; cast them first")

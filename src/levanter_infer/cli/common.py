@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from levanter_infer.cli import command_help, version_line
 from levanter_infer.config import AnyRunConfig, RunConfig, load_config
-from levanter_infer.fingerprint import package_version
 from levanter_infer.io.terminal import one_line, say
 from levanter_infer.keys import hint_for
 from levanter_infer.runtime.aborts import LOST
@@ -30,8 +30,8 @@ def guarded(command: Callable[[], int]) -> int:
 
 
 def run_config(
-    argv: Sequence[str],
-    usage: Callable[[], str],
+    command: str,
+    argv: Sequence[str] | None,
     run: Callable[[AnyRunConfig], int],
     kind: type[AnyRunConfig] = RunConfig,
     options: Mapping[str, str] = MappingProxyType({}),
@@ -39,15 +39,11 @@ def run_config(
     """Run a command with the configuration of its arguments, or print its help; returns the exit status.
 
     Args:
-        usage: the text for --help.
+        argv: the arguments; None: those of the process.
         kind: type of the configuration.
         options: short names of keys.
     """
-    arguments = parse_arguments(argv, kind, options)
-    if arguments is None:
-        print(usage())
-        return 0
-    return run(load_config(*arguments, kind))
+    return guarded(lambda: run(load_config(*parse_arguments(command, argv, kind, options), kind)))
 
 
 class Answered(Exception):
@@ -99,29 +95,33 @@ def _standard_streams() -> Iterator[None]:
 
 
 def parse_arguments(
-    argv: Sequence[str],
+    command: str,
+    argv: Sequence[str] | None,
     kind: type[RunConfig] = RunConfig,
     options: Mapping[str, str] = MappingProxyType({}),
     own: Sequence[str] = (),
-) -> tuple[str | None, list[tuple[str, str]]] | None:
-    """(configuration file, overrides), or None for help; a command's own options stand among the overrides.
+) -> tuple[str | None, list[tuple[str, str]]]:
+    """(configuration file, overrides). Args: as in `run_config`; own: options of the command that are no keys, which
+    stand among the overrides.
 
-    Raises: ValueError for a malformed option; Answered.
+    Raises: ValueError for a malformed option, or an unknown one with the nearest known one; Answered.
     """
-    path, overrides, rest = None, [], list(argv)
+    path, overrides, rest = None, [], list(sys.argv[1:] if argv is None else argv)
+    known = (*(f.name for f in dataclasses.fields(kind)), "config", "overwrite", "help", "version", *own)
     while rest:
         option = rest.pop(0)
         if option in ("--help", "-h"):
-            return None
+            raise Answered(command_help(command))
         if option == "--version":
-            raise Answered(f"levanter-infer {package_version()}")
+            raise Answered(version_line())
         if not option.startswith("--") or option == "--":
             raise ValueError(f"unexpected {option!r}: expected --config FILE and --key value; see --help")
         key, has_value, value = option[2:].partition("=")
         key = options.get(key, key)
-        _check_option(
-            key, [*(f.name for f in dataclasses.fields(kind)), "config", "overwrite", "help", "version", *own]
-        )
+        name = key.split(".")[0]
+        if name not in known:
+            name = name if len(name) <= 80 else f"{name[:80]}..."
+            raise ValueError(f"unknown option --{name}; {hint_for(name, known, prefix='--')}")
         if key == "overwrite" and not has_value:
             value = "true"
         elif not has_value:
@@ -135,11 +135,3 @@ def parse_arguments(
         else:
             overrides.append(("output.overwrite" if key == "overwrite" else key, value))
     return path, overrides
-
-
-def _check_option(key: str, known: Sequence[str]) -> None:
-    """Raises: ValueError for an option whose outermost name is unknown, with the nearest known one."""
-    name = key.split(".")[0]
-    if name not in known:
-        name = name if len(name) <= 80 else f"{name[:80]}..."
-        raise ValueError(f"unknown option --{name}; {hint_for(name, known, prefix='--')}")

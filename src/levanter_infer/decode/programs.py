@@ -22,7 +22,8 @@ from levanter_infer.decode.scoring import READ_PAGES, read_scores
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState, GenState, empty_cache
 from levanter_infer.decode.weight_updates import on_weight_update
-from levanter_infer.kernels import TPU_POOL
+from levanter_infer.kernels.backend import Backend
+from levanter_infer.kernels.xla.backend import XLA
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.layers.layout import Layout
 
@@ -183,7 +184,7 @@ class Programs:
         attention: AttentionSpec,
         *,
         kv_dtype,
-        as_bits: bool,
+        backend: Backend = XLA,
         on_recompile: Callable[[str], None] | None = None,
         options: Mapping[str, str | bool] | None = None,
         smaller: "Programs | None" = None,
@@ -193,6 +194,7 @@ class Programs:
         """
         Args:
             model: of the form that the round takes; types will do.
+            backend: of the pool; it computes attention.
             on_recompile: called with a message if the round is compiled again, instead of `RecompilationError`.
             options: for XLA's compiler, where it knows them.
             smaller: the programs that these take over from (`extended`).
@@ -203,7 +205,7 @@ class Programs:
             Programs,
             attention=attention,
             kv_dtype=kv_dtype,
-            as_bits=as_bits,
+            backend=backend,
             on_recompile=on_recompile,
             options=options,
             layout=layout,
@@ -213,7 +215,7 @@ class Programs:
         self._layout = layout
         self._smaller = None if smaller is None else (smaller.state_types, smaller.compilations())
         heads = model.config.num_kv_heads if layout is None else layout.kv_heads
-        functions = _functions(shapes, attention, model.config, heads, kv_dtype=kv_dtype, as_bits=as_bits)
+        functions = _functions(shapes, attention, model.config, heads, kv_dtype=kv_dtype, backend=backend)
         if layout is not None:
             functions = _spmd(functions, layout)
         types = jax.eval_shape(functions["init"])
@@ -334,19 +336,12 @@ def _spmd(functions: dict[str, Callable], layout: Layout) -> dict[str, Callable]
 
 
 def _functions(
-    shapes: Shapes, attention: AttentionSpec, config, num_kv_heads: int, *, kv_dtype, as_bits: bool
+    shapes: Shapes, attention: AttentionSpec, config, num_kv_heads: int, *, kv_dtype, backend: Backend
 ) -> dict[str, Callable]:
     """What the programs of an engine do, by their names, on a device with `num_kv_heads` key and value heads."""
 
     def init() -> GenState:
-        cache = empty_cache(
-            config,
-            shapes,
-            dtype=kv_dtype,
-            as_bits=as_bits,
-            num_kv_heads=num_kv_heads,
-            for_tpu=attention.impl in TPU_POOL,
-        )
+        cache = empty_cache(config, shapes, backend, dtype=kv_dtype, num_kv_heads=num_kv_heads)
         return GenState.init(shapes, cache)
 
     def one_round(model, state: GenState, admission: Admission) -> tuple[GenState, RoundOutputs]:

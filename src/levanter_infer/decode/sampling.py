@@ -23,6 +23,7 @@ from levanter_infer.decode.sampling_draw import draw, num_words, random_words, r
 from levanter_infer.decode.sampling_filters import filter_thresholds
 from levanter_infer.decode.sampling_table import SamplingTable as SamplingTable
 from levanter_infer.decode.sampling_table import stop_match as stop_match
+from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.shard_axis import Vocabulary
 
 GREEDY_TEMPERATURE = 1e-5
@@ -48,6 +49,12 @@ class LogitStats(eqx.Module):
         spread = _vocab_of(logits, vocab).spread
         peak = spread.max(jnp.max(logits, axis=1))
         return LogitStats(peak, spread.sum(row_sums(jnp.exp(logits - peak[:, None]))))
+
+    @staticmethod
+    def of_kernel(backend: Backend, logits: Array, num_rows: Array) -> "LogitStats | None":
+        """The same of the first `num_rows` rows, by the backend's kernel; None where it has none."""
+        found = backend.logit_stats(logits, num_rows)
+        return None if found is None else LogitStats(*found)
 
 
 class BeamCandidates(eqx.Module):

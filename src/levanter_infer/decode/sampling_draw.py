@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.layers.shard_axis import VOCAB_GROUPS, Vocabulary
+from levanter_infer.axes import VOCAB_GROUPS
+from levanter_infer.layers.shard_axis import Vocabulary
 
 FAN = VOCAB_GROUPS
 """Children of a node of the sampling tree; a power of two."""

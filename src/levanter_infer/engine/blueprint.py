@@ -9,9 +9,9 @@ from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.scoring import score_shapes
-from levanter_infer.engine.sharded import make_nothing
 from levanter_infer.engine.sizes import kv_dtype, resolve_shapes
 from levanter_infer.engine.tile_search import check_given_tiles
+from levanter_infer.engine.uploads import empty_admission
 
 
 def shapes_for(
@@ -60,9 +60,9 @@ def programs_for(
     return Programs(
         types,
         shapes,
-        backend.attention_spec(shapes, score_mod, mask_mod, config.tiles),
+        backend.attention_spec(shapes, score_mod, mask_mod),
         kv_dtype=dtype,
-        as_bits=backend.on_cpu,
+        backend=backend.attention_backend,
         on_recompile=on_recompile,
         options=backend.compiler_options,
         layout=backend.layout,
@@ -72,6 +72,6 @@ def programs_for(
 
 def round_types(types, backend: Backend, shapes: Shapes, programs: Programs) -> tuple:
     """The types of the round's arguments, model, state and admission, with their places on a mesh."""
-    admission = jax.eval_shape(lambda: make_nothing(shapes, backend.num_shards))
+    admission = jax.eval_shape(lambda: empty_admission(shapes, backend.num_shards))
     admission = admission if backend.layout is None else backend.layout.types(admission)
     return backend.prepared_types(types), programs.state_types, admission

@@ -23,6 +23,7 @@ from levanter_infer.engine.kv_offload import KvOffload
 from levanter_infer.engine.memory_audit import audit
 from levanter_infer.engine.mesh import MeshConfig, make_mesh
 from levanter_infer.engine.metrics import Registry
+from levanter_infer.engine.outputs import RoundResult
 from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import (
     Request,
@@ -34,9 +35,8 @@ from levanter_infer.engine.request import (
     refused,
 )
 from levanter_infer.engine.request_state import RequestState, SampleState
-from levanter_infer.engine.round_length import RoundLengthController
+from levanter_infer.engine.scheduler import Scheduler
 from levanter_infer.engine.scoring import SCORE_ONLY, ScoreReader, score_shapes
-from levanter_infer.engine.sharded import make_slots, read_outputs
 from levanter_infer.engine.spilling import Spilling
 from levanter_infer.engine.stats import Stats
 from levanter_infer.engine.turns import Turns, exclusive, waits_for_turn
@@ -157,10 +157,12 @@ class InferenceEngine(Forks, Spilling, Versions):
             pages_total=self.shapes.num_pages * self.backend.num_shards,
             pool_bytes=self.state.kv.pages.array.nbytes,
             weights_bytes=self._weights_bytes,
-            num_shards=self.backend.num_shards,
+            num_ranks=self.backend.num_shards,
         )
         self._rounds = self._submissions = 0
-        self._round_length = RoundLengthController(self.config.max_round_steps, self.config.max_round_seconds)
+        self._scheduler = Scheduler(
+            self.shapes, self._eos, self.backend.num_shards, max_round_seconds=self.config.max_round_seconds
+        )
         self._turns, self._warm, self._last_end = Turns(), False, 0.0
         self._intake = Intake(self.shapes, self.config, tokenizer, seed)
         self._start_over()
@@ -171,7 +173,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         begin = time.perf_counter()
         with stage("compiling", self.programs.progress):
             self.programs.compile_all(self.backend.prepared_types(types), self._uploads.nothing)
-            if self.backend.on_cpu:  # which does both itself, and the compiler's memory is then the weights'
+            if self.backend.platform.shares_memory:  # the compiler's memory is then the weights'
                 self.programs.wait()
                 return_free_memory()
         self._compile_s = time.perf_counter() - begin
@@ -183,7 +185,8 @@ class InferenceEngine(Forks, Spilling, Versions):
         with stage("waiting for the other processes to size their pools"):
             least = agree_min(self._hosts, "max_pages", {"max_pages": self.shapes.num_pages})
         self.shapes = dataclasses.replace(self.shapes, num_pages=least["max_pages"])
-        plan = {**dataclasses.asdict(self.shapes), "mesh": self.backend.mesh_sizes, "platform": self.backend.platform}
+        mesh, platform = self.backend.mesh_sizes, self.backend.platform.name
+        plan = {**dataclasses.asdict(self.shapes), "mesh": mesh, "platform": platform}
         agree(self._hosts, "sizes", {name: str(value) for name, value in plan.items()})
 
     def _agree_on_programs(self) -> None:
@@ -194,7 +197,6 @@ class InferenceEngine(Forks, Spilling, Versions):
                 agree(self._hosts, "programs", self.programs.fingerprints())
 
     def _start_over(self) -> None:
-        self._scheduler = make_slots(self.shapes, self._eos, self.backend.num_shards)
         self._scores = ScoreReader(self._stats.registry, self.backend)
         self._offload = KvOffload(self.shapes, self._stats.registry, self.config.host_bytes)
         self._in_flight: _Launched | None = None
@@ -260,7 +262,7 @@ class InferenceEngine(Forks, Spilling, Versions):
                 made.append(refused(None, str(i), str(request)))
                 continue
             try:
-                made.append(self._intake.group(request, str(i)))
+                made.append(self._intake.request_state(request, str(i)))
             except ValueError as error:
                 made.append(refused(request, str(i), str(error)))
         with sampling_progress(progress, on_update) as update:
@@ -283,7 +285,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         groups = []
         for i, request in enumerate(requests):
             try:
-                groups.append(self._intake.group(request, str(i)))
+                groups.append(self._intake.request_state(request, str(i)))
             except ValueError as error:
                 raise ValueError(f"sequences[{i}]: {error}") from None
         with sampling_progress(None, None, "scoring", "texts") as update:
@@ -295,9 +297,7 @@ class InferenceEngine(Forks, Spilling, Versions):
             return
         self._prepare(groups)
         try:
-            self._scheduler.route(groups)
-            for group in groups:
-                self._add(group)
+            self._add(groups)
             self._run(groups, on_update)
         except BaseException:
             self.reset()  # what was running is lost to its caller; the engine stays usable
@@ -317,12 +317,14 @@ class InferenceEngine(Forks, Spilling, Versions):
 
     def _is_in_progress(self) -> bool:
         """Whether requests have been added that have not ended."""
-        return any(not group.is_done for group in self._scheduler.groups())
+        return any(not group.is_done for group in self._scheduler.requests())
 
-    def _add(self, group: RequestState) -> None:
-        self._scheduler.add(group, self._coordinator.now() if group.timeout_s is not None else 0.0)
-        self._coordinator.enter(group)
-        self._stats.on_submit(len(group.prompt_token_ids))
+    def _add(self, groups: Sequence[RequestState]) -> None:
+        has_deadline = any(group.timeout_s is not None for group in groups)
+        self._scheduler.submit(groups, self._coordinator.now() if has_deadline else 0.0)
+        for group in groups:
+            self._coordinator.enter(group)
+            self._stats.on_submit(len(group.prompt_token_ids))
 
     def _run(self, groups: list[RequestState], on_update) -> None:
         total = sum(len(group.sequences) for group in groups)
@@ -382,7 +384,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         """
         self._flush()
         self.state = self._offload.recall(self.programs.tier, self.state)
-        while not self._scheduler.is_idle:
+        while self._scheduler.has_work:
             terms = self._agree_on_round()
             self._scheduler.expire(terms.now)
             self._move_pages()
@@ -398,11 +400,11 @@ class InferenceEngine(Forks, Spilling, Versions):
 
         Raises: ValueError if it cannot be served.
         """
-        group = self._intake.group(as_request(prompt, sampling), str(self._submissions))
+        group = self._intake.request_state(as_request(prompt, sampling), str(self._submissions))
         self._submissions += 1
         self._prepare([group])
         try:
-            self._add(group)
+            self._add([group])
         except BaseException:
             self._discard(group)  # nobody else knows of it
             raise
@@ -426,7 +428,7 @@ class InferenceEngine(Forks, Spilling, Versions):
             self._discard(group)
 
     def _discard(self, group: RequestState) -> None:
-        self._scheduler.discard(group)
+        self._scheduler.cancel(group)
         self._offload.forget_finished()
 
     @property
@@ -436,7 +438,7 @@ class InferenceEngine(Forks, Spilling, Versions):
 
     def _agree_on_round(self, max_steps: int | None = None) -> RoundTerms:
         """What the next round is launched with; ends what was cancelled."""
-        steps = self._round_length.steps(self._scheduler.has_prompts, max_steps)
+        steps = self._scheduler.steps(max_steps)
         terms = self._coordinator.terms(self._rounds, steps)
         for group in terms.cancelled:
             self._known += [sequence for sequence in group.sequences if sequence.finish_reason is None]
@@ -503,7 +505,7 @@ class InferenceEngine(Forks, Spilling, Versions):
     def _launch_round(self, steps: int) -> _Launched:
         begin = time.perf_counter()
         with_prompts = self._scheduler.has_prompts
-        fields = self._scheduler.next_admission(self._rounds, steps) | self._offload.terms()
+        fields = self._scheduler.next_admission(self._rounds, steps).arrays() | self._offload.terms()
         self._coordinator.on_input(fields)
         admission = self._uploads.admission(fields)
         started = time.perf_counter()
@@ -514,7 +516,7 @@ class InferenceEngine(Forks, Spilling, Versions):
             outputs,
             started,
             launch_s=time.perf_counter() - begin,
-            expected_s=self._round_length.seconds(with_prompts, steps),
+            expected_s=self._scheduler.round_length.seconds(with_prompts, steps),
             version=self.version,
         )
         self._rounds += 1
@@ -525,19 +527,20 @@ class InferenceEngine(Forks, Spilling, Versions):
         begin = time.perf_counter()
         jax.block_until_ready(launched.outputs.packed)
         ready = time.perf_counter()
-        outputs = read_outputs(launched.outputs, self.shapes, self.backend.num_shards)
+        outputs = RoundResult(launched.outputs, self.shapes, self.backend.num_shards)
         end = time.perf_counter()
         seconds = end - max(launched.started, self._last_end)
         self._last_end = end
         steps, prompt_steps = self._stats.on_round(outputs, seconds)
-        self._round_length.on_round(prompt_steps > 0, steps, seconds)
-        self._round_length.on_shards(prompt_steps > 0, self._stats.shard_steps if self._scheduler.is_short else [])
-        found = self._scheduler.searches(outputs, launched.round_id, launched.version)
+        self._scheduler.on_round(
+            steps=steps, prompt_steps=prompt_steps, seconds=seconds, rank_steps=self._stats.rank_steps
+        )
+        found = self._scheduler.finished_searches(outputs.ranks, launched.round_id, launched.version)
         enter_hypotheses(self.programs, self.state, found, self.backend)
-        known = self._scheduler.collect(outputs, launched.round_id, launched.version)
+        known = self._scheduler.collect(outputs.ranks, launched.round_id, launched.version)
         self._offload.on_round(outputs.scalars["host_call"])
         self._scores.take()
-        self._scores.ask(self.programs, self.state, self._scheduler.take_leaving())
+        self._scores.ask(self.programs, self.state, self._scheduler.pop_scored())
         self._stats.on_time(wait=ready - begin, download=end - ready, collect=time.perf_counter() - end)
         return known
 
@@ -553,7 +556,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         self._in_flight = None
         lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
         self.state = self.programs.init() if lost else self.programs.reset(self.state)
-        self._scheduler.abandon()
+        self._scheduler.abort_all()
         self._scores.abandon()
         self._intake.forget_roots()  # nothing is stored for any of them
         self._stats.on_reset()
@@ -562,7 +565,7 @@ class InferenceEngine(Forks, Spilling, Versions):
     @exclusive
     def zero_cache(self) -> None:
         """Overwrite every stored key and value with zeros. Requires: no request in progress."""
-        if not self._scheduler.is_idle:
+        if self._scheduler.has_work:
             raise ValueError("zero_cache while requests are in progress would change their results; finish them first")
         self.state = self.programs.zero_cache(self.state)
 

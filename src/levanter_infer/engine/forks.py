@@ -11,9 +11,9 @@ from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.coordination import RoundCoordinator
 from levanter_infer.engine.kv_offload import KvOffload
 from levanter_infer.engine.request_state import RequestState, SampleState
-from levanter_infer.engine.sharded import told_one_shard
-from levanter_infer.engine.slots import SlotManager
+from levanter_infer.engine.scheduler import RankSlots, Scheduler
 from levanter_infer.engine.turns import Turns, exclusive
+from levanter_infer.engine.uploads import without_ranks
 
 
 class Forks(abc.ABC):
@@ -22,7 +22,7 @@ class Forks(abc.ABC):
     state: Any
     backend: Backend
     programs: Programs
-    _scheduler: SlotManager
+    _scheduler: Scheduler
     _offload: KvOffload
     _rounds: int
     _coordinator: RoundCoordinator
@@ -66,10 +66,11 @@ class Forks(abc.ABC):
     def _go_on(self, group: RequestState, sequences: list[SampleState], ancestors: list[int]) -> None:
         self._coordinator.on_input({"ancestors": np.asarray([sequences[0].arrival, *ancestors])})
         self.state = self._offload.begin_anew(self.programs.tier, self.state, group)
-        fields = go_on_from(self._scheduler.of(group), sequences, ancestors, self._rounds)
+        fields = go_on_from(self._scheduler.slots_of(group), sequences, ancestors, self._rounds)
         if fields is not None:
-            fields = told_one_shard(fields, group.rank, self.backend.num_shards)
-            self.state = self.programs.resample(self.state, *self.backend.put(fields))
+            num_ranks = self.backend.num_shards
+            of_ranks = tuple(np.stack([field * (rank == group.rank) for rank in range(num_ranks)]) for field in fields)
+            self.state = self.programs.resample(self.state, *self.backend.put(without_ranks(of_ranks, num_ranks)))
 
 
 def checked_ancestors(group: RequestState, ancestors: Sequence[int]) -> list[int]:
@@ -96,7 +97,7 @@ def further_samples(group: RequestState, index: int, count: int) -> list[SampleS
 
 
 def go_on_from(
-    slots: SlotManager, sequences: list[SampleState], ancestors: list[int], next_round: int
+    slots: RankSlots, sequences: list[SampleState], ancestors: list[int], next_round: int
 ) -> tuple[np.ndarray, ...] | None:
     """Let each sequence go on from its ancestor on the host, and say what the device has to do for it.
 
@@ -112,7 +113,7 @@ def go_on_from(
             f"{wanted} samples need a slot to go on and {slots.num_free} are free; wait until others have finished, "
             "submit fewer, or raise engine.max_seqs"
         )
-    num_slots = slots.shapes.num_slots
+    num_slots = slots.num_slots
     mask = np.zeros(num_slots, np.bool_)
     source, sample_index, arrival = np.arange(num_slots, dtype=np.int32), *np.zeros((2, num_slots), np.int32)
     for sequence, ancestor in pairs:
@@ -122,7 +123,7 @@ def go_on_from(
                 slots.cancel_slot(sequence)
             continue
         if sequence.slot is None:
-            slots.seat(sequence)
+            slots.assign_slot(sequence)
             sequence.first_round = next_round
         slots.keep_slot(sequence)
         slot = sequence.slot

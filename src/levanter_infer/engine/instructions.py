@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from levanter_infer.decode.programs import compile_program
+from levanter_infer.kernels.call import LinearCall
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.cpu import huge_pages
 from levanter_infer.policies import CpuIsa
@@ -141,7 +142,7 @@ def _cell(isa: str, weights: np.ndarray, rows: int) -> Callable[[], Any]:
     outputs = [part.size // _INPUTS]
 
     def matmul(x, panels):
-        return cpu.stacked_matmul(x, [panels], outputs, jnp.int32(0), isa_name=isa)
+        return cpu.stacked_matmul(LinearCall(x, [panels], outputs, jnp.int32(0)), isa_name=isa)
 
     program = compile_program(matmul).lower(x, panels).compile()
     return functools.partial(program, x, panels)

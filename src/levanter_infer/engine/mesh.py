@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from levanter_infer.axes import DATA, EXPERT, MODEL
+from levanter_infer.axes import DATA, EXPERT, MODEL, check_model_axis
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -29,8 +29,7 @@ class MeshConfig:
             value = getattr(self, field.name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"mesh.{field.name}={value!r}: expected a whole number of at least 1")
-        if self.model not in (1, 2, 4, 8, 16):
-            raise ValueError(f"mesh.model={self.model}: expected one of 1, 2, 4, 8 or 16")
+        check_model_axis(self.model)
 
     @property
     def num_devices(self) -> int:

@@ -277,46 +277,6 @@ def brief(value: object) -> str:
     return text if len(text) <= 160 else text[:120] + "..." + text[-37:]
 
 
-def check_limits(
-    params: SamplingParams,
-    *,
-    vocab_size: int,
-    max_logprobs: int,
-    max_prompt_logprobs: int,
-    max_logit_bias: int,
-    max_stop_sequences: int,
-    max_stop_tokens: int = MAX_STOP_TOKENS,
-) -> None:
-    """Check a request against the sizes that the engine's programs were compiled for.
-
-    Raises: ValueError naming the parameter and the config key to raise.
-    """
-    wanted = {
-        "max_logprobs": (f"logprobs={params.logprobs}", params.logprobs or 0, max_logprobs),
-        "max_prompt_logprobs": (
-            f"prompt_logprobs={params.prompt_logprobs}",
-            params.prompt_logprobs or 0,
-            max_prompt_logprobs,
-        ),
-        "max_logit_bias": _counted("logit_bias", params.logit_bias or (), max_logit_bias),
-        "max_stop_sequences": max(
-            _counted("stop", params.stop, max_stop_sequences),
-            _counted("stop_token_ids", params.stop_token_ids, max_stop_sequences),
-            key=lambda entry: entry[1],
-        ),
-    }
-    for key, (got, number, limit) in wanted.items():
-        if number > limit:
-            raise ValueError(f"{got} but engine.{key}={limit}; raise engine.{key} or ask for less")
-    for i, sequence in enumerate(stop_sequences(params)):
-        if len(sequence) > max_stop_tokens:
-            raise ValueError(
-                f"stop_token_ids[{i}] has {len(sequence)} tokens; a stop token sequence has at most {max_stop_tokens}"
-            )
-        _check_vocabulary(f"stop_token_ids[{i}]", sequence, vocab_size)
-    _check_vocabulary("logit_bias", params.logit_bias or (), vocab_size)
-
-
 def stop_sequences(params: SamplingParams) -> tuple[tuple[int, ...], ...]:
     """`stop_token_ids` in the form in which it is kept."""
     return params.stop_token_ids  # type: ignore[return-value]
@@ -329,16 +289,6 @@ def derive_seed(config_seed: int, request_id: str) -> int:
     """
     digest = hashlib.sha256(f"{config_seed}:{request_id}".encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") >> 11
-
-
-def _counted(name: str, entries: Sequence | Mapping, limit: int) -> tuple[str, int, int]:
-    return f"{name} has {len(entries)} entries", len(entries), limit
-
-
-def _check_vocabulary(name: str, ids: Iterable[int], vocab_size: int) -> None:
-    for token in ids:
-        if token >= vocab_size:
-            raise ValueError(f"{name} holds token id {token}, outside the vocabulary of {vocab_size} tokens")
 
 
 def _is_int(value: object) -> bool:

@@ -15,6 +15,7 @@ from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request_state import PromptScores, RequestState
 from levanter_infer.engine.row_reads import RowReads
+from levanter_infer.policies import FinishReason
 
 SCORE_ONLY = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0)
 """The prompt's log probabilities, and no continuation."""
@@ -69,11 +70,11 @@ class ScoreReader:
         group.prompt_scores = PromptScores(*unpack_scores(scores))
         self._registry.add("scored_tokens", len(scores))
         if np.isnan(group.prompt_scores.logprobs).any():
-            group.sequences[0].finish_reason = "error"
+            group.sequences[0].finish_reason = FinishReason.ERROR
 
     def abandon(self) -> None:
         """Nobody will read what was asked for."""
         for groups, *_ in self._asked:
             for group, _ in groups:
-                group.sequences[0].finish_reason = "abort"
+                group.sequences[0].finish_reason = FinishReason.ABORT
         self._asked = []

@@ -1,11 +1,14 @@
 """The static sizes that follow from an `EngineConfig`, a model and a machine."""
 
+import math
+
 import jax.numpy as jnp
 
-from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.params import MAX_STOP_TOKENS
+from levanter_infer.kernels.call import PoolShape
+from levanter_infer.kernels.xla.backend import XLA
 from levanter_infer.policies import PreemptionPolicy
 from levanter_infer.runtime.memory import default_pool_bytes
 
@@ -36,7 +39,8 @@ def resolve_shapes(
     max_step_tokens = config.max_step_tokens or max(256, 4 * config.max_seqs)
     wanted = config.max_seqs * -(-max_seq_len // page_size)
     dtype = kv_dtype(config, model)
-    values = token_values or KvPages.token_values(arch.num_kv_heads, arch.head_dim, dtype)
+    token = PoolShape(1, 1, 1, kv_heads=arch.num_kv_heads, head_dim=arch.head_dim, dtype=dtype)
+    values = token_values or math.prod(XLA.pool_shape(token))
     page_bytes = arch.num_layers * page_size * values * dtype.itemsize
     num_pages = config.max_pages or min(wanted, default_pool_bytes(unread_bytes, device_bytes) // page_bytes)
     if num_pages < config.max_seqs and config.max_pages is None:

@@ -7,7 +7,7 @@ from levanter_infer.decode.programs import Programs
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.kv_offload import KvOffload
 from levanter_infer.engine.request_state import SampleState
-from levanter_infer.engine.slots import SlotManager
+from levanter_infer.engine.scheduler import Scheduler
 from levanter_infer.engine.turns import Turns, exclusive
 
 
@@ -17,7 +17,7 @@ class Spilling(abc.ABC):
     state: Any
     backend: Backend
     programs: Programs
-    _scheduler: SlotManager
+    _scheduler: Scheduler
     _offload: KvOffload
     _known: list[SampleState]
     _turns: Turns
@@ -60,5 +60,5 @@ class Spilling(abc.ABC):
         """What the last round asked for, with nothing under way; returns as `step_round`."""
         known = self._flush() if self._offload.is_called else []
         if self._offload.is_called:
-            self.state = self._offload.move(self.programs.tier, self.state, self._scheduler.occupants)
+            self.state = self._offload.move(self.programs.tier, self.state, self._scheduler.active)
         return known

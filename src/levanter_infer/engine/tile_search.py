@@ -18,8 +18,10 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from levanter_infer.decode.programs import Program
-from levanter_infer.kernels import ragged_paged_attention
+from levanter_infer.kernels.call import AttentionCall
+from levanter_infer.kernels.rules import ScoreRules
 from levanter_infer.kernels.tiling import Tiles, TileShape, candidates
+from levanter_infer.kernels.tpu.backend import TpuBackend
 from levanter_infer.kernels.tpu.sizes import Tile, align_queries
 from levanter_infer.kernels.tpu.tile_table import TABLE
 from levanter_infer.layers.layout import Layout
@@ -153,9 +155,14 @@ def _compile(shape: TileShape, max_tokens: int, q_dtype: str, tiles: Tiles) -> s
     )
 
     def attend(arrays):
-        return ragged_paged_attention(
-            **arrays, kv_heads=shape.kv_heads, scale=shape.head_dim**-0.5, impl="tpu", tiles=tiles
+        call = AttentionCall(
+            **arrays,
+            rules=ScoreRules(scale=shape.head_dim**-0.5),
+            kv_dtype=jnp.dtype(shape.kv_dtype),
+            kv_heads=shape.kv_heads,
+            page_size=shape.page_size,
         )
+        return TpuBackend(tiles=tiles).attend(call)
 
     try:
         Program(attend).jitted.trace(arrays).lower(lowering_platforms=("tpu",)).compile()

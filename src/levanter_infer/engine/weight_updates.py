@@ -15,9 +15,10 @@ from levanter_infer.engine.intake import Intake
 from levanter_infer.engine.kv_offload import KvOffload
 from levanter_infer.engine.params import brief
 from levanter_infer.engine.request_state import SampleState
-from levanter_infer.engine.slots import SlotManager
+from levanter_infer.engine.scheduler import Scheduler
 from levanter_infer.engine.stats import Stats
 from levanter_infer.engine.turns import Turns, exclusive
+from levanter_infer.engine.uploads import without_ranks
 from levanter_infer.models.live import from_levanter
 
 POLICIES = ("drain", "keep_kv", "recompute")
@@ -33,7 +34,7 @@ class Versions(abc.ABC):
     version: int = 0
     """Of the weights that the next round uses."""
     _types: Any
-    _scheduler: SlotManager
+    _scheduler: Scheduler
     _offload: KvOffload
     _coordinator: RoundCoordinator
     _intake: Intake
@@ -102,7 +103,7 @@ class Versions(abc.ABC):
         return int(version)
 
     def _check_weights_are_there(self) -> None:
-        if self._scheduler.occupants and any(leaf.is_deleted() for leaf in jax.tree.leaves(self.model)):
+        if self._scheduler.active and any(leaf.is_deleted() for leaf in jax.tree.leaves(self.model)):
             raise ValueError(
                 'policy="drain" needs the weights in use, and they have been deleted: their arrays, which the engine '
                 "shares, were donated to somebody else; drain before that, or use keep_kv or recompute"
@@ -114,21 +115,22 @@ class Versions(abc.ABC):
         self.state = self._offload.recall(self.programs.tier, self.state)
         self._scheduler.admits = False
         try:
-            while self._scheduler.occupants:
+            while self._scheduler.active:
                 known += self.step_round()
         finally:
             self._scheduler.admits = True
             self._known = known + self._known
 
     def _enter_version(self, *, recompute: bool) -> None:
-        for group in self._scheduler.groups():
+        for group in self._scheduler.requests():
             group.root = self._intake.root(group)
             if recompute or not group.is_loose:
                 self.state = self._offload.begin_anew(self.programs.tier, self.state, group)
         roots = self._scheduler.roots()
         swapped = np.zeros(roots.shape, bool)
-        swapped[..., self._offload.swapped_slots()] = True  # on several shards nobody is
-        arguments = self.backend.put((roots, swapped, np.full(roots.shape[:-1], recompute)))
+        swapped[..., self._offload.swapped_slots()] = True  # pages are offloaded with one rank only
+        of_ranks = (roots, swapped, np.full(roots.shape[:-1], recompute))
+        arguments = self.backend.put(without_ranks(of_ranks, self.backend.num_shards))
         decode = self.programs.on_weight_update(self.state.decode, *arguments)
         self.state = dataclasses.replace(self.state, decode=decode)
 

@@ -59,8 +59,8 @@ def read_rows(config: RunConfig, *, completions: bool = False, columns: Columns 
     """
     if columns is not None and columns.carry and not str(config.prompts_file).lower().endswith(_JSONL):
         raise ValueError(no_columns(config.prompts_file or "prompts"))
-    base = dataclasses.replace(config.sampling, seed=None)
     chat = {key: value for key, value in chat_settings(config).items() if not completions or key in _SCORED_CHAT_KEYS}
+    parser = RowParser(dataclasses.replace(config.sampling, seed=None), chat, columns, completions)
     if config.prompts_file is not None:
         contents = _read_file(Path(config.prompts_file), as_chat=bool(config.chat))
     elif config.prompts is not None:
@@ -73,7 +73,7 @@ def read_rows(config: RunConfig, *, completions: bool = False, columns: Columns 
     for where, content in contents:
         if len(rows) == MAX_ROWS:
             raise ValueError(f"{where}: more than {MAX_ROWS} rows; split the file")
-        row = make_row(content, str(len(rows)), where, base, completions=completions, columns=columns, chat=chat)
+        row = parser.row(content, str(len(rows)), where)
         if row.id in seen and row.error is None:
             error = f"{where}: id {brief(row.id)} is that of {seen[row.id]} too; ids must differ"
             row = dataclasses.replace(row, request=None, error=error)
@@ -220,39 +220,63 @@ def row_id(content: Any, default_id: str) -> str:
     return default_id if given is None else given
 
 
-def make_row(
-    content: Any,
-    default_id: str,
-    where: str,
-    base: SamplingParams,
-    *,
-    completions: bool = False,
-    columns: Columns | None = None,
-    chat: Mapping[str, Any] = _NONE,
-) -> Row:
-    """The request of a row; a malformed row has an error instead.
+@dataclasses.dataclass(frozen=True)
+class RowParser:
+    """Makes the rows of one input."""
 
-    Args:
-        content: as `parse_line` returns it.
-        where: names the row in its error.
-        base: sampling parameters that the row may override.
-        completions: the row may hold a completion, and no sampling parameters.
-        columns: columns of the output; a row that asks for others is refused.
-        chat: as `chat_settings`; rows without a chat ignore it.
-    """
-    default_id = row_id(content, default_id)
-    carry = () if columns is None else columns.carry
-    carried = {name: content[name] for name in carry if name in content} if isinstance(content, dict) else _NONE
-    try:
-        if isinstance(content, ValueError):
-            raise content
-        known = _SCORED_ROW_KEYS if completions else (*ROW_KEYS, *carry)
-        request = _make_request(content, default_id, base, known, chat, "" if completions else CARRY_REMEDY)
-        if columns is not None:
-            columns.check(request.sampling or base)
-        return Row(default_id, request, None, _completion(content) if completions else None, carried)
-    except ValueError as e:
-        return Row(default_id, None, f"{where}: {e}", carried=carried)
+    base: SamplingParams
+    """Sampling parameters that a row may override."""
+    chat: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """As `chat_settings`; rows without a chat ignore it."""
+    columns: Columns | None = None
+    """Columns of the output, if there is one; a row that asks for others is refused."""
+    completions: bool = False
+    """Rows may hold a completion, and no sampling parameters."""
+
+    def row(self, content: Any, default_id: str, where: str) -> Row:
+        """The request of a row; a malformed row has an error instead.
+
+        Args:
+            content: as `parse_line` returns it.
+            where: names the row in its error.
+        """
+        name = row_id(content, default_id)
+        carry = () if self.columns is None else self.columns.carry
+        carried = {key: content[key] for key in carry if key in content} if isinstance(content, dict) else _NONE
+        try:
+            if isinstance(content, ValueError):
+                raise content
+            request = self._request(content, name, carry)
+            if self.columns is not None:
+                self.columns.check(request.sampling or self.base)
+            return Row(name, request, None, _completion(content) if self.completions else None, carried)
+        except ValueError as e:
+            return Row(name, None, f"{where}: {e}", carried=carried)
+
+    def _request(self, content: Any, name: str, carry: Sequence[str]) -> Request:
+        if not isinstance(content, dict):
+            expected = "expected an object with prompt, prompt_token_ids or messages"
+            raise ValueError(f"the row is {brief(content)}; {expected}")
+        known = _SCORED_ROW_KEYS if self.completions else (*ROW_KEYS, *carry)
+        check_keys(content, known, "", "" if self.completions else CARRY_REMEDY)
+        given = [key for key in _PROMPT_KEYS if content.get(key) is not None]
+        if len(given) != 1:
+            raise ValueError(f"expected one of prompt, prompt_token_ids, messages; got {' and '.join(given) or 'none'}")
+        kind, value = given[0], content[given[0]]
+        if not isinstance(value, str if kind == "prompt" else list):
+            raise ValueError(f"{kind} is {brief(value)}; expected a {'string' if kind == 'prompt' else 'list'}")
+        if kind == "prompt_token_ids" and isinstance(value, list):
+            _check_ids(value)
+        if not _is_id(content.get("id", "")):
+            expected = f"a string of at most {MAX_ID_CHARS} characters or a whole number"
+            raise ValueError(f"id is {brief(content['id'])}; expected {expected}")
+        sampling = self.base if content.get("sampling") is None else merge_sampling(self.base, content["sampling"])
+        for key in ("n", "best_of", "num_beams"):
+            if (getattr(sampling, key) or 0) > MAX_N:
+                raise ValueError(f"sampling.{key}={getattr(sampling, key)}; expected at most {MAX_N}")
+        policies = {key: content[key] for key in _POLICY_KEYS if key in known and content.get(key) is not None}
+        prompt: dict[str, Any] = {kind: value}
+        return Request(**prompt, sampling=sampling, id=name, **policies, **_chat_keys(content, kind, self.chat))
 
 
 def _completion(content: dict[str, Any]) -> str | list[int] | None:
@@ -267,36 +291,6 @@ def _completion(content: dict[str, Any]) -> str | list[int] | None:
         what = "a list of at least one token id" if expected is list else "a string of at least one character"
         raise ValueError(f"{key} is {brief(value)}; expected {what}")
     return value
-
-
-def _make_request(
-    content: Any, row_id: str, base: SamplingParams, known: Sequence[str], chat: Mapping[str, Any], remedy: str
-) -> Request:
-    if not isinstance(content, dict):
-        raise ValueError(f"the row is {brief(content)}; expected an object with prompt, prompt_token_ids or messages")
-    check_keys(content, known, "", remedy)
-    given = [key for key in _PROMPT_KEYS if content.get(key) is not None]
-    if len(given) != 1:
-        raise ValueError(f"expected one of prompt, prompt_token_ids, messages; got {' and '.join(given) or 'none'}")
-    kind, value = given[0], content[given[0]]
-    if kind == "prompt" and not isinstance(value, str):
-        raise ValueError(f"prompt is {brief(value)}; expected a string")
-    if kind != "prompt" and not isinstance(value, list):
-        raise ValueError(f"{kind} is {brief(value)}; expected a list")
-    if kind == "prompt_token_ids" and isinstance(value, list):
-        _check_ids(value)
-    if not _is_id(content.get("id", "")):
-        expected = f"a string of at most {MAX_ID_CHARS} characters or a whole number"
-        raise ValueError(f"id is {brief(content['id'])}; expected {expected}")
-    sampling = base
-    if content.get("sampling") is not None:
-        sampling = merge_sampling(base, content["sampling"])
-    for name in ("n", "best_of", "num_beams"):
-        if (getattr(sampling, name) or 0) > MAX_N:
-            raise ValueError(f"sampling.{name}={getattr(sampling, name)}; expected at most {MAX_N}")
-    prompt: dict[str, Any] = {kind: value}
-    policies = {key: content[key] for key in _POLICY_KEYS if key in known and content.get(key) is not None}
-    return Request(**prompt, sampling=sampling, id=row_id, **policies, **_chat_keys(content, kind, chat))
 
 
 def _check_ids(ids: list[Any]) -> None:

@@ -21,8 +21,8 @@ import numpy as np
 from haliax import Axis, NamedArray
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from levanter_infer.axes import DATA, EXPERT, KV_HEADS, KV_PAIR, MLP, MODEL, Q_HEADS_PER_GROUP, VOCAB
-from levanter_infer.layers.shard_axis import ALONE, VOCAB_GROUPS, ShardAxis, Vocabulary
+from levanter_infer.axes import DATA, EXPERT, KV_HEADS, KV_PAIR, MLP, MODEL, Q_HEADS_PER_GROUP, VOCAB, check_model_axis
+from levanter_infer.layers.shard_axis import ALONE, ShardAxis, Vocabulary
 
 MESH_AXES = {KV_HEADS: MODEL, KV_PAIR: MODEL, MLP: MODEL, VOCAB: MODEL, EXPERT: EXPERT, DATA: DATA}
 """Axis of an array -> axis of the mesh over which it is spread."""
@@ -67,8 +67,7 @@ class Layout:
             raise ValueError(f"mesh.expert={parts}: the model has no experts; leave it out, and use mesh.model")
         if self.num_experts is not None and self.num_experts % parts:
             raise ValueError(f"mesh.expert={parts} does not divide the model's {self.num_experts} experts")
-        if VOCAB_GROUPS % self.model.parts:
-            raise ValueError(f"mesh.model={self.model.parts}: expected one of 1, 2, 4, 8 or {VOCAB_GROUPS}")
+        check_model_axis(self.model.parts)
 
     @staticmethod
     def of(mesh: Mesh, config) -> "Layout":

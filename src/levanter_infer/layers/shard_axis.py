@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-VOCAB_GROUPS = 16
-"""A vocabulary is spread over a divisor of this many parts: `decode.sampling_draw` adds as many entries at once, one of
-every stretch of a 16th, and a part then holds whole stretches."""
+from levanter_infer.axes import VOCAB_GROUPS
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import equinox as eqx
 from haliax import NamedArray
 
 from levanter_infer.axes import LAYERS
+from levanter_infer.layers.linear import Linear
 from levanter_infer.layers.rotary import RopeConfig
 from levanter_infer.models.decoder import DecoderConfig, DecoderModel
 from levanter_infer.models.hf_config import HfConfig
@@ -33,7 +34,7 @@ class Family:
 
 
 TENSOR_NAMES = {
-    "embeddings": "model.embed_tokens.weight",
+    "embeddings.weight": "model.embed_tokens.weight",
     "layers.input_norm.weight": "model.layers.{layer}.input_layernorm.weight",
     **{
         f"layers.attention.{name}_proj.{kind}": f"model.layers.{{layer}}.self_attn.{name}_proj.{kind}"
@@ -49,7 +50,7 @@ TENSOR_NAMES = {
         for kind in ("weight", "bias")
     },
     "norm.weight": "model.norm.weight",
-    "lm_head": "lm_head.weight",
+    "lm_head.weight": "lm_head.weight",
 }
 """The names that Llama, Mistral, Qwen2 and Qwen3 share. A model without a parameter (a bias, say) skips its line."""
 
@@ -85,13 +86,12 @@ def parameters(model: DecoderModel, family: Family) -> list[Parameter]:
             continue
         axes = array.axes
         stacked = axes[0].name == LAYERS
-        num_in = getattr(owner, "num_in", 1) if path.endswith("_proj.weight") else 1
         experts = "{expert}" in template
         num_stacked = stacked + experts
         sizes = [axis.size for axis in axes[num_stacked:]]
         merged = (_product(sizes),)
-        if path.endswith(("_proj.weight", "router.weight")) or path in ("embeddings", "lm_head"):
-            merged = (_product(sizes[:-num_in]), _product(sizes[-num_in:]))
+        if isinstance(owner, Linear) and path.endswith(".weight"):
+            merged = (_product(sizes[: -owner.num_in]), _product(sizes[-owner.num_in :]))
         places = [{"layer": i} for i in range(axes[0].size)] if stacked else [{}]
         if experts:
             places = [{**place, "expert": i} for place in places for i in range(axes[1].size)]

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from levanter_infer.cli import command_help, run_command
+from levanter_infer.cli import run_command
 
 if __name__ == "__main__":  # here, so that an interrupt during the imports below leaves no traceback
     run_command("plan")
 
-from levanter_infer.cli.common import guarded, run_config
+from levanter_infer.cli.common import run_config
 from levanter_infer.config import RunConfig
 from levanter_infer.io.terminal import say
 from levanter_infer.runtime.progress import stage
@@ -89,7 +89,7 @@ class PlanRunConfig(RunConfig):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     given = ["--plan.compile=false" if a == "--no-compile" else a for a in (sys.argv[1:] if argv is None else argv)]
-    return guarded(lambda: run_config(given, lambda: command_help("plan"), run, PlanRunConfig, _OPTIONS))
+    return run_config("plan", given, run, PlanRunConfig, _OPTIONS)
 
 
 def run(config: PlanRunConfig) -> int:

@@ -77,7 +77,7 @@ def figures_of(job: Job) -> Figures:
         sampled_rows=shapes.sampled_rows or shapes.max_rows,
         attention=backend.attention,
         matmul=backend.matmul,
-        tiles=_tiles(job, blueprint) if backend.attention == "tpu" else {},
+        tiles=_tiles(job, blueprint) if "tiles" in backend.attention_backend.options else {},
         model=_model_sizes(job, blueprint),
     )
 

@@ -417,7 +417,7 @@ class Pipeline:
             return item + 1, cursor
 
         cursor = self.start()
-        for _ in range(self.ahead):
+        for _ in range(self.ahead + 1):
             cursor = self.advance(cursor)
         for item in map(jnp.int32, range(self.ahead)):
             self.prefetch_pages(item, *self.start_queries(item, item < cursor.num_items))
