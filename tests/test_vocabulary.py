@@ -91,32 +91,31 @@ EXEMPT = {
 """Documents in which no word is looked for, and why."""
 
 NOT_YET: dict[str, str] = {
-    "CONTRIBUTING.md": "nobody",
     "docs/invariants.md": "place",
     "scripts/": "beginning nobody product room spill who",
-    "src/levanter_infer/cache/": "beginning lie nobody room spread who",
+    "src/levanter_infer/cache/": "beginning nobody spread who",
     "src/levanter_infer/decode/": (
-        "beginning company data-shard give-way host-tier lie nobody offload-names old-names room spread told who"
+        "beginning company give-way host-tier lie nobody offload-names room spread told who"
     ),
     "src/levanter_infer/engine/": (
-        "beginning chunk data-shard give-way host-tier lie nobody old-names room seat spill spread told who"
+        "beginning chunk data-shard give-way host-tier lie nobody room spill spread told who"
     ),
-    "src/levanter_infer/kernels/": "company lie nobody none-pages product room shrink who",
+    "src/levanter_infer/kernels/": "lie nobody none-pages product room shrink who",
     "src/levanter_infer/keys.py": "product",
-    "src/levanter_infer/layers/": "data-shard lie nobody product spread who",
-    "src/levanter_infer/models/": "followed lie nobody old-names product spread told",
+    "src/levanter_infer/layers/": "data-shard lie spread",
+    "src/levanter_infer/models/": "lie nobody product",
     "tests/batch/": "room",
     "tests/bench/": "spread",
     "tests/checkpoints/": "nobody",
-    "tests/decode/": "beginning company give-way lie nobody old-names room spread told who",
-    "tests/engine/": "beginning company host-tier nobody pace room seat spread told who",
+    "tests/decode/": "beginning company give-way lie nobody room spread told who",
+    "tests/engine/": "beginning company host-tier nobody room spread told who",
     "tests/golden_cases.py": "spread",
-    "tests/kernels/": "room",
+    "tests/kernels/": "old-names room",
     "tests/mesh_runs.py": "spread",
-    "tests/models/": "old-names spread",
+    "tests/models/": "spread",
     "tests/plan/": "room",
     "tests/runtime/": "nobody",
-    "tests/test_": "nobody room spill",
+    "tests/test_": "nobody spill",
     "tests/tpu_compile.py": "host-tier",
     "tests/tpu_kernels.py": "spill",
 }
