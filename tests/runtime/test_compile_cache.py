@@ -160,7 +160,7 @@ def test_a_tilde_is_the_home(unset, monkeypatch, tmp_path, caplog):
     directory = enable_compile_cache()
     assert directory is not None and directory.parent == tmp_path / "home" / "programs"
     jax.config.update("jax_compilation_cache_dir", None)
-    monkeypatch.setenv(VARIABLE, "~nobody-of-this-name/programs")
+    monkeypatch.setenv(VARIABLE, "~no-such-user/programs")
     assert enable_compile_cache() is None and VARIABLE in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
 

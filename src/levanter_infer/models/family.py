@@ -71,7 +71,7 @@ class Parameter:
     hf_shape: tuple[int, ...]
     """Shape of each of these tensors."""
     num_stacked: int
-    """Leading axes along which they lie."""
+    """Leading axes along which they are stacked."""
 
 
 def parameters(model: DecoderModel, family: Family) -> list[Parameter]:
@@ -126,10 +126,10 @@ def _resolve(model: DecoderModel, path: str) -> tuple[Any, Any]:
 
 
 def _product(sizes: Iterable[int]) -> int:
-    product = 1
+    total = 1
     for size in sizes:
-        product *= size
-    return product
+        total *= size
+    return total
 
 
 def common_fields(hf: HfConfig, *, kv_heads: int | None, head_dim: int | None, max_positions: int) -> dict[str, Any]:
