@@ -70,7 +70,7 @@ TESTS = {
     ),
     "checkpoints/chat_template.py": (_C + "test_chat_template.py",),
     "checkpoints/template_worker.py": (_C + "test_chat_template.py",),
-    "checkpoints/messages.py": (_C + "test_chats.py",),
+    "checkpoints/chat.py": (_C + "test_chats.py",),
     "checkpoints/tokenizer": (_C + "test_tokenizer.py",),
     "checkpoints/": (_C + "test_load.py", _C + "test_save.py", "tests/models/test_hf_parity.py"),
     "kernels/cpu/bindings.py": (_K + "test_cpu.py", _K + "test_cpu_place.py"),

@@ -291,7 +291,7 @@ def test_what_is_no_model_is_refused(write, tmp_path):
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("name, says", [("~nobody-of-this-name/m", "home directory"), ("x" * 300, "name too long")])
+@pytest.mark.parametrize("name, says", [("~no-such-user/m", "home directory"), ("x" * 300, "name too long")])
 def test_name_that_no_directory_can_have_is_reported(name, says):
     with pytest.raises(ValueError, match=f"cannot look for model '.*{says}.*; give a directory or a hub id"):
         resolve_source(name)

@@ -1,4 +1,4 @@
-"""Pages that move to the host's memory and back: results, reference counts, and nothing left behind."""
+"""Pages that move to host memory and back: results, reference counts, and nothing left behind."""
 
 import dataclasses
 import time
@@ -61,7 +61,7 @@ def request(seed: int, prompt: int = 9, max_tokens: int = 20, n: int = 1) -> Req
 
 
 def bits(completions) -> list:
-    """Tokens of every completion, and the bits of its logprobs where they do not depend on the company."""
+    """Tokens of every completion, and the bits of its logprobs where they do not depend on the batch."""
     return [(c.token_ids, c.logprobs.tobytes() if cpu.available() else None) for c in completions]
 
 
@@ -147,7 +147,7 @@ class ARecord:
         (12, [RUNNING, RUNNING], 4, True),
         (11, [RUNNING, RUNNING], 4, False),
         (12, [RUNNING, RUNNING], 2, False),  # no place
-        (5, [SWAPPED], 4, True),  # nobody runs: it may come back without room to grow
+        (5, [SWAPPED], 4, True),  # no sequence runs: it may come back without free pages
         (4, [SWAPPED], 4, False),
     ],
 )
@@ -248,7 +248,7 @@ def test_cancelled_sequences_leave_nothing_with_the_host(engine):
 
 
 def test_a_deadline_ends_who_is_in_the_memory_of_the_host_and_nobody_else(engine, monkeypatch):
-    """Also where it passes while nothing is under way, and nothing else has told the host of it."""
+    """Also where it passes while nothing is under way, and the host has learned it from nothing else."""
     kept, late = request(24, prompt=30, max_tokens=34), request(25, prompt=20, max_tokens=40)
     first = engine.submit(kept)
     group = engine.submit(dataclasses.replace(late, timeout_s=1000))
