@@ -236,7 +236,7 @@ class Runner:
         Args:
             roots: i32[rank, slot], the prefix-cache root of each slot under the new weights, -1 for free slots.
             swapped: bool[rank, slot], slots whose pages are in host memory.
-            recompute: whether running sequences compute their keys and values anew.
+            recompute: whether running sequences recompute their keys and values.
         """
         arguments = self._put((roots, swapped, np.full(roots.shape[:-1], recompute)))
         self._replace_decode(self.programs.on_weight_update(self.state.decode, *arguments))
