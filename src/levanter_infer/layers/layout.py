@@ -283,8 +283,8 @@ class Layout:
         """`function`, run by every device on its parts.
 
         Args:
-            function: of one data-parallel rank. Where there are several, all arguments but `model`, and all results, have a
-                leading axis `data`.
+            function: of one data-parallel rank. Where there are several, all arguments but `model`, and all results,
+                have a leading axis `data`.
             results: what one shard gets: types, or None for arrays that are the same on all devices of a shard. These
                 are for the host: where there are several, they are brought to all devices, so that each host has them.
         """
