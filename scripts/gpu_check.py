@@ -83,7 +83,7 @@ def speed(tile: dict[str, int], impls: list[str], layers: int = 16, repeats: int
 
 
 def _seconds(impl: str, rows: int, q_len: int, context: int, layers: int, repeats: int) -> tuple[float, int]:
-    """Of one call, best of `repeats`, and the bytes of keys and values that it has to read."""
+    """Seconds of one call, best of `repeats`, and the bytes of keys and values that it has to read."""
     heads, kv_heads, dim, page_size = 32, 8, 128, 16
     each = context // page_size
     pool = jnp.zeros((layers, rows * each, page_size, 2 * kv_heads, dim), jnp.bfloat16) + jnp.bfloat16(0.1)

@@ -1,4 +1,4 @@
-"""What matmuls in float16 with float16 sums, as AVX512-FP16 has them, would cost in precision and range.
+"""Loss of precision and range by matmuls in float16 with float16 sums, as AVX512-FP16 has them.
 
     python scripts/half_precision.py            # random matmuls, and the tiny model of this repository
 
@@ -23,7 +23,7 @@ EVERY = (16, 32, 64, 128, None)
 
 
 def rounded(x: np.ndarray, dtype) -> np.ndarray:
-    """In `dtype`, as float64."""
+    """`x` rounded to `dtype`, as float64."""
     with np.errstate(over="ignore"):
         return np.asarray(jnp.asarray(np.float32(x)).astype(dtype).astype(jnp.float32), np.float64)
 

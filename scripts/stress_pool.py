@@ -28,7 +28,7 @@ PAGE_SIZE = 4
 
 
 def with_stop_rules(requests, seed: int):
-    """The requests, some of them with stop tokens, stop sequences, priorities and larger limits."""
+    """The requests, some of them with stop tokens, stop sequences, priorities and higher max_tokens."""
     rng = np.random.default_rng(seed)
     changed = []
     for request in requests:

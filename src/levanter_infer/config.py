@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from levanter_infer.checkpoints.chat_settings import CHAT_KEYS, check_chat_settings
+from levanter_infer.checkpoints.chat import CHAT_KEYS, check_chat_settings
 from levanter_infer.columns import check_include
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.mesh import MeshConfig
@@ -382,7 +382,7 @@ _READABLE = {
     list[str] | None: "a text or a list of texts",
     list[dict[str, Any]]: "a list of mappings",
 }
-"""What the value of a key should be, by its annotation."""
+"""Expected values in words, by annotation."""
 
 
 def _check_places(given: Iterable[Any], known: Sequence[str], path: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from levanter_infer.bench.__main__ import main as bench
-from levanter_infer.bench.drive import run_continuous, run_static
+from levanter_infer.bench.clients import run_continuous, run_static
 from levanter_infer.bench.machine import jitter, others_seconds
 from levanter_infer.bench.open_loop import compare_static, phase_lines
 from levanter_infer.bench.report import percentiles

@@ -223,8 +223,8 @@ def test_a_group_that_leaves_together_shares_again_what_it_shared(engine):
     flush_known(engine)
     indices = np.array(engine.state.decode.sequences.page_indices.array)
     counts = np.sort(np.array(engine.state.decode.page_table.ref_counts.array))
-    tables = _Tables(engine.programs.tier, engine.state)
-    engine.state = engine._offload._move_out(engine.programs.tier, engine.state, tables, group.sequences, stays=True)
+    tables = _Tables(engine.runner)
+    assert engine._offload._move_out(tables, group.sequences, stays=True)
     (record,) = engine._offload._records
     assert len(record.used()) == (counts > 0).sum() < (indices < PAGES).sum()
     assert free_pages(engine) == PAGES == tables.free
@@ -267,8 +267,8 @@ def test_one_that_ended_meanwhile_does_not_come_back_with_its_group(engine):
     expected = alone(engine, request(18, prompt=13, n=3))[0]
     group = started(engine, request(18, prompt=13, n=3), 4)
     flush_known(engine)
-    tables = _Tables(engine.programs.tier, engine.state)
-    engine.state = engine._offload._move_out(engine.programs.tier, engine.state, tables, group.sequences, stays=True)
+    tables = _Tables(engine.runner)
+    assert engine._offload._move_out(tables, group.sequences, stays=True)
     ended = group.sequences[1]
     ended.finish("stop")
     engine._scheduler.slots_of(group).cancel_slot(ended)

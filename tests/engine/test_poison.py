@@ -99,7 +99,7 @@ def poison(engine: InferenceEngine, places: np.ndarray) -> None:
     """NaN in all keys and values at these places, bool[page, page_offset]."""
     kv = engine.state.kv
     pages = jnp.where(jnp.asarray(places)[None, :, :, None, None], jnp.float32(jnp.nan), kv.pages.array)
-    engine.state = dataclasses.replace(engine.state, kv=replace(kv, pages=pages))
+    engine.runner.state = dataclasses.replace(engine.state, kv=replace(kv, pages=pages))
 
 
 def places_of(engine: InferenceEngine, slots) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What is waited for is said, where a user watches and only if it takes long."""
+"""Waits are shown, where a person watches and only if they take long."""
 
 import io
 import logging

@@ -46,7 +46,7 @@ def test_a_silent_process_is_lost_within_a_heartbeat_and_its_last_round_reported
     while not dogs[0].ends and time.monotonic() < begin + 5:
         beat(dogs[:2], 0.02)
     assert 0.2 < time.monotonic() - begin < 0.4 + 0.3
-    assert dogs[0].ends[0].startswith("host 2 (m2) is lost: not heard of for 0.")
+    assert dogs[0].ends[0].startswith("host 2 (m2) is lost: no heartbeat for 0.")
     said = capsys.readouterr().err
     assert "host 2 (m2): last round 41, in a round for 0." in said and "host 0 (m0): last round 42" in said
     assert "test_watchdog.py:" in said  # where the main thread is

@@ -298,7 +298,7 @@ class Input:
                 for i, (where, content) in enumerate(self.rows(inputs, shard)):
                     if shard.first_row + i in wanted:
                         found.setdefault(row_id(content, str(shard.first_row + i)), []).append(where)
-        first = [f"{brief(name)} in {' and '.join(places)}" for name, places in found.items() if len(places) > 1]
+        first = [f"{brief(name)} in {' and '.join(lines)}" for name, lines in found.items() if len(lines) > 1]
         return f"ids must differ, and these do not: {'; '.join(first[:_MAX_SHOWN])}"
 
 

@@ -1,7 +1,7 @@
-"""The matmuls of a step alone: what a step takes at least, whatever is done around them.
+"""The matmuls of a step alone: a lower bound of the step time.
 
-Each matmul is run layer by layer over the whole stack, as in a step, with what its call does besides (norm, gate,
-residual). `call_ms` is such a call for no rows at all.
+Each matmul runs layer by layer over the whole stack, as in a step, fused with its norm, gate and residual. `call_ms` is
+such a call for no rows at all.
 """
 
 import argparse
@@ -114,7 +114,7 @@ def _runner(model: DecoderModel, matmul: Callable, name: str, rows: int) -> Call
 
 
 def parameters_of(model: DecoderModel) -> dict[str, int]:
-    """Weights of each matmul, of one layer."""
+    """Number of weights of each matmul in one layer."""
     c = model.config
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     return {
@@ -127,7 +127,7 @@ def parameters_of(model: DecoderModel) -> dict[str, int]:
 
 
 def inputs_of(model: DecoderModel, rows: int) -> dict[str, Sequence[NamedArray]]:
-    """Random inputs of each matmul, and what is multiplied or added to them."""
+    """Random inputs of each matmul, with its gate and residual."""
     token, mlp = Axis(TOKEN, rows), Axis(MLP, model.config.intermediate_size)
     heads = _q_axes(model)
 
@@ -160,9 +160,9 @@ MATMULS: dict[str, Callable] = {
 
 
 def _over_layers(matmul: Callable) -> Callable:
-    """A program that runs a matmul `trips` times, in one layer after another; every trip waits for the one before.
+    """A program that runs a matmul `trips` times, in one layer after another; each trip depends on the one before.
 
-    Carries the inputs, and one number of what came out last.
+    Carries the inputs, and one number of the last result.
     """
 
     def program(trips, start, model: DecoderModel, num_rows):

@@ -16,10 +16,10 @@ _DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def save_model(model: DecoderModel, directory: str | Path, *, hf_config: Mapping[str, Any] | None = None) -> None:
-    """Write `config.json` and `model.safetensors` in HF's names and layouts; loading them gives `model` bit for bit.
+    """Write `config.json` and `model.safetensors` with HF's names and layouts; loading them gives `model` bit for bit.
 
     Args:
-        directory: made if absent; files of these two names are replaced, others stay.
+        directory: created if absent; files with these two names are replaced, others stay.
         hf_config: further keys of config.json, such as `eos_token_id`; they must not change the model.
     Raises: ValueError if `hf_config` contradicts the model, or the dtype has no name in safetensors.
     """
@@ -56,7 +56,7 @@ def save_model(model: DecoderModel, directory: str | Path, *, hf_config: Mapping
 
 
 def _tensors(model: DecoderModel, params):
-    """HF's tensors in the order of `params`; one stacked parameter is on the host at a time."""
+    """HF's tensors in the order of `params`; host memory holds one stacked parameter at a time."""
     for param in params:
         stacked = np.asarray(get_parameter(model, param.path).array).reshape(len(param.hf_names), *param.hf_shape)
         yield from stacked

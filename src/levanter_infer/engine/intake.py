@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
-from levanter_infer.checkpoints.chat_settings import CHAT_KEYS, check_chat_settings, check_template_kwargs
+from levanter_infer.checkpoints.chat import CHAT_KEYS, check_chat_settings, check_template_kwargs
 from levanter_infer.decode.codes import DEFAULT_ROOT
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.config import EngineConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from levanter_infer.checkpoints.chat_settings import CHAT_KEYS, check_chat_settings
+from levanter_infer.checkpoints.chat import CHAT_KEYS, check_chat_settings
 from levanter_infer.columns import TYPES, Columns
 from levanter_infer.config import RunConfig, check_keys
 from levanter_infer.engine.params import SamplingParams, brief
@@ -227,7 +227,7 @@ class RowParser:
     base: SamplingParams
     """Sampling parameters that a row may override."""
     chat: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """As `chat_settings`; rows without a chat ignore it."""
+    """Defaults for rendering chats (`chat_settings`); rows without a chat ignore them."""
     columns: Columns | None = None
     """Columns of the output, if there is one; a row that asks for others is refused."""
     completions: bool = False

@@ -1,4 +1,4 @@
-"""How fast this machine's processor reads memory and multiplies."""
+"""Measured memory bandwidth and matmul rate of this machine's processor."""
 
 import os
 import time
@@ -16,7 +16,7 @@ _ROWS, _WIDTH = 512, 2048
 
 
 def memory_gbps() -> float:
-    """GB/s of all cores that add up numbers which are in no cache."""
+    """Memory bandwidth of all cores, in GB/s: a sum of numbers that are in no cache."""
     threads = os.cpu_count() or 1
     parts = np.array_split(np.ones(_READ_BYTES // 4, np.float32), threads)
     with ThreadPoolExecutor(threads) as pool:
@@ -24,7 +24,7 @@ def memory_gbps() -> float:
 
 
 def tflops(dtype: str) -> float:
-    """10¹² operations a second in matmuls of `dtype`, of 512 rows with weights [out, in]."""
+    """Rate of matmuls of `dtype` in 10¹² operations per second: 512 rows with weights [out, in]."""
     rows, weights = jnp.ones((_ROWS, _WIDTH), dtype), jnp.ones((_WIDTH, _WIDTH), dtype)
 
     def matmul(rows, weights):
@@ -35,7 +35,7 @@ def tflops(dtype: str) -> float:
 
 
 def _best_s(run: Callable) -> float:
-    """Seconds of the best of five runs, after one that counts for nothing."""
+    """Seconds of the best of five runs, after a warm-up run."""
     times = []
     for _ in range(6):
         begin = time.perf_counter()

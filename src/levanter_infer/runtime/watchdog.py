@@ -149,7 +149,7 @@ class Watchdog:
         for i, (seen, _) in self._seen.items():
             silent = now - seen
             if i not in self._ended and silent > self._hosts.heartbeat_s - self._interval:
-                self._lose(f"{self._hosts.names[i]} is lost: not heard of for {silent:.1f} s")
+                self._lose(f"{self._hosts.names[i]} is lost: no heartbeat for {silent:.1f} s")
                 return
 
     def _lose(self, text: str, *, with_report: bool = True, store_answers: bool = True) -> None:
@@ -181,7 +181,9 @@ class Watchdog:
                 seen, (_, round_id, doing, for_s) = self._seen[i]
                 ago = now - seen
             last = "no round yet" if round_id is None else f"last round {round_id}"
-            lines.append(f"watchdog  {hosts.names[i]}: {last}, {doing} for {for_s:.1f} s, heard {ago:.1f} s ago, at")
+            lines.append(
+                f"watchdog  {hosts.names[i]}: {last}, {doing} for {for_s:.1f} s, last heartbeat {ago:.1f} s ago, at"
+            )
             lines += [f"watchdog      {line}" for line in stacks.get(str(i), "(its stack is not known)").splitlines()]
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write("\n".join(lines) + "\n")
