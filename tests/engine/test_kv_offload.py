@@ -374,7 +374,7 @@ def test_a_pure_function_has_no_host():
 
 
 def test_of_those_that_left_the_first_in_order_comes_back_next():
-    """By priority, then by arrival, whenever they left; not who stays until asked for, nor who has nobody left."""
+    """By priority, then by arrival, in any order of leaving; not those that wait for a call, nor empty requests."""
 
     def record(priority: int, arrival: int, *, stays: bool = False, reason: str | None = None) -> _Record:
         group = SimpleNamespace(priority=priority)

@@ -39,7 +39,7 @@ def check_weights_are_there(runner: Runner, running: list[SampleState]) -> None:
     if running and not runner.has_weights:
         raise ValueError(
             'policy="drain" needs the weights in use, and they have been deleted: their arrays, which the engine '
-            "shares, were donated to somebody else; drain before that, or use keep_kv or recompute"
+            "shares, were donated to another program; drain before that, or use keep_kv or recompute"
         )
 
 
