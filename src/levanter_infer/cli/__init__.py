@@ -112,9 +112,9 @@ def command_help(name: str) -> str:
 
 
 def version_line() -> str:
-    from levanter_infer import __version__
+    from levanter_infer.fingerprint import package_version
 
-    return f"{PROGRAM} {__version__}"
+    return f"{PROGRAM} {package_version()}"
 
 
 def _refuse(name: str) -> int:
