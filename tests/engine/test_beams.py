@@ -1,4 +1,4 @@
-"""Beam search through the engine: HF transformers' hypotheses and scores, in any company and through preemption."""
+"""Beam search through the engine: HF transformers' hypotheses and scores, in any batch and through preemption."""
 
 import equinox as eqx
 import numpy as np
