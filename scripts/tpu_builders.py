@@ -24,9 +24,9 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
 from levanter_infer.engine.backend import Backend  # noqa: E402
-from levanter_infer.engine.blueprint import programs_for, round_types, shapes_for  # noqa: E402
 from levanter_infer.engine.config import EngineConfig  # noqa: E402
 from levanter_infer.engine.mesh import make_mesh  # noqa: E402
+from levanter_infer.engine.runner import programs_for, round_types, shapes_for  # noqa: E402
 from levanter_infer.kernels import AttentionCall, make_backend  # noqa: E402
 from levanter_infer.kernels.call import PoolShape  # noqa: E402
 from levanter_infer.kernels.rules import ScoreRules  # noqa: E402
@@ -161,8 +161,7 @@ def program(
     config = family_for(raw).config_from_hf(raw)
     types = eqx.filter_eval_shape(DecoderModel.init, config, key=jax.eval_shape(jax.random.key, 0), dtype=jnp.bfloat16)
     made = make_mesh(mesh)
-    layout = None if made is None else Layout.of(made, config)
-    num_heads = config.num_kv_heads if layout is None else layout.kv_heads
+    num_heads = Layout.of(made, config).kv_heads
     page_bytes = config.num_layers * page * 2 * num_heads * config.head_dim * jnp.dtype(kv_dtype).itemsize
     engine_config = EngineConfig(
         page_size=page,

@@ -108,7 +108,7 @@ def test_two_swapped_pages_are_a_scramble_that_begins_at_a_page(engine):
                 pages[slot, [0, 2]] = pages[slot, [2, 0]]
                 swapped = swapped - {slot} | {-1 - slot}
         table = replace(table, page_indices=jnp.asarray(pages))
-        engine.state = eqx.tree_at(lambda s: s.decode.sequences, engine.state, table)
+        engine.runner.state = eqx.tree_at(lambda s: s.decode.sequences, engine.state, table)
     engine.drain()
     outputs = [RequestOutput(g.id, None, g.prompt_token_ids, [s.completion() for s in g.sequences]) for g in groups]
     found = judged(outputs)

@@ -182,7 +182,7 @@ def test_peers_are_named_with_their_python(run):
     peer = run.Peer.parse("llamacpp:float16=/usr/bin/python")
     assert (peer.label, peer.python, peer.dtype) == ("llamacpp:float16", "/usr/bin/python", "float16")
     assert peer.script == PEERS / "llamacpp.py"
-    for wrong in ("llamacpp", "nobody=python", "llamacpp:float8=python", "=python"):
+    for wrong in ("llamacpp", "unknown=python", "llamacpp:float8=python", "=python"):
         with pytest.raises(argparse.ArgumentTypeError, match=wrong):
             run.Peer.parse(wrong)
 

@@ -76,49 +76,48 @@ RETIRED = {
 }
 
 ALLOWED = {
+    ("old-names", "tests/kernels/test_backends.py"): "the flags that this test refuses",
     ("place", "docs/tiny-model.md"): "the place of a story",
+    ("product", "src/levanter_infer/keys.py"): "a former key, which is answered with the new one",
     ("spill", "docs/kernels.md"): "spills of registers",
     ("spill", "scripts/tpu"): "spills of registers",
+    ("spill", "src/levanter_infer/engine/tile_search.py"): "spills of registers",
+    ("spill", "tests/test_tpu_schedule.py"): "spills of registers",
+    ("spill", "tests/tpu_kernels.py"): "spills of registers",
     ("spread", "src/levanter_infer/bench/"): "the spread of measurements",
     ("spread", "scripts/peers/"): "the spread of measurements",
+    ("spread", "tests/bench/"): "the spread of measurements",
+    ("spread", "tests/golden_cases.py"): "the spread of random numbers",
 }
 """(word, path prefix): the other meaning that the word has there, which stays."""
 
 EXEMPT = {
+    "docs/decisions/": "records name what there was before",
     "docs/glossary.md": "its last column names the words that are not used",
     "docs/contract.md": "its items quote designs of other authors",
 }
-"""Documents in which no word is looked for, and why."""
+"""Prefixes of the paths of documents in which no word is looked for, and why."""
 
 NOT_YET: dict[str, str] = {
-    "CONTRIBUTING.md": "nobody",
     "docs/invariants.md": "place",
     "scripts/": "beginning nobody product room spill who",
-    "src/levanter_infer/cache/": "beginning lie nobody room spread who",
+    "src/levanter_infer/cache/": "beginning nobody spread who",
     "src/levanter_infer/decode/": (
-        "beginning company data-shard give-way host-tier lie nobody offload-names old-names room spread told who"
+        "beginning company give-way host-tier lie nobody offload-names room spread told who"
     ),
     "src/levanter_infer/engine/": (
-        "beginning chunk data-shard give-way host-tier lie nobody old-names room seat spill spread told who"
+        "beginning chunk data-shard give-way host-tier lie nobody room spill spread told who"
     ),
-    "src/levanter_infer/kernels/": "company lie nobody none-pages product room shrink who",
-    "src/levanter_infer/keys.py": "product",
-    "src/levanter_infer/layers/": "data-shard lie nobody product spread who",
-    "src/levanter_infer/models/": "followed lie nobody old-names product spread told",
+    "src/levanter_infer/kernels/": "lie nobody none-pages product room shrink who",
+    "src/levanter_infer/layers/": "data-shard lie spread",
     "tests/batch/": "room",
-    "tests/bench/": "spread",
-    "tests/checkpoints/": "nobody",
-    "tests/decode/": "beginning company give-way lie nobody old-names room spread told who",
-    "tests/engine/": "beginning company host-tier nobody pace room seat spread told who",
-    "tests/golden_cases.py": "spread",
+    "tests/decode/": "beginning company give-way lie nobody room spread told who",
+    "tests/engine/": "host-tier nobody who",
     "tests/kernels/": "room",
     "tests/mesh_runs.py": "spread",
-    "tests/models/": "old-names spread",
+    "tests/models/": "spread",
     "tests/plan/": "room",
-    "tests/runtime/": "nobody",
-    "tests/test_": "nobody room spill",
     "tests/tpu_compile.py": "host-tier",
-    "tests/tpu_kernels.py": "spill",
 }
 """Path prefix: words, by their names above, that are still to be replaced there. Only to be shortened."""
 
@@ -161,7 +160,7 @@ def uses(path: str, text: str) -> Iterator[tuple[int, str]]:
 @functools.cache
 def all_uses() -> list[tuple[str, int, str]]:
     """(path, line, word), without those that are allowed."""
-    paths = [path for path in files() if path not in EXEMPT]
+    paths = [path for path in files() if not path.startswith(tuple(EXEMPT))]
     found = ((path, number, word) for path in paths for number, word in uses(path, (ROOT / path).read_text()))
     return [
         (path, number, word)

@@ -23,7 +23,7 @@ def main(generation: str, impl: str) -> None:
     import jax.numpy as jnp
     import numpy as np
     from jax.experimental import topologies
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from jax.sharding import NamedSharding, PartitionSpec
 
     from levanter_infer.decode.programs import Programs
     from levanter_infer.engine.config import EngineConfig
@@ -31,11 +31,12 @@ def main(generation: str, impl: str) -> None:
     from levanter_infer.engine.uploads import empty_admission
     from levanter_infer.kernels import make_backend
     from levanter_infer.layers.attention import AttentionSpec
+    from levanter_infer.layers.layout import Layout, one_device_mesh
     from tests.hlo import pool_copies
     from tests.tiny_models import tiny_model
 
     devices = topologies.get_topology_desc(topology, "tpu").devices
-    mesh = Mesh(np.asarray(devices[:1]), ("x",))
+    mesh = one_device_mesh(devices[0])
     replicated = NamedSharding(mesh, PartitionSpec())
 
     def abstract(tree):
@@ -45,7 +46,9 @@ def main(generation: str, impl: str) -> None:
     model = tiny_model(dtype="bfloat16", hidden_size=256, num_attention_heads=4, num_key_value_heads=4, head_dim=128)
     shapes = resolve_shapes(config, model, 1)
     backend = make_backend(impl, "tpu")
-    programs = Programs(model, shapes, AttentionSpec(), kv_dtype=jnp.bfloat16, backend=backend)
+    programs = Programs(
+        model, shapes, AttentionSpec(), kv_dtype=jnp.bfloat16, backend=backend, layout=Layout.of(mesh, model.config)
+    )
     state = programs.state_types
     with jax.set_mesh(mesh):
         lowered = programs.trace_round(abstract(model), abstract(state), abstract(empty_admission(shapes)))

@@ -71,7 +71,7 @@ Three levels, each of which says more:
 
 
 class Level(enum.StrEnum):
-    """How much a check looks at."""
+    """Depth of a check."""
 
     MACHINE = "machine"
     NUMERICS = "numerics"
@@ -331,7 +331,7 @@ def keys_and_values_of(engine, request: Request, index: int, stored: int) -> tup
 
 
 def compare_stored(model, found: tuple[np.ndarray, np.ndarray] | None, page_size: int, max_seq_len: int) -> str:
-    """What is wrong with keys and values that an engine has stored."""
+    """Comparison of the keys and values that an engine has stored with the right ones, in words."""
     import jax.numpy as jnp
 
     from levanter_infer.decode.programs import compile_program
@@ -387,7 +387,7 @@ class Comparison:
 
 
 def summary(pairs: Sequence[Pair], gate: float) -> dict[str, Any]:
-    """How much the log probabilities differ, over all tokens and by their position among the generated ones."""
+    """Differences of the log probabilities, over all tokens and by their position among the generated ones."""
     deltas = [pair.deltas() for pair in pairs]
     flat = np.concatenate(deltas)
     position = np.concatenate([np.arange(len(d)) for d in deltas])

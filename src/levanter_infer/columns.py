@@ -122,14 +122,14 @@ class Columns:
 
 
 def stop_reason_text(reason: str | int | Sequence[int] | None) -> str:
-    """What ended a sample, as text: a stop string as it is, a token id in decimal, several as a JSON list; else ""."""
+    """Stop reason of a sample as text: a stop string, a token id in decimal, or several as a JSON list; else ""."""
     if reason is None or isinstance(reason, str):
         return reason or ""
     return str(int(reason)) if isinstance(reason, (int, np.integer)) else json.dumps([int(t) for t in reason])
 
 
 def numbers(values: Iterable[float]) -> list[float | None]:
-    """As JSON writes them."""
+    """Numbers as JSON writes them."""
     return [_number_or_null(value) for value in values]
 
 

@@ -382,7 +382,7 @@ _READABLE = {
     list[str] | None: "a text or a list of texts",
     list[dict[str, Any]]: "a list of mappings",
 }
-"""What the value of a key should be, by its annotation."""
+"""Expected values in words, by annotation."""
 
 
 def _check_places(given: Iterable[Any], known: Sequence[str], path: str) -> None:

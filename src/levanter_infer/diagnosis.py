@@ -86,7 +86,7 @@ class Diagnosis:
     verdict: str
     """agree, prompt, drift or scramble."""
     findings: list[str]
-    """What was seen, one sentence each."""
+    """Observations, one sentence each."""
     suspect: Pair | None = None
     """A sample that shows the fault."""
     stored: int = 0

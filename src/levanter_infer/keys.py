@@ -91,7 +91,7 @@ class Key:
 
     name: str
     default: str | None
-    """As text; None without one worth showing."""
+    """Its text; None without one worth showing."""
     doc: str
 
 

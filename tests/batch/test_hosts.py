@@ -1,4 +1,4 @@
-"""A job of two processes: one that differs is named, one that dies is missed, a stop of one stops all, nothing is lost.
+"""A job of two processes: one that differs is named, one that dies is missed, one that stops ends all; nothing is lost.
 
 Slow: each test starts two processes that load and compile, some of them twice.
 """

@@ -20,6 +20,7 @@ from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.sizes import resolve_shapes
 from levanter_infer.engine.uploads import empty_admission
 from levanter_infer.layers.attention import AttentionSpec
+from levanter_infer.layers.layout import Layout
 from tests.kernels.ragged import lowers_for_gpu
 from tests.tiny_models import tiny_model
 
@@ -84,8 +85,9 @@ def test_other_platforms_refuse_it(key):
 
 @pytest.mark.skipif(not lowers_for_gpu(), reason="jax 0.11 lowers Triton for GPUs that are there")
 def test_the_round_program_is_lowered_for_a_gpu():
-    backend = Backend.of("gpu", matmul="gpu", attention="gpu")
-    model = backend.prepare(tiny_model(dtype="bfloat16"))
+    model = tiny_model(dtype="bfloat16")
+    backend = Backend.of("gpu", Layout.of(None, model.config), matmul="gpu", attention="gpu")
+    model = backend.prepare(model)
     shapes = backend.adapt(resolve_shapes(CONFIG, model, 1))
     programs = Programs(model, shapes, AttentionSpec(), kv_dtype=jnp.bfloat16, backend=backend.attention_backend)
     traced = programs.trace_round(model, jax.eval_shape(programs.init), empty_admission(shapes))
@@ -98,7 +100,7 @@ def test_the_round_program_is_lowered_for_a_gpu():
 def test_log_probabilities_are_those_of_the_plain_forward(monkeypatch):
     model = tiny_model(dtype="bfloat16", num_hidden_layers=1)
     kernels = "gpu" if jax.default_backend() == "gpu" else "gpu_interpret"
-    backend = Backend.of("gpu", matmul=kernels, attention=kernels)
+    backend = Backend.of("gpu", Layout.of(None, model.config), matmul=kernels, attention=kernels)
     monkeypatch.setattr(Backend, "choose", lambda *_, **__: backend)
     engine = InferenceEngine(model, config=EngineConfig(max_seqs=4, max_seq_len=32, max_step_tokens=4))
     sampling = SamplingParams(max_tokens=5, temperature=0, logprobs=0)

@@ -14,7 +14,7 @@ import pytest
 from levanter_infer.axes import DATA, EMBED, HEAD_SIZE, KV_HEADS, LAYERS, MODEL, Q_HEADS_PER_GROUP, VOCAB
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.mesh import MeshConfig, make_mesh
-from levanter_infer.engine.row_reads import RowReads
+from levanter_infer.engine.runner import Gather
 from levanter_infer.engine.stats import RankSteps
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.layers.layout import Layout
@@ -206,18 +206,25 @@ def test_a_mesh_that_is_not_there_or_has_no_meaning_is_refused():
         abstract_layout(data=2, expert=2)
     with pytest.raises(ValueError, match="mesh.expert=3 does not divide the model's 8 experts"):
         Layout.of(jax.sharding.AbstractMesh((3,), ("expert",)), tiny_model(**EXPERTS).config)
-    assert make_mesh(MeshConfig()) is None and make_mesh(None) is None
+    assert [make_mesh(config).shape for config in (MeshConfig(), None)] == [{DATA: 1, MODEL: 1}] * 2
 
 
-def test_a_mesh_of_one_device_is_no_mesh():
+def test_a_mesh_of_one_device_runs_on_that_device():
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), (DATA, MODEL))
     engine = InferenceEngine(tiny_model(), mesh=mesh)
-    assert engine.describe()["mesh"] == {}
+    assert engine.describe()["mesh"] == {} and engine.backend.layout.mesh is mesh
+
+
+def test_arrays_that_are_on_the_mesh_stay_and_others_are_put_there():
+    layout = Layout.of(None, tiny_model().config)
+    there, host = hax.named(jax.device_put(np.ones(3)), "embed"), np.ones(3)
+    placed, moved = layout.place((there, host))
+    assert placed.array is there.array and moved.sharding == layout.sharding(())
 
 
 def test_rows_of_several_ranks_come_in_the_order_in_which_they_are_wanted():
     shards, wanted = [1, 0, 1, 1, 0, 1, 1], [10, 3, 11, 12, 4, 13, 14]
-    reads = RowReads(shards, 3, size=2)
+    reads = Gather(shards, 3, size=2)
     calls = reads.arguments(wanted, fill=99)
     assert [call.tolist() for call in calls] == [
         [[3, 4], [10, 11], [99, 99]],
@@ -225,10 +232,10 @@ def test_rows_of_several_ranks_come_in_the_order_in_which_they_are_wanted():
         [[99, 99], [14, 99], [99, 99]],
     ]
     assert reads.rows(calls).tolist() == wanted
-    alone = RowReads([0] * 5, 1, size=4)
+    alone = Gather([0] * 5, 1, size=4)
     assert [call.tolist() for call in alone.arguments(range(5), fill=-1)] == [[0, 1, 2, 3], [4, -1, -1, -1]]
     assert alone.rows([np.eye(4), np.ones((4, 4))]).shape == (5, 4)
-    assert RowReads([], 2, size=4).arguments([], fill=0) == []
+    assert Gather([], 2, size=4).arguments([], fill=0) == []
 
 
 def test_idle_shares_are_of_the_longest_rank_of_each_round():

@@ -88,7 +88,7 @@ def test_the_round_program_makes_no_pool_sized_copy_on_a_cpu(dtype, optimized):
     engine = InferenceEngine(tiny_model(dtype=dtype), config=config)
     assert len(engine.shapes.buckets) == 3
     pool = engine.state.kv.pages.array
-    compiled = engine.programs.trace_round(engine.model, engine.state, engine._uploads.nothing).lower().compile()
+    compiled = engine.programs.trace_round(engine.model, engine.state, engine.runner.nothing).lower().compile()
     assert pool_copies(compiled.as_text(), pool.shape, pool.dtype) == []
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < pool.nbytes

@@ -159,7 +159,7 @@ def test_a_common_beginning_is_computed_once(engine):
 
 def test_pages_without_scores_are_not_found_by_those_who_want_them(engine):
     before = engine.stats()
-    for k in (None, 0):  # who computes a beginning first must not matter
+    for k in (None, 0):  # which request computes a prefix first must not matter
         (output,) = engine.generate([request(text(18), max_tokens=1, k=k)])
         assert grown(engine, before)["prefix_hits"] == 0
     check(text(18), output.prompt_logprobs)

@@ -1,4 +1,4 @@
-"""Other weights for an engine that goes on: who samples with which, and what may be shared."""
+"""Other weights for an engine that goes on: which requests sample with which, and what may be shared."""
 
 import dataclasses
 

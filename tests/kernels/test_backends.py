@@ -12,6 +12,7 @@ from levanter_infer.kernels.backend import Task, Work
 from levanter_infer.kernels.call import PoolShape
 from levanter_infer.kernels.registry import PLATFORMS, platform_of
 from levanter_infer.kernels.xla import linear
+from levanter_infer.policies import AttentionImpl, MatmulImpl
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "levanter_infer"
 FOLDERS = {path.parent.name for path in (SOURCE / "kernels").glob("*/__init__.py")}
@@ -55,6 +56,11 @@ def test_every_platform_has_a_folder_and_a_line_in_the_registry():
         assert name.removesuffix("_interpret") == backend.name
     with pytest.raises(ValueError, match='impl="metal" is unknown; use one of: reference, xla, cpu, gpu, tpu'):
         make_backend("metal")
+
+
+def test_the_configuration_lists_the_backends():
+    assert set(AttentionImpl) == {"auto", *BACKENDS}
+    assert set(MatmulImpl) == {"auto", "xla", *(n for n, each in BACKENDS.items() if Work.MATMUL in each.kernels)}
 
 
 class Device:

@@ -99,7 +99,7 @@ def test_a_tpu_fetches_the_page_ids_of_an_item_a_turn_before_it_needs_them(trans
     arrays, tile = for_tpu(batch), Tile(8, 2, 1)
     heads = arrays.pop("kv_heads")
     tiles = Tiles(tile, Tile(8, 2, 1, 8))
-    call = functools.partial(ragged_paged_attention, kv_heads=heads, scale=0.3, impl="tpu_interpret", tiles=tiles)
+    call = functools.partial(attend, kv_heads=heads, scale=0.3, impl="tpu_interpret", tiles=tiles)
     jax.block_until_ready(jax.jit(lambda arrays: call(**arrays))(arrays))
 
     table, page_bytes = (SIZES.rows, 1, 128), 4 * int(np.prod(arrays["kv_pages"].shape[2:]))

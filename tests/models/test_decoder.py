@@ -111,7 +111,7 @@ SEQUENCES = [np.arange(9) * 5 % 17, np.arange(6) * 7 % 17]
 PAGES = [[3, 0, 7], [12, 5]]
 
 
-def paged_logits(model, spec=PLAIN, backend=XLA):
+def paged_logits(model, spec=PLAIN, backend: Backend = XLA):
     """Logits of every token of SEQUENCES: the first sequence in chunks of 4 and 5, the second whole."""
     first, kv = paged(model, batch_of([SEQUENCES[0][:4]], [0], PAGES[:1]), pool(model, backend), spec)
     second, _ = paged(model, batch_of(SEQUENCES, [4, 0], PAGES), kv, spec)
@@ -151,6 +151,13 @@ def test_bits_of_bf16_weights_and_pages_give_the_same_bits():
         assert a.dtype == np.float32 and (a == b).all() and np.isfinite(a).all()
     rounded = np.asarray(plain(model, tokens_of(SEQUENCES[0])))
     assert np.abs(paged_logits(stored, backend=ON_CPU)[0] - rounded).max() < 0.05 * np.abs(rounded).max()
+
+
+@pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")
+def test_attention_in_float32_is_followed_by_matmuls_of_bf16_bits():
+    model = tiny("bfloat16").prepare(ON_CPU)
+    for logits, other in zip(paged_logits(model, backend=CpuBackend()), paged_logits(model), strict=True):
+        np.testing.assert_allclose(logits, other, atol=0.1 * np.abs(other).max())
 
 
 @pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")

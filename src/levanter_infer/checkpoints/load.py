@@ -162,7 +162,7 @@ def _one_dtype(params: list[Parameter], tensors: dict[str, StoredTensor], wanted
 
 
 def _read(param: Parameter, tensors: dict[str, StoredTensor], dtype: np.dtype, layout: Layout | None) -> hax.NamedArray:
-    if layout is not None:
+    if layout is not None and layout.mesh.size > 1:
         return _read_sharded(param, tensors, dtype, layout)
     stacked = np.empty((len(param.hf_names), *param.hf_shape), dtype)
     read_tensors([(tensors[name], row) for row, name in zip(stacked, param.hf_names, strict=True)])

@@ -143,7 +143,7 @@ def _interrupt_behind(error: Exception) -> BaseException | None:
 
 
 def _placement(leaf) -> str:
-    """How an array is spread over several devices; nothing where it is on one."""
+    """The sharding of an array over several devices; empty for one device."""
     sharding = getattr(leaf, "sharding", None)
     return f" on {sharding}" if sharding is not None and sharding.num_devices > 1 else ""
 
@@ -198,9 +198,10 @@ class Programs:
             on_recompile: called with a message if the round is compiled again, instead of `RecompilationError`.
             options: for XLA's compiler, where it knows them.
             smaller: the programs that these take over from (`extended`).
-            layout: how model and state lie on a mesh; every device then runs the programs on its parts. None: there is
-                one device.
+            layout: the sharding of model and state over a mesh; every device runs the programs on its parts. None: the
+                mesh has one device.
         """
+        layout = Layout.of(None, model.config) if layout is None else layout
         self._make = functools.partial(
             Programs,
             attention=attention,
@@ -211,15 +212,11 @@ class Programs:
             layout=layout,
             fingerprints=fingerprints,
         )
-        self._on_recompile = on_recompile
-        self._layout = layout
+        self._on_recompile, self._layout = on_recompile, layout
         self._smaller = None if smaller is None else (smaller.state_types, smaller.compilations())
-        heads = model.config.num_kv_heads if layout is None else layout.kv_heads
-        functions = _functions(shapes, attention, model.config, heads, kv_dtype=kv_dtype, backend=backend)
-        if layout is not None:
-            functions = _spmd(functions, layout)
-        types = jax.eval_shape(functions["init"])
-        self.state_types = types if layout is None else layout.types(types)
+        functions = _functions(shapes, attention, model.config, layout.kv_heads, kv_dtype=kv_dtype, backend=backend)
+        functions = _spmd(functions, layout)
+        self.state_types = layout.types(jax.eval_shape(functions["init"]))
         """The types of the state, as `jax.ShapeDtypeStruct`s."""
 
         def program(name: str, *, donate: tuple[int, ...] = (), options=None) -> Program:
@@ -258,9 +255,8 @@ class Programs:
         if self._smaller is not None:
             arguments["extend"] = (self._smaller[0],)
         if self.state_types.scores is not None:
-            places = jax.ShapeDtypeStruct((READ_PAGES,), jnp.int32)
-            layout = self._layout
-            places = places if layout is None else layout.types(layout.stacked_types(places))
+            places = self._layout.stacked_types(jax.ShapeDtypeStruct((READ_PAGES,), jnp.int32))
+            places = self._layout.types(places)
             arguments["read_scores"] = (self.state_types.scores, places, places)
         return {name: (self._programs[name], types) for name, types in arguments.items()}
 

@@ -46,9 +46,9 @@ class LogitStats(eqx.Module):
     @staticmethod
     def of(logits: Array, vocab: Vocabulary | None = None) -> "LogitStats":
         """logits: f32[row, vocab], of the part of `vocab` that is here; None: of all of it."""
-        spread = _vocab_of(logits, vocab).spread
-        peak = spread.max(jnp.max(logits, axis=1))
-        return LogitStats(peak, spread.sum(row_sums(jnp.exp(logits - peak[:, None]))))
+        axis = _vocab_of(logits, vocab).shard_axis
+        peak = axis.max(jnp.max(logits, axis=1))
+        return LogitStats(peak, axis.sum(row_sums(jnp.exp(logits - peak[:, None]))))
 
     @staticmethod
     def of_kernel(backend: Backend, logits: Array, num_rows: Array) -> "LogitStats | None":
@@ -133,7 +133,7 @@ def sample(
         z = run_if(jnp.any(biased), lambda z: add_bias(z, column, vocab), logits)
         z = run_if(jnp.any(penalised), lambda z: apply_penalties(z, column, history, vocab), z)
         z = run_if(jnp.any(banned), lambda z: _ban_stops(z, column, banned, vocab), z)
-        z_peak = vocab.spread.max(jnp.max(z, axis=1))
+        z_peak = vocab.shard_axis.max(jnp.max(z, axis=1))
         best = _first_best(z, z_peak, vocab)
         drawn, drawn_logprobs = jax.lax.cond(
             jnp.any(~greedy & used),

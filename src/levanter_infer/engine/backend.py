@@ -36,15 +36,15 @@ class Backend:
     """Stores weights and computes matmuls; the model carries it."""
     attention_backend: KernelBackend
     """Stores keys and values and computes attention; the pool carries it."""
-    layout: Layout | None = None
-    """Sharding of model and state over a mesh; None: one device."""
+    layout: Layout
+    """Sharding of model and state over the mesh, which may have one device."""
     isa_choice: Choice | None = None
     """Instruction set of the kernels for CPUs; None where they compute nothing."""
 
     @staticmethod
-    def of(platform: str, *, matmul: str, attention: str) -> "Backend":
-        """Backends by name, on one device. Raises: ValueError for unknown names."""
-        return Backend(platform_of(platform), make_backend(matmul, platform), make_backend(attention, platform))
+    def of(platform: str, layout: Layout, *, matmul: str, attention: str) -> "Backend":
+        """Backends by name. Raises: ValueError for unknown names."""
+        return Backend(platform_of(platform), make_backend(matmul, platform), make_backend(attention, platform), layout)
 
     @staticmethod
     def choose(config: EngineConfig, model, *, has_mods: bool, mesh: Mesh | None = None, device=None) -> "Backend":
@@ -52,20 +52,20 @@ class Backend:
 
         Args:
             has_mods: whether there is a `score_mod` or a `mask_mod`, which the kernels for CPUs cannot call.
-            mesh: the devices, with the axes `data`, `model` and `expert`; None for one.
+            mesh: the devices, with some of the axes `data`, `model` and `expert`; None for a mesh of one device.
             device: a device of a topology that programs are compiled for; None: this process's first.
         Raises: ValueError if the configuration asks for something that this machine or this model does not allow.
         """
+        layout = Layout.of(mesh, model.config, device)
         device = jax.devices()[0] if device is None else device
-        layout = None if mesh is None else Layout.of(mesh, model.config)
 
         def task(work: Work, dtype) -> Task:
             return Task(
                 work=work,
                 device=device,
                 dtype=dtype,
-                num_devices=None if mesh is None else mesh.size,
-                is_sharded=layout is not None and not layout.is_whole,
+                num_devices=layout.mesh.size,
+                is_sharded=not layout.is_whole,
                 has_mods=has_mods,
             )
 
@@ -75,18 +75,20 @@ class Backend:
             _warn_of_missing_kernels(device.platform)
         chosen = Backend.of(
             device.platform,
+            layout,
             matmul=_resolve(config.matmul, matmul),
             attention=_resolve(config.attention, attention),
         )
-        chosen = dataclasses.replace(chosen, layout=layout)._configured(config, matmul.dtype, attention.dtype)
+        chosen = chosen._configured(config, matmul.dtype, attention.dtype)
         if config.numerics == Numerics.BATCH_INVARIANT and model.config.num_experts is not None:
             raise ValueError(
                 'engine.numerics="batch_invariant" is not possible for a model with experts: norms and routing in XLA '
                 "round by the size of the step; use default"
             )
-        if mesh is not None and config.preempt == PreemptionPolicy.OFFLOAD:
+        if layout.mesh.size > 1 and config.preempt == PreemptionPolicy.OFFLOAD:
             raise ValueError(
-                f'engine.preempt="offload" moves pages of one device, and the mesh has {mesh.size}; use "recompute"'
+                f'engine.preempt="offload" moves pages of one device, and the mesh has {layout.mesh.size}; '
+                'use "recompute"'
             )
         if config.numerics == Numerics.BATCH_INVARIANT and not chosen.is_batch_invariant:
             raise ValueError(
@@ -174,16 +176,12 @@ class Backend:
 
     def prepare(self, model, *, donate: bool = False):
         """The model on the devices, stored as the backend of matmuls reads it. `donate`: its arrays may be freed."""
-        if self.layout is None:
-            return self._as_read(model, donate)
         if self.layout.is_whole:
             return self.layout.place(self._as_read(model, donate), donate=donate)
         return self._as_read(model if model.is_sharded else self.layout.fit_model(model, donate=donate), donate)
 
     def prepared_types(self, types):
         """The types of `prepare`'s result, of those of the model."""
-        if self.layout is None:
-            return jax.eval_shape(self.prepare, types)
         fitted = types if self.layout.is_whole else self.layout.fit_model(types)
         return self.layout.types(jax.eval_shape(self._as_read, fitted))
 
@@ -192,44 +190,40 @@ class Backend:
 
     @property
     def mesh_sizes(self) -> dict[str, int]:
-        """Devices by axis of the mesh."""
-        return {} if self.layout is None else dict(self.layout.mesh.shape)
+        """Devices by axis of a mesh of several devices; empty for one device."""
+        return dict(self.layout.mesh.shape) if self.layout.mesh.size > 1 else {}
 
     @property
     def num_shards(self) -> int:
         """Engines side by side, along `data`."""
-        return 1 if self.layout is None else self.layout.num_shards
+        return self.layout.num_shards
 
     @property
     def spans_hosts(self) -> bool:
         """Whether the mesh has devices of several processes."""
-        return self.layout is not None and self.layout.spans_hosts
+        return self.layout.spans_hosts
 
     def put(self, tree):
-        """Arrays of the host on the device, or on all devices of the mesh."""
-        return jax.device_put(tree) if self.layout is None else self.layout.place(tree)
+        """Arrays of the host on the devices of the mesh."""
+        return self.layout.place(tree)
 
     def attention_spec(self, shapes: Shapes, score_mod, mask_mod) -> AttentionSpec:
         """The caller's additions to attention. The functions see the heads' numbers in the model on every device."""
-        if self.layout is not None:
-            head_index = self.layout.head_index
-            score_mod = score_mod and (lambda s, q, kv, head, own=score_mod: own(s, q, kv, head_index(head)))
-            mask_mod = mask_mod and (lambda q, kv, head, own=mask_mod: own(q, kv, head_index(head)))
+        head_index = self.layout.head_index
+        score_mod = score_mod and (lambda s, q, kv, head, own=score_mod: own(s, q, kv, head_index(head)))
+        mask_mod = mask_mod and (lambda q, kv, head, own=mask_mod: own(q, kv, head_index(head)))
         return AttentionSpec(score_mod=score_mod, mask_mod=mask_mod, max_seq_len=shapes.max_seq_len)
 
     def token_values(self, config, dtype) -> int:
         """Numbers of `dtype` that one layer stores for a token in the memory of one device; the devices of a CPU share
         it."""
-        heads = config.num_kv_heads if self.layout is None else self.layout.kv_heads
-        token = PoolShape(1, 1, 1, kv_heads=heads, head_dim=config.head_dim, dtype=dtype)
+        token = PoolShape(1, 1, 1, kv_heads=self.layout.kv_heads, head_dim=config.head_dim, dtype=dtype)
         return math.prod(self.attention_backend.pool_shape(token)) * self._sharers
 
     def device_bytes(self, tree) -> int:
         """Bytes that arrays of these types take in the memory of one device. The devices of a CPU share it."""
 
         def size(leaf) -> int:
-            if self.layout is None:
-                return leaf.size * leaf.dtype.itemsize
             share = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
             return share * self._sharers
 
@@ -238,7 +232,7 @@ class Backend:
     @property
     def _sharers(self) -> int:
         """Devices of the mesh that share the memory of one: this process's, or all of a mesh that is not there."""
-        if self.layout is None or not self.platform.shares_memory:
+        if not self.platform.shares_memory:
             return 1
         mesh = self.layout.mesh
         return len(mesh.local_devices) if isinstance(mesh, Mesh) else mesh.size

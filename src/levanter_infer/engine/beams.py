@@ -1,20 +1,13 @@
 """Beam search on the host: the size of its tables, and the hypotheses that the device has found."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
-import jax
 import numpy as np
 
-from levanter_infer.decode.programs import Programs
 from levanter_infer.decode.shapes import Shapes
-from levanter_infer.decode.state import GenState
-from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request_state import RequestState
-from levanter_infer.engine.row_reads import RowReads
-
-_READ = 8
-"""Hypotheses that are fetched together."""
 
 
 def beams_for(asked: Iterable[SamplingParams], shapes: Shapes) -> int:
@@ -28,18 +21,18 @@ def beams_for(asked: Iterable[SamplingParams], shapes: Shapes) -> int:
     return min(1 << (most - 1).bit_length(), shapes.max_seqs)
 
 
-def enter_hypotheses(programs: Programs, state: GenState, groups: list[RequestState], backend: Backend) -> None:
-    """Fetch what searches have found and enter it into their sequences, the best first.
+def enter_hypotheses(read: Callable[..., Any], requests: list[RequestState]) -> None:
+    """Fetch what searches have found and enter it into their samples, the best first.
 
-    Waits for the round in flight: the slots are as they were left, because nobody else has got them yet.
+    Waits for the round in flight: the slots are as they were left, because no other sequence has got them yet.
+
+    Args:
+        read: `Runner.read_hypotheses`, which gives `Hypotheses` in numpy.
     """
-    if not groups:
+    if not requests:
         return
-    sequences = [s for group in groups for s in group.sequences[: group.params.n]]
-    reads = RowReads([s.request.rank or 0 for s in sequences], backend.num_shards, _READ)
-    slots = reads.arguments([s.slot for s in sequences], fill=0)  # type: ignore[misc]
-    calls = [jax.device_get(programs.found(state, backend.put(of_call))) for of_call in slots]
-    found = jax.tree.map(lambda *results: reads.rows(results), *calls)
+    sequences = [s for request in requests for s in request.sequences[: request.params.n]]
+    found = read([s.request.rank or 0 for s in sequences], [s.slot for s in sequences])
     for row, sequence in enumerate(sequences):
         generated = slice(len(sequence.request.prompt_token_ids), int(found.lens[row]))
         logprobs = found.logprobs[row, generated]

@@ -69,8 +69,8 @@ class EngineConfig:
     `expected`: also for the share of their `max_tokens` that recent sequences have generated. `worst_case`: for all
     that it may generate; no sequence is preempted."""
     preempt: str = "recompute"
-    """What preemption does with the youngest sequences when pages run out: `recompute` (frees their pages and computes
-    them again later) or `offload` (KV offload: the pages move to host memory and back)."""
+    """Preemption of the youngest sequences when pages run out: `recompute` frees their pages and computes them again
+    later; `offload` (KV offload) moves the pages to host memory and back."""
     host_bytes: int | None = None
     """Host memory for offloaded pages, at most, in bytes; pages beyond it are computed again. Default: a quarter of the
     available memory."""

@@ -1,76 +1,11 @@
 """The host's side of `resample` and `fork`: samples of one request that go on from one another."""
 
-import abc
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from levanter_infer.decode.programs import Programs
-from levanter_infer.engine.backend import Backend
-from levanter_infer.engine.coordination import RoundCoordinator
-from levanter_infer.engine.kv_offload import KvOffload
 from levanter_infer.engine.request_state import RequestState, SampleState
-from levanter_infer.engine.scheduler import RankSlots, Scheduler
-from levanter_infer.engine.turns import Turns, exclusive
-from levanter_infer.engine.uploads import without_ranks
-
-
-class Forks(abc.ABC):
-    """What `InferenceEngine` can do with the samples of a request while they run."""
-
-    state: Any
-    backend: Backend
-    programs: Programs
-    _scheduler: Scheduler
-    _offload: KvOffload
-    _rounds: int
-    _coordinator: RoundCoordinator
-    _known: list[SampleState]
-    _turns: Turns
-
-    @abc.abstractmethod
-    def _is_in_progress(self) -> bool: ...
-
-    @abc.abstractmethod
-    def _flush(self) -> list[SampleState]:
-        """Read the round in flight, if there is one."""
-
-    @exclusive
-    def resample(self, group: RequestState, ancestors: Sequence[int]) -> None:
-        """Let sample i of a submitted request go on from where sample `ancestors[i]` stands, for all i at once.
-
-        The round in flight is read first; who weighs samples calls `flush` before. Pages are shared and not copied, and
-        every sample keeps its own random numbers, so that descendants of one sample diverge. Finished samples take
-        part: who descends from one is finished like it, and a finished one that goes on from one that runs takes a
-        free slot. What ends or begins here is not reported by `step_round`: the caller knows of it. On a mesh over
-        several processes all of them call this, with the same ancestors.
-        Raises: ValueError if `ancestors` does not name a sample for each, the prompt is not yet on the device, or no
-            slot is free.
-        """
-        self._known += self._flush()
-        chosen = checked_ancestors(group, ancestors)
-        self._go_on(group, group.sequences, chosen)
-
-    @exclusive
-    def fork(self, group: RequestState, index: int, count: int = 1) -> list[SampleState]:
-        """Let sample `index` of a submitted request go on as itself and as `count` further samples, which join the
-        group, each in a slot of its own. Otherwise like `resample`.
-        """
-        self._known += self._flush()
-        added = further_samples(group, index, count)
-        self._go_on(group, [*group.sequences, *added], [*range(len(group.sequences)), *[index] * count])
-        group.sequences += added
-        return added
-
-    def _go_on(self, group: RequestState, sequences: list[SampleState], ancestors: list[int]) -> None:
-        self._coordinator.on_input({"ancestors": np.asarray([sequences[0].arrival, *ancestors])})
-        self.state = self._offload.begin_anew(self.programs.tier, self.state, group)
-        fields = go_on_from(self._scheduler.slots_of(group), sequences, ancestors, self._rounds)
-        if fields is not None:
-            num_ranks = self.backend.num_shards
-            of_ranks = tuple(np.stack([field * (rank == group.rank) for rank in range(num_ranks)]) for field in fields)
-            self.state = self.programs.resample(self.state, *self.backend.put(without_ranks(of_ranks, num_ranks)))
+from levanter_infer.engine.scheduler import RankSlots
 
 
 def checked_ancestors(group: RequestState, ancestors: Sequence[int]) -> list[int]:
@@ -96,7 +31,7 @@ def further_samples(group: RequestState, index: int, count: int) -> list[SampleS
     return [SampleState(request=group, index=first + i) for i in range(count)]
 
 
-def go_on_from(
+def continue_from(
     slots: RankSlots, sequences: list[SampleState], ancestors: list[int], next_round: int
 ) -> tuple[np.ndarray, ...] | None:
     """Let each sequence go on from its ancestor on the host, and say what the device has to do for it.

@@ -24,7 +24,7 @@ class Metric:
     unit: str
     help: str
     source: str = "round"
-    """Where its value comes from: round, state or bench."""
+    """Source of its value: round, state or bench."""
     counter: str | None = None
     """Field of `decode.state.Counters` whose increase it sums."""
     label: str = ""

@@ -62,7 +62,7 @@ def check_names(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to sample one request. All parameters are given by name.
+    """Sampling parameters of one request, given by name.
 
     Order of processing: logit_bias; repetition, frequency and presence penalty; min_tokens; temperature; top_k, top_p
     of what top_k leaves, min_p.

@@ -79,10 +79,10 @@ def generate(
     batch, n = prompts.shape[0], params.n
     table = _sampling_table(params, batch, shapes, eos_token_ids, seeds)
     pool_dtype = kv_dtype(config, model)
-    check_given_tiles(config.tiles, model.config, None, page_size=shapes.page_size, kv_dtype=pool_dtype)
+    check_given_tiles(config.tiles, model.config, backend.layout, page_size=shapes.page_size, kv_dtype=pool_dtype)
     pool = empty_cache(model.config, shapes, backend.attention_backend, dtype=pool_dtype)
     result = generate_all(
-        backend.prepare(model),
+        model.prepare(backend.matmul_backend),
         pool,
         prompts,
         lens,

@@ -356,7 +356,7 @@ class RankSlots:
     # Admission
 
     def admit(self, admission: HostAdmission, round_id: int, eos_token_ids: tuple[int, ...]) -> None:
-        """Write into an admission what fits: the next chunk of a prompt that is uploaded in part, then new requests."""
+        """Write what fits into an admission: the next prompt chunk of the loading request, then new requests."""
         while (capacity := admission.capacity(self.index)) > 0:
             if self._loading is None:
                 self._loading = self._start_next()

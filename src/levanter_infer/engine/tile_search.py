@@ -32,13 +32,13 @@ _ROWS, _ROW_PAGES = 16, 256
 
 
 def tile_shape(
-    config, layout: Layout | None, *, page_size: int, kv_dtype: jnp.dtype, generation: str | None = None
+    config, layout: Layout, *, page_size: int, kv_dtype: jnp.dtype, generation: str | None = None
 ) -> TileShape:
-    """What tiles depend on, of a model's `DecoderConfig` and its layout on a mesh; None: on one device."""
-    copies = 1 if layout is None else layout.kv_copies
+    """What tiles depend on, of a model's `DecoderConfig` and its layout on a mesh."""
+    copies = layout.kv_copies
     return TileShape(
         generation=generation,
-        kv_heads=config.num_kv_heads if layout is None else layout.kv_heads,
+        kv_heads=layout.kv_heads,
         head_dim=config.head_dim,
         q_per_kv=-(-(config.num_heads // config.num_kv_heads) // copies),
         page_size=page_size,
@@ -46,7 +46,7 @@ def tile_shape(
     )
 
 
-def check_given_tiles(tiles: Tiles | None, config, layout: Layout | None, *, page_size: int, kv_dtype) -> None:
+def check_given_tiles(tiles: Tiles | None, config, layout: Layout, *, page_size: int, kv_dtype) -> None:
     """`check_tiles` for a configuration that may leave them out; the rest as in `tile_shape`."""
     if tiles is not None:
         check_tiles(tile_shape(config, layout, page_size=page_size, kv_dtype=kv_dtype), tiles)

@@ -1,6 +1,6 @@
-"""`Uploads`: admissions on their way to the device."""
+"""Admissions as the device's programs take them, made of what the scheduler admits."""
 
-import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,11 +10,10 @@ from haliax import Axis, NamedArray
 from levanter_infer.axes import ADMITTED, BIAS, DATA, SEED_WORD, SEQ, STOP, STOP_TOKEN, UPLOAD
 from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.beam_table import BeamParams
+from levanter_infer.decode.kv_offload import HostTerms
 from levanter_infer.decode.sampling_table import SamplingTable
 from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.engine.admission import SamplingColumns, nothing_to_admit
-from levanter_infer.engine.backend import Backend
-from levanter_infer.engine.kv_offload import host_terms
 
 _SCALARS = ("max_steps", "min_free_slots", "has_pieces", "has_cancellations")
 _AXES = {**dict.fromkeys(_SCALARS, ()), "tokens": (UPLOAD,), "cancel": (SEQ,)}
@@ -28,36 +27,7 @@ _TRAILING = {
 """Axes of columns of `SamplingTable` behind that of the sequences."""
 
 
-class Uploads:
-    """Turns what the scheduler admits into admissions on the device.
-
-    An admission that admits and cancels nothing is the same in many rounds, and uploaded once.
-    """
-
-    def __init__(self, backend: Backend, shapes: Shapes):
-        self._backend, self._limits = backend, shapes.limits
-        self.nothing: Admission = backend.put(empty_admission(shapes, backend.num_shards))
-        """The admission that admits nothing."""
-        self._uploaded: dict[tuple[bytes, bytes], Admission] = {}
-
-    def admission(self, fields: dict[str, Any]) -> Admission:
-        """An admission on the device.
-
-        Args:
-            fields: `HostAdmission.arrays()`, and "host" where pages are moved; the device reads no other fields.
-        """
-        idle = is_idle(fields)
-        key = (fields["max_steps"].tobytes(), fields["min_free_slots"].tobytes())
-        if idle and key in self._uploaded:
-            return self._uploaded[key]
-        arrays = admission_fields(fields, self._limits, self._backend.num_shards)
-        admission = dataclasses.replace(self.nothing, **self._backend.put(arrays))
-        if idle:
-            self._uploaded[key] = admission
-        return admission
-
-
-def is_idle(fields: dict[str, Any]) -> bool:
+def is_idle(fields: Mapping[str, Any]) -> bool:
     """Whether a round with these fields admits and cancels nothing."""
     return not (np.any([fields["has_pieces"], fields["has_cancellations"]]) or "host" in fields)
 
@@ -78,7 +48,7 @@ def sampling_table(columns: SamplingColumns, axis: str = ADMITTED) -> SamplingTa
     return _sampling_table(columns.columns, columns.limits, (axis,))
 
 
-def admission_fields(fields: dict[str, Any], limits: SamplingLimits, num_ranks: int) -> dict[str, Any]:
+def admission_fields(fields: Mapping[str, Any], limits: SamplingLimits, num_ranks: int) -> dict[str, Any]:
     """Fields of an `Admission` from those of a `HostAdmission`."""
     lead = (DATA,) if num_ranks > 1 else ()
     named: dict[str, Any] = {}
@@ -103,3 +73,8 @@ def _sampling_table(columns: dict[str, np.ndarray], limits: SamplingLimits, lead
 def _array(value: np.ndarray, *names: str) -> NamedArray:
     axes = tuple(Axis(name, size) for name, size in zip(names, np.shape(value), strict=True))
     return NamedArray(value, axes)  # type: ignore[arg-type]
+
+
+def host_terms(*, yields: bool = True, return_pages: int = 0) -> HostTerms:
+    """What KV offload says to the device's scheduler, in NumPy."""
+    return HostTerms(yields=_array(np.asarray(yields)), return_pages=_array(np.asarray(return_pages, np.int32)))

@@ -227,7 +227,7 @@ class RowParser:
     base: SamplingParams
     """Sampling parameters that a row may override."""
     chat: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """As `chat_settings`; rows without a chat ignore it."""
+    """Defaults for rendering chats (`chat_settings`); rows without a chat ignore them."""
     columns: Columns | None = None
     """Columns of the output, if there is one; a row that asks for others is refused."""
     completions: bool = False

@@ -60,8 +60,8 @@ class Task:
     """A `jax.Device`, or one of a topology."""
     dtype: jnp.dtype
     """Dtype of the weights, or of the pages."""
-    num_devices: int | None = None
-    """Devices of the mesh; None: there is no mesh."""
+    num_devices: int = 1
+    """Devices of the mesh."""
     is_sharded: bool = False
     """Whether the model is sharded over the mesh."""
     has_mods: bool = False
@@ -133,7 +133,7 @@ class Backend(ABC):
 
         Args:
             weight: [..., out..., in...], with any axes before; may be traced.
-            num_outs, num_ins: products of the sizes of the last axes that are outputs, and inputs.
+            num_outs, num_ins: total sizes of the last axes that are outputs, and of those that are inputs.
         Returns: an array of the same shape, or packed, [..., panels, panel size].
         """
 

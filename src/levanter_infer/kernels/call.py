@@ -35,7 +35,7 @@ class AttentionCall:
     layer: Array
     """i32[], which layer of the pool; may be traced."""
     page_indices: Array
-    """i32[R, max_pages]; none is P. Keys on a page of none are not seen."""
+    """i32[R, max_pages]; an absent page is P, and its keys are not seen."""
     seq_lens: Array
     """i32[R], stored tokens including this step's."""
     cu_q_lens: Array

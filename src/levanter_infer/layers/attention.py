@@ -121,7 +121,7 @@ class Attention(eqx.Module):
             page_size=batch.page_size,
         )
         attended = kv.backend.attend(call)
-        attended = NamedArray(attended.reshape(q.array.shape), q.axes)
+        attended = NamedArray(attended.reshape(q.array.shape).astype(x.dtype), q.axes)
         return apply(attended, self.o_proj, residual=x)[0], kv
 
     def dense(self, x: NamedArray, norm: RMSNorm, inputs: AttentionInputs) -> NamedArray:

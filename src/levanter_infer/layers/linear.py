@@ -17,7 +17,7 @@ from levanter_infer.kernels.backend import Backend, Fuse
 from levanter_infer.kernels.call import LinearCall
 from levanter_infer.kernels.xla.backend import XLA
 from levanter_infer.layers.norm import RMSNorm
-from levanter_infer.layers.shard_axis import ALONE, ShardAxis
+from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
 from levanter_infer.layers.stack import pick_layer
 
 
@@ -36,7 +36,7 @@ class Linear(eqx.Module):
     """Number of the last axes of the weight that are inputs."""
     num_out: int = eqx.field(static=True, default=1)
     """Number of the axes before them that are outputs."""
-    shard_axis: ShardAxis = eqx.field(static=True, default=ALONE)
+    shard_axis: ShardAxis = eqx.field(static=True, default=REPLICATED)
     """How the inputs are sharded; results are added up over all shards, in the dtype of `x`."""
     backend: Backend = eqx.field(static=True, default=XLA)
     """What computes the matmul."""

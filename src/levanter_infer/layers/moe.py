@@ -12,7 +12,7 @@ from jax import Array
 from levanter_infer.axes import MIN_ROWS, ROW
 from levanter_infer.layers.linear import Linear, apply
 from levanter_infer.layers.norm import RMSNorm
-from levanter_infer.layers.shard_axis import ALONE, ShardAxis
+from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
 
 _MAX_BLOCK = 128
 
@@ -55,9 +55,9 @@ class Moe(eqx.Module):
     """i32[], which layer of the stack is meant; None where a scan has picked one."""
     num_rows: Array | None = None
     """i32[], how many tokens count."""
-    experts: ShardAxis = eqx.field(static=True, default=ALONE)
+    experts: ShardAxis = eqx.field(static=True, default=REPLICATED)
     """How the experts are sharded (expert parallel): each device computes its own for the tokens that chose them."""
-    sums: ShardAxis = eqx.field(static=True, default=ALONE)
+    sums: ShardAxis = eqx.field(static=True, default=REPLICATED)
     """Mesh axes over which results are added up: experts, and the shards of each."""
 
     @staticmethod
@@ -95,7 +95,7 @@ class Moe(eqx.Module):
     def _route(self, rows: NamedArray) -> tuple[Array, Array]:
         """Experts of each row i32[row, chosen], and their weights f32[row, chosen]."""
         own = apply(rows, self.router)[0].rearrange((ROW, ...)).array.astype(jnp.float32)
-        logits = self.experts.concatenated(own, 1)
+        logits = self.experts.all_gather(own, 1)
         weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.num_chosen)
         if self.normalize:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)

@@ -21,7 +21,7 @@ from levanter_infer.layers.mlp import Mlp
 from levanter_infer.layers.moe import Moe, MoeSizes
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.rotary import RopeConfig, rotary_tables
-from levanter_infer.layers.shard_axis import ALONE, ShardAxis, Vocabulary
+from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
 
 PLAIN = AttentionSpec()
 """Attention as the model alone defines it."""
@@ -145,7 +145,7 @@ class DecoderModel(eqx.Module):
     lm_head: Linear | None
     """[vocab, embed]; None where the embeddings serve as head."""
     config: DecoderConfig = eqx.field(static=True)
-    shard_axis: ShardAxis = eqx.field(static=True, default=ALONE)
+    shard_axis: ShardAxis = eqx.field(static=True, default=REPLICATED)
     """How the vocabulary is sharded."""
 
     @staticmethod
@@ -189,7 +189,7 @@ class DecoderModel(eqx.Module):
     @property
     def is_sharded(self) -> bool:
         """Whether the arrays are those of a mesh."""
-        return self.shard_axis != ALONE
+        return self.shard_axis != REPLICATED
 
     @property
     def is_packed(self) -> bool:

@@ -1,6 +1,7 @@
 """What a model family has to say, and what those of the Llama kin share."""
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +72,7 @@ class Parameter:
     hf_shape: tuple[int, ...]
     """Shape of each of these tensors."""
     num_stacked: int
-    """Leading axes along which they lie."""
+    """Leading axes over which they are stacked."""
 
 
 def parameters(model: DecoderModel, family: Family) -> list[Parameter]:
@@ -89,9 +90,9 @@ def parameters(model: DecoderModel, family: Family) -> list[Parameter]:
         experts = "{expert}" in template
         num_stacked = stacked + experts
         sizes = [axis.size for axis in axes[num_stacked:]]
-        merged = (_product(sizes),)
+        merged = (math.prod(sizes),)
         if isinstance(owner, Linear) and path.endswith(".weight"):
-            merged = (_product(sizes[: -owner.num_in]), _product(sizes[-owner.num_in :]))
+            merged = (math.prod(sizes[: -owner.num_in]), math.prod(sizes[-owner.num_in :]))
         places = [{"layer": i} for i in range(axes[0].size)] if stacked else [{}]
         if experts:
             places = [{**place, "expert": i} for place in places for i in range(axes[1].size)]
@@ -123,13 +124,6 @@ def _resolve(model: DecoderModel, path: str) -> tuple[Any, Any]:
             return None, None
         owner, array = array, getattr(array, name)
     return owner, array
-
-
-def _product(sizes: Iterable[int]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
 
 
 def common_fields(hf: HfConfig, *, kv_heads: int | None, head_dim: int | None, max_positions: int) -> dict[str, Any]:

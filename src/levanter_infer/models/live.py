@@ -1,4 +1,4 @@
-"""Models that somebody trains with haliax, in the shape of Levanter's `LlamaLMHeadModel`, used as they are.
+"""Models in training with haliax, in the shape of Levanter's `LlamaLMHeadModel`, used as they are.
 
 Nothing of Levanter is imported: a model is known by the names of its fields and axes, which are those of Levanter's
 Llama, Mistral, Qwen2 and Qwen3. What this engine computes is said by sizes, by the fields of the model's configuration
@@ -52,8 +52,8 @@ _LIKELY = "give the model's config.json as config=, if it is a Llama, Mistral, Q
 def from_levanter(model, config: DecoderConfig | Mapping[str, Any] | None = None) -> DecoderModel:
     """A live model as the engine and `generate` take it; they call this themselves.
 
-    Weights are shared, not copied, where they lie as `[layers, out..., in...]`, as haliax' `Linear` has them by default
-    (`out_first=True`) and its `Stacked` stacks them; others are transposed. Outside of a trace the output projection,
+    Weights are shared, not copied, where they are stored as `[layers, out..., in...]`, as by haliax' `Linear` by
+    default (`out_first=True`) in a `Stacked`; others are transposed. Outside of a trace the output projection,
     whose heads have one axis in Levanter and two here, is shared on a CPU and copied on other devices. The arrays may
     be traced.
 
@@ -275,7 +275,7 @@ def _without_explicit_axes(array: Array) -> Array:
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
         raise ValueError(
             "called under a mesh with explicit axes, expected none: JAX makes it a part of every type. Call it outside "
-            "of it, or under jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())); parameters may lie on it"
+            "of it, or under jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())); parameters may be placed on it"
         )
     if all(kind == AxisType.Auto for kind in sharding.mesh.axis_types):
         return array
@@ -297,7 +297,7 @@ def _reshaped(array: Array, shape: tuple[int, ...]) -> Array:
     (device,) = array.devices()
     if not platform_of(device.platform).shares_memory:
         return array.reshape(shape)
-    # If somebody donates `array`, JAX sees that its memory is in use and copies.
+    # If the caller donates `array`, JAX sees that its memory is in use and copies.
     return jax.device_put(np.asarray(array).reshape(shape), array.sharding if array.committed else None)
 
 

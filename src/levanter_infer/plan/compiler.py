@@ -9,7 +9,6 @@ import sys
 import time
 
 import jax
-import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -31,7 +30,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return REFUSED
     layout = blueprint.backend.layout
-    mesh = Mesh(np.asarray(devices[:1]), ("device",)) if layout is None else layout.mesh
+    mesh = layout.mesh
     model, _, admission = blueprint.round_types
     programs = blueprint.programs.needed(model, admission)
     order = sorted(programs, key=lambda name: name != "round")  # it takes longest, and is refused first

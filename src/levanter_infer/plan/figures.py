@@ -85,8 +85,7 @@ def figures_of(spec: EngineSpec) -> Figures:
 
 def _model_sizes(spec: EngineSpec, blueprint: Blueprint) -> dict[str, Any]:
     config, layout = blueprint.types.config, blueprint.backend.layout
-    parts = 1 if layout is None else layout.model.parts
-    expert_parts = 1 if layout is None else layout.experts.parts
+    parts, expert_parts = layout.model.parts, layout.experts.parts
     itemsize = blueprint.types.dtype.itemsize
     table_bytes = config.vocab_size * config.hidden_size * itemsize // parts
     return {

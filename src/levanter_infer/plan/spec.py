@@ -34,8 +34,8 @@ class Blueprint:
 
     @property
     def round_types(self) -> tuple:
-        """As `engine.blueprint.round_types`."""
-        from levanter_infer.engine.blueprint import round_types
+        """As `engine.runner.round_types`."""
+        from levanter_infer.engine.runner import round_types
 
         return round_types(self.types, self.backend, self.shapes, self.programs)
 
@@ -91,7 +91,7 @@ class EngineSpec:
         from jax.sharding import AbstractMesh
 
         from levanter_infer.engine.backend import Backend
-        from levanter_infer.engine.blueprint import programs_for, shapes_for
+        from levanter_infer.engine.runner import programs_for, shapes_for
 
         self.check_chips()
         mesh, config, types = self.mesh_config, self.engine_config, self.model_types()
@@ -99,7 +99,7 @@ class EngineSpec:
             made = make_mesh(mesh, devices)
         else:
             sizes = mesh.sizes
-            made = AbstractMesh(tuple(sizes.values()), tuple(sizes)) if mesh.num_devices > 1 else None
+            made = AbstractMesh(tuple(sizes.values()), tuple(sizes))
         chip = self.machine.chip
         device = chip if devices is None else devices[0]
         backend = Backend.choose(config, types, has_mods=False, mesh=made, device=device)  # type: ignore[arg-type]

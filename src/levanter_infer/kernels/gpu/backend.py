@@ -29,7 +29,7 @@ class GpuBackend(XlaBackend):
 
     @classmethod
     def refusal(cls, task: Task) -> str | None:
-        if task.num_devices is not None:
+        if task.num_devices > 1:
             return f"the mesh has {task.num_devices} devices, and it runs on one"
         if task.device.platform != "gpu":
             return f"this engine runs on {task.device.platform}"
