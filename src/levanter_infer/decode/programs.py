@@ -143,7 +143,7 @@ def _interrupt_behind(error: Exception) -> BaseException | None:
 
 
 def _placement(leaf) -> str:
-    """How an array is spread over several devices; nothing where it is on one."""
+    """The sharding of an array over several devices; empty for one device."""
     sharding = getattr(leaf, "sharding", None)
     return f" on {sharding}" if sharding is not None and sharding.num_devices > 1 else ""
 

@@ -19,7 +19,7 @@ from levanter_infer.engine.request_state import RequestState
 from levanter_infer.runtime.hosts import Hosts
 
 _KEPT_TERMS = 8
-"""Rounds whose terms stay readable. All processes have read earlier ones: none can be two rounds ahead of another."""
+"""Rounds whose terms stay readable. All processes have read older ones: none can be two rounds ahead of another."""
 IN_A_ROUND = "in a round"
 
 
