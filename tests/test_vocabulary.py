@@ -105,11 +105,8 @@ NOT_YET: dict[str, str] = {
     "src/levanter_infer/decode/": (
         "beginning company give-way host-tier lie nobody offload-names room spread told who"
     ),
-    "src/levanter_infer/engine/": "beginning give-way host-tier lie nobody old-names room spread told who",
     "src/levanter_infer/kernels/": "lie nobody shrink who",
-    "src/levanter_infer/layers/": "data-shard lie spread who",
     "tests/decode/": "beginning company give-way lie nobody room spread told who",
-    "tests/engine/": "host-tier",
 }
 """Path prefix: words, by their names above, that are still to be replaced there. Only to be shortened."""
 
