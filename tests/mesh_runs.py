@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import equinox as eqx
-import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from levanter_infer.axes import DATA, MODEL, ROW
+from levanter_infer.axes import DATA, MODEL
 from levanter_infer.checkpoints.load import open_model
 from levanter_infer.checkpoints.save import save_model
 from levanter_infer.checkpoints.source import resolve_source
@@ -274,11 +273,7 @@ def sampled(parts: int, vocab_size: int) -> dict:
             logprobs=3,
         )
         columns.set(row, params, seed=row, sample_index=row % 3, eos_token_ids=())
-    table = jax.tree.map(
-        lambda named: hax.named(named.array, (ROW, *(axis.name for axis in named.axes[1:]))),
-        columns.table(),
-        is_leaf=lambda leaf: isinstance(leaf, hax.NamedArray),
-    )
+    table = columns.table()
     logits = rng.normal(0, 3, (rows, vocab_size)).astype(np.float32)
     logits[1, :] = logits[1, 0]  # all alike
     logits[2, ::2] = -np.inf

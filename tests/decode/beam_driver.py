@@ -9,7 +9,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from haliax import NamedArray
 
 from levanter_infer.decode.admission import Admission, admit
 from levanter_infer.decode.beam_table import hypotheses
@@ -46,16 +45,16 @@ def programs():
         state = admit(state, admission)
         state, plan, _, _ = schedule(state, SHAPES)
         table, slots = state.sequences, plan.slot_ids
-        lens = table.seq_lens.array.at[slots].get(mode="fill", fill_value=1)
-        rows = logits[lens, table.tokens.array.at[slots, lens - 1].get(mode="fill", fill_value=0)]
+        lens = table.seq_lens.at[slots].get(mode="fill", fill_value=1)
+        rows = logits[lens, table.tokens.at[slots, lens - 1].get(mode="fill", fill_value=0)]
         assert state.beams is not None
         offered = candidates(
             rows,
             state.sampling.rows(slots),
             state.beams.searches.at[slots].get(mode="fill", fill_value=False),
-            tokens=table.tokens.array,
+            tokens=table.tokens,
             slot_ids=slots,
-            prompt_lens=table.prompt_lens.array.at[slots].get(mode="fill", fill_value=0),
+            prompt_lens=table.prompt_lens.at[slots].get(mode="fill", fill_value=0),
             seq_lens=lens,
             width=SHAPES.max_beams,
         )
@@ -143,10 +142,7 @@ def run(searches: list[Search], logits: np.ndarray, *, cancel_rate: float = 0.0,
         slots.add(group, now=0.0)
     nothing, steps, counted = empty_admission(SHAPES), 0, {}
     while not slots.is_idle:
-        fields = {
-            name: value if name in ("sampling", "beams") else NamedArray(np.asarray(value), getattr(nothing, name).axes)
-            for name, value in slots.next_admission(steps, 1).items()
-        }
+        fields = slots.next_admission(steps, 1)
         state, packed, bad, found = step(state, dataclasses.replace(nothing, **fields), logits)
         assert not any(map(int, bad.values())), {name: int(count) for name, count in bad.items() if count}
         outputs = HostOutputs(packed, SHAPES)

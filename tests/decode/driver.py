@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from levanter_infer.cache.named import scalar
 from levanter_infer.decode import kv_offload
 from levanter_infer.decode.admission import admit
 from levanter_infer.decode.invariants import violations
@@ -98,9 +97,9 @@ def seen(state: DecodeState) -> list[jax.Array]:
         counters.forks, counters.prefix_hits, counters.prefix_misses, counters.prefix_evictions,
     ]  # fmt: skip
     bad = violations(state)
-    terms = HostTerms(yields=scalar(True, jnp.bool_), return_pages=scalar(RETURN_PAGES))
+    terms = HostTerms(yields=jnp.asarray(True), return_pages=jnp.int32(RETURN_PAGES))
     call = kv_offload.host_call(state, SHAPES, terms)
-    return [*(part.array for part in named), call, jnp.stack([bad[name] for name in sorted(bad)])]
+    return [*named, call, jnp.stack([bad[name] for name in sorted(bad)])]
 
 
 @functools.lru_cache
@@ -108,7 +107,7 @@ def nothing_admitted() -> dict:
     """The fields of an admission that admits nothing, in their order, as arrays and tables of them."""
     admission = empty_admission(SHAPES)
     fields = {field.name: getattr(admission, field.name) for field in dataclasses.fields(admission)}
-    return {name: getattr(value, "array", value) for name, value in fields.items()}
+    return fields
 
 
 @functools.lru_cache

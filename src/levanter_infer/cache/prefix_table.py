@@ -1,14 +1,12 @@
 """`PrefixTable`: which pages hold which tokens after which beginning, so that they can be found and shared."""
 
 import equinox as eqx
-import haliax.haxtyping as ht
 import jax.numpy as jnp
 import numpy as np
-from haliax import NamedArray
 from jax import Array
+from jaxtyping import Int32, UInt32
 
-from levanter_infer.axes import BUCKET, PAGE, PAGE_OFFSET, WAY
-from levanter_infer.cache.named import full, replace, scalar
+from levanter_infer.cache.arrays import full, gather, replace, scatter
 
 WAYS = 8
 """Pages that one bucket of the table can name; a power of two."""
@@ -32,40 +30,39 @@ class PrefixTable(eqx.Module):
     Source: sharing by hashed blocks, arXiv:2309.06180, section 4.4.
     """
 
-    tokens: ht.i32[NamedArray, "page page_offset"]
-    parents: ht.i32[NamedArray, " page"]
+    tokens: Int32[Array, "page page_offset"]
+    parents: Int32[Array, " page"]
     """Serial of the page before, or the root; UNKNOWN for a page that is not to be found: another one is, or none."""
-    serials: ht.i32[NamedArray, " page"]
+    serials: Int32[Array, " page"]
     """Positive, or UNKNOWN. The other columns mean nothing where it is UNKNOWN."""
-    hashes: ht.u32[NamedArray, " page"]
+    hashes: UInt32[Array, " page"]
     """Of everything from the root to the page's last token."""
-    buckets: ht.i32[NamedArray, "bucket way"]
+    buckets: Int32[Array, "bucket way"]
     """Pages by hash; none is `num_pages`. A page stands here until somebody takes its place, forgotten or not."""
-    next_serial: ht.i32[NamedArray, ""]
+    next_serial: Int32[Array, ""]
 
     @staticmethod
     def init(num_pages: int, page_size: int) -> "PrefixTable":
         """A table that knows nothing."""
-        pages = (PAGE, num_pages)
         num_buckets = 1 << (4 * num_pages // WAYS).bit_length()  # on average, one or two of the ways are in use
         return PrefixTable(
-            tokens=full((pages, (PAGE_OFFSET, page_size)), 0),
-            parents=full((pages,), 0),
-            serials=full((pages,), UNKNOWN),
-            hashes=full((pages,), 0, jnp.uint32),
-            buckets=full(((BUCKET, num_buckets), (WAY, WAYS)), num_pages),
-            next_serial=scalar(1),
+            tokens=full((num_pages, page_size), 0),
+            parents=full(num_pages, 0),
+            serials=full(num_pages, UNKNOWN),
+            hashes=full(num_pages, 0, jnp.uint32),
+            buckets=full((num_buckets, WAYS), num_pages),
+            next_serial=jnp.int32(1),
         )
 
     @property
     def num_pages(self) -> int:
-        return self.serials.axis_size(PAGE)
+        return self.serials.shape[-1]
 
     def ends(self, pages: Array, roots: Array) -> tuple[Array, Array]:
         """Serials i32[n] and hashes u32[n] of what ends with `pages` i32[n]; of `roots` i32[n] where they are none."""
         none = pages >= self.num_pages
-        serials = self.serials.array.at[pages].get(mode="fill", fill_value=UNKNOWN)
-        hashes = self.hashes.array.at[pages].get(mode="fill", fill_value=0)
+        serials = gather(self.serials, pages, UNKNOWN)
+        hashes = gather(self.hashes, pages, 0)
         return jnp.where(none, roots, serials), jnp.where(none, _mixed(roots.astype(jnp.uint32)), hashes)
 
     def find(self, serials: Array, hashes: Array, tokens: Array, counts: Array) -> tuple[Array, Array]:
@@ -81,9 +78,9 @@ class PrefixTable(eqx.Module):
         place = jnp.tile(jnp.arange(width, dtype=jnp.int32), num)
         flat = tokens.reshape(-1, size)
         found = self._candidates(chained(content_hashes(flat), place, jnp.repeat(hashes, width)), flat)
-        own = self.serials.array.at[found].get(mode="fill", fill_value=UNKNOWN).reshape(num, width)
+        own = gather(self.serials, found, UNKNOWN).reshape(num, width)
         before = jnp.concatenate([serials[:, None], own[:, :-1]], axis=1)
-        parents = self.parents.array.at[found].get(mode="fill", fill_value=0).reshape(num, width)
+        parents = gather(self.parents, found, 0).reshape(num, width)
         column = jnp.arange(width, dtype=jnp.int32)[None, :]
         known = (own != UNKNOWN) & (before != UNKNOWN) & (parents == before) & (column < counts[:, None])
         known = jnp.cumprod(known.astype(jnp.int32), axis=1)
@@ -116,20 +113,20 @@ class PrefixTable(eqx.Module):
             return jnp.where(place == 0, starts, jnp.roll(serials, 1))
 
         known = self._candidates(hashes, tokens)
-        known_serials = self.serials.array.at[known].get(mode="fill", fill_value=UNKNOWN)
-        known_parents = self.parents.array.at[known].get(mode="fill", fill_value=UNKNOWN)
+        known_serials = gather(self.serials, known, UNKNOWN)
+        known_parents = gather(self.parents, known, UNKNOWN)
         is_known = all_so_far((known_serials != UNKNOWN) & (known_parents == after(known_serials)))
         # The predecessor of such a page was forgotten, and is known again under another serial
         orphans = jnp.where(used & ~is_known, known, self.num_pages)
 
         # Several sequences may have filled a page with the same contents: the first one's is found
-        fresh = self.next_serial.array + jnp.cumsum(used, dtype=jnp.int32) - 1
+        fresh = self.next_serial + jnp.cumsum(used, dtype=jnp.int32) - 1
         same = used[None, :] & (hashes[:, None] == hashes[None, :]) & (is_known[:, None] == is_known[None, :])
         first = jnp.where(used, jnp.argmax(same, axis=1).astype(jnp.int32), index)
         serials = jnp.where(is_known, known_serials, fresh[first])
         parents = after(serials)
         agrees = (parents == parents[first]) & jnp.all(tokens == tokens[first], axis=1)
-        has_numbers = self.next_serial.array < _LAST_SERIAL
+        has_numbers = self.next_serial < _LAST_SERIAL
         shared = used & all_so_far(agrees) & has_numbers & (known != pages)  # what is found there already stays
 
         enters = shared & (first == index)
@@ -138,58 +135,53 @@ class PrefixTable(eqx.Module):
         without_orphans = self.forget(orphans)
         table = replace(
             without_orphans,
-            tokens=self.tokens.array.at[target].set(tokens, mode="drop"),
-            parents=self.parents.array.at[older]
-            .set(UNKNOWN, mode="drop")
-            .at[target]
-            .set(jnp.where(enters, parents, UNKNOWN), mode="drop"),
-            serials=without_orphans.serials.array.at[target].set(serials, mode="drop"),
-            hashes=self.hashes.array.at[target].set(hashes, mode="drop"),
-            next_serial=self.next_serial.array + jnp.where(has_numbers, jnp.sum(used, dtype=jnp.int32), 0),
+            tokens=scatter(self.tokens, target, tokens),
+            parents=scatter(scatter(self.parents, older, UNKNOWN), target, jnp.where(enters, parents, UNKNOWN)),
+            serials=scatter(without_orphans.serials, target, serials),
+            hashes=scatter(self.hashes, target, hashes),
+            next_serial=self.next_serial + jnp.where(has_numbers, jnp.sum(used, dtype=jnp.int32), 0),
         )
         return table._enter(jnp.where(enters, pages, self.num_pages), hashes, fresh)
 
     def findable(self, pages: Array) -> Array:
         """Whether each of `pages`, of any shape, can be found; false for none."""
-        serials, parents = (
-            a.array.at[pages].get(mode="fill", fill_value=UNKNOWN) for a in (self.serials, self.parents)
-        )
+        serials, parents = (gather(a, pages, UNKNOWN) for a in (self.serials, self.parents))
         return (serials != UNKNOWN) & (parents != UNKNOWN)
 
     def forget(self, pages: Array) -> "PrefixTable":
         """Pages (any shape; none entries are ignored) that are not to be found any more."""
-        return replace(self, serials=self.serials.array.at[pages].set(UNKNOWN, mode="drop"))
+        return replace(self, serials=scatter(self.serials, pages, UNKNOWN))
 
     def hide(self, pages: Array) -> "PrefixTable":
         """Pages (any shape; none entries are ignored) that are not to be found any more, and that some may still hold.
 
         They keep their serial: whoever holds them goes on to share what comes next.
         """
-        return replace(self, parents=self.parents.array.at[pages].set(UNKNOWN, mode="drop"))
+        return replace(self, parents=scatter(self.parents, pages, UNKNOWN))
 
     def _candidates(self, hashes: Array, tokens: Array) -> Array:
         """The page of each hash u32[n] whose tokens are `tokens` i32[n, page_size], i32[n]; none if there is none."""
-        entries = self.buckets.array[self._bucket(hashes)]
-        matches = self.findable(entries) & (self.hashes.array.at[entries].get(mode="fill") == hashes[:, None])
+        entries = self.buckets[self._bucket(hashes)]
+        matches = self.findable(entries) & (gather(self.hashes, entries) == hashes[:, None])
         page = jnp.min(jnp.where(matches, entries, self.num_pages), axis=1)
-        equal = jnp.all(self.tokens.array.at[page].get(mode="fill", fill_value=0) == tokens, axis=1)
+        equal = jnp.all(gather(self.tokens, page, 0) == tokens, axis=1)
         return jnp.where(equal, page, self.num_pages)
 
     def _enter(self, pages: Array, hashes: Array, serials: Array) -> "PrefixTable":
         """Put pages into their buckets: where a forgotten page or none stands, or else in anybody's place."""
-        buckets = jnp.where(pages < self.num_pages, self._bucket(hashes), self.buckets.axis_size(BUCKET))
-        entries = self.buckets.array.at[buckets].get(mode="fill", fill_value=self.num_pages)
+        buckets = jnp.where(pages < self.num_pages, self._bucket(hashes), self.buckets.shape[0])
+        entries = gather(self.buckets, buckets, self.num_pages)
         taken = self.findable(entries)
-        taken &= self._bucket(self.hashes.array.at[entries].get(mode="fill")) == buckets[:, None]
+        taken &= self._bucket(gather(self.hashes, entries)) == buckets[:, None]
         index = jnp.arange(pages.shape[0], dtype=jnp.int32)
         rank = jnp.sum((buckets[:, None] == buckets[None, :]) & (index[None, :] < index[:, None]), axis=1)
         free_rank = jnp.cumsum(~taken, axis=1) - 1
         fitting = ~taken & (free_rank == rank[:, None])
         way = jnp.where(jnp.any(fitting, axis=1), jnp.argmax(fitting, axis=1), serials & (WAYS - 1))
-        return replace(self, buckets=self.buckets.array.at[buckets, way].set(pages, mode="drop"))
+        return replace(self, buckets=scatter(self.buckets, (buckets, way), pages))
 
     def _bucket(self, hashes: Array) -> Array:
-        mask = jnp.uint32(self.buckets.axis_size(BUCKET) - 1)
+        mask = jnp.uint32(self.buckets.shape[0] - 1)
         return (_mixed(hashes) & mask).astype(jnp.int32)
 
 

@@ -3,13 +3,11 @@
 import dataclasses
 
 import equinox as eqx
-import haliax.haxtyping as ht
 import jax.numpy as jnp
-from haliax import NamedArray
 from jax import Array
+from jaxtyping import Float32, Int32
 
-from levanter_infer.axes import POSITION, SEQ
-from levanter_infer.cache.named import full, replace
+from levanter_infer.cache.arrays import full, gather, replace, scatter, scatter_add
 from levanter_infer.decode.codes import FINISHED, FREE, NOT_FINISHED, RUNNING
 from levanter_infer.decode.sequence_table import SequenceTable
 
@@ -25,25 +23,24 @@ NO_SCORE = -1e9
 class BeamParams(eqx.Module):
     """What a sequence is told about its search; over `seq` at rest and `admitted` in an upload."""
 
-    leaders: ht.i32[NamedArray, " seq"]
+    leaders: Int32[Array, " seq"]
     """Slot of the group's first beam; none: no beam search."""
-    places: ht.i32[NamedArray, " seq"]
+    places: Int32[Array, " seq"]
     """Which beam of its group it is; the leader is 0. Groups arrive together, in this order."""
-    widths: ht.i32[NamedArray, " seq"]
+    widths: Int32[Array, " seq"]
     """Beams of the group; 0: no beam search."""
-    length_penalty: ht.f32[NamedArray, " seq"]
+    length_penalty: Float32[Array, " seq"]
     """A hypothesis of n tokens scores the sum of its log probabilities over n to this power."""
-    early_stopping: ht.i32[NamedArray, " seq"]
+    early_stopping: Int32[Array, " seq"]
 
     @staticmethod
-    def empty(axis: str, size: int, num_slots: int) -> "BeamParams":
-        lead = ((axis, size),)
+    def empty(size: int, num_slots: int) -> "BeamParams":
         return BeamParams(
-            leaders=full(lead, num_slots),
-            places=full(lead, 0),
-            widths=full(lead, 0),
-            length_penalty=full(lead, 0, jnp.float32),
-            early_stopping=full(lead, PATIENT),
+            leaders=full(size, num_slots),
+            places=full(size, 0),
+            widths=full(size, 0),
+            length_penalty=full(size, 0, jnp.float32),
+            early_stopping=full(size, PATIENT),
         )
 
 
@@ -56,73 +53,73 @@ class BeamTable(eqx.Module):
     """
 
     params: BeamParams
-    scores: ht.f32[NamedArray, " seq"]
+    scores: Float32[Array, " seq"]
     """Sum of the log probabilities of the running beam's tokens."""
-    logprobs: ht.f32[NamedArray, "seq position"]
+    logprobs: Float32[Array, "seq position"]
     """Of the running beam's generated tokens under the model."""
-    found_tokens: ht.i32[NamedArray, "seq position"]
+    found_tokens: Int32[Array, "seq position"]
     """A hypothesis, prompt included."""
-    found_logprobs: ht.f32[NamedArray, "seq position"]
-    found_lens: ht.i32[NamedArray, " seq"]
-    found_scores: ht.f32[NamedArray, " seq"]
-    found_reasons: ht.i32[NamedArray, " seq"]
+    found_logprobs: Float32[Array, "seq position"]
+    found_lens: Int32[Array, " seq"]
+    found_scores: Float32[Array, " seq"]
+    found_reasons: Int32[Array, " seq"]
     """Why the hypothesis ends; NOT_FINISHED: there is none."""
 
     @staticmethod
     def init(num_slots: int, max_seq_len: int) -> "BeamTable":
-        seq, rows = ((SEQ, num_slots),), ((SEQ, num_slots), (POSITION, max_seq_len))
+        rows = (num_slots, max_seq_len)
         return BeamTable(
-            params=BeamParams.empty(SEQ, num_slots, num_slots),
-            scores=full(seq, 0, jnp.float32),
+            params=BeamParams.empty(num_slots, num_slots),
+            scores=full(num_slots, 0, jnp.float32),
             logprobs=full(rows, 0, jnp.float32),
             found_tokens=full(rows, 0),
             found_logprobs=full(rows, 0, jnp.float32),
-            found_lens=full(seq, 0),
-            found_scores=full(seq, NO_SCORE, jnp.float32),
-            found_reasons=full(seq, NOT_FINISHED),
+            found_lens=full(num_slots, 0),
+            found_scores=full(num_slots, NO_SCORE, jnp.float32),
+            found_reasons=full(num_slots, NOT_FINISHED),
         )
 
     @property
     def searches(self) -> Array:
         """Slots that belong to a group, bool[seq]."""
-        return self.params.widths.array > 0
+        return self.params.widths > 0
 
     def admit(self, slots: Array, params: BeamParams) -> "BeamTable":
         """Sequences begin in `slots` i32[admitted]; those that do not search are told so too."""
 
-        def put(old: NamedArray, values) -> Array:
-            return old.array.at[slots].set(values, mode="drop")
+        def put(old: Array, values) -> Array:
+            return scatter(old, slots, values)
 
         names = [field.name for field in dataclasses.fields(BeamParams)]
-        told = {name: put(getattr(self.params, name), getattr(params, name).array) for name in names}
+        told = {name: put(getattr(self.params, name), getattr(params, name)) for name in names}
         return replace(
             self,
             params=replace(self.params, **told),
-            scores=put(self.scores, jnp.where(params.places.array == 0, 0.0, NO_SCORE)),
+            scores=put(self.scores, jnp.where(params.places == 0, 0.0, NO_SCORE)),
             found_scores=put(self.found_scores, NO_SCORE),
             found_reasons=put(self.found_reasons, NOT_FINISHED),
         )
 
     def without(self, slots: Array) -> "BeamTable":
         """The sequences of the slots in the mask `slots`, bool[seq], have ended."""
-        widths = jnp.where(slots, 0, self.params.widths.array)
+        widths = jnp.where(slots, 0, self.params.widths)
         return replace(self, params=replace(self.params, widths=widths))
 
     def of_group(self, slots: Array) -> Array:
         """How many of the slots in the mask `slots` belong to the group of each slot, i32[seq]."""
-        leaders = jnp.where(self.searches, self.params.leaders.array, slots.shape[0])
-        count = jnp.zeros(slots.shape, jnp.int32).at[leaders].add(slots.astype(jnp.int32), mode="drop")
-        return count.at[leaders].get(mode="fill", fill_value=0)
+        leaders = jnp.where(self.searches, self.params.leaders, slots.shape[0])
+        count = scatter_add(jnp.zeros(slots.shape, jnp.int32), leaders, slots.astype(jnp.int32))
+        return gather(count, leaders, 0)
 
     def whole(self, slots: Array) -> Array:
         """Those slots of the mask `slots` whose whole group is in it, and those without a group, bool[seq]."""
-        return slots & (~self.searches | (self.of_group(slots) == self.params.widths.array))
+        return slots & (~self.searches | (self.of_group(slots) == self.params.widths))
 
     def held_back(self, table: SequenceTable) -> Array:
         """Tokens of each slot that wait for its group, i32[seq]: all while the leader computes the prompt that they
         will share, and the last one until every beam has come so far."""
-        pending = table.seq_lens.array - table.num_computed.array
-        shares = table.fork_source.array < table.num_slots
+        pending = table.seq_lens - table.num_computed
+        shares = table.fork_source < table.num_slots
         stands = table.is_status(RUNNING) & (pending == 1) & ~shares & self.searches
         last = self.searches & ~self.whole(stands)
         return jnp.where(self.searches & shares, pending, last.astype(jnp.int32))
@@ -130,18 +127,18 @@ class BeamTable(eqx.Module):
     def whole_survivors(self, table: SequenceTable, order: Array, survivors: Array) -> Array:
         """The number of first slots in `order` that stay, moved to the edge of a group: to its end if nobody is before
         it, so that somebody goes on."""
-        status = table.status.array
+        status = table.status
         live = (status > FREE) & (status < FINISHED) & self.searches
-        out = order.at[survivors].get(mode="fill", fill_value=table.num_slots)
-        place = jnp.where(live, self.params.places.array, 0).at[out].get(mode="fill", fill_value=0)
-        width = self.params.widths.array.at[out].get(mode="fill", fill_value=0)
+        out = gather(order, survivors, table.num_slots)
+        place = gather(jnp.where(live, self.params.places, 0), out, 0)
+        width = gather(self.params.widths, out, 0)
         begin = survivors - place
         return jnp.where((place > 0) & (begin == 0), width, begin)
 
     def sharing_again(self, fork_source: Array, slots: Array) -> Array:
         """`fork_source` where the slots in the mask `slots` have lost their pages: they share the prompt on return."""
-        follows = slots & self.searches & (self.params.places.array > 0)
-        return jnp.where(follows, self.params.leaders.array, fork_source)
+        follows = slots & self.searches & (self.params.places > 0)
+        return jnp.where(follows, self.params.leaders, fork_source)
 
 
 class Hypotheses(eqx.Module):
@@ -160,8 +157,8 @@ class Hypotheses(eqx.Module):
 def hypotheses(beams: BeamTable, slots: Array) -> Hypotheses:
     """What stands in `slots`, i32[n]; anything for absent ones."""
 
-    def rows(column: NamedArray) -> Array:
-        return column.array.at[slots].get(mode="clip")
+    def rows(column: Array) -> Array:
+        return column.at[slots].get(mode="clip")
 
     columns = (beams.found_tokens, beams.found_logprobs, beams.found_lens, beams.found_scores)
     return Hypotheses(*map(rows, columns))

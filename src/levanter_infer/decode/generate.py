@@ -4,8 +4,8 @@ import equinox as eqx
 import jax.numpy as jnp
 from jax import Array
 
+from levanter_infer.cache.arrays import replace, scatter
 from levanter_infer.cache.kv_pages import KvPages
-from levanter_infer.cache.named import replace
 from levanter_infer.decode.codes import WAITING
 from levanter_infer.decode.loop import run_steps
 from levanter_infer.decode.outputs import OutputRing
@@ -63,7 +63,7 @@ def generate_all(
     rows = jnp.repeat(prompts.astype(jnp.int32), n, axis=0)
     table = replace(
         table,
-        tokens=table.tokens.array.at[:, : prompts.shape[1]].set(rows),
+        tokens=table.tokens.at[:, : prompts.shape[1]].set(rows),
         seq_lens=lens,
         prompt_lens=lens,
         status=jnp.full_like(slots, WAITING),
@@ -71,7 +71,7 @@ def generate_all(
         max_lens=jnp.minimum(lens + max_tokens, shapes.max_seq_len),
         fork_source=jnp.where(slots == leader, shapes.num_slots, leader),
     )
-    state = eqx.tree_at(lambda s: (s.decode.sequences, s.decode.sampling), state, (table, sampling))
+    state = replace(state, decode=replace(state.decode, sequences=table, sampling=sampling))
     ring = OutputRing.init(shapes.ring_size, shapes.limits.max_logprobs)
     forever = jnp.int32(jnp.iinfo(jnp.int32).max)
     state, ring = run_steps(
@@ -85,20 +85,20 @@ def _collect(
 ) -> GenerateOutput:
     """Sort the ring's entries by slot, keeping the order of sampling."""
     index = jnp.arange(ring.size, dtype=jnp.int32)
-    slot = jnp.where(index < ring.count.array, ring.slot_ids.array, shapes.num_slots)
+    slot = jnp.where(index < ring.count, ring.slot_ids, shapes.num_slots)
     order = jnp.argsort(slot, stable=True)
     ordered = slot[order]
     place = index - jnp.searchsorted(ordered, ordered, side="left").astype(jnp.int32)
 
     def per_slot(values: Array) -> Array:
         empty = jnp.zeros((shapes.num_slots, max_tokens), values.dtype)
-        return empty.at[ordered, place].set(values[order], mode="drop")
+        return scatter(empty, (ordered, place), values[order])
 
     table = state.decode.sequences
     return GenerateOutput(
-        token_ids=per_slot(ring.tokens.array),
-        logprobs=per_slot(ring.logprobs.array),
-        processed_logprobs=per_slot(ring.processed_logprobs.array),
-        num_tokens=table.seq_lens.array - prompt_lens,
-        finish_reason=table.finish_reason.array,
+        token_ids=per_slot(ring.tokens),
+        logprobs=per_slot(ring.logprobs),
+        processed_logprobs=per_slot(ring.processed_logprobs),
+        num_tokens=table.seq_lens - prompt_lens,
+        finish_reason=table.finish_reason,
     )

@@ -5,17 +5,14 @@ them: contents by `read_pages` and `write_pages`, a few pages a call, tables by 
 several sequences of a group share move once and are shared again.
 """
 
-import dataclasses
-
 import equinox as eqx
-import haliax.haxtyping as ht
 import jax
 import jax.numpy as jnp
-from haliax import NamedArray
 from jax import Array
+from jaxtyping import Bool, Int32
 
+from levanter_infer.cache.arrays import gather, replace, scatter_add
 from levanter_infer.cache.kv_pages import KvPages
-from levanter_infer.cache.named import replace
 from levanter_infer.decode.codes import RUNNING, SWAPPED, WAITING
 from levanter_infer.decode.packing import pages_to_go_on
 from levanter_infer.decode.paging import count_taken, pages_needed, release
@@ -32,9 +29,9 @@ ROOM = 2  # those that were offloaded first fit again, or nobody else is left
 class HostTerms(eqx.Module):
     """What the host says about moving pages, once a round."""
 
-    yields: ht.bool_[NamedArray, ""]
+    yields: Bool[Array, ""]
     """Whether the round ends for a call. Else it goes on, and takes pages back from the youngest as it needs them."""
-    return_pages: ht.i32[NamedArray, ""]
+    return_pages: Int32[Array, ""]
     """Pages that must be free for those that were offloaded first to come back and go on."""
 
 
@@ -44,9 +41,9 @@ def host_call(state: DecodeState, shapes: Shapes, terms: HostTerms) -> Array:
     SHORT errs on the safe side where several prompts are computed at once. A step that starts waiting sequences is
     not short for them: they start only if there are pages.
     """
-    table, free = state.sequences, state.page_table.num_free.array
+    table, free = state.sequences, state.page_table.num_free
     running = table.is_status(RUNNING)
-    pending = jnp.where(running, table.seq_lens.array - table.num_computed.array, 0)
+    pending = jnp.where(running, table.seq_lens - table.num_computed, 0)
     new, copies = pages_needed(state, jnp.minimum(pending, shapes.max_step_tokens))
     need = jnp.sum(new, dtype=jnp.int32) + jnp.sum(copies, dtype=jnp.int32)
     short = jnp.minimum(need, shapes.max_new_pages) > free
@@ -54,7 +51,7 @@ def host_call(state: DecodeState, shapes: Shapes, terms: HostTerms) -> Array:
     first = jnp.any(table.is_status(SWAPPED)) & ~jnp.any(is_ready(table) & precede(table, SWAPPED))
     num_running = jnp.sum(running, dtype=jnp.int32)
     growth = jnp.sum(jnp.where(_goes_on(state), pages_to_go_on(state, shapes), 0), dtype=jnp.int32)
-    fits = (terms.return_pages.array <= free - growth) & (num_running < shapes.max_seqs)
+    fits = (terms.return_pages <= free - growth) & (num_running < shapes.max_seqs)
     room = first & (fits | (num_running == 0))
     return jnp.where(short, SHORT, jnp.where(room, ROOM, NO_CALL)).astype(jnp.int32)
 
@@ -62,7 +59,7 @@ def host_call(state: DecodeState, shapes: Shapes, terms: HostTerms) -> Array:
 def ends_for_host(state: DecodeState, shapes: Shapes, terms: HostTerms) -> Array:
     """Whether the round ends for the host to move pages: always if it would compute nothing. bool[]"""
     called = host_call(state, shapes, terms) != NO_CALL
-    return called & (terms.yields.array | ~jnp.any(state.sequences.is_status(RUNNING)))
+    return called & (terms.yields | ~jnp.any(state.sequences.is_status(RUNNING)))
 
 
 class TableSnapshot(eqx.Module):
@@ -89,20 +86,20 @@ class TableSnapshot(eqx.Module):
 def snapshot(state: DecodeState, shapes: Shapes) -> TableSnapshot:
     table, order = state.sequences, in_order(state.sequences)
     return TableSnapshot(
-        status=table.status.array,
+        status=table.status,
         rank=jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32)),
         is_ready=is_ready(table),
         goes_on=_goes_on(state),
-        computed=table.num_computed.array,
+        computed=table.num_computed,
         growth=pages_to_go_on(state, shapes),
-        page_indices=table.page_indices.array,
-        ref_counts=state.page_table.ref_counts.array,
+        page_indices=table.page_indices,
+        ref_counts=state.page_table.ref_counts,
     )
 
 
 def _goes_on(state: DecodeState) -> Array:
     table = state.sequences
-    return table.is_status(RUNNING) | (table.is_status(WAITING) & (table.num_computed.array > 0))
+    return table.is_status(RUNNING) | (table.is_status(WAITING) & (table.num_computed > 0))
 
 
 def read_pages(kv: KvPages, pages: Array) -> Array:
@@ -118,7 +115,7 @@ def write_pages(kv: KvPages, contents: Array, pages: Array, places: Array) -> Kv
         pages: i32[page], of `swap_in`.
         places: i32[transfer_pages], which of these each one goes to; absent where its contents are not wanted.
     """
-    target = pages.at[places].get(mode="fill", fill_value=kv.num_pages)
+    target = gather(pages, places, kv.num_pages)
     return kv.put(target, jax.device_put(contents, jax.memory.Space.Device))
 
 
@@ -126,8 +123,8 @@ def mark_swapped(state: DecodeState, slots: Array, status: Array) -> DecodeState
     """Give back the pages of `slots`, bool[seq], and leave them to the host as `status`, i32[]: SWAPPED or LOADING."""
     state = release(state, slots)
     table = state.sequences
-    table = replace(table, status=jnp.where(slots, status, table.status.array))
-    return eqx.tree_at(lambda s: s.sequences, state, table)
+    table = replace(table, status=jnp.where(slots, status, table.status))
+    return replace(state, sequences=table)
 
 
 def swap_in(
@@ -146,16 +143,16 @@ def swap_in(
     table, page_table = state.sequences, state.page_table
     none = page_table.num_pages
     page_table, pages = page_table.allocate(count, none)
-    own = jnp.where(slots[:, None], pages.at[places].get(mode="fill", fill_value=none), none)
-    counts = page_table.share(own).ref_counts.array.at[pages].add(-1, mode="drop")
+    own = jnp.where(slots[:, None], gather(pages, places, none), none)
+    counts = scatter_add(page_table.share(own).ref_counts, pages, -1)
     if state.beams is not None:  # a search is admitted if its beams fit that share their prompt
         anew = slots & (computed == 0)
-        table = replace(table, fork_source=state.beams.sharing_again(table.fork_source.array, anew))
+        table = replace(table, fork_source=state.beams.sharing_again(table.fork_source, anew))
     table = replace(
         table,
-        page_indices=jnp.where(slots[:, None], own, table.page_indices.array),
-        num_computed=jnp.where(slots, computed, table.num_computed.array),
-        status=jnp.where(slots, WAITING, table.status.array),
+        page_indices=jnp.where(slots[:, None], own, table.page_indices),
+        num_computed=jnp.where(slots, computed, table.num_computed),
+        status=jnp.where(slots, WAITING, table.status),
     )
-    state = dataclasses.replace(state, sequences=table, page_table=replace(page_table, ref_counts=counts))
+    state = replace(state, sequences=table, page_table=replace(page_table, ref_counts=counts))
     return count_taken(state, pages), pages

@@ -1,10 +1,9 @@
 """One round: a `lax.while_loop` over steps, on the device from beginning to end."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
+from levanter_infer.cache.arrays import replace
 from levanter_infer.decode.admission import Admission, admit
 from levanter_infer.decode.codes import FINISHED, FREE, RUNNING, WAITING
 from levanter_infer.decode.kv_offload import ends_for_host, host_call
@@ -19,7 +18,7 @@ def run_round(
     model, state: GenState, admission: Admission, shapes: Shapes, attention: AttentionSpec
 ) -> tuple[GenState, RoundOutputs]:
     """Admit, then step until the round ends. Pure; `programs.py` compiles it with the state donated."""
-    state = dataclasses.replace(state, decode=admit(state.decode, admission))
+    state = replace(state, decode=admit(state.decode, admission))
     ring = OutputRing.init(shapes.ring_size, shapes.limits.max_logprobs)
     state, ring = run_steps(
         model,
@@ -27,8 +26,8 @@ def run_round(
         ring,
         shapes,
         attention,
-        max_steps=admission.max_steps.array,
-        min_free_slots=admission.min_free_slots.array,
+        max_steps=admission.max_steps,
+        min_free_slots=admission.min_free_slots,
         host=admission.host,
     )
     call = None if admission.host is None else host_call(state.decode, shapes, admission.host)
@@ -56,7 +55,7 @@ def run_steps(
         steps, state, ring = carry
         more = (
             (steps < max_steps)
-            & (ring.count.array + shapes.max_seqs <= ring.size)
+            & (ring.count + shapes.max_seqs <= ring.size)
             & has_work(state.decode, shapes, min_free_slots)
         )
         return more if host is None else more & ~ends_for_host(state.decode, shapes, host)

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.cache.named import replace
+from levanter_infer.cache.arrays import gather, replace, scatter
 from levanter_infer.cache.page_math import pages_for
 from levanter_infer.decode.codes import RUNNING, SWAPPED, WAITING
 from levanter_infer.decode.sequence_table import is_ready, precede
@@ -45,21 +45,21 @@ def start_waiting(state: DecodeState, shapes: Shapes, order: Array) -> DecodeSta
         ready &= precede(table, SWAPPED)
     need = pages_to_go_on(state, shapes)
     num_running = jnp.sum(running, dtype=jnp.int32)
-    available = page_table.num_free.array - jnp.sum(jnp.where(running, need, 0), dtype=jnp.int32)
+    available = page_table.num_free - jnp.sum(jnp.where(running, need, 0), dtype=jnp.int32)
 
     ready_in_order = ready[order]
     rank = jnp.cumsum(ready_in_order, dtype=jnp.int32)
     cumulative = jnp.cumsum(jnp.where(ready_in_order, need[order], 0), dtype=jnp.int32)
     first = jnp.int32(1)
     if state.beams is not None:
-        first = jnp.maximum(first, state.beams.params.widths.array[order[jnp.argmax(ready_in_order)]])
+        first = jnp.maximum(first, state.beams.params.widths[order[jnp.argmax(ready_in_order)]])
     fits = (cumulative <= available) | ((num_running == 0) & (rank <= first))
     starts = ready_in_order & (rank + num_running <= shapes.max_seqs) & fits
     starts = jnp.zeros_like(ready).at[order].set(starts)
     if state.beams is not None:
         starts = starts & state.beams.whole(starts | running)
-    status = jnp.where(starts, RUNNING, table.status.array)
-    return eqx.tree_at(lambda s: s.sequences, state, replace(table, status=status))
+    status = jnp.where(starts, RUNNING, table.status)
+    return replace(state, sequences=replace(table, status=status))
 
 
 def pages_to_go_on(state: DecodeState, shapes: Shapes) -> Array:
@@ -76,25 +76,25 @@ def _room_for(state: DecodeState, shapes: Shapes) -> Array:
     it may generate: nobody is ever preempted. expected: the share of these that recent sequences have generated.
     """
     table = state.sequences
-    known, most = table.seq_lens.array + 1, table.max_lens.array
+    known, most = table.seq_lens + 1, table.max_lens
     if shapes.admission == "optimistic":
         return known
     if shapes.admission == "worst_case":
         return most
-    prompt_lens = table.prompt_lens.array
-    share = state.generated_share.array * (most - prompt_lens).astype(jnp.float32)
+    prompt_lens = table.prompt_lens
+    share = state.generated_share * (most - prompt_lens).astype(jnp.float32)
     return jnp.clip(prompt_lens + jnp.ceil(share).astype(jnp.int32), known, jnp.maximum(known, most))
 
 
 def expect(state: DecodeState, finished: Array) -> DecodeState:
     """Learn from the sequences in the mask `finished`, bool[seq], how much of what they may others generate."""
     table = state.sequences
-    prompt_lens = table.prompt_lens.array
-    share = (table.seq_lens.array - prompt_lens) / jnp.maximum(table.max_lens.array - prompt_lens, 1)
+    prompt_lens = table.prompt_lens
+    share = (table.seq_lens - prompt_lens) / jnp.maximum(table.max_lens - prompt_lens, 1)
     count = jnp.sum(finished, dtype=jnp.int32)
     mean = jnp.sum(jnp.where(finished, share, 0.0)) / jnp.maximum(count, 1).astype(jnp.float32)
     kept = jnp.power(_MEMORY, count.astype(jnp.float32))
-    return replace(state, generated_share=kept * state.generated_share.array + (1.0 - kept) * mean)
+    return replace(state, generated_share=kept * state.generated_share + (1.0 - kept) * mean)
 
 
 def choose_tokens(state: DecodeState, shapes: Shapes, order: Array, waits: Array) -> Array:
@@ -105,7 +105,7 @@ def choose_tokens(state: DecodeState, shapes: Shapes, order: Array, waits: Array
     runs holds one of `max_seqs <= max_step_tokens` places, so at least one token of the budget is left for it.
     """
     table = state.sequences
-    pending = table.seq_lens.array - table.num_computed.array
+    pending = table.seq_lens - table.num_computed
     if state.beams is not None:
         pending = pending - state.beams.held_back(table)
     pending = jnp.where(table.is_status(RUNNING) & ~waits, pending, 0)
@@ -121,13 +121,13 @@ def pack(state: DecodeState, shapes: Shapes, order: Array, take: Array) -> StepP
     """Order the chosen tokens into rows, decode tokens first."""
     table = state.sequences
     in_order = take[order]
-    decodes = (in_order == 1) & (table.seq_lens.array - table.num_computed.array == 1)[order]
+    decodes = (in_order == 1) & (table.seq_lens - table.num_computed == 1)[order]
     chunks = (in_order > 0) & ~decodes
     num_decodes = jnp.sum(decodes, dtype=jnp.int32)
     row = jnp.where(decodes, jnp.cumsum(decodes, dtype=jnp.int32), num_decodes + jnp.cumsum(chunks, dtype=jnp.int32))
     row = jnp.where(in_order > 0, row - 1, shapes.max_rows)
-    slot_ids = jnp.full(shapes.max_rows, table.num_slots, jnp.int32).at[row].set(order, mode="drop")
-    q_lens = take.at[slot_ids].get(mode="fill", fill_value=0)
+    slot_ids = scatter(jnp.full(shapes.max_rows, table.num_slots, jnp.int32), row, order)
+    q_lens = gather(take, slot_ids, 0)
     bounds = jnp.cumsum(q_lens, dtype=jnp.int32)
     return StepPlan(
         take=take,

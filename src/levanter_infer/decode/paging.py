@@ -1,13 +1,10 @@
 """Pages of sequences: taking, copying on write, forking, giving back. Nothing here ever fails for want of pages."""
 
-import dataclasses
-
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.cache.named import replace
+from levanter_infer.cache.arrays import gather, replace, scatter, scatter_add, scatter_max, scatter_min
 from levanter_infer.cache.page_math import offset_of, page_of, pages_for
 from levanter_infer.cache.page_table import PageTable, ragged_index, run_if
 from levanter_infer.decode.codes import FINISHED, RUNNING, WAITING
@@ -26,10 +23,10 @@ def pages_needed(state: DecodeState, take: Array) -> tuple[Array, Array]:
         have to be copied.
     """
     table, size = state.sequences, state.page_table.page_size
-    computed = table.num_computed.array
+    computed = table.num_computed
     new = pages_for(computed + take, size) - pages_for(computed, size)
     tail = page_at(table, _all_slots(table), page_of(computed, size))
-    shared = state.page_table.ref_counts.array.at[tail].get(mode="fill", fill_value=0) > 1
+    shared = gather(state.page_table.ref_counts, tail, 0) > 1
     return new, (take > 0) & (offset_of(computed, size) != 0) & shared
 
 
@@ -43,7 +40,7 @@ def preempt(state: DecodeState, order: Array, take: Array) -> tuple[DecodeState,
     """
     new, copies = pages_needed(state, take)
     need = new + copies.astype(jnp.int32)
-    short = jnp.sum(need, dtype=jnp.int32) > state.page_table.num_free.array
+    short = jnp.sum(need, dtype=jnp.int32) > state.page_table.num_free
 
     def body(carry):
         state, take = carry
@@ -52,29 +49,25 @@ def preempt(state: DecodeState, order: Array, take: Array) -> tuple[DecodeState,
         released = _released_by_suffix(table, state.page_table, rank)
         needed = jnp.cumsum(need[order], dtype=jnp.int32)
         # Survivors are the first k. Their needs grow with k and what the others give back shrinks.
-        fits = needed <= state.page_table.num_free.array + released
+        fits = needed <= state.page_table.num_free + released
         survivors = jnp.maximum(jnp.sum(fits, dtype=jnp.int32), 1)
         if state.beams is not None:
             survivors = state.beams.whole_survivors(table, order, survivors)
-        live = (table.status.array == RUNNING) | (table.status.array == WAITING)
+        live = (table.status == RUNNING) | (table.status == WAITING)
         loses_place = live & (rank >= survivors)
-        victims = loses_place & (table.num_computed.array > 0)
+        victims = loses_place & (table.num_computed > 0)
         counters = state.counters
-        state = eqx.tree_at(
-            lambda s: s.counters,
-            state,
-            replace(
-                counters,
-                preemptions=counters.preemptions.array + jnp.sum(victims, dtype=jnp.int32),
-                recomputed=counters.recomputed.array
-                + jnp.sum(jnp.where(victims, table.num_computed.array, 0), dtype=jnp.int32),
-            ),
+        counters = replace(
+            counters,
+            preemptions=counters.preemptions + jnp.sum(victims, dtype=jnp.int32),
+            recomputed=counters.recomputed + jnp.sum(jnp.where(victims, table.num_computed, 0), dtype=jnp.int32),
         )
+        state = replace(state, counters=counters)
         state = release(state, victims)
-        table = replace(state.sequences, status=jnp.where(loses_place, WAITING, state.sequences.status.array))
+        table = replace(state.sequences, status=jnp.where(loses_place, WAITING, state.sequences.status))
         if state.beams is not None:
-            table = replace(table, fork_source=state.beams.sharing_again(table.fork_source.array, loses_place))
-        state = eqx.tree_at(lambda s: s.sequences, state, table)
+            table = replace(table, fork_source=state.beams.sharing_again(table.fork_source, loses_place))
+        state = replace(state, sequences=table)
         return state, jnp.where(loses_place, 0, take)
 
     return run_if(short, body, (state, take))
@@ -90,25 +83,25 @@ def take_pages(state: DecodeState, shapes: Shapes, take: Array) -> tuple[DecodeS
     table, page_table = state.sequences, state.page_table
     size, num_pages = page_table.page_size, page_table.num_pages
     new, shared = pages_needed(state, take)
-    slots, first = _all_slots(table), page_of(table.num_computed.array, size)
+    slots, first = _all_slots(table), page_of(table.num_computed, size)
     source = jnp.where(shared, page_at(table, slots, first), num_pages)
     copies = shared & ~run_if(jnp.any(shared), lambda _: _keeps_page(page_table, source), jnp.zeros_like(shared))
 
     counts = new + copies.astype(jnp.int32)
     page_table, pages = page_table.allocate(jnp.sum(counts, dtype=jnp.int32), shapes.max_new_pages)
     slot, item, valid = ragged_index(counts, jnp.int32(0), shapes.max_new_pages)
-    held = pages_for(table.num_computed.array, size)
+    held = pages_for(table.num_computed, size)
     begin = jnp.where(copies, first, held)
-    column = begin.at[slot].get(mode="fill", fill_value=0) + item
-    page_indices = table.page_indices.array.at[jnp.where(valid, slot, table.num_slots), column].set(pages, mode="drop")
+    column = gather(begin, slot, 0) + item
+    page_indices = scatter(table.page_indices, (jnp.where(valid, slot, table.num_slots), column), pages)
 
     source = jnp.where(copies, source, num_pages)
     target = jnp.where(copies, page_at(replace(table, page_indices=page_indices), slots, first), num_pages)
     # A copied page keeps at least one reference: `_keeps_page` leaves it to one of its holders.
-    page_table = replace(page_table, ref_counts=page_table.ref_counts.array.at[source].add(-1, mode="drop"))
+    page_table = replace(page_table, ref_counts=scatter_add(page_table.ref_counts, source, -1))
     counters = state.counters
-    copied = counters.copied_pages.array + jnp.sum(copies, dtype=jnp.int32)
-    state = dataclasses.replace(
+    copied = counters.copied_pages + jnp.sum(copies, dtype=jnp.int32)
+    state = replace(
         state,
         sequences=replace(table, page_indices=page_indices),
         page_table=page_table,
@@ -121,11 +114,11 @@ def count_taken(state: DecodeState, pages: Array) -> DecodeState:
     """Forget what `pages` (any shape; none entries are ignored), which have just been taken, held before."""
     page_table, prefix, counters = state.page_table, state.prefix, state.counters
     if prefix is not None:
-        evictions = counters.prefix_evictions.array + jnp.sum(prefix.findable(pages), dtype=jnp.int32)
+        evictions = counters.prefix_evictions + jnp.sum(prefix.findable(pages), dtype=jnp.int32)
         prefix, counters = prefix.forget(pages), replace(counters, prefix_evictions=evictions)
-    held_now = page_table.num_pages - page_table.num_free.array
-    counters = replace(counters, pages_peak=jnp.maximum(counters.pages_peak.array, held_now))
-    return dataclasses.replace(state, prefix=prefix, counters=counters)
+    held_now = page_table.num_pages - page_table.num_free
+    counters = replace(counters, pages_peak=jnp.maximum(counters.pages_peak, held_now))
+    return replace(state, prefix=prefix, counters=counters)
 
 
 def release(state: DecodeState, slots: Array) -> DecodeState:
@@ -138,12 +131,12 @@ def release(state: DecodeState, slots: Array) -> DecodeState:
     def give_back(state: DecodeState) -> DecodeState:
         table, page_table = state.sequences, state.page_table
         held = jnp.where(slots, table.num_held(page_table.page_size), 0)
-        page_table = release_tails(page_table, table.page_indices.array, jnp.zeros_like(held), held)
-        page_indices = jnp.where(slots[:, None], page_table.num_pages, table.page_indices.array)
-        table = replace(table, page_indices=page_indices, num_computed=jnp.where(slots, 0, table.num_computed.array))
-        return eqx.tree_at(lambda s: (s.sequences, s.page_table), state, (table, page_table))
+        page_table = release_tails(page_table, table.page_indices, jnp.zeros_like(held), held)
+        page_indices = jnp.where(slots[:, None], page_table.num_pages, table.page_indices)
+        table = replace(table, page_indices=page_indices, num_computed=jnp.where(slots, 0, table.num_computed))
+        return replace(state, sequences=table, page_table=page_table)
 
-    return run_if(jnp.any(slots & (state.sequences.num_computed.array > 0)), give_back, state)
+    return run_if(jnp.any(slots & (state.sequences.num_computed > 0)), give_back, state)
 
 
 def release_tails(page_table: PageTable, page_indices: Array, begin: Array, end: Array) -> PageTable:
@@ -170,8 +163,8 @@ def _in_blocks(page_table: PageTable, page_indices: Array, counts: Array, offset
     def block(carry):
         start, page_table = carry
         row, item, valid = ragged_index(counts, start, _BLOCK)
-        column = origin.at[row].get(mode="fill", fill_value=0) + offset(item)
-        page = page_indices.at[row, column].get(mode="fill", fill_value=page_table.num_pages)
+        column = gather(origin, row, 0) + offset(item)
+        page = gather(page_indices, (row, column), page_table.num_pages)
         return start + _BLOCK, change(page_table, jnp.where(valid, page, page_table.num_pages))
 
     return jax.lax.while_loop(lambda carry: carry[0] < total, block, (jnp.int32(0), page_table))[1]
@@ -183,17 +176,17 @@ def free_pages_for_finished(state: DecodeState, finished: Array, reason: Array) 
     Forks that still wait for one of them go on alone: its slot may belong to another sequence by the next step.
     """
     table = state.sequences
-    source = table.fork_source.array
-    orphaned = finished.at[source].get(mode="fill", fill_value=False)
+    source = table.fork_source
+    orphaned = gather(finished, source, False)
     table = replace(
         table,
-        status=jnp.where(finished, FINISHED, table.status.array),
-        finish_reason=jnp.where(finished, reason, table.finish_reason.array),
+        status=jnp.where(finished, FINISHED, table.status),
+        finish_reason=jnp.where(finished, reason, table.finish_reason),
         fork_source=jnp.where(finished | orphaned, table.num_slots, source),
     )
     if state.beams is not None:
-        state = dataclasses.replace(state, beams=state.beams.without(finished))
-    return release(eqx.tree_at(lambda s: s.sequences, state, table), finished)
+        state = replace(state, beams=state.beams.without(finished))
+    return release(replace(state, sequences=table), finished)
 
 
 def fork(state: DecodeState, children: Array, parents: Array, lens: Array) -> DecodeState:
@@ -209,23 +202,21 @@ def fork(state: DecodeState, children: Array, parents: Array, lens: Array) -> De
     def share(state: DecodeState) -> DecodeState:
         table, page_table = state.sequences, state.page_table
         held = pages_for(lens, page_table.page_size)
-        column = jnp.arange(table.page_indices.array.shape[1], dtype=jnp.int32)
+        column = jnp.arange(table.page_indices.shape[1], dtype=jnp.int32)
         inherits = children[:, None] & (column[None, :] < held[:, None])
         pages = jnp.where(
             inherits,
-            table.page_indices.array.at[parents].get(mode="fill", fill_value=page_table.num_pages),
+            gather(table.page_indices, parents, page_table.num_pages),
             page_table.num_pages,
         )
         table = replace(
             table,
-            page_indices=jnp.where(children[:, None], pages, table.page_indices.array),
-            num_computed=jnp.where(children, lens, table.num_computed.array),
+            page_indices=jnp.where(children[:, None], pages, table.page_indices),
+            num_computed=jnp.where(children, lens, table.num_computed),
         )
         counters = state.counters
-        counters = replace(counters, forks=counters.forks.array + jnp.sum(children, dtype=jnp.int32))
-        return eqx.tree_at(
-            lambda s: (s.sequences, s.page_table, s.counters), state, (table, page_table.share(pages), counters)
-        )
+        counters = replace(counters, forks=counters.forks + jnp.sum(children, dtype=jnp.int32))
+        return replace(state, sequences=table, page_table=page_table.share(pages), counters=counters)
 
     return run_if(jnp.any(children), share, state)
 
@@ -237,16 +228,16 @@ def fork_when_ready(state: DecodeState) -> DecodeState:
     token like any other sequence. If that token's page is shared, writing it copies the page.
     """
     table = state.sequences
-    source = table.fork_source.array
+    source = table.fork_source
     waits = (table.is_status(WAITING) | table.is_status(RUNNING)) & (source < table.num_slots)
-    lens = table.prompt_lens.array - 1
-    parent_status = table.status.array.at[source].get(mode="fill", fill_value=FINISHED)
-    parent_computed = table.num_computed.array.at[source].get(mode="fill", fill_value=0)
+    lens = table.prompt_lens - 1
+    parent_status = gather(table.status, source, FINISHED)
+    parent_computed = gather(table.num_computed, source, 0)
     ready = waits & (parent_status == RUNNING) & (parent_computed >= lens) & (lens > 0)
     alone = waits & (lens == 0)
     state = fork(state, ready, source, lens)
     table = replace(state.sequences, fork_source=jnp.where(ready | alone, table.num_slots, source))
-    return eqx.tree_at(lambda s: s.sequences, state, table)
+    return replace(state, sequences=table)
 
 
 def page_at(table: SequenceTable, slots: Array, column: Array) -> Array:
@@ -255,7 +246,7 @@ def page_at(table: SequenceTable, slots: Array, column: Array) -> Array:
     Requires: column is at least -1; before the first page there is none.
     """
     none = jnp.iinfo(jnp.int32).max  # past the end of any pool, as columns past the end of the table are
-    page = table.page_indices.array.at[slots, column].get(mode="fill", fill_value=none)
+    page = gather(table.page_indices, (slots, column), none)
     return jnp.where(column < 0, none, page)
 
 
@@ -270,11 +261,11 @@ def _keeps_page(page_table: PageTable, source: Array) -> Array:
         source: i32[seq], the shared page that each slot writes; none elsewhere.
     """
     # Each writer takes a reference away; where none is left, the count itself can hold which writer is the first.
-    left = page_table.ref_counts.array.at[source].add(-1, mode="drop")
-    everybody = left.at[source].get(mode="fill", fill_value=1) == 0
+    left = scatter_add(page_table.ref_counts, source, -1)
+    everybody = gather(left, source, 1) == 0
     place = jnp.arange(source.shape[0], 0, -1, dtype=jnp.int32)
-    first = left.at[jnp.where(everybody, source, page_table.num_pages)].max(place, mode="drop")
-    return everybody & (first.at[source].get(mode="fill", fill_value=0) == place)
+    first = scatter_max(left, jnp.where(everybody, source, page_table.num_pages), place)
+    return everybody & (gather(first, source, 0) == place)
 
 
 def _released_by_suffix(table: SequenceTable, page_table: PageTable, rank: Array) -> Array:
@@ -284,8 +275,8 @@ def _released_by_suffix(table: SequenceTable, page_table: PageTable, rank: Array
         rank: i32[seq], place of each slot in the order.
     """
     num_slots, num_pages = table.num_slots, page_table.num_pages
-    pages = table.page_indices.array
+    pages = table.page_indices
     holder = jnp.broadcast_to(rank[:, None], pages.shape)
-    first = jnp.full(num_pages, num_slots, jnp.int32).at[pages].min(holder, mode="drop")
-    freed = jnp.zeros(num_slots, jnp.int32).at[first].add(1, mode="drop")
+    first = scatter_min(jnp.full(num_pages, num_slots, jnp.int32), pages, holder)
+    freed = scatter_add(jnp.zeros(num_slots, jnp.int32), first, 1)
     return jnp.sum(freed, dtype=jnp.int32) - jnp.cumsum(freed, dtype=jnp.int32)

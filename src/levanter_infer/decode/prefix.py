@@ -7,13 +7,11 @@ use looks for it; if another one computes the same page at this moment, it waits
 look finds nobody ahead of it, and computes the page itself.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.cache.named import replace
+from levanter_infer.cache.arrays import gather, replace, scatter, scatter_add
 from levanter_infer.cache.page_math import offset_of, page_of
 from levanter_infer.cache.page_table import ragged_index, run_if
 from levanter_infer.cache.prefix_table import UNKNOWN, PrefixTable, chained, content_hashes
@@ -53,25 +51,25 @@ def match_prefix(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Deco
 
     table, counters = state.sequences, state.counters
     seekers = _seekers(table, shapes, order)
-    carry = (table.page_indices.array, table.num_computed.array, state.page_table, counters.prefix_hits.array, nobody)
+    carry = (table.page_indices, table.num_computed, state.page_table, counters.prefix_hits, nobody)
     page_indices, computed, page_table, hits, waits = run_if(jnp.any(_shareable(state, seekers) > 0), share, carry)
-    state = dataclasses.replace(state, sequences=_count_cached(table, computed))
+    state = replace(state, sequences=_count_cached(table, computed))
     state = _with(state, page_indices, computed)
-    return dataclasses.replace(state, page_table=page_table, counters=replace(counters, prefix_hits=hits)), waits
+    return replace(state, page_table=page_table, counters=replace(counters, prefix_hits=hits)), waits
 
 
 def _count_cached(table: SequenceTable, found: Array) -> SequenceTable:
     """Note the prompt tokens up to `found`, i32[seq], that are stored now without having been computed, unless the
     sequence has had them before."""
-    reached = jnp.maximum(table.num_reached.array, table.num_computed.array)
-    new = jnp.minimum(found, table.prompt_lens.array) - reached
-    cached = table.num_cached.array + jnp.maximum(new, 0)
+    reached = jnp.maximum(table.num_reached, table.num_computed)
+    new = jnp.minimum(found, table.prompt_lens) - reached
+    cached = table.num_cached + jnp.maximum(new, 0)
     return replace(table, num_cached=cached, num_reached=jnp.maximum(reached, found))
 
 
 def _with(state: DecodeState, page_indices: Array, computed: Array) -> DecodeState:
     table = replace(state.sequences, page_indices=page_indices, num_computed=computed)
-    return dataclasses.replace(state, sequences=table)
+    return replace(state, sequences=table)
 
 
 def insert_prefix(state: DecodeState, shapes: Shapes, filled: Array, failed: Array) -> DecodeState:
@@ -83,13 +81,13 @@ def insert_prefix(state: DecodeState, shapes: Shapes, filled: Array, failed: Arr
     """
     if state.prefix is None:
         return state
-    counts = jnp.where(failed | is_private_root(state.sequences.roots.array), 0, filled)
+    counts = jnp.where(failed | is_private_root(state.sequences.roots), 0, filled)
 
     def note(prefix: PrefixTable) -> PrefixTable:
-        prefix = _register(dataclasses.replace(state, prefix=prefix), shapes, counts)
-        return prefix.hide(jnp.where(failed[:, None], state.sequences.page_indices.array, prefix.num_pages))
+        prefix = _register(replace(state, prefix=prefix), shapes, counts)
+        return prefix.hide(jnp.where(failed[:, None], state.sequences.page_indices, prefix.num_pages))
 
-    return dataclasses.replace(state, prefix=run_if(jnp.any((counts > 0) | failed), note, state.prefix))
+    return replace(state, prefix=run_if(jnp.any((counts > 0) | failed), note, state.prefix))
 
 
 def _seekers(table: SequenceTable, shapes: Shapes, order: Array) -> Array:
@@ -103,7 +101,7 @@ def _seekers(table: SequenceTable, shapes: Shapes, order: Array) -> Array:
 
 def _computes(table: SequenceTable) -> Array:
     """Who computes pages of its own, bool[seq]: beams that run may still wait for those of their leader."""
-    return table.is_status(RUNNING) & (table.fork_source.array == table.num_slots)
+    return table.is_status(RUNNING) & (table.fork_source == table.num_slots)
 
 
 def _shareable(state: DecodeState, slots: Array) -> Array:
@@ -112,15 +110,15 @@ def _shareable(state: DecodeState, slots: Array) -> Array:
     A sequence computes its last token in any case: it samples from it.
     """
     table, size = state.sequences, state.page_table.page_size
-    pages = page_of(table.seq_lens.array - 1, size) - page_of(table.num_computed.array, size)
-    return jnp.where(slots & ~is_private_root(table.roots.array), pages, 0)
+    pages = page_of(table.seq_lens - 1, size) - page_of(table.num_computed, size)
+    return jnp.where(slots & ~is_private_root(table.roots), pages, 0)
 
 
 def _rows(shapes: Shapes, order: Array, chosen: Array) -> Array:
     """The slots in the mask `chosen`, oldest first, i32[max_seqs]; unused entries are absent."""
     chosen = chosen[order]
     row = jnp.where(chosen, jnp.cumsum(chosen, dtype=jnp.int32) - 1, shapes.max_seqs)
-    return jnp.full(shapes.max_seqs, shapes.num_slots, jnp.int32).at[row].set(order, mode="drop")
+    return scatter(jnp.full(shapes.max_seqs, shapes.num_slots, jnp.int32), row, order)
 
 
 def _next_pages(state: DecodeState, slots: Array, width: int) -> tuple[Array, Array, Array]:
@@ -128,12 +126,10 @@ def _next_pages(state: DecodeState, slots: Array, width: int) -> tuple[Array, Ar
     that come next, the begun page included."""
     table, size = state.sequences, state.page_table.page_size
     assert state.prefix is not None
-    column = page_of(table.num_computed.array.at[slots].get(mode="fill", fill_value=0), size)
-    serials, hashes = state.prefix.ends(
-        page_at(table, slots, column - 1), table.roots.array.at[slots].get(mode="fill", fill_value=DEFAULT_ROOT)
-    )
+    column = page_of(gather(table.num_computed, slots, 0), size)
+    serials, hashes = state.prefix.ends(page_at(table, slots, column - 1), gather(table.roots, slots, DEFAULT_ROOT))
     position = column[:, None] * size + jnp.arange(width * size, dtype=jnp.int32)[None, :]
-    tokens = table.tokens.array.at[slots[:, None], position].get(mode="fill", fill_value=0)
+    tokens = gather(table.tokens, (slots[:, None], position), 0)
     return serials, hashes, tokens.reshape(-1, width, size)
 
 
@@ -144,21 +140,21 @@ def _take_window(state: DecodeState, shapes: Shapes, order: Array, seekers: Arra
     """
     table, size = state.sequences, state.page_table.page_size
     assert state.prefix is not None
-    width = min(_WINDOW, table.page_indices.array.shape[1])
-    shareable = jnp.where(offset_of(table.num_computed.array, size) == 0, _shareable(state, seekers), 0)
+    width = min(_WINDOW, table.page_indices.shape[1])
+    shareable = jnp.where(offset_of(table.num_computed, size) == 0, _shareable(state, seekers), 0)
     slots = _rows(shapes, order, shareable > 0)
     serials, hashes, tokens = _next_pages(state, slots, width)
-    pages, _ = state.prefix.find(serials, hashes, tokens, shareable.at[slots].get(mode="fill", fill_value=0))
-    refs = state.page_table.ref_counts.array.at[pages].get(mode="fill", fill_value=0)
-    runs = table.status.array.at[slots].get(mode="fill", fill_value=0) == RUNNING
+    pages, _ = state.prefix.find(serials, hashes, tokens, gather(shareable, slots, 0))
+    refs = gather(state.page_table.ref_counts, pages, 0)
+    runs = gather(table.status, slots, 0) == RUNNING
     takes = jnp.cumprod((pages < shapes.num_pages) & (runs[:, None] | (refs > 0)), axis=1, dtype=jnp.int32)
     found = jnp.sum(takes, axis=1, dtype=jnp.int32)
 
-    computed = table.num_computed.array.at[slots].get(mode="fill", fill_value=0)
+    computed = gather(table.num_computed, slots, 0)
     column = page_of(computed, size)[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
     row = jnp.where(takes > 0, slots[:, None], table.num_slots)
-    page_indices = table.page_indices.array.at[row, column].set(pages, mode="drop")
-    return jnp.any(found == width), page_indices, table.num_computed.array.at[slots].add(found * size, mode="drop")
+    page_indices = scatter(table.page_indices, (row, column), pages)
+    return jnp.any(found == width), page_indices, scatter_add(table.num_computed, slots, found * size)
 
 
 def _waits(state: DecodeState, shapes: Shapes, order: Array) -> Array:
@@ -167,13 +163,13 @@ def _waits(state: DecodeState, shapes: Shapes, order: Array) -> Array:
     slots = _rows(shapes, order, _shareable(state, _computes(table)) > 0)
     serials, hashes, tokens = _next_pages(state, slots, 1)
     page = chained(content_hashes(tokens[:, 0]), jnp.zeros_like(slots), hashes)
-    begun = offset_of(table.num_computed.array.at[slots].get(mode="fill", fill_value=0), size)
+    begun = offset_of(gather(table.num_computed, slots, 0), size)
     index = jnp.arange(slots.shape[0], dtype=jnp.int32)
     same = (serials[:, None] == serials[None, :]) & (page[:, None] == page[None, :])
     same &= (serials != UNKNOWN)[:, None] & (slots < table.num_slots)[None, :]
     ahead = (begun[None, :] > 0) | (index[None, :] < index[:, None])
     waits = jnp.any(same & ahead, axis=1) & (begun == 0)
-    return jnp.zeros(table.num_slots, jnp.bool_).at[slots].set(waits, mode="drop")
+    return scatter(jnp.zeros(table.num_slots, jnp.bool_), slots, waits)
 
 
 def _register(state: DecodeState, shapes: Shapes, counts: Array) -> PrefixTable:
@@ -181,15 +177,15 @@ def _register(state: DecodeState, shapes: Shapes, counts: Array) -> PrefixTable:
     assert state.prefix is not None
     slot, item, valid = ragged_index(counts, jnp.int32(0), shapes.max_full_pages)
     slot = jnp.where(valid, slot, table.num_slots)
-    first = (page_of(table.num_computed.array, size) - counts).at[slot].get(mode="fill", fill_value=0)
+    first = gather(page_of(table.num_computed, size) - counts, slot, 0)
     column = first + item
     none = state.prefix.num_pages
-    pages = table.page_indices.array.at[slot, column].get(mode="fill", fill_value=none)
+    pages = gather(table.page_indices, (slot, column), none)
     position = column[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None, :]
     return state.prefix.register(
         jnp.where(valid, pages, none),
         page_at(table, slot, first - 1),
-        table.roots.array.at[slot].get(mode="fill", fill_value=DEFAULT_ROOT),
+        gather(table.roots, slot, DEFAULT_ROOT),
         jnp.where(valid, item, 0),
-        table.tokens.array.at[slot[:, None], position].get(mode="fill", fill_value=0),
+        gather(table.tokens, (slot[:, None], position), 0),
     )

@@ -217,7 +217,7 @@ class Programs:
         if layout is not None:
             functions = _spmd(functions, layout)
         types = jax.eval_shape(functions["init"])
-        self.state_types = types if layout is None else layout.types(types)
+        self.state_types = types if layout is None else layout.types(types, stacked=True)
         """The types of the state, as `jax.ShapeDtypeStruct`s."""
 
         def program(name: str, *, donate: tuple[int, ...] = (), options=None) -> Program:
@@ -258,7 +258,7 @@ class Programs:
         if self.state_types.scores is not None:
             places = jax.ShapeDtypeStruct((READ_PAGES,), jnp.int32)
             layout = self._layout
-            places = places if layout is None else layout.types(layout.stacked_types(places))
+            places = places if layout is None else layout.types(layout.stacked_types(places), stacked=True)
             arguments["read_scores"] = (self.state_types.scores, places, places)
         return {name: (self._programs[name], types) for name, types in arguments.items()}
 

@@ -1,12 +1,10 @@
 """`resample`: sequences go on from one another. Particle filters, tree search and beams are made of it."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.cache.named import replace
+from levanter_infer.cache.arrays import gather, replace
 from levanter_infer.cache.page_table import PageTable, run_if
 from levanter_infer.decode.codes import FINISHED, FREE, WAITING
 from levanter_infer.decode.paging import release_tails, share_tails
@@ -36,7 +34,7 @@ def resample(state: DecodeState, mask: Array, ancestors: Array) -> DecodeState:
     ancestors = jnp.where(mask, ancestors, slots)
     tables = (state.sequences, state.page_table)
     table, page_table = run_if(jnp.any(ancestors != slots), lambda tables: _moved(tables, ancestors), tables)
-    return dataclasses.replace(state, sequences=table, page_table=page_table)
+    return replace(state, sequences=table, page_table=page_table)
 
 
 def resample_samples(
@@ -49,12 +47,12 @@ def resample_samples(
     """
     state = resample(state, mask, ancestors)
     ancestors = jnp.where(mask, ancestors, jnp.arange(mask.shape[0], dtype=jnp.int32))
-    columns = {name: column.array[ancestors] for name, column in state.sampling.columns.items()}
+    columns = {name: column[ancestors] for name, column in state.sampling.columns.items()}
     columns["sample_index"] = jnp.where(mask, sample_index, columns["sample_index"])
     table = state.sequences
-    arrival = jnp.where(mask, arrival, table.arrival.array)
-    table = replace(table, arrival=arrival, priority=table.priority.array[ancestors])
-    return dataclasses.replace(state, sequences=table, sampling=replace(state.sampling, **columns))
+    arrival = jnp.where(mask, arrival, table.arrival)
+    table = replace(table, arrival=arrival, priority=table.priority[ancestors])
+    return replace(state, sequences=table, sampling=replace(state.sampling, **columns))
 
 
 def _moved(tables: tuple[SequenceTable, PageTable], ancestors: Array) -> tuple[SequenceTable, PageTable]:
@@ -62,7 +60,7 @@ def _moved(tables: tuple[SequenceTable, PageTable], ancestors: Array) -> tuple[S
     slots = jnp.arange(table.num_slots, dtype=jnp.int32)
     moves = ancestors != slots
 
-    old, held = table.page_indices.array, table.num_held(page_table.page_size)
+    old, held = table.page_indices, table.num_held(page_table.page_size)
     new = old[ancestors]
     # What both hold anyway is left alone: mostly a long common beginning
     column = jnp.arange(old.shape[1], dtype=jnp.int32)[None, :]
@@ -70,21 +68,21 @@ def _moved(tables: tuple[SequenceTable, PageTable], ancestors: Array) -> tuple[S
     page_table = share_tails(page_table, new, first, jnp.where(moves, held[ancestors], 0))
     page_table = release_tails(page_table, old, first, jnp.where(moves, held, 0))
 
-    status = table.status.array
+    status = table.status
     lives = (status > FREE) & (status < FINISHED)
     inherited = status[ancestors]
     status = jnp.where(lives[ancestors], jnp.where(lives, status, WAITING), inherited)
     # A fork that waits for a slot whose text changes goes on alone
-    source = table.fork_source.array
-    alone = moves | moves.at[source].get(mode="fill", fill_value=False)
+    source = table.fork_source
+    alone = moves | gather(moves, source, False)
     followed = ("seq_lens", "num_computed", "prompt_lens", "max_lens", "roots", "finish_reason")
     table = replace(
         table,
-        tokens=moved_rows(table.tokens.array, ancestors, jnp.max(jnp.where(moves, table.seq_lens.array[ancestors], 0))),
+        tokens=moved_rows(table.tokens, ancestors, jnp.max(jnp.where(moves, table.seq_lens[ancestors], 0))),
         page_indices=new,
         status=status,
         fork_source=jnp.where(alone, table.num_slots, source),
-        **{name: getattr(table, name).array[ancestors] for name in followed},
+        **{name: getattr(table, name)[ancestors] for name in followed},
     )
     return table, page_table
 

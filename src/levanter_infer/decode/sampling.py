@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from levanter_infer.cache.arrays import gather, scatter, scatter_add
 from levanter_infer.cache.page_table import run_if
 from levanter_infer.decode.sampling_draw import draw, num_words, random_words, row_sums
 from levanter_infer.decode.sampling_filters import filter_thresholds
@@ -110,7 +111,7 @@ def sample(
     """
     vocab = _vocab_of(logits, vocab)
     stats = LogitStats.of(logits, vocab) if stats is None else stats
-    column = {name: column.array for name, column in rows.columns.items()}
+    column = rows.columns
     used = slot_ids < tokens.shape[0]
     generated = seq_lens - prompt_lens
     peak = stats.peak
@@ -226,9 +227,9 @@ def _token_counts(vocab: Vocabulary, tokens: Array, slots: Array, prompt_lens: A
     def add(index, counts):
         place = index * chunk + jax.lax.broadcasted_iota(jnp.int32, (rows, chunk), 1)
         known = place < lens[:, None]
-        token = tokens.at[slots[:, None], place].get(mode="fill", fill_value=0)
+        token = gather(tokens, (slots[:, None], place), 0)
         is_prompt = (place < prompt_lens[:, None]).astype(jnp.int32)
-        return counts.at[is_prompt, jnp.where(known, row, rows), vocab.local(token)].add(1, mode="drop")
+        return scatter_add(counts, (is_prompt, jnp.where(known, row, rows), vocab.local(token)), 1)
 
     num_chunks = (jnp.max(lens) + (chunk - 1)) // chunk
     return jax.lax.fori_loop(0, num_chunks, add, jnp.zeros((2, rows, vocab.part_size), jnp.int32))
@@ -240,13 +241,13 @@ def _row_ids(ids: Array) -> Array:
 
 def add_bias(logits: Array, column: dict[str, Array], vocab: Vocabulary) -> Array:
     ids = vocab.local(column["bias_ids"])
-    return logits.at[_row_ids(ids), ids].add(column["bias_values"], mode="drop")
+    return scatter_add(logits, (_row_ids(ids), ids), column["bias_values"])
 
 
 def _ban_stops(logits: Array, column: dict[str, Array], banned: Array, vocab: Vocabulary) -> Array:
     """Make the one-token stop sequences of `banned` rows impossible."""
     ids = vocab.local(jnp.where(banned[:, None], one_token_stops(column, vocab.size), vocab.size))
-    return logits.at[_row_ids(ids), ids].set(-jnp.inf, mode="drop")
+    return scatter(logits, (_row_ids(ids), ids), -jnp.inf)
 
 
 def _first_best(logits: Array, peak: Array, vocab: Vocabulary) -> Array:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from levanter_infer.cache.arrays import scatter
 from levanter_infer.cache.page_table import run_if
 from levanter_infer.decode.sampling import (
     BeamCandidates,
@@ -46,7 +47,7 @@ def candidates(
     """
     vocab = vocab or Vocabulary(logits.shape[1])
     width = min(width, vocab.size)
-    column = {name: column.array for name, column in rows.columns.items()}
+    column = rows.columns
     stops = one_token_stops(column, vocab.size)
 
     def offered() -> BeamCandidates:
@@ -60,7 +61,7 @@ def candidates(
         row = jax.lax.broadcasted_iota(jnp.int32, stops.shape, 0)
         banned = is_banned(column, seq_lens - prompt_lens)[:, None]
         ending = jnp.where(banned, -jnp.inf, vocab.at(z, stops, -jnp.inf))
-        others = z.at[row, vocab.local(stops)].set(-jnp.inf, mode="drop")
+        others = scatter(z, (row, vocab.local(stops)), -jnp.inf)
         going_on, ids = vocab.largest(others, width)
         ids = jnp.concatenate([ids, stops], axis=1)
         return BeamCandidates(

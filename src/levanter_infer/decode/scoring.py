@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.axes import ROW
-from levanter_infer.cache.named import replace
+from levanter_infer.cache.arrays import gather, replace, scatter
 from levanter_infer.cache.page_math import pages_for
 from levanter_infer.cache.page_table import ragged_index, run_if
 from levanter_infer.cache.score_pages import ScorePages, pack_scores
@@ -35,14 +35,14 @@ READ_PAGES = 256
 
 def scored_slots(state: DecodeState) -> Array:
     """Whose prompts are scored, bool[seq]: of the samples of one request, the first one's."""
-    return is_scored_root(state.sequences.roots.array) & (state.sampling.sample_index.array == 0)
+    return is_scored_root(state.sequences.roots) & (state.sampling.sample_index == 0)
 
 
 def registers(state: DecodeState) -> Array:
     """Who may register the pages that it fills, bool[seq]: under a root of scored prompts, scored ones only."""
     table = state.sequences
-    scored = scored_slots(state) & (table.num_computed.array <= table.prompt_lens.array)
-    return scored | ~is_scored_root(table.roots.array)
+    scored = scored_slots(state) & (table.num_computed <= table.prompt_lens)
+    return scored | ~is_scored_root(table.roots)
 
 
 def score_prompts(
@@ -68,13 +68,13 @@ class _Rows:
         slots = plan.slot_ids
 
         def column(values: Array) -> Array:
-            return values.at[slots].get(mode="fill", fill_value=0)
+            return gather(values, slots, 0)
 
-        self.begin = column(table.num_computed.array)
+        self.begin = column(table.num_computed)
         """First position that the step computes."""
-        self.prompt_lens = column(table.prompt_lens.array)
+        self.prompt_lens = column(table.prompt_lens)
         end = self.begin + column(plan.take)
-        scored = scored_slots(state).at[slots].get(mode="fill", fill_value=False)
+        scored = gather(scored_slots(state), slots, False)
         self.active = scored & (self.begin < self.prompt_lens) & (end > self.begin)
         self.end = jnp.where(self.active, jnp.minimum(end, self.prompt_lens), 0)
         """Behind the last position of the prompt that it computes."""
@@ -88,18 +88,18 @@ def _score_tokens(
     first = jnp.maximum(rows.begin, 1)  # nothing stands before the first token of all
     counts = jnp.maximum(rows.end - first, 0)
     total = jnp.sum(counts, dtype=jnp.int32)
-    ends = scores.ends.array
+    ends = scores.ends
 
     def body(carry):
         start, stored = carry
         row, item, valid = ragged_index(counts, start, _TOKENS)
 
         def of_row(values: Array, fill: int = 0) -> Array:
-            return values.at[row].get(mode="fill", fill_value=fill)
+            return gather(values, row, fill)
 
         slots, position = of_row(plan.slot_ids, shapes.num_slots), of_row(first) + item
         place = of_row(plan.cu_q_lens) + position - of_row(rows.begin) - 1
-        kept = ends.at[page_at(table, slots, (position - 1) // size)].get(mode="fill", fill_value=0)
+        kept = gather(ends, page_at(table, slots, (position - 1) // size), 0)
         own = hidden.at[place].get(mode="clip")
         before = jnp.where((position > of_row(rows.begin))[:, None], own, kept.astype(own.dtype))
         num_valid = jnp.minimum(total - start, _TOKENS)
@@ -108,13 +108,13 @@ def _score_tokens(
             stats = LogitStats(*logit_stats(logits, num_valid, isa_name=model.isa))
         else:
             stats = LogitStats.of(logits, model.vocab)
-        tokens = table.tokens.array.at[slots, position].get(mode="fill", fill_value=0)
+        tokens = gather(table.tokens, (slots, position), 0)
         logprobs = logprobs_of(logits, tokens, stats, model.vocab)
         new = pack_scores(logprobs, *likeliest(logits, stats, scores.num_top, model.vocab))
         page = jnp.where(valid, page_at(table, slots, position // size), shapes.num_pages)
-        return start + _TOKENS, stored.at[page, position % size].set(new, mode="drop")
+        return start + _TOKENS, scatter(stored, (page, position % size), new)
 
-    carry = (jnp.int32(0), scores.scores.array)
+    carry = (jnp.int32(0), scores.scores)
     return replace(scores, scores=jax.lax.while_loop(lambda carry: carry[0] < total, body, carry)[1])
 
 
@@ -127,33 +127,33 @@ def _keep_ends(
     row, item, valid = ragged_index(counts, jnp.int32(0), shapes.max_new_pages)
 
     def of_row(values: Array) -> Array:
-        return values.at[row].get(mode="fill", fill_value=0)
+        return gather(values, row, 0)
 
     column = of_row(begin) + item
     last = jnp.minimum((column + 1) * size, of_row(rows.end)) - 1
-    slots = plan.slot_ids.at[row].get(mode="fill", fill_value=shapes.num_slots)
+    slots = gather(plan.slot_ids, row, shapes.num_slots)
     page = jnp.where(valid, page_at(state.sequences, slots, column), shapes.num_pages)
     values = hidden.at[of_row(plan.cu_q_lens) + last - of_row(rows.begin)].get(mode="clip")
-    return replace(scores, ends=scores.ends.array.at[page].set(values.astype(jnp.float32), mode="drop"))
+    return replace(scores, ends=scatter(scores.ends, page, values.astype(jnp.float32)))
 
 
 def _set_aside(state: DecodeState, scores: ScorePages, plan: StepPlan, rows: _Rows) -> ScorePages:
     table, size = state.sequences, state.page_table.page_size
     counts = jnp.where(rows.active & (rows.end == rows.prompt_lens), pages_for(rows.prompt_lens, size), 0)
     total = jnp.sum(counts, dtype=jnp.int32)
-    stored = scores.scores.array
+    stored = scores.scores
 
     def body(carry):
         start, complete = carry
         row, column, _ = ragged_index(counts, start, _PAGES)
-        slots = plan.slot_ids.at[row].get(mode="fill", fill_value=table.num_slots)
-        values = stored.at[page_at(table, slots, column)].get(mode="fill", fill_value=0)
-        return start + _PAGES, complete.at[slots, column].set(values, mode="drop")
+        slots = gather(plan.slot_ids, row, table.num_slots)
+        values = gather(stored, page_at(table, slots, column), 0)
+        return start + _PAGES, scatter(complete, (slots, column), values)
 
-    carry = (jnp.int32(0), scores.complete.array)
+    carry = (jnp.int32(0), scores.complete)
     return replace(scores, complete=jax.lax.while_loop(lambda carry: carry[0] < total, body, carry)[1])
 
 
 def read_scores(scores: ScorePages, slots: Array, columns: Array) -> Array:
     """The scores in page `columns` i32[n] of the complete prompts of `slots` i32[n], i32[n, page_offset, score]."""
-    return scores.complete.array.at[slots, columns].get(mode="fill", fill_value=0)
+    return gather(scores.complete, (slots, columns), 0)

@@ -3,14 +3,12 @@
 import dataclasses
 
 import equinox as eqx
-import haliax.haxtyping as ht
 import jax
 import jax.numpy as jnp
-from haliax import NamedArray
+from jax import Array
+from jaxtyping import Float32, Int32
 
-from levanter_infer.axes import SEQ
 from levanter_infer.cache.kv_pages import KvPages
-from levanter_infer.cache.named import scalar
 from levanter_infer.cache.page_table import PageTable
 from levanter_infer.cache.prefix_table import PrefixTable
 from levanter_infer.cache.score_pages import ScorePages
@@ -23,33 +21,33 @@ from levanter_infer.decode.shapes import Shapes
 class Counters(eqx.Module):
     """What has happened since the last reset. Totals wrap at 2^31; the host adds up differences."""
 
-    steps: ht.i32[NamedArray, ""]
-    preemptions: ht.i32[NamedArray, ""]
+    steps: Int32[Array, ""]
+    preemptions: Int32[Array, ""]
     """Times that a sequence lost its pages."""
-    recomputed: ht.i32[NamedArray, ""]
+    recomputed: Int32[Array, ""]
     """Tokens whose stored K/V were given up by preemption."""
-    prompt_tokens: ht.i32[NamedArray, ""]
+    prompt_tokens: Int32[Array, ""]
     """Tokens computed in chunks of more than one, recomputation included."""
-    prompt_steps: ht.i32[NamedArray, ""]
+    prompt_steps: Int32[Array, ""]
     """Steps that computed such chunks."""
-    generated: ht.i32[NamedArray, ""]
-    copied_pages: ht.i32[NamedArray, ""]
+    generated: Int32[Array, ""]
+    copied_pages: Int32[Array, ""]
     """Pages copied because a shared one was to be written."""
-    forks: ht.i32[NamedArray, ""]
-    prefix_hits: ht.i32[NamedArray, ""]
+    forks: Int32[Array, ""]
+    prefix_hits: Int32[Array, ""]
     """Pages that were found instead of computed."""
-    prefix_misses: ht.i32[NamedArray, ""]
+    prefix_misses: Int32[Array, ""]
     """Full pages that were computed in chunks of more than one token."""
-    prefix_evictions: ht.i32[NamedArray, ""]
+    prefix_evictions: Int32[Array, ""]
     """Pages taken for something else whose contents could still be found."""
-    pages_touched: ht.i32[NamedArray, ""]
+    pages_touched: Int32[Array, ""]
     """Pages of the context of every row, added up over steps: what attention reads."""
-    pages_peak: ht.i32[NamedArray, ""]
+    pages_peak: Int32[Array, ""]
     """Most pages held at once."""
 
     @staticmethod
     def init() -> "Counters":
-        return Counters(**{name: scalar(0) for name in Counters.__annotations__})
+        return Counters(**{name: jnp.int32(0) for name in Counters.__annotations__})
 
 
 class DecodeState(eqx.Module):
@@ -62,7 +60,7 @@ class DecodeState(eqx.Module):
     """None: nothing is looked for."""
     beams: BeamTable | None
     """None: nobody searches."""
-    generated_share: ht.f32[NamedArray, ""]
+    generated_share: Float32[Array, ""]
     """Of the tokens that it might generate, how many a sequence does: mean of recent ones; 1 at first."""
     counters: Counters
 
@@ -70,11 +68,11 @@ class DecodeState(eqx.Module):
     def init(shapes: Shapes) -> "DecodeState":
         return DecodeState(
             sequences=SequenceTable.init(shapes.num_slots, shapes.max_seq_len, shapes.num_pages, shapes.page_size),
-            sampling=SamplingTable.empty(SEQ, shapes.num_slots, shapes.limits),
+            sampling=SamplingTable.empty(shapes.num_slots, shapes.limits),
             page_table=PageTable.init(shapes.num_pages, shapes.page_size),
             prefix=PrefixTable.init(shapes.num_pages, shapes.page_size) if shapes.prefix_cache else None,
             beams=BeamTable.init(shapes.num_slots, shapes.max_seq_len) if shapes.max_beams else None,
-            generated_share=scalar(1.0, jnp.float32),
+            generated_share=jnp.float32(1.0),
             counters=Counters.init(),
         )
 

@@ -2,16 +2,16 @@
 
 import dataclasses
 
-import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.axes import ROW, ROW_BOUND, SEQ_PAGE, TOKEN
+from levanter_infer.cache.arrays import gather, replace, scatter, scatter_add
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
-from levanter_infer.cache.named import replace, scalar
+from levanter_infer.cache.named import scalar
 from levanter_infer.cache.page_math import offset_of, page_of, pages_for
 from levanter_infer.cache.page_table import ragged_index, run_if
 from levanter_infer.decode.beams import fail_together, search
@@ -111,12 +111,12 @@ def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes
     stats = LogitStats(*logit_stats(logits, plan.num_rows, isa_name=model.isa)) if model.skips_rows else None
 
     def result_of(logits: Array, slots: Array, stats: LogitStats | None) -> SampleOutput:
-        lens = table.seq_lens.array.at[slots].get(mode="fill", fill_value=0)
+        lens = gather(table.seq_lens, slots, 0)
         asked = state.sampling.rows(slots)
         history = {
-            "tokens": table.tokens.array,
+            "tokens": table.tokens,
             "slot_ids": slots,
-            "prompt_lens": table.prompt_lens.array.at[slots].get(mode="fill", fill_value=0),
+            "prompt_lens": gather(table.prompt_lens, slots, 0),
             "seq_lens": lens,
         }
         sampled = sample(
@@ -124,7 +124,7 @@ def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes
         )
         if state.beams is None:
             return sampled
-        searches = state.beams.searches.at[slots].get(mode="fill", fill_value=False)
+        searches = gather(state.beams.searches, slots, False)
         offered = candidates(logits, asked, searches, width=shapes.max_beams, stats=stats, vocab=model.vocab, **history)
         return dataclasses.replace(sampled, candidates=offered)
 
@@ -179,15 +179,15 @@ def batch_info(state: DecodeState, plan: StepPlan, shapes: Shapes) -> PageBatchI
     table, size = state.sequences, shapes.page_size
     slots, bounds = plan.slot_ids, plan.cu_q_lens
     row, item, valid = ragged_index(bounds[1:] - bounds[:-1], jnp.int32(0), shapes.buckets[-1])
-    slot = slots.at[row].get(mode="fill", fill_value=table.num_slots)
-    computed = table.num_computed.array
-    position = jnp.where(valid, computed.at[slot].get(mode="fill", fill_value=0) + item, 0)
-    page = table.page_indices.array.at[slot, page_of(position, size)].get(mode="fill", fill_value=shapes.num_pages)
+    slot = gather(slots, row, table.num_slots)
+    computed = table.num_computed
+    position = jnp.where(valid, gather(computed, slot, 0) + item, 0)
+    page = gather(table.page_indices, (slot, page_of(position, size)), shapes.num_pages)
     dests = jnp.where(valid, page * size + offset_of(position, size), shapes.num_pages * size)
-    seq_lens = (computed + plan.take).at[slots].get(mode="fill", fill_value=0)
-    page_indices = table.page_indices.array.at[slots].get(mode="fill", fill_value=shapes.num_pages)
+    seq_lens = gather(computed + plan.take, slots, 0)
+    page_indices = gather(table.page_indices, slots, shapes.num_pages)
     return PageBatchInfo(
-        tokens=hax.named(table.tokens.array.at[slot, position].get(mode="fill", fill_value=0), (TOKEN,)),
+        tokens=hax.named(gather(table.tokens, (slot, position), 0), (TOKEN,)),
         positions=hax.named(position, (TOKEN,)),
         slot_ids=hax.named(slots, (ROW,)),
         cu_q_lens=hax.named(bounds, (ROW_BOUND,)),
@@ -205,48 +205,48 @@ def append(
     """Store the sampled tokens, end the sequences that are done, give back their pages, and start forks."""
     table = state.sequences
     num_slots = table.num_slots
-    computed = table.num_computed.array + plan.take
+    computed = table.num_computed + plan.take
     slots = plan.slot_ids
-    lens = table.seq_lens.array.at[slots].get(mode="fill", fill_value=0)
-    samples = (computed.at[slots].get(mode="fill", fill_value=0) == lens) & (slots < num_slots)
-    room = table.max_lens.array.at[slots].get(mode="fill", fill_value=0) - lens
+    lens = gather(table.seq_lens, slots, 0)
+    samples = (gather(computed, slots, 0) == lens) & (slots < num_slots)
+    room = gather(table.max_lens, slots, 0) - lens
     failed = samples & ~sampled.finite
     emits = samples & sampled.finite & (room > 0)  # a prompt may be there to be scored alone
     ends = samples & (room <= 1)
     searches = jnp.zeros_like(emits)
     if state.beams is not None:
-        searches = samples & state.beams.searches.at[slots].get(mode="fill", fill_value=False)
+        searches = samples & gather(state.beams.searches, slots, False)
         emits, ends = emits & ~searches, ends & ~searches
 
     writer = jnp.where(emits, slots, num_slots)
-    tokens = table.tokens.array.at[writer, lens].set(sampled.tokens, mode="drop")
-    seq_lens = table.seq_lens.array.at[writer].add(1, mode="drop")
+    tokens = scatter(table.tokens, (writer, lens), sampled.tokens)
+    seq_lens = scatter_add(table.seq_lens, writer, 1)
     stopped = emits & _stops(state, tokens, slots, lens + 1, shapes)
     reason = jnp.where(failed, ERROR, jnp.where(stopped, STOP, LENGTH)).astype(jnp.int32)
     done = failed | stopped | ends
-    finished = jnp.zeros(num_slots, jnp.bool_).at[slots].set(done, mode="drop")
-    reasons = jnp.zeros(num_slots, jnp.int32).at[slots].set(reason, mode="drop")
+    finished = scatter(jnp.zeros(num_slots, jnp.bool_), slots, done)
+    reasons = scatter(jnp.zeros(num_slots, jnp.int32), slots, reason)
     if state.beams is not None:
         broken = fail_together(state.beams, finished & (reasons == ERROR))
         finished, reasons = finished | broken, jnp.where(broken, ERROR, reasons)
-        searches = searches & ~broken.at[slots].get(mode="fill", fill_value=False)
+        searches = searches & ~gather(broken, slots, False)
 
     q_lens = plan.cu_q_lens[1:] - plan.cu_q_lens[:-1]
     num_chunk_tokens = jnp.sum(jnp.where(q_lens > 1, q_lens, 0), dtype=jnp.int32)
     context_pages = jnp.where(plan.take > 0, pages_for(computed, shapes.page_size), 0)
     counters = state.counters
-    filled = page_of(computed, shapes.page_size) - page_of(table.num_computed.array, shapes.page_size)
+    filled = page_of(computed, shapes.page_size) - page_of(table.num_computed, shapes.page_size)
     counters = replace(
         counters,
-        prefix_misses=counters.prefix_misses.array + jnp.sum(jnp.where(plan.take > 1, filled, 0), dtype=jnp.int32),
-        steps=counters.steps.array + 1,
-        generated=counters.generated.array + jnp.sum(emits | searches, dtype=jnp.int32),
-        prompt_tokens=counters.prompt_tokens.array + num_chunk_tokens,
-        prompt_steps=counters.prompt_steps.array + (num_chunk_tokens > 0).astype(jnp.int32),
-        pages_touched=counters.pages_touched.array + jnp.sum(context_pages, dtype=jnp.int32),
+        prefix_misses=counters.prefix_misses + jnp.sum(jnp.where(plan.take > 1, filled, 0), dtype=jnp.int32),
+        steps=counters.steps + 1,
+        generated=counters.generated + jnp.sum(emits | searches, dtype=jnp.int32),
+        prompt_tokens=counters.prompt_tokens + num_chunk_tokens,
+        prompt_steps=counters.prompt_steps + (num_chunk_tokens > 0).astype(jnp.int32),
+        pages_touched=counters.pages_touched + jnp.sum(context_pages, dtype=jnp.int32),
     )
     table = replace(table, tokens=tokens, seq_lens=seq_lens, num_computed=computed)
-    state = eqx.tree_at(lambda s: (s.sequences, s.counters), state, (table, counters))
+    state = replace(state, sequences=table, counters=counters)
     registered = filled if shapes.scoring is None else jnp.where(registers(state), filled, 0)
     state = insert_prefix(state, shapes, registered, finished & (reasons == ERROR))
     ring = ring.push(emits, slots, sampled)
@@ -266,12 +266,12 @@ def _stops(state: DecodeState, tokens: Array, slots: Array, lens: Array, shapes:
     """
     table, sampling = state.sequences, state.sampling.rows(slots)
     width = shapes.limits.max_stop_tokens
-    prompt_lens = table.prompt_lens.array.at[slots].get(mode="fill", fill_value=0)[:, None]
+    prompt_lens = gather(table.prompt_lens, slots, 0)[:, None]
     position = lens[:, None] - width + jnp.arange(width, dtype=jnp.int32)[None, :]
     column = jnp.where(position >= prompt_lens, position, table.max_seq_len)
-    window = tokens.at[slots[:, None], column].get(mode="fill", fill_value=shapes.limits.vocab_size)
-    enough = (lens - prompt_lens[:, 0]) >= sampling.min_tokens.array
-    return stop_match(sampling.stop_ids.array, sampling.stop_lens.array, window, enough)
+    window = gather(tokens, (slots[:, None], column), shapes.limits.vocab_size)
+    enough = (lens - prompt_lens[:, 0]) >= sampling.min_tokens
+    return stop_match(sampling.stop_ids, sampling.stop_lens, window, enough)
 
 
 def _compact(source: Array, target: Array, shapes: Shapes) -> tuple[Array, Array]:
@@ -279,4 +279,4 @@ def _compact(source: Array, target: Array, shapes: Shapes) -> tuple[Array, Array
     used = target < shapes.num_pages
     place = jnp.where(used, jnp.cumsum(used, dtype=jnp.int32) - 1, shapes.max_seqs)
     none = jnp.full(shapes.max_seqs, shapes.num_pages, jnp.int32)
-    return none.at[place].set(source, mode="drop"), none.at[place].set(target, mode="drop")
+    return scatter(none, place, source), scatter(none, place, target)

@@ -5,11 +5,10 @@ Pages are found by the tokens they hold under a root, and a root stands for the 
 computed, or one after keys and values of another, is found by nobody: its sequence gets a root of its own.
 """
 
-import equinox as eqx
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.cache.named import replace
+from levanter_infer.cache.arrays import gather, replace
 from levanter_infer.decode.codes import FINISHED, FREE, WAITING, private_root
 from levanter_infer.decode.paging import release
 from levanter_infer.decode.state import DecodeState
@@ -29,27 +28,27 @@ def on_weight_update(state: DecodeState, roots: Array, parked: Array, recompute:
         recompute: bool[].
     """
     table = state.sequences
-    live = (table.status.array > FREE) & (table.status.array < FINISHED)
-    holds = live & (table.num_computed.array > 0)
+    live = (table.status > FREE) & (table.status < FINISHED)
+    holds = live & (table.num_computed > 0)
     gives_up = holds & recompute
     if state.beams is not None:
         gives_up |= holds & state.beams.searches
-    lost = jnp.sum(jnp.where(gives_up, table.num_computed.array, 0), dtype=jnp.int32)
+    lost = jnp.sum(jnp.where(gives_up, table.num_computed, 0), dtype=jnp.int32)
     keeps = (holds & ~gives_up) | (live & parked)
 
     state = release(state, gives_up)
     table, counters = state.sequences, state.counters
-    source = table.fork_source.array
-    alone = live & keeps.at[source].get(mode="fill", fill_value=False)
+    source = table.fork_source
+    alone = live & gather(keeps, source, False)
     source = jnp.where(alone, table.num_slots, source)
     if state.beams is not None:
         source = state.beams.sharing_again(source, gives_up)
-    old = table.roots.array
+    old = table.roots
     table = replace(
         table,
-        status=jnp.where(gives_up, WAITING, table.status.array),
+        status=jnp.where(gives_up, WAITING, table.status),
         fork_source=source,
         roots=jnp.where(keeps, private_root(old), jnp.where(live, roots, old)),
     )
-    counters = replace(counters, recomputed=counters.recomputed.array + lost)
-    return eqx.tree_at(lambda s: (s.sequences, s.counters), state, (table, counters))
+    counters = replace(counters, recomputed=counters.recomputed + lost)
+    return replace(state, sequences=table, counters=counters)

@@ -202,7 +202,7 @@ class Backend:
 
     def put(self, tree):
         """Arrays of the host on the device, or on all devices of the mesh."""
-        return jax.device_put(tree) if self.layout is None else self.layout.place(tree)
+        return jax.device_put(tree) if self.layout is None else self.layout.place(tree, stacked=True)
 
     def attention_spec(self, shapes: Shapes, score_mod, mask_mod, tiles: Tiles | None = None) -> AttentionSpec:
         """How attention is computed. The functions see the heads' numbers in the model on every device."""

@@ -4,9 +4,7 @@ from collections.abc import Iterable
 
 import jax
 import numpy as np
-from haliax import Axis, NamedArray
 
-from levanter_infer.axes import ADMITTED
 from levanter_infer.cache.page_math import pages_for
 from levanter_infer.decode.beam_table import EARLY, NEVER, PATIENT, BeamParams
 from levanter_infer.decode.programs import Programs
@@ -67,8 +65,7 @@ def beam_params(pieces: list[tuple[Sequence, int, int]], shapes: Shapes) -> Beam
             columns["widths"][row] = params.num_beams
             columns["length_penalty"][row] = params.length_penalty
             columns["early_stopping"][row] = _STOPPING[params.early_stopping]
-    axes = (Axis(ADMITTED, size),)
-    return BeamParams(**{name: NamedArray(column, axes) for name, column in columns.items()})  # type: ignore[arg-type]
+    return BeamParams(**columns)  # type: ignore[arg-type]
 
 
 def enter_hypotheses(programs: Programs, state: GenState, groups: list[Group], backend: Backend) -> None:

@@ -72,5 +72,5 @@ def programs_for(
 def round_types(types, backend: Backend, shapes: Shapes, programs: Programs) -> tuple:
     """The types of the round's arguments, model, state and admission, with their places on a mesh."""
     admission = jax.eval_shape(lambda: make_nothing(shapes, backend.num_shards))
-    admission = admission if backend.layout is None else backend.layout.types(admission)
+    admission = admission if backend.layout is None else backend.layout.types(admission, stacked=True)
     return backend.prepared_types(types), programs.state_types, admission

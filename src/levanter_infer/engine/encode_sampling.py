@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
-from haliax import Axis, NamedArray
 
-from levanter_infer.axes import ADMITTED, BIAS, SEED_WORD, STOP, STOP_TOKEN
 from levanter_infer.decode.sampling_table import SamplingTable
 from levanter_infer.decode.shapes import SamplingLimits
 from levanter_infer.engine.params import SamplingParams, stop_sequences
@@ -73,13 +71,4 @@ class SamplingColumns:
 
     def table(self) -> SamplingTable:
         """The columns as a table of numpy arrays over `admitted`, ready to be uploaded."""
-        trailing = {"seed": (SEED_WORD,), "bias_ids": (BIAS,), "bias_values": (BIAS,)}
-        trailing |= {"stop_ids": (STOP, STOP_TOKEN), "stop_lens": (STOP,)}
-
-        def named(name: str, column: np.ndarray) -> NamedArray:
-            names = (ADMITTED, *trailing.get(name, ()))
-            axes = tuple(Axis(axis, size) for axis, size in zip(names, column.shape, strict=True))
-            return NamedArray(column, axes)  # type: ignore[arg-type]
-
-        columns = {name: named(name, column) for name, column in self._columns.items()}
-        return SamplingTable(**columns, limits=self._limits)
+        return SamplingTable(**self._columns, limits=self._limits)  # type: ignore[arg-type]

@@ -7,7 +7,6 @@ from collections.abc import Sequence as Many
 
 import jax
 import numpy as np
-from haliax import NamedArray
 
 from levanter_infer.cache.page_math import pages_for
 from levanter_infer.decode.codes import FINISHED, FREE, LOADING, RUNNING, SWAPPED, WAITING
@@ -364,7 +363,7 @@ class KvOffload:
     ) -> tuple[GenState, jax.Array]:
         """Args: new: for each of the record's pages, which of the `count` ones it becomes; None: they begin anew."""
         shapes = self._shapes
-        table = state.decode.sequences.page_indices.array
+        table = state.decode.sequences.page_indices
         mask, computed = np.zeros(shapes.num_slots, bool), np.zeros(shapes.num_slots, np.int32)
         places = np.full(table.shape, shapes.num_pages, np.int32)
         for member in members:
@@ -391,10 +390,7 @@ class KvOffload:
 
 
 def host_terms(*, yields: bool = True, return_pages: int = 0) -> HostTerms:
-    def scalar(value, dtype) -> NamedArray:
-        return NamedArray(np.asarray(value, dtype), ())  # type: ignore[arg-type]
-
-    return HostTerms(yields=scalar(yields, bool), return_pages=scalar(return_pages, np.int32))
+    return HostTerms(np.asarray(yields), np.asarray(return_pages, np.int32))  # type: ignore[arg-type]
 
 
 def _chunks(values: np.ndarray, size: int, none: int) -> list[np.ndarray]:

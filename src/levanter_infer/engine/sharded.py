@@ -5,9 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from haliax import Axis, NamedArray
 
-from levanter_infer.axes import DATA
 from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.outputs import HostOutputs, RoundOutputs
 from levanter_infer.decode.shapes import Shapes
@@ -95,7 +93,7 @@ class ShardedSlots:
         of_shards = [manager.next_admission(round_id, max_steps) for manager in self._managers]
         names = {name for fields in of_shards for name in fields}
         return {
-            name: _stacked([fields.get(name, _plain(self._empty, name)) for fields in of_shards])
+            name: _stacked([fields.get(name, getattr(self._empty, name)) for fields in of_shards])
             for name in sorted(names)
         }
 
@@ -154,28 +152,14 @@ class ShardedSlots:
         return all(manager.is_idle for manager in self._managers)
 
 
-def _plain(admission: Admission, name: str):
-    """A field of an admission as `SlotManager` gives it."""
-    value = getattr(admission, name)
-    return value.array if isinstance(value, NamedArray) else value
-
-
 def _stacked(parts: list):
-    """Arrays, or trees of named arrays, one behind the other along a new first axis of shards."""
-    if not isinstance(parts[0], np.ndarray):
-        return jax.tree.map(_stacked_named, *parts, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
-    return np.stack(parts)
-
-
-def _stacked_named(*parts: NamedArray) -> NamedArray:
-    array = np.stack([np.asarray(part.array) for part in parts])
-    return NamedArray(array, (Axis(DATA, len(parts)), *parts[0].axes))  # type: ignore[arg-type]
+    """Trees of arrays, one behind the other along a new first axis of shards."""
+    return jax.tree.map(lambda *arrays: np.stack(arrays), *parts)
 
 
 def stacked_admission(shapes: Shapes, num_shards: int) -> Admission:
     """`empty_admission` of several shards."""
-    empty = empty_admission(shapes)
-    return jax.tree.map(_stacked_named, *[empty] * num_shards, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
+    return _stacked([empty_admission(shapes)] * num_shards)
 
 
 def make_slots(shapes: Shapes, eos_token_ids: tuple[int, ...], num_shards: int) -> SlotManager:

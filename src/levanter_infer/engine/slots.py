@@ -3,11 +3,10 @@
 import collections
 import collections.abc
 import heapq
+from typing import Any
 
 import numpy as np
-from haliax import Axis, NamedArray
 
-from levanter_infer.axes import ADMITTED, SEQ, UPLOAD
 from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.codes import ABORT, DEFAULT_ROOT, ERROR, FINISHED, LENGTH, STOP
 from levanter_infer.decode.outputs import HostOutputs
@@ -339,32 +338,28 @@ def _entries_by_slot(slot_ids: np.ndarray) -> list[tuple[int, np.ndarray]]:
 def empty_admission(shapes: Shapes) -> Admission:
     """An admission that admits nothing; its arrays stand in for those that a round does not need to upload."""
 
-    def array(axis: str, size: int, value=0, dtype: type = np.int32) -> NamedArray:
-        return NamedArray(np.full(size, value, dtype), (Axis(axis, size),))  # type: ignore[arg-type]
+    def full(size: int | tuple[()], value=0, dtype: type = np.int32) -> Any:
+        return np.full(size, value, dtype)
 
-    admitted, none = (ADMITTED, shapes.num_slots), shapes.num_slots
+    admitted = none = shapes.num_slots
     return Admission(
-        tokens=array(UPLOAD, shapes.upload_tokens),
-        lens=array(*admitted),
-        starts=array(*admitted),
-        slot_ids=array(*admitted, none),
-        complete=array(*admitted, False, np.bool_),
-        prompt_lens=array(*admitted),
-        max_lens=array(*admitted),
-        arrival=array(*admitted),
-        priority=array(*admitted),
-        roots=array(*admitted, DEFAULT_ROOT),
-        fork_source=array(*admitted, none),
+        tokens=full(shapes.upload_tokens),
+        lens=full(admitted),
+        starts=full(admitted),
+        slot_ids=full(admitted, none),
+        complete=full(admitted, False, np.bool_),
+        prompt_lens=full(admitted),
+        max_lens=full(admitted),
+        arrival=full(admitted),
+        priority=full(admitted),
+        roots=full(admitted, DEFAULT_ROOT),
+        fork_source=full(admitted, none),
         sampling=SamplingColumns(shapes.num_slots, shapes.limits).table(),
         beams=beam_params([], shapes) if shapes.max_beams else None,
-        cancel=array(SEQ, shapes.num_slots, False, np.bool_),
-        max_steps=_scalar(np.asarray(0, np.int32)),
-        min_free_slots=_scalar(np.asarray(shapes.num_slots + 1, np.int32)),
-        has_pieces=_scalar(np.asarray(False)),
-        has_cancellations=_scalar(np.asarray(False)),
+        cancel=full(shapes.num_slots, False, np.bool_),
+        max_steps=full((), 0),
+        min_free_slots=full((), shapes.num_slots + 1),
+        has_pieces=full((), False, np.bool_),
+        has_cancellations=full((), False, np.bool_),
         host=host_terms() if shapes.offload else None,
     )
-
-
-def _scalar(value: np.ndarray) -> NamedArray:
-    return NamedArray(value, ())  # type: ignore[arg-type]

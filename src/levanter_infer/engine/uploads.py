@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from haliax import NamedArray
 
 from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.shapes import Shapes
@@ -30,13 +29,7 @@ class Uploads:
         key = (fields["max_steps"].tobytes(), fields["min_free_slots"].tobytes())
         if idle and key in self._uploaded:
             return self._uploaded[key]
-        arrays = {
-            name: value
-            if name in ("sampling", "beams", "host")
-            else NamedArray(value, getattr(self.nothing, name).axes)
-            for name, value in fields.items()
-        }
-        admission = dataclasses.replace(self.nothing, **self._backend.put(arrays))
+        admission = dataclasses.replace(self.nothing, **self._backend.put(fields))
         if idle:
             self._uploaded[key] = admission
         return admission

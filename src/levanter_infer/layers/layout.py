@@ -183,8 +183,9 @@ class Layout:
     def sharding(self, axes: tuple[Axis, ...]) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(axes))
 
-    def place(self, tree, *, donate: bool = False):
+    def place(self, tree, *, donate: bool = False, stacked: bool = False):
         """A tree of arrays of the mesh's size, each device with its part. `donate`: arrays elsewhere are given up.
+        `stacked`: arrays without named axes have a leading axis of data shards, where there are several.
 
         Where the mesh has devices of several processes, each process brings the same arrays, and places its parts.
         """
@@ -199,21 +200,24 @@ class Layout:
 
         return _map_named(
             lambda named: NamedArray(put(named.array, self.sharding(named.axes)), named.axes),
-            lambda leaf: put(leaf, self.sharding(())),
+            lambda leaf: put(leaf, self._plain_sharding(stacked)),
             tree,
         )
 
-    def types(self, tree):
-        """The types of such a tree, with their places."""
+    def types(self, tree, *, stacked: bool = False):
+        """The types of such a tree, with their shardings; `stacked` as for `place`."""
 
-        def typed(leaf, axes: tuple[Axis, ...]):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding(axes))
+        def typed(leaf, sharding: NamedSharding):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         return _map_named(
-            lambda named: NamedArray(typed(named.array, named.axes), named.axes),  # type: ignore[arg-type]
-            lambda leaf: typed(leaf, ()),
+            lambda named: NamedArray(typed(named.array, self.sharding(named.axes)), named.axes),  # type: ignore[arg-type]
+            lambda leaf: typed(leaf, self._plain_sharding(stacked)),
             tree,
         )
+
+    def _plain_sharding(self, stacked: bool) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(*(self._lead if stacked else ())))
 
     def fit_model(self, model, *, donate: bool = False):
         """A model as it came from a checkpoint, spread over the mesh; its types where it is types."""
