@@ -25,7 +25,7 @@ from levanter_infer.checkpoints.save import save_model
 from levanter_infer.checkpoints.source import resolve_source
 from levanter_infer.checkpoints.weights import StoredTensor
 from levanter_infer.decode.programs import Programs
-from levanter_infer.decode.sampling import LogitStats, likeliest, sample
+from levanter_infer.decode.sampling import History, LogitStats, likeliest, sample
 from levanter_infer.decode.shapes import SamplingLimits
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.encode_sampling import SamplingColumns
@@ -280,7 +280,7 @@ def sampled(parts: int, vocab_size: int) -> dict:
     logits[3, vocab_size // 2] = np.nan
     logits[4, -1] = np.inf
     logits[5] = -np.inf
-    history = dict(
+    history = History(
         positions=jnp.full(rows, 9, jnp.int32),
         tokens=jnp.asarray(rng.integers(0, vocab_size, (rows, 8)), jnp.int32),
         slot_ids=jnp.arange(rows, dtype=jnp.int32),
@@ -290,7 +290,7 @@ def sampled(parts: int, vocab_size: int) -> dict:
 
     def both(logits, vocab):
         stats = LogitStats.of(logits, vocab)
-        sampled = sample(logits, table, max_top=3, vocab=vocab, **history)
+        sampled = sample(logits, table, history, max_top=3, vocab=vocab)
         best, _ = likeliest(logits, stats, 1, vocab)
         return sampled, jnp.where(sampled.finite[:, None], best, 0)  # of rows that are not finite, anything
 

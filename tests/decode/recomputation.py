@@ -13,9 +13,10 @@ import numpy as np
 from levanter_infer.decode.admission import admit
 from levanter_infer.decode.codes import FINISHED
 from levanter_infer.decode.outputs import OutputRing
+from levanter_infer.decode.schedule import schedule
 from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.decode.state import DecodeState
-from levanter_infer.decode.step import append, empty_sample, schedule
+from levanter_infer.decode.step import append, empty_sample
 from levanter_infer.engine.encode_sampling import SamplingColumns
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.slots import empty_admission

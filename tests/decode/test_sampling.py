@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from levanter_infer.decode.sampling import (
+    History,
     LogitStats,
     SampleOutput,
     SamplingTable,
@@ -50,11 +51,13 @@ def sample_rows(logits, table: SamplingTable, slot_ids, tokens=TOKENS) -> Sample
     return sample(
         logits,
         table.rows(slot_ids),
-        positions=seq_lens,
-        tokens=jnp.asarray(tokens),
-        slot_ids=slot_ids,
-        prompt_lens=jnp.asarray(PROMPT_LENS).at[slot_ids].get(mode="fill", fill_value=0),
-        seq_lens=seq_lens,
+        History(
+            positions=seq_lens,
+            tokens=jnp.asarray(tokens),
+            slot_ids=slot_ids,
+            prompt_lens=jnp.asarray(PROMPT_LENS).at[slot_ids].get(mode="fill", fill_value=0),
+            seq_lens=seq_lens,
+        ),
         max_top=MAX_TOP,
     )
 
@@ -269,11 +272,13 @@ def test_sampling_works_where_no_bias_stop_or_logprob_is_possible():
         return sample(
             logits,
             SamplingTable.empty(1, limits).rows(slot),
-            positions=slot,
-            tokens=jnp.zeros((1, 8), jnp.int32),
-            slot_ids=slot,
-            prompt_lens=slot,
-            seq_lens=slot,
+            History(
+                positions=slot,
+                tokens=jnp.zeros((1, 8), jnp.int32),
+                slot_ids=slot,
+                prompt_lens=slot,
+                seq_lens=slot,
+            ),
             max_top=0,
         )
 
@@ -295,11 +300,13 @@ def test_no_array_of_slots_by_vocabulary_is_built():
         return sample(
             logits,
             table.rows(rows),
-            positions=rows,
-            tokens=tokens,
-            slot_ids=rows,
-            prompt_lens=rows,
-            seq_lens=rows,
+            History(
+                positions=rows,
+                tokens=tokens,
+                slot_ids=rows,
+                prompt_lens=rows,
+                seq_lens=rows,
+            ),
             max_top=MAX_TOP,
         )
 
@@ -318,11 +325,13 @@ def test_arrays_of_rows_by_vocabulary_are_built_in_branches_only():
         return sample(
             logits,
             table.rows(rows),
-            positions=rows,
-            tokens=tokens,
-            slot_ids=rows,
-            prompt_lens=rows,
-            seq_lens=rows,
+            History(
+                positions=rows,
+                tokens=tokens,
+                slot_ids=rows,
+                prompt_lens=rows,
+                seq_lens=rows,
+            ),
             max_top=MAX_TOP,
         )
 

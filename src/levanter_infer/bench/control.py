@@ -25,9 +25,10 @@ from levanter_infer.decode.paging import release
 from levanter_infer.decode.prefix import insert_prefix, match_prefix
 from levanter_infer.decode.programs import compile_program
 from levanter_infer.decode.sampling import SampleOutput
+from levanter_infer.decode.schedule import schedule
 from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.decode.state import DecodeState
-from levanter_infer.decode.step import append, batch_info, empty_sample, schedule
+from levanter_infer.decode.step import append, batch_info, empty_sample
 from levanter_infer.engine.params import MAX_STOP_TOKENS
 
 PAGE_SIZE = 16

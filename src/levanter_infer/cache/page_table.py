@@ -1,4 +1,4 @@
-"""`PageTable`: who holds which page of the pool, and in which order free pages are reused."""
+"""`PageTable`: reference counts of the pages of the pool, and the order in which free pages are reused."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -15,8 +15,8 @@ from levanter_infer.cache.arrays import full, gather, replace, scatter, scatter_
 class PageTable(eqx.Module):
     """Reference counts of all pages, and the free pages in the order of their release.
 
-    A page is free exactly if its reference count is zero. Free pages stand in a ring, the least recently released
-    first, so that taking and giving back cost O(pages moved) whatever the size of the pool. The ring is derived from
+    A page is free exactly if its reference count is zero. Free pages are kept in a ring, the least recently released
+    first, so that allocation and release cost O(pages moved) whatever the size of the pool. The ring is derived from
     the history of releases; `check_invariants` compares it with the counts.
 
     Page ids are int32; "none" is `num_pages`, one past the end.
@@ -26,7 +26,7 @@ class PageTable(eqx.Module):
     ref_counts: Int32[Array, " page"]
     """Slots that hold each page."""
     free_ring: Int32[Array, " page"]
-    """Ids of free pages at places `ring_head … ring_head + num_free - 1`, modulo the ring; other places are stale."""
+    """Ids of free pages at indices `ring_head … ring_head + num_free - 1`, modulo the ring; the others are stale."""
     ring_head: Int32[Array, ""]
     num_free: Int32[Array, ""]
     page_size: int = eqx.field(static=True)
@@ -61,7 +61,7 @@ class PageTable(eqx.Module):
             capacity: static bound of `count`.
         Returns:
             The new table, and page ids i32[capacity], of which the first `count` are taken and the rest are none.
-        Requires: `count <= num_free`; the packing policy guarantees it.
+        Requires: `count <= num_free`; the scheduler guarantees it.
         """
         index = jnp.arange(capacity, dtype=jnp.int32)
         place = jax.lax.rem(self.ring_head + index, self.num_pages)
@@ -79,17 +79,17 @@ class PageTable(eqx.Module):
         return replace(self, ref_counts=scatter_add(self.ref_counts, pages, 1))
 
     def release(self, pages: Array) -> "PageTable":
-        """Drop one reference from each of `pages`; those that nobody holds any more become free, in this order.
+        """Drop one reference from each of `pages`; those without references become free, in this order.
 
         Args:
-            pages: i32[n]; none entries are ignored; a page may stand there once for each reference it loses.
-        Requires: each page has at least as many references as it stands in `pages`. The count is not clamped, so
-            that a violation is found by `check_invariants` and not hidden.
+            pages: i32[n]; none entries are ignored; a page occurs once for each reference it loses.
+        Requires: each page has at least as many references as it has occurrences in `pages`. The count is not
+            clamped, so that `check_invariants` finds a violation.
         """
         counts = scatter_add(self.ref_counts, pages, -1)
         freed = jnp.where(gather(counts, pages, 1) == 0, pages, self.num_pages)
-        # A page that several holders gave back stands in `freed` several times and must enter the ring once. Its
-        # count is zero, so the count itself can hold the last place at which it stands, for as long as we look.
+        # A page that several holders released occurs in `freed` several times and must enter the ring once. Its count
+        # is zero, so the count itself can hold the index of its last occurrence for the moment.
         place = jnp.arange(1, pages.shape[0] + 1, dtype=jnp.int32)
         marked = scatter_max(counts, freed, place)
         enters = (gather(marked, freed, 0) == place) & (freed < self.num_pages)
@@ -100,7 +100,7 @@ class PageTable(eqx.Module):
         return replace(self, ref_counts=counts, free_ring=ring, num_free=self.num_free + rank[-1])
 
     def reclaim(self, pages: Array) -> "PageTable":
-        """Add one reference to each of `pages`, which may be free: those leave the ring, and the order of the others
+        """Add one reference to each of `pages`, which may be free: free ones leave the ring, and the order of the rest
         stays. Costs O(pages of the pool) if there is such a page.
 
         Args:
@@ -133,20 +133,20 @@ def ragged_index(counts: Array, start: Array, size: int) -> tuple[Array, Array, 
         start: i32[], the number of items to skip.
         size: how many items to enumerate.
     Returns:
-        (group, item, valid), each [size]: the items numbered `start … start + size - 1` when all groups are written
-        one behind the other; `group` is n where not `valid`.
+        (group, item, valid), each [size]: the items numbered `start … start + size - 1` when all groups are
+        concatenated; `group` is n where not `valid`.
     """
-    # Each group marks the place of its first item, and the marks spread to the right: a search would take longer, to
-    # run and above all to compile.
+    # Each group marks the index of its first item, and a running maximum extends the marks to the right: a search would
+    # take longer, to run and above all to compile.
     bounds = jnp.cumsum(counts, dtype=jnp.int32)
-    begins = bounds - counts
+    first_items = bounds - counts
     in_reach = (counts > 0) & (bounds > start)
-    place = jnp.where(in_reach, jnp.maximum(begins - start, 0), size)
+    place = jnp.where(in_reach, jnp.maximum(first_items - start, 0), size)
     marks = scatter(jnp.full(size, -1, jnp.int32), place, jnp.arange(counts.shape[0], dtype=jnp.int32))
     flat = start + jnp.arange(size, dtype=jnp.int32)
     valid = flat < bounds[-1]
     group = jnp.where(valid, jax.lax.cummax(marks), counts.shape[0])
-    return group, flat - gather(begins, group, 0), valid
+    return group, flat - gather(first_items, group, 0), valid
 
 
 Value = TypeVar("Value")

@@ -1,4 +1,4 @@
-"""`PrefixTable`: which pages hold which tokens after which beginning, so that they can be found and shared."""
+"""`PrefixTable`: the full pages of the pool by their prefix, for automatic prefix caching."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -11,39 +11,39 @@ from levanter_infer.cache.arrays import full, gather, replace, scatter
 WAYS = 8
 """Pages that one bucket of the table can name; a power of two."""
 UNKNOWN = 0
-"""Serial of a page that is not full, or whose contents nobody may share."""
+"""Serial of a page that is not full, or whose contents must not be shared."""
 _FACTOR = 0x9E3779B1
 _LAST_SERIAL = 2**31 - 2**20
 """No page gets a larger serial: from there on nothing new is found until the next reset."""
 
 
 class PrefixTable(eqx.Module):
-    """The full pages of the pool by what they hold: their tokens, and what stands before them in the sequence.
+    """The full pages of the pool by their contents: their tokens, and the prefix before them in the sequence.
 
-    Contents are numbered with serials: equal serials mean equal tokens after an equal beginning. What a page holds is
-    its tokens and the serial of the page before it; the first page of a sequence follows a root, a negative number that
-    stands for everything else that keys and values depend on (weights, a caller's salt). A hash leads to a few
-    candidates, and these are compared as a whole, so that no collision can mix up two texts.
+    Contents are numbered with serials: equal serials mean equal tokens after an equal prefix. The contents of a page
+    are its tokens and the serial of the page before it; the first page of a sequence follows a root, a negative number
+    that stands for everything else that keys and values depend on (weights, a caller's salt). A hash leads to a few
+    candidates, which are compared token by token, so that no collision can mix up two texts.
 
-    A page is forgotten when it is given to a new owner, not when it is released. A page whose predecessor has been
-    forgotten is not found any more; sequences give back their last page first, so there is rarely one.
+    A page is forgotten when it is allocated to a new owner, not when it is released. A page whose predecessor has been
+    forgotten is not found any more; sequences release their last page first, so there is rarely one.
     Source: sharing by hashed blocks, arXiv:2309.06180, section 4.4.
     """
 
     tokens: Int32[Array, "page page_offset"]
     parents: Int32[Array, " page"]
-    """Serial of the page before, or the root; UNKNOWN for a page that is not to be found: another one is, or none."""
+    """Serial of the page before, or the root; UNKNOWN for a page that must not be found."""
     serials: Int32[Array, " page"]
     """Positive, or UNKNOWN. The other columns mean nothing where it is UNKNOWN."""
     hashes: UInt32[Array, " page"]
-    """Of everything from the root to the page's last token."""
+    """Hash of everything from the root to the page's last token."""
     buckets: Int32[Array, "bucket way"]
-    """Pages by hash; none is `num_pages`. A page stands here until somebody takes its place, forgotten or not."""
+    """Pages by hash; none is `num_pages`. A page stays here until another one replaces it, forgotten or not."""
     next_serial: Int32[Array, ""]
 
     @staticmethod
     def init(num_pages: int, page_size: int) -> "PrefixTable":
-        """A table that knows nothing."""
+        """An empty table."""
         num_buckets = 1 << (4 * num_pages // WAYS).bit_length()  # on average, one or two of the ways are in use
         return PrefixTable(
             tokens=full((num_pages, page_size), 0),
@@ -59,14 +59,15 @@ class PrefixTable(eqx.Module):
         return self.serials.shape[-1]
 
     def ends(self, pages: Array, roots: Array) -> tuple[Array, Array]:
-        """Serials i32[n] and hashes u32[n] of what ends with `pages` i32[n]; of `roots` i32[n] where they are none."""
+        """Serials i32[n] and hashes u32[n] of the prefixes that end with `pages` i32[n], or with `roots` i32[n] where a
+        page is none."""
         none = pages >= self.num_pages
         serials = gather(self.serials, pages, UNKNOWN)
         hashes = gather(self.hashes, pages, 0)
         return jnp.where(none, roots, serials), jnp.where(none, _mixed(roots.astype(jnp.uint32)), hashes)
 
     def find(self, serials: Array, hashes: Array, tokens: Array, counts: Array) -> tuple[Array, Array]:
-        """The pages that continue given beginnings.
+        """The longest run of known pages that continues each prefix.
 
         Args:
             serials, hashes: i32[n] and u32[n], of `ends`.
@@ -88,16 +89,16 @@ class PrefixTable(eqx.Module):
         return pages, jnp.sum(known, axis=1, dtype=jnp.int32)
 
     def register(self, pages: Array, before: Array, roots: Array, place: Array, tokens: Array) -> "PrefixTable":
-        """Note what pages hold that have just become full.
+        """Insert pages that have just become full.
 
         Contents that the table knows keep their serial, and are found in their newest page from now on, which stays
-        longest in the pool. The pages after one whose beginning is unknown stay unknown.
+        longest in the pool. The pages after one whose prefix is unknown stay unknown.
 
         Args:
-            pages: i32[n]; none entries are ignored. Those of one sequence stand in a row, in logical order.
-            before: i32[n], the page before the first of the row; none at the beginning of a sequence.
+            pages: i32[n]; none entries are ignored. The pages of one sequence are consecutive, in logical order: a run.
+            before: i32[n], the page before the first one of the run; none at the start of a sequence.
             roots: i32[n], negative.
-            place: i32[n], which one of its row an entry is.
+            place: i32[n], index of an entry in its run.
             tokens: i32[n, page_size]
         """
         index = jnp.arange(pages.shape[0], dtype=jnp.int32)
@@ -127,7 +128,7 @@ class PrefixTable(eqx.Module):
         parents = after(serials)
         agrees = (parents == parents[first]) & jnp.all(tokens == tokens[first], axis=1)
         has_numbers = self.next_serial < _LAST_SERIAL
-        shared = used & all_so_far(agrees) & has_numbers & (known != pages)  # what is found there already stays
+        shared = used & all_so_far(agrees) & has_numbers & (known != pages)  # a page that is found already stays
 
         enters = shared & (first == index)
         older = jnp.where(enters & is_known, known, self.num_pages)
@@ -149,13 +150,13 @@ class PrefixTable(eqx.Module):
         return (serials != UNKNOWN) & (parents != UNKNOWN)
 
     def forget(self, pages: Array) -> "PrefixTable":
-        """Pages (any shape; none entries are ignored) that are not to be found any more."""
+        """Remove pages (any shape; none entries are ignored)."""
         return replace(self, serials=scatter(self.serials, pages, UNKNOWN))
 
     def hide(self, pages: Array) -> "PrefixTable":
-        """Pages (any shape; none entries are ignored) that are not to be found any more, and that some may still hold.
+        """Let pages (any shape; none entries are ignored) not be found any more, although slots may still hold them.
 
-        They keep their serial: whoever holds them goes on to share what comes next.
+        They keep their serial, so that a slot that holds them still shares the pages that follow.
         """
         return replace(self, parents=scatter(self.parents, pages, UNKNOWN))
 
@@ -168,7 +169,7 @@ class PrefixTable(eqx.Module):
         return jnp.where(equal, page, self.num_pages)
 
     def _enter(self, pages: Array, hashes: Array, serials: Array) -> "PrefixTable":
-        """Put pages into their buckets: where a forgotten page or none stands, or else in anybody's place."""
+        """Put pages into their buckets: in the way of a forgotten page or of none, or else in any way."""
         buckets = jnp.where(pages < self.num_pages, self._bucket(hashes), self.buckets.shape[0])
         entries = gather(self.buckets, buckets, self.num_pages)
         taken = self.findable(entries)
@@ -195,12 +196,12 @@ def content_hashes(tokens: Array) -> Array:
 def chained(contents: Array, place: Array, starts: Array) -> Array:
     """Hash u32[n] of each page with everything before it: `hash = _FACTOR * hash of the page before + contents`.
 
-    Rows of pages are enumerated without a loop: divided by powers of the factor, the sums become prefix sums.
+    Runs of pages are enumerated without a loop: divided by powers of the factor, the sums become prefix sums.
 
     Args:
-        contents: u32[n], rows of pages one behind the other.
-        place: i32[n], place of a page in its row.
-        starts: u32[n], hash of what stands before the row.
+        contents: u32[n], concatenated runs of pages.
+        place: i32[n], index of a page in its run.
+        starts: u32[n], hash of the prefix before the run.
     """
     count = contents.shape[0]
     index = jnp.arange(count, dtype=jnp.int32)

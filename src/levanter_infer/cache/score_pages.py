@@ -1,4 +1,4 @@
-"""`ScorePages`: log probabilities of prompt tokens, kept where their keys and values are."""
+"""`ScorePages`: log probabilities of prompt tokens, stored by page as their keys and values are."""
 
 import equinox as eqx
 import jax
@@ -11,17 +11,17 @@ from levanter_infer.cache.arrays import full, replace, scatter
 
 
 class ScorePages(eqx.Module):
-    """What is known of scored tokens.
+    """Scores of prompt tokens.
 
-    A score is `1 + 2 * num_top` numbers: the log probability of the token that stands at a place, given those before
-    it; the ids of the likeliest tokens there, best first; and their log probabilities. Floats are kept as their bits,
-    so that a score is written, copied and read as one. It belongs to the page as keys and values do: a page that is
-    found again brings its scores along.
+    A score is `1 + 2 * num_top` numbers: the log probability of the token at a position, given those before it; the ids
+    of the likeliest tokens there, best first; and their log probabilities. Floats are stored as their bits, so that a
+    score is written, copied and read as one. It belongs to the page as keys and values do: a page that prefix caching
+    finds brings its scores along.
     """
 
     scores: Int32[Array, "page page_offset score"]
     ends: Float32[Array, "page embed"]
-    """Hidden state of the token of each page that was computed last: what the score of the next one is made of."""
+    """Hidden state of the last computed token of each page, from which the next token is scored."""
     complete: Int32[Array, "seq seq_page page_offset score"]
     """Scores of the prompts that are complete: they outlive their pages, until the slot's next prompt is complete."""
 
@@ -42,7 +42,7 @@ class ScorePages(eqx.Module):
         return self.scores.shape[-1] // 2
 
     def copy_pages(self, source: Array, target: Array) -> "ScorePages":
-        """Copy whole pages, as `KvPages.copy_pages` does."""
+        """Copy pages, as `KvPages.copy_pages` does."""
 
         def copied(array: Array) -> Array:
             return scatter(array, target, array.at[source].get(mode="clip"))

@@ -1,4 +1,4 @@
-"""`Admission`: all that the host tells the device, once a round."""
+"""`Admission`: the one upload of a round, from the host to the device."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -18,12 +18,12 @@ from levanter_infer.decode.state import DecodeState
 class Admission(eqx.Module):
     """New sequences, or further pieces of long prompts; cancellations; and how long the round may last.
 
-    A prompt longer than the upload buffer arrives in several pieces, one a round. Every piece repeats what is known
-    of its sequence; the last one has `complete`. Forks carry no tokens: they copy the row of their source.
+    A prompt longer than the upload buffer arrives in several pieces, one a round. Every piece repeats the columns of
+    its sequence; the last one has `complete`. Forks carry no tokens: they copy those of their source.
     """
 
     tokens: Int32[Array, " upload"]
-    """Tokens of all pieces, one behind the other."""
+    """Tokens of all pieces, concatenated."""
     lens: Int32[Array, " admitted"]
     """Tokens of each piece."""
     starts: Int32[Array, " admitted"]
@@ -37,18 +37,18 @@ class Admission(eqx.Module):
     priority: Int32[Array, " admitted"]
     roots: Int32[Array, " admitted"]
     fork_source: Int32[Array, " admitted"]
-    """Slot whose prompt is shared; it holds the whole prompt by the end of this admission. None: not a fork."""
+    """Slot whose prompt is shared; its prompt is complete by the end of this admission. None: not a fork."""
     sampling: SamplingTable
     """How to sample each admitted sequence, over `admitted`."""
     beams: BeamParams | None
-    """What each admitted sequence is told about its beam search; None if the state has no table for it."""
+    """Search parameters of each admitted sequence; None if the state has no `BeamTable`."""
     cancel: Bool[Array, " seq"]
     """Slots to end with reason ABORT."""
     max_steps: Int32[Array, ""]
     """Steps after which the round ends."""
     min_free_slots: Int32[Array, ""]
-    """Empty slots that the host needs to admit its next request: the round ends early when there are as many, places
-    are empty and nothing waits. More than there are slots: the host has nothing further."""
+    """Free slots that the host needs to admit its next request: the round ends early when there are as many, fewer than
+    `max_seqs` sequences run and none waits. More than there are slots: the host has no further request."""
     has_pieces: Bool[Array, ""]
     has_cancellations: Bool[Array, ""]
     host: HostTerms | None
@@ -111,8 +111,4 @@ def _write_pieces(state: DecodeState, admission: Admission) -> DecodeState:
         num_reached=column_of("num_reached", jnp.zeros_like(slots)),
     )
     sampling = state.sampling.set_rows(slots, admission.sampling)
-    state = replace(state, sequences=table, sampling=sampling)
-    if state.beams is None:
-        return state
-    assert admission.beams is not None
-    return replace(state, beams=state.beams.admit(slots, admission.beams))
+    return replace(state, sequences=table, sampling=sampling, beams=state.beams.admit(slots, admission.beams))

@@ -7,7 +7,7 @@ from jax import Array
 from levanter_infer.cache.arrays import replace, scatter
 from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.decode.codes import WAITING
-from levanter_infer.decode.loop import run_steps
+from levanter_infer.decode.loop import RoundLimits, run_steps
 from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.sampling import SamplingTable
 from levanter_infer.decode.shapes import Shapes
@@ -57,7 +57,7 @@ def generate_all(
     state = GenState.init(shapes, kv)
     table = state.decode.sequences
     slots = jnp.arange(shapes.num_slots, dtype=jnp.int32)
-    # Lengths may be traced, so that nobody has checked them; without a pending token a sequence would never end.
+    # Lengths may be traced, so the host could not check them; without a pending token a sequence would never end.
     lens = jnp.repeat(jnp.clip(prompt_lens.astype(jnp.int32), 1, prompts.shape[1]), n)
     leader = slots // n * n
     rows = jnp.repeat(prompts.astype(jnp.int32), n, axis=0)
@@ -74,9 +74,8 @@ def generate_all(
     state = replace(state, decode=replace(state.decode, sequences=table, sampling=sampling))
     ring = OutputRing.init(shapes.ring_size, shapes.limits.max_logprobs)
     forever = jnp.int32(jnp.iinfo(jnp.int32).max)
-    state, ring = run_steps(
-        model, state, ring, shapes, attention, max_steps=forever, min_free_slots=jnp.int32(shapes.num_slots + 1)
-    )
+    limits = RoundLimits(max_steps=forever, min_free_slots=jnp.int32(shapes.num_slots + 1))
+    state, ring = run_steps(model, state, ring, shapes, attention, limits)
     return _collect(state, ring, prompt_lens=lens, max_tokens=max_tokens, shapes=shapes)
 
 

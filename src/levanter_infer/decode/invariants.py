@@ -8,6 +8,7 @@ from jax import Array
 
 from levanter_infer.cache.arrays import gather, scatter_add, scatter_min
 from levanter_infer.cache.prefix_table import UNKNOWN
+from levanter_infer.decode.beam_table import BeamTable
 from levanter_infer.decode.codes import FINISHED, FREE, LOADING, RUNNING, SWAPPED, WAITING, is_private_root
 from levanter_infer.decode.programs import compile_program
 from levanter_infer.decode.state import DecodeState
@@ -58,10 +59,10 @@ def violations(state: DecodeState) -> dict[str, Array]:
     }
     if state.prefix is not None:
         counted["pages that can be found hold what the table says"] = _contents_differ(state, holds)
-    if state.beams is not None:
+    if isinstance(state.beams, BeamTable):
         told = (status > LOADING) & (status < FINISHED) & state.beams.searches
         leader_lens = gather(lens, state.beams.params.leaders, 0)
-        apart = (state.beams.of_group(told) != state.beams.params.widths) | (lens != leader_lens)
+        apart = (state.beams.num_in_group(told) != state.beams.params.widths) | (lens != leader_lens)
         counted["the beams of a search live together and are equally long"] = told & apart
     return {name: jnp.sum(jnp.asarray(bad), dtype=jnp.int32) for name, bad in counted.items()}
 

@@ -1,4 +1,4 @@
-"""What a round tells the host: `OutputRing` while it runs, `RoundOutputs` when it ends."""
+"""The results of a round: `OutputRing` while it runs, `RoundOutputs` when it ends."""
 
 import equinox as eqx
 import jax
@@ -9,7 +9,6 @@ from jaxtyping import Float32, Int32
 
 from levanter_infer.cache.arrays import full, replace, scatter
 from levanter_infer.decode.codes import RUNNING, WAITING
-from levanter_infer.decode.kv_offload import NO_CALL
 from levanter_infer.decode.sampling import SampleOutput
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import Counters, DecodeState
@@ -21,9 +20,9 @@ class OutputRing(eqx.Module):
     slot_ids: Int32[Array, " output"]
     tokens: Int32[Array, " output"]
     logprobs: Float32[Array, " output"]
-    """Of the model's distribution."""
+    """Log probabilities under the model."""
     processed_logprobs: Float32[Array, " output"]
-    """Of the distribution that was sampled from."""
+    """Log probabilities under the distribution that was sampled from."""
     top_ids: Int32[Array, "output top"]
     top_logprobs: Float32[Array, "output top"]
     count: Int32[Array, ""]
@@ -91,15 +90,15 @@ _STATE_SCALARS = (
 _SCALARS = (*_STATE_SCALARS, *Counters.__annotations__)
 
 
-def pack_outputs(state: DecodeState, ring: OutputRing, host_call: Array | None = None) -> RoundOutputs:
-    """Args: host_call: what the host should do about pages, see `kv_offload.host_call`."""
+def pack_outputs(state: DecodeState, ring: OutputRing, host_call: Array) -> RoundOutputs:
+    """Args: host_call: of `kv_offload.host_call`, whether the host should move pages."""
     table, ref_counts, prefix = state.sequences, state.page_table.ref_counts, state.prefix
     scalars = {
         "count": ring.count,
         "cached_pages": jnp.int32(0)
         if prefix is None
         else jnp.sum(prefix.findable(jnp.arange(prefix.num_pages)), dtype=jnp.int32),
-        "host_call": jnp.int32(NO_CALL) if host_call is None else host_call,
+        "host_call": host_call,
         "free_pages": state.page_table.num_free,
         "running": jnp.sum(table.is_status(RUNNING), dtype=jnp.int32),
         "waiting": jnp.sum(table.is_status(WAITING), dtype=jnp.int32),

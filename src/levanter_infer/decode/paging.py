@@ -1,4 +1,4 @@
-"""Pages of sequences: taking, copying on write, forking, giving back. Nothing here ever fails for want of pages."""
+"""Pages of sequences: allocation, copy-on-write, preemption, forks, release. Running out of pages is never an error."""
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,14 @@ from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
 
 _BLOCK = 1024
-"""Pages shared or given back per trip of a loop: usually there is one trip."""
+"""Pages shared or released per trip of a loop: usually there is one trip."""
 
 
 def pages_needed(state: DecodeState, take: Array) -> tuple[Array, Array]:
-    """What computing `take` more tokens costs each slot.
+    """Pages that each slot needs to compute `take` more tokens.
 
-    Returns: i32[seq], new pages to append; bool[seq], whether the page it writes first is shared, so that it may
-        have to be copied.
+    Returns: i32[seq], new pages to append; bool[seq], whether the first page it writes is shared, so that it may have
+        to be copied.
     """
     table, size = state.sequences, state.page_table.page_size
     computed = table.num_computed
@@ -31,12 +31,12 @@ def pages_needed(state: DecodeState, take: Array) -> tuple[Array, Array]:
 
 
 def preempt(state: DecodeState, order: Array, take: Array) -> tuple[DecodeState, Array]:
-    """Take pages back from the last sequences in `order` until the step's needs can be met.
+    """Preempt the last sequences in `order` until the free pages suffice for the step.
 
-    A preempted sequence keeps its tokens, waits, and computes them again later. The first is never preempted, and
-    admission has made sure that it fits alone.
+    A preempted sequence keeps its tokens, waits, and recomputes them later. The first in order is never preempted; it
+    fits alone, because requests that do not are refused.
 
-    Returns: the new state, and `take` without those that were preempted.
+    Returns: the new state, and `take` with 0 for the preempted sequences.
     """
     new, copies = pages_needed(state, take)
     need = new + copies.astype(jnp.int32)
@@ -48,33 +48,30 @@ def preempt(state: DecodeState, order: Array, take: Array) -> tuple[DecodeState,
         rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32))
         released = _released_by_suffix(table, state.page_table, rank)
         needed = jnp.cumsum(need[order], dtype=jnp.int32)
-        # Survivors are the first k. Their needs grow with k and what the others give back shrinks.
+        # The first k survive. Their needs grow with k, and the pages that the others release shrink.
         fits = needed <= state.page_table.num_free + released
         survivors = jnp.maximum(jnp.sum(fits, dtype=jnp.int32), 1)
-        if state.beams is not None:
-            survivors = state.beams.whole_survivors(table, order, survivors)
+        survivors = state.beams.num_survivors(table, order, survivors)
         live = (table.status == RUNNING) | (table.status == WAITING)
-        loses_place = live & (rank >= survivors)
-        victims = loses_place & (table.num_computed > 0)
-        counters = state.counters
-        counters = replace(
-            counters,
-            preemptions=counters.preemptions + jnp.sum(victims, dtype=jnp.int32),
-            recomputed=counters.recomputed + jnp.sum(jnp.where(victims, table.num_computed, 0), dtype=jnp.int32),
+        stops = live & (rank >= survivors)
+        victims = stops & (table.num_computed > 0)
+        counters = state.counters.plus(
+            preemptions=jnp.sum(victims, dtype=jnp.int32),
+            recomputed=jnp.sum(jnp.where(victims, table.num_computed, 0), dtype=jnp.int32),
         )
-        state = replace(state, counters=counters)
-        state = release(state, victims)
-        table = replace(state.sequences, status=jnp.where(loses_place, WAITING, state.sequences.status))
-        if state.beams is not None:
-            table = replace(table, fork_source=state.beams.sharing_again(table.fork_source, loses_place))
-        state = replace(state, sequences=table)
-        return state, jnp.where(loses_place, 0, take)
+        state = release(replace(state, counters=counters), victims)
+        table = replace(
+            state.sequences,
+            status=jnp.where(stops, WAITING, state.sequences.status),
+            fork_source=state.beams.sharing_again(state.sequences.fork_source, stops),
+        )
+        return replace(state, sequences=table), jnp.where(stops, 0, take)
 
     return run_if(short, body, (state, take))
 
 
-def take_pages(state: DecodeState, shapes: Shapes, take: Array) -> tuple[DecodeState, Array, Array]:
-    """Give every scheduled token a page to write to; shared pages that are written get a copy.
+def allocate_pages(state: DecodeState, shapes: Shapes, take: Array) -> tuple[DecodeState, Array, Array]:
+    """Allocate the pages that the scheduled tokens are written to; a shared page that is written gets a copy.
 
     Returns: the new state, and (source, target) pages to copy, i32[seq] each; unused pairs hold `num_pages`.
     Requires: enough free pages (`preempt` sees to it).
@@ -99,36 +96,34 @@ def take_pages(state: DecodeState, shapes: Shapes, take: Array) -> tuple[DecodeS
     target = jnp.where(copies, page_at(replace(table, page_indices=page_indices), slots, first), num_pages)
     # A copied page keeps at least one reference: `_keeps_page` leaves it to one of its holders.
     page_table = replace(page_table, ref_counts=scatter_add(page_table.ref_counts, source, -1))
-    counters = state.counters
-    copied = counters.copied_pages + jnp.sum(copies, dtype=jnp.int32)
     state = replace(
         state,
         sequences=replace(table, page_indices=page_indices),
         page_table=page_table,
-        counters=replace(counters, copied_pages=copied),
+        counters=state.counters.plus(copied_pages=jnp.sum(copies, dtype=jnp.int32)),
     )
     return count_taken(state, pages), source, target
 
 
 def count_taken(state: DecodeState, pages: Array) -> DecodeState:
-    """Forget what `pages` (any shape; none entries are ignored), which have just been taken, held before."""
+    """Forget the prefix-cache entries of `pages` (any shape; none entries are ignored), which have a new owner."""
     page_table, prefix, counters = state.page_table, state.prefix, state.counters
     if prefix is not None:
-        evictions = counters.prefix_evictions + jnp.sum(prefix.findable(pages), dtype=jnp.int32)
-        prefix, counters = prefix.forget(pages), replace(counters, prefix_evictions=evictions)
+        counters = counters.plus(prefix_evictions=jnp.sum(prefix.findable(pages), dtype=jnp.int32))
+        prefix = prefix.forget(pages)
     held_now = page_table.num_pages - page_table.num_free
     counters = replace(counters, pages_peak=jnp.maximum(counters.pages_peak, held_now))
     return replace(state, prefix=prefix, counters=counters)
 
 
 def release(state: DecodeState, slots: Array) -> DecodeState:
-    """Give back all pages of the slots in the mask `slots`, bool[seq]; their tokens stay.
+    """Release all pages of the slots in the mask `slots`, bool[seq]; their tokens stay.
 
-    Afterwards these slots hold nothing: `num_computed` is 0 and `page_indices` is none. The pages of a sequence
-    return from the last to the first, so that the beginning of its text stays in the pool longest.
+    Afterwards `num_computed` is 0 and `page_indices` is none. The pages of a sequence are released from the last to the
+    first, so that the start of its text stays in the pool longest.
     """
 
-    def give_back(state: DecodeState) -> DecodeState:
+    def release_all(state: DecodeState) -> DecodeState:
         table, page_table = state.sequences, state.page_table
         held = jnp.where(slots, table.num_held(page_table.page_size), 0)
         page_table = release_tails(page_table, table.page_indices, jnp.zeros_like(held), held)
@@ -136,7 +131,7 @@ def release(state: DecodeState, slots: Array) -> DecodeState:
         table = replace(table, page_indices=page_indices, num_computed=jnp.where(slots, 0, table.num_computed))
         return replace(state, sequences=table, page_table=page_table)
 
-    return run_if(jnp.any(slots & (state.sequences.num_computed > 0)), give_back, state)
+    return run_if(jnp.any(slots & (state.sequences.num_computed > 0)), release_all, state)
 
 
 def release_tails(page_table: PageTable, page_indices: Array, begin: Array, end: Array) -> PageTable:
@@ -171,9 +166,10 @@ def _in_blocks(page_table: PageTable, page_indices: Array, counts: Array, offset
 
 
 def free_pages_for_finished(state: DecodeState, finished: Array, reason: Array) -> DecodeState:
-    """End the sequences in the mask `finished` with `reason` (i32[seq]) and give back their pages.
+    """End the sequences in the mask `finished` with `reason` (i32[seq]) and release their pages.
 
-    Forks that still wait for one of them go on alone: its slot may belong to another sequence by the next step.
+    Forks that still wait for one of them compute the prompt themselves: its slot may belong to another sequence by the
+    next step.
     """
     table = state.sequences
     source = table.fork_source
@@ -184,13 +180,11 @@ def free_pages_for_finished(state: DecodeState, finished: Array, reason: Array) 
         finish_reason=jnp.where(finished, reason, table.finish_reason),
         fork_source=jnp.where(finished | orphaned, table.num_slots, source),
     )
-    if state.beams is not None:
-        state = replace(state, beams=state.beams.without(finished))
-    return release(replace(state, sequences=table), finished)
+    return release(replace(state, sequences=table, beams=state.beams.without(finished)), finished)
 
 
 def fork(state: DecodeState, children: Array, parents: Array, lens: Array) -> DecodeState:
-    """Let `children` share the pages that hold the first `lens` tokens of their `parents`. Moves no data.
+    """Share the pages that hold the first `lens` tokens of `parents` with their `children`. Copies no data.
 
     Args:
         children: bool[seq], slots that hold no pages.
@@ -204,18 +198,14 @@ def fork(state: DecodeState, children: Array, parents: Array, lens: Array) -> De
         held = pages_for(lens, page_table.page_size)
         column = jnp.arange(table.page_indices.shape[1], dtype=jnp.int32)
         inherits = children[:, None] & (column[None, :] < held[:, None])
-        pages = jnp.where(
-            inherits,
-            gather(table.page_indices, parents, page_table.num_pages),
-            page_table.num_pages,
-        )
+        none = page_table.num_pages
+        pages = jnp.where(inherits, gather(table.page_indices, parents, none), none)
         table = replace(
             table,
             page_indices=jnp.where(children[:, None], pages, table.page_indices),
             num_computed=jnp.where(children, lens, table.num_computed),
         )
-        counters = state.counters
-        counters = replace(counters, forks=counters.forks + jnp.sum(children, dtype=jnp.int32))
+        counters = state.counters.plus(forks=jnp.sum(children, dtype=jnp.int32))
         return replace(state, sequences=table, page_table=page_table.share(pages), counters=counters)
 
     return run_if(jnp.any(children), share, state)
@@ -229,12 +219,12 @@ def fork_when_ready(state: DecodeState) -> DecodeState:
     """
     table = state.sequences
     source = table.fork_source
-    waits = (table.is_status(WAITING) | table.is_status(RUNNING)) & (source < table.num_slots)
+    waiting = (table.is_status(WAITING) | table.is_status(RUNNING)) & (source < table.num_slots)
     lens = table.prompt_lens - 1
     parent_status = gather(table.status, source, FINISHED)
     parent_computed = gather(table.num_computed, source, 0)
-    ready = waits & (parent_status == RUNNING) & (parent_computed >= lens) & (lens > 0)
-    alone = waits & (lens == 0)
+    ready = waiting & (parent_status == RUNNING) & (parent_computed >= lens) & (lens > 0)
+    alone = waiting & (lens == 0)
     state = fork(state, ready, source, lens)
     table = replace(state.sequences, fork_source=jnp.where(ready | alone, table.num_slots, source))
     return replace(state, sequences=table)
@@ -255,24 +245,24 @@ def _all_slots(table: SequenceTable) -> Array:
 
 
 def _keeps_page(page_table: PageTable, source: Array) -> Array:
-    """Which writer of a shared page may keep it: the first, if all its holders write in this step. bool[seq]
+    """Slots that write a shared page and keep it: the first, if all its holders write in this step. bool[seq]
 
     Args:
         source: i32[seq], the shared page that each slot writes; none elsewhere.
     """
-    # Each writer takes a reference away; where none is left, the count itself can hold which writer is the first.
+    # Each writer removes a reference; where none is left, the count itself can record the first writer.
     left = scatter_add(page_table.ref_counts, source, -1)
-    everybody = gather(left, source, 1) == 0
+    all_write = gather(left, source, 1) == 0
     place = jnp.arange(source.shape[0], 0, -1, dtype=jnp.int32)
-    first = scatter_max(left, jnp.where(everybody, source, page_table.num_pages), place)
-    return everybody & (gather(first, source, 0) == place)
+    first = scatter_max(left, jnp.where(all_write, source, page_table.num_pages), place)
+    return all_write & (gather(first, source, 0) == place)
 
 
 def _released_by_suffix(table: SequenceTable, page_table: PageTable, rank: Array) -> Array:
-    """Pages that become free if all slots after the first k + 1 give theirs back, i32[k].
+    """Pages that become free if all slots after the first k + 1 release theirs, i32[k].
 
     Args:
-        rank: i32[seq], place of each slot in the order.
+        rank: i32[seq], rank of each slot in the order.
     """
     num_slots, num_pages = table.num_slots, page_table.num_pages
     pages = table.page_indices

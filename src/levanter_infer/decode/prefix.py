@@ -1,10 +1,11 @@
-"""Sharing of equal beginnings: pages are found before they are computed, and noted when they are full.
+"""Automatic prefix caching: pages are looked up before they are computed, and inserted when they are full.
 
-The next one to start looks too, and takes what others hold: that costs nothing, and it needs that much less to start.
+The next sequence to start looks up pages too, and shares those that others hold: that costs nothing, and it then needs
+fewer free pages to start.
 
-Nothing here remembers who computes what. At each step a sequence that stands at the beginning of a page that others can
-use looks for it; if another one computes the same page at this moment, it waits. Should that one end, the next to
-look finds nobody ahead of it, and computes the page itself.
+No table records which sequence computes which page. In each step, a sequence at the start of a page that others can
+share looks it up; if another sequence is computing the same page, it waits. Should that one end, the next sequence
+that looks finds none ahead of it, and computes the page itself.
 """
 
 import jax
@@ -22,17 +23,17 @@ from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
 
 _WINDOW = 32
-"""Pages that a sequence looks for at once."""
+"""Pages that a sequence looks up at once."""
 
 
 def match_prefix(state: DecodeState, shapes: Shapes, order: Array) -> tuple[DecodeState, Array]:
-    """Give running sequences, and the next one to start, the pages that hold what they would compute next.
+    """Let running sequences, and the next one to start, share the cached pages of the tokens they would compute next.
 
-    Returns: the new state, and which slots leave the next page to another one that computes it, bool[seq].
+    Returns: the new state, and the slots that wait because another one is computing their next page, bool[seq].
     """
-    nobody = jnp.zeros(state.sequences.num_slots, jnp.bool_)
+    none = jnp.zeros(state.sequences.num_slots, jnp.bool_)
     if state.prefix is None:
-        return state, nobody
+        return state, none
     size = state.page_table.page_size
 
     # Loops carry what they change and nothing else: everything that is carried costs time to compile.
@@ -51,7 +52,7 @@ def match_prefix(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Deco
 
     table, counters = state.sequences, state.counters
     seekers = _seekers(table, shapes, order)
-    carry = (table.page_indices, table.num_computed, state.page_table, counters.prefix_hits, nobody)
+    carry = (table.page_indices, table.num_computed, state.page_table, counters.prefix_hits, none)
     page_indices, computed, page_table, hits, waits = run_if(jnp.any(_shareable(state, seekers) > 0), share, carry)
     state = replace(state, sequences=_count_cached(table, computed))
     state = _with(state, page_indices, computed)
@@ -59,8 +60,8 @@ def match_prefix(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Deco
 
 
 def _count_cached(table: SequenceTable, found: Array) -> SequenceTable:
-    """Note the prompt tokens up to `found`, i32[seq], that are stored now without having been computed, unless the
-    sequence has had them before."""
+    """Count the prompt tokens up to `found`, i32[seq], that were found instead of computed, unless the sequence has
+    reached them before."""
     reached = jnp.maximum(table.num_reached, table.num_computed)
     new = jnp.minimum(found, table.prompt_lens) - reached
     cached = table.num_cached + jnp.maximum(new, 0)
@@ -73,25 +74,25 @@ def _with(state: DecodeState, page_indices: Array, computed: Array) -> DecodeSta
 
 
 def insert_prefix(state: DecodeState, shapes: Shapes, filled: Array, failed: Array) -> DecodeState:
-    """Note the pages that this step has filled, and let nobody find those of sequences that failed.
+    """Insert the pages that this step has filled into the prefix cache, and hide those of sequences that failed.
 
     Args:
-        filled: i32[seq], how many pages the step has filled: the last full ones of each slot.
+        filled: i32[seq], pages that the step has filled: the last full ones of each slot.
         failed: bool[seq]
     """
     if state.prefix is None:
         return state
     counts = jnp.where(failed | is_private_root(state.sequences.roots), 0, filled)
 
-    def note(prefix: PrefixTable) -> PrefixTable:
-        prefix = _register(replace(state, prefix=prefix), shapes, counts)
+    def insert(prefix: PrefixTable) -> PrefixTable:
+        prefix = _insert_pages(replace(state, prefix=prefix), shapes, counts)
         return prefix.hide(jnp.where(failed[:, None], state.sequences.page_indices, prefix.num_pages))
 
-    return replace(state, prefix=run_if(jnp.any((counts > 0) | failed), note, state.prefix))
+    return replace(state, prefix=run_if(jnp.any((counts > 0) | failed), insert, state.prefix))
 
 
 def _seekers(table: SequenceTable, shapes: Shapes, order: Array) -> Array:
-    """Who looks for pages: those that run, and the first that is ready to if there is a place, bool[seq]."""
+    """Slots that look up pages, bool[seq]: the running ones, and the first ready one if another may run."""
     running, ready = _computes(table), is_ready(table)
     next_one = jnp.where(
         jnp.sum(table.is_status(RUNNING)) < shapes.max_seqs, order[jnp.argmax(ready[order])], table.num_slots
@@ -100,12 +101,12 @@ def _seekers(table: SequenceTable, shapes: Shapes, order: Array) -> Array:
 
 
 def _computes(table: SequenceTable) -> Array:
-    """Who computes pages of its own, bool[seq]: beams that run may still wait for those of their leader."""
+    """Slots that compute pages of their own, bool[seq]: running beams may still wait for those of their leader."""
     return table.is_status(RUNNING) & (table.fork_source == table.num_slots)
 
 
 def _shareable(state: DecodeState, slots: Array) -> Array:
-    """Full pages of known text that each slot in the mask `slots` has yet to compute and others may use, i32[seq].
+    """Full pages of known tokens that each slot in the mask `slots` has yet to compute and may share, i32[seq].
 
     A sequence computes its last token in any case: it samples from it.
     """
@@ -122,8 +123,8 @@ def _rows(shapes: Shapes, order: Array, chosen: Array) -> Array:
 
 
 def _next_pages(state: DecodeState, slots: Array, width: int) -> tuple[Array, Array, Array]:
-    """Of each slot i32[n]: serial and hash of what is computed, and the `width` pages of tokens i32[n, width, size]
-    that come next, the begun page included."""
+    """The prefix that each of `slots`, i32[n], has computed, as serials i32[n] and hashes u32[n], and its next `width`
+    pages of tokens i32[n, width, size], from the page that is partly computed."""
     table, size = state.sequences, state.page_table.page_size
     assert state.prefix is not None
     column = page_of(gather(table.num_computed, slots, 0), size)
@@ -134,9 +135,9 @@ def _next_pages(state: DecodeState, slots: Array, width: int) -> tuple[Array, Ar
 
 
 def _take_window(state: DecodeState, shapes: Shapes, order: Array, seekers: Array) -> tuple[Array, Array, Array]:
-    """Enter what is found among the next pages.
+    """Enter the next pages that are found into `page_indices`.
 
-    Returns: whether there may be more; `page_indices` and `num_computed`. The pages have no reference for it yet.
+    Returns: whether there may be more; `page_indices` and `num_computed`. The references are not counted yet.
     """
     table, size = state.sequences, state.page_table.page_size
     assert state.prefix is not None
@@ -158,21 +159,21 @@ def _take_window(state: DecodeState, shapes: Shapes, order: Array, seekers: Arra
 
 
 def _waits(state: DecodeState, shapes: Shapes, order: Array) -> Array:
-    """Which slots stand before a page that another one computes: one that is ahead within it, or older. bool[seq]"""
+    """Slots whose next page another one is computing, which has computed a part of it or is older. bool[seq]"""
     table, size = state.sequences, state.page_table.page_size
     slots = _rows(shapes, order, _shareable(state, _computes(table)) > 0)
     serials, hashes, tokens = _next_pages(state, slots, 1)
     page = chained(content_hashes(tokens[:, 0]), jnp.zeros_like(slots), hashes)
-    begun = offset_of(gather(table.num_computed, slots, 0), size)
+    offset = offset_of(gather(table.num_computed, slots, 0), size)
     index = jnp.arange(slots.shape[0], dtype=jnp.int32)
     same = (serials[:, None] == serials[None, :]) & (page[:, None] == page[None, :])
     same &= (serials != UNKNOWN)[:, None] & (slots < table.num_slots)[None, :]
-    ahead = (begun[None, :] > 0) | (index[None, :] < index[:, None])
-    waits = jnp.any(same & ahead, axis=1) & (begun == 0)
+    ahead = (offset[None, :] > 0) | (index[None, :] < index[:, None])
+    waits = jnp.any(same & ahead, axis=1) & (offset == 0)
     return scatter(jnp.zeros(table.num_slots, jnp.bool_), slots, waits)
 
 
-def _register(state: DecodeState, shapes: Shapes, counts: Array) -> PrefixTable:
+def _insert_pages(state: DecodeState, shapes: Shapes, counts: Array) -> PrefixTable:
     table, size = state.sequences, state.page_table.page_size
     assert state.prefix is not None
     slot, item, valid = ragged_index(counts, jnp.int32(0), shapes.max_full_pages)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from levanter_infer.cache.prefix_table import PrefixTable
 from levanter_infer.decode.admission import Admission
-from levanter_infer.decode.beam_table import Hypotheses, hypotheses
+from levanter_infer.decode.beam_table import BeamTable, Hypotheses, hypotheses
 from levanter_infer.decode.kv_offload import TableSnapshot, mark_swapped, read_pages, snapshot, swap_in, write_pages
 from levanter_infer.decode.loop import run_round
 from levanter_infer.decode.outputs import RoundOutputs
@@ -368,7 +368,7 @@ def _functions(
         return dataclasses.replace(state, decode=resample_samples(state.decode, mask, ancestors, sample_index, arrival))
 
     def found(state: GenState, slots) -> Hypotheses:
-        assert state.decode.beams is not None, "no request has asked for beams"
+        assert isinstance(state.decode.beams, BeamTable), "no request has asked for beams"
         return hypotheses(state.decode.beams, slots)
 
     return {

@@ -1,4 +1,4 @@
-"""`resample`: sequences go on from one another. Particle filters, tree search and beams are made of it."""
+"""`resample`: sequences continue one another. The primitive of particle filters, tree search and beam search."""
 
 import jax
 import jax.numpy as jnp
@@ -12,22 +12,22 @@ from levanter_infer.decode.sequence_table import SequenceTable
 from levanter_infer.decode.state import DecodeState
 
 _POSITIONS = 1024
-"""Tokens of each row that are copied together: what is known of a sequence is mostly far less than it may be."""
+"""Tokens of each row that are copied together: sequences are mostly far shorter than they may be."""
 
 
 def resample(state: DecodeState, mask: Array, ancestors: Array) -> DecodeState:
-    """Let each slot in the mask go on from its ancestor, as that is now.
+    """Continue each slot in the mask from the present state of its ancestor.
 
-    A slot takes over the text: tokens, prompt and length limit, root, and the pages, all by reference. Full pages and
-    the begun one are shared, and whoever writes a shared page first copies it (`paging.take_pages`). A slot keeps its
-    own place in the order of arrival and its own row of `SamplingTable`: descendants of one sequence diverge, because
-    their random numbers differ. One whose ancestor has finished is finished for the same reason; one that was free or
-    finished comes to life beside its ancestor and waits for a place. Moves nothing in the pool.
+    A slot takes over the text of its ancestor: tokens, prompt and length limit, root, and the pages, all by reference.
+    Full and partial pages are shared; the sequence that writes a shared page first copies it (`paging.allocate_pages`).
+    A slot keeps its own order of arrival and its own row of `SamplingTable`: descendants of one sequence diverge,
+    because their random numbers differ. A slot whose ancestor has finished is finished for the same reason; one that
+    was free or finished becomes live and waits to run. Copies nothing in the pool.
 
     Args:
         mask: bool[seq]
-        ancestors: i32[seq], any map: several slots may name one, which need not be in the mask. Naming oneself costs
-            nothing. Ignored outside of the mask.
+        ancestors: i32[seq], any map: several slots may name one, which need not be in the mask. A slot that names
+            itself costs nothing. Ignored outside of the mask.
     Requires: none of these slots is left to the host (LOADING, SWAPPED).
     """
     slots = jnp.arange(state.sequences.num_slots, dtype=jnp.int32)
@@ -62,7 +62,7 @@ def _moved(tables: tuple[SequenceTable, PageTable], ancestors: Array) -> tuple[S
 
     old, held = table.page_indices, table.num_held(page_table.page_size)
     new = old[ancestors]
-    # What both hold anyway is left alone: mostly a long common beginning
+    # Pages that both hold are left alone: mostly a long common prefix
     column = jnp.arange(old.shape[1], dtype=jnp.int32)[None, :]
     first = jnp.min(jnp.where(old != new, column, old.shape[1]), axis=1)
     page_table = share_tails(page_table, new, first, jnp.where(moves, held[ancestors], 0))
@@ -72,7 +72,7 @@ def _moved(tables: tuple[SequenceTable, PageTable], ancestors: Array) -> tuple[S
     lives = (status > FREE) & (status < FINISHED)
     inherited = status[ancestors]
     status = jnp.where(lives[ancestors], jnp.where(lives, status, WAITING), inherited)
-    # A fork that waits for a slot whose text changes goes on alone
+    # A fork that waits for a slot whose text changes computes its prompt itself
     source = table.fork_source
     alone = moves | gather(moves, source, False)
     followed = ("seq_lens", "num_computed", "prompt_lens", "max_lens", "roots", "finish_reason")
@@ -91,12 +91,12 @@ def moved_rows(rows: Array, ancestors: Array, longest: Array, others: Array | No
     """`rows[ancestors]` of an array [seq, position], as far as position `longest`.
 
     Args:
-        others: an array of the same shape, whose rows are called num_slots, num_slots + 1, … in `ancestors`.
+        others: an array of the same shape, whose rows are num_slots, num_slots + 1, … in `ancestors`.
     """
     width = min(_POSITIONS, rows.shape[1])
 
     def block(carry):
-        # A block that would pass the end starts earlier, at places that have moved already: they must not move twice
+        # A block that would pass the end starts earlier, at positions that have moved already and must not move twice
         start, rows = carry
         part = jax.lax.dynamic_slice_in_dim(rows, start, width, axis=1)
         place = jnp.minimum(start, rows.shape[1] - width) + jnp.arange(width, dtype=jnp.int32)

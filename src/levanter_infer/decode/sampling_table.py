@@ -1,4 +1,4 @@
-"""`SamplingTable`: how each slot is sampled."""
+"""`SamplingTable`: sampling parameters of each slot."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ class SamplingTable(eqx.Module):
     """
 
     temperature: Float32[Array, " seq"]
-    """At least 0; below `GREEDY_TEMPERATURE` the likeliest token is taken."""
+    """At least 0; below `GREEDY_TEMPERATURE`: greedy."""
     top_k: Int32[Array, " seq"]
     """Tokens to choose from, the likeliest ones; 0 and anything from the vocabulary size up: all."""
     top_p: Float32[Array, " seq"]
@@ -103,7 +103,7 @@ COLUMNS = (*_SCALAR_COLUMNS, "seed", "bias_ids", "bias_values", "stop_ids", "sto
 
 
 def _nothing(limits: SamplingLimits) -> dict[str, float | int]:
-    """What the columns of a row without a sequence hold; a float stands for f32."""
+    """Values of the columns of a row without a sequence; a float means dtype f32."""
     zeros: dict[str, float | int] = {name: 0 for name in COLUMNS}
     floats = ("temperature", "min_p", "frequency_penalty", "presence_penalty", "bias_values")
     return {

@@ -1,8 +1,11 @@
-"""Log probabilities of prompts: each step scores the prompt tokens that it computes.
+"""Prompt scoring (prompt logprobs): each step scores the prompt tokens that it computes.
 
-The score of a token is made of the hidden state of the one before it, which the same step has computed, or which was
-kept with its page (`ScorePages.ends`). So scores are complete when keys and values are, however the prompt was cut into
-chunks, found, copied or computed again.
+The score of a token is computed from the hidden state of the token before it, which the same step has computed, or
+which is stored with its page (`ScorePages.ends`). So scores are complete when keys and values are, whether the prompt
+was computed in chunks, found by prefix caching, copied or recomputed.
+
+The seam to the step is `num_hidden`, `keep_hidden`, `copy_scores`, `score_prompts` and `may_insert`: without scoring a
+step keeps the hidden states of the rows' last tokens, and nothing else of scoring is in its program.
 """
 
 import haliax as hax
@@ -16,52 +19,71 @@ from levanter_infer.cache.page_math import pages_for
 from levanter_infer.cache.page_table import ragged_index, run_if
 from levanter_infer.cache.score_pages import ScorePages, pack_scores
 from levanter_infer.decode.codes import is_scored_root
-from levanter_infer.decode.packing import StepPlan
 from levanter_infer.decode.paging import page_at
 from levanter_infer.decode.sampling import LogitStats, likeliest, logprobs_of
+from levanter_infer.decode.schedule import StepPlan, last_tokens
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.kernels.cpu.bindings import logit_stats
 
 _TOKENS = 64
-"""Tokens whose logits are there at once: 16 to 128 take a CPU equally long for each."""
+"""Tokens whose logits are in memory at once: 16 to 128 take a CPU equally long for each token."""
 _PAGES = 256
 """Pages whose scores are copied per trip: usually there is one trip."""
-
-
 READ_PAGES = 256
 """Pages of scores that the host reads at once."""
 
 
+def num_hidden(shapes: Shapes) -> int:
+    """Hidden states that a step keeps: those of all its tokens where prompts are scored, else one per row."""
+    return shapes.max_rows if shapes.scoring is None else shapes.buckets[-1]
+
+
+def keep_hidden(states: Array, cu_q_lens: Array, shapes: Shapes) -> Array:
+    """The hidden states to keep, [n, embed] with n <= `num_hidden`, of those of a step's tokens [token, embed]."""
+    return states[last_tokens(cu_q_lens)] if shapes.scoring is None else states
+
+
+def copy_scores(scores: ScorePages | None, source: Array, target: Array) -> ScorePages | None:
+    """Copy pages of scores as `KvPages.copy_pages` copies keys and values."""
+    return None if scores is None else scores.copy_pages(source, target)
+
+
 def scored_slots(state: DecodeState) -> Array:
-    """Whose prompts are scored, bool[seq]: of the samples of one request, the first one's."""
+    """Slots whose prompts are scored, bool[seq]: of the samples of one request, the first one's."""
     return is_scored_root(state.sequences.roots) & (state.sampling.sample_index == 0)
 
 
-def registers(state: DecodeState) -> Array:
-    """Who may register the pages that it fills, bool[seq]: under a root of scored prompts, scored ones only."""
+def may_insert(state: DecodeState, filled: Array, shapes: Shapes) -> Array:
+    """Pages of each slot that may be entered into the prefix cache, i32[seq], of the `filled` ones, i32[seq]: under a
+    root of scored prompts only those that have scores."""
+    if shapes.scoring is None:
+        return filled
     table = state.sequences
     scored = scored_slots(state) & (table.num_computed <= table.prompt_lens)
-    return scored | ~is_scored_root(table.roots)
+    return jnp.where(scored | ~is_scored_root(table.roots), filled, 0)
 
 
 def score_prompts(
-    model, state: DecodeState, scores: ScorePages, hidden: Array, plan: StepPlan, shapes: Shapes
-) -> ScorePages:
+    model, state: DecodeState, scores: ScorePages | None, hidden: Array, plan: StepPlan, shapes: Shapes
+) -> tuple[ScorePages | None, Array]:
     """Score the prompt tokens of a step, and set aside the scores of prompts that it completes.
 
     Args:
         state: before the step's tokens count as computed.
-        hidden: [token, embed] of the step's tokens.
+        hidden: the states that `keep_hidden` has kept.
+    Returns: the new scores, and the hidden states [row, embed] of the rows' last tokens.
     """
+    if scores is None:
+        return None, hidden
     rows = _Rows(state, plan)
-    scores = _score_tokens(model, state, scores, hidden, plan, rows, shapes)
+    scores = _score_tokens(model, state, scores, hidden, plan, rows)
     scores = run_if(jnp.any(rows.active), lambda scores: _keep_ends(state, scores, hidden, plan, rows, shapes), scores)
-    return _set_aside(state, scores, plan, rows)
+    return _set_aside(state, scores, plan, rows), hidden[last_tokens(plan.cu_q_lens)]
 
 
 class _Rows:
-    """The step's rows with a prompt that is scored; i32[row] each, 0 for others."""
+    """The prompt positions that the step scores in each row; i32[row], 0 for rows without a scored prompt."""
 
     def __init__(self, state: DecodeState, plan: StepPlan):
         table = state.sequences
@@ -71,21 +93,21 @@ class _Rows:
             return gather(values, slots, 0)
 
         self.begin = column(table.num_computed)
-        """First position that the step computes."""
+        """First position that the step computes, scored or not."""
         self.prompt_lens = column(table.prompt_lens)
         end = self.begin + column(plan.take)
         scored = gather(scored_slots(state), slots, False)
         self.active = scored & (self.begin < self.prompt_lens) & (end > self.begin)
         self.end = jnp.where(self.active, jnp.minimum(end, self.prompt_lens), 0)
-        """Behind the last position of the prompt that it computes."""
+        """One past the last prompt position that it computes."""
 
 
 def _score_tokens(
-    model, state: DecodeState, scores: ScorePages, hidden: Array, plan: StepPlan, rows: _Rows, shapes: Shapes
+    model, state: DecodeState, scores: ScorePages, hidden: Array, plan: StepPlan, rows: _Rows
 ) -> ScorePages:
-    """A few tokens at a time: there is never an array of all tokens and the vocabulary."""
-    table, size = state.sequences, shapes.page_size
-    first = jnp.maximum(rows.begin, 1)  # nothing stands before the first token of all
+    """Score a few tokens at a time, so that logits of all tokens are never in memory at once."""
+    table, size = state.sequences, state.page_table.page_size
+    first = jnp.maximum(rows.begin, 1)  # the first token of a prompt has no score
     counts = jnp.maximum(rows.end - first, 0)
     total = jnp.sum(counts, dtype=jnp.int32)
     ends = scores.ends
@@ -97,7 +119,7 @@ def _score_tokens(
         def of_row(values: Array, fill: int = 0) -> Array:
             return gather(values, row, fill)
 
-        slots, position = of_row(plan.slot_ids, shapes.num_slots), of_row(first) + item
+        slots, position = of_row(plan.slot_ids, table.num_slots), of_row(first) + item
         place = of_row(plan.cu_q_lens) + position - of_row(rows.begin) - 1
         kept = gather(ends, page_at(table, slots, (position - 1) // size), 0)
         own = hidden.at[place].get(mode="clip")
@@ -111,7 +133,7 @@ def _score_tokens(
         tokens = gather(table.tokens, (slots, position), 0)
         logprobs = logprobs_of(logits, tokens, stats, model.vocab)
         new = pack_scores(logprobs, *likeliest(logits, stats, scores.num_top, model.vocab))
-        page = jnp.where(valid, page_at(table, slots, position // size), shapes.num_pages)
+        page = jnp.where(valid, page_at(table, slots, position // size), state.page_table.num_pages)
         return start + _TOKENS, scatter(stored, (page, position % size), new)
 
     carry = (jnp.int32(0), scores.scores)
@@ -155,5 +177,5 @@ def _set_aside(state: DecodeState, scores: ScorePages, plan: StepPlan, rows: _Ro
 
 
 def read_scores(scores: ScorePages, slots: Array, columns: Array) -> Array:
-    """The scores in page `columns` i32[n] of the complete prompts of `slots` i32[n], i32[n, page_offset, score]."""
+    """Scores of complete prompts, i32[n, page_offset, score]: pages `columns`, i32[n], of the prompts of `slots`."""
     return gather(scores.complete, (slots, columns), 0)

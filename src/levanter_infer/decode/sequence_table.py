@@ -1,4 +1,4 @@
-"""`SequenceTable`: what is known of each sequence, one slot each."""
+"""`SequenceTable`: tokens, pages and scheduling state of each sequence, one slot each."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ from levanter_infer.decode.codes import DEFAULT_ROOT, FINISHED, FREE, NOT_FINISH
 class SequenceTable(eqx.Module):
     """Per slot: the tokens, how many of them have their K/V stored, and the pages that hold these.
 
-    A slot has work while `num_computed < seq_lens`; it samples in the step that makes them equal. Prompts, chunks of
-    prompts, decoding and coming back after preemption are this one case. A slot holds exactly
+    A slot has work while `num_computed < seq_lens`; it samples in the step that makes them equal. Prompts, prompt
+    chunks, decoding and recomputation after preemption are this one case. A slot holds exactly
     `ceil(num_computed / page_size)` pages. Absent page ids are `num_pages`, absent slots `num_slots`.
     """
 
@@ -24,11 +24,11 @@ class SequenceTable(eqx.Module):
     num_computed: Int32[Array, " seq"]
     """Tokens whose keys and values are stored."""
     page_indices: Int32[Array, "seq seq_page"]
-    """Pages in logical order: position p stands in page `page_indices[p // page_size]` at offset `p % page_size`."""
+    """Pages in logical order: position p is stored in page `page_indices[p // page_size]` at offset `p % page_size`."""
     status: Int32[Array, " seq"]
     finish_reason: Int32[Array, " seq"]
     arrival: Int32[Array, " seq"]
-    """Order of arrival within a priority, smallest first: who runs first, and (largest) who is preempted first."""
+    """Order of arrival within a priority: the smallest runs first, the largest is preempted first."""
     priority: Int32[Array, " seq"]
     """Smallest first."""
     prompt_lens: Int32[Array, " seq"]
@@ -37,11 +37,11 @@ class SequenceTable(eqx.Module):
     roots: Int32[Array, " seq"]
     """Negative: what keys and values depend on beside the tokens. Only sequences of one root share pages."""
     fork_source: Int32[Array, " seq"]
-    """Slot whose prompt pages this one will share; none for a sequence of its own, and after the fork."""
+    """Slot whose prompt pages this one will share; none if it shares no prompt, and after the fork."""
     num_cached: Int32[Array, " seq"]
-    """Prompt tokens whose keys and values were found when the sequence first reached them."""
+    """Prompt tokens found by prefix caching when the sequence first reached them."""
     num_reached: Int32[Array, " seq"]
-    """The largest `num_computed` so far: what lies below was reached before, and lost by preemption."""
+    """The largest `num_computed` so far: pending tokens below it were lost by preemption."""
 
     @staticmethod
     def init(num_slots: int, max_seq_len: int, num_pages: int, page_size: int) -> "SequenceTable":
@@ -88,12 +88,12 @@ def in_order(table: SequenceTable) -> Array:
 
 
 def is_ready(table: SequenceTable) -> Array:
-    """Slots that wait for nothing but a place, bool[seq]."""
+    """Slots that wait only to be started, bool[seq]."""
     return table.is_status(WAITING) & (table.fork_source == table.num_slots)
 
 
 def precede(table: SequenceTable, status: int) -> Array:
-    """Slots that come, in the order of `in_order`, before all those of a status, bool[seq]."""
+    """Slots that come, in the order of `in_order`, before all slots of a status, bool[seq]."""
     theirs, last = table.is_status(status), jnp.iinfo(jnp.int32).max
     priority, arrival = table.priority, table.arrival
     first_priority = jnp.min(jnp.where(theirs, priority, last))

@@ -8,42 +8,47 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float32, Int32
 
+from levanter_infer.cache.arrays import replace
 from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.cache.page_table import PageTable
 from levanter_infer.cache.prefix_table import PrefixTable
 from levanter_infer.cache.score_pages import ScorePages
-from levanter_infer.decode.beam_table import BeamTable
+from levanter_infer.decode.beam_table import BeamTable, NoBeams
 from levanter_infer.decode.sampling import SamplingTable
 from levanter_infer.decode.sequence_table import SequenceTable
 from levanter_infer.decode.shapes import Shapes
 
 
 class Counters(eqx.Module):
-    """What has happened since the last reset. Totals wrap at 2^31; the host adds up differences."""
+    """Totals since the last reset. They wrap at 2^31; the host adds up differences."""
 
     steps: Int32[Array, ""]
     preemptions: Int32[Array, ""]
-    """Times that a sequence lost its pages."""
+    """Preempted sequences."""
     recomputed: Int32[Array, ""]
-    """Tokens whose stored K/V were given up by preemption."""
+    """Tokens whose stored K/V were lost by preemption."""
     prompt_tokens: Int32[Array, ""]
     """Tokens computed in chunks of more than one, recomputation included."""
     prompt_steps: Int32[Array, ""]
-    """Steps that computed such chunks."""
+    """Steps that computed prompt chunks."""
     generated: Int32[Array, ""]
     copied_pages: Int32[Array, ""]
-    """Pages copied because a shared one was to be written."""
+    """Pages copied on write."""
     forks: Int32[Array, ""]
     prefix_hits: Int32[Array, ""]
-    """Pages that were found instead of computed."""
+    """Pages found by prefix caching instead of computed."""
     prefix_misses: Int32[Array, ""]
     """Full pages that were computed in chunks of more than one token."""
     prefix_evictions: Int32[Array, ""]
-    """Pages taken for something else whose contents could still be found."""
+    """Pages with a new owner whose contents could still be found."""
     pages_touched: Int32[Array, ""]
-    """Pages of the context of every row, added up over steps: what attention reads."""
+    """Pages that attention reads: those of the context of every row, added up over steps."""
     pages_peak: Int32[Array, ""]
     """Most pages held at once."""
+
+    def plus(self, **more: Array) -> "Counters":
+        """These counters with `more` added, i32[] by name."""
+        return replace(self, **{name: getattr(self, name) + value for name, value in more.items()})
 
     @staticmethod
     def init() -> "Counters":
@@ -51,17 +56,17 @@ class Counters(eqx.Module):
 
 
 class DecodeState(eqx.Module):
-    """Tables without storage: sequences, how to sample them, and who holds which page."""
+    """Tables without storage: sequences, their sampling parameters, and the pages they hold."""
 
     sequences: SequenceTable
     sampling: SamplingTable
     page_table: PageTable
     prefix: PrefixTable | None
-    """None: nothing is looked for."""
-    beams: BeamTable | None
-    """None: nobody searches."""
+    """None: the prefix cache is off."""
+    beams: NoBeams
+    """A `BeamTable` once a request has asked for beam search."""
     generated_share: Float32[Array, ""]
-    """Of the tokens that it might generate, how many a sequence does: mean of recent ones; 1 at first."""
+    """Share of the tokens it may generate that a sequence does generate: mean over recent ones; 1 at first."""
     counters: Counters
 
     @staticmethod
@@ -71,17 +76,23 @@ class DecodeState(eqx.Module):
             sampling=SamplingTable.empty(shapes.num_slots, shapes.limits),
             page_table=PageTable.init(shapes.num_pages, shapes.page_size),
             prefix=PrefixTable.init(shapes.num_pages, shapes.page_size) if shapes.prefix_cache else None,
-            beams=BeamTable.init(shapes.num_slots, shapes.max_seq_len) if shapes.max_beams else None,
+            beams=_init_beams(shapes),
             generated_share=jnp.float32(1.0),
             counters=Counters.init(),
         )
+
+
+def _init_beams(shapes: Shapes) -> NoBeams:
+    if shapes.max_beams == 0:
+        return NoBeams()
+    return BeamTable.init(shapes.num_slots, shapes.max_seq_len, shapes.max_beams)
 
 
 def empty_cache(
     config, shapes: Shapes, *, dtype, as_bits: bool, num_kv_heads: int | None = None, for_tpu: bool = False
 ) -> KvPages:
     """A pool of `shapes.num_pages` pages for the model that `config` (a `DecoderConfig`) describes; `num_kv_heads`: of
-    one device, where they are spread over several."""
+    one device, where they are sharded."""
     return KvPages.init(
         num_layers=config.num_layers,
         num_pages=shapes.num_pages,
@@ -114,6 +125,10 @@ class GenState(eqx.Module):
         return GenState(decode=DecodeState.init(shapes), kv=kv, scores=scores)
 
     def extended(self, shapes: Shapes) -> "GenState":
-        """The same state, with fresh tables where `shapes` has some and it has None."""
+        """The same state, with fresh tables for the features that `shapes` adds."""
+
+        def is_absent(old) -> bool:
+            return old is None or type(old) is NoBeams
+
         fresh = GenState.init(shapes, self.kv)
-        return jax.tree.map(lambda old, new: new if old is None else old, self, fresh, is_leaf=lambda old: old is None)
+        return jax.tree.map(lambda old, new: new if is_absent(old) else old, self, fresh, is_leaf=is_absent)
