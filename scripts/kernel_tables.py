@@ -33,7 +33,7 @@ BUILDERS = ROOT / "scripts" / "tpu_builders.py"
 HBM_BYTES_PER_S = {"v4": 1.23e12, "v5e": 0.82e12, "v5p": 2.765e12, "v6e": 1.64e12}
 CLOCK = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
 FLOPS_PER_CYCLE = {"v4": 131072, "v5e": 131072, "v5p": 131072, "v6e": 524288}
-"""Of one core's matrix units, in bfloat16."""
+"""Operations per cycle of one core's matrix units, in bfloat16."""
 SHORT_TOKENS = 512
 
 
@@ -85,7 +85,7 @@ def compile_loop(shape: Shape, gen: str) -> dict:
 
 def short_bundles(kernel: Kernel, shape: Shape, gen: str) -> int:
     """Bundles that a part executes for a sequence of SHORT_TOKENS, all of which stand in items that are masked: what
-    there is once for each item, the narrow parts, and the loop that sends for pages of a later item."""
+    there is once for each item, the sub-blocks, and the loop that prefetches pages of a later item."""
     size, main = shape.tile_shape(gen), kernel.main_loop()
     tile = choose(size).decode
     assert main is not None
@@ -101,13 +101,13 @@ def short_bundles(kernel: Kernel, shape: Shape, gen: str) -> int:
 
     return (
         turns(static.tokens) * around.own_bundles
-        + turns(static.narrow_pages * shape.page) * masked.bundles
+        + turns(static.subblock_pages * shape.page) * masked.bundles
         + turns(min(8, tile.pages) * shape.page) * send.bundles
     )
 
 
 def figures(shape: Shape, gen: str, loop: dict) -> str:
-    """What a cell says."""
+    """Text of a cell."""
     if "error" in loop:
         return loop["error"]
     tiles = choose(shape.tile_shape(gen))

@@ -2,7 +2,7 @@
 
     python scripts/stress_pool.py --requests 1000
 
-Random lengths, samples, beginnings, seeds, priorities and stop rules. The pool holds a tenth of what the sequences
+Random lengths, samples, prefixes, seeds, priorities and stop rules. The pool holds a tenth of what the sequences
 that may run at once would hold at their ends. Prints one JSON line, and exits with 1 if a request differs or does
 not end, if a page is still held, or if fewer than 30 % of the requests were preempted.
 """
@@ -28,7 +28,7 @@ PAGE_SIZE = 4
 
 
 def with_stop_rules(requests, seed: int):
-    """The requests, some of them with stop tokens, stop sequences, priorities and more room to generate."""
+    """The requests, some of them with stop tokens, stop sequences, priorities and higher max_tokens."""
     rng = np.random.default_rng(seed)
     changed = []
     for request in requests:
@@ -56,7 +56,7 @@ def serve(engine, requests) -> tuple[list, set[str]]:
         before, owners = owners, {s.slot: s for group in left for s in group.sequences if s.slot is not None}
         for slot in np.flatnonzero((computed > 0) & (now < computed) & (status < FINISHED)):
             if owners.get(slot) is not None and owners[slot] is before.get(slot):
-                preempted.add(owners[slot].group.id)
+                preempted.add(owners[slot].request.id)
         computed = now.copy()
     engine.drain()
     return groups, preempted

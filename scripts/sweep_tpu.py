@@ -48,7 +48,7 @@ OTHERS = (
 of 8."""
 TOKENS = 512
 MOST_COMPILED = 30
-"""In one process, about: each compilation leaves 70 MB behind."""
+"""Compilations per process, about: each leaks 70 MB."""
 RECORD = ROOT / "docs" / "tpu_sweep.csv"
 
 
@@ -64,7 +64,7 @@ class Case:
 
     @property
     def kernel_shape(self) -> tuple:
-        """What the kernels depend on."""
+        """Parameters on which the kernels depend."""
         return self.gen, self.heads, self.page
 
 
@@ -106,12 +106,16 @@ def other_cases(gens: Iterable[str]) -> list[Case]:
     return [Case(gen, heads, page, 8192, 64) for gen in gens for heads, page in OTHERS]
 
 
+_SHARED = ("call", "int8", "rules", "tiling")
+"""Modules beside the `tpu` folder that the kernels and tiles for TPUs come from."""
+
+
 def sources() -> str:
     """Digest of the sources that kernels and tiles come from."""
     digest = hashlib.sha256()
-    for path in sorted((ROOT / "src" / "levanter_infer" / "kernels").glob("*.py")):
-        if re.match(r"rpa_tpu|tiling|tile_table|tpu_pool|rules|call", path.name):
-            digest.update(path.read_bytes())
+    kernels = ROOT / "src" / "levanter_infer" / "kernels"
+    for path in [*sorted((kernels / "tpu").glob("*.py")), *(kernels / f"{name}.py" for name in _SHARED)]:
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:10]
 
 

@@ -55,7 +55,7 @@ def differing(hosts, index: int, call: str) -> dict:
     group = engine.submit(Request(prompt_token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=30, n=3)))
     while len(group.sequences[0].token_ids) < 3:
         engine.step_round(max_steps=1)
-        engine.sync()
+        engine.flush()
     if call == "resample":
         engine.resample(group, [0, 0, 1] if index == 0 else [2, 1, 0])
     else:
@@ -102,7 +102,7 @@ def disturbed(engine, index: int) -> dict:
     while not all(group.is_done for group in groups):
         if rounds == 3 and index == 1:
             engine.cancel(groups[2])
-        known += [(rounds, groups.index(sequence.group)) for sequence in engine.step_round(max_steps=2)]
+        known += [(rounds, groups.index(sequence.request)) for sequence in engine.step_round(max_steps=2)]
         rounds += 1
     engine.drain()
     return {

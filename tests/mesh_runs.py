@@ -27,13 +27,13 @@ from levanter_infer.checkpoints.weights import StoredTensor
 from levanter_infer.decode.programs import Programs
 from levanter_infer.decode.sampling import History, LogitStats, likeliest, sample
 from levanter_infer.decode.shapes import SamplingLimits
+from levanter_infer.engine.admission import SamplingColumns
 from levanter_infer.engine.config import EngineConfig
-from levanter_infer.engine.encode_sampling import SamplingColumns
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.mesh import MeshConfig, make_mesh
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from levanter_infer.engine.sharded import ShardedSlots
+from levanter_infer.engine.uploads import sampling_table
 from levanter_infer.layers.layout import Layout
 from levanter_infer.layers.shard_axis import ShardAxis, Vocabulary
 from levanter_infer.models.uncached import next_token
@@ -90,7 +90,6 @@ def results(engine: InferenceEngine, count: int) -> dict:
     completions = [completion for output in outputs for completion in output.completions]
     stats = engine.stats()
     assert all(count == 1 for count in stats["programs"].values()), stats["programs"]
-    slots = engine._slots
     return {
         "errors": [output.error for output in outputs if output.error],
         "tokens": [completion.token_ids for completion in completions],
@@ -101,7 +100,7 @@ def results(engine: InferenceEngine, count: int) -> dict:
         "idle_share": stats.get("idle_share"),
         **({} if engine.backend.spans_hosts else {"live_bytes": engine.memory()["live_bytes"]}),
         "hits": stats["prefix_hits"],
-        "shards": len(slots._managers) if isinstance(slots, ShardedSlots) else 1,
+        "shards": len(engine._scheduler._ranks),
         "pool": sorted({str(shard.data.shape) for shard in engine.state.kv.pages.array.addressable_shards}),
         "weights": [
             str(linear.weight.array.addressable_shards[0].data.shape)
@@ -154,7 +153,7 @@ def forked(engine: InferenceEngine) -> dict:
     waiting = list(groups)
     while not all(group.is_done for group in groups):
         engine.step_round(max_steps=1)
-        engine.sync()
+        engine.flush()
         for group in [group for group in waiting if len(group.sequences[0].token_ids) == 3]:
             waiting.remove(group)
             if len(group.sequences) == 1:
@@ -165,7 +164,7 @@ def forked(engine: InferenceEngine) -> dict:
     assert not waiting
     return {
         "forked": [[sequence.token_ids for sequence in group.sequences] for group in groups],
-        "fork_shards": sorted({group.shard or 0 for group in groups}),
+        "fork_shards": sorted({group.rank or 0 for group in groups}),
     }
 
 
@@ -191,7 +190,7 @@ def levelled(place: Place) -> dict:
 
 
 def invariant(place: Place, *, is_live: bool = False) -> dict:
-    """Tokens and the bits of log probabilities with the C++ kernels. `is_live`: of a model spread over `data`."""
+    """Tokens and the bits of log probabilities with the C++ kernels. `is_live`: of a model sharded over `data`."""
     from tests.tiny_models import tiny_model
 
     sizes = {**SIZES, "attention": "auto", "matmul": "auto", "numerics": "batch_invariant"}
@@ -273,7 +272,7 @@ def sampled(parts: int, vocab_size: int) -> dict:
             logprobs=3,
         )
         columns.set(row, params, seed=row, sample_index=row % 3, eos_token_ids=())
-    table = columns.table()
+    table = sampling_table(columns)
     logits = rng.normal(0, 3, (rows, vocab_size)).astype(np.float32)
     logits[1, :] = logits[1, 0]  # all alike
     logits[2, ::2] = -np.inf
@@ -323,8 +322,8 @@ def swapped(place: Place) -> dict:
     from tests.tiny_models import tiny_model
 
     length, oracle = 64, jax.jit(next_token)
-    head = jnp.roll(tiny_model(1).lm_head.array, 7, axis=0)
-    other_head = eqx.tree_at(lambda m: m.lm_head.array, tiny_model(1), head)  # the same keys and values
+    head = jnp.roll(tiny_model(1).lm_head.weight.array, 7, axis=0)
+    other_head = eqx.tree_at(lambda m: m.lm_head.weight.array, tiny_model(1), head)  # the same keys and values
     models = [tiny_model(0), tiny_model(1), other_head, tiny_model(2), tiny_model(0)]
     config = EngineConfig(
         max_seqs=4, max_seq_len=length, page_size=4, max_pages=60, max_step_tokens=4, attention="xla", matmul="xla"
@@ -343,7 +342,7 @@ def swapped(place: Place) -> dict:
             engine.step_round()
         engine.drain()
         for sequence in (sequence for group in groups for sequence in group.sequences):
-            ids = list(sequence.group.prompt_token_ids)
+            ids = list(sequence.request.prompt_token_ids)
             for token, number in zip(sequence.token_ids, sequence.versions, strict=True):
                 padded = jnp.asarray(ids + [0] * (length - len(ids)), jnp.int32)
                 wrong += token != int(oracle(models[number], padded, jnp.int32(len(ids))))

@@ -43,15 +43,15 @@ def test_module_imports(name):
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
-@pytest.mark.parametrize("name", ["sample", "batch", "score", "audit", "doctor", "bench", "plan"])
+@pytest.mark.parametrize("name", ["sample", "batch", "score", "check", "audit", "doctor", "bench", "plan"])
 def test_command_explains_itself(name, monkeypatch, capsys):
     explains_itself(lambda: runpy.run_module(f"levanter_infer.{name}", run_name="__main__"), monkeypatch, capsys)
 
 
-@pytest.mark.parametrize("name", ["sample", "batch", "score", "audit", "doctor", "plan"])
+@pytest.mark.parametrize("name", ["sample", "batch", "score", "check", "audit", "doctor", "plan"])
 def test_an_interrupt_while_a_command_is_imported_leaves_no_traceback(name, tmp_path):
     """A package that every command imports interrupts the process, as the keyboard could at that moment."""
-    (tmp_path / "draccus.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
+    (tmp_path / "yaml.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
     heeding = "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     done = subprocess.run(
         [
@@ -152,7 +152,7 @@ def test_mistake_in_front_of_a_command_is_named(arguments, message, capsys):
     assert captured.out == "" and message in captured.err and captured.err.count("\n") == 1
 
 
-HEAVY = ("jax", "jaxlib", "haliax", "equinox", "numpy", "draccus", "yaml", "rich", "huggingface_hub")
+HEAVY = ("jax", "jaxlib", "haliax", "equinox", "numpy", "yaml", "rich", "huggingface_hub")
 QUICK = [["--help"], ["--version"], ["sample", "--help"], ["plan", "-h"]]
 
 

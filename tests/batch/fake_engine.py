@@ -40,7 +40,7 @@ class FakeEngine:
 
     def __init__(self):
         self.submitted: list[str] = []
-        self.rounds = self.settled = self.max_running = 0
+        self.rounds = self.flushed = self.max_running = 0
         self._running: list[FakeGroup] = []
 
     def submit(self, request: Request) -> FakeGroup:
@@ -56,8 +56,8 @@ class FakeEngine:
         self.rounds += 1
         self._advance()
 
-    def settle(self) -> None:
-        self.settled += 1
+    def flush(self) -> None:
+        self.flushed += 1
         self._advance()
 
     def _advance(self) -> None:

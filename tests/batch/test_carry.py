@@ -6,15 +6,14 @@ import math
 import pytest
 
 from levanter_infer.batch.drive import Driver
-from levanter_infer.batch.job import Job, check_same, make_promise, read_promise
-from levanter_infer.batch.layout import layout_of
-from levanter_infer.batch.plan import Plan
+from levanter_infer.batch.input import InputShards
+from levanter_infer.batch.job import Job, check_same, make_job_spec, read_job_spec
 from levanter_infer.batch.shard import JOB, dumps
 from levanter_infer.batch.store import open_store
-from levanter_infer.batch.worker import _config_fingerprint, input_of
+from levanter_infer.batch.worker import _config_fingerprint, input_of, output_format
 from levanter_infer.columns import encode_row
 from levanter_infer.config import load_config
-from levanter_infer.rows import columns_of, read_rows
+from levanter_infer.io.prompts import columns_of, read_rows
 from tests.batch.fake_engine import FakeEngine
 from tests.batch.test_drive import files, rows_of
 
@@ -43,19 +42,19 @@ def lines(path, rows=OWN):
 def job_of(config):
     """The job of a configuration, as `worker.open_worker` begins it, but with nothing of a model."""
     source, store = input_of(config), open_store(config.output.path)
-    if read_promise(store) is None:
+    if read_job_spec(store) is None:
         facts = {"engine": {"numerics": "batch_invariant"}, "batch": {"format": config.batch.format}}
-        store.create(JOB, dumps(make_promise(facts, {}, {}, source.plan(config.batch.rows_per_shard))))
-    return source, Job(store, read_promise(store))
+        store.create(JOB, dumps(make_job_spec(facts, {}, {}, source.split(config.batch.rows_per_shard))))
+    return source, Job(store, read_job_spec(store))
 
 
 def work(config, rounds=math.inf):
     """Do the job of a configuration with an engine without a model."""
     (source, job), engine = job_of(config), FakeEngine()
-    layout = layout_of(config, None)
-    read = lambda shard: source.rows(job.plan, shard)  # noqa: E731
-    driver = Driver(engine, read, config.sampling, max_seqs=1, equal_bytes=True, layout=layout)
-    driver.run(job.claim(job.plan.shards), lambda: engine.rounds >= rounds)
+    rows_as = output_format(config, None)
+    read = lambda shard: source.rows(job.input, shard)  # noqa: E731
+    driver = Driver(engine, read, config.sampling, max_seqs=1, equal_bytes=True, output_format=rows_as)
+    driver.run(job.claim(job.input.shards), lambda: engine.rounds >= rounds)
     return job.finish()
 
 
@@ -158,7 +157,7 @@ def test_a_job_is_not_resumed_with_other_columns(tmp_path):
     def facts(carry):
         return _config_fingerprint(config_of(lines(tmp_path / "in.jsonl"), **{"output.carry": carry}))
 
-    made = [make_promise(facts(carry), {}, {}, Plan((), ())) for carry in ("[source]", "[source]", "[meta]")]
+    made = [make_job_spec(facts(carry), {}, {}, InputShards((), ())) for carry in ("[source]", "[source]", "[meta]")]
     check_same(*made[:2])
     with pytest.raises(ValueError, match=r"output.carry is \['meta'\] and was \['source'\]"):
         check_same(made[0], made[2])
@@ -242,4 +241,4 @@ def test_tables_whose_columns_cannot_be_carried_are_refused_before_the_job_begin
     }.items():
         config = config_of(tmp_path / name, tmp_path / "out")
         with pytest.raises(ValueError, match=message):
-            input_of(config).plan(5)
+            input_of(config).split(5)

@@ -8,12 +8,12 @@ import fsspec
 import pytest
 
 from levanter_infer.batch.drive import Driver
-from levanter_infer.batch.job import MANIFEST, Job, check_same, make_promise, read_promise
-from levanter_infer.batch.plan import Input
+from levanter_infer.batch.input import Input
+from levanter_infer.batch.job import MANIFEST, Job, check_same, make_job_spec, read_job_spec
 from levanter_infer.batch.shard import JOB, JOURNALS, dumps
 from levanter_infer.batch.store import LocalStore, open_store
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.rows import lock_file
+from levanter_infer.io.output import lock_file
 from tests.batch.fake_engine import FakeEngine
 
 ROWS = 23
@@ -40,9 +40,9 @@ def begin(prompts, output, numerics="batch_invariant", format="jsonl", size=5):
     """A job as `run.open_worker` finds or begins it."""
     source, store = Input(str(prompts), as_chat=False, model_names=()), open_store(output)
     config = {"engine": {"numerics": numerics}, "batch": {"format": format}}
-    if read_promise(store) is None:
-        store.create(JOB, dumps(make_promise(config, {}, {}, source.plan(size))))
-    return source, Job(store, read_promise(store))
+    if read_job_spec(store) is None:
+        store.create(JOB, dumps(make_job_spec(config, {}, {}, source.split(size))))
+    return source, Job(store, read_job_spec(store))
 
 
 def work(source, job, worker=0, workers=1, rounds=None, engine=None):
@@ -50,10 +50,10 @@ def work(source, job, worker=0, workers=1, rounds=None, engine=None):
     engine = engine or FakeEngine()
     driver = Driver(
         engine,
-        lambda shard: source.rows(job.plan, shard),
+        lambda shard: source.rows(job.input, shard),
         SamplingParams(logprobs=1),  # rows may ask for more or less
         max_seqs=2,
-        equal_bytes=job.promise["guarantee"]["numerics"] == "batch_invariant",
+        equal_bytes=job.spec["guarantee"]["numerics"] == "batch_invariant",
     )
     stop = (lambda: False) if rounds is None else (lambda: engine.rounds >= rounds)
     return driver.run(job.claim(job.shards_of(worker, workers)), stop), driver.totals
@@ -134,7 +134,7 @@ def test_a_stopped_job_goes_on_where_it_was_and_ends_the_same(prompts, output, t
     source, job = begin(prompts, output)
     first, second = FakeEngine(), FakeEngine()
     complete, totals = work(source, job, rounds=rounds, engine=first)
-    assert complete == (totals.rows == ROWS) and first.settled == (not complete) and first.rounds <= rounds
+    assert complete == (totals.rows == ROWS) and first.flushed == (not complete) and first.rounds <= rounds
     assert job.finish() is None or complete
     source, job = begin(prompts, output)
     complete, after = work(source, job, engine=second)
@@ -184,7 +184,7 @@ def test_a_job_killed_at_any_write_ends_the_same(prompts, tmp_path, seed):
     source, job = begin(prompts, str(output))
     deaths = 0
     while True:
-        job = Job(DyingStore(output, chance.randrange(1, 12), chance), job.promise)
+        job = Job(DyingStore(output, chance.randrange(1, 12), chance), job.spec)
         try:
             if work(source, job)[0] and job.finish() is not None:
                 break
@@ -199,7 +199,7 @@ def test_workers_share_the_shards_and_any_number_of_them_writes_the_same(prompts
     engines = [FakeEngine() for _ in range(3)]
     for worker in (2, 0, 1):
         assert work(source, job, worker, 3, engine=engines[worker])[0]
-        assert (job.finish() is None) == (len(job.committed()) < len(job.plan.shards))
+        assert (job.finish() is None) == (len(job.committed()) < len(job.input.shards))
     submitted = [name for engine in engines for name in engine.submitted]
     assert len(submitted) == len(set(submitted))
     if job.store.has_claims:  # the first has done the work of those that had not come yet
@@ -211,9 +211,9 @@ def test_workers_share_the_shards_and_any_number_of_them_writes_the_same(prompts
 
 def test_a_shard_that_another_process_works_on_is_left_to_it(prompts, tmp_path):
     source, job = begin(prompts, str(tmp_path / "out"))
-    taken = next(job.claim(job.plan.shards))
+    taken = next(job.claim(job.input.shards))
     assert taken.source.index == 0
-    assert work(source, job)[0] and job.finish() is None and len(job.committed()) == len(job.plan.shards) - 1
+    assert work(source, job)[0] and job.finish() is None and len(job.committed()) == len(job.input.shards) - 1
     taken.leave()
     assert work(source, job)[1].rows == 5 and job.finish() is not None
     assert files(str(tmp_path / "out")) == undisturbed(prompts, tmp_path)
@@ -234,7 +234,7 @@ def test_what_killed_processes_left_goes_and_what_a_living_one_writes_stays(tmp_
 def test_a_file_without_a_record_is_not_believed(prompts, tmp_path):
     output = tmp_path / "out"
     source, job = begin(prompts, str(output))
-    (output / "part-000002.jsonl").write_text("somebody's\n")
+    (output / "part-000002.jsonl").write_text("another's\n")
     assert work(source, job)[0] and job.finish() is not None
     assert files(str(output)) == undisturbed(prompts, tmp_path)
 
@@ -256,7 +256,7 @@ def test_two_processes_without_claims_leave_one_whole_file_of_a_shard(prompts, t
     """In an object store, in the default mode: both compute the shard, the second finds the record of the first."""
     output = f"memory://{tmp_path.name}-twice"
     source, job = begin(prompts, output, numerics="default")
-    first, second = next(job.claim(job.plan.shards)), next(job.claim(job.plan.shards))
+    first, second = next(job.claim(job.input.shards)), next(job.claim(job.input.shards))
     for shard, text in ((first, "one"), (second, "other")):
         for i in range(5):
             row = {"id": str(i), "index": 0, "prompt_token_ids": [1], "token_ids": [2], "text": text}
@@ -276,14 +276,14 @@ def test_a_changed_input_stops_the_job_without_committing_what_it_held(prompts, 
 
 
 def test_a_job_that_began_otherwise_is_refused_by_what_differs():
-    def promise(**changes):
+    def spec(**changes):
         config = {
             "engine": {"numerics": "default", "max_pages": None},
             "batch": {"format": "jsonl"},
             "model": {"path": "a"},
         }
         facts = {"model": {"weights_sha256": "1"}, "device": {"kind": "cpu"}}
-        made = make_promise(config, facts, {"max_pages": 64}, plan)
+        made = make_job_spec(config, facts, {"max_pages": 64}, inputs)
         for key, value in changes.items():
             *path, last = key.split("__")
             inner = made
@@ -292,24 +292,25 @@ def test_a_job_that_began_otherwise_is_refused_by_what_differs():
             inner[last] = value
         return made
 
-    from levanter_infer.batch.plan import Plan
+    from levanter_infer.batch.input import InputShards
 
-    plan = Plan((), ())
-    check_same(promise(), promise())
-    check_same(promise(), promise(config__model__path="elsewhere", config__engine__max_pages=64))
-    check_same(promise(), promise(device__kind="other"))  # not promised in the default mode
-    differing = promise(model__weights_sha256="2", config__engine__max_pages=65)
+    inputs = InputShards((), ())
+    check_same(spec(), spec())
+    check_same(spec(), spec(config__model__path="elsewhere", config__engine__max_pages=64))
+    check_same(spec(guarantee__promise="in the words of an earlier version"), spec())
+    check_same(spec(), spec(device__kind="other"))  # not promised in the default mode
+    differing = spec(model__weights_sha256="2", config__engine__max_pages=65)
     with pytest.raises(
         ValueError, match="engine.max_pages is 65 and was None; model.weights_sha256 is '2' and was '1'"
     ):
-        check_same(promise(), differing)
+        check_same(spec(), differing)
     exact = {"guarantee__numerics": "batch_invariant"}
     with pytest.raises(ValueError, match="device.kind is 'other' and was 'cpu'"):
-        check_same(promise(**exact), promise(**exact, device__kind="other"))
+        check_same(spec(**exact), spec(**exact, device__kind="other"))
 
 
 def test_a_directory_of_something_else_is_not_taken_for_a_job(tmp_path):
     for content in ("{", '{"a": 1}', '{"format": 1, "input": {}}', '{"format": 99}'):
         (tmp_path / JOB).write_text(content)
         with pytest.raises(ValueError, match="give another output"):
-            read_promise(LocalStore(tmp_path))
+            read_job_spec(LocalStore(tmp_path))

@@ -9,8 +9,8 @@ import shutil
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from levanter_infer.batch.job import MANIFEST, Job, read_promise
-from levanter_infer.batch.plan import Input
+from levanter_infer.batch.input import Input
+from levanter_infer.batch.job import MANIFEST, Job, read_job_spec
 from levanter_infer.batch.shard import COMMITS, JOB, JOURNALS, dumps
 from levanter_infer.batch.store import LocalStore, ObjectStore, open_store
 from tests.batch.fake_engine import FakeEngine
@@ -52,11 +52,11 @@ def test_results_without_job_json_are_no_beginning_of_another_job(prompts, outpu
     for folder in {COMMITS, JOURNALS} - {left}:
         store.remove_leftovers(folder, everything=True)
     with pytest.raises(ValueError, match=f"the output holds .*{left} of a job, and no job.json.*put job.json back"):
-        read_promise(store)
+        read_job_spec(store)
 
 
 def test_records_of_another_job_are_not_taken_over(prompts, output, tmp_path):  # noqa: F811
-    """job.json is lost and written anew, by a job of other settings, while records lie there."""
+    """job.json is lost and written anew, by a job of other settings, while records are there."""
     half(prompts, output)
     there = files(output)
     remove(output, JOB)
@@ -178,10 +178,10 @@ def test_an_input_that_has_changed_its_size_is_named(tmp_path, change):
     def source():
         return Input(str(path), as_chat=False, model_names=())
 
-    plan = source().plan(5)
-    source().check_unchanged(plan)
+    inputs = source().split(5)
+    source().check_unchanged(inputs)
     os.utime(path, (1, 1))
-    source().check_unchanged(plan)  # a copy
+    source().check_unchanged(inputs)  # a copy
     with open(path, "ab") as file:
         more = b'{"prompt": "new"}\n'
         if change == "fewer":
@@ -189,7 +189,7 @@ def test_an_input_that_has_changed_its_size_is_named(tmp_path, change):
         else:
             file.write(gzip.compress(more) if packed else more)
     with pytest.raises(ValueError, match=f"{path.name} has .* bytes and had .* with 23 rows when the job began; rows"):
-        source().check_unchanged(plan)
+        source().check_unchanged(inputs)
 
 
 def test_an_input_that_grows_while_it_is_read_is_refused(tmp_path, monkeypatch):
@@ -206,7 +206,7 @@ def test_an_input_that_grows_while_it_is_read_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(source, "_scan_lines", growing)
     with pytest.raises(ValueError, match="in.jsonl had 48 bytes and has 64"):
-        source.plan(2)
+        source.split(2)
 
 
 # What is damaged
@@ -239,13 +239,13 @@ def test_a_record_of_wrong_values_is_named(prompts, tmp_path, key, value):  # no
         job.finish()
 
 
-def _damage(promise, *path_and_value):
+def _damage(spec, *path_and_value):
     *path, last, value = path_and_value
-    inner = promise
+    inner = spec
     for key in path:
         inner = inner[key]
     inner[last] = value
-    return json.dumps(promise).encode()
+    return json.dumps(spec).encode()
 
 
 def test_a_broken_job_json_is_named_with_what_to_do(prompts, tmp_path):  # noqa: F811
@@ -269,15 +269,15 @@ def test_a_broken_job_json_is_named_with_what_to_do(prompts, tmp_path):  # noqa:
     for content in broken:
         (out / JOB).write_bytes(content)
         with pytest.raises(ValueError, match="^job.json of the output .*give another output"):
-            read_promise(LocalStore(out))
+            read_job_spec(LocalStore(out))
     (out / JOB).write_bytes(good)
-    assert read_promise(LocalStore(out)) is not None
+    assert read_job_spec(LocalStore(out)) is not None
 
 
 def test_a_job_of_an_older_format_is_refused_by_the_version_that_wrote_it(tmp_path):
     (tmp_path / JOB).write_text('{"format": 1, "versions": {"levanter_infer": "0.1.0+abc"}}')
     with pytest.raises(ValueError, match="has format 1, written by levanter_infer 0.1.0.abc; expected format 2"):
-        read_promise(LocalStore(tmp_path))
+        read_job_spec(LocalStore(tmp_path))
 
 
 def test_a_journal_of_lines_that_are_no_rows_is_named(prompts, tmp_path):  # noqa: F811
@@ -304,7 +304,7 @@ def test_a_journal_of_lines_that_are_no_rows_is_named(prompts, tmp_path):  # noq
             work(source, job)
     for torn in (b"", header[:20], b"garbage\n", header + b"garbage\n"):
         path.write_bytes(torn)
-        work(source, Job(job.store, job.promise), rounds=0)
+        work(source, Job(job.store, job.spec), rounds=0)
     assert work(source, job)[0] and job.finish() is not None
     assert files(str(out)) == undisturbed(prompts, tmp_path)
 
@@ -312,9 +312,9 @@ def test_a_journal_of_lines_that_are_no_rows_is_named(prompts, tmp_path):  # noq
 def test_a_second_record_of_other_rows_is_an_error(prompts, tmp_path):  # noqa: F811
     """Where locks do not keep processes apart although they should, as on some network file systems."""
     source, job = begin(prompts, str(tmp_path / "out"))
-    first = next(job.claim(job.plan.shards))
+    first = next(job.claim(job.input.shards))
     shutil.rmtree(tmp_path / "out" / JOURNALS)
-    second = next(job.claim(job.plan.shards))
+    second = next(job.claim(job.input.shards))
     for shard, text in ((first, "one"), (second, "other")):
         for i in range(5):
             shard.finish(i, [{"id": str(i), "index": 0, "prompt_token_ids": [1], "token_ids": [2], "text": text}])
@@ -363,7 +363,7 @@ def test_a_shard_is_on_the_disk_before_its_record_and_a_journal_when_it_is_left(
     parts = [name for name in events if name.startswith("part-")]
     assert parts and events == [n for part in parts for n in (part, f"{COMMITS}/{part.removesuffix('.jsonl')}.json")]
 
-    shard = next(job.claim(job.plan.shards[::-1]))
+    shard = next(job.claim(job.input.shards[::-1]))
     synced = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: (fsync(descriptor), synced.append(descriptor)))
     shard.leave()
@@ -400,8 +400,8 @@ def test_job_json_which_grows_with_the_job_is_not_read_for_each_shard(
 ):
     source, job = begin(prompts, str(tmp_path / "begun"), size=2)
     store, calls = store_of(kind, tmp_path), collections.Counter()
-    store.create(JOB, dumps(job.promise))
-    job = Job(store, job.promise)
+    store.create(JOB, dumps(job.spec))
+    job = Job(store, job.spec)
     for name in ("read", "version"):
         method = getattr(store, name)
         monkeypatch.setattr(
@@ -409,7 +409,7 @@ def test_job_json_which_grows_with_the_job_is_not_read_for_each_shard(
         )
     assert work(source, job)[0]
     shards = len(job.committed())
-    assert shards == len(job.plan.shards) == 12
+    assert shards == len(job.input.shards) == 12
     first = 1 if reads == 0 else 0
     assert calls["read", JOB] == reads * shards + first and calls["version", JOB] == looks * shards
 
@@ -417,9 +417,9 @@ def test_job_json_which_grows_with_the_job_is_not_read_for_each_shard(
 @pytest.mark.parametrize("kind", ["disk", "tagged objects"])
 def test_job_json_that_was_written_again_is_read_again(prompts, tmp_path, kind):  # noqa: F811
     _, job = begin(prompts, str(tmp_path / "begun"))
-    store, content = store_of(kind, tmp_path), dumps(job.promise)
+    store, content = store_of(kind, tmp_path), dumps(job.spec)
     store.create(JOB, content)
-    job = Job(store, job.promise)
+    job = Job(store, job.spec)
     job.check_current()
     store.put(JOB, content)
     job.check_current()  # the same content is the same job

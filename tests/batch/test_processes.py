@@ -1,4 +1,4 @@
-"""Real processes of a job are killed and stopped by the system, at moments that nobody chose."""
+"""Real processes of a job are killed and stopped by the system, at random moments."""
 
 import os
 import random
@@ -55,7 +55,7 @@ def test_a_process_that_the_system_kills_loses_nothing_and_the_bytes_are_the_sam
     source, job = begin(prompts, str(output))
     committed = job.committed()
     complete, totals = work(source, job)
-    assert complete and committed and totals.rows + totals.found + 5 * len(committed) >= job.plan.rows > totals.rows
+    assert complete and committed and totals.rows + totals.found + 5 * len(committed) >= job.input.rows > totals.rows
     assert job.finish() is not None
     there = files(str(output))
     assert there == undisturbed(prompts, tmp_path)

@@ -1,5 +1,6 @@
 """The command: what it writes and says, and that nothing is lost when it is stopped or killed."""
 
+import contextlib
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from levanter_infer import sample
-from levanter_infer.batch import worker
+from levanter_infer.batch import run, worker
 from levanter_infer.batch.__main__ import main
 from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.batch.job import check_same
@@ -247,6 +248,28 @@ def test_columns_belong_to_what_a_job_began_with(command, tmp_path, whole):
     assert status == 2 and "output.include is ['logprobs'] and was ['logprobs', 'top_logprobs']" in said
     status, said = command(tmp_path, "--chat_template_kwargs", "{enable_thinking: false}")
     assert status == 2 and "chat_template_kwargs" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_first_round_interrupts_whatever_swallows_exceptions(number):
+    """Libraries that load a model hold many an `except Exception`; the next signal is another handler's again."""
+    stop, before = run.StopSignal(), signal.getsignal(number)
+    with pytest.raises(run.Stopped), stop.installed():
+        with contextlib.suppress(Exception):
+            signal.raise_signal(number)
+        pytest.fail("went on")
+    assert stop.is_set() and stop.received == number and signal.getsignal(number) is before
+
+
+def test_a_second_interrupt_ends_at_once_what_a_first_has_asked_to_stop():
+    stop = run.StopSignal()
+    with stop.installed():
+        stop.defer()
+        signal.raise_signal(signal.SIGINT)
+        assert stop.is_set()
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from levanter_infer.batch.plan import Input
+from levanter_infer.batch.input import Input
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.rows import make_row
+from levanter_infer.io.prompts import RowParser
 from tests.batch.test_drive import ROWS, begin, files, prompts, work  # noqa: F401
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -36,19 +36,19 @@ def test_rows_of_a_table_are_those_of_lines(tmp_path):
     names = ("prompt", "prompt_token_ids", "messages", "id", "sampling")
     write(tmp_path / "in.parquet", {name: [row.get(name) for row in rows] for name in names}, row_group_size=70)
     source = Input(str(tmp_path / "in.parquet"), as_chat=False, model_names=())
-    plan = source.plan(250)
-    assert [(s.first_row, s.rows) for s in plan.shards] == [(0, 250), (250, 250), (500, 103)]
-    assert [content for shard in plan.shards for _, content in source.rows(plan, shard)] == rows
+    inputs = source.split(250)
+    assert [(s.first_row, s.rows) for s in inputs.shards] == [(0, 250), (250, 250), (500, 103)]
+    assert [content for shard in inputs.shards for _, content in source.rows(inputs, shard)] == rows
     write(tmp_path / "in.parquet", {"prompt": ["p"] * len(rows)})
     with pytest.raises(ValueError, match="has changed since the job began"):
-        list(source.rows(plan, plan.shards[1]))
+        list(source.rows(inputs, inputs.shards[1]))
 
 
 def test_sampling_may_be_json_text(tmp_path):
     write(tmp_path / "in.parquet", {"prompt": ["a", "b"], "sampling": ['{"n": 2}', "{"]})
     source = Input(str(tmp_path / "in.parquet"), as_chat=False, model_names=())
-    plan = source.plan(5)
-    (_, first), (_, second) = source.rows(plan, plan.shards[0])
+    inputs = source.split(5)
+    (_, first), (_, second) = source.rows(inputs, inputs.shards[0])
     assert first == {"prompt": "a", "sampling": {"n": 2}} and "sampling is text and is not JSON" in str(second)
 
 
@@ -62,7 +62,7 @@ def test_what_is_no_table_of_rows_is_refused(tmp_path):
         "twice": "ids must differ",
     }.items():
         with pytest.raises(ValueError, match=message):
-            Input(str(tmp_path / f"{name}.parquet"), as_chat=False, model_names=()).plan(2)
+            Input(str(tmp_path / f"{name}.parquet"), as_chat=False, model_names=()).split(2)
 
 
 def test_output_tables_hold_what_lines_hold_and_equal_bytes_after_a_stop(prompts, tmp_path):  # noqa: F811
@@ -92,14 +92,14 @@ def test_output_tables_hold_what_lines_hold_and_equal_bytes_after_a_stop(prompts
 
 
 def rows_of_table(path, size=100):
-    """(plan, contents) of a table as a job reads it."""
+    """(inputs, contents) of a table as a job reads it."""
     source = Input(str(path), as_chat=False, model_names=())
-    plan = source.plan(size)
-    return plan, [content for shard in plan.shards for _, content in source.rows(plan, shard)]
+    inputs = source.split(size)
+    return inputs, [content for shard in inputs.shards for _, content in source.rows(inputs, shard)]
 
 
 def requests(contents):
-    return [make_row(content, str(i), f"in:{i}", SamplingParams()) for i, content in enumerate(contents)]
+    return [RowParser(SamplingParams()).row(content, str(i), f"in:{i}") for i, content in enumerate(contents)]
 
 
 def test_bad_row_of_a_table_is_an_error_of_that_row_alone(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from levanter_infer.bench.__main__ import main as bench
-from levanter_infer.bench.drive import run_continuous, run_static
+from levanter_infer.bench.clients import run_continuous, run_static
 from levanter_infer.bench.machine import jitter, others_seconds
 from levanter_infer.bench.open_loop import compare_static, phase_lines
 from levanter_infer.bench.report import percentiles
@@ -163,14 +163,14 @@ def test_a_closed_loop_keeps_every_place_taken(engine):
     timeline = run_continuous(engine, REQUESTS, [0.0] * 6, max_steps=1)
     assert_served(engine, timeline)
     assert {r.steps for r in timeline.rounds} == {1}
-    # 32 tokens at two places: the longest request begins at once, and nobody waits for it.
+    # 32 tokens at two places: the longest request begins at once, and no request waits for it.
     assert len(timeline.rounds) < 22
 
 
 def test_requests_that_come_later_are_not_served_before(engine):
     arrivals = [0.0, 0.0, 0.1, 0.3, 0.3, 0.3]
-    for linger in (True, False):
-        timeline = run_continuous(engine, REQUESTS, arrivals, max_steps=1, linger=linger)
+    for late_launch in (True, False):
+        timeline = run_continuous(engine, REQUESTS, arrivals, max_steps=1, late_launch=late_launch)
         assert_served(engine, timeline)
         assert all(wait > 0 for wait in timeline.first_token_s())
         # Time without work belongs to no round.

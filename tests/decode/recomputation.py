@@ -17,9 +17,9 @@ from levanter_infer.decode.schedule import schedule
 from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.decode.step import append, empty_sample
-from levanter_infer.engine.encode_sampling import SamplingColumns
+from levanter_infer.engine.admission import SamplingColumns
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.slots import empty_admission
+from levanter_infer.engine.uploads import empty_admission, sampling_table
 
 SHAPES = Shapes(
     num_slots=20,
@@ -123,7 +123,9 @@ def work_of(load: list[Asked]) -> Work:
             row += 1
     admission = empty_admission(SHAPES)
     arrays = {**fields, "complete": np.arange(size) < row, "has_pieces": np.asarray(True)}
-    *numbers, free = np.asarray(_program()(dataclasses.replace(admission, **arrays, sampling=columns.table()))).tolist()
+    *numbers, free = np.asarray(
+        _program()(dataclasses.replace(admission, **arrays, sampling=sampling_table(columns)))
+    ).tolist()
     work = Work(*numbers)
     assert work.ended == row, f"{row - work.ended} of {row} sequences never end"
     assert free == SHAPES.num_pages

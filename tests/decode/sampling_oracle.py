@@ -7,8 +7,9 @@ import scipy.stats
 
 from levanter_infer.decode.sampling import SamplingTable
 from levanter_infer.decode.shapes import SamplingLimits
-from levanter_infer.engine.encode_sampling import SamplingColumns
+from levanter_infer.engine.admission import SamplingColumns
 from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.uploads import sampling_table
 
 EOS = 3
 
@@ -33,7 +34,7 @@ def table_of(
         seed = 2**40 + row if seeds is None else seeds[row]
         index = 0 if sample_indices is None else sample_indices[row]
         columns.set(row, entry, seed=seed, sample_index=index, eos_token_ids=(EOS,))
-    return jax.tree.map(jnp.asarray, columns.table())
+    return jax.tree.map(jnp.asarray, sampling_table(columns))
 
 
 def processed_logits(logits, params: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:

@@ -17,9 +17,9 @@ import pytest
 from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams, generate
 from levanter_infer.engine import backend, instructions
 from levanter_infer.engine.backend import Backend
-from levanter_infer.engine.config import CPU_ISAS
 from levanter_infer.engine.instructions import ROWS, choose, fastest, from_record
 from levanter_infer.kernels.cpu import bindings as cpu
+from levanter_infer.policies import CpuIsa
 from levanter_infer.runtime.compile_cache import VARIABLE, cache_directory
 from tests.tiny_models import tiny_model
 
@@ -197,7 +197,7 @@ def test_the_measurement_is_short_and_covers_every_candidate():
 
 
 def test_the_names_of_the_configuration_are_those_of_the_kernels():
-    assert CPU_ISAS == ("auto", *cpu.ISAS)
+    assert tuple(CpuIsa) == ("auto", *cpu.ISAS)
 
 
 def test_an_unknown_name_is_refused_with_the_list():

@@ -1,4 +1,4 @@
-"""Pages that move to the host's memory and back: results, reference counts, and nothing left behind."""
+"""Pages that move to host memory and back: results, reference counts, and nothing left behind."""
 
 import dataclasses
 import time
@@ -15,14 +15,15 @@ from levanter_infer.decode.codes import RUNNING, SWAPPED
 from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.decode.kv_offload import swap_in
 from levanter_infer.decode.state import DecodeState
-from levanter_infer.engine.config import EngineConfig, resolve_shapes
+from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.kv_offload import KvOffload, _Member, _Record, _Tables
 from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.pure import generate
 from levanter_infer.engine.request import Request
-from levanter_infer.engine.slots import empty_admission
+from levanter_infer.engine.sizes import resolve_shapes
+from levanter_infer.engine.uploads import empty_admission
 from levanter_infer.kernels.cpu import bindings as cpu
 from tests.hlo import pool_copies
 from tests.tiny_models import tiny_model
@@ -60,7 +61,7 @@ def request(seed: int, prompt: int = 9, max_tokens: int = 20, n: int = 1) -> Req
 
 
 def bits(completions) -> list:
-    """Tokens of every completion, and the bits of its logprobs where they do not depend on the company."""
+    """Tokens of every completion, and the bits of its logprobs where they do not depend on the batch."""
     return [(c.token_ids, c.logprobs.tobytes() if cpu.available() else None) for c in completions]
 
 
@@ -88,9 +89,9 @@ def free_pages(engine: InferenceEngine) -> int:
     return int(engine.state.decode.page_table.num_free)
 
 
-def settle(engine: InferenceEngine) -> None:
+def flush_known(engine: InferenceEngine) -> None:
     """Read the round in flight, so that what the tables say is the last word."""
-    engine._known += engine._settle()
+    engine._known += engine._flush()
 
 
 def check_idle(engine: InferenceEngine) -> None:
@@ -146,7 +147,7 @@ class ARecord:
         (12, [RUNNING, RUNNING], 4, True),
         (11, [RUNNING, RUNNING], 4, False),
         (12, [RUNNING, RUNNING], 2, False),  # no place
-        (5, [SWAPPED], 4, True),  # nobody runs: it may come back without room to grow
+        (5, [SWAPPED], 4, True),  # no sequence runs: it may come back without free pages
         (4, [SWAPPED], 4, False),
     ],
 )
@@ -164,7 +165,7 @@ def test_the_youngest_group_leaves_first(engine):
     left: list[str] = []
     while not all(group.is_done for group in groups):
         engine.step_round(max_steps=1)
-        gone = [m.sequence.group.id for record in engine._offload._records for m in record.remaining()]
+        gone = [m.sequence.request.id for record in engine._offload._records for m in record.remaining()]
         left += [name for name in gone if name not in left]
     assert left[0] == "22" and "20" not in left
     check_idle(engine)
@@ -205,7 +206,7 @@ def test_one_of_several_that_share_takes_copies_and_comes_back_with_pages_of_its
     expected = alone(engine, subject)
     group = started(engine, subject, 4)
     first, second, _ = group.sequences
-    settle(engine)
+    flush_known(engine)
     before = free_pages(engine)
     held = engine.spill_to_host(second)
     assert held == pages_for(13 + len(second.token_ids) - 1, 4)
@@ -219,11 +220,11 @@ def test_one_of_several_that_share_takes_copies_and_comes_back_with_pages_of_its
 
 def test_a_group_that_leaves_together_shares_again_what_it_shared(engine):
     group = started(engine, request(15, prompt=26, max_tokens=9, n=3), 5)
-    settle(engine)
+    flush_known(engine)
     indices = np.array(engine.state.decode.sequences.page_indices)
     counts = np.sort(np.array(engine.state.decode.page_table.ref_counts))
-    tables = _Tables(engine.programs.tier, engine.state)
-    engine.state = engine._offload._move_out(engine.programs.tier, engine.state, tables, group.sequences, stays=True)
+    tables = _Tables(engine.runner)
+    assert engine._offload._move_out(tables, group.sequences, stays=True)
     (record,) = engine._offload._records
     assert len(record.used()) == (counts > 0).sum() < (indices < PAGES).sum()
     assert free_pages(engine) == PAGES == tables.free
@@ -247,13 +248,13 @@ def test_cancelled_sequences_leave_nothing_with_the_host(engine):
 
 
 def test_a_deadline_ends_who_is_in_the_memory_of_the_host_and_nobody_else(engine, monkeypatch):
-    """Also where it passes while nothing is under way, and nothing else has told the host of it."""
+    """Also where it passes while nothing is under way, and the host has learned it from nothing else."""
     kept, late = request(24, prompt=30, max_tokens=34), request(25, prompt=20, max_tokens=40)
     first = engine.submit(kept)
     group = engine.submit(dataclasses.replace(late, timeout_s=1000))
     while not engine.stats()["offloaded_sequences"]:
         engine.step_round(max_steps=1)
-    assert [member.sequence.group for member in engine._offload._records[0].members] == [group]
+    assert [member.sequence.request for member in engine._offload._records[0].members] == [group]
     now = time.perf_counter
     monkeypatch.setattr(time, "perf_counter", lambda: now() + 2000)
     assert group.sequences[0] in engine.step_round(max_steps=1)
@@ -265,12 +266,12 @@ def test_a_deadline_ends_who_is_in_the_memory_of_the_host_and_nobody_else(engine
 def test_one_that_ended_meanwhile_does_not_come_back_with_its_group(engine):
     expected = alone(engine, request(18, prompt=13, n=3))[0]
     group = started(engine, request(18, prompt=13, n=3), 4)
-    settle(engine)
-    tables = _Tables(engine.programs.tier, engine.state)
-    engine.state = engine._offload._move_out(engine.programs.tier, engine.state, tables, group.sequences, stays=True)
+    flush_known(engine)
+    tables = _Tables(engine.runner)
+    assert engine._offload._move_out(tables, group.sequences, stays=True)
     ended = group.sequences[1]
     ended.finish("stop")
-    engine._slots.cancel_slot(ended)
+    engine._scheduler.slots_of(group).cancel_slot(ended)
     before = engine.stats()
     engine.prefetch(group.sequences[0])
     assert grown(engine, before, "prefetched_pages") < grown(engine, dict.fromkeys(before, 0), "offloaded_pages")
@@ -301,7 +302,7 @@ def test_without_room_it_comes_back_when_there_is_or_computes_again(engine, poli
         monkeypatch.setattr(engine._offload, "_shapes", dataclasses.replace(engine.shapes, offload=False))
     before = engine.stats()
     engine.prefetch(group.sequences[0])
-    settle(engine)
+    flush_known(engine)
     recomputed, prefetched = grown(engine, before, "recomputed_tokens", "prefetched_pages")
     assert (recomputed > 0) == (policy == "recompute") and prefetched == 0
     slot = group.sequences[0].slot

@@ -44,7 +44,7 @@ def test_requests_of_a_smaller_number_go_first(engine):
     groups = [engine.submit(request(i, priority=-(i // 3))) for i in range(9)]
     ended = []
     while not all(group.is_done for group in groups):
-        ended += [int(sequence.group.id) for sequence in engine.step_round(max_steps=1)]
+        ended += [int(sequence.request.id) for sequence in engine.step_round(max_steps=1)]
     assert [i // 3 for i in ended] == [2] * 3 + [1] * 3 + [0] * 3
     for group in groups:
         ids = group.prompt_token_ids
@@ -64,7 +64,7 @@ def test_the_youngest_of_the_least_urgent_loses_its_pages_first(engine, prioriti
         now = np.asarray(engine.state.decode.sequences.num_computed)
         for sequence in (group.sequences[0] for group in groups):
             if sequence.slot is not None and sequence.finish_reason is None:
-                name, stored = sequence.group.id, int(now[sequence.slot])
+                name, stored = sequence.request.id, int(now[sequence.slot])
                 lost += [name] if stored < computed.get(name, 0) else []
                 computed[name] = stored
     expected = "1" if priorities == (0, 0) else "0"
@@ -89,11 +89,11 @@ def test_a_deadline_ends_what_runs_and_what_waits_and_gives_all_pages_back(engin
     clock = time.perf_counter
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + 1000.0)
     ended = engine.step_round(max_steps=1)
-    assert sorted(int(sequence.group.id) for sequence in ended) == [0, 1, 2]
+    assert sorted(int(sequence.request.id) for sequence in ended) == [0, 1, 2]
     assert [group.sequences[0].finish_reason for group in late] == ["abort"] * 3
     begun = late[0].sequences[0].token_ids
     assert begun == uncached_greedy(tiny_model(), late[0].prompt_token_ids, 30)[: len(begun)] and len(begun) > 2
-    engine.step_round(max_steps=1)  # reads the round that was told of it
+    engine.step_round(max_steps=1)  # reads the round that admitted it
     held = engine.state.decode.sequences.num_held(engine.shapes.page_size)
     assert np.flatnonzero(held).tolist() in ([], [other.sequences[0].slot])
     assert int(held.sum()) == engine.shapes.num_pages - int(engine.state.decode.page_table.num_free)

@@ -16,7 +16,7 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from levanter_infer.engine.slots import empty_admission
+from levanter_infer.engine.uploads import empty_admission
 from tests.hlo import pool_copies
 from tests.tiny_models import tiny_model
 
@@ -86,7 +86,7 @@ def test_the_round_program_makes_no_pool_sized_copy_on_a_cpu(dtype, optimized):
     engine = InferenceEngine(tiny_model(dtype=dtype), config=config)
     assert len(engine.shapes.buckets) == 3
     pool = engine.state.kv.pages.array
-    compiled = engine.programs.trace_round(engine.model, engine.state, engine._uploads.nothing).lower().compile()
+    compiled = engine.programs.trace_round(engine.model, engine.state, engine.runner.nothing).lower().compile()
     assert pool_copies(compiled.as_text(), pool.shape, pool.dtype) == []
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < pool.nbytes
@@ -126,5 +126,5 @@ def test_a_round_uploads_nothing_but_its_admission():
 
 def test_an_empty_round_uploads_only_scalars():
     engine = InferenceEngine(tiny_model(), config=EngineConfig(max_seqs=4, max_seq_len=64))
-    fields = engine._slots.next_admission(0, 1)
-    assert all(np.ndim(value) == 0 for value in fields.values())
+    fields = engine._scheduler.next_admission(0, 1).arrays()
+    assert all(np.shape(value) == (1,) for value in fields.values())  # one rank

@@ -5,21 +5,21 @@ import pytest
 
 from levanter_infer.checkpoints.tokenizer import Tokenizer
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.sequence import Group, Sequence
+from levanter_infer.engine.request_state import RequestState, SampleState
 from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
 
 
-def sequence(tokenizer: Tokenizer, **params) -> Sequence:
+def sequence(tokenizer: Tokenizer, **params) -> SampleState:
     sampling = SamplingParams(**params)
-    group = Group(id="0", prompt=None, prompt_token_ids=[1], params=sampling, seed=0, max_len=64)
-    made = Sequence(group=group, index=0, decoder=IncrementalDecoder(tokenizer))
+    group = RequestState(id="0", prompt=None, prompt_token_ids=[1], params=sampling, seed=0, max_len=64)
+    made = SampleState(request=group, index=0, decoder=IncrementalDecoder(tokenizer))
     if sampling.stop:
         made.matcher = StopMatcher(sampling.stop, min_tokens=sampling.min_tokens)
     group.sequences.append(made)
     return made
 
 
-def extend(subject: Sequence, ids: list[int]) -> None:
+def extend(subject: SampleState, ids: list[int]) -> None:
     zeros = np.zeros(len(ids), np.float32)
     subject.extend(np.asarray(ids), zeros, zeros, None, [0] * len(ids))
 
@@ -70,3 +70,11 @@ def test_the_longest_stop_that_ended_it_is_named(byte_level):
     later = other.snapshot()
     later.take_over(subject)
     assert later.stop_reason == (5, 6, 7)
+
+
+def test_each_token_has_as_many_of_the_likeliest_as_were_asked_for_with_their_log_probabilities(byte_level):
+    subject = sequence(byte_level, logprobs=2)
+    top = np.asarray([[9, 4, 7], [4, 3, 1]]), np.asarray([[-0.5, -1.0, -1.5], [-0.25, -2.0, -3.0]], np.float32)
+    zeros = np.zeros(2, np.float32)
+    subject.extend(np.asarray([9, 3]), zeros, zeros, top, [0, 0])
+    assert subject.top_logprobs == [{9: -0.5, 4: -1.0}, {4: -0.25, 3: -2.0}]

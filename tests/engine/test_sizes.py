@@ -4,30 +4,31 @@ import dataclasses
 
 import pytest
 
-from levanter_infer.engine import config as engine_config
-from levanter_infer.engine.config import EngineConfig, resolve_shapes
+from levanter_infer.engine import sizes as engine_sizes
+from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
+from levanter_infer.engine.sizes import resolve_shapes
 from tests.tiny_models import tiny_model
 
 TOKEN_BYTES = 2 * 2 * 2 * 8 * 4  # layers, K and V, kv heads, head size, f32
 
 
 def test_the_pool_holds_everybody_if_memory_allows(monkeypatch):
-    monkeypatch.setattr(engine_config, "default_pool_bytes", lambda *_: 1 << 40)
+    monkeypatch.setattr(engine_sizes, "default_pool_bytes", lambda *_: 1 << 40)
     shapes = resolve_shapes(EngineConfig(max_seqs=8, max_seq_len=100, page_size=16), tiny_model(), 1)
     assert shapes.num_pages == 8 * 7
 
 
 def test_the_pool_is_bounded_by_free_memory(monkeypatch):
-    monkeypatch.setattr(engine_config, "default_pool_bytes", lambda *_: 10 * 16 * TOKEN_BYTES + 1)
+    monkeypatch.setattr(engine_sizes, "default_pool_bytes", lambda *_: 10 * 16 * TOKEN_BYTES + 1)
     shapes = resolve_shapes(EngineConfig(max_seqs=8, max_seq_len=100, page_size=16), tiny_model(), 1)
     assert shapes.num_pages == 10
 
 
 def test_narrow_pages_cost_half(monkeypatch):
-    monkeypatch.setattr(engine_config, "default_pool_bytes", lambda *_: 10 * 16 * TOKEN_BYTES)
+    monkeypatch.setattr(engine_sizes, "default_pool_bytes", lambda *_: 10 * 16 * TOKEN_BYTES)
     config = EngineConfig(max_seqs=8, max_seq_len=100, page_size=16, kv_dtype="bfloat16")
     assert resolve_shapes(config, tiny_model(), 1).num_pages == 20
     # A token of the tiny model has 64 numbers in 8 heads; integers of 8 bits come with the code of each head's scale.

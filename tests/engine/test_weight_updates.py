@@ -1,4 +1,4 @@
-"""Other weights for an engine that goes on: who samples with which, and what may be shared."""
+"""Other weights for an engine that goes on: which requests sample with which, and what may be shared."""
 
 import dataclasses
 
@@ -55,7 +55,7 @@ def request(ids: list[int], max_tokens: int = 8, **sampling) -> Request:
 def same_but_for_the_head(turn: int):
     """A model with the keys and values of `tiny_model()`, and other tokens."""
     model = tiny_model()
-    return eqx.tree_at(lambda m: m.lm_head.array, model, jnp.roll(model.lm_head.array, turn, axis=0))
+    return eqx.tree_at(lambda m: m.lm_head.weight.array, model, jnp.roll(model.lm_head.weight.array, turn, axis=0))
 
 
 def likeliest(model, tokens: list[int]) -> int:
@@ -66,7 +66,7 @@ def likeliest(model, tokens: list[int]) -> int:
 def assert_sampled_by(models, sequence) -> None:
     """Each token is the likeliest one under the weights of the version that it claims, after all before it."""
     assert len(sequence.versions) == len(sequence.token_ids) > 0
-    tokens = list(sequence.group.prompt_token_ids)
+    tokens = list(sequence.request.prompt_token_ids)
     for token, version in zip(sequence.token_ids, sequence.versions, strict=True):
         assert token == likeliest(models(version), tokens), (len(tokens), version)
         tokens.append(token)
@@ -141,7 +141,7 @@ def test_samples_do_not_share_a_prompt_that_two_versions_have_computed(engine):
     """The first sample has begun the prompt with other weights than those that the second one has for all of it."""
     group = engine.submit(request(text(40), max_tokens=4, n=2))
     engine.step_round(max_steps=1)
-    engine.sync()
+    engine.flush()
     assert not group.sequences[0].token_ids and engine.stats()["stored_tokens"] == 16
     engine.swap_weights(tiny_model(1), policy="keep_kv")
     finish(engine, [group], max_steps=1)
@@ -156,7 +156,7 @@ def test_drained_sequences_end_with_the_old_weights_and_waiting_ones_begin_with_
     ended = sum(group.is_done for group in groups)
     assert 0 < ended <= engine.shapes.num_slots
     known = engine.step_round()
-    assert {id(sequence.group) for sequence in known} >= {id(group) for group in groups[:ended]}
+    assert {id(sequence.request) for sequence in known} >= {id(group) for group in groups[:ended]}
     finish(engine, groups)
     for i, group in enumerate(groups):
         model = tiny_model(0 if i < ended else 1)
@@ -188,7 +188,7 @@ def test_arrays_that_are_shared_may_be_donated_once_nobody_runs_with_them():
     engine = make_engine(mine, matmul="xla")
     group = engine.submit(request(text(9), max_tokens=6))
     engine.step_round(max_steps=3)
-    engine.sync()
+    engine.flush()
     trained = jax.jit(lambda model: jax.tree.map(lambda leaf: leaf * 0.5, model), donate_argnums=0)(mine)
     with pytest.raises(ValueError, match="needs the weights in use, and they have been deleted"):
         engine.swap_weights(trained, policy="drain")
@@ -206,7 +206,7 @@ def test_arrays_that_are_shared_may_be_donated_once_nobody_runs_with_them():
         (dict(), dict(policy="now"), "policy='now': expected one of drain, keep_kv, recompute"),
         (dict(), dict(version=-1), "version=-1: expected a whole number from 0"),
         (dict(), dict(version=True), "version=True: expected a whole number"),
-        (dict(dtype="bfloat16"), dict(), r"embeddings was float32\[61, 32\] and is bfloat16"),
+        (dict(dtype="bfloat16"), dict(), r"embeddings.weight was float32\[61, 32\] and is bfloat16"),
         (dict(rope_theta=5.0), dict(), "rope was .*and is .*theta"),
         (dict(tie_word_embeddings=True), dict(), "tie_word_embeddings was False and is True"),
     ],

@@ -1,30 +1,29 @@
 """Processes agree before the first launch, or each of them ends with the name of the odd one."""
 
-from levanter_infer.runtime.agreement import HostsDiffer, agree, agree_least, odd_ones
-from levanter_infer.runtime.hosts import HostLost
-from tests.runtime.boards import at_once, several
+from levanter_infer.runtime.hosts import HostLost, HostsDiffer, agree, agree_min, describe_differences
+from tests.runtime.key_value_stores import at_once, several
 
 
 def test_the_odd_one_and_its_fields_are_named():
     names = ["a", "b", "c"]
     usual = {"jax": "0.10.2", "seed": "1", "weights": "x" * 64}
-    assert odd_ones([usual, usual, usual], names) == []
+    assert describe_differences([usual, usual, usual], names) == []
     odd = {**usual, "jax": "0.11.0", "weights": "y" * 64, "more": "1"}
-    found = odd_ones([odd, usual, usual], names)
+    found = describe_differences([odd, usual, usual], names)
     assert len(found) == 1 and found[0].startswith(
         "on a jax is 0.11.0 and elsewhere 0.10.2, more is 1 and elsewhere no"
     )
     assert f"weights is {'y' * 57}... and elsewhere {'x' * 57}..." in found[0]
     without = {key: value for key, value in usual.items() if key != "seed"}
-    assert odd_ones([usual, without, odd], names)[0] == "on b seed is nothing and elsewhere 1"
+    assert describe_differences([usual, without, odd], names)[0] == "on b seed is nothing and elsewhere 1"
 
 
 def test_of_two_the_first_is_the_measure():
-    assert odd_ones([{"a": "1"}, {"a": "2"}], ["host 0", "host 1"]) == ["on host 1 a is 2 and elsewhere 1"]
+    assert describe_differences([{"a": "1"}, {"a": "2"}], ["host 0", "host 1"]) == ["on host 1 a is 2 and elsewhere 1"]
 
 
 def test_many_fields_are_counted():
-    found = odd_ones([{}, {str(i): "1" for i in range(9)}], ["p", "q"])
+    found = describe_differences([{}, {str(i): "1" for i in range(9)}], ["p", "q"])
     assert found[0].endswith(" and 3 more fields")
 
 
@@ -47,8 +46,8 @@ def test_every_process_hears_of_the_odd_one():
 def test_the_smallest_budget_wins():
     first, second = several(2)
     results = at_once(
-        lambda: agree_least(first, "sizes", {"max_pages": 70, "other": 1}),
-        lambda: agree_least(second, "sizes", {"max_pages": 50, "other": 2}),
+        lambda: agree_min(first, "sizes", {"max_pages": 70, "other": 1}),
+        lambda: agree_min(second, "sizes", {"max_pages": 50, "other": 2}),
     )
     assert results == [{"max_pages": 50, "other": 1}] * 2
 
@@ -61,15 +60,15 @@ def test_who_does_not_come_is_named_and_nobody_waits_for_ever():
 
 def test_what_one_decides_is_what_all_do():
     first, second = several(2)
-    assert at_once(lambda: first.decide("n", 3), lambda: second.decide("n", 5)) == [3, 3]
-    assert at_once(lambda: first.decide("n", {"a": [1]}), lambda: second.decide("n")) == [{"a": [1]}] * 2
+    assert at_once(lambda: first.broadcast("n", 3), lambda: second.broadcast("n", 5)) == [3, 3]
+    assert at_once(lambda: first.broadcast("n", {"a": [1]}), lambda: second.broadcast("n")) == [{"a": [1]}] * 2
 
 
 def test_a_failure_elsewhere_ends_the_waiting():
     first, second = several(2)
     second.failure = "host 0 is lost"
-    [result] = at_once(lambda: second.decide("n"))
+    [result] = at_once(lambda: second.broadcast("n"))
     assert isinstance(result, HostLost) and str(result).startswith("host 0 is lost; ")
-    first.board.is_reachable = False
-    [result] = at_once(lambda: first.hear("n"))
+    first.store.is_reachable = False
+    [result] = at_once(lambda: first.wait_for("n"))
     assert isinstance(result, (HostLost, ConnectionError)) and "host 0 (m0) cannot be reached" in str(result)

@@ -10,11 +10,11 @@ ROOT = Path(__file__).parents[2]
 STORE = """
 import sys, time
 import jax
-from levanter_infer.runtime.hosts import JaxBoard
+from levanter_infer.runtime.hosts import JaxKeyValueStore
 from levanter_infer.runtime.multihost import _client
 
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 1, 0, cluster_detection_method="deactivate")
-new, old = JaxBoard(_client(), "b" * 16), JaxBoard(_client(), "a" * 16)
+new, old = JaxKeyValueStore(_client(), "b" * 16), JaxKeyValueStore(_client(), "a" * 16)
 old.set("end/1", "left over")
 old.set("beat/1", "9")
 assert new.all("end") == new.all("beat") == {} and old.all("end") == {"1": "left over"}
@@ -30,7 +30,7 @@ print("done")
 
 
 def test_the_store_keeps_the_keys_of_each_start_apart():
-    """What a process that is left over from an earlier start writes reaches nobody."""
+    """What a process that is left over from an earlier start writes reaches no other."""
     command = [sys.executable, "-c", STORE, str(free_port())]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout == "done\n", done.stderr[-2000:]

@@ -7,14 +7,14 @@ import pytest
 from levanter_infer.runtime import watchdog as module
 from levanter_infer.runtime.hosts import HostLost
 from levanter_infer.runtime.watchdog import DONE, FAILED, Watchdog
-from tests.runtime.boards import at_once, several
+from tests.runtime.key_value_stores import at_once, several
 
 
 @pytest.fixture(autouse=True)
 def no_grace(monkeypatch):
     monkeypatch.setattr(module, "_GRACE_S", 0.05)
     monkeypatch.setattr(module, "_LEAD_S", 0.05)
-    monkeypatch.setattr(module, "no_words", lambda: None)
+    monkeypatch.setattr(module, "clear_abort_message", lambda: None)
     monkeypatch.setattr(module, "on_abort", lambda _: None)
 
 
@@ -32,21 +32,21 @@ def beat(dogs, seconds: float) -> None:
     while time.monotonic() < until:
         for dog in dogs:
             dog.beat()
-            dog.look()
+            dog.check_store()
         time.sleep(0.02)
 
 
 def test_a_silent_process_is_lost_within_a_heartbeat_and_its_last_round_reported(capsys):
     hosts, dogs = watched(3)
-    hosts[2].note("in a round", 41)
-    hosts[0].note("in a round", 42)
+    hosts[2].set_status("in a round", 41)
+    hosts[0].set_status("in a round", 42)
     beat(dogs, 0.2)
     assert not any(dog.ends for dog in dogs)
     begin = time.monotonic()
     while not dogs[0].ends and time.monotonic() < begin + 5:
         beat(dogs[:2], 0.02)
     assert 0.2 < time.monotonic() - begin < 0.4 + 0.3
-    assert dogs[0].ends[0].startswith("host 2 (m2) is lost: not heard of for 0.")
+    assert dogs[0].ends[0].startswith("host 2 (m2) is lost: no heartbeat for 0.")
     said = capsys.readouterr().err
     assert "host 2 (m2): last round 41, in a round for 0." in said and "host 0 (m0): last round 42" in said
     assert "test_watchdog.py:" in said  # where the main thread is
@@ -58,7 +58,7 @@ def test_a_silent_process_is_lost_within_a_heartbeat_and_its_last_round_reported
 def test_a_process_without_a_store_loses_process_0():
     hosts, dogs = watched(2)
     beat(dogs, 0.1)
-    hosts[1].board.is_reachable = False
+    hosts[1].store.is_reachable = False
     begin = time.monotonic()
     while not dogs[1].ends and time.monotonic() < begin + 5:
         beat(dogs[1:], 0.02)
@@ -69,17 +69,17 @@ def test_a_process_without_a_store_loses_process_0():
 def test_a_store_that_hangs_loses_process_0_within_two_heartbeats(capsys):
     """Calls to it do not come back, and the process ends all the same."""
     hosts, dogs = watched(2, heartbeat_s=1)
-    hosts[1].note("in a round", 7)
+    hosts[1].set_status("in a round", 7)
     dogs[1].start()
     beat(dogs[:1], 1.2)
     assert not dogs[1].ends
-    hosts[1].board.answers.clear()
+    hosts[1].store.answers.clear()
     begin = time.monotonic()
     while not dogs[1].ends and time.monotonic() < begin + 5:
         time.sleep(0.01)
     seconds = time.monotonic() - begin
     hosts[1].ended.set()
-    hosts[1].board.answers.set()
+    hosts[1].store.answers.set()
     assert 0.5 < seconds < 2
     assert dogs[1].ends[0].startswith("host 0 (m0) is lost: its store has not answered for a heartbeat")
     said = capsys.readouterr().err
@@ -91,10 +91,10 @@ def test_a_process_that_was_held_up_itself_does_not_blame_the_store():
     beat(dogs, 0.1)
     for _ in range(3):
         time.sleep(0.5)  # more than a heartbeat, in which this process does nothing at all
-        dogs[1].look()
+        dogs[1].check_store()
         dogs[0].beat()
         dogs[1].beat()
-        dogs[1].look()
+        dogs[1].check_store()
     assert not dogs[1].ends
 
 
@@ -103,11 +103,11 @@ def test_a_process_that_fails_while_the_store_hangs_ends_alone_in_time(known):
     hosts, dogs = watched(2)
     beat(dogs, 0.05)
     hosts[1].failure = "host 0 is lost" if known else None
-    hosts[1].board.answers.clear()
+    hosts[1].store.answers.clear()
     begin = time.monotonic()
     [ended] = at_once(lambda: dogs[1].end(FAILED, "why"))
     assert ended is False and time.monotonic() - begin < (0.5 if known else 2)
-    hosts[1].board.answers.set()
+    hosts[1].store.answers.set()
 
 
 def test_a_failure_is_told_to_all_and_ends_them():
@@ -156,16 +156,25 @@ def test_a_wish_to_stop_reaches_all():
     hosts[1].stop_wanted = True
     beat(dogs, 0.1)
     assert dogs[0].ends == dogs[2].ends == ["stop"] and dogs[1].ends == []
-    assert hosts[0].take_wishes() == [("stop", None)] and hosts[0].take_wishes() == []
+    assert hosts[0].pop_requests() == [("stop", None)] and hosts[0].pop_requests() == []
 
 
 def test_a_round_that_does_not_end_is_reported_once(capsys):
     hosts, dogs = watched(2, heartbeat_s=30, stall_s=0.1)
-    hosts[1].note("in a round", 7)
+    hosts[1].set_status("in a round", 7)
     beat(dogs, 0.3)
     said = capsys.readouterr().err
     assert said.count("no round has ended for 0 s") == 1 and "host 1 (m1): last round 7" in said
-    hosts[1].note("in a round", 8)
+    hosts[1].set_status("in a round", 8)
     beat(dogs, 0.3)
     assert capsys.readouterr().err.count("no round has ended") == 1
     assert not dogs[0].ends and not dogs[1].ends
+
+
+def test_no_thread_of_a_watchdog_outlives_the_end():
+    """Python aborts a process at its exit if a daemon thread is then within a call of JAX's client."""
+    hosts, dogs = watched(2, heartbeat_s=5)
+    for dog in dogs:
+        dog.start()
+    assert at_once(*(lambda dog=dog: dog.end(DONE) for dog in dogs)) == [True, True]
+    assert len(dogs[0]._threads) == 2 and not any(thread.is_alive() for dog in dogs for thread in dog._threads)

@@ -1,6 +1,6 @@
-"""Long sampling jobs: rows of files in, shards of rows out, exactly once, however often the job is killed.
+"""Batch jobs: input files in, shards of output rows out, each row exactly once, however often the job is killed.
 
-`config` says what a job is, `plan` divides its input into shards, `store` keeps what must outlive the process, `job`
-knows whether a job may go on, `layout` says what is written for a row, `shard` collects and commits the rows of one
-shard, `drive` feeds an engine.
+`config` is the configuration of a job, `input` splits its files into shards, `store` is its directory, `job` its spec
+and state, `shard` collects and commits the rows of one shard, `drive` feeds an engine, `worker` is one process of the
+job, and `run` the command.
 """

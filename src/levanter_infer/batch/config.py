@@ -1,10 +1,11 @@
-"""`BatchRunConfig`: what a batch job reads, samples and writes."""
+"""`BatchRunConfig`: the configuration of a batch job."""
 
 import dataclasses
 import re
 
 from levanter_infer.config import RunConfig
 from levanter_infer.engine.params import brief
+from levanter_infer.policies import Numerics
 
 FORMATS = ("jsonl", "parquet", "openai")
 _WORKER = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
@@ -12,20 +13,20 @@ _WORKER = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
 
 @dataclasses.dataclass(frozen=True)
 class BatchConfig:
-    """How a job is divided."""
+    """How a job is split into shards and distributed over workers."""
 
     rows_per_shard: int = 1000
-    """Rows of the input whose results make one file of the output."""
+    """Input rows per shard; the results of one shard are one output file."""
     format: str = "jsonl"
-    """Of the output: jsonl or parquet, with rows as of `sample`, or openai, result lines of OpenAI's batch format."""
+    """Output format: jsonl or parquet, with rows as of `sample`, or openai, result lines of OpenAI's batch format."""
     worker: str = "0/1"
-    """i/n: this process is worker i of n, from 0, which share the job's shards."""
+    """i/n: this process is worker i of n, from 0; the n workers share the job's shards."""
     model_names: list[str] = dataclasses.field(default_factory=list)
-    """Values of `model` in OpenAI batch lines that mean the model of this job, beside its own name."""
+    """Further names of the job's model in the `model` of OpenAI batch lines."""
     ray_actors: int = 0
-    """Run on Ray Data with so many actors, each an engine of its own. 0: in this process."""
+    """Number of Ray Data actors, each with an engine of its own. 0: run in this process."""
     ray_gpus: float = 0
-    """GPUs that Ray gives to each actor."""
+    """GPUs per Ray actor."""
 
     def __post_init__(self):
         if self.rows_per_shard < 1:
@@ -35,7 +36,7 @@ class BatchConfig:
         if self.ray_gpus and not self.ray_actors:
             raise ValueError(f"batch.ray_gpus={self.ray_gpus} without batch.ray_actors; say how many actors")
         if self.ray_actors and self.worker != "0/1":
-            raise ValueError("batch.worker and batch.ray_actors are both given; Ray divides the work by itself")
+            raise ValueError("batch.worker and batch.ray_actors are both given; Ray distributes the shards itself")
         if self.format not in FORMATS:
             raise ValueError(f"batch.format={brief(self.format)}: expected {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
         match = _WORKER.fullmatch(self.worker)
@@ -70,9 +71,9 @@ class BatchRunConfig(RunConfig):
                 if getattr(self.output, key):
                     raise ValueError(f"output.{key} with batch.format: openai, whose lines lack columns; leave it out")
             if self.sampling.prompt_logprobs is not None:
-                raise ValueError("sampling.prompt_logprobs with batch.format: openai, whose lines have no such place")
-        numerics = self.engine.get("numerics", "batch_invariant")
-        if "num_cached_tokens" in self.output.include and numerics == "batch_invariant":
+                raise ValueError("sampling.prompt_logprobs with batch.format: openai, whose lines have no such field")
+        numerics = self.engine.get("numerics", Numerics.BATCH_INVARIANT)
+        if "num_cached_tokens" in self.output.include and numerics == Numerics.BATCH_INVARIANT:
             raise ValueError(
                 "output.include names num_cached_tokens, which depend on what ran before, and this job promises equal "
                 "bytes; leave it out or set engine.numerics: default"

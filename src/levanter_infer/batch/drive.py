@@ -1,6 +1,6 @@
-"""`Driver`: keeps an engine fed with rows of many shards, and hands their results back.
+"""`Driver`: submits the rows of many shards to an engine, and collects their results.
 
-At most a window of rows is in memory beside the results of unfinished shards, whatever the size of the input.
+Memory holds a window of rows and the results of unfinished shards, whatever the size of the input.
 """
 
 import dataclasses
@@ -9,24 +9,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from levanter_infer.batch.layout import Layout, RowLayout, count
-from levanter_infer.batch.plan import ROW_FAULTS, InputShard
+from levanter_infer.batch.input import ROW_FAULTS, InputShard
+from levanter_infer.batch.shard import count
 from levanter_infer.columns import Columns
 from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import Request, RequestOutput
-from levanter_infer.rows import Row, make_row
+from levanter_infer.io.prompts import Row, RowParser
 
 logger = logging.getLogger(__name__)
 
 _WINDOW = 4
-"""Sequences submitted at once for each that can run: as many wait on the device, and twice as many behind them."""
+"""Submitted sequences per sequence that can run: as many wait on the device, twice as many in the engine's queue."""
 _CLOCK = (
     "timeout_s depends on the clock, and this job promises equal bytes; leave it out or set engine.numerics: default"
 )
 
 
 class Shard(Protocol):
-    """A shard whose rows are being finished (`OpenShard`)."""
+    """A claimed shard (`OpenShard`, `RemoteShard`)."""
 
     source: InputShard
     found: int
@@ -39,8 +39,8 @@ class Shard(Protocol):
     def leave(self) -> None: ...
 
 
-class Group(Protocol):
-    """A submitted request."""
+class SubmittedRequest(Protocol):
+    """A request in an engine."""
 
     @property
     def is_done(self) -> bool: ...
@@ -48,11 +48,35 @@ class Group(Protocol):
 
 
 class Engine(Protocol):
-    """What is needed of an `InferenceEngine`."""
+    """The methods of an `InferenceEngine` that a driver calls."""
 
     def submit(self, request: Request, /) -> Any: ...
     def step_round(self) -> Any: ...
-    def settle(self) -> Any: ...
+    def flush(self) -> Any: ...
+
+
+class OutputFormat(Protocol):
+    """Format of the output rows."""
+
+    @property
+    def columns(self) -> Columns | None:
+        """Columns of the output; None where each row has its own."""
+        ...
+
+    def rows(self, source: Row, output: RequestOutput) -> list[dict[str, Any]]:
+        """Output rows of one input row."""
+        ...
+
+
+class RowFormat:
+    """Rows as `sample` writes them."""
+
+    def __init__(self, columns: Columns):
+        self.columns: Columns | None = columns
+
+    def rows(self, source: Row, output: RequestOutput) -> list[dict[str, Any]]:
+        assert self.columns is not None
+        return list(self.columns.rows(output, source.carried))
 
 
 @dataclasses.dataclass
@@ -60,7 +84,7 @@ class _Pending:
     shard: Shard
     row: int
     source: Row
-    group: Group
+    submitted: SubmittedRequest
 
     @property
     def num_sequences(self) -> int:
@@ -70,7 +94,7 @@ class _Pending:
 
 @dataclasses.dataclass
 class Totals:
-    """What a run has done so far; `found` was finished when it began."""
+    """Counts of a run; `found` are the rows that were finished before it began."""
 
     rows: int = 0
     found: int = 0
@@ -80,14 +104,16 @@ class Totals:
 
 
 class Driver:
-    """Args:
-    engine: with nothing in progress.
-    read: (place, content) of the rows of a shard of the input.
-    base: parameters of rows that do not give their own.
-    max_seqs: sequences that the engine runs at once.
-    equal_bytes: refuse rows whose result depends on anything but the row.
-    chat: how chats are rendered, as of `rows.chat_settings`.
-    layout: of the rows of the output; default: the columns that `base` asks for.
+    """Runs the rows of shards through an engine.
+
+    Args:
+        engine: an idle engine.
+        read: (position in the file, content) of the rows of an input shard.
+        base: default sampling parameters of a row.
+        max_seqs: sequences that the engine runs at once.
+        equal_bytes: refuse rows whose result depends on anything but the row.
+        chat: settings of chats, as of `rows.chat_settings`.
+        output_format: default: the columns that `base` requests.
     """
 
     def __init__(
@@ -99,11 +125,12 @@ class Driver:
         max_seqs: int,
         equal_bytes: bool,
         chat: Mapping[str, Any] = MappingProxyType({}),
-        layout: Layout | None = None,
+        output_format: OutputFormat | None = None,
     ):
         self._engine, self._read, self._equal_bytes = engine, read, equal_bytes
-        self._base = dataclasses.replace(base, seed=None)  # the engine derives one for each row
-        self._chat, self._layout = chat, layout or RowLayout(Columns(base))
+        self._format = output_format or RowFormat(Columns(base))
+        base = dataclasses.replace(base, seed=None)  # the engine derives one for each row
+        self._parser = RowParser(base, chat, self._format.columns)
         self._window = _WINDOW * max_seqs
         self._pending: list[_Pending] = []
         self._open: dict[int, Shard] = {}
@@ -116,12 +143,12 @@ class Driver:
         should_stop: Callable[[], bool] = lambda: False,
         on_round: Callable[[Totals], None] = lambda _: None,
     ) -> bool:
-        """Work off shards, committing each as soon as its rows are finished.
+        """Process shards, and commit each as soon as its rows are finished.
 
-        When `should_stop` says so, the round in flight is read, what is finished is kept, and the rest is left to
-        whoever resumes the job.
+        Once `should_stop()` is true, the round in flight is read, finished rows are kept, and the rest is left to a
+        run that resumes the job.
 
-        Returns: whether all was done.
+        Returns: whether all shards were processed.
         Raises: ValueError if the input cannot be read or has changed; OSError if results cannot be written.
         """
         rows = self._rows(shards)
@@ -133,7 +160,7 @@ class Driver:
                     assert not self._open, "shards without all of their rows"
                     return True
                 if should_stop():
-                    self._engine.settle()
+                    self._engine.flush()
                     self._collect()
                     self._commit()
                     return False
@@ -146,19 +173,19 @@ class Driver:
             self._open.clear()
 
     def _rows(self, shards: Iterator[Shard]) -> Iterator[tuple[Shard, int, Row]]:
-        """Rows that are not finished, shard after shard; a shard is open from its first row on."""
+        """Unfinished rows, shard by shard; a shard is open from its first row on."""
         for shard in shards:
             self._open[shard.source.index] = shard
             self.totals.found += shard.found
             if shard.is_complete:
-                continue  # and was not committed any more
+                continue  # it was not committed yet
             for i, (where, content) in enumerate(self._read(shard.source)):
                 if i not in shard:
                     yield shard, i, self._row(content, str(shard.source.first_row + i), where)
 
     def _row(self, content: Any, name: str, where: str) -> Row:
         try:
-            return make_row(content, name, where, self._base, columns=self._layout.columns, chat=self._chat)
+            return self._parser.row(content, name, where)
         except ROW_FAULTS as e:
             return Row(name, None, f"{where}: {_fault(e)}")
 
@@ -167,15 +194,15 @@ class Driver:
         sequences = sum(pending.num_sequences for pending in self._pending)
         while sequences < self._window and (item := next(rows, None)) is not None:
             shard, i, row = item
-            group = self._submit(row)
-            if isinstance(group, RequestOutput):
-                self._finish(shard, i, row, group)
+            submitted = self._submit(row)
+            if isinstance(submitted, RequestOutput):
+                self._finish(shard, i, row, submitted)
                 continue
-            self._pending.append(_Pending(shard, i, row, group))
+            self._pending.append(_Pending(shard, i, row, submitted))
             sequences += self._pending[-1].num_sequences
 
-    def _submit(self, row: Row) -> Group | RequestOutput:
-        """The request in progress, or why there is none."""
+    def _submit(self, row: Row) -> SubmittedRequest | RequestOutput:
+        """The submitted request, or the output of a row that is refused."""
         request = row.request
         if request is None:
             return RequestOutput(row.id, None, [], [], error=row.error)
@@ -192,20 +219,20 @@ class Driver:
             return RequestOutput(row.id, request.prompt, [], [], error=_fault(error))
 
     def _collect(self) -> None:
-        """Take the results that have become known."""
-        done = [pending for pending in self._pending if pending.group.is_done]
-        self._pending = [pending for pending in self._pending if not pending.group.is_done]
+        """Write the results of requests that are done."""
+        done = [pending for pending in self._pending if pending.submitted.is_done]
+        self._pending = [pending for pending in self._pending if not pending.submitted.is_done]
         for pending in done:
-            self._finish(pending.shard, pending.row, pending.source, pending.group.output())
+            self._finish(pending.shard, pending.row, pending.source, pending.submitted.output())
 
     def _finish(self, shard: Shard, row: int, source: Row, output: RequestOutput) -> None:
         try:
-            rows = self._layout.rows(source, output)
+            rows = self._format.rows(source, output)
             shard.finish(row, rows)
-        except ROW_FAULTS as e:  # of the encoder, before anything is written
+        except ROW_FAULTS as e:  # from the encoder, before anything is written
             self._log_first_fault(output.id)
             failed = RequestOutput(output.id, None, [], [], error=f"the result cannot be written: {_fault(e)}")
-            rows = self._layout.rows(source, failed)
+            rows = self._format.rows(source, failed)
             shard.finish(row, rows)
         counts = count(rows)
         self.totals.rows += 1
@@ -227,7 +254,7 @@ class Driver:
 
 
 def _fault(error: BaseException) -> str:
-    """What a row did that nobody has checked for."""
+    """Message for an exception that no check of a row has foreseen."""
     return f"the row cannot be served ({type(error).__name__}: {brief(str(error))}); see its values"
 
 

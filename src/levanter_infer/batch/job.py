@@ -1,10 +1,10 @@
-"""`Job`: what a job promised when it began, whether this run may go on with it, and what is done.
+"""`Job`: the directory of a job: its spec, whether a run may resume it, and its finished shards.
 
-job.json          the promise: configuration, fingerprints, versions, sizes, division of the input
+job.json          the job spec: configuration, fingerprints, versions, sizes, shards of the input
 part-000000.jsonl rows
-_commits/         one record per finished shard; nothing else says that a shard is finished
+_commits/         one record per finished shard; a shard without a record is not finished
 _journal/         finished rows of unfinished shards
-manifest.json     the promise and the sums of all records, once all are there
+manifest.json     the job spec and the sums of all records, once all shards are finished
 """
 
 import concurrent.futures
@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from levanter_infer.batch.config import FORMATS
-from levanter_infer.batch.layout import COUNTS
-from levanter_infer.batch.plan import InputShard, Plan
+from levanter_infer.batch.input import InputShard, InputShards
 from levanter_infer.batch.shard import (
     COMMITS,
+    COUNTS,
     JOB,
     JOURNALS,
     OpenShard,
@@ -31,14 +31,15 @@ from levanter_infer.batch.shard import (
 from levanter_infer.batch.store import Journal, Store
 from levanter_infer.engine.params import brief
 from levanter_infer.fingerprint import flat
+from levanter_infer.policies import Numerics
 
 MANIFEST = "manifest.json"
 _FORMAT = 2
-"""Of the directory. 1: records and journals did not name their job, and `job.json` no sizes of the input."""
+"""Version of the directory's format. 1: records and journals did not name their job, and `job.json` no file sizes."""
 _MAX_SHOWN, _MAX_DAMAGED, _READERS = 12, 3, 16
-PROMISES = {
-    "batch_invariant": "a job that was interrupted and resumed has the same bytes as one that was not",
-    "default": "every row once, with the same id and seed; tokens may differ by rounding in other company",
+GUARANTEES = {
+    Numerics.BATCH_INVARIANT: "a job that was interrupted and resumed has the same bytes as one that was not",
+    Numerics.DEFAULT: "every row once, with the same id and seed; rounding may change tokens in another batch",
 }
 
 
@@ -46,24 +47,24 @@ class Job:
     """A job's directory.
 
     Args:
-        promise: what `job.json` holds.
+        spec: the content of `job.json`.
     """
 
-    def __init__(self, store: Store, promise: Mapping[str, Any]):
-        self.store, self.promise = store, promise
-        self.plan = Plan.from_dict(promise["input"])
-        self.sha256 = hashlib.sha256(dumps(promise)).hexdigest()
-        """Of `job.json`: names the job in its records and journals."""
+    def __init__(self, store: Store, spec: Mapping[str, Any]):
+        self.store, self.spec = store, spec
+        self.input = InputShards.from_dict(spec["input"])
+        self.sha256 = hashlib.sha256(dumps(spec)).hexdigest()
+        """SHA-256 of `job.json`, which names the job in its records and journals."""
         self._checked: str | None = None
-        """The version of `job.json` that was found to be this job's."""
-        self._kind: str = promise["config"]["batch"]["format"]
+        """The version of `job.json` that was last compared with this job's."""
+        self._kind: str = spec["config"]["batch"]["format"]
         # Without claims two processes may write a shard; where they may write different rows, each has its own file.
-        self._unique_names = not store.has_claims and promise["guarantee"]["numerics"] == "default"
+        self._unique_names = not store.has_claims and spec["guarantee"]["numerics"] == Numerics.DEFAULT
 
     def check_current(self) -> None:
         """Raises: ValueError if the output no longer holds this job.
 
-        Reads `job.json`, whose size grows with the number of shards, only if it was written since the last call.
+        Reads `job.json`, whose size grows with the number of shards, only if it was written after the last call.
         """
         version = self.store.version(JOB)
         if version is not None and version == self._checked:
@@ -75,21 +76,21 @@ class Job:
                 f"{JOB} of the output {what}, so nothing more of this job is written there; put its {JOB} back, or "
                 "begin again in another output"
             )
-        self._checked = version  # of before it was read
+        self._checked = version  # the version before the read
 
     def committed(self) -> set[int]:
-        """Shards that are finished."""
-        numbers = {part_name(shard.index): shard.index for shard in self.plan.shards}
+        """Numbers of the finished shards."""
+        numbers = {part_name(shard.index): shard.index for shard in self.input.shards}
         return {
             numbers[n.removesuffix(".json")] for n in self.store.names(COMMITS) if n.removesuffix(".json") in numbers
         }
 
     def records(self, indices: Iterable[int]) -> list[dict[str, Any]]:
-        """Records of finished shards, in order; the whole file of each is compared with its SHA-256.
+        """Records of finished shards, in order; compares the SHA-256 of each whole file.
 
-        Raises: ValueError if one is another job's, or does not fit its file.
+        Raises: ValueError if a record is another job's, or does not match its file.
         """
-        with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:  # of an object store, each takes a while
+        with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:  # an object store takes a while for each
             found = list(pool.map(self._record_or_error, sorted(indices)))
         errors = [str(each) for each in found if isinstance(each, ValueError)]
         if errors:
@@ -122,17 +123,17 @@ class Job:
         return record
 
     def shards_of(self, worker: int, workers: int) -> list[InputShard]:
-        """Shards for a worker, in the order in which it should try them.
+        """Shards for a worker, in the order in which it tries to claim them.
 
-        First those that fall to it, then, where claims keep processes apart, those of others from the end: they reach
-        those last.
+        First its own; then, where claims keep processes apart, the shards of the other workers from the last to the
+        first, because those come last for their own workers.
         """
-        own = [shard for shard in self.plan.shards if shard.index % workers == worker]
-        others = [shard for shard in reversed(self.plan.shards) if shard.index % workers != worker]
+        own = [shard for shard in self.input.shards if shard.index % workers == worker]
+        others = [shard for shard in reversed(self.input.shards) if shard.index % workers != worker]
         return own + (others if self.store.has_claims else [])
 
     def claim(self, shards: Iterable[InputShard]) -> Iterator[OpenShard]:
-        """Those of the shards that are not finished and that nobody works on, claimed when they are asked for."""
+        """The shards that are neither finished nor claimed elsewhere, each claimed when the iterator reaches it."""
         known = self.committed()
         for shard in shards:
             if shard.index in known:
@@ -140,8 +141,8 @@ class Job:
             self.check_current()
             journal = self.store.claim(journal_name(shard.index))
             if journal is None:
-                continue  # somebody is at it
-            if self.store.read(record_name(shard.index)) is not None:  # finished since we looked
+                continue  # claimed by another process
+            if self.store.read(record_name(shard.index)) is not None:  # finished meanwhile
                 journal.close(remove=True)
                 continue
             yield self._open(shard, journal)
@@ -149,7 +150,7 @@ class Job:
     def _open(self, shard: InputShard, journal: Journal) -> OpenShard:
         try:
             if self.store.has_claims:
-                self.check_current()  # again: the journal is about to be written; elsewhere it is kept in memory
+                self.check_current()  # again: the next write is to the journal; an object store's is kept in memory
             return OpenShard(
                 self.store,
                 shard,
@@ -157,7 +158,7 @@ class Job:
                 job=self.sha256,
                 check_job=self.check_current,
                 kind=self._kind,
-                carried=self.plan.carried,
+                carried=self.input.carried,
                 unique_names=self._unique_names,
             )
         except BaseException:
@@ -167,29 +168,29 @@ class Job:
     def finish(self) -> dict[str, Any] | None:
         """Write the manifest if all shards are finished; returns it, or None if some are not.
 
-        Raises: ValueError if the output no longer holds this job, or a finished shard does not fit its record.
+        Raises: ValueError if the output no longer holds this job, or a finished shard does not match its record.
         """
         self.check_current()
         done = self.committed()
-        if len(done) < len(self.plan.shards):
+        if len(done) < len(self.input.shards):
             return None
         records = self.records(done)
         counts = {key: sum(record[key] for record in records) for key in COUNTS}
-        if counts["rows"] != self.plan.rows:
-            raise ValueError(f"the records count {counts['rows']} rows and the input has {self.plan.rows}")
+        if counts["rows"] != self.input.rows:
+            raise ValueError(f"the records count {counts['rows']} rows and the input has {self.input.rows}")
         for folder in ("", COMMITS, JOURNALS):
             self.store.remove_leftovers(folder, everything=folder == JOURNALS)
-        promise = {key: value for key, value in self.promise.items() if key != "input"}
-        files = self.promise["input"]["files"]
-        manifest = {**promise, "input": {"rows": self.plan.rows, "files": files}, "counts": counts, "shards": records}
+        spec = {key: value for key, value in self.spec.items() if key != "input"}
+        files = self.spec["input"]["files"]
+        manifest = {**spec, "input": {"rows": self.input.rows, "files": files}, "counts": counts, "shards": records}
         self.store.put(MANIFEST, dumps(manifest))
         return manifest
 
 
-def read_promise(store: Store) -> dict[str, Any] | None:
-    """What an earlier run has promised; None if there was none.
+def read_job_spec(store: Store) -> dict[str, Any] | None:
+    """The job spec in a directory; None if there is no job.
 
-    Raises: ValueError if it cannot be understood, or if there are results of a job and no `job.json`.
+    Raises: ValueError if it cannot be read, or if there are results of a job and no `job.json`.
     """
     content = store.read(JOB)
     if content is None:
@@ -204,38 +205,38 @@ def read_promise(store: Store) -> dict[str, Any] | None:
     if content is None:
         return None
     try:
-        promise = json.loads(content)
-        version = promise["format"]
+        spec = json.loads(content)
+        version = spec["format"]
         if version == _FORMAT:
-            _check_promise(promise)
+            _check_job_spec(spec)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
         raise ValueError(
             f"{JOB} of the output is no job of this command ({brief(str(e))}); put it back as it was, or give another "
             "output"
         ) from e
     if version != _FORMAT:
-        versions = promise.get("versions")
+        versions = spec.get("versions")
         by = versions.get("levanter_infer") if isinstance(versions, dict) else None
         raise ValueError(
             f"{JOB} of the output has format {brief(version)}, written by levanter_infer "
             f"{by or 'of an unknown version'}; expected format {_FORMAT}. Finish the job with "
             "that version, or give another output"
         )
-    return promise
+    return spec
 
 
-def _check_promise(promise: Mapping[str, Any]) -> None:
-    """Raises: ValueError, LookupError, TypeError or AttributeError for what is no promise."""
-    Plan.from_dict(promise["input"])
-    numerics, kind = promise["guarantee"]["numerics"], promise["config"]["batch"]["format"]
-    if numerics not in PROMISES or kind not in FORMATS:
+def _check_job_spec(spec: Mapping[str, Any]) -> None:
+    """Raises: ValueError, LookupError, TypeError or AttributeError for an invalid job spec."""
+    InputShards.from_dict(spec["input"])
+    numerics, kind = spec["guarantee"]["numerics"], spec["config"]["batch"]["format"]
+    if numerics not in GUARANTEES or kind not in FORMATS:
         raise ValueError(f"numerics {brief(numerics)} and format {brief(kind)}")
-    for part in (promise, promise["sizes"], promise["config"]["engine"]):
+    for part in (spec, spec["sizes"], spec["config"]["engine"]):
         part.items()
 
 
 def _is_record(record: Any, index: int, kind: str) -> bool:
-    """Whether this is what `OpenShard.commit` writes, by its form."""
+    """Whether this has the form of the record that `OpenShard.commit` writes."""
     return (
         isinstance(record, dict)
         and record.get("shard") == index
@@ -247,53 +248,55 @@ def _is_record(record: Any, index: int, kind: str) -> bool:
     )
 
 
-def make_promise(
-    config: Mapping[str, Any], facts: Mapping[str, Any], sizes: Mapping[str, Any], plan: Plan
+def make_job_spec(
+    config: Mapping[str, Any], fingerprints: Mapping[str, Any], sizes: Mapping[str, Any], inputs: InputShards
 ) -> dict[str, Any]:
-    """What a job is, as `job.json` holds it.
+    """The job spec, as `job.json` holds it.
 
     Args:
-        config: what was asked for; `sizes`: what the engine chose where nothing was.
-        facts: fingerprints and versions.
+        config: the configuration of the run.
+        fingerprints: of model, tokenizer and device, and versions.
+        sizes: sizes that the engine chose where the configuration gives none.
     """
     numerics = config["engine"]["numerics"]
-    promise = {
+    spec = {
         "format": _FORMAT,
-        "guarantee": {"numerics": numerics, "promise": PROMISES[numerics]},
+        "guarantee": {"numerics": numerics, "promise": GUARANTEES[numerics]},
         "config": config,
-        **facts,
+        **fingerprints,
         "sizes": sizes,
-        "input": plan.as_dict(),
+        "input": inputs.as_dict(),
     }
-    return json.loads(json.dumps(promise))  # as it is when read
+    return json.loads(json.dumps(spec))  # equal to what is read from the file
 
 
-def job_fingerprint(promise: Mapping[str, Any], there: Mapping[str, Any] | None) -> dict[str, str]:
-    """What all processes of a job must have in common: what they would promise, and what they find promised. Paths may
+def job_fingerprint(spec: Mapping[str, Any], there: Mapping[str, Any] | None) -> dict[str, str]:
+    """Settings that must be equal in all processes of a job: their own spec, and the one in the output. Paths may
     differ."""
 
     def digest(content: Any) -> str:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
-    facts = {key: value for key, value in flat(promise).items() if key not in _PATHS and not key.startswith("input.")}
-    facts |= {"input": digest(promise["input"]), JOB: digest(there)}
+    facts = {key: value for key, value in flat(spec).items() if key not in _PATHS and not key.startswith("input.")}
+    facts |= {"input": digest(spec["input"]), JOB: digest(there)}
     return {key: str(value) for key, value in facts.items()}
 
 
 def check_same(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Whether a job of this promise may be resumed. Paths may differ: contents are known by their fingerprints.
+    """Check that a run with the spec `here` may resume the job with the spec `there`. Paths may differ: contents are
+    compared by their fingerprints.
 
-    Raises: ValueError naming what differs.
+    Raises: ValueError naming the keys that differ.
     """
     sizes, before, now = there["sizes"], flat(there), flat(here)
     differences: list[str] = []
     for key in sorted({*before, *now}):
         old, new = before.get(key, _ABSENT), now.get(key, _ABSENT)
-        if old == new or key.startswith(("sizes.", "input.shard")) or key in _PATHS:
+        if old == new or key.startswith(("sizes.", "input.shard")) or key in (*_PATHS, _GUARANTEE_TEXT):
             continue
         if key == "device.instructions" and "cpu_isa" in sizes:
             continue  # the engine computes as the job began, or refuses
-        if key.startswith("device.") and there["guarantee"]["numerics"] == "default":
+        if key.startswith("device.") and there["guarantee"]["numerics"] == Numerics.DEFAULT:
             continue
         if key.startswith("config.engine."):
             chosen = sizes.get(key.removeprefix("config.engine."), _ABSENT)
@@ -312,6 +315,8 @@ _PATHS = (
     *("config.prompts_file", "config.model.path", "config.model.revision", "config.tokenizer"),
     *("model.name", "model.revision", "tokenizer.name"),
 )
+_GUARANTEE_TEXT = "guarantee.promise"
+"""Text for readers of `job.json`, which follows from `guarantee.numerics`."""
 _ABSENT = "nothing"
 
 

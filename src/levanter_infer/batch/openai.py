@@ -1,8 +1,8 @@
-"""OpenAI's batch format: lines of the input as rows, and results as lines that `openai`'s own types read.
+"""OpenAI's batch format: input lines as rows, and results as lines that the types of `openai` read.
 
 Source: https://platform.openai.com/docs/guides/batch, and the types of the `openai` package 3.54. A line of the input
-has `custom_id`, `method`, `url` and `body`, the request that would be sent to that endpoint; a line of the output has
-`id`, `custom_id`, `response` with the body that the endpoint would answer, and `error`.
+has `custom_id`, `method`, `url` and `body`, the request to that endpoint; a line of the output has `id`, `custom_id`,
+`response` with the body of the endpoint's answer, and `error`.
 """
 
 import hashlib
@@ -11,12 +11,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from levanter_infer.checkpoints.chat_settings import CHAT_KEYS
+from levanter_infer.checkpoints.chat import CHAT_KEYS
 from levanter_infer.columns import NOT_FINITE
 from levanter_infer.config import check_keys
 from levanter_infer.engine.params import brief
 from levanter_infer.engine.request import MAX_ID_CHARS, Completion, RequestOutput
-from levanter_infer.rows import RefusedRow, Row, given_id
+from levanter_infer.io.prompts import RefusedRow, Row, given_id
+from levanter_infer.policies import FinishReason
 
 if TYPE_CHECKING:
     from levanter_infer.checkpoints.tokenizer import Tokenizer
@@ -27,7 +28,7 @@ _SAME = (
     *("temperature", "top_p", "n", "stop", "seed", "frequency_penalty", "presence_penalty", "logit_bias"),
     *("top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "min_tokens"),
 )
-"""Parameters that mean here what they mean there; the second line is what other servers have added to the format."""
+"""Parameters with the same name and meaning here; the second line has those that other servers have added."""
 _OWN = {
     "messages": ("max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "tool_choice", *CHAT_KEYS),
     "prompt": ("max_tokens", "logprobs", "best_of"),
@@ -36,7 +37,7 @@ _NO_EFFECT = (
     *("user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls"),
     *("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction"),
 )
-"""Parameters that change neither tokens nor log probabilities of the answer to a batch line."""
+"""Parameters without effect on the tokens and log probabilities of an answer."""
 _ONLY: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "response_format": ({"type": "text"},),
@@ -51,17 +52,17 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "moderation": (),
     "web_search_options": (),
 }
-"""Parameters of which only these values, and null, can be done."""
+"""Parameters of which only these values, and null, are supported."""
 _LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, as in OpenAI's answers."""
+"""The log probability that OpenAI's answers have for minus infinity."""
 
 
 def as_row(content: Any, model_names: Sequence[str]) -> Any:
-    """A row of this package's own format; what is no line of a batch is returned as it is.
+    """A batch line as a row of this package's own format; other content is returned unchanged.
 
     Args:
-        model_names: that `model` may have.
-    Raises: RefusedRow, with the line's `custom_id`, for a line that asks for something else.
+        model_names: names that `model` may have.
+    Raises: RefusedRow, with the line's `custom_id`, for a line that requests something unsupported.
     """
     if not isinstance(content, dict) or not {"custom_id", "body"} & set(content):
         return content
@@ -106,7 +107,7 @@ def _prompt(value: Any) -> dict[str, Any]:
     """The key and value of a prompt: a string, or token ids. A list of one prompt is that prompt."""
     if isinstance(value, list) and value and isinstance(value[0], (str, list)):
         if len(value) > 1:
-            raise ValueError(f"body.prompt is a list of {len(value)} prompts; expected one prompt a line: divide it")
+            raise ValueError(f"body.prompt is a list of {len(value)} prompts; expected one prompt a line: split it")
         value = value[0]
     return {"prompt_token_ids" if isinstance(value, list) else "prompt": value}
 
@@ -115,7 +116,7 @@ def _chat_keys(body: Mapping[str, Any]) -> dict[str, Any]:
     choice = body.get("tool_choice", "auto")
     if choice != "auto" and not (choice == "none" and not body.get("tools")):
         raise ValueError(
-            f"body.tool_choice is {brief(choice)}, which the chat template is not told; expected auto, or null"
+            f"body.tool_choice is {brief(choice)}, which the chat template does not get; expected auto, or null"
         )
     return {key: body[key] for key in CHAT_KEYS if key in body and (key != "tools" or body[key])}
 
@@ -142,11 +143,11 @@ def _own_parameters(body: Mapping[str, Any], kind: str) -> dict[str, Any]:
 class ResultLines:
     """Results as lines of OpenAI's batch output.
 
-    The same result gives the same line: ids are derived from `custom_id`, and `created` is 0.
+    Equal results give equal lines: ids are derived from `custom_id`, and `created` is 0.
 
     Args:
-        model: what the answers say is their model.
-        tokenizer: for the texts of tokens beside their log probabilities.
+        model: name of the model in the answers.
+        tokenizer: decodes single tokens, whose texts come with their log probabilities.
     """
 
     columns = None
@@ -161,9 +162,9 @@ class ResultLines:
         reasons = {c.finish_reason for c in output.completions}
         if output.error is not None or source.request is None:
             status, body = 400, _error(output.error or "failed", "invalid_request_error")
-        elif "error" in reasons:
+        elif FinishReason.ERROR in reasons:
             status, body = 500, _error(NOT_FINITE, "server_error")
-        elif "abort" in reasons:
+        elif FinishReason.ABORT in reasons:
             status, body = 408, _error("the request was ended before its answer was complete", "timeout")
         else:
             status, body = 200, self._answer(source, output, name)
@@ -222,7 +223,7 @@ class ResultLines:
         tops = None
         if c.top_logprobs:
             tops = [{self._text(t)[0]: _logprob(v) for t, v in reversed(top.items())} for top in c.top_logprobs]
-            tops = [dict(reversed(top.items())) for top in tops]  # of equal texts the likelier one counts
+            tops = [dict(reversed(top.items())) for top in tops]  # of tokens with equal texts the likelier one stays
         return {
             "tokens": texts,
             "token_logprobs": [_logprob(value) for value in c.logprobs],
@@ -231,7 +232,7 @@ class ResultLines:
         }
 
     def _text(self, token: int) -> tuple[str, list[int] | None]:
-        """(text, bytes) of a token; a token without text is named by its id."""
+        """(text, bytes) of a token; the text of a token without one is its id."""
         if token not in self._texts:
             self._texts[token] = _text_of(token, self._tokenizer)
         return self._texts[token]
@@ -244,7 +245,7 @@ def _text_of(token: int, tokenizer: "Tokenizer | None") -> tuple[str, list[int] 
             return data.decode("utf-8", "replace"), list(data)
     elif tokenizer is not None and token < tokenizer.vocab_size:
         once, twice = (tokenizer.decode([token] * times, skip_special_tokens=False) for times in (1, 2))
-        text = twice[len(once) :] if twice.startswith(once) else once  # the first of a text may lose its space
+        text = twice[len(once) :] if twice.startswith(once) else once  # the first token of a text may lose its space
         if text:
             return text, None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
     return f"token_id:{token}", None

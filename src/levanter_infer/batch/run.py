@@ -1,4 +1,4 @@
-"""`run`: one process of a job, from its configuration to its manifest, and how signals stop it."""
+"""`run`: one process of a job, from its configuration to its manifest; `StopSignal`: SIGTERM and SIGINT stop it."""
 
 import contextlib
 import signal
@@ -10,22 +10,28 @@ from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.batch.drive import Totals
 from levanter_infer.batch.on_ray import work_on_ray
 from levanter_infer.batch.worker import Worker, open_worker
-from levanter_infer.frontend import join, metrics_text, say
-from levanter_infer.rows import RowWriter
+from levanter_infer.cli.session import join
+from levanter_infer.io.output import RowWriter, metrics_text
+from levanter_infer.io.terminal import say
 from levanter_infer.runtime.hosts import Hosts
 
 
-class Stopped(Exception):
-    """SIGTERM or SIGINT came while nothing was in progress."""
+class Stopped(KeyboardInterrupt):
+    """SIGTERM or SIGINT came while nothing was in progress. As Python's own, so that no `except Exception` takes it."""
 
 
 class StopSignal:
-    """Notes SIGTERM and SIGINT. Until `defer`, they interrupt; afterwards the job asks `is_set` after each round."""
+    """Records SIGTERM and SIGINT: until `defer` they interrupt, afterwards the job reads `is_set` after each round.
+
+    The handler takes no lock and writes nothing but attributes: Python calls it in the main thread, between any two
+    instructions of what that thread does.
+    """
 
     def __init__(self):
         self.received: int | None = None
+        """Number of the last signal."""
         self.hosts: Hosts | None = None
-        """Processes that are to stop too."""
+        """Processes that stop together with this one."""
         self._deferred = False
 
     def defer(self) -> None:
@@ -42,14 +48,14 @@ class StopSignal:
         if self.hosts is not None:
             self.hosts.stop_wanted = True
         if again and number == signal.SIGINT:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt  # at once
         if not self._deferred:
             raise Stopped
 
     @contextlib.contextmanager
     def installed(self) -> Iterator["StopSignal"]:
         if threading.current_thread() is not threading.main_thread():
-            yield self  # whoever runs us there has handlers of their own
+            yield self  # signals belong to the caller's main thread
             return
         before = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
@@ -60,7 +66,7 @@ class StopSignal:
 
 
 def run(config: BatchRunConfig) -> int:
-    """Do this worker's share of a job; returns the exit status. Raises: ValueError for what stops the run."""
+    """Run one worker of a job; returns the exit status. Raises: ValueError for an error that stops the run."""
     stop = StopSignal()
     with stop.installed():
         try:
@@ -88,13 +94,13 @@ def _run(config: BatchRunConfig, stop: StopSignal) -> int:
         engine = worker.engine
         stop.defer()
         begin = time.monotonic()
-        complete, totals = worker.work(stop.is_set if worker.together is None else lambda: engine.is_stopping)
+        complete, totals = worker.work(stop.is_set if worker.mesh_hosts is None else lambda: engine.is_stopping)
         seconds = time.monotonic() - begin
         if metrics is not None:
             metrics.write_text(metrics_text(engine, as_prometheus=metrics.path.suffix == ".prom"))
             metrics.commit()
         if not complete:
-            if worker.together is None or worker.together.is_lead:
+            if worker.mesh_hosts is None or worker.mesh_hosts.is_lead:
                 worker.job.check_current()
             say(f"stopped   {_done_text(totals, seconds)}; all of it is safe, and the same command goes on")
             return 130 if stop.received == signal.SIGINT else 0
@@ -109,21 +115,20 @@ def _done_text(totals: Totals, seconds: float) -> str:
 
 
 def _end(worker: Worker, totals: Totals, seconds: float) -> int:
-    """Say what was done, and finish the job if it is."""
+    """Report the work of this run, and write the manifest if the job is complete."""
     say(f"done      {_done_text(totals, seconds)}")
-    if worker.together is None:
+    if worker.mesh_hosts is None:
         return _finish(worker, totals)
-    return worker.together.decide("status", _finish(worker, totals) if worker.together.is_lead else None)
+    return worker.mesh_hosts.broadcast("status", _finish(worker, totals) if worker.mesh_hosts.is_lead else None)
 
 
 def _finish(worker: Worker, totals: Totals) -> int:
     manifest = worker.job.finish()
     job = worker.job
     if manifest is None:
-        left = len(job.plan.shards) - len(job.committed())
-        say(
-            f"job       {left} of {len(job.plan.shards)} shards are left to other workers, or to this command once more"
-        )
+        count = len(job.input.shards)
+        left = count - len(job.committed())
+        say(f"job       {left} of {count} shards are left to other workers, or to this command once more")
         return 1 if totals.failed else 0
     counts = manifest["counts"]
     say(f"job       complete: {', '.join(f'{value} {key}' for key, value in counts.items())}")

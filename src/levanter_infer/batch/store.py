@@ -1,7 +1,7 @@
 """`Store`: a job's directory, on a disk or in an object store.
 
-What is put here is there whole or not at all, and stays: on a disk it is written beside its place, synchronised and
-renamed; an object store does that by itself. Nothing reads a file before the record that names it is there.
+Writes are atomic and durable: on a disk a file is written under another name, synchronised and renamed; an object store
+does that itself. No process reads a file of rows before the record that names it exists.
 """
 
 import abc
@@ -12,18 +12,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from levanter_infer.rows import lock_file, write_error
+from levanter_infer.io.output import lock_file, write_error
 
 _WAIT_S = 10.0
-"""For another process that is writing the same small file."""
+"""Seconds to wait for another process that is writing the same small file."""
 _VERSIONS = ("etag", "generation")
-"""What object stores say of an object that differs once it is written again; times are too coarse."""
+"""Properties of an object that change with each write in object stores; times are too coarse."""
 _BLOCK = 1 << 23
-"""Bytes of an object that are read at once."""
+"""Bytes per read of an object."""
 
 
 def open_store(url: str) -> "Store":
-    """The store at a path or URL that fsspec understands. Raises: ValueError if there is none."""
+    """The store at a path or fsspec URL. Raises: ValueError if it cannot be opened."""
     fs, path = file_system(url)
     if "file" in protocols(fs):
         return LocalStore(Path(path))
@@ -41,12 +41,12 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 def protocols(fs) -> tuple[str, ...]:
-    """Names of a file system, such as `file` or `s3`."""
+    """Protocol names of a file system, such as `file` or `s3`."""
     return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
 
 
 class Store(abc.ABC):
-    """Files by name; names may have folders."""
+    """Files by name; a name may include folders."""
 
     @abc.abstractmethod
     def read(self, name: str) -> bytes | None:
@@ -54,7 +54,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def version(self, name: str) -> str | None:
-        """Differs from before if the file has been written since; None if there is none, or nobody can tell."""
+        """A value that changes with each write of the file; None if there is no such file, or no such value."""
 
     @abc.abstractmethod
     def size(self, name: str) -> int | None:
@@ -66,31 +66,31 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def names(self, folder: str) -> list[str]:
-        """Of the files in a folder, sorted, without what is yet to be renamed; empty if there is no such folder."""
+        """Sorted names of the files in a folder, without unfinished writes; empty if there is no such folder."""
 
     @abc.abstractmethod
     def put(self, name: str, data: bytes) -> None:
-        """Write a file whole and durably, in place of what is there."""
+        """Write a file atomically and durably; replaces an older one."""
 
     @abc.abstractmethod
     def create(self, name: str, data: bytes) -> bool:
-        """`put`, unless the file is there; returns whether it was not."""
+        """`put`, unless the file exists; returns whether it was written."""
 
     @abc.abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file, if it exists."""
 
     def remove_leftovers(self, folder: str, *, everything: bool) -> None:
-        """Remove what killed processes have left in a folder, and if `everything` all that is in it, and the folder.
+        """Remove unfinished writes of killed processes in a folder; with `everything` all its files and the folder.
 
-        Requires: nobody works on the job.
+        Requires: no process works on the job.
         """
         for name in self.names(folder) if everything else ():
             self.remove(f"{folder}/{name}")
 
     @abc.abstractmethod
     def claim(self, name: str) -> "Journal | None":
-        """The journal of that name for this process alone, as earlier processes left it; None if another has it."""
+        """Claim a journal for this process, with the content that earlier processes left; None if another has it."""
 
     @property
     def has_claims(self) -> bool:
@@ -99,30 +99,30 @@ class Store(abc.ABC):
 
 
 class Journal(abc.ABC):
-    """A file to which results are added as they come; it may end in the middle of one."""
+    """A file to which results are appended; a killed process may leave an incomplete last one."""
 
     content: bytes
-    """What was there when it was opened."""
+    """Content when it was claimed."""
 
     @abc.abstractmethod
     def keep(self, num_bytes: int) -> None:
-        """Cut off what stands behind so many bytes of `content`. To be called before the first `add`."""
+        """Truncate to the first `num_bytes` of `content`. To be called before the first `add`."""
 
     @abc.abstractmethod
     def add(self, data: bytes) -> None:
-        """Append; what was added outlives this process."""
+        """Append; the data outlive this process."""
 
     @abc.abstractmethod
     def close(self, *, remove: bool) -> None:
-        """Give it back, durable, or removed."""
+        """Release the claim, and make the journal durable or remove it."""
 
     @abc.abstractmethod
     def release(self) -> None:
-        """Give it back, and write nothing more."""
+        """Release the claim without another write."""
 
 
 class LocalStore(Store):
-    """A directory on a disk, or of a network file system with `flock`."""
+    """A directory on a disk, or on a network file system with `flock`."""
 
     def __init__(self, root: Path):
         self._root = root
@@ -169,7 +169,7 @@ class LocalStore(Store):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _lock_soon(partial)
         try:
-            with os.fdopen(descriptor, "wb") as file:  # whose lock ends with it
+            with os.fdopen(descriptor, "wb") as file:  # closing it releases the lock
                 if not replace and path.exists():
                     partial.unlink()
                     return False
@@ -196,7 +196,7 @@ class LocalStore(Store):
                 elif name.endswith(".partial"):
                     _remove_unlocked(path / name)
             if everything:
-                with contextlib.suppress(OSError):  # another worker has just looked into it
+                with contextlib.suppress(OSError):  # another worker has just opened a file there
                     path.rmdir()
 
     def claim(self, name: str) -> "Journal | None":
@@ -204,7 +204,7 @@ class LocalStore(Store):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             return LocalJournal(path, lock_file(path))
-        except (BlockingIOError, FileNotFoundError):  # or all is done, and the folder has just been removed
+        except (BlockingIOError, FileNotFoundError):  # the latter: the job is complete, and its folder was just removed
             return None
 
     @property
@@ -213,7 +213,7 @@ class LocalStore(Store):
 
 
 def _lock_soon(path: Path) -> int:
-    """`lock_file`, waiting for another process that has the file for a moment."""
+    """`lock_file`; waits while another process holds the lock."""
     until = time.monotonic() + _WAIT_S
     while True:
         try:
@@ -233,7 +233,7 @@ def _remove_unlocked(path: Path) -> None:
 
 
 def _sync_directory(path: Path) -> None:
-    """So that a rename in it outlives the machine."""
+    """Make a rename in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -242,7 +242,7 @@ def _sync_directory(path: Path) -> None:
 
 
 class LocalJournal(Journal):
-    """A locked file: the lock is the claim, and ends with the process however that ends."""
+    """A locked file: the lock is the claim, and the system releases it when the process ends."""
 
     def __init__(self, path: Path, descriptor: int):
         self._path, self._file = path, os.fdopen(descriptor, "r+b", buffering=0)
@@ -272,7 +272,7 @@ class LocalJournal(Journal):
 
 
 class ObjectStore(Store):
-    """Any other file system of fsspec. Nothing there is renamed or appended to."""
+    """Any other file system of fsspec: no renames, no appends."""
 
     def __init__(self, fs, root: str):
         self._fs, self._root = fs, root.rstrip("/")
@@ -308,7 +308,7 @@ class ObjectStore(Store):
         return None
 
     def names(self, folder: str) -> list[str]:
-        self._fs.invalidate_cache()  # which would not show what others have written meanwhile
+        self._fs.invalidate_cache()  # it would not show what others have written meanwhile
         with contextlib.suppress(FileNotFoundError):
             return sorted(path.rsplit("/", 1)[-1] for path in self._fs.ls(self._path(folder), detail=False))
         return []
@@ -333,7 +333,7 @@ class ObjectStore(Store):
 
 
 class ObjectJournal(Journal):
-    """Kept in memory, and written when the process ends in order: what a killed one had added is computed again."""
+    """Kept in memory, and written when the process ends in order; rows of a killed process are computed again."""
 
     def __init__(self, store: ObjectStore, name: str):
         self._store, self._name = store, name

@@ -1,4 +1,4 @@
-"""Parquet: rows of the input, and of the output. Needs pyarrow, which the extra `parquet` installs."""
+"""Parquet files: input rows and output rows. Needs pyarrow, which the extra `parquet` installs."""
 
 import base64
 import hashlib
@@ -11,17 +11,17 @@ from typing import IO, Any
 from levanter_infer.columns import TYPES, encode_json
 from levanter_infer.config import check_keys
 from levanter_infer.engine.params import brief
-from levanter_infer.rows import CARRY_REMEDY, ROW_KEYS, RefusedRow, given_id, parse_json
+from levanter_infer.io.prompts import CARRY_REMEDY, ROW_KEYS, RefusedRow, given_id, parse_json
 
 _JSON_COLUMNS = ("sampling", "messages", "tools", "chat_template_kwargs")
-"""Columns that may be JSON in text, for keys that not every row has."""
+"""Columns that may hold JSON as text, for keys that not every row has."""
 _ROWS_AT_ONCE = 256
 _TAIL = 8
 """Bytes at the end of a file: length of the footer, and PAR1."""
 
 
 def check_columns(file: IO[bytes], path: str, carry: Sequence[str] = ()) -> tuple[int, Any]:
-    """(rows, schema) of a file. Raises: ValueError for a column that no row may have, or no Parquet file."""
+    """(rows, schema) of a file. Raises: ValueError for an unknown column, or a file that is no Parquet."""
     table = _open(file, path)
     names = table.schema_arrow.names
     check_keys(names, (*ROW_KEYS, *carry), path, CARRY_REMEDY)
@@ -34,7 +34,7 @@ def check_columns(file: IO[bytes], path: str, carry: Sequence[str] = ()) -> tupl
 
 
 def carried_types(schemas: Sequence[Any], carry: Sequence[str]) -> str:
-    """The types, for `encode`, of columns that are carried from files of these schemas.
+    """The types of carried columns, for `encode`, from the schemas of the input files.
 
     Raises: ValueError for a column that no file has, that has several types, or one that JSON cannot hold.
     """
@@ -67,7 +67,7 @@ def _is_plain(kind) -> bool:
 
 
 def _finite(value: Any) -> Any:
-    """A value of a carried column, with null for numbers that JSON does not have."""
+    """A value of a carried column, with null for a number that is not finite, which JSON lacks."""
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -76,7 +76,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_ids(file: IO[bytes], rows: int) -> Iterator[str | None]:
-    """The id of each row, None where it has none."""
+    """The id of each row; None for a row without one."""
     table = _open(file, "")
     if "id" not in table.schema_arrow.names:
         yield from (None for _ in range(rows))
@@ -86,7 +86,7 @@ def read_ids(file: IO[bytes], rows: int) -> Iterator[str | None]:
 
 
 def footer_sha256(file: IO[bytes]) -> str:
-    """Of the part that says where and how large each column of each row group is, and what it lies between."""
+    """SHA-256 of the file's size and footer: offsets, sizes and bounds of each column of each row group."""
     file.seek(-_TAIL, io.SEEK_END)
     length = int.from_bytes(file.read(4), "little")
     end = file.seek(0, io.SEEK_END)
@@ -95,7 +95,7 @@ def footer_sha256(file: IO[bytes]) -> str:
 
 
 def read_rows(file: IO[bytes], start: int, count: int) -> Iterator[dict[str, Any] | ValueError]:
-    """Rows `start` and following, without the columns in which they have nothing; or what is wrong with one."""
+    """`count` rows from `start` on, without null columns; a ValueError for a row that cannot be read."""
     table = _open(file, "")
     first, groups = 0, []
     begin = None
@@ -123,18 +123,18 @@ def _batches(table, **options) -> Iterator[Any]:
 
 
 def _rows_of(batch) -> Iterator[dict[str, Any] | ValueError]:
-    """The rows of a batch as Python has them, or what is wrong with one."""
+    """The rows of a batch as Python values; a ValueError for a row that cannot be read."""
     try:
         yield from batch.to_pylist(maps_as_pydicts="strict")
         return
     except (ValueError, KeyError, RecursionError, OverflowError):
-        pass  # one of the rows, which is found below
+        pass  # the loop below finds the row
     for i in range(batch.num_rows):
         yield _row_of(batch.slice(i, 1))
 
 
 def _row_of(batch) -> dict[str, Any] | ValueError:
-    """The only row of a batch, or what is wrong with it."""
+    """The only row of a batch, or its error."""
     row: dict[str, Any] = {}
     problem = None
     for name in batch.schema.names:
@@ -148,7 +148,7 @@ def _row_of(batch) -> dict[str, Any] | ValueError:
 
 
 def _without_nulls(row: dict[str, Any]) -> dict[str, Any] | ValueError:
-    """Parquet knows a key that is not given as one that is null, within structures too."""
+    """A row without null values: Parquet stores an absent key as null, within structures too."""
     name = given_id(row)
     row = {key: value if key in ROW_KEYS else _finite(value) for key, value in row.items() if value is not None}
     try:
@@ -163,7 +163,7 @@ def _without_nulls(row: dict[str, Any]) -> dict[str, Any] | ValueError:
 
 
 def _dropped(value: Any) -> Any:
-    """Structures without what is null in them; in lists it stays, and is refused where it has no sense."""
+    """A value without null entries of structures; null entries of lists stay."""
     if isinstance(value, dict):
         return {key: _dropped(inner) for key, inner in value.items() if inner is not None}
     return [_dropped(inner) for inner in value] if isinstance(value, list) else value
@@ -195,10 +195,10 @@ def _pyarrow():
 
 
 def encode(rows: Iterable[str], carried: str = "") -> bytes:
-    """A Parquet file of output rows, given as JSON with the same keys in each. The same rows give the same bytes.
+    """A Parquet file of output rows, given as JSON with equal keys. Equal rows give equal bytes.
 
     Args:
-        carried: of `carried_types`; empty: what is carried becomes JSON in text.
+        carried: from `carried_types`; empty: carried columns become JSON as text.
     """
     pyarrow, parquet = _pyarrow()
     contents = [json.loads(row) for row in rows]
@@ -218,7 +218,7 @@ def encode(rows: Iterable[str], carried: str = "") -> bytes:
 
 
 def arrow_schema(names: Iterable[str]):
-    """The `pyarrow.Schema` of output rows that have these columns, but for those that are carried from the input."""
+    """The `pyarrow.Schema` of output rows with these columns, without the columns carried from the input."""
     pyarrow, _ = _pyarrow()
     top = pyarrow.struct({"token_id": pyarrow.int32(), "logprob": pyarrow.float32()})
     types = {
@@ -235,5 +235,5 @@ def arrow_schema(names: Iterable[str]):
 
 
 def _valid(value: Any) -> Any:
-    """Halves of surrogate pairs, which UTF-8 cannot hold, as their escapes."""
+    """Text with lone surrogates, which UTF-8 cannot encode, as escapes."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value

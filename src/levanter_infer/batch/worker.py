@@ -1,4 +1,4 @@
-"""`Worker`: a process at work on a job: its input, its directory, its engine."""
+"""`Worker`: one process of a job: its input, its directory, its engine."""
 
 import dataclasses
 import time
@@ -7,133 +7,145 @@ from typing import TYPE_CHECKING, Any
 
 from levanter_infer.batch import tables
 from levanter_infer.batch.config import BatchRunConfig
-from levanter_infer.batch.drive import Driver, Totals
-from levanter_infer.batch.job import Job, check_same, job_fingerprint, make_promise, read_promise
-from levanter_infer.batch.layout import layout_of
-from levanter_infer.batch.plan import Input, InputShard, Plan
-from levanter_infer.batch.shard import JOB, dumps
+from levanter_infer.batch.drive import Driver, OutputFormat, RowFormat, Totals
+from levanter_infer.batch.input import Input, InputShard, InputShards
+from levanter_infer.batch.job import Job, check_same, job_fingerprint, make_job_spec, read_job_spec
+from levanter_infer.batch.openai import ResultLines
+from levanter_infer.batch.shard import JOB, broadcast_claims, dumps, receive_claims
 from levanter_infer.batch.store import Store, open_store
-from levanter_infer.batch.together import followed, told
-from levanter_infer.checkpoints.chat_settings import CHAT_KEYS
+from levanter_infer.checkpoints.chat import CHAT_KEYS
+from levanter_infer.cli.session import make_engine
 from levanter_infer.fingerprint import device_fingerprint, model_fingerprint, tokenizer_fingerprint, version_fingerprint
-from levanter_infer.frontend import make_engine, say
-from levanter_infer.rows import chat_settings, columns_of
-from levanter_infer.runtime.agreement import agree
-from levanter_infer.runtime.hosts import Hosts
+from levanter_infer.io.prompts import chat_settings, columns_of
+from levanter_infer.io.terminal import say
+from levanter_infer.policies import Numerics
+from levanter_infer.runtime.hosts import Hosts, agree
 from levanter_infer.runtime.multihost import ONE_MESH
 
 if TYPE_CHECKING:
+    from levanter_infer.checkpoints.tokenizer import Tokenizer
     from levanter_infer.engine.engine import InferenceEngine
 
 LOG_SECONDS = 10
-"""Between lines about the job."""
+"""Seconds between two progress lines."""
 _SCHEDULING = ("max_round_steps", "max_round_seconds", "recompilation", "host_bytes", "preempt", "admission")
-"""Keys of the engine that decide when something is computed, and never what."""
+"""Engine keys that change the schedule and never the results."""
 _SIZES = ("page_size", "max_pages", "max_seq_len", "max_step_tokens", "kv_dtype", "attention", "matmul", "cpu_isa")
-"""Keys that the first run chooses for all others, where the configuration does not: what is refused depends on them."""
+"""Engine keys that the first run chooses for all later ones, unless the configuration does: limits depend on them."""
 
 
 @dataclasses.dataclass
 class Worker:
-    """A process at work on a job."""
+    """One process of a job."""
 
     config: BatchRunConfig
     source: Input
     job: Job
     engine: "InferenceEngine | None"
-    """None: nothing is left to do."""
-    place: tuple[int, int]
-    """Which worker this is, and of how many."""
-    together: Hosts | None = None
-    """The processes of one mesh, of which the first alone reads and writes the job's directory."""
+    """None: all shards are finished."""
+    rank: tuple[int, int]
+    """Number of this worker, and of workers."""
+    mesh_hosts: Hosts | None = None
+    """The processes of one mesh; process 0 alone reads and writes the job's directory."""
 
     def work(self, should_stop: Callable[[], bool], shards: Iterable[InputShard] | None = None) -> tuple[bool, Totals]:
-        """Work off this worker's shards, or the given ones. Returns: as `Driver.run`, and what was done."""
+        """Process this worker's shards, or the given ones. Returns: as `Driver.run`, and the totals."""
         assert self.engine is not None
         config, job, engine = self.config, self.job, self.engine
         driver = Driver(
             engine,
-            lambda shard: self.source.rows(job.plan, shard),
+            lambda shard: self.source.rows(job.input, shard),
             config.sampling,
             max_seqs=engine.shapes.max_seqs,
-            equal_bytes=job.promise["guarantee"]["numerics"] == "batch_invariant",
+            equal_bytes=job.spec["guarantee"]["numerics"] == Numerics.BATCH_INVARIANT,
             chat=chat_settings(config),
-            layout=layout_of(config, engine.tokenizer),
+            output_format=output_format(config, engine.tokenizer),
         )
         if shards is None:
-            shards = job.shards_of(*self.place)
-        hosts = self.together
+            shards = job.shards_of(*self.rank)
+        hosts = self.mesh_hosts
         if hosts is not None and not hosts.is_lead:
-            complete = driver.run(followed(hosts, job.plan), should_stop)
+            complete = driver.run(receive_claims(hosts, job.input), should_stop)
         else:
-            claims = job.claim(shards) if hosts is None else told(hosts, job.claim(shards))
-            complete = driver.run(claims, should_stop, Progress(job, engine, self.place[1]))
+            claims = job.claim(shards) if hosts is None else broadcast_claims(hosts, job.claim(shards))
+            complete = driver.run(claims, should_stop, Progress(job, engine, self.rank[1]))
         if complete:
             engine.drain()
         return complete, driver.totals
 
 
 def open_worker(
-    config: BatchRunConfig, hosts: Hosts | None = None, *, plan: Plan | None = None, begin: bool = True
+    config: BatchRunConfig, hosts: Hosts | None = None, *, inputs: InputShards | None = None, begin: bool = True
 ) -> Worker:
-    """Find or begin the job, and make an engine if anything is left to do.
+    """Open or begin the job, and make an engine if shards are left.
 
     Args:
-        hosts: processes that do the job together, and make the same call.
-        plan: of the input, if it is known; who knows it sees to finished shards, too.
-        begin: False: only look at a job that has begun, without an engine.
-    Raises: ValueError if the job began otherwise, or anything is wrong with model, input or output; HostsDiffer.
+        hosts: the processes of the job, which all make the same call.
+        inputs: files and shards of the input, if they are known; the caller then has compared the finished shards.
+        begin: False: only open a job that has begun, without an engine.
+    Raises: ValueError if the job began with another configuration, or for a fault of model, input or output;
+        HostsDiffer.
     """
     one_mesh = hosts if config.multihost.layout == ONE_MESH else None
-    place = config.batch.worker_index, config.batch.num_workers
+    rank = config.batch.worker_index, config.batch.num_workers
     if hosts is not None and one_mesh is None:
-        place = hosts.index, hosts.count
+        rank = hosts.index, hosts.count
     writes = one_mesh is None or one_mesh.is_lead
-    store, source, compare = _store(config), input_of(config), plan is None
-    config = dataclasses.replace(config, engine={"numerics": "batch_invariant", **config.engine})
-    facts = _fingerprints(config)
-    plan = plan_of(config, source) if plan is None else plan
+    store, source, compare = _store(config), input_of(config), inputs is None
+    config = dataclasses.replace(config, engine={"numerics": Numerics.BATCH_INVARIANT, **config.engine})
+    fingerprints = _fingerprints(config)
+    inputs = split_input(config, source) if inputs is None else inputs
     wanted = _config_fingerprint(config)
-    promise = read_promise(store)
+    spec = read_job_spec(store)
     if hosts is not None:
-        agree(hosts, "job", job_fingerprint(make_promise(wanted, facts, {}, plan), promise))
+        agree(hosts, "job", job_fingerprint(make_job_spec(wanted, fingerprints, {}, inputs), spec))
     engine = None
     while True:
         sizes = None
-        if promise is not None:
-            sizes = promise["sizes"]
-            check_same(promise, make_promise(wanted, facts, sizes, plan))
-            job = Job(store, promise)
-            left = len(plan.shards) - len(job.committed())
+        if spec is not None:
+            sizes = spec["sizes"]
+            check_same(spec, make_job_spec(wanted, fingerprints, sizes, inputs))
+            job = Job(store, spec)
+            left = len(inputs.shards) - len(job.committed())
             if hosts is not None and engine is None:
-                left = hosts.decide("shards left", left)  # others of the job may be finishing some
+                left = hosts.broadcast("shards left", left)  # other processes may finish some meanwhile
             if left == 0 or engine is not None or not begin:
-                return Worker(config, source, job, engine if left else None, place, one_mesh)
-            say(f"job       {len(plan.shards) - left} of {len(plan.shards)} shards are finished, {left} are left")
+                return Worker(config, source, job, engine if left else None, rank, one_mesh)
+            say(f"job       {len(inputs.shards) - left} of {len(inputs.shards)} shards are finished, {left} are left")
             if writes and compare:
-                _compare_finished(job, *place)
-        engine = _engine(config, sizes, plan, hosts)
-        if promise is None:
+                _compare_finished(job, *rank)
+        engine = _engine(config, sizes, inputs, hosts)
+        if spec is None:
             sizes = {key: value for key, value in engine.describe().items() if key in _SIZES and value is not None}
-            mine = make_promise(wanted, facts, sizes, plan)
+            mine = make_job_spec(wanted, fingerprints, sizes, inputs)
             if writes:
                 store.create(JOB, dumps(mine))  # unless another worker was first
-            promise = read_promise(store) if writes else mine
-            assert promise is not None
-            if promise["sizes"] != mine["sizes"]:
+            spec = read_job_spec(store) if writes else mine
+            assert spec is not None
+            if spec["sizes"] != mine["sizes"]:
                 if hosts is not None:
                     raise ValueError(f"another job has begun in this output meanwhile; see {JOB} there")
                 engine = None
 
 
 def _compare_finished(job: Job, worker: int, workers: int) -> None:
-    """Compare finished shards with what their records say: those that fall to this worker. Whoever finishes the job
-    compares all. Raises: ValueError naming what has changed."""
+    """Compare this worker's finished shards with their records; the worker that finishes the job compares all.
+
+    Raises: ValueError naming what has changed.
+    """
     own = {index for index in job.committed() if index % workers == worker}
     begin = time.monotonic()
     size = sum(record["bytes"] for record in job.records(own))
     if own:
         say(f"compared  {len(own)} finished shards, {size / 1e6:.1f} MB, in {time.monotonic() - begin:.1f} s")
+
+
+def output_format(config: BatchRunConfig, tokenizer: "Tokenizer | None") -> OutputFormat:
+    """The format of a job's output rows."""
+    if config.batch.format != "openai":
+        return RowFormat(columns_of(config))
+    names = config.batch.model_names or [config.model.path.rstrip("/").rsplit("/", 1)[-1]]
+    return ResultLines(names[0], tokenizer)
 
 
 def _store(config: BatchRunConfig) -> Store:
@@ -152,32 +164,32 @@ def input_of(config: BatchRunConfig) -> Input:
     return Input(config.prompts_file, as_chat=bool(config.chat), model_names=names, carry=carry)
 
 
-def plan_of(config: BatchRunConfig, source: Input) -> Plan:
-    """How the input is divided: as the job began, or found by reading the input. Raises: ValueError as `Input.plan`."""
-    promise = read_promise(_store(config))
-    if promise is not None:
-        return _same_files(source, promise)
+def split_input(config: BatchRunConfig, source: Input) -> InputShards:
+    """Files and shards of the input: from `job.json`, or by reading the input. Raises: ValueError as `Input.split`."""
+    spec = read_job_spec(_store(config))
+    if spec is not None:
+        return _same_files(source, spec)
     begin = time.monotonic()
-    plan = source.plan(config.batch.rows_per_shard)
+    inputs = source.split(config.batch.rows_per_shard)
     say(
-        f"input     {plan.rows} rows in {len(plan.files)} files, {len(plan.shards)} shards, read once in "
+        f"input     {inputs.rows} rows in {len(inputs.files)} files, {len(inputs.shards)} shards, read once in "
         f"{time.monotonic() - begin:.1f} s"
     )
-    return plan
+    return inputs
 
 
-def _same_files(source: Input, promise: dict[str, Any]) -> Plan:
-    """The plan that the job began with. Names and sizes are compared here, shards by their SHA-256 as they are read."""
-    plan = Plan.from_dict(promise["input"])
-    there, here = [file.name for file in plan.files], [path.rsplit("/", 1)[-1] for path in source.paths]
+def _same_files(source: Input, spec: dict[str, Any]) -> InputShards:
+    """The shards of `job.json`. Compares names and sizes of files; shards are compared by SHA-256 as they are read."""
+    inputs = InputShards.from_dict(spec["input"])
+    there, here = [file.name for file in inputs.files], [path.rsplit("/", 1)[-1] for path in source.paths]
     if there != here:
         only = sorted(set(there) ^ set(here))
         raise ValueError(
             f"the job began with {len(there)} input files and there are {len(here)}; not in both: "
             f"{', '.join(only[:5])}; put them back, or give another output"
         )
-    source.check_unchanged(plan)
-    return plan
+    source.check_unchanged(inputs)
+    return inputs
 
 
 def _fingerprints(config: BatchRunConfig) -> dict[str, Any]:
@@ -194,7 +206,7 @@ def _fingerprints(config: BatchRunConfig) -> dict[str, Any]:
 
 
 def _config_fingerprint(config: BatchRunConfig) -> dict[str, Any]:
-    """What was asked for, with every default, without what cannot change a row."""
+    """The configuration with every default, without the keys that cannot change a row."""
     engine = dataclasses.asdict(config.engine_config())
     batch = dataclasses.asdict(config.batch)
     return {
@@ -214,21 +226,23 @@ def _config_fingerprint(config: BatchRunConfig) -> dict[str, Any]:
     }
 
 
-def _engine(config: BatchRunConfig, sizes: dict[str, Any] | None, plan: Plan, hosts: Hosts | None) -> "InferenceEngine":
-    """An engine of the sizes that the job began with, if it has begun."""
+def _engine(
+    config: BatchRunConfig, sizes: dict[str, Any] | None, inputs: InputShards, hosts: Hosts | None
+) -> "InferenceEngine":
+    """An engine with the sizes of `job.json`, if there is one."""
     config = dataclasses.replace(config, engine={**config.engine, **_sizes_here(config, sizes or {})})
     try:
-        return make_engine(config, plan.rows, hosts) if hosts is not None else make_engine(config, plan.rows)
+        return make_engine(config, inputs.rows, hosts) if hosts is not None else make_engine(config, inputs.rows)
     except ValueError as e:
         if "batch_invariant" not in str(e):
             raise
-        raise ValueError(f"{e}; or, for a job without the promise of equal bytes, engine.numerics: default") from e
+        raise ValueError(f"{e}; or, for a job without equal bytes, engine.numerics: default") from e
 
 
 def _sizes_here(config: BatchRunConfig, sizes: dict[str, Any]) -> dict[str, Any]:
-    """The sizes that the job began with, as this processor can have them.
+    """The sizes of `job.json` that this processor supports.
 
-    Raises: ValueError if it computes otherwise than the job began, and the job promises equal bytes.
+    Raises: ValueError if its results would differ and the job promises equal bytes.
     """
     from levanter_infer.kernels.cpu import bindings as cpu
 
@@ -236,7 +250,7 @@ def _sizes_here(config: BatchRunConfig, sizes: dict[str, Any]) -> dict[str, Any]
     usable = cpu.isas() if isa is not None and cpu.available() else ()
     if isa is None or isa in usable:
         return sizes
-    if config.engine["numerics"] == "batch_invariant":
+    if config.engine["numerics"] == Numerics.BATCH_INVARIANT:
         here = f"this processor has {', '.join(usable)}" if usable else "there are no kernels for CPUs here"
         raise ValueError(
             f"the job began with engine.cpu_isa={isa}, and {here}: its rows would have other bytes. Resume it on a "
@@ -246,7 +260,7 @@ def _sizes_here(config: BatchRunConfig, sizes: dict[str, Any]) -> dict[str, Any]
 
 
 class Progress:
-    """Says every few seconds how a job goes."""
+    """Writes a progress line every few seconds."""
 
     def __init__(self, job: Job, engine: "InferenceEngine", workers: int):
         self._job, self._engine, self._workers = job, engine, workers
@@ -258,21 +272,21 @@ class Progress:
             return
         self._last = now
         done = self._job.committed()
-        rows_done = sum(shard.rows for shard in self._job.plan.shards if shard.index in done)
+        rows_done = sum(shard.rows for shard in self._job.input.shards if shard.index in done)
         seconds = now - self._begin
         rate = totals.rows / seconds
-        left = self._job.plan.rows - rows_done
+        left = self._job.input.rows - rows_done
         metrics = self._engine.metrics()
         say(
-            f"progress  {totals.rows} rows here ({totals.failed} failed), {rows_done}/{self._job.plan.rows} rows and "
-            f"{len(done)}/{len(self._job.plan.shards)} shards committed in all, {rate:.1f} rows/s, "
+            f"progress  {totals.rows} rows here ({totals.failed} failed), {rows_done}/{self._job.input.rows} rows and "
+            f"{len(done)}/{len(self._job.input.shards)} shards committed in all, {rate:.1f} rows/s, "
             f"{totals.tokens / seconds:.0f} tokens/s, {_remaining(left, rate, self._workers)} left, "
             f"{metrics['pages_in_use']}/{metrics['pages_total']} pages in use, {metrics['running']} running"
         )
 
 
 def _remaining(rows: int, rate: float, workers: int) -> str:
-    """Time for so many rows, if all workers are as fast as this one."""
+    """Estimated time for `rows` more rows, if all workers are as fast as this one."""
     if rate <= 0:
         return "unknown time"
     seconds = round(rows / (rate * workers))

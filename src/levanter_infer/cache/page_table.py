@@ -1,8 +1,5 @@
 """`PageTable`: reference counts of the pages of the pool, and the order in which free pages are reused."""
 
-from collections.abc import Callable
-from typing import TypeVar
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,6 +7,7 @@ from jax import Array
 from jaxtyping import Int32
 
 from levanter_infer.cache.arrays import full, gather, replace, scatter, scatter_add, scatter_max
+from levanter_infer.kernels.loops import run_if as run_if
 
 
 class PageTable(eqx.Module):
@@ -147,18 +145,3 @@ def ragged_index(counts: Array, start: Array, size: int) -> tuple[Array, Array, 
     valid = flat < bounds[-1]
     group = jnp.where(valid, jax.lax.cummax(marks), counts.shape[0])
     return group, flat - gather(first_items, group, 0), valid
-
-
-Value = TypeVar("Value")
-
-
-def run_if(condition: Array, function: Callable[[Value], Value], value: Value) -> Value:
-    """`function(value)` if `condition`, else `value`, as a loop of zero or one trips.
-
-    `lax.cond` copies what it carries on a CPU; a loop keeps it in place. Every optional write to state goes this way.
-    """
-
-    def body(carry):
-        return jnp.asarray(False), function(carry[1])
-
-    return jax.lax.while_loop(lambda carry: carry[0], body, (condition, value))[1]

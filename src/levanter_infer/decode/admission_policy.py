@@ -8,6 +8,7 @@ from levanter_infer.cache.page_math import pages_for
 from levanter_infer.decode.codes import ERROR
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
+from levanter_infer.policies import AdmissionPolicy
 
 EMA_DECAY = 1 - 1 / 32
 """Weight that the mean share of generated tokens keeps at each sequence that ends."""
@@ -28,9 +29,9 @@ def _expected_lens(state: DecodeState, shapes: Shapes) -> Array:
     """
     table = state.sequences
     known, most = table.seq_lens + 1, table.max_lens
-    if shapes.admission == "optimistic":
+    if shapes.admission == AdmissionPolicy.OPTIMISTIC:
         return known
-    if shapes.admission == "worst_case":
+    if shapes.admission == AdmissionPolicy.WORST_CASE:
         return most
     prompt_lens = table.prompt_lens
     share = state.generated_share * (most - prompt_lens).astype(jnp.float32)
@@ -40,7 +41,7 @@ def _expected_lens(state: DecodeState, shapes: Shapes) -> Array:
 def update_length_estimate(state: DecodeState, shapes: Shapes, finished: Array, reasons: Array) -> DecodeState:
     """Move the mean share of the allowed tokens that sequences generate towards the sequences in the mask `finished`,
     bool[seq], except those whose reason, i32[seq], is ERROR. Only admission `expected` has an estimate."""
-    if shapes.admission != "expected":
+    if shapes.admission != AdmissionPolicy.EXPECTED:
         return state
     finished, table = finished & (reasons != ERROR), state.sequences
     prompt_lens = table.prompt_lens

@@ -8,13 +8,8 @@ from jax import Array
 from jaxtyping import Float32, Int32
 
 from levanter_infer.cache.arrays import full, gather, replace, scatter, scatter_add
-from levanter_infer.decode.codes import ERROR, FINISHED, FREE, NOT_FINISHED, RUNNING, WAITING
+from levanter_infer.decode.codes import ERROR, FINISHED, FREE, NOT_FINISHED, PATIENT, RUNNING, WAITING
 from levanter_infer.decode.sequence_table import SequenceTable
-
-# When a group ends (HF transformers: `early_stopping` False, True, "never")
-PATIENT = 0  # when no running beam scores above the worst hypothesis at its present length
-EARLY = 1  # when it has as many hypotheses as beams
-NEVER = 2  # when no running beam can score above the worst hypothesis at any length
 
 NO_SCORE = -1e9
 """Score of absent beams and hypotheses, as in HF transformers: of all beams but the first at the start."""

@@ -48,7 +48,7 @@ def preempt(state: DecodeState, order: Array, take: Array) -> tuple[DecodeState,
         rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32))
         released = _released_by_suffix(table, state.page_table, rank)
         needed = jnp.cumsum(need[order], dtype=jnp.int32)
-        # The first k survive. Their needs grow with k, and the pages that the others release shrink.
+        # The first k survive. Their needs grow with k, and fewer pages are released by the others.
         fits = needed <= state.page_table.num_free + released
         survivors = jnp.maximum(jnp.sum(fits, dtype=jnp.int32), 1)
         survivors = state.beams.num_survivors(table, order, survivors)

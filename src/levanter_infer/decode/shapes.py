@@ -3,6 +3,7 @@
 import dataclasses
 
 from levanter_infer.axes import MIN_ROWS
+from levanter_infer.policies import AdmissionPolicy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Shapes:
     upload_tokens: int
     """Prompt tokens that one `Admission` can carry."""
     limits: SamplingLimits
-    admission: str = "optimistic"
+    admission: str = AdmissionPolicy.OPTIMISTIC
     """Policy of the pages that must be free for a sequence to start (`admission_policy`): optimistic, expected or
     worst_case."""
     prefix_cache: bool = False

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from levanter_infer.engine.sequence import Group
+from levanter_infer.engine.request_state import RequestState
 from levanter_infer.runtime.hosts import Hosts
 
 _KEPT_TERMS = 8
@@ -30,7 +30,7 @@ class RoundTerms:
     now: float
     """Seconds of a clock that all share; deadlines are compared with it."""
     max_steps: int
-    cancelled: tuple[Group, ...] = ()
+    cancelled: tuple[RequestState, ...] = ()
 
 
 class RoundCoordinator(Protocol):
@@ -47,11 +47,11 @@ class RoundCoordinator(Protocol):
         """The time of `RoundTerms.now`, to begin a deadline with."""
         ...
 
-    def enter(self, group: Group) -> None:
+    def enter(self, group: RequestState) -> None:
         """A group was submitted."""
         ...
 
-    def cancel(self, group: Group) -> bool:
+    def cancel(self, group: RequestState) -> bool:
         """Whether to end a group now; if not, it is among the `cancelled` of a coming round."""
         ...
 
@@ -80,13 +80,13 @@ class LocalCoordinator(RoundCoordinator):
     def terms(self, round_id: int, max_steps: int) -> RoundTerms:
         if self._hosts is not None:
             self._hosts.check()
-            self._hosts.note(IN_A_ROUND, round_id)
+            self._hosts.set_status(IN_A_ROUND, round_id)
         return RoundTerms(self.now(), max_steps)
 
-    def enter(self, group: Group) -> None:
+    def enter(self, group: RequestState) -> None:
         pass
 
-    def cancel(self, group: Group) -> bool:
+    def cancel(self, group: RequestState) -> bool:
         return True
 
     def on_input(self, fields: Mapping[str, Any]) -> None:
@@ -102,9 +102,9 @@ class LeaderCoordinator(RoundCoordinator):
 
     def __init__(self, hosts: Hosts, clock: Callable[[], float] = _seconds):
         self._hosts, self._clock = hosts, clock
-        self._place = f"terms/{hosts.decide('council', hosts.fresh('council'))}"
-        self._numbers: dict[Group, int] = {}
-        self._groups: dict[int, Group] = {}
+        self._place = f"terms/{hosts.broadcast('coordinator', hosts.next_number('coordinator'))}"
+        self._numbers: dict[RequestState, int] = {}
+        self._groups: dict[int, RequestState] = {}
         self._entered = self._rounds = self._digest = 0
         self.stopping = False
 
@@ -112,18 +112,18 @@ class LeaderCoordinator(RoundCoordinator):
         hosts, key = self._hosts, f"{self._place}/{self._rounds}"
         hosts.check()
         if hosts.is_lead:
-            wishes = hosts.take_wishes()
+            requests = hosts.pop_requests()
             content = {
                 "now": self._clock(),
                 "steps": max_steps,
-                "cancel": sorted({number for wish, number in wishes if wish == "cancel"}),
-                "stop": any(wish == "stop" for wish, _ in wishes),
+                "cancel": sorted({number for kind, number in requests if kind == "cancel"}),
+                "stop": any(kind == "stop" for kind, _ in requests),
                 "digest": self._digest,
             }
-            hosts.announce(key, content)
+            hosts.publish(key, content)
             hosts.forget(f"{self._place}/{self._rounds - _KEPT_TERMS}")
         else:
-            content = hosts.hear(key, math.inf)
+            content = hosts.wait_for(key, math.inf)
         if content["digest"] != self._digest:
             raise RuntimeError(
                 f"{hosts.names[hosts.index]} has been given other requests or calls than {hosts.names[0]} before round "
@@ -131,22 +131,22 @@ class LeaderCoordinator(RoundCoordinator):
             )
         self._rounds += 1
         self.stopping = self.stopping or content["stop"]
-        hosts.note(IN_A_ROUND, round_id)
+        hosts.set_status(IN_A_ROUND, round_id)
         cancelled = [self._groups[number] for number in content["cancel"] if number in self._groups]
         self._forget_finished()
         return RoundTerms(content["now"], content["steps"], tuple(group for group in cancelled if not group.is_done))
 
     def now(self) -> float:
-        return self._hosts.decide("now", self._clock() if self._hosts.is_lead else None)
+        return self._hosts.broadcast("now", self._clock() if self._hosts.is_lead else None)
 
-    def enter(self, group: Group) -> None:
+    def enter(self, group: RequestState) -> None:
         self._numbers[group] = self._entered
         self._groups[self._entered] = group
         self._entered += 1
 
-    def cancel(self, group: Group) -> bool:
+    def cancel(self, group: RequestState) -> bool:
         if group in self._numbers:
-            self._hosts.ask("cancel", self._numbers[group])
+            self._hosts.request("cancel", self._numbers[group])
         return False
 
     def on_input(self, fields: Mapping[str, Any]) -> None:

@@ -1,88 +1,14 @@
 """The host's side of `resample` and `fork`: samples of one request that go on from one another."""
 
-import abc
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from levanter_infer.decode.programs import Programs
-from levanter_infer.engine.backend import Backend
-from levanter_infer.engine.coordination import RoundCoordinator
-from levanter_infer.engine.kv_offload import KvOffload
-from levanter_infer.engine.sequence import Group
-from levanter_infer.engine.sequence import Sequence as HostSequence
-from levanter_infer.engine.sharded import told_one_shard
-from levanter_infer.engine.slots import SlotManager
-from levanter_infer.engine.turns import Turns, exclusive
+from levanter_infer.engine.request_state import RequestState, SampleState
+from levanter_infer.engine.scheduler import RankSlots
 
 
-class Forks(abc.ABC):
-    """What `InferenceEngine` can do with the samples of a request while they run."""
-
-    state: Any
-    backend: Backend
-    programs: Programs
-    _slots: SlotManager
-    _offload: KvOffload
-    _rounds: int
-    _coordinator: RoundCoordinator
-    _known: list[HostSequence]
-    _turns: Turns
-
-    @abc.abstractmethod
-    def _is_in_progress(self) -> bool: ...
-
-    @abc.abstractmethod
-    def _settle(self) -> list[HostSequence]:
-        """Read the round in flight, if there is one."""
-
-    @exclusive
-    def sync(self) -> list[HostSequence]:
-        """Read the round in flight, if there is one, and launch none: the samples are then as the device has them.
-
-        Returns: the sequences whose result became known, as `step_round` does.
-        """
-        known, self._known = self._known + self._settle(), []
-        return known
-
-    @exclusive
-    def resample(self, group: Group, ancestors: Sequence[int]) -> None:
-        """Let sample i of a submitted request go on from where sample `ancestors[i]` stands, for all i at once.
-
-        The round in flight is read first; who weighs samples calls `sync` before. Pages are shared and not copied, and
-        every sample keeps its own random numbers, so that descendants of one sample diverge. Finished samples take
-        part: who descends from one is finished like it, and a finished one that goes on from one that runs takes a
-        free slot. What ends or begins here is not reported by `step_round`: the caller knows of it. On a mesh over
-        several processes all of them call this, with the same ancestors.
-        Raises: ValueError if `ancestors` does not name a sample for each, the prompt is not yet on the device, or no
-            slot is free.
-        """
-        self._known += self._settle()
-        chosen = checked_ancestors(group, ancestors)
-        self._go_on(group, group.sequences, chosen)
-
-    @exclusive
-    def fork(self, group: Group, index: int, count: int = 1) -> list[HostSequence]:
-        """Let sample `index` of a submitted request go on as itself and as `count` further samples, which join the
-        group, each in a slot of its own. Otherwise like `resample`.
-        """
-        self._known += self._settle()
-        added = further_samples(group, index, count)
-        self._go_on(group, [*group.sequences, *added], [*range(len(group.sequences)), *[index] * count])
-        group.sequences += added
-        return added
-
-    def _go_on(self, group: Group, sequences: list[HostSequence], ancestors: list[int]) -> None:
-        self._coordinator.on_input({"ancestors": np.asarray([sequences[0].arrival, *ancestors])})
-        self.state = self._offload.begin_anew(self.programs.tier, self.state, group)
-        fields = go_on_from(self._slots.of(group), sequences, ancestors, self._rounds)
-        if fields is not None:
-            fields = told_one_shard(fields, group.shard, self.backend.num_shards)
-            self.state = self.programs.resample(self.state, *self.backend.put(fields))
-
-
-def checked_ancestors(group: Group, ancestors: Sequence[int]) -> list[int]:
+def checked_ancestors(group: RequestState, ancestors: Sequence[int]) -> list[int]:
     """Raises: ValueError unless there is a sample's index for each sample of the group, which has started."""
     num = len(group.sequences)
     if isinstance(ancestors, (str, bytes)) or not isinstance(ancestors, (Sequence, np.ndarray)):
@@ -95,18 +21,18 @@ def checked_ancestors(group: Group, ancestors: Sequence[int]) -> list[int]:
     return [int(ancestor) for ancestor in ancestors]
 
 
-def further_samples(group: Group, index: int, count: int) -> list[HostSequence]:
+def further_samples(group: RequestState, index: int, count: int) -> list[SampleState]:
     """`count` more samples for a group that has started, without a slot."""
     _check_index("index", index, len(group.sequences))
     if not isinstance(count, (int, np.integer)) or count < 1:
         raise ValueError(f"count={count!r}: expected a whole number of at least 1")
     _check_started(group)
     first = len(group.sequences)
-    return [HostSequence(group=group, index=first + i) for i in range(count)]
+    return [SampleState(request=group, index=first + i) for i in range(count)]
 
 
-def go_on_from(
-    slots: SlotManager, sequences: list[HostSequence], ancestors: list[int], next_round: int
+def continue_from(
+    slots: RankSlots, sequences: list[SampleState], ancestors: list[int], next_round: int
 ) -> tuple[np.ndarray, ...] | None:
     """Let each sequence go on from its ancestor on the host, and say what the device has to do for it.
 
@@ -122,7 +48,7 @@ def go_on_from(
             f"{wanted} samples need a slot to go on and {slots.num_free} are free; wait until others have finished, "
             "submit fewer, or raise engine.max_seqs"
         )
-    num_slots = slots.shapes.num_slots
+    num_slots = slots.num_slots
     mask = np.zeros(num_slots, np.bool_)
     source, sample_index, arrival = np.arange(num_slots, dtype=np.int32), *np.zeros((2, num_slots), np.int32)
     for sequence, ancestor in pairs:
@@ -132,7 +58,7 @@ def go_on_from(
                 slots.cancel_slot(sequence)
             continue
         if sequence.slot is None:
-            slots.seat(sequence)
+            slots.assign_slot(sequence)
             sequence.first_round = next_round
         slots.keep_slot(sequence)
         slot = sequence.slot
@@ -148,7 +74,7 @@ def _check_index(name: str, value, num: int) -> None:
         raise ValueError(f"{name}={value!r}: expected the index of a sample, from 0 to {num - 1}")
 
 
-def _check_started(group: Group) -> None:
+def _check_started(group: RequestState) -> None:
     if group.params.num_beams > 1:
         raise ValueError(
             f"request {group.id!r} has num_beams={group.params.num_beams}: a beam search resamples its beams itself"

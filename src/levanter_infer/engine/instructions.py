@@ -20,14 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from levanter_infer.decode.programs import compile_program
+from levanter_infer.kernels.call import LinearCall
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.cpu import huge_pages
+from levanter_infer.policies import CpuIsa
 from levanter_infer.runtime.processor import processor_name
 from levanter_infer.runtime.records import keep_record, read_record
 
 logger = logging.getLogger(__name__)
 
-AUTO = "auto"
 ROWS = (1, 8, 32, 256)
 """Rows of the matmuls that are measured: decoding of one, a few and many sequences, and a chunk of a prompt."""
 TIE = 1.03
@@ -68,7 +69,7 @@ def choose(wanted: str, dtype) -> Choice:
     Raises: ValueError if the processor does not have it, or it has no matmuls for `dtype`.
     """
     usable = cpu.isas(dtype)
-    if wanted != AUTO:
+    if wanted != CpuIsa.AUTO:
         if wanted not in usable:
             raise ValueError(
                 f'engine.cpu_isa="{wanted}" is not possible for weights of {jnp.dtype(dtype)}: the kernels have '
@@ -141,7 +142,7 @@ def _cell(isa: str, weights: np.ndarray, rows: int) -> Callable[[], Any]:
     outputs = [part.size // _INPUTS]
 
     def matmul(x, panels):
-        return cpu.stacked_matmul(x, [panels], outputs, jnp.int32(0), isa_name=isa)
+        return cpu.stacked_matmul(LinearCall(x, [panels], outputs, jnp.int32(0)), isa_name=isa)
 
     program = compile_program(matmul).lower(x, panels).compile()
     return functools.partial(program, x, panels)

@@ -5,20 +5,24 @@ import dataclasses
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from haliax import NamedArray
+from haliax import Axis, NamedArray
 
 from levanter_infer.cache.page_math import pages_for
 from levanter_infer.decode.generate import GenerateOutput, generate_all
 from levanter_infer.decode.no_vmap import refuse_vmap, varying_axes
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import empty_cache
+from levanter_infer.engine.admission import SamplingColumns
 from levanter_infer.engine.backend import Backend
-from levanter_infer.engine.config import EngineConfig, kv_dtype, resolve_shapes
-from levanter_infer.engine.encode_sampling import SamplingColumns
-from levanter_infer.engine.params import SamplingParams, check_limits
+from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.sizes import kv_dtype, resolve_shapes
 from levanter_infer.engine.tile_search import check_given_tiles
-from levanter_infer.kernels import TPU_POOL
+from levanter_infer.engine.uploads import sampling_table
+from levanter_infer.engine.validation import RequestLimits, validate_sampling
+from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.live import from_levanter
+from levanter_infer.policies import PreemptionPolicy
 
 
 def generate(
@@ -70,21 +74,14 @@ def generate(
     _refuse_what_needs_a_host(params, config)
     backend = Backend.choose(config, model, has_mods=score_mod is not None or mask_mod is not None)
     shapes = backend.adapt(_shapes(config, model, params, prompts.shape, len(eos_token_ids)))
-    check_limits(
-        params,
-        vocab_size=shapes.limits.vocab_size,
-        max_logprobs=config.max_logprobs,
-        max_prompt_logprobs=config.max_prompt_logprobs,
-        max_logit_bias=config.max_logit_bias,
-        max_stop_sequences=config.max_stop_sequences,
-    )
-    batch, n, for_tpu = prompts.shape[0], params.n, backend.attention in TPU_POOL
+    validate_sampling(params, RequestLimits.of(shapes, config))
+    batch, n = prompts.shape[0], params.n
     table = _sampling_table(params, batch, shapes, eos_token_ids, seeds)
     pool_dtype = kv_dtype(config, model)
-    check_given_tiles(config.tiles, model.config, None, page_size=shapes.page_size, kv_dtype=pool_dtype)
-    pool = empty_cache(model.config, shapes, dtype=pool_dtype, as_bits=backend.on_cpu, for_tpu=for_tpu)
+    check_given_tiles(config.tiles, model.config, backend.layout, page_size=shapes.page_size, kv_dtype=pool_dtype)
+    pool = empty_cache(model.config, shapes, backend.attention_backend, dtype=pool_dtype)
     result = generate_all(
-        backend.prepare(model),
+        model.prepare(backend.matmul_backend),
         pool,
         prompts,
         lens,
@@ -92,24 +89,54 @@ def generate(
         n=n,
         max_tokens=params.max_tokens,
         shapes=shapes,
-        attention=backend.attention_spec(shapes, score_mod, mask_mod, config.tiles),
+        attention=backend.attention_spec(shapes, score_mod, mask_mod),
     )
     return jax.tree.map(lambda per_slot: per_slot.reshape(batch, n, *per_slot.shape[1:]), result)
 
 
 def _check_whole(model) -> None:
     """Raises: ValueError where a device has only parts of the parameters, for which nothing here is written."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda leaf: isinstance(leaf, NamedArray)):
-        shape = getattr(getattr(leaf, "array", None), "shape", None)
-        if isinstance(leaf, NamedArray) and shape is not None and shape != tuple(axis.size for axis in leaf.axes):
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            raise ValueError(
-                f"generate was given a part of the model: {name} is {list(shape)} here and {leaf.shape} as a whole; in "
-                "a shard_map give every device all parameters (in_specs of PartitionSpec()), or use InferenceEngine "
-                "with a mesh, which spreads them itself"
-            )
     if getattr(model, "is_sharded", False):
         raise ValueError("generate was given the model of an engine on a mesh; give it the model as it was loaded")
+    wanted = {}
+    if isinstance(model, DecoderModel):
+        types = eqx.filter_eval_shape(DecoderModel.init, model.config, key=jax.eval_shape(jax.random.key, 0))
+        wanted = {jax.tree_util.keystr(path): named.array.shape for path, named in _named_arrays(types)}
+    for path, leaf in _named_arrays(model):
+        shape = getattr(leaf.array, "shape", None)
+        whole = wanted.get(jax.tree_util.keystr(path)) or _declared_shape(model, path, leaf)
+        if shape is not None and shape != whole:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise ValueError(
+                f"generate was given a part of the model: {name} is {list(shape)} here and {list(whole)} as a whole; "
+                "in a shard_map give every device all parameters (in_specs of PartitionSpec()), or use "
+                "InferenceEngine with a mesh, which shards them itself"
+            )
+
+
+def _named_arrays(tree) -> list[tuple[tuple, NamedArray]]:
+    """Those of a tree, with their paths."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
+    return [(path, leaf) for path, leaf in leaves if isinstance(leaf, NamedArray)]
+
+
+def _declared_shape(model, path: tuple, named: NamedArray) -> tuple[int, ...]:
+    """The shape that the modules around an array say it has (`In` and `Out` of haliax' `Linear`, `Block` of `Stacked`).
+
+    The array's own axes do not say it: newer releases of haliax take their sizes from the array that is there.
+    """
+    sizes, owner = {axis.name: axis.size for axis in named.axes}, model
+    for key in path:
+        values = (getattr(owner, name, None) for name in getattr(owner, "__dataclass_fields__", ()))
+        declared = (axis for value in values for axis in (value if isinstance(value, tuple) else (value,)))
+        sizes |= {axis.name: axis.size for axis in declared if isinstance(axis, Axis) and axis.name in sizes}
+        if isinstance(key, jax.tree_util.GetAttrKey):
+            owner = getattr(owner, key.name)
+        elif isinstance(key, jax.tree_util.DictKey | jax.tree_util.SequenceKey):
+            owner = owner[key.key if isinstance(key, jax.tree_util.DictKey) else key.idx]
+        else:
+            break
+    return tuple(sizes.values())
 
 
 def _refuse_what_needs_a_host(params: SamplingParams, config: EngineConfig) -> None:
@@ -121,7 +148,7 @@ def _refuse_what_needs_a_host(params: SamplingParams, config: EngineConfig) -> N
         raise ValueError("stop strings need a host; use stop_token_ids, or InferenceEngine")
     if params.prompt_logprobs is not None:
         raise ValueError("prompt_logprobs come from InferenceEngine only; leave it out, or use InferenceEngine.score")
-    if config.preempt == "offload":
+    if config.preempt == PreemptionPolicy.OFFLOAD:
         raise ValueError('engine.preempt="offload" needs a host; use "recompute", or InferenceEngine')
 
 
@@ -164,7 +191,7 @@ def _sampling_table(params: SamplingParams, batch: int, shapes: Shapes, eos_toke
         place, index = divmod(slot, params.n)
         seed = ((params.seed or 0) + place) % 2**64
         columns.set(slot, params, seed=seed, sample_index=index, eos_token_ids=eos_token_ids)
-    table = jax.tree.map(jnp.asarray, columns.table())
+    table = jax.tree.map(jnp.asarray, sampling_table(columns))
     if seeds is None:
         return table
     words = jnp.asarray(seeds, jnp.uint32)

@@ -1,4 +1,4 @@
-"""What a query sees and how a product becomes a score: the part that all implementations have in common."""
+"""The rules that all implementations of attention share: which keys a query sees, and the score of query and key."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,8 @@ MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 """Score of an unseen key. Finite, so that no infinities are subtracted."""
 
 NOTHING_SEEN = MASKED / 2
-"""Where a running maximum starts: above `MASKED`, so that unseen keys get the weight 0 even before the first seen."""
+"""Initial value of the running maximum m: above `MASKED`, so that unseen keys get the weight 0 even before the first
+key is seen."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class ScoreRules:
     mask_mod: Callable | None = None
 
     def scores(self, matmul: Array, q_pos: Array, kv_pos: Array, head: Array) -> Array:
-        """Scale, soft cap, ALiBi, `score_mod`, in this order; f32 in and out."""
+        """Scores from q · k: scale, soft cap, ALiBi, `score_mod`, in this order; f32 in and out."""
         scores = matmul * jnp.float32(self.scale)
         if self.soft_cap is not None:
             cap = jnp.float32(self.soft_cap)
@@ -41,7 +42,7 @@ class ScoreRules:
         return scores
 
     def seen(self, q_pos: Array, kv_pos: Array, head: Array) -> Array:
-        """bool, broadcastable to the scores: causality, the window, `mask_mod`."""
+        """Which keys a query sees, by causality, the window and `mask_mod`: bool, broadcastable to the scores."""
         seen = kv_pos <= q_pos
         if self.sliding_window is not None:
             seen = seen & (q_pos - kv_pos < self.sliding_window)
@@ -50,19 +51,23 @@ class ScoreRules:
         return seen
 
     def first_seen(self, q_pos: Array) -> Array:
-        """Lower bound of the key positions that a query at `q_pos` sees."""
+        """Lower bound of the positions of keys that a query at `q_pos` sees."""
         if self.sliding_window is None:
             return jnp.zeros_like(q_pos)
         return jnp.maximum(q_pos - self.sliding_window + 1, 0)
 
 
 def decode_bits(stored: Array, kv_dtype: jnp.dtype) -> Array:
-    """f32 values of what a pool stores: `kv_dtype` itself, or its bits as an unsigned integer of the same width; of
-    int8, the code of each head's scale stands behind its integers (`int8`)."""
+    """Stored keys or values as f32.
+
+    Args:
+        stored: [..., D] of `kv_dtype`, or of the unsigned integer of its width that holds its bits; for int8 [..., D +
+            1], the code of each head's scale behind its integers (`kernels.int8`).
+    """
     if kv_dtype == jnp.int8:
         return int8.decode(stored[..., :-1], stored[..., -1:])
     if stored.dtype != kv_dtype:
-        # bfloat16 is the upper half of a float32; said this way the conversion is one shift on every target.
+        # bfloat16 is the upper half of a float32; written like this the conversion is one shift on every target.
         if kv_dtype == jnp.bfloat16:
             return (stored.astype(jnp.uint32) << jnp.uint32(16)).view(jnp.float32)
         stored = stored.view(kv_dtype)

@@ -1,5 +1,7 @@
-"""Tiles of the attention for TPUs: proposals from shapes, data type and chip. The compiler decides, and
-`tile_table` remembers what it decided."""
+"""Tiles of the attention for TPUs: proposals from shapes, data type and chip.
+
+The compiler decides whether a tile fits; `tpu.tile_table` holds the best ones that a search found.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,16 +13,19 @@ from levanter_infer.kernels.tpu.pool import LANES, TpuPool
 from levanter_infer.kernels.tpu.sizes import Tile, align_queries
 
 GENERATIONS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
-"""By what jax calls a device of each."""
+"""Generations by jax's `device_kind`."""
 _CORES = {"v4": 2, "v5p": 2}
 """TensorCores that share one device's memory; 1 elsewhere."""
 _DECODE_BYTES = 12 << 20
-"""Of the pages that a decode loop holds: what is left of 16 MiB goes to queries, sums and spills."""
+"""Bytes of all KV buffers of the decode path: the rest of 16 MiB of VMEM holds queries, m, l, acc and spills."""
 _DECODE_TILES = 64
-"""Tiles of 128 keys, all heads together, of a decode item: enough that their chains of latencies hide each other."""
-_CHUNK_ROWS = 1024
-_CHUNK_TOKENS = 1024
-"""Keys of an item: what there is once for each stripe of queries weighs less with more of them."""
+"""Tiles of 128 keys, all heads together, per KV block of the decode path: enough that their latencies hide behind each
+other."""
+_PREFILL_ROWS = 1024
+"""Rows, pairs of query and head, per query block of the prefill path."""
+_PREFILL_TOKENS = 1024
+"""Keys per KV block of the prefill path: the work that is done once per stripe of queries and KV block weighs less with
+more keys."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +33,17 @@ class Tiles:
     """Static sizes of one call."""
 
     decode: Tile
+    """Of rows with one query."""
     chunk: Tile
+    """Of rows with more (chunked prefill)."""
 
 
 @dataclass(frozen=True)
 class TileShape:
-    """What tiles depend on: of one device, under a mesh."""
+    """The sizes that tiles depend on; those of one device's share under a mesh."""
 
     generation: str | None
-    """v4, v5e, v5p or v6e; None where there is no TPU."""
+    """v4, v5e, v5p or v6e; None without a TPU."""
     kv_heads: int
     head_dim: int
     q_per_kv: int
@@ -57,14 +64,14 @@ class TileShape:
 
 
 def generation() -> str | None:
-    """Of the TPU that is compiled for; None if it is none that is known."""
+    """The generation of the TPU that is compiled for; None if it is unknown."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if device is None else device.device_kind
     return GENERATIONS.get(kind)
 
 
 def propose(shape: TileShape) -> Tiles:
-    """Tiles that should do."""
+    """Tiles that are expected to fit into VMEM and to run near the best."""
     pool, page_size, page_bytes = shape.pool, shape.page_size, shape.page_bytes
     parts = min(shape.cores, pool.groups) if pool.groups % shape.cores == 0 else 1
     while 3 * page_bytes > _DECODE_BYTES * parts and pool.groups % (2 * parts) == 0:
@@ -77,8 +84,8 @@ def propose(shape: TileShape) -> Tiles:
     slots = 3 if 3 * pages * page_bytes <= _DECODE_BYTES * parts else 2
     per_group = shape.q_per_kv * pool.heads_per_group
     align = align_queries(per_group)
-    queries = align * _floor_power(max(1, _CHUNK_ROWS // per_group // align))
-    chunk_pages = _floor_power(max(1, _CHUNK_TOKENS // page_size))
+    queries = align * _floor_power(max(1, _PREFILL_ROWS // per_group // align))
+    chunk_pages = _floor_power(max(1, _PREFILL_TOKENS // page_size))
     return Tiles(
         decode=Tile(pages=pages, slots=slots, parts=parts),
         chunk=Tile(pages=chunk_pages, slots=3, parts=pool.groups, queries=max(queries, 2)),
@@ -86,7 +93,7 @@ def propose(shape: TileShape) -> Tiles:
 
 
 def candidates(shape: TileShape) -> Iterator[Tiles]:
-    """The proposal, and then what needs less and less memory."""
+    """The proposal, and then tiles that need less and less memory."""
     tiles = propose(shape)
     yield tiles
     while (smaller := Tiles(_smaller(shape, tiles.decode), _smaller(shape, tiles.chunk))) != tiles:
@@ -94,7 +101,7 @@ def candidates(shape: TileShape) -> Iterator[Tiles]:
 
 
 def _smaller(shape: TileShape, tile: Tile) -> Tile:
-    """The next smaller tile; the same if there is none."""
+    """The next smaller tile; the same tile if no smaller one exists."""
     align = align_queries(shape.q_per_kv * shape.pool.heads_per_group)
     if tile.slots > 2:
         return replace(tile, slots=2)
@@ -110,11 +117,12 @@ def _smaller(shape: TileShape, tile: Tile) -> Tile:
 
 
 def cut_queries(tile: Tile, shape: TileShape, max_tokens: int) -> Tile:
-    """The tile of a chunk for rows of at most `max_tokens` queries: no more of them than there can be."""
+    """The prefill tile for a call of `max_tokens` tokens: no query block is larger than a row can be."""
     align = align_queries(shape.q_per_kv * shape.pool.heads_per_group)
     most = max(2, align * _floor_power(max(1, max_tokens // align)))
     return replace(tile, queries=min(tile.queries, most))
 
 
 def _floor_power(size: int) -> int:
+    """The largest power of two <= size."""
     return 1 << (size.bit_length() - 1)

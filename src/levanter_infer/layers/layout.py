@@ -21,8 +21,8 @@ import numpy as np
 from haliax import Axis, NamedArray
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from levanter_infer.axes import DATA, EXPERT, KV_HEADS, KV_PAIR, MLP, MODEL, Q_HEADS_PER_GROUP, VOCAB
-from levanter_infer.layers.shard_axis import ALONE, VOCAB_GROUPS, ShardAxis, Vocabulary
+from levanter_infer.axes import DATA, EXPERT, KV_HEADS, KV_PAIR, MLP, MODEL, Q_HEADS_PER_GROUP, VOCAB, check_model_axis
+from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
 
 MESH_AXES = {KV_HEADS: MODEL, KV_PAIR: MODEL, MLP: MODEL, VOCAB: MODEL, EXPERT: EXPERT, DATA: DATA}
 """Axis of an array -> axis of the mesh over which it is spread."""
@@ -46,6 +46,28 @@ def _refit(tree):
     return _map_named(refit, lambda leaf: leaf, tree)
 
 
+def one_device_mesh(device=None) -> Mesh:
+    """The mesh of one device, None for the default one: what runs on it is what runs on any other mesh."""
+    if device is None:
+        wanted = jax.config.values["jax_default_device"]
+        device = wanted if isinstance(wanted, jax.Device) else jax.local_devices(backend=wanted)[0]
+    return Mesh(np.asarray([[device]]), (DATA, MODEL))
+
+
+def _is_there(array, sharding: NamedSharding) -> bool:
+    return isinstance(array, jax.Array) and array.sharding.is_equivalent_to(sharding, array.ndim)
+
+
+def _put_own_parts(array, sharding: NamedSharding, donate: bool):
+    """An array that all processes of a mesh bring, on the devices of this one."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return jax.device_put(array, sharding, donate=donate)
+    full = np.asarray(array)
+    indices = sharding.addressable_devices_indices_map(full.shape)
+    parts = [jax.device_put(full[index], device) for device, index in indices.items()]
+    return jax.make_array_from_single_device_arrays(full.shape, sharding, parts)
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """How a model with `num_kv_heads` heads of keys and values, `vocab_size` tokens lies on a mesh.
@@ -67,12 +89,17 @@ class Layout:
             raise ValueError(f"mesh.expert={parts}: the model has no experts; leave it out, and use mesh.model")
         if self.num_experts is not None and self.num_experts % parts:
             raise ValueError(f"mesh.expert={parts} does not divide the model's {self.num_experts} experts")
-        if VOCAB_GROUPS % self.model.parts:
-            raise ValueError(f"mesh.model={self.model.parts}: expected one of 1, 2, 4, 8 or {VOCAB_GROUPS}")
+        check_model_axis(self.model.parts)
 
     @staticmethod
-    def of(mesh: Mesh, config) -> "Layout":
-        """The layout of the model that `config` (a `DecoderConfig`) describes."""
+    def of(mesh: Mesh | None, config, device=None) -> "Layout":
+        """The layout of the model that `config` (a `DecoderConfig`) describes.
+
+        Args:
+            mesh: None for a mesh of one device.
+            device: that device; None for the default one.
+        """
+        mesh = one_device_mesh(device) if mesh is None else mesh
         group = config.num_heads // config.num_kv_heads
         return Layout(mesh, config.num_kv_heads, group, config.vocab_size, config.num_experts)
 
@@ -80,20 +107,20 @@ class Layout:
     def model(self) -> ShardAxis:
         """What is spread over `model`."""
         parts = self.mesh.shape.get(MODEL, 1)
-        return ALONE if parts == 1 else ShardAxis(MODEL, parts)
+        return REPLICATED if parts == 1 else ShardAxis(MODEL, parts)
 
     @property
     def experts(self) -> ShardAxis:
         """What is spread over `expert`."""
         parts = self.mesh.shape.get(EXPERT, 1)
-        return ALONE if parts == 1 else ShardAxis(EXPERT, parts)
+        return REPLICATED if parts == 1 else ShardAxis(EXPERT, parts)
 
     @property
     def expert_sums(self) -> ShardAxis:
         """What the parts of experts, and the experts of a token, are added up over."""
         spread = [each for each in (self.model, self.experts) if each.parts > 1]
         if len(spread) < 2:
-            return spread[0] if spread else ALONE
+            return spread[0] if spread else REPLICATED
         return ShardAxis((MODEL, EXPERT), self.model.parts * self.experts.parts)
 
     @property
@@ -134,6 +161,8 @@ class Layout:
     def head_index(self, head):
         """Which query head of the model is head `head` of this device, i32; used where a head's number has a meaning.
         Heads that fill up a group count as the last of it."""
+        if self.model.parts == 1:
+            return head
         per_copy = self._padded_group // self.kv_copies
         kv_head, place = self.model.index * self.kv_heads + head // per_copy, head % per_copy
         place = jnp.minimum((kv_head % self.kv_copies) * per_copy + place, self.q_heads_per_group - 1)
@@ -185,24 +214,25 @@ class Layout:
 
     def place(self, tree, *, donate: bool = False, stacked: bool = False):
         """A tree of arrays of the mesh's size, each device with its part. `donate`: arrays elsewhere are given up.
-        `stacked`: arrays without named axes have a leading axis of data shards, where there are several.
+        `stacked`: arrays without named axes have a leading axis of data-parallel ranks, where there are several.
 
         Where the mesh has devices of several processes, each process brings the same arrays, and places its parts.
         """
 
-        def put(array, sharding: NamedSharding):
-            if not self.spans_hosts or (isinstance(array, jax.Array) and not array.is_fully_addressable):
-                return jax.device_put(array, sharding, donate=donate)
-            whole = np.asarray(array)
-            places = sharding.addressable_devices_indices_map(whole.shape)
-            parts = [jax.device_put(whole[index], device) for device, index in places.items()]
-            return jax.make_array_from_single_device_arrays(whole.shape, sharding, parts)
-
-        return _map_named(
-            lambda named: NamedArray(put(named.array, self.sharding(named.axes)), named.axes),
-            lambda leaf: put(leaf, self._plain_sharding(stacked)),
-            tree,
-        )
+        leaves, structure = jax.tree.flatten(tree, is_leaf=_is_named)
+        arrays = [leaf.array if _is_named(leaf) else leaf for leaf in leaves]
+        shardings = [self.sharding(leaf.axes) if _is_named(leaf) else self._plain_sharding(stacked) for leaf in leaves]
+        if self.spans_hosts:
+            placed = [_put_own_parts(*pair, donate) for pair in zip(arrays, shardings, strict=True)]
+        else:  # those that are there stay as they are: a model's arrays are shared with who trains it
+            away = [i for i, pair in enumerate(zip(arrays, shardings, strict=True)) if not _is_there(*pair)]
+            moved = jax.device_put([arrays[i] for i in away], [shardings[i] for i in away], donate=donate)
+            placed = list(arrays)
+            for i, array in zip(away, moved, strict=True):
+                placed[i] = array
+        pairs = zip(leaves, placed, strict=True)
+        found = [NamedArray(array, leaf.axes) if _is_named(leaf) else array for leaf, array in pairs]
+        return jax.tree.unflatten(structure, found)
 
     def types(self, tree, *, stacked: bool = False):
         """The types of such a tree, with their shardings; `stacked` as for `place`."""
@@ -249,6 +279,8 @@ class Layout:
 
     @property
     def _lead(self) -> tuple[str, ...]:
+        """The axis of ranks that the programs' arguments and results have: none for one rank, which is the one
+        difference between one and several (docs/decisions/0032-always-a-mesh.md)."""
         return (DATA,) if self.num_shards > 1 else ()
 
     def spmd(self, function: Callable, results) -> Callable:

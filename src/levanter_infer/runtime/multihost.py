@@ -1,6 +1,6 @@
-"""`MultihostConfig`: which processes do a job together; `joined`: the one place that starts `jax.distributed`.
+"""`MultihostConfig`: the processes of one job; `joined`: the one place that starts `jax.distributed`.
 
-Nothing here imports JAX before a start: a configuration is read without it.
+This module imports JAX only when it starts: a configuration is read without it.
 """
 
 import contextlib
@@ -13,44 +13,44 @@ import traceback
 from collections.abc import Iterator
 from typing import NoReturn
 
-from levanter_infer.runtime.aborts import LOST, end_now, last_words, no_words
-from levanter_infer.runtime.greeting import greet
-from levanter_infer.runtime.hosts import HostLost, Hosts, JaxBoard
-from levanter_infer.runtime.watchdog import DONE, FAILED, Watchdog, within
+from levanter_infer.runtime.aborts import LOST, abort_message, clear_abort_message, end_now
+from levanter_infer.runtime.handshake import handshake
+from levanter_infer.runtime.hosts import HostLost, Hosts, JaxKeyValueStore
+from levanter_infer.runtime.watchdog import DONE, FAILED, Watchdog, run_within
 
 AUTO = "auto"
 _MAX_SECONDS = 7 * 24 * 3600
 PER_HOST, ONE_MESH = "per_host", "one_mesh"
 _VARIABLES = {"JAX_COORDINATOR_ADDRESS": "coordinator", "JAX_COORDINATOR_BIND_ADDRESS": "bind"}
-"""What JAX reads from the environment, and the key that says the same."""
+"""Environment variables that JAX reads, and the key with the same meaning."""
 _SLACK_S = 60
-"""JAX ends a process at once, without a name, when it misses a peer: so much later than we do."""
+"""Seconds by which JAX's own heartbeat limit is longer: JAX ends a process at once, without naming the lost peer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MultihostConfig:
-    """Processes that do a job together, usually one on each machine."""
+    """The processes of one job, usually one on each machine."""
 
     coordinator: str | None = None
-    """host:port at which process 0 can be reached; or `auto`: it, `processes` and `process_id` as the environment says
-    (TPU pods, GKE, Slurm, Open MPI). Default: this process is alone."""
+    """host:port of process 0; or `auto`: this, `processes` and `process_id` come from the environment (TPU pods, GKE,
+    Slurm, Open MPI). Default: a job of one process."""
     processes: int | None = None
-    """How many there are."""
+    """Number of processes."""
     process_id: int | None = None
-    """Which one this is, from 0."""
+    """Number of this process, from 0."""
     bind: str | None = None
-    """address:port at which process 0 listens. Default: the address of `coordinator`, and no other."""
+    """address:port at which process 0 listens. Default: the address of `coordinator` alone."""
     layout: str = PER_HOST
     """`per_host`: each process has an engine of its own on its own devices, and they share the shards of a batch job.
     `one_mesh`: one engine over the devices of all."""
     heartbeat_s: float = 20
-    """A process that has not been heard of for so long is lost, and ends the job."""
+    """Seconds without a heartbeat after which a process counts as lost, which ends the job."""
     start_timeout_s: float = 300
-    """How long processes wait for each other before the first launch: to be reached, and to load and compile."""
+    """Seconds for which processes wait for each other before the first launch: to connect, load and compile."""
     shutdown_timeout_s: float = 60
-    """How long they wait for each other when all is done."""
+    """Seconds for which processes wait for each other at the end."""
     stall_s: float = 120
-    """When no round ends for so long, every process reports where it stands."""
+    """Seconds without the end of a round after which every process reports its status."""
 
     def __post_init__(self):
         if self.layout not in (PER_HOST, ONE_MESH):
@@ -105,15 +105,15 @@ def _check_address(key: str, address: str) -> None:
 
 @contextlib.contextmanager
 def joined(config: MultihostConfig, orderly: tuple[type[BaseException], ...] = ()) -> Iterator[Hosts | None]:
-    """This process together with the others, watched over; None where the configuration has no others.
+    """The processes of the job, with a watchdog; None for a configuration of one process.
 
-    All come to an end together: what is raised within is told to the others, which then end too. Where they do not
-    answer, or one of them is the reason, this process ends here.
+    All processes end together: an exception within the context is published to the others, which then end too. This
+    process ends here, without returning, if the others do not answer or one of them is the cause.
 
     Args:
-        orderly: what is raised when the work was told to stop, here or elsewhere.
+        orderly: exceptions that stand for a stop of the work, here or in another process.
     Requires: JAX has not been used.
-    Raises: ValueError if the environment says something else than the configuration; HostLost if another process fails.
+    Raises: ValueError if the environment contradicts the configuration; HostLost if another process fails.
     """
     if not config.is_on:
         yield None
@@ -124,21 +124,22 @@ def joined(config: MultihostConfig, orderly: tuple[type[BaseException], ...] = (
     stopped: BaseException | None = None
     try:
         try:
-            hosts.meet()
+            hosts.exchange_names()
             yield hosts
         except orderly as e:
             stopped, hosts.stop_wanted = e, True
         watchdog.end(DONE)
     except BaseException as e:
-        if isinstance(e, jax.errors.JaxRuntimeError):
+        if isinstance(e, jax.errors.JaxRuntimeError) or isinstance(e.__cause__, ConnectionError):
             _wait_for_verdict(hosts)
-        reason = e if hosts.failure is None or isinstance(e, ValueError) else HostLost(hosts.farewell)
-        # Who has said that it ends may have ended alone, and JAX waits for it longer than anybody wants.
+        reason = e if hosts.failure is None or isinstance(e, ValueError) else HostLost(hosts.exit_message)
+        # A process that has published its end may be gone, and JAX would wait for it for long.
         if not (
-            watchdog.end(FAILED, f"{type(e).__name__}: {e}") and within(config.heartbeat_s, jax.distributed.shutdown)
+            watchdog.end(FAILED, f"{type(e).__name__}: {e}")
+            and run_within(config.heartbeat_s, jax.distributed.shutdown)
         ):
             _end_alone(reason)
-        no_words()
+        clear_abort_message()
         raise
     jax.distributed.shutdown()
     if stopped is not None:
@@ -146,14 +147,17 @@ def joined(config: MultihostConfig, orderly: tuple[type[BaseException], ...] = (
 
 
 def _wait_for_verdict(hosts: Hosts) -> None:
-    """A collective fails most often because another process is gone: wait for the watchdog to say which."""
+    """Wait until the watchdog names the lost process, or JAX ends this one and `_explain_abort` names it.
+
+    Most collectives that fail do so because a process is gone, and so does the store of process 0.
+    """
     until = time.monotonic() + hosts.heartbeat_s + 1
     while hosts.failure is None and time.monotonic() < until:
         time.sleep(0.05)
 
 
 def _end_alone(error: BaseException) -> NoReturn:
-    """End without the others: to wait for them in `jax.distributed.shutdown` would be to hang."""
+    """End without the others: `jax.distributed.shutdown` would hang."""
     if isinstance(error, ValueError | HostLost):
         end_now(str(error), 2 if isinstance(error, ValueError) else LOST)
     traceback.print_exception(error)
@@ -176,8 +180,8 @@ def _start(config: MultihostConfig) -> tuple[Hosts, Watchdog]:
     address, count, index, local_devices = _from_environment(config) if config.coordinator == AUTO else _given(config)
     bind = bind_address(config, address) if index == 0 else None
     settings = {"layout": config.layout, "heartbeat_s": float(config.heartbeat_s)}
-    token = greet(address, bind, index, count, settings, config.start_timeout_s)
-    with last_words(
+    token = handshake(address, bind, index, count, settings, config.start_timeout_s)
+    with abort_message(
         f"host {index} of {count} has met the others, and JAX's service at {address} was not reached by all of them "
         f"within {config.start_timeout_s:g} s; see the outputs of the others, or give multihost.coordinator another "
         "port"
@@ -193,7 +197,7 @@ def _start(config: MultihostConfig) -> tuple[Hosts, Watchdog]:
             shutdown_timeout_seconds=round(config.shutdown_timeout_s),
             coordinator_bind_address=bind,
         )
-    board = JaxBoard(_client(), token)
+    board = JaxKeyValueStore(_client(), token)
     hosts = Hosts(board, index, count, start_timeout_s=config.start_timeout_s, heartbeat_s=config.heartbeat_s)
     watchdog = Watchdog(hosts, stall_s=config.stall_s, coordinator=address)
     watchdog.start()
@@ -206,14 +210,14 @@ def _given(config: MultihostConfig) -> tuple[str, int, int, None]:
 
 
 def _from_environment(config: MultihostConfig) -> tuple[str, int, int, list[int] | None]:
-    """(address, processes, id, devices) as JAX finds them; they are asked for here so that we know where to listen."""
+    """(address, processes, id, devices) as JAX finds them in the environment; process 0 needs them to listen."""
     from jax._src.clusters import ClusterEnv
 
     try:
         address, count, index, devices = ClusterEnv.auto_detect_unset_distributed_params(
             None, None, None, None, None, round(config.start_timeout_s)
         )
-    except Exception as e:  # whatever a metadata server answers, or does not
+    except Exception as e:  # a metadata server may answer anything, or nothing
         raise ValueError(f"multihost.coordinator={AUTO}: the environment could not be read: {e}") from e
     if address is None or count is None or index is None:
         raise ValueError(
@@ -224,9 +228,9 @@ def _from_environment(config: MultihostConfig) -> tuple[str, int, int, list[int]
 
 
 def bind_address(config: MultihostConfig, coordinator: str) -> str:
-    """Where process 0 listens: at the address under which the others know it, not at all that the machine has.
+    """Address at which process 0 listens: the one that the other processes connect to, not every one of the machine.
 
-    Raises: ValueError if that is one that other machines cannot reach.
+    Raises: ValueError if other machines cannot reach that address.
     """
     if config.bind is not None:
         return config.bind
@@ -264,12 +268,12 @@ def _client():
 
 
 def hosts_of_this_process() -> Hosts:
-    """The processes among which somebody else has started `jax.distributed`; nobody watches over them.
+    """The processes for which the caller has started `jax.distributed`; they have no watchdog.
 
-    Raises: ValueError if nobody has.
+    Raises: ValueError if the caller has not started it.
     """
     import jax
 
     if not jax.distributed.is_initialized():
         raise ValueError("the mesh has devices of several processes, and jax.distributed was not started")
-    return Hosts(JaxBoard(_client()), jax.process_index(), jax.process_count())
+    return Hosts(JaxKeyValueStore(_client()), jax.process_index(), jax.process_count())

@@ -1,19 +1,21 @@
 """The `gpu` implementation: Pallas on Triton, for NVIDIA GPUs of compute capability 8.0 and above.
 
-The packed tokens are cut into blocks of queries of one row, as in `rpa_xla`, and a program computes one block for one
-kv head: the query heads of the kv head and the queries of the block are the rows of one tile, at least 16 of them as
-the tensor cores want. Blocks go in two lanes. In the chunk lane a program reads all keys that its queries see. In the
-decode lane a sequence has one query, so that few programs would read long histories; they are cut into splits, whose
-maxima, sums and outputs a second kernel combines. Where they are cut depends on the sequence's own length alone, and
-with it the bits of a row.
+The packed tokens are cut into query blocks of one row each, as in `kernels.xla.attention`, and a program computes one
+query block for one kv head: the query heads of the kv head and the queries of the block are the rows of one tile, at
+least 16 of them because the tensor cores need so many. There are two lanes. In the prefill lane, rows with two or more
+queries, a program reads all keys that its queries see. In the decode lane a row has one query, so that few programs
+would read long histories; they are cut into splits (flash decoding), whose m, l and acc a second kernel combines. The
+splits depend on the sequence's own length alone, so the bits of a row do not depend on batch composition.
 
-A program finds its block itself, from the bounds of the rows: what is computed before a kernel would be ten launches a
-layer. A grid holds the worst division of the tokens into rows, and programs without work end at once.
+A program finds its query block itself, from `cu_q_lens`: to compute a table of blocks before the kernel would be ten
+launches per layer. The grid is large enough for the worst division of the tokens into rows, and programs without work
+end at once.
 """
 
 import dataclasses
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,32 +40,32 @@ class Tile:
     rows: int
     """Pairs of query and head; a power of two, at least 16."""
     keys: int
-    """Keys of one turn of the streaming softmax; a power of two, at least 16."""
+    """Keys per turn of the online softmax; a power of two, at least 16."""
     warps: int
     stages: int
-    """Turns whose keys and values are on their way at once."""
+    """Depth of Triton's software pipeline: turns whose keys and values are loaded at once."""
     decodes: bool
-    """Whether this is the lane of rows with one query; else of those with more."""
+    """True for the decode lane, false for the prefill lane."""
     splits: int = 1
-    """Parts that a history is cut into, at most; a power of two."""
+    """Maximal number of splits per history; a power of two."""
     min_turns: int = 1
-    """Turns of a split, at least."""
+    """Minimal number of turns per split."""
 
 
 MAX_SPLITS, MIN_SPLIT_TOKENS = 32, 256
-"""A history of 8192 tokens or more occupies 32 programs per kv head; a shorter one fewer, as splits cost the second
-kernel's reads."""
+"""A history of 8192 tokens or more occupies 32 programs per kv head; a shorter one fewer, because the second kernel has
+to read what each split computed."""
 _TURN_BYTES = 32 * 1024
-"""Keys and values of one turn. Times the stages this is the shared memory of a program: at most 99 KB on the smallest
-of these GPUs, and little enough that several programs run on one multiprocessor."""
+"""Bytes of keys and values per turn. Times the stages this is the shared memory of a program: at most 99 KB on the
+smallest of these GPUs, and little enough that several programs run on one multiprocessor."""
 
 
 def lanes(*, heads_per_kv_head: int, head_dim: int, itemsize: int, max_tokens: int) -> tuple[Tile, Tile]:
-    """Tiles of decode tokens and of chunks.
+    """The tiles of the decode lane and of the prefill lane.
 
     Args:
-        itemsize: bytes of one number as the matmuls take it.
-        max_tokens: longest history.
+        itemsize: bytes per element of the matmuls' operands.
+        max_tokens: tokens of the longest history.
     """
     dim = _side(head_dim)
     keys = max(16, min(64, _TURN_BYTES // (2 * dim * itemsize)))
@@ -90,12 +92,13 @@ def gpu_attention(call: AttentionCall, *, interpret: bool = False) -> Array:
     """`ragged_paged_attention` on a GPU.
 
     Args:
-        interpret: run by Pallas' interpreter, on any platform, slowly; for tests.
+        interpret: run in Pallas' interpreter, on any platform, slowly; for tests.
+    Returns: [T, Hq, D], 0 for padding tokens.
     Raises: ValueError for pages of a dtype that the tensor cores do not take.
     """
     if not supports_dtype(call.kv_dtype):
         raise ValueError(f'impl="gpu" reads pages of float32, bfloat16 or float16, not {call.kv_dtype}; use "xla"')
-    decode, chunk = lanes(
+    decode, prefill = lanes(
         heads_per_kv_head=call.heads_per_kv_head,
         head_dim=call.q.shape[2],
         itemsize=_operand_dtype(call).itemsize,
@@ -103,12 +106,23 @@ def gpu_attention(call: AttentionCall, *, interpret: bool = False) -> Array:
     )
     out = jnp.zeros_like(call.q)
     if call.num_tokens > 1:
-        out = _run(call, chunk, out, interpret)
+        out = _run(call, prefill, out, interpret)
     return _run(call, decode, out, interpret)
 
 
+class _Splits(NamedTuple):
+    """What the splits of the decode lane leave behind, f32 in global memory."""
+
+    acc: Any
+    """[blocks, splits, Hq, D]: sum of p · v."""
+    m: Any
+    """[blocks, splits, Hq]: maximum of the scores."""
+    l: Any  # noqa: E741
+    """[blocks, splits, Hq]: sum of the weights."""
+
+
 def _run(call: AttentionCall, tile: Tile, out: Array, interpret: bool) -> Array:
-    """Fill in the output of a lane's tokens."""
+    """Compute the tokens of one lane. Returns: `out` with their outputs."""
     num_heads, head_dim = out.shape[1:]
     num_blocks = call.num_rows if tile.decodes else call.num_rows + call.num_tokens // _block_q(call, tile)
     head_blocks = -(-call.heads_per_kv_head // tile.rows)
@@ -135,27 +149,34 @@ def _run(call: AttentionCall, tile: Tile, out: Array, interpret: bool) -> Array:
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
     )
-    whole = jax.ShapeDtypeStruct(out.shape, out.dtype)
+    out_type = jax.ShapeDtypeStruct(out.shape, out.dtype)
     if tile.splits == 1:
-        return attend(out_shape=(whole,), input_output_aliases={0: 0}, name="attend")(out, inputs)[0]
+        return attend(out_shape=(out_type,), input_output_aliases={0: 0}, name="attend")(out, inputs)[0]
     by_split = (num_blocks, tile.splits, num_heads)
     stats = jax.ShapeDtypeStruct(by_split, f32)
-    partial = jax.ShapeDtypeStruct((*by_split, head_dim), f32)
-    parts = attend(out_shape=(partial, stats, stats), name="attend_split")(None, inputs)
+    acc = jax.ShapeDtypeStruct((*by_split, head_dim), f32)
+    splits = _Splits(*attend(out_shape=(acc, stats, stats), name="attend_split")(None, inputs))
     combine = pl.pallas_call(
         functools.partial(_combine, call=call, tile=tile),
-        out_shape=whole,
+        out_shape=out_type,
         grid=(num_heads, num_blocks),
         input_output_aliases={0: 0},
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="combine_splits",
     )
-    return combine(out, *parts, dict(bounds, sinks=call.sinks))
+    return combine(out, splits, dict(bounds, sinks=call.sinks))
 
 
 def _attend(_, refs: dict, *out_refs, call: AttentionCall, tile: Tile) -> None:
-    """One block, kv head and split: a streaming softmax over its keys."""
+    """The online softmax of one query block, kv head and split over its keys.
+
+    Args:
+        refs: cu_q_lens i32[R + 1], seq_lens i32[R], num_seqs i32[1], window i32[1] or None, q [T, Hq, D],
+            kv [layers, P, page_size, 2 * Hkv, D], layer i32[1], pages i32[R, max_pages], slopes and sinks f32[Hq] or
+            None.
+        out_refs: the output [T, Hq, D], which the first argument aliases; for several splits those of `_Splits`.
+    """
     block, split = pl.program_id(1), pl.program_id(2)
     per_kv_head, head_dim = call.heads_per_kv_head, call.q.shape[2]
     num_pages, operand, f32 = call.kv_pages.shape[1], _operand_dtype(call), jnp.float32
@@ -171,38 +192,38 @@ def _attend(_, refs: dict, *out_refs, call: AttentionCall, tile: Tile) -> None:
         rules = _rules(call, refs)
         start, end, lo, turns, per_split = _cut_history(rules, tile, first_pos, num_queries)
 
-        place = jnp.arange(tile.rows, dtype=jnp.int32)
-        query, head = place // tile_heads, head_block * tile_heads + place % tile_heads
+        tile_row = jnp.arange(tile.rows, dtype=jnp.int32)
+        query, head = tile_row // tile_heads, head_block * tile_heads + tile_row % tile_heads
         live = (query < num_queries) & (query < tile.rows // tile_heads) & (head < per_kv_head)
-        # Rows that do not exist compute with the last head, and are stored nowhere: a masked store would do on a GPU,
-        # but Pallas' interpreter writes back what it finds there, over what another row has stored.
+        # Rows that do not exist compute with the last head, and their index is out of bounds when they are stored: a
+        # mask would do on a GPU, but Pallas' interpreter writes back what it reads there, over another row's output.
         head = kv_head * per_kv_head + jnp.minimum(head, per_kv_head - 1)
         stored_head = jnp.where(live, head, call.q.shape[1])
         token, q_pos = first_token + query, first_pos + query
         dim = jnp.arange(_side(head_dim), dtype=jnp.int32)
 
         def in_heads(mask: Array) -> Array:
-            """[n] -> the mask of a load or store of [n, head_dim]."""
+            """The mask bool[n] broadcast to a load or store of [n, head_dim]."""
             mask = mask[:, None]
             return mask if dim.shape[0] == head_dim else mask & (dim < head_dim)[None, :]
 
         q = _load(refs["q"].at[token[:, None], head[:, None], dim[None, :]], in_heads(live)).astype(operand)
 
         def turn(index: Array, carry):
-            high, total, acc = carry
+            m_prev, l_prev, acc = carry  # f32[rows], f32[rows], f32[rows, head_dim]
             kv_pos = lo + index * tile.keys + jnp.arange(tile.keys, dtype=jnp.int32)
-            reached = (kv_pos >= start) & (kv_pos < end)
-            page = plt.load(refs["pages"].at[row, kv_pos // call.page_size], mask=reached, other=jnp.int32(num_pages))
-            stored = page < num_pages
-            seen = rules.seen(q_pos[:, None], kv_pos[None, :], head[:, None]) & (live[:, None] & stored[None, :])
+            in_range = (kv_pos >= start) & (kv_pos < end)
+            page = plt.load(refs["pages"].at[row, kv_pos // call.page_size], mask=in_range, other=jnp.int32(num_pages))
+            mapped = page < num_pages
+            seen = rules.seen(q_pos[:, None], kv_pos[None, :], head[:, None]) & (live[:, None] & mapped[None, :])
             if rules.mask_mod is not None:
-                # 0 * NaN is NaN: what no query of the block sees is not loaded, not only given no weight. Without
-                # `mask_mod` these are the places that are not reached.
-                stored = jnp.sum(seen.astype(jnp.int32), axis=0) > 0
+                # Keys that no query of the block sees are not loaded; a weight of 0 would not suffice, because 0 * NaN
+                # is NaN. Without `mask_mod` these are the keys that are not in range.
+                mapped = jnp.sum(seen.astype(jnp.int32), axis=0) > 0
 
             def load(pair: Array) -> Array:
-                place = layer, page[:, None], (kv_pos % call.page_size)[:, None], pair, dim[None, :]
-                values = _load(refs["kv"].at[place], in_heads(stored))
+                index = layer, page[:, None], (kv_pos % call.page_size)[:, None], pair, dim[None, :]
+                values = _load(refs["kv"].at[index], in_heads(mapped))
                 if values.dtype != call.kv_dtype:
                     values = jax.lax.bitcast_convert_type(values, call.kv_dtype)
                 return values.astype(operand)
@@ -210,17 +231,17 @@ def _attend(_, refs: dict, *out_refs, call: AttentionCall, tile: Tile) -> None:
             matmul = _dot(q, load(2 * kv_head), transpose=True)
             scores = rules.scores(matmul, q_pos[:, None], kv_pos[None, :], head[:, None])
             scores = jnp.where(seen, scores, f32(MASKED))
-            new_high = jnp.maximum(high, jnp.max(scores, axis=1))
-            weights = _exp(scores - new_high[:, None])
-            shrink = _exp(high - new_high)
-            total = total * shrink + jnp.sum(weights, axis=1)
-            acc = acc * shrink[:, None] + _dot(weights.astype(operand), load(2 * kv_head + 1))
-            return new_high, total, acc
+            m_new = jnp.maximum(m_prev, jnp.max(scores, axis=1))
+            weights = _exp(scores - m_new[:, None])
+            alpha = _exp(m_prev - m_new)
+            l_new = l_prev * alpha + jnp.sum(weights, axis=1)
+            acc = acc * alpha[:, None] + _dot(weights.astype(operand), load(2 * kv_head + 1))
+            return m_new, l_new, acc
 
         if tile.splits == 1 and call.sinks is not None:
-            high, total = refs["sinks"][head], jnp.ones(tile.rows, f32)
+            m_init, l_init = refs["sinks"][head], jnp.ones(tile.rows, f32)
         else:
-            high, total = jnp.full(tile.rows, NOTHING_SEEN, f32), jnp.zeros(tile.rows, f32)
+            m_init, l_init = jnp.full(tile.rows, NOTHING_SEEN, f32), jnp.zeros(tile.rows, f32)
         acc = jnp.zeros((tile.rows, dim.shape[0]), f32)
         first = split * per_split
         last = jnp.minimum(first + per_split, turns)
@@ -229,21 +250,22 @@ def _attend(_, refs: dict, *out_refs, call: AttentionCall, tile: Tile) -> None:
             plt.store(ref.at[index], values.astype(ref.dtype), mask=mask)
 
         if tile.splits == 1:
-            _, total, acc = jax.lax.fori_loop(first, last, turn, (high, total, acc))
-            result = acc / jnp.where(total == 0, f32(1), total)[:, None]
+            _, l_last, acc = jax.lax.fori_loop(first, last, turn, (m_init, l_init, acc))
+            result = acc / jnp.where(l_last == 0, f32(1), l_last)[:, None]
             store(out_refs[0], (token[:, None], stored_head[:, None], dim[None, :]), result, in_heads(live))
         else:
 
             @pl.when(first < last)
             def live_split():
-                results = jax.lax.fori_loop(first, last, turn, (high, total, acc))
-                store(out_refs[0], (block, split, stored_head[:, None], dim[None, :]), results[2], in_heads(live))
-                store(out_refs[1], (block, split, stored_head), results[0], live)
-                store(out_refs[2], (block, split, stored_head), results[1], live)
+                m_last, l_last, acc_last = jax.lax.fori_loop(first, last, turn, (m_init, l_init, acc))
+                outs = _Splits(*out_refs)
+                store(outs.acc, (block, split, stored_head[:, None], dim[None, :]), acc_last, in_heads(live))
+                store(outs.m, (block, split, stored_head), m_last, live)
+                store(outs.l, (block, split, stored_head), l_last, live)
 
 
-def _combine(_, acc_ref, high_ref, total_ref, refs: dict, out_ref, *, call: AttentionCall, tile: Tile) -> None:
-    """One block and query head of the decode lane: the splits' results as one."""
+def _combine(_, splits: _Splits, refs: dict, out_ref, *, call: AttentionCall, tile: Tile) -> None:
+    """Combine the splits of one query block and query head of the decode lane. `refs`: as in `_attend`."""
     head, block = pl.program_id(0), pl.program_id(1)
     head_dim, f32 = call.q.shape[2], jnp.float32
 
@@ -255,30 +277,32 @@ def _combine(_, acc_ref, high_ref, total_ref, refs: dict, out_ref, *, call: Atte
         split = jnp.arange(tile.splits, dtype=jnp.int32)
         dim = jnp.arange(_side(head_dim), dtype=jnp.int32)
         live = split * per_split < turns
-        high = plt.load(high_ref.at[block, split, head], mask=live, other=f32(NOTHING_SEEN))
-        highest = jnp.max(high)
+        m_split = plt.load(splits.m.at[block, split, head], mask=live, other=f32(NOTHING_SEEN))
+        m_all = jnp.max(m_split)
         if call.sinks is not None:
-            highest = jnp.maximum(highest, refs["sinks"][head])
-        shrink = _exp(high - highest)
-        total = jnp.sum(_load(total_ref.at[block, split, head], live) * shrink)
+            m_all = jnp.maximum(m_all, refs["sinks"][head])
+        alpha = _exp(m_split - m_all)
+        l_all = jnp.sum(_load(splits.l.at[block, split, head], live) * alpha)
         if call.sinks is not None:
-            total = total + _exp(refs["sinks"][head] - highest)
+            l_all = l_all + _exp(refs["sinks"][head] - m_all)
         exists = live[:, None] & (dim < head_dim)[None, :]
-        parts = _load(acc_ref.at[block, split[:, None], head, dim[None, :]], exists)
-        result = jnp.sum(parts * shrink[:, None], axis=0) / jnp.where(total == 0, f32(1), total)
+        acc = _load(splits.acc.at[block, split[:, None], head, dim[None, :]], exists)
+        result = jnp.sum(acc * alpha[:, None], axis=0) / jnp.where(l_all == 0, f32(1), l_all)
         plt.store(out_ref.at[token, head, dim], result.astype(out_ref.dtype), mask=dim < head_dim)
 
 
 def _block_q(call: AttentionCall, tile: Tile) -> int:
-    """Queries of a block."""
+    """Queries per query block."""
     return 1 if tile.decodes else max(1, tile.rows // call.heads_per_kv_head)
 
 
 def _block(call: AttentionCall, tile: Tile, refs: dict, block: Array) -> tuple[Array, Array, Array, Array]:
-    """Row, first token, queries and position of the first query of a block, i32[] each; 0 queries if there is none.
+    """The row, the first token, the number of queries and the position of the first query of a query block, i32[] each;
+    0 queries if the block does not exist.
 
-    A decode block is a row. Among the blocks of chunks, row s begins with number cu_q_lens[s] // block_q + s: that
-    leaves each row enough of them, whatever the rows before it are, and some that have no work.
+    In the decode lane a block is a row. In the prefill lane the blocks of row s begin with number
+    cu_q_lens[s] // block_q + s: that leaves each row enough of them, whatever the rows before it are, and some that
+    have no work.
     """
     block_q = _block_q(call, tile)
     if tile.decodes:
@@ -286,8 +310,8 @@ def _block(call: AttentionCall, tile: Tile, refs: dict, block: Array) -> tuple[A
     else:
         rows = jnp.arange(_power_of_two(call.num_rows), dtype=jnp.int32)
         in_use = rows < refs["num_seqs"][0]
-        begins = plt.load(refs["cu_q_lens"].at[rows], mask=in_use, other=jnp.int32(0)) // block_q + rows
-        row = jnp.sum((in_use & (begins <= block)).astype(jnp.int32)) - 1
+        first_block = plt.load(refs["cu_q_lens"].at[rows], mask=in_use, other=jnp.int32(0)) // block_q + rows
+        row = jnp.sum((in_use & (first_block <= block)).astype(jnp.int32)) - 1
         row = jnp.maximum(row, 0)
         skipped = (block - refs["cu_q_lens"][row] // block_q - row) * block_q
     first, end = refs["cu_q_lens"][row], refs["cu_q_lens"][row + 1]
@@ -299,9 +323,9 @@ def _block(call: AttentionCall, tile: Tile, refs: dict, block: Array) -> tuple[A
 
 
 def _cut_history(rules, tile: Tile, first_pos: Array, num_queries: Array):
-    """The keys that a block sees, and their division into turns and splits: i32[] each.
+    """The keys that a query block sees, and their division into turns and splits.
 
-    Returns: first key, end, start of the first turn, turns, turns of a split.
+    Returns: first key, end of the keys, start of the first turn, number of turns, turns per split: i32[] each.
     """
     start, end = rules.first_seen(first_pos), first_pos + num_queries
     lo = start // tile.keys * tile.keys
@@ -311,7 +335,7 @@ def _cut_history(rules, tile: Tile, first_pos: Array, num_queries: Array):
 
 
 def _rules(call: AttentionCall, refs: dict):
-    """The rules of the call as the kernel's body reads them: `slopes[head]` is a load."""
+    """The rules of the call with the kernel's refs: `alibi_slopes[head]` is a load."""
     window = None if refs["window"] is None else refs["window"][0]
     return dataclasses.replace(call.rules, sliding_window=window, alibi_slopes=refs.get("slopes"))
 
@@ -321,7 +345,7 @@ def _load(ref, mask: Array) -> Array:
 
 
 def _dot(a: Array, b: Array, *, transpose: bool = False) -> Array:
-    """f32 sums. f32 operands are multiplied as such, not as TF32."""
+    """a · b, or a · bᵀ, accumulated in f32; f32 operands are not rounded to TF32."""
     dims = (((1,), (1 if transpose else 0,)), ((), ()))
     return jax.lax.dot_general(a, b, dims, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
@@ -331,15 +355,16 @@ def _exp(x: Array) -> Array:
 
 
 def _operand_dtype(call: AttentionCall) -> jnp.dtype:
-    """Of the matmul: that of queries and pages if it is one, so that the tensor cores take them as they are."""
+    """Dtype of the matmuls' operands: that of queries and pages if it is the same, so that the tensor cores take them
+    as they are; else f32."""
     return call.kv_dtype if call.q.dtype == call.kv_dtype else jnp.dtype(jnp.float32)
 
 
 def _power_of_two(size: int) -> int:
-    """The least power of two that is not smaller."""
+    """The smallest power of two >= size."""
     return 1 << (size - 1).bit_length()
 
 
 def _side(size: int) -> int:
-    """Of a product's operand in Triton: a power of two, at least 16."""
+    """`size` padded to what Triton takes as a side of a matmul's operand: a power of two, at least 16."""
     return max(16, _power_of_two(size))

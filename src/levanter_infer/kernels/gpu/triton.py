@@ -1,4 +1,4 @@
-"""Pallas' Triton backend, where this jax has it: the kernels for GPUs are written for it (docs/decisions/0017)."""
+"""Pallas' Triton backend, which the kernels for GPUs are written for (docs/decisions/0017), where this jax has it."""
 
 from typing import Any
 
@@ -8,4 +8,4 @@ except ImportError:  # jax calls it deprecated; without it everything but these 
     _triton = None
 
 plt: Any = _triton
-"""None in a jax without it."""
+"""`jax.experimental.pallas.triton`; None in a jax without it."""

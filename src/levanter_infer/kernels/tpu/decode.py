@@ -1,9 +1,10 @@
 """The decode path of the `tpu` implementation: rows with one query.
 
-An item is computed head by head: matmuls with all its keys, the softmax's weights, matmuls with all its values. Keys
-and values are the weights that the matrix unit holds, because they are many and the queries are few; pushing them is
-what sets the speed. What is written side by side may run side by side: the heads' chains of latencies hide behind each
-other, and transfers are started between the matmuls, where the scheduler has room.
+A work item is computed head by head: matmuls with all its keys, the weights of the softmax, matmuls with all its
+values. Keys and values are the stationary operand of the matrix unit, because they are many and the queries are few;
+pushing them into it limits the speed. The code of all heads stands side by side so that the scheduler can overlap it:
+the latencies of one head hide behind another's work, and async copies are started between the matmuls, where there are
+free slots.
 """
 
 import dataclasses
@@ -19,31 +20,33 @@ from jax.experimental.pallas import tpu as pltpu
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
 from levanter_infer.kernels.tpu.pipeline import (
-    BLOCK,
-    FIRST,
-    ROW,
-    Walk,
-    id_chunks,
-    meta,
-    rows_with_none,
-    without_none,
+    Inputs,
+    Item,
+    Pipeline,
+    Rows,
+    has_unmapped_page,
+    mask_unmapped,
+    page_id_chunks,
+    scalars,
 )
-from levanter_infer.kernels.tpu.pool import LANES
+from levanter_infer.kernels.tpu.pool import LANES, TpuPool
 from levanter_infer.kernels.tpu.scales import KEYS, VALUES, load_scales, scales_of_rows
-from levanter_infer.kernels.tpu.sizes import Sizes, Tile
+from levanter_infer.kernels.tpu.sizes import Scratch, Sizes, Tile
 
 LOG2_E = math.log2(math.e)
 MANY_PAGES = 32
-"""Of an item: transfers of more are started at two places of the schedule."""
+"""Pages of a KV block beyond which the copies of a later block are started at two places of the schedule."""
 
 
-def decode_rows(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, interpret) -> Array:
-    """Attention of the tokens that are alone in their row.
+def decode_attention(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, interpret) -> Array:
+    """Attention of rows with one query.
 
-    Returns: [T, Hq, D]; anything at other tokens.
+    Args:
+        operand: dtype of the matmuls' operands.
+        interpret: as `pallas_call` takes it.
+    Returns: [T, Hq, D]; unspecified at the tokens of other rows.
     """
-    pool = call.tpu_pool
-    assert pool is not None
+    pool = TpuPool.of(call)
     num_tokens, num_heads, _ = call.q.shape
     groups, q_rows = pool.groups, num_heads // pool.groups
     rows = -(-q_rows // 8) * 8
@@ -61,61 +64,66 @@ def decode_rows(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, interpre
         padded = jnp.pad(values.reshape(groups, q_rows), ((0, 0), (0, rows - q_rows)))
         return jnp.broadcast_to(padded[:, :, None], (groups, rows, LANES))
 
-    q = pool.place_queries(call.q.astype(operand))
+    q = pool.pack_queries(call.q.astype(operand))
     q = jnp.pad(q, ((0, 0), (0, 0), (0, rows - q_rows), (0, 0), (0, 0))).swapaxes(2, 3)
     q = q.reshape(num_tokens, groups * pool.lane_tiles, rows, LANES)
-    inputs = dict(q=q, kv=call.kv_pages.reshape(-1, *call.kv_pages.shape[2:]), ids=id_chunks(call.page_indices))
-    heads = {}
-    if call.rules.alibi_slopes is not None:
-        heads["slopes"] = by_group(call.rules.alibi_slopes)
-    if call.sinks is not None:
-        heads["sinks"] = by_group(call.sinks * jnp.float32(LOG2_E))
-    part = pl.BlockSpec((sizes.groups, rows, LANES), lambda part, *_: (part, 0, 0))
-    scratch = sizes.scratch(call.kv_pages.dtype, call.q.dtype)
-    per_group = pltpu.VMEM((sizes.groups, rows, LANES), jnp.float32)
-    scratch |= dict(high=per_group, total=per_group, acc=pltpu.VMEM((sizes.q_tiles, rows, LANES), jnp.float32))
+    inputs = Inputs(
+        kv=call.kv_pages.reshape(-1, *call.kv_pages.shape[2:]),
+        page_ids=page_id_chunks(call.page_indices),
+        q=q,
+        slopes=None if call.rules.alibi_slopes is None else by_group(call.rules.alibi_slopes),
+        sinks=None if call.sinks is None else by_group(call.sinks * jnp.float32(LOG2_E)),
+    )
     out = pl.pallas_call(
         functools.partial(_decode, call=call, sizes=sizes),
         out_shape=jax.ShapeDtypeStruct(q.shape, call.q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=1,
             grid=(tile.parts,),
-            in_specs=[dict.fromkeys(inputs, pl.BlockSpec(memory_space=pl.ANY)), dict.fromkeys(heads, part)],
+            in_specs=[block_specs(inputs, sizes)],
             out_specs=pl.BlockSpec(memory_space=pl.ANY),
-            scratch_shapes=[scratch],
+            scratch_shapes=[sizes.scratch(call.kv_pages.dtype, call.q.dtype)],
         ),
-        # Page ids are clamped before they are used, and the interpreter of the tests finds what lies outside.
+        # Page ids are clamped before they are used, and the interpreter of the tests finds what is out of bounds.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",), disable_bounds_checks=True, disable_semaphore_checks=True
         ),
         name="attend_decode",
         interpret=interpret,
-    )(call.seq_lens, call.cu_q_lens, meta(call), rows_with_none(call), inputs, heads)
+    )(Rows(call.seq_lens, call.cu_q_lens, scalars(call), has_unmapped_page(call)), inputs)
     out = out.reshape(num_tokens, groups, pool.lane_tiles, rows, LANES).swapaxes(2, 3)[:, :, :q_rows]
-    return pool.take_outputs(out.reshape(num_tokens, groups, q_rows, pool.lane_tiles * LANES))
+    return pool.unpack_outputs(out.reshape(num_tokens, groups, q_rows, pool.lane_tiles * LANES))
 
 
-def _decode(seq_lens, cu_q_lens, meta, has_none, inputs, heads, out_ref, scratch, *, call: AttentionCall, sizes: Sizes):
-    walk = Walk(call, sizes, seq_lens, cu_q_lens, meta, has_none, cu_q_lens, inputs, out_ref, scratch)
-    narrow = sizes.narrow_pages
+def block_specs(inputs: Inputs, sizes: Sizes) -> Inputs:
+    """The block specs of `inputs`: whole arrays in HBM, and the part's share of what there is per head."""
+    hbm = pl.BlockSpec(memory_space=pl.ANY)
+    part = pl.BlockSpec((sizes.groups, sizes.rows, LANES), lambda part, *_: (part, 0, 0))
+    per_head = {name: None if getattr(inputs, name) is None else part for name in ("sinks", "slopes")}
+    return Inputs(page_ids=hbm, kv=hbm, q=hbm, **per_head)
 
-    def whole(item, q_slot, send):
-        _compute(call, walk, heads, item, q_slot, None, send)
+
+def _decode(rows: Rows, inputs: Inputs, out_ref, scratch: Scratch, *, call: AttentionCall, sizes: Sizes):
+    pipeline = Pipeline(call, sizes, rows, inputs, out_ref, scratch)
+
+    def unmasked(item, q_slot, prefetch):
+        _compute(call, pipeline, item, q_slot, None, prefetch)
 
     def masked(item, q_slot):
-        first, until = walk.live_parts(item)
+        first, end = pipeline.live_subblocks(item)
 
-        def one(part, carry):
-            _compute(call, walk, heads, item, q_slot, (part, part == first), None)
+        def one(subblock, carry):
+            _compute(call, pipeline, item, q_slot, (subblock, subblock == first), None)
             return carry
 
-        jax.lax.fori_loop(first, until, one, 0)
+        jax.lax.fori_loop(first, end, one, 0)
 
-    walk.run(whole if call.rules.mask_mod is None else None, masked, narrow, functools.partial(_finish, sizes, scratch))
+    finish = functools.partial(_finish, sizes, scratch)
+    pipeline.run(unmasked if call.rules.mask_mod is None else None, masked, finish)
 
 
 class _Slopes:
-    """ALiBi's slopes of one group, as `ScoreRules` asks for them."""
+    """ALiBi's slopes of one group, indexed as `ScoreRules` does."""
 
     def __init__(self, ref, group: int):
         self._slopes = ref[group, :, :1]
@@ -124,30 +132,30 @@ class _Slopes:
         return self._slopes
 
 
-def _compute(call: AttentionCall, walk: Walk, heads, item, q_slot, masked, send) -> None:
-    """An item's share of its row's attention, or a narrow part of it.
+def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, prefetch) -> None:
+    """Add a work item, or one sub-block of it, to the attention of its row.
 
     Args:
-        masked: None for the whole item, all of it seen; else (number of the narrow part, whether it is the first).
-        send: sends for pages of a later item (`Walk.sender`); None to send for nothing.
+        subblock: None for the whole item, without masks; else (index of the sub-block, whether it is the item's first).
+        prefetch: starts the copies of pages of a later item (`Pipeline.page_prefetcher`); None for none.
     """
-    sizes, scratch, f32 = walk.sizes, walk.scratch, jnp.float32
-    index, slot, tiles = walk.index(item), walk.slot(item), walk.sizes.pool.lane_tiles
-    rules = dataclasses.replace(call.rules, sliding_window=walk.window)
+    sizes, inputs, scratch, f32 = pipeline.sizes, pipeline.inputs, pipeline.scratch, jnp.float32
+    index, slot, tiles = pipeline.index(item), pipeline.slot(item), pipeline.sizes.pool.lane_tiles
+    rules = dataclasses.replace(call.rules, sliding_window=pipeline.window)
     plain = rules.soft_cap is None and rules.alibi_slopes is None and rules.score_mod is None
-    first = walk.items[index, FIRST] == 1
-    if masked is None:
+    is_first = pipeline.items[index, Item.IS_FIRST] == 1
+    if subblock is None:
         pages, first_page = sizes.tile.pages, 0
     else:
-        pages = sizes.narrow_pages
-        first_page, first = masked[0] * pages, first & masked[1]
+        pages = sizes.subblock_pages
+        first_page, is_first = subblock[0] * pages, is_first & subblock[1]
     width = pages * sizes.page_size
-    start = walk.items[index, BLOCK] * sizes.tokens + first_page * sizes.page_size
+    start = pipeline.items[index, Item.KV_BLOCK] * sizes.tokens + first_page * sizes.page_size
     q_row = jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, 1), 0)
     kv_pos = start + jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, width), 1)
-    q_pos = jnp.full((sizes.rows, 1), walk.seq_lens[walk.items[index, ROW]] - 1)
-    exists = None if masked is None else without_none(walk, item, kv_pos)
-    scales = load_scales(walk, slot, first_page, pages)
+    q_pos = jnp.full((sizes.rows, 1), pipeline.seq_lens[pipeline.items[index, Item.ROW]] - 1)
+    mapped = None if subblock is None else mask_unmapped(pipeline, item, kv_pos)
+    scales = load_scales(pipeline, slot, first_page, pages)
     dot = functools.partial(
         jax.lax.dot_general,
         preferred_element_type=f32,
@@ -155,81 +163,80 @@ def _compute(call: AttentionCall, walk: Walk, heads, item, q_slot, masked, send)
     )
 
     def load(slab):
-        return walk.kv[slot, pl.ds(first_page, pages), slab].reshape(width, LANES).astype(sizes.operand)
+        return pipeline.kv[slot, pl.ds(first_page, pages), slab].reshape(width, LANES).astype(sizes.operand)
 
     def head_of(group, row):
         """Query head of each row; padded rows repeat the last."""
         per_group = sizes.heads_per_group
-        return (walk.part * sizes.groups + group) * per_group + jnp.minimum(row, per_group - 1)
+        return (pipeline.part * sizes.groups + group) * per_group + jnp.minimum(row, per_group - 1)
 
     def scores_of(group):
+        """f32[rows, width]"""
         matmul = [
-            dot(scratch["q_buf"][q_slot, group * tiles + t], load(sizes.keys(group, t)), (((1,), (1,)), ((), ())))
+            dot(scratch.q_buf[q_slot, group * tiles + t], load(sizes.keys(group, t)), (((1,), (1,)), ((), ())))
             for t in range(tiles)
         ]
         matmul = functools.reduce(jnp.add, matmul)
         head = head_of(group, q_row)
         if scales is not None:
-            matmul = matmul * scales_of_rows(walk, scales, group, KEYS, head)
+            matmul = matmul * scales_of_rows(pipeline, scales, group, KEYS, head)
         if plain:
             scores = matmul * f32(rules.scale * LOG2_E)
         else:
-            own = {} if "slopes" not in heads else dict(alibi_slopes=_Slopes(heads["slopes"], group))
+            own = {} if inputs.slopes is None else dict(alibi_slopes=_Slopes(inputs.slopes, group))
             scores = dataclasses.replace(rules, **own).scores(matmul, q_pos, kv_pos, head) * f32(LOG2_E)
-        if exists is None:
+        if mapped is None:
             return scores
-        return jnp.where(rules.seen(q_pos, kv_pos, head) & exists, scores, f32(MASKED))
+        return jnp.where(rules.seen(q_pos, kv_pos, head) & mapped, scores, f32(MASKED))
 
     def weights_of(group, scores):
-        nothing = f32(NOTHING_SEEN), f32(0)
-        if "sinks" in heads:
+        """The weights [rows, width] and alpha; updates m and l."""
+        m_init, l_init = f32(NOTHING_SEEN), f32(0)
+        if inputs.sinks is not None:
             lane = jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, LANES), 1)
-            nothing = heads["sinks"][group], jnp.where(lane == 0, f32(1), f32(0))
-        high = jnp.where(first, nothing[0], scratch["high"][group])
-        total = jnp.where(first, nothing[1], scratch["total"][group])
-        new_high = jnp.maximum(high, jnp.max(scores, axis=1, keepdims=True))
-        weights = jnp.exp2(scores - new_high[:, :1])
-        shrink = jnp.exp2(high - new_high)
-        scratch["high"][group] = new_high
+            m_init, l_init = inputs.sinks[group], jnp.where(lane == 0, f32(1), f32(0))
+        m_prev = jnp.where(is_first, m_init, scratch.m_ref[group])
+        l_prev = jnp.where(is_first, l_init, scratch.l_ref[group])
+        m_new = jnp.maximum(m_prev, jnp.max(scores, axis=1, keepdims=True))
+        weights = jnp.exp2(scores - m_new[:, :1])
+        alpha = jnp.exp2(m_prev - m_new)
+        scratch.m_ref[group] = m_new
         # Summed over lanes only when the row ends.
-        parts = [weights[:, at : at + LANES] for at in range(0, width, LANES)]
+        columns = [weights[:, at : at + LANES] for at in range(0, width, LANES)]
         if width % LANES:
-            parts[-1] = jnp.pad(parts[-1], ((0, 0), (0, LANES - width % LANES)))
-        scratch["total"][group] = total * shrink + functools.reduce(jnp.add, parts)
+            columns[-1] = jnp.pad(columns[-1], ((0, 0), (0, LANES - width % LANES)))
+        scratch.l_ref[group] = l_prev * alpha + functools.reduce(jnp.add, columns)
         if scales is not None:
-            weights = weights * scales_of_rows(walk, scales, group, VALUES, head_of(group, q_row))
-        return weights.astype(sizes.operand), shrink
+            weights = weights * scales_of_rows(pipeline, scales, group, VALUES, head_of(group, q_row))
+        return weights.astype(sizes.operand), alpha
 
-    def add_values(group, weights, shrink):
+    def add_values(group, weights, alpha):
         for t in range(tiles):
             values = load(sizes.values(group, t))
             if rules.mask_mod is not None:
                 seen = _seen_by_any(rules, sizes, start, q_pos[0, 0], width, functools.partial(head_of, group))
                 values = jnp.where(seen, values, jnp.zeros((), values.dtype))
-            place = group * tiles + t
-            acc = jnp.where(first, f32(0), scratch["acc"][place])
-            scratch["acc"][place] = acc * shrink + dot(weights, values, (((1,), (0,)), ((), ())))
+            tile = group * tiles + t
+            acc = jnp.where(is_first, f32(0), scratch.acc_ref[tile])
+            scratch.acc_ref[tile] = acc * alpha + dot(weights, values, (((1,), (0,)), ((), ())))
 
-    # As far as the compiler knows a transfer may fill what a load reads, so that neither passes the other: where they
-    # alternate, it loads too early and spills. All are started between the last product with keys and the first with
-    # values.
-    # As far as the compiler knows a transfer may fill what a load reads, so that neither passes the other: where they
-    # alternate, it loads too early and spills. So all are started at one place, when half of the matmuls with keys are
-    # there to be worked on meanwhile; many, of small pages, take so long that two places are better.
-    count, turns, scores = sizes.tile.pages, 1 if sizes.tile.pages <= MANY_PAGES else 2, []
+    # As far as the compiler knows a copy may fill what a load reads, so that neither passes the other: where they
+    # alternate, it loads too early and spills. So all copies are started at one place, when half of the matmuls with
+    # keys have been issued and overlap with them; many, of small pages, take so long that two places are better.
+    count, places, scores = sizes.tile.pages, 1 if sizes.tile.pages <= MANY_PAGES else 2, []
     for group in range(sizes.groups):
         scores.append(scores_of(group))
-        for turn in range(turns):
-            if send is not None and group + 1 == -(-sizes.groups * (turn + 1) // (turns + 1)):
-                send(range(count * turn // turns, count * (turn + 1) // turns))
+        for place in range(places):
+            if prefetch is not None and group + 1 == -(-sizes.groups * (place + 1) // (places + 1)):
+                prefetch(range(count * place // places, count * (place + 1) // places))
     weighted = [weights_of(group, scores[group]) for group in range(sizes.groups)]
     for group in range(sizes.groups):
         add_values(group, *weighted[group])
 
 
 def _seen_by_any(rules, sizes: Sizes, start, q_pos, width: int, head_of) -> Array:
-    """bool[width, 128]: which keys `mask_mod` shows to some head of the group. 0 * NaN is NaN: the others' values are
-    cleared, not only given no weight."""
+    """bool[width, 128]: which keys `mask_mod` shows to some head of the group. The values of the others are set to 0,
+    because a weight of 0 does not suffice: 0 * NaN is NaN."""
     shape = (width, LANES)
     kv_pos = start + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     seen = [
@@ -239,12 +246,12 @@ def _seen_by_any(rules, sizes: Sizes, start, q_pos, width: int, head_of) -> Arra
     return functools.reduce(jnp.logical_or, seen)
 
 
-def _finish(sizes: Sizes, scratch, slot) -> None:
-    """The row's output, from the sums over all its items."""
-    tiles, out = sizes.pool.lane_tiles, scratch["out_buf"]
+def _finish(sizes: Sizes, scratch: Scratch, slot) -> None:
+    """Write the outputs of a query block, acc / l, into their buffer."""
+    tiles, out = sizes.pool.lane_tiles, scratch.out_buf
     for group in range(sizes.groups):
-        total = jnp.sum(scratch["total"][group], axis=1, keepdims=True)
-        scale = jnp.float32(1) / jnp.where(total == 0, jnp.float32(1), total)
+        denominator = jnp.sum(scratch.l_ref[group], axis=1, keepdims=True)
+        scale = jnp.float32(1) / jnp.where(denominator == 0, jnp.float32(1), denominator)
         for t in range(tiles):
-            place = group * tiles + t
-            out[slot, place] = (scratch["acc"][place] * scale).astype(out.dtype)
+            tile = group * tiles + t
+            out[slot, tile] = (scratch.acc_ref[tile] * scale).astype(out.dtype)

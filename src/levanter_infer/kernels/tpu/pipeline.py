@@ -1,9 +1,28 @@
-"""What both paths of the `tpu` implementation have in common: which keys are read when, and how they come.
+"""The pipeline of async copies that both paths of the `tpu` implementation run: which keys are read, and when.
 
-A kernel walks over *items*: a stretch of one sequence's keys for one block of its queries, across the bounds of
-sequences, so that the memory never waits for a sequence to end. While an item is computed the pages of those after it
-are on their way, and the page ids of the one after them: page tables stay in HBM, whatever their size.
+A kernel computes *work items*, one after the other. A work item is one KV block (`tile.pages` pages of one sequence)
+for one query block of that sequence; the items of all sequences form one list, so that the memory never waits for a
+sequence to end. The list is not stored: a `Cursor` walks over it, a few items ahead of the computation, and the fields
+of those items (`Item`) stand in a ring in SMEM. Page tables stay in HBM, whatever their size.
+
+The pipeline in time, with `tile.slots = 3`; `ids`, `q` and `kv` are copies HBM → VMEM or SMEM, `out` is one back:
+
+    turn        │ i                          │ i + 1                      │ i + 2
+    ────────────┼────────────────────────────┼────────────────────────────┼───────────────────────────
+    ids   start │ item i+3 ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒│▒ i+4 ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒│▒ i+5 ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒
+    ids   wait  │ item i+2                   │ i+3                        │ i+4
+    q     start │ item i+2 ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒│▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒│▒   (if it begins a query block)
+    kv    start │ item i+2 ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒│▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒│▒
+    kv, q wait  │ item i                     │ i+1                        │ i+2
+    compute     │  item i ███████████████████│  i+1 ██████████████████████│  i+2 █████████████████████
+    out   start │                item i ▒▒▒▒▒│▒▒▒▒▒▒▒▒▒▒                  │     (if it ends a query block)
+
+The kv copies of item i + 2 are started between the matmuls of item i, where the scheduler has free slots. Their buffer
+is the one that item i - 1 used. Before the first turn the copies of items 0 and 1 are started.
 """
+
+import enum
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,388 +32,466 @@ from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.tpu.pool import LANES
-from levanter_infer.kernels.tpu.sizes import OUT_SLOTS, Sizes, align_queries
+from levanter_infer.kernels.tpu.sizes import OUT_SLOTS, Scratch, Sizes, align_queries
 
-ROW, QUERIES, BLOCK, COUNT, FIRST, LAST, LOW, HIGH, NONE, SEEN, END, WHOLE, TOKENS = range(13)
-"""What `items` holds of an item: row; block of its queries; block of its keys; number of blocks of queries before it,
-of any row; whether it is the first, the last of them; bounds of its live pages within the block; whether a page of the
-row is none; first and end of the keys that some of the queries see, relative to the block; whether all queries see all
-keys of the block, none of them on a page of none, and more items follow for them; number of the queries."""
+
+class Item(enum.IntEnum):
+    """The fields of a work item, i32 each, and their places in a row of `Scratch.items`."""
+
+    ROW = 0  # row of the batch
+    Q_BLOCK = 1  # query block within the row
+    KV_BLOCK = 2  # KV block within the sequence
+    Q_BLOCKS_BEFORE = 3  # query blocks before this one, over all rows: selects the buffers of queries and outputs
+    IS_FIRST = 4  # 1 for the first item of its query block: queries are loaded
+    IS_LAST = 5  # 1 for the last item of its query block: outputs are stored
+    FIRST_PAGE = 6  # first page of the KV block that some query sees
+    END_PAGE = 7  # one past the last page of the KV block that holds a key
+    HAS_UNMAPPED_PAGE = 8  # 1 if some page of the row is none
+    FIRST_KEY = 9  # first key that some query sees, relative to the KV block; may be negative
+    END_KEY = 10  # one past the last key that some query sees, relative to the KV block; may be beyond its end
+    IS_UNMASKED = 11  # 1 if all queries see all keys, no page of the row is none, and the query block has more items
+    NUM_QUERIES = 12  # queries of the query block that exist
+
+
+class Scalar(enum.IntEnum):
+    """The entries of `Rows.scalars`."""
+
+    FIRST_PAGE = 0  # the layer's first page in the flattened pool
+    NUM_SEQS = 1  # rows in use
+    WINDOW = 2  # sliding window, 0 for none
+    LAYER_PAGES = 3  # pages per layer
+    ID_CHUNKS = 4  # chunks of 128 page ids per row of the page table
+    LAST_ROW = 5  # index of the last row, in use or not
+
+
+class Rows(NamedTuple):
+    """The scalars of a call, prefetched to SMEM."""
+
+    seq_lens: Any
+    """i32[R]"""
+    cu_q_lens: Any
+    """i32[R + 1]"""
+    scalars: Any
+    """i32[len(Scalar)]"""
+    has_unmapped_page: Any
+    """i32[R], of `has_unmapped_page`."""
+    q_starts: Any = None
+    """i32[R], first token of each row in `Inputs.q` and in the output; None for `cu_q_lens`."""
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call. The first three stay in HBM, the others are blocks in VMEM."""
+
+    page_ids: Any
+    """i32[R * chunks, 1, 128], of `page_id_chunks`."""
+    kv: Any
+    """[layers * P, slabs, page_size, 128]: the pool."""
+    q: Any
+    """The queries, in the operands' dtype. Decode: [T, groups * lane_tiles, rows, 128]; prefill: [groups * lane_tiles,
+    tokens * heads_per_group, 128]."""
+    sinks: Any = None
+    """f32[groups, rows, 128], in units of log2; None for none."""
+    slopes: Any = None
+    """f32[groups, rows, 128], ALiBi's; None for none."""
+
+
+class Cursor(NamedTuple):
+    """The position of `Pipeline.advance` in the list of work items, i32[] each."""
+
+    num_items: Array
+    """Items whose fields have been written."""
+    row: Array
+    q_block: Array
+    kv_block: Array
+    num_q_blocks: Array
+    """Query blocks before `q_block`, over all rows."""
 
 
 def _div(x, size: int) -> Array:
-    """Of numbers that are not negative: without the care that others need."""
+    """x // size for x >= 0, as one shift where the size is a power of two."""
     if size & (size - 1) == 0:
         return x >> (size.bit_length() - 1)
     return jax.lax.div(x, jnp.int32(size))
 
 
 def _rem(x, size: int) -> Array:
+    """x % size for x >= 0."""
     return x & (size - 1) if size & (size - 1) == 0 else jax.lax.rem(x, jnp.int32(size))
 
 
-def id_chunks(page_indices: Array) -> Array:
-    """[R, max_pages] -> [R * chunks, 1, 128]: each chunk can be fetched by itself."""
+def page_id_chunks(page_indices: Array) -> Array:
+    """The page table in chunks that can be copied one by one: [R, max_pages] -> [R * chunks, 1, 128]."""
     num_rows, max_pages = page_indices.shape
     chunks = -(-max_pages // LANES)
     padded = jnp.pad(page_indices, ((0, 0), (0, chunks * LANES - max_pages)))
     return padded.reshape(num_rows * chunks, 1, LANES)
 
 
-def meta(call: AttentionCall) -> Array:
-    """i32[6]: the layer's first page, rows in use, window, pages of a layer, chunks of ids of a row, the last row.
+def scalars(call: AttentionCall) -> Array:
+    """i32[len(Scalar)].
 
-    What depends on the pool's size and the tables' is data: kernels whose tiles are the same are the same, whatever
-    they read from, so that one that compiles answers for the others (scripts/sweep_tpu.py).
+    Everything that depends on the sizes of the pool and of the page table is data: kernels with the same tiles are the
+    same whatever they read from, so that one that compiles answers for the others (scripts/sweep_tpu.py).
     """
     window, num_pages = call.rules.sliding_window, call.kv_pages.shape[1]
-    return jnp.stack(
-        [
-            call.layer * num_pages,
-            call.num_seqs,
-            jnp.int32(0) if window is None else window,
-            jnp.int32(num_pages),
-            jnp.int32(-(-call.page_indices.shape[1] // LANES)),
-            jnp.int32(call.num_rows - 1),
-        ]
-    )
+    values = {
+        Scalar.FIRST_PAGE: call.layer * num_pages,
+        Scalar.NUM_SEQS: call.num_seqs,
+        Scalar.WINDOW: jnp.int32(0) if window is None else window,
+        Scalar.LAYER_PAGES: jnp.int32(num_pages),
+        Scalar.ID_CHUNKS: jnp.int32(-(-call.page_indices.shape[1] // LANES)),
+        Scalar.LAST_ROW: jnp.int32(call.num_rows - 1),
+    }
+    return jnp.stack([values[entry] for entry in Scalar])
 
 
-def rows_with_none(call: AttentionCall) -> Array:
-    """i32[R]: 1 where some page between the first key that the row's queries see and the last is none. Such rows take
-    the slow way with masks throughout, so that the others' pages need not be looked at one by one."""
+def has_unmapped_page(call: AttentionCall) -> Array:
+    """i32[R]: 1 where a page between the first and the last key that the row's queries see is none. All items of such a
+    row are computed with masks, so that the page ids of the other rows need not be checked one by one."""
     first = call.rules.first_seen(call.seq_lens - call.q_lens) // call.page_size
     end = (call.seq_lens + (call.page_size - 1)) // call.page_size
-    place = jnp.arange(call.page_indices.shape[1], dtype=jnp.int32)[None, :]
-    none = (call.page_indices >= call.kv_pages.shape[1]) & (place >= first[:, None]) & (place < end[:, None])
-    return jnp.any(none, axis=1).astype(jnp.int32)
+    column = jnp.arange(call.page_indices.shape[1], dtype=jnp.int32)[None, :]
+    unmapped = (call.page_indices >= call.kv_pages.shape[1]) & (column >= first[:, None]) & (column < end[:, None])
+    return jnp.any(unmapped, axis=1).astype(jnp.int32)
 
 
-class Walk:
-    """The order of the items, and the transfers of one walk. A state is (items noted, row, block of queries, block of
-    keys, blocks of queries begun): i32[] each."""
+class Pipeline:
+    """The work items of one grid step in their order, and their async copies."""
 
-    def __init__(
-        self, call: AttentionCall, sizes: Sizes, seq_lens, cu_q_lens, meta, has_none, places, inputs, out_ref, scratch
-    ):
-        """`places`: where a row's queries begin in the inputs and in the output, counted in tokens."""
+    def __init__(self, call: AttentionCall, sizes: Sizes, rows: Rows, inputs: Inputs, out_ref, scratch: Scratch):
         self.sizes, self.tile = sizes, sizes.tile
-        self.first_page, self.num_rows, self.has_none = meta[0], meta[1], has_none
-        self.window = None if call.rules.sliding_window is None else meta[2]
-        self.num_pages, self.id_rows, self.last_row = meta[3], meta[4], meta[5]
-        self.seq_lens, self.cu_q_lens, self.places = seq_lens, cu_q_lens, places
+        self.first_page, self.num_rows = rows.scalars[Scalar.FIRST_PAGE], rows.scalars[Scalar.NUM_SEQS]
+        self.window = None if call.rules.sliding_window is None else rows.scalars[Scalar.WINDOW]
+        self.num_pages, self.row_id_chunks = rows.scalars[Scalar.LAYER_PAGES], rows.scalars[Scalar.ID_CHUNKS]
+        self.last_row = rows.scalars[Scalar.LAST_ROW]
+        self.seq_lens, self.cu_q_lens, self.unmapped = rows.seq_lens, rows.cu_q_lens, rows.has_unmapped_page
+        self.q_starts = rows.cu_q_lens if rows.q_starts is None else rows.q_starts
         self.inputs, self.out_ref, self.scratch = inputs, out_ref, scratch
-        self.items, self.ids, self.kv = scratch["items"], scratch["ids_buf"], scratch["kv_buf"]
+        self.items, self.page_ids, self.kv = scratch.items, scratch.page_ids_buf, scratch.kv_buf
         self.part = pl.program_id(0)
         self.ahead, self.num_items = self.tile.slots - 1, self.tile.slots + 1
 
     def index(self, item: Array) -> Array:
+        """Row of `Scratch.items`, and slot of the page ids."""
         return _rem(item, self.num_items)
 
     def slot(self, item: Array) -> Array:
+        """Slot of the keys and values."""
         return _rem(item, self.tile.slots)
 
     def q_len(self, row: Array) -> Array:
         return self.cu_q_lens[row + 1] - self.cu_q_lens[row]
 
-    def first_pos(self, row: Array, queries: Array) -> Array:
+    def first_pos(self, row: Array, q_block: Array) -> Array:
         """Position of the first query of a block."""
         if self.tile.queries == 1:
             return self.seq_lens[row] - 1
-        return self.seq_lens[row] - self.q_len(row) + queries * self.tile.queries
+        return self.seq_lens[row] - self.q_len(row) + q_block * self.tile.queries
 
-    def end_pos(self, row: Array, queries: Array) -> Array:
+    def end_pos(self, row: Array, q_block: Array) -> Array:
+        """One past the position of the last query of a block."""
         if self.tile.queries == 1:
             return self.seq_lens[row]
-        return jnp.minimum(self.first_pos(row, queries) + self.tile.queries, self.seq_lens[row])
+        return jnp.minimum(self.first_pos(row, q_block) + self.tile.queries, self.seq_lens[row])
 
-    def first_seen(self, row: Array, queries: Array) -> Array:
-        """First key that some query of a block sees."""
+    def first_seen(self, row: Array, q_block: Array) -> Array:
+        """Position of the first key that some query of a block sees."""
         if self.window is None:
             return jnp.int32(0)
-        return jnp.maximum(self.first_pos(row, queries) + 1 - self.window, 0)
+        return jnp.maximum(self.first_pos(row, q_block) + 1 - self.window, 0)
 
     def next_row(self, row: Array) -> Array:
-        """The first row from `row` on that goes this way."""
+        """The first row from `row` on that this path computes."""
 
-        def other(r):
+        def other_path(r):
             q_len = self.q_len(jnp.minimum(r, self.num_rows - 1))
             return (r < self.num_rows) & ((q_len != 1) if self.tile.queries == 1 else (q_len < 2))
 
-        return jax.lax.while_loop(other, lambda r: r + 1, row)
+        return jax.lax.while_loop(other_path, lambda r: r + 1, row)
 
-    def start(self) -> tuple[Array, ...]:
+    def start(self) -> Cursor:
         row = self.next_row(jnp.int32(0))
-        return jnp.int32(0), row, jnp.int32(0), self._first_block(row, jnp.int32(0)), jnp.int32(0)
+        return Cursor(jnp.int32(0), row, jnp.int32(0), self._first_kv_block(row, jnp.int32(0)), jnp.int32(0))
 
-    def _first_block(self, row, queries):
+    def _first_kv_block(self, row, q_block):
         row = jnp.minimum(row, self.last_row)
-        return _div(self.first_seen(row, queries), self.sizes.tokens)
+        return _div(self.first_seen(row, q_block), self.sizes.tokens)
 
-    def _sees_all(self, row, queries, start, last):
-        whole = ~last & (self.has_none[row] == 0) & (self.first_pos(row, queries) + 1 - start >= self.sizes.tokens)
+    def _is_unmasked(self, row, q_block, start, is_last):
+        unmasked = (
+            ~is_last & (self.unmapped[row] == 0) & (self.first_pos(row, q_block) + 1 - start >= self.sizes.tokens)
+        )
         if self.window is not None:
-            whole = whole & (self.end_pos(row, queries) - self.window <= start)
-        return whole.astype(jnp.int32)
+            unmasked = unmasked & (self.end_pos(row, q_block) - self.window <= start)
+        return unmasked.astype(jnp.int32)
 
-    def step(self, state: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Note the next item, if there is one, and send for its page ids."""
+    def advance(self, cursor: Cursor) -> Cursor:
+        """Write the fields of the next work item, if there is one, and start the copy of its page ids."""
         items, sizes = self.items, self.sizes
-        noted, place, queries, block, count = state
-        exists, row = place < self.num_rows, jnp.minimum(place, self.last_row)
-        start = block * sizes.tokens
-        seen, end = self.first_seen(row, queries) - start, self.end_pos(row, queries) - start
-        last = end <= sizes.tokens
+        num_items, next_row, q_block, kv_block, num_q_blocks = cursor
+        exists, row = next_row < self.num_rows, jnp.minimum(next_row, self.last_row)
+        start = kv_block * sizes.tokens
+        first_key, end_key = self.first_seen(row, q_block) - start, self.end_pos(row, q_block) - start
+        is_last = end_key <= sizes.tokens
 
         @pl.when(exists)
         def _():
-            index = self.index(noted)
-            live_pages = _div(end + (sizes.page_size - 1), sizes.page_size)
+            index = self.index(num_items)
+            live_pages = _div(end_key + (sizes.page_size - 1), sizes.page_size)
             values = {
-                ROW: row,
-                QUERIES: queries,
-                BLOCK: block,
-                COUNT: count,
-                FIRST: (block == self._first_block(row, queries)).astype(jnp.int32),
-                LAST: last.astype(jnp.int32),
-                LOW: _div(jnp.maximum(seen, 0), sizes.page_size),
-                HIGH: jnp.minimum(live_pages, self.tile.pages),
-                NONE: self.has_none[row],
-                SEEN: seen,
-                END: end,
-                WHOLE: self._sees_all(row, queries, start, last),
-                TOKENS: self.end_pos(row, queries) - self.first_pos(row, queries),
+                Item.ROW: row,
+                Item.Q_BLOCK: q_block,
+                Item.KV_BLOCK: kv_block,
+                Item.Q_BLOCKS_BEFORE: num_q_blocks,
+                Item.IS_FIRST: (kv_block == self._first_kv_block(row, q_block)).astype(jnp.int32),
+                Item.IS_LAST: is_last.astype(jnp.int32),
+                Item.FIRST_PAGE: _div(jnp.maximum(first_key, 0), sizes.page_size),
+                Item.END_PAGE: jnp.minimum(live_pages, self.tile.pages),
+                Item.HAS_UNMAPPED_PAGE: self.unmapped[row],
+                Item.FIRST_KEY: first_key,
+                Item.END_KEY: end_key,
+                Item.IS_UNMASKED: self._is_unmasked(row, q_block, start, is_last),
+                Item.NUM_QUERIES: self.end_pos(row, q_block) - self.first_pos(row, q_block),
             }
             for field, value in values.items():
                 items[index, field] = value
             for chunk in range(sizes.id_chunks):
-                self._id_copy(index, chunk).start()
+                self._page_id_copy(index, chunk).start()
 
-        new_queries, row_ends = queries, last
+        new_q_block, row_ends = q_block, is_last
         if self.tile.queries > 1:
-            more = (queries + 1) * self.tile.queries < self.q_len(row)
-            new_queries = jnp.where(last, jnp.where(more, queries + 1, 0), queries)
-            row_ends = last & ~more
-        # Without a row to end the loop over rows stays where it is, and beyond the last row too.
-        new_row = self.next_row(place + row_ends.astype(jnp.int32))
-        new_block = jnp.where(last, self._first_block(new_row, new_queries), block + 1)
-        following = noted + 1, new_row, new_queries, new_block, count + last.astype(jnp.int32)
-        return tuple(jnp.where(exists, new, old) for new, old in zip(following, state, strict=True))
+            more = (q_block + 1) * self.tile.queries < self.q_len(row)
+            new_q_block = jnp.where(is_last, jnp.where(more, q_block + 1, 0), q_block)
+            row_ends = is_last & ~more
+        # Where no row ends, or beyond the last row, the loop over rows ends at once.
+        new_row = self.next_row(next_row + row_ends.astype(jnp.int32))
+        new_kv_block = jnp.where(is_last, self._first_kv_block(new_row, new_q_block), kv_block + 1)
+        following = Cursor(num_items + 1, new_row, new_q_block, new_kv_block, num_q_blocks + is_last.astype(jnp.int32))
+        return Cursor(*(jnp.where(exists, new, old) for new, old in zip(following, cursor, strict=True)))
 
-    def prepare(self, item: Array, exists: Array) -> tuple[Array, Array]:
-        """Wait for an item's page ids and send for its queries. Returns: bounds of the pages to send for."""
+    def start_queries(self, item: Array, exists: Array) -> tuple[Array, Array]:
+        """Wait for the page ids of an item, and start the copy of its queries.
+
+        Returns: bounds of the pages to prefetch, which need those ids; equal if the item does not exist.
+        """
         index = self.index(item)
 
         @pl.when(exists)
         def _():
             for chunk in range(self.sizes.id_chunks):
-                self._id_copy(index, chunk).wait()
+                self._page_id_copy(index, chunk).wait()
 
-            @pl.when(self.items[index, FIRST] == 1)
+            @pl.when(self.items[index, Item.IS_FIRST] == 1)
             def _():
                 self._q_copy(index).start()
 
         none = jnp.int32(0)
-        return jnp.where(exists, self.items[index, LOW], none), jnp.where(exists, self.items[index, HIGH], none)
+        first_page = jnp.where(exists, self.items[index, Item.FIRST_PAGE], none)
+        return first_page, jnp.where(exists, self.items[index, Item.END_PAGE], none)
 
-    def page(self, index: Array, j: Array) -> Array:
+    def page_id(self, index: Array, j: Array) -> Array:
         """Id of page `j` of an item."""
-        return self._id_reader(index)(j)
+        return self._page_id_reader(index)(j)
 
-    def _id_reader(self, index: Array):
+    def _page_id_reader(self, index: Array):
         if self.sizes.id_chunks > 1:
-            return lambda j: self.ids[index, j // LANES, 0, j % LANES]
-        # The ids of an item lie at a multiple of its pages.
-        offset = (self.items[index, BLOCK] * self.tile.pages) & (LANES - 1)
-        ids = self.ids.at[index, 0, 0, pl.ds(offset, self.tile.pages)]
+            return lambda j: self.page_ids[index, j // LANES, 0, j % LANES]
+        # The ids of an item begin at a multiple of its pages.
+        offset = (self.items[index, Item.KV_BLOCK] * self.tile.pages) & (LANES - 1)
+        ids = self.page_ids.at[index, 0, 0, pl.ds(offset, self.tile.pages)]
         return lambda j: ids[j]
 
-    def sender(self, item: Array, low: Array, high: Array):
-        """`send(pages)` sends for some pages of an item, by their numbers, those that are live; for another page if one
-        is none. All that they have in common is computed here, once."""
+    def page_prefetcher(self, item: Array, first_page: Array, end_page: Array):
+        """A function `prefetch(pages)` that starts the copies of some pages of an item, by their numbers in the KV
+        block: of those within the bounds; of the layer's last page in place of one that is none. What the copies have
+        in common is computed here, once."""
         sizes, slot = self.sizes, self.slot(item)
-        page_id = self._id_reader(self.index(item))
-        sem, target = self.scratch["kv_sem"].at[slot], self.kv.at[slot]
+        page_id = self._page_id_reader(self.index(item))
+        sem, kv_block = self.scratch.kv_sem.at[slot], self.kv.at[slot]
 
-        def send_one(j, place):
-            @pl.when((j < high) if self.window is None else (j >= low) & (j < high))
+        def start_copy(j, pool_page):
+            @pl.when((j < end_page) if self.window is None else (j >= first_page) & (j < end_page))
             def _():
-                source, own = self.inputs["kv"].at[place], target.at[j]
+                source, target = self.inputs.kv.at[pool_page], kv_block.at[j]
                 if self.tile.parts == 1:
-                    pltpu.make_async_copy(source, own, sem).start()
+                    pltpu.make_async_copy(source, target, sem).start()
                     return
                 numbers = pl.ds(self.part * sizes.number_slabs, sizes.number_slabs)
                 if not sizes.pool.scaled:
-                    pltpu.make_async_copy(source.at[numbers], own, sem).start()
+                    pltpu.make_async_copy(source.at[numbers], target, sem).start()
                     return
-                pltpu.make_async_copy(source.at[numbers], own.at[pl.ds(0, sizes.number_slabs)], sem).start()
-                pltpu.make_async_copy(source.at[sizes.pool.number_slabs], own.at[sizes.number_slabs], sem).start()
+                pltpu.make_async_copy(source.at[numbers], target.at[pl.ds(0, sizes.number_slabs)], sem).start()
+                pltpu.make_async_copy(source.at[sizes.pool.number_slabs], target.at[sizes.number_slabs], sem).start()
 
-        def send(pages):
-            # All ids are read before the first transfer starts: as far as the compiler knows it might change them, so
-            # that each would wait for the transfer before it.
-            places = [self.first_page + jnp.minimum(page_id(j), self.num_pages - 1) for j in pages]
-            for j, place in zip(pages, places, strict=True):
-                send_one(j, place)
+        def prefetch(pages):
+            # All ids are read before the first copy starts: as far as the compiler knows a copy might change them, so
+            # that each read would wait for the copy before it.
+            pool_pages = [self.first_page + jnp.minimum(page_id(j), self.num_pages - 1) for j in pages]
+            for j, pool_page in zip(pages, pool_pages, strict=True):
+                start_copy(j, pool_page)
 
-        return send
+        return prefetch
 
-    def send_pages(self, item: Array, low: Array, high: Array) -> None:
-        """Send for an item's pages, some at a time."""
-        send, some = self.sender(item, low, high), min(8, self.tile.pages)
+    def prefetch_pages(self, item: Array, first_page: Array, end_page: Array) -> None:
+        """Start the copies of an item's pages, several per turn of a loop."""
+        prefetch, per_turn = self.page_prefetcher(item, first_page, end_page), min(8, self.tile.pages)
 
         def several(turn, carry):
-            send([turn * some + j for j in range(some)])
+            prefetch([turn * per_turn + j for j in range(per_turn)])
             return carry
 
-        jax.lax.fori_loop(_div(low, some), _div(high + (some - 1), some), several, 0)
+        jax.lax.fori_loop(_div(first_page, per_turn), _div(end_page + (per_turn - 1), per_turn), several, 0)
 
-    def wait_pages(self, item: Array, whole: bool) -> None:
-        """`whole`: all of them have been sent for."""
+    def wait_pages(self, item: Array, all_pages: bool) -> None:
+        """Wait for an item's pages. `all_pages`: copies of all of them were started, whatever the item's fields say."""
         index, slot = self.index(item), self.slot(item)
-        if whole:
+        if all_pages:
             pages = self.kv.at[slot]
-            pltpu.make_async_copy(pages, pages, self.scratch["kv_sem"].at[slot]).wait()
+            pltpu.make_async_copy(pages, pages, self.scratch.kv_sem.at[slot]).wait()
             return
-        count = self.items[index, HIGH] - self.items[index, LOW]
+        count = self.items[index, Item.END_PAGE] - self.items[index, Item.FIRST_PAGE]
         for bit in range(self.tile.pages.bit_length()):
 
             @pl.when((count >> bit) & 1 == 1)
             def _(some=1 << bit):
                 pages = self.kv.at[slot, pl.ds(0, some)]
-                pltpu.make_async_copy(pages, pages, self.scratch["kv_sem"].at[slot]).wait()
+                pltpu.make_async_copy(pages, pages, self.scratch.kv_sem.at[slot]).wait()
 
-    def live_parts(self, item: Array) -> tuple[Array, Array]:
-        """Bounds of the narrow parts of an item that hold a key to be seen."""
+    def live_subblocks(self, item: Array) -> tuple[Array, Array]:
+        """Bounds of the sub-blocks of an item (`Sizes.subblock_pages`) that hold a key that some query sees."""
         sizes, index = self.sizes, self.index(item)
-        width = sizes.narrow_pages * sizes.page_size
-        first = _div(jnp.maximum(self.items[index, SEEN], 0), width)
-        end = _div(self.items[index, END] + (width - 1), width)
-        return first, jnp.minimum(end, self.tile.pages // sizes.narrow_pages)
+        width = sizes.subblock_pages * sizes.page_size
+        first = _div(jnp.maximum(self.items[index, Item.FIRST_KEY], 0), width)
+        end = _div(self.items[index, Item.END_KEY] + (width - 1), width)
+        return first, jnp.minimum(end, self.tile.pages // sizes.subblock_pages)
 
     def wait_queries(self, item: Array) -> Array:
-        """Slot of the queries of an item."""
+        """Wait for the queries of an item. Returns: their slot in `Scratch.q_buf`."""
         index = self.index(item)
 
-        @pl.when(self.items[index, FIRST] == 1)
+        @pl.when(self.items[index, Item.IS_FIRST] == 1)
         def _():
             self._q_copy(index).wait()
 
-        return self.slot(self.items[index, COUNT])
+        return self.slot(self.items[index, Item.Q_BLOCKS_BEFORE])
 
-    def run(self, whole, masked, masked_pages: int, finish) -> None:
-        """All items, in order.
+    def run(self, unmasked, masked, finish) -> None:
+        """Compute all work items, in order.
 
         Args:
-            whole: `whole(item, q_slot, send)` computes an item of which every query sees every key, and meanwhile sends
-                for all pages of a later one; None if no item is such a one.
-            masked: `masked(item, q_slot)` computes any item, in stretches of `masked_pages` pages, of which it leaves
-                out those without a key to be seen.
-            finish: `finish(slot)` writes the outputs of a block of queries once its last item is computed.
+            unmasked: `unmasked(item, q_slot, prefetch)` computes an item of which every query sees every key, and
+                meanwhile calls `prefetch` for all pages of a later one; None if all items need masks.
+            masked: `masked(item, q_slot)` computes any item, sub-block by sub-block, without the sub-blocks that hold
+                no key that some query sees.
+            finish: `finish(slot)` writes the outputs of a query block to `Scratch.out_buf` after its last item.
         """
 
-        def begin(item, state, whole):
-            state = self.step(state)
+        def begin(item, cursor, all_pages):
+            cursor = self.advance(cursor)
             later = item + self.ahead
-            low, high = self.prepare(later, later < state[0])
-            self.wait_pages(item, whole)
-            return state, (later, low, high), self.wait_queries(item)
+            first_page, end_page = self.start_queries(later, later < cursor.num_items)
+            self.wait_pages(item, all_pages)
+            return cursor, (later, first_page, end_page), self.wait_queries(item)
 
-        def is_whole(item, state):
-            return (self.items[self.index(item), WHOLE] == 1) & (item < state[0])
+        def is_unmasked(item, cursor):
+            return (self.items[self.index(item), Item.IS_UNMASKED] == 1) & (item < cursor.num_items)
 
-        def whole_turn(carry):
-            item, state, _ = carry
-            state, later, q_slot = begin(item, state, True)
-            whole(item, q_slot, self.sender(*later))
-            return item + 1, state, is_whole(item + 1, state)
+        def unmasked_turn(carry):
+            item, cursor, _ = carry
+            cursor, later, q_slot = begin(item, cursor, True)
+            unmasked(item, q_slot, self.page_prefetcher(*later))
+            return item + 1, cursor, is_unmasked(item + 1, cursor)
 
         def turn(carry):
-            # The loop of whole items is one of its own: most of the time is spent there.
-            item, state = carry
-            if whole is not None:
-                item, state, _ = jax.lax.while_loop(lambda c: c[2], whole_turn, (item, state, is_whole(item, state)))
-            state, later, q_slot = begin(item, state, False)
-            self.send_pages(*later)
-            clear_values(self, item, masked_pages)
+            # Unmasked items have a loop of their own: most of the time is spent there.
+            item, cursor = carry
+            if unmasked is not None:
+                item, cursor, _ = jax.lax.while_loop(
+                    lambda c: c[2], unmasked_turn, (item, cursor, is_unmasked(item, cursor))
+                )
+            cursor, later, q_slot = begin(item, cursor, False)
+            self.prefetch_pages(*later)
+            zero_masked_values(self, item)
             masked(item, q_slot)
-            self.send_outputs(item, finish)
-            return item + 1, state
+            self.store_outputs(item, finish)
+            return item + 1, cursor
 
-        state = self.start()
-        for _ in range(self.ahead):
-            state = self.step(state)
+        cursor = self.start()
+        for _ in range(self.ahead + 1):
+            cursor = self.advance(cursor)
         for item in map(jnp.int32, range(self.ahead)):
-            self.send_pages(item, *self.prepare(item, item < state[0]))
-        _, state = jax.lax.while_loop(lambda carry: carry[0] < carry[1][0], turn, (jnp.int32(0), state))
-        self.drain(state[4])
+            self.prefetch_pages(item, *self.start_queries(item, item < cursor.num_items))
+        _, cursor = jax.lax.while_loop(lambda carry: carry[0] < carry[1].num_items, turn, (jnp.int32(0), cursor))
+        self.wait_outputs(cursor.num_q_blocks)
 
-    def send_outputs(self, item: Array, fill) -> None:
-        """Let `fill(slot)` write the outputs of the block of queries that ends with this item, and send them off."""
-        index, out_tokens = self.index(item), self.scratch["out_tokens"]
+    def store_outputs(self, item: Array, finish) -> None:
+        """After the last item of a query block, let `finish(slot)` write its outputs, and start their copy to HBM."""
+        index, out_tokens = self.index(item), self.scratch.out_tokens
 
-        @pl.when(self.items[index, LAST] == 1)
+        @pl.when(self.items[index, Item.IS_LAST] == 1)
         def _():
-            count = self.items[index, COUNT]
+            count = self.items[index, Item.Q_BLOCKS_BEFORE]
             slot = _rem(count, OUT_SLOTS)
             pl.when(count >= OUT_SLOTS)(lambda: self._out_copy(index, slot, out_tokens[slot]).wait())
-            fill(slot)
-            out_tokens[slot] = self.items[index, TOKENS]
+            finish(slot)
+            out_tokens[slot] = self.items[index, Item.NUM_QUERIES]
             self._out_copy(index, slot, out_tokens[slot]).start()
 
-    def drain(self, count: Array) -> None:
-        """Wait for the last outputs, after `count` blocks of queries."""
+    def wait_outputs(self, count: Array) -> None:
+        """Wait for the copies of the last outputs, after `count` query blocks."""
         for back in range(1, OUT_SLOTS + 1):
             slot = (count - back) % OUT_SLOTS
-            pl.when(count >= back)(lambda slot=slot: self._out_copy(0, slot, self.scratch["out_tokens"][slot]).wait())
+            pl.when(count >= back)(lambda slot=slot: self._out_copy(0, slot, self.scratch.out_tokens[slot]).wait())
 
-    def _id_copy(self, index, chunk):
-        at = self.items[index, ROW] * self.id_rows + _div(self.items[index, BLOCK] * self.tile.pages, LANES) + chunk
+    def _page_id_copy(self, index, chunk):
+        row_chunk = self.items[index, Item.ROW] * self.row_id_chunks
+        at = row_chunk + _div(self.items[index, Item.KV_BLOCK] * self.tile.pages, LANES) + chunk
         return pltpu.make_async_copy(
-            self.inputs["ids"].at[at], self.ids.at[index, chunk], self.scratch["ids_sem"].at[index]
+            self.inputs.page_ids.at[at], self.page_ids.at[index, chunk], self.scratch.page_ids_sem.at[index]
         )
 
     def _q_copy(self, index):
-        slot = self.slot(self.items[index, COUNT])
-        buf, sem = self.scratch["q_buf"].at[slot], self.scratch["q_sem"].at[slot]
-        return self._block_copy(
-            index, self.items[index, TOKENS], lambda hbm, part: (hbm(self.inputs["q"]), part(buf), sem)
+        slot = self.slot(self.items[index, Item.Q_BLOCKS_BEFORE])
+        buf, sem = self.scratch.q_buf.at[slot], self.scratch.q_sem.at[slot]
+        return self._q_block_copy(
+            index, self.items[index, Item.NUM_QUERIES], lambda hbm, part: (hbm(self.inputs.q), part(buf), sem)
         )
 
     def _out_copy(self, index, slot, tokens):
-        buf, sem = self.scratch["out_buf"].at[slot], self.scratch["out_sem"].at[slot]
-        return self._block_copy(index, tokens, lambda hbm, part: (part(buf), hbm(self.out_ref), sem))
+        buf, sem = self.scratch.out_buf.at[slot], self.scratch.out_sem.at[slot]
+        return self._q_block_copy(index, tokens, lambda hbm, part: (part(buf), hbm(self.out_ref), sem))
 
-    def _block_copy(self, index, tokens, ends) -> "_Copies":
-        """Of a block's queries or outputs, for this part of the heads. `ends(hbm, part)` gives source, target and
-        semaphore: `hbm` takes the block's place from an array, `part` from a buffer."""
-        sizes, tiles, row = self.sizes, self.sizes.q_tiles, self.items[index, ROW]
+    def _q_block_copy(self, index, tokens, ends) -> "_AsyncCopies":
+        """The copies of the queries or outputs of a query block, for this part of the heads. `ends(hbm, part)` returns
+        source, target and semaphore: `hbm` selects the query block from an array, `part` the same from a buffer."""
+        sizes, tiles, row = self.sizes, self.sizes.q_tiles, self.items[index, Item.ROW]
         own = pl.ds(self.part * tiles, tiles)
         if self.tile.queries == 1:
-            whole = pltpu.make_async_copy(*ends(lambda ref: ref.at[self.places[row], own], lambda buf: buf))
-            return _Copies([(None, lambda: whole)])
+            whole = pltpu.make_async_copy(*ends(lambda ref: ref.at[self.q_starts[row], own], lambda buf: buf))
+            return _AsyncCopies([(None, lambda: whole)])
         align = align_queries(sizes.heads_per_group)
         units = _div(tokens + (align - 1), align)
-        place = self.places[row] + self.items[index, QUERIES] * self.tile.queries
+        first_token = self.q_starts[row] + self.items[index, Item.Q_BLOCK] * self.tile.queries
         unit_rows = align * sizes.heads_per_group
         copies = []
-        # A block's tokens are its own up to the unit in which they end: they go in pieces of 1, 2, 4, … units.
+        # The number of a block's tokens is data, and the size of a copy is not: 1, 2, 4, … units of `align` tokens. The
+        # last unit may go beyond the block's tokens, where `q_starts` leaves a gap.
         for bit in range((self.tile.queries // align).bit_length()):
             done = (units >> (bit + 1)) << (bit + 1)
 
             def copy(size=unit_rows << bit, done=done):
                 at = pl.multiple_of(done * unit_rows, unit_rows)
-                first = pl.multiple_of(place * sizes.heads_per_group + at, unit_rows)
+                first = pl.multiple_of(first_token * sizes.heads_per_group + at, unit_rows)
                 return pltpu.make_async_copy(
                     *ends(lambda ref: ref.at[own, pl.ds(first, size)], lambda buf: buf.at[:, pl.ds(at, size)])
                 )
 
             copies.append(((units >> bit) & 1 == 1, copy))
-        return _Copies(copies)
+        return _AsyncCopies(copies)
 
 
-class _Copies:
-    """Transfers that belong together, each under a condition or None."""
+class _AsyncCopies:
+    """Async copies that are started and waited for together, each under a condition or None."""
 
     def __init__(self, copies):
         self._copies = copies
@@ -413,51 +510,53 @@ class _Copies:
                 pl.when(condition)(lambda copy=copy: act(copy()))
 
 
-def clear_values(walk: Walk, item: Array, step: int) -> None:
-    """Set the values of an item's unseen keys to 0 where they lie: 0 * NaN is NaN, and nobody knows what lies there.
-    Only in those stretches of `step` pages that hold a key to be seen; the others are not computed."""
-    sizes, kv, index, slot = walk.sizes, walk.kv, walk.index(item), walk.slot(item)
-    seen, end = walk.items[index, SEEN], walk.items[index, END]
-    page_size = sizes.page_size
+def zero_masked_values(pipeline: Pipeline, item: Array) -> None:
+    """Set the values of an item's unseen keys to 0 in `Scratch.kv_buf`: 0 * NaN is NaN, and the buffer may hold
+    anything there. Only in sub-blocks with a key that some query sees; the others are not computed."""
+    sizes, kv, index, slot = pipeline.sizes, pipeline.kv, pipeline.index(item), pipeline.slot(item)
+    first_key, end_key = pipeline.items[index, Item.FIRST_KEY], pipeline.items[index, Item.END_KEY]
+    page_size, step = sizes.page_size, sizes.subblock_pages
     slabs = [sizes.values(group, t) for group in range(sizes.groups) for t in range(sizes.pool.lane_tiles)]
 
-    def clear(j, _=None):
+    def zero_page(j, _=None):
         for slab in slabs:
             kv[slot, j, slab] = jnp.zeros((page_size, LANES), kv.dtype)
         return _
 
-    def clear_part(j):
-        place = j * page_size + jax.lax.broadcasted_iota(jnp.int32, (page_size, LANES), 0)
-        keep = (place >= seen) & (place < end)
+    def zero_part(j):
+        key = j * page_size + jax.lax.broadcasted_iota(jnp.int32, (page_size, LANES), 0)
+        keep = (key >= first_key) & (key < end_key)
         for slab in slabs:
             kv[slot, j, slab] = jnp.where(keep, kv[slot, j, slab], jnp.zeros((), kv.dtype))
 
-    first, last = _div(jnp.maximum(seen, 0), page_size), _div(jnp.minimum(end, sizes.tokens), page_size)
-    pages = jnp.minimum(_div(end + (step * page_size - 1), step * page_size) * step, walk.tile.pages)
-    jax.lax.fori_loop(_div(first, step) * step, first, clear, 0)
-    pl.when(seen > 0)(lambda: clear_part(first))
-    pl.when(last < pages)(lambda: clear_part(last))
-    jax.lax.fori_loop(last + 1, pages, clear, 0)
+    first, last = _div(jnp.maximum(first_key, 0), page_size), _div(jnp.minimum(end_key, sizes.tokens), page_size)
+    end_page = jnp.minimum(_div(end_key + (step * page_size - 1), step * page_size) * step, pipeline.tile.pages)
+    jax.lax.fori_loop(_div(first, step) * step, first, zero_page, 0)
+    pl.when(first_key > 0)(lambda: zero_part(first))
+    pl.when(last < end_page)(lambda: zero_part(last))
+    jax.lax.fori_loop(last + 1, end_page, zero_page, 0)
 
-    @pl.when(walk.items[index, NONE] > 0)
+    @pl.when(pipeline.items[index, Item.HAS_UNMAPPED_PAGE] > 0)
     def _():
-        def clear_none(j, _):
-            pl.when(walk.page(index, j) >= walk.num_pages)(lambda: clear(j))
+        def zero_unmapped(j, _):
+            pl.when(pipeline.page_id(index, j) >= pipeline.num_pages)(lambda: zero_page(j))
             return _
 
-        jax.lax.fori_loop(walk.items[index, LOW], walk.items[index, HIGH], clear_none, 0)
+        jax.lax.fori_loop(
+            pipeline.items[index, Item.FIRST_PAGE], pipeline.items[index, Item.END_PAGE], zero_unmapped, 0
+        )
 
 
-def without_none(walk: Walk, item: Array, kv_pos: Array) -> Array:
-    """Which keys lie in pages that exist: bool, of the shape of their positions."""
-    sizes, index = walk.sizes, walk.index(item)
-    start = walk.items[index, BLOCK] * sizes.tokens
+def mask_unmapped(pipeline: Pipeline, item: Array, kv_pos: Array) -> Array:
+    """bool, of the shape of `kv_pos`: false for keys on a page that is none."""
+    sizes, index = pipeline.sizes, pipeline.index(item)
+    start = pipeline.items[index, Item.KV_BLOCK] * sizes.tokens
 
-    def hide(j, exists):
-        place = kv_pos - (start + j * sizes.page_size)
-        hidden = (place >= 0) & (place < sizes.page_size) & (walk.page(index, j) >= walk.num_pages)
-        return jnp.where(hidden, 0, exists)
+    def hide(j, mapped):
+        offset = kv_pos - (start + j * sizes.page_size)
+        unmapped = (offset >= 0) & (offset < sizes.page_size) & (pipeline.page_id(index, j) >= pipeline.num_pages)
+        return jnp.where(unmapped, 0, mapped)
 
-    low = walk.items[index, LOW]
-    high = jnp.where(walk.items[index, NONE] > 0, walk.items[index, HIGH], low)
-    return jax.lax.fori_loop(low, high, hide, jnp.ones(kv_pos.shape, jnp.int32)) > 0
+    first = pipeline.items[index, Item.FIRST_PAGE]
+    end = jnp.where(pipeline.items[index, Item.HAS_UNMAPPED_PAGE] > 0, pipeline.items[index, Item.END_PAGE], first)
+    return jax.lax.fori_loop(first, end, hide, jnp.ones(kv_pos.shape, jnp.int32)) > 0

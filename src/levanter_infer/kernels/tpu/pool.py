@@ -1,16 +1,16 @@
-"""How the pool lies in a TPU's memory: what `KvPages` allocates there, and what the kernels for TPUs read and write.
+"""The layout of the KV pool in a TPU's memory: `KvPages` allocates it, the kernels for TPUs write and read it.
 
 A page is `slabs × page_size × 128`: for each group of kv heads the keys of all its tokens, then their values. So one
-contiguous transfer brings a page, and what arrives is the operand of a product as it lies: no strided load, no
-transposition, no padding at call time. Heads narrower than the 128 lanes share a slab, as many as fit and divide the
-heads evenly; wider ones take several slabs.
+contiguous copy brings a page, and what arrives is the operand of a matmul as it is: no strided load, no transposition,
+no padding at call time. Heads narrower than the 128 lanes share a slab, as many as fit and divide the heads evenly;
+wider ones take several slabs.
 
     head_dim 128, 2 heads   k0 | v0 | k1 | v1
     head_dim 64, 4 heads    k0 k1 | v0 v1 | k2 k3 | v2 v3
     head_dim 256, 1 head    k0 (0…127) | k0 (128…255) | v0 (0…127) | v0 (128…255)
 
-Integers of 8 bits (`int8`) have one slab more, with the codes of the scales: lane 2 h for the keys of kv head h, lane
-2 h + 1 for its values. It comes with the same transfer.
+A pool of int8 has one slab more per page, with the codes of the scales (`kernels.int8`): lane 2 h for the keys of kv
+head h, lane 2 h + 1 for its values. It comes with the same copy.
 """
 
 import math
@@ -20,29 +20,38 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.kernels import int8
+from levanter_infer.kernels.call import AttentionCall
 
 LANES = 128
 
 
 @dataclass(frozen=True)
 class TpuPool:
-    """The layout of one token's keys and values, from the sizes of a model (or of its part on one device)."""
+    """The layout of one token's keys and values.
+
+    `kv_heads` and `head_dim` are those of a model, or of its share on one device.
+    """
 
     kv_heads: int
     head_dim: int
     scaled: bool = False
-    """Whether it holds integers of 8 bits, with scales."""
+    """Whether the pool holds int8, with scales."""
+
+    @staticmethod
+    def of(call: AttentionCall) -> "TpuPool":
+        """The layout of the pool that a call reads."""
+        return TpuPool(call.kv_heads, call.q.shape[2], scaled=call.kv_dtype == jnp.int8)
 
     def __post_init__(self):
         if self.scaled and 2 * self.kv_heads > LANES:
             raise ValueError(
                 f"kv_heads={self.kv_heads} with int8 pages: there is room for the scales of {LANES // 2} kv heads on a "
-                "device; use another dtype, or spread the heads over more devices"
+                "device; use another dtype, or shard the heads over more devices"
             )
 
     @property
     def heads_per_group(self) -> int:
-        """Heads that share a slab; 1 for heads of 128 and more."""
+        """Kv heads that share a slab; 1 for a head_dim of 128 and more."""
         fits = max(1, LANES // self.head_dim)
         return max(n for n in range(1, fits + 1) if self.kv_heads % n == 0)
 
@@ -52,36 +61,37 @@ class TpuPool:
 
     @property
     def lane_tiles(self) -> int:
-        """Slabs of a group's keys, and again of its values."""
+        """Slabs per group for keys, and as many for values."""
         return math.ceil(self.head_dim / LANES)
 
     @property
     def number_slabs(self) -> int:
-        """Slabs of a page that hold keys and values."""
+        """Slabs per page that hold keys and values."""
         return 2 * self.groups * self.lane_tiles
 
     @property
     def slabs(self) -> int:
-        """All of a page; the codes of scales lie in the last."""
+        """All slabs per page; the last one of a scaled pool holds the codes of the scales."""
         return self.number_slabs + self.scaled
 
     def shape(self, *, num_layers: int, num_pages: int, page_size: int) -> tuple[int, int, int, int, int]:
-        """Of the whole pool: [layers, page, slab, page_offset, lane]."""
+        """Shape of the whole pool: [layers, page, slab, page_offset, lane]."""
         return num_layers, num_pages, self.slabs, page_size, LANES
 
     def pack(self, k: Array, v: Array) -> Array:
-        """Keys and values of tokens as they lie in a page.
+        """New keys and values in the layout of a page.
 
         Args:
             k, v: [T, Hkv, D].
-        Returns: [T, slabs, 128], integers if the pool is one of integers; lanes that hold nothing are 0.
+        Returns: [T, slabs, 128], int8 if the pool is scaled; unused lanes are 0.
         """
         if self.scaled:
             k, v = (jnp.concatenate(int8.encode(side), axis=-1) for side in (k, v))
-        return self.place(k, v)
+        return self.pack_stored(k, v)
 
-    def place(self, k: Array, v: Array) -> Array:
-        """`pack` of what other pools store: integers come with their codes behind them, [T, Hkv, D + 1]."""
+    def pack_stored(self, k: Array, v: Array) -> Array:
+        """`pack` for keys and values as other layouts store them: int8 with the code of the scale behind, [T, Hkv,
+        D + 1]."""
         num_tokens, codes = k.shape[0], []
         if self.scaled:
             codes = jnp.stack([k[..., -1], v[..., -1]], axis=2).reshape(num_tokens, 1, 2 * self.kv_heads)
@@ -90,15 +100,15 @@ class TpuPool:
         return jnp.concatenate([sides.reshape(num_tokens, self.number_slabs, LANES), *codes], axis=1)
 
     def pack_heads(self, x: Array) -> Array:
-        """[T, Hkv, D] -> [T, groups, lane_tiles, 128]: of keys or of values alone."""
+        """[T, Hkv, D] -> [T, groups, lane_tiles, 128], for keys or values alone."""
         width = self.heads_per_group * self.head_dim
         x = x.reshape(x.shape[0], self.groups, width)
         x = jnp.pad(x, ((0, 0), (0, 0), (0, self.lane_tiles * LANES - width)))
         return x.reshape(x.shape[0], self.groups, self.lane_tiles, LANES)
 
     def unpack(self, tokens: Array) -> Array:
-        """Back from `pack`: [..., slabs, 128] -> [..., 2 * Hkv, D], heads interleaved k0, v0, k1, v1, …; integers come
-        as their numbers."""
+        """The inverse of `pack`: [..., slabs, 128] -> [..., 2 * Hkv, D], heads interleaved k0, v0, k1, v1, …; int8 is
+        decoded to f32."""
         leading = tokens.shape[:-2]
         codes, tokens = tokens[..., -1, : 2 * self.kv_heads], tokens[..., : self.number_slabs, :]
         sides = tokens.reshape(*leading, self.groups, 2, self.lane_tiles * LANES)
@@ -107,13 +117,13 @@ class TpuPool:
         heads = jnp.moveaxis(heads, -3, -2).reshape(*leading, 2 * self.kv_heads, self.head_dim)
         return int8.decode(heads, codes[..., None]) if self.scaled else heads
 
-    def place_queries(self, q: Array) -> Array:
-        """Queries such that one product with a slab of keys gives the scores of all heads that share it.
+    def pack_queries(self, q: Array) -> Array:
+        """Queries laid out so that one matmul with a slab of keys gives the scores of all heads that share it.
 
         Args:
             q: [T, Hq, D].
-        Returns: [T, groups, rows, lane_tiles, 128] with one row for each query head of the group, which is 0 in
-            the lanes of the other heads.
+        Returns: [T, groups, rows, lane_tiles, 128] with one row per query head of the group, which is 0 in the lanes
+            of the other kv heads.
         """
         num_tokens, num_heads = q.shape[:2]
         n, per_kv_head = self.heads_per_group, num_heads // self.kv_heads
@@ -125,8 +135,9 @@ class TpuPool:
         q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, self.lane_tiles * LANES - n * self.head_dim)))
         return q.reshape(*q.shape[:3], self.lane_tiles, LANES)
 
-    def take_outputs(self, out: Array) -> Array:
-        """Back from matmuls with slabs of values: [T, groups, rows, lane_tiles * 128] -> [T, Hq, D]."""
+    def unpack_outputs(self, out: Array) -> Array:
+        """Head by head, the outputs of matmuls with slabs of values: [T, groups, rows, lane_tiles * 128] -> [T, Hq,
+        D]."""
         num_tokens, groups, rows = out.shape[:3]
         n = self.heads_per_group
         out = out[..., : n * self.head_dim].reshape(num_tokens, groups, n, rows // n, n, self.head_dim)

@@ -1,7 +1,8 @@
-"""Static sizes of the `tpu` implementation."""
+"""Static sizes of the `tpu` implementation, and the scratch memory that follows from them."""
 
 import dataclasses
 import math
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
@@ -9,50 +10,83 @@ from jax.experimental.pallas import tpu as pltpu
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool
 
 OUT_SLOTS = 2
+"""Output buffers: one is filled while the other is stored to HBM."""
 
 
 def align_queries(heads_per_group: int) -> int:
-    """Queries whose rows fill whole tiles of 16 rows: where a row of the batch may begin."""
+    """Alignment, in queries, of the start of each sequence's queries: so many fill whole tiles of 16 rows."""
     return 16 // math.gcd(heads_per_group, 16)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Static sizes of a path."""
+    """Static sizes of one path, decode or prefill."""
 
     pages: int
-    """Pages of an item; a power of two."""
+    """Pages of a KV block; a power of two."""
     slots: int
-    """Items whose pages have room at once: one is computed, the others are on their way. At least 2."""
+    """KV buffers: the kernel computes on one while the others are being filled. At least 2."""
     parts: int
-    """Parts that the groups of heads are cut into, each walking by itself; divides the groups. On a chip with two cores
-    they share the parts."""
+    """Grid steps that share the groups of heads, each with a pipeline of its own; divides the groups. A chip with two
+    cores runs two of them at once."""
     queries: int = 1
-    """Queries of a block: 1 for rows of one query; else a power of two times `align_queries`."""
+    """Queries of a query block: 1 for decode; else a power of two times `align_queries`."""
+
+
+class Scratch(NamedTuple):
+    """Scratch memory of one grid step. `slots`, `pages` and `parts` are those of the `Tile`."""
+
+    acc_ref: Any
+    """VMEM f32[q_tiles, rows, 128]: running sum of p · v."""
+    m_ref: Any
+    """VMEM f32[groups, rows, 128]: running maximum, the same in all lanes."""
+    page_ids_buf: Any
+    """SMEM i32[slots + 1, id_chunks, 1, 128]: page ids of each work item."""
+    page_ids_sem: Any
+    """DMA semaphores [slots + 1]."""
+    items: Any
+    """SMEM i32[slots + 1, 16]: the fields (`pipeline.Item`) of the current work item and of those after it."""
+    kv_buf: Any
+    """VMEM [slots, pages, slabs, page_size, 128], the pool's dtype: keys and values of each work item."""
+    kv_sem: Any
+    """DMA semaphores [slots]; the copies of all pages of an item signal the same one."""
+    out_buf: Any
+    """VMEM [OUT_SLOTS, q_tiles, rows, 128], the dtype of q: outputs of a query block."""
+    out_sem: Any
+    """DMA semaphores [OUT_SLOTS]."""
+    out_tokens: Any
+    """SMEM i32[OUT_SLOTS]: number of queries whose outputs are in a buffer."""
+    q_buf: Any
+    """VMEM [slots, q_tiles, rows, 128], the operands' dtype: queries of a query block."""
+    q_sem: Any
+    """DMA semaphores [slots]."""
+    l_ref: Any
+    """VMEM f32[groups, rows, 128]: running denominator, one partial sum per lane."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What a kernel's body needs to know of the shapes."""
+    """Static sizes that a kernel's body uses."""
 
     tile: Tile
     pool: TpuPool
     page_size: int
     q_per_kv: int
+    """Query heads per kv head."""
     rows: int
-    """Rows of a block of queries for one group of heads: pairs of query and head, padded."""
+    """Rows of a query block for one group of heads: pairs of query and head, padded."""
     operand: jnp.dtype
-    """Of the matmuls."""
+    """Dtype of the matmuls' operands."""
 
     @property
     def tokens(self) -> int:
-        """Keys of an item."""
+        """Keys of a KV block."""
         return self.tile.pages * self.page_size
 
     @property
-    def narrow_pages(self) -> int:
-        """Pages that a masked computation takes at once: a quarter of an item, so that a short sequence pays for
-        little."""
+    def subblock_pages(self) -> int:
+        """Pages that a masked computation takes at once: a quarter of a KV block, so that a short sequence computes
+        little more than its own keys."""
         pages = self.tile.pages
         for _ in range(2):
             if pages % 2 == 0 and pages // 2 * self.page_size >= LANES:
@@ -61,55 +95,59 @@ class Sizes:
 
     @property
     def groups(self) -> int:
-        """Of a part."""
+        """Groups of kv heads per part."""
         return self.pool.groups // self.tile.parts
 
     @property
     def q_tiles(self) -> int:
-        """Tiles of 128 lanes that a row of queries of a part has."""
+        """Tiles of 128 lanes per row of queries of a part."""
         return self.groups * self.pool.lane_tiles
 
     @property
     def heads_per_group(self) -> int:
-        """Query heads."""
+        """Query heads per group."""
         return self.pool.heads_per_group * self.q_per_kv
 
     @property
     def number_slabs(self) -> int:
-        """Slabs of a part that hold keys and values."""
+        """Slabs per part that hold keys and values."""
         return 2 * self.q_tiles
 
     @property
     def slabs(self) -> int:
-        """All of a part."""
+        """All slabs per part, with the scales'."""
         return self.number_slabs + self.pool.scaled
 
     @property
     def id_chunks(self) -> int:
-        """Rows of 128 page ids that an item's lie in."""
+        """Copies of 128 page ids per work item."""
         return max(1, self.tile.pages // LANES)
 
     def keys(self, group: int, t: int) -> int:
-        """Slab of a group's keys."""
+        """Index of a slab of a group's keys."""
         return 2 * group * self.pool.lane_tiles + t
 
     def values(self, group: int, t: int) -> int:
+        """Index of a slab of a group's values."""
         return self.keys(group, t) + self.pool.lane_tiles
 
-    def scratch(self, kv_dtype, q_dtype) -> dict:
-        """What a walk needs, and room for queries and outputs."""
+    def scratch(self, kv_dtype, q_dtype) -> Scratch:
         tile, dma = self.tile, pltpu.SemaphoreType.DMA
         page = (self.slabs, self.page_size, LANES)
         block = (self.q_tiles, self.rows, LANES)
-        return dict(
+        per_group = pltpu.VMEM((self.groups, self.rows, LANES), jnp.float32)
+        return Scratch(
+            acc_ref=pltpu.VMEM(block, jnp.float32),
+            m_ref=per_group,
+            page_ids_buf=pltpu.SMEM((tile.slots + 1, self.id_chunks, 1, LANES), jnp.int32),
+            page_ids_sem=dma((tile.slots + 1,)),
             items=pltpu.SMEM((tile.slots + 1, 16), jnp.int32),
-            ids_buf=pltpu.SMEM((tile.slots + 1, self.id_chunks, 1, LANES), jnp.int32),
             kv_buf=pltpu.VMEM((tile.slots, tile.pages, *page), kv_dtype),
-            q_buf=pltpu.VMEM((tile.slots, *block), self.operand),
-            out_buf=pltpu.VMEM((OUT_SLOTS, *block), q_dtype),
-            ids_sem=dma((tile.slots + 1,)),
             kv_sem=dma((tile.slots,)),
-            q_sem=dma((tile.slots,)),
+            out_buf=pltpu.VMEM((OUT_SLOTS, *block), q_dtype),
             out_sem=dma((OUT_SLOTS,)),
             out_tokens=pltpu.SMEM((OUT_SLOTS,), jnp.int32),
+            q_buf=pltpu.VMEM((tile.slots, *block), self.operand),
+            q_sem=dma((tile.slots,)),
+            l_ref=per_group,
         )

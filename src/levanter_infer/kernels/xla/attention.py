@@ -1,12 +1,13 @@
-"""The `xla` implementation: streaming softmax over page groups, a few blocks of queries at a time.
+"""The `xla` implementation: paged attention with an online softmax over page groups, a few query blocks at a time.
 
-The packed tokens are cut into blocks of at most `block_q` queries of one row. _Blocks go in two lanes, so that decode
-tokens do not pay for the width of chunks: rows with one token, and rows with more. A lane runs a tile of blocks at a
-time; within the tile one loop over groups of pages keeps the running maximum, sum and output of every query. Only the
-blocks that exist and the groups that a tile's queries see are visited, so the work follows the live contexts.
+The packed tokens are cut into query blocks of at most `block_q` queries of one row. There are two lanes, so that decode
+tokens do not pay for the width of prompt chunks: rows with one token, and rows with more. A lane runs a tile of query
+blocks at a time; within the tile one loop over groups of pages keeps m, l and acc (running maximum, denominator and
+output) of every query. Only the query blocks that exist and the groups that a tile's queries see are visited, so the
+work follows the live contexts.
 
-Every shape inside the loops is fixed, and groups that a query does not see change none of its bits. So the result of
-a row does not depend on the other rows of the batch, nor on how many there are.
+Every shape inside the loops is fixed, and groups that a query does not see change none of its bits. So the result of a
+row does not depend on batch composition.
 """
 
 from dataclasses import dataclass
@@ -21,28 +22,29 @@ from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN, decode_bits
 
 @dataclass(frozen=True)
 class Lane:
-    """Static sizes of one pass."""
+    """Static sizes of one lane."""
 
     block_q: int
-    """Queries of a block."""
+    """Queries per query block."""
     tile: int
-    """_Blocks that run together."""
+    """Query blocks that are computed together."""
 
 
 _GROUP_TOKENS = 128
-_CHUNK_QUERIES = 16
+_PREFILL_QUERIES = 16
 _MIN_DOT_ROWS = 4
 _MIN_REDUCED = 4096
 """XLA's CPU compiler takes other paths, with other bits, for matmuls of fewer than 4 rows, for some of 96 (32 queries
-of 3 heads of 32), and for reductions of fewer than 4096 elements. These sizes keep a token's bits the same decoded, in
-a chunk and in any number of rows: so measured for heads of 16 to 256 and 1 to 8 query heads per kv head."""
+of 3 heads of 32), and for reductions of fewer than 4096 elements. These sizes keep a token's bits the same in a decode
+step, in a prompt chunk and in any number of rows: so measured for heads of 16 to 256 and 1 to 8 query heads per kv
+head."""
 
 
 def lanes(num_tokens: int, num_rows: int, kv_heads: int, heads_per_kv_head: int, group: int) -> tuple[Lane, Lane]:
-    """Sizes for decode tokens and for chunks, in groups of `group` keys.
+    """The decode lane and the prefill lane, for page groups of `group` keys.
 
     Measured on two CPU cores at 9 query heads of 64: tiles of 2 are best for a lone decode token (0.07 ms at 256 keys;
-    tiles of 8: 0.17 ms), of 8 for 32 of them and for a chunk of 256 tokens (1.3 ms; tiles of 1: 2.1 ms).
+    tiles of 8: 0.17 ms), of 8 for 32 of them and for a prompt chunk of 256 tokens (1.3 ms; tiles of 1: 2.1 ms).
     """
     decode_queries = -(-_MIN_DOT_ROWS // heads_per_kv_head)
 
@@ -50,12 +52,12 @@ def lanes(num_tokens: int, num_rows: int, kv_heads: int, heads_per_kv_head: int,
         reduced = kv_heads * heads_per_kv_head * block_q * group
         return Lane(block_q, max(min(tile, 8), -(-_MIN_REDUCED // reduced)))
 
-    return lane(decode_queries, max(num_rows // 4, 2)), lane(_CHUNK_QUERIES, max(num_tokens // 32, 1))
+    return lane(decode_queries, max(num_rows // 4, 2)), lane(_PREFILL_QUERIES, max(num_tokens // 32, 1))
 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Queries of one row that are computed together, i32[max_blocks] each."""
+    """The query blocks of a lane, i32[max_blocks] each."""
 
     row: Array
     first_token: Array
@@ -63,20 +65,20 @@ class _Blocks:
     first_pos: Array
     """Position of the first query in its sequence."""
     count: Array
-    """i32[]: blocks that exist; the others have no tokens."""
+    """i32[]: query blocks that exist; the others have no tokens."""
 
 
 def xla_attention(call: AttentionCall) -> Array:
-    """`ragged_paged_attention` in jnp."""
+    """`ragged_paged_attention` in jnp. Returns: [T, Hq, D], 0 for padding tokens."""
     num_tokens, num_rows, q_lens = call.num_tokens, call.num_rows, call.q_lens
     group_pages = min(-(-_GROUP_TOKENS // call.page_size), call.page_indices.shape[1])
     tiles = _Tiles(call, group_pages)
     out = jnp.zeros_like(call.q)
-    decode, chunk = lanes(num_tokens, num_rows, call.kv_heads, call.heads_per_kv_head, group_pages * call.page_size)
+    decode, prefill = lanes(num_tokens, num_rows, call.kv_heads, call.heads_per_kv_head, group_pages * call.page_size)
     passes = [(decode, q_lens == 1, num_rows)]
     if num_tokens > 1:
-        chunks = min(num_rows, num_tokens // 2)
-        passes.append((chunk, q_lens > 1, chunks + (num_tokens - chunks) // chunk.block_q))
+        prefills = min(num_rows, num_tokens // 2)
+        passes.append((prefill, q_lens > 1, prefills + (num_tokens - prefills) // prefill.block_q))
     for lane, member, max_blocks in passes:
         blocks = _cut(jnp.where(member, q_lens, 0), call.seq_lens, call.cu_q_lens, lane.block_q, max_blocks)
         out = tiles.run_lane(out, blocks, lane)
@@ -84,7 +86,7 @@ def xla_attention(call: AttentionCall) -> Array:
 
 
 def _cut(q_lens: Array, seq_lens: Array, cu_q_lens: Array, block_q: int, max_blocks: int) -> _Blocks:
-    """Cut every row's tokens into blocks, in order."""
+    """Cut every row's tokens into query blocks, in order."""
     per_row = (q_lens + (block_q - 1)) // block_q
     ends = jnp.cumsum(per_row, dtype=jnp.int32)
     block = jnp.arange(max_blocks, dtype=jnp.int32)
@@ -105,14 +107,14 @@ def _cut(q_lens: Array, seq_lens: Array, cu_q_lens: Array, block_q: int, max_blo
 
 @dataclass(frozen=True)
 class _Tiles:
-    """What all tiles of a call share."""
+    """The call and the sizes that all tiles share."""
 
     call: AttentionCall
     group_pages: int
-    """Pages of one turn of the streaming softmax."""
+    """Pages per turn of the online softmax."""
 
     def run_lane(self, out: Array, blocks: _Blocks, lane: Lane) -> Array:
-        """Fill in the output of a lane's tokens."""
+        """Compute the tokens of one lane. Returns: `out` with their outputs."""
         call = self.call
         num_tokens = call.num_tokens
         offset = jnp.arange(lane.block_q, dtype=jnp.int32)[None, :]
@@ -141,16 +143,16 @@ class _Tiles:
 
         Args:
             queries: [tile, block_q, Hq, D].
-            row: i32[tile]
-            q_pos: i32[tile, block_q]
+            row: i32[tile], row of each query block.
+            q_pos: i32[tile, block_q], position of each query.
             live: bool[tile, block_q], which queries exist.
-        Returns: as `queries`.
+        Returns: [tile, block_q, Hq, D].
         """
         call, f32 = self.call, jnp.float32
         tile, block_q, num_heads, head_dim = queries.shape
         kv_heads, per_kv_head = call.kv_heads, call.heads_per_kv_head
         group = self.group_pages * call.kv_pages.shape[2]
-        # [tile, kv_head, (head, query), D]: one product per kv head, K and V are never repeated.
+        # [tile, kv_head, (head, query), D]: one matmul per kv head, so that keys and values are never repeated.
         query = queries.astype(f32).reshape(tile, block_q, kv_heads, per_kv_head, head_dim).transpose(0, 2, 3, 1, 4)
         query = query.reshape(tile, kv_heads, per_kv_head * block_q, head_dim)
         head = jnp.arange(num_heads, dtype=jnp.int32).reshape(1, kv_heads, per_kv_head, 1, 1)
@@ -160,36 +162,37 @@ class _Tiles:
         by_row, by_head = query.shape[:3], (tile, kv_heads, per_kv_head, block_q)
 
         def body(carry):
-            index, high, total, acc = carry
+            # by_row = [tile, Hkv, heads per kv head * block_q]: m and l are [*by_row, 1], acc is [*by_row, D].
+            index, m_prev, l_prev, acc = carry
             kv_pos = (index * group + jnp.arange(group, dtype=jnp.int32)).reshape(1, 1, 1, 1, group)
-            keys, values, stored = self.load(row, index)
-            seen = call.rules.seen(q_pos, kv_pos, head) & stored[:, None, None, None, :] & live
-            # 0 * NaN is NaN: a value that no query of the block sees is cleared, not only given no weight.
+            keys, values, mapped = self.load(row, index)
+            seen = call.rules.seen(q_pos, kv_pos, head) & mapped[:, None, None, None, :] & live
+            # A value that no query of the block sees is set to 0; a weight of 0 would not suffice: 0 * NaN is NaN.
             used = jnp.any(seen, axis=(2, 3))[..., None]
             values = jnp.where(jnp.broadcast_to(used, values.shape), values, f32(0))
             matmul = jnp.einsum("bhqd,bhkd->bhqk", query, keys, precision="highest")
             scores = call.rules.scores(matmul.reshape(*by_head, group), q_pos, kv_pos, head)
             scores = jnp.where(seen, scores, f32(MASKED)).reshape(*by_row, group)
-            new_high = jnp.maximum(high, jnp.max(scores, axis=-1, keepdims=True))
-            weights = jnp.exp(scores - new_high)
-            shrink = jnp.exp(high - new_high)
-            total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
-            acc = acc * shrink + jnp.einsum("bhqk,bhkd->bhqd", weights, values, precision="highest")
-            return index + 1, new_high, total, acc
+            m_new = jnp.maximum(m_prev, jnp.max(scores, axis=-1, keepdims=True))
+            weights = jnp.exp(scores - m_new)
+            alpha = jnp.exp(m_prev - m_new)
+            l_new = l_prev * alpha + jnp.sum(weights, axis=-1, keepdims=True)
+            acc = acc * alpha + jnp.einsum("bhqk,bhkd->bhqd", weights, values, precision="highest")
+            return index + 1, m_new, l_new, acc
 
         if call.sinks is None:
-            high, total = jnp.full((*by_row, 1), NOTHING_SEEN, f32), jnp.zeros((*by_row, 1), f32)
+            m_init, l_init = jnp.full((*by_row, 1), NOTHING_SEEN, f32), jnp.zeros((*by_row, 1), f32)
         else:
-            high = jnp.broadcast_to(call.sinks.reshape(head.shape)[..., 0], by_head).reshape(*by_row, 1)
-            total = jnp.ones((*by_row, 1), f32)
-        init = (start // group, high, total, jnp.zeros((*by_row, head_dim), f32))
-        _, _, total, acc = jax.lax.while_loop(lambda carry: carry[0] * group < end, body, init)
-        result = (acc / jnp.where(total == 0, f32(1), total)).reshape(*by_head, head_dim)
+            m_init = jnp.broadcast_to(call.sinks.reshape(head.shape)[..., 0], by_head).reshape(*by_row, 1)
+            l_init = jnp.ones((*by_row, 1), f32)
+        init = (start // group, m_init, l_init, jnp.zeros((*by_row, head_dim), f32))
+        _, _, l_last, acc = jax.lax.while_loop(lambda carry: carry[0] * group < end, body, init)
+        result = (acc / jnp.where(l_last == 0, f32(1), l_last)).reshape(*by_head, head_dim)
         return result.transpose(0, 3, 1, 2, 4).reshape(queries.shape).astype(queries.dtype)
 
     def load(self, row: Array, index: Array) -> tuple[Array, Array, Array]:
-        """Keys and values of one group of pages of each row, f32[tile, Hkv, tokens, D], and bool[tile, tokens],
-        which of them lie on a page."""
+        """Keys and values of page group `index` of each row, f32[tile, Hkv, tokens, D] each, and which of them are on a
+        page that is not none, bool[tile, tokens]."""
         call = self.call
         num_pages, page_size, pairs, width = call.kv_pages.shape[1:]
         column = index * self.group_pages + jnp.arange(self.group_pages, dtype=jnp.int32)
@@ -203,13 +206,13 @@ class _Tiles:
 
             return gather(0), gather(1)
 
-        def whole(pool, layer, pages):
+        def by_page(pool, layer, pages):
             stored = pool.at[layer, pages].get(mode="clip")
             stored = stored.reshape(row.shape[0], -1, pairs, width).transpose(0, 2, 1, 3)
             return stored[:, 0::2], stored[:, 1::2]
 
-        # From the pool itself, since a slice of the layer would copy it. By head costs a third less on a CPU; on a TPU
-        # it would make the compiler turn the layout of the whole pool around.
-        keys, values = jax.lax.platform_dependent(call.kv_pages, call.layer, pages, cpu=by_head, default=whole)
+        # Both gather from the full pool, because a slice of the layer would be a copy. `by_head` costs a third less on
+        # a CPU; on a TPU it would make the compiler transpose the full pool.
+        keys, values = jax.lax.platform_dependent(call.kv_pages, call.layer, pages, cpu=by_head, default=by_page)
         keys, values = decode_bits(keys, call.kv_dtype), decode_bits(values, call.kv_dtype)
         return keys, values, jnp.repeat(pages < num_pages, page_size, axis=1)

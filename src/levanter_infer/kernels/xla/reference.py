@@ -12,10 +12,10 @@ _TOKENS_AT_ONCE = 16
 
 
 def reference_attention(call: AttentionCall) -> tuple[Array, Array]:
-    """The specification of `ragged_paged_attention`.
+    """The specification of `ragged_paged_attention`: a dense softmax.
 
-    Returns: the output [T, Hq, D], and the attention weights f32[T, Hq, max_pages * page_size]; a row of weights sums
-        to 1, to less with `sinks`, to 0 where nothing is seen.
+    Returns: the output [T, Hq, D], and the attention weights f32[T, Hq, max_pages * page_size]; the weights of a query
+        and head sum to 1, to less with `sinks`, to 0 where no key is seen.
     """
     num_tokens, num_q_heads, head_dim = call.q.shape
     num_pages, page_size, num_rows = call.kv_pages.shape[1], call.page_size, call.num_rows
@@ -24,7 +24,7 @@ def reference_attention(call: AttentionCall) -> tuple[Array, Array]:
 
     gathered = call.kv_pages.at[call.layer, call.page_indices].get(mode="clip")
     gathered = decode_bits(gathered, call.kv_dtype).reshape(num_rows, width, call.kv_heads, 2, head_dim)
-    stored = jnp.repeat(call.page_indices < num_pages, page_size, axis=1)
+    mapped = jnp.repeat(call.page_indices < num_pages, page_size, axis=1)
 
     head = jnp.arange(num_q_heads, dtype=jnp.int32)[:, None]
     kv_head = head[:, 0] // call.heads_per_kv_head
@@ -35,9 +35,9 @@ def reference_attention(call: AttentionCall) -> tuple[Array, Array]:
         row = jnp.minimum(row, num_rows - 1)
         live = token < cu_q_lens[call.num_seqs]
         q_pos = (call.seq_lens[row] - cu_q_lens[row + 1] + token)[None, None]
-        seen = rules.seen(q_pos, kv_pos, head) & stored[row][None, :] & live
+        seen = rules.seen(q_pos, kv_pos, head) & mapped[row][None, :] & live
         seen = jnp.broadcast_to(seen, (num_q_heads, width))
-        # 0 * NaN is NaN: what is not seen is cleared, not only given no weight.
+        # Unseen keys and values are set to 0; a weight of 0 would not suffice: 0 * NaN is NaN.
         keys, values = (
             jnp.where(seen[:, :, None], gathered[row, :, :, pair][:, kv_head].transpose(1, 0, 2), jnp.float32(0))
             for pair in (0, 1)
@@ -45,14 +45,14 @@ def reference_attention(call: AttentionCall) -> tuple[Array, Array]:
         query = call.q[token].astype(jnp.float32)
         matmul = jnp.einsum("hd,hkd->hk", query, keys, precision="highest")
         scores = jnp.where(seen, rules.scores(matmul, q_pos, kv_pos, head), jnp.float32(MASKED))
-        highest = jnp.max(scores, axis=1)
+        m = jnp.max(scores, axis=1)
         if sinks is not None:
-            highest = jnp.maximum(highest, sinks)
-        weights = jnp.where(seen, jnp.exp(scores - highest[:, None]), jnp.float32(0))
-        total = jnp.sum(weights, axis=1)
+            m = jnp.maximum(m, sinks)
+        weights = jnp.where(seen, jnp.exp(scores - m[:, None]), jnp.float32(0))
+        denominator = jnp.sum(weights, axis=1)
         if sinks is not None:
-            total = total + jnp.exp(sinks - highest)
-        weights = weights / jnp.where(total == 0, jnp.float32(1), total)[:, None]
+            denominator = denominator + jnp.exp(sinks - m)
+        weights = weights / jnp.where(denominator == 0, jnp.float32(1), denominator)[:, None]
         return jnp.einsum("hk,hkd->hd", weights, values, precision="highest").astype(call.q.dtype), weights
 
     return jax.lax.map(attend, jnp.arange(num_tokens, dtype=jnp.int32), batch_size=_TOKENS_AT_ONCE)

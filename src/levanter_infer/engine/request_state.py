@@ -1,0 +1,212 @@
+"""`RequestState` and its `SampleState`s: a request on the host, from submission to completion. Imports no JAX."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from levanter_infer.decode.codes import DEFAULT_ROOT
+from levanter_infer.engine.params import SamplingParams, stop_sequences
+from levanter_infer.engine.request import Completion, RequestOutput
+from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
+from levanter_infer.policies import FinishReason
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptScores:
+    """Log probabilities of the prompt tokens after the first."""
+
+    logprobs: np.ndarray
+    """f32[n]"""
+    top_ids: np.ndarray
+    """i32[n, top], the likeliest tokens at each position."""
+    top_logprobs: np.ndarray
+    """f32[n, top]"""
+
+
+@dataclasses.dataclass(eq=False)
+class SampleState:
+    """One of the `n` continuations of a request: its slot, and what has been generated so far."""
+
+    request: "RequestState"
+    index: int
+    slot: int | None = None
+    first_round: int | None = None
+    """The round that admitted it; what earlier rounds bring of its slot belongs to another sample. None: not admitted
+    yet."""
+    arrival: int = 0
+    """Order of admission, smallest first; what the device orders samples of one priority by."""
+    uploaded: int = 0
+    """Prompt tokens that have been uploaded."""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    processed_logprobs: list[float] = dataclasses.field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
+    """Version of the weights for each token."""
+    finish_reason: str | None = None
+    """Set once the result is known; the slot may be free only later."""
+    stop_reason: str | int | tuple[int, ...] | None = None
+    decoder: IncrementalDecoder | None = None
+    matcher: StopMatcher | None = None
+    score: float | None = None
+    text: str = ""
+
+    def extend(
+        self, tokens: np.ndarray, logprobs: np.ndarray, processed: np.ndarray, top, versions: Sequence[int]
+    ) -> None:
+        """Append the tokens of one round, up to the token that completes a stop string: later ones are dropped."""
+        wanted = self.request.params.logprobs
+        for i, token in enumerate(tokens.tolist()):
+            self.token_ids.append(token)
+            self.logprobs.append(float(logprobs[i]))
+            self.processed_logprobs.append(float(processed[i]))
+            self.versions.append(versions[i])
+            if wanted and top is not None:
+                ids, values = top[0][i, :wanted].tolist(), top[1][i, :wanted].tolist()
+                self.top_logprobs.append(dict(zip(ids, values, strict=True)))
+            if self._add_text(token):
+                assert self.matcher is not None
+                self.finish_reason, self.stop_reason = FinishReason.STOP, self.matcher.found
+                return
+
+    def _add_text(self, token: int) -> bool:
+        if self.decoder is None:
+            return False
+        piece = self.decoder.push(token)
+        self.text += piece
+        if self.matcher is None:
+            return False
+        cut = self.matcher.push(piece, len(self.token_ids))
+        if cut is None:
+            return False
+        self.text = self.text[:cut]
+        return True
+
+    def finish(self, reason: str) -> None:
+        """End with this reason, unless the sample has ended."""
+        if self.finish_reason is None:
+            self.finish_reason = reason
+            self.stop_reason = self._matched_tokens() if reason == FinishReason.STOP else None
+            if self.decoder is not None:
+                self.text += self.decoder.flush()
+
+    def _matched_tokens(self) -> int | tuple[int, ...] | None:
+        """The longest entry of `stop_token_ids` that the tokens end with, or None."""
+        ends = (tuple(self.token_ids[-len(ids) :]) == ids for ids in stop_sequences(self.request.params))
+        matched = [ids for ids, is_end in zip(stop_sequences(self.request.params), ends, strict=True) if is_end]
+        longest = max(matched, key=len, default=None)
+        return longest[0] if longest is not None and len(longest) == 1 else longest
+
+    def snapshot(self) -> "SampleState":
+        """A copy with lists of its own."""
+        copied = {name: list(getattr(self, name)) for name in _RESULTS}
+        decoder, matcher = (part and part.copy() for part in (self.decoder, self.matcher))
+        return dataclasses.replace(self, **copied, decoder=decoder, matcher=matcher)
+
+    def take_over(self, ancestor: "SampleState") -> None:
+        """Continue from the state of `ancestor`, with the slot and the index that this sample has."""
+        ancestor = ancestor.snapshot()
+        for name in (*_RESULTS, "finish_reason", "stop_reason", "decoder", "matcher", "text"):
+            setattr(self, name, getattr(ancestor, name))
+
+    def completion(self) -> Completion:
+        """The public result. Requires: the sample has finished."""
+        assert self.finish_reason is not None
+        return Completion(
+            index=self.index,
+            token_ids=self.token_ids,
+            text=self.text if self.decoder is not None else None,
+            finish_reason=self.finish_reason,
+            logprobs=np.asarray(self.logprobs, np.float32),
+            processed_logprobs=np.asarray(self.processed_logprobs, np.float32),
+            top_logprobs=self.top_logprobs if self.request.params.logprobs else None,
+            seed=self.request.seed,
+            token_versions=np.asarray(self.versions, np.int32),
+            score=self.score,
+            stop_reason=self.stop_reason,
+        )
+
+
+_RESULTS = ("token_ids", "logprobs", "processed_logprobs", "top_logprobs", "versions")
+
+
+@dataclasses.dataclass(eq=False)
+class RequestState:
+    """A request that the engine serves, and its samples; what `InferenceEngine.submit` returns."""
+
+    id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_len: int
+    """Tokens, prompt included, at which a sample ends."""
+    cache_salt: str | None = None
+    root: int = DEFAULT_ROOT
+    """Root in the prefix table, for salt and version of the weights: requests of one root share pages."""
+    priority: int = 0
+    """Smallest first."""
+    timeout_s: float | None = None
+    """Seconds from submission to its deadline."""
+    sequences: list[SampleState] = dataclasses.field(default_factory=list)
+    rank: int | None = None
+    """Data-parallel rank that serves it; None before routing."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found by prefix caching, as of the last round that computed the prompt."""
+    prompt_scores: PromptScores | None = None
+    """None until they have been read."""
+    search_versions: list[int] = dataclasses.field(default_factory=list)
+    """Version of the weights for each generated position of a beam search."""
+
+    @property
+    def is_loose(self) -> bool:
+        """Whether its samples are independent of each other, which the beams of a search are not."""
+        return self.params.num_beams == 1
+
+    def completions(self) -> list[Completion]:
+        """All samples, or the best of them with `best_of` and beam search. Requires: they have finished."""
+        completions = [sequence.completion() for sequence in self.sequences]
+        if self.params.best_of is None:
+            return completions[: self.params.n] if self.params.num_beams > 1 else completions
+        return sorted(completions, key=_mean_logprob, reverse=True)[: self.params.n]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all samples have finished and the prompt's scores, if any, have been read."""
+        return all(s.finish_reason is not None for s in self.sequences) and not self.awaits_scores
+
+    def output(self) -> RequestOutput:
+        """The public result. Requires: `is_done`."""
+        scores, wanted = self.prompt_scores, self.params.prompt_logprobs
+        top = None
+        if scores is not None and wanted:
+            positions = zip(scores.top_ids[:, :wanted].tolist(), scores.top_logprobs[:, :wanted].tolist(), strict=True)
+            top = [dict(zip(ids, values, strict=True)) for ids, values in positions]
+        return RequestOutput(
+            id=self.id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            completions=self.completions(),
+            prompt_logprobs=None if scores is None else scores.logprobs,
+            prompt_top_logprobs=top,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+    @property
+    def awaits_scores(self) -> bool:
+        """Whether the scores of its prompt have yet to be read."""
+        return (
+            self.wants_scores and self.prompt_scores is None and self.sequences[0].finish_reason != FinishReason.ABORT
+        )
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether its prompt is scored."""
+        return self.params.prompt_logprobs is not None
+
+
+def _mean_logprob(completion: Completion) -> float:
+    """What `best_of` compares; a sample that was aborted or failed comes last."""
+    complete = completion.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and len(completion.logprobs) > 0
+    return float(completion.logprobs.mean(dtype=np.float64)) if complete else -np.inf

@@ -1,0 +1,77 @@
+"""The static sizes that follow from an `EngineConfig`, a model and a machine."""
+
+import math
+
+import jax.numpy as jnp
+
+from levanter_infer.decode.shapes import SamplingLimits, Shapes
+from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.params import MAX_STOP_TOKENS
+from levanter_infer.kernels.call import PoolShape
+from levanter_infer.kernels.xla.backend import XLA
+from levanter_infer.policies import PreemptionPolicy
+from levanter_infer.runtime.memory import default_pool_bytes
+
+MIN_UPLOAD_TOKENS = 4096
+"""Prompt tokens that one round can upload, at least; longer prompts take several rounds."""
+
+
+def resolve_shapes(
+    config: EngineConfig,
+    model,
+    num_eos: int,
+    unread_bytes: int = 0,
+    token_values: int | None = None,
+    device_bytes: int | None = None,
+) -> Shapes:
+    """The static sizes of an engine for `model`.
+
+    Args:
+        num_eos: end-of-sequence ids of the model; each counts as a stop token sequence.
+        unread_bytes: weights that still have to be loaded into the memory of a device.
+        token_values: numbers per layer and token in one device's memory; None: keys and values of all heads.
+        device_bytes: memory of a device elsewhere; None: the free memory of this process's first device.
+    Raises: ValueError if the pool could not hold one page per running sequence, or sizes contradict each other.
+    """
+    arch = model.config
+    page_size = config.page_size or 16
+    max_seq_len = config.max_seq_len or min(arch.max_position_embeddings, 32768)
+    max_step_tokens = config.max_step_tokens or max(256, 4 * config.max_seqs)
+    wanted = config.max_seqs * -(-max_seq_len // page_size)
+    dtype = kv_dtype(config, model)
+    token = PoolShape(1, 1, 1, kv_heads=arch.num_kv_heads, head_dim=arch.head_dim, dtype=dtype)
+    values = token_values or math.prod(XLA.pool_shape(token))
+    page_bytes = arch.num_layers * page_size * values * dtype.itemsize
+    num_pages = config.max_pages or min(wanted, default_pool_bytes(unread_bytes, device_bytes) // page_bytes)
+    if num_pages < config.max_seqs and config.max_pages is None:
+        raise ValueError(
+            f"free memory holds {num_pages} pages of {page_bytes} bytes, and {config.max_seqs} sequences need "
+            "one each; free some memory, lower engine.max_seqs, or say how many pages with engine.max_pages"
+        )
+    if num_pages * page_size >= 2**31:
+        raise ValueError(f"a pool of {num_pages} pages of {page_size} tokens exceeds 2^31 tokens; lower max_pages")
+    return Shapes(
+        num_slots=2 * config.max_seqs,
+        max_seqs=config.max_seqs,
+        max_seq_len=max_seq_len,
+        num_pages=num_pages,
+        page_size=page_size,
+        max_step_tokens=max_step_tokens,
+        max_round_steps=config.max_round_steps,
+        admission=config.admission,
+        prefix_cache=config.prefix_cache,
+        offload=config.preempt == PreemptionPolicy.OFFLOAD,
+        upload_tokens=max(MIN_UPLOAD_TOKENS, max_step_tokens),
+        limits=SamplingLimits(
+            vocab_size=arch.vocab_size,
+            max_logprobs=min(config.max_logprobs, arch.vocab_size),
+            max_logit_bias=config.max_logit_bias,
+            max_stop_sequences=config.max_stop_sequences + num_eos,
+            max_stop_tokens=MAX_STOP_TOKENS,
+        ),
+    )
+
+
+def kv_dtype(config: EngineConfig, model) -> jnp.dtype:
+    """dtype of the KV cache: the configuration's, else that of the weights."""
+    return jnp.dtype(config.kv_dtype or model.dtype)

@@ -1,0 +1,113 @@
+"""How an input is divided, and that a change of it is noticed."""
+
+import gzip
+import json
+
+import pytest
+
+from levanter_infer.batch.input import Input, InputShards
+from levanter_infer.io.prompts import MAX_LINE_BYTES
+
+
+def make_input(path, **changes) -> Input:
+    return Input(str(path), **{"as_chat": False, "model_names": (), **changes})
+
+
+def contents(source: Input, inputs: InputShards):
+    return [[content for _, content in source.rows(inputs, shard)] for shard in inputs.shards]
+
+
+def write_rows(path, count, first=0):
+    path.write_text("".join(json.dumps({"prompt": f"p{first + i}"}) + "\n" for i in range(count)))
+
+
+def test_shards_hold_every_row_once_in_order(tmp_path):
+    write_rows(tmp_path / "b.jsonl", 7, first=5)
+    write_rows(tmp_path / "a.jsonl", 5)
+    source = make_input(tmp_path / "*.jsonl")
+    inputs = source.split(3)
+    assert [(s.index, s.file, s.first_row, s.rows) for s in inputs.shards] == [
+        *((0, 0, 0, 3), (1, 0, 3, 2)),
+        *((2, 1, 5, 3), (3, 1, 8, 3), (4, 1, 11, 1)),
+    ]
+    assert inputs.rows == 12 and InputShards.from_dict(json.loads(json.dumps(inputs.as_dict()))) == inputs
+    rows = contents(source, inputs)
+    assert [row["prompt"] for shard in rows for row in shard] == [f"p{i}" for i in range(12)]
+
+
+def test_blank_and_overlong_lines_a_byte_order_mark_and_no_newline_at_the_end(tmp_path):
+    long = b'{"prompt": "' + b"x" * (2 * MAX_LINE_BYTES + 5) + b'"}'
+    lines = [b'\xef\xbb\xbf{"prompt": "a"}', b"", b"  ", long, b"{", b'{"prompt": "b"}', b"", b'{"prompt": "c"}']
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
+    source = make_input(tmp_path / "in.jsonl")
+    inputs = source.split(2)
+    rows = [row for shard in inputs.shards for row in source.rows(inputs, shard)]
+    assert [where for where, _ in rows] == [f"in.jsonl:{line}" for line in (1, 4, 5, 6, 8)]
+    assert [row if isinstance(row, dict) else isinstance(row, ValueError) and ValueError for _, row in rows] == [
+        *({"prompt": "a"}, ValueError, ValueError, {"prompt": "b"}, {"prompt": "c"})
+    ]
+    assert "longer than" in str(rows[1][1]) and "not JSON" in str(rows[2][1])
+
+
+@pytest.mark.parametrize("ending", ["\n\n \n", ""])
+def test_blank_lines_at_the_end_belong_to_no_shard(tmp_path, ending):
+    (tmp_path / "in.txt").write_text("one\ntwo\n\nthree\n" + ending)
+    source = make_input(tmp_path / "in.txt")
+    for size in (2, 3):
+        inputs = source.split(size)
+        assert [c["prompt"] for shard in contents(source, inputs) for c in shard] == ["one", "two", "three"]
+
+
+def test_compressed_text_is_divided_as_plain_text(tmp_path):
+    write_rows(tmp_path / "in.jsonl", 9)
+    (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress((tmp_path / "in.jsonl").read_bytes()))
+    plain, packed = make_input(tmp_path / "in.jsonl"), make_input(tmp_path / "in.jsonl.gz")
+    inputs = packed.split(4)
+    assert inputs.shards == plain.split(4).shards
+    assert contents(packed, inputs) == contents(plain, inputs)
+
+
+@pytest.mark.parametrize("change", ["a byte", "fewer rows"])
+def test_a_shard_that_has_changed_is_not_given_out_whole(tmp_path, change):
+    path = tmp_path / "in.jsonl"
+    write_rows(path, 6)
+    source = make_input(path)
+    inputs = source.split(3)
+    text = path.read_text()
+    path.write_text(text.replace("p4", "q4") if change == "a byte" else text[: text.index("p4") - 13])
+    assert len(list(source.rows(inputs, inputs.shards[0]))) == 3  # this one has not
+    given = []
+    with pytest.raises(ValueError, match="in.jsonl has changed since the job began"):
+        given.extend(source.rows(inputs, inputs.shards[1]))
+        raise AssertionError(given)
+    assert len(given) < 3
+
+
+@pytest.mark.parametrize("repeated", ["a", "1"])
+def test_ids_that_are_not_unique_stop_a_job_before_it_begins(tmp_path, repeated):
+    rows = [{"prompt": "x", "id": "a"}, {"prompt": "x"}, {"prompt": "x", "id": 7}, {"prompt": "x", "id": repeated}]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    where = {"a": "in.jsonl:1 and in.jsonl:4", "1": "in.jsonl:2 and in.jsonl:4"}[repeated]
+    with pytest.raises(ValueError, match=f"ids must differ, and these do not: '{repeated}' in {where}"):
+        make_input(tmp_path / "in.jsonl").split(2)
+
+
+def test_what_is_no_input_is_refused(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    (tmp_path / "in.csv").write_text("a,b")
+    for name, message in {
+        "none.jsonl": "no such file",
+        "none*.jsonl": "no such file",
+        "in.csv": "expected a name that ends in .jsonl",
+        "empty.jsonl": "no rows",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            make_input(tmp_path / name).split(2)
+    with pytest.raises(ValueError, match="cannot open 'nosuch://x'"):
+        make_input("nosuch://x")
+
+
+def test_text_prompts_become_chats_where_asked(tmp_path):
+    (tmp_path / "in.txt").write_text("hello\n")
+    source = make_input(tmp_path / "in.txt", as_chat=True)
+    assert contents(source, source.split(1)) == [[{"messages": [{"role": "user", "content": "hello"}]}]]
