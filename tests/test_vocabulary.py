@@ -101,10 +101,6 @@ EXEMPT = {
 NOT_YET: dict[str, str] = {
     "docs/invariants.md": "place",
     "scripts/": "beginning nobody product room spill who",
-    "src/levanter_infer/cache/": "beginning nobody spread who",
-    "src/levanter_infer/decode/": (
-        "beginning company give-way host-tier lie nobody offload-names room spread told who"
-    ),
     "src/levanter_infer/engine/": (
         "beginning chunk data-shard give-way host-tier lie nobody room spill spread told who"
     ),

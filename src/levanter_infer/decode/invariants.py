@@ -60,10 +60,10 @@ def violations(state: DecodeState) -> dict[str, Array]:
     if state.prefix is not None:
         counted["pages that can be found hold what the table says"] = _contents_differ(state, holds)
     if isinstance(state.beams, BeamTable):
-        told = (status > LOADING) & (status < FINISHED) & state.beams.searches
+        admitted = (status > LOADING) & (status < FINISHED) & state.beams.searches
         leader_lens = gather(lens, state.beams.params.leaders, 0)
-        apart = (state.beams.num_in_group(told) != state.beams.params.widths) | (lens != leader_lens)
-        counted["the beams of a search live together and are equally long"] = told & apart
+        apart = (state.beams.num_in_group(admitted) != state.beams.params.widths) | (lens != leader_lens)
+        counted["the beams of a search live together and are equally long"] = admitted & apart
     return {name: jnp.sum(jnp.asarray(bad), dtype=jnp.int32) for name, bad in counted.items()}
 
 

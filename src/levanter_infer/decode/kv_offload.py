@@ -61,8 +61,8 @@ def host_call(state: DecodeState, shapes: Shapes, terms: HostTerms | None) -> Ar
     num_running = jnp.sum(running, dtype=jnp.int32)
     growth = jnp.sum(jnp.where(_is_started(state), pages_to_continue(state, shapes), 0), dtype=jnp.int32)
     fits = (terms.return_pages <= free - growth) & (num_running < shapes.max_seqs)
-    room = first & (fits | (num_running == 0))
-    return jnp.where(short, SHORT, jnp.where(room, ROOM, NO_CALL)).astype(jnp.int32)
+    fits_again = first & (fits | (num_running == 0))
+    return jnp.where(short, SHORT, jnp.where(fits_again, ROOM, NO_CALL)).astype(jnp.int32)
 
 
 def unless_called(steps_on: Array, state: DecodeState, shapes: Shapes, terms: HostTerms | None) -> Array:
