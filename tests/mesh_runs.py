@@ -296,14 +296,14 @@ def sampled(parts: int, vocab_size: int) -> dict:
     vocab = Vocabulary(vocab_size, ShardAxis(MODEL, parts))
     padded = np.pad(logits, ((0, 0), (0, vocab.padded_size - vocab_size)), constant_values=9)
     mesh = Mesh(np.asarray(jax.devices()[:parts]), (MODEL,))
-    spread = jax.shard_map(
+    sharded = jax.shard_map(
         lambda part: both(vocab.without_padding(part), vocab),
         mesh=mesh,
         in_specs=PartitionSpec(None, MODEL),
         out_specs=PartitionSpec(),
         check_vma=False,
     )
-    results = [jax.jit(lambda a: both(a, None))(jnp.asarray(logits)), jax.jit(spread)(jnp.asarray(padded))]
+    results = [jax.jit(lambda a: both(a, None))(jnp.asarray(logits)), jax.jit(sharded)(jnp.asarray(padded))]
     whole, parted = [[np.asarray(leaf) for leaf in jax.tree.leaves(result)] for result in results]
     return {
         "equal_ids": [bool((a == b).all()) for a, b in zip(whole, parted, strict=True) if a.dtype != np.float32],

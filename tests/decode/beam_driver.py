@@ -96,8 +96,8 @@ def random_search(rng: np.random.Generator) -> Search:
         temperature=0.0,
         **(asked if width > 1 else {}),
     )
-    beginning = [1, 2, 3, 4, 5] if rng.random() < 0.6 else rng.integers(0, VOCAB, 5).tolist()
-    return Search(beginning[: rng.integers(1, 6)], params, width)
+    prompt = [1, 2, 3, 4, 5] if rng.random() < 0.6 else rng.integers(0, VOCAB, 5).tolist()
+    return Search(prompt[: rng.integers(1, 6)], params, width)
 
 
 def random_logits(rng: np.random.Generator) -> np.ndarray:
@@ -111,19 +111,19 @@ def expected(search: Search, logits: np.ndarray) -> list[tuple[float, list[int],
     logprobs = (wide - np.log(np.exp(wide).sum(axis=2, keepdims=True))).astype(np.float32)
     params, width = search.params, search.width
     stops = {sequence[0] for sequence in params.stop_token_ids}
-    room = min(params.max_tokens, SHAPES.max_seq_len - len(search.prompt))
+    limit = min(params.max_tokens, SHAPES.max_seq_len - len(search.prompt))
     running = [(np.float32(0 if beam == 0 else -1e9), list(search.prompt)) for beam in range(width)]
     found = [(np.float32(-1e9), [], "")] * width
-    for generated in range(1, room + 1):
+    for generated in range(1, limit + 1):
         everything = [(score + logprobs[len(s), s[-1], t], [*s, t]) for score, s in running for t in range(VOCAB)]
         everything.sort(key=lambda entry: -entry[0])
         length = np.float32(generated) ** np.float32(params.length_penalty)
         for score, s in everything[:width]:
-            if s[-1] in stops or generated == room:
+            if s[-1] in stops or generated == limit:
                 found.append((score / length, s[len(search.prompt) :], "stop" if s[-1] in stops else "length"))
         found = sorted(found, key=lambda entry: -entry[0])[:width]
         running = [entry for entry in everything if entry[1][-1] not in stops][:width]
-        longest = room if params.early_stopping == "never" and params.length_penalty > 0 else generated
+        longest = limit if params.early_stopping == "never" and params.length_penalty > 0 else generated
         possible = running[0][0] / np.float32(longest) ** np.float32(params.length_penalty)
         if not possible > found[-1][0] or (params.early_stopping is True and found[-1][2]):
             break

@@ -108,8 +108,8 @@ def test_the_round_and_the_programs_that_move_pages_make_no_pool_sized_copy_on_v
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["copies"] == []
     assert report["temp_bytes"] < report["pool_bytes"]
-    assert set(report["host_tier"]) == {"read_pages", "write_pages"}
-    for moved in report["host_tier"].values():
+    assert set(report["kv_offload"]) == {"read_pages", "write_pages"}
+    for moved in report["kv_offload"].values():
         assert moved["copies"] == [] and moved["host_bytes"] > 0
         assert moved["temp_bytes"] < 2 * moved["host_bytes"]  # what is moved, once
 

@@ -37,5 +37,5 @@ def test_attention_over_integers_equals_dense(impl):
 
 
 def test_more_heads_than_there_is_room_for_are_refused():
-    with pytest.raises(ValueError, match="kv_heads=65 with int8 pages: there is room for the scales of 64 kv heads"):
+    with pytest.raises(ValueError, match="kv_heads=65 with int8 pages: a page holds the scales of 64 kv heads"):
         TpuPool(65, 128, scaled=True)

@@ -48,7 +48,7 @@ def generate(
         prompt_token_ids: i32[batch, length], padded on the right with anything.
         prompt_lens: i32[batch], from 1 to `length`.
         sampling: one for all prompts. Text stops need a host and are refused.
-        config: sizes; `max_seq_len` defaults to what the call needs and `max_pages` to enough for everybody who runs.
+        config: sizes; `max_seq_len` defaults to what the call needs and `max_pages` to enough for all that run.
         seeds: u32[batch, 2], the high and low word of each prompt's seed, may be traced. Default: `sampling.seed`
             plus the prompt's place in this call, or the place alone.
         eos_token_ids: tokens that end a sequence, unless `sampling.ignore_eos`.

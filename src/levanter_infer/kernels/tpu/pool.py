@@ -45,7 +45,7 @@ class TpuPool:
     def __post_init__(self):
         if self.scaled and 2 * self.kv_heads > LANES:
             raise ValueError(
-                f"kv_heads={self.kv_heads} with int8 pages: there is room for the scales of {LANES // 2} kv heads on a "
+                f"kv_heads={self.kv_heads} with int8 pages: a page holds the scales of {LANES // 2} kv heads on a "
                 "device; use another dtype, or shard the heads over more devices"
             )
 
