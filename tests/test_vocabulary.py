@@ -102,7 +102,6 @@ NOT_YET: dict[str, str] = {
     "docs/invariants.md": "place",
     "scripts/": "room",
     "src/levanter_infer/kernels/": "lie nobody shrink who",
-    "tests/decode/": "beginning company give-way lie nobody room spread told who",
 }
 """Path prefix: words, by their names above, that are still to be replaced there. Only to be shortened."""
 
