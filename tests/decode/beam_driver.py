@@ -11,13 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from levanter_infer.decode.admission import Admission, admit
-from levanter_infer.decode.beam_table import hypotheses
+from levanter_infer.decode.beam_table import BeamTable, hypotheses
 from levanter_infer.decode.invariants import violations
+from levanter_infer.decode.kv_offload import NO_CALL
 from levanter_infer.decode.outputs import HostOutputs, OutputRing, pack_outputs
+from levanter_infer.decode.sampling import History
 from levanter_infer.decode.sampling_beams import candidates
+from levanter_infer.decode.schedule import schedule
 from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.decode.state import DecodeState
-from levanter_infer.decode.step import append, empty_sample, schedule
+from levanter_infer.decode.step import append, empty_sample
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
@@ -48,27 +51,19 @@ def programs():
         state = admit(state, admission)
         state, plan, _, _ = schedule(state, SHAPES)
         table, slots = state.sequences, plan.slot_ids
-        lens = table.seq_lens.array.at[slots].get(mode="fill", fill_value=1)
-        rows = logits[lens, table.tokens.array.at[slots, lens - 1].get(mode="fill", fill_value=0)]
-        assert state.beams is not None
-        offered = candidates(
-            rows,
-            state.sampling.rows(slots),
-            state.beams.searches.at[slots].get(mode="fill", fill_value=False),
-            tokens=table.tokens.array,
-            slot_ids=slots,
-            prompt_lens=table.prompt_lens.array.at[slots].get(mode="fill", fill_value=0),
-            seq_lens=lens,
-            width=SHAPES.max_beams,
-        )
+        lens = table.seq_lens.at[slots].get(mode="fill", fill_value=1)
+        rows = logits[lens, table.tokens.at[slots, lens - 1].get(mode="fill", fill_value=0)]
+        prompt_lens = table.prompt_lens.at[slots].get(mode="fill", fill_value=0)
+        history = History(lens, table.tokens, slots, prompt_lens, lens)
+        offered = candidates(state.beams, rows, state.sampling.rows(slots), history)
         sampled = dataclasses.replace(
             empty_sample(SHAPES), tokens=jnp.argmax(rows, axis=1).astype(jnp.int32), candidates=offered
         )
         ring = OutputRing.init(SHAPES.ring_size, SHAPES.limits.max_logprobs)
         state, ring = append(state, ring, plan, sampled, SHAPES)
-        assert state.beams is not None
+        assert isinstance(state.beams, BeamTable)
         found = hypotheses(state.beams, jnp.arange(SHAPES.num_slots))
-        return state, pack_outputs(state, ring), violations(state), found
+        return state, pack_outputs(state, ring, jnp.int32(NO_CALL)), violations(state), found
 
     return jax.jit(step), jax.jit(lambda: DecodeState.init(SHAPES))
 
