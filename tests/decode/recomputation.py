@@ -61,7 +61,7 @@ class Work:
     ended: int
     preemptions: int
     twice: int
-    """Sequences that gave way twice although nobody had ended in between; there should be none."""
+    """Sequences that were preempted twice without an end in between; there should be none."""
 
 
 def bound(load: list[Asked], work: Work) -> int:
@@ -92,8 +92,8 @@ def _program():
             live = (table.status > 0) & ~table.is_status(FINISHED)
             return jnp.any(live) & (carry[0] < _MAX_STEPS)
 
-        nobody = jnp.zeros(SHAPES.num_slots, jnp.bool_)
-        steps, state, _, twice = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, nobody, jnp.int32(0)))
+        none = jnp.zeros(SHAPES.num_slots, jnp.bool_)
+        steps, state, _, twice = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, none, jnp.int32(0)))
         counters = state.counters
         ended = jnp.sum(state.sequences.is_status(FINISHED), dtype=jnp.int32)
         numbers = (steps, counters.generated, counters.recomputed, ended, counters.preemptions, twice)
@@ -134,19 +134,19 @@ def work_of(load: list[Asked]) -> Work:
 
 def random_load(rng: np.random.Generator) -> list[Asked]:
     """Of one kind or another: requests near the size of the pool, long prompts, samples that diverge, or a mixture."""
-    kind, load, room = rng.integers(5), [], SHAPES.num_slots
-    while room > 0:
+    kind, load, free = rng.integers(5), [], SHAPES.num_slots
+    while free > 0:
         total = int(rng.integers(CAPACITY // 2, CAPACITY + 1)) if kind != 4 else int(rng.integers(2, CAPACITY + 1))
         generates = int(rng.integers(1, total)) if kind in (0, 4) else int(rng.integers(1, 5))
         if kind == 1:  # short prompts that grow into the whole pool
             generates = total - int(rng.integers(1, 9))
-        if kind == 3:  # prompts of half the pool, which end soon: somebody comes back at every end
+        if kind == 3:  # prompts of half the pool, which end soon: a sequence restarts at every end
             total = int(rng.integers(CAPACITY // 4, CAPACITY // 2))
         n = int(rng.integers(1, SHAPES.max_seqs + 1)) if kind == 2 or (kind == 4 and rng.random() < 0.5) else 1
         if kind == 2:
             generates = int(rng.integers(1, total))
-        asked = Asked(total - generates, generates, min(n, room))
+        asked = Asked(total - generates, generates, min(n, free))
         assert asked.fits
         load.append(asked)
-        room -= asked.n
+        free -= asked.n
     return load

@@ -1,4 +1,4 @@
-"""Who starts: order, priorities and how much room each policy asks for."""
+"""Which sequences start: order, priorities and the free pages that each policy asks for."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ SHAPES = Shapes(
 
 
 def state_of(free_pages: int = 20, **columns: list[int]) -> DecodeState:
-    """A state with these columns of the sequence table; nobody holds a page."""
+    """A state with these columns of the sequence table; no slot holds a page."""
     state = DecodeState.init(SHAPES)
     filled = {name: jnp.asarray(values + [0] * (6 - len(values)), jnp.int32) for name, values in columns.items()}
     table = replace(state.sequences, **filled)
@@ -66,22 +66,22 @@ GROWING = dict(status=[WAITING] * 3, seq_lens=[3] * 3, prompt_lens=[3] * 3, max_
 
 
 @pytest.mark.parametrize(
-    ("admission", "share", "free_pages", "who"),
+    ("admission", "share", "free_pages", "starting"),
     [
         ("optimistic", 1.0, 6, [0, 1, 2]),
         ("optimistic", 1.0, 5, [0, 1]),
         ("worst_case", 0.0, 27, [0, 1, 2]),
         ("worst_case", 0.0, 26, [0, 1]),
-        ("worst_case", 0.0, 2, [0]),  # nobody runs: the first starts in any case
+        ("worst_case", 0.0, 2, [0]),  # none runs: the first starts in any case
         ("expected", 1.0, 26, [0, 1]),
         ("expected", 0.5, 18, [0, 1, 2]),  # 3 + 14 tokens are five pages
         ("expected", 0.5, 17, [0, 1]),
         ("expected", 0.0, 6, [0, 1, 2]),
     ],
 )
-def test_room_to_start(admission, share, free_pages, who):
+def test_free_pages_to_start(admission, share, free_pages, starting):
     state = replace(state_of(free_pages, **GROWING), generated_share=jnp.float32(share))
-    assert started(state, admission) == who
+    assert started(state, admission) == starting
 
 
 def test_the_expected_share_follows_what_sequences_generate():
