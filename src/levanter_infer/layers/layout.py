@@ -224,7 +224,7 @@ class Layout:
         shardings = [self.sharding(leaf.axes) if _is_named(leaf) else self._plain_sharding(stacked) for leaf in leaves]
         if self.spans_hosts:
             placed = [_put_own_parts(*pair, donate) for pair in zip(arrays, shardings, strict=True)]
-        else:  # those that are there stay as they are: a training program may share a model's arrays
+        else:  # arrays that are there stay as they are: a model shares its arrays with the program that trains it
             away = [i for i, pair in enumerate(zip(arrays, shardings, strict=True)) if not _is_there(*pair)]
             moved = jax.device_put([arrays[i] for i in away], [shardings[i] for i in away], donate=donate)
             placed = list(arrays)
