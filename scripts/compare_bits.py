@@ -1,4 +1,4 @@
-"""Compare many requests bit by bit: alone, and in random company, chunk sizes, page sizes, pools and cache states.
+"""Compare many requests bit by bit: alone, and in random batches, chunk sizes, page sizes, pools and cache states.
 
 Samples, beam searches, and samples that go on from one another; preempted, and computed again or moved to the host's
 memory and back.
@@ -30,7 +30,7 @@ CONFIGS = (
     dict(max_seqs=10, page_size=8, max_step_tokens=24, max_pages=22, preempt="offload"),
 )
 _COLD = 0.4
-"""How often an engine has forgotten all pages before a round of comparisons."""
+"""Probability that an engine forgets all pages before a round of comparisons."""
 
 
 def main() -> int:
@@ -51,9 +51,9 @@ def main() -> int:
             if rng.random() < _COLD:
                 engine.reset()
             order = [cases[i] for i in rng.permutation(len(cases))]
-            for case, (found, beginnings) in zip(order, serve(engine, order), strict=True):
-                differing += found != (plain.get(id(case)) or expected(alone, case, beginnings))
-                kinds["resampled"] += beginnings is not None
+            for case, (found, starts) in zip(order, serve(engine, order), strict=True):
+                differing += found != (plain.get(id(case)) or expected(alone, case, starts))
+                kinds["resampled"] += starts is not None
                 kinds["searches"] += not isinstance(case, Resampling) and case.sampling.num_beams > 1
             compared += len(cases)
         rounds += 1

@@ -1,4 +1,4 @@
-"""Random workloads with shared beginnings: hits, misses and evictions of the device's tables equal the model's in each.
+"""Random workloads with shared prefixes: hits, misses and evictions of the device's tables equal the model's in each.
 
     python scripts/fuzz_prefix.py --workloads 10000
 

@@ -1,10 +1,10 @@
-"""How much do bad loads make the engine compute again, beside the bound of docs/invariants.md?
+"""Recomputed tokens under adverse loads, against the bound of docs/invariants.md.
 
     python scripts/fuzz_recomputation.py --loads 5000
 
 Random loads of requests near the size of the pool, of long prompts and of samples that diverge, on the device's tables
-alone. Prints one JSON line, and exits with 1 if a load is above the bound, or if a sequence gives way twice without
-anybody having ended in between.
+alone. Prints one JSON line, and exits with 1 if a load is above the bound, or if a sequence is preempted twice without
+another one having ended in between.
 """
 
 import argparse

@@ -19,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src"), str(Path(__file__).resolve().parents[1])]
-from tests.kernels.ragged import Sizes, make_ragged  # noqa: E402
+from tests.kernels.ragged import Sizes, attend, make_ragged  # noqa: E402
 
-from levanter_infer.kernels import ragged_paged_attention  # noqa: E402
+from levanter_infer.kernels import AttentionCall, make_backend  # noqa: E402
 from levanter_infer.kernels.gpu import attention as rpa_gpu  # noqa: E402
+from levanter_infer.kernels.rules import ScoreRules  # noqa: E402
 
 PEAK_GB_S = {"H200": 4800, "H100": 3350, "A100": 2039, "B200": 8000}
 """Memory bandwidth by a part of the device's name."""
@@ -41,12 +42,12 @@ def parity() -> int:
                 arrays.update(sinks=jnp.ones(heads), alibi_slopes=jnp.full(heads, 0.01))
                 arrays["q"] = jnp.where(jnp.isnan(arrays["q"]), 0, arrays["q"])
 
-                def attend(arrays, impl, dtype=dtype, head_dim=head_dim):
+                def run(arrays, impl, dtype=dtype, head_dim=head_dim):
                     static = dict(scale=head_dim**-0.5, soft_cap=30.0, kv_dtype=dtype, impl=impl)
-                    return ragged_paged_attention(**arrays, **static)
+                    return attend(**arrays, **static)
 
                 out, right = (
-                    np.asarray(jax.jit(functools.partial(attend, impl=impl))(arrays), np.float32)
+                    np.asarray(jax.jit(functools.partial(run, impl=impl))(arrays), np.float32)
                     for impl in ("gpu", "reference")
                 )
                 error, allowed = float(np.abs(out - right).max()), 1e-5 if dtype == "float32" else 2e-2
@@ -82,7 +83,7 @@ def speed(tile: dict[str, int], impls: list[str], layers: int = 16, repeats: int
 
 
 def _seconds(impl: str, rows: int, q_len: int, context: int, layers: int, repeats: int) -> tuple[float, int]:
-    """Of one call, best of `repeats`, and the bytes of keys and values that it has to read."""
+    """Seconds of one call, best of `repeats`, and the bytes of keys and values that it has to read."""
     heads, kv_heads, dim, page_size = 32, 8, 128, 16
     each = context // page_size
     pool = jnp.zeros((layers, rows * each, page_size, 2 * kv_heads, dim), jnp.bfloat16) + jnp.bfloat16(0.1)
@@ -92,17 +93,20 @@ def _seconds(impl: str, rows: int, q_len: int, context: int, layers: int, repeat
 
     def run(q, pool):
         def call(index, q):
-            return ragged_paged_attention(
-                q,
-                pool,
+            call = AttentionCall(
+                q=q,
+                kv_pages=pool,
                 layer=index % layers,
                 page_indices=pages,
                 seq_lens=lens,
                 cu_q_lens=bounds,
                 num_seqs=jnp.int32(rows),
-                scale=dim**-0.5,
-                impl=impl,
+                rules=ScoreRules(scale=dim**-0.5),
+                kv_dtype=pool.dtype,
+                kv_heads=kv_heads,
+                page_size=page_size,
             )
+            return make_backend(impl).attend(call)
 
         return jax.lax.fori_loop(0, 4 * layers, call, q)
 

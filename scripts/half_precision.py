@@ -1,4 +1,4 @@
-"""What matmuls in float16 with float16 sums, as AVX512-FP16 has them, would cost in precision and range.
+"""Loss of precision and range by matmuls in float16 with float16 sums, as AVX512-FP16 has them.
 
     python scripts/half_precision.py            # random matmuls, and the tiny model of this repository
 
@@ -16,14 +16,14 @@ import numpy as np
 
 from levanter_infer.axes import POSITION
 from levanter_infer.checkpoints.load import load_model
-from levanter_infer.layers import linear
+from levanter_infer.kernels.xla import backend
 
 EVERY = (16, 32, 64, 128, None)
 """Inputs in one float16 sum; None: all."""
 
 
 def rounded(x: np.ndarray, dtype) -> np.ndarray:
-    """In `dtype`, as float64."""
+    """`x` rounded to `dtype`, as float64."""
     with np.errstate(over="ignore"):
         return np.asarray(jnp.asarray(np.float32(x)).astype(dtype).astype(jnp.float32), np.float64)
 
@@ -93,20 +93,20 @@ def of_random_matmuls(outlier: float) -> None:
 
 
 def of_the_model(path: str) -> None:
-    """Logits of the plain forward with every product computed in each way, against float32."""
+    """Logits of the plain forward with every matmul computed in each way, against float32."""
     model, _ = load_model(path, dtype="float32")
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, 48).astype(np.int32)
 
     def logits(way) -> np.ndarray:
-        def product(flat, matrix):
+        def rounded_matmul(flat, matrix):
             shape = jax.ShapeDtypeStruct((flat.shape[0], matrix.shape[0]), jnp.float32)
             return jax.pure_callback(lambda x, w: way(np.asarray(x), np.asarray(w)), shape, flat, matrix)
 
-        kept, linear._product = linear._product, product
+        kept, backend.matmul = backend.matmul, rounded_matmul
         try:
             return np.asarray(model(hax.named(jnp.asarray(tokens), POSITION)).array, np.float64)
         finally:
-            linear._product = kept
+            backend.matmul = kept
 
     exact = logits(lambda x, w: (x.astype(np.float64) @ w.astype(np.float64).T).astype(np.float32))
     print(f"\n| {path} | largest error of a logit, of their standard deviation | greedy tokens that differ, of 48 |")

@@ -33,7 +33,7 @@ BUILDERS = ROOT / "scripts" / "tpu_builders.py"
 HBM_BYTES_PER_S = {"v4": 1.23e12, "v5e": 0.82e12, "v5p": 2.765e12, "v6e": 1.64e12}
 CLOCK = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
 FLOPS_PER_CYCLE = {"v4": 131072, "v5e": 131072, "v5p": 131072, "v6e": 524288}
-"""Of one core's matrix units, in bfloat16."""
+"""Operations per cycle of one core's matrix units, in bfloat16."""
 SHORT_TOKENS = 512
 
 
@@ -107,7 +107,7 @@ def short_bundles(kernel: Kernel, shape: Shape, gen: str) -> int:
 
 
 def figures(shape: Shape, gen: str, loop: dict) -> str:
-    """What a cell says."""
+    """Text of a cell."""
     if "error" in loop:
         return loop["error"]
     tiles = choose(shape.tile_shape(gen))

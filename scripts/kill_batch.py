@@ -181,7 +181,7 @@ def wait_for_a_kill(running: list[subprocess.Popen], startup_s: float, work_s: f
 
 
 def kill_hosts_until_done(command, output: Path, count: int, kills: int, startup_s: float, work_s: float, chance):
-    """As `kill_until_done`, with the processes of one job: who is left has to miss the other, and end."""
+    """As `kill_until_done`, with the processes of one job: the remaining one has to notice the loss, and end."""
     where: collections.Counter[str] = collections.Counter()
     while True:
         running = start_hosts(command, output, count)
@@ -198,7 +198,7 @@ def kill_hosts_until_done(command, output: Path, count: int, kills: int, startup
 
 
 def state(output: Path) -> str:
-    """How far the job is, as seen from outside."""
+    """Progress of the job, read from its directory."""
     if (output / "manifest.json").exists():
         return "complete"
     if not (output / "job.json").exists():

@@ -27,11 +27,11 @@ from levanter_infer.runtime.libtpu import TARGETS  # noqa: E402
 BUILDERS = ROOT / "scripts" / "tpu_builders.py"
 CHUNK_TOKENS = 256
 LEAST_GAIN = 0.01
-"""Of what the proposal takes: less is not worth an entry."""
+"""Least gain over the proposal that is worth an entry."""
 
 
 def variants(tile: Tile) -> Iterator[Tile]:
-    """The proposal, and what is near it."""
+    """The proposal and its neighbours."""
     yield tile
     yield dataclasses.replace(tile, pages=2 * tile.pages)
     yield dataclasses.replace(tile, pages=2 * tile.pages, slots=2)
@@ -42,7 +42,7 @@ def variants(tile: Tile) -> Iterator[Tile]:
 
 
 def cycles_per_token(shape: TileShape, path: str, tile: Tile) -> float | str:
-    """Of the loop over items that are seen whole, for all heads; or why it does not compile."""
+    """Cycles of the loop over full items, for all heads; or the reason why it does not compile."""
     schedule = compile_builder(
         f"{BUILDERS}:{path}",
         shape.generation or "",

@@ -18,34 +18,34 @@ _HOUR = 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is to be done, and by whom."""
+    """Work of the job, and its workers."""
 
     tokens: float = 1e9
-    """Generated tokens in all."""
+    """Total number of generated tokens."""
     mean_tokens: float = 512
-    """Of one row; lengths are exponentially distributed, cut at `max_tokens`."""
+    """Mean tokens of a row; lengths are exponentially distributed, truncated at `max_tokens`."""
     max_tokens: float = 4096
     rows_per_shard: int = 1000
     workers: int = 64
-    """Engines, each with its own part of the input and its own life."""
+    """Engines, each with its own part of the input and its own failures."""
     chips_per_worker: int = 4
     seqs: int = 256
     """Sequences that an engine runs at once."""
     tokens_per_s: float = 8000.0
-    """Of a full engine; with fewer sequences as many steps a second, up to `max_steps_per_s`."""
+    """Rate of a full engine; with fewer sequences it runs as many steps per second, up to `max_steps_per_s`."""
     max_steps_per_s: float = 80.0
     slow_share: float = 0.05
-    """Of the workers that are slow..."""
+    """Share of slow workers."""
     slow_factor: float = 0.7
-    """... and run at this rate."""
+    """Relative rate of slow workers."""
     failures_per_chip_hour: float = 1e-4
     """A failure of one chip ends its worker."""
     restart_s: float = 300.0
-    """From a failure until the worker works again: new machine, weights, programs."""
+    """Seconds from a failure until the worker runs again: new machine, weights, programs."""
     start_spread_s: float = 120.0
-    """Workers begin within this time."""
+    """Seconds within which all workers start."""
     steals: bool = True
-    """Workers that have done their share take shards that nobody has claimed."""
+    """Workers that have finished their own shards claim unclaimed ones."""
     journal: bool = True
     """Finished rows of unfinished shards outlive a failure."""
 
@@ -53,7 +53,7 @@ class Job:
 @dataclasses.dataclass
 class Shard:
     tokens: list[float]
-    """Of each row."""
+    """Tokens of each row."""
     finished: set[int] = dataclasses.field(default_factory=set)
     state: str = "free"
     """free, claimed or done."""
@@ -173,7 +173,7 @@ def feed(worker: Worker, shards: list[Shard], todo: list[int]) -> None:
 
 
 def next_free(shards: list[Shard], todo: list[int]) -> int | None:
-    """The next shard that nobody has; those that are done are forgotten, those of others kept for when they die."""
+    """The next unclaimed shard; finished ones are forgotten, claimed ones kept in case their worker dies."""
     kept: list[int] = []
     found = None
     while todo and found is None:
@@ -187,7 +187,7 @@ def next_free(shards: list[Shard], todo: list[int]) -> int | None:
 
 
 def die(worker: Worker, shards: list[Shard], now: float) -> None:
-    """What was running is lost, and without a journal what was finished of open shards too."""
+    """Lose the running rows, and without a journal the finished rows of open shards too."""
     advance(worker, shards, now)
     worker.lost += sum(shards[i].tokens[row] - max(0.0, end - worker.step) for end, i, row in worker.running)
     for index in worker.open:

@@ -2,7 +2,7 @@
 
     python scripts/stress_pool.py --requests 1000
 
-Random lengths, samples, beginnings, seeds, priorities and stop rules. The pool holds a tenth of what the sequences
+Random lengths, samples, prefixes, seeds, priorities and stop rules. The pool holds a tenth of what the sequences
 that may run at once would hold at their ends. Prints one JSON line, and exits with 1 if a request differs or does
 not end, if a page is still held, or if fewer than 30 % of the requests were preempted.
 """
@@ -28,7 +28,7 @@ PAGE_SIZE = 4
 
 
 def with_stop_rules(requests, seed: int):
-    """The requests, some of them with stop tokens, stop sequences, priorities and more room to generate."""
+    """The requests, some of them with stop tokens, stop sequences, priorities and higher max_tokens."""
     rng = np.random.default_rng(seed)
     changed = []
     for request in requests:

@@ -48,7 +48,7 @@ OTHERS = (
 of 8."""
 TOKENS = 512
 MOST_COMPILED = 30
-"""In one process, about: each compilation leaves 70 MB behind."""
+"""Compilations per process, about: each leaks 70 MB."""
 RECORD = ROOT / "docs" / "tpu_sweep.csv"
 
 
@@ -64,7 +64,7 @@ class Case:
 
     @property
     def kernel_shape(self) -> tuple:
-        """What the kernels depend on."""
+        """Parameters on which the kernels depend."""
         return self.gen, self.heads, self.page
 
 

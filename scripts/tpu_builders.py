@@ -24,12 +24,13 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
 from levanter_infer.engine.backend import Backend  # noqa: E402
-from levanter_infer.engine.blueprint import programs_for, round_types, shapes_for  # noqa: E402
 from levanter_infer.engine.config import EngineConfig  # noqa: E402
 from levanter_infer.engine.mesh import make_mesh  # noqa: E402
-from levanter_infer.kernels import TPU_POOL, ragged_paged_attention  # noqa: E402
+from levanter_infer.engine.runner import programs_for, round_types, shapes_for  # noqa: E402
+from levanter_infer.kernels import AttentionCall, make_backend  # noqa: E402
+from levanter_infer.kernels.call import PoolShape  # noqa: E402
+from levanter_infer.kernels.rules import ScoreRules  # noqa: E402
 from levanter_infer.kernels.tiling import Tiles, TileShape, generation  # noqa: E402
-from levanter_infer.kernels.tpu.pool import TpuPool  # noqa: E402
 from levanter_infer.kernels.tpu.tile_table import choose  # noqa: E402
 from levanter_infer.layers.layout import Layout  # noqa: E402
 from levanter_infer.models.decoder import DecoderModel  # noqa: E402
@@ -77,21 +78,22 @@ def _call(
     pool_shape = functools.partial(_pool_shape, impl, num_kv_heads, head_dim, page, kv_dtype)
     page_bytes = math.prod(pool_shape(1)) * kv_dtype.itemsize
     pool_pages = pool_pages or max(1, min(seqs * seq_pages, MAX_POOL_BYTES // page_bytes))
-    options = {"sliding_window": window, "impl": impl, "kv_heads": num_kv_heads}
 
     def call(q, kv_pages, layer, page_indices, seq_lens, cu_q_lens, num_seqs):
-        return ragged_paged_attention(
-            q,
-            kv_pages,
+        arguments = AttentionCall(
+            q=q,
+            kv_pages=kv_pages,
             layer=layer,
             page_indices=page_indices,
             seq_lens=seq_lens,
             cu_q_lens=cu_q_lens,
             num_seqs=num_seqs,
-            scale=head_dim**-0.5,
-            tiles=_tiles(tiles, heads, page, kv_dtype),
-            **options,
+            rules=ScoreRules(scale=head_dim**-0.5, sliding_window=window),
+            kv_dtype=kv_dtype,
+            kv_heads=num_kv_heads,
+            page_size=page,
         )
+        return make_backend(impl).configured(tiles=_tiles(tiles, heads, page, kv_dtype)).attend(arguments)
 
     i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     arguments = (
@@ -120,11 +122,7 @@ def _tiles(changes, heads, page: int, kv_dtype) -> Tiles | None:
 
 
 def _pool_shape(impl: str, num_kv_heads: int, head_dim: int, page: int, kv_dtype, num_pages: int) -> tuple[int, ...]:
-    scaled = kv_dtype == jnp.int8
-    if impl in TPU_POOL:
-        pool = TpuPool(num_kv_heads, head_dim, scaled)
-        return pool.shape(num_layers=LAYERS, num_pages=num_pages, page_size=page)
-    return LAYERS, num_pages, page, 2 * num_kv_heads, head_dim + scaled
+    return make_backend(impl).pool_shape(PoolShape(LAYERS, num_pages, page, num_kv_heads, head_dim, kv_dtype))
 
 
 def program(
@@ -163,8 +161,7 @@ def program(
     config = family_for(raw).config_from_hf(raw)
     types = eqx.filter_eval_shape(DecoderModel.init, config, key=jax.eval_shape(jax.random.key, 0), dtype=jnp.bfloat16)
     made = make_mesh(mesh)
-    layout = None if made is None else Layout.of(made, config)
-    num_heads = config.num_kv_heads if layout is None else layout.kv_heads
+    num_heads = Layout.of(made, config).kv_heads
     page_bytes = config.num_layers * page * 2 * num_heads * config.head_dim * jnp.dtype(kv_dtype).itemsize
     engine_config = EngineConfig(
         page_size=page,

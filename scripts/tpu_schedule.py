@@ -1,4 +1,4 @@
-"""What libtpu makes of a program, without a TPU: memory, spills, and the bundles of every loop.
+"""Programs as compiled by libtpu, without a TPU: memory, spills, and the bundles of every loop.
 
     python scripts/tpu_schedule.py scripts/tpu_builders.py:decode --generation v6e page=64 seqs=64
     python scripts/tpu_schedule.py scripts/tpu_builders.py:program --topology v5e:4x4 --mesh model=8 model=8b
@@ -36,21 +36,21 @@ from levanter_infer.runtime.libtpu import TARGETS, compiler_environment, hlo_fla
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A compiled program, or why it was refused."""
+    """A compiled program, or the reason why it was refused."""
 
     generation: str
     seconds: float
-    """Of the whole process."""
+    """Seconds of the whole process."""
     error: str | None = None
     short_of: tuple[str, float, float] | None = None
-    """Which memory did not suffice (vmem, smem, hbm), MiB wanted, MiB that there are; None for other errors."""
+    """Memory that was exceeded (vmem, smem, hbm), MiB requested, MiB available; None for other errors."""
     kernels: tuple[Kernel, ...] = ()
     """The longest first."""
     argument_bytes: int = 0
-    """Per device, as the next two."""
+    """Bytes per device, as the next two."""
     temporary_bytes: int = 0
     alias_bytes: int = 0
-    """Of arguments that are updated in place."""
+    """Bytes of arguments that are updated in place."""
     collectives: dict[str, int] = dataclasses.field(default_factory=dict)
     moves: tuple[tuple[int, str, str, int], ...] = ()
     """`large_moves`"""
@@ -119,7 +119,7 @@ def _dump_flags(directory: str) -> str:
 
 
 def _compile(job: dict) -> dict:
-    """In the process of its own: the fields of `Schedule` that the compiled program tells."""
+    """Fields of `Schedule` from a compiled program; runs in a process of its own."""
     import jax
     import numpy as np
     from jax.experimental import topologies

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from levanter_infer.checkpoints.save import save_model
 from levanter_infer.models.decoder import DecoderModel
 from tiny.data import batches, sum_pairs
-from tiny.evaluate import chat_prompt, greedy, share_of_sorts, share_of_stories, share_of_sums, share_of_wishes
+from tiny.evaluate import chat_prompt, greedy, share_of_requests, share_of_sorts, share_of_stories, share_of_sums
 from tiny.tokenizer import EOS_ID, build_tokenizer, save_tokenizer
 from tiny.training import make_optimizer, make_step, model_config
 
@@ -41,7 +41,7 @@ def report(model: DecoderModel, tokenizer: Tokenizer) -> dict[str, float]:
         "held_out_sorts": share_of_sorts(model, tokenizer, count=500),
         "held_out_sorts_in_chat": share_of_sorts(model, tokenizer, count=250, as_chat=True),
         "stories": share_of_stories(model, tokenizer, count=200),
-        "stories_wished_for": share_of_wishes(model, tokenizer),
+        "stories_wished_for": share_of_requests(model, tokenizer),
     }
 
 

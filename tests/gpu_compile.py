@@ -2,7 +2,7 @@
 
 `python -m tests.gpu_compile`. Needs jax-cuda12-plugin and jax-cuda12-pjrt of jax's version, nvidia-cuda-nvcc-cu12, and
 no driver. Kernels that Triton cannot compile, or that take more shared memory than there is, are found here, and
-copies that nobody asked for; how fast it all is is not.
+unwanted copies; how fast it all is is not.
 """
 
 import json
@@ -48,34 +48,31 @@ def main() -> None:
     import jax.numpy as jnp
     import numpy as np
     from jax.experimental import topologies
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from levanter_infer.decode.programs import Programs
     from levanter_infer.engine.backend import Backend
     from levanter_infer.engine.config import EngineConfig
     from levanter_infer.engine.sizes import resolve_shapes
-    from levanter_infer.engine.slots import empty_admission
+    from levanter_infer.engine.uploads import empty_admission
     from levanter_infer.layers.attention import AttentionSpec
+    from levanter_infer.layers.layout import Layout
     from tests.hlo import pool_copies
     from tests.tiny_models import tiny_model
 
     jax.devices()  # makes the plugin known
     topology = topologies.get_topology_desc("cuda", platform="cuda", topology="1x1x1", target_config=TARGET)
-    replicated = NamedSharding(Mesh(np.asarray(topology.devices[:1]), ("x",)), PartitionSpec())
-
-    def abstract(tree):
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated), tree)
 
     config = EngineConfig(max_seqs=8, max_seq_len=512, max_pages=32768, max_step_tokens=64)
     model = tiny_model(dtype="bfloat16", hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=128)
-    backend = Backend(platform="gpu", matmul="gpu", attention="gpu")
+    layout = Layout.of(None, model.config, topology.devices[0])
+    backend = Backend.of("gpu", layout, matmul="gpu", attention="gpu")
     shapes = backend.adapt(resolve_shapes(config, model, 1))
-    model = backend.prepare(model)
+    model = backend.prepared_types(model)
     programs = Programs(
-        model, shapes, AttentionSpec(impl=backend.attention), kv_dtype=jnp.bfloat16, as_bits=backend.on_cpu
+        model, shapes, AttentionSpec(), kv_dtype=jnp.bfloat16, backend=backend.attention_backend, layout=layout
     )
-    state = jax.eval_shape(programs.init)
-    lowered = programs.trace_round(abstract(model), abstract(state), abstract(empty_admission(shapes)))
+    state = programs.state_types
+    lowered = programs.trace_round(model, state, layout.types(empty_admission(shapes)))
     compiled = lowered.lower(lowering_platforms=("cuda",)).compile()
     pool, text = state.kv.pages.array, compiled.as_text()
     print(

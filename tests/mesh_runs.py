@@ -28,13 +28,13 @@ from levanter_infer.checkpoints.weights import StoredTensor
 from levanter_infer.decode.programs import Programs
 from levanter_infer.decode.sampling import LogitStats, likeliest, sample
 from levanter_infer.decode.shapes import SamplingLimits
+from levanter_infer.engine.admission import SamplingColumns
 from levanter_infer.engine.config import EngineConfig
-from levanter_infer.engine.encode_sampling import SamplingColumns
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.mesh import MeshConfig, make_mesh
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from levanter_infer.engine.sharded import ShardedSlots
+from levanter_infer.engine.uploads import sampling_table
 from levanter_infer.layers.layout import Layout
 from levanter_infer.layers.shard_axis import ShardAxis, Vocabulary
 from levanter_infer.models.uncached import next_token
@@ -91,7 +91,6 @@ def results(engine: InferenceEngine, count: int) -> dict:
     completions = [completion for output in outputs for completion in output.completions]
     stats = engine.stats()
     assert all(count == 1 for count in stats["programs"].values()), stats["programs"]
-    slots = engine._scheduler
     return {
         "errors": [output.error for output in outputs if output.error],
         "tokens": [completion.token_ids for completion in completions],
@@ -102,7 +101,7 @@ def results(engine: InferenceEngine, count: int) -> dict:
         "idle_share": stats.get("idle_share"),
         **({} if engine.backend.spans_hosts else {"live_bytes": engine.memory()["live_bytes"]}),
         "hits": stats["prefix_hits"],
-        "shards": len(slots._managers) if isinstance(slots, ShardedSlots) else 1,
+        "shards": len(engine._scheduler._ranks),
         "pool": sorted({str(shard.data.shape) for shard in engine.state.kv.pages.array.addressable_shards}),
         "weights": [
             str(linear.weight.array.addressable_shards[0].data.shape)
@@ -192,7 +191,7 @@ def levelled(place: Place) -> dict:
 
 
 def invariant(place: Place, *, is_live: bool = False) -> dict:
-    """Tokens and the bits of log probabilities with the C++ kernels. `is_live`: of a model spread over `data`."""
+    """Tokens and the bits of log probabilities with the C++ kernels. `is_live`: of a model sharded over `data`."""
     from tests.tiny_models import tiny_model
 
     sizes = {**SIZES, "attention": "auto", "matmul": "auto", "numerics": "batch_invariant"}
@@ -276,7 +275,7 @@ def sampled(parts: int, vocab_size: int) -> dict:
         columns.set(row, params, seed=row, sample_index=row % 3, eos_token_ids=())
     table = jax.tree.map(
         lambda named: hax.named(named.array, (ROW, *(axis.name for axis in named.axes[1:]))),
-        columns.table(),
+        sampling_table(columns),
         is_leaf=lambda leaf: isinstance(leaf, hax.NamedArray),
     )
     logits = rng.normal(0, 3, (rows, vocab_size)).astype(np.float32)
@@ -302,14 +301,14 @@ def sampled(parts: int, vocab_size: int) -> dict:
     vocab = Vocabulary(vocab_size, ShardAxis(MODEL, parts))
     padded = np.pad(logits, ((0, 0), (0, vocab.padded_size - vocab_size)), constant_values=9)
     mesh = Mesh(np.asarray(jax.devices()[:parts]), (MODEL,))
-    spread = jax.shard_map(
+    sharded = jax.shard_map(
         lambda part: both(vocab.without_padding(part), vocab),
         mesh=mesh,
         in_specs=PartitionSpec(None, MODEL),
         out_specs=PartitionSpec(),
         check_vma=False,
     )
-    results = [jax.jit(lambda a: both(a, None))(jnp.asarray(logits)), jax.jit(spread)(jnp.asarray(padded))]
+    results = [jax.jit(lambda a: both(a, None))(jnp.asarray(logits)), jax.jit(sharded)(jnp.asarray(padded))]
     whole, parted = [[np.asarray(leaf) for leaf in jax.tree.leaves(result)] for result in results]
     return {
         "equal_ids": [bool((a == b).all()) for a, b in zip(whole, parted, strict=True) if a.dtype != np.float32],
@@ -328,8 +327,8 @@ def swapped(place: Place) -> dict:
     from tests.tiny_models import tiny_model
 
     length, oracle = 64, jax.jit(next_token)
-    head = jnp.roll(tiny_model(1).lm_head.array, 7, axis=0)
-    other_head = eqx.tree_at(lambda m: m.lm_head.array, tiny_model(1), head)  # the same keys and values
+    head = jnp.roll(tiny_model(1).lm_head.weight.array, 7, axis=0)
+    other_head = eqx.tree_at(lambda m: m.lm_head.weight.array, tiny_model(1), head)  # the same keys and values
     models = [tiny_model(0), tiny_model(1), other_head, tiny_model(2), tiny_model(0)]
     config = EngineConfig(
         max_seqs=4, max_seq_len=length, page_size=4, max_pages=60, max_step_tokens=4, attention="xla", matmul="xla"

@@ -27,9 +27,9 @@ LAYERS = [
     {"columns"},
     {"keys"},
     {"config"},
-    {"rows"},
+    {"io"},
     {"fingerprint"},
-    {"frontend"},
+    {"cli"},
 ]
 """From the bottom up; a part imports parts below its own line only. All other modules are commands, above them."""
 DEVICE = {"axes", "policies", "kernels", "cache", "layers", "models", "decode"}
@@ -39,6 +39,9 @@ HOST_ONLY_MODULES = {
     "urllib", "warnings",
 }  # fmt: skip
 FORBIDDEN_MODULES = {"cloudpickle", "dill", "marshal", "pickle", "shelve", "torch", "transformers"}
+ARRAY_LIBRARIES = {"jax", "jaxlib", "haliax", "equinox"}
+WITHOUT_JAX = ("engine.scheduler", "engine.validation")
+"""Modules that are imported, with all that they import, where JAX is not installed."""
 PUBLIC = {"EngineConfig", "InferenceEngine", "Request", "SamplingParams", "generate", "load_model"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 700, 80
 
@@ -172,6 +175,34 @@ def test_device_parts_have_no_io_clock_environment_or_logging():
         wrong += [where(path, line, f"uses {name}") for line, name in uses(path) if name in {"print", "open", "input"}]
         wrong += [where(path, line, f"uses {name}") for line, name in uses(path) if "callback" in name.split(".")[-1]]
     assert not wrong, "\n".join(wrong)
+
+
+def imports_when_loaded(path: Path) -> list[tuple[int, str]]:
+    """Of `imports`, those that are executed with the module: not in functions, and not for type checkers only."""
+    skipped: set[int] = set()
+    for node in ast.walk(parsed(path)):
+        inner = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if inner or (isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")):
+            skipped |= {inside.lineno for line in node.body for inside in ast.walk(line) if hasattr(inside, "lineno")}
+    return [(line, name) for line, name in imports(path) if line not in skipped]
+
+
+@pytest.mark.parametrize("module", WITHOUT_JAX)
+def test_the_scheduler_and_all_that_it_imports_do_without_jax(module):
+    files = {module_name(path): path for path in sources()}
+    waiting, seen, wrong = [f"levanter_infer.{module}"], set(), []
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name not in files:
+            continue
+        seen.add(name)
+        waiting.append(name.rpartition(".")[0])  # a package is imported before its modules
+        for line, target in imports_when_loaded(files[name]):
+            if target.split(".")[0] in ARRAY_LIBRARIES:
+                wrong.append(where(files[name], line, f"imports {target}, and {module} imports it without JAX"))
+            waiting += [target, target.rpartition(".")[0]]
+    assert not wrong, "\n".join(wrong)
+    assert len(seen) > 5  # it was followed
 
 
 def test_jit_stands_in_programs_only():
@@ -357,6 +388,9 @@ def test_the_readers_above_see_what_they_look_for(tmp_path):
         (3, "levanter_infer.cache.named"),
     ]
     assert (4, "jax.jit") in uses(bad)
+    lazy = bad.with_name("lazy.py")
+    lazy.write_text("import jax\nif TYPE_CHECKING:\n    import haliax\ndef f():\n    import equinox\nimport numpy\n")
+    assert imports_when_loaded(lazy) == [(1, "jax"), (6, "numpy")]
     assert unsafe_yaml_loads(bad) == [5]
     assert loops_over_layers(bad) == {6}
     assert rank("axes") < rank("kernels") < rank("cache") < rank("engine") < rank("sample")

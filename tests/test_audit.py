@@ -1,4 +1,4 @@
-"""The commands `audit` and `doctor`: what they find between an engine and the forward without a cache."""
+"""The command `check`, also as `audit` and `doctor`: what it finds between an engine and the uncached forward."""
 
 import dataclasses
 import json
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levanter_infer import audit, doctor
-from levanter_infer.audit import beside_uncached
+from levanter_infer import audit, check, doctor
 from levanter_infer.cache.named import replace
+from levanter_infer.check import beside_uncached
 from levanter_infer.checkpoints.save import save_model
 from levanter_infer.checkpoints.tokenizer import Tokenizer
 from levanter_infer.diagnosis import diagnose
@@ -26,7 +26,7 @@ from tests.tiny_models import tiny_model
 from tests.tokenizer_files import byte_level, write
 
 PAGE = 8
-TOLERANCE = audit.MAX_DELTA["float32"]
+TOLERANCE = check.MAX_DELTA["float32"]
 SIZES = {"max_seqs": 4, "page_size": PAGE, "max_step_tokens": 32}
 """As in test_sample.py: compiled once for both."""
 MAX_SEQ_LEN = 256
@@ -53,7 +53,7 @@ def engine(checkpoint) -> InferenceEngine:
 @pytest.fixture
 def shared(engine, monkeypatch):
     engine.reset()
-    monkeypatch.setattr(audit, "make_engine", lambda config, num_rows: config.engine_config() and engine)
+    monkeypatch.setattr(check, "make_engine", lambda config, num_rows: config.engine_config() and engine)
     return engine
 
 
@@ -108,7 +108,7 @@ def test_two_swapped_pages_are_a_scramble_that_begins_at_a_page(engine):
                 pages[slot, [0, 2]] = pages[slot, [2, 0]]
                 swapped = swapped - {slot} | {-1 - slot}
         table = replace(table, page_indices=jnp.asarray(pages))
-        engine.state = eqx.tree_at(lambda s: s.decode.sequences, engine.state, table)
+        engine.runner.state = eqx.tree_at(lambda s: s.decode.sequences, engine.state, table)
     engine.drain()
     outputs = [RequestOutput(g.id, None, g.prompt_token_ids, [s.completion() for s in g.sequences]) for g in groups]
     found = judged(outputs)
@@ -120,15 +120,15 @@ def test_a_look_inside_names_the_layer_that_stores_something_else(engine):
     """The engine's keys and values against those of its own model, and of one whose second layer gets other inputs."""
     engine.reset()
     (request,) = requests((12,))
-    found = doctor.keys_and_values_of(engine, request, 0, stored=25)
+    found = check.keys_and_values_of(engine, request, 0, stored=25)
     assert found is not None and found[0][:12].tolist() == request.prompt_token_ids
     model = tiny_model(**sizes())
-    assert "all layers store the right keys" in doctor.compare_stored(model, found, PAGE, MAX_SEQ_LEN)
+    assert "all layers store the right keys" in check.compare_stored(model, found, PAGE, MAX_SEQ_LEN)
     other = eqx.tree_at(lambda m: m.layers.mlp.down_proj.weight, model, replace_fn=lambda w: w * jnp.float32(-1))
-    text = doctor.compare_stored(other, found, PAGE, MAX_SEQ_LEN)
+    text = check.compare_stored(other, found, PAGE, MAX_SEQ_LEN)
     assert "layer 1 is the first to store wrong ones" in text and "layer 0 stores the right ones" in text
-    assert doctor.keys_and_values_of(engine, request, 0, stored=60) is None
-    assert "depends on its company" in doctor.compare_stored(model, None, PAGE, MAX_SEQ_LEN)
+    assert check.keys_and_values_of(engine, request, 0, stored=60) is None
+    assert "depends on the batch composition" in check.compare_stored(model, None, PAGE, MAX_SEQ_LEN)
 
 
 def test_scores_are_those_of_the_whole_forward_and_no_array_holds_all_logits():
@@ -177,6 +177,17 @@ def test_audit_prints_a_table_and_one_json_line_and_passes(command, shared):
     assert "8-15" in err and "passed    max |Δ logprob|" in err
 
 
+def test_check_has_the_levels_of_audit_and_doctor(command, shared, capsys):
+    for options, alias in ([[], audit], [["--level", "diagnosis"], doctor]):
+        runs = [command(module, *SAMPLING, *more) for module, more in ((check, options), (alias, []))]
+        (status, out, err), (alias_status, alias_out, alias_err) = runs
+        assert status == alias_status == 0 and '"command": "check"' in out
+        name = alias.__name__.rpartition(".")[2]
+        assert alias_out == out.replace('"command": "check"', f'"command": "{name}"')
+        assert err.splitlines()[-1] == alias_err.splitlines()[-1]
+    assert check.main([]) == 0 and json.loads(capsys.readouterr().out)["command"] == "check"
+
+
 def test_audit_fails_beyond_its_gate_and_says_where(command, shared):
     status, out, err = command(audit, *SAMPLING, "--max-delta", "1e-12")
     line = json.loads(out)
@@ -190,6 +201,10 @@ def test_audit_fails_beyond_its_gate_and_says_where(command, shared):
     (audit, ["--engine.max_sqs", "4"], "did you mean max_seqs?"),
     (doctor, ["--diff", "one.jsonl"], "--diff needs two files"),
     (doctor, ["--against.engine.attention", "fast"], "engine.attention='fast'"),
+    (check, ["--level", "deep"], "--level 'deep': expected one of machine, numerics, diagnosis"),
+    (check, ["--level", "machine"], "--level machine needs no configuration"),
+    (check, ["--level", "numerics", "--against.model", "other"], "--level numerics compares no two"),
+    (check, ["--diff", "one.jsonl", "other.jsonl"], "--diff compares two files and takes no configuration"),
 ])  # fmt: skip
 def test_a_mistake_returns_two_and_says_what_is_wrong(command, shared, module, options, message):
     status, out, err = command(module, *options)
@@ -211,11 +226,9 @@ def test_doctor_compares_two_engines(command, shared):
 
 
 def test_doctor_looks_inside_where_the_engine_and_the_plain_forward_disagree(command, shared, monkeypatch):
-    monkeypatch.setattr(doctor, "make_engine", lambda config, num_rows: shared)
     model = tiny_model(**sizes())
     turned = dataclasses.replace(model.config, rope=dataclasses.replace(model.config.rope, theta=100.0))
-    monkeypatch.setattr(audit, "plain_model", lambda config: dataclasses.replace(model, config=turned))
-    monkeypatch.setattr(doctor, "plain_model", audit.plain_model)
+    monkeypatch.setattr(check, "plain_model", lambda config: dataclasses.replace(model, config=turned))
     status, out, err = command(doctor, *SAMPLING)
     assert status == 1 and json.loads(out)["verdict"] in ("prompt", "scramble")
     assert (

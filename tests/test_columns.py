@@ -107,7 +107,7 @@ def test_failed_request_has_a_row_of_the_same_columns_and_types():
 def mixed_outputs() -> list[list[RequestOutput]]:
     """Results of several files: of every kind of prompt, with and without what a row may lack, failed, broken."""
     good = completion(text=None, top_logprobs=None, seed=5)
-    told = completion(
+    scored = completion(
         logprobs=np.asarray([-0.5, -1.25], np.float32),
         top_logprobs=TOP,
         stop_reason=(1, 2),
@@ -115,9 +115,9 @@ def mixed_outputs() -> list[list[RequestOutput]]:
         score=-0.25,
     )
     return [
-        [RequestOutput("a", None, [1], [good]), RequestOutput("b", "p", [1, 2], [told])],
-        [RequestOutput("c", None, [], [], error="no"), RequestOutput("d", None, [3], [told])],
-        [RequestOutput("e", "x", [1], [told, told]), RequestOutput("f", "x", [4], [told], num_cached_tokens=3)],
+        [RequestOutput("a", None, [1], [good]), RequestOutput("b", "p", [1, 2], [scored])],
+        [RequestOutput("c", None, [], [], error="no"), RequestOutput("d", None, [3], [scored])],
+        [RequestOutput("e", "x", [1], [scored, scored]), RequestOutput("f", "x", [4], [scored], num_cached_tokens=3)],
     ]
 
 

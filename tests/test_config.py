@@ -1,14 +1,22 @@
 """A configuration is read as written, and every mistake in one is named, before JAX is imported."""
 
+import dataclasses
+import importlib
+import json
 import subprocess
 import sys
+import types
+import typing
 from pathlib import Path
 
 import pytest
 
+from levanter_infer import keys
 from levanter_infer.batch.config import BatchRunConfig
-from levanter_infer.config import OutputConfig, RunConfig, load_config
+from levanter_infer.config import _READABLE, OutputConfig, RunConfig, load_config
+from levanter_infer.engine import config as engine_config
 from levanter_infer.engine.config import EngineConfig
+from levanter_infer.policies import AdmissionPolicy, PreemptionPolicy
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 
@@ -162,6 +170,16 @@ def test_mistake_is_named(tmp_path, text, message):
         ({"tensor_parallel_size": 4}, "unknown key engine.tensor_parallel_size; did you mean mesh.model?"),
         ({"max_seqs": "x"}, "engine.max_seqs='x': expected a whole number"),
         ({"max_seqs": 0}, "engine.max_seqs=0: expected a whole number of at least 1"),
+        ({"max_seqs": 1.5}, "engine.max_seqs=1.5: expected a whole number"),
+        ({"prefix_cache": 1}, "engine.prefix_cache=1: expected true or false"),
+        ({"preempt": "swap"}, "engine.preempt='swap': expected recompute or offload"),
+        ({"admission": "lazy"}, "engine.admission='lazy': expected optimistic, expected or worst_case"),
+        (
+            {"kv_dtype": "int4"},
+            "engine.kv_dtype='int4': expected one of float32, bfloat16, float16, int8, float8_e4m3fn",
+        ),
+        ({"matmul": "fast"}, "engine.matmul='fast' is not available; use auto, xla, cpu or gpu"),
+        ({"tiles": 5}, "engine.tiles is 5; expected a mapping of keys to values"),
     ],
 )
 def test_mistake_in_the_engine_section_is_named(tmp_path, engine, message):
@@ -214,8 +232,58 @@ def test_configuration_of_the_repository_loads(path):
 def test_configuration_is_checked_without_jax():
     code = (
         "import sys; from levanter_infer.config import load_config; import levanter_infer.sample\n"
-        "load_config(None, [('model', 'm'), ('prompts', 'x')]); assert 'jax' not in sys.modules"
+        "config = load_config(None, [('model', 'm'), ('prompts', 'x'), ('engine.preempt', 'offload')])\n"
+        "assert config.engine_config().preempt == 'offload' and 'jax' not in sys.modules"
     )
     subprocess.run(
         [sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"}, cwd=Path(__file__).parent.parent
     )
+
+
+@pytest.mark.parametrize("place", [keys.RUN, *keys.SECTIONS.values()], ids=lambda place: place[1])
+def test_every_key_has_an_annotation_that_can_be_decoded(place):
+    if place[1] == "SamplingParams":
+        return  # checks its values itself
+    for field in dataclasses.fields(getattr(importlib.import_module(f"levanter_infer.{place[0]}"), place[1])):
+        hint = field.type
+        if isinstance(hint, str):
+            assert field.name == "tiles"
+            continue
+        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        is_section = any(map(dataclasses.is_dataclass, kinds))
+        assert is_section or hint is typing.Any or hint in _READABLE or kinds[0] in _READABLE, field.name
+
+
+def test_a_policy_is_an_enum_that_equals_its_plain_string():
+    config = EngineConfig(preempt="offload")
+    assert config.preempt is PreemptionPolicy.OFFLOAD and config.preempt == "offload"
+    assert (
+        "preempt='offload'" in repr(config)
+        and json.loads(json.dumps(dataclasses.asdict(config)))["preempt"] == "offload"
+    )
+    assert EngineConfig(admission=AdmissionPolicy.OPTIMISTIC) == EngineConfig()
+    assert hash(PreemptionPolicy.OFFLOAD) == hash("offload")
+
+
+@pytest.mark.parametrize("name, kind", engine_config._POLICIES.items())
+def test_every_value_of_a_policy_is_accepted_and_documented(name, kind):
+    docs = {key.name: key.doc for key in keys.read_section(keys.SECTIONS["engine"]).keys}
+    for value in map(str, kind):
+        assert getattr(EngineConfig(**{name: value}), name) is kind(value) and value in docs[name]
+
+
+@pytest.mark.parametrize(
+    "key, value, expected",
+    [
+        ("output.overwrite", "'true'", True),
+        ("mesh.data", "'2'", 2),
+        ("multihost.stall_s", "3", 3.0),
+        ("multihost.stall_s", "'1.5'", 1.5),
+    ],
+)
+def test_text_that_spells_a_value_is_that_value(tmp_path, key, value, expected):
+    section, name = key.split(".")
+    more = "path: o, " if section == "output" else ""
+    config = config_from(tmp_path, START + f"{section}: {{{more}{name}: {value}}}\n")
+    assert getattr(getattr(config, section), name) == expected
+    assert type(getattr(getattr(config, section), name)) is type(expected)

@@ -43,12 +43,12 @@ def test_module_imports(name):
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
-@pytest.mark.parametrize("name", ["sample", "batch", "score", "audit", "doctor", "bench", "plan"])
+@pytest.mark.parametrize("name", ["sample", "batch", "score", "check", "audit", "doctor", "bench", "plan"])
 def test_command_explains_itself(name, monkeypatch, capsys):
     explains_itself(lambda: runpy.run_module(f"levanter_infer.{name}", run_name="__main__"), monkeypatch, capsys)
 
 
-@pytest.mark.parametrize("name", ["sample", "batch", "score", "audit", "doctor", "plan"])
+@pytest.mark.parametrize("name", ["sample", "batch", "score", "check", "audit", "doctor", "plan"])
 def test_an_interrupt_while_a_command_is_imported_leaves_no_traceback(name, tmp_path):
     """A package that every command imports interrupts the process, as the keyboard could at that moment."""
     (tmp_path / "yaml.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")

@@ -90,7 +90,7 @@ def test_a_saved_checkpoint_is_read_for_gguf(tmp_path, dtype):
         f"blk.{i}.{part}.weight" for i in range(2) for part in layer
     }
     read = to_gguf.widen(tensors["model.embed_tokens.weight"])
-    np.testing.assert_array_equal(read, np.asarray(model.embeddings.array, np.float32))
+    np.testing.assert_array_equal(read, np.asarray(model.embeddings.weight.array, np.float32))
 
 
 def test_a_side_is_stopped_while_it_is_not_asked(script, tmp_path):
@@ -182,7 +182,7 @@ def test_peers_are_named_with_their_python(run):
     peer = run.Peer.parse("llamacpp:float16=/usr/bin/python")
     assert (peer.label, peer.python, peer.dtype) == ("llamacpp:float16", "/usr/bin/python", "float16")
     assert peer.script == PEERS / "llamacpp.py"
-    for wrong in ("llamacpp", "nobody=python", "llamacpp:float8=python", "=python"):
+    for wrong in ("llamacpp", "unknown=python", "llamacpp:float8=python", "=python"):
         with pytest.raises(argparse.ArgumentTypeError, match=wrong):
             run.Peer.parse(wrong)
 

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from levanter_infer import rows
 from levanter_infer.columns import Columns
 from levanter_infer.config import OutputConfig, load_config
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import RequestOutput
-from levanter_infer.rows import RowWriter, columns_of, escape_for_terminal, read_rows
+from levanter_infer.io import prompts
+from levanter_infer.io.output import RowWriter
+from levanter_infer.io.prompts import columns_of, read_rows
+from levanter_infer.io.terminal import escape_for_terminal
 
 
 def config_of(**values):
@@ -117,7 +119,7 @@ def test_wrong_row_is_an_error_of_that_row_alone(tmp_path, line, message):
 
 
 def test_overlong_line_is_an_error_of_that_row_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "MAX_LINE_BYTES", 30)
+    monkeypatch.setattr(prompts, "MAX_LINE_BYTES", 30)
     content = json.dumps({"prompt": "x" * 100}) + '\n{"prompt": "after"}\n' + json.dumps({"prompt": "y" * 10}) + "\n"
     result = read(tmp_path, content)
     assert "longer than 30 bytes" in result[0].error
@@ -125,7 +127,7 @@ def test_overlong_line_is_an_error_of_that_row_alone(tmp_path, monkeypatch):
 
 
 def test_number_of_rows_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "MAX_ROWS", 3)
+    monkeypatch.setattr(prompts, "MAX_ROWS", 3)
     assert len(read(tmp_path, "a\nb\nc\n", name="p.txt")) == 3
     with pytest.raises(ValueError, match=r"p.txt:4: more than 3 rows; split the file"):
         read(tmp_path, "a\nb\nc\nd\n", name="p.txt")
@@ -319,7 +321,7 @@ def test_terminal_text_has_no_control_characters():
 TOO_LARGE = """
 import pathlib, resource, signal
 from levanter_infer.batch.store import LocalStore
-from levanter_infer.rows import RowWriter
+from levanter_infer.io.output import RowWriter
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 folder = pathlib.Path.cwd()
 def written(): RowWriter(folder / "out").write([{"id": "x" * 10**6}])
@@ -334,13 +336,13 @@ for act in (written, added, put):
 
 
 def test_file_that_becomes_too_large_is_named_with_a_remedy(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(Path(rows.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(prompts.__file__).parents[2])}
     line = [sys.executable, "-c", TOO_LARGE]
     done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
     expected = [f"cannot write {what}{tmp_path}/{n}" for what, n in (("output ", "out"), ("", "journal"), ("", "part"))]
     assert len(done.stdout.splitlines()) == 3, done.stderr
-    for line, beginning in zip(done.stdout.splitlines(), expected, strict=True):
-        assert line.startswith(f"{beginning}: File too large; the file system, or the limit of `ulimit -f`, allows no")
+    for line, prefix in zip(done.stdout.splitlines(), expected, strict=True):
+        assert line.startswith(f"{prefix}: File too large; the file system, or the limit of `ulimit -f`, allows no")
 
 
 @pytest.mark.parametrize("path", ["", ".", "/"])

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import levanter_infer
-from levanter_infer import frontend, sample
+from levanter_infer import sample
 from levanter_infer.checkpoints.save import save_model
+from levanter_infer.cli import session
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Completion, Request, RequestOutput
 from levanter_infer.runtime import progress
@@ -90,7 +91,7 @@ def test_mixed_requests_give_rows_completions_summary_and_status(checkpoint, com
     assert all(len(row["token_ids"]) == 6 and row["finish_reason"] == "length" for row in rows[:4])
     assert [len(row["logprobs"]) for row in rows] == [6, 6, 6, 6, 0, 0, 0, 0]  # one schema for all
     assert rows[0]["token_ids"] != rows[1]["token_ids"] and rows[0]["seed"] == rows[1]["seed"] != rows[2]["seed"]
-    assert "leaves no room to generate" in rows[4]["error"] and "did you mean prompt?" in rows[5]["error"]
+    assert "leaves no token to generate" in rows[4]["error"] and "did you mean prompt?" in rows[5]["error"]
     assert "it holds NaN" in rows[6]["error"] and "output.include: [top_logprobs]" in rows[7]["error"]
     assert out.count("(length, 6 tokens)") == 4 and "\x1b" not in out
     assert "error: request long: " in err and "error: request typo: " in err
@@ -99,7 +100,7 @@ def test_mixed_requests_give_rows_completions_summary_and_status(checkpoint, com
 
 
 def test_chats_of_every_form_reach_the_template(checkpoint, command, one_engine, tmp_path):
-    """A text, the same as a part, one that goes on in its last message, one without the beginning of an answer."""
+    """A text, the same as a part, one that goes on in its last message, one without the start of an answer."""
     lines = [
         {"messages": [{"role": "user", "content": "the cat"}]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "the cat"}]}]},
@@ -131,7 +132,7 @@ def test_all_well_returns_zero_and_a_written_file_is_kept(checkpoint, command, o
 
 
 def test_metrics_are_written_as_json_or_for_prometheus(checkpoint, command, one_engine, tmp_path, monkeypatch):
-    monkeypatch.setattr(frontend, "_LOG_SECONDS", 0)
+    monkeypatch.setattr(session, "_LOG_SECONDS", 0)
     base = ("--model", str(checkpoint), "--prompts", "hello", "--sampling.max_tokens", "3", *SMALL)
     files = tmp_path / "m.json", tmp_path / "m.prom"
     for file in files:
@@ -242,7 +243,7 @@ def test_sequence_that_ends_in_error_counts_as_failed(capsys):
 
 
 def test_sampling_text_shows_what_differs_from_the_defaults():
-    assert frontend.sampling_text(SamplingParams(top_k=5)) == "max_tokens=64 temperature=1.0 top_k=5"
+    assert session.sampling_text(SamplingParams(top_k=5)) == "max_tokens=64 temperature=1.0 top_k=5"
 
 
 def test_interrupt_returns_130(command, monkeypatch):
@@ -322,7 +323,7 @@ def test_value_error_inside_the_engine_is_not_taken_for_the_users_mistake():
             raise ValueError("incompatible shapes")
 
     with pytest.raises(RuntimeError, match="please report this"):
-        frontend.generate(Broken(), [], None)  # type: ignore[arg-type]
+        session.generate(Broken(), [], None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.partial"])

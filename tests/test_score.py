@@ -11,7 +11,7 @@ from levanter_infer.checkpoints.save import save_model
 from levanter_infer.checkpoints.tokenizer import Tokenizer
 from levanter_infer.config import load_config
 from levanter_infer.engine.request import Request
-from levanter_infer.rows import read_rows
+from levanter_infer.io.prompts import read_rows
 from tests.tiny_models import tiny_model, uncached_logprobs
 from tests.tokenizer_files import CHATML, byte_level, write
 

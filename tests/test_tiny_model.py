@@ -50,7 +50,7 @@ def test_a_tokenizer_of_another_model_is_noticed(engine):
             return [engine.shapes.limits.vocab_size]
 
     with pytest.raises(ValueError, match="do not belong together"):
-        Intake(engine.shapes, engine.config, Stranger(), seed=0).group(Request(prompt="1+1="), "0")
+        Intake(engine.shapes, engine.config, Stranger(), seed=0).request_state(Request(prompt="1+1="), "0")
 
 
 def test_a_text_stop_keeps_the_tokens_that_completed_it(engine):

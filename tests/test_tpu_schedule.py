@@ -31,10 +31,10 @@ def test_loops_spills_and_memory_are_those_of_the_kernels():
     assert nested.memory["vmem"]["total"] >= 8 * VALUES * 512  # of the output at least
     assert (nested.spills, inner.spills, inner.dmas) == (0, 0, 0)
 
-    product = schedule.kernel("product_loop").main_loop()
+    matmul = schedule.kernel("product_loop").main_loop()
     peak = 2 * 256**3 / 131072  # cycles at the peak of four matrix units of 128 by 128
-    assert product is not None and product.slots["MATMUL"] > 0
-    assert peak <= product.bundles <= product.cycles < 2 * peak
+    assert matmul is not None and matmul.slots["MATMUL"] > 0
+    assert peak <= matmul.bundles <= matmul.cycles < 2 * peak
 
     crowded = schedule.kernel("many_values")
     assert crowded.spills >= VALUES - 64 and crowded.fills >= crowded.spills
@@ -117,11 +117,11 @@ def test_large_moves_are_copies_and_fusions_of_nothing_else():
 
 
 def test_cycles_wait_for_results():
-    product = "{ %1 = vmatmul.bf16.vlgmr.msra.gmra.mxu0 %v0 }"
+    matmul = "{ %1 = vmatmul.bf16.vlgmr.msra.gmra.mxu0 %v0 }"
     other = "{ %v3 = vadd.f32 %v1, %v2 }"
     pop = "{ %v9 = vpop.f32.mrf.mxu0 }"
     assert estimated_cycles([other] * 5, "v5e") == 5
-    assert estimated_cycles([product, other, pop], "v5e") == 1 + 125
-    assert estimated_cycles([product, *[other] * 200, pop], "v5e") == 202
+    assert estimated_cycles([matmul, other, pop], "v5e") == 1 + 125
+    assert estimated_cycles([matmul, *[other] * 200, pop], "v5e") == 202
     reduced = ["{ %3 = vmax.xlane.f32.xlu0 %v1 }", "{ %v4 = vpop.xlane.xlu0 %3 }"]
     assert estimated_cycles(reduced, "v5e") == 1 + 115

@@ -47,7 +47,7 @@ def byte_fallback() -> Tokenizer:
 
 
 def llama2(*, bos: bool = True) -> Tokenizer:
-    """As Llama 2's files are: a `Prepend` normalizer, merges, and the beginning of a sequence in the post-processor."""
+    """As Llama 2's files are: a `Prepend` normalizer, merges, and the start of a sequence in the post-processor."""
     pieces = ["▁", "▁▁", "l", "lo", "h", "he", "hel", "hello", "▁hello", "w", "x", "▁x", "[", "]", "I", "▁["]
     pieces += ["IN", "INST", "N", "S", "T", "ST", "e", "o", "r", "d", "/", "é", "[I"]
     merges = [("l", "o"), ("h", "e"), ("he", "l"), ("hel", "lo"), ("▁", "hello"), ("▁", "x"), ("I", "N"), ("S", "T")]

@@ -23,18 +23,20 @@ def main(generation: str, impl: str) -> None:
     import jax.numpy as jnp
     import numpy as np
     from jax.experimental import topologies
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from jax.sharding import NamedSharding, PartitionSpec
 
     from levanter_infer.decode.programs import Programs
     from levanter_infer.engine.config import EngineConfig
     from levanter_infer.engine.sizes import resolve_shapes
-    from levanter_infer.engine.slots import empty_admission
+    from levanter_infer.engine.uploads import empty_admission
+    from levanter_infer.kernels import make_backend
     from levanter_infer.layers.attention import AttentionSpec
+    from levanter_infer.layers.layout import Layout, one_device_mesh
     from tests.hlo import pool_copies
     from tests.tiny_models import tiny_model
 
     devices = topologies.get_topology_desc(topology, "tpu").devices
-    mesh = Mesh(np.asarray(devices[:1]), ("x",))
+    mesh = one_device_mesh(devices[0])
     replicated = NamedSharding(mesh, PartitionSpec())
 
     def abstract(tree):
@@ -43,7 +45,10 @@ def main(generation: str, impl: str) -> None:
     config = EngineConfig(max_seqs=8, max_seq_len=256, max_pages=32768, max_step_tokens=64)
     model = tiny_model(dtype="bfloat16", hidden_size=256, num_attention_heads=4, num_key_value_heads=4, head_dim=128)
     shapes = resolve_shapes(config, model, 1)
-    programs = Programs(model, shapes, AttentionSpec(impl=impl), kv_dtype=jnp.bfloat16, as_bits=False)
+    backend = make_backend(impl, "tpu")
+    programs = Programs(
+        model, shapes, AttentionSpec(), kv_dtype=jnp.bfloat16, backend=backend, layout=Layout.of(mesh, model.config)
+    )
     state = programs.state_types
     with jax.set_mesh(mesh):
         lowered = programs.trace_round(abstract(model), abstract(state), abstract(empty_admission(shapes)))
@@ -61,7 +66,7 @@ def main(generation: str, impl: str) -> None:
 
     pool_bytes = int(np.prod(pool.shape)) * pool.dtype.itemsize
     tier_reports = {name: report(program) for name, program in tier.items()}
-    print(json.dumps({**report(compiled), "pool_bytes": pool_bytes, "host_tier": tier_reports}))
+    print(json.dumps({**report(compiled), "pool_bytes": pool_bytes, "kv_offload": tier_reports}))
 
 
 def kv_offload_programs(programs, kv, shapes, replicated):

@@ -27,7 +27,7 @@ def nested_loops(count_ref, x_ref, out_ref):
 
 
 def product_loop(count_ref, x_ref, w_ref, out_ref):
-    """One loop with a product of [256, 256] by [256, 256]."""
+    """One loop with a matmul of [256, 256] by [256, 256]."""
     out_ref[...] = jnp.zeros_like(out_ref)
 
     def add(i, carry):
@@ -57,8 +57,8 @@ def kernels(mesh):
 
     def program(count, x, stack):
         copied = pl.pallas_call(nested_loops, rows, in_specs=[smem, vmem], name="nested_loops")(count, x)
-        product = pl.pallas_call(product_loop, square, in_specs=[smem, vmem, vmem], name="product_loop")
-        return pl.pallas_call(many_values, rows, name="many_values")(copied), product(count, stack, stack)
+        matmul = pl.pallas_call(product_loop, square, in_specs=[smem, vmem, vmem], name="product_loop")
+        return pl.pallas_call(many_values, rows, name="many_values")(copied), matmul(count, stack, stack)
 
     return program, (jax.ShapeDtypeStruct((4,), i32), rows, jax.ShapeDtypeStruct((3, 256, 256), jnp.bfloat16))
 

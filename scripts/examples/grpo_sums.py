@@ -30,9 +30,9 @@ from levanter_infer.models.registry import family_for
 PLUS, EQUALS, VOCAB = 10, 11, 12
 """Tokens 0 to 9 are the digits."""
 DIGITS = 1
-"""Of an answer."""
+"""Digits of an answer."""
 MAX_OPERAND = 4
-"""So that an answer is one digit."""
+"""Largest operand, so that an answer has one digit."""
 POLICY = {
     "model_type": "llama",
     "vocab_size": VOCAB,
@@ -49,10 +49,10 @@ POLICY = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Of one training run."""
+    """Settings of a training run."""
 
     num_prompts: int = 64
-    """Of one step."""
+    """Prompts per step."""
     group: int = 8
     """Answers sampled for each prompt."""
     learning_rate: float = 1e-3
@@ -61,7 +61,7 @@ class Settings:
 
 
 class TrainState(eqx.Module):
-    """What a step hands to the next one."""
+    """State that one step passes to the next."""
 
     policy: DecoderModel
     optimizer: Any

@@ -22,7 +22,7 @@ from tests.beam_cases import CASES, MAX_TOKENS, MODEL, PROMPT_LENS, BeamCase, pr
 from tests.golden_cases import GOLDEN_DIR
 
 NOISE = 1e-3
-"""Of a log probability; an engine may differ by a tenth of it."""
+"""Allowed noise of a log probability; an engine may differ by a tenth of it."""
 
 
 class Noise(LogitsProcessor):
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def check(answers: dict) -> None:
-    """What the cases are for shows in the answers."""
+    """Check that the answers show the property that each case is for."""
     for a, b in (
         ("plain", "never"),
         ("wide", "wide_early"),

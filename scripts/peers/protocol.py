@@ -1,4 +1,4 @@
-"""What a side of `run.py` does: one JSON line in, one out. Needs the standard library alone."""
+"""Protocol of a side of `run.py`: one JSON line in, one out. Needs the standard library alone."""
 
 import contextlib
 import json

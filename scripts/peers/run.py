@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from side import Measurement, Side, SideError
 from verdict import WIDTH, common_prefix, differs, largest_shortfall, ratio, spaced, to_best
 
-from levanter_infer.bench.report import digest, emit, provenance, spread
+from levanter_infer.bench.report import digest, emit, provenance, summarize
 from levanter_infer.bench.workload import SHAPES, numbers, random_model, random_prompts
 from levanter_infer.checkpoints.save import save_model
 
@@ -32,7 +32,7 @@ class Peer:
     python: str
     script: Path
     dtype: str | None = None
-    """None: the run's."""
+    """Dtype of the weights; None: the run's."""
 
     @staticmethod
     def parse(text: str) -> "Peer":
@@ -48,7 +48,7 @@ class Peer:
 
 @dataclasses.dataclass
 class Measured:
-    """What a side has shown: tokens/s and disturbance of every repeat, and the tokens of the last one."""
+    """Measurements of a side: tokens/s and disturbance of every repeat, and the tokens of the last one."""
 
     dtype: str
     versions: dict[str, str]
@@ -65,9 +65,9 @@ class Measured:
         self.tokens = whole.tokens
 
     def report(self) -> dict:
-        rates = {kind: spread(values, 1) for kind, values in self.rates.items()}
+        rates = {kind: summarize(values, 1) for kind, values in self.rates.items()}
         return {
-            "dtype": self.dtype, "versions": self.versions, **rates, "disturbed": spread(self.disturbed, 2),
+            "dtype": self.dtype, "versions": self.versions, **rates, "disturbed": summarize(self.disturbed, 2),
             "output_hash": digest(self.tokens),
         }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Prompts with a common beginning, with and without a prefix cache, beside vLLM. See README.md beside this file.
+"""Prompts with a common prefix, with and without a prefix cache, beside vLLM. See README.md beside this file.
 
 Prompts of many lengths begin alike and come `--samples` times each, all at once. Every repeat has new prompts, so that
 only what is shared within one call is found. Each side answers two calls: one for a token of each, whose time is the
@@ -18,7 +18,7 @@ from run import HERE, MAX_DISTURBED, Peer
 from side import Side
 from verdict import differs
 
-from levanter_infer.bench.report import digest, emit, provenance, spread
+from levanter_infer.bench.report import digest, emit, provenance, summarize
 from levanter_infer.bench.workload import SHAPES, numbers, random_model
 from levanter_infer.checkpoints.save import save_model
 
@@ -83,15 +83,15 @@ def measure(running: dict[str, Side], args: argparse.Namespace) -> dict:
     line = {
         "bench": "shared", "shape": args.shape, "dtype": args.dtype, "lens": list(args.lens), "common": args.common,
         "samples": args.samples, "output": args.output, "threads": args.threads,
-        "workload_hash": digest(prompts_of(args, 1)), "disturbed": spread(disturbed, 2),
+        "workload_hash": digest(prompts_of(args, 1)), "disturbed": summarize(disturbed, 2),
         "disturbed_calls": sum(share > MAX_DISTURBED for share in disturbed),
     }  # fmt: skip
     for label, times in seconds.items():
         refusal = differs(tokens["ours"], tokens[label], {})
         rates = [generated / s for s in times["whole"]]
         line[label] = {
-            "first_tokens_s": spread(times["first"], 3),
-            "tokens_per_s": spread(rates, 1),
+            "first_tokens_s": summarize(times["first"], 3),
+            "tokens_per_s": summarize(rates, 1),
             "versions": running[label].versions,
         }
         if label != "ours":

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 TICKS = os.sysconf("SC_CLK_TCK") * (os.cpu_count() or 1)
-"""Of all processors in a second."""
+"""Clock ticks of all processors per second."""
 
 
 class SideError(Exception):

@@ -28,7 +28,7 @@ def spaced(total: int, count: int) -> list[int]:
 
 
 def largest_shortfall(model: DecoderModel, prompts: Tokens, outputs: Tokens) -> float:
-    """How far the outputs stay behind the model's own choice, at the worst token.
+    """Largest shortfall of an output token's log probability behind the model's own choice.
 
     Args:
         model: in float32. It reads each prompt with its output, without a cache.

@@ -1,1 +1,1 @@
-"""What the tiny model learns and how it is measured; `scripts/train_tiny.py` puts it together."""
+"""Training data and evaluation of the tiny model; `scripts/train_tiny.py` puts it together."""

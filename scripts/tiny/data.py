@@ -92,17 +92,17 @@ def draw_sort(rng: random.Random) -> tuple[str, str]:
     return sort_task(draw_digits(rng))
 
 
-def story_wish(animal: str) -> str:
-    """How a user asks for a story about an animal."""
+def story_prompt(animal: str) -> str:
+    """A user's request for a story about an animal."""
     return f"Tell me a story about {'an' if animal[0] in 'aeiou' else 'a'} {animal}."
 
 
 def draw_story_request(rng: random.Random) -> tuple[str, str]:
-    """A user's wish and a story that fulfils it."""
+    """A user's request and a story that fulfils it."""
     if rng.random() < 0.2:
         return "Tell me a story.", make_story(rng)
     animal = rng.choice(ANIMALS)
-    return story_wish(animal), make_story(rng, animal)
+    return story_prompt(animal), make_story(rng, animal)
 
 
 def plain(task: tuple[str, str]) -> Example:
@@ -112,7 +112,7 @@ def plain(task: tuple[str, str]) -> Example:
 
 
 def chat(turns: Iterable[tuple[str, str]], system: str | None = None) -> Example:
-    """What the chat template makes of the turns; every answer is learned."""
+    """The turns as the chat template renders them; every answer is a target."""
     segments = [] if system is None else [Segment(f"{SYSTEM}{system}", False)]
     for prompt, answer in turns:
         segments.append(Segment(f"{USER}{prompt}{ASSISTANT}", False))
@@ -182,7 +182,7 @@ def make_batch(encode: Callable[[str], list[int]], examples: Sequence[Example], 
 
 
 def batches(encode: Callable[[str], list[int]], seed: int) -> Iterator[list[Batch]]:
-    """For each step the batches of sums, lines and passages; the same seed gives the same stream."""
+    """Batches of sums, lines and passages for each step; one seed gives one stream."""
     rng = random.Random(seed)
     sums = sum_stream(rng)
 

@@ -1,4 +1,4 @@
-"""How often the tiny model is right: plain greedy decoding with the uncached forward, one full forward per token."""
+"""Accuracy of the tiny model: plain greedy decoding with the uncached forward, one full forward per token."""
 
 import random
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from levanter_infer.axes import POSITION
 from levanter_infer.models.decoder import DecoderModel
 
-from .data import Example, chat, draw_digits, plain, sort_task, story_wish, sum_task
+from .data import Example, chat, draw_digits, plain, sort_task, story_prompt, sum_task
 from .grammar import ANIMALS, HEROES, is_story, make_story
 from .tokenizer import EOS, EOS_ID
 
@@ -28,7 +28,7 @@ def _next_tokens(model: DecoderModel, tokens: NamedArray, lens: jax.Array) -> ja
 
 
 def greedy(model: DecoderModel, tokenizer: Tokenizer, prompts: Sequence[str], max_tokens: int) -> list[str]:
-    """What the model writes after each prompt, with the end token where it wrote one."""
+    """The greedy continuation of each prompt, with its end token if any."""
     texts = []
     for start in range(0, len(prompts), _ROWS):
         texts += _greedy_rows(model, tokenizer, prompts[start : start + _ROWS], max_tokens)
@@ -80,19 +80,19 @@ def share_of_sorts(model: DecoderModel, tokenizer: Tokenizer, *, count: int, as_
 def share_of_stories(model: DecoderModel, tokenizer: Tokenizer, *, count: int) -> float:
     """Share of `count` stories, each begun up to the word after the hero's name, that end within the grammar."""
     rng = random.Random(3)
-    beginnings = []
+    prefixes = []
     for _ in range(count):
         words = make_story(rng).split(" ")
         hero = next(i for i, word in enumerate(words) if word in HEROES)
-        beginnings.append(" ".join(words[: hero + 2]))
-    stories = [b + rest for b, rest in zip(beginnings, greedy(model, tokenizer, beginnings, 80), strict=True)]
+        prefixes.append(" ".join(words[: hero + 2]))
+    stories = [b + rest for b, rest in zip(prefixes, greedy(model, tokenizer, prefixes, 80), strict=True)]
     return float(np.mean([_is_ended_story(story) for story in stories]))
 
 
-def share_of_wishes(model: DecoderModel, tokenizer: Tokenizer) -> float:
-    """Share of animals that get a story of the grammar about themselves when a user wishes for it."""
-    wishes = [story_wish(animal) for animal in ANIMALS]
-    stories = greedy(model, tokenizer, [chat_prompt(wish) for wish in wishes], 80)
+def share_of_requests(model: DecoderModel, tokenizer: Tokenizer) -> float:
+    """Share of animals that get a story of the grammar about themselves when a user requests one."""
+    requests = [story_prompt(animal) for animal in ANIMALS]
+    stories = greedy(model, tokenizer, [chat_prompt(request) for request in requests], 80)
     about = [f" {animal} named " in story for animal, story in zip(ANIMALS, stories, strict=True)]
     return float(np.mean([_is_ended_story(story) and ok for story, ok in zip(stories, about, strict=True)]))
 

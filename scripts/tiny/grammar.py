@@ -75,5 +75,5 @@ _PATTERNS = tuple(_pattern(template) for template in _TEMPLATES)
 
 
 def is_story(text: str) -> bool:
-    """Whether `text` (without its closing newline) is a story of this grammar, in which nobody and nothing changes."""
+    """Whether `text` (without its closing newline) is a story of this grammar, in which characters and things stay."""
     return any(pattern.fullmatch(text) for pattern in _PATTERNS)

@@ -35,7 +35,7 @@ class Loop:
     bundles: int
     """One issues a cycle at best, so that this is the least number of cycles."""
     own_bundles: int
-    """Those outside of nested loops."""
+    """Bundles outside of nested loops."""
     cycles: int
     """`estimated_cycles`: with waits for results of the matrix, transpose and transcendental units."""
     skippable: int
@@ -63,9 +63,9 @@ class Kernel:
     spills: int
     fills: int
     memory: dict[str, dict[str, int]]
-    """vmem and smem -> bytes by what they are for; `total` is the sum, spill slots included."""
+    """vmem and smem -> bytes by purpose; `total` is the sum, spill slots included."""
     loops: tuple[Loop, ...]
-    """In program order."""
+    """Loops in program order."""
 
     def main_loop(self) -> Loop | None:
         """The loop with most matmuls of its own; without any, the longest that holds no other."""
@@ -81,7 +81,7 @@ class Kernel:
 
 
 def read_kernels(directory: str, generation: str) -> list[Kernel]:
-    """Every kernel and fusion whose schedule lies in `directory`, the longest first."""
+    """Every kernel and fusion whose schedule is in `directory`, the longest first."""
     found = []
     for path in glob.glob(os.path.join(glob.escape(directory), "*-final_bundles.txt")):
         match = _FILE.fullmatch(os.path.basename(path))

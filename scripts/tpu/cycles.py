@@ -1,4 +1,4 @@
-"""How long a stretch of bundles takes when results are not there yet: a replay of in-order issue.
+"""Cycles of a run of bundles with waits for results: a replay of in-order issue.
 
 One bundle issues per cycle. Results of the matrix units (MXU), of the cross-lane unit (XLU: reductions over lanes) and
 of the transcendental unit (EUP) come back through queues, and the instruction that pops a queue stalls the core until
@@ -16,19 +16,19 @@ class Latencies:
     """Cycles, from the critical paths that the scheduler of libtpu 0.0.51 prints."""
 
     eup: int
-    """From issue to result."""
+    """Cycles from issue to result."""
     xlu: int
-    """From issue to result of a reduction over lanes."""
+    """Cycles from issue to result of a reduction over lanes."""
     xlu_issue: int
-    """Between two of them on one unit."""
+    """Cycles between two reductions on one unit."""
     mxu: int
-    """From issue to the first result."""
+    """Cycles from issue to the first result."""
     mxu_rows: int
-    """Between groups of 8 rows of one product."""
+    """Cycles between groups of 8 rows of one matmul."""
     push: int
-    """Between two pushes of weights."""
+    """Cycles between two pushes of weights."""
     push_transposed: int
-    """The same, of transposed 16-bit weights."""
+    """Cycles between two pushes of transposed 16-bit weights."""
 
 
 LATENCIES = {
@@ -53,7 +53,7 @@ class _Instruction:
 
     @property
     def row_groups(self) -> int:
-        """Groups of 8 rows that one product takes: two where two rows share a register line."""
+        """Groups of 8 rows that one matmul takes: two where two rows share a register line."""
         return 2 if _NARROW.search(self.form) else 1
 
 
@@ -66,7 +66,7 @@ def _instructions(bundle: str) -> list[_Instruction]:
 
 
 class _Core:
-    """What is busy until when, in cycles from the beginning."""
+    """Cycle, from the start, until which each unit is busy."""
 
     def __init__(self, latencies: Latencies, pops_per_group: dict[str | None, float]):
         self.latencies, self._pops_per_group = latencies, pops_per_group

@@ -12,7 +12,7 @@ MODEL = "model"  # devices that hold a model's weights and heads together
 LAYERS = "layers"  # decoder layers, the leading axis of stacked parameters and of the page pool
 EMBED = "embed"  # width of the residual stream
 MLP = "mlp"  # inner width of the feed-forward block
-EXPERT = "expert"  # feed-forward blocks of which each token uses a few; also the mesh axis over which they lie
+EXPERT = "expert"  # feed-forward blocks of which each token uses a few; also the mesh axis over which they are sharded
 VOCAB = "vocab"  # token ids
 KV_HEADS = "kv_head"  # key/value heads
 Q_HEADS_PER_GROUP = "q_heads_per_group"  # query heads that share one key/value head
@@ -52,3 +52,13 @@ UPLOAD = "upload"  # packed tokens of one Admission
 MIN_ROWS = 4
 """Fewest rows of a matmul: on a CPU one row of bf16 is ten times slower than four, and a row keeps its bits at any
 number of rows from four up."""
+VOCAB_GROUPS = 16
+"""Groups of the vocabulary; each device of a model axis holds equally many. `decode.sampling_draw` adds up one entry of
+every group at once."""
+
+
+def check_model_axis(size: int) -> None:
+    """Raises: ValueError for a size of the mesh's model axis that does not divide `VOCAB_GROUPS`."""
+    if VOCAB_GROUPS % size:
+        *most, last = (str(n) for n in range(1, VOCAB_GROUPS + 1) if VOCAB_GROUPS % n == 0)
+        raise ValueError(f"mesh.model={size}: expected one of {', '.join(most)} or {last}")

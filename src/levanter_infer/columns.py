@@ -1,8 +1,8 @@
-"""`Columns`: the columns of an output's rows, and the values of one result in them.
+"""`Columns`: the columns of output rows, and the values of a result in them.
 
-All rows of an output have the same columns in the same order, and each column has one type, whatever became of a row.
+All rows of an output have the same columns in the same order, and each column has one type, also in rows that failed.
 Readers that infer types (pyarrow.json, datasets, polars) then find the same types in every file: text and lists are
-never null but empty, numbers are null where there is none, and no object has keys that depend on the data.
+never null but empty, missing numbers are null, and no object has keys that depend on the data.
 """
 
 import json
@@ -42,12 +42,12 @@ TYPES = {
     "error": "text",
 }
 """All columns in their order, each with its type: text, a number (int32, uint64, float32, float64), a list (ints,
-floats), or tops, which is for each place a list of {token_id, logprob}."""
+floats), or tops, a list of {token_id, logprob} per position."""
 OPTIONAL = (
     *("logprobs", "top_logprobs", "processed_logprobs", "cumulative_logprob", "token_versions", "score"),
     *("prompt_logprobs", "prompt_top_logprobs", "num_cached_tokens"),
 )
-"""Columns that are there when `sampling` asks for them, or `output.include` does. All others are always there."""
+"""Columns that exist if `sampling` or `output.include` asks for them. All others always exist."""
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _MAX_TOKEN = 2**31
 _SURROGATES = {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}
@@ -55,12 +55,12 @@ _SURROGATES = {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}
 
 
 def empty(name: str) -> Any:
-    """What a column holds where there is nothing."""
+    """Value of a column without content."""
     return {"text": "", "ints": [], "floats": [], "tops": []}.get(TYPES[name])
 
 
 def asked_columns(sampling: SamplingParams) -> tuple[str, ...]:
-    """The optional columns that parameters ask for."""
+    """Optional columns that parameters ask for."""
     asked = {
         "logprobs": sampling.logprobs is not None,
         "top_logprobs": bool(sampling.logprobs),
@@ -83,9 +83,9 @@ class Columns:
     """The columns of one output.
 
     Args:
-        sampling: parameters of the whole run, of which some ask for columns.
+        sampling: parameters of the whole run, some of which ask for columns.
         include: further optional columns.
-        carry: columns of the input's rows, which follow those of the output as they are.
+        carry: columns of the input rows, appended unchanged.
     Raises: ValueError for a name that is no optional column.
     """
 
@@ -96,7 +96,7 @@ class Columns:
         self.names = tuple(name for name in TYPES if name not in OPTIONAL or name in wanted)
 
     def check(self, sampling: SamplingParams) -> None:
-        """Raises: ValueError if parameters of one row ask for what no column holds."""
+        """Raises: ValueError if parameters of one row ask for a column that does not exist."""
         missing = [name for name in asked_columns(sampling) if name not in self.names]
         if missing:
             raise ValueError(
@@ -108,7 +108,7 @@ class Columns:
         """Rows of one request's result, one per sample, or one with `error` if it failed.
 
         Args:
-            carried: what the row of the input has in the columns that are carried; null stands for what it lacks.
+            carried: values of the carried columns of the input row; missing ones become null.
         """
         rest = {name: carried.get(name) for name in self.carry}
         common = {name: _OF_REQUEST[name](output) for name in self.names if name in _OF_REQUEST}
@@ -122,22 +122,22 @@ class Columns:
 
 
 def stop_reason_text(reason: str | int | Sequence[int] | None) -> str:
-    """What ended a sample, as text: a stop string as it is, a token id in decimal, several as a JSON list; else ""."""
+    """Stop reason of a sample as text: a stop string, a token id in decimal, or several as a JSON list; else ""."""
     if reason is None or isinstance(reason, str):
         return reason or ""
     return str(int(reason)) if isinstance(reason, (int, np.integer)) else json.dumps([int(t) for t in reason])
 
 
 def numbers(values: Iterable[float]) -> list[float | None]:
-    """As JSON writes them."""
+    """Numbers as JSON writes them."""
     return [_number_or_null(value) for value in values]
 
 
-def tops(places: Iterable[Mapping[int, float]]) -> list[list[dict[str, Any]]]:
-    """Likeliest tokens and their log probabilities, as JSON writes them: at each place the best first."""
+def tops(positions: Iterable[Mapping[int, float]]) -> list[list[dict[str, Any]]]:
+    """Likeliest tokens and their log probabilities, as JSON writes them; at each position the best first."""
     return [
-        [{"token_id": int(token), "logprob": _number_or_null(value)} for token, value in place.items()]
-        for place in places
+        [{"token_id": int(token), "logprob": _number_or_null(value)} for token, value in position.items()]
+        for position in positions
     ]
 
 
@@ -183,9 +183,9 @@ _OF_SAMPLE: dict[str, Callable[[Completion], Any]] = {
 
 
 def encode_row(row: Mapping[str, Any]) -> str:
-    """A row as JSON in one line, which UTF-8 can hold.
+    """A row as one line of JSON that UTF-8 can hold.
 
-    A value that JSON does not have never stops those who write many rows: it is left empty, and the row is an error.
+    A value that JSON does not have never stops the writer of many rows: it is left empty, and the row is an error.
     """
     try:
         return encode_json(row)

@@ -1,4 +1,4 @@
-"""`RunConfig`: what the command line tools read from a YAML file and `--dotted.key value` overrides.
+"""`RunConfig`: the configuration of a command, from a YAML file and `--dotted.key value` overrides.
 
 Nothing here imports JAX, so that a mistake in a configuration is answered at once.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from levanter_infer.checkpoints.chat_settings import CHAT_KEYS, check_chat_settings
+from levanter_infer.checkpoints.chat import CHAT_KEYS, check_chat_settings
 from levanter_infer.columns import check_include
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.mesh import MeshConfig
@@ -24,22 +24,22 @@ from levanter_infer.runtime.multihost import MultihostConfig
 
 _MAX_CONFIG_BYTES = 2**22
 _MAX_ALIASED_NODES = 100_000
-"""Values of a configuration that has aliases, each counted as often as it is named."""
+"""Values of a configuration with aliases, at most; a value counts as often as it is named."""
 _SOURCES = ("prompts", "prompts_file", "chat")
 _PLAIN_TEXT = (
     *("model.path", "model.dtype", "model.revision", "tokenizer", "prompts", "prompts_file"),
     *("output.path", "output.metrics", "sampling.stop", "multihost.coordinator", "multihost.bind"),
     *("plan.target", "plan.shape", "plan.json"),
 )
-"""Keys whose value on the command line is the text itself; all others are read as YAML."""
+"""Keys whose value on the command line is plain text; all others are YAML."""
 _FILES = ("model.path", "tokenizer", "prompts_file", "output.path", "output.metrics")
 _SHORT = {"model": "path", "output": "path", "multihost": "coordinator", "sampling": "from_model"}
-"""Sections that may be given as a plain string, and the key that it stands for."""
+"""Sections that may be a plain string, and the key that the string sets."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelSource:
-    """Where the model comes from."""
+    """Source of the model."""
 
     path: str
     """A directory in HF's layout, a URL of one that fsspec reads (gs://, s3://), or a hub id."""
@@ -51,20 +51,20 @@ class ModelSource:
 
 @dataclasses.dataclass(frozen=True)
 class OutputConfig:
-    """What is written, and where."""
+    """Output files."""
 
     path: str | None = None
     """A JSONL file for the rows."""
     overwrite: bool = False
     """Replace files that exist."""
     metrics: str | None = None
-    """A file for what the engine has counted: FILE.json, or FILE.prom in Prometheus' text format."""
+    """A file for the engine's metrics: FILE.json, or FILE.prom in Prometheus' text format."""
     include: list[str] = dataclasses.field(default_factory=list)
     """Further columns of all rows: logprobs, top_logprobs, processed_logprobs, cumulative_logprob, token_versions,
-    score, prompt_logprobs, prompt_top_logprobs, num_cached_tokens. What `sampling` asks for is there without it."""
+    score, prompt_logprobs, prompt_top_logprobs, num_cached_tokens. Columns that `sampling` asks for need no entry."""
     carry: list[str] = dataclasses.field(default_factory=list)
-    """Columns of your own in the rows of prompts_file, such as [source, label], that are written unchanged to the rows
-    of the output."""
+    """Further columns of the rows of prompts_file, such as [source, label], that are copied to the rows of the
+    output."""
 
     def __post_init__(self):
         check_include(self.include)
@@ -89,25 +89,25 @@ class RunConfig:
     prompts_file: str | None = None
     """A text file with one prompt a line, or JSONL rows."""
     chat: Any = False
-    """true: each text prompt is what a user says in a chat. A list of messages is a chat to continue; a list of such
-    lists is several."""
+    """true: each text prompt is a user message. A list of messages is a chat to continue; a list of such lists is
+    several."""
     tools: list[dict[str, Any]] | None = None
     """Descriptions of functions for the chat template; rows may have their own."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Further names for the chat template, such as `{enable_thinking: false}`; those of a row go before."""
+    """Further variables of the chat template, such as `{enable_thinking: false}`; rows may override them."""
     add_generation_prompt: bool | None = None
-    """End chats with the beginning of an answer. Default: unless they continue their last message."""
+    """End chats with the generation prompt. Default: unless they continue their last message."""
     continue_final_message: bool | None = None
-    """Continue the last message of chats instead of beginning another."""
+    """Continue the last message of chats instead of starting another."""
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
-    """Sampling parameters of every request; rows of a prompts file may override them. Its `seed` is the one from which
-    requests derive theirs. `from_model` alone, or `from_model: true` beside other parameters: what the model's
-    generation_config.json suggests, and what is given here goes before it."""
+    """Sampling parameters of every request; rows of a prompts file may override them. Requests derive
+    their seeds from its `seed`. `from_model` alone, or `from_model: true` beside other parameters: the suggestions of
+    the model's generation_config.json, which parameters given here override."""
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Keys of `EngineConfig`; see `engine_config`."""
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     multihost: MultihostConfig = dataclasses.field(default_factory=MultihostConfig)
-    """Processes that do the job together; `auto` alone: as the environment says."""
+    """Processes of a job over several hosts; `auto` alone: read from the environment."""
     output: OutputConfig | None = None
     """A JSONL file for the results, or a mapping with `path`, `overwrite`, `metrics`."""
 
@@ -151,8 +151,8 @@ def load_config(
     Args:
         path: a YAML file; None if the overrides say everything.
         overrides: (dotted key, text) in order. A later one replaces an earlier, but for `prompts`, which add up.
-            Prompts given here take the place of those in the file, in whichever form those are.
-        kind: what is configured.
+            Prompts given here replace those in the file, in whichever form.
+        kind: type of the configuration.
     Raises: ValueError naming the file or key that is wrong.
     """
     content = {} if path is None else _read_yaml(Path(path))
@@ -173,7 +173,7 @@ def load_config(
 
 
 def _with_suggested(sampling: dict[str, Any], model: Any) -> dict[str, Any]:
-    """Sampling parameters, with those that the model suggests for what is not given."""
+    """Sampling parameters, with the model's suggestions for those that are not given."""
     given = {key: value for key, value in sampling.items() if key != "from_model"}
     wanted = sampling["from_model"]
     if wanted is False or wanted is None:
@@ -210,7 +210,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _BadYaml(Exception):
-    """A text that is no YAML, or no YAML that a configuration may be."""
+    """A text that is no YAML, or no YAML for a configuration."""
 
 
 def _parse_yaml(text: str) -> Any:
@@ -225,7 +225,7 @@ def _parse_yaml(text: str) -> Any:
 
 
 def _check_aliases(content: Any) -> None:
-    """Refuse what is short only because of its aliases. Raises: ValueError."""
+    """Raises: ValueError for content whose aliases expand to too many values."""
     count, rest = 0, [content]
     while rest:
         value = rest.pop()
@@ -338,6 +338,8 @@ def decode_engine(content: Any) -> EngineConfig:
 def _decode_value(hint: Any, value: Any, key: str) -> Any:
     """A plain value as the annotation of its key wants it: text that spells a number counts as one, and nothing else is
     converted. Raises: ValueError naming the key, what it holds and what it should hold."""
+    if isinstance(hint, str):
+        return value  # `EngineConfig.tiles`, which `decode_engine` has decoded
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     section = next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
     if section is not None and value is not None:
@@ -349,9 +351,8 @@ def _decode_value(hint: Any, value: Any, key: str) -> Any:
     for kind in kinds:
         with contextlib.suppress(ValueError, OverflowError):
             return _decode_plain(kind, value)
-    expected = hint.__name__ if isinstance(hint, type) and not typing.get_origin(hint) else str(hint)
     remedy = ", put it in quotes" if str in kinds else ""
-    raise ValueError(f"{key}={brief(value)}: expected {_READABLE.get(expected, expected)}{remedy}")
+    raise ValueError(f"{key}={brief(value)}: expected {_READABLE.get(hint) or _READABLE[kinds[0]]}{remedy}")
 
 
 def _decode_plain(kind: Any, value: Any) -> Any:
@@ -364,7 +365,7 @@ def _decode_plain(kind: Any, value: Any) -> Any:
     if kind is float and (is_text or type(value) in (int, float)):
         return float(value)
     plain = type(None) if kind is None else typing.get_origin(kind) or kind
-    if kind in (int, float) or not (kind is Any or isinstance(kind, str) or isinstance(value, plain)):
+    if kind in (int, float) or not (kind is Any or isinstance(value, plain)):
         raise ValueError
     if plain is list:
         return [_decode_plain(typing.get_args(kind)[0], item) for item in value]
@@ -372,16 +373,16 @@ def _decode_plain(kind: Any, value: Any) -> Any:
 
 
 _READABLE = {
-    "str": "text",
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "dict[str, typing.Any]": "a mapping of keys to values",
-    "list[str]": "a list of texts, such as [one, other]",
-    "list[str] | None": "a text or a list of texts",
-    "str | None": "text",
-    "int | None": "a whole number",
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    dict[str, Any]: "a mapping of keys to values",
+    list[str]: "a list of texts, such as [one, other]",
+    list[str] | None: "a text or a list of texts",
+    list[dict[str, Any]]: "a list of mappings",
 }
+"""Expected values in words, by annotation."""
 
 
 def _check_places(given: Iterable[Any], known: Sequence[str], path: str) -> None:
@@ -393,10 +394,10 @@ def _check_places(given: Iterable[Any], known: Sequence[str], path: str) -> None
 
 
 def check_keys(given: Iterable[Any], known: Sequence[str], path: str, remedy: str = "") -> None:
-    """Raises: ValueError naming the first key that is not known, and what was probably meant.
+    """Raises: ValueError naming the first unknown key and the nearest known one.
 
     Args:
-        remedy: what else can be done, where NAME stands for the key.
+        remedy: further advice, in which NAME stands for the key.
     """
     for key in given:
         if key not in known:

@@ -1,4 +1,4 @@
-"""Where two paths that should give the same log probabilities disagree, and what that says.
+"""Classification of the differences between two paths that should give the same log probabilities.
 
 A path that is wrong before it has generated anything shows it at the first token: template, tokenizer, positions.
 Rounding is everywhere and grows smoothly; it changes a token only where two are nearly as likely. A wrong page, a wrong
@@ -18,15 +18,15 @@ _JUMP = 8.0
 _OUTLIER = 64.0
 """A single difference so many times larger than usual is no rounding, whatever follows."""
 _LARGEST = 1e3
-"""Differences count as no more than this in a mean: they may be infinite."""
+"""Cap of a difference in a mean; differences may be infinite."""
 _USUAL = 0.01
-"""Of the largest difference that passes: what is usual, at least."""
+"""Floor of the usual difference, as a share of the largest that passes."""
 _AFTER = 8
-"""Tokens after a jump that tell whether it was an outlier."""
+"""Tokens after a jump that decide whether it was an outlier."""
 _WRONG = 0.25
 """Nats by which tokens may differ and still be called rounding, where nearly all samples differ alike."""
 _STORED = 0.25
-"""Keys and values that differ by more than this part of their usual size are wrong."""
+"""Share of their usual size by which keys and values may differ before they are wrong."""
 _MOST = 0.75
 """Share of the samples that a rule must fit to be reported as one."""
 
@@ -38,7 +38,7 @@ class Path:
     prompt_token_ids: Sequence[int]
     token_ids: Sequence[int]
     logprobs: Sequence[float]
-    """Of each of `token_ids`, under the model's own distribution."""
+    """Log probability of each of `token_ids` under the model."""
     top_logprobs: Sequence[Mapping[int, float]] | None = None
 
 
@@ -53,7 +53,7 @@ class Pair:
 
     @property
     def first_difference(self) -> int | None:
-        """The first generated token that is another one, or that one path lacks."""
+        """Index of the first generated token that differs, or that one path lacks."""
         tokens = list(zip(self.one.token_ids, self.other.token_ids, strict=False))
         lengths = len(self.one.token_ids), len(self.other.token_ids)
         return next((i for i, (a, b) in enumerate(tokens) if a != b), None if lengths[0] == lengths[1] else len(tokens))
@@ -61,17 +61,17 @@ class Pair:
     def deltas(self) -> np.ndarray:
         """|Δ logprob| of each generated token while both contexts are the same, f64.
 
-        The last entry is that of the first different token, if there is one: the largest difference among the tokens
-        whose log probability both paths tell, or else that of the two tokens that they chose.
+        The last entry belongs to the first different token, if there is one: the largest difference among the tokens
+        whose log probability both paths report, or else that of the two tokens that they chose.
         """
         end = self.first_difference
         one, other = (np.asarray(path.logprobs[:end], np.float64) for path in (self.one, self.other))
         equal = (one == other) | (np.isnan(one) & np.isnan(other))
         deltas = np.abs(np.where(equal, 0.0, np.subtract(one, other, where=~equal, out=np.zeros_like(one))))
         deltas = np.where(np.isnan(deltas), np.inf, deltas)
-        return deltas if end is None else np.append(deltas, self._where_they_part(end))
+        return deltas if end is None else np.append(deltas, self._delta_at_split(end))
 
-    def _where_they_part(self, end: int) -> float:
+    def _delta_at_split(self, end: int) -> float:
         if end >= min(len(self.one.token_ids), len(self.other.token_ids)):
             return math.inf  # one of them ended
         tops = [path.top_logprobs[end] for path in (self.one, self.other) if path.top_logprobs is not None]
@@ -86,11 +86,11 @@ class Diagnosis:
     verdict: str
     """agree, prompt, drift or scramble."""
     findings: list[str]
-    """What was seen, one sentence each."""
+    """Observations, one sentence each."""
     suspect: Pair | None = None
-    """A sample that shows it,"""
+    """A sample that shows the fault."""
     stored: int = 0
-    """once so many of its tokens are stored."""
+    """Stored tokens of `suspect` from which on it shows."""
 
     @property
     def text(self) -> str:
@@ -102,7 +102,7 @@ def diagnose(pairs: Sequence[Pair], tolerance: float, page_size: int | None = No
 
     Args:
         tolerance: the largest |Δ logprob| that rounding may make.
-        page_size: of the first path's pages, if it has any.
+        page_size: tokens per page of the first path, if it has pages.
     """
     different = [pair for pair in pairs if list(pair.one.prompt_token_ids) != list(pair.other.prompt_token_ids)]
     if different:
@@ -126,7 +126,7 @@ def diagnose(pairs: Sequence[Pair], tolerance: float, page_size: int | None = No
 
 
 class _Broken(NamedTuple):
-    """A sample that is wrong from some token on."""
+    """A sample that is wrong from generated token `onset` on."""
 
     pair: Pair
     deltas: np.ndarray
@@ -139,9 +139,9 @@ class _Broken(NamedTuple):
 
 
 def _onsets(deltas: Sequence[np.ndarray], tolerance: float) -> list[int | None]:
-    """The token from which on each sample is wrong by far more than before; None if it never is."""
+    """First token from which each sample is wrong by far more than before; None if it never is."""
     typical = [_typical(d) for d in deltas if d.size]
-    usual = float(np.quantile(typical, 0.25)) if typical else 0.0  # of rounding, unless nearly all samples are wrong
+    usual = float(np.quantile(typical, 0.25)) if typical else 0.0  # rounding, unless nearly all samples are wrong
     level = max(tolerance * _USUAL, min(2 * usual, _WRONG / _JUMP))
     return [_onset(d, level) for d in deltas]
 
@@ -181,8 +181,8 @@ def _drift(deltas: Sequence[np.ndarray], tolerance: float, parted: int) -> list[
     ]
     quarters = [(float(np.mean(d[: len(d) // 4])), float(np.mean(d[-(len(d) // 4) :]))) for d in deltas if len(d) >= 4]
     if quarters:
-        begin, end = (float(np.mean(column)) for column in zip(*quarters, strict=True))
-        findings.append(f"its mean is {begin:.3g} over the first quarter of the tokens and {end:.3g} over the last")
+        first, last = (float(np.mean(column)) for column in zip(*quarters, strict=True))
+        findings.append(f"its mean is {first:.3g} over the first quarter of the tokens and {last:.3g} over the last")
     if parted:
         findings.append(f"{parted} samples chose another token, where two were nearly as likely")
     return [*findings, "look at dtypes of weights, pages and sums, not at positions or pages"]
@@ -197,10 +197,10 @@ def _prompt_path(pairs: Sequence[Pair], wrong: Sequence[Pair], page_size: int | 
         at = "" if page_size is None else f" (pages have {page_size} tokens)"
         findings.append(
             f"prompts of up to {max(right)} tokens are right and those of {shortest} and more are not{at}: look at "
-            "what happens to a prompt in between: its second chunk, its second page, a window"
+            "what happens to a prompt in between: its second prompt chunk, its second page, a window"
         )
     else:
-        findings.append("look at how prompts are computed: chat template, tokenizer, positions, the last token's row")
+        findings.append("look at how prompts are computed: chat template, tokenizer, positions, last logits")
     return findings
 
 
@@ -211,35 +211,35 @@ def _scramble(
         f"wrong by up to {float(np.max(worst.deltas)):.3g} from one token on, in {len(broken)} of {num_pairs} samples",
         f"request {worst.pair.id}, sample {worst.pair.index}: right up to generated token {worst.onset - 1}, wrong at "
         f"{worst.onset}, which is computed from position {worst.query}",
-        _common_place(broken, page_size),
+        _common_position(broken, page_size),
     ]
     healed = sum(sample.deltas[-1] <= tolerance for sample in broken)
     return [*findings, f"{healed} of them are right again at their end"] if healed else findings
 
 
-def _common_place(broken: Sequence[_Broken], page_size: int | None) -> str:
+def _common_position(broken: Sequence[_Broken], page_size: int | None) -> str:
     most = _MOST * len(broken)
     queries = sorted({sample.query for sample in broken})
     token, count = Counter(sample.onset for sample in broken).most_common(1)[0]
     if page_size is not None and sum(sample.query % page_size == 0 for sample in broken) >= most:
         pages = ", ".join(str(query // page_size) for query in queries[:6] if query % page_size == 0)
         return (
-            f"it begins where a page begins, at a multiple of {page_size} (logical page {pages}): look at the page "
+            f"it starts where a page starts, at a multiple of {page_size} (logical page {pages}): look at the page "
             "table and at where keys and values are written"
         )
     if len(broken) > 1 and count >= most:
         what = "the first one that is not computed with the prompt" if token == 1 else f"generated token {token}"
-        return f"it begins at the same token everywhere, {what}: look at what changes in that step"
+        return f"it starts at the same token everywhere, {what}: look at what changes in that step"
     if len(broken) > 1 and len(queries) == 1:
-        return f"it begins at position {queries[0]} everywhere: look at what has this size (window, chunk, bucket)"
+        return f"it starts at position {queries[0]} everywhere: look at what has this size (window, chunk, bucket)"
     return (
-        "no page boundary and no position is common to them: look at what other sequences do at that moment: sharing, "
-        "copies, preemption, pages that are used again"
+        "no page boundary and no position is common to them: look at what other sequences do at that moment: prefix "
+        "sharing, copy-on-write, preemption, pages that are reused"
     )
 
 
 def where_stored_differs(stored: np.ndarray, expected: np.ndarray, page_size: int) -> str | None:
-    """The first layer whose keys or values are not what they should be, and which; None if all are right.
+    """The first layer that stores wrong keys or values, in words; None if all are right.
 
     Args:
         stored, expected: [layer, position, kv_pair, head_size], of one sequence.
@@ -255,7 +255,7 @@ def where_stored_differs(stored: np.ndarray, expected: np.ndarray, page_size: in
     what = [f"keys of head {p // 2}" if p % 2 == 0 else f"values of head {p // 2}" for p in pairs]
     heads = "keys and values of all heads" if len(pairs) == wrong.shape[2] else ", ".join(what)
     cause = (
-        "they are made of the embeddings alone: look at positions, at where they are written and at the page table"
+        "they depend on the embeddings alone: look at positions, at where they are written and at the page table"
         if layer == 0
         else f"layer {layer - 1} stores the right ones: look at its attention and feed-forward"
     )

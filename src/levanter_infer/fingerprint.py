@@ -1,4 +1,4 @@
-"""What results depend on beside the configuration: fingerprints, versions, flags, the device."""
+"""Fingerprints of everything beside the configuration that results depend on: weights, versions, flags, the device."""
 
 import concurrent.futures
 import contextlib
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("jax", "jaxlib", "equinox", "numpy", "tokenizers", "jinja2")
 _FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-_OF_ONE_HOST = (
+_PER_PROCESS = (
     *("jax_compilation_cache", "jax_persistent_cache", "jax_cuda_visible", "jax_rocm_visible", "jax_dump_ir"),
     *("jax_log", "jax_debug_log", "jax_traceback", "jax_include_full_tracebacks", "jax_default_device"),
 )
-"""Beginnings of settings of JAX that may differ from process to process."""
+"""Prefixes of JAX settings that may differ between processes."""
 _CODE = (".py", ".cpp", ".h", ".hpp", ".cc")
 
 
@@ -32,8 +32,8 @@ _CODE = (".py", ".cpp", ".h", ".hpp", ".cc")
 def model_fingerprint(source: "Source") -> dict[str, str]:
     """SHA-256 of a checkpoint's weights, and of its configuration.
 
-    Of weights at a URL whose filesystem keeps checksums of the content (ETag, MD5), the SHA-256 of those, under another
-    name; where it keeps none, all is read.
+    For weights at a URL whose filesystem has checksums of the content (ETag, MD5), the SHA-256 of those, under another
+    name; without such checksums all weights are read.
     """
     from levanter_infer.checkpoints.source import CONFIG
 
@@ -51,7 +51,7 @@ def model_fingerprint(source: "Source") -> dict[str, str]:
 
 
 def _identity(file: "Path | RemoteFile") -> tuple[str, bool]:
-    """What stands for a file's content, and whether that is its SHA-256."""
+    """A digest of a file's content, and whether it is the SHA-256."""
     from levanter_infer.checkpoints.remote import identity
 
     return (_sha256(file), True) if isinstance(file, Path) else identity(file)
@@ -63,7 +63,7 @@ def _sha256(path: Path) -> str:
 
 
 def package_version() -> str:
-    """Of this package; `0+unknown` where it is imported without having been installed."""
+    """Version of this package; `0+unknown` if it is not installed."""
     try:
         return importlib.metadata.version("levanter-infer")
     except importlib.metadata.PackageNotFoundError:
@@ -71,7 +71,7 @@ def package_version() -> str:
 
 
 def version_fingerprint(more: Sequence[str] = ()) -> dict[str, str]:
-    """Versions of what computes and writes results, `more` packages included; of this one also what its files are."""
+    """Versions of the packages that compute and write results, and of `more`; of this one also a digest."""
     return {
         "levanter_infer": f"{package_version()}+{_code_sha256()[:12]}",
         "python": platform.python_version(),
@@ -89,10 +89,10 @@ def haliax_version() -> str:
 
 
 def flag_fingerprint() -> dict[str, str]:
-    """What changes how programs are compiled and run: JAX's settings, and the flags of XLA."""
+    """Settings that change how programs are compiled and run: JAX's own, and the flags of XLA."""
     import jax
 
-    values = {name: str(value) for name, value in jax.config.values.items() if not name.startswith(_OF_ONE_HOST)}
+    values = {name: str(value) for name, value in jax.config.values.items() if not name.startswith(_PER_PROCESS)}
     return {**values, **{name: os.environ.get(name, "") for name in _FLAG_VARIABLES}}
 
 
@@ -106,10 +106,10 @@ def _code_sha256() -> str:
 
 
 def device_fingerprint(cpu_isa: str = CpuIsa.AUTO) -> dict[str, Any]:
-    """What the results were computed on: other hardware may round otherwise.
+    """The hardware that computes results: other hardware may round differently.
 
     Args:
-        cpu_isa: `engine.cpu_isa`; takes the place of the widest instruction set that the kernels for CPUs have here.
+        cpu_isa: `engine.cpu_isa`; `auto` stands for the widest instruction set that the CPU kernels have here.
     """
     import jax
 
@@ -123,7 +123,7 @@ def device_fingerprint(cpu_isa: str = CpuIsa.AUTO) -> dict[str, Any]:
 
 
 def tokenizer_fingerprint(name: str, revision: str | None = None) -> dict[str, str]:
-    """Name and fingerprint of a tokenizer; empty where a model has none."""
+    """Name and fingerprint of a tokenizer; empty for a model without one."""
     from levanter_infer.checkpoints.source import resolve_source
     from levanter_infer.checkpoints.tokenizer import Tokenizer
 
@@ -134,7 +134,7 @@ def tokenizer_fingerprint(name: str, revision: str | None = None) -> dict[str, s
 
 
 def flat(content: Any, path: str = "") -> dict[str, Any]:
-    """Values by dotted key; lists and empty mappings are values."""
+    """Values by dotted key; lists and empty mappings count as values."""
     if not isinstance(content, Mapping) or not content:
         if isinstance(content, list) and content and all(isinstance(item, Mapping) for item in content):
             return {k: v for i, item in enumerate(content) for k, v in flat(item, f"{path}[{i}]").items()}

@@ -1,7 +1,7 @@
-"""The keys of a configuration, read from the source of its dataclasses: for help and for hints, without an import.
+"""The keys of a configuration, read from the source of its dataclasses, for help and hints without an import.
 
-A dataclass says name, type, default and meaning of its keys, and nobody else does. Importing it may import JAX, which
-takes seconds; reading its source takes milliseconds.
+A dataclass is the one owner of name, type, default and documentation of its keys. Importing it may import NumPy or JAX,
+which takes seconds; reading its source takes milliseconds.
 """
 
 import ast
@@ -28,7 +28,7 @@ SECTIONS = {
 }
 """Sections of a configuration, each with the module and class that define its keys."""
 OWN_SECTIONS = {"batch": ("batch",), "plan": ("plan",)}
-"""Sections that one command has and the others have not."""
+"""Sections of a single command."""
 
 OTHER_NAMES = {
     # vLLM
@@ -68,11 +68,11 @@ OTHER_NAMES = {
     # parameters of sampling, of all of them
     **{theirs: f"sampling.{ours}" for theirs, ours in NAMES_ELSEWHERE.items()},
 }
-"""What other engines call a key."""
+"""Keys by the names of other engines."""
 REMARKS = {
     "gpu_memory_utilization": "the KV cache takes the free memory of the device, or engine.max_pages pages",
     "mem_fraction_static": "the KV cache takes the free memory of the device, or engine.max_pages pages",
-    "enable_chunked_prefill": "prefill is always chunked, in chunks of at most engine.max_step_tokens",
+    "enable_chunked_prefill": "chunked prefill is always on, with prompt chunks of at most engine.max_step_tokens",
     "disable_radix_cache": "prefix caching is switched off with engine.prefix_cache: false",
     "do_sample": "sampling.temperature: 0 is greedy, any other value samples",
     "enforce_eager": "there is one compiled program and no other way to run it; leave it out",
@@ -80,9 +80,9 @@ REMARKS = {
     "quantization": "weights are read as float32, bfloat16 or float16; pages can be int8 or float8 (engine.kv_dtype)",
     "stream": "results are written when they are complete; leave it out",
 }
-"""What other engines have and this one does otherwise."""
+"""Hints for settings of other engines that this one has no key for."""
 _CLOSE, _CLOSE_ELSEWHERE = 0.6, 0.75
-"""How alike (difflib's ratio) a name must be for a hint: in the section itself, and in another one."""
+"""Similarity (difflib's ratio) of a hint, at least: in the section itself, and in another one."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Key:
 
     name: str
     default: str | None
-    """As it is written; None if there is none worth showing."""
+    """Its text; None without one worth showing."""
     doc: str
 
 
@@ -109,7 +109,7 @@ class Section:
 
 
 def read_constant(module: str, name: str) -> Any:
-    """The value of a constant of a module of this package, such as its `USAGE`, without importing the module."""
+    """A constant of a module of this package, such as its `USAGE`, without importing the module."""
     return _constants(module)[name]
 
 
@@ -137,7 +137,7 @@ def _parsed(module: str) -> ast.Module:
 
 @functools.cache
 def _constants(module: str) -> dict[str, Any]:
-    """Names that a module binds to literal values."""
+    """Literal constants of a module, by name."""
     found: dict[str, Any] = {}
     for node in _parsed(module).body:
         if not isinstance(node, ast.Assign):
@@ -186,7 +186,7 @@ def _key_lines(prefix: str, keys: Iterable[Key]) -> list[str]:
 
 
 def sections_for(command: str) -> list[str]:
-    """The sections that a command reads."""
+    """Sections that a command reads."""
     owned = {name for names in OWN_SECTIONS.values() for name in names}
     return [name for name in SECTIONS if name not in owned or name in OWN_SECTIONS.get(command, ())]
 
@@ -195,12 +195,12 @@ def sections_for(command: str) -> list[str]:
 
 
 def hint_for(name: str, known: Sequence[str], path: str = "", *, prefix: str = "") -> str:
-    """What to do about a name that is no key.
+    """Hint for a name that is no key.
 
     Args:
-        known: the keys that are known where it stood.
-        path: the section where it stood; empty for the outermost level.
-        prefix: put before each key that is suggested, such as `--` on a command line.
+        known: the keys of its section.
+        path: the section; empty for the outermost level.
+        prefix: prefix of each suggested key, such as `--` on a command line.
     """
     near = certain_hint(name, known, path, prefix=prefix)
     if near is None:
@@ -214,8 +214,8 @@ def hint_for(name: str, known: Sequence[str], path: str = "", *, prefix: str = "
 
 
 def certain_hint(name: str, known: Sequence[str], path: str = "", *, prefix: str = "") -> str | None:
-    """`hint_for` a name that is certainly meant as some key: written otherwise, in another section, or as another
-    engine calls it. None for all others."""
+    """`hint_for` a name that certainly means a key: another spelling, a key of another section, or a name of another
+    engine. None for all others."""
     if path and path not in SECTIONS:
         return None
     plain = name.replace("-", "_").lower()
@@ -231,9 +231,9 @@ def certain_hint(name: str, known: Sequence[str], path: str = "", *, prefix: str
 
 
 def _elsewhere(known: Sequence[str], path: str) -> dict[str, list[str]]:
-    """Keys of other sections, each with the dotted names under which it stands there.
+    """Keys of other sections, each with its dotted names.
 
-    At the outermost level these are the sections that it has; within a section all of them but this.
+    At the outermost level these are the sections that it has; within a section all others.
     """
     found: dict[str, list[str]] = {}
     if path and path not in SECTIONS:

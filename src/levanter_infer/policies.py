@@ -51,7 +51,7 @@ class CpuIsa(Option):
 
 
 class KvDtype(Option):
-    """How keys and values are stored."""
+    """dtype of the stored keys and values."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -61,7 +61,7 @@ class KvDtype(Option):
 
 
 class AdmissionPolicy(Option):
-    """How many free pages a sequence needs to start."""
+    """Free pages that a sequence needs to start."""
 
     OPTIMISTIC = "optimistic"
     EXPECTED = "expected"
@@ -69,28 +69,28 @@ class AdmissionPolicy(Option):
 
 
 class PreemptionPolicy(Option):
-    """What happens to the pages of a preempted sequence."""
+    """Fate of the pages of a preempted sequence."""
 
     RECOMPUTE = "recompute"
     OFFLOAD = "offload"
 
 
 class Numerics(Option):
-    """What the bits of a result may depend on."""
+    """Inputs that the bits of a result may depend on."""
 
     DEFAULT = "default"
     BATCH_INVARIANT = "batch_invariant"
 
 
 class Recompilation(Option):
-    """What happens if the program of a warm engine is compiled again."""
+    """Reaction to a recompilation in a warm engine."""
 
     ERROR = "error"
     WARN = "warn"
 
 
 class WeightSwapPolicy(Option):
-    """What becomes of the sequences on the device when the weights change."""
+    """Treatment of the sequences on the device when the weights change."""
 
     DRAIN = "drain"
     KEEP_KV = "keep_kv"

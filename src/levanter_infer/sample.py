@@ -1,6 +1,6 @@
 """`levanter-infer sample --config FILE`: sample prompts from a model.
 
-Completions go to standard output, everything else to standard error; exit status as in `frontend.py`.
+Completions go to standard output, everything else to standard error; exit status as in `cli/common.py`.
 """
 
 import dataclasses
@@ -10,28 +10,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from levanter_infer.cli import command_help, run_command
+from levanter_infer.cli import run_command
 
 if __name__ == "__main__":  # here, so that an interrupt during the imports below leaves no traceback
     run_command("sample")
 
+from levanter_infer.cli.common import run_config
+from levanter_infer.cli.session import join, make_engine, merge_outputs, report_failures, serve
 from levanter_infer.config import RunConfig
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.fingerprint import device_fingerprint, flat, model_fingerprint, tokenizer_fingerprint
-from levanter_infer.frontend import (
-    guarded,
-    join,
-    make_engine,
-    merge_outputs,
-    one_line,
-    output_files,
-    report_failures,
-    run_config,
-    say,
-    serve,
-    write_files,
-)
-from levanter_infer.rows import Row, columns_of, escape_for_terminal, read_rows
+from levanter_infer.io.output import output_files, write_files
+from levanter_infer.io.prompts import Row, columns_of, read_rows
+from levanter_infer.io.terminal import escape_for_terminal, one_line, say
 from levanter_infer.runtime.hosts import Hosts, agree
 from levanter_infer.runtime.multihost import ONE_MESH
 
@@ -53,7 +44,7 @@ Every key can be given, or overridden, on the command line: --sampling.temperatu
   --output FILE       write one JSON row per sample; never replaces a file
   --output.metrics FILE.json   write what the engine counted; FILE.prom for Prometheus
   --overwrite         let these replace files
-  --prompts TEXT      a prompt, in place of the configuration's; may be repeated
+  --prompts TEXT      a prompt, instead of the configuration's; may be repeated
   --version           the version
   --help              this text
 """
@@ -62,7 +53,7 @@ Every key can be given, or overridden, on the command line: --sampling.temperatu
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    return guarded(lambda: run_config(sys.argv[1:] if argv is None else argv, lambda: command_help("sample"), run))
+    return run_config("sample", argv, run)
 
 
 def run(config: RunConfig) -> int:
@@ -79,7 +70,7 @@ def _run(config: RunConfig, hosts: Hosts | None) -> int:
     rows = read_rows(config, columns=None if output is None else columns)
     writes = hosts is None or hosts.is_lead
     if hosts is not None:
-        agree(hosts, "run", run_facts(config, rows))
+        agree(hosts, "run", run_fingerprint(config, rows))
     with output_files(config if writes else dataclasses.replace(config, output=None)) as (writer, metrics):
         engine = make_engine(config, len(rows)) if hosts is None else make_engine(config, len(rows), hosts)
         requests = [row.request for row in rows if row.request is not None]
@@ -101,8 +92,8 @@ def _run(config: RunConfig, hosts: Hosts | None) -> int:
     return 1 if failed else 0
 
 
-def run_facts(config: RunConfig, rows: Sequence[Row]) -> dict[str, str]:
-    """What processes that sample together must have in common. Paths may differ; contents may not."""
+def run_fingerprint(config: RunConfig, rows: Sequence[Row]) -> dict[str, str]:
+    """Facts that processes sampling together must have in common. Paths may differ; contents may not."""
     from levanter_infer.checkpoints.source import resolve_source
 
     facts = {

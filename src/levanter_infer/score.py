@@ -1,7 +1,7 @@
 """`levanter-infer score --config FILE`: log probabilities of texts, and perplexity.
 
 Results go to standard output, everything else to standard error. Exit status: 0 all is well, 1 some rows failed, 2
-wrong usage or configuration, 130 interrupted, 141 nobody reads the output any more.
+wrong usage or configuration, 130 interrupted, 141 standard output was closed.
 """
 
 import dataclasses
@@ -11,30 +11,23 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from levanter_infer.cli import command_help, run_command
+from levanter_infer.cli import run_command
 
 if __name__ == "__main__":  # here, so that an interrupt during the imports below leaves no traceback
     run_command("score")
 
 import numpy as np
 
+from levanter_infer.cli.common import run_config
+from levanter_infer.cli.session import make_engine, report_failures, serve
 from levanter_infer.columns import NOT_FINITE, numbers, tops
 from levanter_infer.config import RunConfig
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput
-from levanter_infer.frontend import (
-    guarded,
-    make_engine,
-    one_line,
-    output_files,
-    report_failures,
-    run_config,
-    say,
-    serve,
-    write_files,
-)
+from levanter_infer.io.output import output_files, write_files
+from levanter_infer.io.prompts import Row, read_rows
+from levanter_infer.io.terminal import one_line, say
 from levanter_infer.policies import FinishReason
-from levanter_infer.rows import Row, read_rows
 
 if TYPE_CHECKING:
     from levanter_infer.checkpoints.tokenizer import Tokenizer
@@ -52,13 +45,13 @@ Log probabilities of texts under a model, and their perplexity. FILE is YAML, as
 
 A text file holds one text a line. JSONL rows have one of prompt, prompt_token_ids and messages, and may have an id. All
 tokens but the first are scored; with a completion (behind token ids: completion_token_ids), those of the completion.
-With engine.prefix_cache, equal beginnings are computed once.
+With engine.prefix_cache, shared prefixes are computed once.
 
   --config FILE       the configuration
   --output FILE       write one JSON row per text; never replaces a file
   --output.metrics FILE.json   write what the engine counted, and the perplexity; FILE.prom for Prometheus
   --overwrite         let these replace files
-  --sampling.prompt_logprobs K   also write the K likeliest tokens at each place; K up to engine.max_prompt_logprobs
+  --sampling.prompt_logprobs K   also write the K likeliest tokens at each position; K up to engine.max_prompt_logprobs
   --help              this text
 """
 """Read from the source by `cli.command_help`."""
@@ -66,15 +59,15 @@ With engine.prefix_cache, equal beginnings are computed once.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    return guarded(lambda: run_config(sys.argv[1:] if argv is None else argv, lambda: command_help("score"), run))
+    return run_config("score", argv, run)
 
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """What became of a row."""
+    """Result of a row."""
 
     row: dict[str, Any]
-    """As it is written."""
+    """The output row."""
     logprobs: np.ndarray
     """f32, of the tokens that count; empty for a row that failed."""
 
@@ -111,7 +104,7 @@ def run(config: RunConfig) -> int:
 
 
 def _sampling(config: RunConfig) -> SamplingParams:
-    """What the engine is asked for. Raises: ValueError for a parameter that scores do not depend on."""
+    """Sampling parameters for the engine. Raises: ValueError for one that scores do not depend on."""
     for field in dataclasses.fields(SamplingParams):
         if field.name != "prompt_logprobs" and getattr(config.sampling, field.name) != getattr(
             SamplingParams(), field.name
@@ -123,23 +116,23 @@ def _sampling(config: RunConfig) -> SamplingParams:
         raise ValueError("output.carry is for sample and batch; the rows of scores name theirs by id: leave it out")
     for name in ("add_generation_prompt", "continue_final_message"):
         if getattr(config, name) is not None:
-            raise ValueError(f"{name} has no effect on scores: a completion follows the beginning of an answer")
-    likeliest = 0 if config.engine.get("max_prompt_logprobs") == 0 else 1  # whether a text is what the model would say
+            raise ValueError(f"{name} has no effect on scores: a completion follows the generation prompt")
+    likeliest = 0 if config.engine.get("max_prompt_logprobs") == 0 else 1  # for `is_greedy`
     asked = config.sampling.prompt_logprobs
     return SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=likeliest if asked is None else asked)
 
 
 def _target(row: Row, tokenizer: "Tokenizer | None") -> tuple[Request | RequestOutput, int]:
-    """The request that scores a row, or why there is none; and how many of its tokens do not count."""
+    """The request that scores a row, or its error; and the number of leading tokens that do not count."""
     if row.request is None:
         return RequestOutput(row.id, None, [], [], error=row.error), 0
     try:
-        return _whole(row.request, row.completion, tokenizer)
+        return _joined(row.request, row.completion, tokenizer)
     except ValueError as e:
         return RequestOutput(row.id, row.request.prompt, [], [], error=str(e)), 0
 
 
-def _whole(request: Request, completion: Any, tokenizer: "Tokenizer | None") -> tuple[Request, int]:
+def _joined(request: Request, completion: Any, tokenizer: "Tokenizer | None") -> tuple[Request, int]:
     if request.prompt_token_ids is not None:
         ids = list(request.prompt_token_ids)
         context, whole = ids, [*ids, *(completion or ())]
@@ -161,7 +154,7 @@ def _whole(request: Request, completion: Any, tokenizer: "Tokenizer | None") -> 
     )
     if completion is None:
         return request, 1
-    # What belongs to both may be one token, which counts
+    # A token that spans prompt and completion counts
     first = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(context, whole, strict=False)))
     if first == 0:
         raise ValueError(
@@ -171,20 +164,20 @@ def _whole(request: Request, completion: Any, tokenizer: "Tokenizer | None") -> 
 
 
 def _template_settings(request: Request) -> dict[str, Any]:
-    """What the request gives its chat template beside the messages."""
+    """Variables of the chat template beside the messages."""
     return {**({"tools": request.tools} if request.tools is not None else {}), **(request.chat_template_kwargs or {})}
 
 
 def _score(row: Row, output: RequestOutput, first: int, with_tops: bool) -> Score:
     """
     Args:
-        first: the place of the first token that counts.
+        first: position of the first token that counts.
     """
     ids, error = output.prompt_token_ids, output.error
     if error is None and output.completions[0].finish_reason == FinishReason.ERROR:
         error = NOT_FINITE
     prompt = None if row.request is None else row.request.prompt
-    # One schema, as of `columns.Columns`: which keys there are, and of what types, does not depend on the row
+    # One schema, as in `columns.Columns`: keys and their types do not depend on the row
     values: dict[str, Any] = {
         "id": row.id,
         "prompt": prompt or "",
@@ -203,7 +196,7 @@ def _score(row: Row, output: RequestOutput, first: int, with_tops: bool) -> Scor
         return Score(values | {"error": error or "failed"}, np.zeros(0, np.float32))
     logprobs, top = output.prompt_logprobs[first - 1 :], output.prompt_top_logprobs
     score = Score(values, logprobs)
-    best = None if top is None or not len(logprobs) else [next(iter(place)) for place in top[first - 1 :]]
+    best = None if top is None or not len(logprobs) else [next(iter(likeliest)) for likeliest in top[first - 1 :]]
     values |= {
         "logprobs": numbers(logprobs),
         "logprob": _finite(score.logprob),

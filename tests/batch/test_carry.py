@@ -13,7 +13,7 @@ from levanter_infer.batch.store import open_store
 from levanter_infer.batch.worker import _config_fingerprint, input_of, output_format
 from levanter_infer.columns import encode_row
 from levanter_infer.config import load_config
-from levanter_infer.rows import columns_of, read_rows
+from levanter_infer.io.prompts import columns_of, read_rows
 from tests.batch.fake_engine import FakeEngine
 from tests.batch.test_drive import files, rows_of
 

@@ -13,7 +13,7 @@ from levanter_infer.batch.job import MANIFEST, Job, check_same, make_job_spec, r
 from levanter_infer.batch.shard import JOB, JOURNALS, dumps
 from levanter_infer.batch.store import LocalStore, open_store
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.rows import lock_file
+from levanter_infer.io.output import lock_file
 from tests.batch.fake_engine import FakeEngine
 
 ROWS = 23
@@ -234,7 +234,7 @@ def test_what_killed_processes_left_goes_and_what_a_living_one_writes_stays(tmp_
 def test_a_file_without_a_record_is_not_believed(prompts, tmp_path):
     output = tmp_path / "out"
     source, job = begin(prompts, str(output))
-    (output / "part-000002.jsonl").write_text("somebody's\n")
+    (output / "part-000002.jsonl").write_text("another's\n")
     assert work(source, job)[0] and job.finish() is not None
     assert files(str(output)) == undisturbed(prompts, tmp_path)
 

@@ -1,4 +1,4 @@
-"""A job of two processes: who differs is named, who dies is missed, who is stopped stops all, and nothing is lost.
+"""A job of two processes: one that differs is named, one that dies is missed, one that stops ends all; nothing is lost.
 
 Slow: each test starts two processes that load and compile, some of them twice.
 """
@@ -263,7 +263,7 @@ def test_a_process_that_fails_ends_the_others_with_its_reason(start, tmp_path):
 
 def test_processes_that_do_not_find_each_other_say_so(start, tmp_path):
     more = ["--multihost.start_timeout_s", "4", "--multihost.process_id", "1"]
-    with start(tmp_path / "out", count=2, more=[more, more]) as processes:  # nobody is process 0
+    with start(tmp_path / "out", count=2, more=[more, more]) as processes:  # there is no process 0
         assert processes.wait(60) == [LOST, LOST], processes.said
     assert all("host 1 of 2 and host 0 at 127.0.0.1:" in said and "within 4 s" in said for said in processes.said)
 

@@ -56,7 +56,7 @@ def test_results_without_job_json_are_no_beginning_of_another_job(prompts, outpu
 
 
 def test_records_of_another_job_are_not_taken_over(prompts, output, tmp_path):  # noqa: F811
-    """job.json is lost and written anew, by a job of other settings, while records lie there."""
+    """job.json is lost and written anew, by a job of other settings, while records are there."""
     half(prompts, output)
     there = files(output)
     remove(output, JOB)

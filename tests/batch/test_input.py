@@ -6,7 +6,7 @@ import json
 import pytest
 
 from levanter_infer.batch.input import Input, InputShards
-from levanter_infer.rows import MAX_LINE_BYTES
+from levanter_infer.io.prompts import MAX_LINE_BYTES
 
 
 def make_input(path, **changes) -> Input:

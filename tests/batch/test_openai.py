@@ -12,7 +12,7 @@ from levanter_infer.batch.shard import count
 from levanter_infer.columns import encode_row
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Completion, Request, RequestOutput
-from levanter_infer.rows import Row, make_row
+from levanter_infer.io.prompts import Row, RowParser
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -95,7 +95,7 @@ OF_CHATS = {
 def test_parameters_of_official_clients_that_change_nothing_are_accepted(given):
     row = as_row(given, ())
     assert set(row) <= {"id", "messages", "prompt", "sampling"} and row["sampling"] == {"n": 1}
-    assert make_row(row, "0", "here", SamplingParams()).error is None
+    assert RowParser(SamplingParams()).row(row, "0", "here").error is None
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,9 @@ def test_what_cannot_be_done_is_refused_by_name(given, message):
 
 
 def test_list_of_strings_is_never_taken_for_token_ids():
-    row = make_row(as_row(line(TEXT, prompt=[]), ()), "0", "here", SamplingParams())
+    row = RowParser(SamplingParams()).row(as_row(line(TEXT, prompt=[]), ()), "0", "here")
     assert row.request is None or not row.request.prompt_token_ids
-    row = make_row(as_row(line(TEXT, prompt=[1, "x"]), ()), "0", "here", SamplingParams())
+    row = RowParser(SamplingParams()).row(as_row(line(TEXT, prompt=[1, "x"]), ()), "0", "here")
     assert "prompt_token_ids[1] is 'x'" in row.error
 
 
@@ -151,7 +151,7 @@ def test_refused_line_keeps_its_custom_id(tmp_path):
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
     source = Input(str(tmp_path / "in.jsonl"), as_chat=False, model_names=("m",))
     inputs = source.split(5)
-    rows = [make_row(c, "number", where, SamplingParams()) for where, c in source.rows(inputs, inputs.shards[0])]
+    rows = [RowParser(SamplingParams()).row(c, "number", where) for where, c in source.rows(inputs, inputs.shards[0])]
     assert [row.id for row in rows] == ["a", "b", "c"] and all(row.error for row in rows)
 
 
@@ -262,4 +262,4 @@ def test_null_of_any_parameter_that_openai_knows_is_accepted(module, given):
     names = set(types.CompletionCreateParamsBase.__annotations__) - {"model", "messages", "prompt"}
     assert len(names) > 10
     row = as_row({**given, "body": {**dict.fromkeys(names), **given["body"]}}, ())
-    assert make_row(row, "0", "here", SamplingParams()).error is None
+    assert RowParser(SamplingParams()).row(row, "0", "here").error is None

@@ -1,4 +1,4 @@
-"""Real processes of a job are killed and stopped by the system, at moments that nobody chose."""
+"""Real processes of a job are killed and stopped by the system, at random moments."""
 
 import os
 import random

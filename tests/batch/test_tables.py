@@ -15,7 +15,7 @@ import pytest
 
 from levanter_infer.batch.input import Input
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.rows import make_row
+from levanter_infer.io.prompts import RowParser
 from tests.batch.test_drive import ROWS, begin, files, prompts, work  # noqa: F401
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -99,7 +99,7 @@ def rows_of_table(path, size=100):
 
 
 def requests(contents):
-    return [make_row(content, str(i), f"in:{i}", SamplingParams()) for i, content in enumerate(contents)]
+    return [RowParser(SamplingParams()).row(content, str(i), f"in:{i}") for i, content in enumerate(contents)]
 
 
 def test_bad_row_of_a_table_is_an_error_of_that_row_alone(tmp_path):

@@ -12,7 +12,7 @@ from levanter_infer.bench import attention, control, machine, memory, open_loop,
 from levanter_infer.bench.attention import Case, Clock, gather, gathered_pages, inputs
 from levanter_infer.bench.machine import Peaks, device_peaks
 from levanter_infer.bench.progress import Progress
-from levanter_infer.bench.report import spread, utilisation
+from levanter_infer.bench.report import summarize, utilisation
 from levanter_infer.bench.timeline import Round, Timeline
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.engine.memory_audit import MemoryAudit
@@ -46,12 +46,12 @@ def clock(monkeypatch):
     return fake
 
 
-# ShardAxis, shares
+# Statistics, shares
 
 
-def test_spread_has_the_sample_deviation_of_its_runs():
-    assert spread([1.0, 2.0, 6.0]) == {"median": 2.0, "min": 1.0, "max": 6.0, "sd": 2.6458, "runs": 3}
-    assert spread([3.0])["sd"] == 0.0
+def test_a_summary_has_the_sample_deviation_of_its_runs():
+    assert summarize([1.0, 2.0, 6.0]) == {"median": 2.0, "min": 1.0, "max": 6.0, "sd": 2.6458, "runs": 3}
+    assert summarize([3.0])["sd"] == 0.0
 
 
 def test_utilisation_is_the_share_of_what_the_device_could_do():
@@ -92,12 +92,12 @@ def test_a_trip_takes_what_all_trips_take_divided_by_their_number(clock, monkeyp
 
 
 def test_each_part_of_attention_stands_under_its_name(monkeypatch):
-    """Fetching, computing and writing are told apart, and rates are those of the whole call."""
+    """Fetching, computing and writing are distinguished, and rates are those of the whole call."""
     milliseconds = {"gather": 3.0, "attend_to_gathered": 5.0, "write": 7.0, "copy": 11.0, "attend": 2.0}
 
     def per_trip(self, function, first, *rest, donate=False):
         name = getattr(function, "__name__", None) or function.func.__name__
-        return spread([milliseconds[name]]), first
+        return summarize([milliseconds[name]]), first
 
     monkeypatch.setattr(Clock, "per_trip", per_trip)
     (line,) = attention.measure(CASE, ["xla"], Clock(1, 1.0), Peaks(1.0, 1e-3))
@@ -150,7 +150,7 @@ def test_rate_and_waste_of_a_page_size(clock, monkeypatch):
         def describe(self):
             return {}
 
-    steps = {"seconds": [2.0, 1.0], "prompts": [1, 0], "stored": [30, 50], "room": [64, 64]}
+    steps = {"seconds": [2.0, 1.0], "prompts": [1, 0], "stored": [30, 50], "capacity": [64, 64]}
     monkeypatch.setattr(page_size, "InferenceEngine", Engine)
     monkeypatch.setattr(page_size, "step_by_step", lambda *_: {**steps, "token_ids": [[1, 2, 3]] * 4})
     args = options(page_size, output=3, prompt=8, repeats=2)

@@ -93,8 +93,8 @@ def test_page_sizes_give_one_line_each_with_equal_outputs(capsys, tmp_path):
         assert case["decode_ticks"] == 4 and case["one_step_rounds_cost"] > 0
         stored = [lens + done for done in range(4)]  # after the prompts, and after each of three decode steps
         size = case["page_size"]
-        room = sum((-(-each // size) * size).sum() for each in stored)
-        assert case["wasted_percent"] == pytest.approx(100 * (1 - sum(map(sum, stored)) / room), abs=0.01)
+        capacity = sum((-(-each // size) * size).sum() for each in stored)
+        assert case["wasted_percent"] == pytest.approx(100 * (1 - sum(map(sum, stored)) / capacity), abs=0.01)
 
 
 def test_measurements_carry_declared_names():

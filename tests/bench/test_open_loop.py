@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from levanter_infer.bench.__main__ import main as bench
-from levanter_infer.bench.drive import run_continuous, run_static
+from levanter_infer.bench.clients import run_continuous, run_static
 from levanter_infer.bench.machine import jitter, others_seconds
 from levanter_infer.bench.open_loop import compare_static, phase_lines
 from levanter_infer.bench.report import percentiles
@@ -163,7 +163,7 @@ def test_a_closed_loop_keeps_every_place_taken(engine):
     timeline = run_continuous(engine, REQUESTS, [0.0] * 6, max_steps=1)
     assert_served(engine, timeline)
     assert {r.steps for r in timeline.rounds} == {1}
-    # 32 tokens at two places: the longest request begins at once, and nobody waits for it.
+    # 32 tokens at two places: the longest request begins at once, and no request waits for it.
     assert len(timeline.rounds) < 22
 
 

@@ -1,3 +1,5 @@
+import dataclasses
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -8,10 +10,20 @@ from levanter_infer.axes import HEAD_SIZE, KV_HEADS, ROW, ROW_BOUND, SEQ_PAGE, T
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.cache.named import scalar
+from levanter_infer.kernels.call import PoolShape
+from levanter_infer.kernels.cpu.backend import CPU
 from levanter_infer.kernels.rules import decode_bits
+from levanter_infer.kernels.tpu.backend import TpuBackend
+from levanter_infer.kernels.tpu.pool import TpuPool
+from levanter_infer.kernels.xla.backend import XLA, XlaBackend
 from tests.hlo import pool_copies
 
-SHAPE = dict(num_layers=2, num_pages=10, page_size=4, num_kv_heads=2, head_size=8)
+SHAPE = dict(num_layers=2, num_pages=10, page_size=4, kv_heads=2, head_dim=8)
+ON_CPU = XlaBackend(CPU)
+
+
+def pool(dtype, backend=ON_CPU, **sizes) -> KvPages:
+    return KvPages.init(PoolShape(**{**SHAPE, **sizes}, dtype=jnp.dtype(dtype)), backend)
 
 
 def batch_info(dests, page_size=4):
@@ -30,7 +42,7 @@ def batch_info(dests, page_size=4):
 
 
 def keys_and_values(rng, count):
-    shape = (count, SHAPE["num_kv_heads"], SHAPE["head_size"])
+    shape = (count, SHAPE["kv_heads"], SHAPE["head_dim"])
     make = lambda: hax.named(jnp.asarray(rng.standard_normal(shape), jnp.float32), (TOKEN, KV_HEADS, HEAD_SIZE))  # noqa: E731
     return make(), make()
 
@@ -45,7 +57,7 @@ def test_position_5_of_pages_2_7_is_written_to_page_7_offset_1(dtype):
     # The toy example of paged addressing: page size 4, page_indices [2, 7, none], position 5.
     page_indices, position = [2, 7, 10], 5
     dest = page_indices[position // 4] * 4 + position % 4
-    kv = KvPages.init(**SHAPE, dtype=dtype, as_bits=True)
+    kv = pool(dtype)
     k, v = keys_and_values(np.random.default_rng(0), 1)
     after = values(kv.write(jnp.int32(1), batch_info([dest]), k, v))
     stored = after[1, 7, 1]
@@ -58,22 +70,22 @@ def test_position_5_of_pages_2_7_is_written_to_page_7_offset_1(dtype):
 @pytest.mark.parametrize("dtype, slabs", [("bfloat16", 2), ("int8", 3)])
 def test_a_pool_for_tpus_holds_the_same_elsewhere(dtype, slabs):
     batch, (k, v) = batch_info([29, 40, 5, 6]), keys_and_values(np.random.default_rng(0), 4)
-    plain = KvPages.init(**SHAPE, dtype=dtype, as_bits=False).write(jnp.int32(1), batch, k, v)
-    kv = KvPages.init(**SHAPE, dtype=dtype, as_bits=False, for_tpu=True)
-    assert kv.tpu_pool is not None and kv.pages.array.shape == (2, 10, slabs, 4, 128)
-    after = kv.tpu_pool.unpack(kv.write(jnp.int32(1), batch, k, v).pages.array.swapaxes(2, 3))
+    plain = pool(dtype, XLA).write(jnp.int32(1), batch, k, v)
+    kv = pool(dtype, TpuBackend())
+    assert kv.pages.array.shape == (2, 10, slabs, 4, 128)
+    after = TpuPool(SHAPE["kv_heads"], SHAPE["head_dim"], scaled=dtype == "int8").unpack(
+        kv.write(jnp.int32(1), batch, k, v).pages.array.swapaxes(2, 3)
+    )
     np.testing.assert_array_equal(after.astype(jnp.float32), decode_bits(plain.pages.array, plain.dtype))
     assert np.abs(after[1, 7, 1, 0::2].astype(jnp.float32) - k.array[0]).max() < 0.02
     places = jnp.asarray([7, 1]), jnp.asarray([1, 2])
     found = kv.write(jnp.int32(1), batch, k, v).values_at(*places)
     np.testing.assert_array_equal(found, plain.values_at(*places))
     np.testing.assert_array_equal(found, after[:, places[0], places[1]].astype(jnp.float32))
-    with pytest.raises(ValueError, match="as_bits: got True with for_tpu"):
-        KvPages.init(**SHAPE, dtype="bfloat16", as_bits=True, for_tpu=True)
 
 
 def test_a_number_beyond_those_of_8_bit_floats_becomes_the_largest_of_them():
-    kv = KvPages.init(**SHAPE, dtype="float8_e4m3fn", as_bits=True)
+    kv = pool("float8_e4m3fn")
     assert kv.pages.array.dtype == jnp.uint8
     k, v = keys_and_values(np.random.default_rng(0), 1)
     k = hax.named(k.array.at[0, 0, :3].set(jnp.asarray([1e4, -jnp.inf, jnp.nan])), k.axes)
@@ -83,16 +95,16 @@ def test_a_number_beyond_those_of_8_bit_floats_becomes_the_largest_of_them():
 
 
 def test_padding_tokens_are_written_nowhere():
-    kv = KvPages.init(**SHAPE, dtype="float32", as_bits=True)
+    kv = pool("float32")
     k, v = keys_and_values(np.random.default_rng(0), 2)
     after = values(kv.write(jnp.int32(0), batch_info([40, 40]), k, v))
     assert not after.any()
 
 
 def test_copy_pages_copies_all_layers_and_ignores_none():
-    kv = KvPages.init(**SHAPE, dtype="float32", as_bits=True)
+    kv = pool("float32")
     filled = hax.named(jnp.arange(kv.pages.array.size, dtype=jnp.float32).reshape(kv.pages.array.shape), kv.pages.axes)
-    kv = KvPages(pages=filled, dtype=kv.dtype)
+    kv = dataclasses.replace(kv, pages=filled)
     after = values(kv.copy_pages(jnp.asarray([3, 10], jnp.int32), jnp.asarray([8, 10], jnp.int32)))
     expected = values(kv).copy()
     expected[:, 8] = expected[:, 3]
@@ -100,25 +112,24 @@ def test_copy_pages_copies_all_layers_and_ignores_none():
 
 
 def test_put_stores_in_all_layers_what_take_gave_and_ignores_none():
-    empty = KvPages.init(**SHAPE, dtype="float32", as_bits=True)
-    pool = jnp.arange(empty.pages.array.size, dtype=jnp.float32).reshape(empty.pages.array.shape)
-    contents = KvPages(pages=hax.named(pool, empty.pages.axes), dtype=empty.dtype).take(jnp.asarray([3, 7, 10]))
+    empty = pool("float32")
+    numbers = jnp.arange(empty.pages.array.size, dtype=jnp.float32).reshape(empty.pages.array.shape)
+    contents = dataclasses.replace(empty, pages=hax.named(numbers, empty.pages.axes)).take(jnp.asarray([3, 7, 10]))
     after = np.asarray(empty.put(jnp.asarray([0, 5, 10]), contents).pages.array)
     expected = np.zeros_like(after)
-    expected[:, [0, 5]] = np.asarray(pool)[:, [3, 7]]
+    expected[:, [0, 5]] = np.asarray(numbers)[:, [3, 7]]
     assert np.array_equal(after, expected)
 
 
 def test_zero_clears_every_byte():
-    kv = KvPages.init(**SHAPE, dtype="bfloat16", as_bits=True)
+    kv = pool("bfloat16")
     k, v = keys_and_values(np.random.default_rng(0), 1)
     assert not values(kv.write(jnp.int32(0), batch_info([5]), k, v).zero()).any()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_write_inside_a_loop_does_not_copy_the_pool(dtype, optimized):
-    shape = {**SHAPE, "num_pages": 4096}
-    kv = KvPages.init(**shape, dtype=dtype, as_bits=True)
+    kv = pool(dtype, num_pages=4096)
     k, v = keys_and_values(np.random.default_rng(0), 1)
 
     def run(kv):
@@ -130,9 +141,7 @@ def test_a_write_inside_a_loop_does_not_copy_the_pool(dtype, optimized):
 
 def test_position_two_million_of_a_large_pool_is_an_ordinary_destination():
     # An earlier engine used 2 000 000 for "nowhere" and dropped what was written to page 15625, offset 0.
-    kv = KvPages.init(
-        num_layers=1, num_pages=15_626, page_size=128, num_kv_heads=1, head_size=1, dtype="bfloat16", as_bits=True
-    )
+    kv = pool("bfloat16", num_layers=1, num_pages=15_626, page_size=128, kv_heads=1, head_dim=1)
     one = hax.named(jnp.ones((1, 1, 1), jnp.float32), (TOKEN, KV_HEADS, HEAD_SIZE))
     kv = kv.write(jnp.int32(0), batch_info([2_000_000], page_size=128), one, one)
     assert kv.pages.array[0, 15_625, 0].tolist() == [[0x3F80], [0x3F80]]

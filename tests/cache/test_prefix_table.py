@@ -99,7 +99,7 @@ def test_pages_are_added_to_what_is_known_and_equal_ones_are_found_once():
     texts.register([(-1, [1, 2, 3, 4], [1], 0), (-1, [1, 2, 3, 4, 5, 6], [4, 5], 0)])
     found = texts.find(-1, [1, 2, 3, 4, 5, 6])
     assert found == [0, 1, 5]
-    texts.register([(-1, [1, 2, 3, 4, 7, 8], [6, 8, 9])])  # computed again from the beginning
+    texts.register([(-1, [1, 2, 3, 4, 7, 8], [6, 8, 9])])  # computed again from the start
     assert texts.find(-1, [1, 2, 3, 4, 7, 8]) == [6, 8, 9]
     assert texts.find(-1, [1, 2, 3, 4, 5, 6]) == [6, 8, 5]
 
@@ -122,12 +122,12 @@ def test_what_follows_a_forgotten_page_is_not_registered():
     assert texts.find(-1, [1, 2, 3, 4]) == [] and texts.table.serials.array[1] == prefix_table.UNKNOWN
 
 
-@pytest.mark.parametrize("collisions", ["none", "contents", "beginnings", "buckets"])
+@pytest.mark.parametrize("collisions", ["none", "contents", "prefixes", "buckets"])
 def test_random_texts_are_found_as_in_a_dictionary(collisions, monkeypatch):
     """Where hashes collide a page may be missed; a page of another text is never found."""
     if collisions == "contents":
         monkeypatch.setattr(prefix_table, "content_hashes", lambda tokens: tokens[:, 0].astype(jnp.uint32) % 2)
-    if collisions == "beginnings":
+    if collisions == "prefixes":
         monkeypatch.setattr(prefix_table, "chained", lambda contents, place, starts: contents)
     if collisions == "buckets":
         monkeypatch.setattr(PrefixTable, "_bucket", lambda self, hashes: jnp.zeros(hashes.shape, jnp.int32))

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from levanter_infer.checkpoints import chat_template
 from levanter_infer.checkpoints.chat_template import ChatTemplate
 from tests.chat_cases import LLAMA_SYSTEM
 
@@ -220,3 +221,15 @@ def test_process_ends_with_its_template():
     del template
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_the_late_answer_of_a_worker_is_not_taken_for_that_to_the_next_chat(monkeypatch):
+    template = ChatTemplate("{{ messages[0]['content'] }}")
+    assert template.render([{"role": "user", "content": "first"}]) == "first"
+    late = template._worker
+    select = chat_template.select.select
+    monkeypatch.setattr(chat_template.select, "select", lambda *_: ([], [], []))
+    with pytest.raises(ValueError, match="too long"):
+        template.render([{"role": "user", "content": "second"}])
+    monkeypatch.setattr(chat_template.select, "select", select)
+    assert not late.is_usable and template.render([{"role": "user", "content": "third"}]) == "third"

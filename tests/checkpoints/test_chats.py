@@ -8,7 +8,7 @@ import select
 import pytest
 
 from levanter_infer.checkpoints import chat_template
-from levanter_infer.checkpoints.chat_settings import check_template_kwargs
+from levanter_infer.checkpoints.chat import check_template_kwargs
 from levanter_infer.checkpoints.chat_template import ChatTemplate
 from levanter_infer.checkpoints.tokenizer import Tokenizer
 from tests.chat_cases import CHATS, TAKES_PARTS, TEMPLATES, TOOLS, USER

@@ -7,9 +7,9 @@ import pytest
 
 from levanter_infer.checkpoints.generation import suggested_sampling
 from levanter_infer.checkpoints.source import resolve_source
+from levanter_infer.cli.session import suggestion_lines
 from levanter_infer.config import load_config
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.frontend import suggestion_lines
 
 QWEN3 = {
     "bos_token_id": 1,

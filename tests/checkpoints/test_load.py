@@ -81,7 +81,7 @@ def test_load_puts_every_tensor_in_its_place(write):
     assert (np.asarray(k_proj.array[1]).reshape(4, 8) == tensors[K_PROJ]).all()
     o_proj = model.layers.attention.o_proj.weight.array[0]
     assert (np.asarray(o_proj).reshape(8, 8) == tensors["model.layers.0.self_attn.o_proj.weight"]).all()
-    assert (np.asarray(model.lm_head.array) == tensors["lm_head.weight"]).all()
+    assert (np.asarray(model.lm_head.weight.array) == tensors["lm_head.weight"]).all()
     assert sum(leaf.size for leaf in jax.tree.leaves(model)) == sum(t.size for t in tensors.values())
 
 
@@ -145,7 +145,7 @@ def test_links_of_a_hub_cache_into_its_blobs_are_followed(write, tmp_path_factor
         path.rename(blobs / str(number))
         (snapshot / path.name).symlink_to(os.path.relpath(blobs / str(number), snapshot))
     model, _ = load_model(snapshot)
-    assert (np.asarray(model.embeddings.array) == weights()["model.embed_tokens.weight"]).all()
+    assert (np.asarray(model.embeddings.weight.array) == weights()["model.embed_tokens.weight"]).all()
 
 
 def test_missing_and_unexpected_tensors_are_named_together(write, no_reading):
@@ -291,7 +291,7 @@ def test_what_is_no_model_is_refused(write, tmp_path):
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("name, says", [("~nobody-of-this-name/m", "home directory"), ("x" * 300, "name too long")])
+@pytest.mark.parametrize("name, says", [("~no-such-user/m", "home directory"), ("x" * 300, "name too long")])
 def test_name_that_no_directory_can_have_is_reported(name, says):
     with pytest.raises(ValueError, match=f"cannot look for model '.*{says}.*; give a directory or a hub id"):
         resolve_source(name)

@@ -1,6 +1,7 @@
 """What is saved is an ordinary HF checkpoint, and loading it gives the model back bit for bit."""
 
 import json
+import os
 
 import equinox as eqx
 import jax
@@ -9,10 +10,14 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from levanter_infer.checkpoints import weights
 from levanter_infer.checkpoints.load import load_model
 from levanter_infer.checkpoints.save import save_model
+from levanter_infer.kernels.cpu.backend import CPU
+from levanter_infer.kernels.xla.backend import XlaBackend
 from levanter_infer.models.registry import family_for
 from tests.golden_cases import load_case, make_weights, write_checkpoint
+from tests.tiny_models import tiny_model
 
 CASES = (
     "llama2_bias",
@@ -71,6 +76,13 @@ def test_dtype_without_a_name_is_refused(tmp_path):
     with pytest.raises(ValueError, match="weights are int8, expected one of float32, float16, bfloat16"):
         save_model(jax.tree.map(lambda leaf: leaf.astype(np.int8), model), tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
-    bits = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model).for_cpu("xla")
+    bits = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model).prepare(XlaBackend(CPU))
     with pytest.raises(ValueError, match="weights are uint16"):
         save_model(bits, tmp_path / "saved")
+
+
+def test_all_of_a_file_is_given_to_the_system_before_it_is_synced(tmp_path, monkeypatch):
+    model, sizes = tiny_model(), []
+    monkeypatch.setattr(weights.os, "fsync", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
+    save_model(model, tmp_path)
+    assert sizes == [(tmp_path / "model.safetensors").stat().st_size]

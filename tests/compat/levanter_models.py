@@ -139,7 +139,7 @@ class Results:
 
 
 def on_meshes(name: str, model, results: Results) -> None:
-    """The parameters as a trainer holds them: spread over two devices, by Levanter's own mesh and mapping."""
+    """The parameters as a trainer holds them: sharded over two devices, by Levanter's own mesh and mapping."""
     expected = [tokens for tokens, _ in ours(model, matmul="xla")]
     for kind in jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit:
         for axes in {"data": 2, "model": 1}, {"data": 1, "model": 2}:
@@ -147,15 +147,15 @@ def on_meshes(name: str, model, results: Results) -> None:
             ici, dcn = config.axis_shapes(jax.device_count(), 1)
             mesh = create_mesh_from_axis_specs(ici_axes=ici, dcn_axes=dcn, axis_types=(kind,) * len({**ici, **dcn}))
             with hax.partitioning.set_mesh(mesh):
-                spread = hax.shard(model, config.resolved_param_mapping)
+                sharded = hax.shard(model, config.resolved_param_mapping)
                 parts = sum(
-                    not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(eqx.filter(spread, eqx.is_array))
+                    not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(eqx.filter(sharded, eqx.is_array))
                 )
-                assert parts, "nothing is spread"
-                inside = ours(spread, matmul="xla") if kind == jax.sharding.AxisType.Auto else None
+                assert parts, "nothing is sharded"
+                inside = ours(sharded, matmul="xla") if kind == jax.sharding.AxisType.Auto else None
                 with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
-                    inside = inside or ours(spread, matmul="xla")
-            outside = ours(spread, matmul="xla")
+                    inside = inside or ours(sharded, matmul="xla")
+            outside = ours(sharded, matmul="xla")
             what = f"{name}, {kind.name} mesh of {axes}"
             assert [tokens for tokens, _ in inside] == expected == [tokens for tokens, _ in outside], what
             results.add(what, compare(model, outside), f", {parts} arrays in parts")

@@ -9,7 +9,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from haliax import NamedArray
 
 from levanter_infer.decode.admission import Admission, admit
 from levanter_infer.decode.beam_table import hypotheses
@@ -19,10 +18,13 @@ from levanter_infer.decode.sampling_beams import candidates
 from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.decode.step import append, empty_sample, schedule
-from levanter_infer.engine.beams import check_room
+from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import Request
 from levanter_infer.engine.request_state import RequestState, SampleState
-from levanter_infer.engine.slots import SlotManager, empty_admission
+from levanter_infer.engine.scheduler import Scheduler
+from levanter_infer.engine.uploads import admission_fields, empty_admission
+from levanter_infer.engine.validation import RequestLimits, validate
 
 VOCAB = 9
 SHAPES = Shapes(
@@ -136,21 +138,19 @@ def expected(search: Search, logits: np.ndarray) -> list[tuple[float, list[int],
 def run(searches: list[Search], logits: np.ndarray, *, cancel_rate: float = 0.0, seed: int = 0) -> dict[str, int]:
     """Serve the searches together and compare each; returns what has happened."""
     step, init = programs()
-    rng, state, slots = np.random.default_rng(seed), init(), SlotManager(SHAPES, ())
+    rng, state, scheduler = np.random.default_rng(seed), init(), Scheduler(SHAPES)
     groups = [search.group() for search in searches]
+    limits = RequestLimits.of(SHAPES, EngineConfig())
     for search, group in zip(searches, groups, strict=True):
-        check_room(search.width, len(search.prompt), group.max_len, SHAPES)
-        slots.add(group, now=0.0)
+        validate(Request(prompt_token_ids=search.prompt, sampling=search.params), limits)
+        scheduler.submit([group], now=0.0)
     nothing, steps, counted = empty_admission(SHAPES), 0, {}
-    while not slots.is_idle:
-        fields = {
-            name: value if name in ("sampling", "beams") else NamedArray(np.asarray(value), getattr(nothing, name).axes)
-            for name, value in slots.next_admission(steps, 1).items()
-        }
+    while scheduler.has_work:
+        fields = admission_fields(scheduler.next_admission(steps, 1).arrays(), SHAPES.limits, 1)
         state, packed, bad, found = step(state, dataclasses.replace(nothing, **fields), logits)
         assert not any(map(int, bad.values())), {name: int(count) for name, count in bad.items() if count}
         outputs = HostOutputs(packed, SHAPES)
-        for group in slots.searches(outputs, steps, 0):
+        for group in scheduler.finished_searches([outputs], steps, 0):
             for sequence in group.sequences:
                 generated = slice(len(group.prompt_token_ids), int(found.lens[sequence.slot]))
                 tokens, logprobs = found.tokens[sequence.slot][generated], found.logprobs[sequence.slot][generated]
@@ -158,10 +158,10 @@ def run(searches: list[Search], logits: np.ndarray, *, cancel_rate: float = 0.0,
                     np.asarray(tokens), np.asarray(logprobs), np.zeros(len(tokens)), None, [0] * len(tokens)
                 )
                 sequence.score = float(found.scores[sequence.slot])
-        slots.collect(outputs, steps, 0)
+        scheduler.collect([outputs], steps, 0)
         counted, steps = outputs.scalars, steps + 1
         if rng.random() < cancel_rate:
-            slots.discard(groups[rng.integers(len(groups))])
+            scheduler.cancel(groups[rng.integers(len(groups))])
         assert steps < 2000, "searches never end"
     assert counted["free_pages"] == SHAPES.num_pages
     for search, group in zip(searches, groups, strict=True):

@@ -19,9 +19,9 @@ from levanter_infer.decode.resampling import resample_samples
 from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.decode.step import append, empty_sample, schedule
-from levanter_infer.engine.encode_sampling import SamplingColumns
+from levanter_infer.engine.admission import SamplingColumns
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.slots import empty_admission
+from levanter_infer.engine.uploads import empty_admission, sampling_table
 from tests.decode.allocator_model import SWAPPED, AllocatorModel
 
 VOCAB = 5
@@ -195,7 +195,7 @@ class Driver:
             columns.set(row, params, seed=0, sample_index=row, eos_token_ids=())
             source = None if row == 0 else slots[0]
             self.model.admit(slot, prompt, max_len, self.arrivals, source, stop, root, priority)
-        self._apply({**fields, "tokens": tokens, "sampling": columns.table(), "has_pieces": np.asarray(True)})
+        self._apply({**fields, "tokens": tokens, "sampling": sampling_table(columns), "has_pieces": np.asarray(True)})
 
     def cancel(self, slots: list[int]) -> None:
         mask = np.zeros(SHAPES.num_slots, bool)

@@ -16,9 +16,9 @@ from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.decode.step import append, empty_sample, schedule
-from levanter_infer.engine.encode_sampling import SamplingColumns
+from levanter_infer.engine.admission import SamplingColumns
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.slots import empty_admission
+from levanter_infer.engine.uploads import empty_admission, sampling_table
 
 SHAPES = Shapes(
     num_slots=20,
@@ -123,7 +123,9 @@ def work_of(load: list[Asked]) -> Work:
     admission = empty_admission(SHAPES)
     arrays = {**fields, "complete": np.arange(size) < row, "has_pieces": np.asarray(True)}
     named = {name: dataclasses.replace(getattr(admission, name), array=value) for name, value in arrays.items()}
-    *numbers, free = np.asarray(_program()(dataclasses.replace(admission, **named, sampling=columns.table()))).tolist()
+    *numbers, free = np.asarray(
+        _program()(dataclasses.replace(admission, **named, sampling=sampling_table(columns)))
+    ).tolist()
     work = Work(*numbers)
     assert work.ended == row, f"{row - work.ended} of {row} sequences never end"
     assert free == SHAPES.num_pages

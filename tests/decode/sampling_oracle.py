@@ -10,8 +10,9 @@ from haliax import NamedArray
 from levanter_infer.axes import SEQ
 from levanter_infer.decode.sampling import SamplingTable
 from levanter_infer.decode.shapes import SamplingLimits
-from levanter_infer.engine.encode_sampling import SamplingColumns
+from levanter_infer.engine.admission import SamplingColumns
 from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.uploads import sampling_table
 
 EOS = 3
 
@@ -36,7 +37,7 @@ def table_of(
         seed = 2**40 + row if seeds is None else seeds[row]
         index = 0 if sample_indices is None else sample_indices[row]
         columns.set(row, entry, seed=seed, sample_index=index, eos_token_ids=(EOS,))
-    uploaded = columns.table()
+    uploaded = sampling_table(columns)
     empty = SamplingTable.empty(SEQ, len(params), limits)
     named = {
         name: NamedArray(jnp.asarray(column.array), empty.columns[name].axes)

@@ -25,6 +25,7 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
+from levanter_infer.kernels.xla.backend import XLA
 from levanter_infer.layers.shard_axis import Vocabulary
 from levanter_infer.models.decoder import DecoderConfig
 from tests.tiny_models import tiny_model
@@ -40,7 +41,7 @@ class CountingModel(eqx.Module):
     embed: Axis = eqx.field(static=True)
     config: DecoderConfig = eqx.field(static=True)
     dtype = activation_dtype = jnp.dtype(jnp.float32)
-    skips_rows = False
+    backend = XLA
     vocab = Vocabulary(WORDS)
 
     @staticmethod
@@ -49,7 +50,7 @@ class CountingModel(eqx.Module):
         config = dataclasses.replace(config, hidden_size=2, num_heads=1, num_kv_heads=1, head_dim=2)
         return CountingModel(embed=Axis(EMBED, 2), config=config)
 
-    def for_cpu(self, kernel: str, *, isa: str | None = None, donate: bool = False) -> "CountingModel":
+    def prepare(self, backend, *, donate: bool = False) -> "CountingModel":
         return self
 
     def hidden(self, batch: PageBatchInfo, kv: KvPages, attention) -> tuple[NamedArray, KvPages]:

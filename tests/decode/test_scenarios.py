@@ -18,9 +18,9 @@ from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.decode.step import append, batch_info, empty_sample, schedule
-from levanter_infer.engine.encode_sampling import SamplingColumns
+from levanter_infer.engine.admission import SamplingColumns
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.slots import empty_admission
+from levanter_infer.engine.uploads import empty_admission, sampling_table
 
 SHAPES = Shapes(
     num_slots=6,
@@ -84,7 +84,9 @@ class Tables:
         tokens[: len(prompt)] = prompt
         changes |= {"tokens": tokens, "has_pieces": np.asarray(True)}
         named = {name: dataclasses.replace(getattr(admission, name), array=value) for name, value in changes.items()}
-        self.state = programs()[1](self.state, dataclasses.replace(admission, **named, sampling=columns.table()))
+        self.state = programs()[1](
+            self.state, dataclasses.replace(admission, **named, sampling=sampling_table(columns))
+        )
         check_invariants(self.state)
 
     def step(self, *sampled: int):

@@ -1,4 +1,4 @@
-"""Requests of all kinds, alone and in company, compared to the bit."""
+"""Requests of all kinds, alone and in a batch, compared to the bit."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -129,18 +129,18 @@ def _is_due(group, after: int) -> bool:
     )
 
 
-def expected(alone: InferenceEngine, case: Request | Resampling, beginnings: list | None) -> list[tuple]:
+def expected(alone: InferenceEngine, case: Request | Resampling, prefixes: list | None) -> list[tuple]:
     """What a case is worth by itself, in an engine that serves nothing else."""
     request = case.request if isinstance(case, Resampling) else case
     (whole,) = bits(alone.generate([request]))
-    if beginnings is None:
+    if prefixes is None:
         return whole
     assert isinstance(case, Resampling)
     made = []
     for index, (((tokens, *logprobs, score), has_ended), ancestor) in enumerate(
-        zip(beginnings, case.ancestors, strict=True)
+        zip(prefixes, case.ancestors, strict=True)
     ):
-        # A beginning is that of its sample alone
+        # A prefix is that of its sample alone
         own_tokens, *own_logprobs, _ = whole[ancestor]
         is_own = own_tokens[: len(tokens)] == tokens
         is_own &= all(own.startswith(part) for own, part in zip(own_logprobs, logprobs, strict=True))

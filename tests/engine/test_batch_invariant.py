@@ -19,7 +19,7 @@ built = pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not
 @built
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_bits_are_those_of_the_request_alone(dtype):
-    """In company, in another order, in chunks, on pages of another size, preempted, offloaded, cached and cold."""
+    """In a batch, in another order, in chunks, on pages of another size, preempted, offloaded, cached and cold."""
     cases = all_kinds(40, seed=5)
     searches = [i for i, case in enumerate(cases) if isinstance(case, Request) and case.sampling.num_beams > 1]
     alone = make_engine(dtype, with_beams=True, max_seqs=4, page_size=8, max_step_tokens=256, prefix_cache=False)
@@ -33,9 +33,9 @@ def test_bits_are_those_of_the_request_alone(dtype):
         engine = make_engine(dtype, with_beams=not left_out, **config)
         for order in (range(40), np.random.default_rng(0).permutation(40)):
             served = [i for i in order if i not in left_out]
-            for i, (found, beginnings) in zip(served, serve(engine, [cases[i] for i in served]), strict=True):
-                assert found == (plain[i] if i in plain else expected(alone, cases[i], beginnings))
-                done["resampled"] += beginnings is not None
+            for i, (found, prefixes) in zip(served, serve(engine, [cases[i] for i in served]), strict=True):
+                assert found == (plain[i] if i in plain else expected(alone, cases[i], prefixes))
+                done["resampled"] += prefixes is not None
             check_invariants(engine.state.decode)
             assert engine.stats()["pages_free"] == engine.shapes.num_pages
         for name in ("preemptions", "prefix_hits", "offloaded_pages"):

@@ -1,4 +1,4 @@
-"""Beam search through the engine: HF transformers' hypotheses and scores, in any company and through preemption."""
+"""Beam search through the engine: HF transformers' hypotheses and scores, in any batch and through preemption."""
 
 import equinox as eqx
 import numpy as np
@@ -28,7 +28,7 @@ def shared(tmp_path_factory):
 def engine(shared):
     yield shared
     check_invariants(shared.state.decode)
-    assert shared.stats()["pages_free"] == PAGES and shared._scheduler.is_idle
+    assert shared.stats()["pages_free"] == PAGES and not shared._scheduler.has_work
 
 
 def request(name: str, length: int, **changes) -> Request:
@@ -108,7 +108,7 @@ def test_a_beam_that_is_not_finite_ends_its_search_and_harms_nobody(engine):
     own = next(page for page in pages.ravel() if page < PAGES and refs[page] == 1)
     pool = engine.state.kv.pages
     poisoned = eqx.tree_at(lambda p: p.array, pool, pool.array.at[:, own].set(np.nan))
-    engine.state = eqx.tree_at(lambda s: s.kv.pages, engine.state, poisoned)
+    engine.runner.state = eqx.tree_at(lambda s: s.kv.pages, engine.state, poisoned)
     engine.drain()
     assert [c.finish_reason for c in first.completions()] == ["error"] * 3
     assert_found(second.completions(), answers()["plain"][1], CASES["plain"].ends)

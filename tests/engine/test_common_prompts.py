@@ -1,9 +1,8 @@
 """Sixty-four requests that begin with the same 2,000 tokens, admitted together, compute them once."""
 
-import dataclasses
 import functools
 
-import haliax as hax
+import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -27,9 +26,9 @@ BAD = 60
 @pytest.fixture(scope="module")
 def engine():
     model = tiny_model(max_position_embeddings=4096)
-    table = model.embeddings.array.at[BAD].set(jnp.nan)
-    model = dataclasses.replace(model, embeddings=hax.NamedArray(table, model.embeddings.axes))
-    pages = REQUESTS * (COMMON // PAGE + 3)  # so that nobody waits for room
+    table = model.embeddings.weight.array.at[BAD].set(jnp.nan)
+    model = eqx.tree_at(lambda m: m.embeddings.weight.array, model, table)
+    pages = REQUESTS * (COMMON // PAGE + 3)  # so that no sequence waits for pages
     sizes = dict(max_seqs=REQUESTS, max_seq_len=COMMON + 16, page_size=PAGE, max_pages=pages, max_step_tokens=STEP)
     with pytest.MonkeyPatch.context() as patch:  # all prompts in one upload
         patch.setattr("levanter_infer.engine.sizes.MIN_UPLOAD_TOKENS", REQUESTS * (COMMON + OWN))
@@ -68,10 +67,10 @@ def test_the_common_beginning_is_computed_once(engine, first):
     counted = {name: stats[name] - before[name] for name in ("computed_prompt_tokens", "prefix_hits", "preemptions")}
     computed = COMMON + OWN * (REQUESTS - (first == "cancelled"))
     hits = COMMON // PAGE * (REQUESTS - 1)
-    if first == "poisoned":  # nobody has got the last pages yet when it fails, in the step that fills them
+    if first == "poisoned":  # no sequence has got the last pages yet when it fails, in the step that fills them
         lost = COMMON % STEP // PAGE
         computed, hits = computed + lost * PAGE, hits - lost
-    if first == "cancelled":  # who takes over goes on with what is there
+    if first == "cancelled":  # its successor goes on with what is there
         taken_over = counted["prefix_hits"] - COMMON // PAGE * (REQUESTS - 2)
         assert 0 < taken_over < COMMON // PAGE
         hits = COMMON // PAGE * (REQUESTS - 2) + taken_over

@@ -2,10 +2,14 @@
 
 import numpy as np
 
+from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.coordination import LeaderCoordinator, LocalCoordinator
+from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request_state import RequestState, SampleState
+from levanter_infer.runtime.hosts import HostsDiffer
 from tests.runtime.key_value_stores import at_once, several
+from tests.tiny_models import tiny_model
 
 
 class Clock:
@@ -48,9 +52,9 @@ def test_skewed_clocks_and_speeds_give_the_same_terms():
 def test_a_cancellation_on_one_process_ends_the_group_on_all_before_the_same_round():
     made = councils()
     groups = [[group() for _ in range(3)] for _ in made]
-    for council, own in zip(made, groups, strict=True):
+    for coordinator, own in zip(made, groups, strict=True):
         for each in own:
-            council.enter(each)
+            coordinator.enter(each)
     rounds(made)
     assert made[1].cancel(groups[1][2]) is False  # not now
     first, second = rounds(made)
@@ -64,21 +68,21 @@ def test_a_cancellation_on_one_process_ends_the_group_on_all_before_the_same_rou
 def test_a_wish_to_stop_holds_from_one_round_on():
     made = councils(3)
     rounds(made, steps=(8, 8, 8))
-    assert not any(council.stopping for council in made)
+    assert not any(coordinator.stopping for coordinator in made)
     made[2]._hosts.request("stop")
     rounds(made, steps=(8, 8, 8))
-    assert all(council.stopping for council in made)
+    assert all(coordinator.stopping for coordinator in made)
 
 
 def test_other_requests_are_noticed_before_the_next_round():
     made = councils()
     tokens = np.arange(5, dtype=np.int32)
-    for i, council in enumerate(made):
-        council.on_input({"tokens": tokens, "cancel": np.asarray([i == 2])})
+    for i, coordinator in enumerate(made):
+        coordinator.on_input({"tokens": tokens, "cancel": np.asarray([i == 2])})
     first, second = rounds(made)
     assert first == second
-    for i, council in enumerate(made):
-        council.on_input({"tokens": tokens + i})
+    for i, coordinator in enumerate(made):
+        coordinator.on_input({"tokens": tokens + i})
     first, second = rounds(made, round_id=5)
     assert first.max_steps == 8
     assert isinstance(second, RuntimeError)
@@ -86,7 +90,21 @@ def test_other_requests_are_noticed_before_the_next_round():
 
 
 def test_one_process_decides_at_once():
-    council = LocalCoordinator(clock=lambda: 4.0)
-    assert council.cancel(group()) is True
-    terms = council.terms(0, 5)
-    assert (terms.now, terms.max_steps, terms.cancelled, council.stopping) == (4.0, 5, (), False)
+    coordinator = LocalCoordinator(clock=lambda: 4.0)
+    assert coordinator.cancel(group()) is True
+    terms = coordinator.terms(0, 5)
+    assert (terms.now, terms.max_steps, terms.cancelled, coordinator.stopping) == (4.0, 5, (), False)
+
+
+def test_processes_whose_engines_have_other_sizes_fail_by_their_names_before_anything_is_compiled():
+    made = several(2, heartbeat_s=60)
+    differ = at_once(
+        *(
+            lambda each=each, seqs=seqs: InferenceEngine(
+                tiny_model(), config=EngineConfig(max_seqs=seqs, max_seq_len=32, max_pages=64), hosts=each
+            )
+            for each, seqs in zip(made, (2, 4), strict=True)
+        )
+    )
+    assert all(isinstance(error, HostsDiffer) for error in differ), differ
+    assert all("sizes: on host 1 (m1) max_seqs is 4 and elsewhere 2" in str(error) for error in differ), differ

@@ -25,7 +25,7 @@ def shared():
 def engine(shared):
     yield shared
     check_invariants(shared.state.decode)
-    assert shared.stats()["pages_free"] == shared.shapes.num_pages and shared._scheduler.is_idle
+    assert shared.stats()["pages_free"] == shared.shapes.num_pages and not shared._scheduler.has_work
 
 
 def begun(engine, **changes):
@@ -41,10 +41,10 @@ def tokens(group):
     return [list(s.token_ids) for s in group.sequences]
 
 
-def continuation(engine, beginning, index):
-    """What sample `index` generates after prompt and `beginning`: its random numbers know the position only."""
-    sampling = dataclasses.replace(SAMPLING, max_tokens=SAMPLING.max_tokens - len(beginning), n=index + 1)
-    return engine.generate([Request(prompt_token_ids=PROMPT + beginning, sampling=sampling)])[0].completions[index]
+def continuation(engine, prefix, index):
+    """What sample `index` generates after prompt and `prefix`: its random numbers know the position only."""
+    sampling = dataclasses.replace(SAMPLING, max_tokens=SAMPLING.max_tokens - len(prefix), n=index + 1)
+    return engine.generate([Request(prompt_token_ids=PROMPT + prefix, sampling=sampling)])[0].completions[index]
 
 
 def test_descendants_go_on_from_their_ancestor_with_random_numbers_of_their_own(engine):

@@ -18,8 +18,9 @@ from levanter_infer.axes import POSITION
 from levanter_infer.decode.programs import Programs
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.sizes import resolve_shapes
-from levanter_infer.engine.slots import empty_admission
+from levanter_infer.engine.uploads import empty_admission
 from levanter_infer.layers.attention import AttentionSpec
+from levanter_infer.layers.layout import Layout
 from tests.kernels.ragged import lowers_for_gpu
 from tests.tiny_models import tiny_model
 
@@ -57,10 +58,10 @@ def test_auto_takes_the_kernels_for_gpus_where_they_can_do_the_work(on_gpu):
 
 def test_a_jax_without_triton_imports_and_a_gpu_gets_xla(on_gpu, monkeypatch):
     hidden = "import sys; sys.modules['jax.experimental.pallas.triton'] = None; "
-    code = hidden + "from levanter_infer.engine import backend; assert backend.plt is None"
+    code = hidden + "from levanter_infer.kernels.gpu import backend; assert backend.plt is None"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
     on_gpu("9.0")
-    monkeypatch.setattr("levanter_infer.engine.backend.plt", None)
+    monkeypatch.setattr("levanter_infer.kernels.gpu.backend.plt", None)
     assert chosen() == ("xla", "xla")
     with pytest.raises(ValueError, match='attention="gpu" is not possible: jax .* has no Triton backend'):
         chosen(attention="gpu")
@@ -69,7 +70,7 @@ def test_a_jax_without_triton_imports_and_a_gpu_gets_xla(on_gpu, monkeypatch):
 def test_a_gpu_stores_floats_and_samples_all_rows_at_once(on_gpu):
     on_gpu("9.0")
     backend = Backend.choose(CONFIG, tiny_model(), has_mods=False)
-    assert not backend.on_cpu
+    assert not backend.platform.integers_for_floats
     assert backend.adapt(resolve_shapes(CONFIG, tiny_model(), 1)).sampled_rows is None
 
 
@@ -84,10 +85,11 @@ def test_other_platforms_refuse_it(key):
 
 @pytest.mark.skipif(not lowers_for_gpu(), reason="jax 0.11 lowers Triton for GPUs that are there")
 def test_the_round_program_is_lowered_for_a_gpu():
-    backend = Backend(platform="gpu", matmul="gpu", attention="gpu")
-    model = backend.prepare(tiny_model(dtype="bfloat16"))
+    model = tiny_model(dtype="bfloat16")
+    backend = Backend.of("gpu", Layout.of(None, model.config), matmul="gpu", attention="gpu")
+    model = backend.prepare(model)
     shapes = backend.adapt(resolve_shapes(CONFIG, model, 1))
-    programs = Programs(model, shapes, AttentionSpec(impl="gpu"), kv_dtype=jnp.bfloat16, as_bits=False)
+    programs = Programs(model, shapes, AttentionSpec(), kv_dtype=jnp.bfloat16, backend=backend.attention_backend)
     traced = programs.trace_round(model, jax.eval_shape(programs.init), empty_admission(shapes))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     # In each bucket attention of chunks and of decode tokens, and four matmul: q, k, v; output; gate, up; down.
@@ -98,7 +100,7 @@ def test_the_round_program_is_lowered_for_a_gpu():
 def test_log_probabilities_are_those_of_the_plain_forward(monkeypatch):
     model = tiny_model(dtype="bfloat16", num_hidden_layers=1)
     kernels = "gpu" if jax.default_backend() == "gpu" else "gpu_interpret"
-    backend = Backend(platform="gpu", matmul=kernels, attention=kernels)
+    backend = Backend.of("gpu", Layout.of(None, model.config), matmul=kernels, attention=kernels)
     monkeypatch.setattr(Backend, "choose", lambda *_, **__: backend)
     engine = InferenceEngine(model, config=EngineConfig(max_seqs=4, max_seq_len=32, max_step_tokens=4))
     sampling = SamplingParams(max_tokens=5, temperature=0, logprobs=0)

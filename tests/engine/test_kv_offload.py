@@ -1,4 +1,4 @@
-"""Pages that move to the host's memory and back: results, reference counts, and nothing left behind."""
+"""Pages that move to host memory and back: results, reference counts, and nothing left behind."""
 
 import dataclasses
 import time
@@ -23,7 +23,7 @@ from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.pure import generate
 from levanter_infer.engine.request import Request
 from levanter_infer.engine.sizes import resolve_shapes
-from levanter_infer.engine.slots import empty_admission
+from levanter_infer.engine.uploads import empty_admission
 from levanter_infer.kernels.cpu import bindings as cpu
 from tests.hlo import pool_copies
 from tests.tiny_models import tiny_model
@@ -61,7 +61,7 @@ def request(seed: int, prompt: int = 9, max_tokens: int = 20, n: int = 1) -> Req
 
 
 def bits(completions) -> list:
-    """Tokens of every completion, and the bits of its logprobs where they do not depend on the company."""
+    """Tokens of every completion, and the bits of its logprobs where they do not depend on the batch."""
     return [(c.token_ids, c.logprobs.tobytes() if cpu.available() else None) for c in completions]
 
 
@@ -147,7 +147,7 @@ class ARecord:
         (12, [RUNNING, RUNNING], 4, True),
         (11, [RUNNING, RUNNING], 4, False),
         (12, [RUNNING, RUNNING], 2, False),  # no place
-        (5, [SWAPPED], 4, True),  # nobody runs: it may come back without room to grow
+        (5, [SWAPPED], 4, True),  # no sequence runs: it may come back without free pages
         (4, [SWAPPED], 4, False),
     ],
 )
@@ -223,8 +223,8 @@ def test_a_group_that_leaves_together_shares_again_what_it_shared(engine):
     flush_known(engine)
     indices = np.array(engine.state.decode.sequences.page_indices.array)
     counts = np.sort(np.array(engine.state.decode.page_table.ref_counts.array))
-    tables = _Tables(engine.programs.tier, engine.state)
-    engine.state = engine._offload._move_out(engine.programs.tier, engine.state, tables, group.sequences, stays=True)
+    tables = _Tables(engine.runner)
+    assert engine._offload._move_out(tables, group.sequences, stays=True)
     (record,) = engine._offload._records
     assert len(record.used()) == (counts > 0).sum() < (indices < PAGES).sum()
     assert free_pages(engine) == PAGES == tables.free
@@ -241,14 +241,14 @@ def test_cancelled_sequences_leave_nothing_with_the_host(engine):
     assert engine.stats()["offloaded_sequences"] == 2
     engine.cancel(group)
     assert engine.stats()["offloaded_bytes"] == 0
-    with pytest.raises(ValueError, match="not in the host's memory"):
+    with pytest.raises(ValueError, match="not in host memory"):
         engine.prefetch(group.sequences[0])
     check_idle(engine)
     assert bits(completions(other)) == alone(engine, request(17))[0]
 
 
 def test_a_deadline_ends_who_is_in_the_memory_of_the_host_and_nobody_else(engine, monkeypatch):
-    """Also where it passes while nothing is under way, and nothing else has told the host of it."""
+    """Also where it passes while nothing is under way, and the host has learned it from nothing else."""
     kept, late = request(24, prompt=30, max_tokens=34), request(25, prompt=20, max_tokens=40)
     first = engine.submit(kept)
     group = engine.submit(dataclasses.replace(late, timeout_s=1000))
@@ -267,11 +267,11 @@ def test_one_that_ended_meanwhile_does_not_come_back_with_its_group(engine):
     expected = alone(engine, request(18, prompt=13, n=3))[0]
     group = started(engine, request(18, prompt=13, n=3), 4)
     flush_known(engine)
-    tables = _Tables(engine.programs.tier, engine.state)
-    engine.state = engine._offload._move_out(engine.programs.tier, engine.state, tables, group.sequences, stays=True)
+    tables = _Tables(engine.runner)
+    assert engine._offload._move_out(tables, group.sequences, stays=True)
     ended = group.sequences[1]
     ended.finish("stop")
-    engine._scheduler.cancel_slot(ended)
+    engine._scheduler.slots_of(group).cancel_slot(ended)
     before = engine.stats()
     engine.prefetch(group.sequences[0])
     assert grown(engine, before, "prefetched_pages") < grown(engine, dict.fromkeys(before, 0), "offloaded_pages")
@@ -285,7 +285,7 @@ def test_reset_forgets_what_the_host_has(engine):
     engine.spill_to_host(group.sequences[0])
     engine.reset()
     assert engine.stats()["offloaded_bytes"] == 0 and free_pages(engine) == PAGES
-    with pytest.raises(ValueError, match="not in the host's memory"):
+    with pytest.raises(ValueError, match="not in host memory"):
         engine.prefetch(group.sequences[0])
     assert completions(group)[0].finish_reason == "abort"
 
@@ -317,7 +317,7 @@ def test_what_cannot_be_moved_is_said(engine, monkeypatch):
     assert engine.spill_to_host(waiting.sequences[0]) == 0  # it holds nothing yet
     engine.drain()
     assert engine.spill_to_host(waiting.sequences[0]) == 0
-    with pytest.raises(ValueError, match="not in the host's memory"):
+    with pytest.raises(ValueError, match="not in host memory"):
         engine.prefetch(waiting.sequences[0])
     group = started(engine, request(23), 4)
     monkeypatch.setattr(engine._offload, "_max_bytes", 100)
@@ -374,7 +374,7 @@ def test_a_pure_function_has_no_host():
 
 
 def test_of_those_that_left_the_first_in_order_comes_back_next():
-    """By priority, then by arrival, whenever they left; not who stays until asked for, nor who has nobody left."""
+    """By priority, then by arrival, whenever they left; not records that stay until asked for, nor empty ones."""
 
     def record(priority: int, arrival: int, *, stays: bool = False, reason: str | None = None) -> _Record:
         group = SimpleNamespace(priority=priority)

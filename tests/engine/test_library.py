@@ -115,10 +115,10 @@ for data, other in ((4, 1), (2, 2)):
     sharded = jax.shard_map(
         sample, mesh=mesh, in_specs=(P(), rows, rows, rows), out_specs=rows, check_vma=False
     )
-    # As a trainer has them: spread over the mesh, and whole inside of the call
+    # As a trainer has them: sharded over the mesh, and replicated inside of the call
     places = [P(*[None] * (leaf.ndim - 1), "data" if leaf.shape[-1] % 4 == 0 else None) for leaf in leaves]
-    spread = [jax.device_put(leaf, NamedSharding(mesh, place)) for leaf, place in zip(leaves, places, strict=True)]
-    apart = jax.jit(sharded)(spread, prompts, lens, seeds)
+    parts = [jax.device_put(leaf, NamedSharding(mesh, place)) for leaf, place in zip(leaves, places, strict=True)]
+    apart = jax.jit(sharded)(parts, prompts, lens, seeds)
     assert (apart.token_ids == alone.token_ids).all() and (apart.num_tokens == 9).all()
     np.testing.assert_allclose(apart.logprobs, alone.logprobs, atol=1e-4)
 print("equal")
@@ -133,14 +133,14 @@ def test_parts_of_a_model_are_refused():
     prompts, lens = np.zeros((2, 4), np.int32), np.full(2, 4, np.int32)
     with pytest.raises(ValueError, match=r"up_proj.weight is \[2, 16, 32\] here .*in_specs of"):
         generate(part, prompts, lens, SAMPLING, config=CONFIG)
-    spread = model.shard_as(Layout.of(jax.sharding.AbstractMesh((2,), ("model",)), model.config))
+    parts = model.shard_as(Layout.of(jax.sharding.AbstractMesh((2,), ("model",)), model.config))
     with pytest.raises(ValueError, match="the model of an engine on a mesh"):
-        jax.eval_shape(lambda: generate(spread, prompts, lens, SAMPLING, config=CONFIG))
+        jax.eval_shape(lambda: generate(parts, prompts, lens, SAMPLING, config=CONFIG))
 
 
 @pytest.mark.parametrize("axis", ["embed", "mlp", "layer", "vocab"])
 def test_parts_of_a_live_model_are_refused(axis):
-    """As they are inside of a `shard_map` whose in_specs spread every parameter along this axis."""
+    """As they are inside of a `shard_map` whose in_specs shard every parameter along this axis."""
     model, _ = params_and_case()
 
     def half(named):

@@ -12,15 +12,10 @@ import numpy as np
 import pytest
 
 from levanter_infer.axes import DATA, EMBED, HEAD_SIZE, KV_HEADS, LAYERS, MODEL, Q_HEADS_PER_GROUP, VOCAB
-from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.mesh import MeshConfig, make_mesh
-from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.request_state import RequestState, SampleState
-from levanter_infer.engine.routing import expected_tokens, route
-from levanter_infer.engine.row_reads import RowReads
-from levanter_infer.engine.sharded import ShardedSlots, ShardSteps
-from levanter_infer.engine.sizes import resolve_shapes
+from levanter_infer.engine.runner import Gather
+from levanter_infer.engine.stats import RankSteps
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.layers.layout import Layout
 from tests.tiny_models import tiny_model
@@ -211,94 +206,25 @@ def test_a_mesh_that_is_not_there_or_has_no_meaning_is_refused():
         abstract_layout(data=2, expert=2)
     with pytest.raises(ValueError, match="mesh.expert=3 does not divide the model's 8 experts"):
         Layout.of(jax.sharding.AbstractMesh((3,), ("expert",)), tiny_model(**EXPERTS).config)
-    assert make_mesh(MeshConfig()) is None and make_mesh(None) is None
+    assert [make_mesh(config).shape for config in (MeshConfig(), None)] == [{DATA: 1, MODEL: 1}] * 2
 
 
-def test_a_mesh_of_one_device_is_no_mesh():
+def test_a_mesh_of_one_device_runs_on_that_device():
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), (DATA, MODEL))
     engine = InferenceEngine(tiny_model(), mesh=mesh)
-    assert engine.describe()["mesh"] == {}
+    assert engine.describe()["mesh"] == {} and engine.backend.layout.mesh is mesh
 
 
-def group(length: int, generated: int, *, beginning: int = 0, n: int = 1) -> RequestState:
-    ids = [beginning] * length
-    made = RequestState(str(length), None, ids, SamplingParams(n=n), seed=0, max_len=length + generated)
-    made.sequences = [SampleState(request=made, index=i) for i in range(n)]
-    return made
+def test_arrays_that_are_on_the_mesh_stay_and_others_are_put_there():
+    layout = Layout.of(None, tiny_model().config)
+    there, host = hax.named(jax.device_put(np.ones(3)), "embed"), np.ones(3)
+    placed, moved = layout.place((there, host))
+    assert placed.array is there.array and moved.sharding == layout.sharding(())
 
 
-def test_requests_that_begin_alike_go_to_one_shard_and_shards_get_equal_work():
-    groups = [group(20, 10, beginning=i % 8) for i in range(64)]
-    shards = route(groups, [0, 0, 0, 0], page_size=16)
-    for beginning in range(8):
-        assert len({shards[i] for i in range(64) if i % 8 == beginning}) == 1
-    assert [shards.count(shard) for shard in range(4)] == [16] * 4
-    assert shards == route(groups, [0, 0, 0, 0], page_size=16)
-    assert len(set(route([group(4, 10) for _ in range(8)], [0] * 4, page_size=16))) == 4  # shorter than a page
-
-
-def test_one_beginning_for_all_is_cut_and_loads_count():
-    alike = [group(20, 10) for _ in range(64)]
-    shards = route(alike, [0] * 4, page_size=16)
-    assert max(shards.count(s) for s in range(4)) <= 17
-    shards = route([group(4, 10) for _ in range(10)], [10_000, 0], page_size=16)
-    assert set(shards) == {1}
-
-
-def sharded_slots(num_shards: int) -> ShardedSlots:
-    config = EngineConfig(max_seqs=2, max_seq_len=96, page_size=16)
-    return ShardedSlots(resolve_shapes(config, tiny_model(), 0), (), num_shards)
-
-
-def test_a_shard_with_room_takes_over_who_waits_elsewhere_and_deadlines_follow():
-    slots = sharded_slots(2)
-    alike = [group(20, 10, beginning=1) for _ in range(12)]
-    for i, made in enumerate(alike):
-        made.rank, made.timeout_s = 0, 100.0 + i
-        slots.add(made, 0.0)
-    other = group(3, 4)
-    other.rank = 1
-    slots.add(other, 0.0)
-    slots.next_admission(0, 4)
-    assert [made.rank for made in alike] == [1] * 3 + [0] * 9  # four slots there, one of them for the other
-    slots.next_admission(1, 4)
-    assert [made.rank for made in alike] == [1] * 3 + [0] * 9  # no room left
-    assert [made.sequences[0].slot is not None for made in alike] == [True] * 7 + [False] * 5
-    assert slots.expire(104.5) == [made.sequences[0] for made in alike[:5]]
-    cancelled = slots.next_admission(2, 4)["cancel"]
-    assert cancelled.sum(axis=1).tolist() == [2, 3] and slots.of(alike[4]) is not slots.of(alike[0])
-
-
-def test_room_is_counted_in_sequences_and_shared_out_evenly():
-    slots = sharded_slots(4)
-    for i in range(6):
-        many = group(5 + i, 4, n=2)
-        many.rank = 0
-        slots.add(many, 0.0)
-    large = group(30, 4, n=4)
-    large.rank, large.priority = 0, -1
-    slots.add(large, 0.0)
-    slots.next_admission(0, 4)
-    assert sorted(len(manager.occupants) for manager in slots._managers) == [4, 4, 4, 4]
-    assert not slots.is_short and slots._managers[0].room == 0
-
-
-def test_expected_tokens_are_those_of_all_samples_and_one_prompt():
-    assert expected_tokens(group(20, 10, n=3)) == 20 + 3 * 10
-
-
-def test_mixed_lengths_leave_shards_at_most_a_twentieth_apart():
-    rng = np.random.default_rng(0)
-    groups = [group(int(rng.integers(1, 300)), int(rng.integers(1, 500)), beginning=i) for i in range(200)]
-    loads = np.zeros(4)
-    for made, shard in zip(groups, route(groups, [0] * 4, page_size=16), strict=True):
-        loads[shard] += expected_tokens(made)
-    assert loads.min() > 0.95 * loads.max()
-
-
-def test_rows_of_several_shards_come_in_the_order_in_which_they_are_wanted():
+def test_rows_of_several_ranks_come_in_the_order_in_which_they_are_wanted():
     shards, wanted = [1, 0, 1, 1, 0, 1, 1], [10, 3, 11, 12, 4, 13, 14]
-    reads = RowReads(shards, 3, size=2)
+    reads = Gather(shards, 3, size=2)
     calls = reads.arguments(wanted, fill=99)
     assert [call.tolist() for call in calls] == [
         [[3, 4], [10, 11], [99, 99]],
@@ -306,14 +232,14 @@ def test_rows_of_several_shards_come_in_the_order_in_which_they_are_wanted():
         [[99, 99], [14, 99], [99, 99]],
     ]
     assert reads.rows(calls).tolist() == wanted
-    alone = RowReads([0] * 5, 1, size=4)
+    alone = Gather([0] * 5, 1, size=4)
     assert [call.tolist() for call in alone.arguments(range(5), fill=-1)] == [[0, 1, 2, 3], [4, -1, -1, -1]]
     assert alone.rows([np.eye(4), np.ones((4, 4))]).shape == (5, 4)
-    assert RowReads([], 2, size=4).arguments([], fill=0) == []
+    assert Gather([], 2, size=4).arguments([], fill=0) == []
 
 
-def test_idle_shares_are_of_the_longest_shard_of_each_round():
-    steps = ShardSteps(2)
+def test_idle_shares_are_of_the_longest_rank_of_each_round():
+    steps = RankSteps(2)
     assert steps.on_round([10, 6]) == 10 and steps.on_round([14, 16]) == 10
     assert steps.idle_shares == {"0": 6 / 20, "1": 4 / 20}
     steps.on_reset()

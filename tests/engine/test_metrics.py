@@ -120,7 +120,7 @@ def test_each_time_is_booked_where_it_is_spent(engine, monkeypatch, phase):
     places = {
         "launch": (engine.programs, "round"),
         "wait": (sys.modules[engine_module].jax, "block_until_ready"),
-        "download": (sys.modules[engine_module], "read_outputs"),
+        "download": (sys.modules[engine_module], "RoundResult"),
         "collect": (engine._scheduler, "collect"),
     }
     owner, name = places[phase]

@@ -12,16 +12,9 @@ import pytest
 import levanter_infer.engine.params as params_module
 from levanter_infer.decode.sampling_table import SamplingTable
 from levanter_infer.decode.shapes import SamplingLimits
-from levanter_infer.engine.encode_sampling import SamplingColumns
-from levanter_infer.engine.params import SamplingParams, check_limits, derive_seed
-
-LIMITS = {
-    "vocab_size": 100,
-    "max_logprobs": 20,
-    "max_prompt_logprobs": 1,
-    "max_logit_bias": 3,
-    "max_stop_sequences": 2,
-}
+from levanter_infer.engine.admission import SamplingColumns
+from levanter_infer.engine.params import SamplingParams, derive_seed
+from levanter_infer.engine.uploads import sampling_table
 
 
 @pytest.mark.parametrize(
@@ -168,7 +161,7 @@ def test_other_engines_word_for_no_top_k_is_taken_as_such():
     assert params.top_k == 0 and params == SamplingParams()
     columns = SamplingColumns(1, limits())
     columns.set(0, params, seed=0, sample_index=0, eos_token_ids=())
-    assert columns.table().top_k.array.tolist() == [0]
+    assert sampling_table(columns).top_k.array.tolist() == [0]
     assert SamplingParams(top_k=-1, num_beams=2).num_beams == 2
 
 
@@ -189,33 +182,6 @@ def test_parameter_that_nothing_here_is_like_is_refused_without_naming_another(n
 def test_sampling_that_is_no_mapping_is_refused():
     with pytest.raises(ValueError, match="expected a mapping"):
         SamplingParams.from_dict([("n", 1)])  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"logprobs": 30}, "logprobs=30 but engine.max_logprobs=20; raise engine.max_logprobs"),
-        ({"logit_bias": dict.fromkeys(range(4), 1.0)}, "logit_bias has 4 entries but engine.max_logit_bias=3; raise"),
-        ({"stop_token_ids": [1, 2, 3]}, "stop_token_ids has 3 entries but engine.max_stop_sequences=2"),
-        ({"stop": ["a", "b", "c"]}, "stop has 3 entries but engine.max_stop_sequences=2"),
-        ({"stop_token_ids": [list(range(17))]}, r"stop_token_ids\[0\] has 17 tokens; .* at most 16"),
-        ({"stop_token_ids": [1, [2, 100]]}, r"stop_token_ids\[1\] holds token id 100, outside the vocabulary of 100"),
-        ({"logit_bias": {100: 1.0}}, "logit_bias holds token id 100, outside the vocabulary of 100 tokens"),
-    ],
-)
-def test_request_beyond_a_static_limit_is_refused_with_the_config_key(changes, message):
-    with pytest.raises(ValueError, match=message):
-        check_limits(SamplingParams(**changes), **LIMITS)
-
-
-def test_request_at_every_limit_is_accepted():
-    params = SamplingParams(
-        logprobs=20,
-        logit_bias={0: 1.0, 98: 1.0, 99: 1.0},
-        stop=["a", "b"],
-        stop_token_ids=[list(range(16)), 99],
-    )
-    check_limits(params, **LIMITS)
 
 
 def test_derived_seed_depends_on_config_seed_and_id_alone():
@@ -255,7 +221,7 @@ def limits(max_stop_sequences: int = 4) -> SamplingLimits:
 
 
 def test_columns_without_sequences_are_an_empty_table():
-    columns, empty = SamplingColumns(3, limits()).table(), SamplingTable.empty("admitted", 3, limits())
+    columns, empty = sampling_table(SamplingColumns(3, limits())), SamplingTable.empty("admitted", 3, limits())
     for name, column in columns.columns.items():
         other = empty.columns[name]
         assert column.axes == other.axes and column.array.dtype == other.array.dtype, name
@@ -278,7 +244,7 @@ def test_columns_hold_what_was_asked():
         stop_token_ids=[[1, 2, 3], 9],
     )
     columns.set(1, params, seed=0x0123456789ABCDEF, sample_index=3, eos_token_ids=(9, 11, 100))
-    row = {name: column.array[1] for name, column in columns.table().columns.items()}
+    row = {name: column.array[1] for name, column in sampling_table(columns).columns.items()}
     assert {name: row[name].item() for name in row if row[name].ndim == 0} == {
         "temperature": 0.5,
         "top_k": 100,
@@ -296,25 +262,28 @@ def test_columns_hold_what_was_asked():
     assert row["stop_lens"].tolist() == [3, 1, 1, 0]
     assert row["stop_ids"][0].tolist() == [100] * 13 + [1, 2, 3]
     assert row["stop_ids"][:, -1].tolist() == [3, 9, 11, 100]
-    assert (columns.table().temperature.array[0], columns.table().stop_lens.array[0].tolist()) == (0.0, [0, 0, 0, 0])
+    assert (sampling_table(columns).temperature.array[0], sampling_table(columns).stop_lens.array[0].tolist()) == (
+        0.0,
+        [0, 0, 0, 0],
+    )
 
 
 def test_ignore_eos_leaves_only_the_stops_that_were_asked():
     columns = SamplingColumns(1, limits())
     columns.set(0, SamplingParams(ignore_eos=True, stop_token_ids=[4]), seed=0, sample_index=0, eos_token_ids=(9,))
-    assert columns.table().stop_lens.array.tolist() == [[1, 0, 0, 0]]
-    assert columns.table().stop_ids.array[0, 0, -1] == 4
+    assert sampling_table(columns).stop_lens.array.tolist() == [[1, 0, 0, 0]]
+    assert sampling_table(columns).stop_ids.array[0, 0, -1] == 4
 
 
 def test_top_p_too_small_for_float32_still_keeps_a_token():
     columns = SamplingColumns(1, limits())
     columns.set(0, SamplingParams(top_p=1e-60), seed=0, sample_index=0, eos_token_ids=())
-    assert columns.table().top_p.array[0] > 0
+    assert sampling_table(columns).top_p.array[0] > 0
 
 
 def test_limits_of_zero_give_columns_of_no_width():
     none = SamplingLimits(vocab_size=10, max_logprobs=0, max_logit_bias=0, max_stop_sequences=0, max_stop_tokens=16)
     columns = SamplingColumns(1, none)
     columns.set(0, SamplingParams(), seed=0, sample_index=0, eos_token_ids=())
-    table = columns.table()
+    table = sampling_table(columns)
     assert table.bias_ids.array.shape == (1, 0) and table.stop_ids.array.shape == (1, 0, 16)

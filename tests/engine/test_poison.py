@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 
-import haliax as hax
+import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -40,8 +40,8 @@ FAST = 2
 @functools.lru_cache
 def make_engine(backend: str) -> InferenceEngine:
     model = tiny_model()
-    table = model.embeddings.array.at[BAD].set(jnp.nan)
-    model = dataclasses.replace(model, embeddings=hax.NamedArray(table, model.embeddings.axes))
+    table = model.embeddings.weight.array.at[BAD].set(jnp.nan)
+    model = eqx.tree_at(lambda m: m.embeddings.weight.array, model, table)
     return InferenceEngine(model, config=EngineConfig(**BACKENDS[backend]))
 
 
@@ -64,14 +64,14 @@ def request(ids: list[int], seed: int, max_tokens: int = 14, n: int = 1) -> Requ
 
 
 def with_nan_logits(request: Request) -> Request:
-    """The request with a bias of NaN, which nobody can ask for."""
+    """The request with a bias of NaN, which no request can have."""
     sampling = dataclasses.replace(request.sampling)
     object.__setattr__(sampling, "logit_bias", {0: math.nan})
     return dataclasses.replace(request, sampling=sampling)
 
 
-def company() -> list[Request]:
-    """Samples of one prompt, common beginnings, and more tokens than the pool holds."""
+def batch() -> list[Request]:
+    """Samples of one prompt, common prefixes, and more tokens than the pool holds."""
     common = text(9, 100)
     return [request((common if i % 2 else []) + text(3 + i, i), seed=i, n=1 + (i % 3 == 0)) for i in range(6)]
 
@@ -99,7 +99,7 @@ def poison(engine: InferenceEngine, places: np.ndarray) -> None:
     """NaN in all keys and values at these places, bool[page, page_offset]."""
     kv = engine.state.kv
     pages = jnp.where(jnp.asarray(places)[None, :, :, None, None], jnp.float32(jnp.nan), kv.pages.array)
-    engine.state = dataclasses.replace(engine.state, kv=replace(kv, pages=pages))
+    engine.runner.state = dataclasses.replace(engine.state, kv=replace(kv, pages=pages))
 
 
 def places_of(engine: InferenceEngine, slots) -> np.ndarray:
@@ -114,7 +114,7 @@ def places_of(engine: InferenceEngine, slots) -> np.ndarray:
 
 
 def test_nan_wherever_nothing_is_stored_changes_no_bit(engine):
-    """Free pages, and the places of every page beyond the length of those who hold it."""
+    """Free pages, and the offsets of every page beyond the length of its holders."""
 
     def fill(engine):
         kept = places_of(engine, range(engine.shapes.num_slots))
@@ -123,12 +123,12 @@ def test_nan_wherever_nothing_is_stored_changes_no_bit(engine):
         poison(engine, ~kept)
         filled.append(int((~kept).sum()))
 
-    healthy = run(engine, company())
+    healthy = run(engine, batch())
     assert {reason for completions in healthy for _, reason, *_ in completions} == {"length"}
     engine.reset()
     poison(engine, np.ones((engine.shapes.num_pages, engine.shapes.page_size), bool))
     filled: list[int] = []
-    assert run(engine, company(), fill) == healthy
+    assert run(engine, batch(), fill) == healthy
     assert sum(filled) > 100
 
 
@@ -143,7 +143,7 @@ def test_nan_that_a_sequence_computes_itself_changes_no_bit_of_others(engine, wh
         else:
             prompts = [[*text(2, 50 + i), BAD if is_sick else HEALTHY, *text(24, 60 + i)] for i in range(3)]
             others = [request(prompt, 9, max_tokens=1) for prompt in prompts]
-        return [request for pair in zip(company()[:3], others, strict=True) for request in pair] + company()[3:]
+        return [request for pair in zip(batch()[:3], others, strict=True) for request in pair] + batch()[3:]
 
     healthy = run(engine, mixed(False))
     engine.reset()
@@ -166,12 +166,12 @@ VICTIM = request(text(10, 77), seed=7)
 
 def test_nan_within_a_sequence_ends_it_alone(engine):
     struck: list[int] = []
-    poisoned = run(engine, [VICTIM, *company()], lambda engine: strike(engine, struck))
+    poisoned = run(engine, [VICTIM, *batch()], lambda engine: strike(engine, struck))
     ((tokens, reason, *_),) = poisoned[0]
     assert struck and reason == "error" and 0 < len(tokens) < 14
     engine.reset()
     shorter = dataclasses.replace(VICTIM.sampling, max_tokens=len(tokens) + 1)
-    healthy = run(engine, [dataclasses.replace(VICTIM, sampling=shorter), *company()])
+    healthy = run(engine, [dataclasses.replace(VICTIM, sampling=shorter), *batch()])
     assert healthy[0][0][0][:-1] == tokens
     assert poisoned[1:] == healthy[1:]
 

@@ -93,7 +93,7 @@ def test_a_deadline_ends_what_runs_and_what_waits_and_gives_all_pages_back(engin
     assert [group.sequences[0].finish_reason for group in late] == ["abort"] * 3
     begun = late[0].sequences[0].token_ids
     assert begun == uncached_greedy(tiny_model(), late[0].prompt_token_ids, 30)[: len(begun)] and len(begun) > 2
-    engine.step_round(max_steps=1)  # reads the round that was told of it
+    engine.step_round(max_steps=1)  # reads the round that admitted it
     held = engine.state.decode.sequences.num_held(engine.shapes.page_size)
     assert np.flatnonzero(held).tolist() in ([], [other.sequences[0].slot])
     assert int(held.sum()) == engine.shapes.num_pages - int(engine.state.decode.page_table.num_free.array)

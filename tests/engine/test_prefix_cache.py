@@ -1,4 +1,4 @@
-"""Pages of equal beginnings are computed once, and nobody's tokens depend on it."""
+"""Pages of common prefixes are computed once, and no tokens depend on it."""
 
 import dataclasses
 import functools

@@ -17,7 +17,7 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from levanter_infer.engine.slots import empty_admission
+from levanter_infer.engine.uploads import empty_admission
 from tests.hlo import pool_copies
 from tests.tiny_models import tiny_model
 
@@ -88,7 +88,7 @@ def test_the_round_program_makes_no_pool_sized_copy_on_a_cpu(dtype, optimized):
     engine = InferenceEngine(tiny_model(dtype=dtype), config=config)
     assert len(engine.shapes.buckets) == 3
     pool = engine.state.kv.pages.array
-    compiled = engine.programs.trace_round(engine.model, engine.state, engine._uploads.nothing).lower().compile()
+    compiled = engine.programs.trace_round(engine.model, engine.state, engine.runner.nothing).lower().compile()
     assert pool_copies(compiled.as_text(), pool.shape, pool.dtype) == []
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < pool.nbytes
@@ -110,8 +110,8 @@ def test_the_round_and_the_programs_that_move_pages_make_no_pool_sized_copy_on_v
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["copies"] == []
     assert report["temp_bytes"] < report["pool_bytes"]
-    assert set(report["host_tier"]) == {"read_pages", "write_pages"}
-    for moved in report["host_tier"].values():
+    assert set(report["kv_offload"]) == {"read_pages", "write_pages"}
+    for moved in report["kv_offload"].values():
         assert moved["copies"] == [] and moved["host_bytes"] > 0
         assert moved["temp_bytes"] < 2 * moved["host_bytes"]  # what is moved, once
 
@@ -128,5 +128,5 @@ def test_a_round_uploads_nothing_but_its_admission():
 
 def test_an_empty_round_uploads_only_scalars():
     engine = InferenceEngine(tiny_model(), config=EngineConfig(max_seqs=4, max_seq_len=64))
-    fields = engine._scheduler.next_admission(0, 1)
-    assert all(np.ndim(value) == 0 for value in fields.values())
+    fields = engine._scheduler.next_admission(0, 1).arrays()
+    assert all(np.shape(value) == (1,) for value in fields.values())  # one rank

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from levanter_infer.checkpoints.chat_template import check_messages
-from levanter_infer.checkpoints.token_bound import TokenBound
 from levanter_infer.checkpoints.tokenizer import Tokenizer
+from levanter_infer.checkpoints.tokenizer_limits import TokenBound
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams

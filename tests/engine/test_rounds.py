@@ -1,7 +1,4 @@
-"""When rounds are launched and how long they are.
-
-`step_round(max_steps)`, `wait_for_launch_window` and `RoundLengthController`.
-"""
+"""When rounds are launched and how long they are: `step_round(max_steps)` and `wait_for_launch_window`."""
 
 import time
 from types import SimpleNamespace
@@ -13,7 +10,6 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from levanter_infer.engine.round_length import RoundLengthController
 from tests.tiny_models import tiny_model, uncached_greedy
 
 
@@ -53,7 +49,7 @@ def test_a_round_that_admits_nothing_uploads_nothing(engine):
 
 def test_more_steps_than_the_engine_would_choose_are_not_taken(engine):
     group = engine.submit(request(7))
-    chosen = engine._round_length.steps(with_prompts=True)
+    chosen = engine._scheduler.round_length.steps(with_prompts=True)
     engine.step_round(max_steps=10)
     engine.step_round(max_steps=10)
     assert len(group.sequences[0].token_ids) == chosen <= 3
@@ -90,29 +86,6 @@ def test_the_wait_for_the_launch_window_ends_when_the_next_round_has_to_be_launc
     assert 0.3 - 2 * 0.02 <= time.perf_counter() - begun < 5
 
 
-def test_rounds_double_until_they_take_their_time():
-    pace, lens = RoundLengthController(max_steps=64, max_seconds=0.5), []
-    for _ in range(5):
-        lens.append(pace.steps(False))
-        pace.on_round(False, steps=pace.steps(False), seconds=0.01 * pace.steps(False))
-    assert lens == [8, 16, 32, 50, 50]
-    assert pace.seconds(False, 50) == pytest.approx(0.5)
-    pace.on_round(False, steps=50, seconds=5.0)
-    assert pace.steps(False) == 5
-    pace.on_round(False, steps=1, seconds=7.0)
-    assert pace.steps(False) == 1
-
-
-def test_rounds_with_prompts_do_not_become_as_long_as_those_without():
-    pace = RoundLengthController(max_steps=64, max_seconds=0.5)
-    for _ in range(9):
-        pace.on_round(False, steps=pace.steps(False), seconds=0.001 * pace.steps(False))
-        pace.on_round(True, steps=pace.steps(True), seconds=0.1 * pace.steps(True))
-    assert (pace.steps(False), pace.steps(True)) == (64, 5)
-    pace.on_round(False, steps=0, seconds=3.0)
-    assert pace.steps(False) == 64
-
-
 def test_the_host_knows_when_a_round_may_compute_prompts(engine):
     group = engine.submit(request(4))
     assert engine._scheduler.has_prompts
@@ -122,25 +95,3 @@ def test_the_host_knows_when_a_round_may_compute_prompts(engine):
         engine.step_round(max_steps=1)
     assert not engine._scheduler.has_prompts
     engine.drain()
-
-
-def test_rounds_of_several_shards_get_as_long_as_their_requests_suffice():
-    pace = RoundLengthController(max_steps=64, max_seconds=100.0)
-    for _ in range(5):
-        pace.on_round(False, 64, 0.1)
-        pace.on_round(True, 64, 0.1)
-    pace.on_shards(False, [64, 63, 62, 61])  # a few steps are nothing
-    assert pace.steps(False) == 64
-    pace.on_shards(False, [40, 12, 40, 40])
-    assert pace.steps(False) == 20 and pace.steps(True) == 64
-    for _ in range(30):
-        pace.on_shards(False, [20, 20, 20, 20])
-    assert 40 < pace.steps(False) < 64
-    pace.on_shards(False, [2, 0])
-    pace.on_shards(False, [1, 0])
-    assert pace.steps(False) == 1 and pace.steps(False, wanted=3) == 1
-    for _ in range(4):
-        pace.on_shards(False, [1, 1])
-    assert pace.steps(False) == 2
-    pace.on_shards(True, [])  # nobody waits any more
-    assert pace.steps(False) == 64

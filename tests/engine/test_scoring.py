@@ -1,7 +1,6 @@
 """Log probabilities of prompts: those of the uncached forward, on every path, and the same bits on all of them."""
 
-import dataclasses
-
+import equinox as eqx
 import numpy as np
 import pytest
 
@@ -41,8 +40,8 @@ def engine(shared):
 def other():
     """Other sizes, XLA's matmuls, no prefix cache, and more of the likeliest tokens. Extended by its first test."""
     model = tiny_model()
-    poisoned = model.embeddings.array.at[POISON].set(np.nan)
-    model = dataclasses.replace(model, embeddings=dataclasses.replace(model.embeddings, array=poisoned))
+    poisoned = model.embeddings.weight.array.at[POISON].set(np.nan)
+    model = eqx.tree_at(lambda m: m.embeddings.weight.array, model, poisoned)
     sizes = dict(max_seqs=3, max_seq_len=LENGTH, page_size=8, max_step_tokens=80, prefix_cache=False)
     config = EngineConfig(**sizes, max_prompt_logprobs=3, matmul="xla")
     return InferenceEngine(model, config=config)
@@ -160,7 +159,7 @@ def test_a_common_beginning_is_computed_once(engine):
 
 def test_pages_without_scores_are_not_found_by_those_who_want_them(engine):
     before = engine.stats()
-    for k in (None, 0):  # who computes a beginning first must not matter
+    for k in (None, 0):  # which request computes a prefix first must not matter
         (output,) = engine.generate([request(text(18), max_tokens=1, k=k)])
         assert grown(engine, before)["prefix_hits"] == 0
     check(text(18), output.prompt_logprobs)

@@ -70,3 +70,11 @@ def test_the_longest_stop_that_ended_it_is_named(byte_level):
     later = other.snapshot()
     later.take_over(subject)
     assert later.stop_reason == (5, 6, 7)
+
+
+def test_each_token_has_as_many_of_the_likeliest_as_were_asked_for_with_their_log_probabilities(byte_level):
+    subject = sequence(byte_level, logprobs=2)
+    top = np.asarray([[9, 4, 7], [4, 3, 1]]), np.asarray([[-0.5, -1.0, -1.5], [-0.25, -2.0, -3.0]], np.float32)
+    zeros = np.zeros(2, np.float32)
+    subject.extend(np.asarray([9, 3]), zeros, zeros, top, [0, 0])
+    assert subject.top_logprobs == [{9: -0.5, 4: -1.0}, {4: -0.25, 3: -2.0}]

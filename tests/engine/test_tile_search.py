@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from levanter_infer import EngineConfig, InferenceEngine, generate
+from levanter_infer.engine import tile_search
 from levanter_infer.engine.tile_search import check_tiles, find_tiles
 from levanter_infer.kernels.tiling import Tiles, TileShape, candidates, propose
 from levanter_infer.kernels.tpu.sizes import Tile
@@ -66,3 +67,20 @@ def test_tiles_for_an_attention_without_any_are_refused():
     ):
         with pytest.raises(ValueError, match="engine.tiles is for the attention of TPUs, and here attention="):
             refused()
+
+
+def test_a_compiler_that_ends_its_process_costs_the_tiles_at_which_it_ended_alone(tmp_path, monkeypatch):
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        """#!/bin/sh
+cat > /dev/null
+if [ -e $0.second ]; then echo '{"error": ""}'; exit; fi
+touch $0.second
+echo '{"error": "no"}'
+exit 3
+"""
+    )
+    compiler.chmod(0o700)
+    monkeypatch.setattr(tile_search.sys, "executable", str(compiler))
+    given = [propose(SHAPE)] * 3
+    assert list(tile_search._refusals("v5e", {}, given)) == ["no", "the compiler ended its process with 3", ""]

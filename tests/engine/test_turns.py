@@ -1,4 +1,4 @@
-"""Several threads in one engine: calls take turns, or are told who uses it."""
+"""Several threads in one engine: calls take turns, or name the thread that uses it."""
 
 import collections
 import threading
@@ -186,7 +186,7 @@ def test_a_callback_may_call_the_engine(engine):
 # Turns alone
 
 
-def nobody() -> bool:
+def no_thread() -> bool:
     return False
 
 
@@ -194,10 +194,10 @@ def test_those_who_wait_go_in_order_of_arrival():
     turns, order, threads = Turns(), [], []
 
     def wait(i):
-        with turns.taken("call", nobody, waits=True):
+        with turns.taken("call", no_thread, waits=True):
             order.append(i)
 
-    with turns.taken("first", nobody, waits=True):
+    with turns.taken("first", no_thread, waits=True):
         for i in range(5):
             threads.append(threading.Thread(target=wait, args=(i,)))
             threads[-1].start()
@@ -212,7 +212,7 @@ def test_a_call_that_does_not_wait_takes_no_turn_from_those_who_do():
     turns = Turns()
     turns._queue.append(threading.Event())  # as between the end of a call and the waking of the next one
     with pytest.raises(RuntimeError, match="other threads wait for their turn"):
-        with turns.taken("submit", nobody, waits=False):
+        with turns.taken("submit", no_thread, waits=False):
             pass
     with turns.taken("step_round", lambda: True, waits=False):  # they wait for this one's requests
         pass
@@ -226,16 +226,16 @@ def test_waiting_ends_with_an_interrupt_and_the_next_one_gets_the_turn():
             raise KeyboardInterrupt
 
     def wait():
-        with turns.taken("call", nobody, waits=True):
+        with turns.taken("call", no_thread, waits=True):
             done.set()
 
     def interrupted():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("levanter_infer.engine.turns.threading.Event", Interrupted)
-            with pytest.raises(KeyboardInterrupt), turns.taken("call", nobody, waits=True):
+            with pytest.raises(KeyboardInterrupt), turns.taken("call", no_thread, waits=True):
                 pass
 
-    with turns.taken("first", nobody, waits=True):
+    with turns.taken("first", no_thread, waits=True):
         thread = threading.Thread(target=interrupted)
         thread.start()
         thread.join(10)
@@ -257,10 +257,10 @@ def test_an_interrupt_right_after_queueing_leaves_no_ticket_behind():
             raise KeyboardInterrupt
 
     turns._queue = Queue()
-    with pytest.raises(KeyboardInterrupt), turns.taken("call", nobody, waits=True):
+    with pytest.raises(KeyboardInterrupt), turns.taken("call", no_thread, waits=True):
         pass
     assert not turns._queue
-    with turns.taken("submit", nobody, waits=False):
+    with turns.taken("submit", no_thread, waits=False):
         pass
 
 
@@ -269,10 +269,10 @@ def test_long_waiting_is_logged_with_who_is_waited_for(monkeypatch, caplog):
     turns = Turns()
 
     def wait():
-        with turns.taken("score", nobody, waits=True):
+        with turns.taken("score", no_thread, waits=True):
             pass
 
-    with turns.taken("generate", nobody, waits=True):
+    with turns.taken("generate", no_thread, waits=True):
         thread = threading.Thread(target=wait, name="later")
         thread.start()
         while not caplog.records:

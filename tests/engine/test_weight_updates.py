@@ -1,4 +1,4 @@
-"""Other weights for an engine that goes on: who samples with which, and what may be shared."""
+"""Other weights for an engine that goes on: which requests sample with which, and what may be shared."""
 
 import dataclasses
 
@@ -55,7 +55,7 @@ def request(ids: list[int], max_tokens: int = 8, **sampling) -> Request:
 def same_but_for_the_head(turn: int):
     """A model with the keys and values of `tiny_model()`, and other tokens."""
     model = tiny_model()
-    return eqx.tree_at(lambda m: m.lm_head.array, model, jnp.roll(model.lm_head.array, turn, axis=0))
+    return eqx.tree_at(lambda m: m.lm_head.weight.array, model, jnp.roll(model.lm_head.weight.array, turn, axis=0))
 
 
 def likeliest(model, tokens: list[int]) -> int:
@@ -206,7 +206,7 @@ def test_arrays_that_are_shared_may_be_donated_once_nobody_runs_with_them():
         (dict(), dict(policy="now"), "policy='now': expected one of drain, keep_kv, recompute"),
         (dict(), dict(version=-1), "version=-1: expected a whole number from 0"),
         (dict(), dict(version=True), "version=True: expected a whole number"),
-        (dict(dtype="bfloat16"), dict(), r"embeddings was float32\[61, 32\] and is bfloat16"),
+        (dict(dtype="bfloat16"), dict(), r"embeddings.weight was float32\[61, 32\] and is bfloat16"),
         (dict(rope_theta=5.0), dict(), "rope was .*and is .*theta"),
         (dict(tie_word_embeddings=True), dict(), "tie_word_embeddings was False and is True"),
     ],

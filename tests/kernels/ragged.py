@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from levanter_infer.kernels import int8
+from levanter_infer.kernels import AttentionCall, Backend, int8, make_backend
+from levanter_infer.kernels.rules import ScoreRules
 from levanter_infer.kernels.tpu.pool import TpuPool
 
 LAYERS, LAYER = 3, 1
@@ -17,6 +18,34 @@ RUNS_HERE = (
 """Implementations of attention that run on this machine."""
 CALLS_MODS = tuple(impl for impl in RUNS_HERE if impl != "cpu")
 """Implementations of them that support `score_mod` and `mask_mod`."""
+
+
+def attention_call(
+    q, kv_pages, *, layer, page_indices, seq_lens, cu_q_lens, num_seqs, backend: Backend, kv_dtype=None, kv_heads=None,
+    sinks=None, **rules,
+) -> AttentionCall:  # fmt: skip
+    """The call for arrays by name; rules: the fields of `ScoreRules`."""
+    return AttentionCall(
+        q=q,
+        kv_pages=kv_pages,
+        layer=layer,
+        page_indices=page_indices,
+        seq_lens=seq_lens,
+        cu_q_lens=cu_q_lens,
+        num_seqs=num_seqs,
+        rules=ScoreRules(**rules),
+        kv_dtype=jnp.dtype(kv_pages.dtype if kv_dtype is None else kv_dtype),
+        kv_heads=kv_pages.shape[-2] // 2 if kv_heads is None else kv_heads,
+        page_size=kv_pages.shape[backend.pool_order.index(2)],
+        sinks=sinks,
+    )
+
+
+def attend(*, impl: str, isa=None, tiles=None, **arguments):
+    """Attention by the backend named `impl`; arguments: as of `attention_call`."""
+    options = {name: value for name, value in (("cpu_isa", isa), ("tiles", tiles)) if value is not None}
+    backend = make_backend(impl).configured(**options)
+    return backend.attend(attention_call(**arguments, backend=backend))
 
 
 def lowers_for_gpu() -> bool:

@@ -1,4 +1,4 @@
-"""The entry: choice of the implementation and messages for arguments that do not fit."""
+"""An attention call: choice of the implementation and messages for arguments that do not fit."""
 
 import functools
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from levanter_infer.kernels import ragged_paged_attention
+from tests.kernels.ragged import attend
 
 I32, F32, BF16 = jnp.int32, jnp.float32, jnp.bfloat16
 
@@ -25,21 +25,21 @@ def arguments(**changes):
     return {**good, **changes}
 
 
-def test_auto_is_xla():
+def test_backends_trace_programs_of_their_own():
     traced = arguments()
     del traced["scale"]
     programs = {
-        impl: str(jax.make_jaxpr(functools.partial(ragged_paged_attention, scale=1.0, impl=impl))(**traced))
-        for impl in ("auto", "xla", "reference")
+        impl: str(jax.make_jaxpr(functools.partial(attend, scale=1.0, impl=impl))(**traced))
+        for impl in ("xla", "reference")
     }
-    assert programs["auto"] == programs["xla"] != programs["reference"]
+    assert programs["xla"] != programs["reference"]
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(impl="flash"), 'impl="flash" is unknown; use one of: auto, reference, xla, cpu, gpu'),
-        (dict(return_attn=True), 'return_attn=True with impl="xla"'),
+        (dict(impl="flash"), 'impl="flash" is unknown; use one of: reference, xla, cpu, gpu'),
+        (dict(kv_heads=3), "kv_heads: got 3, expected 2 as in kv_pages"),
         (dict(q=jnp.zeros((4, 8), F32)), r"q: got float32\[4, 8\]"),
         (dict(q=jnp.zeros((4, 5, 8), F32)), "4 interleaved heads for 5 query heads"),
         (dict(q=jnp.zeros((4, 6, 16), F32)), "got head_dim 8, expected 16"),
@@ -61,4 +61,4 @@ def test_auto_is_xla():
 )
 def test_bad_arguments_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
-        ragged_paged_attention(**arguments(**changes))
+        attend(**{"impl": "xla", **arguments(**changes)})

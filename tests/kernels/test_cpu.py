@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levanter_infer.kernels.call import AttentionCall
+from levanter_infer.kernels.call import AttentionCall, LinearCall
 from levanter_infer.kernels.cpu import bindings as cpu
+from levanter_infer.kernels.cpu.backend import CpuBackend
 from levanter_infer.kernels.rules import ScoreRules
 from tests.kernels.ragged import Sizes, dense_attention, make_ragged
 from tests.tiny_models import tiny_model
@@ -40,7 +41,16 @@ def random_problem(rows, inputs, outputs, dtype, layers=2):
 
 @functools.cache
 def compiled(isa):
-    return jax.jit(functools.partial(cpu.stacked_matmul, isa_name=isa), static_argnums=2, static_argnames="eps")
+    def run(x, panels, outputs, layer, rows=None, *, norm=None, eps=0.0, gate=None, residual=None):
+        with_eps = None if norm is None else (norm, eps)
+        return cpu.stacked_matmul(LinearCall(x, panels, outputs, layer, rows, with_eps, gate, residual), isa_name=isa)
+
+    return jax.jit(run, static_argnums=2, static_argnames="eps")
+
+
+def call_of(arrays, dtype: str, rules: ScoreRules) -> AttentionCall:
+    _, _, page_size, pairs, _ = arrays["kv_pages"].shape
+    return AttentionCall(**arrays, kv_dtype=jnp.dtype(dtype), rules=rules, kv_heads=pairs // 2, page_size=page_size)
 
 
 def matmul(isa, x, weights, layer, num_rows=None, **around):
@@ -218,7 +228,7 @@ def test_attention_equals_dense_in_every_instruction_set(isa, head_dim):
     sizes = Sizes(6, 2, head_dim, 16, dtype="bfloat16", stored="uint16")
     batch = make_ragged(sizes, [(1, 140), (30, 170), (4, 4)])
     rules = ScoreRules(scale=0.3)
-    out = cpu.cpu_attention(AttentionCall(**batch.arrays, kv_dtype=jnp.dtype("bfloat16"), rules=rules), isa_name=isa)
+    out = cpu.cpu_attention(call_of(batch.arrays, "bfloat16", rules), isa_name=isa)
     np.testing.assert_allclose(out, dense_attention(batch, scale=0.3), atol=1e-5, rtol=1e-5)
 
 
@@ -229,7 +239,7 @@ def test_a_head_alone_and_all_heads_together_attend_alike(isa, dtype):
     rows = 4 * (os.cpu_count() or 1) + 1
     sizes = Sizes(6, 2, 40, 8, tokens=rows + 8, rows=rows, max_pages=9, dtype=dtype)
     batch = make_ragged(sizes, [(9, 70), *((1, 1 + 5 * i % 70) for i in range(rows - 1))])
-    call = AttentionCall(**batch.arrays, kv_dtype=jnp.dtype(dtype), rules=ScoreRules(scale=0.3))
+    call = call_of(batch.arrays, dtype, ScoreRules(scale=0.3))
     together = np.asarray(cpu.cpu_attention(call, isa_name=isa))
     np.testing.assert_allclose(together, dense_attention(batch, scale=0.3), atol=1e-5, rtol=1e-5)
     alone = dataclasses.replace(call, num_seqs=jnp.int32(1), cu_q_lens=call.cu_q_lens.at[2:].set(9))
@@ -252,7 +262,7 @@ def test_a_query_has_the_same_bits_decoded_and_in_any_prompt_chunk(isa):
             "seq_lens": batch.arrays["seq_lens"].at[0].set(length - 30 + first + count),
             "cu_q_lens": batch.arrays["cu_q_lens"].at[1:].set(count),
         }
-        call = AttentionCall(**arrays, kv_dtype=jnp.dtype("bfloat16"), rules=rules)
+        call = call_of(arrays, "bfloat16", rules)
         return cpu.cpu_attention(call, isa_name=isa)[:count]
 
     whole = run(0, 30)
@@ -265,9 +275,9 @@ def test_what_the_attention_kernel_cannot_do_is_refused():
     batch = make_ragged(Sizes(2, 1, 16, 4, max_pages=40), [(1, 9)])
     with pytest.raises(ValueError, match="score_mod"):
         rules = ScoreRules(scale=1.0, score_mod=lambda score, *_: score)
-        cpu.cpu_attention(AttentionCall(**batch.arrays, kv_dtype=jnp.dtype("float32"), rules=rules))
+        cpu.cpu_attention(call_of(batch.arrays, "float32", rules))
     with pytest.raises(ValueError, match="not float16"):
-        cpu.cpu_attention(AttentionCall(**batch.arrays, kv_dtype=jnp.dtype("float16"), rules=ScoreRules(scale=1.0)))
+        cpu.cpu_attention(call_of(batch.arrays, "float16", ScoreRules(scale=1.0)))
 
 
 @built
@@ -275,7 +285,7 @@ def test_nan_in_a_query_gives_nan_there_and_nowhere_else():
     batch = make_ragged(Sizes(2, 1, 16, 4, max_pages=40), [(1, 9), (1, 40)])
     q = batch.arrays["q"].at[1, 0, 0].set(jnp.nan)
     arrays = {**batch.arrays, "q": q}
-    out = cpu.cpu_attention(AttentionCall(**arrays, kv_dtype=jnp.dtype("float32"), rules=ScoreRules(scale=0.3)))
+    out = cpu.cpu_attention(call_of(arrays, "float32", ScoreRules(scale=0.3)))
     assert np.isnan(out[1, 0]).all() and np.isfinite(out[0]).all() and np.isfinite(out[1, 1]).all()
 
 
@@ -338,7 +348,7 @@ def test_a_window_of_nothing_gives_zeros_whatever_the_values_hold():
     batch = make_ragged(Sizes(2, 1, 16, 4, max_pages=40), [(8, 8)])
     arrays = {**batch.arrays, "kv_pages": jnp.full_like(batch.arrays["kv_pages"], jnp.nan)}
     rules = ScoreRules(scale=0.3, sliding_window=jnp.int32(0))
-    out = cpu.cpu_attention(AttentionCall(**arrays, kv_dtype=jnp.dtype("float32"), rules=rules))
+    out = cpu.cpu_attention(call_of(arrays, "float32", rules))
     assert not np.asarray(out).any()
 
 
@@ -349,14 +359,14 @@ def test_bounds_that_do_not_ascend_from_0_are_refused(bounds):
     arrays = {**batch.arrays, "cu_q_lens": jnp.asarray(bounds, jnp.int32)}
     with pytest.raises(Exception, match="does not ascend"):
         rules = ScoreRules(scale=0.3)
-        jax.block_until_ready(cpu.cpu_attention(AttentionCall(**arrays, kv_dtype=jnp.dtype("float32"), rules=rules)))
+        jax.block_until_ready(cpu.cpu_attention(call_of(arrays, "float32", rules)))
 
 
 @built
 def test_a_model_of_float16_is_not_taken_for_bfloat16():
     model = tiny_model(dtype="float16")
     with pytest.raises(ValueError, match="not float16"):
-        model.for_cpu("cpu")
+        model.prepare(CpuBackend())
 
 
 def stats_of(logits, isa, num_rows=None):

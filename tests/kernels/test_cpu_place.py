@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from levanter_infer.kernels.call import KvWrite, Rotation
 from levanter_infer.kernels.cpu import bindings as cpu
 from tests.kernels.test_cpu import built, each_isa
 
@@ -43,9 +44,16 @@ def rotate_and_store(layer, isa=None, *, norms, **arrays):
 def _compiled(isa, eps):
     def call(layer, weights, arrays):
         norms = None if eps is None else tuple(zip(weights, eps, strict=True))
-        return cpu.place_tokens(layer=layer, norms=norms, isa_name=isa, **arrays)
+        return place_tokens(layer, norms, isa, **arrays)
 
     return jax.jit(call)
+
+
+def place_tokens(layer, norms, isa=None, *, q, k, v, pool, dests, cos, sin):
+    write = KvWrite(
+        k, v, layer, dests, dests // PAGE_SIZE, dests % PAGE_SIZE, pool.dtype, q=q, rotation=Rotation(cos, sin, norms)
+    )
+    return cpu.place_tokens(pool, write, isa_name=isa)
 
 
 def floats(stored):
@@ -144,7 +152,7 @@ def test_the_pool_is_updated_in_place(optimized):
     def steps(pool, q):
         def layer(i, carry):
             pool, q = carry
-            q, pool = cpu.place_tokens(layer=i, pool=pool, **{**rest, "q": q})
+            q, pool = place_tokens(i, None, pool=pool, **{**rest, "q": q})
             return pool, q
 
         return jax.lax.fori_loop(0, LAYERS, layer, (pool, q))

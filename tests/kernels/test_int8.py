@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levanter_infer.kernels import int8, ragged_paged_attention
+from levanter_infer.kernels import int8
 from levanter_infer.kernels.tpu.pool import TpuPool
-from tests.kernels.ragged import Sizes, dense_attention, make_ragged
+from tests.kernels.ragged import Sizes, attend, dense_attention, make_ragged
 
 
 def test_a_number_is_off_by_half_a_scale_at_most():
@@ -29,11 +29,11 @@ def test_numbers_that_are_not_finite_are_stored_as_0_and_large_ones_stay_finite(
 @pytest.mark.parametrize("impl", ["reference", "xla"])
 def test_attention_over_integers_equals_dense(impl):
     batch = make_ragged(Sizes(4, 2, 64, 16, tokens=40, rows=5, dtype="int8"), [(1, 100), (7, 40), (20, 90)])
-    out = ragged_paged_attention(**batch.arrays, scale=0.3, impl=impl)
+    out = attend(**batch.arrays, scale=0.3, impl=impl)
     np.testing.assert_allclose(out, dense_attention(batch, scale=0.3), atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="got head_dim 64, expected 65 as in q and one for the scale"):
         arrays = {**batch.arrays, "kv_pages": batch.arrays["kv_pages"][..., :64]}
-        ragged_paged_attention(**arrays, scale=0.3, impl=impl)
+        attend(**arrays, scale=0.3, impl=impl)
 
 
 def test_more_heads_than_a_page_holds_scales_for_are_refused():

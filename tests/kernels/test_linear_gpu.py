@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from levanter_infer.kernels.call import LinearCall
 from levanter_infer.kernels.gpu.linear import stacked_matmul
 
 LAYERS, LAYER = 3, 1
@@ -14,7 +15,11 @@ LAYERS, LAYER = 3, 1
 
 @functools.cache
 def matmul():
-    return jax.jit(functools.partial(stacked_matmul, interpret=jax.default_backend() != "gpu"))
+    def run(x, weights, layer, num_rows=None):
+        call = LinearCall(x, weights, [weight.shape[1] for weight in weights], layer, num_rows)
+        return stacked_matmul(call, interpret=jax.default_backend() != "gpu")
+
+    return jax.jit(run)
 
 
 def problem(rows, ins, outs, dtype="bfloat16"):

@@ -12,11 +12,10 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.extend.core import Jaxpr
 
 from levanter_infer.bench.attention import Case, inputs
-from levanter_infer.kernels import ragged_paged_attention
 from levanter_infer.kernels.tiling import Tiles
 from levanter_infer.kernels.tpu.sizes import Tile
 from tests.jaxprs import LOOPS, body, equations
-from tests.kernels.ragged import RUNS_HERE, Sizes, for_tpu, make_ragged
+from tests.kernels.ragged import RUNS_HERE, Sizes, attend, for_tpu, make_ragged
 
 SIZES = Sizes(4, 2, 64, 16, tokens=8, rows=3, max_pages=40)
 LENS = (300, 100)
@@ -35,7 +34,7 @@ def test_time_follows_the_length_and_not_the_width_of_the_table(impl, optimized)
         pages = batch.arrays["page_indices"]
         none = batch.arrays["kv_pages"].shape[1]
         arrays = {**batch.arrays, "page_indices": jnp.full((2, width), none, jnp.int32).at[:, :8].set(pages)}
-        program = jax.jit(lambda arrays: ragged_paged_attention(**arrays, scale=0.3, impl=impl))
+        program = jax.jit(lambda arrays: attend(**arrays, scale=0.3, impl=impl))
         jax.block_until_ready(program(arrays))
         times = []
         for _ in range(15):
@@ -78,7 +77,7 @@ def test_a_tpu_copies_each_page_once_and_ahead_of_its_use(copies):
     pages_per_item, arrays = 8, for_tpu(batch)
     tiles = Tiles(Tile(pages_per_item, 3, 1), Tile(pages_per_item, 2, 1, 8))
     heads = arrays.pop("kv_heads")
-    call = functools.partial(ragged_paged_attention, kv_heads=heads, scale=0.3, impl="tpu_interpret", tiles=tiles)
+    call = functools.partial(attend, kv_heads=heads, scale=0.3, impl="tpu_interpret", tiles=tiles)
     jax.block_until_ready(jax.jit(lambda arrays: call(**arrays))(arrays))
 
     layers, num_pages, *page = arrays["kv_pages"].shape
@@ -100,7 +99,7 @@ def test_a_tpu_copies_the_page_ids_of_an_item_a_turn_before_it_needs_them(copies
     arrays, tile = for_tpu(batch), Tile(8, 2, 1)
     heads = arrays.pop("kv_heads")
     tiles = Tiles(tile, Tile(8, 2, 1, 8))
-    call = functools.partial(ragged_paged_attention, kv_heads=heads, scale=0.3, impl="tpu_interpret", tiles=tiles)
+    call = functools.partial(attend, kv_heads=heads, scale=0.3, impl="tpu_interpret", tiles=tiles)
     jax.block_until_ready(jax.jit(lambda arrays: call(**arrays))(arrays))
 
     table, page_bytes = (SIZES.rows, 1, 128), 4 * int(np.prod(arrays["kv_pages"].shape[2:]))
@@ -133,7 +132,7 @@ def visits(jaxpr: Jaxpr, pool: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 def test_values_are_summed_in_the_visit_that_reads_their_keys(impl):
     """Only loops that compute scores and the sum of values read the pool, for decode tokens and for prompt chunks."""
     batch = make_ragged(SIZES, [(1, 300), (5, 100)])
-    program = jax.make_jaxpr(lambda arrays: ragged_paged_attention(**arrays, scale=0.3, impl=impl))(batch.arrays)
+    program = jax.make_jaxpr(lambda arrays: attend(**arrays, scale=0.3, impl=impl))(batch.arrays)
     found = list(visits(program.jaxpr, batch.arrays["kv_pages"].shape))
     assert len(found) == 2, found  # a loop for rows with one query, one for the others
     for reads, matmul in found:
@@ -150,7 +149,7 @@ def test_nothing_the_size_of_a_context_has_the_query_heads(impl):
     """24 query heads of 2 kv heads: keys or values repeated for each would be 24 × tokens × head size somewhere."""
     sizes = Sizes(24, 2, 64, 16, tokens=8, rows=3, max_pages=40)
     batch = make_ragged(sizes, [(1, 300), (5, 100)])
-    program = jax.make_jaxpr(lambda arrays: ragged_paged_attention(**arrays, scale=0.3, impl=impl))(batch.arrays)
+    program = jax.make_jaxpr(lambda arrays: attend(**arrays, scale=0.3, impl=impl))(batch.arrays)
     made = [var.aval for eqn in equations(program.jaxpr) for var in eqn.outvars]
     largest = max((aval for aval in made if hasattr(aval, "size")), key=lambda aval: aval.size)
     pool = batch.arrays["kv_pages"].shape

@@ -7,8 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levanter_infer.kernels import ragged_paged_attention
-from tests.kernels.ragged import CALLS_MODS, LAYER, RUNS_HERE, Sizes, dense_attention, make_ragged, random_rows
+from levanter_infer.kernels.xla.backend import ReferenceBackend
+from levanter_infer.kernels.xla.reference import reference_attention
+from tests.kernels.ragged import (
+    CALLS_MODS,
+    LAYER,
+    RUNS_HERE,
+    Sizes,
+    attend,
+    attention_call,
+    dense_attention,
+    make_ragged,
+    random_rows,
+)
 
 SIZES = {
     "mqa-page4": Sizes(8, 1, 16, 4, max_pages=40),
@@ -27,7 +38,7 @@ def attention(impl, kv_dtype="float32", soft_cap=None, score_mod=None, mask_mod=
 @functools.cache
 def _jitted(impl, kv_dtype, soft_cap, score_mod, mask_mod):
     static = dict(scale=0.3, kv_dtype=kv_dtype, soft_cap=soft_cap, score_mod=score_mod, mask_mod=mask_mod)
-    return jax.jit(lambda arrays: ragged_paged_attention(**arrays, **static, impl=impl))
+    return jax.jit(lambda arrays: attend(**arrays, **static, impl=impl))
 
 
 def check(batch, impl, *, traced=None, **static):
@@ -57,7 +68,7 @@ def test_attention_of_the_named_batches_equals_dense(impl):
         "a page boundary": [(1, 16), (1, 17), (16, 32), (2, 33)],
         "a prompt chunk longer than a query block": [(1, 3), (40, 150)],
         "one token": [(1, 1)],
-        "no row": [],
+        "no rows": [],
     }
     for rows in scenarios.values():
         check(make_ragged(SIZES["mqa-page4"], rows), impl)
@@ -138,9 +149,8 @@ def test_float8_bits_are_read_as_float8():
 
 def test_reference_returns_the_weights():
     batch = make_ragged(SIZES["mqa-page4"], [(1, 9), (2, 5)])
-    out, weights = jax.jit(functools.partial(ragged_paged_attention, scale=0.3, impl="reference", return_attn=True))(
-        **batch.arrays
-    )
+    call = attention_call(**batch.arrays, scale=0.3, backend=ReferenceBackend())
+    out, weights = reference_attention(call)
     assert weights.shape == (48, 8, 160)
     np.testing.assert_allclose(weights.sum(-1)[:3], 1, atol=1e-6)
     assert (np.asarray(weights[:, 0] > 0).sum(-1)[:4] == [9, 4, 5, 0]).all()

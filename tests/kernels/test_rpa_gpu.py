@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levanter_infer.kernels import ragged_paged_attention
 from levanter_infer.kernels.gpu import attention as rpa_gpu
-from tests.kernels.ragged import RUNS_HERE, Sizes, bits, dense_attention, lowers_for_gpu, make_ragged
+from tests.kernels.ragged import RUNS_HERE, Sizes, attend, bits, dense_attention, lowers_for_gpu, make_ragged
 
 GPU = RUNS_HERE[-1]
 SIZES = Sizes(6, 2, 32, 16, tokens=60, rows=6, max_pages=20)
@@ -23,7 +22,7 @@ MIXED = [(1, 300), (7, 260), (1, 3), (2, 2), (30, 290), (1, 129)]
 @functools.cache
 def _jitted(kv_dtype, mods):
     static = dict(scale=0.3, kv_dtype=kv_dtype, impl=GPU, **dict(mods))
-    return jax.jit(lambda arrays: ragged_paged_attention(**arrays, **static))
+    return jax.jit(lambda arrays: attend(**arrays, **static))
 
 
 def run(batch, retrace=False, **mods):
@@ -120,7 +119,7 @@ def test_pages_of_float8_are_refused():
 def test_a_cpu_refuses_to_compile_it():
     batch = make_ragged(SIZES, [(1, 9)])
     with pytest.raises(ValueError, match="interpret"):
-        jax.jit(functools.partial(ragged_paged_attention, scale=0.3, impl="gpu"))(**batch.arrays)
+        jax.jit(functools.partial(attend, scale=0.3, impl="gpu"))(**batch.arrays)
 
 
 def _bend(score, q_pos, kv_pos, head):
@@ -153,7 +152,7 @@ def test_every_option_is_lowered_for_a_gpu(sizes, options):
     if options.pop("window", False):
         arrays["sliding_window"] = jnp.int32(100)
     static = dict(scale=0.1, kv_dtype=jnp.dtype(sizes.dtype), impl="gpu", **options)
-    traced = jax.jit(lambda arrays: ragged_paged_attention(**arrays, **static)).trace(arrays)
+    traced = jax.jit(lambda arrays: attend(**arrays, **static)).trace(arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     splits = sizes.max_pages * sizes.page_size > rpa_gpu.MIN_SPLIT_TOKENS
     # One kernel for prompt chunks if the batch can hold any, one for decode tokens, one to combine their splits.
@@ -163,6 +162,6 @@ def test_every_option_is_lowered_for_a_gpu(sizes, options):
 def test_nothing_is_made_of_the_pool():
     """The full pool is the operand of the kernels: no slice of a layer, no padding, no other dtype."""
     arrays = make_ragged(replace(SIZES, head_dim=24), [(1, 300), (20, 260)]).arrays
-    jaxpr = jax.make_jaxpr(functools.partial(ragged_paged_attention, scale=0.2, impl="gpu"))(**arrays)
+    jaxpr = jax.make_jaxpr(functools.partial(attend, scale=0.2, impl="gpu"))(**arrays)
     assert [eqn.primitive.name for eqn in jaxpr.eqns].count("pallas_call") == 3
     assert max(out.aval.size for eqn in jaxpr.eqns for out in eqn.outvars) < arrays["kv_pages"][0].size

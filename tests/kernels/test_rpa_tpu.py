@@ -11,12 +11,11 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-from levanter_infer.kernels import ragged_paged_attention
 from levanter_infer.kernels.tiling import Tiles, TileShape, candidates, propose
 from levanter_infer.kernels.tpu.kv_write import write_kv
 from levanter_infer.kernels.tpu.pool import TpuPool
 from levanter_infer.kernels.tpu.sizes import Tile, align_queries
-from tests.kernels.ragged import Ragged, Sizes, dense_attention, for_tpu, make_ragged
+from tests.kernels.ragged import Ragged, Sizes, attend, dense_attention, for_tpu, make_ragged
 
 SIZES = Sizes(8, 2, 128, 16, tokens=60, rows=6, max_pages=20)
 MIXED = [(1, 300), (7, 260), (1, 3), (2, 2), (30, 290), (1, 129)]
@@ -33,7 +32,7 @@ def small_tiles(sizes: Sizes, *, tokens=128, slots=3, parts=1) -> Tiles:
 def run(batch, *, tiles=None, traced=None, **static):
     arrays = for_tpu(batch)
     call = functools.partial(
-        ragged_paged_attention,
+        attend,
         kv_heads=arrays.pop("kv_heads"),
         scale=0.3,
         impl="tpu_interpret",
@@ -232,16 +231,13 @@ def test_candidates_need_less_and_less_memory_and_end():
         assert found[-1].decode.pages == found[-1].chunk.pages == 1 and found[-1].decode.slots == 2
 
 
-def test_the_pool_needs_kv_heads_and_refuses_tiles_of_other_implementations():
-    batch = make_ragged(SIZES, [(1, 9)])
-    arrays = for_tpu(batch)
+def test_kv_heads_that_do_not_fit_the_pool_are_refused():
+    arrays = for_tpu(make_ragged(SIZES, [(1, 9)]))
     del arrays["kv_heads"]
-    with pytest.raises(ValueError, match="kv_heads: got None, expected a number that divides the 8 query heads"):
-        ragged_paged_attention(**arrays, scale=0.3, impl="tpu")
+    with pytest.raises(ValueError, match="kv_heads: got 3, expected a number that divides the 8 query heads"):
+        attend(**arrays, scale=0.3, impl="tpu", kv_heads=3)
     with pytest.raises(ValueError, match=r"expected \[layers, pages, 8, page_size, 128\] for 4 kv heads of 128"):
-        ragged_paged_attention(**arrays, scale=0.3, impl="tpu", kv_heads=4)
-    with pytest.raises(ValueError, match='tiles: got some with impl="xla"'):
-        ragged_paged_attention(**batch.arrays, scale=0.3, impl="xla", tiles=small_tiles(SIZES))
+        attend(**arrays, scale=0.3, impl="tpu", kv_heads=4)
 
 
 @pytest.mark.slow

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levanter_infer.kernels import ragged_paged_attention
 from levanter_infer.kernels.xla import attention as rpa_xla
 from tests.hlo import pool_copies
-from tests.kernels.ragged import LAYERS, Sizes, bits, make_ragged
+from tests.kernels.ragged import LAYERS, Sizes, attend, bits, make_ragged
 
 SIZES = Sizes(6, 2, 32, 16, tokens=200, rows=8, max_pages=20, dtype="bfloat16", stored="uint16")
 MIXED = [(1, 300), (70, 260), (1, 3), (2, 2), (33, 290), (1, 129)]
@@ -18,7 +17,7 @@ MIXED = [(1, 300), (70, 260), (1, 3), (2, 2), (33, 290), (1, 129)]
 
 @jax.jit
 def xla(arrays, sliding_window=None):
-    return ragged_paged_attention(**arrays, scale=0.2, kv_dtype=jnp.bfloat16, sliding_window=sliding_window, impl="xla")
+    return attend(**arrays, scale=0.2, kv_dtype=jnp.bfloat16, sliding_window=sliding_window, impl="xla")
 
 
 def retraced(batch):
@@ -95,7 +94,7 @@ def test_every_token_finds_a_block():
     """The static number of query blocks suffices for the worst division of the tokens into rows."""
     for tokens, rows in ((4, 4), (130, 40)):
         sizes = Sizes(1, 1, 8, 4, tokens=tokens, rows=rows, max_pages=-(-tokens // 4))
-        run = jax.jit(lambda arrays: ragged_paged_attention(**arrays, scale=1.0, impl="xla"))
+        run = jax.jit(lambda arrays: attend(**arrays, scale=1.0, impl="xla"))
         for q_len in (1, 3, 17, tokens):
             q_lens = [q_len] * min(rows, tokens // q_len)
             if q_lens and q_len > 1:
@@ -114,7 +113,7 @@ def test_the_loop_of_a_step_copies_no_pool():
             pool, q = carry
             page = arrays["page_indices"][:, 0]
             pool = pool.at[index, page, 0].set(jnp.ones((8, 4, 32), jnp.uint16), mode="drop")
-            out = ragged_paged_attention(
+            out = attend(
                 **{**arrays, "q": q, "kv_pages": pool, "layer": index}, scale=0.2, kv_dtype=jnp.bfloat16, impl="xla"
             )
             return pool, out

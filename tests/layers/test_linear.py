@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from levanter_infer.layers.linear import Linear, as_bits
+from levanter_infer.kernels.xla.linear import to_bits
+from levanter_infer.layers.linear import Linear
 
 LAYERS, OUT, HEADS, EMBED = Axis("layers", 2), Axis("head_size", 6), Axis("kv_head", 3), Axis("embed", 8)
 
@@ -49,7 +50,7 @@ def test_bf16_products_are_summed_in_float32(getkey):
 def test_bits_give_the_same_bits():
     linear = Linear(weight=_random(OUT, EMBED, dtype=jnp.bfloat16), bias=None, num_in=1)
     x = _random(Axis("token", 5), EMBED, dtype=jnp.bfloat16)
-    stored = Linear(weight=as_bits(linear.weight), bias=None, num_in=1)
+    stored = Linear(weight=hax.NamedArray(to_bits(linear.weight.array), linear.weight.axes), bias=None, num_in=1)
     assert stored.weight.dtype == jnp.uint16
     assert (stored(x).array == linear(x).array).all()
 
@@ -57,16 +58,16 @@ def test_bits_give_the_same_bits():
 def test_bits_share_the_memory_of_the_weights_and_outlive_them():
     weight = _random(OUT, EMBED, dtype=jnp.bfloat16)
     expected = np.array(weight.array).view(np.uint16)
-    stored = as_bits(weight)
-    assert stored.array.unsafe_buffer_pointer() == weight.array.unsafe_buffer_pointer()
+    stored = to_bits(weight.array)
+    assert stored.unsafe_buffer_pointer() == weight.array.unsafe_buffer_pointer()
     jax.jit(lambda a: a + 1, donate_argnums=0)(weight.array).block_until_ready()
     del weight
-    assert (np.asarray(stored.array) == expected).all()
+    assert (np.asarray(stored) == expected).all()
 
 
 def test_float32_weights_stay_as_they_are():
-    weight = _random(OUT, EMBED)
-    assert as_bits(weight) is weight
+    weight = _random(OUT, EMBED).array
+    assert to_bits(weight) is weight
 
 
 def test_rows_keep_their_bits_in_any_company():

@@ -1,4 +1,4 @@
-"""Mixture of experts: sorted blocks give what a loop over tokens gives, whoever shares a block."""
+"""Mixture of experts: sorted blocks give what a loop over tokens gives, whichever tokens share a block."""
 
 import dataclasses
 
@@ -11,7 +11,9 @@ from haliax import Axis, NamedArray
 
 from levanter_infer.axes import EMBED, EXPERT, LAYERS, MLP, TOKEN
 from levanter_infer.kernels.cpu import bindings as cpu
-from levanter_infer.layers.moe import Moe, block_size
+from levanter_infer.kernels.cpu.backend import CpuBackend
+from levanter_infer.layers.linear import Linear
+from levanter_infer.layers.moe import Moe, MoeSizes, block_size
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.registry import family_for
@@ -25,10 +27,7 @@ def block_of(normalize: bool = True) -> tuple[Moe, RMSNorm]:
     moe = Moe.init(
         (LAYER,),
         EMBED_AXIS,
-        Axis(EXPERT, EXPERTS),
-        Axis(MLP, INNER),
-        num_chosen=CHOSEN,
-        normalize=normalize,
+        MoeSizes(Axis(EXPERT, EXPERTS), Axis(MLP, INNER), num_chosen=CHOSEN, normalize=normalize),
         key=jax.random.key(0),
         dtype=jnp.float32,
     )
@@ -46,7 +45,7 @@ def paged(moe, norm, x, layer, num_rows):
 
 
 def one_by_one(moe: Moe, x: np.ndarray, layer: int) -> tuple[np.ndarray, set[int]]:
-    """The oracle, in float64: token by token, expert by expert; and who was chosen."""
+    """The oracle, in float64: token by token, expert by expert; and the chosen experts."""
     router, gate, up, down = (
         np.asarray(part.weight.array, np.float64)[layer]
         for part in (moe.router, moe.gate_proj, moe.up_proj, moe.down_proj)
@@ -83,7 +82,8 @@ def test_the_plain_form_agrees_and_has_a_gradient():
     def plain(moe: Moe, layer: int):
         picked = {
             name: dataclasses.replace(part, weight=NamedArray(part.weight.array[layer], part.weight.axes[1:]))
-            for name, part in {"router": moe.router, **moe.expert_maps}.items()
+            for name, part in vars(moe).items()
+            if isinstance(part, Linear)
         }
         one = dataclasses.replace(moe, **picked)
         axes = (Axis("batch", 2), Axis("position", 3), EMBED_AXIS)
@@ -128,7 +128,7 @@ def test_a_token_has_the_same_bits_in_any_company_where_weights_lie_in_panels():
         "moe_intermediate_size": 24, "norm_topk_prob": True,
     }  # fmt: skip
     config = family_for(raw).config_from_hf(raw)
-    model = DecoderModel.init(config, key=jax.random.key(2)).for_cpu("cpu")
+    model = DecoderModel.init(config, key=jax.random.key(2)).prepare(CpuBackend())
     embed = model.embed
     x = np.random.default_rng(3).standard_normal((64, embed.size)).astype(np.float32)
 

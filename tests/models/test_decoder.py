@@ -12,9 +12,12 @@ import pytest
 from levanter_infer.axes import POSITION, ROW, SEQ_PAGE, TOKEN
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
+from levanter_infer.kernels import Backend, make_backend
+from levanter_infer.kernels.call import PoolShape
 from levanter_infer.kernels.cpu import bindings as cpu
+from levanter_infer.kernels.cpu.backend import CPU, CpuBackend
+from levanter_infer.kernels.xla.backend import XLA, XlaBackend
 from levanter_infer.layers.attention import AttentionSpec
-from levanter_infer.layers.linear import Linear, PanelLinear
 from levanter_infer.layers.rotary import RopeConfig
 from levanter_infer.models.decoder import DecoderConfig, DecoderModel
 
@@ -94,26 +97,23 @@ def batch_of(sequences, starts, pages) -> PageBatchInfo:
     )
 
 
-def pool(model: DecoderModel, as_bits: bool = False) -> KvPages:
+ON_CPU = XlaBackend(CPU)
+"""XLA's own code on a CPU, which stores 16-bit floats as integers."""
+
+
+def pool(model: DecoderModel, backend: Backend = XLA) -> KvPages:
     config = model.config
-    return KvPages.init(
-        num_layers=config.num_layers,
-        num_pages=NUM_PAGES,
-        page_size=PAGE_SIZE,
-        num_kv_heads=config.num_kv_heads,
-        head_size=config.head_dim,
-        dtype=model.dtype,
-        as_bits=as_bits,
-    )
+    shape = PoolShape(config.num_layers, NUM_PAGES, PAGE_SIZE, config.num_kv_heads, config.head_dim, model.dtype)
+    return KvPages.init(shape, backend)
 
 
 SEQUENCES = [np.arange(9) * 5 % 17, np.arange(6) * 7 % 17]
 PAGES = [[3, 0, 7], [12, 5]]
 
 
-def paged_logits(model, spec=PLAIN, as_bits=False):
+def paged_logits(model, spec=PLAIN, backend: Backend = XLA):
     """Logits of every token of SEQUENCES: the first sequence in chunks of 4 and 5, the second whole."""
-    first, kv = paged(model, batch_of([SEQUENCES[0][:4]], [0], PAGES[:1]), pool(model, as_bits), spec)
+    first, kv = paged(model, batch_of([SEQUENCES[0][:4]], [0], PAGES[:1]), pool(model, backend), spec)
     second, _ = paged(model, batch_of(SEQUENCES, [4, 0], PAGES), kv, spec)
     return [np.concatenate([first[:4], second[:5]]), np.asarray(second[5:11])]
 
@@ -121,7 +121,7 @@ def paged_logits(model, spec=PLAIN, as_bits=False):
 @pytest.mark.parametrize("impl", ["reference", "xla"])
 def test_paged_forward_equals_the_plain_one(impl):
     model = tiny()
-    for logits, sequence in zip(paged_logits(model, AttentionSpec(impl=impl)), SEQUENCES, strict=True):
+    for logits, sequence in zip(paged_logits(model, backend=make_backend(impl)), SEQUENCES, strict=True):
         np.testing.assert_allclose(logits, plain(model, tokens_of(sequence)), atol=2e-4)
 
 
@@ -140,35 +140,45 @@ def test_hooks_act_alike_in_both_forwards():
 
 def test_bits_of_bf16_weights_and_pages_give_the_same_bits():
     model = tiny("bfloat16", tie_word_embeddings=True)
-    stored = model.for_cpu("xla")
+    stored = model.prepare(ON_CPU)
     linear = stored.layers.attention.o_proj
-    assert isinstance(linear, Linear) and linear.weight.dtype == jnp.uint16 == stored.embeddings.dtype
-    assert stored.dtype == model.dtype == jnp.bfloat16 and tiny().for_cpu("xla").embeddings is tiny().embeddings
-    for a, b in zip(paged_logits(model), paged_logits(stored, as_bits=True), strict=True):
+    assert linear.weight.dtype == jnp.uint16 == stored.embeddings.weight.dtype
+    assert (
+        stored.dtype == model.dtype == jnp.bfloat16
+        and tiny().prepare(ON_CPU).embeddings.weight.array is tiny().embeddings.weight.array
+    )
+    for a, b in zip(paged_logits(model), paged_logits(stored, backend=ON_CPU), strict=True):
         assert a.dtype == np.float32 and (a == b).all() and np.isfinite(a).all()
     rounded = np.asarray(plain(model, tokens_of(SEQUENCES[0])))
-    assert np.abs(paged_logits(stored, as_bits=True)[0] - rounded).max() < 0.05 * np.abs(rounded).max()
+    assert np.abs(paged_logits(stored, backend=ON_CPU)[0] - rounded).max() < 0.05 * np.abs(rounded).max()
+
+
+@pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")
+def test_attention_in_float32_is_followed_by_matmuls_of_bf16_bits():
+    model = tiny("bfloat16").prepare(ON_CPU)
+    for logits, other in zip(paged_logits(model, backend=CpuBackend()), paged_logits(model), strict=True):
+        np.testing.assert_allclose(logits, other, atol=0.1 * np.abs(other).max())
 
 
 @pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")
 @pytest.mark.parametrize("tied", [True, False])
 def test_panels_give_the_same_logits_paged_and_plain(tied):
     model = tiny(tie_word_embeddings=tied)
-    stored = model.for_cpu("cpu")
-    assert isinstance(stored.layers.mlp.down_proj, PanelLinear) and stored.skips_rows and not model.skips_rows
+    stored = model.prepare(CpuBackend())
+    assert stored.layers.mlp.down_proj.packed_axes is not None and stored.is_packed and not model.is_packed
     for logits, other in zip(paged_logits(stored), paged_logits(model), strict=True):
         np.testing.assert_allclose(logits, other, atol=1e-4)
     np.testing.assert_allclose(plain(stored, tokens_of(SEQUENCES[0])), plain(model, tokens_of(SEQUENCES[0])), atol=1e-4)
-    with pytest.raises(ValueError, match="in panels already"):
-        stored.for_cpu("cpu")
+    with pytest.raises(ValueError, match="packed already"):
+        stored.prepare(CpuBackend())
 
 
 @pytest.mark.parametrize("kernel", ["xla", "cpu"] if cpu.available() else ["xla"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_donated_model_is_not_kept_beside_its_copy(kernel, tied):
     model = jax.tree.map(jnp.copy, tiny("bfloat16", tie_word_embeddings=tied))
-    expected = np.asarray(plain(model.for_cpu(kernel), tokens_of(SEQUENCES[0])))
-    stored = model.for_cpu(kernel, donate=True)
+    expected = np.asarray(plain(model.prepare(make_backend(kernel, "cpu")), tokens_of(SEQUENCES[0])))
+    stored = model.prepare(make_backend(kernel, "cpu"), donate=True)
     alive = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(model) if not leaf.is_deleted()}
     own = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(stored)}
     assert alive <= own, "weights of the given model that no one uses any more"
@@ -234,7 +244,7 @@ def test_init_is_finite_and_follows_its_key():
     init = jax.jit(lambda key: DecoderModel.init(tiny().config, key=key))
     first, again, other = (init(jax.random.key(seed)) for seed in (0, 0, 1))
     assert eqx.tree_equal(first, again) and not eqx.tree_equal(first, other)
-    assert float(jnp.std(first.embeddings.array)) == pytest.approx(0.02, rel=0.2)
+    assert float(jnp.std(first.embeddings.weight.array)) == pytest.approx(0.02, rel=0.2)
     assert float(jnp.std(first.layers.mlp.down_proj.weight.array)) == pytest.approx(24**-0.5, rel=0.1)
 
 
@@ -263,10 +273,10 @@ def test_config_refuses_sizes_that_do_not_fit():
 def test_bits_spare_a_cpu_the_conversion_of_whole_stacks():
     def converted(model: DecoderModel) -> bool:
         batch = batch_of(SEQUENCES, [0, 0], PAGES)
-        text = paged.lower(model, batch, pool(model, as_bits=True), PLAIN).compile().as_text()
+        text = paged.lower(model, batch, pool(model, backend=ON_CPU), PLAIN).compile().as_text()
         return any(shape in text for shape in ("f32[2,24,16]", "f32[2,16,24]", "f32[17,16]"))
 
     model = tiny("bfloat16", tie_word_embeddings=True)
-    assert not converted(model.for_cpu("xla"))
+    assert not converted(model.prepare(ON_CPU))
     if jax.__version_info__ < (0, 12):  # From 0.12 on XLA leaves the floats alone too.
         assert converted(model)

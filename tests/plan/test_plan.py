@@ -20,11 +20,11 @@ from levanter_infer.kernels.tpu.tile_table import choose
 from levanter_infer.models.registry import family_for
 from levanter_infer.plan import compiled, plan
 from levanter_infer.plan.__main__ import main
-from levanter_infer.plan.compiled import CompiledProgram, compile_job
+from levanter_infer.plan.compiled import CompiledProgram, compile_programs
 from levanter_infer.plan.figures import figures_of
-from levanter_infer.plan.job import Job
 from levanter_infer.plan.roofline import Workload
 from levanter_infer.plan.search import misfit, smallest_changes
+from levanter_infer.plan.spec import EngineSpec
 from levanter_infer.plan.targets import parse_target
 from tests.tiny_models import LLAMA, tiny_model
 
@@ -48,9 +48,9 @@ def shape(name: str) -> dict:
     return json.loads((SHAPES / f"{name}.json").read_text())
 
 
-def job_8b(target: str, mesh: dict, **engine) -> Job:
+def job_8b(target: str, mesh: dict, **engine) -> EngineSpec:
     engine = {"max_seqs": 64, "max_seq_len": 8192, "page_size": 64} | engine
-    return Job(target, shape("llama-3.1-8b"), "bfloat16", engine, mesh)
+    return EngineSpec(target, shape("llama-3.1-8b"), "bfloat16", engine, mesh)
 
 
 @pytest.mark.parametrize("config, target, model", PLANNED, ids=lambda value: value)
@@ -66,7 +66,7 @@ def test_each_configuration_of_a_machine_fits_it(config, target, model, monkeypa
     assert found["fits"] and found["programs"] == [] and found["speed"]["tokens_per_s"] > 0
     assert found["memory"]["free_bytes"] > 0
     assert found["figures"]["num_pages"] >= found["figures"]["seq_pages"]
-    if target == "v5e-16":  # weights are spread over 8 chips, but for the norms
+    if target == "v5e-16":  # weights are sharded over 8 chips, but for the norms
         arch = family_for(shape("llama-3.1-8b")).config_from_hf(shape("llama-3.1-8b"))
         norms = (2 * arch.num_layers + 1) * arch.hidden_size
         assert found["figures"]["weights_bytes"] == 2 * ((arch.num_parameters - norms) // 8 + norms)
@@ -81,7 +81,7 @@ def test_every_configuration_of_this_repository_is_planned():
 def test_figures_are_those_of_the_engine():
     config = {"max_seqs": 4, "max_seq_len": 64, "page_size": 8, "max_pages": 30, "max_step_tokens": 16}
     engine = InferenceEngine(tiny_model(), config=EngineConfig(**config))
-    found = figures_of(Job("cpu", LLAMA, "float32", config, {}, num_eos=0))
+    found = figures_of(EngineSpec("cpu", LLAMA, "float32", config, {}, num_eos=0))
     assert found.num_pages == engine.shapes.num_pages and found.buckets == engine.shapes.buckets
     assert found.weights_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(engine.model))
     assert found.pool_bytes == engine.state.kv.pages.array.nbytes
@@ -91,93 +91,93 @@ def test_figures_are_those_of_the_engine():
 
 def test_heads_that_a_tpu_fills_up_to_its_lanes_count_as_they_lie():
     raw = shape("llama-3.2-1b")  # 8 heads of 64, which share 128 lanes in pairs
-    jobs = [Job("v5e-16", raw, "bfloat16", {"max_seq_len": 1024}, {"model": model}) for model in (1, 8)]
-    whole, part = (figures_of(job).page_bytes for job in jobs)
+    jobs = [EngineSpec("v5e-16", raw, "bfloat16", {"max_seq_len": 1024}, {"model": model}) for model in (1, 8)]
+    whole, part = (figures_of(spec).page_bytes for spec in jobs)
     assert whole == 16 * 2 * 8 * 64 * 16 * 2 and part == whole // 4  # one head alone has 128 lanes of its own
 
 
 @pytest.mark.parametrize(
-    "job, why, key",
+    "spec, why, key",
     [
         (job_8b("v6e-4", {"data": 4}, max_pages=3000), "a device needs 38.40 GiB and has 31.25", "engine.max_pages"),
         (job_8b("v5e-4", {"data": 4}), "takes 128 pages, and there are 84", "engine.max_seq_len"),
         (
             job_8b("v5e-1", {}, max_seqs=128, max_seq_len=4096),
-            "room for 84 pages.*128 sequences need one each",
+            "holds 84 pages.*128 sequences need one each",
             "engine.max_seqs",
         ),
     ],
 )
-def test_the_smallest_change_of_a_number_is_just_enough(job, why, key):
-    reason = misfit(job)
+def test_the_smallest_change_of_a_number_is_just_enough(spec, why, key):
+    reason = misfit(spec)
     assert reason is not None
     with pytest.raises(AssertionError, match=why):
         raise AssertionError(reason)
-    change = next(each for each in smallest_changes(job) if each.key == key)
-    assert change.before > change.after and misfit(change.job) is None
+    change = next(each for each in smallest_changes(spec) if each.key == key)
+    assert change.before > change.after and misfit(change.spec) is None
     name = key.removeprefix("engine.")
     step = 64 if name == "max_seq_len" else 1
-    more = dataclasses.replace(change.job, engine=change.job.engine | {name: change.after + step})
+    more = dataclasses.replace(change.spec, engine=change.spec.engine | {name: change.after + step})
     assert misfit(more) is not None
 
 
 def test_weights_that_are_too_large_want_more_chips():
-    job = job_8b("v5e-4", {"data": 4}, max_seq_len=8192, max_pages=4096)
-    keys = [change.key for change in smallest_changes(job)]
-    assert keys[0] == "mesh" and str(smallest_changes(job)[0]).endswith("{'data': 1, 'model': 4}")
-    large = Job("v5e-4", shape("llama-3.1-70b"), "bfloat16", {"max_seq_len": 4096}, {"model": 4})
+    spec = job_8b("v5e-4", {"data": 4}, max_seq_len=8192, max_pages=4096)
+    keys = [change.key for change in smallest_changes(spec)]
+    assert keys[0] == "mesh" and str(smallest_changes(spec)[0]).endswith("{'data': 1, 'model': 4}")
+    large = EngineSpec("v5e-4", shape("llama-3.1-70b"), "bfloat16", {"max_seq_len": 4096}, {"model": 4})
     (change,) = smallest_changes(large)
-    assert change.key == "target" and change.job.target == "v5e-16" and change.job.mesh["model"] == 16
+    assert change.key == "target" and change.spec.target == "v5e-16" and change.spec.mesh["model"] == 16
 
 
 def test_a_mesh_larger_than_the_target_does_not_fit_it():
-    job = job_8b("v5e-4", {"model": 8})
-    assert misfit(job) == "mesh: data=1 times model=8 is 8 devices, and v5e-4 has 4"
-    assert [str(change) for change in smallest_changes(job)] == ["target: v5e-4 -> v5e-8"]
+    spec = job_8b("v5e-4", {"model": 8})
+    assert misfit(spec) == "mesh: data=1 times model=8 is 8 devices, and v5e-4 has 4"
+    assert [str(change) for change in smallest_changes(spec)] == ["target: v5e-4 -> v5e-8"]
 
 
 def test_what_the_compiler_needs_beyond_the_shapes_counts():
-    job = job_8b("v6e-4", {"data": 4}, max_pages=1700)
-    assert misfit(job) is None
+    spec = job_8b("v6e-4", {"data": 4}, max_pages=1700)
+    assert misfit(spec) is None
 
-    def refuse(job: Job, **_) -> list[CompiledProgram]:
-        pages = job.engine["max_pages"]
-        arguments = figures_of(job).known_bytes - figures_of(job).upload_bytes // 2
+    def refuse(spec: EngineSpec, **_) -> list[CompiledProgram]:
+        pages = spec.engine["max_pages"]
+        arguments = figures_of(spec).known_bytes - figures_of(spec).upload_bytes // 2
         used = (arguments + (4 << 30)) / 2**30
         if used < 31.25:
             return [CompiledProgram("round", argument_bytes=arguments, workspace_bytes=4 << 30)]
         return [CompiledProgram("round", error=f"RESOURCE_EXHAUSTED: Used {used:.4f}G of 31.25G hbm. Exceeded {pages}")]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "compile_job", refuse)
-        found = plan.make_plan(job, WORKLOAD, compiles=True)
+        patch.setattr(plan, "compile_programs", refuse)
+        found = plan.make_plan(spec, WORKLOAD, compiles=True)
     assert found.why_not is not None and "MiB of hbm" in found.why_not
     best = found.changes[0]
     assert found.checked and best.key == "engine.max_pages"
-    assert 4 << 30 <= 31.25 * 2**30 - figures_of(best.job).known_bytes < (4 << 30) + 2**24
+    assert 4 << 30 <= 31.25 * 2**30 - figures_of(best.spec).known_bytes < (4 << 30) + 2**24
 
 
 def test_a_kernel_that_is_too_large_is_tried_with_other_pages():
-    job = job_8b("v6e-4", {"data": 4}, page_size=256)
+    spec = job_8b("v6e-4", {"data": 4}, page_size=256)
 
-    def refuse(job: Job, **_) -> list[CompiledProgram]:
-        error = None if job.engine["page_size"] <= 64 else "Used 18.32M of 16.00M vmem. Exceeded"
+    def refuse(spec: EngineSpec, **_) -> list[CompiledProgram]:
+        error = None if spec.engine["page_size"] <= 64 else "Used 18.32M of 16.00M vmem. Exceeded"
         return [CompiledProgram("round", error=error)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "compile_job", refuse)
+        patch.setattr(plan, "compile_programs", refuse)
         patch.setattr(tile_search, "find_tiles", lambda shape, **_: propose(dataclasses.replace(shape, page_size=64)))
-        found = plan.make_plan(job, WORKLOAD, compiles=True)
+        found = plan.make_plan(spec, WORKLOAD, compiles=True)
     assert "needs 18.3 MiB of vmem and has 16.0 MiB" in (found.why_not or "")
     assert [str(change) for change in found.changes] == ["engine.page_size: 256 -> 64"] and found.checked
 
 
 def test_a_kernel_that_is_too_large_gets_tiles_that_the_compiler_accepts(monkeypatch):
-    job, asked = job_8b("v5p-8", {"model": 4}), []
+    spec, asked = job_8b("v5p-8", {"model": 4}), []
     smaller = Tiles(Tile(pages=2, slots=2, parts=2), Tile(pages=1, slots=2, parts=2, queries=8))
 
-    def refuse(job: Job, **_) -> list[CompiledProgram]:
-        tiles = figures_of(job).tiles
+    def refuse(spec: EngineSpec, **_) -> list[CompiledProgram]:
+        tiles = figures_of(spec).tiles
         error = None if tiles["decode"]["pages"] == 2 else "Used 18.32M of 16.00M vmem. Exceeded"
         return [CompiledProgram("round", error=error)]
 
@@ -185,9 +185,9 @@ def test_a_kernel_that_is_too_large_gets_tiles_that_the_compiler_accepts(monkeyp
         asked.append((shape, sizes))
         return smaller
 
-    monkeypatch.setattr(plan, "compile_job", refuse)
+    monkeypatch.setattr(plan, "compile_programs", refuse)
     monkeypatch.setattr(tile_search, "find_tiles", search)
-    found = plan.make_plan(job, WORKLOAD, compiles=True)
+    found = plan.make_plan(spec, WORKLOAD, compiles=True)
     assert "needs 18.3 MiB of vmem" in (found.why_not or "") and found.checked
     assert asked == [(TileShape("v5p", 2, 128, 4, 64), {"max_tokens": 256, "q_dtype": "bfloat16"})]
     (change,) = found.changes
@@ -196,11 +196,11 @@ def test_a_kernel_that_is_too_large_gets_tiles_that_the_compiler_accepts(monkeyp
         dataclasses.asdict(choose(asked[0][0])),
         dataclasses.asdict(smaller),
     )
-    assert change.job.engine_config.tiles == smaller
+    assert change.spec.engine_config.tiles == smaller
     # What a user forces is used, and refused where no kernel can have it.
     bad = dataclasses.asdict(dataclasses.replace(smaller, chunk=dataclasses.replace(smaller.chunk, parts=3)))
     with pytest.raises(ValueError, match="engine.tiles.chunk.parts=3: expected a divisor of the 2 groups"):
-        figures_of(dataclasses.replace(job, engine=job.engine | {"tiles": bad}))
+        figures_of(dataclasses.replace(spec, engine=spec.engine | {"tiles": bad}))
 
 
 def test_programs_are_compiled_with_what_they_send(monkeypatch, tmp_path, capsys):
@@ -251,7 +251,7 @@ def test_programs_are_compiled_for_a_tpu():
     pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra `test`")
     raw = shape("llama-3.2-1b") | {"num_hidden_layers": 2, "vocab_size": 1000}
     engine = {"max_seqs": 8, "max_seq_len": 512, "max_pages": 64, "max_step_tokens": 8}
-    programs = compile_job(Job("v5e-4", raw, "bfloat16", engine, {"model": 4}), timeout_s=900)
+    programs = compile_programs(EngineSpec("v5e-4", raw, "bfloat16", engine, {"model": 4}), timeout_s=900)
     assert [program.error for program in programs] == [None] * 4
     assert {each.parts for each in programs[0].collectives} == {4}
 
@@ -269,7 +269,7 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch, capsys):
 )
 def test_a_compiler_that_dies_or_takes_too_long_has_refused(script, timeout_s, why, monkeypatch, tmp_path):
     monkeypatch.setattr(compiled.sys, "executable", executable(tmp_path, script))
-    (program,) = compile_job(Job("cpu", LLAMA, "float32", {}, {}), timeout_s=timeout_s)
+    (program,) = compile_programs(EngineSpec("cpu", LLAMA, "float32", {}, {}), timeout_s=timeout_s)
     assert program.error is not None and why in program.error
 
 
@@ -277,7 +277,7 @@ def test_a_compiler_that_dies_or_takes_too_long_has_refused(script, timeout_s, w
 def test_what_is_wrong_with_the_job_is_no_refusal_of_the_compiler(status, error, monkeypatch, tmp_path):
     monkeypatch.setattr(compiled.sys, "executable", executable(tmp_path, f"echo wrong >&2; exit {status}"))
     with pytest.raises(error, match="wrong"):
-        compile_job(Job("cpu", LLAMA, "float32", {}, {}), timeout_s=60)
+        compile_programs(EngineSpec("cpu", LLAMA, "float32", {}, {}), timeout_s=60)
 
 
 def executable(directory: Path, script: str) -> str:

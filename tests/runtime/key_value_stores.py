@@ -44,7 +44,7 @@ class LocalKeyValueStore(KeyValueStore):
     def _check(self) -> None:
         self.answers.wait()
         if not self.is_reachable:
-            raise ConnectionError("nobody answers")
+            raise ConnectionError("no answer")
 
 
 def several(count: int, **settings) -> list[Hosts]:

@@ -1,4 +1,4 @@
-"""Where the commands keep compiled programs, and whom they trust."""
+"""Where the commands store compiled programs, and which directories they trust."""
 
 import logging
 import os
@@ -74,7 +74,7 @@ def test_a_directory_that_others_can_write_is_not_used(unset, caplog):
 
 @pytest.mark.parametrize("above", ["xla", "levanter_infer", "."])
 def test_a_directory_below_one_that_others_can_write_is_not_used(unset, caplog, above):
-    """They could rename what lies in it, and put a directory of theirs in its place."""
+    """They could rename its contents, and replace a directory."""
     directory = enable_compile_cache()
     assert directory is not None
     jax.config.update("jax_compilation_cache_dir", None)
@@ -84,7 +84,7 @@ def test_a_directory_below_one_that_others_can_write_is_not_used(unset, caplog, 
         assert enable_compile_cache() is None
         assert enable_compile_cache() is None
     assert f"{open_one} can be written by others" in caplog.text and caplog.text.count("compiled anew") == 1
-    open_one.chmod(0o1777)  # nobody can rename what is not theirs
+    open_one.chmod(0o1777)  # no user can rename files of others
     assert enable_compile_cache() == directory
 
 
@@ -96,7 +96,7 @@ def test_a_directory_below_that_of_another_user_is_not_used(unset, caplog, monke
     theirs = next(p for p in directory.parents if p.name == above)
     if os.getuid() == 0:
         os.chown(theirs, 12345, -1)
-    else:  # ours looks like somebody else's to a process that is another user, and the directory itself like ours
+    else:  # our files look foreign to a process of another user, and the directory itself like ours
         stat_of = Path.stat
         status = os.stat_result((*theirs.stat()[:4], 12345, *theirs.stat()[5:]))
         monkeypatch.setattr(Path, "stat", lambda path, **_: status if path == theirs else stat_of(path))
@@ -160,7 +160,7 @@ def test_a_tilde_is_the_home(unset, monkeypatch, tmp_path, caplog):
     directory = enable_compile_cache()
     assert directory is not None and directory.parent == tmp_path / "home" / "programs"
     jax.config.update("jax_compilation_cache_dir", None)
-    monkeypatch.setenv(VARIABLE, "~nobody-of-this-name/programs")
+    monkeypatch.setenv(VARIABLE, "~no-such-user/programs")
     assert enable_compile_cache() is None and VARIABLE in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
 

@@ -1,4 +1,4 @@
-"""Processes find each other, or say who is missing or was started differently."""
+"""Processes find each other, or name the one that is missing or was started differently."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ def test_all_get_one_token_and_another_one_at_the_next_start(address):
         assert len(set(found)) == 1 and len(found[0]) == 16
         tokens.append(found[0])
     assert tokens[0] != tokens[1]
-    assert len(handshake(address, address, 0, 1, SAME, 1)) == 16  # who is alone waits for nobody
+    assert len(handshake(address, address, 0, 1, SAME, 1)) == 16  # a single process waits for none
 
 
 @pytest.mark.parametrize(("lead", "other"), [(2, 3), (3, 2)])
@@ -81,7 +81,7 @@ def test_who_finds_no_process_0_says_where_it_looked(address):
 
 
 def test_strangers_and_processes_that_have_gone_do_not_count(address):
-    """A web browser, somebody who says nothing, and a process that was killed after it had come."""
+    """A web browser, a silent connection, and a process that was killed after it had come."""
 
     def strangers():
         for said in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"index": [1], "name": 1, "settings": 3}\n', b""):

@@ -1,4 +1,4 @@
-"""What is waited for is said, where somebody watches and only if it takes long."""
+"""Waits are shown, where a person watches and only if they take long."""
 
 import io
 import logging
@@ -93,7 +93,7 @@ def test_work_goes_on_where_no_thread_can_be_started(monkeypatch, lines, quick):
 
 
 class Stuck(progress.Lines):
-    """A display that somebody has stopped, as Ctrl-S stops a terminal, until it is let go on."""
+    """A display that a user has stopped, as Ctrl-S stops a terminal, until it is let go on."""
 
     def __init__(self):
         self.reached, self.go_on, self.hidden = threading.Event(), threading.Event(), []

@@ -46,7 +46,7 @@ def test_a_silent_process_is_lost_within_a_heartbeat_and_its_last_round_reported
     while not dogs[0].ends and time.monotonic() < begin + 5:
         beat(dogs[:2], 0.02)
     assert 0.2 < time.monotonic() - begin < 0.4 + 0.3
-    assert dogs[0].ends[0].startswith("host 2 (m2) is lost: not heard of for 0.")
+    assert dogs[0].ends[0].startswith("host 2 (m2) is lost: no heartbeat for 0.")
     said = capsys.readouterr().err
     assert "host 2 (m2): last round 41, in a round for 0." in said and "host 0 (m0): last round 42" in said
     assert "test_watchdog.py:" in said  # where the main thread is
@@ -169,3 +169,12 @@ def test_a_round_that_does_not_end_is_reported_once(capsys):
     beat(dogs, 0.3)
     assert capsys.readouterr().err.count("no round has ended") == 1
     assert not dogs[0].ends and not dogs[1].ends
+
+
+def test_no_thread_of_a_watchdog_outlives_the_end():
+    """Python aborts a process at its exit if a daemon thread is then within a call of JAX's client."""
+    hosts, dogs = watched(2, heartbeat_s=5)
+    for dog in dogs:
+        dog.start()
+    assert at_once(*(lambda dog=dog: dog.end(DONE) for dog in dogs)) == [True, True]
+    assert len(dogs[0]._threads) == 2 and not any(thread.is_alive() for dog in dogs for thread in dog._threads)

@@ -1,19 +1,18 @@
 """`levanter-infer batch --config FILE`: sample the rows of files, resumably.
 
-All messages go to standard error. Exit status as in `frontend.py`; 0 also for a job that SIGTERM stopped.
+Messages go to standard error. Exit status as in `cli/common.py`; 0 also for a job that SIGTERM stopped.
 """
 
-import sys
 from collections.abc import Sequence
 
-from levanter_infer.cli import command_help, run_command
+from levanter_infer.cli import run_command
 
 if __name__ == "__main__":  # here, so that an interrupt during the imports below leaves no traceback
     run_command("batch")
 
 from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.batch.run import run
-from levanter_infer.frontend import guarded, run_config
+from levanter_infer.cli.common import run_config
 
 USAGE = """\
 usage: levanter-infer batch --config FILE [--worker I/N] [--KEY VALUE ...]
@@ -38,7 +37,4 @@ The same command resumes the job. A job that was killed has, in the end, the sam
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    arguments = sys.argv[1:] if argv is None else argv
-    return guarded(
-        lambda: run_config(arguments, lambda: command_help("batch"), run, BatchRunConfig, {"worker": "batch.worker"})
-    )
+    return run_config("batch", argv, run, BatchRunConfig, {"worker": "batch.worker"})

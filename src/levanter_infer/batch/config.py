@@ -71,7 +71,7 @@ class BatchRunConfig(RunConfig):
                 if getattr(self.output, key):
                     raise ValueError(f"output.{key} with batch.format: openai, whose lines lack columns; leave it out")
             if self.sampling.prompt_logprobs is not None:
-                raise ValueError("sampling.prompt_logprobs with batch.format: openai, whose lines have no such place")
+                raise ValueError("sampling.prompt_logprobs with batch.format: openai, whose lines have no such field")
         numerics = self.engine.get("numerics", Numerics.BATCH_INVARIANT)
         if "num_cached_tokens" in self.output.include and numerics == Numerics.BATCH_INVARIANT:
             raise ValueError(

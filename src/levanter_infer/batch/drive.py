@@ -14,7 +14,7 @@ from levanter_infer.batch.shard import count
 from levanter_infer.columns import Columns
 from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import Request, RequestOutput
-from levanter_infer.rows import Row, make_row
+from levanter_infer.io.prompts import Row, RowParser
 
 logger = logging.getLogger(__name__)
 
@@ -128,8 +128,9 @@ class Driver:
         output_format: OutputFormat | None = None,
     ):
         self._engine, self._read, self._equal_bytes = engine, read, equal_bytes
-        self._base = dataclasses.replace(base, seed=None)  # the engine derives one for each row
-        self._chat, self._format = chat, output_format or RowFormat(Columns(base))
+        self._format = output_format or RowFormat(Columns(base))
+        base = dataclasses.replace(base, seed=None)  # the engine derives one for each row
+        self._parser = RowParser(base, chat, self._format.columns)
         self._window = _WINDOW * max_seqs
         self._pending: list[_Pending] = []
         self._open: dict[int, Shard] = {}
@@ -184,7 +185,7 @@ class Driver:
 
     def _row(self, content: Any, name: str, where: str) -> Row:
         try:
-            return make_row(content, name, where, self._base, columns=self._format.columns, chat=self._chat)
+            return self._parser.row(content, name, where)
         except ROW_FAULTS as e:
             return Row(name, None, f"{where}: {_fault(e)}")
 

@@ -19,7 +19,7 @@ from levanter_infer.batch import tables
 from levanter_infer.batch.openai import as_row
 from levanter_infer.batch.store import file_system
 from levanter_infer.engine.params import brief
-from levanter_infer.rows import MAX_LINE_BYTES, chat_of, given_id, no_columns, parse_line, row_id
+from levanter_infer.io.prompts import MAX_LINE_BYTES, chat_of, given_id, no_columns, parse_line, row_id
 from levanter_infer.runtime.progress import stage
 
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "text"}
@@ -298,7 +298,7 @@ class Input:
                 for i, (where, content) in enumerate(self.rows(inputs, shard)):
                     if shard.first_row + i in wanted:
                         found.setdefault(row_id(content, str(shard.first_row + i)), []).append(where)
-        first = [f"{brief(name)} in {' and '.join(places)}" for name, places in found.items() if len(places) > 1]
+        first = [f"{brief(name)} in {' and '.join(lines)}" for name, lines in found.items() if len(lines) > 1]
         return f"ids must differ, and these do not: {'; '.join(first[:_MAX_SHOWN])}"
 
 

@@ -10,7 +10,7 @@ from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.batch.drive import Totals
 from levanter_infer.batch.input import InputShards
 from levanter_infer.batch.worker import Worker, input_of, open_worker, split_input
-from levanter_infer.frontend import say
+from levanter_infer.io.terminal import say
 
 _SHARDS_AT_ONCE = 4
 """Shards per call of an actor, which goes from one to the next without a pause and drains at the end of the last."""

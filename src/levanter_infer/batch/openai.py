@@ -11,13 +11,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from levanter_infer.checkpoints.chat_settings import CHAT_KEYS
+from levanter_infer.checkpoints.chat import CHAT_KEYS
 from levanter_infer.columns import NOT_FINITE
 from levanter_infer.config import check_keys
 from levanter_infer.engine.params import brief
 from levanter_infer.engine.request import MAX_ID_CHARS, Completion, RequestOutput
+from levanter_infer.io.prompts import RefusedRow, Row, given_id
 from levanter_infer.policies import FinishReason
-from levanter_infer.rows import RefusedRow, Row, given_id
 
 if TYPE_CHECKING:
     from levanter_infer.checkpoints.tokenizer import Tokenizer

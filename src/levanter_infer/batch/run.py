@@ -10,8 +10,9 @@ from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.batch.drive import Totals
 from levanter_infer.batch.on_ray import work_on_ray
 from levanter_infer.batch.worker import Worker, open_worker
-from levanter_infer.frontend import join, metrics_text, say
-from levanter_infer.rows import RowWriter
+from levanter_infer.cli.session import join
+from levanter_infer.io.output import RowWriter, metrics_text
+from levanter_infer.io.terminal import say
 from levanter_infer.runtime.hosts import Hosts
 
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from levanter_infer.rows import lock_file, write_error
+from levanter_infer.io.output import lock_file, write_error
 
 _WAIT_S = 10.0
 """Seconds to wait for another process that is writing the same small file."""

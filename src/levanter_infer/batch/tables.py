@@ -11,7 +11,7 @@ from typing import IO, Any
 from levanter_infer.columns import TYPES, encode_json
 from levanter_infer.config import check_keys
 from levanter_infer.engine.params import brief
-from levanter_infer.rows import CARRY_REMEDY, ROW_KEYS, RefusedRow, given_id, parse_json
+from levanter_infer.io.prompts import CARRY_REMEDY, ROW_KEYS, RefusedRow, given_id, parse_json
 
 _JSON_COLUMNS = ("sampling", "messages", "tools", "chat_template_kwargs")
 """Columns that may hold JSON as text, for keys that not every row has."""

@@ -13,11 +13,12 @@ from levanter_infer.batch.job import Job, check_same, job_fingerprint, make_job_
 from levanter_infer.batch.openai import ResultLines
 from levanter_infer.batch.shard import JOB, broadcast_claims, dumps, receive_claims
 from levanter_infer.batch.store import Store, open_store
-from levanter_infer.checkpoints.chat_settings import CHAT_KEYS
+from levanter_infer.checkpoints.chat import CHAT_KEYS
+from levanter_infer.cli.session import make_engine
 from levanter_infer.fingerprint import device_fingerprint, model_fingerprint, tokenizer_fingerprint, version_fingerprint
-from levanter_infer.frontend import make_engine, say
+from levanter_infer.io.prompts import chat_settings, columns_of
+from levanter_infer.io.terminal import say
 from levanter_infer.policies import Numerics
-from levanter_infer.rows import chat_settings, columns_of
 from levanter_infer.runtime.hosts import Hosts, agree
 from levanter_infer.runtime.multihost import ONE_MESH
 

@@ -21,17 +21,18 @@ from haliax import NamedArray
 from levanter_infer.axes import HEAD_SIZE, KV_HEADS, ROW, ROW_BOUND, SEQ_PAGE, TOKEN
 from levanter_infer.bench.machine import Peaks, device_peaks
 from levanter_infer.bench.plot import add_plot_argument, draw
-from levanter_infer.bench.report import digest, emit, measured, provenance, spread, utilisation
+from levanter_infer.bench.report import digest, emit, measured, provenance, summarize, utilisation
 from levanter_infer.bench.workload import numbers
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.decode.programs import compile_program
-from levanter_infer.kernels import IMPLEMENTATIONS, ragged_paged_attention
+from levanter_infer.kernels import IMPLEMENTATIONS, AttentionCall, Backend, make_backend
+from levanter_infer.kernels.call import PoolShape
 from levanter_infer.kernels.cpu import bindings as cpu
+from levanter_infer.kernels.rules import ScoreRules
 
 LAYERS = 2
-"""Of the pool; a measurement visits them in turn, so that none is read from a processor's cache only because it was
-the last one."""
+"""Layers of the pool, which a measurement visits in turn: none is in the processor's cache because it was just read."""
 PHASES = ("decode", "chunk")
 
 
@@ -55,17 +56,17 @@ class Case:
 
     @property
     def pages_touched(self) -> int:
-        """Pages that hold something that is read."""
+        """Pages that are read."""
         return self.batch * self.pages_each
 
     @property
     def paged_kv_bytes_read(self) -> int:
-        """Live keys and values: what must be read, whatever a kernel reads in fact."""
+        """Bytes of live keys and values: the least that a kernel has to read."""
         return self.batch * self.context * 2 * self.kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
 
     @property
     def flops(self) -> int:
-        """Of both matmuls, over the keys that each query sees."""
+        """Operations of both matmuls, over the keys that each query attends to."""
         seen = sum(range(self.context - self.queries + 1, self.context + 1))
         return 4 * self.batch * seen * self.heads * self.head_dim
 
@@ -87,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _suits(implementation: str) -> bool:
-    """Whether it is written for this device, and there."""
+    """Whether an implementation is for this device and available."""
     return implementation == jax.default_backend() and (implementation != "cpu" or cpu.available())
 
 
@@ -113,7 +114,7 @@ def run(args: argparse.Namespace) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Clock:
-    """How long and how often something is measured."""
+    """Length and number of measurements."""
 
     repeats: int
     milliseconds: float
@@ -122,7 +123,7 @@ class Clock:
         """Time one trip of `function(trips, first, *rest)`, which is compiled once for any number of trips.
 
         Args:
-            donate: the result takes the place of `first`, which is gone afterwards.
+            donate: donate `first` to the result.
         Returns: milliseconds, and the result: of one trip, or with `donate` of all.
         """
         program = compile_program(function, donate=(1,) if donate else ())
@@ -135,10 +136,10 @@ class Clock:
             given = result if donate else given
 
         one_turn = self.turns(run)
-        return spread([one_turn() for _ in range(self.repeats)], 5), given if donate else once
+        return summarize([one_turn() for _ in range(self.repeats)], 5), given if donate else once
 
     def turns(self, run: Callable[[int], None]) -> Callable[[], float]:
-        """A call that measures a turn of `run(trips)`, in milliseconds of one trip."""
+        """A function that measures one turn of `run(trips)`, in milliseconds per trip."""
 
         def seconds(trips: int) -> float:
             start = time.perf_counter()
@@ -154,13 +155,17 @@ class Clock:
 def measure(
     case: Case, implementations: list[str], clock: Clock, peaks: Peaks | None = None
 ) -> list[dict[str, object]]:
-    """A line for each implementation; what does not depend on it is measured once and stands in every line.
+    """A line for each implementation; measurements that do not depend on it are made once and repeated in every line.
 
     Args:
-        peaks: what the device could do; None leaves the utilisations open.
+        peaks: peak rates of the device; None leaves out the utilisations.
     """
     kv, batch, q, k, v = inputs(case)
-    attended = {name: clock.per_trip(functools.partial(attend, impl=name), q, kv, batch) for name in implementations}
+    backends = {name: make_backend(name, jax.default_backend()) for name in implementations}
+    attended = {
+        name: clock.per_trip(functools.partial(attend, backend=backend), q, kv, batch)
+        for name, backend in backends.items()
+    }
     shared = {
         "gather_ms": clock.per_trip(gather, kv, batch)[0],
         "softmax_ms": clock.per_trip(attend_to_gathered, q, kv, batch)[0],
@@ -189,21 +194,15 @@ def measure(
     return lines
 
 
-def inputs(case: Case, layers: int = LAYERS) -> tuple[KvPages, PageBatchInfo, jax.Array, NamedArray, NamedArray]:
-    """A pool full of random numbers, the batch, queries, and the keys and values that the batch's tokens write."""
+def inputs(
+    case: Case, backend: Backend | None = None, layers: int = LAYERS
+) -> tuple[KvPages, PageBatchInfo, jax.Array, NamedArray, NamedArray]:
+    """A pool of random numbers, the batch, queries, and new keys and values of the batch's tokens."""
     rng = np.random.default_rng(0)
     num_pages, tokens = case.pages_touched, case.batch * case.queries
-    as_bits = jax.default_backend() == "cpu"
-    kv = KvPages.init(
-        num_layers=layers,
-        num_pages=num_pages,
-        page_size=case.page_size,
-        num_kv_heads=case.kv_heads,
-        head_size=case.head_dim,
-        dtype=case.dtype,
-        as_bits=as_bits,
-    )
     dtype = jnp.dtype(case.dtype)
+    backend = make_backend("xla", jax.default_backend()) if backend is None else backend
+    kv = KvPages.init(PoolShape(layers, num_pages, case.page_size, case.kv_heads, case.head_dim, dtype), backend)
     values = rng.standard_normal(kv.pages.array.shape, dtype=np.float32).astype(dtype)
     stored = values.view(kv.pages.array.dtype)
     kv = dataclasses.replace(kv, pages=NamedArray(jax.device_put(stored), kv.pages.axes))
@@ -236,38 +235,38 @@ def inputs(case: Case, layers: int = LAYERS) -> tuple[KvPages, PageBatchInfo, ja
     return kv, batch, q, hax.named(numbers_of(*new), axes), hax.named(numbers_of(*new), axes)
 
 
-# What is measured. Each takes the number of trips first, and every trip depends on the one before.
+# The measured functions. Each takes the number of trips first, and each trip depends on the one before.
 
 
-def attend(trips, q: jax.Array, kv: KvPages, batch: PageBatchInfo, *, impl: str) -> jax.Array:
+def attend(trips, q: jax.Array, kv: KvPages, batch: PageBatchInfo, *, backend: Backend) -> jax.Array:
     def body(trip, q):
-        out = ragged_paged_attention(
-            q,
-            kv.pages.array,
+        call = AttentionCall(
+            q=q,
+            kv_pages=kv.pages.array,
             layer=trip % LAYERS,
             page_indices=batch.page_indices.array,
             seq_lens=batch.seq_lens.array,
             cu_q_lens=batch.cu_q_lens.array,
             num_seqs=batch.num_seqs.array,
-            scale=q.shape[2] ** -0.5,
+            rules=ScoreRules(scale=q.shape[2] ** -0.5),
             kv_dtype=kv.dtype,
-            impl=impl,
+            kv_heads=kv.num_kv_heads,
+            page_size=kv.page_size,
         )
-        assert not isinstance(out, tuple)
-        return out
+        return backend.attend(call)
 
     return jax.lax.fori_loop(0, trips, body, q)
 
 
 def gathered_pages(kv: KvPages, batch: PageBatchInfo, layer) -> jax.Array:
-    """[row, tokens, kv_pair, head_size], the pages of each row one behind the other."""
+    """[row, tokens, kv_pair, head_size]: the pages of each row, concatenated."""
     pages = kv.pages.array.at[layer, batch.page_indices.array].get(mode="clip")
     return pages.reshape(pages.shape[0], -1, *pages.shape[3:])
 
 
 def gather(trips, kv: KvPages, batch: PageBatchInfo) -> jax.Array:
-    """What the last trip gathered. Its rows' pages are turned by one place if the trip before read an odd number first:
-    the same work, which cannot begin before that trip has ended."""
+    """The gathered pages of the last trip. Page ids are rotated by one if the first number of the trip before was odd:
+    the same work, which cannot start before that trip has ended."""
     indices = batch.page_indices
 
     def body(trip, last):
@@ -288,7 +287,7 @@ def first_bit(values: jax.Array) -> jax.Array:
 
 
 def attend_to_gathered(trips, q: jax.Array, kv: KvPages, batch: PageBatchInfo) -> jax.Array:
-    """Dense attention to keys and values that lie together: what is left once they have been gathered."""
+    """Dense attention to contiguous keys and values: the work that is left after gathering."""
     bits = gathered_pages(kv, batch, 0)
     stored = bits if bits.dtype == kv.dtype else jax.lax.bitcast_convert_type(bits, kv.dtype)
     rows, tokens, pairs, head_dim = stored.shape
@@ -312,7 +311,7 @@ def write(trips, kv: KvPages, batch: PageBatchInfo, k: NamedArray, v: NamedArray
 
 
 def copy(trips, kv: KvPages) -> KvPages:
-    """One page of every layer, as a fork costs it; a trip counts as all layers."""
+    """Copy one page of every layer, as a fork does; a trip counts as all layers."""
 
     def body(trip, kv):
         source = jnp.reshape(trip % kv.num_pages, (1,)).astype(jnp.int32)

@@ -1,8 +1,7 @@
 """The control path alone: a step without a model, in a pool that is nearly full.
 
 Every step packs, allocates, copies on write, appends, applies stop rules, frees the pages of finished sequences and
-lets new ones take their place; pages are reused least recently released first. Keys and values are the only thing
-left out.
+starts new ones in their slots; pages are reused least recently released first. Only keys and values are left out.
 """
 
 import argparse
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from levanter_infer.bench.report import digest, emit, provenance, spread
+from levanter_infer.bench.report import digest, emit, provenance, summarize
 from levanter_infer.bench.workload import numbers
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.named import replace
@@ -43,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--prefix-cache", action="store_true", help="steps with the prefix cache; default without")
-    parser.add_argument("--prompt", type=int, default=10000, help="tokens of the prompt that is looked for")
+    parser.add_argument("--prompt", type=int, default=10000, help="tokens of the prompt in the prefix lookup")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -75,8 +74,8 @@ def measure(num_slots: int, num_pages: int, args: argparse.Namespace) -> dict[st
     return {
         "slots": num_slots,
         "pages": num_pages,
-        "step_ms": spread(times)["median"],
-        "step_ms_spread": spread(times),
+        "step_ms": summarize(times)["median"],
+        "step_ms_spread": summarize(times),
         "page_size": PAGE_SIZE,
         "steps": steps,
         "free_pages": int(state.page_table.num_free.array),
@@ -110,7 +109,7 @@ def control_shapes(num_slots: int, num_pages: int) -> Shapes:
 
 
 def nearly_full(shapes: Shapes, seed: int = 0) -> DecodeState:
-    """All slots decode, at random places of sequences of random lengths, and hold most of the pool."""
+    """All slots decode, at random positions of sequences of random lengths, and hold most of the pool."""
     rng = np.random.default_rng(seed)
     state = DecodeState.init(shapes)
     slots, size = shapes.num_slots, shapes.page_size
@@ -165,7 +164,7 @@ def control_loop(state: DecodeState, shapes: Shapes, steps: int) -> DecodeState:
 
 
 def _instead_of_a_model(batch: PageBatchInfo, sampled: SampleOutput) -> SampleOutput:
-    """ "Sample" tokens that depend on all that a model would read, so that nothing of it is optimised away."""
+    """ "Sample" tokens that depend on all inputs of a model, so that none is optimised away."""
     rows = sampled.tokens.shape[0]
     pages = jnp.sum(batch.page_indices.array, axis=1, dtype=jnp.int32)
     token = batch.tokens.array[:rows] + batch.positions.array[:rows] + batch.new_token_dests.array[:rows]
@@ -187,7 +186,7 @@ def _recycle(state: DecodeState) -> DecodeState:
 
 
 def measure_prefix(num_pages: int, prompt_len: int, *, repeats: int) -> dict[str, object]:
-    """Identity and lookup: a prompt whose pages are all known finds them, and 64 sequences fill a page each.
+    """Insertion and lookup of prefixes: a prompt finds its pages, and 64 sequences fill a page each.
 
     The state is not donated: both times include a copy of the tables.
     """
@@ -196,8 +195,8 @@ def measure_prefix(num_pages: int, prompt_len: int, *, repeats: int) -> dict[str
     shapes = dataclasses.replace(
         sizes, max_seq_len=prompt_len + PAGE_SIZE, max_step_tokens=prompt_len, prefix_cache=True
     )
-    nobody, order = jnp.zeros(slots, jnp.bool_), jnp.arange(slots, dtype=jnp.int32)
-    fill = compile_program(lambda state, filled: insert_prefix(state, shapes, filled, nobody))
+    none, order = jnp.zeros(slots, jnp.bool_), jnp.arange(slots, dtype=jnp.int32)
+    fill = compile_program(lambda state, filled: insert_prefix(state, shapes, filled, none))
     find = compile_program(lambda state: match_prefix(state, shapes, order)[0])
     give_back = compile_program(lambda state: release(state, order == 0))
     state = give_back(fill(_one_prompt(shapes, pages, prompt_len), jnp.where(order == 0, pages, 0)))
@@ -211,7 +210,7 @@ def measure_prefix(num_pages: int, prompt_len: int, *, repeats: int) -> dict[str
             start = time.perf_counter()
             jax.block_until_ready(function(*arguments))
             times.append((time.perf_counter() - start) * 1e3)
-        return spread(times)
+        return summarize(times)
 
     decoding = DecodeState.init(shapes)
     first_pages = jnp.full(decoding.sequences.page_indices.array.shape, num_pages, jnp.int32).at[:, 0].set(order)
@@ -235,7 +234,7 @@ def measure_prefix(num_pages: int, prompt_len: int, *, repeats: int) -> dict[str
 
 
 def _one_prompt(shapes: Shapes, pages: int, prompt_len: int) -> DecodeState:
-    """Slot 0 has computed `pages` pages of a prompt, and slot 1 is about to begin with the same one."""
+    """Slot 0 has computed `pages` pages of a prompt, and slot 1 has the same prompt and nothing computed."""
     state, rng = DecodeState.init(shapes), np.random.default_rng(0)
     tokens = rng.integers(0, _VOCAB, (shapes.num_slots, shapes.max_seq_len)).astype(np.int32)
     tokens[1] = tokens[0]

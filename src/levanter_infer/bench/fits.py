@@ -1,4 +1,4 @@
-"""Growth as an exponent instead of an adjective."""
+"""Growth of a measurement, as a fitted exponent."""
 
 from collections.abc import Sequence
 
@@ -16,8 +16,8 @@ def exponent(x: Sequence[float], y: Sequence[float]) -> float:
 def growing_part(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     """The p and a of y = a + b · x^p with the smallest relative errors, a and b not negative.
 
-    A step that costs 20 ms whatever the context and 1 ms more at its end has an exponent near 0, which hides how the
-    1 ms grows; p tells.
+    A step of 20 ms at any context plus 1 ms at the longest one has an exponent near 0, which hides the growth of the
+    1 ms; p is the exponent of that part.
 
     Returns: the exponent p of the part that grows, and a, the value where x is 0.
     Raises: ValueError for fewer than four points, through which too many such curves go.
@@ -27,7 +27,7 @@ def growing_part(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     xs, ys = np.asarray(x, float) / max(x), np.asarray(y, float)
 
     def error_of(p: float) -> tuple[float, float]:
-        """Of the best a and b for this exponent, with relative weights; and that a."""
+        """Error of the best a and b for this exponent, with relative weights; and that a."""
         columns = np.stack([np.ones_like(xs), xs**p], axis=1) / ys[:, None]
         (a, b), *_ = np.linalg.lstsq(columns, np.ones_like(ys), rcond=None)
         if a < 0:

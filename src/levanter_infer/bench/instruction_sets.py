@@ -1,4 +1,4 @@
-"""Instruction sets of the kernels for CPUs in turn: what an engine chooses against each that it might have chosen."""
+"""Compares the instruction sets of the CPU kernels, in turn: the one that an engine chooses against the others."""
 
 import argparse
 import dataclasses
@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from levanter_infer.bench.report import spread
+from levanter_infer.bench.report import summarize
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.kernels.cpu import bindings as cpu
-from levanter_infer.layers.linear import PanelLinear
+from levanter_infer.layers.linear import Linear
 from levanter_infer.models.decoder import DecoderModel
 
 EACH = "each"
@@ -36,7 +36,7 @@ def isas_in_turn(text: str, dtype) -> list[str] | None:
 
 
 def chosen_isa(model: DecoderModel, isas: Sequence[str]) -> str:
-    """What `auto` chooses for the model. Raises: ValueError if that is not measured."""
+    """The instruction set that `auto` chooses for the model. Raises: ValueError if it is not measured."""
     chosen = Backend.choose(EngineConfig(), model, has_mods=False).isa
     if chosen is None or chosen not in isas:
         raise ValueError(f"--cpu-isa {','.join(isas)}: auto chooses {chosen}; name it too")
@@ -44,16 +44,18 @@ def chosen_isa(model: DecoderModel, isas: Sequence[str]) -> str:
 
 
 def with_isa(model: DecoderModel, isa: str) -> DecoderModel:
-    """The same prepared model for another instruction set, whose panels are as wide."""
+    """A prepared model for another instruction set with panels of the same width."""
 
-    def told(part):
-        return dataclasses.replace(part, isa=isa) if isinstance(part, PanelLinear) else part
+    def configured(part):
+        if not isinstance(part, Linear):
+            return part
+        return dataclasses.replace(part, backend=part.backend.configured(cpu_isa=isa))
 
-    return jax.tree.map(told, model, is_leaf=lambda part: isinstance(part, PanelLinear))
+    return jax.tree.map(configured, model, is_leaf=lambda part: isinstance(part, Linear))
 
 
 def prepared_for(isas: Sequence[str], model: DecoderModel) -> dict[str, DecoderModel]:
-    """The model as each instruction set reads it; those with panels of one width share them."""
+    """The model prepared for each instruction set; those with panels of one width share them."""
     prepared: dict[str, DecoderModel] = {}
     for isa in isas:
         alike = next((name for name in prepared if cpu.panel_width(name) == cpu.panel_width(isa)), None)
@@ -67,18 +69,18 @@ def prepared_for(isas: Sequence[str], model: DecoderModel) -> dict[str, DecoderM
 
 
 def compared(values: Mapping[str, Sequence[float]], chosen: str, *, digits: int = 4) -> dict[str, object]:
-    """Times of each instruction set, and how the chosen one stands beside the best.
+    """Times of each instruction set, and the chosen one against the best.
 
     Args:
-        values: that were measured in turn, in the same order for all; less is better.
-    Returns: their spreads, the best by its median, and the quotient of the chosen one's and the best one's times: the
-        median over the turns, which compares what was measured side by side.
+        values: measured in turn, in the same order for all; less is better.
+    Returns: their statistics, the best by its median, and the quotient of the chosen one's and the best one's times:
+        the median over the turns, which compares neighbouring measurements.
     """
     medians = {isa: statistics.median(each) for isa, each in values.items()}
     best = min(medians, key=medians.__getitem__)
     quotients = [a / b for a, b in zip(values[chosen], values[best], strict=True)]
     return {
-        "by_isa": {isa: spread(each, digits) for isa, each in values.items()},
+        "by_isa": {isa: summarize(each, digits) for isa, each in values.items()},
         "chosen": chosen,
         "best": best,
         "chosen_over_best": round(statistics.median(quotients), 3),

@@ -1,4 +1,4 @@
-"""What a measurement cannot be better than: how quiet the machine is, and how much it could move and compute."""
+"""Bounds of a measurement: noise of the machine, its memory bandwidth and its peak rate."""
 
 import dataclasses
 import os
@@ -12,15 +12,15 @@ from levanter_infer.plan.targets import GPUS, TPUS
 
 _STAT = Path("/proc/stat")
 _IDLE = (3, 4)
-"""Columns of the time in which a core had nothing to do, or waited for a disk."""
+"""Columns of idle time, and of waiting for a disk."""
 _COLUMNS = 8
-"""Behind them stands what is counted elsewhere already."""
+"""Number of columns; those after them are counted in others already."""
 _GAP_S = 1e-3
 
 
 def others_seconds() -> float | None:
-    """Processor time of all cores that did not go to this process: to others, the system, and the host's other
-    guests. A running total, of which differences count, in steps of about 10 ms; None where it is not known.
+    """Processor time of all cores outside this process: of other processes, the system and other virtual machines. A
+    running total in steps of about 10 ms, to be subtracted; None if unknown.
     """
     try:
         columns = [int(ticks) for ticks in _STAT.read_text().split("\n", 1)[0].split()[1 : 1 + _COLUMNS]]
@@ -31,7 +31,7 @@ def others_seconds() -> float | None:
 
 
 def jitter(seconds: float = 1.0) -> dict[str, float | int]:
-    """Run an empty loop on one core; how often, and how long, it stood still for more than a millisecond."""
+    """Run an empty loop on one core; number and length of its pauses of more than a millisecond."""
     gaps = []
     last = time.perf_counter()
     end = last + seconds
@@ -50,12 +50,12 @@ def jitter(seconds: float = 1.0) -> dict[str, float | int]:
 
 @dataclasses.dataclass(frozen=True)
 class Peaks:
-    """What one device could do at most."""
+    """Peak rates of a device."""
 
     memory_gbps: float
-    """GB/s read from its memory; what lies in a processor's cache can be read faster."""
+    """Memory bandwidth in GB/s; data in a processor's cache are read faster."""
     tflops: float
-    """10¹² floating-point operations a second in matmuls."""
+    """Peak rate of matmuls in 10¹² floating-point operations per second."""
 
 
 _KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p"}
@@ -63,7 +63,7 @@ _KINDS |= {"TPU v6 lite": "v6e", "TPU v6e": "v6e"}
 
 
 def device_peaks(dtype: str) -> Peaks | None:
-    """Of this process's first device: measured on a CPU, else from its maker's data sheet; None for an unknown device.
+    """Peaks of this process's first device: measured on a CPU, else from the data sheet; None for an unknown device.
 
     The rate of a CPU is the higher one of XLA's matmuls in `dtype` and in float32.
     """

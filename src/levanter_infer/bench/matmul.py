@@ -1,7 +1,7 @@
-"""The matmuls of a step alone: what a step takes at least, whatever is done around them.
+"""The matmuls of a step alone: a lower bound of the step time.
 
-Each product is run layer by layer over the whole stack, as in a step, with what its call does besides (norm, gate,
-residual). `call_ms` is such a call for no rows at all.
+Each matmul runs layer by layer over the whole stack, as in a step, fused with its norm, gate and residual. `call_ms` is
+such a call for no rows at all.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from levanter_infer.bench.workload import add_model_arguments, model_sizes, numb
 from levanter_infer.decode.programs import compile_program
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig
-from levanter_infer.layers.linear import PanelLinear, apply
+from levanter_infer.layers.linear import apply
 from levanter_infer.models.decoder import DecoderModel
 
 
@@ -64,9 +64,9 @@ def measure(model: DecoderModel, rows: int, clock: Clock) -> dict[str, object]:
     lines: dict[str, dict] = {}
     outputs: list[float] = []
     inputs = inputs_of(model, rows)
-    for name, product in PRODUCTS.items():
+    for name, matmul in MATMULS.items():
         start = (inputs[name], jnp.float32(0))
-        times, result = clock.per_trip(_over_layers(product), start, model, jnp.int32(rows))
+        times, result = clock.per_trip(_over_layers(matmul), start, model, jnp.int32(rows))
         outputs.append(float(result[1]))
         seconds = times["median"] / 1e3
         lines[name] = {
@@ -75,8 +75,8 @@ def measure(model: DecoderModel, rows: int, clock: Clock) -> dict[str, object]:
             "gflop_per_s": round(2 * rows * parameters[name] / seconds / 1e9, 1),
         }
     idle = (inputs["out"], jnp.float32(0))
-    nothing, _ = clock.per_trip(_over_layers(PRODUCTS["out"]), idle, model, jnp.int32(0))
-    per_step = {name: (1 if name == "head" else config.num_layers) for name in PRODUCTS}
+    nothing, _ = clock.per_trip(_over_layers(MATMULS["out"]), idle, model, jnp.int32(0))
+    per_step = {name: (1 if name == "head" else config.num_layers) for name in MATMULS}
     step = sum(lines[name]["ms"]["median"] * times for name, times in per_step.items())
     flops = 2 * rows * sum(parameters[name] * times for name, times in per_step.items())
     return {
@@ -95,16 +95,16 @@ def compare(models: dict[str, DecoderModel], rows: int, clock: Clock, chosen: st
     """All matmuls of a step by each instruction set, in turn."""
     steps = {isa: [0.0] * clock.repeats for isa in models}
     config = next(iter(models.values())).config
-    for name, product in PRODUCTS.items():
-        turns = {isa: clock.turns(_runner(model, product, name, rows)) for isa, model in models.items()}
+    for name, matmul in MATMULS.items():
+        turns = {isa: clock.turns(_runner(model, matmul, name, rows)) for isa, model in models.items()}
         for turn in range(clock.repeats):
             for isa, one_turn in turns.items():
                 steps[isa][turn] += one_turn() * (1 if name == "head" else config.num_layers)
     return {"rows": rows, "step_ms": compared(steps, chosen), "workload_hash": digest([rows, clock.milliseconds])}
 
 
-def _runner(model: DecoderModel, product: Callable, name: str, rows: int) -> Callable[[int], None]:
-    start, program = (inputs_of(model, rows)[name], jnp.float32(0)), compile_program(_over_layers(product))
+def _runner(model: DecoderModel, matmul: Callable, name: str, rows: int) -> Callable[[int], None]:
+    start, program = (inputs_of(model, rows)[name], jnp.float32(0)), compile_program(_over_layers(matmul))
 
     def run(trips: int) -> None:
         jax.block_until_ready(program(jnp.int32(trips), start, model, jnp.int32(rows)))
@@ -114,7 +114,7 @@ def _runner(model: DecoderModel, product: Callable, name: str, rows: int) -> Cal
 
 
 def parameters_of(model: DecoderModel) -> dict[str, int]:
-    """Weights of each product, of one layer."""
+    """Number of weights of each matmul in one layer."""
     c = model.config
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     return {
@@ -127,7 +127,7 @@ def parameters_of(model: DecoderModel) -> dict[str, int]:
 
 
 def inputs_of(model: DecoderModel, rows: int) -> dict[str, Sequence[NamedArray]]:
-    """Random inputs of each product, and what is multiplied or added to them."""
+    """Random inputs of each matmul, with its gate and residual."""
     token, mlp = Axis(TOKEN, rows), Axis(MLP, model.config.intermediate_size)
     heads = _q_axes(model)
 
@@ -145,11 +145,10 @@ def inputs_of(model: DecoderModel, rows: int) -> dict[str, Sequence[NamedArray]]
 
 
 def _q_axes(model: DecoderModel) -> tuple[Axis, ...]:
-    q = model.layers.attention.q_proj
-    return q.outs if isinstance(q, PanelLinear) else q.weight.axes[1:-1]
+    return model.layers.attention.q_proj.outs
 
 
-PRODUCTS: dict[str, Callable] = {
+MATMULS: dict[str, Callable] = {
     "qkv": lambda layer, x: apply(
         x, layer.attention.q_proj, layer.attention.k_proj, layer.attention.v_proj, norm=layer.input_norm
     ),
@@ -160,18 +159,18 @@ PRODUCTS: dict[str, Callable] = {
 }
 
 
-def _over_layers(product: Callable) -> Callable:
-    """A program that runs a product `trips` times, in one layer after another; every trip waits for the one before.
+def _over_layers(matmul: Callable) -> Callable:
+    """A program that runs a matmul `trips` times, in one layer after another; each trip depends on the one before.
 
-    Carries the inputs, and one number of what came out last.
+    Carries the inputs, and one number of the last result.
     """
 
     def program(trips, start, model: DecoderModel, num_rows):
         def body(trip, carry):
             inputs, _ = carry
             layer = trip % model.config.num_layers
-            part = model if product is PRODUCTS["head"] else model.layers.at(layer, num_rows)
-            results = jax.lax.optimization_barrier(product(part, *inputs))
+            part = model if matmul is MATMULS["head"] else model.layers.at(layer, num_rows)
+            results = jax.lax.optimization_barrier(matmul(part, *inputs))
             seen = jnp.sum(jnp.stack([result.array.reshape(-1)[0].astype(jnp.float32) for result in results]))
             return (inputs[0] + (seen * 0).astype(inputs[0].dtype), *inputs[1:]), seen
 

@@ -1,8 +1,8 @@
-"""Peak memory of a process that runs a model, and what pages waste on mixes of lengths.
+"""Peak memory of a process that runs a model, and the waste of pages on mixes of lengths.
 
-The peak is that of a process of its own, which loads a checkpoint and samples: once with everything to compile, once
-with the programs of the first. The mixes look at the tables after every step. Allocation does not depend on the model,
-so there a model of one narrow layer stands in for it; bytes are those of the shape that was asked for.
+The peak is measured in a process of its own, which loads a checkpoint and samples: once with an empty compile cache,
+once with a filled one. The mixes read the tables after every step. Allocation does not depend on the model, so there a
+model of one narrow layer replaces it; bytes are those of the requested shape.
 """
 
 import argparse
@@ -42,19 +42,19 @@ from levanter_infer.runtime.memory import peak_bytes, process_bytes
 
 STAND_IN = dict(hidden=16, layers=1, heads=1, kv_heads=1, mlp=16, vocab=64)
 _PEAK_ALLOWANCE = 400 * 10**6
-"""Bytes beyond weights and pool that a process may need."""
+"""Allowed bytes of a process beyond weights and pool."""
 _MAX_OVERHEAD = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class Mix:
-    """Requests by the length of their prompts."""
+    """A mix of requests, given by the lengths of their prompts."""
 
     prompt_lens: tuple[int, ...]
     max_seqs: int
     n: int = 1
     in_turn: bool = False
-    """Each begins when the one before has ended."""
+    """Each request starts when the one before has ended."""
 
 
 def mixes(output: int) -> dict[str, Mix]:
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> None:
     wanted = args.cases.split(",")
     if unknown := [case for case in wanted if case not in CASES]:
         raise SystemExit(f"unknown case {unknown[0]!r}; expected some of {', '.join(CASES)}")
-    # The peak comes first: other processes can have the device while this one has not touched it.
+    # The peak comes first: its processes can use the device only while this one has not initialised it.
     peaks = list(peak_cases(args)) if "peak" in wanted else []
     about = provenance()
     for case in peaks:
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def peak_cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """One case with an empty compile cache, one with what that has left."""
+    """One case with an empty compile cache, one with the cache that the first has filled."""
     with tempfile.TemporaryDirectory() as directory:
         _in_new_process(_save_random_model, model_sizes(args), args.dtype, directory)
         for start in ("cold", "cached"):
@@ -199,7 +199,7 @@ def mix_case(mix: Mix, args: argparse.Namespace) -> tuple[dict[str, object], dic
 
 
 def mix_engine(mix: Mix, args: argparse.Namespace) -> InferenceEngine:
-    """An engine for the mix whose pool holds just what may run at once."""
+    """An engine whose pool holds exactly the sequences that may run at once."""
     final = sorted((length + args.output for length in mix.prompt_lens), reverse=True)
     at_once = [*itertools.chain(*([length] * mix.n for length in final))][: mix.max_seqs]
     longest = round_up(final[0], args.page_size)
@@ -209,7 +209,7 @@ def mix_engine(mix: Mix, args: argparse.Namespace) -> InferenceEngine:
             max_seqs=mix.max_seqs,
             max_seq_len=longest,
             page_size=args.page_size,
-            # One more each: a sequence starts only if there is room for its next page too.
+            # One more each: a sequence starts only if its next page is free too.
             max_pages=sum(pages_for(length, args.page_size) + 1 for length in at_once),
             max_step_tokens=4096,  # prompts of all sequences are computed before the first of them has ended
             max_round_steps=1,
@@ -219,7 +219,7 @@ def mix_engine(mix: Mix, args: argparse.Namespace) -> InferenceEngine:
 
 
 def audits_of(engine: InferenceEngine, mix: Mix, output: int) -> Iterator[MemoryAudit]:
-    """The memory after every step of the mix."""
+    """Memory after every step of the mix."""
     prompts = random_prompts(STAND_IN["vocab"], list(mix.prompt_lens), seed=0)
     requests = [_request(prompt, output, mix.n) for prompt in prompts]
     for together in [[request] for request in requests] if mix.in_turn else [requests]:
@@ -233,7 +233,7 @@ def audits_of(engine: InferenceEngine, mix: Mix, output: int) -> Iterator[Memory
 def summary(
     audits: list[MemoryAudit], engine: InferenceEngine, page_bytes: int, weights_bytes: int
 ) -> dict[str, object]:
-    """What the audits say, at the moment when most pages were held and over the whole run."""
+    """Figures at the moment when most pages were in use, and over the whole run."""
     size = engine.shapes.page_size
     top = max(audits, key=lambda each: each.pages_in_use)
     slack = engine.shapes.num_pages * size / 100

@@ -1,6 +1,6 @@
-"""`python -m levanter_infer.bench.one_start MODEL LAUNCHED`: load a model, sample one token, print what took how long.
+"""`python -m levanter_infer.bench.one_start MODEL LAUNCHED`: load a model, sample a token, print times of the parts.
 
-What `bench startup` runs in every new process. LAUNCHED is the time of day, in seconds, when the process was asked for.
+The program of each process of `bench startup`. LAUNCHED is the time of day, in seconds, at which it was launched.
 """
 
 import json
@@ -8,7 +8,7 @@ import sys
 import time
 
 PARTS = ("interpreter_s", "import_s", "load_s", "engine_s", "compile_s", "first_token_s")
-"""What a start consists of, in order."""
+"""Parts of a start, in order."""
 PROMPT = (1, 2, 3)
 
 

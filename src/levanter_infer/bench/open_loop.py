@@ -1,9 +1,9 @@
-"""Requests of mixed lengths that come whether or not the engine is ready: waiting times, phases, and static batches.
+"""Open-loop load: latencies, phases, and continuous against static batching, with requests of mixed lengths.
 
-Three cases per engine, a line each. `closed`: `--closed-requests` are there at the start; continuous batching against
-static batches of `max_seqs`, and what rounds of `--max-round-steps` cost. `saturated`: requests whose outputs add up to
-`--tokens-target`, all there at the start; how near the whole run comes to its steady phase. `open`: the same requests
-come at `--load` times the capacity that the closed loop has shown.
+Three cases per engine, a line each. `closed`: `--closed-requests` arrive at the start; continuous batching against
+static batches of `max_seqs`, and the cost of rounds of `--max-round-steps`. `saturated`: requests whose outputs add up
+to `--tokens-target` arrive at the start; the rate of the whole run against its steady phase. `open`: the same requests
+arrive at `--load` times the capacity that the closed loop has shown.
 """
 
 import argparse
@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from levanter_infer.bench.drive import run_continuous, run_static
+from levanter_infer.bench.clients import run_continuous, run_static
 from levanter_infer.bench.machine import jitter
 from levanter_infer.bench.plot import add_plot_argument, draw
-from levanter_infer.bench.report import digest, emit, percentiles, provenance, spread
+from levanter_infer.bench.report import digest, emit, percentiles, provenance, summarize
 from levanter_infer.bench.timeline import Round, Timeline, in_steady, phases, spikes
 from levanter_infer.bench.workload import (
     ARRIVALS,
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def mixed_requests(args: argparse.Namespace, vocab: int) -> tuple[list[Request], list[Request]]:
-    """Requests of mixed lengths: as many as the closed loop takes, and as many as have outputs of the target's size."""
+    """Requests of mixed lengths: those of the closed loop, and as many as generate the target's number of tokens."""
     closed = args.closed_requests or 8 * args.max_seqs
     lens = mixed_lens(*args.output, count=max(args.tokens_target, closed), seed=args.seed)
     opened = 1 + int(np.searchsorted(np.cumsum(lens), args.tokens_target))
@@ -134,7 +134,7 @@ def mixed_requests(args: argparse.Namespace, vocab: int) -> tuple[list[Request],
 def measure_closed(
     engine: InferenceEngine, requests: Sequence[Request], args: argparse.Namespace
 ) -> tuple[dict[str, object], float]:
-    """All requests are there at the start. Returns the case, and the capacity in generated tokens a second."""
+    """All requests arrive at the start. Returns the case, and the capacity in generated tokens per second."""
     at_once = [0.0] * len(requests)
     runs = {
         "static": lambda: run_static(engine, requests, at_once, batch=args.max_seqs),
@@ -154,10 +154,10 @@ def measure_closed(
     steady = [steady_rate(t) for t in seen["short_rounds"]]
     case: dict[str, object] = {
         **_workload(requests, seen["continuous"][0]),
-        "continuous_tokens_per_sec": spread(continuous, 1),
-        "continuous_steady_tokens_per_sec": spread([steady_rate(t) for t in seen["continuous"]], 1),
-        "short_rounds_tokens_per_sec": spread(short, 1),
-        "short_rounds_steady_tokens_per_sec": spread(steady, 1),
+        "continuous_tokens_per_sec": summarize(continuous, 1),
+        "continuous_steady_tokens_per_sec": summarize([steady_rate(t) for t in seen["continuous"]], 1),
+        "short_rounds_tokens_per_sec": summarize(short, 1),
+        "short_rounds_steady_tokens_per_sec": summarize(steady, 1),
         "wall_over_steady": _ratios(short, steady),
         "short_rounds_over_continuous": _ratios(short, continuous)
         if _equal(seen, "continuous", "short_rounds")
@@ -181,7 +181,7 @@ def compare_static(seen: Mapping[str, Sequence[Timeline]]) -> dict[str, object]:
     if not equal:
         print("static and continuous batches gave different tokens: no ratio; try --dtype float32", file=sys.stderr)
     return {
-        "static_tokens_per_sec": spread(static, 1),
+        "static_tokens_per_sec": summarize(static, 1),
         "outputs_are_equal": equal,
         "continuous_over_static": _ratios(continuous, static) if equal else None,
     }
@@ -190,9 +190,9 @@ def compare_static(seen: Mapping[str, Sequence[Timeline]]) -> dict[str, object]:
 def measure_saturated(
     engine: InferenceEngine, requests: Sequence[Request], args: argparse.Namespace
 ) -> dict[str, object]:
-    """More requests than there are places, from the start to nearly the end: the whole run against its steady phase.
+    """More requests than slots, until nearly the end: the whole run against its steady phase.
 
-    At less than the capacity both would be the rate at which requests come, whatever the engine does.
+    Below the capacity both would equal the arrival rate, whatever the engine does.
     """
     at_once = [0.0] * len(requests)
     timelines = []
@@ -202,8 +202,8 @@ def measure_saturated(
     whole, steady = [t.tokens_per_s for t in timelines], [steady_rate(t) for t in timelines]
     return {
         **_workload(requests, timelines[0]),
-        "continuous_tokens_per_sec": spread(whole, 1),
-        "continuous_steady_tokens_per_sec": spread(steady, 1),
+        "continuous_tokens_per_sec": summarize(whole, 1),
+        "continuous_steady_tokens_per_sec": summarize(steady, 1),
         "wall_over_steady": _ratios(whole, steady),
         **_steps_of(timelines, args),
     }
@@ -222,14 +222,14 @@ def _steps_of(timelines: Sequence[Timeline], args: argparse.Namespace) -> dict[s
 
 
 def _max_tokens(request: Request) -> int:
-    assert request.sampling is not None, "the requests of this bench bring their own"
+    assert request.sampling is not None, "the requests of this bench have their own"
     return request.sampling.max_tokens
 
 
 def measure_open(
     engine: InferenceEngine, requests: Sequence[Request], capacity: float, args: argparse.Namespace
 ) -> dict[str, object]:
-    """Requests come at a rate. `capacity`: tokens a second that the engine can generate of such requests."""
+    """Requests arrive at a rate. `capacity`: tokens per second that the engine generates of such requests."""
     tokens_each = sum(map(_max_tokens, requests)) / len(requests)
     rate = args.rate or args.load * capacity / tokens_each
     arrivals = arrival_times(args.arrivals, len(requests), rate, seed=args.seed)
@@ -249,8 +249,8 @@ def measure_open(
         "arrivals": args.arrivals,
         "requests_per_s": round(rate, 3),
         "load": round(rate * tokens_each / capacity, 3),
-        "continuous_tokens_per_sec": spread(whole, 1),
-        "continuous_steady_tokens_per_sec": spread(steady, 1),
+        "continuous_tokens_per_sec": summarize(whole, 1),
+        "continuous_steady_tokens_per_sec": summarize(steady, 1),
         "ttft_ms": percentiles([_ms(t.first_token_s()) for t in timelines]),
         "inter_token_ms": gaps,
         "decoding": percentiles([[r.decoding for r in in_steady(t)] for t in timelines], 1),
@@ -300,7 +300,7 @@ def _decode_only(timeline: Timeline) -> list[Round]:
 
 
 def _spike_report(rounds: Sequence[Round]) -> dict[str, object]:
-    """Those over twice their median, and what the machine gave to others during the worst of them."""
+    """Steps of more than twice their median, with the processor time of other processes during the worst of them."""
     found, threshold_s = spikes(rounds)
     worst = sorted(found, key=lambda r: -r.step_s)[:_NAMED_SPIKES]
     return {
@@ -329,7 +329,7 @@ def _workload(requests: Sequence[Request], timeline: Timeline) -> dict[str, obje
 
 
 def _ratios(above: Sequence[float], below: Sequence[float]) -> dict[str, float | int]:
-    return spread([a / b for a, b in zip(above, below, strict=True)], 3)
+    return summarize([a / b for a, b in zip(above, below, strict=True)], 3)
 
 
 def _ms(seconds: Iterable[float]) -> list[float]:

@@ -2,7 +2,7 @@
 
 Tokens/s are those of whole calls, with rounds of many steps. Step times need rounds of one step, which cost a launch
 and a download each: `one_step_rounds_cost` is what the same call takes then, over what it takes otherwise, if
-both gave the same tokens. Speeds of page sizes are not compared here; equal `output_hash` is what would allow it.
+both gave the same tokens. Speeds of page sizes are not compared here: that needs equal `output_hash`.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 from levanter_infer.bench.plot import add_plot_argument, draw
-from levanter_infer.bench.report import digest, emit, measured, provenance, spread
+from levanter_infer.bench.report import digest, emit, measured, provenance, summarize
 from levanter_infer.bench.workload import (
     add_model_arguments,
     model_sizes,
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure(model, args: argparse.Namespace, batch: int, page_size: int) -> dict:
-    # Lengths spread over a page of any size, the same for every page size.
+    # Lengths are uniform over a page of any size, and the same for every page size.
     lens = np.random.default_rng(batch).integers(args.prompt // 2, args.prompt * 3 // 2 + 1, batch).tolist()
     prompts = random_prompts(model.config.vocab_size, lens, seed=batch)
     sampling = SamplingParams(max_tokens=args.output, temperature=0.0, ignore_eos=True)
@@ -76,12 +76,12 @@ def measure(model, args: argparse.Namespace, batch: int, page_size: int) -> dict
         "batch": batch,
         "prompt": args.prompt,
         "output": args.output,
-        "generated_tokens_per_s": spread([batch * args.output / seconds for seconds in whole], 1),
+        "generated_tokens_per_s": summarize([batch * args.output / seconds for seconds in whole], 1),
         **step_times(steps),
         "one_step_rounds_cost": round(sum(steps["seconds"]) / float(np.median(whole)), 3)
         if steps["token_ids"] == token_ids(outputs)
         else None,
-        "wasted_percent": round(100 * (1 - sum(steps["stored"]) / sum(steps["room"])), 2),
+        "wasted_percent": round(100 * (1 - sum(steps["stored"]) / sum(steps["capacity"])), 2),
         "config": {"model": model_sizes(args), "dtype": args.dtype, "engine": engine.describe()},
         "workload_hash": digest([prompts, args.output]),
         "output_hash": digest(token_ids(outputs)),
@@ -89,7 +89,7 @@ def measure(model, args: argparse.Namespace, batch: int, page_size: int) -> dict
 
 
 def step_times(steps: dict[str, list]) -> dict[str, object]:
-    """Milliseconds of steps with a chunk of a prompt and of those without, from what `step_by_step` returns."""
+    """Milliseconds of steps with and without a prompt chunk, from the result of `step_by_step`."""
     of = {False: [], True: []}
     for seconds, prompt_steps in zip(steps["seconds"], steps["prompts"], strict=True):
         of[bool(prompt_steps)].append(seconds * 1e3)
@@ -106,10 +106,10 @@ def step_times(steps: dict[str, list]) -> dict[str, object]:
 def step_by_step(engine: InferenceEngine, requests: list[Request]) -> dict[str, list]:
     """Run the requests one step a round.
 
-    Returns: of every step its `seconds`, `prompts` (1 if it computed a chunk of a prompt, else 0), and the tokens that
-        are `stored` after it in pages that have `room` for so many; and the `token_ids` of every request.
+    Returns: of every step its `seconds`, `prompts` (1 if it computed a prompt chunk, else 0), the `stored` tokens after
+        it and the `capacity` of the pages in use; and the `token_ids` of every request.
     """
-    found: dict[str, list] = {"seconds": [], "prompts": [], "stored": [], "room": []}
+    found: dict[str, list] = {"seconds": [], "prompts": [], "stored": [], "capacity": []}
     groups = [engine.submit(request) for request in requests]
     before = engine.stats()
     while not all(group.is_done for group in groups):
@@ -119,7 +119,7 @@ def step_by_step(engine: InferenceEngine, requests: list[Request]) -> dict[str, 
             found["seconds"].append(stats["round_s"]["sum"] - before["round_s"]["sum"])
             found["prompts"].append(stats["prompt_steps"] - before["prompt_steps"])
             found["stored"].append(stats["stored_tokens"])
-            found["room"].append(stats["pages_in_use"] * engine.shapes.page_size)
+            found["capacity"].append(stats["pages_in_use"] * engine.shapes.page_size)
         before = stats
     engine.drain()
     found["token_ids"] = [sequence.token_ids for group in groups for sequence in group.sequences]

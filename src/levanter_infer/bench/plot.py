@@ -21,10 +21,10 @@ def draw(
     """Write one figure with a line per curve; does nothing without a path.
 
     Args:
-        curves: by label, the places on both axes.
-        x, y: what the axes show, with units.
+        curves: x and y values by label.
+        x, y: labels of the axes, with units.
         log: both axes are logarithmic.
-    Raises: SystemExit if matplotlib is missing: a figure that was asked for is not left out silently.
+    Raises: SystemExit if matplotlib is missing: a requested figure is not left out silently.
     """
     if path is None:
         return

@@ -1,11 +1,11 @@
-"""Pools that are too small: what turns cost, where pages are computed again or move to the host and back."""
+"""Preemption in pools that are too small: the cost of recomputation against KV offload."""
 
 import argparse
 import dataclasses
 import time
 from collections.abc import Iterator
 
-from levanter_infer.bench.report import digest, emit, measured, provenance, spread
+from levanter_infer.bench.report import digest, emit, measured, provenance, summarize
 from levanter_infer.bench.workload import (
     add_model_arguments,
     model_sizes,
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=int, default=256, help="generated tokens of each; default 256")
     parser.add_argument("--times", type=numbers, default=(1, 4), help="how many times too small; default 1,4")
     parser.add_argument("--policies", default="recompute,offload")
-    parser.add_argument("--prefix-cache", action="store_true", help="pages that were given up may be found again")
+    parser.add_argument("--prefix-cache", action="store_true", help="with the prefix cache")
     parser.add_argument("--repeats", type=int, default=3)
     add_model_arguments(parser)
 
@@ -72,8 +72,8 @@ def measure(engines: list[InferenceEngine], requests: list[Request], repeats: in
         per_run = {name: round((after[name] - before[i][name]) / repeats, 4) for name in _COUNTED}
         yield {
             "preempt": engine.config.preempt,
-            "generated_tokens_per_s": spread([total / run[i][0] for run in runs], 1),
-            "seconds": spread([run[i][0] for run in runs], 3),
+            "generated_tokens_per_s": summarize([total / run[i][0] for run in runs], 1),
+            "seconds": summarize([run[i][0] for run in runs], 3),
             "per_run": measured(**per_run),
             "output_hash": digest(outputs),
             "config": {k: v for k, v in engine.describe().items() if k != "device"},
@@ -87,7 +87,7 @@ def _timed(engine: InferenceEngine, requests: list[Request]) -> tuple[float, lis
 
 
 def _compile(engine: InferenceEngine, request: Request) -> None:
-    """Every program that a run may need."""
+    """Compile every program that a run may need."""
     group = engine.submit(request)
     while not engine.spill_to_host(group.sequences[0]):
         engine.step_round(max_steps=1)

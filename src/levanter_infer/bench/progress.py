@@ -1,4 +1,4 @@
-"""When how much of a call of `generate` was done, as the host saw it at the end of each round."""
+"""`Progress`: tokens over time of one call of `generate`, as the host sees them at the end of each round."""
 
 import dataclasses
 import time
@@ -20,7 +20,7 @@ class Progress:
     generated: list[int]
     prompt_tokens: list[int]
     first_token_s: float
-    """From the call to the first sampled token of anybody."""
+    """Seconds from the call to the first sampled token of any request."""
 
     @property
     def total_s(self) -> float:
@@ -31,20 +31,20 @@ class Progress:
         return [completion.token_ids for output in self.outputs for completion in output.completions]
 
     def seconds_of(self, begin: int, end: int) -> float:
-        """From the `begin`-th generated token to the `end`-th, within rounds in proportion. What was done between the
-        `begin`-th token and the next one without generating any, such as computing the prompts, does not count."""
+        """Seconds from the `begin`-th generated token to the `end`-th, interpolated within rounds. Time after the
+        `begin`-th token without any new token, such as for prompts, does not count."""
         return _time_of(end, self.generated, self.seconds) - _time_of(begin, self.generated, self.seconds, latest=True)
 
     def prefill_seconds_of(self, begin: int, end: int) -> float:
-        """From the `begin`-th computed prompt token to the `end`-th."""
+        """Seconds from the `begin`-th computed prompt token to the `end`-th."""
         return _time_of(end, self.prompt_tokens, self.seconds) - _time_of(begin, self.prompt_tokens, self.seconds)
 
 
 def _time_of(count: int, totals: Sequence[int], seconds: Sequence[float], *, latest: bool = False) -> float:
-    """When a total reached `count`; with `latest` the last moment at which it was no more than that."""
+    """Time when a total reached `count`; with `latest` the last time at which it was no larger."""
     reached, first = np.unique(totals, return_index=True)
-    places = np.searchsorted(totals, reached, side="right") - 1 if latest else first
-    return float(np.interp(count, reached, np.asarray(seconds)[places]))
+    indices = np.searchsorted(totals, reached, side="right") - 1 if latest else first
+    return float(np.interp(count, reached, np.asarray(seconds)[indices]))
 
 
 def record(engine: InferenceEngine, prompts: Sequence[list[int]], max_tokens: int) -> Progress:

@@ -1,4 +1,4 @@
-"""One JSON line per case, with what is needed to compare it with another."""
+"""Output of the benches: one JSON line per case, with the provenance that comparisons need."""
 
 import hashlib
 import json
@@ -35,7 +35,7 @@ def provenance() -> dict[str, object]:
 
 
 def measured(**values: object) -> dict[str, object]:
-    """Measurements under names that the metrics of the engine declare (engine/metrics.py)."""
+    """Measurements under names of the engine's metrics (engine/metrics.py)."""
     unknown = sorted(set(values) - set(METRICS))
     assert not unknown, f"no such metrics: {unknown}"
     return values
@@ -45,7 +45,7 @@ def emit(case: dict[str, object]) -> None:
     print(json.dumps(case), flush=True)
 
 
-def spread(values: Sequence[float], digits: int = 4) -> dict[str, float | int]:
+def summarize(values: Sequence[float], digits: int = 4) -> dict[str, float | int]:
     """Median, smallest and largest of repeated measurements, and the standard deviation of the sample (0 for one)."""
     return {
         "median": round(statistics.median(values), digits),
@@ -57,7 +57,7 @@ def spread(values: Sequence[float], digits: int = 4) -> dict[str, float | int]:
 
 
 def utilisation(bytes_per_s: float, flop_per_s: float, peaks: Peaks | None) -> dict[str, object]:
-    """Shares of what the device could move and compute; None where that is not known."""
+    """Utilisation of the device's bandwidth and peak rate; None if these are unknown."""
     known = peaks is not None
     return measured(
         bandwidth_utilisation=round(bytes_per_s / (peaks.memory_gbps * 1e9), 4) if known else None,
@@ -66,13 +66,13 @@ def utilisation(bytes_per_s: float, flop_per_s: float, peaks: Peaks | None) -> d
 
 
 def percentiles(runs: Sequence[Sequence[float]], digits: int = 2) -> dict[str, dict[str, float | int]]:
-    """Mean, p50, p95, p99 and largest value of each run, as the spread over the runs; empty if a run has no values."""
+    """Mean, p50, p95, p99 and largest value of each run, summarized over the runs; empty if a run has no values."""
     if not all(len(values) for values in runs):
         return {}
-    places = {"p50": 50, "p95": 95, "p99": 99, "max": 100}
-    found = [[statistics.fmean(values), *np.percentile(values, list(places.values()))] for values in runs]
-    names = ("mean", *places)
-    return {name: spread([float(run[i]) for run in found], digits) for i, name in enumerate(names)}
+    ranks = {"p50": 50, "p95": 95, "p99": 99, "max": 100}
+    found = [[statistics.fmean(values), *np.percentile(values, list(ranks.values()))] for values in runs]
+    names = ("mean", *ranks)
+    return {name: summarize([float(run[i]) for run in found], digits) for i, name in enumerate(names)}
 
 
 def digest(value: object) -> str:

@@ -18,7 +18,7 @@ from levanter_infer.bench.fits import exponent, growing_part
 from levanter_infer.bench.machine import device_peaks
 from levanter_infer.bench.plot import add_plot_argument, draw
 from levanter_infer.bench.progress import Progress, record
-from levanter_infer.bench.report import digest, emit, measured, provenance, spread, utilisation
+from levanter_infer.bench.report import digest, emit, measured, provenance, summarize, utilisation
 from levanter_infer.bench.workload import (
     add_model_arguments,
     model_sizes,
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
             emit({"bench": "scenarios", "case": name, **line, "config": config, **about})
 
 
-# What the cases share
+# Shared by the cases
 
 
 def make_model(args: argparse.Namespace, max_positions: int, dtype: str | None = None) -> DecoderModel:
@@ -99,7 +99,7 @@ def kv_bytes_per_token(engine: InferenceEngine) -> float:
 
 
 def memory(engine: InferenceEngine, live_tokens: int) -> dict[str, object]:
-    """What was held at the fullest moment, against what had to be."""
+    """Bytes in use at the peak, against the bytes of live tokens."""
     stats, each = engine.stats(), kv_bytes_per_token(engine)
     held = stats["pages_peak"] * engine.shapes.page_size
     return {
@@ -213,7 +213,7 @@ def chat(args) -> Iterator[dict]:
 
 
 def lengths(args) -> Iterator[dict]:
-    """Time of a token over the stored tokens, with a cache and without, and how it grows."""
+    """Time per token over the stored tokens, with a cache and without, and its growth."""
     longest = max(*args.lengths, *args.uncached) + args.window + 1
     model = make_model(args, longest)
     engine = make_engine(args, model, 1, longest)
@@ -241,7 +241,7 @@ def lengths(args) -> Iterator[dict]:
         times = []
         for context in contexts:
             measure(context)  # compiles
-            times.append(spread([measure(context) for _ in range(args.repeats)]))
+            times.append(summarize([measure(context) for _ in range(args.repeats)]))
         medians = [entry["median"] for entry in times]
         curves[name] = (contexts, medians)
         growth: dict[str, object] = {"exponent": exponent(contexts, medians)}
@@ -295,7 +295,7 @@ def cache(args) -> Iterator[dict]:
 
 
 def ratio_if_equal(cached: list[int], uncached: list[int], cached_s: float, uncached_s: float) -> dict[str, object]:
-    """How many times faster the cache is; nothing but a complaint where it computes something else."""
+    """Speed-up of the cache; a refusal if the outputs differ."""
     if cached == uncached:
         return {"equal": True, "ratio": round(uncached_s / cached_s, 3)}
     first = next((i for i, (a, b) in enumerate(zip(cached, uncached, strict=False)) if a != b), -1)
@@ -347,13 +347,12 @@ def layer(args) -> Iterator[dict]:
         model = make_model(args, context)
         config, layers = model.config, model.config.num_layers
         backend = Backend.choose(EngineConfig(), model, has_mods=False)
-        isa = backend.isa if backend.attention == "cpu" else None
-        spec = AttentionSpec(impl=backend.attention, max_seq_len=context, isa=isa)
+        spec = AttentionSpec(max_seq_len=context)
         model = backend.prepare(model, donate=True)
         for target, page_size in (("bench-llama", 1 << (context - 1).bit_length()), ("bench-llama-paged", _PAGE)):
             sizes = dict(heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim)
             case = Case("decode", args.batch, context, 1, page_size, **sizes, dtype=args.dtype)
-            kv, batch, *_ = inputs(case, layers=layers)
+            kv, batch, *_ = inputs(case, backend.attention_backend, layers=layers)
             step = functools.partial(_model_steps, batch=batch, spec=spec)
             start = jnp.zeros((args.batch, config.hidden_size), model.activation_dtype)
             times, (states, _) = clock.per_trip(step, (start, kv), model, donate=True)
@@ -370,8 +369,8 @@ def layer(args) -> Iterator[dict]:
 
 
 def step_flops(model: DecoderModel, batch: int, live_tokens: float) -> float:
-    """Operations of a decode step of `batch` sequences with so many stored tokens together: matmuls with all weights,
-    of which the embeddings are the head's, and attention."""
+    """Operations of a decode step of `batch` sequences with `live_tokens` stored tokens in all: attention, and matmuls
+    with all weights (the embeddings are the head too)."""
     c = model.config
     return 2.0 * batch * c.num_parameters + 4.0 * live_tokens * c.num_heads * c.head_dim * c.num_layers
 

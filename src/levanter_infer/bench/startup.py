@@ -1,6 +1,6 @@
-"""From the start of a process to its first token, cold and warm, part by part; and compilation over the layers.
+"""Time from the start of a process to its first token, cold and warm, by parts; and compile time over the layers.
 
-Every run is a process of its own. Cold means an empty cache of programs, warm one that an earlier run has filled.
+Every run is a process of its own. Cold means an empty compile cache, warm one that an earlier run has filled.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from levanter_infer.bench.one_start import PROMPT
 from levanter_infer.bench.plot import add_plot_argument, draw
-from levanter_infer.bench.report import digest, emit, provenance, spread
+from levanter_infer.bench.report import digest, emit, provenance, summarize
 from levanter_infer.bench.workload import add_model_arguments, model_sizes, numbers, random_model
 from levanter_infer.checkpoints.save import save_model
 
@@ -61,7 +61,7 @@ def _cold_and_warm(args: argparse.Namespace, folder: Path, case: str, start: Cal
     for name, runs in (("cold", cold), ("warm", warm)):
         yield {
             "case": f"{case} {name}",
-            **{part: spread([run[part] for run in runs], 3) for part in runs[0] if part.endswith("_s")},
+            **{part: summarize([run[part] for run in runs], 3) for part in runs[0] if part.endswith("_s")},
             "config": config,
             "workload_hash": digest(PROMPT),
             "output_hash": digest(runs[0]["output"]),
@@ -75,7 +75,7 @@ def _compilation(args: argparse.Namespace, folder: Path, layers: int) -> dict:
     return {
         "case": "layers",
         "layers": layers,
-        "compile_s": spread([run["compile_s"] for run in runs], 3),
+        "compile_s": summarize([run["compile_s"] for run in runs], 3),
         "workload_hash": digest([list(PROMPT), layers]),
         "output_hash": digest(runs[0]["output"]),
         "config": {"model": {**model_sizes(args), "layers": layers}, "dtype": args.dtype},
@@ -102,7 +102,7 @@ def _start(model: Path, cache: Path | None) -> dict:
 
 
 def _sample(model: Path, cache: Path) -> dict:
-    """One run of the command; the first token is there when its completion is printed."""
+    """One run of the command, timed until its completion is printed."""
     rows = cache.with_name(f"{cache.name}.jsonl")
     rows.parent.mkdir(exist_ok=True)
     rows.write_text(json.dumps({"prompt_token_ids": PROMPT}) + "\n")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from levanter_infer.bench.instruction_sets import add_isa_argument, chosen_isa, compared, isas_in_turn
-from levanter_infer.bench.report import digest, emit, provenance, spread
+from levanter_infer.bench.report import digest, emit, provenance, summarize
 from levanter_infer.bench.workload import (
     SAMPLING,
     add_model_arguments,
@@ -69,7 +69,7 @@ Timed = Callable[[str, int], tuple[float, list[list[int]]]]
 
 
 def timed_call(engine: InferenceEngine, prompts: Sequence[list[int]], mode: str, max_tokens: int):
-    """As `Timed`."""
+    """`Timed` of an engine and prompts."""
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=0, **SAMPLING[mode])
     requests = [Request(prompt_token_ids=ids, sampling=sampling) for ids in prompts]
     start = time.perf_counter()
@@ -80,7 +80,7 @@ def timed_call(engine: InferenceEngine, prompts: Sequence[list[int]], mode: str,
 def compare(
     engines: Mapping[str, InferenceEngine], args, batch: int, prompt: int, output: int, modes: list[str], chosen: str
 ) -> list[dict[str, object]]:
-    """A line for each mode: engines that differ in their instruction set, in turn."""
+    """A line for each mode: engines with different instruction sets, measured in turn."""
     sizes = model_sizes(args)
     prompts = random_prompts(sizes["vocab"], [prompt] * batch, seed=batch)
     timed: dict[str, Timed] = {isa: functools.partial(timed_call, engine, prompts) for isa, engine in engines.items()}
@@ -129,9 +129,9 @@ def measure(
             "batch": batch,
             "prompt": prompt,
             "output": output,
-            "prefill_tokens_per_s": spread([batch * prompt / short for short, _ in seconds[mode]], 1),
+            "prefill_tokens_per_s": summarize([batch * prompt / short for short, _ in seconds[mode]], 1),
             **decoding(seconds[mode], batch, output),
-            "generated_tokens_per_s": spread([batch * (1 + output) / long for _, long in seconds[mode]], 1),
+            "generated_tokens_per_s": summarize([batch * (1 + output) / long for _, long in seconds[mode]], 1),
             "config": {
                 "model": sizes,
                 "dtype": args.dtype,
@@ -147,10 +147,10 @@ def measure(
 
 
 def decoding(seconds: list[tuple[float, float]], batch: int, output: int) -> dict[str, object]:
-    """Rates of what the longer calls take beyond the shorter ones."""
+    """Rates of the difference between the longer and the shorter calls."""
     more = [long - short for short, long in seconds]
     known = min(more) > 0
     return {
-        "decode_tokens_per_s": spread([batch * output / s for s in more], 1) if known else None,
-        "decode_step_ms": spread([1e3 * s / output for s in more], 3) if known else None,
+        "decode_tokens_per_s": summarize([batch * output / s for s in more], 1) if known else None,
+        "decode_step_ms": summarize([1e3 * s / output for s in more], 3) if known else None,
     }

@@ -1,4 +1,4 @@
-"""What the clients of one run saw, and what can be said of it: phases, spikes, waiting times."""
+"""`Timeline`: arrivals, tokens and rounds of one run, with its phases, spikes and latencies."""
 
 import dataclasses
 import statistics
@@ -11,11 +11,11 @@ PHASES = ("ramp", "steady", "tail")
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """One round, as of when its outputs were read. Times in seconds, `end` since the start of the run."""
+    """One round, at the time when its outputs were read. Times in seconds, `end` since the start of the run."""
 
     end: float
     seconds: float
-    """Since the round before was read, or since the engine had something to do again."""
+    """Seconds since the round before was read, or since the engine was busy again."""
     steps: int
     prompt_steps: int
     """Steps that computed prompt tokens."""
@@ -23,7 +23,7 @@ class Round:
     decoding: int
     """Sequences between their first and their last token."""
     others_s: float | None = None
-    """Processor time that the machine gave to others meanwhile, where it says so."""
+    """Processor time of other processes meanwhile, if known."""
 
     @property
     def step_s(self) -> float:
@@ -32,7 +32,7 @@ class Round:
 
 @dataclasses.dataclass
 class Timeline:
-    """One run: when each request came and each of its tokens was seen, and the rounds. Seconds since the start."""
+    """One run: arrival times of requests, times at which tokens were seen, and rounds. Seconds since the start."""
 
     arrivals: list[float]
     token_times: list[list[float]]
@@ -57,13 +57,13 @@ class Timeline:
         return [times[0] - arrival for times, arrival in zip(self.token_times, self.arrivals, strict=True)]
 
     def inter_token_s(self) -> list[float]:
-        """Between consecutive tokens of a request, as they are seen: 0 for tokens of one round."""
+        """Gaps between consecutive tokens of a request, as seen: 0 for tokens of one round."""
         return [gap for times in self.token_times for gap in np.diff(times).tolist()]
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A stretch of a run."""
+    """A phase of a run."""
 
     rounds: int
     seconds: float
@@ -75,10 +75,10 @@ class Phase:
 
 
 def bounds(timeline: Timeline) -> tuple[float, float]:
-    """When steady begins and ends; equal where there is none.
+    """Start and end of the steady phase; equal if there is none.
 
-    Before it sequences only begin: it begins when as many decode as in the median moment of the run. After it they
-    only end: it ends with the first token of the last request to get one.
+    Before it, sequences only begin: it starts when as many decode as in the median moment of the run. After it, they
+    only end: it ends with the last first token of a request.
     """
     last_begins = max(times[0] for times in timeline.token_times)
     usual = _median_over_time(timeline.rounds)
@@ -87,7 +87,7 @@ def bounds(timeline: Timeline) -> tuple[float, float]:
 
 
 def _median_over_time(rounds: Sequence[Round]) -> int:
-    """The number that decode in the median moment."""
+    """Number of decoding sequences in the median moment."""
     ordered = sorted(rounds, key=lambda r: r.decoding)
     half = sum(r.seconds for r in rounds) / 2
     passed = 0.0

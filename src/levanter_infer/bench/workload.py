@@ -1,4 +1,4 @@
-"""What the benches run: random models of known shapes and random prompts, from seeds."""
+"""Workloads of the benches: random models of known shapes and random prompts, from seeds."""
 
 import argparse
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ SHAPES = {
     "S": dict(hidden=576, layers=30, heads=9, kv_heads=3, mlp=1536, vocab=49152),
     "M": dict(hidden=2048, layers=16, heads=32, kv_heads=8, mlp=8192, vocab=128256),
 }
-"""S is SmolLM2-135M's, M is Llama-3.2-1B's."""
+"""Model shapes: S is SmolLM2-135M, M is Llama-3.2-1B."""
 SAMPLING = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0, "top_p": 0.95, "top_k": 50},
@@ -36,7 +36,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, shape: str = "S") -> None:
-    """`--shape`, each of its sizes for itself, and `--dtype`."""
+    """Add `--shape`, an option for each of its sizes, and `--dtype`."""
     group = parser.add_argument_group("model")
     group.add_argument("--shape", choices=SHAPES, default=shape, help=f"default {shape}")
     for name in SHAPES["S"]:
@@ -45,7 +45,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, shape: str = "S") -> No
 
 
 def model_sizes(args: argparse.Namespace) -> dict[str, int]:
-    """The sizes that `add_model_arguments` has read."""
+    """The sizes from the options of `add_model_arguments`."""
     sizes = SHAPES[args.shape]
     return {name: size if getattr(args, name) is None else getattr(args, name) for name, size in sizes.items()}
 
@@ -82,16 +82,16 @@ def random_prompts(vocab: int, lens: list[int], seed: int) -> list[list[int]]:
 
 
 def mixed_lens(shortest: int, longest: int, count: int, seed: int) -> list[int]:
-    """Lengths spread evenly over the logarithms between two bounds: many short ones, few long ones."""
+    """Log-uniform lengths between two bounds: many short ones, few long ones."""
     rng = np.random.default_rng(seed)
     lens = np.exp(rng.uniform(np.log(shortest), np.log(longest + 1), count))
     return np.clip(lens.astype(int), shortest, longest).tolist()
 
 
 def arrival_times(kind: str, count: int, rate: float, seed: int) -> list[float]:
-    """When requests come, in seconds, ascending: `rate` a second, one of `ARRIVALS`.
+    """Arrival times of requests in seconds, ascending: `rate` per second, of one of the `ARRIVALS` processes.
 
-    The same seed gives the same pattern at every rate, stretched.
+    One seed gives the same pattern at every rate, scaled.
     """
     if kind == "constant":
         gaps = np.ones(count)
@@ -107,5 +107,5 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def token_ids(outputs: Sequence[RequestOutput]) -> list[list[int]]:
-    """The tokens of every completion, one behind the other."""
+    """The tokens of every completion, in order."""
     return [completion.token_ids for output in outputs for completion in output.completions]

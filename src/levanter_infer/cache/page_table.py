@@ -1,8 +1,5 @@
 """`PageTable`: who holds which page of the pool, and in which order free pages are reused."""
 
-from collections.abc import Callable
-from typing import TypeVar
-
 import equinox as eqx
 import haliax.haxtyping as ht
 import jax
@@ -12,6 +9,7 @@ from jax import Array
 
 from levanter_infer.axes import PAGE
 from levanter_infer.cache.named import full, replace, scalar
+from levanter_infer.kernels.loops import run_if as run_if
 
 
 class PageTable(eqx.Module):
@@ -150,18 +148,3 @@ def ragged_index(counts: Array, start: Array, size: int) -> tuple[Array, Array, 
     valid = flat < bounds[-1]
     group = jnp.where(valid, jax.lax.cummax(marks), counts.shape[0])
     return group, flat - begins.at[group].get(mode="fill", fill_value=0), valid
-
-
-Value = TypeVar("Value")
-
-
-def run_if(condition: Array, function: Callable[[Value], Value], value: Value) -> Value:
-    """`function(value)` if `condition`, else `value`, as a loop of zero or one trips.
-
-    `lax.cond` copies what it carries on a CPU; a loop keeps it in place. Every optional write to state goes this way.
-    """
-
-    def body(carry):
-        return jnp.asarray(False), function(carry[1])
-
-    return jax.lax.while_loop(lambda carry: carry[0], body, (condition, value))[1]

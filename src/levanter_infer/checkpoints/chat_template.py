@@ -1,8 +1,8 @@
 """`ChatTemplate`: renders messages with a model's jinja2 template, in a process of its own.
 
-A template comes with a download and may ask for any amount of time or memory, so `template_worker` renders it inside
-limits of the operating system. The process is started by the first rendering (about 0.2 s), serves all later ones
-(about 0.1 ms each), and is replaced when a limit ends it, so that a chat that runs into one fails alone.
+A template is part of a download and may take any amount of time or memory, so `template_worker` renders it inside
+limits of the operating system. The first rendering starts the process (about 0.2 s); later ones take about 0.1 ms
+each. A process that a limit ends is replaced, so only the chat that reached the limit fails.
 """
 
 import contextlib
@@ -19,8 +19,14 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from levanter_infer.checkpoints.chat_settings import check_end
-from levanter_infer.checkpoints.messages import check_messages, check_tools, cut_at_tag, prepared, tag_final_message
+from levanter_infer.checkpoints.chat import (
+    check_end,
+    check_messages,
+    check_tools,
+    cut_at_tag,
+    prepared,
+    tag_final_message,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +35,7 @@ _START_S = 60.0
 _KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
 _MAX_ANSWER_BYTES = 2**27
 _MAX_COMPILATIONS = 3
-"""How often a template is compiled that is stopped each time, before it is called broken."""
+"""Number of stopped compilations after which a template counts as broken."""
 MAX_TEMPLATE_CHARS = 1_000_000
 MAX_OUTPUT_CHARS = 8_000_000
 
@@ -69,9 +75,9 @@ class ChatTemplate:
         Args:
             messages: mappings with a string `role` and a `content` that is text, parts of text, or absent.
             tools: JSON schemas.
-            continue_final_message: end with the last message, unfinished; a string names the entry of it that is
+            continue_final_message: leave the last message unfinished; a string is the key of the entry that is
                 continued, such as reasoning_content.
-            variables: further names the template may use, such as `add_generation_prompt` and `bos_token`.
+            variables: further variables of the template, such as `add_generation_prompt` and `bos_token`.
         Raises: ValueError if the messages are malformed, the template refuses them, fails, or exceeds a limit.
         """
         check_messages(messages)
@@ -91,13 +97,13 @@ class ChatTemplate:
         return text if final is None else cut_at_tag(text, final)
 
     def warn_of_unread(self, names: Iterable[str]) -> None:
-        """Say once of each variable that the template does not read it. Requires: `render` has returned."""
+        """Warn once of each variable that the template does not read. Requires: `render` has returned."""
         for name in set(names) - set(self._description["reads"]) - self._warned:
             self._warned.add(name)
             logger.warning("the model's chat template reads no variable %r, which was given to it", name)
 
     def _ready(self) -> "_Worker | dict":
-        """A worker that holds the compiled template, or the answer that says why there is none."""
+        """A worker with the compiled template, or the answer with the reason why there is none."""
         if self._broken is not None:
             return self._broken
         if self._worker is not None and self._worker.is_usable:
@@ -129,7 +135,7 @@ class ChatTemplate:
         except _WorkerStopped as e:
             answer = {"kind": "template", "error": str(e)}
             self._close()
-        except BaseException:  # interrupted: its answer would be taken for that to the next chat
+        except BaseException:  # interrupted: the next chat would read this answer
             self._close()
             raise
         if answer.get("kind") == "memory":
@@ -157,7 +163,7 @@ def _as_json(variables: Mapping[str, object]) -> str:
 
 
 def _text_of(answer: Mapping[str, str]) -> str:
-    """Raises: ValueError saying why there is no text."""
+    """The text of an answer. Raises: ValueError with the reason if it has none."""
     if "text" in answer:
         return answer["text"]
     if answer["kind"] == "refused":
@@ -168,11 +174,11 @@ def _text_of(answer: Mapping[str, str]) -> str:
 
 
 class _WorkerStopped(Exception):
-    """The worker ended or was ended without an answer."""
+    """The worker ended without an answer."""
 
 
 class _Worker:
-    """A running `template_worker`; ends with this object."""
+    """A running `template_worker` process, which ends with this object."""
 
     def __init__(self):
         environment = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}

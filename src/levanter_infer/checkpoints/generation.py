@@ -1,4 +1,4 @@
-"""generation_config.json: how a model's authors suggest to sample from it."""
+"""generation_config.json: the sampling parameters that a model's authors suggest."""
 
 import dataclasses
 from pathlib import Path
@@ -16,7 +16,7 @@ _APPLIED = {
     "min_new_tokens": "min_tokens",
     "stop_strings": "stop",
 }
-"""Keys of the file, and the sampling parameters that they are."""
+"""Keys of the file, and the names of the same sampling parameters here."""
 _DRAWING = ("temperature", "top_k", "top_p", "min_p")
 _OFF: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
@@ -53,24 +53,24 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "top_h": (),
     "watermarking_config": (),
 }
-"""Keys that would change what is sampled and are not applied, and the values beside null and [] with which they do not.
-Other keys, such as ids of tokens, the cache or what `generate` returns, have no part in sampling."""
+"""Unsupported keys that affect sampling, with the values (beside null and []) that switch them off. Other keys, such as
+token ids, the cache or what `generate` returns, do not affect sampling."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SuggestedSampling:
-    """What a model's generation_config.json says about sampling."""
+    """Sampling parameters of a model's generation_config.json."""
 
     params: dict[str, Any]
     """Sampling parameters by name."""
     unsupported: dict[str, Any]
-    """Keys of the file that would change what is sampled and cannot be applied."""
+    """Keys of the file that affect sampling and are not supported."""
 
 
 def suggested_sampling(source: Source) -> SuggestedSampling | None:
-    """What a checkpoint suggests; None if it has no generation_config.json.
+    """The sampling parameters that a checkpoint suggests; None if it has no generation_config.json.
 
-    `do_sample: false` is temperature 0, and leaves out what only a draw reads. What the file does not name is not
+    `do_sample: false` is temperature 0, without the parameters of a random draw. A key that the file lacks is not
     suggested, whatever its default is in transformers.
 
     Raises: ValueError if the file is no JSON object.
@@ -87,7 +87,7 @@ def suggested_sampling(source: Source) -> SuggestedSampling | None:
 
 
 def required_sampling(path_or_id: str | Path, revision: str | None = None) -> SuggestedSampling:
-    """What a checkpoint suggests. Raises: ValueError if it says nothing, or as `resolve_source`."""
+    """`suggested_sampling` of a model. Raises: ValueError without a generation_config.json, or as `resolve_source`."""
     suggested = suggested_sampling(resolve_source(path_or_id, revision, weights=False))
     if suggested is None:
         raise ValueError(f"model {str(path_or_id)!r} has no {GENERATION} to take sampling parameters from; give them")

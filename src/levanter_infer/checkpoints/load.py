@@ -1,4 +1,4 @@
-"""Load an HF checkpoint: check everything against the headers, then read tensor by tensor into stacked arrays."""
+"""Load an HF checkpoint: check all tensors against the headers, then read one at a time into stacked arrays."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,8 +10,8 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
-from levanter_infer.checkpoints.host_parts import HostParts
 from levanter_infer.checkpoints.source import CONFIG, Source, resolve_source
 from levanter_infer.checkpoints.weights import DTYPES, StoredTensor, enumerate_names, read_tensors, stored_tensors
 from levanter_infer.layers.layout import Layout
@@ -25,12 +25,14 @@ if TYPE_CHECKING:
     from levanter_infer.checkpoints.tokenizer import Tokenizer
 
 _LM_HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+_Bounds = tuple[tuple[int, int], ...]
+"""First index and one past the last, along each axis."""
 
 
 def load_model(
     path_or_id: str | Path, *, dtype: str | None = None, revision: str | None = None
 ) -> tuple[DecoderModel, "Tokenizer | None"]:
-    """A checkpoint's model and tokenizer.
+    """Load the model and the tokenizer of a checkpoint.
 
     Args:
         path_or_id: a directory in HF's layout, a URL of one that fsspec reads (gs://, s3://), or a hub id.
@@ -55,13 +57,13 @@ def load_tokenizer(source: Source) -> "Tokenizer | None":
 
 @dataclasses.dataclass(frozen=True)
 class StoredModel:
-    """A model that has been checked and not yet read, so that programs can be compiled meanwhile."""
+    """A checked model whose weights are not read yet, so that programs can be compiled meanwhile."""
 
     types: DecoderModel
-    """The model with a `jax.ShapeDtypeStruct` in place of every array."""
+    """The model with a `jax.ShapeDtypeStruct` for every array."""
     read: Callable[..., DecoderModel]
-    """`read(layout=None)`: the weights, spread over a mesh if there is a layout. The host holds one stacked parameter
-    at a time beside the model itself; of several hosts each what its own devices have of it."""
+    """`read(layout=None)` reads the weights, sharded over a mesh if there is a layout. Beside the model, the memory of
+    the host holds one stacked parameter at a time; with several hosts, the part of it for its own devices."""
 
 
 def load_weights(source: Source, *, dtype: str | None = None) -> DecoderModel:
@@ -106,7 +108,7 @@ def _wanted_dtype(dtype: str | None) -> np.dtype | None:
 
 
 def _check_size(config: DecoderConfig, tensors: dict[str, StoredTensor], source: Source) -> None:
-    """Refuse a config.json that claims a model that these files cannot hold, before anything of its size is made."""
+    """Refuse a config.json of a larger model than the files can hold, before anything of its size is allocated."""
     smallest = min(dtype.itemsize for dtype in DTYPES.values())
     held = sum(tensor.num_bytes for tensor in tensors.values()) // smallest
     if config.num_parameters > held or config.num_layers > len(tensors):
@@ -160,27 +162,71 @@ def _one_dtype(params: list[Parameter], tensors: dict[str, StoredTensor], wanted
 
 
 def _read(param: Parameter, tensors: dict[str, StoredTensor], dtype: np.dtype, layout: Layout | None) -> hax.NamedArray:
-    if layout is not None:
-        return _read_parts(param, tensors, dtype, layout)
+    if layout is not None and layout.mesh.size > 1:
+        return _read_sharded(param, tensors, dtype, layout)
     stacked = np.empty((len(param.hf_names), *param.hf_shape), dtype)
     read_tensors([(tensors[name], row) for row, name in zip(stacked, param.hf_names, strict=True)])
     return hax.NamedArray(jax.device_put(stacked.reshape([axis.size for axis in param.axes])), param.axes)
 
 
-def _read_parts(param: Parameter, tensors: dict[str, StoredTensor], dtype: np.dtype, layout: Layout) -> hax.NamedArray:
-    """A parameter on a mesh, tensor by tensor. Beside one of them the host has the parts of its own devices alone, and
-    reads no tensor of which they have nothing."""
+def _read_sharded(
+    param: Parameter, tensors: dict[str, StoredTensor], dtype: np.dtype, layout: Layout
+) -> hax.NamedArray:
+    """A sharded parameter, read one tensor at a time. Host memory holds one whole tensor and the slices of this
+    process's devices; a tensor that these devices do not need is not read."""
     lead, own = param.axes[: param.num_stacked], param.axes[param.num_stacked :]
     types = hax.NamedArray(jax.ShapeDtypeStruct([axis.size for axis in own], dtype), own)  # type: ignore[arg-type]
     axes = (*lead, *jax.eval_shape(layout.fitted, types).axes)
-    parts = HostParts(layout.sharding(axes), tuple(axis.size for axis in axes), dtype)
+    buffers = _HostBuffers(layout.sharding(axes), tuple(axis.size for axis in axes), dtype)
     tensor = np.empty(param.hf_shape, dtype)
-    for place, name in zip(np.ndindex(*(axis.size for axis in lead)), param.hf_names, strict=True):
-        if parts.want(place):
+    for index, name in zip(np.ndindex(*(axis.size for axis in lead)), param.hf_names, strict=True):
+        if buffers.needs(index):
             tensors[name].read_into(tensor)
-            whole = layout.fitted(hax.NamedArray(tensor.reshape([axis.size for axis in own]), own))  # type: ignore[arg-type]
-            parts.write(place, np.asarray(whole.array))
-    return hax.NamedArray(parts.place(), axes)
+            padded = layout.fitted(hax.NamedArray(tensor.reshape([axis.size for axis in own]), own))  # type: ignore[arg-type]
+            buffers.write(index, np.asarray(padded.array))
+    return hax.NamedArray(buffers.to_devices(), axes)
+
+
+class _HostBuffers:
+    """Host copies of the slices of a sharded array that the devices of this process hold.
+
+    Devices with equal slices share one buffer, so each tensor is read once.
+
+    Args:
+        sharding, shape, dtype: of the array, which no host needs to hold whole.
+    """
+
+    def __init__(self, sharding: NamedSharding, shape: tuple[int, ...], dtype: np.dtype):
+        self._sharding, self._shape = sharding, shape
+        slices = sharding.addressable_devices_indices_map(shape).values()
+        distinct = {_bounds(index, shape) for index in slices}
+        self._buffers = {bounds: np.empty([stop - start for start, stop in bounds], dtype) for bounds in distinct}
+
+    def needs(self, index: tuple[int, ...]) -> bool:
+        """Whether a device holds a part of the array at `index`, along the leading axes."""
+        return any(_contains(bounds, index) for bounds in self._buffers)
+
+    def write(self, index: tuple[int, ...], values: np.ndarray) -> None:
+        """Write all values of the array at `index`."""
+        for bounds, buffer in self._buffers.items():
+            if _contains(bounds, index):
+                own = tuple(i - start for i, (start, _) in zip(index, bounds, strict=False))
+                buffer[own] = values[tuple(slice(*each) for each in bounds[len(index) :])]
+
+    def to_devices(self) -> jax.Array:
+        """The array on its devices. Requires: every needed index has been written."""
+        buffers, shape = self._buffers, self._shape
+        return jax.make_array_from_callback(shape, self._sharding, lambda index: buffers[_bounds(index, shape)])
+
+
+def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> _Bounds:
+    """Bounds of an index of JAX; None is the whole array."""
+    index = (slice(None),) * len(shape) if index is None else index
+    return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
+
+
+def _contains(bounds: _Bounds, index: tuple[int, ...]) -> bool:
+    return all(start <= i < stop for i, (start, stop) in zip(index, bounds, strict=False))
 
 
 def _check_tied(head: StoredTensor, embeddings: StoredTensor) -> None:

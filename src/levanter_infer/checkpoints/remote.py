@@ -1,7 +1,7 @@
-"""Checkpoints that fsspec reads, such as gs://bucket/model: small files whole, tensors by ranges of bytes.
+"""Checkpoints that fsspec reads, such as gs://bucket/model: small files whole, tensors by byte ranges.
 
-Nothing is copied to a disk. At most `IN_FLIGHT` requests of at most `CHUNK` bytes are under way at a time, and each
-arrives in the array that it is for. Trying again after an error is the filesystem's own affair.
+Nothing is copied to a disk. At most `IN_FLIGHT` requests of at most `CHUNK` bytes are in flight, and each writes into
+its array. The filesystem itself retries after an error.
 """
 
 import concurrent.futures
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 IN_FLIGHT = 8
-"""Requests under way at a time."""
+"""Largest number of requests in flight."""
 CHUNK = 2**23
-"""Bytes of one request."""
+"""Largest size of a request in bytes."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
 _CHECKSUMS = ("md5Hash", "content_md5", "sha256", "ETag", "etag")
-"""Entries of a filesystem's `info` that change with a file's content. A time of writing is none."""
+"""Keys of a filesystem's `info` that change with a file's content, unlike a modification time."""
 
 
 def is_url(name: str) -> bool:
@@ -45,7 +45,7 @@ class RemoteFile:
         return self.directory.read(self.name, begin, end)
 
     def chunks(self) -> Iterator[bytes]:
-        """All of it in order, a few chunks ahead."""
+        """The whole content in order; reads a few chunks ahead."""
         begins = range(0, self.size, CHUNK)
         with concurrent.futures.ThreadPoolExecutor(IN_FLIGHT) as pool:
             for i in range(0, len(begins), IN_FLIGHT):
@@ -55,7 +55,7 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class RemoteDirectory:
-    """A directory of a filesystem. What is there is asked for once."""
+    """A directory of a filesystem. Metadata of a file are requested once."""
 
     url: str
     fs: "AbstractFileSystem"
@@ -68,7 +68,7 @@ class RemoteDirectory:
         return "/".join(part for part in (self.url.rstrip("/"), name) if part)
 
     def info(self, name: str) -> dict[str, Any] | None:
-        """What the filesystem says about a file; None if there is none. Raises: ValueError if it does not answer."""
+        """The filesystem's metadata of a file; None if there is none. Raises: ValueError if it does not answer."""
         with self._lock:
             if name in self._infos:
                 return self._infos[name]
@@ -105,7 +105,7 @@ class RemoteDirectory:
         return data
 
     def names(self) -> list[str]:
-        """Names of what is there; empty where the filesystem does not list. For messages."""
+        """Names of the files, for messages; empty if the filesystem does not list."""
         try:
             return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in self.fs.ls(self.root, detail=False))
         except Exception:
@@ -123,7 +123,7 @@ class RemoteDirectory:
 
 
 def open_directory(url: str) -> RemoteDirectory | Path:
-    """The directory at a URL; a path if it is on this machine.
+    """The directory at a URL; a local one as a path.
 
     Raises: ValueError if the URL's filesystem is not known, or its package is not installed.
     """
@@ -147,9 +147,9 @@ def open_directory(url: str) -> RemoteDirectory | Path:
 
 
 def read_ranges(pieces: Iterable[tuple[RemoteFile, int, memoryview]]) -> None:
-    """Fill each buffer with its file's bytes from an offset, at most `IN_FLIGHT` chunks at a time.
+    """Read bytes of files from an offset on into buffers, with at most `IN_FLIGHT` requests.
 
-    Raises: ValueError if a file ends early or cannot be read; other requests under way are awaited.
+    Raises: ValueError if a file ends early or cannot be read, after the other requests in flight have ended.
     """
     tasks = (
         (file, offset + at, buffer[at : at + CHUNK])
@@ -162,21 +162,21 @@ def read_ranges(pieces: Iterable[tuple[RemoteFile, int, memoryview]]) -> None:
         buffer[:] = file.read(begin, begin + len(buffer))
 
     with concurrent.futures.ThreadPoolExecutor(IN_FLIGHT) as pool:
-        under_way: set[concurrent.futures.Future] = set()
+        in_flight: set[concurrent.futures.Future] = set()
         for task in tasks:
-            if len(under_way) >= IN_FLIGHT:
-                done, under_way = concurrent.futures.wait(under_way, return_when=concurrent.futures.FIRST_COMPLETED)
+            if len(in_flight) >= IN_FLIGHT:
+                done, in_flight = concurrent.futures.wait(in_flight, return_when=concurrent.futures.FIRST_COMPLETED)
                 for future in done:
                     future.result()
-            under_way.add(pool.submit(fill, task))
-        for future in under_way:
+            in_flight.add(pool.submit(fill, task))
+        for future in in_flight:
             future.result()
 
 
 def identity(file: RemoteFile) -> tuple[str, bool]:
-    """What stands for a file's content, and whether that is its SHA-256.
+    """A fingerprint of a file's content, and whether that is its SHA-256.
 
-    A checksum that the filesystem keeps, with the length; where it keeps none, the content is read.
+    The fingerprint is a checksum of the filesystem with the file's size; without one, the content is read and hashed.
     """
     info = file.directory.info(file.name) or {}
     for name in _CHECKSUMS:

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from haliax import NamedArray
 
 from levanter_infer.checkpoints.weights import DTYPES, write_safetensors
-from levanter_infer.layers.linear import Linear
 from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.family import get_parameter, parameters
 from levanter_infer.models.registry import FAMILIES
@@ -18,19 +16,19 @@ _DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def save_model(model: DecoderModel, directory: str | Path, *, hf_config: Mapping[str, Any] | None = None) -> None:
-    """Write `config.json` and `model.safetensors` in HF's names and layouts; loading them gives `model` bit for bit.
+    """Write `config.json` and `model.safetensors` with HF's names and layouts; loading them gives `model` bit for bit.
 
     Args:
-        directory: made if absent; files of these two names are replaced, others stay.
+        directory: created if absent; files with these two names are replaced, others stay.
         hf_config: further keys of config.json, such as `eos_token_id`; they must not change the model.
     Raises: ValueError if `hf_config` contradicts the model, or the dtype has no name in safetensors.
     """
     family = FAMILIES[model.config.model_type]
-    if not isinstance(model.embeddings, NamedArray) or not isinstance(model.layers.mlp.down_proj, Linear):
+    if model.is_packed:
         raise ValueError(
-            "the weights are laid out for a device (`for_cpu`, `for_gpu`); save the model as it was loaded"
+            f"the weights are packed for the backend {model.backend.name} (`prepare`); save the model as it was loaded"
         )
-    dtype = np.dtype(model.embeddings.dtype)
+    dtype = np.dtype(model.embeddings.weight.dtype)
     name = next((_DTYPE_NAMES[name] for name, known in DTYPES.items() if known == dtype), None)
     if name is None:
         raise ValueError(f"weights are {dtype}, expected one of {', '.join(_DTYPE_NAMES.values())}; cast them first")
@@ -58,7 +56,7 @@ def save_model(model: DecoderModel, directory: str | Path, *, hf_config: Mapping
 
 
 def _tensors(model: DecoderModel, params):
-    """HF's tensors in the order of `params`; one stacked parameter is on the host at a time."""
+    """HF's tensors in the order of `params`; host memory holds one stacked parameter at a time."""
     for param in params:
         stacked = np.asarray(get_parameter(model, param.path).array).reshape(len(param.hf_names), *param.hf_shape)
         yield from stacked

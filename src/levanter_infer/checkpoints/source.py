@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from: a directory, a URL that fsspec reads, or a repository of the Hugging Face hub."""
+"""`Source`: the files of a checkpoint, in a directory, at a URL that fsspec reads, or on the Hugging Face hub."""
 
 import json
 import logging
@@ -26,20 +26,20 @@ _MAX_JSON_BYTES = {CONFIG: 2**20, GENERATION: 2**20, INDEX: 2**26}
 
 @dataclass(frozen=True)
 class Source:
-    """The directory of a checkpoint on this machine, and what it is a copy of."""
+    """A checkpoint in a local directory, which may be a copy of a hub repository."""
 
     directory: Path
     name: str
-    """What the user wrote."""
+    """The directory or id as the user gave it."""
     revision: str | None
     """Commit of the hub repository; None for a directory."""
 
     def file(self, name: str) -> Path | RemoteFile:
-        """A file of the checkpoint, which must lie in its directory.
+        """A file of the checkpoint, inside its directory.
 
-        Links that lead out of it are refused, but for those from a hub cache's snapshot to its own blobs.
+        Links out of the directory are refused, except from a snapshot of a hub cache to its own blobs.
 
-        Raises: ValueError if it is absent or leads outside.
+        Raises: ValueError if it is absent or outside.
         """
         path = self.directory / name
         if not path.is_file():
@@ -55,7 +55,7 @@ class Source:
         return str(self.directory / name)
 
     def names(self) -> list[str]:
-        """Names of the files that are there."""
+        """Names of the files in the directory."""
         return sorted(path.name for path in self.directory.iterdir())
 
     def read_bytes(self, name: str, limit: int) -> bytes:
@@ -102,7 +102,7 @@ class Source:
 
 @dataclass(frozen=True)
 class RemoteSource(Source):
-    """A checkpoint at a URL. `directory` is none of this machine's and only names it."""
+    """A checkpoint at a URL. `directory` is a name only, no local path."""
 
     remote: RemoteDirectory
 
@@ -123,7 +123,7 @@ class RemoteSource(Source):
 
 
 def check_inside(path: Path, directory: Path) -> None:
-    """Raises: ValueError if a file of a model directory is a link that leads out of it."""
+    """Raises: ValueError if a file of a model directory is a link to the outside."""
     root, target = directory.resolve(), path.resolve()
     inside = target.is_relative_to(root)
     if not inside and root.parent.name == "snapshots":
@@ -151,13 +151,13 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
 
 
 def resolve_source(path_or_id: str | Path, revision: str | None = None, *, weights: bool = True) -> Source:
-    """Find a checkpoint, and fetch it if it is on the hub: configuration, tokenizer and safetensors, nothing else.
+    """Find a checkpoint, and download it if it is on the hub: configuration, tokenizer and safetensors, nothing else.
 
     Args:
         path_or_id: a directory, a URL that fsspec reads such as `gs://bucket/model`, or a hub id such as `org/name`. A
-            `Path`, and a string that begins with `/`, `.` or `~`, is never taken for a hub id.
+            `Path`, and a string that begins with `/`, `.` or `~`, is never a hub id.
         revision: branch, tag or commit of the hub repository; pin a commit for results that can be repeated.
-        weights: fetch the safetensors too.
+        weights: download the safetensors too.
     Raises: ValueError if there is no such directory, URL or repository.
     """
     if isinstance(path_or_id, str) and is_url(path_or_id):

@@ -2,7 +2,7 @@
 
 Run as a script by `chat_template.ChatTemplate` and not imported by it: standard library and jinja2 only. A template is
 part of a download. The sandbox keeps it away from Python's internals but not from time and memory: operators, filters,
-string methods, concatenation and loops can each ask for any amount of either, and jinja2 evaluates constant
+string methods, concatenation and loops can each take any amount of either, and jinja2 evaluates constant
 expressions while it compiles. So the process limits its own address space and processor time before it sees the
 template; the bounds on operators only make the common cases cheap and their messages clear.
 
@@ -19,11 +19,11 @@ import sys
 from datetime import datetime
 
 MAX_SEQUENCE = 1_000_000
-"""Characters or items in the result of an operator."""
+"""Largest number of characters or items in the result of an operator."""
 MAX_INT_BITS = 4096
-"""Bits in the integer result of an operator."""
+"""Largest number of bits in the integer result of an operator."""
 MAX_FORMAT_WIDTH = 1000
-"""Width or precision in a `%` format."""
+"""Largest width or precision in a `%` format."""
 MAX_RANGE = 100_000
 
 
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def guarded(jinja2, cpu_s: float, function):
-    """`function()`, or None and the error as an answer; past `cpu_s` of processor time the process dies."""
+    """`function()`, or None and the error as an answer; after `cpu_s` of processor time the process dies."""
     limit_time(cpu_s)
     try:
         return function()
@@ -96,7 +96,7 @@ class RefusedMessages(Exception):
 
 
 def compiled(source: str):
-    """The template, and the answer that describes it."""
+    """The compiled template, and the answer that describes it."""
     import jinja2.meta
 
     environment = make_environment()
@@ -106,7 +106,7 @@ def compiled(source: str):
 
 
 def takes_parts(tree) -> bool:
-    """Whether a template loops over a message's `content`, under this or another name, and so expects a list of parts.
+    """Whether a template loops over a message's `content`, under this or another name: it then expects a list of parts.
 
     Source: the rule by which vLLM detects a template's content format.
     """
@@ -129,7 +129,7 @@ def takes_parts(tree) -> bool:
         return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "content"
 
     grown = -1
-    while grown != len(names):  # names of names of the content
+    while grown != len(names):  # until no alias of an alias is left
         grown = len(names)
         for assign in tree.find_all(nodes.Assign):
             if isinstance(assign.target, nodes.Name) and stands_for_content(assign.node):
@@ -153,7 +153,7 @@ def render(template, variables: dict, max_chars: int) -> str:
 
 
 def make_environment():
-    """jinja2 with the options, filters and globals that transformers gives to chat templates, and bounded operators."""
+    """jinja2 with the options, filters and globals of transformers' chat templates, and with bounded operators."""
     import jinja2.ext
     import jinja2.nodes
     import jinja2.sandbox
@@ -166,7 +166,7 @@ def make_environment():
             return super().call_binop(context, operator, left, right)
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}` marks the assistant's words for training; they are rendered as they are."""
+        """`{% generation %}` marks the assistant's text for training; it is rendered unchanged."""
 
         tags = {"generation"}
 
@@ -234,7 +234,7 @@ def raise_exception(message):
 
 
 def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    """As transformers has it: jinja2's own filter escapes HTML characters."""
+    """transformers' filter; jinja2's own escapes HTML characters."""
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -11,16 +11,15 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import processors
 
-from levanter_infer.checkpoints.chat_settings import check_template_kwargs
+from levanter_infer.checkpoints.chat import check_template_kwargs
 from levanter_infer.checkpoints.chat_template import ChatTemplate
 from levanter_infer.checkpoints.source import Source
-from levanter_infer.checkpoints.token_bound import TokenBound
-from levanter_infer.checkpoints.tokenizer_class import CODE_LLAMA, class_of, default_tokens, rebuilt
-from levanter_infer.checkpoints.tokenizer_limits import HARMLESS_GROWTH, check_growth, check_length, growth
+from levanter_infer.checkpoints.tokenizer_limits import HARMLESS_GROWTH, TokenBound, check_growth, check_length, growth
 
 logger = logging.getLogger(__name__)
 
@@ -34,18 +33,22 @@ _FILES = (
 )
 _MAX_FILE_BYTES = 2**28
 _MAX_EOS = 64
-"""End-of-sequence ids, at most: each takes a place in the tables of every request."""
+"""Largest number of end-of-sequence ids: each takes an entry in the tables of every request."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_LLAMA, _CODE_LLAMA = "LlamaTokenizer", "CodeLlamaTokenizer"
+_DEFAULT_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+_CLASSES_IGNORED_FOR = ("mistral", "mixtral", "qwen2")
+"""Model types for which transformers ignores a Llama class."""
 
 
 class Tokenizer:
-    """Encodes prompts, decodes tokens, renders chats. Made by `from_directory`.
+    """Encodes prompts, decodes tokens, renders chats. Create it with `from_directory`.
 
     Attributes:
         vocab_size: one more than the largest token id.
         eos_token_ids: ids that end a sequence.
         fingerprint: sha256 of the files it was read from.
-        is_byte_level: whether decoding is nothing but the bytes of each token, joined and read as UTF-8.
+        is_byte_level: whether decoding joins the bytes of the tokens and reads them as UTF-8.
     """
 
     vocab_size: int
@@ -56,17 +59,17 @@ class Tokenizer:
     def __init__(
         self, files: Mapping[str, bytes], *, model_config: Mapping[str, object] | None = None, where: str = ""
     ):
-        """Use `from_directory`; `files` are contents by name, `where` is for messages."""
+        """Use `from_directory`. `files` are contents by name; `where` is the directory in messages."""
         self._where = where
         model_config = model_config or {}
         self._config = _parse_json(files, "tokenizer_config.json", where)
         content = files["tokenizer.json"]
-        kind = class_of(content, self._config, model_config)
-        tokens_map = {**default_tokens(kind), **_parse_json(files, "special_tokens_map.json", where)}
+        kind = _class_of(content, self._config, model_config)
+        tokens_map = {**_default_tokens(kind), **_parse_json(files, "special_tokens_map.json", where)}
         self._named_tokens = _named_tokens(self._config, tokens_map)
-        self._tokenizer = _parse_tokenizer(content, where)  # what is no tokenizer is not looked into
+        self._tokenizer = _parse_tokenizer(content, where)  # refuses invalid content before anything else reads it
         if kind is not None:
-            content = rebuilt(content, kind, self._config, self._named_tokens.get("unk_token"))
+            content = _rebuilt(content, kind, self._config, self._named_tokens.get("unk_token"))
             self._tokenizer = _parse_tokenizer(content, where)
         self._growth = growth(self._tokenizer.normalizer, self._tokenizer.pre_tokenizer)
         self._decoded_growth = growth(self._tokenizer.decoder)
@@ -113,10 +116,10 @@ class Tokenizer:
         return cls(files, model_config=config, where=where)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written in it count as such.
+        """Token ids of `text`; the text of a special token becomes that token.
 
         Args:
-            add_special_tokens: also add what the model expects around a prompt, usually a token at its beginning.
+            add_special_tokens: add the special tokens that the model expects around a prompt, usually one at its start.
         Raises: ValueError if `text` is not a string of Unicode characters.
         """
         if not isinstance(text, str):
@@ -130,7 +133,7 @@ class Tokenizer:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def least_tokens(self, text: str) -> int:
-        """Tokens that `encode` gives at least, known without encoding; 0 where it cannot be told."""
+        """A lower bound of the number of tokens, without encoding; 0 where none is known."""
         return self._bound(text)
 
     @functools.cached_property
@@ -138,7 +141,7 @@ class Tokenizer:
         return TokenBound(self._tokenizer.to_str())
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of tokens. Ids without a token give none. Raises: ValueError if an id is not below `vocab_size`."""
+        """Text of tokens. An id without a token has no text. Raises: ValueError if an id is not below `vocab_size`."""
         ids = [int(i) for i in token_ids]
         for i in ids:
             if not 0 <= i < self.vocab_size:
@@ -154,7 +157,7 @@ class Tokenizer:
         return token_id in self._special_ids
 
     def token_bytes(self, token_id: int) -> bytes:
-        """UTF-8 bytes, perhaps of a part of a character, that the token stands for; empty for an id without a token.
+        """UTF-8 bytes of the token, perhaps a part of a character; empty for an id without a token.
 
         Requires: `is_byte_level`.
         """
@@ -169,7 +172,7 @@ class Tokenizer:
         return bool(self._template_sources)
 
     def _template(self, name: str) -> ChatTemplate:
-        """The template of this name, or the default one."""
+        """The template with this name, or the default one."""
         if not self._template_sources:
             raise ValueError(
                 f"{self._where or 'the model'} has no chat template, so it takes no messages; give a prompt instead"
@@ -197,13 +200,13 @@ class Tokenizer:
                 parts. A template that loops over a message's parts gets them as they are; for others they are joined by
                 line breaks.
             tools: JSON schemas of the functions that the model may call.
-            add_generation_prompt: end with the words that begin the assistant's turn; default: unless
-                `continue_final_message` is given, which excludes it.
-            continue_final_message: end within the last message, so that the model continues it. A string names the
-                entry of the message that is continued, such as "reasoning_content".
-            chat_template_kwargs: further variables of the template, such as `enable_thinking` or `documents`. One that
-                the template does not read is named in a warning.
-        Raises: ValueError if there is no template, it fails, or the messages do not suit it.
+            add_generation_prompt: end with the start of the assistant's turn. Default: true unless
+                `continue_final_message` is given; the two exclude each other.
+            continue_final_message: end within the last message, so that the model continues it. A string is the key of
+                the entry that is continued, such as "reasoning_content".
+            chat_template_kwargs: further variables of the template, such as `enable_thinking` or `documents`. A warning
+                names one that the template does not read.
+        Raises: ValueError if there is no template, it fails, or it refuses the messages.
         """
         check_template_kwargs(chat_template_kwargs)
         if add_generation_prompt is None:
@@ -225,14 +228,14 @@ class Tokenizer:
         return self._tokenizer.token_to_id(token) if isinstance(token, str) else None
 
     def _mark_special(self) -> None:
-        """Make special what the configuration names as a special token and the vocabulary has as an ordinary one."""
+        """Mark the named tokens of the configuration as special where the vocabulary has them as ordinary tokens."""
         added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         names = [t for t in self._named_tokens.values() if isinstance(t, str) and t not in added]
         self._tokenizer.add_special_tokens([t for t in names if self._tokenizer.token_to_id(t) is not None])
 
     def _set_post_processor(self, kind: str | None) -> None:
-        """Leave what encloses a prompt to tokenizer.json; the class of Code Llama alone sets it itself."""
-        if kind == CODE_LLAMA:
+        """Keep tokenizer.json's post-processor, except for the class of Code Llama, which sets its own."""
+        if kind == _CODE_LLAMA:
             self._begin_with_bos()
         added = self.encode("")
         for key, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
@@ -276,7 +279,7 @@ class Tokenizer:
 
 @contextlib.contextmanager
 def _library_errors(message: str) -> Iterator[None]:
-    """The library raises plain Exception, and a broken file can make its Rust code panic."""
+    """Turn errors of the library into ValueError: it raises plain Exception, and a broken file can make it panic."""
     try:
         yield
     except BaseException as e:
@@ -288,7 +291,7 @@ def _library_errors(message: str) -> Iterator[None]:
 def _parse_tokenizer(content: bytes, where: str) -> tokenizers.Tokenizer:
     with _library_errors(f"{where}/tokenizer.json is not a tokenizer that this library reads"):
         tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-    # Prompts are never cut or filled up, whatever the file was saved with.
+    # Prompts are never truncated or padded, whatever the file says.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -307,7 +310,7 @@ def _parse_json(files: Mapping[str, bytes], name: str, where: str) -> dict:
 
 
 def _named_tokens(config: Mapping, tokens_map: Mapping) -> dict[str, object]:
-    """Text of the special tokens that have a name, as templates see them."""
+    """Texts of the named special tokens, as templates get them."""
     named: dict[str, object] = {}
     others = [name for name in config if name.endswith("_token") and name not in _NAMED_TOKENS]
     extra = config.get("extra_special_tokens")
@@ -368,12 +371,68 @@ def _bytes_of(token: str) -> bytes:
     table = _byte_of_character()
     if all(c in table for c in token):
         return bytes(table[c] for c in token)
-    return token.encode()  # an added token, which is written as it is
+    return token.encode()  # an added token, whose text is plain
 
 
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
-    """The characters in which byte-level vocabularies write bytes. Source: GPT-2's `bytes_to_unicode`."""
+    """Bytes by the characters that stand for them in byte-level vocabularies. Source: GPT-2's `bytes_to_unicode`."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+# Parts of tokenizer.json that a tokenizer class of transformers rebuilds
+#
+# Source: transformers 5.23 (`AutoTokenizer`, `TokenizersBackend`, `LlamaTokenizer`, `CodeLlamaTokenizer`). The special
+# tokens around a prompt are those of tokenizer.json's post-processor, whatever the class and `add_bos_token` of
+# tokenizer_config.json; versions before 5 read the latter, and kept the normalizer of Llama 2's files. Other classes
+# are read as the file has them.
+
+
+def _class_of(content: bytes, config: Mapping[str, Any], model_config: Mapping[str, Any]) -> str | None:
+    """The class that rebuilds parts of the tokenizer, if any.
+
+    Args:
+        content: content of tokenizer.json.
+        config: content of tokenizer_config.json.
+        model_config: content of config.json.
+    """
+    name = str(config.get("tokenizer_class") or model_config.get("tokenizer_class") or "").removesuffix("Fast")
+    if name not in (_LLAMA, _CODE_LLAMA) or model_config.get("model_type") in _CLASSES_IGNORED_FOR:
+        return None
+    # Llama 3's files name the class of Llama 2, but are byte-level.
+    return None if name == _LLAMA and b'"ByteLevel"' in content else name
+
+
+def _default_tokens(kind: str | None) -> Mapping[str, str]:
+    """Default named tokens of a class."""
+    return _DEFAULT_TOKENS if kind is not None else {}
+
+
+def _rebuilt(content: bytes, kind: str | None, config: Mapping[str, Any], unk_token: object) -> bytes:
+    """tokenizer.json with the parts that the class rebuilds; unchanged without a class or without BPE.
+
+    Text is split at special tokens, and each space becomes "▁". One more is put before the text: at its start only, or
+    with `legacy` before each piece between special tokens.
+    """
+    if kind is None:
+        return content
+    file = json.loads(content)
+    model = file.get("model") if isinstance(file, dict) else None
+    if not isinstance(model, dict) or model.get("type") != "BPE":
+        return content
+    prefix = config.get("add_prefix_space") is not False
+    legacy = kind == _LLAMA and config.get("legacy") not in (None, False)
+    scheme = "never" if not prefix else "always" if legacy else "first"
+    file["normalizer"] = None
+    file["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False}
+    steps: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
+    steps += [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    if prefix or kind == _CODE_LLAMA:
+        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    file["decoder"] = {"type": "Sequence", "decoders": steps}
+    unknown = unk_token if kind == _CODE_LLAMA and unk_token in (model.get("vocab") or {}) else None
+    plain = {"dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "ignore_merges": False}
+    file["model"] = {**model, **plain, "unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
+    return json.dumps(file, ensure_ascii=False).encode("utf-8", "surrogatepass")

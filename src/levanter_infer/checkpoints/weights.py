@@ -1,4 +1,7 @@
-"""The safetensors format, read and written tensor by tensor."""
+"""The safetensors format: headers of local and remote files, tensors read into given arrays and written one by one.
+
+The library checks local headers; docs/decisions/0037-libraries-and-what-stays-our-own.md says why the rest is here.
+"""
 
 import concurrent.futures
 import json
@@ -21,31 +24,31 @@ DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-"""safetensors' names of the dtypes that weights may have."""
+"""Supported dtypes of weights, by safetensors' names."""
 _HEADER_GUESS = 2**18
-"""Bytes of the first request for a header, of which most headers are shorter."""
+"""Bytes of the first request for a remote header; most headers are shorter."""
 _MAX_HEADER = 100_000_000
-"""Bytes of a header, as the library has it."""
+"""Largest header in bytes, as in the library."""
 _MAX_NUMBER = 2**64 - 1
-"""In a header, as the library has it."""
+"""Largest number in a header, as in the library."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies in a file, from the file's header."""
+    """The offset, shape and dtype of a tensor in a file, from the file's header."""
 
     path: Path | RemoteFile
     name: str
     dtype: str
-    """safetensors' name of it, such as BF16."""
+    """safetensors' name of the dtype, such as BF16."""
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
     num_bytes: int
 
     def read_into(self, out: np.ndarray) -> None:
-        """Fill `out`, contiguous and of this shape, converting to its dtype.
+        """Read into `out`, which is contiguous and has this shape; converts to its dtype.
 
         Raises: ValueError if the file ends early.
         """
@@ -63,7 +66,7 @@ class StoredTensor:
 
 
 def read_tensors(pieces: Sequence[tuple[StoredTensor, np.ndarray]]) -> None:
-    """Fill arrays, contiguous and of their tensors' shapes, converting to their dtypes; remote ones side by side.
+    """Read tensors into contiguous arrays of their shapes; converts dtypes, and reads remote tensors in parallel.
 
     Raises: ValueError if a file ends early.
     """
@@ -77,7 +80,7 @@ def read_tensors(pieces: Sequence[tuple[StoredTensor, np.ndarray]]) -> None:
             tensor._read(target)
         elif target is out:
             ranges.append((tensor.path, tensor.offset, view))
-        else:  # one copy at a time beside the arrays
+        else:  # one temporary copy at a time beside the arrays
             read_ranges([(tensor.path, tensor.offset, view)])
         if target is not out:
             out[...] = target.astype(out.dtype)
@@ -86,7 +89,7 @@ def read_tensors(pieces: Sequence[tuple[StoredTensor, np.ndarray]]) -> None:
 
 
 def stored_tensors(source: Source) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint, from the headers alone: no tensor is read.
+    """All tensors of a checkpoint, from the headers alone; reads no tensor.
 
     Raises: ValueError naming the file if one is missing, truncated or corrupt, if the index lists a tensor that its
         file does not hold, or if two files hold the same tensor.
@@ -135,11 +138,11 @@ def read_header(path: Path | RemoteFile) -> dict[str, StoredTensor]:
 
 
 class _Malformed(Exception):
-    """A header that describes no safetensors file."""
+    """A header that is not one of a safetensors file."""
 
 
 def _remote_header(file: RemoteFile) -> tuple[int, dict[str, Any]]:
-    """Length and content of a header, checked as the library checks that of a file on this machine."""
+    """Length and content of a header, with the checks that the library makes for a local file."""
     first = file.read(0, min(file.size, _HEADER_GUESS))
     length = int.from_bytes(first[:8], "little")
     if file.size < 8 or length > min(_MAX_HEADER, file.size - 8):
@@ -184,11 +187,11 @@ def _span(name: str, entry: Any) -> tuple[int, int]:
 def write_safetensors(
     path: Path, tensors: Iterable[tuple[str, tuple[int, ...], np.dtype]], arrays: Iterator[np.ndarray]
 ) -> None:
-    """Write a safetensors file, one tensor in memory at a time; an older file is replaced once the new one is whole.
+    """Write a safetensors file with one tensor in memory at a time; replaces an older file once it is complete.
 
     Args:
         tensors: name, shape and dtype of each; the dtypes are among `DTYPES`.
-        arrays: the tensors themselves, in the same order.
+        arrays: the values, in the same order.
     """
     header: dict = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -208,6 +211,6 @@ def write_safetensors(
 
 
 def enumerate_names(names: list[str], most: int = 6) -> str:
-    """The first few names, and how many more there are."""
+    """The first few names, and the number of the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(repr(name) for name in names[:most]) + more

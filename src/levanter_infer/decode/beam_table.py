@@ -10,13 +10,8 @@ from jax import Array
 
 from levanter_infer.axes import POSITION, SEQ
 from levanter_infer.cache.named import full, replace
-from levanter_infer.decode.codes import FINISHED, FREE, NOT_FINISHED, RUNNING
+from levanter_infer.decode.codes import FINISHED, FREE, NOT_FINISHED, PATIENT, RUNNING
 from levanter_infer.decode.sequence_table import SequenceTable
-
-# When a group ends
-PATIENT = 0  # once it seems that no running beam can beat the worst hypothesis, by its score at its present length
-EARLY = 1  # once it has as many hypotheses as beams
-NEVER = 2  # once no running beam can beat the worst hypothesis at any length
 
 NO_SCORE = -1e9
 """Score of what is not there, as in HF transformers: beams other than the first at the start, hypotheses not found."""

@@ -15,8 +15,8 @@ from jax import Array
 
 from levanter_infer.cache.named import replace
 from levanter_infer.cache.page_table import run_if
-from levanter_infer.decode.beam_table import EARLY, NEVER, BeamTable
-from levanter_infer.decode.codes import ERROR, LENGTH, NOT_FINISHED, STOP
+from levanter_infer.decode.beam_table import BeamTable
+from levanter_infer.decode.codes import EARLY, ERROR, LENGTH, NEVER, NOT_FINISHED, STOP
 from levanter_infer.decode.resampling import moved_rows, resample
 from levanter_infer.decode.sampling import BeamCandidates
 from levanter_infer.decode.shapes import Shapes

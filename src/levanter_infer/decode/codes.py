@@ -1,4 +1,7 @@
-"""Codes in the tables, for host and device: status of a slot, finish reason, root of a sequence. Imports no JAX."""
+"""Codes in the tables, for host and device: status of a slot, finish reason, end of a beam search, root of a sequence.
+
+Imports no JAX.
+"""
 
 from enum import IntEnum
 from typing import TYPE_CHECKING, TypeVar
@@ -30,9 +33,18 @@ class FinishReason(IntEnum):
     ABORT = 4  # the host cancelled it
 
 
+class EarlyStopping(IntEnum):
+    """When a beam search ends."""
+
+    PATIENT = 0  # once no running beam can beat the worst hypothesis by its score at its present length
+    EARLY = 1  # once it has as many hypotheses as beams
+    NEVER = 2  # once no running beam can beat the worst hypothesis at any length
+
+
 # Device code uses these plain numbers: JAX takes a member of an enum for an array, and compiles another program
 FREE, LOADING, SWAPPED, WAITING, RUNNING, FINISHED = map(int, Status)
 NOT_FINISHED, STOP, LENGTH, ERROR, ABORT = map(int, FinishReason)
+PATIENT, EARLY, NEVER = map(int, EarlyStopping)
 
 DEFAULT_ROOT = -1
 """Root of sequences without a salt whose prompts are not scored."""

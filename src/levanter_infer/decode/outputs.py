@@ -130,10 +130,10 @@ def pack_outputs(state: DecodeState, ring: OutputRing, host_call: Array | None =
 class HostOutputs:
     """`RoundOutputs` on the host, unpacked into numpy arrays of the entries in use."""
 
-    def __init__(self, outputs: RoundOutputs, shapes: Shapes, shard: int | None = None):
-        """Args: shard: which data shard's, where there are several."""
+    def __init__(self, outputs: RoundOutputs, shapes: Shapes, rank: int | None = None):
+        """Args: rank: of several data-parallel ranks, the one to unpack; None: the arrays have no axis of ranks."""
         packed = np.asarray(outputs.packed)
-        packed = packed if shard is None else packed[shard]
+        packed = packed if rank is None else packed[rank]
         scalars, rest = packed[: len(_SCALARS)], packed[len(_SCALARS) :]
         self.scalars: dict[str, int] = dict(zip(_SCALARS, scalars.tolist(), strict=True))
         per_slot, ring = rest[: 4 * shapes.num_slots], rest[4 * shapes.num_slots :]
@@ -142,10 +142,10 @@ class HostOutputs:
         slot_ids, tokens, logprobs, processed = ring.reshape(4, -1)[:, :count]
         self.slot_ids, self.tokens = slot_ids, tokens
         self.logprobs, self.processed_logprobs = logprobs.view(np.float32), processed.view(np.float32)
-        self._outputs, self._count, self._shard = outputs, count, shard
+        self._outputs, self._count, self._rank = outputs, count, rank
 
     def top(self) -> tuple[np.ndarray, np.ndarray]:
         """(token ids, logprobs) of the likeliest tokens of each entry, [count, max_logprobs]: a download of its own."""
         arrays = (np.asarray(array) for array in (self._outputs.top_ids, self._outputs.top_logprobs))
-        ids, logprobs = (array if self._shard is None else array[self._shard] for array in arrays)
+        ids, logprobs = (array if self._rank is None else array[self._rank] for array in arrays)
         return ids[: self._count], logprobs[: self._count]

@@ -22,7 +22,8 @@ from levanter_infer.decode.scoring import READ_PAGES, read_scores
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState, GenState, empty_cache
 from levanter_infer.decode.weight_updates import on_weight_update
-from levanter_infer.kernels import TPU_POOL
+from levanter_infer.kernels.backend import Backend
+from levanter_infer.kernels.xla.backend import XLA
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.layers.layout import Layout
 
@@ -142,7 +143,7 @@ def _interrupt_behind(error: Exception) -> BaseException | None:
 
 
 def _placement(leaf) -> str:
-    """How an array is spread over several devices; nothing where it is on one."""
+    """The sharding of an array over several devices; empty for one device."""
     sharding = getattr(leaf, "sharding", None)
     return f" on {sharding}" if sharding is not None and sharding.num_devices > 1 else ""
 
@@ -183,7 +184,7 @@ class Programs:
         attention: AttentionSpec,
         *,
         kv_dtype,
-        as_bits: bool,
+        backend: Backend = XLA,
         on_recompile: Callable[[str], None] | None = None,
         options: Mapping[str, str | bool] | None = None,
         smaller: "Programs | None" = None,
@@ -193,31 +194,29 @@ class Programs:
         """
         Args:
             model: of the form that the round takes; types will do.
+            backend: of the pool; it computes attention.
             on_recompile: called with a message if the round is compiled again, instead of `RecompilationError`.
             options: for XLA's compiler, where it knows them.
             smaller: the programs that these take over from (`extended`).
-            layout: how model and state lie on a mesh; every device then runs the programs on its parts. None: there is
-                one device.
+            layout: the sharding of model and state over a mesh; every device runs the programs on its parts. None: the
+                mesh has one device.
         """
+        layout = Layout.of(None, model.config) if layout is None else layout
         self._make = functools.partial(
             Programs,
             attention=attention,
             kv_dtype=kv_dtype,
-            as_bits=as_bits,
+            backend=backend,
             on_recompile=on_recompile,
             options=options,
             layout=layout,
             fingerprints=fingerprints,
         )
-        self._on_recompile = on_recompile
-        self._layout = layout
+        self._on_recompile, self._layout = on_recompile, layout
         self._smaller = None if smaller is None else (smaller.state_types, smaller.compilations())
-        heads = model.config.num_kv_heads if layout is None else layout.kv_heads
-        functions = _functions(shapes, attention, model.config, heads, kv_dtype=kv_dtype, as_bits=as_bits)
-        if layout is not None:
-            functions = _spmd(functions, layout)
-        types = jax.eval_shape(functions["init"])
-        self.state_types = types if layout is None else layout.types(types)
+        functions = _functions(shapes, attention, model.config, layout.kv_heads, kv_dtype=kv_dtype, backend=backend)
+        functions = _spmd(functions, layout)
+        self.state_types = layout.types(jax.eval_shape(functions["init"]))
         """The types of the state, as `jax.ShapeDtypeStruct`s."""
 
         def program(name: str, *, donate: tuple[int, ...] = (), options=None) -> Program:
@@ -256,9 +255,8 @@ class Programs:
         if self._smaller is not None:
             arguments["extend"] = (self._smaller[0],)
         if self.state_types.scores is not None:
-            places = jax.ShapeDtypeStruct((READ_PAGES,), jnp.int32)
-            layout = self._layout
-            places = places if layout is None else layout.types(layout.stacked_types(places))
+            places = self._layout.stacked_types(jax.ShapeDtypeStruct((READ_PAGES,), jnp.int32))
+            places = self._layout.types(places)
             arguments["read_scores"] = (self.state_types.scores, places, places)
         return {name: (self._programs[name], types) for name, types in arguments.items()}
 
@@ -334,19 +332,12 @@ def _spmd(functions: dict[str, Callable], layout: Layout) -> dict[str, Callable]
 
 
 def _functions(
-    shapes: Shapes, attention: AttentionSpec, config, num_kv_heads: int, *, kv_dtype, as_bits: bool
+    shapes: Shapes, attention: AttentionSpec, config, num_kv_heads: int, *, kv_dtype, backend: Backend
 ) -> dict[str, Callable]:
     """What the programs of an engine do, by their names, on a device with `num_kv_heads` key and value heads."""
 
     def init() -> GenState:
-        cache = empty_cache(
-            config,
-            shapes,
-            dtype=kv_dtype,
-            as_bits=as_bits,
-            num_kv_heads=num_kv_heads,
-            for_tpu=attention.impl in TPU_POOL,
-        )
+        cache = empty_cache(config, shapes, backend, dtype=kv_dtype, num_kv_heads=num_kv_heads)
         return GenState.init(shapes, cache)
 
     def one_round(model, state: GenState, admission: Admission) -> tuple[GenState, RoundOutputs]:

@@ -23,6 +23,7 @@ from levanter_infer.decode.sampling_draw import draw, num_words, random_words, r
 from levanter_infer.decode.sampling_filters import filter_thresholds
 from levanter_infer.decode.sampling_table import SamplingTable as SamplingTable
 from levanter_infer.decode.sampling_table import stop_match as stop_match
+from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.shard_axis import Vocabulary
 
 GREEDY_TEMPERATURE = 1e-5
@@ -45,9 +46,15 @@ class LogitStats(eqx.Module):
     @staticmethod
     def of(logits: Array, vocab: Vocabulary | None = None) -> "LogitStats":
         """logits: f32[row, vocab], of the part of `vocab` that is here; None: of all of it."""
-        spread = _vocab_of(logits, vocab).spread
-        peak = spread.max(jnp.max(logits, axis=1))
-        return LogitStats(peak, spread.sum(row_sums(jnp.exp(logits - peak[:, None]))))
+        axis = _vocab_of(logits, vocab).shard_axis
+        peak = axis.max(jnp.max(logits, axis=1))
+        return LogitStats(peak, axis.sum(row_sums(jnp.exp(logits - peak[:, None]))))
+
+    @staticmethod
+    def of_kernel(backend: Backend, logits: Array, num_rows: Array) -> "LogitStats | None":
+        """The same of the first `num_rows` rows, by the backend's kernel; None where it has none."""
+        found = backend.logit_stats(logits, num_rows)
+        return None if found is None else LogitStats(*found)
 
 
 class BeamCandidates(eqx.Module):
@@ -126,7 +133,7 @@ def sample(
         z = run_if(jnp.any(biased), lambda z: add_bias(z, column, vocab), logits)
         z = run_if(jnp.any(penalised), lambda z: apply_penalties(z, column, history, vocab), z)
         z = run_if(jnp.any(banned), lambda z: _ban_stops(z, column, banned, vocab), z)
-        z_peak = vocab.spread.max(jnp.max(z, axis=1))
+        z_peak = vocab.shard_axis.max(jnp.max(z, axis=1))
         best = _first_best(z, z_peak, vocab)
         drawn, drawn_logprobs = jax.lax.cond(
             jnp.any(~greedy & used),

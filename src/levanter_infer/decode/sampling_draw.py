@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.layers.shard_axis import VOCAB_GROUPS, Vocabulary
+from levanter_infer.axes import VOCAB_GROUPS
+from levanter_infer.layers.shard_axis import Vocabulary
 
 FAN = VOCAB_GROUPS
 """Children of a node of the sampling tree; a power of two."""
@@ -109,7 +110,7 @@ def draw(
     levels = [weights]
     for width in sizes[1:]:
         levels.append(_stretch_sums(levels[-1], width))
-    total = vocab.spread.sum(row_sums(levels[-1]))
+    total = vocab.shard_axis.sum(row_sums(levels[-1]))
     node = jnp.zeros(weights.shape[0], jnp.int32)
     for depth, (level, size) in enumerate(zip(reversed(levels), reversed(sizes), strict=True)):
         width = group_width(size)
@@ -117,7 +118,7 @@ def draw(
         if depth == len(levels) - 1:
             masses = leaf_weights(children)
         else:
-            masses = vocab.spread.sum(jnp.take_along_axis(level, children, axis=1, mode="fill", fill_value=0.0))
+            masses = vocab.shard_axis.sum(jnp.take_along_axis(level, children, axis=1, mode="fill", fill_value=0.0))
         node = node + width * _choose_child(masses, words[:, depth * FAN : (depth + 1) * FAN])
     return node, total
 

@@ -48,7 +48,7 @@ def filter_thresholds(
 
     total = jax.lax.cond(
         jnp.any(wants_p & ~wants_k),
-        lambda: vocab.spread.sum(row_sums(weigh(logits))),
+        lambda: vocab.shard_axis.sum(row_sums(weigh(logits))),
         lambda: jnp.zeros(rows, jnp.float32),
     )
     kept_mass = row_sums(jnp.where(best >= kth[:, None], mass, 0))
@@ -93,7 +93,7 @@ def _searched_thresholds(logits: Array, weights: Array, top_k: Array, top_p: Arr
 
     def nucleus():
         kept = jnp.where(logits >= kth_logit[:, None], weights, 0)
-        return key_floats(_largest_key(keys, kept, top_p * vocab.spread.sum(row_sums(kept)), vocab))
+        return key_floats(_largest_key(keys, kept, top_p * vocab.shard_axis.sum(row_sums(kept)), vocab))
 
     pth_logit = jax.lax.cond(jnp.any(top_p < 1), nucleus, lambda: everything)
     return jnp.where(top_p < 1, jnp.maximum(kth_logit, pth_logit), kth_logit)
@@ -109,7 +109,7 @@ def _largest_key(keys: Array, weights: Array, target: Array, vocab: Vocabulary) 
 
     def decide(bit, key):
         tried = key | (jnp.uint32(_SIGN) >> bit.astype(jnp.uint32))
-        weight = vocab.spread.sum(row_sums(jnp.where(keys >= tried[:, None], weights, 0)))
+        weight = vocab.shard_axis.sum(row_sums(jnp.where(keys >= tried[:, None], weights, 0)))
         return jnp.where(weight >= target, tried, key)
 
     return jax.lax.fori_loop(0, _KEY_BITS, decide, jnp.zeros(keys.shape[0], jnp.uint32))

@@ -21,7 +21,6 @@ from levanter_infer.decode.paging import page_at
 from levanter_infer.decode.sampling import LogitStats, likeliest, logprobs_of
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
-from levanter_infer.kernels.cpu.bindings import logit_stats
 
 _TOKENS = 64
 """Tokens whose logits are there at once: 16 to 128 take a CPU equally long for each."""
@@ -104,10 +103,7 @@ def _score_tokens(
         before = jnp.where((position > of_row(rows.begin))[:, None], own, kept.astype(own.dtype))
         num_valid = jnp.minimum(total - start, _TOKENS)
         logits = model.logits(hax.named(before, (ROW, model.embed)), num_valid).rearrange((ROW, ...)).array
-        if model.skips_rows:
-            stats = LogitStats(*logit_stats(logits, num_valid, isa_name=model.isa))
-        else:
-            stats = LogitStats.of(logits, model.vocab)
+        stats = LogitStats.of_kernel(model.backend, logits, num_valid) or LogitStats.of(logits, model.vocab)
         tokens = table.tokens.array.at[slots, position].get(mode="fill", fill_value=0)
         logprobs = logprobs_of(logits, tokens, stats, model.vocab)
         new = pack_scores(logprobs, *likeliest(logits, stats, scores.num_top, model.vocab))

@@ -18,6 +18,8 @@ from levanter_infer.decode.beam_table import BeamTable
 from levanter_infer.decode.sampling import SamplingTable
 from levanter_infer.decode.sequence_table import SequenceTable
 from levanter_infer.decode.shapes import Shapes
+from levanter_infer.kernels.backend import Backend
+from levanter_infer.kernels.call import PoolShape
 
 
 class Counters(eqx.Module):
@@ -79,21 +81,18 @@ class DecodeState(eqx.Module):
         )
 
 
-def empty_cache(
-    config, shapes: Shapes, *, dtype, as_bits: bool, num_kv_heads: int | None = None, for_tpu: bool = False
-) -> KvPages:
-    """A pool of `shapes.num_pages` pages for the model that `config` (a `DecoderConfig`) describes; `num_kv_heads`: of
-    one device, where they are spread over several."""
-    return KvPages.init(
+def empty_cache(config, shapes: Shapes, backend: Backend, *, dtype, num_kv_heads: int | None = None) -> KvPages:
+    """A pool of `shapes.num_pages` pages for the model that `config` (a `DecoderConfig`) describes; `num_kv_heads`:
+    those of one device, where they are sharded."""
+    shape = PoolShape(
         num_layers=config.num_layers,
         num_pages=shapes.num_pages,
         page_size=shapes.page_size,
-        num_kv_heads=num_kv_heads or config.num_kv_heads,
-        head_size=config.head_dim,
-        dtype=dtype,
-        as_bits=as_bits,
-        for_tpu=for_tpu,
+        kv_heads=num_kv_heads or config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=jnp.dtype(dtype),
     )
+    return KvPages.init(shape, backend)
 
 
 class GenState(eqx.Module):

@@ -26,7 +26,6 @@ from levanter_infer.decode.scoring import registers, score_prompts
 from levanter_infer.decode.sequence_table import in_order
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState, GenState
-from levanter_infer.kernels.cpu.bindings import logit_stats
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.policies import AdmissionPolicy
 
@@ -109,7 +108,7 @@ def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes
     logits = head(model, hidden, plan, shapes)
     table = state.sequences
     count = shapes.sampled_rows
-    stats = LogitStats(*logit_stats(logits, plan.num_rows, isa_name=model.isa)) if model.skips_rows else None
+    stats = LogitStats.of_kernel(model.backend, logits, plan.num_rows)
 
     def result_of(logits: Array, slots: Array, stats: LogitStats | None) -> SampleOutput:
         lens = table.seq_lens.array.at[slots].get(mode="fill", fill_value=0)
@@ -153,13 +152,8 @@ def head(model, hidden: Array, plan: StepPlan, shapes: Shapes) -> Array:
     def logits_of(rows: int) -> Array:
         return model.logits(hax.named(hidden[:rows], (ROW, embed)), plan.num_rows).rearrange((ROW, ...)).array
 
-    if model.skips_rows:
-        return logits_of(shapes.max_rows)
-    logits = jnp.zeros((shapes.max_rows, model.vocab.part_size), jnp.float32)
-    for lower, rows in zip((0, *shapes.row_buckets), shapes.row_buckets, strict=False):
-        fits = (plan.num_rows > lower) & (plan.num_rows <= rows)
-        logits = run_if(fits, lambda logits, rows=rows: logits.at[:rows].set(logits_of(rows)), logits)
-    return logits
+    zeros = jnp.zeros((shapes.max_rows, model.vocab.part_size), jnp.float32)
+    return model.backend.bucketed(logits_of, plan.num_rows, shapes.row_buckets, zeros)
 
 
 def empty_sample(shapes: Shapes) -> SampleOutput:

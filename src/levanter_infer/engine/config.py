@@ -36,53 +36,54 @@ _BY_MACHINE = ("attention", "matmul", "cpu_isa")
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """Sizes and policies of an engine. None means: chosen from model and machine, and printed by the frontends."""
+    """Sizes and policies of an engine. None means: chosen from model and machine, and printed by the commands."""
 
     page_size: int | None = None
     """Tokens per page, a power of two. Default 16."""
     max_pages: int | None = None
     """Pages in the pool. Default: enough for `max_seqs` sequences of `max_seq_len`, within free memory."""
     max_seqs: int = 64
-    """Sequences that run at once; as many again may wait on the device."""
+    """Sequences that run at once; the same number may wait on the device."""
     max_seq_len: int | None = None
-    """Prompt and generated tokens of one sequence. Default: what the model was made for, at most 32768."""
+    """Prompt and generated tokens of one sequence. Default: the model's context length, at most 32768."""
     max_step_tokens: int | None = None
-    """Tokens computed in one step; bounds the chunks in which prompts are computed. Default 256, or 4 * max_seqs."""
+    """Tokens computed in one step; bounds the prompt chunks of chunked prefill. Default 256, or 4 * max_seqs."""
     kv_dtype: str | None = None
-    """float32, bfloat16, float16, int8 (each head of each token with a scale) or float8_e4m3fn. Default: that of the
-    model's weights. What the narrow ones cost in precision: docs/numerics.md."""
+    """dtype of the KV cache: float32, bfloat16, float16, int8 (with a scale per head and token) or float8_e4m3fn.
+    Default: that of the model's weights. The precision of the narrow ones: docs/numerics.md."""
     attention: str = "auto"
-    """Attention implementation: auto, xla, reference or, on a CPU, cpu, on an NVIDIA GPU, gpu."""
+    """Attention implementation: auto, xla, reference; on a CPU also cpu, on an NVIDIA GPU gpu, on a TPU tpu."""
     tiles: "Tiles | None" = None
-    """Of the attention for TPUs: pages, slots and parts of `decode`, and of `chunk` also queries. Default: those that
-    are known for the shape, or proposed. `levanter_infer.plan` finds others where these do not fit."""
+    """Tiles of the attention for TPUs: pages, slots and parts of `decode`, and of `chunk` also queries. Default: those
+    known for the shape, or proposed. `levanter_infer.plan` finds others where these do not fit."""
     matmul: str = "auto"
-    """What computes matmuls: auto, xla or, on a CPU, cpu, on an NVIDIA GPU, gpu."""
+    """Matmul implementation: auto, xla; on a CPU also cpu, on an NVIDIA GPU gpu."""
     cpu_isa: str = "auto"
     """Instruction set of the kernels for CPUs: auto, avx512_bf16, avx512, avx2 or generic. `auto` is the fastest that
-    the processor has, by a measurement of half a second that is kept beside the compile cache."""
+    the processor has, by a measurement of half a second whose record stays beside the compile cache."""
     prefix_cache: bool = True
-    """Pages of equal beginnings are computed once: for requests that are there together, and for later ones for as long
-    as no other use was found for the pages."""
+    """Automatic prefix caching: the pages of a shared prefix are computed once, for requests in the same batch and for
+    later ones until the pages are reused."""
     admission: str = "optimistic"
-    """How much room in the pool a sequence needs to start: `optimistic`, for the tokens that are known; preemption
-    makes room later. `expected`: for as many more as recent sequences have generated of what they might.
-    `worst_case`: for all that it may generate; nobody is preempted."""
+    """Free pages that a sequence needs to start. `optimistic`: pages for its known tokens; preemption frees more later.
+    `expected`: also for the share of their `max_tokens` that recent sequences have generated. `worst_case`: for all
+    that it may generate; no sequence is preempted."""
     preempt: str = "recompute"
-    """What happens to the youngest when pages run out: `recompute` (their pages are taken back, and computed again
-    later) or `offload` (the pages move to the host's memory and back)."""
+    """Preemption of the youngest sequences when pages run out: `recompute` frees their pages and computes them again
+    later; `offload` (KV offload) moves the pages to host memory and back."""
     host_bytes: int | None = None
-    """The host's memory for such pages, at most; what finds no room there is computed again. Default: a quarter of what
-    is available."""
+    """Host memory for offloaded pages, at most, in bytes; pages beyond it are computed again. Default: a quarter of the
+    available memory."""
     numerics: str = "default"
-    """`default`: random numbers depend on the request alone; rounding may depend on its company. `batch_invariant`:
-    tokens and logprobs are the same to the bit in any company; refused where the kernels do not give that."""
+    """`default`: random numbers depend on the request alone; rounding may depend on the batch composition.
+    `batch_invariant`: tokens and logprobs are bit-identical for any batch composition; refused where the kernels do not
+    provide that."""
     max_round_steps: int = 64
     """Steps of one launch, at most."""
     max_round_seconds: float = 0.5
-    """Cancellation takes effect between rounds; steps per round adapt so that a round stays under this time."""
+    """Longest round: cancellation takes effect between rounds; the steps per round adapt to stay under this time."""
     recompilation: str = "error"
-    """What happens if the program of a warm engine is compiled again, which no request can cause: error or warn."""
+    """Reaction to a recompilation in a warm engine, which no request can cause: error or warn."""
     max_logprobs: int = 20
     """Largest `logprobs` that a request may ask for."""
     max_prompt_logprobs: int = 1
@@ -90,7 +91,7 @@ class EngineConfig:
     max_logit_bias: int = 300
     """Entries of a request's `logit_bias`, at most."""
     max_stop_sequences: int = 8
-    """Entries of a request's `stop_token_ids` (16 tokens each) and of its `stop`, at most."""
+    """Entries of a request's `stop_token_ids` (of up to 16 tokens each) and of its `stop`, at most."""
 
     def __post_init__(self):
         for name in ("page_size", "max_pages", "max_seq_len", "max_step_tokens"):

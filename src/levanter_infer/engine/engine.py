@@ -1,4 +1,8 @@
-"""`InferenceEngine`: adds requests and reads results; everything per token happens on the device."""
+"""`InferenceEngine`: what callers use. It composes the parts of an engine and has no logic of a part itself.
+
+`Runner` is the device, the scheduler decides on the host what runs there, and neither knows the other. A round of the
+engine takes the scheduler's admission to the runner, and the outputs of the round before back to the scheduler.
+"""
 
 import dataclasses
 import logging
@@ -12,17 +16,20 @@ from jax.sharding import Mesh
 
 from levanter_infer.checkpoints.load import StoredModel
 from levanter_infer.decode.outputs import RoundOutputs
+from levanter_infer.decode.programs import Programs
+from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.state import GenState
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.beams import beams_for, enter_hypotheses
-from levanter_infer.engine.blueprint import programs_for, shapes_for
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.coordination import LeaderCoordinator, LocalCoordinator, RoundTerms
-from levanter_infer.engine.forks import Forks
+from levanter_infer.engine.forks import checked_ancestors, continue_from, further_samples
 from levanter_infer.engine.intake import Intake
 from levanter_infer.engine.kv_offload import KvOffload
 from levanter_infer.engine.memory_audit import audit
 from levanter_infer.engine.mesh import MeshConfig, make_mesh
 from levanter_infer.engine.metrics import Registry
+from levanter_infer.engine.outputs import RoundResult
 from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import (
     Request,
@@ -34,20 +41,24 @@ from levanter_infer.engine.request import (
     refused,
 )
 from levanter_infer.engine.request_state import RequestState, SampleState
-from levanter_infer.engine.round_length import RoundLengthController
+from levanter_infer.engine.runner import Runner
+from levanter_infer.engine.scheduler import Scheduler
 from levanter_infer.engine.scoring import SCORE_ONLY, ScoreReader, score_shapes
-from levanter_infer.engine.sharded import make_slots, read_outputs
-from levanter_infer.engine.spilling import Spilling
 from levanter_infer.engine.stats import Stats
 from levanter_infer.engine.turns import Turns, exclusive, waits_for_turn
-from levanter_infer.engine.uploads import Uploads
-from levanter_infer.engine.weight_updates import Versions
+from levanter_infer.engine.weight_updates import (
+    check_same_types,
+    check_weights_are_there,
+    checked_policy,
+    checked_version,
+    update_roots,
+)
 from levanter_infer.models.live import from_levanter
-from levanter_infer.policies import Recompilation
+from levanter_infer.policies import WeightSwapPolicy
 from levanter_infer.runtime.compile_cache import enable_compile_cache
 from levanter_infer.runtime.garbage_collection import gc_disabled
-from levanter_infer.runtime.hosts import Hosts, agree, agree_min
-from levanter_infer.runtime.memory import peak_bytes, return_free_memory
+from levanter_infer.runtime.hosts import Hosts
+from levanter_infer.runtime.memory import peak_bytes
 from levanter_infer.runtime.multihost import hosts_of_this_process
 from levanter_infer.runtime.progress import sampling_progress, stage
 
@@ -57,7 +68,7 @@ _POLL_S = 0.0005
 
 
 @dataclasses.dataclass
-class _Launched:
+class Launched:
     round_id: int
     outputs: RoundOutputs
     started: float
@@ -66,10 +77,10 @@ class _Launched:
     expected_s: float
     """What it should take on the device."""
     version: int
-    """Of the weights."""
+    """Number of the weights."""
 
 
-class InferenceEngine(Forks, Spilling, Versions):
+class InferenceEngine:
     """Samples many requests together on one device.
 
     The host and the device meet once a round: one upload of new requests, one download of sampled tokens, and the
@@ -82,8 +93,7 @@ class InferenceEngine(Forks, Spilling, Versions):
 
     Args:
         model: a `DecoderModel`; a live model of Levanter's shape (`from_levanter`), whose weights are shared where the
-            device reads them as they lie; or a `StoredModel`, which is read, and given up, after its compilation has
-            begun.
+            device reads their layout; or a `StoredModel`, which is read, and freed, after its compilation has begun.
         tokenizer: needed for text prompts, chats, text stops and the text of completions.
         config: sizes and policies.
         seed: from which, with its id, a request without a seed derives its own.
@@ -119,86 +129,68 @@ class InferenceEngine(Forks, Spilling, Versions):
         has_mods = score_mod is not None or mask_mod is not None
         model = model if isinstance(model, StoredModel) else from_levanter(model)
         types = model.types if isinstance(model, StoredModel) else model
-        self._weights_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(types))
-        self.backend = Backend.choose(self.config, types, has_mods=has_mods, mesh=make_mesh(mesh))
-        self._hosts = hosts_of_this_process() if hosts is None and self.backend.spans_hosts else hosts
-        self.backend = self.backend.agreed(self._hosts)
-        self._coordinator = (
-            LeaderCoordinator(self._hosts)
-            if self._hosts and self.backend.spans_hosts
-            else LocalCoordinator(self._hosts)
-        )
-        is_loaded = not isinstance(model, StoredModel)
-        self.shapes = shapes_for(
-            self.config, types, self.backend, num_eos=len(self._eos), is_loaded=is_loaded, scoring=scoring
-        )
-        self._agree_on_sizes()
-        self.programs = programs_for(
+        backend = Backend.choose(self.config, types, has_mods=has_mods, mesh=make_mesh(mesh))
+        hosts = hosts_of_this_process() if hosts is None and backend.spans_hosts else hosts
+        backend = backend.agreed(hosts)
+        self._coordinator = LeaderCoordinator(hosts) if hosts and backend.spans_hosts else LocalCoordinator(hosts)
+        self.runner = Runner(
+            model,
             self.config,
-            types,
-            self.backend,
-            self.shapes,
+            backend,
+            num_eos=len(self._eos),
+            hosts=hosts,
+            donate_model=donate_model,
+            scoring=scoring,
             score_mod=score_mod,
             mask_mod=mask_mod,
-            on_recompile=logger.warning if self.config.recompilation == Recompilation.WARN else None,
-            fingerprints=self._hosts is not None,
         )
-        self._uploads = Uploads(self.backend, self.shapes)
-        self._compile_s = 0.0
-        if isinstance(model, StoredModel):
-            self._compile_ahead(types)
-            with stage("reading weights"):
-                model, donate_model = model.read(self.backend.layout), True
-        self._types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), types)
-        self.model = self.backend.prepare(model, donate=donate_model)
-        self._agree_on_programs()
-        self.state = self.programs.init()
         self._stats = Stats(
-            pages_total=self.shapes.num_pages * self.backend.num_shards,
+            pages_total=self.shapes.num_pages * backend.num_shards,
             pool_bytes=self.state.kv.pages.array.nbytes,
-            weights_bytes=self._weights_bytes,
-            num_shards=self.backend.num_shards,
+            weights_bytes=self.runner.weights_bytes,
+            num_ranks=self.runner.num_ranks,
         )
         self._rounds = self._submissions = 0
-        self._round_length = RoundLengthController(self.config.max_round_steps, self.config.max_round_seconds)
-        self._turns, self._warm, self._last_end = Turns(), False, 0.0
+        self._scheduler = Scheduler(
+            self.shapes, self._eos, self.runner.num_ranks, max_round_seconds=self.config.max_round_seconds
+        )
+        self._turns, self._last_end = Turns(), 0.0
         self._intake = Intake(self.shapes, self.config, tokenizer, seed)
+        self.version = 0
+        """Number of the weights that the next round uses."""
         self._start_over()
         logger.info("engine: %s", self.describe())
 
-    def _compile_ahead(self, types) -> None:
-        """Begin to compile for a model that is yet to be read."""
-        begin = time.perf_counter()
-        with stage("compiling", self.programs.progress):
-            self.programs.compile_all(self.backend.prepared_types(types), self._uploads.nothing)
-            if self.backend.on_cpu:  # which does both itself, and the compiler's memory is then the weights'
-                self.programs.wait()
-                return_free_memory()
-        self._compile_s = time.perf_counter() - begin
-
-    def _agree_on_sizes(self) -> None:
-        """The smallest budget of all processes, and the same sizes in all others."""
-        if self._hosts is None:
-            return
-        with stage("waiting for the other processes to size their pools"):
-            least = agree_min(self._hosts, "max_pages", {"max_pages": self.shapes.num_pages})
-        self.shapes = dataclasses.replace(self.shapes, num_pages=least["max_pages"])
-        plan = {**dataclasses.asdict(self.shapes), "mesh": self.backend.mesh_sizes, "platform": self.backend.platform}
-        agree(self._hosts, "sizes", {name: str(value) for name, value in plan.items()})
-
-    def _agree_on_programs(self) -> None:
-        """Equal configurations do not prove equal programs: those that will run are compared before one does."""
-        if self._hosts is not None:
-            self.programs.compile_all(self.model, self._uploads.nothing)
-            with stage("waiting for the other processes to trace their programs"):
-                agree(self._hosts, "programs", self.programs.fingerprints())
-
     def _start_over(self) -> None:
-        self._scheduler = make_slots(self.shapes, self._eos, self.backend.num_shards)
-        self._scores = ScoreReader(self._stats.registry, self.backend)
-        self._offload = KvOffload(self.shapes, self._stats.registry, self.config.host_bytes)
-        self._in_flight: _Launched | None = None
+        self._scores = ScoreReader(self._stats.registry, self.shapes.page_size)
+        self._offload = KvOffload(self.runner, self._stats.registry, self.config.host_bytes)
+        self._in_flight: Launched | None = None
         self._known: list[SampleState] = []
+
+    @property
+    def backend(self) -> Backend:
+        """The implementations for the devices."""
+        return self.runner.backend
+
+    @property
+    def shapes(self) -> Shapes:
+        """The static sizes of the programs."""
+        return self.runner.shapes
+
+    @property
+    def programs(self) -> Programs:
+        """The compiled programs."""
+        return self.runner.programs
+
+    @property
+    def model(self) -> Any:
+        """The weights as the device has them."""
+        return self.runner.model
+
+    @property
+    def state(self) -> GenState:
+        """Tables and pool on the device, after the rounds launched so far."""
+        return self.runner.state
 
     def __repr__(self) -> str:
         shown = ("max_seqs", "max_seq_len", "max_pages", "page_size", "kv_dtype", "pool_mb", "device")
@@ -260,7 +252,7 @@ class InferenceEngine(Forks, Spilling, Versions):
                 made.append(refused(None, str(i), str(request)))
                 continue
             try:
-                made.append(self._intake.group(request, str(i)))
+                made.append(self._intake.request_state(request, str(i)))
             except ValueError as error:
                 made.append(refused(request, str(i), str(error)))
         with sampling_progress(progress, on_update) as update:
@@ -271,10 +263,10 @@ class InferenceEngine(Forks, Spilling, Versions):
     def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log probability under the model of each token of the sequences, given those before it in its sequence.
 
-        With `engine.prefix_cache`, equal beginnings are computed once. `SamplingParams.prompt_logprobs` gives the same
+        With `engine.prefix_cache`, common prefixes are computed once. `SamplingParams.prompt_logprobs` gives the same
         with requests of any kind, and the likeliest tokens.
 
-        Returns: for each sequence f32[tokens - 1], beginning with its second token; NaN where the model's logits are
+        Returns: for each sequence f32[tokens - 1], from its second token on; NaN where the model's logits are
             not finite.
         Raises: ValueError for a sequence that cannot be scored, which it names, or for what is no list of sequences;
             nothing has run then.
@@ -283,7 +275,7 @@ class InferenceEngine(Forks, Spilling, Versions):
         groups = []
         for i, request in enumerate(requests):
             try:
-                groups.append(self._intake.group(request, str(i)))
+                groups.append(self._intake.request_state(request, str(i)))
             except ValueError as error:
                 raise ValueError(f"sequences[{i}]: {error}") from None
         with sampling_progress(None, None, "scoring", "texts") as update:
@@ -295,9 +287,7 @@ class InferenceEngine(Forks, Spilling, Versions):
             return
         self._prepare(groups)
         try:
-            self._scheduler.route(groups)
-            for group in groups:
-                self._add(group)
+            self._add(groups)
             self._run(groups, on_update)
         except BaseException:
             self.reset()  # what was running is lost to its caller; the engine stays usable
@@ -312,17 +302,21 @@ class InferenceEngine(Forks, Spilling, Versions):
         if max_beams != self.shapes.max_beams:
             changes["max_beams"] = max_beams
         if changes:
-            self._extend(**changes)
+            self.runner.extend(**changes)
+            self._scheduler.shapes = self.shapes
+            self._stats.registry.set("compile_s", self.runner.compile_s)
         self.warmup()
 
     def _is_in_progress(self) -> bool:
         """Whether requests have been added that have not ended."""
-        return any(not group.is_done for group in self._scheduler.groups())
+        return any(not group.is_done for group in self._scheduler.requests())
 
-    def _add(self, group: RequestState) -> None:
-        self._scheduler.add(group, self._coordinator.now() if group.timeout_s is not None else 0.0)
-        self._coordinator.enter(group)
-        self._stats.on_submit(len(group.prompt_token_ids))
+    def _add(self, groups: Sequence[RequestState]) -> None:
+        has_deadline = any(group.timeout_s is not None for group in groups)
+        self._scheduler.submit(groups, self._coordinator.now() if has_deadline else 0.0)
+        for group in groups:
+            self._coordinator.enter(group)
+            self._stats.on_submit(len(group.prompt_token_ids))
 
     def _run(self, groups: list[RequestState], on_update) -> None:
         total = sum(len(group.sequences) for group in groups)
@@ -345,9 +339,16 @@ class InferenceEngine(Forks, Spilling, Versions):
         terms = self._agree_on_round(max_steps)
         known = self._scheduler.expire(terms.now) + self._known + self._move_pages()
         self._known = []
-        launched = self._launch(terms.max_steps)
-        previous, self._in_flight = self._in_flight, launched
-        return known + (self._read(previous) if previous is not None else [])
+        self._in_flight, newly_known = self._advance(self._in_flight, terms.max_steps)
+        return known + newly_known
+
+    def _advance(self, in_flight: Launched | None, max_steps: int) -> tuple[Launched, list[SampleState]]:
+        """Launch round N, and read round N - 1, which is `in_flight`, while the device computes.
+
+        Returns: the round that is in flight now, and the samples whose result became known.
+        """
+        launched = self._in_flight = self._launch(max_steps)  # stays in flight if the read is interrupted
+        return launched, self._read(in_flight)
 
     @exclusive
     def flush(self) -> list[SampleState]:
@@ -381,13 +382,12 @@ class InferenceEngine(Forks, Spilling, Versions):
         Waits while another thread uses the engine, which may be as soon as the last request of this one has ended.
         """
         self._flush()
-        self.state = self._offload.recall(self.programs.tier, self.state)
-        while not self._scheduler.is_idle:
+        self._offload.recall()
+        while self._scheduler.has_work:
             terms = self._agree_on_round()
             self._scheduler.expire(terms.now)
             self._move_pages()
-            self._in_flight = self._launch(terms.max_steps)
-            self._flush()
+            self._read(self._launch(terms.max_steps))
         self._scores.take()
         self._stats.on_idle()
 
@@ -398,13 +398,13 @@ class InferenceEngine(Forks, Spilling, Versions):
 
         Raises: ValueError if it cannot be served.
         """
-        group = self._intake.group(as_request(prompt, sampling), str(self._submissions))
+        group = self._intake.request_state(as_request(prompt, sampling), str(self._submissions))
         self._submissions += 1
         self._prepare([group])
         try:
-            self._add(group)
+            self._add([group])
         except BaseException:
-            self._discard(group)  # nobody else knows of it
+            self._discard(group)  # the caller never gets it
             raise
         return group
 
@@ -426,7 +426,7 @@ class InferenceEngine(Forks, Spilling, Versions):
             self._discard(group)
 
     def _discard(self, group: RequestState) -> None:
-        self._scheduler.discard(group)
+        self._scheduler.cancel(group)
         self._offload.forget_finished()
 
     @property
@@ -436,7 +436,7 @@ class InferenceEngine(Forks, Spilling, Versions):
 
     def _agree_on_round(self, max_steps: int | None = None) -> RoundTerms:
         """What the next round is launched with; ends what was cancelled."""
-        steps = self._round_length.steps(self._scheduler.has_prompts, max_steps)
+        steps = self._scheduler.steps(max_steps)
         terms = self._coordinator.terms(self._rounds, steps)
         for group in terms.cancelled:
             self._known += [sequence for sequence in group.sequences if sequence.finish_reason is None]
@@ -446,100 +446,185 @@ class InferenceEngine(Forks, Spilling, Versions):
     def _flush(self) -> list[SampleState]:
         """Read the round in flight, if there is one."""
         launched, self._in_flight = self._in_flight, None
-        return self._read(launched) if launched is not None else []
+        return self._read(launched)
+
+    def _move_pages(self) -> list[SampleState]:
+        """Move the pages that the last round asked for, with no round in flight; returns as `step_round`."""
+        known = self._flush() if self._offload.is_called else []
+        if self._offload.is_called:
+            self._offload.move(self._scheduler.active)
+        return known
 
     @waits_for_turn
-    @gc_disabled()
     def warmup(self) -> None:
         """Compile all programs now rather than with the first request; later calls do nothing."""
-        if self._warm:
-            return
-        return_free_memory()  # of loading the model: compiling needs much
-        start = time.perf_counter()
-        with stage("compiling", self.programs.progress):
-            self.programs.compile_all(self.model, self._uploads.nothing)
-            self.programs.wait()
-        with stage("running the first round"):
-            try:
-                self.state, outputs = self.programs.round(self.model, self.state, self._uploads.nothing)
-                jax.block_until_ready(outputs)
-            except BaseException:
-                self.reset()  # an interrupt may have taken the state
-                raise
-        self._warm = True
-        self._compile_s += time.perf_counter() - start
-        self._stats.registry.set("compile_s", self._compile_s)
-        return_free_memory()
+        if self.runner.warmup():
+            self._stats.registry.set("compile_s", self.runner.compile_s)
 
-    @gc_disabled()
-    def _extend(self, **changes) -> None:
-        """Go on with programs that can do more: `changes` to the shapes that add tables to the state.
-
-        To be called between rounds. What runs keeps its place and its pages, and a round in flight is read as ever.
-        """
-        start = time.perf_counter()
-        shapes = dataclasses.replace(self.shapes, **changes)
-        logger.info("compiling again, for %s", ", ".join(changes))
-        programs, uploads = self.programs.extended(self.model, shapes), Uploads(self.backend, shapes)
-        with stage(f"compiling again, for {', '.join(changes)}", programs.progress):
-            programs.compile_all(self.model, uploads.nothing)
-            programs.wait()
-        if self._hosts is not None and self.backend.spans_hosts:
-            agree(self._hosts, "programs", programs.fingerprints())
-        self.state = programs.extend(self.state)
-        self.programs, self.shapes, self._uploads = programs, shapes, uploads
-        self._scheduler.shapes = shapes
-        self._compile_s += time.perf_counter() - start
-        self._stats.registry.set("compile_s", self._compile_s)
-
-    def _launch(self, steps: int) -> _Launched:
+    def _launch(self, steps: int) -> Launched:
         """Launch a round. A failure here has taken requests from their queue, or the state: all are forgotten then."""
         try:
-            return self._launch_round(steps)
+            begin = time.perf_counter()
+            with_prompts = self._scheduler.has_prompts
+            fields = self._scheduler.next_admission(self._rounds, steps).arrays() | self._offload.terms()
+            self._coordinator.on_input(fields)
+            admission = self.runner.upload(fields)
+            started = time.perf_counter()
+            outputs = self.runner.run(admission)
+            end = time.perf_counter()
+            launched = Launched(
+                self._rounds,
+                outputs,
+                started,
+                launch_s=end - begin,
+                expected_s=self._scheduler.round_length.seconds(with_prompts, steps),
+                version=self.version,
+            )
         except BaseException:
             self.reset()
             raise
-
-    def _launch_round(self, steps: int) -> _Launched:
-        begin = time.perf_counter()
-        with_prompts = self._scheduler.has_prompts
-        fields = self._scheduler.next_admission(self._rounds, steps) | self._offload.terms()
-        self._coordinator.on_input(fields)
-        admission = self._uploads.admission(fields)
-        started = time.perf_counter()
-        self.state, outputs = self.programs.round(self.model, self.state, admission)
-        outputs.packed.copy_to_host_async()
-        launched = _Launched(
-            self._rounds,
-            outputs,
-            started,
-            launch_s=time.perf_counter() - begin,
-            expected_s=self._round_length.seconds(with_prompts, steps),
-            version=self.version,
-        )
         self._rounds += 1
-        self._stats.on_time(launch=time.perf_counter() - begin)
+        self._stats.on_time(launch=launched.launch_s)
         return launched
 
-    def _read(self, launched: _Launched) -> list[SampleState]:
+    def _read(self, launched: Launched | None) -> list[SampleState]:
+        """Take what a round has brought; returns as `step_round`."""
+        if launched is None:
+            return []
         begin = time.perf_counter()
         jax.block_until_ready(launched.outputs.packed)
         ready = time.perf_counter()
-        outputs = read_outputs(launched.outputs, self.shapes, self.backend.num_shards)
+        outputs = RoundResult(launched.outputs, self.shapes, self.runner.num_ranks)
         end = time.perf_counter()
         seconds = end - max(launched.started, self._last_end)
         self._last_end = end
         steps, prompt_steps = self._stats.on_round(outputs, seconds)
-        self._round_length.on_round(prompt_steps > 0, steps, seconds)
-        self._round_length.on_shards(prompt_steps > 0, self._stats.shard_steps if self._scheduler.is_short else [])
-        found = self._scheduler.searches(outputs, launched.round_id, launched.version)
-        enter_hypotheses(self.programs, self.state, found, self.backend)
-        known = self._scheduler.collect(outputs, launched.round_id, launched.version)
+        self._scheduler.on_round(
+            steps=steps, prompt_steps=prompt_steps, seconds=seconds, rank_steps=self._stats.rank_steps
+        )
+        found = self._scheduler.finished_searches(outputs.ranks, launched.round_id, launched.version)
+        enter_hypotheses(self.runner.read_hypotheses, found)
+        known = self._scheduler.collect(outputs.ranks, launched.round_id, launched.version)
         self._offload.on_round(outputs.scalars["host_call"])
         self._scores.take()
-        self._scores.ask(self.programs, self.state, self._scheduler.take_leaving())
+        self._scores.ask(self.runner.read_scores, self._scheduler.pop_scored())
         self._stats.on_time(wait=ready - begin, download=end - ready, collect=time.perf_counter() - end)
         return known
+
+    # Samples that go on from one another
+
+    @exclusive
+    def resample(self, group: RequestState, ancestors: Sequence[int]) -> None:
+        """Let sample i of a submitted request go on from where sample `ancestors[i]` stands, for all i at once.
+
+        The round in flight is read first; a caller that weighs samples calls `flush` before. Pages are shared and not
+        copied, and every sample keeps its own random numbers, so that descendants of one sample diverge. Finished
+        samples take part: a descendant of one is finished like it, and a finished one that goes on from one that runs
+        takes a free slot. What ends or begins here is not reported by `step_round`: the caller knows of it. On a mesh over
+        several processes all of them call this, with the same ancestors.
+        Raises: ValueError if `ancestors` does not name a sample for each, the prompt is not yet on the device, or no
+            slot is free.
+        """
+        self._known += self._flush()
+        self._continue_from(group, group.sequences, checked_ancestors(group, ancestors))
+
+    @exclusive
+    def fork(self, group: RequestState, index: int, count: int = 1) -> list[SampleState]:
+        """Let sample `index` of a submitted request go on as itself and as `count` further samples, which join the
+        group, each in a slot of its own. Otherwise like `resample`.
+        """
+        self._known += self._flush()
+        added = further_samples(group, index, count)
+        ancestors = [*range(len(group.sequences)), *[index] * count]
+        self._continue_from(group, [*group.sequences, *added], ancestors)
+        group.sequences += added
+        return added
+
+    def _continue_from(self, group: RequestState, sequences: list[SampleState], ancestors: list[int]) -> None:
+        self._coordinator.on_input({"ancestors": np.asarray([sequences[0].arrival, *ancestors])})
+        self._offload.begin_anew(group)
+        fields = continue_from(self._scheduler.slots_of(group), sequences, ancestors, self._rounds)
+        if fields is not None:
+            self.runner.resample(fields, group.rank or 0)
+
+    # Host memory
+
+    @exclusive
+    def spill_to_host(self, sequence: SampleState) -> int:
+        """Swap the pages of a submitted sequence out to host memory. It goes on after `prefetch`, or in `drain`.
+
+        What it shares with others is copied, and its own when it comes back.
+
+        Returns: pages moved; 0 if it holds none, and then nothing changes.
+        Raises: ValueError if `engine.host_bytes` does not suffice, or the engine runs on several devices.
+        """
+        if self.backend.layout.mesh.size > 1:
+            raise ValueError("spill_to_host moves pages of one device, and this engine runs on a mesh; leave it out")
+        self._known += self._flush()
+        return self._offload.swap_out(sequence)
+
+    @exclusive
+    def prefetch(self, sequence: SampleState) -> None:
+        """Bring the pages of an offloaded sequence back, so that it goes on.
+
+        Where no pages are free for them now, it comes back as soon as they are, before any younger request starts; or,
+        with `preempt: recompute`, is recomputed.
+
+        Raises: ValueError if it is not in host memory.
+        """
+        self._known += self._flush()
+        self._offload.prefetch(sequence)
+
+    # Weights
+
+    @exclusive
+    def swap_weights(self, model, *, version: int | None = None, policy: str = "drain", donate: bool = False) -> None:
+        """Sample with other weights from the next round on. The pool stays, and nothing is compiled again.
+
+        The round in flight is read first. The engine gives up its old weights before it lays out the new ones, so
+        there is never a third copy; where it shares the arrays of the model (`from_levanter`), nothing is moved at all,
+        and they must live until the next swap.
+
+        Args:
+            model: as for `InferenceEngine`, with the same sizes and dtype. Arrays on other devices, or with
+                another sharding, are moved to the sharding of the old ones.
+            version: names these weights, from 0 to 2^31 - 1; the next number by default. Pages are found only by
+                requests of the version that computed them: a caller that returns to an earlier number gives the same
+                weights again, and finds the pages that are left of it.
+            policy: what becomes of the sequences that are on the device. `drain`: they end first, with the old weights;
+                requests that wait begin with the new ones. `keep_kv`: they go on at once from the keys and values that
+                the old weights have computed, and share no pages with others from then on. `recompute`: they keep
+                their tokens and recompute keys and values.
+            donate: the engine may delete the model's arrays as it lays out its own.
+        Raises: ValueError if the model is another one, or an argument is none; nothing has changed then.
+        """
+        version, wanted = checked_version(version, self.version), checked_policy(policy)
+        model = from_levanter(model)
+        check_same_types(self.runner.types, model)
+        self._coordinator.on_input({"weights": np.asarray([version, list(WeightSwapPolicy).index(wanted)])})
+        if wanted is WeightSwapPolicy.DRAIN:
+            check_weights_are_there(self.runner, self._scheduler.active)
+            self._drain_running()
+        self._known += self._flush()
+        self._intake.version = version
+        recompute = wanted is WeightSwapPolicy.RECOMPUTE
+        update_roots(self.runner, self._scheduler, self._offload, self._intake, recompute=recompute)
+        self.runner.swap_weights(model, donate=donate)
+        self.version = version
+        self._stats.registry.add("weight_swaps", 1)
+        self._stats.registry.set("weights_version", version)
+
+    def _drain_running(self) -> None:
+        """Let the sequences that have slots end, and admit none."""
+        known = self._flush()
+        self._offload.recall()
+        self._scheduler.admits = False
+        try:
+            while self._scheduler.active:
+                known += self.step_round()
+        finally:
+            self._scheduler.admits = True
+            self._known = known + self._known
 
     # State
 
@@ -551,9 +636,8 @@ class InferenceEngine(Forks, Spilling, Versions):
         state with it, a new one is made.
         """
         self._in_flight = None
-        lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
-        self.state = self.programs.init() if lost else self.programs.reset(self.state)
-        self._scheduler.abandon()
+        self.runner.reset()
+        self._scheduler.abort_all()
         self._scores.abandon()
         self._intake.forget_roots()  # nothing is stored for any of them
         self._stats.on_reset()
@@ -562,9 +646,9 @@ class InferenceEngine(Forks, Spilling, Versions):
     @exclusive
     def zero_cache(self) -> None:
         """Overwrite every stored key and value with zeros. Requires: no request in progress."""
-        if not self._scheduler.is_idle:
+        if self._scheduler.has_work:
             raise ValueError("zero_cache while requests are in progress would change their results; finish them first")
-        self.state = self.programs.zero_cache(self.state)
+        self.runner.zero_cache()
 
     # Metrics
 
@@ -587,10 +671,9 @@ class InferenceEngine(Forks, Spilling, Versions):
         """
         if self.backend.spans_hosts:
             raise ValueError("memory() looks at all tables, and here other hosts have some of them; look at stats()")
-        registry, kv = self._stats.registry, self.state.kv
+        registry = self._stats.registry
         values = audit(self.state.decode).metrics(
-            page_bytes=kv.pages.array.nbytes // (kv.num_pages * self.backend.num_shards),
-            weights_bytes=self._weights_bytes,
+            page_bytes=self.runner.page_bytes, weights_bytes=self.runner.weights_bytes
         )
         for name, value in {**values, "peak_memory_bytes": peak_bytes()}.items():
             registry.set(name, value)

@@ -1,75 +1,11 @@
 """The host's side of `resample` and `fork`: samples of one request that go on from one another."""
 
-import abc
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from levanter_infer.decode.programs import Programs
-from levanter_infer.engine.backend import Backend
-from levanter_infer.engine.coordination import RoundCoordinator
-from levanter_infer.engine.kv_offload import KvOffload
 from levanter_infer.engine.request_state import RequestState, SampleState
-from levanter_infer.engine.sharded import told_one_shard
-from levanter_infer.engine.slots import SlotManager
-from levanter_infer.engine.turns import Turns, exclusive
-
-
-class Forks(abc.ABC):
-    """What `InferenceEngine` can do with the samples of a request while they run."""
-
-    state: Any
-    backend: Backend
-    programs: Programs
-    _scheduler: SlotManager
-    _offload: KvOffload
-    _rounds: int
-    _coordinator: RoundCoordinator
-    _known: list[SampleState]
-    _turns: Turns
-
-    @abc.abstractmethod
-    def _is_in_progress(self) -> bool: ...
-
-    @abc.abstractmethod
-    def _flush(self) -> list[SampleState]:
-        """Read the round in flight, if there is one."""
-
-    @exclusive
-    def resample(self, group: RequestState, ancestors: Sequence[int]) -> None:
-        """Let sample i of a submitted request go on from where sample `ancestors[i]` stands, for all i at once.
-
-        The round in flight is read first; who weighs samples calls `flush` before. Pages are shared and not copied, and
-        every sample keeps its own random numbers, so that descendants of one sample diverge. Finished samples take
-        part: who descends from one is finished like it, and a finished one that goes on from one that runs takes a
-        free slot. What ends or begins here is not reported by `step_round`: the caller knows of it. On a mesh over
-        several processes all of them call this, with the same ancestors.
-        Raises: ValueError if `ancestors` does not name a sample for each, the prompt is not yet on the device, or no
-            slot is free.
-        """
-        self._known += self._flush()
-        chosen = checked_ancestors(group, ancestors)
-        self._go_on(group, group.sequences, chosen)
-
-    @exclusive
-    def fork(self, group: RequestState, index: int, count: int = 1) -> list[SampleState]:
-        """Let sample `index` of a submitted request go on as itself and as `count` further samples, which join the
-        group, each in a slot of its own. Otherwise like `resample`.
-        """
-        self._known += self._flush()
-        added = further_samples(group, index, count)
-        self._go_on(group, [*group.sequences, *added], [*range(len(group.sequences)), *[index] * count])
-        group.sequences += added
-        return added
-
-    def _go_on(self, group: RequestState, sequences: list[SampleState], ancestors: list[int]) -> None:
-        self._coordinator.on_input({"ancestors": np.asarray([sequences[0].arrival, *ancestors])})
-        self.state = self._offload.begin_anew(self.programs.tier, self.state, group)
-        fields = go_on_from(self._scheduler.of(group), sequences, ancestors, self._rounds)
-        if fields is not None:
-            fields = told_one_shard(fields, group.rank, self.backend.num_shards)
-            self.state = self.programs.resample(self.state, *self.backend.put(fields))
+from levanter_infer.engine.scheduler import RankSlots
 
 
 def checked_ancestors(group: RequestState, ancestors: Sequence[int]) -> list[int]:
@@ -95,8 +31,8 @@ def further_samples(group: RequestState, index: int, count: int) -> list[SampleS
     return [SampleState(request=group, index=first + i) for i in range(count)]
 
 
-def go_on_from(
-    slots: SlotManager, sequences: list[SampleState], ancestors: list[int], next_round: int
+def continue_from(
+    slots: RankSlots, sequences: list[SampleState], ancestors: list[int], next_round: int
 ) -> tuple[np.ndarray, ...] | None:
     """Let each sequence go on from its ancestor on the host, and say what the device has to do for it.
 
@@ -112,7 +48,7 @@ def go_on_from(
             f"{wanted} samples need a slot to go on and {slots.num_free} are free; wait until others have finished, "
             "submit fewer, or raise engine.max_seqs"
         )
-    num_slots = slots.shapes.num_slots
+    num_slots = slots.num_slots
     mask = np.zeros(num_slots, np.bool_)
     source, sample_index, arrival = np.arange(num_slots, dtype=np.int32), *np.zeros((2, num_slots), np.int32)
     for sequence, ancestor in pairs:
@@ -122,7 +58,7 @@ def go_on_from(
                 slots.cancel_slot(sequence)
             continue
         if sequence.slot is None:
-            slots.seat(sequence)
+            slots.assign_slot(sequence)
             sequence.first_round = next_round
         slots.keep_slot(sequence)
         slot = sequence.slot

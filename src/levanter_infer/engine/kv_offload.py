@@ -1,4 +1,4 @@
-"""`KvOffload`: who gives way when pages run short, where its pages are meanwhile, and who comes back next."""
+"""`KvOffload`: which request is preempted when pages run short, where its pages are meanwhile, and which comes back."""
 
 import dataclasses
 import logging
@@ -7,16 +7,14 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from haliax import NamedArray
 
 from levanter_infer.cache.page_math import pages_for
 from levanter_infer.decode.codes import FINISHED, FREE, LOADING, RUNNING, SWAPPED, WAITING
 from levanter_infer.decode.kv_offload import NO_CALL, SHORT, HostTerms
-from levanter_infer.decode.programs import OffloadPrograms
-from levanter_infer.decode.shapes import Shapes
-from levanter_infer.decode.state import GenState
 from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.request_state import RequestState, SampleState
+from levanter_infer.engine.runner import Runner
+from levanter_infer.engine.uploads import host_terms
 from levanter_infer.runtime.memory import default_host_bytes
 
 logger = logging.getLogger(__name__)
@@ -51,9 +49,9 @@ class _Record:
 
     members: list[_Member]
     contents: list[jax.Array]
-    """What `read_pages` gave, in the host's memory; nothing if they are to be computed again."""
+    """What `read_pages` gave, in host memory; empty if the pages are to be recomputed."""
     stays: bool
-    """Whether it comes back only when somebody asks for it."""
+    """Whether it comes back only when the caller asks for it."""
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +61,7 @@ class _Record:
         return [member for member in self.members if member.is_there]
 
     def used(self) -> np.ndarray:
-        """Which of the pages anybody will want again, in order."""
+        """The pages that its remaining sequences need, in order."""
         return np.unique(np.concatenate([member.places for member in self.remaining()]))
 
     def order(self) -> tuple[int, int]:
@@ -78,11 +76,10 @@ class _Record:
 class _Tables:
     """The tables as they are between two rounds, on the host; kept up with what is moved."""
 
-    def __init__(self, programs: OffloadPrograms, state: GenState):
-        snapshot = programs.snapshot(state.decode)
-        for name, array in jax.device_get(dataclasses.asdict(snapshot)).items():
-            setattr(self, name, np.array(array))
-        self.page_size = state.decode.page_table.page_size
+    def __init__(self, runner: Runner):
+        for name, array in runner.table_snapshot().items():
+            setattr(self, name, array)
+        self.page_size = runner.shapes.page_size
         self.free = int((self.ref_counts == 0).sum())
 
     status: np.ndarray
@@ -96,7 +93,7 @@ class _Tables:
 
     @property
     def spare(self) -> int:
-        """Free pages beyond those that everybody who goes on will need; below zero if they do not suffice."""
+        """Free pages beyond those that running sequences will need; below zero if they do not suffice."""
         return self.free - int(self.growth[self.goes_on].sum())
 
     @property
@@ -114,27 +111,27 @@ class _Tables:
         self.computed[slots], self.goes_on[slots], self.status[slots] = 0, False, status
 
     def fits(self, record: _Record, max_seqs: int) -> bool:
-        """Whether a record can come back and go on; if nobody else goes on, it may be without room to grow."""
+        """Whether a record can come back and go on; if no other sequence runs, it may be without pages to grow."""
         if self.num_running == 0:
             return len(record.used()) <= self.free
         return record.return_pages() <= self.spare and self.num_running < max_seqs
 
 
 class KvOffload:
-    """Moves pages between the pool and the host's memory, between rounds and with none under way.
+    """Moves pages between the pool and host memory, between rounds and with none in flight.
 
-    The youngest group gives way as a whole, and the first that left comes back first. Each operation takes the programs
-    and the state, and returns the new state.
+    The youngest request is preempted as a whole, and the first that was preempted comes back first.
     """
 
-    def __init__(self, shapes: Shapes, registry: Registry, max_bytes: int | None):
-        self._shapes, self._registry, self._max_bytes = shapes, registry, max_bytes
+    def __init__(self, runner: Runner, registry: Registry, max_bytes: int | None):
+        self._runner, self._registry, self._max_bytes = runner, registry, max_bytes
+        self._shapes = runner.shapes
         self._records: list[_Record] = []
         self._call = NO_CALL
         self._yields = True
         self._count()
 
-    # What the device says, and is told
+    # Signals from the device and to it
 
     def on_round(self, call: int) -> None:
         """Args: call: what the round asks for, see `decode.kv_offload.host_call`."""
@@ -165,25 +162,23 @@ class KvOffload:
 
     # Policy
 
-    def move(self, programs: OffloadPrograms, state: GenState, sequences: Sequence[SampleState]) -> GenState:
+    def move(self, sequences: Sequence[SampleState]) -> None:
         """Do what the device asked for. If nothing can be done, the next round gets on by itself."""
         start, short = time.perf_counter(), self._call == SHORT
         self._call = NO_CALL
-        tables = _Tables(programs, state)
+        tables = _Tables(self._runner)
         before = len(self._records)
-        state = (
-            self._make_room(programs, state, tables, sequences) if short else self._let_back(programs, state, tables)
-        )
+        if short:
+            self._make_room(tables, sequences)
+        else:
+            self._let_back(tables)
         self._yields = len(self._records) != before
         self._registry.add("offload_s" if short else "prefetch_s", time.perf_counter() - start)
-        return state
 
-    def _make_room(
-        self, programs: OffloadPrograms, state: GenState, tables: _Tables, sequences: Sequence[SampleState]
-    ) -> GenState:
-        """Spill groups, the last in order first, until the others have room to grow.
+    def _make_room(self, tables: _Tables, sequences: Sequence[SampleState]) -> None:
+        """Swap requests out, the last in order first, until the others have free pages to grow.
 
-        If only the first group is left, its last sequences give way one by one; its first one never does.
+        If only the first request is left, its last sequences are preempted one by one, and its first one never is.
         """
         holders = [s for s in sequences if s.slot is not None and tables.computed[s.slot] > 0]
         holders.sort(key=lambda sequence: tables.rank[sequence.slot])
@@ -196,101 +191,92 @@ class KvOffload:
             if tables.spare >= 0:
                 break
             leaving = [sequence for sequence in leaving if sequence.finish_reason is None]
-            swapped = self._move_out(programs, state, tables, leaving, stays=False) if leaving else state
-            if swapped is None:
+            if leaving and not self._move_out(tables, leaving, stays=False):
                 break
-            state = swapped
-        return state
 
-    def _let_back(self, programs: OffloadPrograms, state: GenState, tables: _Tables) -> GenState:
-        """Bring records back in order while they fit. What nobody makes room for any more is computed again."""
+    def _let_back(self, tables: _Tables) -> None:
+        """Bring records back in order while they fit. If no running sequence will free pages, recompute the first."""
         while (first := self._first()) is not None:
             rank = tables.rank[[member.slot for member in first.remaining()]].min()
             if (tables.is_ready & (tables.rank < rank)).any():
                 break
             if tables.fits(first, self._shapes.max_seqs):
-                state = self._move_in(programs, state, tables, first)
+                self._move_in(tables, first)
             elif tables.num_running == 0:
-                state = self._give_up(programs, state, tables, first)
+                self._give_up(tables, first)
             else:
                 break
-        return state
 
     # By hand
 
-    def swap_out(self, programs: OffloadPrograms, state: GenState, sequence: SampleState) -> tuple[GenState, int]:
+    def swap_out(self, sequence: SampleState) -> int:
         """`InferenceEngine.spill_to_host`."""
         if not sequence.request.is_loose:
             raise ValueError(
-                "the beams of a search stay together, and one of them cannot be moved to the host's memory"
+                "the beams of a search stay together, and one of them cannot be swapped out to host memory"
             )
-        start, tables = time.perf_counter(), _Tables(programs, state)
+        start, tables = time.perf_counter(), _Tables(self._runner)
         slot = sequence.slot
         record = self._record_of(sequence)
         if record is not None:
             record.stays = True
             slots = [member.slot for member in record.remaining()]
-            return self._mark_swapped(programs, state, slots, LOADING), len(record.used())
+            self._mark_swapped(slots, LOADING)
+            return len(record.used())
         if slot is None or sequence.finish_reason is not None or tables.computed[slot] == 0:
-            return state, 0
+            return 0
         if not FREE < tables.status[slot] < FINISHED:
-            return state, 0
+            return 0
         pages = len(tables.pages_of(slot))
-        swapped = self._move_out(programs, state, tables, [sequence], stays=True)
-        if swapped is None:
+        if not self._move_out(tables, [sequence], stays=True):
             raise ValueError(
-                f"{pages} pages do not fit into the host's memory for pages: {self._used_bytes()} of "
+                f"{pages} pages do not fit into host memory for pages: {self._used_bytes()} of "
                 f"{self._max_bytes} bytes are in use; bring sequences back, or raise engine.host_bytes"
             )
         self._registry.add("offload_s", time.perf_counter() - start)
-        return swapped, pages
+        return pages
 
-    def prefetch(self, programs: OffloadPrograms, state: GenState, sequence: SampleState) -> GenState:
+    def prefetch(self, sequence: SampleState) -> None:
         """`InferenceEngine.prefetch`."""
         record = self._record_of(sequence)
         if record is None:
-            raise ValueError("the sequence is not in the host's memory; spill_to_host brings it there")
-        return self._recall(programs, state, record)
+            raise ValueError("the sequence is not in host memory; spill_to_host brings it there")
+        self._recall(record)
 
-    def begin_anew(self, programs: OffloadPrograms, state: GenState, group: RequestState) -> GenState:
+    def begin_anew(self, group: RequestState) -> None:
         """Let a group's sequences that are here compute themselves again: their texts are about to change."""
-        tables = _Tables(programs, state) if self._records else None
+        tables = _Tables(self._runner) if self._records else None
         for record in list(self._records):
             if tables is not None and any(member.sequence.request is group for member in record.remaining()):
-                state = self._give_up(programs, state, tables, record)
-        return state
+                self._give_up(tables, record)
 
     def swapped_slots(self) -> list[int]:
         """Slots whose pages are here."""
         return [member.slot for record in self._records for member in record.remaining() if record.contents]
 
-    def recall(self, programs: OffloadPrograms, state: GenState) -> GenState:
-        """Let everybody come back who left by hand."""
+    def recall(self) -> None:
+        """Bring back the sequences that the caller swapped out."""
         for record in [record for record in self._records if record.stays]:
-            state = self._recall(programs, state, record)
-        return state
+            self._recall(record)
 
-    def _recall(self, programs: OffloadPrograms, state: GenState, record: _Record) -> GenState:
-        start, tables = time.perf_counter(), _Tables(programs, state)
+    def _recall(self, record: _Record) -> None:
+        start, tables = time.perf_counter(), _Tables(self._runner)
         record.stays = False
         if tables.fits(record, self._shapes.max_seqs):
-            state = self._move_in(programs, state, tables, record)
+            self._move_in(tables, record)
         elif self._shapes.offload:
-            state = self._mark_swapped(programs, state, [member.slot for member in record.remaining()], SWAPPED)
+            self._mark_swapped([member.slot for member in record.remaining()], SWAPPED)
         else:
-            state = self._give_up(programs, state, tables, record)
+            self._give_up(tables, record)
         self._registry.add("prefetch_s", time.perf_counter() - start)
-        return state
 
     def _record_of(self, sequence: SampleState) -> _Record | None:
         return next((r for r in self._records if any(m.sequence is sequence for m in r.remaining())), None)
 
     # Moving
 
-    def _move_out(
-        self, programs: OffloadPrograms, state: GenState, tables: _Tables, sequences: list[SampleState], *, stays: bool
-    ) -> GenState | None:
-        """Copy the pages of sequences of one group to the host's memory and give them back; None if it is full."""
+    def _move_out(self, tables: _Tables, sequences: list[SampleState], *, stays: bool) -> bool:
+        """Copy the pages of samples of one request to host memory and free them; False if host memory is full."""
         slots = [sequence.slot for sequence in sequences if sequence.slot is not None]
         held = [tables.pages_of(slot) for slot in slots]
         pages, places = np.unique(np.concatenate(held), return_inverse=True)
@@ -299,57 +285,56 @@ class KvOffload:
             _Member(sequence, slot, own, int(tables.computed[slot]), int(tables.growth[slot]))
             for sequence, slot, own in zip(sequences, slots, np.split(places.reshape(-1), ends[:-1]), strict=True)
         ]
-        # Scores stay behind, so a prompt that is scored begins anew
+        # Scores are not moved, so a prompt that is scored is recomputed
         anew = any(member.sequence.request.awaits_scores and not member.has_prompt for member in members)
-        contents = [] if anew else self._read(programs, state, pages)
+        contents = [] if anew else self._read(pages)
         if contents is None:
-            return None
+            return False
         self._records.append(_Record(members, contents, stays))
         status = LOADING if stays else SWAPPED
         tables.release(slots, status)
         self._registry.add("offloaded_pages", 0 if anew else len(pages))
         self._count()
-        return self._mark_swapped(programs, state, slots, status)
+        self._mark_swapped(slots, status)
+        return True
 
-    def _read(self, programs: OffloadPrograms, state: GenState, pages: np.ndarray) -> list[jax.Array] | None:
-        """The contents of `pages` in the host's memory; None if they do not fit there."""
+    def _read(self, pages: np.ndarray) -> list[jax.Array] | None:
+        """The contents of `pages` in host memory; None if they do not fit there."""
         if self._max_bytes is None:
             self._max_bytes = default_host_bytes()
-        kv, width = state.kv, self._shapes.transfer_pages
-        page_bytes = kv.pages.array.nbytes // kv.num_pages
-        chunks = _chunks(pages, width, kv.num_pages)
-        if self._used_bytes() + len(chunks) * width * page_bytes > self._max_bytes:
+        width = self._shapes.transfer_pages
+        chunks = _chunks(pages, width, self._shapes.num_pages)
+        if self._used_bytes() + len(chunks) * width * self._runner.page_bytes > self._max_bytes:
             return None
         try:
-            return [programs.read_pages(kv, jax.device_put(chunk)) for chunk in chunks]
+            return [self._runner.read_pages(chunk) for chunk in chunks]
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             self._max_bytes = self._used_bytes()
-            logger.warning("the host's memory for pages ends at %d bytes: %s", self._max_bytes, error)
+            logger.warning("host memory for pages ends at %d bytes: %s", self._max_bytes, error)
             return None
 
-    def _move_in(self, programs: OffloadPrograms, state: GenState, tables: _Tables, record: _Record) -> GenState:
+    def _move_in(self, tables: _Tables, record: _Record) -> None:
         """Bring a record back. Requires: as many pages are free as it uses."""
         if not record.contents:
-            return self._give_up(programs, state, tables, record)
+            self._give_up(tables, record)
+            return
         none, used = self._shapes.num_pages, record.used()
         new = np.full(len(record.contents) * self._shapes.transfer_pages, none, np.int32)
         new[used] = np.arange(len(used), dtype=np.int32)
-        state, pages = self._swap_in_tables(programs, state, record.remaining(), new, len(used))
-        kv = state.kv
+        pages = self._swap_in_tables(tables, record.remaining(), new, len(used))
         for contents, chunk in zip(record.contents, _chunks(new, self._shapes.transfer_pages, none), strict=True):
-            kv = programs.write_pages(kv, contents, pages, jax.device_put(chunk))
+            self._runner.write_pages(contents, pages, chunk)
         self._drop(tables, record, RUNNING)
         tables.free -= len(used)
         self._registry.add("prefetched_pages", len(used))
-        return dataclasses.replace(state, kv=kv)
 
-    def _give_up(self, programs: OffloadPrograms, state: GenState, tables: _Tables, record: _Record) -> GenState:
+    def _give_up(self, tables: _Tables, record: _Record) -> None:
         """Let a record's sequences compute themselves again."""
         self._registry.add("recomputed_tokens", sum(member.computed for member in record.remaining()))
         self._drop(tables, record, WAITING)
-        return self._swap_in_tables(programs, state, record.remaining(), None, 0)[0]
+        self._swap_in_tables(tables, record.remaining(), None, 0)
 
     def _drop(self, tables: _Tables, record: _Record, status: int) -> None:
         """Forget a record; for what is decided next, its sequences have `status`."""
@@ -359,28 +344,22 @@ class KvOffload:
         self._records.remove(record)
         self._count()
 
-    def _swap_in_tables(
-        self, programs: OffloadPrograms, state: GenState, members: list[_Member], new: np.ndarray | None, count: int
-    ) -> tuple[GenState, jax.Array]:
-        """Args: new: for each of the record's pages, which of the `count` ones it becomes; None: they begin anew."""
+    def _swap_in_tables(self, tables: _Tables, members: list[_Member], new: np.ndarray | None, count: int) -> jax.Array:
+        """Args: new: for each page of the record, which of the `count` ones it becomes; None: they are recomputed."""
         shapes = self._shapes
-        table = state.decode.sequences.page_indices.array
         mask, computed = np.zeros(shapes.num_slots, bool), np.zeros(shapes.num_slots, np.int32)
-        places = np.full(table.shape, shapes.num_pages, np.int32)
+        places = np.full(tables.page_indices.shape, shapes.num_pages, np.int32)
         for member in members:
             mask[member.slot] = True
             if new is not None:
                 computed[member.slot] = member.computed
                 places[member.slot, : len(member.places)] = new[member.places]
-        arguments = jax.device_put((mask, places, computed, np.asarray(count, np.int32)))
-        decode, pages = programs.swap_in(state.decode, *arguments)
-        return dataclasses.replace(state, decode=decode), pages
+        return self._runner.swap_in(mask, places, computed, count)
 
-    def _mark_swapped(self, programs: OffloadPrograms, state: GenState, slots: list[int], status: int) -> GenState:
+    def _mark_swapped(self, slots: list[int], status: int) -> None:
         mask = np.zeros(self._shapes.num_slots, bool)
         mask[slots] = True
-        arguments = jax.device_put((mask, np.asarray(status, np.int32)))
-        return dataclasses.replace(state, decode=programs.mark_swapped(state.decode, *arguments))
+        self._runner.mark_swapped(mask, status)
 
     def _used_bytes(self) -> int:
         return sum(record.nbytes for record in self._records)
@@ -388,13 +367,6 @@ class KvOffload:
     def _count(self) -> None:
         self._registry.set("offloaded_sequences", sum(len(record.remaining()) for record in self._records))
         self._registry.set("offloaded_bytes", self._used_bytes())
-
-
-def host_terms(*, yields: bool = True, return_pages: int = 0) -> HostTerms:
-    def scalar(value, dtype) -> NamedArray:
-        return NamedArray(np.asarray(value, dtype), ())  # type: ignore[arg-type]
-
-    return HostTerms(yields=scalar(yields, bool), return_pages=scalar(return_pages, np.int32))
 
 
 def _chunks(values: np.ndarray, size: int, none: int) -> list[np.ndarray]:

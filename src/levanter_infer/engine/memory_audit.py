@@ -1,4 +1,4 @@
-"""`audit`: how much of the pool is held, how much of that is used, and by whom."""
+"""`audit`: pages of the pool that sequences hold, and how much of them is filled."""
 
 import dataclasses
 
@@ -11,24 +11,24 @@ from levanter_infer.engine.metrics import Value
 
 @dataclasses.dataclass(frozen=True)
 class MemoryAudit:
-    """The memory of a `DecodeState` at one moment, in tokens and pages."""
+    """Memory of a `DecodeState` at one moment, in tokens and pages."""
 
     page_size: int
     pages_in_use: int
     live_tokens: int
     """Tokens whose keys and values are stored; a token that several sequences share counts once."""
     table_bytes: int
-    """Of everything but the pool."""
+    """Bytes of everything but the pool."""
     refcounts: dict[int, int]
-    """Pages by the number of their references."""
+    """Pages by reference count."""
     slot_pages: dict[int, int]
-    """Pages of each slot that holds any."""
+    """Pages per slot that holds any."""
     slot_tokens: dict[int, int]
-    """Tokens known of each of these slots, stored or not."""
+    """Known tokens per slot that holds pages, stored or not."""
 
     @property
     def wasted_tokens(self) -> int:
-        """Room in pages in use that nobody has filled."""
+        """Unfilled tokens of pages in use."""
         return self.pages_in_use * self.page_size - self.live_tokens
 
     def overhead(self, *, page_bytes: int, weights_bytes: int) -> float:
@@ -38,11 +38,11 @@ class MemoryAudit:
         return used / (weights_bytes + self.live_tokens * token_bytes) - 1
 
     def metrics(self, *, page_bytes: int, weights_bytes: int) -> dict[str, Value]:
-        """Values of the metrics that come from here.
+        """Values of the "state" metrics.
 
         Args:
-            page_bytes: of a page, all layers.
-            weights_bytes: of the model.
+            page_bytes: bytes per page, all layers.
+            weights_bytes: bytes of the model.
         """
         token_bytes = page_bytes // self.page_size
         return {
@@ -58,23 +58,23 @@ class MemoryAudit:
 
 
 def audit(state: DecodeState) -> MemoryAudit:
-    """Look at the state; fetches the tables from the device and waits for the rounds under way."""
+    """Audit a state; fetches its tables from the device and waits for the rounds under way."""
     size, num_pages = state.page_table.page_size, state.page_table.num_pages
     table = state.sequences
     computed, lens, pages, counts = (
         np.asarray(named.array)
         for named in (table.num_computed, table.seq_lens, table.page_indices, state.page_table.ref_counts)
     )
-    if pages.ndim == 3:  # data shards: one pool behind the other
-        shard = np.arange(len(pages))[:, None, None]
-        pages = np.where(pages < num_pages, pages + shard * num_pages, num_pages * len(pages))
+    if pages.ndim == 3:  # one pool per data-parallel rank, concatenated
+        rank = np.arange(len(pages))[:, None, None]
+        pages = np.where(pages < num_pages, pages + rank * num_pages, num_pages * len(pages))
         num_pages *= len(pages)
         computed, lens, pages, counts = (a.reshape(-1, *a.shape[2:]) for a in (computed, lens, pages, counts))
     first = np.arange(pages.shape[1]) * size
     filled = np.clip(computed[:, None] - first, 0, size)
     held = filled > 0
     most = np.zeros(num_pages, np.int64)
-    np.maximum.at(most, pages[held], filled[held])  # holders of one page may have filled it to different places
+    np.maximum.at(most, pages[held], filled[held])  # holders of one page may have filled it to different offsets
     references, times = np.unique(counts, return_counts=True)
     num_held = held.sum(axis=1)
     holders = np.flatnonzero(num_held).tolist()

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from levanter_infer.axes import DATA, EXPERT, MODEL
+from levanter_infer.axes import DATA, EXPERT, MODEL, check_model_axis
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -29,8 +29,7 @@ class MeshConfig:
             value = getattr(self, field.name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"mesh.{field.name}={value!r}: expected a whole number of at least 1")
-        if self.model not in (1, 2, 4, 8, 16):
-            raise ValueError(f"mesh.model={self.model}: expected one of 1, 2, 4, 8 or 16")
+        check_model_axis(self.model)
 
     @property
     def num_devices(self) -> int:
@@ -45,13 +44,12 @@ class MeshConfig:
         return " times ".join(f"{name}={size}" for name, size in self.sizes.items())
 
 
-def make_mesh(
-    config: "MeshConfig | Mesh | None", devices: Sequence | None = None, *, local: bool = False
-) -> "Mesh | None":
-    """The mesh over the first of some devices; None for a single device of this process.
+def make_mesh(config: "MeshConfig | Mesh | None", devices: Sequence | None = None, *, local: bool = False) -> "Mesh":
+    """The mesh over the first of some devices.
 
     Args:
-        config: sizes, or a mesh with some of the axes `data`, `model` and `expert`; others have size 1.
+        config: sizes, or a mesh with some of the axes `data`, `model` and `expert`; others have size 1. None for one
+            device of this process.
         devices: to choose from, such as those of a topology that programs are compiled for; None: those that are here.
         local: of those that are here, this process's only; else of all that do the job together, each of which must
             have some in the mesh.
@@ -61,21 +59,23 @@ def make_mesh(
     from jax.experimental import mesh_utils
     from jax.sharding import Mesh
 
+    from levanter_infer.layers.layout import one_device_mesh
+
     if config is None:
-        return None
+        return one_device_mesh()
     if isinstance(config, Mesh):
         others = [name for name, size in config.shape.items() if name not in (DATA, MODEL, EXPERT) and size > 1]
         if others:
             raise ValueError(
                 f"mesh: got the axis {others[0]!r}; expected {DATA!r}, {MODEL!r} and {EXPERT!r}, or others of size 1"
             )
-        return None if config.size == 1 else config
+        return config
     is_elsewhere = devices is not None
     if devices is None:
         devices = jax.local_devices() if local else jax.devices()
     processes = set() if is_elsewhere else {device.process_index for device in devices}
     if config.num_devices == 1 and len(processes) <= 1:
-        return None
+        return one_device_mesh(devices[0] if is_elsewhere else None)
     if config.num_devices > len(devices):
         raise ValueError(
             f"mesh: {config} is {config.num_devices} devices, and there are {len(devices)} ({devices[0].platform}); "

@@ -1,7 +1,7 @@
-"""Every metric, declared once, and `Registry`, which holds their values.
+"""Declarations of all metrics, and `Registry`, which holds their values.
 
-Values come from what a round brings to the host anyway ("round"), from a look at the state that somebody asked for
-("state"), or from a bench ("bench"): nothing here makes a step slower. docs/metrics.md lists them for people.
+Values come from the one download of each round ("round"), from `InferenceEngine.memory`, which reads the tables
+("state"), or from a bench ("bench"): no step is slower for them. docs/metrics.md lists them for people.
 """
 
 import bisect
@@ -16,7 +16,7 @@ _ROUND_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 @dataclass(frozen=True)
 class Metric:
-    """What one number means."""
+    """Declaration of one metric."""
 
     name: str
     kind: str
@@ -24,15 +24,15 @@ class Metric:
     unit: str
     help: str
     source: str = "round"
-    """round, state or bench, as above."""
+    """Source of its value: round, state or bench."""
     counter: str | None = None
-    """The field of `decode.state.Counters` whose increase it adds up."""
+    """Field of `decode.state.Counters` whose increase it sums."""
     label: str = ""
-    """Its value is a mapping; what the keys are."""
+    """Name of the keys, for a metric whose value is a mapping."""
     contract: str = ""
-    """Ids of docs/contract.md."""
+    """Ids in docs/contract.md."""
     asked_as: str = ""
-    """Its name there, where that is another one."""
+    """Its name there, if it differs."""
 
 
 def _round(name: str, unit: str, help: str, counter: str | None = None, kind: str = "counter", **more) -> Metric:
@@ -49,27 +49,27 @@ def _bench(name: str, unit: str, help: str, contract: str) -> Metric:
 
 _DECLARED = (
     # Work
-    _round("prompt_tokens", "tokens", "of the prompts that were submitted"),
+    _round("prompt_tokens", "tokens", "of submitted prompts"),
     _round("generated_tokens", "tokens", "sampled", "generated"),
-    _round("scored_tokens", "tokens", "of prompts, with a log probability"),
-    _round("computed_prompt_tokens", "tokens", "computed in chunks, recomputed ones included", "prompt_tokens"),
-    _round("recomputed_tokens", "tokens", "whose stored K/V preemption, or a change of weights, gave up", "recomputed"),
-    _round("recomputed_per_token", "ratio", "of recomputed to generated tokens", kind="gauge"),
+    _round("scored_tokens", "tokens", "of prompts whose log probability was computed"),
+    _round("computed_prompt_tokens", "tokens", "computed in prompt chunks, recomputed ones included", "prompt_tokens"),
+    _round("recomputed_tokens", "tokens", "whose stored K/V a preemption or change of weights dropped", "recomputed"),
+    _round("recomputed_per_token", "ratio", "recomputed over generated tokens", kind="gauge"),
     _round("steps", "steps", "forward passes", "steps"),
-    _round("prompt_steps", "steps", "those that computed a chunk of a prompt", "prompt_steps"),
-    _round("rounds", "rounds", "launches of the loop"),
-    _round("idle_share", "ratio", "of steps in which a data shard waited for others", kind="gauge", label="shard"),
-    _round("preemptions", "", "times that a sequence lost its pages", "preemptions"),
-    _round("offloaded_pages", "pages", "moved to the host's memory"),
-    _round("prefetched_pages", "pages", "moved back from there"),
-    _round("offloaded_sequences", "sequences", "whose pages are in the host's memory", kind="gauge"),
-    _round("offloaded_bytes", "bytes", "of the host's memory in use for pages", kind="gauge"),
-    _round("forks", "", "sequences that began with the pages of another", "forks"),
-    _round("copied_pages", "pages", "copied because a shared one was to be written", "copied_pages"),
+    _round("prompt_steps", "steps", "steps that computed a prompt chunk", "prompt_steps"),
+    _round("rounds", "rounds", "launches of the step loop"),
+    _round("idle_share", "ratio", "of steps that a data-parallel rank waited for others", kind="gauge", label="shard"),
+    _round("preemptions", "", "preemptions of sequences, whose pages were taken", "preemptions"),
+    _round("offloaded_pages", "pages", "offloaded to host memory"),
+    _round("prefetched_pages", "pages", "prefetched from host memory"),
+    _round("offloaded_sequences", "sequences", "whose pages are in host memory", kind="gauge"),
+    _round("offloaded_bytes", "bytes", "of host memory in use for offloaded pages", kind="gauge"),
+    _round("forks", "", "sequences that started with the pages of another", "forks"),
+    _round("copied_pages", "pages", "copied on write because they were shared", "copied_pages"),
     _round(
         "copies_per_token",
         "pages/token",
-        "copied pages for each generated token",
+        "copied pages per generated token",
         kind="gauge",
         contract="M70",
         asked_as="COW_clones_per_token",
@@ -77,64 +77,64 @@ _DECLARED = (
     _round(
         "pages_touched",
         "pages",
-        "that attention reads: those of every row's context, once a step",
+        "read by attention: those of the context of every sequence in a step",
         "pages_touched",
         contract="M66",
         asked_as="blocks_touched",
     ),
-    _round("paged_kv_bytes_read", "bytes", "of these pages, in all layers", contract="M66"),
-    _round("prefix_hits", "pages", "found instead of computed", "prefix_hits"),
-    _round("prefix_misses", "pages", "filled by chunks of prompts", "prefix_misses"),
-    _round("prefix_hit_rate", "ratio", "of hits to hits and misses", kind="gauge"),
-    _round("prefix_evictions", "pages", "reused while they could still be found", "prefix_evictions"),
-    _round("cached_pages", "pages", "whose contents can be shared, in use or not", kind="gauge"),
+    _round("paged_kv_bytes_read", "bytes", "of these pages, all layers", contract="M66"),
+    _round("prefix_hits", "pages", "found in the prefix cache instead of computed", "prefix_hits"),
+    _round("prefix_misses", "pages", "filled by prompt chunks", "prefix_misses"),
+    _round("prefix_hit_rate", "ratio", "hits over hits and misses", kind="gauge"),
+    _round("prefix_evictions", "pages", "reused while the prefix cache could still find them", "prefix_evictions"),
+    _round("cached_pages", "pages", "in the prefix cache, in use or not", kind="gauge"),
     # Sequences and pages as the last round left them
-    _round("running", "sequences", "that take part in every step", kind="gauge"),
-    _round("waiting", "sequences", "on the device without a place", kind="gauge"),
-    _round("stored_tokens", "tokens", "whose K/V are stored, once for each holder", kind="gauge", contract="L63"),
-    _round("pages_total", "pages", "of the pool", kind="gauge"),
-    _round("pages_free", "pages", "that nobody holds", kind="gauge", contract="L62"),
-    _round("pages_in_use", "pages", "that somebody holds", kind="gauge", contract="M70", asked_as="blocks_in_use"),
-    _round("pages_peak", "pages", "in use at once, at most", kind="gauge"),
-    _round("refs_max", "references", "to one page, at most", kind="gauge", contract="L62", asked_as="max(ref)"),
+    _round("running", "sequences", "running", kind="gauge"),
+    _round("waiting", "sequences", "waiting on the device", kind="gauge"),
+    _round("stored_tokens", "tokens", "whose K/V are stored, once per holder", kind="gauge", contract="L63"),
+    _round("pages_total", "pages", "in the pool", kind="gauge"),
+    _round("pages_free", "pages", "free", kind="gauge", contract="L62"),
+    _round("pages_in_use", "pages", "held by sequences", kind="gauge", contract="M70", asked_as="blocks_in_use"),
+    _round("pages_peak", "pages", "in use at once, peak", kind="gauge"),
+    _round("refs_max", "references", "to one page, maximum", kind="gauge", contract="L62", asked_as="max(ref)"),
     _round("refs_sum", "references", "to all pages", kind="gauge", contract="L62", asked_as="sum(ref)"),
-    _round("page_bytes", "bytes", "of a page, all layers", kind="gauge"),
+    _round("page_bytes", "bytes", "per page, all layers", kind="gauge"),
     _round("pool_bytes", "bytes", "of the pool", kind="gauge"),
     _round("weights_bytes", "bytes", "of the model", kind="gauge"),
-    _round("weights_version", "", "of the weights that the next round uses", kind="gauge"),
-    _round("weight_swaps", "", "times that the engine was given other weights"),
+    _round("weights_version", "", "version of the weights that the next round uses", kind="gauge"),
+    _round("weight_swaps", "", "calls of swap_weights"),
     # Time
-    _round("round_s", "s", "of rounds, from launch or the end of the one before to the end", kind="histogram"),
+    _round("round_s", "s", "from a round's launch, or the end of the previous one, to its end", kind="histogram"),
     _round("launch_s", "s", "host: preparing, uploading and launching rounds", contract="L58"),
     _round("wait_s", "s", "host: blocked until the device had finished a round", contract="L58"),
     _round("download_s", "s", "host: fetching the results of rounds", contract="L58"),
     _round("collect_s", "s", "host: sorting results by sequence, text and stop strings", contract="L58"),
-    _round("offload_s", "s", "host: choosing who gives way, and starting to move pages away"),
-    _round("prefetch_s", "s", "host: choosing who comes back, and starting to move pages back"),
+    _round("offload_s", "s", "host: choosing preemption victims and starting to copy their pages out"),
+    _round("prefetch_s", "s", "host: choosing sequences to resume and starting to copy their pages in"),
     _round("prefill_tokens_per_s", "tokens/s", "of computed prompts", kind="gauge"),
-    _round("decode_tokens_per_s", "tokens/s", "generated in rounds without prompts", kind="gauge"),
+    _round("decode_tokens_per_s", "tokens/s", "generated in rounds without prompt chunks", kind="gauge"),
     _round("time_to_first_token_s", "s", "from the first submission to an idle engine", kind="gauge", contract="I29"),
-    _round("compile_s", "s", "spent waiting for the programs to be compiled, or fetched from the cache", kind="gauge"),
+    _round("compile_s", "s", "waiting for programs to be compiled or read from the cache", kind="gauge"),
     _round("compilations", "", "of all programs"),
-    _round("programs", "", "compilations of each", label="program"),
+    _round("programs", "", "compilations of each program", label="program"),
     # A look at the state: `InferenceEngine.memory`
     _state("reserved_bytes", "bytes", "of pages in use", contract="I33"),
-    _state("live_bytes", "bytes", "of stored K/V; what is shared counts once", contract="I33"),
-    _state("wasted_bytes", "bytes", "reserved but not live: the rest of last pages", contract="I33"),
+    _state("live_bytes", "bytes", "of stored K/V; shared pages count once", contract="I33"),
+    _state("wasted_bytes", "bytes", "reserved but not live: the unfilled rest of last pages", contract="I33"),
     _state("table_bytes", "bytes", "of all tables: sequences, sampling, pages"),
     _state("memory_overhead", "ratio", "(weights + tables + reserved) / (weights + live) - 1", contract="I27"),
-    _state("peak_memory_bytes", "bytes", "of the device so far, on a CPU of the process", contract="I26"),
-    _state("refcount_histogram", "pages", "by the number of their references", label="refs", contract="M70"),
-    _state("slot_pages", "pages", "held by each slot", label="slot", contract="L63"),
-    _state("slot_tokens", "tokens", "known of each slot that holds pages", label="slot", contract="L63"),
+    _state("peak_memory_bytes", "bytes", "peak of the device, on a CPU of the process", contract="I26"),
+    _state("refcount_histogram", "pages", "by reference count", label="refs", contract="M70"),
+    _state("slot_pages", "pages", "held per slot", label="slot", contract="L63"),
+    _state("slot_tokens", "tokens", "known per slot that holds pages", label="slot", contract="L63"),
     # Measured by benches
-    _bench("gather_ms", "ms", "fetching scattered K/V, of one attention call", "M54 M66 M69"),
-    _bench("softmax_ms", "ms", "scores, softmax and sum of one attention call", "M69"),
-    _bench("kv_write_ms", "ms", "storing a step's K/V", "M67"),
+    _bench("gather_ms", "ms", "gathering K/V in one attention call", "M54 M66 M69"),
+    _bench("softmax_ms", "ms", "scores, softmax and weighted sum in one attention call", "M69"),
+    _bench("kv_write_ms", "ms", "storing the K/V of a step", "M67"),
     _bench("layer_ms", "ms", "one layer of a step", "I39"),
-    _bench("prefill_chunk_ms", "ms", "a step with a chunk of a prompt", "M67"),
-    _bench("decode_tick_ms_p50", "ms", "a step without one, median", "M67 M69"),
-    _bench("decode_tick_ms_p95", "ms", "a step without one, 95th percentile", "M67"),
+    _bench("prefill_chunk_ms", "ms", "a step with a prompt chunk", "M67"),
+    _bench("decode_tick_ms_p50", "ms", "a step without a prompt chunk, median", "M67 M69"),
+    _bench("decode_tick_ms_p95", "ms", "a step without a prompt chunk, 95th percentile", "M67"),
     _bench("inter_token_ms", "ms", "between tokens of a sequence, mean in steady state", "I30"),
     _bench("static_tokens_per_sec", "tokens/s", "all requests at once", "M71"),
     _bench("continuous_tokens_per_sec", "tokens/s", "open loop, ramp and tail included", "M71"),
@@ -153,14 +153,14 @@ LINE = (
     *("running", "waiting", "generated_tokens", "decode_tokens_per_s", "pages_in_use", "pages_total", "preemptions"),
     *("rounds", "wait_s", "launch_s"),
 )
-"""What one line for a log says."""
+"""Metrics in the one line for a log."""
 
 
 class Registry:
     """Values of the declared metrics: as a dict, as a line for a log, and in Prometheus' text format.
 
-    It is a collector of `prometheus_client`, so it can also be registered with a registry of somebody else's.
-    A name that is not declared is an error.
+    It is a custom collector of `prometheus_client`: `REGISTRY.register(engine.metrics())` adds it to any registry.
+    A name that is not declared is an error. docs/decisions/0036 says why the values are not `prometheus_client`'s own.
     """
 
     def __init__(self):
@@ -182,27 +182,27 @@ class Registry:
         self._values[name] += amount  # type: ignore[operator]
 
     def observe(self, name: str, value: float) -> None:
-        """Enter a value into a histogram."""
+        """Add a value to a histogram."""
         self._observed[name].observe(value)
 
     def __getitem__(self, name: str) -> Value:
         return self._values[name]
 
     def as_dict(self, source: str | None = None) -> dict[str, Any]:
-        """Values by name, for JSON; None where nothing is known yet. Histograms as count, sum and cumulative buckets.
+        """Values by name, for JSON; None before the first value. Histograms as count, sum and cumulative buckets.
 
         Args:
-            source: only metrics that come from there.
+            source: restricts the result to metrics of this source.
         """
         values = {**self._values, **{name: histogram.as_dict() for name, histogram in self._observed.items()}}
         return {name: values[name] for name in METRICS if name in values and source in (None, METRICS[name].source)}
 
     def line(self) -> str:
-        """The most telling values in one line."""
+        """The metrics of `LINE` in one line."""
         return " ".join(f"{name}={_short(self._values[name])}" for name in LINE)
 
     def prometheus(self) -> str:
-        """Prometheus' text format, units as it wants them: counters end in `_total`, times in `_seconds`."""
+        """Prometheus' text format with its names: counters end in `_total`, times in `_seconds`."""
         from prometheus_client import CollectorRegistry, generate_latest
 
         registry = CollectorRegistry(auto_describe=False)

@@ -1,4 +1,4 @@
-"""`SamplingParams`: how to sample one request. Imports no JAX, so that a command line can refuse bad input at once."""
+"""`SamplingParams`: how to sample one request. Imports no JAX, so that a command refuses bad input at once."""
 
 import dataclasses
 import difflib
@@ -17,11 +17,11 @@ MAX_STOP_CHARS = 4096
 _MAX_BIAS = 1e30
 _MAX_INT = 2**31 - 1
 _MAX_ENTRIES = 1_000_000
-"""Entries of a list, at most; how many are of use is the engine's to say."""
+"""Entries of a list, at most; the engine's own limits are lower."""
 _MAX_DIGITS = 20
-"""Digits of a token id that is written as a string."""
+"""Digits of a token id written as a string, at most."""
 _CLOSE = 0.75
-"""How alike (difflib's ratio) a name must be to be suggested: `allowed_token_ids` is not `stop_token_ids` misspelt."""
+"""Similarity (difflib's ratio) of a suggestion, at least: `allowed_token_ids` is not `stop_token_ids` misspelt."""
 
 
 NAMES_ELSEWHERE = {
@@ -40,7 +40,7 @@ NAMES_ELSEWHERE = {
     "random_seed": "seed",
     "sequence_bias": "logit_bias",
 }
-"""What other engines call these parameters, or what does the same here."""
+"""Names of other engines for these parameters, or for the parameter with the same effect."""
 
 
 class UnknownName(TypeError, ValueError):
@@ -62,7 +62,7 @@ def check_names(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to sample one request. All parameters are given by name.
+    """Sampling parameters of one request, given by name.
 
     Order of processing: logit_bias; repetition, frequency and presence penalty; min_tokens; temperature; top_k, top_p
     of what top_k leaves, min_p.
@@ -75,27 +75,27 @@ class SamplingParams:
     """Tokens to generate, at most; at least 1, or 0 with prompt_logprobs. The engine's max_seq_len may end a sequence
     earlier."""
     temperature: float = 1.0
-    """Divides the logits, 0 to 1e6. 0 (and below 1e-5): always the likeliest token, the first of equals."""
+    """Divides the logits, 0 to 1e6. 0 (and below 1e-5): greedy, the argmax with the lowest id on ties."""
     top_k: int | None = 0
     """Sample from the k likeliest tokens only, ties included. 0, -1 or None: from all. -1 is kept as 0."""
     top_p: float = 1.0
     """Sample from the likeliest tokens that together hold this share of the probability, above 0 to 1; ties included.
     1: from all."""
     min_p: float = 0.0
-    """Sample from tokens at least this times as likely as the likeliest one, 0 to 1. 0: from all."""
+    """Sample from tokens whose probability is at least this share of the largest, 0 to 1. 0: from all."""
     n: int = 1
     """Independent samples of the request; at least 1."""
     num_beams: int = 1
-    """Search with so many beams instead of sampling, and return the best n of as many hypotheses, the best first; n at
-    most. 1: no search. Temperature, top_k, top_p and min_p have no part in it and are left at their defaults."""
+    """Beam search with this many beams instead of sampling: returns the best n of as many hypotheses, best first. 1: no
+    search. Temperature, top_k, top_p and min_p do not apply and stay at their defaults."""
     length_penalty: float = 1.0
-    """A hypothesis of m tokens scores the sum of its log probabilities divided by m to this power; -10 to 10."""
+    """Score of a hypothesis of m tokens: the sum of its log probabilities divided by m to this power; -10 to 10."""
     early_stopping: bool | str = False
     """When a beam search ends. True: with as many hypotheses as beams. False: once no beam can beat the worst of them
     by its score at its present length. "never": once none can at any length."""
     best_of: int | None = None
-    """Sample so many, at least n, and return the n of them whose tokens have the highest mean log probability under
-    the model, the best first. None: n."""
+    """Number of samples, at least n, of which the n with the highest mean log probability under the model are returned,
+    best first. None: n."""
     seed: int | None = None
     """0 to 2^64 - 1; samples of one request differ whatever the seed. None: derived from the config's seed and the
     request's id, below 2^53."""
@@ -105,15 +105,15 @@ class SamplingParams:
     stop_token_ids: Sequence[int | Sequence[int]] = ()
     """Token ids, or sequences of up to 16 token ids, that end a sample once generated. Kept as a tuple of tuples."""
     ignore_eos: bool = False
-    """Go on after an end-of-sequence token."""
+    """Continue after an end-of-sequence token."""
     min_tokens: int = 0
-    """Generate at least so many tokens: until then end-of-sequence and one-token stops are impossible, and no other
-    stop ends the sample. 0 to max_tokens."""
+    """Fewest tokens to generate: until then end-of-sequence and one-token stops are impossible, and no other stop ends
+    the sample. 0 to max_tokens."""
     logprobs: int | None = None
-    """None: no log probabilities; 0: of the generated tokens; k: also of the k likeliest tokens at each place."""
+    """None: no log probabilities; 0: of the generated tokens; k: also of the k likeliest tokens at each position."""
     prompt_logprobs: int | None = None
     """None: no log probabilities of the prompt; 0: of each of its tokens after the first; k: also of the k likeliest
-    tokens at each of these places."""
+    tokens at each of these positions."""
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit for each time it has been generated; -2 to 2."""
     presence_penalty: float = 0.0
@@ -196,13 +196,13 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that the request takes while it runs."""
+        """Sequences that the request occupies while it runs."""
         return self.num_beams if self.num_beams > 1 else self.best_of or self.n
 
     @classmethod
     def from_model(cls, path_or_id, revision: str | None = None, **overrides: object) -> "SamplingParams":
-        """What a model's generation_config.json suggests, and `overrides` by name. What the file does not name has the
-        defaults of this class; what cannot be applied is named in a warning.
+        """Parameters that a model's generation_config.json suggests, with `overrides` by name. Others have the defaults
+        of this class; a setting that cannot be applied is named in a warning.
 
         Args:
             path_or_id, revision: as of `load_model`.
@@ -228,7 +228,7 @@ class SamplingParams:
 
 
 def _check_beams(params: SamplingParams) -> None:
-    """Raises: ValueError for what makes no sense together with a beam search, or without one."""
+    """Raises: ValueError for parameters that contradict a beam search, or need one."""
     defaults = {field.name: field.default for field in dataclasses.fields(params)}
     if params.num_beams == 1:
         for name in ("length_penalty", "early_stopping"):
@@ -272,49 +272,9 @@ def brief(value: object) -> str:
     """`repr` for messages: short, however large or deeply nested the value is."""
     try:
         text = _Brief().repr(value)
-    except Exception:  # whatever an object of the caller's does when it is looked at
+    except Exception:  # whatever the repr of a caller's object does
         return f"<{type(value).__name__}>"
     return text if len(text) <= 160 else text[:120] + "..." + text[-37:]
-
-
-def check_limits(
-    params: SamplingParams,
-    *,
-    vocab_size: int,
-    max_logprobs: int,
-    max_prompt_logprobs: int,
-    max_logit_bias: int,
-    max_stop_sequences: int,
-    max_stop_tokens: int = MAX_STOP_TOKENS,
-) -> None:
-    """Check a request against the sizes that the engine's programs were compiled for.
-
-    Raises: ValueError naming the parameter and the config key to raise.
-    """
-    wanted = {
-        "max_logprobs": (f"logprobs={params.logprobs}", params.logprobs or 0, max_logprobs),
-        "max_prompt_logprobs": (
-            f"prompt_logprobs={params.prompt_logprobs}",
-            params.prompt_logprobs or 0,
-            max_prompt_logprobs,
-        ),
-        "max_logit_bias": _counted("logit_bias", params.logit_bias or (), max_logit_bias),
-        "max_stop_sequences": max(
-            _counted("stop", params.stop, max_stop_sequences),
-            _counted("stop_token_ids", params.stop_token_ids, max_stop_sequences),
-            key=lambda entry: entry[1],
-        ),
-    }
-    for key, (got, number, limit) in wanted.items():
-        if number > limit:
-            raise ValueError(f"{got} but engine.{key}={limit}; raise engine.{key} or ask for less")
-    for i, sequence in enumerate(stop_sequences(params)):
-        if len(sequence) > max_stop_tokens:
-            raise ValueError(
-                f"stop_token_ids[{i}] has {len(sequence)} tokens; a stop token sequence has at most {max_stop_tokens}"
-            )
-        _check_vocabulary(f"stop_token_ids[{i}]", sequence, vocab_size)
-    _check_vocabulary("logit_bias", params.logit_bias or (), vocab_size)
 
 
 def stop_sequences(params: SamplingParams) -> tuple[tuple[int, ...], ...]:
@@ -329,16 +289,6 @@ def derive_seed(config_seed: int, request_id: str) -> int:
     """
     digest = hashlib.sha256(f"{config_seed}:{request_id}".encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") >> 11
-
-
-def _counted(name: str, entries: Sequence | Mapping, limit: int) -> tuple[str, int, int]:
-    return f"{name} has {len(entries)} entries", len(entries), limit
-
-
-def _check_vocabulary(name: str, ids: Iterable[int], vocab_size: int) -> None:
-    for token in ids:
-        if token >= vocab_size:
-            raise ValueError(f"{name} holds token id {token}, outside the vocabulary of {vocab_size} tokens")
 
 
 def _is_int(value: object) -> bool:

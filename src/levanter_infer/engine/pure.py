@@ -13,13 +13,14 @@ from levanter_infer.decode.generate import GenerateOutput, generate_all
 from levanter_infer.decode.no_vmap import refuse_vmap, varying_axes
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import empty_cache
+from levanter_infer.engine.admission import SamplingColumns
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.config import EngineConfig
-from levanter_infer.engine.encode_sampling import SamplingColumns
-from levanter_infer.engine.params import SamplingParams, check_limits
+from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.sizes import kv_dtype, resolve_shapes
 from levanter_infer.engine.tile_search import check_given_tiles
-from levanter_infer.kernels import TPU_POOL
+from levanter_infer.engine.uploads import sampling_table
+from levanter_infer.engine.validation import RequestLimits, validate_sampling
 from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.live import from_levanter
 from levanter_infer.policies import PreemptionPolicy
@@ -48,7 +49,7 @@ def generate(
         prompt_token_ids: i32[batch, length], padded on the right with anything.
         prompt_lens: i32[batch], from 1 to `length`.
         sampling: one for all prompts. Text stops need a host and are refused.
-        config: sizes; `max_seq_len` defaults to what the call needs and `max_pages` to enough for everybody who runs.
+        config: sizes; `max_seq_len` defaults to what the call needs and `max_pages` to enough for all that run.
         seeds: u32[batch, 2], the high and low word of each prompt's seed, may be traced. Default: `sampling.seed`
             plus the prompt's place in this call, or the place alone.
         eos_token_ids: tokens that end a sequence, unless `sampling.ignore_eos`.
@@ -74,21 +75,14 @@ def generate(
     _refuse_what_needs_a_host(params, config)
     backend = Backend.choose(config, model, has_mods=score_mod is not None or mask_mod is not None)
     shapes = backend.adapt(_shapes(config, model, params, prompts.shape, len(eos_token_ids)))
-    check_limits(
-        params,
-        vocab_size=shapes.limits.vocab_size,
-        max_logprobs=config.max_logprobs,
-        max_prompt_logprobs=config.max_prompt_logprobs,
-        max_logit_bias=config.max_logit_bias,
-        max_stop_sequences=config.max_stop_sequences,
-    )
-    batch, n, for_tpu = prompts.shape[0], params.n, backend.attention in TPU_POOL
+    validate_sampling(params, RequestLimits.of(shapes, config))
+    batch, n = prompts.shape[0], params.n
     table = _sampling_table(params, batch, shapes, eos_token_ids, seeds)
     pool_dtype = kv_dtype(config, model)
-    check_given_tiles(config.tiles, model.config, None, page_size=shapes.page_size, kv_dtype=pool_dtype)
-    pool = empty_cache(model.config, shapes, dtype=pool_dtype, as_bits=backend.on_cpu, for_tpu=for_tpu)
+    check_given_tiles(config.tiles, model.config, backend.layout, page_size=shapes.page_size, kv_dtype=pool_dtype)
+    pool = empty_cache(model.config, shapes, backend.attention_backend, dtype=pool_dtype)
     result = generate_all(
-        backend.prepare(model),
+        model.prepare(backend.matmul_backend),
         pool,
         prompts,
         lens,
@@ -96,7 +90,7 @@ def generate(
         n=n,
         max_tokens=params.max_tokens,
         shapes=shapes,
-        attention=backend.attention_spec(shapes, score_mod, mask_mod, config.tiles),
+        attention=backend.attention_spec(shapes, score_mod, mask_mod),
     )
     return jax.tree.map(lambda per_slot: per_slot.reshape(batch, n, *per_slot.shape[1:]), result)
 
@@ -198,12 +192,7 @@ def _sampling_table(params: SamplingParams, batch: int, shapes: Shapes, eos_toke
         place, index = divmod(slot, params.n)
         seed = ((params.seed or 0) + place) % 2**64
         columns.set(slot, params, seed=seed, sample_index=index, eos_token_ids=eos_token_ids)
-    table = jax.tree.map(jnp.asarray, columns.table())
-    table = jax.tree.map(
-        lambda named: NamedArray(named.array, (named.axes[0].alias(SEQ), *named.axes[1:])),
-        table,
-        is_leaf=lambda leaf: isinstance(leaf, NamedArray),
-    )
+    table = jax.tree.map(jnp.asarray, sampling_table(columns, SEQ))
     if seeds is None:
         return table
     words = jnp.asarray(seeds, jnp.uint32)

@@ -1,4 +1,4 @@
-"""Host side of one sequence: what has come back of it so far."""
+"""`RequestState` and its `SampleState`s: a request on the host, from submission to completion. Imports no JAX."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,41 +9,43 @@ from levanter_infer.decode.codes import DEFAULT_ROOT
 from levanter_infer.engine.params import SamplingParams, stop_sequences
 from levanter_infer.engine.request import Completion, RequestOutput
 from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
+from levanter_infer.policies import FinishReason
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptScores:
-    """Of each token of a prompt after the first, as numpy arrays."""
+    """Log probabilities of the prompt tokens after the first."""
 
     logprobs: np.ndarray
     """f32[n]"""
     top_ids: np.ndarray
-    """i32[n, top], the likeliest tokens at its place."""
+    """i32[n, top], the likeliest tokens at each position."""
     top_logprobs: np.ndarray
     """f32[n, top]"""
 
 
 @dataclasses.dataclass(eq=False)
 class SampleState:
-    """One of the `n` continuations of a request, from submission to completion."""
+    """One of the `n` continuations of a request: its slot, and what has been generated so far."""
 
     request: "RequestState"
     index: int
     slot: int | None = None
     first_round: int | None = None
-    """The round that told the device of it; what earlier ones say of its slot belongs to somebody else. None: not
-    told yet."""
+    """The round that admitted it; what earlier rounds bring of its slot belongs to another sample. None: not admitted
+    yet."""
     arrival: int = 0
+    """Order of admission, smallest first; what the device orders samples of one priority by."""
     uploaded: int = 0
-    """Prompt tokens that are on the device or on their way."""
+    """Prompt tokens that have been uploaded."""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     processed_logprobs: list[float] = dataclasses.field(default_factory=list)
     top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
-    """Of the weights, for each token."""
+    """Version of the weights for each token."""
     finish_reason: str | None = None
-    """Set once the result is known; the slot may still have to be given back."""
+    """Set once the result is known; the slot may be free only later."""
     stop_reason: str | int | tuple[int, ...] | None = None
     decoder: IncrementalDecoder | None = None
     matcher: StopMatcher | None = None
@@ -53,7 +55,7 @@ class SampleState:
     def extend(
         self, tokens: np.ndarray, logprobs: np.ndarray, processed: np.ndarray, top, versions: Sequence[int]
     ) -> None:
-        """Take the tokens of one round; stops at a text stop string, whatever follows is dropped."""
+        """Append the tokens of one round, up to the token that completes a stop string: later ones are dropped."""
         wanted = self.request.params.logprobs
         for i, token in enumerate(tokens.tolist()):
             self.token_ids.append(token)
@@ -65,7 +67,7 @@ class SampleState:
                 self.top_logprobs.append(dict(zip(ids, values, strict=True)))
             if self._add_text(token):
                 assert self.matcher is not None
-                self.finish_reason, self.stop_reason = "stop", self.matcher.found
+                self.finish_reason, self.stop_reason = FinishReason.STOP, self.matcher.found
                 return
 
     def _add_text(self, token: int) -> bool:
@@ -82,32 +84,34 @@ class SampleState:
         return True
 
     def finish(self, reason: str) -> None:
+        """End with this reason, unless the sample has ended."""
         if self.finish_reason is None:
             self.finish_reason = reason
-            self.stop_reason = self._matched_tokens() if reason == "stop" else None
+            self.stop_reason = self._matched_tokens() if reason == FinishReason.STOP else None
             if self.decoder is not None:
                 self.text += self.decoder.flush()
 
     def _matched_tokens(self) -> int | tuple[int, ...] | None:
-        """The longest of `stop_token_ids` at its end; None if it ends otherwise."""
+        """The longest entry of `stop_token_ids` that the tokens end with, or None."""
         ends = (tuple(self.token_ids[-len(ids) :]) == ids for ids in stop_sequences(self.request.params))
         matched = [ids for ids, is_end in zip(stop_sequences(self.request.params), ends, strict=True) if is_end]
         longest = max(matched, key=len, default=None)
         return longest[0] if longest is not None and len(longest) == 1 else longest
 
     def snapshot(self) -> "SampleState":
-        """What has come back of it so far, in lists of its own."""
+        """A copy with lists of its own."""
         copied = {name: list(getattr(self, name)) for name in _RESULTS}
         decoder, matcher = (part and part.copy() for part in (self.decoder, self.matcher))
         return dataclasses.replace(self, **copied, decoder=decoder, matcher=matcher)
 
     def take_over(self, ancestor: "SampleState") -> None:
-        """Go on from where `ancestor` stands; its slot, and its place in the group, stay its own."""
+        """Continue from the state of `ancestor`, with the slot and the index that this sample has."""
         ancestor = ancestor.snapshot()
         for name in (*_RESULTS, "finish_reason", "stop_reason", "decoder", "matcher", "text"):
             setattr(self, name, getattr(ancestor, name))
 
     def completion(self) -> Completion:
+        """The public result. Requires: the sample has finished."""
         assert self.finish_reason is not None
         return Completion(
             index=self.index,
@@ -129,7 +133,7 @@ _RESULTS = ("token_ids", "logprobs", "processed_logprobs", "top_logprobs", "vers
 
 @dataclasses.dataclass(eq=False)
 class RequestState:
-    """The sequences of one request."""
+    """A request that the engine serves, and its samples; what `InferenceEngine.submit` returns."""
 
     id: str
     prompt: str | None
@@ -137,30 +141,31 @@ class RequestState:
     params: SamplingParams
     seed: int
     max_len: int
-    """Tokens, prompt included, at which its sequences end."""
+    """Tokens, prompt included, at which a sample ends."""
     cache_salt: str | None = None
     root: int = DEFAULT_ROOT
-    """Sequences of other roots share no pages with these: of the salt, and the version of the weights when it began."""
+    """Root in the prefix table, for salt and version of the weights: requests of one root share pages."""
     priority: int = 0
+    """Smallest first."""
     timeout_s: float | None = None
-    """How long it may take from when it is queued."""
+    """Seconds from submission to its deadline."""
     sequences: list[SampleState] = dataclasses.field(default_factory=list)
     rank: int | None = None
-    """The data shard that serves it, where there are several."""
+    """Data-parallel rank that serves it; None before routing."""
     num_cached_tokens: int = 0
-    """Of the prompt, as of the last round that was read while it was computed."""
+    """Prompt tokens found by prefix caching, as of the last round that computed the prompt."""
     prompt_scores: PromptScores | None = None
-    """Once they have been read."""
+    """None until they have been read."""
     search_versions: list[int] = dataclasses.field(default_factory=list)
-    """Of a beam search: the version of the weights for each place behind the prompt."""
+    """Version of the weights for each generated position of a beam search."""
 
     @property
     def is_loose(self) -> bool:
-        """Whether each of its sequences can go on without the others: the beams of a search cannot."""
+        """Whether its samples are independent of each other, which the beams of a search are not."""
         return self.params.num_beams == 1
 
     def completions(self) -> list[Completion]:
-        """What the request asked for: all of its samples, or the best of them. Requires: they have finished."""
+        """All samples, or the best of them with `best_of` and beam search. Requires: they have finished."""
         completions = [sequence.completion() for sequence in self.sequences]
         if self.params.best_of is None:
             return completions[: self.params.n] if self.params.num_beams > 1 else completions
@@ -168,15 +173,16 @@ class RequestState:
 
     @property
     def is_done(self) -> bool:
+        """Whether all samples have finished and the prompt's scores, if any, have been read."""
         return all(s.finish_reason is not None for s in self.sequences) and not self.awaits_scores
 
     def output(self) -> RequestOutput:
-        """What the caller gets. Requires: it is done."""
+        """The public result. Requires: `is_done`."""
         scores, wanted = self.prompt_scores, self.params.prompt_logprobs
         top = None
         if scores is not None and wanted:
-            places = zip(scores.top_ids[:, :wanted].tolist(), scores.top_logprobs[:, :wanted].tolist(), strict=True)
-            top = [dict(zip(ids, values, strict=True)) for ids, values in places]
+            positions = zip(scores.top_ids[:, :wanted].tolist(), scores.top_logprobs[:, :wanted].tolist(), strict=True)
+            top = [dict(zip(ids, values, strict=True)) for ids, values in positions]
         return RequestOutput(
             id=self.id,
             prompt=self.prompt,
@@ -189,8 +195,10 @@ class RequestState:
 
     @property
     def awaits_scores(self) -> bool:
-        """Whether the scores of its prompt are yet to be read."""
-        return self.wants_scores and self.prompt_scores is None and self.sequences[0].finish_reason != "abort"
+        """Whether the scores of its prompt have yet to be read."""
+        return (
+            self.wants_scores and self.prompt_scores is None and self.sequences[0].finish_reason != FinishReason.ABORT
+        )
 
     @property
     def wants_scores(self) -> bool:
@@ -199,6 +207,6 @@ class RequestState:
 
 
 def _mean_logprob(completion: Completion) -> float:
-    """For choosing the best; what was broken off comes last."""
-    whole = completion.finish_reason in ("stop", "length") and len(completion.logprobs) > 0
-    return float(completion.logprobs.mean(dtype=np.float64)) if whole else -np.inf
+    """What `best_of` compares; a sample that was aborted or failed comes last."""
+    complete = completion.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and len(completion.logprobs) > 0
+    return float(completion.logprobs.mean(dtype=np.float64)) if complete else -np.inf

@@ -1,33 +1,38 @@
-"""`RoundLengthController`: how many steps fit into a round."""
+"""`RoundLengthController`: how many steps fit into a round. Imports no JAX."""
 
 from collections.abc import Sequence
 
 _FIRST_STEPS = 8
 _FIRST_STEPS_WITH_PROMPTS = 2
-_MOST_IDLE = 0.05
-"""Of the steps of all shards, what rounds are shortened for."""
-_LONGER, _LEAST_LONGER = 0.03, 0.25
-"""A share, and steps, from one round to the next: one that is too long costs as much as many a little too short."""
+_MAX_IDLE = 0.05
+"""Fraction of the steps of all ranks that may be idle before rounds become shorter."""
+_LONGER, _MIN_LONGER = 0.03, 0.25
+"""Growth from one round to the next, as a fraction and in steps: one round that is too long costs as much as many that
+are a little too short."""
 
 
 class RoundLengthController:
-    """Steps per round, so that rounds stay under a time; learnt from the rounds before.
+    """Chooses the steps of a round so that it stays under a time, from the rounds before.
 
-    A step that computes a chunk of a prompt takes several times as long as one that only decodes, so rounds with and
-    without prompts are learnt apart. One that surprises is followed by another such at the most: it has been launched
-    by then.
+    A step that computes a prompt chunk takes several times as long as one that only decodes, so rounds with and without
+    prompts are measured separately. A round that takes longer than expected is followed by at most one more of its
+    length, which has been launched by then.
+
+    Args:
+        max_steps: steps of a round, at most.
+        max_seconds: what a round should take, at most.
     """
 
     def __init__(self, max_steps: int, max_seconds: float):
         self._max_steps, self._max_seconds = max_steps, max_seconds
         self._steps = {False: min(_FIRST_STEPS, max_steps), True: min(_FIRST_STEPS_WITH_PROMPTS, max_steps)}
         self._step_s = {False: 0.0, True: 0.0}
-        self._even = {False: float(max_steps), True: float(max_steps)}
-        """Steps for which the requests that shards have suffice, as far as is known."""
+        self._balanced = {False: float(max_steps), True: float(max_steps)}
+        """Steps for which all ranks have enough requests, as far as is known."""
 
     def steps(self, with_prompts: bool, wanted: int | None = None) -> int:
-        """Steps of the next round, at most: the fewer of what fits and what is wanted. Raises: ValueError."""
-        fitting = min(self._steps[with_prompts], int(self._even[with_prompts]))
+        """Steps of the next round, at most: the smaller of what fits and what is wanted. Raises: ValueError."""
+        fitting = min(self._steps[with_prompts], int(self._balanced[with_prompts]))
         if wanted is None:
             return fitting
         if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
@@ -38,24 +43,24 @@ class RoundLengthController:
         """What a round of so many steps should take; 0 before the first of its kind."""
         return steps * self._step_s[with_prompts]
 
-    def on_shards(self, with_prompts: bool, steps: Sequence[int]) -> None:
-        """Learn from a round of several data shards.
+    def on_ranks(self, with_prompts: bool, steps: Sequence[int]) -> None:
+        """Learn from a round of several data-parallel ranks.
 
-        A round ends with its last shard, and only then can the host give the others something to do. Where they have
-        stood still, rounds of this kind get half as long, and else a little longer.
+        A round ends with its slowest rank, and the host can admit requests to the others only then. After a round in
+        which ranks were idle, rounds of its kind become half as long; otherwise a little longer.
 
         Args:
-            steps: of each shard; empty where nothing can be learnt, because nobody waits for a slot or there is only
-                one shard: then nothing speaks against long rounds.
+            steps: of each rank; empty if no request waits for a slot or there is one rank, so that nothing speaks
+                against long rounds.
         """
         if not steps:
-            self._even = dict.fromkeys(self._even, float(self._max_steps))
+            self._balanced = dict.fromkeys(self._balanced, float(self._max_steps))
             return
-        longest, even = max(steps), self._even[with_prompts]
-        if sum(steps) >= (1 - _MOST_IDLE) * longest * len(steps):
-            self._even[with_prompts] = min(even + max(_LONGER * even, _LEAST_LONGER), self._max_steps)
+        longest, balanced = max(steps), self._balanced[with_prompts]
+        if sum(steps) >= (1 - _MAX_IDLE) * longest * len(steps):
+            self._balanced[with_prompts] = min(balanced + max(_LONGER * balanced, _MIN_LONGER), self._max_steps)
         elif longest > 1:
-            self._even[with_prompts] = max(1.0, longest / 2)
+            self._balanced[with_prompts] = max(1.0, longest / 2)
 
     def on_round(self, with_prompts: bool, steps: int, seconds: float) -> None:
         """Learn from a round: whether it computed prompts, its steps, and what it took."""

@@ -1,16 +1,19 @@
 """The static sizes that follow from an `EngineConfig`, a model and a machine."""
 
+import math
+
 import jax.numpy as jnp
 
-from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.params import MAX_STOP_TOKENS
+from levanter_infer.kernels.call import PoolShape
+from levanter_infer.kernels.xla.backend import XLA
 from levanter_infer.policies import PreemptionPolicy
 from levanter_infer.runtime.memory import default_pool_bytes
 
 MIN_UPLOAD_TOKENS = 4096
-"""Prompt tokens that one round can bring to the device, at least; longer prompts take several rounds."""
+"""Prompt tokens that one round can upload, at least; longer prompts take several rounds."""
 
 
 def resolve_shapes(
@@ -24,11 +27,10 @@ def resolve_shapes(
     """The static sizes of an engine for `model`.
 
     Args:
-        num_eos: end-of-sequence ids of the model; each takes a place among the stop token sequences.
-        unread_bytes: of weights that will yet come into the memory of a device.
-        token_values: numbers that a layer stores for a token in one device's memory; None: keys and values of all
-            heads, as they are.
-        device_bytes: memory of a device that is not here; None: what is free in this process's first.
+        num_eos: end-of-sequence ids of the model; each counts as a stop token sequence.
+        unread_bytes: weights that still have to be loaded into the memory of a device.
+        token_values: numbers per layer and token in one device's memory; None: keys and values of all heads.
+        device_bytes: memory of a device elsewhere; None: the free memory of this process's first device.
     Raises: ValueError if the pool could not hold one page per running sequence, or sizes contradict each other.
     """
     arch = model.config
@@ -37,12 +39,13 @@ def resolve_shapes(
     max_step_tokens = config.max_step_tokens or max(256, 4 * config.max_seqs)
     wanted = config.max_seqs * -(-max_seq_len // page_size)
     dtype = kv_dtype(config, model)
-    values = token_values or KvPages.token_values(arch.num_kv_heads, arch.head_dim, dtype)
+    token = PoolShape(1, 1, 1, kv_heads=arch.num_kv_heads, head_dim=arch.head_dim, dtype=dtype)
+    values = token_values or math.prod(XLA.pool_shape(token))
     page_bytes = arch.num_layers * page_size * values * dtype.itemsize
     num_pages = config.max_pages or min(wanted, default_pool_bytes(unread_bytes, device_bytes) // page_bytes)
     if num_pages < config.max_seqs and config.max_pages is None:
         raise ValueError(
-            f"free memory has room for {num_pages} pages of {page_bytes} bytes, and {config.max_seqs} sequences need "
+            f"free memory holds {num_pages} pages of {page_bytes} bytes, and {config.max_seqs} sequences need "
             "one each; free some memory, lower engine.max_seqs, or say how many pages with engine.max_pages"
         )
     if num_pages * page_size >= 2**31:
@@ -70,4 +73,5 @@ def resolve_shapes(
 
 
 def kv_dtype(config: EngineConfig, model) -> jnp.dtype:
+    """dtype of the KV cache: the configuration's, else that of the weights."""
     return jnp.dtype(config.kv_dtype or model.dtype)

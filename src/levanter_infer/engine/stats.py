@@ -1,21 +1,22 @@
-"""`Stats`: what an engine has done, added up on the host once a round."""
+"""`Stats`: totals and rates of an engine, updated on the host once per round."""
 
 import dataclasses
 import time
 
-from levanter_infer.decode.outputs import HostOutputs
+import numpy as np
+
 from levanter_infer.engine.metrics import METRICS, Registry
-from levanter_infer.engine.sharded import ShardedOutputs, ShardSteps
+from levanter_infer.engine.outputs import RoundResult
 
 _TOTALS = {metric.counter: metric.name for metric in METRICS.values() if metric.counter is not None}
 _AS_THEY_ARE = ("running", "waiting", "stored_tokens", "refs_max", "refs_sum", "cached_pages")
-"""Scalars of a round that are metrics of the same name."""
+"""Scalars of a round that are metrics under the same name."""
 _WRAP = 2**32
 
 
 @dataclasses.dataclass
 class _Phase:
-    """Sums over the rounds of one kind."""
+    """Sums over the rounds with, or without, prompt chunks."""
 
     seconds: float = 0.0
     steps: int = 0
@@ -31,9 +32,9 @@ class Stats:
     prompt was computed; what the other rounds took beyond their decode steps counts as prefill.
     """
 
-    def __init__(self, *, pages_total: int, pool_bytes: int, weights_bytes: int, num_shards: int = 1):
+    def __init__(self, *, pages_total: int, pool_bytes: int, weights_bytes: int, num_ranks: int = 1):
         self.registry = Registry()
-        self._shards = ShardSteps(num_shards) if num_shards > 1 else None
+        self._ranks = RankSteps(num_ranks) if num_ranks > 1 else None
         self._last: dict[str, int] = dict.fromkeys(_TOTALS, 0)
         self._pages_total, self._page_bytes = pages_total, pool_bytes // pages_total
         self._pages_peak = 0
@@ -49,17 +50,17 @@ class Stats:
             "weights_version": 0,
         }.items():
             self.registry.set(name, value)
-        self._nobody_holds_anything()
+        self._set_empty()
 
-    def _nobody_holds_anything(self) -> None:
+    def _set_empty(self) -> None:
         for name in ("pages_in_use", *_AS_THEY_ARE):
             self.registry.set(name, 0)
         self.registry.set("pages_free", self._pages_total)
 
     @property
-    def shard_steps(self) -> list[int]:
-        """Steps of each data shard in the last round; none where there is only one."""
-        return [] if self._shards is None else self._shards.last
+    def rank_steps(self) -> list[int]:
+        """Steps of each data-parallel rank in the last round; empty for one rank."""
+        return [] if self._ranks is None else self._ranks.last
 
     def on_submit(self, num_prompt_tokens: int) -> None:
         self.registry.add("prompt_tokens", num_prompt_tokens)
@@ -67,12 +68,13 @@ class Stats:
             self._submitted = time.perf_counter()
             self.registry.set("time_to_first_token_s", None)
 
-    def on_round(self, outputs: HostOutputs | ShardedOutputs, seconds: float) -> tuple[int, int]:
-        """Count one round; returns its steps, and those of them that computed prompt tokens; of several shards, of the
-        one that had most.
+    def on_round(self, outputs: RoundResult, seconds: float) -> tuple[int, int]:
+        """Count one round.
 
         Args:
-            seconds: from its launch, or from the end of the round before if that was later, to its end.
+            seconds: from its launch, or from the end of the previous round if that was later, to its end.
+        Returns: its steps, and how many of them computed prompt tokens; with several data-parallel ranks, those of the
+            rank with most steps.
         """
         registry, scalars = self.registry, outputs.scalars
         delta = {}
@@ -91,11 +93,10 @@ class Stats:
         registry.set("pages_peak", self._pages_peak)
         if delta["generated"] and registry["time_to_first_token_s"] is None and self._submitted is not None:
             registry.set("time_to_first_token_s", time.perf_counter() - self._submitted)
-        if self._shards is not None:
-            assert isinstance(outputs, ShardedOutputs)
-            delta["steps"] = self._shards.on_round(outputs.steps)
+        if self._ranks is not None:
+            delta["steps"] = self._ranks.on_round(outputs.steps)
             delta["prompt_steps"] = min(delta["prompt_steps"], delta["steps"])
-            registry.set("idle_share", self._shards.idle_shares)
+            registry.set("idle_share", self._ranks.idle_shares)
         phase = self._mixed if delta["prompt_steps"] else self._decode
         phase.seconds += seconds
         phase.steps += delta["steps"]
@@ -106,19 +107,19 @@ class Stats:
         return delta["steps"], delta["prompt_steps"]
 
     def on_time(self, **seconds: float) -> None:
-        """Add what the host spent on a round, by the first word of the metric: launch, wait, download, collect."""
+        """Add the host's times of a round, named by the first word of the metric: launch, wait, download, collect."""
         for name, spent in seconds.items():
             self.registry.add(f"{name}_s", spent)
 
     def on_reset(self) -> None:
         """The device's counters start again at zero."""
         self._last = dict.fromkeys(_TOTALS, 0)
-        if self._shards is not None:
-            self._shards.on_reset()
-        self._nobody_holds_anything()
+        if self._ranks is not None:
+            self._ranks.on_reset()
+        self._set_empty()
 
     def on_idle(self) -> None:
-        """The next submission starts a new measurement of the time to the first token."""
+        """Start a new measurement of the time to the first token at the next submission."""
         self._submitted = None
 
     def _set_rates(self) -> None:
@@ -139,3 +140,35 @@ class Stats:
         self.registry.set("prefix_hit_rate", ratio(hits, hits + misses))
         self.registry.set("copies_per_token", copied / generated if generated else None)
         self.registry.set("recomputed_per_token", recomputed / generated if generated else None)
+
+
+class RankSteps:
+    """How evenly data-parallel ranks have worked: a rank that has nothing left waits for the end of the round."""
+
+    def __init__(self, num_ranks: int):
+        self._last = np.zeros(num_ranks, np.int64)
+        self.idle = np.zeros(num_ranks, np.int64)
+        """Steps for which each rank was idle while another one went on."""
+        self.total = 0
+        """Steps of the longest rank of each round, added up."""
+        self.last = [0] * num_ranks
+        """Steps of each rank in the last round."""
+
+    def on_round(self, steps: list[int]) -> int:
+        """Args: steps: of each rank since the last reset. Returns: steps of the rank that had most in this round."""
+        now = np.asarray(steps, np.int64)
+        done = (now - self._last) % _WRAP
+        self._last = now
+        longest, self.last = int(done.max()), done.tolist()
+        self.total += longest
+        self.idle += longest - done
+        return longest
+
+    def on_reset(self) -> None:
+        """The device's counters start again at zero."""
+        self._last[:] = 0
+
+    @property
+    def idle_shares(self) -> dict[str, float]:
+        """Fraction of the steps for which each rank was idle."""
+        return {str(rank): int(idle) / max(1, self.total) for rank, idle in enumerate(self.idle)}

@@ -43,7 +43,7 @@ class IncrementalDecoder:
         return piece
 
     def copy(self) -> "IncrementalDecoder":
-        """One that goes on from here by itself."""
+        """An independent copy with the same state."""
         other = copy.copy(self)
         other._bytes, other._held = copy.copy(self._bytes), list(self._held)
         return other
@@ -57,7 +57,7 @@ class IncrementalDecoder:
         return piece
 
     def _held_text(self) -> str:
-        """Decoded after the tokens before them: decoders treat the beginning of a text in their own way."""
+        """Decoded after the tokens before them: decoders treat the start of a text in their own way."""
         before = self._tokenizer.decode(self._given)
         text = self._tokenizer.decode(self._given + self._held)
         return text[len(before) :] if text.startswith(before) else self._tokenizer.decode(self._held)
@@ -66,8 +66,9 @@ class IncrementalDecoder:
 class StopMatcher:
     """Finds the first stop string in a text that arrives in pieces.
 
-    First is the one that is complete first; of several that end at the same place, the longest. Only the text given to
-    `push` counts, so nothing matches across the end of the prompt. Time is linear in the text, for each stop string.
+    The first is the one that is complete first; of several that end at the same character, the longest. Only the text
+    given to `push` counts, so nothing matches across the end of the prompt. For each stop
+    string, time is linear in the text.
 
     Args:
         stops: non-empty strings.
@@ -86,7 +87,7 @@ class StopMatcher:
         """The stop string that was found."""
 
     def copy(self) -> "StopMatcher":
-        """One that goes on from here by itself."""
+        """An independent copy with the same state."""
         other = copy.copy(self)
         other._matched = list(self._matched)
         return other

@@ -18,8 +18,10 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from levanter_infer.decode.programs import Program
-from levanter_infer.kernels import ragged_paged_attention
+from levanter_infer.kernels.call import AttentionCall
+from levanter_infer.kernels.rules import ScoreRules
 from levanter_infer.kernels.tiling import Tiles, TileShape, candidates
+from levanter_infer.kernels.tpu.backend import TpuBackend
 from levanter_infer.kernels.tpu.sizes import Tile, align_queries
 from levanter_infer.kernels.tpu.tile_table import TABLE
 from levanter_infer.layers.layout import Layout
@@ -30,13 +32,13 @@ _ROWS, _ROW_PAGES = 16, 256
 
 
 def tile_shape(
-    config, layout: Layout | None, *, page_size: int, kv_dtype: jnp.dtype, generation: str | None = None
+    config, layout: Layout, *, page_size: int, kv_dtype: jnp.dtype, generation: str | None = None
 ) -> TileShape:
-    """What tiles depend on, of a model's `DecoderConfig` and its layout on a mesh; None: on one device."""
-    copies = 1 if layout is None else layout.kv_copies
+    """What tiles depend on, of a model's `DecoderConfig` and its layout on a mesh."""
+    copies = layout.kv_copies
     return TileShape(
         generation=generation,
-        kv_heads=config.num_kv_heads if layout is None else layout.kv_heads,
+        kv_heads=layout.kv_heads,
         head_dim=config.head_dim,
         q_per_kv=-(-(config.num_heads // config.num_kv_heads) // copies),
         page_size=page_size,
@@ -44,7 +46,7 @@ def tile_shape(
     )
 
 
-def check_given_tiles(tiles: Tiles | None, config, layout: Layout | None, *, page_size: int, kv_dtype) -> None:
+def check_given_tiles(tiles: Tiles | None, config, layout: Layout, *, page_size: int, kv_dtype) -> None:
     """`check_tiles` for a configuration that may leave them out; the rest as in `tile_shape`."""
     if tiles is not None:
         check_tiles(tile_shape(config, layout, page_size=page_size, kv_dtype=kv_dtype), tiles)
@@ -153,9 +155,14 @@ def _compile(shape: TileShape, max_tokens: int, q_dtype: str, tiles: Tiles) -> s
     )
 
     def attend(arrays):
-        return ragged_paged_attention(
-            **arrays, kv_heads=shape.kv_heads, scale=shape.head_dim**-0.5, impl="tpu", tiles=tiles
+        call = AttentionCall(
+            **arrays,
+            rules=ScoreRules(scale=shape.head_dim**-0.5),
+            kv_dtype=jnp.dtype(shape.kv_dtype),
+            kv_heads=shape.kv_heads,
+            page_size=shape.page_size,
         )
+        return TpuBackend(tiles=tiles).attend(call)
 
     try:
         Program(attend).jitted.trace(arrays).lower(lowering_platforms=("tpu",)).compile()

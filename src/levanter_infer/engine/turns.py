@@ -1,4 +1,4 @@
-"""`Turns`: one thread in an engine at a time. Others wait for their turn, or are told who is there."""
+"""`Turns`: one thread in an engine at a time. Other threads wait for their turn, or get an error that names it."""
 
 import collections
 import contextlib
@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.2
 """Seconds after which a waiting thread looks by itself whether the engine is free: its owner may have died."""
 _WARN_S, _WARN_AGAIN_S = FIRST_S, 30.0
-"""Seconds of waiting after which a log line says for whom, and between two lines: a thread that lives and makes no
-further call may hold others up for ever."""
+"""Seconds of waiting before a log line names the thread in the engine, and between two lines: a thread that lives and
+makes no further call may block others for ever."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -25,7 +25,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 class Turns:
     """Which thread may use an engine.
 
-    A call belongs to its thread from beginning to end; calls from within it, such as those of a callback, pass. Between
+    A call belongs to its thread from start to end; calls from within it, such as those of a callback, pass. Between
     the calls of a thread that has requests in progress, further calls that do not wait pass too, from any thread, and
     those that wait stay outside until these requests have ended or their thread has.
     """
@@ -35,7 +35,7 @@ class Turns:
         self._owner: threading.Thread | None = None
         self._call = ""
         self._user: threading.Thread | None = None
-        """Whose requests are in progress, if there are any: who made the last call that does not wait."""
+        """The thread whose requests are in progress, if there are any: it made the last call that does not wait."""
         self._queue: collections.deque[threading.Event] = collections.deque()
 
     @contextlib.contextmanager
@@ -83,7 +83,7 @@ class Turns:
         ticket, begin = threading.Event(), time.monotonic()
         warn_at = begin + _WARN_S
         try:
-            self._queue.append(ticket)  # within: an interrupt after it must not leave a ticket that nobody waits with
+            self._queue.append(ticket)  # within: an interrupt after it must not leave a ticket without a thread
             while True:
                 with self._mutex:
                     if self._may_enter(me, ticket, is_busy):

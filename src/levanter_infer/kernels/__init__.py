@@ -1,5 +1,11 @@
-"""Attention over pages and matmuls, on plain arrays. Imports nothing of this package's other parts."""
+"""Kernels for paged attention and matmuls, on plain arrays, in a folder for each platform.
 
-from levanter_infer.kernels.attention import IMPLEMENTATIONS as IMPLEMENTATIONS
-from levanter_infer.kernels.attention import TPU_POOL as TPU_POOL
-from levanter_infer.kernels.attention import ragged_paged_attention as ragged_paged_attention
+`backend.py` has the interface, `registry.py` the list, `call.py` the arguments. Imports nothing of this package's other
+parts.
+"""
+
+from levanter_infer.kernels.backend import Backend as Backend
+from levanter_infer.kernels.call import AttentionCall as AttentionCall
+from levanter_infer.kernels.registry import BACKENDS as BACKENDS
+from levanter_infer.kernels.registry import IMPLEMENTATIONS as IMPLEMENTATIONS
+from levanter_infer.kernels.registry import make_backend as make_backend

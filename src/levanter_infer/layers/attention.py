@@ -9,33 +9,53 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax import Array
 
-from levanter_infer import kernels
 from levanter_infer.axes import HEAD_SIZE, KV_HEADS, POSITION, Q_HEADS_PER_GROUP, TOKEN
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
+from levanter_infer.kernels.backend import Fuse
+from levanter_infer.kernels.call import AttentionCall, Rotation
 from levanter_infer.kernels.rules import MASKED, ScoreRules
-from levanter_infer.kernels.tiling import Tiles
-from levanter_infer.layers.linear import Linear, LinearMap, apply
+from levanter_infer.layers.linear import Linear, apply
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.rotary import rotate
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """How attention is computed; static under jit. What it computes is the model's."""
+    """What a caller adds to the model's attention; static under jit. The pool's backend computes it."""
 
-    impl: str = "auto"
-    """Implementation of the paged forward: auto, or one of `kernels.IMPLEMENTATIONS`."""
     score_mod: Callable | None = None
-    """score_mod(score, q_pos, kv_pos, head) -> score, elementwise; score is the scaled product, f32."""
+    """score_mod(score, q_pos, kv_pos, head) -> score, elementwise; score is the scaled dot product, f32."""
     mask_mod: Callable | None = None
     """mask_mod(q_pos, kv_pos, head) -> bool, elementwise, true = seen, on top of causality and window."""
     max_seq_len: int | None = None
-    """Tokens of the longest sequence. Only ropes that depend on a sequence's length look at it (layers/rotary.py)."""
-    tiles: Tiles | None = None
-    """Of the attention for TPUs; None for those that `kernels.tile_table` knows."""
-    isa: str | None = None
-    """Instruction set of the attention for CPUs; None for the widest (`kernels.cpu.isas`)."""
+    """Tokens of the longest sequence, for ropes that depend on a sequence's length (layers/rotary.py)."""
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """What `Attention.init` makes."""
+
+    num_kv_heads: int
+    q_heads_per_group: int
+    head_dim: int
+    qkv_bias: bool
+    out_bias: bool
+    """Whether the output projection has a bias."""
+    qk_norm_eps: float | None
+    """Epsilon of the norms of queries and keys; None: there are none."""
+    soft_cap: float | None
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What attention needs beside hidden states, in one layer."""
+
+    rope: tuple[NamedArray, NamedArray]
+    """cos and sin of each token."""
+    window: Array | None
+    """i32[], keys with q_pos - k_pos < window are seen; None: all."""
+    spec: AttentionSpec
 
 
 class Attention(eqx.Module):
@@ -44,12 +64,12 @@ class Attention(eqx.Module):
     Query head h is (kv_head, q_heads_per_group) = divmod(h, q_heads_per_group).
     """
 
-    q_proj: LinearMap
+    q_proj: Linear
     """[layers, kv_head, q_heads_per_group, head_size, embed]"""
-    k_proj: LinearMap
-    v_proj: LinearMap
+    k_proj: Linear
+    v_proj: Linear
     """[layers, kv_head, head_size, embed]"""
-    o_proj: LinearMap
+    o_proj: Linear
     """[layers, embed, kv_head, q_heads_per_group, head_size]"""
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
@@ -57,94 +77,54 @@ class Attention(eqx.Module):
     """Scores become soft_cap · tanh(score / soft_cap)."""
 
     @staticmethod
-    def init(
-        batch: Sequence[Axis],
-        embed: Axis,
-        *,
-        num_kv_heads: int,
-        q_heads_per_group: int,
-        head_dim: int,
-        qkv_bias: bool,
-        out_bias: bool,
-        qk_norm_eps: float | None,
-        soft_cap: float | None,
-        key: Array,
-        dtype,
-    ) -> "Attention":
-        """`qk_norm_eps`: None for no norms of queries and keys."""
+    def init(batch: Sequence[Axis], embed: Axis, sizes: AttentionSizes, *, key: Array, dtype) -> "Attention":
+        """Random projections as in `Linear.init`; `batch`: axes of independent layers."""
         q_key, k_key, v_key, o_key = jax.random.split(key, 4)
-        kv_heads, size = Axis(KV_HEADS, num_kv_heads), Axis(HEAD_SIZE, head_dim)
-        q_heads = (kv_heads, Axis(Q_HEADS_PER_GROUP, q_heads_per_group), size)
-        norms = [None if qk_norm_eps is None else RMSNorm.init(batch, size, eps=qk_norm_eps, dtype=dtype) for _ in "qk"]
+        kv_heads, size = Axis(KV_HEADS, sizes.num_kv_heads), Axis(HEAD_SIZE, sizes.head_dim)
+        q_heads = (kv_heads, Axis(Q_HEADS_PER_GROUP, sizes.q_heads_per_group), size)
+        eps = sizes.qk_norm_eps
+        norms = [None if eps is None else RMSNorm.init(batch, size, eps=eps, dtype=dtype) for _ in "qk"]
         return Attention(
-            q_proj=Linear.init(batch, q_heads, (embed,), key=q_key, dtype=dtype, bias=qkv_bias),
-            k_proj=Linear.init(batch, (kv_heads, size), (embed,), key=k_key, dtype=dtype, bias=qkv_bias),
-            v_proj=Linear.init(batch, (kv_heads, size), (embed,), key=v_key, dtype=dtype, bias=qkv_bias),
-            o_proj=Linear.init(batch, (embed,), q_heads, key=o_key, dtype=dtype, bias=out_bias),
+            q_proj=Linear.init(batch, q_heads, (embed,), key=q_key, dtype=dtype, bias=sizes.qkv_bias),
+            k_proj=Linear.init(batch, (kv_heads, size), (embed,), key=k_key, dtype=dtype, bias=sizes.qkv_bias),
+            v_proj=Linear.init(batch, (kv_heads, size), (embed,), key=v_key, dtype=dtype, bias=sizes.qkv_bias),
+            o_proj=Linear.init(batch, (embed,), q_heads, key=o_key, dtype=dtype, bias=sizes.out_bias),
             q_norm=norms[0],
             k_norm=norms[1],
-            soft_cap=soft_cap,
+            soft_cap=sizes.soft_cap,
         )
 
     def paged(
-        self,
-        x: NamedArray,
-        norm: RMSNorm,
-        rope: tuple[NamedArray, NamedArray],
-        kv: KvPages,
-        layer: Array,
-        batch: PageBatchInfo,
-        window: Array | None,
-        spec: AttentionSpec,
+        self, x: NamedArray, norm: RMSNorm, inputs: AttentionInputs, kv: KvPages, layer: Array, batch: PageBatchInfo
     ) -> tuple[NamedArray, KvPages]:
         """`x + attention(norm(x))`: write the step's keys and values, then attend over the pages of each row.
 
         Args:
             x: [token, embed]
-            rope: cos, sin of each token.
             layer: i32[], which layer of the pool.
-            window: i32[], keys with q_pos - k_pos < window are seen; None for all.
         Returns: [token, embed] and the pool.
         """
         q, k, v = apply(x, self.q_proj, self.k_proj, self.v_proj, norm=norm)
-        order = (TOKEN, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE)
-        if spec.impl == "cpu":
-            q, kv = self._placed(q.rearrange(order), k, v, rope, kv, layer, batch, spec.isa)
-        else:
-            q, k = self._rotated(q, k, rope)
-            q, kv = q.rearrange(order), kv.write(layer, batch, k, v)
+        q, kv = self._rotate_and_write((q, k, v), inputs.rope, kv, layer, batch)
         num_tokens, head_dim = q.array.shape[0], q.array.shape[3]
-        attended = kernels.ragged_paged_attention(
-            q.array.reshape(num_tokens, -1, head_dim),
-            kv.pages.array,
+        call = AttentionCall(
+            q=q.array.reshape(num_tokens, -1, head_dim),
+            kv_pages=kv.pages.array,
             layer=layer,
             page_indices=batch.page_indices.array,
             seq_lens=batch.seq_lens.array,
             cu_q_lens=batch.cu_q_lens.array,
             num_seqs=batch.num_seqs.array,
-            scale=head_dim**-0.5,
+            rules=self._rules(head_dim, inputs),
             kv_dtype=kv.dtype,
             kv_heads=k.axis_size(KV_HEADS),
-            sliding_window=window,
-            soft_cap=self.soft_cap,
-            score_mod=spec.score_mod,
-            mask_mod=spec.mask_mod,
-            impl=spec.impl,
-            tiles=spec.tiles,
-            isa=spec.isa,
+            page_size=batch.page_size,
         )
-        assert not isinstance(attended, tuple), "weights were not asked for"
-        attended = NamedArray(attended.reshape(q.array.shape), q.axes)
+        attended = kv.backend.attend(call)
+        attended = NamedArray(attended.reshape(q.array.shape).astype(x.dtype), q.axes)
         return apply(attended, self.o_proj, residual=x)[0], kv
 
-    def dense(
-        self,
-        x: NamedArray,
-        norm: RMSNorm,
-        rope: tuple[NamedArray, NamedArray],
-        window: Array | None,
-        spec: AttentionSpec,
-    ) -> NamedArray:
+    def dense(self, x: NamedArray, norm: RMSNorm, inputs: AttentionInputs) -> NamedArray:
         """`x + attention(norm(x))`, causal within each sequence, no cache: the whole matrix of scores at once.
 
         Args:
@@ -153,19 +133,13 @@ class Attention(eqx.Module):
         Returns: [..., position, embed].
         """
         q, k, v = apply(x, self.q_proj, self.k_proj, self.v_proj, norm=norm)
-        q, k = self._rotated(q, k, rope)
+        q, k = self._rotated(q, k, inputs.rope)
         batch = tuple(axis.name for axis in x.axes[:-2])
         q = q.rearrange((*batch, POSITION, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE))
         k, v = (a.rearrange((*batch, POSITION, KV_HEADS, HEAD_SIZE)).array for a in (k, v))
         f32 = jnp.float32
         matmul = jnp.einsum("...qhgd,...khd->...hgqk", q.array, k, preferred_element_type=f32)
-        rules = ScoreRules(
-            scale=k.shape[-1] ** -0.5,
-            sliding_window=window,
-            soft_cap=self.soft_cap,
-            score_mod=spec.score_mod,
-            mask_mod=spec.mask_mod,
-        )
+        rules = self._rules(k.shape[-1], inputs)
         q_pos, kv_pos, head = _indices(matmul)
         seen = jnp.broadcast_to(rules.seen(q_pos, kv_pos, head), matmul.shape)
         scores = jnp.where(seen, rules.scores(matmul, q_pos, kv_pos, head), f32(MASKED))
@@ -179,24 +153,35 @@ class Attention(eqx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, *rope), rotate(k, *rope)
 
-    def _placed(
-        self,
-        q: NamedArray,
-        k: NamedArray,
-        v: NamedArray,
-        rope,
-        kv: KvPages,
-        layer: Array,
-        batch: PageBatchInfo,
-        isa: str | None,
+    def _rotate_and_write(
+        self, qkv: tuple[NamedArray, NamedArray, NamedArray], rope, kv: KvPages, layer: Array, batch: PageBatchInfo
     ) -> tuple[NamedArray, KvPages]:
-        """As `_rotated` and `KvPages.write`, for C++. q: [token, kv_head, q_heads_per_group, head_size]."""
-        heads = q.array.reshape(q.array.shape[0], -1, q.array.shape[3]).astype(jnp.float32)
+        """Norm and rotate queries and keys, and write keys and values to the pool.
+
+        Returns: q [token, kv_head, q_heads_per_group, head_size], and the pool.
+        """
+        q, k, v = qkv
+        order = (TOKEN, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE)
+        if Fuse.ROTATION not in kv.backend.fuses:
+            q, k = self._rotated(q, k, rope)
+            return q.rearrange(order), kv.write(layer, batch, k, v)
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            norms = tuple((norm.weight.array, norm.eps) for norm in (self.q_norm, self.k_norm))
-        placed, kv = kv.place(layer, batch, heads, k, v, rope, norms, isa)
-        return NamedArray(placed.reshape(q.array.shape), q.axes), kv
+            norms = ((self.q_norm.weight.array, self.q_norm.eps), (self.k_norm.weight.array, self.k_norm.eps))
+        cos, sin = (side.rearrange((TOKEN, HEAD_SIZE)).array for side in rope)
+        q = q.rearrange(order)
+        heads = q.array.reshape(q.array.shape[0], -1, q.array.shape[3])
+        rotated, kv = kv.rotate_and_write(layer, batch, heads, k, v, Rotation(cos, sin, norms))
+        return NamedArray(rotated.reshape(q.array.shape), q.axes), kv
+
+    def _rules(self, head_dim: int, inputs: AttentionInputs) -> ScoreRules:
+        return ScoreRules(
+            scale=head_dim**-0.5,
+            sliding_window=inputs.window,
+            soft_cap=self.soft_cap,
+            score_mod=inputs.spec.score_mod,
+            mask_mod=inputs.spec.mask_mod,
+        )
 
 
 def _indices(scores: Array) -> tuple[Array, Array, Array]:

@@ -1,9 +1,9 @@
-"""`Layout`: the one place that knows how the axes of weights and state lie on a mesh of devices.
+"""`Layout`: the sharding of the axes of weights and state over a mesh of devices, in one place.
 
 Weights, the pool and everything computed from a head, a part of the feed-forward block or a token of the vocabulary are
-spread over the mesh axis `model`, experts over `expert`; all else is the same on their devices. The code of a layer
-does not know: it sees arrays of a part's size, and a map whose inputs are spread adds up its results
-(`Linear.spread`).
+sharded over the mesh axis `model` (tensor parallel), experts over `expert` (expert parallel); all else is replicated.
+The code of a layer does not know: it sees arrays of a shard's size, and a linear map whose inputs are sharded sums its
+results over the axis.
 
 Source: tensor parallelism, arXiv:1909.08053, section 3.
 """
@@ -21,11 +21,11 @@ import numpy as np
 from haliax import Axis, NamedArray
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from levanter_infer.axes import DATA, EXPERT, KV_HEADS, KV_PAIR, MLP, MODEL, Q_HEADS_PER_GROUP, VOCAB
-from levanter_infer.layers.shard_axis import ALONE, VOCAB_GROUPS, ShardAxis, Vocabulary
+from levanter_infer.axes import DATA, EXPERT, KV_HEADS, KV_PAIR, MLP, MODEL, Q_HEADS_PER_GROUP, VOCAB, check_model_axis
+from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
 
 MESH_AXES = {KV_HEADS: MODEL, KV_PAIR: MODEL, MLP: MODEL, VOCAB: MODEL, EXPERT: EXPERT, DATA: DATA}
-"""Axis of an array -> axis of the mesh over which it is spread."""
+"""Axis of an array -> axis of the mesh over which it is sharded."""
 
 
 def _is_named(leaf) -> bool:
@@ -46,9 +46,31 @@ def _refit(tree):
     return _map_named(refit, lambda leaf: leaf, tree)
 
 
+def one_device_mesh(device=None) -> Mesh:
+    """The mesh of one device, None for the default one: what runs on it is what runs on any other mesh."""
+    if device is None:
+        wanted = jax.config.values["jax_default_device"]
+        device = wanted if isinstance(wanted, jax.Device) else jax.local_devices(backend=wanted)[0]
+    return Mesh(np.asarray([[device]]), (DATA, MODEL))
+
+
+def _is_there(array, sharding: NamedSharding) -> bool:
+    return isinstance(array, jax.Array) and array.sharding.is_equivalent_to(sharding, array.ndim)
+
+
+def _put_own_parts(array, sharding: NamedSharding, donate: bool):
+    """An array that all processes of a mesh bring, on the devices of this one."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return jax.device_put(array, sharding, donate=donate)
+    full = np.asarray(array)
+    indices = sharding.addressable_devices_indices_map(full.shape)
+    parts = [jax.device_put(full[index], device) for device, index in indices.items()]
+    return jax.make_array_from_single_device_arrays(full.shape, sharding, parts)
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a model with `num_kv_heads` heads of keys and values, `vocab_size` tokens lies on a mesh.
+    """The sharding of a model with `num_kv_heads` heads of keys and values and `vocab_size` tokens over a mesh.
 
     Key and value heads that are fewer than the devices of `model`, or no multiple of them, are there several times, and
     each copy serves a part of the query heads of its group.
@@ -67,33 +89,38 @@ class Layout:
             raise ValueError(f"mesh.expert={parts}: the model has no experts; leave it out, and use mesh.model")
         if self.num_experts is not None and self.num_experts % parts:
             raise ValueError(f"mesh.expert={parts} does not divide the model's {self.num_experts} experts")
-        if VOCAB_GROUPS % self.model.parts:
-            raise ValueError(f"mesh.model={self.model.parts}: expected one of 1, 2, 4, 8 or {VOCAB_GROUPS}")
+        check_model_axis(self.model.parts)
 
     @staticmethod
-    def of(mesh: Mesh, config) -> "Layout":
-        """The layout of the model that `config` (a `DecoderConfig`) describes."""
+    def of(mesh: Mesh | None, config, device=None) -> "Layout":
+        """The layout of the model that `config` (a `DecoderConfig`) describes.
+
+        Args:
+            mesh: None for a mesh of one device.
+            device: that device; None for the default one.
+        """
+        mesh = one_device_mesh(device) if mesh is None else mesh
         group = config.num_heads // config.num_kv_heads
         return Layout(mesh, config.num_kv_heads, group, config.vocab_size, config.num_experts)
 
     @property
     def model(self) -> ShardAxis:
-        """What is spread over `model`."""
+        """The tensor-parallel axis."""
         parts = self.mesh.shape.get(MODEL, 1)
-        return ALONE if parts == 1 else ShardAxis(MODEL, parts)
+        return REPLICATED if parts == 1 else ShardAxis(MODEL, parts)
 
     @property
     def experts(self) -> ShardAxis:
-        """What is spread over `expert`."""
+        """The expert-parallel axis."""
         parts = self.mesh.shape.get(EXPERT, 1)
-        return ALONE if parts == 1 else ShardAxis(EXPERT, parts)
+        return REPLICATED if parts == 1 else ShardAxis(EXPERT, parts)
 
     @property
     def expert_sums(self) -> ShardAxis:
-        """What the parts of experts, and the experts of a token, are added up over."""
-        spread = [each for each in (self.model, self.experts) if each.parts > 1]
-        if len(spread) < 2:
-            return spread[0] if spread else ALONE
+        """The axes over which the outputs of experts are summed."""
+        sharded = [each for each in (self.model, self.experts) if each.parts > 1]
+        if len(sharded) < 2:
+            return sharded[0] if sharded else REPLICATED
         return ShardAxis((MODEL, EXPERT), self.model.parts * self.experts.parts)
 
     @property
@@ -134,6 +161,8 @@ class Layout:
     def head_index(self, head):
         """Which query head of the model is head `head` of this device, i32; used where a head's number has a meaning.
         Heads that fill up a group count as the last of it."""
+        if self.model.parts == 1:
+            return head
         per_copy = self._padded_group // self.kv_copies
         kv_head, place = self.model.index * self.kv_heads + head // per_copy, head % per_copy
         place = jnp.minimum((kv_head % self.kv_copies) * per_copy + place, self.q_heads_per_group - 1)
@@ -172,7 +201,7 @@ class Layout:
         return NamedArray(array, tuple(axes))  # type: ignore[arg-type]
 
     def spec(self, axes: tuple[Axis, ...]) -> PartitionSpec:
-        """Which axis is spread over what."""
+        """The mesh axis of each axis."""
         names = (MESH_AXES.get(axis.name) for axis in axes)
         return PartitionSpec(*(name if name in self.mesh.axis_names else None for name in names))
 
@@ -189,19 +218,20 @@ class Layout:
         Where the mesh has devices of several processes, each process brings the same arrays, and places its parts.
         """
 
-        def put(array, sharding: NamedSharding):
-            if not self.spans_hosts or (isinstance(array, jax.Array) and not array.is_fully_addressable):
-                return jax.device_put(array, sharding, donate=donate)
-            whole = np.asarray(array)
-            places = sharding.addressable_devices_indices_map(whole.shape)
-            parts = [jax.device_put(whole[index], device) for device, index in places.items()]
-            return jax.make_array_from_single_device_arrays(whole.shape, sharding, parts)
-
-        return _map_named(
-            lambda named: NamedArray(put(named.array, self.sharding(named.axes)), named.axes),
-            lambda leaf: put(leaf, self.sharding(())),
-            tree,
-        )
+        leaves, structure = jax.tree.flatten(tree, is_leaf=_is_named)
+        arrays = [leaf.array if _is_named(leaf) else leaf for leaf in leaves]
+        shardings = [self.sharding(leaf.axes if _is_named(leaf) else ()) for leaf in leaves]
+        if self.spans_hosts:
+            placed = [_put_own_parts(*pair, donate) for pair in zip(arrays, shardings, strict=True)]
+        else:  # those that are there stay as they are: a training program may share a model's arrays
+            away = [i for i, pair in enumerate(zip(arrays, shardings, strict=True)) if not _is_there(*pair)]
+            moved = jax.device_put([arrays[i] for i in away], [shardings[i] for i in away], donate=donate)
+            placed = list(arrays)
+            for i, array in zip(away, moved, strict=True):
+                placed[i] = array
+        pairs = zip(leaves, placed, strict=True)
+        found = [NamedArray(array, leaf.axes) if _is_named(leaf) else array for leaf, array in pairs]
+        return jax.tree.unflatten(structure, found)
 
     def types(self, tree):
         """The types of such a tree, with their places."""
@@ -216,7 +246,7 @@ class Layout:
         )
 
     def fit_model(self, model, *, donate: bool = False):
-        """A model as it came from a checkpoint, spread over the mesh; its types where it is types."""
+        """A model as it came from a checkpoint, sharded over the mesh; its types where it is types."""
 
         def fit(named: NamedArray) -> NamedArray:
             if isinstance(named.array, jax.ShapeDtypeStruct):
@@ -227,7 +257,7 @@ class Layout:
         return _map_named(fit, lambda leaf: leaf, model).shard_as(self)
 
     def stacked_types(self, tree):
-        """The types of what all data shards have, of those of one."""
+        """The types of the arrays of all data-parallel ranks, from those of one."""
         shards = self.num_shards
         if shards == 1:
             return tree
@@ -245,14 +275,16 @@ class Layout:
 
     @property
     def _lead(self) -> tuple[str, ...]:
+        """The axis of ranks that the programs' arguments and results have: none for one rank, which is the one
+        difference between one and several (docs/decisions/0032-always-a-mesh.md)."""
         return (DATA,) if self.num_shards > 1 else ()
 
     def spmd(self, function: Callable, results) -> Callable:
         """`function`, run by every device on its parts.
 
         Args:
-            function: of one data shard. Where there are several, all arguments but `model`, and all results, have a
-                leading axis `data`.
+            function: of one data-parallel rank. Where there are several, all arguments but `model`, and all results,
+                have a leading axis `data`.
             results: what one shard gets: types, or None for arrays that are the same on all devices of a shard. These
                 are for the host: where there are several, they are brought to all devices, so that each host has them.
         """

@@ -7,16 +7,16 @@ import jax
 from haliax import Axis, NamedArray
 from jax import Array
 
-from levanter_infer.layers.linear import Linear, LinearMap, apply
+from levanter_infer.layers.linear import Linear, apply
 from levanter_infer.layers.norm import RMSNorm
 
 
 class Mlp(eqx.Module):
     """`down(silu(gate(x)) · up(x))`. Source: arXiv:2002.05202."""
 
-    gate_proj: LinearMap
-    up_proj: LinearMap
-    down_proj: LinearMap
+    gate_proj: Linear
+    up_proj: Linear
+    down_proj: Linear
 
     @staticmethod
     def init(batch: Sequence[Axis], embed: Axis, mlp: Axis, *, bias: bool, key: Array, dtype) -> "Mlp":

@@ -2,66 +2,68 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from haliax import Axis, NamedArray
 from jax import Array
-from jax.core import Tracer
 
-from levanter_infer.axes import EXPERT, LAYERS, MIN_ROWS, ROW
-from levanter_infer.layers.linear import GpuLinear, Linear, LinearMap, PanelLinear, apply, from_bits, readable
+from levanter_infer.axes import MIN_ROWS, ROW
+from levanter_infer.layers.linear import Linear, apply
 from levanter_infer.layers.norm import RMSNorm
-from levanter_infer.layers.shard_axis import ALONE, ShardAxis
+from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
 
 _MAX_BLOCK = 128
-_Stored = TypeVar("_Stored", bound=Linear | GpuLinear)
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeSizes:
+    """What `Moe.init` makes."""
+
+    expert: Axis
+    mlp: Axis
+    """Width of one expert."""
+    num_chosen: int
+    """Experts of each token."""
+    normalize: bool
+    """Whether the weights of the chosen experts are normalized to a sum of one."""
 
 
 class Moe(eqx.Module):
-    """`sum of weight · down(silu(gate(x)) · up(x))` over the experts that the router likes best.
+    """`sum of weight · down(silu(gate(x)) · up(x))` over the experts with the largest router probabilities.
 
     Tokens are sorted by expert. In the paged forward each expert's tokens are computed in blocks of a fixed size by
-    the same matmuls as everything else, so that an expert that nobody chose costs nothing, and what a token gets does
-    not depend on who shares its block. The plain forward leaves that to `jax.lax.ragged_dot`, which has a gradient.
+    the same matmuls as everything else, so that an expert without tokens costs nothing, and what a token gets does
+    not depend on the other tokens of its block. The plain forward leaves that to `jax.lax.ragged_dot`, which has a
+    gradient.
     Source: sparsely gated experts, arXiv:1701.06538; softmax before the choice as in Qwen3-MoE.
     """
 
-    router: LinearMap
+    router: Linear
     """[layers, expert, embed]"""
-    gate_proj: LinearMap
-    up_proj: LinearMap
-    """[layers, expert, mlp, embed]; as `PanelLinear`, layers and experts are one axis."""
-    down_proj: LinearMap
+    gate_proj: Linear
+    up_proj: Linear
+    """[layers, expert, mlp, embed]"""
+    down_proj: Linear
     """[layers, expert, embed, mlp]"""
     num_chosen: int = eqx.field(static=True)
     """Experts of each token."""
     normalize: bool = eqx.field(static=True)
-    """Whether the weights of the chosen ones add up to one; else they are their shares among all."""
+    """Whether the weights of the chosen experts are normalized to a sum of one."""
     layer: Array | None = None
     """i32[], which layer of the stack is meant; None where a scan has picked one."""
     num_rows: Array | None = None
     """i32[], how many tokens count."""
-    experts: ShardAxis = eqx.field(static=True, default=ALONE)
-    """How the experts are spread; each device computes what its own make of the tokens that chose them."""
-    sums: ShardAxis = eqx.field(static=True, default=ALONE)
-    """What results are added up over: experts, and the parts of each."""
+    experts: ShardAxis = eqx.field(static=True, default=REPLICATED)
+    """How the experts are sharded (expert parallel): each device computes its own for the tokens that chose them."""
+    sums: ShardAxis = eqx.field(static=True, default=REPLICATED)
+    """Mesh axes over which results are added up: experts, and the shards of each."""
 
     @staticmethod
-    def init(
-        batch: Sequence[Axis],
-        embed: Axis,
-        expert: Axis,
-        mlp: Axis,
-        *,
-        num_chosen: int,
-        normalize: bool,
-        key: Array,
-        dtype,
-    ) -> "Moe":
+    def init(batch: Sequence[Axis], embed: Axis, sizes: "MoeSizes", *, key: Array, dtype) -> "Moe":
+        """Random maps as in `Linear.init`; `batch`: axes of independent layers."""
+        expert, mlp = sizes.expert, sizes.mlp
         keys = jax.random.split(key, 4)
         each = (*batch, expert)
         return Moe(
@@ -69,18 +71,13 @@ class Moe(eqx.Module):
             gate_proj=Linear.init(each, (mlp,), (embed,), key=keys[1], dtype=dtype),
             up_proj=Linear.init(each, (mlp,), (embed,), key=keys[2], dtype=dtype),
             down_proj=Linear.init(each, (embed,), (mlp,), key=keys[3], dtype=dtype),
-            num_chosen=num_chosen,
-            normalize=normalize,
+            num_chosen=sizes.num_chosen,
+            normalize=sizes.normalize,
         )
 
     def at(self, layer: Array, num_rows: Array) -> "Moe":
         """The block of one layer of a stack, for inputs whose first `num_rows` rows count. Nothing is sliced here."""
         return dataclasses.replace(self, router=self.router.at(layer, num_rows), layer=layer, num_rows=num_rows)
-
-    @property
-    def expert_maps(self) -> dict[str, LinearMap]:
-        """The maps of the experts, by the name of their field."""
-        return {"gate_proj": self.gate_proj, "up_proj": self.up_proj, "down_proj": self.down_proj}
 
     def __call__(self, x: NamedArray, norm: RMSNorm) -> NamedArray:
         """`x + moe(norm(x))`. Args: x: [..., embed]. Returns: [..., embed]."""
@@ -98,7 +95,7 @@ class Moe(eqx.Module):
     def _route(self, rows: NamedArray) -> tuple[Array, Array]:
         """Experts of each row i32[row, chosen], and their weights f32[row, chosen]."""
         own = apply(rows, self.router)[0].rearrange((ROW, ...)).array.astype(jnp.float32)
-        logits = self.experts.concatenated(own, 1)
+        logits = self.experts.all_gather(own, 1)
         weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.num_chosen)
         if self.normalize:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -106,14 +103,12 @@ class Moe(eqx.Module):
 
     @property
     def _num_experts(self) -> int:
-        """That are here."""
-        if isinstance(self.router, PanelLinear):
-            return self.router.outs[0].size
-        return self.router.weight.axis_size(EXPERT)
+        """Number of local experts."""
+        return self.router.outs[0].size
 
     def _sorted(self, chosen: Array) -> tuple[Array, Array]:
-        """Places in `chosen`, flat, by expert, i32[row · chosen]; and how many belong to each that is here,
-        i32[expert]. Rows that do not count, or have chosen others, come last and belong to none."""
+        """Indices into flattened `chosen`, sorted by expert, i32[row · chosen]; and the number of each local expert,
+        i32[expert]. Rows that do not count, or have chosen experts of other devices, come last and belong to none."""
         flat = chosen.reshape(-1) - self.experts.index * self._num_experts
         flat = jnp.where((flat >= 0) & (flat < self._num_experts), flat, self._num_experts)
         if self.num_rows is not None:
@@ -123,12 +118,12 @@ class Moe(eqx.Module):
         return jnp.argsort(flat, stable=True).astype(jnp.int32), counts
 
     def _in_blocks(self, rows: NamedArray, chosen: Array) -> Array:
-        """What each chosen expert makes of its row, f32[row · chosen, embed]; zeros for rows that do not count, and for
-        experts that are not here."""
+        """Result of each chosen expert for its row, f32[row · chosen, embed]; zeros for rows that do not count, and for
+        experts of other devices."""
         order, counts = self._sorted(chosen)
         num_pairs, (_, embed) = order.shape[0], rows.axes
         size = block_size(num_pairs, self._num_experts)
-        maps = [part if isinstance(part, PanelLinear) else merged(part) for part in self.expert_maps.values()]
+        maps = [part.merged() for part in (self.gate_proj, self.up_proj, self.down_proj)]
         blocks = -(-counts // size)
         ends, starts = jnp.cumsum(blocks, dtype=jnp.int32), jnp.cumsum(counts, dtype=jnp.int32) - counts
         item = jnp.arange(size, dtype=jnp.int32)
@@ -155,15 +150,12 @@ class Moe(eqx.Module):
         """As `_in_blocks`, for weights [expert, out, in]."""
         order, counts = self._sorted(chosen)
 
-        def product(x: Array, part: LinearMap) -> Array:
-            assert isinstance(part, Linear | GpuLinear), "weights in panels are read by the paged forward"
-            weight = jnp.swapaxes(from_bits(part.weight.array, x.dtype), 1, 2)
-            return jax.lax.ragged_dot(x, weight, counts, preferred_element_type=jnp.float32)
+        def matmul(x: Array, part: Linear) -> Array:
+            return part.backend.grouped_matmul(x, part.weight.array, counts)
 
-        gate, up, down = self.expert_maps.values()
         inputs = rows.array[order // self.num_chosen]
-        gated = jax.nn.silu(product(inputs, gate)) * product(inputs, up)
-        results = product(gated.astype(inputs.dtype), down)
+        gated = jax.nn.silu(matmul(inputs, self.gate_proj)) * matmul(inputs, self.up_proj)
+        results = matmul(gated.astype(inputs.dtype), self.down_proj)
         return jnp.zeros_like(results).at[order].set(results)
 
 
@@ -171,11 +163,3 @@ def block_size(num_pairs: int, num_experts: int) -> int:
     """Rows of a block: a power of two, about twice an expert's share of (row, expert) pairs."""
     share = max(1, -(-2 * num_pairs // num_experts))
     return min(max(MIN_ROWS, 1 << (share - 1).bit_length()), _MAX_BLOCK)
-
-
-def merged(part: _Stored) -> _Stored:
-    """Maps [layers, expert, out, in] as one stack [layers · expert, out, in], in the same memory."""
-    array, (layers, experts, *rest) = part.weight.array, part.weight.axes
-    stack = array if isinstance(array, Tracer) else np.asarray(readable(array))
-    shape = (layers.size * experts.size, *(axis.size for axis in rest))
-    return dataclasses.replace(part, weight=NamedArray(stack.reshape(shape), (Axis(LAYERS, shape[0]), *rest)))  # type: ignore[arg-type]

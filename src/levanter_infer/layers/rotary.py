@@ -7,7 +7,7 @@ Length-dependent scalings. `dynamic` and `longrope` choose their frequencies by 
 is no function of a position: keys that are stored already rotated would have to be rotated anew when the sequence
 grows. Here the length is fixed per program (`rope_len`): the uncached forward takes the size of its position axis, as
 HF does; the paged forward takes the longest length that the engine admits. So sequences of an engine whose limit
-lies within the original length equal HF at every length; beyond it all its sequences use the frequencies of that
+is within the original length equal HF at every length; beyond it all its sequences use the frequencies of that
 limit, and equal HF's forward over a sequence of that length (dynamic) or of any length beyond the original (longrope).
 """
 

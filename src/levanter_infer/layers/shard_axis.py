@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-VOCAB_GROUPS = 16
-"""A vocabulary is spread over a divisor of this many parts: `decode.sampling_draw` adds as many entries at once, one of
-every stretch of a 16th, and a part then holds whole stretches."""
+from levanter_infer.axes import VOCAB_GROUPS
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class ShardAxis:
     def min(self, values: Array) -> Array:
         return values if self.mesh_axis is None else jax.lax.pmin(values, self.mesh_axis)
 
-    def concatenated(self, values: Array, axis: int) -> Array:
+    def all_gather(self, values: Array, axis: int) -> Array:
         """The values of all parts, one behind the other."""
         if self.mesh_axis is None:
             return values
@@ -49,8 +47,8 @@ class ShardAxis:
         return jnp.int32(0) if self.mesh_axis is None else jax.lax.axis_index(self.mesh_axis).astype(jnp.int32)
 
 
-ALONE = ShardAxis()
-"""The axis is here as a whole."""
+REPLICATED = ShardAxis()
+"""The axis is not sharded: each device has all of it."""
 
 
 @dataclass(frozen=True)
@@ -62,30 +60,30 @@ class Vocabulary:
     """
 
     size: int
-    spread: ShardAxis = ALONE
+    shard_axis: ShardAxis = REPLICATED
 
     @property
     def part_size(self) -> int:
         """Tokens of one part."""
-        if self.spread.parts == 1:
+        if self.shard_axis.parts == 1:
             return self.size
-        return -(-self.size // VOCAB_GROUPS) * VOCAB_GROUPS // self.spread.parts
+        return -(-self.size // VOCAB_GROUPS) * VOCAB_GROUPS // self.shard_axis.parts
 
     @property
     def padded_size(self) -> int:
-        return self.part_size * self.spread.parts
+        return self.part_size * self.shard_axis.parts
 
     def local(self, ids: Array) -> Array:
         """Where tokens are in this part; `part_size`, which is out of range, for those of others."""
-        if self.spread.parts == 1:
+        if self.shard_axis.parts == 1:
             return ids
-        place = ids - self.spread.index * self.part_size
+        place = ids - self.shard_axis.index * self.part_size
         return jnp.where((place >= 0) & (place < self.part_size), place, self.part_size)
 
     def ids(self, shape: tuple[int, ...]) -> Array:
         """The ids of this part's tokens along the last axis, i32[shape]."""
         places = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
-        return places + self.spread.index * self.part_size
+        return places + self.shard_axis.index * self.part_size
 
     def without_padding(self, logits: Array) -> Array:
         """f32[..., part]: what stands behind the vocabulary becomes impossible."""
@@ -95,15 +93,15 @@ class Vocabulary:
 
     def at(self, values: Array, ids: Array, fill: float) -> Array:
         """f32[row, k], the values f32[row, part] of the tokens i32[row, k]; `fill` where an id is none."""
-        if self.spread.parts == 1:
+        if self.shard_axis.parts == 1:
             return jnp.take_along_axis(values, ids, axis=1, mode="fill", fill_value=fill)
         own = jnp.take_along_axis(values, self.local(ids), axis=1, mode="fill", fill_value=0.0)
-        return jnp.where(ids < self.size, self.spread.sum(own), fill)
+        return jnp.where(ids < self.size, self.shard_axis.sum(own), fill)
 
     def first(self, hits: Array) -> Array:
         """The first token of each row of the mask bool[row, part], i32[row]; the last of all where there is none."""
         ids = self.ids(hits.shape)
-        first = self.spread.min(jnp.min(jnp.where(hits, ids, self.size), axis=1))
+        first = self.shard_axis.min(jnp.min(jnp.where(hits, ids, self.size), axis=1))
         return jnp.minimum(first, self.size - 1)
 
     def largest(self, values: Array, count: int) -> tuple[Array, Array]:
@@ -112,9 +110,9 @@ class Vocabulary:
         # Behind barriers, so that XLA does not merge slices into it and sort the whole vocabulary; behind two, because
         # jaxlib 0.10 aborts over one for both in a program for several devices.
         best, places = (jax.lax.optimization_barrier(a) for a in jax.lax.top_k(values, min(count, self.part_size)))
-        if self.spread.parts == 1:
+        if self.shard_axis.parts == 1:
             return best, places
-        best = self.spread.concatenated(best, 1)
-        ids = self.spread.concatenated(places + self.spread.index * self.part_size, 1)
+        best = self.shard_axis.all_gather(best, 1)
+        ids = self.shard_axis.all_gather(places + self.shard_axis.index * self.part_size, 1)
         best, order = jax.lax.top_k(best, count)
         return best, jnp.take_along_axis(ids, order, axis=1)

@@ -9,20 +9,19 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax import Array
-from jax.core import Tracer
 
 from levanter_infer.axes import EMBED, EXPERT, LAYERS, MLP, POSITION, SEQ_PAGE, VOCAB
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
-from levanter_infer.kernels.cpu.bindings import supports_dtype
-from levanter_infer.layers.attention import Attention, AttentionSpec
+from levanter_infer.kernels.backend import Backend
+from levanter_infer.layers.attention import Attention, AttentionInputs, AttentionSizes, AttentionSpec
 from levanter_infer.layers.layout import Layout
-from levanter_infer.layers.linear import GpuLinear, Linear, LinearMap, PanelLinear, apply, as_bits, contract, from_bits
+from levanter_infer.layers.linear import Linear, apply, prepare_tables
 from levanter_infer.layers.mlp import Mlp
-from levanter_infer.layers.moe import Moe, merged
+from levanter_infer.layers.moe import Moe, MoeSizes
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.rotary import RopeConfig, rotary_tables
-from levanter_infer.layers.shard_axis import ALONE, ShardAxis, Vocabulary
+from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
 
 PLAIN = AttentionSpec()
 """Attention as the model alone defines it."""
@@ -103,9 +102,7 @@ class DecoderLayer(eqx.Module):
         def norm() -> RMSNorm:  # each an array of its own, so that a training step can donate them
             return RMSNorm.init(batch, embed, eps=config.rms_norm_eps, dtype=dtype)
 
-        attention = Attention.init(
-            batch,
-            embed,
+        sizes = AttentionSizes(
             num_kv_heads=config.num_kv_heads,
             q_heads_per_group=config.num_heads // config.num_kv_heads,
             head_dim=config.head_dim,
@@ -113,23 +110,19 @@ class DecoderLayer(eqx.Module):
             out_bias=config.out_bias,
             qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
             soft_cap=config.attention_soft_cap,
-            key=attention_key,
-            dtype=dtype,
         )
+        attention = Attention.init(batch, embed, sizes, key=attention_key, dtype=dtype)
         width = Axis(MLP, config.intermediate_size)
         if config.num_experts is None:
             mlp = Mlp.init(batch, embed, width, bias=config.mlp_bias, key=mlp_key, dtype=dtype)
         else:
-            mlp = Moe.init(
-                batch,
-                embed,
-                Axis(EXPERT, config.num_experts),
-                width,
+            experts = MoeSizes(
+                expert=Axis(EXPERT, config.num_experts),
+                mlp=width,
                 num_chosen=config.num_experts_per_token,
                 normalize=config.normalize_experts,
-                key=mlp_key,
-                dtype=dtype,
             )
+            mlp = Moe.init(batch, embed, experts, key=mlp_key, dtype=dtype)
         return DecoderLayer(input_norm=norm(), attention=attention, mlp_norm=norm(), mlp=mlp)
 
     def at(self, index: Array, num_rows: Array) -> "DecoderLayer":
@@ -137,23 +130,23 @@ class DecoderLayer(eqx.Module):
         return jax.tree.map(
             lambda part: part.at(index) if isinstance(part, RMSNorm) else part.at(index, num_rows),
             self,
-            is_leaf=lambda part: isinstance(part, LinearMap | RMSNorm | Moe),
+            is_leaf=lambda part: isinstance(part, Linear | RMSNorm | Moe),
         )
 
 
 class DecoderModel(eqx.Module):
     """Token ids in, logits out: over plain sequences (`__call__`) and over pages (`hidden`, then `logits`)."""
 
-    embeddings: NamedArray | PanelLinear
-    """[vocab, embed]"""
+    embeddings: Linear
+    """[vocab, embed]: its rows are the embeddings; as head it maps hidden states to logits."""
     layers: DecoderLayer
     """Every parameter with a leading `layers` axis."""
     norm: RMSNorm
-    lm_head: NamedArray | PanelLinear | None
+    lm_head: Linear | None
     """[vocab, embed]; None where the embeddings serve as head."""
     config: DecoderConfig = eqx.field(static=True)
-    spread: ShardAxis = eqx.field(static=True, default=ALONE)
-    """How the vocabulary is spread."""
+    shard_axis: ShardAxis = eqx.field(static=True, default=REPLICATED)
+    """How the vocabulary is sharded."""
 
     @staticmethod
     def init(config: DecoderConfig, *, key: Array, dtype=jnp.float32) -> "DecoderModel":
@@ -161,8 +154,9 @@ class DecoderModel(eqx.Module):
         embed_key, layers_key, head_key = jax.random.split(key, 3)
         vocab, embed = Axis(VOCAB, config.vocab_size), Axis(EMBED, config.hidden_size)
 
-        def table(key: Array) -> NamedArray:
-            return (hax.random.normal(key, (vocab, embed), dtype=jnp.float32) * jnp.float32(0.02)).astype(dtype)
+        def table(key: Array) -> Linear:
+            weight = hax.random.normal(key, (vocab, embed), dtype=jnp.float32) * jnp.float32(0.02)
+            return Linear(weight=weight.astype(dtype), bias=None, num_in=1)
 
         return DecoderModel(
             embeddings=table(embed_key),
@@ -174,13 +168,13 @@ class DecoderModel(eqx.Module):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of parameters, however they are stored."""
+        """Dtype of the parameters, in whatever form they are stored."""
         return self.norm.weight.dtype
 
     @property
     def activation_dtype(self) -> jnp.dtype:
-        """Of the residual stream. The C++ kernels compute in float32 and are spared the conversions."""
-        return jnp.dtype(jnp.float32) if self.skips_rows else self.dtype
+        """Dtype of the residual stream."""
+        return self.backend.activation_dtype(self.dtype)
 
     @property
     def embed(self) -> Axis:
@@ -189,96 +183,56 @@ class DecoderModel(eqx.Module):
 
     @property
     def vocab(self) -> Vocabulary:
-        """The part of the vocabulary whose embeddings and logits are here."""
-        return Vocabulary(self.config.vocab_size, self.spread)
+        """The part of the vocabulary whose embeddings and logits this device has."""
+        return Vocabulary(self.config.vocab_size, self.shard_axis)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether its arrays are those of a mesh."""
-        return self.spread != ALONE
+        """Whether the arrays are those of a mesh."""
+        return self.shard_axis != REPLICATED
 
     @property
-    def skips_rows(self) -> bool:
-        """Whether rows beyond those in use cost nothing in `logits`."""
-        return isinstance(self._head, PanelLinear)
+    def is_packed(self) -> bool:
+        """Whether `prepare` has packed the weights, in an order that only their backend knows."""
+        return self._head.packed_axes is not None
 
     @property
-    def isa(self) -> str | None:
-        """The instruction set of the C++ kernels, if a choice was made (`for_cpu`)."""
-        return self._head.isa if isinstance(self._head, PanelLinear) else None
+    def backend(self) -> Backend:
+        """What computes the matmuls."""
+        return self._head.backend
 
     @property
-    def _head(self) -> NamedArray | PanelLinear:
+    def _head(self) -> Linear:
         return self.embeddings if self.lm_head is None else self.lm_head
 
     def shard_as(self, layout: Layout) -> "DecoderModel":
-        """The same model, knowing that its arrays are spread (`Layout.fit_model`)."""
+        """The same model with sharded arrays, as `Layout.fit_model` shards them."""
 
-        def told(part):
+        def sharded(part):
             if isinstance(part, Moe):
                 return dataclasses.replace(part, experts=layout.experts, sums=layout.expert_sums)
-            spread = isinstance(part, Linear) and layout.is_sharded(part.weight.axes[-part.num_in :])
-            return dataclasses.replace(part, spread=layout.model) if spread else part
+            is_sharded = isinstance(part, Linear) and layout.is_sharded(part.ins)
+            return dataclasses.replace(part, shard_axis=layout.model) if is_sharded else part
 
-        layers = jax.tree.map(told, self.layers, is_leaf=lambda part: isinstance(part, Linear | Moe))
-        return dataclasses.replace(self, layers=layers, spread=layout.model)
+        layers = jax.tree.map(sharded, self.layers, is_leaf=lambda part: isinstance(part, Linear | Moe))
+        return dataclasses.replace(self, layers=layers, shard_axis=layout.model)
 
-    def for_cpu(self, kernel: str, *, isa: str | None = None, donate: bool = False) -> "DecoderModel":
-        """The same model as a CPU reads it fastest.
+    def prepare(self, backend: Backend, *, donate: bool = False) -> "DecoderModel":
+        """The same model with its weights stored as `backend` reads them.
 
         Args:
-            kernel: what computes the matmuls. cpu: `kernels.cpu`, with all weights in panels. xla: 16-bit weights
-                become integers (`linear.as_bits`), and a tied head a copy of the embeddings, because rows are taken
-                from bits and matmuls from floats.
-            isa: of the cpu kernels, one of `kernels.cpu.isas`; None for the widest.
-            donate: give up this model's weights one after the other, so that there are never two copies of all.
-        Raises: ValueError if the cpu kernels cannot read weights of this dtype.
+            donate: free this model's weights one after the other, so that there are never two copies of all.
+        Raises: ValueError if the backend cannot read weights of this dtype, or the model is prepared already.
         """
-        if kernel == "cpu" and not supports_dtype(self.dtype):
-            raise ValueError(f'kernel="cpu" reads weights of float32 or bfloat16, not {self.dtype}; use "xla"')
-
-        def bits(named: NamedArray) -> NamedArray:
-            return _given_up(named, as_bits(named), donate)
-
-        def panels(linear: Linear, stacked: bool = True) -> PanelLinear:
-            return _given_up(linear.weight, PanelLinear.of(linear, stacked=stacked, isa=isa), donate)
-
-        def convert(part):
-            if isinstance(part, Moe) and kernel == "cpu":
-                experts = {
-                    name: _given_up(linear.weight, PanelLinear.of(merged(linear), isa=isa), donate)
-                    for name, linear in part.expert_maps.items()
-                    if isinstance(linear, Linear)
-                }
-                return dataclasses.replace(part, router=convert(part.router), **experts)
-            if isinstance(part, Moe):
-                return jax.tree.map(convert, part, is_leaf=lambda part: isinstance(part, Linear))
-            if not isinstance(part, Linear):
-                return part
-            return panels(part) if kernel == "cpu" else dataclasses.replace(part, weight=bits(part.weight))
-
-        embeddings, head = self.embeddings, self.lm_head
-        if isinstance(embeddings, PanelLinear) or isinstance(head, PanelLinear):
-            raise ValueError("the weights are in panels already; give the model as it was loaded")
-        if kernel == "cpu":
-            last = panels(Linear(weight=self._head, bias=None, num_in=1), stacked=False)  # type: ignore[arg-type]
-            embeddings, head = (last, None) if head is None else (bits(embeddings), last)
-        elif as_bits(embeddings) is not embeddings:
-            head = embeddings if head is None else head
-            embeddings = as_bits(embeddings) if head is embeddings else bits(embeddings)
-        layers = jax.tree.map(convert, self.layers, is_leaf=lambda part: isinstance(part, Linear | Moe))
+        if self.is_packed:
+            raise ValueError("the weights are packed already; give the model as it was loaded")
+        embeddings, head = prepare_tables(self.embeddings, self.lm_head, backend, donate=donate)
+        layers = jax.tree.map(
+            lambda part: part.prepare(backend, donate=donate) if isinstance(part, Linear) else part,
+            self.layers,
+            is_leaf=lambda part: isinstance(part, Linear),
+        )
         return dataclasses.replace(self, embeddings=embeddings, layers=layers, lm_head=head)
-
-    def for_gpu(self, kernel: str) -> "DecoderModel":
-        """The same model with the layers' matmuls by `kernel`: xla, gpu or gpu_interpret."""
-        if kernel == "xla":
-            return self
-
-        def convert(part):
-            return GpuLinear.of(part, interpret=kernel == "gpu_interpret") if isinstance(part, Linear) else part
-
-        layers = jax.tree.map(convert, self.layers, is_leaf=lambda part: isinstance(part, Linear))
-        return dataclasses.replace(self, layers=layers)
 
     def __call__(self, tokens: NamedArray, attention: AttentionSpec = PLAIN) -> NamedArray:
         """The plain causal forward, without a cache: for training, and as the oracle.
@@ -293,8 +247,8 @@ class DecoderModel(eqx.Module):
 
         Args:
             tokens: i32[..., position], position 0 first.
-            attention: `score_mod` and `mask_mod` act as in the paged forward, `impl` does not matter. `max_seq_len`
-                None is the size of the position axis; only length-dependent ropes look at it (layers/rotary.py).
+            attention: `score_mod` and `mask_mod` act as in the paged forward. `max_seq_len` None is the size of the
+                position axis; only length-dependent ropes look at it (layers/rotary.py).
         Returns: [..., position, embed].
         """
         tokens = tokens.rearrange((..., POSITION))
@@ -303,7 +257,7 @@ class DecoderModel(eqx.Module):
         rope = self._rope(positions, attention.max_seq_len or num_positions)
 
         def block(x: NamedArray, layer: DecoderLayer, window: Array | None) -> NamedArray:
-            x = layer.attention.dense(x, layer.input_norm, rope, window, attention)
+            x = layer.attention.dense(x, layer.input_norm, AttentionInputs(rope, window, attention))
             return layer.mlp(x, layer.mlp_norm)
 
         return hax.fold(block, LAYERS)(self._embed(tokens), self.layers, self._windows())
@@ -326,7 +280,8 @@ class DecoderModel(eqx.Module):
         def block(index: Array, carry: tuple[NamedArray, KvPages]):
             x, kv = carry
             layer, window = self.layers.at(index, num_tokens), None if windows is None else windows[index]
-            x, kv = layer.attention.paged(x, layer.input_norm, rope, kv, index, batch, window, attention)
+            inputs = AttentionInputs(rope, window, attention)
+            x, kv = layer.attention.paged(x, layer.input_norm, inputs, kv, index, batch)
             return layer.mlp(x, layer.mlp_norm), kv
 
         return jax.lax.fori_loop(0, self.config.num_layers, block, (self._embed(batch.tokens), kv))
@@ -337,21 +292,13 @@ class DecoderModel(eqx.Module):
         Args:
             hidden: [..., embed]
             num_rows: i32[], how many rows count; the others may give anything. None: all.
-        Returns: f32[..., vocab], of the part of the vocabulary that is here.
+        Returns: f32[..., vocab], of this device's part of the vocabulary.
         """
-        head = self._head
-        if isinstance(head, PanelLinear):
-            return apply(hidden, dataclasses.replace(head, num_rows=num_rows), norm=self.norm)[0]
-        logits = contract(self.norm(hidden), head, 1)
+        (logits,) = apply(hidden, self._head.at(None, num_rows), norm=self.norm, dtype=jnp.float32)
         return NamedArray(self.vocab.without_padding(logits.array), logits.axes)
 
     def _embed(self, tokens: NamedArray) -> NamedArray:
-        table, ids = self.embeddings, tokens.array
-        if isinstance(table, PanelLinear):
-            rows = table.rows(ids.reshape(-1), self.dtype).reshape(*ids.shape, self.embed.size)
-        else:
-            here = table.array.at[self.vocab.local(ids)].get(mode="fill", fill_value=0)
-            rows = self.spread.sum(from_bits(here, self.dtype))
+        rows = self.shard_axis.sum(self.embeddings.take_rows(self.vocab.local(tokens.array), self.dtype))
         return NamedArray(rows.astype(self.activation_dtype), (*tokens.axes, self.embed))
 
     def _rope(self, positions: NamedArray, rope_len: int) -> tuple[NamedArray, NamedArray]:
@@ -375,11 +322,3 @@ class DecoderModel(eqx.Module):
                 f"the original {rope.original_len}; give AttentionSpec(max_seq_len=...)"
             )
         return capacity
-
-
-def _given_up(old: NamedArray, new, donate: bool):
-    """`new`; the memory of `old`, from which it was made, is free again if `donate`."""
-    if donate and new is not old and not isinstance(old.array, Tracer):
-        jax.block_until_ready(new)
-        old.array.delete()
-    return new

@@ -1,6 +1,7 @@
 """What a model family has to say, and what those of the Llama kin share."""
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ import equinox as eqx
 from haliax import NamedArray
 
 from levanter_infer.axes import LAYERS
+from levanter_infer.layers.linear import Linear
 from levanter_infer.layers.rotary import RopeConfig
 from levanter_infer.models.decoder import DecoderConfig, DecoderModel
 from levanter_infer.models.hf_config import HfConfig
@@ -33,7 +35,7 @@ class Family:
 
 
 TENSOR_NAMES = {
-    "embeddings": "model.embed_tokens.weight",
+    "embeddings.weight": "model.embed_tokens.weight",
     "layers.input_norm.weight": "model.layers.{layer}.input_layernorm.weight",
     **{
         f"layers.attention.{name}_proj.{kind}": f"model.layers.{{layer}}.self_attn.{name}_proj.{kind}"
@@ -49,7 +51,7 @@ TENSOR_NAMES = {
         for kind in ("weight", "bias")
     },
     "norm.weight": "model.norm.weight",
-    "lm_head": "lm_head.weight",
+    "lm_head.weight": "lm_head.weight",
 }
 """The names that Llama, Mistral, Qwen2 and Qwen3 share. A model without a parameter (a bias, say) skips its line."""
 
@@ -70,7 +72,7 @@ class Parameter:
     hf_shape: tuple[int, ...]
     """Shape of each of these tensors."""
     num_stacked: int
-    """Leading axes along which they lie."""
+    """Leading axes over which they are stacked."""
 
 
 def parameters(model: DecoderModel, family: Family) -> list[Parameter]:
@@ -85,13 +87,12 @@ def parameters(model: DecoderModel, family: Family) -> list[Parameter]:
             continue
         axes = array.axes
         stacked = axes[0].name == LAYERS
-        num_in = getattr(owner, "num_in", 1) if path.endswith("_proj.weight") else 1
         experts = "{expert}" in template
         num_stacked = stacked + experts
         sizes = [axis.size for axis in axes[num_stacked:]]
-        merged = (_product(sizes),)
-        if path.endswith(("_proj.weight", "router.weight")) or path in ("embeddings", "lm_head"):
-            merged = (_product(sizes[:-num_in]), _product(sizes[-num_in:]))
+        merged = (math.prod(sizes),)
+        if isinstance(owner, Linear) and path.endswith(".weight"):
+            merged = (math.prod(sizes[: -owner.num_in]), math.prod(sizes[-owner.num_in :]))
         places = [{"layer": i} for i in range(axes[0].size)] if stacked else [{}]
         if experts:
             places = [{**place, "expert": i} for place in places for i in range(axes[1].size)]
@@ -123,13 +124,6 @@ def _resolve(model: DecoderModel, path: str) -> tuple[Any, Any]:
             return None, None
         owner, array = array, getattr(array, name)
     return owner, array
-
-
-def _product(sizes: Iterable[int]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
 
 
 def common_fields(hf: HfConfig, *, kv_heads: int | None, head_dim: int | None, max_positions: int) -> dict[str, Any]:

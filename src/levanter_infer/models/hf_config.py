@@ -70,7 +70,7 @@ _ROPE_NEUTRAL: dict[str, dict[str, tuple]] = {"yarn": {"attn_factor": (1, None),
 
 
 class HfConfig:
-    """A `config.json` that is read key by key, and complains in the end about what nobody read.
+    """A `config.json` that is read key by key, and that complains in the end about keys that were not read.
 
     Errors are `ValueError`s that name the key, what it held, and what was expected.
     """

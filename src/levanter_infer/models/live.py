@@ -1,4 +1,4 @@
-"""Models that somebody trains with haliax, in the shape of Levanter's `LlamaLMHeadModel`, used as they are.
+"""Models in training with haliax, in the shape of Levanter's `LlamaLMHeadModel`, used as they are.
 
 Nothing of Levanter is imported: a model is known by the names of its fields and axes, which are those of Levanter's
 Llama, Mistral, Qwen2 and Qwen3. What this engine computes is said by sizes, by the fields of the model's configuration
@@ -19,6 +19,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from levanter_infer.axes import EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, MLP, Q_HEADS_PER_GROUP, VOCAB
+from levanter_infer.kernels.registry import platform_of
 from levanter_infer.models.decoder import DecoderConfig, DecoderModel
 from levanter_infer.models.family import Family, parameters, set_parameter
 from levanter_infer.models.live_rope import check_rope, live_rope
@@ -26,11 +27,11 @@ from levanter_infer.models.registry import FAMILIES, family_for
 
 _LAYER = "transformer.layers.stacked"
 _NAMES = {
-    "embeddings": "embeddings.token_embeddings.weight",
+    "embeddings.weight": "embeddings.token_embeddings.weight",
     "layers.input_norm.weight": f"{_LAYER}.input_layernorm.weight",
     "layers.mlp_norm.weight": f"{_LAYER}.post_attention_layernorm.weight",
     "norm.weight": "transformer.norm.weight",
-    "lm_head": "lm_head.weight",
+    "lm_head.weight": "lm_head.weight",
     **{f"layers.attention.{name}_norm.weight": f"{_LAYER}.self_attn.{name}_norm.weight" for name in "qk"},
     **{
         f"layers.{ours}.{name}_proj.{kind}": f"{_LAYER}.{theirs}.{name}_proj.{kind}"
@@ -51,8 +52,8 @@ _LIKELY = "give the model's config.json as config=, if it is a Llama, Mistral, Q
 def from_levanter(model, config: DecoderConfig | Mapping[str, Any] | None = None) -> DecoderModel:
     """A live model as the engine and `generate` take it; they call this themselves.
 
-    Weights are shared, not copied, where they lie as `[layers, out..., in...]`, as haliax' `Linear` has them by default
-    (`out_first=True`) and its `Stacked` stacks them; others are transposed. Outside of a trace the output projection,
+    Weights are shared, not copied, where they are stored as `[layers, out..., in...]`, as by haliax' `Linear` by
+    default (`out_first=True`) in a `Stacked`; others are transposed. Outside of a trace the output projection,
     whose heads have one axis in Levanter and two here, is shared on a CPU and copied on other devices. The arrays may
     be traced.
 
@@ -147,7 +148,12 @@ def _sizes(model) -> dict[str, int]:
     """Size of every axis of the weights."""
     arrays = (
         _named(model, _NAMES[path])
-        for path in ("embeddings", "layers.attention.q_proj.weight", "layers.mlp.gate_proj.weight", "norm.weight")
+        for path in (
+            "embeddings.weight",
+            "layers.attention.q_proj.weight",
+            "layers.mlp.gate_proj.weight",
+            "norm.weight",
+        )
     )
     sizes = {_ALIASES.get(axis.name, axis.name): axis.size for array in arrays for axis in array.axes}
     for name in (VOCAB, EMBED, MLP, LAYERS, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE):
@@ -269,7 +275,7 @@ def _without_explicit_axes(array: Array) -> Array:
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
         raise ValueError(
             "called under a mesh with explicit axes, expected none: JAX makes it a part of every type. Call it outside "
-            "of it, or under jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())); parameters may lie on it"
+            "of it, or under jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())); parameters may be placed on it"
         )
     if all(kind == AxisType.Auto for kind in sharding.mesh.axis_types):
         return array
@@ -289,9 +295,9 @@ def _reshaped(array: Array, shape: tuple[int, ...]) -> Array:
     if isinstance(array, Tracer) or len(array.devices()) > 1 or array.sharding.memory_kind == "pinned_host":
         return array.reshape(shape)
     (device,) = array.devices()
-    if device.platform != "cpu":
+    if not platform_of(device.platform).shares_memory:
         return array.reshape(shape)
-    # If somebody donates `array`, JAX sees that its memory is in use and copies.
+    # If the caller donates `array`, JAX sees that its memory is in use and copies.
     return jax.device_put(np.asarray(array).reshape(shape), array.sharding if array.committed else None)
 
 

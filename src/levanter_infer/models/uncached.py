@@ -1,7 +1,5 @@
 """Whole sequences through the plain forward: the judge of everything that works with a cache."""
 
-import dataclasses
-
 import equinox as eqx
 import haliax as hax
 import jax
@@ -11,6 +9,8 @@ from jax import Array
 from levanter_infer.axes import POSITION, ROW, ROW_BOUND, SEQ_PAGE, TOKEN
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
+from levanter_infer.kernels.call import PoolShape
+from levanter_infer.kernels.xla.backend import ReferenceBackend
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.models.decoder import PLAIN, DecoderModel
 
@@ -78,14 +78,6 @@ def keys_and_values(model: DecoderModel, tokens: Array, attention: AttentionSpec
         new_token_dests=hax.named(index, (TOKEN,)),
         page_size=size,
     )
-    kv = KvPages.init(
-        num_layers=config.num_layers,
-        num_pages=1,
-        page_size=size,
-        num_kv_heads=config.num_kv_heads,
-        head_size=config.head_dim,
-        dtype=model.dtype,
-        as_bits=False,
-    )
-    _, kv = model.hidden(batch, kv, dataclasses.replace(attention, impl="reference"))
+    pool = PoolShape(config.num_layers, 1, size, config.num_kv_heads, config.head_dim, model.dtype)
+    _, kv = model.hidden(batch, KvPages.init(pool, ReferenceBackend()), attention)
     return kv.pages.array[:, 0]

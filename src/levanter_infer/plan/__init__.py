@@ -1,6 +1,6 @@
-"""`python -m levanter_infer.plan`: what a job will need and how fast it can be, before there is a machine for it.
+"""`levanter-infer plan`: capacity planning: memory and speed of a job on a machine that is not here.
 
-`targets` says what machines have, `job` what is asked for, `figures` what follows from shapes alone, `compiled` (in a
-process of its own, `compiler`) what the compiler makes of the job's own programs, `roofline` how fast that can be, and
-`search` which smallest change makes a job fit that does not.
+`targets` are the machines, `spec` describes the engine that is planned, `figures` are sizes that follow from shapes
+alone, `compiled` (in a process of its own, `compiler`) are the compiled programs of the engine, `roofline` bounds their
+speed, `search` finds the smallest change with which a job fits, `plan` puts them together and `report` prints them.
 """

@@ -10,13 +10,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from levanter_infer.cli import command_help, run_command
+from levanter_infer.cli import run_command
 
 if __name__ == "__main__":  # here, so that an interrupt during the imports below leaves no traceback
     run_command("plan")
 
+from levanter_infer.cli.common import run_config
 from levanter_infer.config import RunConfig
-from levanter_infer.frontend import guarded, run_config, say
+from levanter_infer.io.terminal import say
 from levanter_infer.runtime.progress import stage
 
 USAGE = """\
@@ -48,22 +49,22 @@ _OPTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class PlanConfig:
-    """What is planned for."""
+    """Target and workload of a plan."""
 
     target: str
-    """A machine, such as v5e-16."""
+    """Name of a machine, such as v5e-16."""
     shape: str | None = None
-    """The model's config.json, where the model itself is not here."""
+    """Path of the model's config.json, if the model itself is not on this machine."""
     compile: bool = True
     """Compile the job's programs for the target."""
     prompt_tokens: int = 512
-    """Of a request, in the mean."""
+    """Mean number of prompt tokens of a request."""
     output_tokens: int | None = None
-    """Generated tokens of a request, in the mean. Default: sampling.max_tokens."""
+    """Mean number of generated tokens of a request. Default: sampling.max_tokens."""
     json: str | None = None
-    """A file for all figures as JSON; - for standard output, in place of the tables."""
+    """Path of a file for all figures as JSON; - writes to standard output, in place of the tables."""
     timeout_s: float = 3600
-    """Seconds that compiling may take."""
+    """Time limit of compiling, in seconds."""
 
     def __post_init__(self):
         for name in ("prompt_tokens", "output_tokens", "timeout_s"):
@@ -74,11 +75,11 @@ class PlanConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanRunConfig(RunConfig):
-    """A run, or a batch job, that is planned."""
+    """Configuration of a run or a batch job, and its plan."""
 
     plan: PlanConfig
     batch: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of a batch job; the plan of an engine does not depend on it."""
+    """Keys of a batch job; the plan of an engine does not depend on them."""
 
     def __post_init__(self):
         if self.prompts or self.prompts_file or self.chat:
@@ -88,31 +89,31 @@ class PlanRunConfig(RunConfig):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     given = ["--plan.compile=false" if a == "--no-compile" else a for a in (sys.argv[1:] if argv is None else argv)]
-    return guarded(lambda: run_config(given, lambda: command_help("plan"), run, PlanRunConfig, _OPTIONS))
+    return run_config("plan", given, run, PlanRunConfig, _OPTIONS)
 
 
 def run(config: PlanRunConfig) -> int:
-    """Plan; returns the exit status. Raises: ValueError for what is no question of size."""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # shapes only: whatever is here is left to others
+    """Make a plan; returns the exit status. Raises: ValueError for an invalid configuration."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # shapes only: no device is needed
 
     from rich.console import Console
 
     from levanter_infer.plan.plan import make_plan
     from levanter_infer.plan.report import show
     from levanter_infer.plan.roofline import Workload
-    from levanter_infer.plan.source import job_of
+    from levanter_infer.plan.spec import spec_of
 
     wanted = config.plan
-    job = job_of(config, wanted.target, wanted.shape)
+    spec = spec_of(config, wanted.target, wanted.shape)
     workload = Workload(wanted.prompt_tokens, wanted.output_tokens or max(1, config.sampling.max_tokens))
     if wanted.compile:
-        say(f"compiling for {job.target}; --no-compile gives what needs no compiler")
+        say(f"compiling for {spec.target}; --no-compile gives what needs no compiler")
 
     def on_program(program) -> None:
         say(f"program   {program.name}: {'refused' if program.error else f'{program.compile_s:.1f} s'}")
 
-    with stage(f"compiling for {job.target}" if wanted.compile else "computing sizes"):
-        plan = make_plan(job, workload, compiles=wanted.compile, timeout_s=wanted.timeout_s, on_program=on_program)
+    with stage(f"compiling for {spec.target}" if wanted.compile else "computing sizes"):
+        plan = make_plan(spec, workload, compiles=wanted.compile, timeout_s=wanted.timeout_s, on_program=on_program)
     if wanted.json is not None:
         text = json.dumps(plan.as_dict(), indent=1) + "\n"
         if wanted.json == "-":

@@ -1,4 +1,4 @@
-"""What the compiler makes of a job's programs, as the plan sees it; `compiler` asks it, in a process of its own."""
+"""`compile_programs`: the compiled programs of an engine; `compiler` compiles them, in a process of its own."""
 
 import contextlib
 import dataclasses
@@ -12,27 +12,27 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from levanter_infer.plan.hlo import Collective
-from levanter_infer.plan.job import Job
+from levanter_infer.plan.spec import EngineSpec
 from levanter_infer.plan.targets import Target
 from levanter_infer.runtime.libtpu import compiler_environment, hlo_flags, short_of
 
 REFUSED = 3
-"""Status of a process that found something wrong with the job, other than Python's own for an exception."""
+"""Exit status of a compiler process that refuses the spec; Python's own for an exception is another."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """A program on one device, or why there is none."""
+    """Sizes of a compiled program on one device, or the error of the compiler."""
 
     name: str
     trace_s: float = 0.0
-    """Seconds of Python, from functions to what the compiler takes."""
+    """Seconds of tracing and lowering."""
     compile_s: float = 0.0
     argument_bytes: int = 0
     output_bytes: int = 0
-    """Of results that take no argument's place."""
+    """Bytes of results that do not reuse a donated argument."""
     workspace_bytes: int = 0
-    """Temporary arrays, at the worst moment."""
+    """Peak bytes of temporary arrays."""
     code_bytes: int = 0
     collectives: tuple[Collective, ...] = ()
     copies: tuple[tuple[int, str, str, int], ...] = ()
@@ -41,30 +41,30 @@ class CompiledProgram:
 
     @property
     def short_of(self) -> tuple[str, float, float] | None:
-        """As `libtpu.short_of`, of its error."""
+        """`libtpu.short_of` of its error."""
         return None if self.error is None else short_of(self.error)
 
     @property
     def is_too_large(self) -> bool:
-        """Whether the device's memory does not suffice for it."""
+        """Whether it exceeds the memory of the device."""
         return self.short_of is not None and self.short_of[0] == "hbm"
 
 
 class NoCompiler(ValueError):
-    """There is no compiler for the target here."""
+    """This machine has no compiler for the target."""
 
 
-def compile_job(
-    job: Job, *, timeout_s: float, on_program: Callable[[CompiledProgram], None] = lambda _: None
+def compile_programs(
+    spec: EngineSpec, *, timeout_s: float, on_program: Callable[[CompiledProgram], None] = lambda _: None
 ) -> list[CompiledProgram]:
-    """Compile the programs that the job compiles before its first request.
+    """Compile the programs that the engine compiles before its first request.
 
-    The last of them has an error if the compiler refused it, or ended its own process, which it may.
+    The last of them has an error if the compiler refused it, or ended its own process.
 
     Args:
-        timeout_s: of all together.
-        on_program: is told of each when it is there.
-    Raises: NoCompiler if there is none for the target; ValueError for what is wrong with the job.
+        timeout_s: time limit of all programs together.
+        on_program: called with each program once it is compiled.
+    Raises: NoCompiler without a compiler for the target; ValueError for an invalid spec.
     """
     programs: list[CompiledProgram] = []
     with (
@@ -72,7 +72,7 @@ def compile_job(
         tempfile.TemporaryFile("w+") as errors,
         tempfile.TemporaryDirectory() as dumps,
     ):
-        asked.write(job.to_json())
+        asked.write(spec.to_json())
         asked.seek(0)
         child = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "levanter_infer.plan.compiler", dumps],
@@ -80,7 +80,7 @@ def compile_job(
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env=environment_for(job.machine, dumps),
+            env=environment_for(spec.machine, dumps),
         )
         assert child.stdout is not None
         with contextlib.closing(child.stdout), _killed_after(child, timeout_s) as timed_out:
@@ -104,7 +104,7 @@ def compile_job(
 
 @contextlib.contextmanager
 def _killed_after(child: subprocess.Popen, seconds: float):
-    """End the child when its time is over, or the caller's; gives a function that says whether it was."""
+    """Kill the child after `seconds`, or at the end of the context; yields whether it timed out, as a function."""
     import threading
 
     over = threading.Event()
@@ -132,8 +132,8 @@ def _read(line: str) -> CompiledProgram:
 
 
 def environment_for(target: Target, dumps: str | None = None) -> dict[str, str]:
-    """Of a process that compiles for a target, and writes HLO into `dumps`. Raises: NoCompiler."""
-    package = str(Path(__file__).resolve().parents[2])  # wherever it was imported from
+    """Environment of a process that compiles for a target, and writes HLO into `dumps`. Raises: NoCompiler."""
+    package = str(Path(__file__).resolve().parents[2])  # the package as imported here
     path = {"PYTHONPATH": os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])}
     if target.chip.platform == "tpu":
         if find_spec("libtpu") is None:

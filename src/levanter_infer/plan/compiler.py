@@ -1,6 +1,6 @@
-"""Compiles a job's programs for its target: the job on standard input, a JSON line for each program on standard output.
+"""Compiles the programs of an engine: the spec on standard input, a JSON line for each program on standard output.
 
-`compiled.compile_job` starts it: a process of its own, because a compiler may end the process that it runs in.
+`compiled.compile_programs` starts it as a process of its own, because a compiler may end its process.
 """
 
 import dataclasses
@@ -9,34 +9,33 @@ import sys
 import time
 
 import jax
-import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from levanter_infer.decode.programs import Program
 from levanter_infer.plan.compiled import REFUSED
 from levanter_infer.plan.hlo import collectives_of, large_moves
-from levanter_infer.plan.job import Job
+from levanter_infer.plan.spec import EngineSpec
 from levanter_infer.plan.targets import Target
 from levanter_infer.runtime.libtpu import read_hlo
 
 
 def main() -> int:
-    """Returns: the exit status: 0, also if a program was refused, which its record says; `REFUSED` if the job was."""
-    job = Job.from_json(sys.stdin.read())
+    """Returns: the exit status: 0, also if the compiler refused a program; `REFUSED` for an invalid spec."""
+    spec = EngineSpec.from_json(sys.stdin.read())
     try:
-        devices = devices_of(job.machine)
-        blueprint = job.blueprint(devices)
+        devices = devices_of(spec.machine)
+        blueprint = spec.blueprint(devices)
     except ValueError as error:
         print(error, file=sys.stderr)
         return REFUSED
     layout = blueprint.backend.layout
-    mesh = Mesh(np.asarray(devices[:1]), ("device",)) if layout is None else layout.mesh
+    mesh = layout.mesh
     model, _, admission = blueprint.round_types
     programs = blueprint.programs.needed(model, admission)
-    order = sorted(programs, key=lambda name: name != "round")  # what takes longest and is refused first
+    order = sorted(programs, key=lambda name: name != "round")  # it takes longest, and is refused first
     for name in order:
-        fields = {"name": name, **_compile(*programs[name], mesh, job.machine, dumps=sys.argv[1])}
+        fields = {"name": name, **_compile(*programs[name], mesh, spec.machine, dumps=sys.argv[1])}
         print(json.dumps(fields), flush=True)
         if "error" in fields:
             break
@@ -44,7 +43,7 @@ def main() -> int:
 
 
 def devices_of(target: Target) -> list:
-    """Devices to compile for. Raises: ValueError if they must be here, and are not."""
+    """Devices to compile for. Raises: ValueError if the target needs devices on this machine and there are none."""
     if target.topology is not None:
         return list(topologies.get_topology_desc(target.topology, "tpu").devices)
     devices = jax.devices()
@@ -60,17 +59,17 @@ def _compile(program: Program, arguments: tuple, mesh: Mesh, target: Target, *, 
     """The fields of `CompiledProgram`."""
     everywhere = NamedSharding(mesh, PartitionSpec())
 
-    def placed(leaf):
+    def with_sharding(leaf):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or everywhere)
 
     begin = time.perf_counter()
     try:
         with jax.set_mesh(mesh):
-            arguments = jax.tree.map(placed, arguments)
+            arguments = jax.tree.map(with_sharding, arguments)
             lowered = program.lower(*arguments, platform=target.chip.platform)
             traced = time.perf_counter()
             compiled = program.compile_lowered(lowered)
-    except Exception as error:  # what the compiler says is the result
+    except Exception as error:  # the compiler's error is the result
         return {"error": f"{type(error).__name__}: {error}"[:20_000]}
     end = time.perf_counter()
     memory = compiled.memory_analysis()

@@ -1,9 +1,9 @@
-"""What a job takes on each device, and how many sequences that allows, from shapes alone."""
+"""`Figures`: memory of each device and numbers of pages and sequences, from shapes alone."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from levanter_infer.plan.job import Blueprint, Job
+from levanter_infer.plan.spec import Blueprint, EngineSpec
 
 if TYPE_CHECKING:
     from levanter_infer.kernels.tiling import TileShape
@@ -11,56 +11,57 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Of one device where nothing else is said. The devices of a CPU share their memory; there, of all."""
+    """Sizes per device, unless noted. The devices of a CPU share their memory: there, sizes of all devices together."""
 
     memory_bytes: int
-    """That there are."""
+    """Memory of the device."""
     weights_bytes: int
     pool_bytes: int
     tables_bytes: int
-    """Of sequences, sampling, pages and beginnings."""
+    """Tables of sequences, sampling, pages and prefixes."""
     upload_bytes: int
-    """Of the admissions of the round that runs and of the next."""
+    """Uploads of two admissions: of the running round and of the next."""
     page_bytes: int
     page_size: int
     num_pages: int
-    """Of a data shard, as the next three."""
+    """Pages of a data-parallel rank; `max_seqs` and `max_step_tokens` are per rank, too."""
     seq_pages: int
-    """Of the longest sequence."""
+    """Pages of the longest sequence."""
     max_seqs: int
     max_step_tokens: int
     max_seq_len: int
     num_shards: int
+    """Data-parallel ranks."""
     buckets: tuple[int, ...]
-    """Tokens that a step can have room for."""
+    """Token capacities of a step."""
     sampled_rows: int
-    """Sequences that are sampled together."""
+    """Sequences sampled together."""
     attention: str
     matmul: str
     tiles: dict[str, Any]
-    """Of the attention for TPUs, for decode and chunks; empty for other attention."""
+    """Tiles of the TPU attention, for decode and prompt chunks; empty for other attention."""
     model: dict[str, Any]
-    """Sizes of the part of the model that a device has, for `roofline`."""
+    """Sizes of a device's part of the model, for `roofline`."""
 
     @property
     def known_bytes(self) -> int:
-        """All that shapes tell: the workspace of the programs and their code come on top."""
+        """Memory known from shapes, without workspace and code of the programs."""
         return self.weights_bytes + self.pool_bytes + self.tables_bytes + self.upload_bytes
 
     @property
     def full_seqs(self) -> int:
-        """Sequences of the greatest length that the pool of a data shard holds together."""
+        """Sequences of the maximal length that fit into the pool of a data-parallel rank."""
         return self.num_pages // self.seq_pages
 
 
-def figures_of(job: Job) -> Figures:
-    """Raises: ValueError for what the engine would refuse before it loads anything."""
-    blueprint = job.blueprint()
+def figures_of(spec: EngineSpec) -> Figures:
+    """The figures of an engine. Raises: ValueError if the engine would refuse it before it loads weights."""
+    blueprint = spec.blueprint()
     shapes, backend = blueprint.shapes, blueprint.backend
     model, state, admission = blueprint.round_types
     pool = backend.device_bytes(state.kv)
     return Figures(
-        memory_bytes=job.machine.chip.memory_bytes,
+        memory_bytes=spec.machine.chip.memory_bytes,
         weights_bytes=backend.device_bytes(model),
         pool_bytes=pool,
         tables_bytes=backend.device_bytes(state) - pool,
@@ -77,15 +78,14 @@ def figures_of(job: Job) -> Figures:
         sampled_rows=shapes.sampled_rows or shapes.max_rows,
         attention=backend.attention,
         matmul=backend.matmul,
-        tiles=_tiles(job, blueprint) if backend.attention == "tpu" else {},
-        model=_model_sizes(job, blueprint),
+        tiles=_tiles(spec, blueprint) if "tiles" in backend.attention_backend.options else {},
+        model=_model_sizes(spec, blueprint),
     )
 
 
-def _model_sizes(job: Job, blueprint: Blueprint) -> dict[str, Any]:
+def _model_sizes(spec: EngineSpec, blueprint: Blueprint) -> dict[str, Any]:
     config, layout = blueprint.types.config, blueprint.backend.layout
-    parts = 1 if layout is None else layout.model.parts
-    expert_parts = 1 if layout is None else layout.experts.parts
+    parts, expert_parts = layout.model.parts, layout.experts.parts
     itemsize = blueprint.types.dtype.itemsize
     table_bytes = config.vocab_size * config.hidden_size * itemsize // parts
     return {
@@ -110,15 +110,15 @@ def _model_sizes(job: Job, blueprint: Blueprint) -> dict[str, Any]:
     }
 
 
-def _tiles(job: Job, blueprint: Blueprint) -> dict[str, Any]:
-    """What the kernel will choose, for the largest step."""
+def _tiles(spec: EngineSpec, blueprint: Blueprint) -> dict[str, Any]:
+    """Tiles that the kernel will choose, for the largest step."""
     from levanter_infer.kernels.tpu.tile_table import choose
 
-    return dataclasses.asdict(job.engine_config.tiles or choose(tile_shape_of(job, blueprint)))
+    return dataclasses.asdict(spec.engine_config.tiles or choose(tile_shape_of(spec, blueprint)))
 
 
-def tile_shape_of(job: Job, blueprint: Blueprint) -> "TileShape":
-    """What the tiles of the attention for TPUs depend on."""
+def tile_shape_of(spec: EngineSpec, blueprint: Blueprint) -> "TileShape":
+    """Parameters on which the tiles of the TPU attention depend."""
     from levanter_infer.engine.sizes import kv_dtype
     from levanter_infer.engine.tile_search import tile_shape
 
@@ -126,6 +126,6 @@ def tile_shape_of(job: Job, blueprint: Blueprint) -> "TileShape":
         blueprint.types.config,
         blueprint.backend.layout,
         page_size=blueprint.shapes.page_size,
-        kv_dtype=kv_dtype(job.engine_config, blueprint.types),
-        generation=job.machine.generation,
+        kv_dtype=kv_dtype(spec.engine_config, blueprint.types),
+        generation=spec.machine.generation,
     )

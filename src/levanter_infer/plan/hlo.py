@@ -1,4 +1,4 @@
-"""What an optimised HLO program moves about without computing anything, and what it sends between chips."""
+"""Large copies and collectives of an optimised HLO program, read from its text."""
 
 import collections
 import dataclasses
@@ -18,18 +18,17 @@ _CALLED = re.compile(r"calls=%?([\w.\-]+)")
 _ARRAY = re.compile(r"([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]+)\]")
 _BITS = re.compile(r"\d+")
 _VMEM = "S(1)"
-"""In the layout of an array: where a TPU computes."""
+"""Memory space of VMEM in the layout of an array."""
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\])")
 
 
 def large_moves(hlo: str, least_bytes: int = 2**20) -> list[tuple[int, str, str, int]]:
-    """(bytes, operation, type, how often it stands in the text) of moves that write at least `least_bytes`.
+    """(bytes, operation, type, number of instructions) of moves that write at least `least_bytes`.
 
-    A move is an instruction that only copies, lays out anew or cuts out, or a fusion of such. Writes in place
-    (`dynamic-update-slice`, `scatter`) move what they write and not what they write to, and are not among them. Of
-    those that bring something from a TPU's memory into its VMEM, where it is read next, or back, the operation ends in
-    "to or from VMEM": they copy nothing within the memory.
+    A move is an instruction that only copies, slices or changes the layout, or a fusion of such instructions. In-place
+    writes (`dynamic-update-slice`, `scatter`) do not copy their target and are no moves. The operation of a transfer
+    between a TPU's HBM and its VMEM ends in "to or from VMEM".
     """
     bodies = computations(hlo)
     found: collections.Counter = collections.Counter()
@@ -57,7 +56,7 @@ def large_moves(hlo: str, least_bytes: int = 2**20) -> list[tuple[int, str, str,
 
 
 def _fused_moves(lines: list[str]) -> list[str]:
-    """The moves of a fused computation that does nothing else with arrays; none if it computes."""
+    """The moves of a fused computation that only moves arrays; none if it computes."""
     operations = [match[2] for line in lines if (match := _INSTRUCTION.match(line))]
     arrays = [match for line in lines if (match := _INSTRUCTION.match(line)) and _is_array(match[1])]
     if any(match[2] in _WRITES for match in arrays):
@@ -98,30 +97,30 @@ def computations(hlo: str) -> dict[str, list[str]]:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """What devices send each other at one place of a program, or at several alike."""
+    """A collective instruction of a program, or several equal ones."""
 
     operation: str
     kind: str
-    """Types of what comes out of it."""
+    """Types of its results."""
     num_bytes: int
-    """Of what comes out of it, on each device."""
+    """Bytes of its results on each device."""
     parts: int
-    """Devices that take part, in each of their groups."""
+    """Devices in each group."""
     depth: int
-    """Loops around it."""
+    """Number of loops around it."""
     count: int = 1
-    """How often it stands there."""
+    """Number of equal instructions."""
 
 
 def collectives_of(hlo: str) -> list[Collective]:
-    """The collectives of a program, the outermost first, in the order of its text. Loops multiply them."""
+    """The collectives of a program, by loop depth and then in the order of its text; loops run them several times."""
     found: collections.Counter = collections.Counter()
     for line in hlo.splitlines():
         match = _INSTRUCTION.match(line)
         if match is None or (operation := match[2].removesuffix("-start")) not in COLLECTIVES:
             continue
         arrays = [dtype + "[" + dims + "]" for dtype, dims in _ARRAY.findall(match[1])]
-        if operation != match[2]:  # it lists what goes in as well
+        if operation != match[2]:  # its type lists operands too
             arrays = [max(arrays, key=largest_array)]
         name = _OP_NAME.search(line)
         depth = name[1].split("/").count("while") if name else 0
@@ -139,7 +138,7 @@ def _parts(line: str) -> int:
 
 
 def collectives(hlo: str) -> dict[str, int]:
-    """How often each collective stands in the program; loops multiply it."""
+    """Number of instructions of each collective; loops run them several times."""
     found = collectives_of(hlo)
     counts = {name: sum(each.count for each in found if each.operation == name) for name in COLLECTIVES}
     return {name: count for name, count in counts.items() if count}

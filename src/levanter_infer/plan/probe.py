@@ -1,4 +1,4 @@
-"""How fast this machine's processor reads memory and multiplies."""
+"""Measured memory bandwidth and matmul rate of this machine's processor."""
 
 import os
 import time
@@ -16,7 +16,7 @@ _ROWS, _WIDTH = 512, 2048
 
 
 def memory_gbps() -> float:
-    """GB/s of all cores that add up numbers which are in no cache."""
+    """Memory bandwidth of all cores, in GB/s: a sum of numbers that are in no cache."""
     threads = os.cpu_count() or 1
     parts = np.array_split(np.ones(_READ_BYTES // 4, np.float32), threads)
     with ThreadPoolExecutor(threads) as pool:
@@ -24,18 +24,18 @@ def memory_gbps() -> float:
 
 
 def tflops(dtype: str) -> float:
-    """10¹² operations a second in matmuls of `dtype`, of 512 rows with weights [out, in]."""
+    """Rate of matmuls of `dtype` in 10¹² operations per second: 512 rows with weights [out, in]."""
     rows, weights = jnp.ones((_ROWS, _WIDTH), dtype), jnp.ones((_WIDTH, _WIDTH), dtype)
 
-    def product(rows, weights):
+    def matmul(rows, weights):
         return jnp.einsum("ri,oi->ro", rows, weights, preferred_element_type=jnp.float32)
 
-    program = compile_program(product)
+    program = compile_program(matmul)
     return 2 * _ROWS * _WIDTH**2 / _best_s(lambda: jax.block_until_ready(program(rows, weights))) / 1e12
 
 
 def _best_s(run: Callable) -> float:
-    """Seconds of the best of five runs, after one that counts for nothing."""
+    """Seconds of the best of five runs, after a warm-up run."""
     times = []
     for _ in range(6):
         begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A `Plan` for people: tables on a terminal."""
+"""Prints a `Plan` as tables on a terminal."""
 
 from rich import box
 from rich.console import Console
@@ -10,8 +10,8 @@ from levanter_infer.plan.search import gib
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Print all of it."""
-    target, mesh = plan.job.machine, plan.job.mesh_config
+    """Print a plan."""
+    target, mesh = plan.spec.machine, plan.spec.mesh_config
     used = mesh.num_devices
     console.print(
         f"[bold]{target.name}[/]: {target.num_chips} × {target.chip.kind}, of which the mesh takes {used} ({mesh})"
@@ -30,7 +30,7 @@ def show(plan: Plan, console: Console) -> None:
 
 
 def verdict(plan: Plan) -> list[str]:
-    """Whether it fits, and what would make it."""
+    """Lines that say whether it fits, and with which changes it would."""
     how = "as compiled" if plan.programs else "by shapes alone; --no-compile leaves out programs and their workspace"
     if plan.why_not is None:
         return [f"[bold green]fits[/] ({how})"]
@@ -70,7 +70,7 @@ def _memory_table(plan: Plan, figures: Figures) -> Table:
 
 
 def _pages_table(figures: Figures) -> Table:
-    table = _table(f"pages of each of {figures.num_shards} data shards", "what", "")
+    table = _table(f"pages of each of {figures.num_shards} data-parallel ranks", "what", "")
     table.add_row("pages", f"{figures.num_pages} of {figures.page_size} tokens, {gib(figures.page_bytes)} each")
     table.add_row("tokens", str(figures.num_pages * figures.page_size))
     table.add_row("sequences of engine.max_seq_len that fit", f"{figures.full_seqs} of {figures.max_seq_len} tokens")
@@ -97,7 +97,7 @@ def _sections(plan: Plan, figures: Figures):
     yield (
         "speed (modelled, a bound)",
         [
-            f"{speed.sequences} sequences at once in a shard; pages have room for {speed.seqs_by_pages}",
+            f"{speed.sequences} sequences at once per data-parallel rank; pages suffice for {speed.seqs_by_pages}",
             f"a step of decoding {_ms(step.total_s)}: weights {_ms(step.weights_s)}, keys and values "
             f"{_ms(step.kv_s)}, arithmetic {_ms(step.compute_s)} meanwhile, collectives {_ms(step.collectives_s)}",
             f"a prompt {_ms(speed.prompt_s)}",
@@ -110,7 +110,7 @@ def _sections(plan: Plan, figures: Figures):
 
 
 def _binding(gains: dict[str, float]) -> str:
-    """What there would have to be more of."""
+    """The resource whose doubling would speed it up most, and the gains of the others."""
     name, most = next(iter(gains.items()))
     rest = ", ".join(f"{other} {gain - 1:+.0%}" for other, gain in gains.items() if other != name)
     return f"{name}: twice as much of it would give {most - 1:+.0%}; of {rest}"

@@ -1,6 +1,6 @@
-"""Machines that a plan is made for: chips, how many, and what they have, from their makers' data sheets.
+"""Target machines: chips and their number, with memory and rates from data sheets.
 
-Usable memory of TPUs is what libtpu 0.0.51 names as its limit when a program exceeds it.
+The usable memory of TPUs is the limit that libtpu 0.0.51 names when a program exceeds it.
 """
 
 import dataclasses
@@ -27,28 +27,28 @@ _CUBES = {
     512: "8x8x8",
 }
 _GPU_POOL = 0.75
-"""Share of a GPU's memory that JAX takes for itself (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
+"""Share of a GPU's memory that JAX allocates (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What one device has. Where programs are only to be sized, it stands for a `jax.Device`."""
+    """Memory and rates of one device. For shapes alone it replaces a `jax.Device`."""
 
     platform: str
     """cpu, gpu or tpu."""
     kind: str
     memory_bytes: int
-    """What programs can have."""
+    """Memory that programs can use."""
     memory_gbps: float = 0.0
-    """GB/s of its memory; 0: measured where the plan is made."""
+    """Memory bandwidth in GB/s; 0: measured on the planning machine."""
     tflops: float = 0.0
-    """Of matmuls of bfloat16, 10¹² a second; 0: measured."""
+    """Rate of bfloat16 matmuls in 10¹² operations per second; 0: measured."""
     link_gbps: float = 0.0
-    """GB/s that a ring of such devices sends each way round together; 0: unknown."""
+    """Bandwidth of a ring of such devices, both directions together, in GB/s; 0: unknown."""
     hop_us: float = 0.0
-    """Microseconds that a message takes to the next device, however short."""
+    """Latency of a message to the next device, in microseconds."""
     compute_capability: str = ""
-    """Of a GPU."""
+    """Compute capability of a GPU."""
 
 
 # Links of TPUs: both directions of one axis of the torus, 45 GB/s each on v4 and v5e, 90 on v5p and v6e. Of GPUs:
@@ -71,21 +71,21 @@ GPUS = {
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Devices of one kind that are connected."""
+    """Connected devices of one kind."""
 
     name: str
     chip: Chip
     num_chips: int
     generation: str = ""
-    """Of a TPU."""
+    """Generation of a TPU."""
     topology: str | None = None
-    """As libtpu calls it, such as v5e:4x4; it may have more chips than the target."""
+    """Name of the topology for libtpu, such as v5e:4x4; it may have more chips than the target."""
 
 
 def parse_target(name: str) -> Target:
     """A machine by its name: v5e-16, v5p-16 (8 chips), v6e-4, h100, h100x8, cpu, cpux4 (forced devices that share it).
 
-    Raises: ValueError naming what is known.
+    Raises: ValueError naming known targets.
     """
     if match := _CPU_NAME.fullmatch(name):
         return Target(name, Chip("cpu", "this machine's processor", available_bytes()), int(match[1] or 1))
@@ -106,7 +106,7 @@ def parse_target(name: str) -> Target:
 
 
 def slices(generation: str) -> list[str]:
-    """Names of a generation's slices, the smallest first."""
+    """Slices of a TPU generation by name, the smallest first."""
     by_cores = generation in _CORES_COUNT
     return [f"{generation}-{chips * 2 if by_cores else chips}" for chips in (_CUBES if by_cores else _FLAT)]
 

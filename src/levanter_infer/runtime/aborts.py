@@ -1,4 +1,4 @@
-"""What a process says when it aborts: JAX's runtime ends it with SIGABRT, from a C++ thread, when it misses a peer."""
+"""Messages of an aborting process: JAX's runtime ends it with SIGABRT, from a C++ thread, when it misses a peer."""
 
 import contextlib
 import ctypes
@@ -87,7 +87,7 @@ def _wait_for_abort(reader: int) -> None:
 def _set_handler(number: int, handler) -> None:
     """`signal` of the C library, with one of its own functions as the handler; None: the default.
 
-    Python's own `signal.signal` is not told of it, and takes no C function.
+    `signal.signal` of Python takes no C function, and does not see this handler.
     """
     libc = ctypes.CDLL(None)
     libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)

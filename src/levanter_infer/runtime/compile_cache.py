@@ -12,28 +12,28 @@ from levanter_infer.runtime.processor import features
 logger = logging.getLogger(__name__)
 
 VARIABLE = "LEVANTER_INFER_COMPILE_CACHE"
-"""Names another directory, which may begin with ~; `off` does without a cache."""
+"""Environment variable with another directory, which may begin with ~; `off` disables the cache."""
 _THRESHOLDS = {
     "jax_persistent_cache_min_compile_time_secs": (1.0, 0.1),
     "jax_persistent_cache_min_entry_size_bytes": (0, -1),
 }
-"""What JAX keeps: its default, and ours, which takes the place of the default and of nothing else."""
+"""JAX's thresholds: its default, and ours, which replaces the default and no other value."""
 _refused: set[str] = set()
-"""Reasons against a directory that have been given: an engine is made more often than once in a process."""
+"""Warnings that this process has already written."""
 
 
 def enable_compile_cache() -> Path | None:
-    """Keep compiled programs in a directory that only this user can write.
+    """Store compiled programs in a directory that only this user can write.
 
-    Commands call it when they start, `InferenceEngine` and `load_model` when they are called. It takes effect for what
-    is compiled afterwards, and a second call changes nothing. Entries are executable code: a directory is used only if
-    nobody else could have put anything there, which every directory above it has a part in, up to the user's home or
-    the root.
+    Commands call it when they start, `InferenceEngine` and `load_model` when they are called. It affects programs that
+    are compiled afterwards, and a second call changes nothing. Entries are executable code: a directory is used only if
+    no other user could have written there, which depends on every directory above it, up to the user's home or the
+    root.
 
-    What the user has set stays: a directory given to JAX (jax_compilation_cache_dir), a cache that is switched off
+    Settings of the user stay: a directory given to JAX (jax_compilation_cache_dir), a cache that is switched off
     (jax_enable_compilation_cache), and its thresholds where they differ from JAX's defaults.
 
-    Returns: the directory; None if there is no cache, which a warning explains unless it was asked for.
+    Returns: the directory; None without a cache, which a warning explains unless the user has disabled it.
     """
     import jax  # here, because commands check their configuration without it
 
@@ -61,10 +61,10 @@ def enable_compile_cache() -> Path | None:
 
 
 def cache_directory() -> Path:
-    """The directory of compiled programs for this processor, which only this user can write; made if need be.
+    """The directory of compiled programs for this processor, which only this user can write; created if absent.
 
-    Raises: OSError if it cannot be made, or others may write it or what is above it; RuntimeError without a home, or
-        if the directory begins with the home of an unknown user.
+    Raises: OSError if it cannot be created, or others may write it or a directory above it; RuntimeError without a
+        home, or if the directory begins with the home of an unknown user.
     """
     wanted = os.environ.get(VARIABLE)
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -78,14 +78,14 @@ def cache_directory() -> Path:
 
 
 def _make_private(directory: Path) -> None:
-    """Make a directory and those above it that are missing, each for this user alone whatever the umask is."""
+    """Create a directory and its missing parents, each for this user alone, whatever the umask is."""
     if not directory.exists():
         _make_private(directory.parent)
         directory.mkdir(mode=0o700, exist_ok=True)
 
 
 def _unsafe(directory: Path) -> str | None:
-    """Why code from this directory must not be run, if so.
+    """The reason why code from this directory must not be run; None if it may.
 
     Args:
         directory: without links.
@@ -96,7 +96,7 @@ def _unsafe(directory: Path) -> str | None:
         if reason is not None:
             break
         reason = _unsafe_one(parent, owners={0, os.getuid()}, is_shared=True)
-        if parent == home:  # what is above it decides about all that the user has
+        if parent == home:  # directories above the home could change every file of the user anyway
             break
     return reason
 
@@ -109,9 +109,10 @@ def _home() -> Path | None:
 
 
 def _unsafe_one(directory: Path, *, owners: set[int], is_shared: bool) -> str | None:
-    """
+    """`_unsafe` of one directory alone.
+
     Args:
-        is_shared: others may write in it if they cannot rename what is not theirs (the sticky bit, as of /tmp).
+        is_shared: others may write in it if they cannot rename other users' files (the sticky bit, as of /tmp).
     """
     status = directory.stat()
     mode = stat.S_IMODE(status.st_mode)
@@ -123,5 +124,5 @@ def _unsafe_one(directory: Path, *, owners: set[int], is_shared: bool) -> str | 
 
 
 def _machine() -> str:
-    """A name for the processor: programs compiled for one CPU may not run on another that shares the home."""
+    """A name of the processor's features: programs compiled for one CPU may not run on another that shares the home."""
     return hashlib.sha256(f"{platform.machine()} {features()}".encode()).hexdigest()[:16]

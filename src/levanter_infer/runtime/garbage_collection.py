@@ -1,4 +1,4 @@
-"""Python's collector of cyclic garbage, out of the way while an engine starts."""
+"""`gc_disabled`: Python's cyclic garbage collection is off while an engine starts."""
 
 import contextlib
 import gc
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def gc_disabled() -> Iterator[None]:
-    """It does not run within: imports and traces make hundreds of thousands of objects, and nearly all of them stay."""
+    """Disable garbage collection: imports and traces create hundreds of thousands of objects, which nearly all stay."""
     was_on = gc.isenabled()
     gc.disable()
     try:

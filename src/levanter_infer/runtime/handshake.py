@@ -182,8 +182,8 @@ def _read_line(connection: socket.socket, until: float) -> Any:
 def _listen(bind: str) -> socket.socket:
     host, _, port = bind.rpartition(":")
     try:
-        family, *_, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-        return socket.create_server(place[:2], family=family)
+        family, *_, bound = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        return socket.create_server(bound[:2], family=family)
     except OSError as e:
         raise ValueError(
             f"multihost: process 0 cannot listen at {bind}: {e.strerror or e}; give another port to "

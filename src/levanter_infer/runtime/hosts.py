@@ -87,7 +87,7 @@ class JaxKeyValueStore(KeyValueStore):
 
 @dataclasses.dataclass
 class HostStatus:
-    """What a process is doing, as its watchdog publishes it."""
+    """Status of a process, as its watchdog publishes it."""
 
     doing: str = "starting"
     round_id: int | None = None
@@ -114,7 +114,7 @@ class Hosts:
         """Names of the processes in messages."""
         self.status = HostStatus()
         self.failure: str | None = None
-        """What has happened to another process; set by the watchdog."""
+        """Failure of another process; set by the watchdog."""
         self.ended = threading.Event()
         """Set once this process has published that it ends."""
         self.stop_wanted = False

@@ -1,4 +1,4 @@
-"""The compiler for TPUs, which needs no TPU: how a process is started for it, and what it says of too little memory."""
+"""libtpu as a compiler, which needs no TPU: the environment of its process, and its out-of-memory errors."""
 
 import os
 import re
@@ -10,7 +10,7 @@ TARGETS = {
     "v5p": ("v5p:2x2x1", "v5p-8"),
     "v6e": ("v6e:2x2", "v6e-4"),
 }
-"""The smallest topology of each generation, and the accelerator type that libtpu wants to be told."""
+"""The smallest topology of each generation, and its accelerator type for libtpu."""
 _UNITS = {"": 2**-20, "B": 2**-20, "K": 2**-10, "M": 1, "G": 2**10}
 _SIZE = r"([\d.]+)([KMGB]?)"
 _OUT_OF_MEMORY = (
@@ -21,7 +21,7 @@ _OUT_OF_MEMORY = (
 
 
 def compiler_environment(generation: str) -> dict[str, str]:
-    """Of a process that compiles for a TPU that is not there, and needs no other device. A process of its own, because
+    """Environment of a process that compiles for an absent TPU and needs no other device. A process of its own, because
     the compiler may end it."""
     return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
         "TPU_SKIP_MDS_QUERY": "1",
@@ -33,14 +33,14 @@ def compiler_environment(generation: str) -> dict[str, str]:
 
 
 def hlo_flags(directory: str) -> str:
-    """Of LIBTPU_INIT_ARGS: write the optimised HLO of every program into a directory, for `read_hlo`."""
+    """LIBTPU_INIT_ARGS that write the optimised HLO of every program into a directory, for `read_hlo`."""
     return f"--xla_jf_dump_to={directory} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=false"
 
 
 def read_hlo(directory: str) -> str:
-    """The HLO that was written last there.
+    """The last HLO that libtpu has written there.
 
-    As libtpu writes it: XLA's own `as_text` of a compiled program fails on some for v5p and v6e, whose asynchronous
+    XLA's own `as_text` of a compiled program fails on some for v5p and v6e, whose asynchronous
     instructions jaxlib 0.10.2 does not read ("async-update instruction should have 1 operands but sees 3").
 
     Raises: FileNotFoundError if there is none.
@@ -52,7 +52,7 @@ def read_hlo(directory: str) -> str:
 
 
 def short_of(error: str) -> tuple[str, float, float] | None:
-    """(memory, MiB wanted, MiB there) of an error of libtpu; None if it is none of too little memory."""
+    """(memory space, MiB requested, MiB available) of an out-of-memory error of libtpu; None for another error."""
     for pattern in _OUT_OF_MEMORY:
         if match := re.search(pattern, error):
             wanted, unit, limit, limit_unit = (group for group in match.groups() if group != match["space"])

@@ -1,4 +1,4 @@
-"""What the machine says of its memory, and how much of it a pool may take by default."""
+"""Memory of the machine and the device, and the default sizes of the KV pool and of KV offload."""
 
 import contextlib
 import ctypes
@@ -19,8 +19,8 @@ def default_pool_bytes(unread_bytes: int = 0, device_bytes: int | None = None) -
     programs have been compiled before.
 
     Args:
-        unread_bytes: what of the free memory is spoken for.
-        device_bytes: memory of an accelerator that is not here, all of it free; None: of this process's first device.
+        unread_bytes: part of the free memory that is reserved for weights to be read.
+        device_bytes: memory of an accelerator on another machine, all of it free; None: this process's first device.
     """
     if device_bytes is not None:
         return _steady(int(max(device_bytes - unread_bytes, 0) * _DEVICE_SHARE))
@@ -33,14 +33,14 @@ def default_pool_bytes(unread_bytes: int = 0, device_bytes: int | None = None) -
 
 
 def default_host_bytes() -> int:
-    """Bytes of this machine's memory for pages that have to leave the pool: a quarter of what is available."""
+    """Default bytes of host memory for KV offload: a quarter of the available memory."""
     return _steady(int(available_bytes() * _HOST_SHARE))
 
 
 def available_bytes() -> int:
-    """Memory that this process can still have: of the machine, and of the control group that it runs in."""
+    """Memory available to this process: the smaller of the machine's and its control group's."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError):  # what the system keeps of files can be given up for it
+    with contextlib.suppress(OSError):  # the page cache counts as available
         free = _bytes_by_name(Path("/proc/meminfo")).get("MemAvailable", free)
     with contextlib.suppress(OSError, ValueError):  # no limit: "max"
         group = Path("/sys/fs/cgroup")
@@ -55,13 +55,13 @@ def _bytes_by_name(path: Path) -> dict[str, int]:
 
 
 def _steady(size: int) -> int:
-    """The five leading bits of a size."""
+    """A size rounded down to its five leading bits."""
     low = max(size.bit_length() - 5, 0)
     return size >> low << low
 
 
 def process_bytes() -> tuple[int, int]:
-    """Resident memory of this process: now, and the most so far. Zeros where the system does not say (/proc)."""
+    """Resident memory of this process: current and peak. Zeros without /proc."""
     try:
         found = _bytes_by_name(Path("/proc/self/status"))
     except OSError:
@@ -70,12 +70,12 @@ def process_bytes() -> tuple[int, int]:
 
 
 def peak_bytes() -> int:
-    """The most memory in use so far: of the device, where it keeps count, else of this process."""
+    """Peak memory of the device, where it is counted, else of this process."""
     stats = jax.local_devices()[0].memory_stats()
     return stats["peak_bytes_in_use"] if stats and "peak_bytes_in_use" in stats else process_bytes()[1]
 
 
 def return_free_memory() -> None:
-    """Let malloc return what was freed to the system: compiling a round leaves some 300 MB with it."""
+    """Return freed memory to the system: malloc keeps some 300 MB after a round was compiled."""
     with contextlib.suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)

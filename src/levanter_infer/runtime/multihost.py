@@ -130,7 +130,7 @@ def joined(config: MultihostConfig, orderly: tuple[type[BaseException], ...] = (
             stopped, hosts.stop_wanted = e, True
         watchdog.end(DONE)
     except BaseException as e:
-        if isinstance(e, jax.errors.JaxRuntimeError):
+        if isinstance(e, jax.errors.JaxRuntimeError) or isinstance(e.__cause__, ConnectionError):
             _wait_for_verdict(hosts)
         reason = e if hosts.failure is None or isinstance(e, ValueError) else HostLost(hosts.exit_message)
         # A process that has published its end may be gone, and JAX would wait for it for long.
@@ -147,7 +147,10 @@ def joined(config: MultihostConfig, orderly: tuple[type[BaseException], ...] = (
 
 
 def _wait_for_verdict(hosts: Hosts) -> None:
-    """Wait until the watchdog names the lost process: most collectives that fail do so because a process is gone."""
+    """Wait until the watchdog names the lost process, or JAX ends this one and `_explain_abort` names it.
+
+    Most collectives that fail do so because a process is gone, and so does the store of process 0.
+    """
     until = time.monotonic() + hosts.heartbeat_s + 1
     while hosts.failure is None and time.monotonic() < until:
         time.sleep(0.05)

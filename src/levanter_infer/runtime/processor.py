@@ -1,4 +1,4 @@
-"""Which processor this is: the one reader of /proc/cpuinfo."""
+"""Name and features of the processor, from /proc/cpuinfo."""
 
 import functools
 import platform
@@ -10,7 +10,7 @@ _FIELDS = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags"
 
 @functools.cache
 def processor_name() -> str:
-    """Maker, model, stepping and features of the processor, as far as the system tells; equal on equal machines."""
+    """Vendor, model, stepping and features of the processor, as far as they are known; equal on equal machines."""
     lines = _lines()
     if lines is None:
         return f"{platform.machine()} {platform.processor()}"
@@ -21,7 +21,7 @@ def processor_name() -> str:
 
 @functools.cache
 def model_name() -> str:
-    """The processor's name for people; "unknown" where the system has none, as on many ARM machines."""
+    """Marketing name of the processor; "unknown" where the system has none, as on many ARM machines."""
     lines = _lines()
     if lines is None:
         return platform.processor()
@@ -30,8 +30,7 @@ def model_name() -> str:
 
 @functools.cache
 def features() -> str:
-    """The line that lists what the processor can do, exactly as the system writes it: names of directories are made
-    of it, and one character more would be another directory."""
+    """The line of the processor's features, exactly as the system writes it: directory names are derived from it."""
     lines = _lines()
     if lines is None:
         return platform.processor()
@@ -39,7 +38,7 @@ def features() -> str:
 
 
 def _lines() -> list[str] | None:
-    """None: the system has no such file."""
+    """Lines of /proc/cpuinfo; None without such a file."""
     try:
         return _CPUINFO.read_text().splitlines()
     except OSError:

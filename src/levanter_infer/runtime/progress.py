@@ -1,12 +1,12 @@
-"""`stage`: what a wait is for. Shown in terminals and notebooks, a log line elsewhere, and only if it takes long.
+"""`stage`: names a wait, and shows it if it takes long: in terminals and notebooks, elsewhere as log lines.
 
     with stage("reading weights"):
         ...
 
-Nothing is said of what is over within `FIRST_S`. After that a terminal and a notebook show the innermost stage and the
-seconds it has taken. Elsewhere a line is written then and every `EVERY_S` seconds: by the commands on
-standard error, otherwise at level INFO of this module's logger. LEVANTER_INFER_PROGRESS=log writes lines in terminals
-and notebooks too, and `off` says nothing.
+A stage that ends within `FIRST_S` is not shown. After that a terminal and a notebook show the innermost stage and its
+seconds. Elsewhere a line is written then and every `EVERY_S` seconds: by the commands on standard error, otherwise at
+level INFO of this module's logger. LEVANTER_INFER_PROGRESS=log writes lines in terminals and notebooks too, and `off`
+shows nothing.
 """
 
 import contextlib
@@ -24,30 +24,30 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "LEVANTER_INFER_PROGRESS"
 FIRST_S = 2.0
-"""How long something may take before it is said."""
+"""Seconds before a stage is shown."""
 EVERY_S = 10.0
-"""Between log lines about the same stage."""
+"""Seconds between log lines of one stage."""
 BAR_S = 0.5
-"""How long sampling may take before a bar is drawn."""
+"""Seconds of sampling before a bar is drawn."""
 _REFRESH_S = 0.25
 _ERASE_S = 1.0
-"""How long the end of a stage waits, at most, until it is erased from where it was shown."""
+"""Longest wait at the end of a stage until its display is erased, in seconds."""
 
 
 class Stage:
-    """Something that takes time, and what is known of how far it is."""
+    """A wait, and its progress as far as that is known."""
 
     def __init__(self, name: str, note: Callable[[], str] | None, *, after_s: float, draws_itself: bool = False):
         self.name, self.after_s, self.draws_itself = name, after_s, draws_itself
         self.begin = self.alive = time.monotonic()
         self.said: float | None = None
-        """When a line was last written about it."""
+        """Time of its last log line."""
         self.finished: int | None = None
         self.total: int | None = None
         self._note = note or (lambda: "")
 
     def update(self, finished: int, total: int, note: str = "") -> None:
-        """Say how many parts of how many are done; also a sign of life, after which no line is due for a while."""
+        """Set the number of finished parts; as a sign of life it also delays the next log line."""
         self.finished, self.total, self._note = finished, total, lambda: note
         self.alive = time.monotonic()
 
@@ -62,14 +62,14 @@ class Stage:
 
 
 class Display(Protocol):
-    """Where stages are shown while they last."""
+    """Shows stages while they last."""
 
     def show(self, stage: Stage) -> None: ...
     def hide(self, stage: Stage) -> None: ...
 
 
 class Lines:
-    """A line when a stage has taken long, and every few seconds from then on."""
+    """Log lines: one when a stage has taken long, then one every few seconds."""
 
     def __init__(self, write: Callable[[str], None] | None = None):
         self._write = write or logger.info
@@ -85,7 +85,7 @@ class Lines:
 
 
 class Terminal:
-    """A line at the bottom of the terminal, with a bar where the number of parts is known; it vanishes at the end."""
+    """A line at the bottom of the terminal, with a bar if the number of parts is known; erased at the end."""
 
     def __init__(self):
         self._progress: Any = None
@@ -116,12 +116,12 @@ def _rich_progress() -> Any:
     elapsed = TextColumn("{task.fields[time]:.0f} s")
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), elapsed
     console = Console(stderr=True)
-    # What is printed on standard output meanwhile goes there and nowhere else; lines on standard error stand above.
+    # Output on standard output stays there; lines on standard error appear above the bar.
     return Progress(*columns, console=console, transient=True, auto_refresh=False, redirect_stdout=False)
 
 
 class Notebook:
-    """One output per stage in the cell, which is replaced until the stage is over, and then says how long it took."""
+    """One output per stage in the cell, replaced until the stage ends, with its duration at the end."""
 
     def __init__(self):
         self._handle: Any = None
@@ -130,7 +130,7 @@ class Notebook:
         if stage.draws_itself:
             return
         if self._handle is None:
-            self._handle = importlib.import_module("IPython.display").DisplayHandle()  # there in every notebook
+            self._handle = importlib.import_module("IPython.display").DisplayHandle()  # every notebook has it
             self._handle.display(_mime(stage), raw=True)
         else:
             self._handle.update(_mime(stage), raw=True)
@@ -152,17 +152,17 @@ def _mime(stage: Stage) -> dict[str, str]:
 
 
 class _Monitor:
-    """The stages of this process, of which the one that was entered last is shown.
+    """The stages of this process; shows the one that was entered last.
 
-    Its own thread alone draws, and never within the lock that is taken by those who enter or leave a stage: where a
-    terminal takes nothing, that thread is stuck and the work goes on.
+    Only its own thread draws, and never inside the lock that entering and leaving a stage takes: if a terminal blocks,
+    that thread is stuck and the work goes on.
     """
 
     def __init__(self):
         self._changed = threading.Condition()
         self._stages: list[Stage] = []
         self._shown: tuple[Stage, Display] | None = None
-        """Set by its thread, within the lock."""
+        """Set by its thread, inside the lock."""
         self._thread: threading.Thread | None = None
         self.write: Callable[[str], None] | None = None
 
@@ -173,12 +173,12 @@ class _Monitor:
                 self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
                 try:
                     self._thread.start()
-                except RuntimeError:  # too many threads, or the interpreter is ending: nothing is shown then
+                except RuntimeError:  # too many threads, or the interpreter is ending
                     self._thread = None
             self._changed.notify_all()
 
     def leave(self, stage: Stage) -> None:
-        """Returns when the stage is not shown any more, so that what is printed next stands in its place; or soon."""
+        """Remove a stage, and wait until it is erased, so that the next output takes its line; `_ERASE_S` at most."""
         with self._changed:
             self._stages.remove(stage)
             self._changed.notify_all()
@@ -196,7 +196,7 @@ class _Monitor:
                 continue
             left = stage.begin + stage.after_s - time.monotonic()
             if left <= 0:
-                with contextlib.suppress(Exception):  # a terminal that is gone ends nobody's work
+                with contextlib.suppress(Exception):  # a closed terminal does not end the work
                     self._show(stage)
             with self._changed:
                 if self._stages and self._stages[-1] is stage:
@@ -225,10 +225,10 @@ _monitor = _Monitor()
 
 
 def choose_display(write: Callable[[str], None] | None = None) -> Display | None:
-    """Where this process shows what it waits for; None: nowhere.
+    """The display of this process; None: none.
 
     Args:
-        write: what writes a line where there is no terminal and no notebook; None: the logger.
+        write: writes a log line where there is no terminal and no notebook; None: the logger.
     """
     wanted = os.environ.get(VARIABLE)
     if wanted == "off":
@@ -249,7 +249,7 @@ def is_notebook() -> bool:
 
 @contextlib.contextmanager
 def lines_written_with(write: Callable[[str], None]) -> Iterator[None]:
-    """Write with `write` within, instead of the logger; for commands, which talk on standard error."""
+    """Write log lines with `write` instead of the logger; for commands, which use standard error."""
     before, _monitor.write = _monitor.write, write
     try:
         yield
@@ -261,13 +261,13 @@ def lines_written_with(write: Callable[[str], None]) -> Iterator[None]:
 def stage(
     name: str, note: Callable[[], str] | None = None, *, after_s: float | None = None, draws_itself: bool = False
 ) -> Iterator[Stage]:
-    """Say what is being waited for if it takes long.
+    """Show a wait if it takes long.
 
     Args:
-        name: what is done, such as "reading weights".
-        note: asked how far it is whenever that is shown, from another thread.
+        name: the work, such as "reading weights".
+        note: gives the progress as text whenever it is shown; called from another thread.
         after_s: seconds before it is shown in a terminal or notebook; default `FIRST_S`.
-        draws_itself: something within draws in terminals and notebooks, so that only log lines are written.
+        draws_itself: the work draws its own progress in terminals and notebooks, so only log lines are written.
     """
     made = Stage(name, note, after_s=FIRST_S if after_s is None else after_s, draws_itself=draws_itself)
     _monitor.enter(made)
@@ -278,11 +278,11 @@ def stage(
 
 
 Update = Callable[[int, int, int], None]
-"""Called after each round with (sequences finished, sequences in all, tokens generated so far)."""
+"""Called after each round with (finished sequences, all sequences, tokens generated so far)."""
 Count = Callable[[], tuple[int, int, int]]
 """Returns the arguments of `Update`. Its time grows with the number of sequences."""
 _COUNTING = 0.05
-"""Share of the time that counting for a display may take."""
+"""Largest share of the time for counting for a display."""
 
 
 @contextlib.contextmanager
@@ -292,10 +292,10 @@ def sampling_progress(
     """A progress bar over rounds.
 
     Args:
-        progress: True shows it at once, None after half a second; False does not.
+        progress: True shows it at once, None after half a second, False never.
         on_update: called after each round.
-        parts: what `finished` and the total count.
-    Returns: what is to be called after each round, if anything. For a display alone it counts a few times a second.
+        parts: unit of `finished` and the total.
+    Returns: a function to call after each round, if any. For a display alone it counts a few times a second.
     """
     if progress is False:
         yield None if on_update is None else lambda count: on_update(*count())

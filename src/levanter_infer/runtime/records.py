@@ -1,4 +1,4 @@
-"""Small records of what was found out about this machine, kept beside the compile cache."""
+"""Small records of measurements on this machine, stored beside the compile cache."""
 
 import contextlib
 import fcntl
@@ -19,8 +19,8 @@ _MAX_BYTES = 1 << 16
 
 
 def read_record(name: str) -> Any:
-    """What `keep_record` kept under this name; None if there is nothing, or nothing that can be trusted: the directory
-    or the file belongs to another user, others may write it, or it holds no JSON."""
+    """The record with this name; None if there is none, or none that can be trusted: the directory or the file belongs
+    to another user, others may write it, or it holds no JSON."""
     directory = _directory()
     if directory is None:
         return None
@@ -34,11 +34,11 @@ def read_record(name: str) -> Any:
 
 
 def keep_record(name: str, content: Any, is_good: Callable[[Any], bool]) -> Any:
-    """Keep `content`, which JSON can hold, for other processes, unless one of them has kept a good record already.
+    """Store `content`, which JSON can hold, for other processes, unless one of them has stored a good record before.
 
     Args:
-        is_good: whether what `read_record` returns may stay.
-    Returns: what is kept under this name from now on; `content` where nothing can be kept.
+        is_good: whether a record from `read_record` may stay.
+    Returns: the record that is stored now; `content` where nothing can be stored.
     """
     directory = _directory()
     if directory is None:
@@ -56,7 +56,7 @@ def keep_record(name: str, content: Any, is_good: Callable[[Any], bool]) -> Any:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Alone among all processes; the file stays. Raises: OSError if it cannot be made or locked."""
+    """Hold an exclusive lock of a file, which stays. Raises: OSError if it cannot be created or locked."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -66,7 +66,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, content: Any) -> None:
-    """Put a file there, whole or not at all."""
+    """Write a file atomically."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")  # of mode 0600
     try:
         with os.fdopen(handle, "w") as file:
@@ -89,7 +89,7 @@ def _directory() -> Path | None:
 
 
 def _own_bytes(path: Path) -> bytes:
-    """Raises: OSError if it is not a small file that this user alone may write."""
+    """Content of a file. Raises: OSError unless it is a small file that this user alone may write."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:

@@ -66,18 +66,24 @@ class Watchdog:
         self._reported_stall: tuple = ()
         self._ended: set[int] = set()
         self._why: str | None = None
+        self._threads: list[threading.Thread] = []
         self.exit, self.stop = end_now, stop_this_process
         """Functions that end the process, at once and in order; tests replace them."""
 
     def start(self) -> None:
         on_abort(self._explain_abort)
-        for name, action in (("watchdog", self.check_store), ("watchdog-store", self.beat)):
-            threading.Thread(target=self._repeat, args=(action,), name=name, daemon=True).start()
+        actions = {"watchdog": self.check_store, "watchdog-store": self.beat}
+        self._threads = [
+            threading.Thread(target=self._repeat, args=(action,), name=name, daemon=True)
+            for name, action in actions.items()
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def _repeat(self, action: Callable[[], None]) -> None:
         while not self._hosts.ended.is_set():
             action()
-            time.sleep(self._interval)
+            self._hosts.ended.wait(self._interval)
 
     def beat(self) -> None:
         """Publish the status of this process and read that of the others. Blocks while the store does not answer."""
@@ -143,7 +149,7 @@ class Watchdog:
         for i, (seen, _) in self._seen.items():
             silent = now - seen
             if i not in self._ended and silent > self._hosts.heartbeat_s - self._interval:
-                self._lose(f"{self._hosts.names[i]} is lost: not heard of for {silent:.1f} s")
+                self._lose(f"{self._hosts.names[i]} is lost: no heartbeat for {silent:.1f} s")
                 return
 
     def _lose(self, text: str, *, with_report: bool = True, store_answers: bool = True) -> None:
@@ -175,7 +181,9 @@ class Watchdog:
                 seen, (_, round_id, doing, for_s) = self._seen[i]
                 ago = now - seen
             last = "no round yet" if round_id is None else f"last round {round_id}"
-            lines.append(f"watchdog  {hosts.names[i]}: {last}, {doing} for {for_s:.1f} s, heard {ago:.1f} s ago, at")
+            lines.append(
+                f"watchdog  {hosts.names[i]}: {last}, {doing} for {for_s:.1f} s, last heartbeat {ago:.1f} s ago, at"
+            )
             lines += [f"watchdog      {line}" for line in stacks.get(str(i), "(its stack is not known)").splitlines()]
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write("\n".join(lines) + "\n")
@@ -243,6 +251,9 @@ class Watchdog:
         if not all_ended:
             return False
         hosts.ended.set()
+        # A daemon thread that Python ends within a call of JAX's client aborts the process at its exit.
+        for thread in self._threads:
+            thread.join(hosts.heartbeat_s)
         if how == DONE:
             clear_abort_message()
         return True

@@ -25,7 +25,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from levanter_infer.kernels.call import AttentionCall
+from levanter_infer.kernels.call import AttentionCall, KvWrite, LinearCall
 from levanter_infer.kernels.cpu import huge_pages
 
 _LIBRARY = "levanter_infer.kernels.cpu._native"
@@ -180,103 +180,80 @@ def panel_rows(panels: Array, rows: Array, inputs: int, *, isa_name: str | None 
     return found.reshape(rows.shape[0], size // width)[:, :inputs]
 
 
-def stacked_matmul(
-    x: Array,
-    weights: list[Array],
-    outputs: list[int],
-    layer: Array,
-    num_rows: Array | None = None,
-    *,
-    norm: Array | None = None,
-    eps: float = 0.0,
-    gate: Array | None = None,
-    residual: Array | None = None,
-    isa_name: str | None = None,
-) -> list[Array]:
-    """`x · weight[layer]ᵀ` for each stack of weights, accumulated in float32.
+def stacked_matmul(call: LinearCall, *, isa_name: str | None = None) -> list[Array]:
+    """The matmuls of `call`, accumulated in float32; x, gate and residual are converted to float32.
 
-    The stacks are read in place. A row of the result has the same bits for any number of rows. A norm, a gate and a
-    residual can be fused into the call, because on a CPU every call has its overhead.
+    The stacks of panels are read in place. A row of the result has the same bits for any number of rows. A norm, a gate
+    and a residual are fused into the call, because on a CPU every call has its overhead.
 
     Args:
-        x: f32[rows, inputs]
-        weights: [layers, panels, size] of `to_panels`, each.
-        outputs: number of outputs of each.
-        layer: i32[]
-        num_rows: i32[], rows in use; the others give zeros and cost nothing. None: all.
-        norm: f32 or bf16 [layers, inputs]; x is replaced by `x / sqrt(mean(x²) + eps) · norm[layer]`.
-        gate: f32[rows, inputs]; x is replaced by `silu(gate) · x`. Not together with `norm`.
-        residual: f32[rows, outputs], added to the result; with one stack of weights only.
+        call: its weights are in panels (`to_panels`); rows beyond `num_rows` give zeros and cost nothing.
         isa_name: one of `isas`; by default the widest.
     Returns: f32[rows, outputs] each.
     Raises: ValueError if the kernels were not built.
     """
-    assert norm is None or gate is None, "a matmul has a norm or a gate, not both"
-    results = [jax.ShapeDtypeStruct((x.shape[0], count), jnp.float32) for count in outputs]
-    call = jax.ffi.ffi_call("levanter_infer_linear", results, vmap_method="sequential")
-    used = jnp.int32(x.shape[0]) if num_rows is None else num_rows
-    extras = [extra for extra in (norm, gate, residual) if extra is not None]
+    assert call.norm is None or call.gate is None, "a matmul has a norm or a gate, not both"
+    rows = call.x.shape[0]
+    results = [jax.ShapeDtypeStruct((rows, count), jnp.float32) for count in call.num_outs]
+    kernel = jax.ffi.ffi_call("levanter_infer_linear", results, vmap_method="sequential")
+    used = jnp.int32(rows) if call.num_rows is None else call.num_rows
+    layer = jnp.int32(0) if call.layer is None else call.layer
+    norm, eps = (None, 0.0) if call.norm is None else call.norm
+    wide = [None if extra is None else extra.astype(jnp.float32) for extra in (call.gate, call.residual)]
+    extras = [extra for extra in (None if norm is None else _stack(norm, 2), *wide) if extra is not None]
     return list(
-        call(
-            x,
+        kernel(
+            call.x.astype(jnp.float32),
             used.astype(jnp.int32),
             layer.astype(jnp.int32),
             *extras,
-            *weights,
+            *(_stack(panels, 3) for panels in call.weights),
             isa=isa_name or isa(),
             has_norm=norm is not None,
-            has_gate=gate is not None,
-            has_residual=residual is not None,
+            has_gate=call.gate is not None,
+            has_residual=call.residual is not None,
             eps=np.float32(eps),
         )
     )
 
 
-def place_tokens(
-    q: Array,
-    k: Array,
-    v: Array,
-    pool: Array,
-    *,
-    layer: Array,
-    dests: Array,
-    cos: Array,
-    sin: Array,
-    norms: tuple[tuple[Array, float], ...] | None = None,
-    isa_name: str | None = None,
-) -> tuple[Array, Array]:
-    """Apply the rotary embedding to queries and keys, and write keys and values to the KV cache, in one call and in
-    place where the pool is donated.
+def _stack(array: Array, ndim: int) -> Array:
+    """An array with an axis of layers; one without becomes a stack of one."""
+    return array if array.ndim == ndim else array[None]
+
+
+def place_tokens(pool: Array, write: KvWrite, *, isa_name: str | None = None) -> tuple[Array, Array]:
+    """Apply norms and the rotary embedding to queries and keys, and write keys and values to the KV cache, in one call
+    and in place where the pool is donated.
 
     Tokens are independent, so that their bits do not depend on batch composition. XLA would run half a dozen small
     operations for each token of such a write.
 
     Args:
-        q: f32[T, Hq, D]
-        k, v: f32[T, Hkv, D]
         pool: [layers, P, page_size, 2 * Hkv, D] of f32, bf16, or u16 that holds the bits of bf16.
-        layer: i32[]
-        dests: i32[T], `page * page_size + page offset`; P * page_size or more for tokens that are not stored.
-        cos, sin: f32[T, D / 2]
-        norms: weights [layers, D] and eps of the RMS norms of q and k that precede the rotary embedding.
+        write: has queries and their rotation; queries, keys and values are converted to float32.
         isa_name: one of `isas`; by default the widest.
-    Returns: the rotated q, and the pool.
+    Returns: the rotated q, f32, and the pool.
     Raises: ValueError if the kernels were not built.
     """
+    rotation = write.rotation
+    assert write.q is not None and rotation is not None, "queries and their rotation are stored with the keys"
+    q, k, v = (side.astype(jnp.float32) for side in (write.q, write.k, write.v))
     results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (q, pool)]
-    call = jax.ffi.ffi_call(
+    kernel = jax.ffi.ffi_call(
         "levanter_infer_place_tokens", results, vmap_method="sequential", input_output_aliases={1: 1}
     )
-    weights, (q_eps, k_eps) = ((), (0.0, 0.0)) if norms is None else zip(*norms, strict=True)
+    weights, (q_eps, k_eps) = ((), (0.0, 0.0)) if rotation.norms is None else zip(*rotation.norms, strict=True)
     eps = {"q_eps": np.float32(q_eps), "k_eps": np.float32(k_eps)}
-    rotated, stored = call(
-        q, pool, k, v, cos, sin, dests, layer.astype(jnp.int32), *weights, isa=isa_name or isa(), **eps
+    layer = write.layer.astype(jnp.int32)
+    rotated, stored = kernel(
+        q, pool, k, v, rotation.cos, rotation.sin, write.dests, layer, *weights, isa=isa_name or isa(), **eps
     )
     return rotated, stored
 
 
 def cpu_attention(call: AttentionCall, *, isa_name: str | None = None) -> Array:
-    """`ragged_paged_attention` in C++. Returns: [T, Hq, D], 0 for padding tokens.
+    """`Backend.attend` in C++. Returns: [T, Hq, D], 0 for padding tokens.
 
     Raises: ValueError for what only other implementations support: `score_mod`, `mask_mod`, pages of other dtypes.
     """

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
+from levanter_infer.kernels.call import LinearCall
 from levanter_infer.kernels.gpu.triton import plt
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
@@ -47,30 +48,29 @@ def supports_dtype(dtype) -> bool:
     return jnp.dtype(dtype) in _DTYPES
 
 
-def stacked_matmul(
-    x: Array, weights: list[Array], layer: Array, num_rows: Array | None = None, *, interpret: bool = False
-) -> list[Array]:
-    """`x · weight[layer]ᵀ` for each stack of weights, accumulated in float32, in one launch.
+def stacked_matmul(call: LinearCall, *, interpret: bool = False) -> list[Array]:
+    """The matmuls of `call`, accumulated in float32, in one launch.
 
     Args:
-        x: [rows, inputs], bf16 or f16.
-        weights: [layers, outputs, inputs] each, in the dtype of x.
-        layer: i32[]
-        num_rows: i32[], rows in use; the outputs of the others are zeros or their own matmul, and tiles without a row
-            in use cost nothing. None: all.
+        call: x bf16 or f16; weights [layers, outputs..., inputs...] each, in the dtype of x. The outputs of rows that
+            are not in use are zeros or their own matmul, and tiles without a row in use cost nothing. The kernel fuses
+            nothing.
         interpret: run in Pallas' interpreter, on any platform, slowly; for tests.
     Returns: f32[rows, outputs] each.
     Raises: ValueError for other dtypes.
     """
+    x, layer = call.x, call.layer
+    assert layer is not None, "the weights are stacks of layers"
+    rows, ins = x.shape
+    weights = [weight.reshape(weight.shape[0], -1, ins) for weight in call.weights]
     for weight in weights:
         if not supports_dtype(x.dtype) or weight.dtype != x.dtype:
             raise ValueError(f'matmul="gpu" takes bfloat16 or float16, not {x.dtype} times {weight.dtype}; use "xla"')
-    rows, ins = x.shape
     tile = tile_of(rows, ins)
     bounds = [0]
     for weight in weights:
         bounds.append(bounds[-1] + pl.cdiv(weight.shape[1], tile.outs))
-    used = jnp.int32(rows) if num_rows is None else num_rows
+    used = jnp.int32(rows) if call.num_rows is None else call.num_rows
     return pl.pallas_call(
         functools.partial(_matmul, tile=tile, first_parts=tuple(bounds)),
         out_shape=[jax.ShapeDtypeStruct((rows, weight.shape[1]), jnp.float32) for weight in weights],
@@ -79,7 +79,7 @@ def stacked_matmul(
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
         name="stacked_matmul",
-    )(x, list(weights), _Scalars(layer.reshape(1), used.reshape(1)))
+    )(x, weights, _Scalars(layer.reshape(1), used.reshape(1)))
 
 
 class _Scalars(NamedTuple):

@@ -37,7 +37,6 @@ def tpu_attention(call: AttentionCall, tiles: Tiles | None = None, *, interpret:
         raise ValueError(
             f'impl="tpu" reads pages of float32, bfloat16, float8_e4m3fn or int8, not {call.kv_dtype}; use "xla"'
         )
-    assert call.tpu_pool is not None, "the entry gives the layout of the pool"
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan") if interpret else False
     operand = _operand_dtype(call)
     shape = TileShape(

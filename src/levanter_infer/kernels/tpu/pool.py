@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.kernels import int8
+from levanter_infer.kernels.call import AttentionCall
 
 LANES = 128
 
@@ -35,6 +36,11 @@ class TpuPool:
     head_dim: int
     scaled: bool = False
     """Whether the pool holds int8, with scales."""
+
+    @staticmethod
+    def of(call: AttentionCall) -> "TpuPool":
+        """The layout of the pool that a call reads."""
+        return TpuPool(call.kv_heads, call.q.shape[2], scaled=call.kv_dtype == jnp.int8)
 
     def __post_init__(self):
         if self.scaled and 2 * self.kv_heads > LANES:

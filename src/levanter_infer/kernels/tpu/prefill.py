@@ -28,7 +28,7 @@ from levanter_infer.kernels.tpu.pipeline import (
     page_id_chunks,
     scalars,
 )
-from levanter_infer.kernels.tpu.pool import LANES
+from levanter_infer.kernels.tpu.pool import LANES, TpuPool
 from levanter_infer.kernels.tpu.scales import KEYS, VALUES, load_scales, scales_of_rows
 from levanter_infer.kernels.tpu.sizes import Scratch, Sizes, Tile, align_queries
 
@@ -44,8 +44,7 @@ def prefill_attention(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, in
         interpret: as `pallas_call` takes it.
     Returns: [T, Hq, D]; unspecified at the tokens of other rows.
     """
-    pool = call.tpu_pool
-    assert pool is not None
+    pool = TpuPool.of(call)
     num_tokens, num_heads, _ = call.q.shape
     groups, per_group = pool.groups, num_heads // pool.groups
     sizes = Sizes(

@@ -1,4 +1,4 @@
-"""Clients of an engine: requests that come at given times, served continuously or in static batches."""
+"""Clients of an engine: requests with given arrival times, in continuous batching or in static batches."""
 
 import time
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ def run_continuous(
     max_steps: int | None = None,
     late_launch: bool = True,
 ) -> Timeline:
-    """Submit each request when it comes; a finished one's place is taken at once.
+    """Submit each request at its arrival; the next request takes a free slot at once.
 
     Args:
-        arrivals: seconds after the start, ascending; all 0 for a closed loop that keeps every place taken.
+        arrivals: seconds after the start, ascending; all 0 for a closed loop that keeps every slot busy.
         max_steps: steps of a round; None leaves it to the engine.
         late_launch: launch each round as late as possible while requests are still to come
             (`InferenceEngine.wait_for_launch_window`).
@@ -45,12 +45,12 @@ def run_static(
     batch: int,
     max_steps: int | None = None,
 ) -> Timeline:
-    """Serve batches, the classical baseline: who comes while one runs waits until its last sequence has ended.
+    """Static batching, the classical baseline: a request that arrives while a batch runs waits for its last sequence.
 
-    Places of sequences that have ended stay empty, but cost nothing: the engine does not compute them.
+    Slots of finished sequences stay empty, but cost nothing: the engine does not compute them.
 
     Args:
-        batch: sequences of one batch, at most; it starts with those that are there.
+        batch: largest number of sequences of a batch, which starts with the requests that have arrived.
     """
     run = _Run(engine, requests, arrivals, max_steps)
     while not run.is_done:
@@ -62,7 +62,7 @@ def run_static(
 
 
 class _Run:
-    """One run in progress: submits requests in order, and notes when tokens are seen."""
+    """One run: submits requests in order, and records when tokens are seen."""
 
     def __init__(self, engine: InferenceEngine, requests: Sequence[Request], arrivals: Sequence[float], max_steps):
         engine.warmup()
@@ -85,12 +85,12 @@ class _Run:
         return time.perf_counter() - self._start
 
     def wait_for(self, moment: float) -> None:
-        """Sleep while nothing is to be done."""
+        """Sleep until a moment while no request is running."""
         time.sleep(max(0.0, moment - self.now()))
         self._busy_since = self.now()
 
     def submit_arrived(self, limit: int) -> None:
-        """Submit those that have come, up to `limit` requests in all."""
+        """Submit the requests that have arrived, up to `limit` requests in all."""
         now = self.now()
         while self.num_submitted < min(limit, len(self._requests)) and self._arrivals[self.num_submitted] <= now:
             group = self._engine.submit(self._requests[self.num_submitted])

@@ -1,30 +1,92 @@
-"""Messages on their way into a chat template, and the text on its way out: what transformers does around a template.
+"""Chats: the settings of a chat, its messages before the template, and its text after it.
 
-Source: transformers 5.23, `PreTrainedTokenizerBase.apply_chat_template` and `render_jinja_template`. Two rules are
-stricter: roles are strings, and content is text or parts of text. One is more lenient: where a template does not loop
-over the parts of a message's content, they are joined by line breaks, as vLLM joins them.
+Configurations, rows, requests and the tokenizer all check chats here. Around a template the same happens as in
+transformers 5.23 (`PreTrainedTokenizerBase.apply_chat_template` and `render_jinja_template`), with two stricter rules:
+roles are strings, and content is text or parts of text; and a more lenient one: where a template does not loop over the
+parts of a message's content, they are joined by line breaks, as vLLM joins them.
 """
 
 import reprlib
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+CHAT_KEYS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+"""Settings of a chat: keys of a configuration, of a row, and of a request."""
+_RESERVED = {
+    **dict.fromkeys(
+        ("messages", "tools", "add_generation_prompt", "continue_final_message"),
+        "is a parameter of its own; give it beside chat_template_kwargs",
+    ),
+    **dict.fromkeys(("chat_template", "conversation"), "cannot be replaced; the template is the model's own"),
+    **dict.fromkeys(
+        ("tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length", "tokenizer_kwargs"),
+        "is no variable of a template; the text is returned, to be encoded afterwards",
+    ),
+}
+"""Names that `chat_template_kwargs` may not have, and why."""
+
+
+def check_chat_settings(given: Mapping[str, Any], path: str = "") -> None:
+    """Check values of `CHAT_KEYS`. Raises: ValueError for one of the wrong type, or two that exclude each other.
+
+    Args:
+        path: prefix of the keys in messages.
+    """
+    for key, value in given.items():
+        if key == "chat_template_kwargs":
+            check_template_kwargs(value, path)
+            continue
+        if key == "tools":
+            fits, expected = isinstance(value, list) and all(isinstance(t, dict) for t in value), "a list of objects"
+        else:
+            fits, expected = type(value) is bool, "true or false"
+        if not fits:
+            raise ValueError(f"{path}{key} is {reprlib.repr(value)}; expected {expected}")
+    check_end(given.get("add_generation_prompt", False), given.get("continue_final_message", False), path)
+
+
+def check_end(add_generation_prompt: object, continue_final_message: object, path: str = "") -> None:
+    """Raises: ValueError if a chat has both ends: the start of the next turn, and an unfinished message."""
+    if add_generation_prompt and continue_final_message:
+        raise ValueError(
+            f"{path}add_generation_prompt and {path}continue_final_message are both true; a chat either continues its "
+            "last message or begins another: to continue it, set add_generation_prompt=False"
+        )
+
+
+def check_template_kwargs(kwargs: Any, path: str = "") -> None:
+    """Check variables that a caller adds to a chat template.
+
+    Raises: ValueError naming a key that is no variable name, or is reserved.
+    """
+    where = f"{path}chat_template_kwargs"
+    if not isinstance(kwargs, Mapping):
+        raise ValueError(f"{where} is {type(kwargs).__name__}; expected a mapping of names to values")
+    for name in kwargs:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"{where} has the key {reprlib.repr(name)}; expected the name of a template's variable")
+        if name in _RESERVED:
+            raise ValueError(f"{where}: {name!r} {_RESERVED[name]}")
+
+
+# Messages
 
 MAX_MESSAGES = 10_000
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names under which a message's reasoning is given; templates read the first."""
+"""Keys of a message's reasoning; templates read the first."""
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Appended to the message that is to be continued, so that its end is found in the rendered text."""
+"""Text that marks the end of the message to be continued in the rendered text."""
 _PART_SEPARATOR = "\n"
 
 Message = dict[str, object]
 
 
 def check_messages(messages) -> None:
-    """Check that `messages` is a list of mappings with a role and, if any, a content of text.
+    """Check that `messages` is a list of 1 to `MAX_MESSAGES` mappings with a role and an optional content of text.
 
-    Their number is from 1 to `MAX_MESSAGES`: with more, a request could bring a good template to its limits, which are
-    there against bad ones.
+    The bound keeps a request from running a good template into the limits that exist against bad ones.
 
-    Raises: ValueError naming the message, and a part of it that is no text.
+    Raises: ValueError naming the message and its part that is no text.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
         raise ValueError("messages must be a non-empty list of {role, content} mappings")
@@ -79,13 +141,13 @@ def check_tools(tools) -> None:
 
 
 def prepared(messages: Sequence[Mapping[str, object]], *, takes_parts: bool) -> list[Message]:
-    """Copies of checked messages, as a template gets them.
+    """Copies of checked messages, in the form that templates expect.
 
-    Entries that are None are left out, since APIs write `content: null` where they mean none, and templates would print
-    it. Reasoning stands under each of the names that templates read.
+    Entries that are None are left out: APIs write `content: null` for an absent content, and templates would print it.
+    Reasoning is given under each of the keys that templates read.
 
     Args:
-        takes_parts: the template loops over the parts of a content; else they are joined.
+        takes_parts: whether the template loops over the parts of a content; else parts are joined.
     """
     return [_prepared(message, takes_parts) for message in messages]
 
@@ -109,10 +171,10 @@ def tag_final_message(messages: list[Message], field: str, source: str) -> str:
 
     Args:
         messages: from `prepared`; the last is changed.
-        field: which of its entries is continued.
+        field: key of the entry that is continued.
         source: the template.
     Returns: the text that is continued.
-    Raises: ValueError if there is none, or the template does not read the field.
+    Raises: ValueError if the message lacks the field, or the template does not read it.
     """
     final = messages[-1]
     text = final.get(field)
@@ -141,7 +203,7 @@ def tag_final_message(messages: list[Message], field: str, source: str) -> str:
 def cut_at_tag(rendered: str, text: str) -> str:
     """The rendered chat up to the end of the last message, whose text is `text`.
 
-    Raises: ValueError if the template did not write that message whole.
+    Raises: ValueError if the template has not written that message in full.
     """
     if text.strip() not in rendered or _TAG.strip() not in rendered:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""The console script `levanter-infer` and `python -m levanter_infer`: one command in front of the others.
+"""The console script `levanter-infer` and `python -m levanter_infer`: dispatch to the commands.
 
-Help and the version are answered from source and package metadata. Nothing is imported for them but the standard
-library, so that they are there at once.
+Help and the version come from source and package metadata and import nothing but the standard library, so that they
+answer at once.
 """
 
 import difflib
@@ -19,16 +19,17 @@ from levanter_infer.keys import SECTIONS, keys_text, read_constant, read_section
 PROGRAM = "levanter-infer"
 COMMANDS = {
     "sample": ("sample", "sample completions of prompts"),
-    "batch": ("batch.__main__", "sample the rows of files in shards, and go on after an interruption"),
+    "batch": ("batch.__main__", "sample the rows of files in shards, and resume after an interruption"),
     "score": ("score", "log probabilities and perplexity of texts"),
-    "plan": ("plan.__main__", "does a job fit on a machine that is not here, and how fast can it be?"),
-    "audit": ("audit", "sample, and compute every log probability again without a cache"),
-    "doctor": ("doctor", "where two paths that should agree do not, and what that says"),
+    "plan": ("plan.__main__", "capacity planning: does a job fit on another machine, and how fast can it be?"),
+    "check": ("check", "the machine, the numerics of an engine, and where they start to differ"),
+    "audit": ("audit", "check --level numerics"),
+    "doctor": ("doctor", "check --level diagnosis; without options: --level machine"),
     "bench": ("bench.__main__", "benchmarks"),
 }
-"""Each command's module, which has `main(argv)`, and what it does."""
+"""Commands: the module, which has `main(argv)`, and a description."""
 COMPILER_THREADS = "compile"
-"""How the names of threads begin in which a program is compiled."""
+"""Prefix of the names of threads that compile a program."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,20 +53,20 @@ def run() -> NoReturn:
 
 
 def run_command(name: str) -> NoReturn:
-    """One command, whose module is run as a program; it is imported where an interrupt is taken care of."""
+    """Run one command whose module is run as a program; an interrupt during its import is handled."""
     start(lambda: main([name, *sys.argv[1:]]))
 
 
 def start(command: Callable[[], int]) -> NoReturn:
     """Run a command as this process, and end the process with its status.
 
-    SIGTERM has Python's own handler of SIGINT: partial output files are removed. A program that is still being compiled
-    is not waited for, which the interpreter would do at its end.
+    SIGTERM has Python's own handler of SIGINT: partial output files are removed. The process ends without waiting for a
+    compilation, which the interpreter would do.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         status = command()
-    except KeyboardInterrupt:  # before the command could take care of it, while modules were imported
+    except KeyboardInterrupt:  # while modules were imported, before the command handles it
         print("interrupted", file=sys.stderr)
         status = 130
     if any(thread.name.startswith(COMPILER_THREADS) for thread in threading.enumerate()):
@@ -77,7 +78,7 @@ def start(command: Callable[[], int]) -> NoReturn:
 
 
 def overview() -> str:
-    """What there is: the commands, and the sections of a configuration."""
+    """Help about the commands and the sections of a configuration."""
     lines = [
         f"usage: {PROGRAM} COMMAND [--config FILE] [--KEY VALUE ...]",
         "",
@@ -100,9 +101,13 @@ def overview() -> str:
 
 def command_help(name: str) -> str:
     """Usage of a command, and every key of its configuration with its default."""
-    usage = read_constant(COMMANDS[name][0], "USAGE")
-    if name in ("audit", "doctor"):
-        usage = usage.format(**read_constant("audit", "MAX_DELTA"))
+    if name in ("check", "audit", "doctor"):
+        usage = read_constant("check", "USAGE").format(**read_constant("check", "MAX_DELTA"))
+        usage = (
+            usage if name == "check" else f"usage: {PROGRAM} {name} [OPTIONS], which is {COMMANDS[name][1]}\n\n{usage}"
+        )
+    else:
+        usage = read_constant(COMMANDS[name][0], "USAGE")
     return f"{usage}\n{keys_text(sections_for(name))}"
 
 
@@ -126,12 +131,12 @@ def _refuse(name: str) -> int:
 
 
 def _print(text: str) -> int:
-    """Print on standard output, which may be closed, full or no longer read; returns the exit status."""
+    """Print on standard output, which may be closed, full or without a reader; returns the exit status."""
     try:
         print(text, flush=True)
         return 0
     except OSError as e:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing fails to be flushed at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # no flush fails at exit
         if isinstance(e, BrokenPipeError):
             return 141
         print(f"error: {e.strerror}", file=sys.stderr)

@@ -1,0 +1,415 @@
+"""`Runner`: the device's half of an engine: prepared weights, state and compiled programs.
+
+It takes and returns arrays and knows nothing of requests or of the scheduler; the scheduler knows nothing of it.
+`InferenceEngine` carries the scheduler's admissions here, and what comes back to the scheduler.
+
+Arrays at this boundary are NumPy arrays with a leading axis of data-parallel ranks. `uploads.without_ranks` drops it
+where there is one rank, whose programs have no such axis.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from levanter_infer.checkpoints.load import StoredModel
+from levanter_infer.decode.admission import Admission
+from levanter_infer.decode.beam_table import Hypotheses
+from levanter_infer.decode.outputs import RoundOutputs
+from levanter_infer.decode.programs import Programs
+from levanter_infer.decode.scoring import READ_PAGES
+from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.state import GenState
+from levanter_infer.engine.backend import Backend
+from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.scoring import score_shapes
+from levanter_infer.engine.sizes import kv_dtype, resolve_shapes
+from levanter_infer.engine.tile_search import check_given_tiles
+from levanter_infer.engine.uploads import admission_fields, empty_admission, is_idle, without_ranks
+from levanter_infer.models.protocol import Model
+from levanter_infer.policies import Recompilation
+from levanter_infer.runtime.garbage_collection import gc_disabled
+from levanter_infer.runtime.hosts import Hosts, agree, agree_min
+from levanter_infer.runtime.memory import return_free_memory
+from levanter_infer.runtime.progress import stage
+
+logger = logging.getLogger(__name__)
+
+_HYPOTHESES = 8
+"""Hypotheses of beam searches that are fetched together."""
+
+
+class Runner:
+    """Runs an engine's programs on its devices.
+
+    Args:
+        model: with the weights, or a `StoredModel`, which is read after its compilation has begun.
+        config: sizes and policies.
+        backend: the implementations for the devices.
+        num_eos: end-of-sequence ids of the tokenizer.
+        hosts: processes that make runners like this one; they agree on sizes and programs before the first launch.
+        donate_model: the arrays of the model may be deleted as the runner lays out its own.
+        scoring: compile for prompt logprobs at once.
+    Raises: ValueError as `shapes_for` and `programs_for`.
+    """
+
+    def __init__(
+        self,
+        model: "Model | StoredModel",
+        config: EngineConfig,
+        backend: Backend,
+        *,
+        num_eos: int,
+        hosts: Hosts | None = None,
+        donate_model: bool = False,
+        scoring: bool = False,
+        score_mod=None,
+        mask_mod=None,
+    ):
+        self.backend, self._config, self._hosts = backend, config, hosts
+        stored = model if isinstance(model, StoredModel) else None
+        types = model.types if isinstance(model, StoredModel) else model
+        self.weights_bytes: int = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(types))
+        shapes = shapes_for(config, types, backend, num_eos=num_eos, is_loaded=stored is None, scoring=scoring)
+        self.shapes = self._agreed(shapes)
+        self.programs = programs_for(
+            config,
+            types,
+            backend,
+            self.shapes,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+            on_recompile=logger.warning if config.recompilation == Recompilation.WARN else None,
+            fingerprints=hosts is not None,
+        )
+        self._enter_nothing(backend.put(empty_admission(self.shapes, self.num_ranks)))
+        self.compile_s, self._is_warm = 0.0, False
+        if stored is not None:
+            self._compile_ahead(types)
+            with stage("reading weights"):
+                model, donate_model = stored.read(backend.layout), True
+        self.types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), types)
+        """The model as its checkpoint or its training program has it, with types in place of arrays."""
+        self.model = backend.prepare(model, donate=donate_model)
+        if hosts is not None:  # equal configurations do not prove equal programs
+            self.programs.compile_all(self.model, self.nothing)
+            with stage("waiting for the other processes to trace their programs"):
+                agree(hosts, "programs", self.programs.fingerprints())
+        self.state: GenState = self.programs.init()
+
+    def _agreed(self, shapes: Shapes) -> Shapes:
+        """The smallest pool of all processes, and the same sizes in all others."""
+        if self._hosts is None:
+            return shapes
+        with stage("waiting for the other processes to size their pools"):
+            least = agree_min(self._hosts, "max_pages", {"max_pages": shapes.num_pages})
+        shapes = dataclasses.replace(shapes, num_pages=least["max_pages"])
+        backend = self.backend
+        plan = {**dataclasses.asdict(shapes), "mesh": backend.mesh_sizes, "platform": backend.platform.name}
+        agree(self._hosts, "sizes", {name: str(value) for name, value in plan.items()})
+        return shapes
+
+    def _compile_ahead(self, types) -> None:
+        """Begin to compile for a model that is yet to be read."""
+        begin = time.perf_counter()
+        with stage("compiling", self.programs.progress):
+            self.programs.compile_all(self.backend.prepared_types(types), self.nothing)
+            if self.backend.platform.shares_memory:  # the compiler's memory is then the weights'
+                self.programs.wait()
+                return_free_memory()
+        self.compile_s = time.perf_counter() - begin
+
+    def _enter_nothing(self, nothing: Admission) -> None:
+        self.nothing = nothing
+        """The admission that admits nothing, on the device."""
+        self._idle_admissions: dict[tuple[bytes, bytes], Admission] = {}
+
+    @property
+    def num_ranks(self) -> int:
+        """Data-parallel ranks: each has tables, a pool and a loop of its own."""
+        return self.backend.num_shards
+
+    # Rounds
+
+    def run(self, admission: Admission) -> RoundOutputs:
+        """Launch a round, and begin to copy its outputs to the host; returns before the device has finished."""
+        self.state, outputs = self.programs.round(self.model, self.state, admission)
+        outputs.packed.copy_to_host_async()
+        return outputs
+
+    def upload(self, fields: Mapping[str, Any]) -> Admission:
+        """An admission on the device. One that admits and cancels nothing serves many rounds, and is uploaded once.
+
+        Args:
+            fields: of `HostAdmission.arrays()`, and "host" where pages are moved. A field that is left out admits
+                nothing.
+        """
+        idle = is_idle(fields)
+        key = (fields["max_steps"].tobytes(), fields["min_free_slots"].tobytes())
+        if idle and key in self._idle_admissions:
+            return self._idle_admissions[key]
+        arrays = admission_fields(fields, self.shapes.limits, self.num_ranks)
+        admission = dataclasses.replace(self.nothing, **self.backend.put(arrays))
+        if idle:
+            self._idle_admissions[key] = admission
+        return admission
+
+    # Programs
+
+    @gc_disabled()
+    def warmup(self) -> bool:
+        """Compile all programs and run a round that admits nothing. Returns: False if that had been done before."""
+        if self._is_warm:
+            return False
+        return_free_memory()  # of loading the model: compiling needs much
+        start = time.perf_counter()
+        with stage("compiling", self.programs.progress):
+            self.programs.compile_all(self.model, self.nothing)
+            self.programs.wait()
+        with stage("running the first round"):
+            try:
+                self.state, outputs = self.programs.round(self.model, self.state, self.nothing)
+                jax.block_until_ready(outputs)
+            except BaseException:
+                self.reset()  # an interrupt may have taken the state
+                raise
+        self._is_warm = True
+        self.compile_s += time.perf_counter() - start
+        return_free_memory()
+        return True
+
+    @gc_disabled()
+    def extend(self, **changes) -> None:
+        """Go on with programs that can do more: `changes` to the shapes that add tables to the state.
+
+        To be called between launches. What runs keeps its slots and pages, and a round in flight is read as ever.
+        """
+        start = time.perf_counter()
+        shapes = dataclasses.replace(self.shapes, **changes)
+        logger.info("compiling again, for %s", ", ".join(changes))
+        programs = self.programs.extended(self.model, shapes)
+        nothing = self.backend.put(empty_admission(shapes, self.num_ranks))
+        with stage(f"compiling again, for {', '.join(changes)}", programs.progress):
+            programs.compile_all(self.model, nothing)
+            programs.wait()
+        if self._hosts is not None and self.backend.spans_hosts:
+            agree(self._hosts, "programs", programs.fingerprints())
+        self.state = programs.extend(self.state)
+        self.programs, self.shapes = programs, shapes
+        self._enter_nothing(nothing)
+        self.compile_s += time.perf_counter() - start
+
+    # State
+
+    def reset(self) -> None:
+        """Empty the tables; the pool is not written. If an interrupted launch has taken the state, make a new one."""
+        lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
+        self.state = self.programs.init() if lost else self.programs.reset(self.state)
+
+    def zero_cache(self) -> None:
+        """Overwrite every stored key and value with zeros."""
+        self.state = self.programs.zero_cache(self.state)
+
+    def resample(self, fields: tuple[np.ndarray, ...], rank: int) -> None:
+        """Let sequences of one rank go on from others. Args: fields: of `resample_samples`, by slot."""
+        of_ranks = tuple(np.stack([field * (i == rank) for i in range(self.num_ranks)]) for field in fields)
+        self.state = self.programs.resample(self.state, *self._put(of_ranks))
+
+    def _put(self, arrays):
+        """Arrays with a leading axis of ranks on the devices, as the programs take them."""
+        return self.backend.put(without_ranks(arrays, self.num_ranks))
+
+    # Weights
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the weights are there: arrays that are shared with a training program may have been donated."""
+        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.model))
+
+    def on_weight_update(self, roots: np.ndarray, swapped: np.ndarray, *, recompute: bool) -> None:
+        """Make the tables ready for other weights.
+
+        Args:
+            roots: i32[rank, slot], the prefix-cache root of each slot under the new weights, -1 for free slots.
+            swapped: bool[rank, slot], slots whose pages are in host memory.
+            recompute: whether running sequences recompute their keys and values.
+        """
+        arguments = self._put((roots, swapped, np.full(roots.shape[:-1], recompute)))
+        self._replace_decode(self.programs.on_weight_update(self.state.decode, *arguments))
+
+    def swap_weights(self, model, *, donate: bool = False) -> None:
+        """Run with the weights of `model` from the next launch on. The old ones are given up before the new ones are
+        laid out, so there is never a third copy. Requires: `model` has the types of `self.types`."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.model)
+        self.model = None  # its memory may be needed for the new one
+        self.model = jax.tree.map(_placed, self.backend.prepare(model, donate=donate), shardings)
+
+    # Reads
+
+    def read_scores(self, ranks, slots, columns) -> "Gather":
+        """Begin to fetch pages of prompt logprobs. Args: the rank, slot and column of each page."""
+        program, state = self.programs.read_scores, self.state
+        gather = Gather(ranks, self.num_ranks, READ_PAGES)
+        none = state.decode.sequences.num_slots
+        places = zip(gather.arguments(slots, fill=none), gather.arguments(columns, fill=0), strict=True)
+        gather.results = [program(state.scores, *self.backend.put(each)) for each in places]
+        return gather
+
+    def read_hypotheses(self, ranks, slots) -> Hypotheses:
+        """The hypotheses of beam searches, in numpy. Args: the rank and slot of each. Waits for the round in flight."""
+        gather = Gather(ranks, self.num_ranks, _HYPOTHESES)
+        of_calls = gather.arguments(slots, fill=0)
+        calls = [jax.device_get(self.programs.found(self.state, self.backend.put(slots))) for slots in of_calls]
+        return jax.tree.map(lambda *results: gather.rows(results), *calls)
+
+    # KV offload, between launches and with none in flight
+
+    def table_snapshot(self) -> dict[str, np.ndarray]:
+        """Copies of the arrays of `TableSnapshot`, by name."""
+        found = jax.device_get(dataclasses.asdict(self.programs.tier.snapshot(self.state.decode)))
+        return {name: np.array(array) for name, array in found.items()}
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of keys and values in all layers."""
+        kv = self.state.kv
+        return kv.pages.array.nbytes // (kv.num_pages * self.num_ranks)
+
+    def read_pages(self, pages: np.ndarray) -> jax.Array:
+        """Copy pages of the pool to host memory. Args: pages: i32[transfer_pages], filled up with `num_pages`."""
+        return self.programs.tier.read_pages(self.state.kv, self.backend.put(pages))
+
+    def write_pages(self, contents: jax.Array, pages: jax.Array, chunk: np.ndarray) -> None:
+        """Copy contents of `read_pages` into the pool. Args: pages: of `swap_in`; chunk: which of them, for each."""
+        kv = self.programs.tier.write_pages(self.state.kv, contents, pages, self.backend.put(chunk))
+        self.state = dataclasses.replace(self.state, kv=kv)
+
+    def swap_in(self, mask: np.ndarray, places: np.ndarray, computed: np.ndarray, count: int) -> jax.Array:
+        """Give sequences their pages in the tables again, as `decode.kv_offload.swap_in`; returns the pages."""
+        arguments = self.backend.put((mask, places, computed, np.asarray(count, np.int32)))
+        decode, pages = self.programs.tier.swap_in(self.state.decode, *arguments)
+        self._replace_decode(decode)
+        return pages
+
+    def mark_swapped(self, mask: np.ndarray, status: int) -> None:
+        """Take the pages of the slots in `mask` from them, and give them `status`."""
+        arguments = self.backend.put((mask, np.asarray(status, np.int32)))
+        self._replace_decode(self.programs.tier.mark_swapped(self.state.decode, *arguments))
+
+    def _replace_decode(self, decode) -> None:
+        self.state = dataclasses.replace(self.state, decode=decode)
+
+
+def _placed(leaf: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+    return leaf if leaf.sharding == sharding else jax.device_put(leaf, sharding)
+
+
+class Gather:
+    """In which call of a program, and where in it, each entry of tables of several ranks is read.
+
+    Every call reads `size` entries of each rank, so that one compiled program serves however many are wanted.
+
+    Args:
+        ranks: which rank has the entry, for each entry that is wanted.
+        num_ranks: number of ranks; the arrays of a single rank have no leading axis.
+    """
+
+    def __init__(self, ranks: Sequence[int] | np.ndarray, num_ranks: int, size: int):
+        self._ranks, self._num_ranks, self._size = np.asarray(ranks, np.int64), num_ranks, size
+        counts = np.bincount(self._ranks, minlength=num_ranks)
+        order = np.argsort(self._ranks, kind="stable")
+        self._offsets = np.empty_like(self._ranks)
+        """The position of each entry among those of its rank."""
+        self._offsets[order] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self._num_calls = -(-int(counts.max(initial=0)) // size)
+        self.results: Sequence = []
+        """What the calls gave, if they have begun."""
+
+    def arguments(self, values: Sequence[int] | np.ndarray, *, fill: int) -> list[np.ndarray]:
+        """The argument of each call, of one value per entry: i32[size], or i32[rank, size] of several ranks.
+
+        `fill`: stands where a call reads fewer entries.
+        """
+        padded = np.full((self._num_ranks, self._num_calls * self._size), fill, np.int32)
+        padded[self._ranks, self._offsets] = values
+        calls = np.split(padded, self._num_calls, axis=1) if self._num_calls else []
+        return [call if self._num_ranks > 1 else call[0] for call in calls]
+
+    def rows(self, results: Sequence | None = None) -> np.ndarray:
+        """The entries in the order in which they are wanted, [entry, …].
+
+        Args:
+            results: of the calls, [size, …] or [rank, size, …] each; None: `self.results`. Waits for the device.
+        """
+        arrays = [np.asarray(result) for result in (self.results if results is None else results)]
+        joined = np.concatenate([array if self._num_ranks > 1 else array[None] for array in arrays], axis=1)
+        return joined[self._ranks, self._offsets]
+
+
+# Sizes and programs, also of an engine that is not in memory, for devices that may be elsewhere
+
+
+def shapes_for(
+    config: EngineConfig,
+    types,
+    backend: Backend,
+    *,
+    num_eos: int,
+    is_loaded: bool,
+    device_bytes: int | None = None,
+    scoring: bool = False,
+) -> Shapes:
+    """The static sizes of an engine.
+
+    Args:
+        types: the model as it comes from a checkpoint or a training program, arrays or their types.
+        num_eos: end-of-sequence ids of the model.
+        is_loaded: whether the model is in memory already.
+        device_bytes: memory of a device that is not here; None: what is free in this process's first.
+        scoring: whether the round computes prompt logprobs from the start.
+    Raises: ValueError as `resolve_shapes`.
+    """
+    unread = 0 if is_loaded else backend.device_bytes(backend.prepared_types(types))
+    values = backend.token_values(types.config, kv_dtype(config, types))
+    shapes = backend.adapt(resolve_shapes(config, types, num_eos, unread, values, device_bytes))
+    if scoring:
+        shapes = dataclasses.replace(shapes, scoring=score_shapes(config, types))
+    return shapes
+
+
+def programs_for(
+    config: EngineConfig,
+    types,
+    backend: Backend,
+    shapes: Shapes,
+    *,
+    score_mod=None,
+    mask_mod=None,
+    on_recompile: Callable[[str], None] | None = None,
+    fingerprints: bool = False,
+) -> Programs:
+    """The programs of an engine. Args: types: as of `shapes_for`; on_recompile, fingerprints: as of `Programs`.
+    Raises: ValueError for `tiles` that no kernel can have."""
+    dtype = kv_dtype(config, types)
+    check_given_tiles(config.tiles, types.config, backend.layout, page_size=shapes.page_size, kv_dtype=dtype)
+    return Programs(
+        types,
+        shapes,
+        backend.attention_spec(shapes, score_mod, mask_mod),
+        kv_dtype=dtype,
+        backend=backend.attention_backend,
+        on_recompile=on_recompile,
+        options=backend.compiler_options,
+        layout=backend.layout,
+        fingerprints=fingerprints,
+    )
+
+
+def round_types(types, backend: Backend, shapes: Shapes, programs: Programs) -> tuple:
+    """The types of the round's arguments, model, state and admission, with their shardings."""
+    admission = jax.eval_shape(lambda: empty_admission(shapes, backend.num_shards))
+    return backend.prepared_types(types), programs.state_types, backend.layout.types(admission)

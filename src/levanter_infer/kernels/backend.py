@@ -1,0 +1,200 @@
+"""`Backend`: the kernels of one platform behind one interface, on plain arrays.
+
+An engine has a backend for matmuls, which the model carries, and one for attention, which the pool carries; as a rule
+they are the same object. The code above asks the backend it holds and never for its name. A platform is a folder of
+this package with a `backend.py`, and a line in `registry.py`.
+"""
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from levanter_infer.kernels.call import AttentionCall, KvWrite, LinearCall, PoolShape
+
+
+class Work(enum.Enum):
+    """What a backend can compute."""
+
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+
+
+class Fuse(enum.Enum):
+    """What a kernel can compute in the same call as its matmul, or as its write of keys and values."""
+
+    NORM = "norm"
+    """RMSNorm of a matmul's input."""
+    GATE = "gate"
+    """SwiGLU's gate of a matmul's input."""
+    RESIDUAL = "residual"
+    """A sum with a matmul's result."""
+    ROTATION = "rotation"
+    """Norms and rotation of queries and keys, before keys and values are written."""
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What is particular to the devices of one kind, whichever kernels compute on them."""
+
+    name: str = ""
+    """JAX's name: cpu, gpu or tpu."""
+    integers_for_floats: bool = False
+    """Whether XLA's code reads parts of 16- and 8-bit floats better as integers of their width (decision 0006)."""
+    sampled_rows: int | None = None
+    """Rows that are sampled together; None: all."""
+    shares_memory: bool = False
+    """Whether all devices of a process, and the compiler, use the same memory."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Work that a backend is wanted for, and the circumstances that it may not be able to do it in."""
+
+    work: Work
+    device: Any
+    """A `jax.Device`, or one of a topology."""
+    dtype: jnp.dtype
+    """Dtype of the weights, or of the pages."""
+    num_devices: int = 1
+    """Devices of the mesh."""
+    is_sharded: bool = False
+    """Whether the model is sharded over the mesh."""
+    has_mods: bool = False
+    """Whether there is a `score_mod` or `mask_mod`."""
+
+    @property
+    def stored(self) -> str:
+        """Name of what is read in `dtype`, for messages."""
+        return "weights" if self.work is Work.MATMUL else "pages"
+
+
+@dataclass(frozen=True)
+class Backend(ABC):
+    """One platform's kernels. Frozen and hashable: models and pools hold it as a static field."""
+
+    platform: Platform = Platform()
+    """Where it runs."""
+
+    name: ClassVar[str]
+    """Its name in the configuration (`engine.matmul`, `engine.attention`)."""
+    home: ClassVar[Platform | None] = None
+    """The platform that its kernels were written for; None: any."""
+    kernels: ClassVar[frozenset[Work]] = frozenset()
+    """The work that `auto` prefers it for on `home`."""
+    options: ClassVar[frozenset[str]] = frozenset()
+    """Fields of the engine's configuration that are for this backend alone."""
+    fuses: ClassVar[frozenset[Fuse]] = frozenset()
+    """What its kernels compute in the same call; the layers compute the rest in XLA."""
+    is_batch_invariant: ClassVar[bool] = False
+    """Whether what a sequence gets depends on it alone, to the bit (docs/numerics.md)."""
+    pool_order: ClassVar[tuple[int, ...]] = (0, 1, 2, 3, 4)
+    """Axes of the pool: 0 layer, 1 page, 2 page offset, 3 kv pair (or slab), 4 head size (or lanes)."""
+
+    # Choice
+
+    @classmethod
+    @abstractmethod
+    def refusal(cls, task: Task) -> str | None:
+        """Why this backend cannot do the work; None if it can."""
+
+    @classmethod
+    def supports(cls, task: Task) -> bool:
+        """Whether this backend can do the work."""
+        return cls.refusal(task) is None
+
+    @classmethod
+    def why_unavailable(cls) -> str | None:
+        """Why its kernels cannot be used on their own platform, and what to do about it; None if they can."""
+        return None
+
+    def configured(self, **options) -> "Backend":
+        """The same with those of `options` (fields of the configuration) that are for it."""
+        return self
+
+    @property
+    def compiler_options(self) -> Mapping[str, str | bool]:
+        """XLA's options for a round whose matmuls and attention are all this backend's."""
+        return {}
+
+    # Matmuls
+
+    @abstractmethod
+    def activation_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
+        """Dtype of the residual stream of a model with weights of `dtype`."""
+
+    @abstractmethod
+    def store(self, weight: Array, num_outs: int, num_ins: int) -> Array:
+        """The form in which `linear` reads weights.
+
+        Args:
+            weight: [..., out..., in...], with any axes before; may be traced.
+            num_outs, num_ins: total sizes of the last axes that are outputs, and of those that are inputs.
+        Returns: an array of the same shape, or packed, [..., panels, panel size].
+        """
+
+    @abstractmethod
+    def store_tables(self, embeddings: Array, head: Array | None) -> tuple[Array, Array | None]:
+        """The forms in which `take_rows` reads the embeddings and `linear` the head, [vocab, embed] each.
+
+        Args: head: None: the embeddings serve as head.
+        Returns: the second is None where one array still serves as both.
+        """
+
+    @abstractmethod
+    def linear(self, call: LinearCall) -> list[Array]:
+        """The results of `call`, f32[rows, out] each. Raises: ValueError for dtypes that it does not multiply."""
+
+    @abstractmethod
+    def grouped_matmul(self, x: Array, weight: Array, counts: Array) -> Array:
+        """Rows of x [rows, in], `counts` i32[group] of them for each matrix of weight [group, out, in], as stored;
+        f32[rows, out]. Has a gradient."""
+
+    @abstractmethod
+    def take_rows(self, table: Array, indices: Array, num_ins: int, dtype) -> Array:
+        """Rows of stored embeddings, [..., num_ins] of `dtype`; zeros for an index out of range."""
+
+    @abstractmethod
+    def bucketed(self, compute: Callable[[int], Array], num_rows: Array, buckets: Sequence[int], zeros: Array) -> Array:
+        """`compute(n)`, a matmul's first n results, for the smallest of the ascending `buckets` that holds `num_rows`;
+        other rows may be anything. zeros: of the shape of `compute(buckets[-1])`."""
+
+    @abstractmethod
+    def logit_stats(self, logits: Array, num_rows: Array) -> tuple[Array, Array, Array] | None:
+        """Of each row of logits f32[row, vocab]: the largest, the sum of e^(logit - largest), and the first index of
+        the largest. None: there is no kernel for it, and sampling computes them in XLA."""
+
+    # Attention and the pool
+
+    @abstractmethod
+    def pool_shape(self, shape: PoolShape) -> tuple[int, int, int, int, int]:
+        """Sizes of the pool's axes, in `pool_order`."""
+
+    @abstractmethod
+    def init_pool(self, shape: PoolShape) -> Array:
+        """A pool of zeros."""
+
+    @abstractmethod
+    def write_kv(self, pool: Array, write: KvWrite) -> tuple[Array | None, Array]:
+        """Store keys and values, in place where the pool is donated.
+
+        Returns: the queries that `write` holds, rotated, f32; and the pool.
+        """
+
+    @abstractmethod
+    def read_kv(self, pool: Array, shape: PoolShape, pages: Array, offsets: Array) -> Array:
+        """Stored keys and values of all layers, f32[layers, n, 2 * Hkv, D], heads interleaved k0, v0, k1, v1, …
+
+        Args: pages, offsets: i32[n], where each token is stored; anything where a page is none.
+        """
+
+    @abstractmethod
+    def attend(self, call: AttentionCall) -> Array:
+        """Attention, [T, Hq, D] in q's dtype, accumulated in f32; padding tokens give zeros.
+
+        Raises: ValueError for shapes or dtypes that do not fit together, and for what this backend does not compute.
+        """

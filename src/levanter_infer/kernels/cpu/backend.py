@@ -1,0 +1,128 @@
+"""The `cpu` backend: C++ kernels that XLA calls, for matmuls, attention and logits.
+
+Weights are stored in *panels* (`kernels.cpu.bindings.to_panels`), and all layers stay in one array.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.core import Tracer
+from jax.experimental.multihost_utils import process_allgather
+
+from levanter_infer.kernels.backend import Fuse, Platform, Task, Work
+from levanter_infer.kernels.call import AttentionCall, KvWrite, LinearCall
+from levanter_infer.kernels.cpu import bindings
+from levanter_infer.kernels.xla.backend import XlaBackend
+from levanter_infer.kernels.xla.linear import MIN_ROWS, from_bits
+
+CPU = Platform("cpu", integers_for_floats=True, sampled_rows=MIN_ROWS, shares_memory=True)
+
+
+@dataclass(frozen=True)
+class CpuBackend(XlaBackend):
+    """The C++ kernels compute in float32 and read weights and pages of float32 and bfloat16. Matmuls read panels; rows
+    beyond those in use cost nothing."""
+
+    platform: Platform = CPU
+    isa: str | None = None
+    """Instruction set that panels are laid out for and that computes; None: the widest (`bindings.isas`)."""
+
+    name = "cpu"
+    home = CPU
+    kernels = frozenset({Work.MATMUL, Work.ATTENTION})
+    options = frozenset({"cpu_isa"})
+    fuses = frozenset(Fuse)
+    is_batch_invariant = True
+
+    @classmethod
+    def refusal(cls, task: Task) -> str | None:
+        if task.is_sharded:
+            return "the mesh shards the model, and they read full weights and pages"
+        if task.device.platform != "cpu":
+            return f"this engine runs on {task.device.platform}"
+        missing = bindings.why_unavailable()
+        if missing is not None:
+            return f"the kernels cannot be used: {missing}"
+        if not bindings.supports_dtype(task.dtype):
+            return f"{task.stored} are {task.dtype}; the kernels read float32 and bfloat16"
+        return "score_mod and mask_mod run in XLA only" if task.has_mods and task.work is Work.ATTENTION else None
+
+    @classmethod
+    def why_unavailable(cls) -> str | None:
+        return bindings.why_unavailable()
+
+    def configured(self, **options) -> "CpuBackend":
+        return dataclasses.replace(self, isa=options["cpu_isa"]) if "cpu_isa" in options else self
+
+    @property
+    def compiler_options(self) -> Mapping[str, str | bool]:
+        """XLA's own code is control and sampling only, hundreds of small loops that are no faster for what costs a
+        third of the compilation (docs/performance.md)."""
+        fast = {"xla_cpu_use_fusion_emitters": False}
+        if jax.config.read("jax_disable_most_optimizations"):
+            return fast
+        return {**fast, "xla_backend_optimization_level": "1"}
+
+    def activation_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
+        """float32, which spares the kernels conversions."""
+        return jnp.dtype(jnp.float32)
+
+    def store(self, weight: Array, num_outs: int, num_ins: int) -> Array:
+        if not bindings.supports_dtype(weight.dtype):
+            raise ValueError(f'matmul="cpu" reads weights of float32 or bfloat16, not {weight.dtype}; use "xla"')
+        lead = _lead(weight.shape, num_outs * num_ins)
+        return bindings.to_panels(readable(weight).reshape(*lead, num_outs, num_ins), isa_name=self.isa)
+
+    def store_tables(self, embeddings: Array, head: Array | None) -> tuple[Array, Array | None]:
+        """The head is stored in panels, of which rows can be taken too: a tied one is stored once."""
+        if head is None:
+            return self.store(embeddings, *embeddings.shape), None
+        return XlaBackend(self.platform).store(embeddings, *embeddings.shape), self.store(head, *head.shape)
+
+    def linear(self, call: LinearCall) -> list[Array]:
+        return bindings.stacked_matmul(call, isa_name=self.isa)
+
+    def grouped_matmul(self, x: Array, weight: Array, counts: Array) -> Array:
+        raise ValueError("experts in panels are read by the paged forward only; give the model as it was loaded")
+
+    def take_rows(self, table: Array, indices: Array, num_ins: int, dtype) -> Array:
+        if table.shape[1] == num_ins:  # of a model with a head of its own; a panel holds rows side by side
+            return super().take_rows(table, indices, num_ins, dtype)
+        rows = bindings.panel_rows(table, indices.reshape(-1), num_ins, isa_name=self.isa)
+        return from_bits(rows, dtype).reshape(*indices.shape, num_ins)
+
+    def bucketed(self, compute: Callable[[int], Array], num_rows: Array, buckets: Sequence[int], zeros: Array) -> Array:
+        """The largest, whose rows beyond `num_rows` cost nothing."""
+        return compute(buckets[-1])
+
+    def logit_stats(self, logits: Array, num_rows: Array) -> tuple[Array, Array, Array] | None:
+        return bindings.logit_stats(logits, num_rows, isa_name=self.isa)
+
+    def write_kv(self, pool: Array, write: KvWrite) -> tuple[Array | None, Array]:
+        """Norms, rotation and write in one call."""
+        if write.rotation is None:
+            return super().write_kv(pool, write)
+        return bindings.place_tokens(pool, write, isa_name=self.isa)
+
+    def _attend(self, call: AttentionCall) -> Array:
+        return bindings.cpu_attention(call, isa_name=self.isa)
+
+
+def readable(array: Array) -> Array:
+    """The same, where this process can read all of it: what several processes have in parts, all of them gather."""
+    if not isinstance(array, jax.Array) or isinstance(array, Tracer):
+        return array
+    return array if array.is_fully_addressable or array.is_fully_replicated else process_allgather(array, tiled=True)
+
+
+def _lead(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """The axes before the last ones, which hold `size` entries."""
+    last = len(shape)
+    while math.prod(shape[last:]) < size:
+        last -= 1
+    return shape[:last]

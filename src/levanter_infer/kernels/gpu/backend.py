@@ -1,0 +1,55 @@
+"""The `gpu` backend: Pallas on Triton, for NVIDIA GPUs."""
+
+from dataclasses import dataclass
+
+import jax
+from jax import Array
+
+from levanter_infer.kernels.backend import Platform, Task, Work
+from levanter_infer.kernels.call import AttentionCall, LinearCall
+from levanter_infer.kernels.gpu import attention, linear
+from levanter_infer.kernels.gpu.triton import plt
+from levanter_infer.kernels.xla.backend import XlaBackend
+
+GPU = Platform("gpu")
+
+
+@dataclass(frozen=True)
+class GpuBackend(XlaBackend):
+    """Attention, and matmuls that read a layer's weights out of the stack without copying them. The pool is that of
+    `xla`."""
+
+    platform: Platform = GPU
+    interpret: bool = False
+    """Run by Pallas' interpreter, on any platform, slowly; for tests."""
+
+    name = "gpu"
+    home = GPU
+    kernels = frozenset({Work.MATMUL, Work.ATTENTION})
+
+    @classmethod
+    def refusal(cls, task: Task) -> str | None:
+        if task.num_devices > 1:
+            return f"the mesh has {task.num_devices} devices, and it runs on one"
+        if task.device.platform != "gpu":
+            return f"this engine runs on {task.device.platform}"
+        if plt is None:
+            return f"jax {jax.__version__} has no Triton backend for Pallas any more; use xla, or an older jax"
+        capability = task.device.compute_capability
+        if not capability.replace(".", "").isdigit() or float(capability) < attention.MIN_CAPABILITY:
+            return (
+                f"the device is {capability}; the kernel needs NVIDIA's compute capability {attention.MIN_CAPABILITY}"
+            )
+        kernel = linear if task.work is Work.MATMUL else attention
+        return (
+            None
+            if kernel.supports_dtype(task.dtype)
+            else f"{task.stored} are {task.dtype}, which the kernel does not take"
+        )
+
+    def linear(self, call: LinearCall) -> list[Array]:
+        """A single matrix, the head's or that of a layer which a scan has picked, is XLA's."""
+        return super().linear(call) if call.layer is None else linear.stacked_matmul(call, interpret=self.interpret)
+
+    def _attend(self, call: AttentionCall) -> Array:
+        return attention.gpu_attention(call, interpret=self.interpret)

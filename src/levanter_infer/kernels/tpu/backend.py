@@ -1,0 +1,94 @@
+"""The `tpu` backend: attention in Pallas on Mosaic, for TPUs from v4 on; matmuls are XLA's."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from levanter_infer.kernels.attention import checked
+from levanter_infer.kernels.backend import Platform, Task, Work
+from levanter_infer.kernels.call import AttentionCall, KvWrite, PoolShape
+from levanter_infer.kernels.tiling import Tiles
+from levanter_infer.kernels.tpu import attention
+from levanter_infer.kernels.tpu.kv_write import write_kv
+from levanter_infer.kernels.tpu.pool import LANES, TpuPool
+from levanter_infer.kernels.xla.backend import XlaBackend, rounded
+
+TPU = Platform("tpu")
+
+
+@dataclass(frozen=True)
+class TpuBackend(XlaBackend):
+    """The pool is [layers, P, slabs, page_size, 128], as `TpuPool` lays out a token; it holds numbers, never bits."""
+
+    platform: Platform = TPU
+    tiles: Tiles | None = None
+    """Tiles of the kernels; None: those that `kernels.tpu.tile_table` knows, or proposed ones."""
+    interpret: bool = False
+    """Run by Pallas' interpreter, on a CPU, slowly, with its detector of races; for tests."""
+
+    name = "tpu"
+    home = TPU
+    kernels = frozenset({Work.ATTENTION})
+    options = frozenset({"tiles"})
+    pool_order = (0, 1, 3, 2, 4)
+
+    @classmethod
+    def refusal(cls, task: Task) -> str | None:
+        if task.device.platform != "tpu":
+            return f"this engine runs on {task.device.platform}"
+        if not attention.supports_dtype(task.dtype):
+            return f"{task.stored} are {task.dtype}, which the kernel does not take"
+        return None
+
+    def configured(self, **options) -> "TpuBackend":
+        return dataclasses.replace(self, tiles=options["tiles"]) if "tiles" in options else self
+
+    def pool_shape(self, shape: PoolShape) -> tuple[int, int, int, int, int]:
+        return shape.num_layers, shape.num_pages, _layout(shape).slabs, shape.page_size, LANES
+
+    def init_pool(self, shape: PoolShape) -> Array:
+        return jnp.full(self.pool_shape(shape), 0, shape.dtype)
+
+    def write_kv(self, pool: Array, write: KvWrite) -> tuple[Array | None, Array]:
+        # Under a `shard_map` these are the heads of one device.
+        layout = TpuPool(write.k.shape[1], write.k.shape[2], scaled=write.kv_dtype == jnp.int8)
+        sides = write.k, write.v
+        packed = layout.pack(*(sides if layout.scaled else (rounded(side, write.kv_dtype) for side in sides)))
+
+        def scatter(pages):
+            return pages.at[write.layer, write.page, :, write.offset].set(packed, mode="drop")
+
+        return write.q, jax.lax.platform_dependent(
+            pool, tpu=lambda pages: write_kv(pages, write.layer, packed, write.dests), default=scatter
+        )
+
+    def read_kv(self, pool: Array, shape: PoolShape, pages: Array, offsets: Array) -> Array:
+        tokens = pool.at[:, pages, :, offsets].get(mode="clip").swapaxes(0, 1)
+        return _layout(shape).unpack(tokens).astype(jnp.float32)
+
+    def attend(self, call: AttentionCall) -> Array:
+        call = checked(call)
+        _check_pool(call)
+        return attention.tpu_attention(call, self.tiles, interpret=self.interpret)
+
+
+def _layout(shape: PoolShape) -> TpuPool:
+    return TpuPool(shape.kv_heads, shape.head_dim, scaled=shape.dtype == jnp.int8)
+
+
+def _check_pool(call: AttentionCall) -> None:
+    kv_heads, kv_pages = call.kv_heads, call.kv_pages
+    if kv_heads < 1 or call.q.shape[1] % kv_heads != 0:
+        raise ValueError(f"kv_heads: got {kv_heads}, expected a number that divides the {call.q.shape[1]} query heads")
+    slabs = TpuPool.of(call).slabs
+    if kv_pages.ndim != 5 or kv_pages.shape[2:] != (slabs, call.page_size, LANES):
+        raise ValueError(
+            f"kv_pages: got shape {kv_pages.shape}, expected [layers, pages, {slabs}, page_size, 128] for "
+            f"{kv_heads} kv heads of {call.q.shape[2]} and pages of {call.page_size} tokens, as kernels.tpu.pool lays "
+            "it out"
+        )
+    if kv_pages.dtype != call.kv_dtype:
+        raise ValueError(f"kv_pages: got dtype {kv_pages.dtype}, expected {call.kv_dtype}; a TPU's pool holds no bits")

@@ -1,0 +1,133 @@
+"""The `xla` backend: XLA's own code, on any platform; and `reference`, the specification of attention."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from levanter_infer.kernels import int8
+from levanter_infer.kernels.attention import check_pool, checked
+from levanter_infer.kernels.backend import Backend, Task
+from levanter_infer.kernels.call import AttentionCall, KvWrite, LinearCall, PoolShape
+from levanter_infer.kernels.loops import run_if
+from levanter_infer.kernels.rules import decode_bits
+from levanter_infer.kernels.xla.attention import xla_attention
+from levanter_infer.kernels.xla.linear import from_bits, matmul, to_bits
+from levanter_infer.kernels.xla.reference import reference_attention
+
+_BITS = {1: jnp.uint8, 2: jnp.uint16}
+
+
+@dataclass(frozen=True)
+class XlaBackend(Backend):
+    """Matmuls and attention in jnp. The pool is [layers, P, page_size, 2 * Hkv, D], heads interleaved k0, v0, k1, …;
+    pages of int8 are [..., D + 1], the code of each head's scale behind its integers (`kernels.int8`).
+
+    Where the platform wants integers for floats, the pool and the weights of layers hold the bits of 16- and 8-bit
+    floats: XLA would convert the full pool at every scatter, and the full stack for every layer.
+    """
+
+    name = "xla"
+
+    @classmethod
+    def refusal(cls, task: Task) -> str | None:
+        return None
+
+    def activation_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
+        return jnp.dtype(dtype)
+
+    def store(self, weight: Array, num_outs: int, num_ins: int) -> Array:
+        return to_bits(weight) if self.platform.integers_for_floats else weight
+
+    def store_tables(self, embeddings: Array, head: Array | None) -> tuple[Array, Array | None]:
+        """Rows are taken from bits and matmuls read floats, so that a tied head becomes an array of its own."""
+        lookup = self.store(embeddings, *embeddings.shape)
+        return lookup, embeddings if head is None and lookup is not embeddings else head
+
+    def linear(self, call: LinearCall) -> list[Array]:
+        """A layer's weights are sliced out of the stack."""
+
+        def one(weight: Array, num_outs: int) -> Array:
+            if call.layer is not None:
+                weight = jax.lax.dynamic_index_in_dim(weight, call.layer, keepdims=False)
+            return matmul(call.x, from_bits(weight, call.x.dtype).reshape(num_outs, -1))
+
+        return [one(weight, num_outs) for weight, num_outs in zip(call.weights, call.num_outs, strict=True)]
+
+    def grouped_matmul(self, x: Array, weight: Array, counts: Array) -> Array:
+        matrices = jnp.swapaxes(from_bits(weight, x.dtype), 1, 2)
+        return jax.lax.ragged_dot(x, matrices, counts, preferred_element_type=jnp.float32)
+
+    def take_rows(self, table: Array, indices: Array, num_ins: int, dtype) -> Array:
+        return from_bits(table.at[indices].get(mode="fill", fill_value=0), dtype)
+
+    def bucketed(self, compute: Callable[[int], Array], num_rows: Array, buckets: Sequence[int], zeros: Array) -> Array:
+        """Each bucket is a loop of zero or one trips."""
+        results = zeros
+        for lower, rows in zip((0, *buckets), buckets, strict=False):
+            fits = (num_rows > lower) & (num_rows <= rows)
+            results = run_if(fits, lambda results, rows=rows: results.at[:rows].set(compute(rows)), results)
+        return results
+
+    def logit_stats(self, logits: Array, num_rows: Array) -> tuple[Array, Array, Array] | None:
+        return None
+
+    def pool_shape(self, shape: PoolShape) -> tuple[int, int, int, int, int]:
+        width = shape.head_dim + (shape.dtype == jnp.int8)
+        return shape.num_layers, shape.num_pages, shape.page_size, 2 * shape.kv_heads, width
+
+    def init_pool(self, shape: PoolShape) -> Array:
+        dtype, stored = jnp.dtype(shape.dtype), jnp.dtype(shape.dtype)
+        if self.platform.integers_for_floats and jnp.issubdtype(dtype, jnp.floating):
+            stored = _BITS.get(dtype.itemsize, dtype)
+        return jnp.full(self.pool_shape(shape), 0, stored)
+
+    def write_kv(self, pool: Array, write: KvWrite) -> tuple[Array | None, Array]:
+        """One scatter of all tokens."""
+        pair = jnp.stack([write.k, write.v], axis=2)
+        flat = pair.reshape(pair.shape[0], 2 * pair.shape[1], pair.shape[3])
+        encoded = _encode(flat, write.kv_dtype, pool.dtype)
+        return write.q, pool.at[write.layer, write.page, write.offset].set(encoded, mode="drop")
+
+    def read_kv(self, pool: Array, shape: PoolShape, pages: Array, offsets: Array) -> Array:
+        return decode_bits(pool.at[:, pages, offsets].get(mode="clip"), shape.dtype)
+
+    def attend(self, call: AttentionCall) -> Array:
+        call = checked(call)
+        check_pool(call)
+        return self._attend(call)
+
+    def _attend(self, call: AttentionCall) -> Array:
+        return xla_attention(call)
+
+
+@dataclass(frozen=True)
+class ReferenceBackend(XlaBackend):
+    """As `xla`, but every page of every row is gathered, and one dense softmax computed per token: the oracle."""
+
+    name = "reference"
+
+    def _attend(self, call: AttentionCall) -> Array:
+        return reference_attention(call)[0]
+
+
+XLA = XlaBackend()
+"""XLA's own code with all numbers stored as they are."""
+
+
+def rounded(values: Array, dtype: jnp.dtype) -> Array:
+    """`values` in the pool's dtype. 8-bit floats have no infinity, and a conversion makes NaN of what is beyond their
+    largest number; it is stored as that number."""
+    if dtype == jnp.float8_e4m3fn:
+        most = float(jnp.finfo(dtype).max)
+        values = jnp.clip(values, -most, most)
+    return values.astype(dtype)
+
+
+def _encode(values: Array, dtype: jnp.dtype, stored: jnp.dtype) -> Array:
+    if dtype == jnp.int8:
+        return jnp.concatenate(int8.encode(values), axis=-1)
+    values = rounded(values, dtype)
+    return values if stored == values.dtype else jax.lax.bitcast_convert_type(values, stored)

@@ -1,0 +1,39 @@
+"""Matmuls in XLA, and 16-bit floats stored as integers of their width."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+
+MIN_ROWS = 4
+"""Fewest rows of a matmul. On a CPU one row of bf16 is ten times slower than four, and rows keep their bits at any
+count from four up."""
+
+
+def matmul(x: Array, matrix: Array) -> Array:
+    """[rows, in] · [out, in]ᵀ, f32. As matrices: XLA's CPU backend transposes weights of more axes."""
+    count = x.shape[0]
+    if count < MIN_ROWS:
+        x = jnp.pad(x, [(0, MIN_ROWS - count), (0, 0)])
+    return jax.lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)[:count]
+
+
+def to_bits(array: Array) -> Array:
+    """A bfloat16 or float16 array as the uint16 of its bits; others unchanged. `from_bits` undoes it.
+
+    On a CPU, XLA converts a full stack of 16-bit floats to float32 at every step, where a layer or rows are to be
+    taken from it; of integers it takes the part alone. Outside of a trace the result shares the memory of `array`.
+    """
+    if array.dtype.itemsize != 2 or not jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    if isinstance(array, Tracer):
+        return jax.lax.bitcast_convert_type(array, jnp.uint16)
+    # If the caller donates `array`, JAX sees that its memory is in use and copies.
+    sharding = array.sharding if array.committed else None
+    return jax.device_put(np.asarray(array).view(np.uint16), sharding)
+
+
+def from_bits(array: Array, dtype) -> Array:
+    """`array`, or the floats of `dtype` whose bits its unsigned integers are."""
+    return jax.lax.bitcast_convert_type(array, dtype) if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else array
