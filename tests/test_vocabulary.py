@@ -101,14 +101,7 @@ EXEMPT = {
 NOT_YET: dict[str, str] = {
     "docs/invariants.md": "place",
     "scripts/": "room",
-    "src/levanter_infer/cache/": "beginning nobody spread who",
-    "src/levanter_infer/decode/": (
-        "beginning company give-way host-tier lie nobody offload-names room spread told who"
-    ),
-    "src/levanter_infer/engine/": "beginning give-way host-tier lie nobody old-names room spread told who",
-    "src/levanter_infer/layers/": "data-shard lie spread who",
     "tests/decode/": "beginning company give-way lie nobody room spread told who",
-    "tests/engine/": "host-tier",
 }
 """Path prefix: words, by their names above, that are still to be replaced there. Only to be shortened."""
 

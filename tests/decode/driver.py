@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from levanter_infer.cache.named import scalar
 from levanter_infer.decode import kv_offload
 from levanter_infer.decode.admission import admit
 from levanter_infer.decode.invariants import violations
 from levanter_infer.decode.kv_offload import HostTerms
 from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.resampling import resample_samples
+from levanter_infer.decode.schedule import schedule
 from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.decode.state import DecodeState
-from levanter_infer.decode.step import append, empty_sample, schedule
+from levanter_infer.decode.step import append, empty_sample
 from levanter_infer.engine.admission import SamplingColumns
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.uploads import empty_admission, sampling_table
@@ -98,9 +98,9 @@ def seen(state: DecodeState) -> list[jax.Array]:
         counters.forks, counters.prefix_hits, counters.prefix_misses, counters.prefix_evictions,
     ]  # fmt: skip
     bad = violations(state)
-    terms = HostTerms(yields=scalar(True, jnp.bool_), return_pages=scalar(RETURN_PAGES))
+    terms = HostTerms(yields=jnp.asarray(True), return_pages=jnp.int32(RETURN_PAGES))
     call = kv_offload.host_call(state, SHAPES, terms)
-    return [*(part.array for part in named), call, jnp.stack([bad[name] for name in sorted(bad)])]
+    return [*named, call, jnp.stack([bad[name] for name in sorted(bad)])]
 
 
 @functools.lru_cache
@@ -108,7 +108,7 @@ def nothing_admitted() -> dict:
     """The fields of an admission that admits nothing, in their order, as arrays and tables of them."""
     admission = empty_admission(SHAPES)
     fields = {field.name: getattr(admission, field.name) for field in dataclasses.fields(admission)}
-    return {name: getattr(value, "array", value) for name, value in fields.items()}
+    return fields
 
 
 @functools.lru_cache

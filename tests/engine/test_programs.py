@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import haliax as hax
 import jax
 import numpy as np
 import pytest
@@ -50,8 +49,7 @@ def test_a_second_compilation_of_the_round_is_an_error_or_a_warning_that_names_w
     def wider(engine):
         """An admission with a place for twice as many prompt tokens."""
         admission = empty_admission(engine.shapes)
-        (axis,) = admission.tokens.axes
-        return dataclasses.replace(admission, tokens=hax.named(np.zeros(2 * axis.size, np.int32), axis.name))
+        return dataclasses.replace(admission, tokens=np.zeros(2 * admission.tokens.size, np.int32))
 
     model, sizes = tiny_model(), dict(max_seqs=2, max_seq_len=16, page_size=4)
     strict = InferenceEngine(model, config=EngineConfig(**sizes))

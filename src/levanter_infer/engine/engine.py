@@ -520,8 +520,8 @@ class InferenceEngine:
         The round in flight is read first; a caller that weighs samples calls `flush` before. Pages are shared and not
         copied, and every sample keeps its own random numbers, so that descendants of one sample diverge. Finished
         samples take part: a descendant of one is finished like it, and a finished one that goes on from one that runs
-        takes a free slot. What ends or begins here is not reported by `step_round`: the caller knows of it. On a mesh over
-        several processes all of them call this, with the same ancestors.
+        takes a free slot. What ends or begins here is not reported by `step_round`: the caller knows of it. On a mesh
+        over several processes all of them call this, with the same ancestors.
         Raises: ValueError if `ancestors` does not name a sample for each, the prompt is not yet on the device, or no
             slot is free.
         """

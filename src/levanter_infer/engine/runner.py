@@ -412,4 +412,4 @@ def programs_for(
 def round_types(types, backend: Backend, shapes: Shapes, programs: Programs) -> tuple:
     """The types of the round's arguments, model, state and admission, with their shardings."""
     admission = jax.eval_shape(lambda: empty_admission(shapes, backend.num_shards))
-    return backend.prepared_types(types), programs.state_types, backend.layout.types(admission)
+    return backend.prepared_types(types), programs.state_types, backend.layout.types(admission, stacked=True)

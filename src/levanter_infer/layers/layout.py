@@ -212,18 +212,19 @@ class Layout:
     def sharding(self, axes: tuple[Axis, ...]) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(axes))
 
-    def place(self, tree, *, donate: bool = False):
+    def place(self, tree, *, donate: bool = False, stacked: bool = False):
         """A tree of arrays of the mesh's size, each device with its part. `donate`: arrays elsewhere are given up.
+        `stacked`: arrays without named axes have a leading axis of data-parallel ranks, where there are several.
 
         Where the mesh has devices of several processes, each process brings the same arrays, and places its parts.
         """
 
         leaves, structure = jax.tree.flatten(tree, is_leaf=_is_named)
         arrays = [leaf.array if _is_named(leaf) else leaf for leaf in leaves]
-        shardings = [self.sharding(leaf.axes if _is_named(leaf) else ()) for leaf in leaves]
+        shardings = [self.sharding(leaf.axes) if _is_named(leaf) else self._plain_sharding(stacked) for leaf in leaves]
         if self.spans_hosts:
             placed = [_put_own_parts(*pair, donate) for pair in zip(arrays, shardings, strict=True)]
-        else:  # those that are there stay as they are: a training program may share a model's arrays
+        else:  # arrays that are there stay as they are: a model shares its arrays with the program that trains it
             away = [i for i, pair in enumerate(zip(arrays, shardings, strict=True)) if not _is_there(*pair)]
             moved = jax.device_put([arrays[i] for i in away], [shardings[i] for i in away], donate=donate)
             placed = list(arrays)
@@ -233,17 +234,20 @@ class Layout:
         found = [NamedArray(array, leaf.axes) if _is_named(leaf) else array for leaf, array in pairs]
         return jax.tree.unflatten(structure, found)
 
-    def types(self, tree):
-        """The types of such a tree, with their places."""
+    def types(self, tree, *, stacked: bool = False):
+        """The types of such a tree, with their shardings; `stacked` as for `place`."""
 
-        def typed(leaf, axes: tuple[Axis, ...]):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding(axes))
+        def typed(leaf, sharding: NamedSharding):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         return _map_named(
-            lambda named: NamedArray(typed(named.array, named.axes), named.axes),  # type: ignore[arg-type]
-            lambda leaf: typed(leaf, ()),
+            lambda named: NamedArray(typed(named.array, self.sharding(named.axes)), named.axes),  # type: ignore[arg-type]
+            lambda leaf: typed(leaf, self._plain_sharding(stacked)),
             tree,
         )
+
+    def _plain_sharding(self, stacked: bool) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(*(self._lead if stacked else ())))
 
     def fit_model(self, model, *, donate: bool = False):
         """A model as it came from a checkpoint, sharded over the mesh; its types where it is types."""

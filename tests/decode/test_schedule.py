@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levanter_infer.cache.named import replace
-from levanter_infer.decode.codes import FINISHED, FREE, RUNNING, WAITING
-from levanter_infer.decode.packing import expect, start_waiting
+from levanter_infer.cache.arrays import replace
+from levanter_infer.decode.admission_policy import update_length_estimate
+from levanter_infer.decode.codes import FINISHED, FREE, LENGTH, RUNNING, WAITING
+from levanter_infer.decode.schedule import start_waiting
 from levanter_infer.decode.sequence_table import in_order
 from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.decode.state import DecodeState
@@ -40,7 +41,7 @@ def started(state: DecodeState, admission: str = "optimistic") -> list[int]:
     """The slots that run after `start_waiting`."""
     shapes = dataclasses.replace(SHAPES, admission=admission)
     state = start_waiting(state, shapes, in_order(state.sequences))
-    return np.flatnonzero(state.sequences.status.array == RUNNING).tolist()
+    return np.flatnonzero(state.sequences.status == RUNNING).tolist()
 
 
 def test_the_order_is_priority_then_arrival_and_the_dead_come_last():
@@ -85,11 +86,16 @@ def test_room_to_start(admission, share, free_pages, who):
 
 def test_the_expected_share_follows_what_sequences_generate():
     state = state_of(seq_lens=[3 + 7, 3 + 14, 3 + 28], prompt_lens=[3] * 3, max_lens=[31] * 3)
-    assert float(state.generated_share.array) == 1.0
-    nobody, two = jnp.zeros(6, bool), jnp.asarray([True, True] + [False] * 4)
-    assert float(expect(state, nobody).generated_share.array) == 1.0
+    assert float(state.generated_share) == 1.0
+    none, two = jnp.zeros(6, bool), jnp.asarray([True, True] + [False] * 4)
+
+    def learn(state, finished):
+        shapes = dataclasses.replace(SHAPES, admission="expected")
+        return update_length_estimate(state, shapes, finished, jnp.full(6, LENGTH, jnp.int32))
+
+    assert float(learn(state, none).generated_share) == 1.0
     kept = (1 - 1 / 32) ** 2
-    assert float(expect(state, two).generated_share.array) == pytest.approx(kept + (1 - kept) * (0.25 + 0.5) / 2)
+    assert float(learn(state, two).generated_share) == pytest.approx(kept + (1 - kept) * (0.25 + 0.5) / 2)
     for _ in range(200):
-        state = expect(state, two)
-    assert float(state.generated_share.array) == pytest.approx(0.375, abs=1e-3)
+        state = learn(state, two)
+    assert float(state.generated_share) == pytest.approx(0.375, abs=1e-3)
