@@ -94,7 +94,7 @@ def _library() -> ctypes.CDLL:
 
 
 def path() -> str:
-    """Path of the built kernels. Raises: ValueError if they are not there."""
+    """Path of the compiled kernels. Raises: ValueError if they are not available."""
     return _library()._name
 
 
@@ -123,7 +123,7 @@ def supports_dtype(dtype) -> bool:
 
 
 def panel_width(isa_name: str | None = None) -> int:
-    """Outputs that are stored side by side in a panel; `isa_name`: one of `isas`, by default the widest."""
+    """Outputs per panel; `isa_name`: one of `isas`, by default the widest."""
     name = isa_name or isa()
     return _library().levanter_infer_panel(name.encode())
 
@@ -181,18 +181,18 @@ def panel_rows(panels: Array, rows: Array, inputs: int, *, isa_name: str | None 
 
 
 def stacked_matmul(call: LinearCall, *, isa_name: str | None = None) -> list[Array]:
-    """The matmuls of `call`, with all sums in float32; x, gate and residual are taken as float32.
+    """The matmuls of `call`, accumulated in float32; x, gate and residual are converted to float32.
 
-    The stacks of panels are read in place. A result has the same bits for any number of rows. What else a layer does
-    between two matmuls can be asked for in the same call, because on a CPU every call has its price.
+    The stacks of panels are read in place. A row of the result has the same bits for any number of rows. A norm, a gate
+    and a residual are fused into the call, because on a CPU every call has its overhead.
 
     Args:
-        call: with weights of `to_panels`; rows beyond `num_rows` give zeros.
+        call: its weights are in panels (`to_panels`); rows beyond `num_rows` give zeros and cost nothing.
         isa_name: one of `isas`; by default the widest.
     Returns: f32[rows, outputs] each.
     Raises: ValueError if the kernels were not built.
     """
-    assert call.norm is None or call.gate is None, "a matmul has one kind of input"
+    assert call.norm is None or call.gate is None, "a matmul has a norm or a gate, not both"
     rows = call.x.shape[0]
     results = [jax.ShapeDtypeStruct((rows, count), jnp.float32) for count in call.num_outs]
     kernel = jax.ffi.ffi_call("levanter_infer_linear", results, vmap_method="sequential")
@@ -223,16 +223,17 @@ def _stack(array: Array, ndim: int) -> Array:
 
 
 def place_tokens(pool: Array, write: KvWrite, *, isa_name: str | None = None) -> tuple[Array, Array]:
-    """Norm and rotate queries and keys, and store keys and values, in one call and in place where the pool is donated.
+    """Apply norms and the rotary embedding to queries and keys, and write keys and values to the KV cache, in one call
+    and in place where the pool is donated.
 
-    Each token by itself, so that its result has the same bits in any batch. XLA would go through the tokens of such a
-    write one by one, with half a dozen small calls for each.
+    Tokens are independent, so that their bits do not depend on batch composition. XLA would run half a dozen small
+    operations for each token of such a write.
 
     Args:
-        pool: [layers, P, page_size, 2 * Hkv, D] of f32, bf16, or u16 that hold the bits of bf16.
-        write: with queries and their rotation; queries, keys and values are taken as float32.
+        pool: [layers, P, page_size, 2 * Hkv, D] of f32, bf16, or u16 that holds the bits of bf16.
+        write: has queries and their rotation; queries, keys and values are converted to float32.
         isa_name: one of `isas`; by default the widest.
-    Returns: q, rotated, f32, and the pool.
+    Returns: the rotated q, f32, and the pool.
     Raises: ValueError if the kernels were not built.
     """
     rotation = write.rotation
@@ -252,7 +253,7 @@ def place_tokens(pool: Array, write: KvWrite, *, isa_name: str | None = None) ->
 
 
 def cpu_attention(call: AttentionCall, *, isa_name: str | None = None) -> Array:
-    """`Backend.attend` in C++.
+    """`Backend.attend` in C++. Returns: [T, Hq, D], 0 for padding tokens.
 
     Raises: ValueError for what only other implementations support: `score_mod`, `mask_mod`, pages of other dtypes.
     """
@@ -290,7 +291,7 @@ def logit_stats(logits: Array, num_rows: Array, *, isa_name: str | None = None) 
         logits: f32[row, vocab]
         num_rows: i32[], rows in use; the others get 0, 1 and 0.
     Returns: the largest logit f32[row]; the sum of e^(logit - largest) f32[row], NaN where a logit is NaN or +inf or
-        all are -inf; and the first place of the largest i32[row]. A row has the same bits in any batch.
+        all are -inf; and the first index of the largest i32[row].
     """
     rows = logits.shape[0]
     results = [jax.ShapeDtypeStruct((rows,), dtype) for dtype in (jnp.float32, jnp.float32, jnp.int32)]
