@@ -28,7 +28,7 @@ from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.decode.programs import compile_program
 from levanter_infer.kernels import IMPLEMENTATIONS, AttentionCall, Backend, make_backend
 from levanter_infer.kernels.call import PoolShape
-from levanter_infer.kernels.cpu import bindings as cpu
+from levanter_infer.kernels.registry import BACKENDS, platform_of
 from levanter_infer.kernels.rules import ScoreRules
 
 LAYERS = 2
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=numbers, default=(128, 1024, 8192), help="tokens; default 128,1024,8192")
     parser.add_argument("--page-size", type=numbers, default=(16,), help="default 16")
     parser.add_argument("--chunk", type=int, default=256, help="prompt tokens of a step, of all sequences; default 256")
-    suited = ",".join(name for name in IMPLEMENTATIONS if name == "xla" or _suits(name))
+    suited = ",".join(["xla", *(name for name in BACKENDS if _suits(name))])
     parser.add_argument("--impl", default=suited, help=f"of {', '.join(IMPLEMENTATIONS)}; default here {suited}")
     for name, size in (("heads", 9), ("kv-heads", 3), ("head-dim", 64)):
         parser.add_argument(f"--{name}", type=int, default=size, help=f"default {size}")
@@ -89,7 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _suits(implementation: str) -> bool:
     """Whether an implementation is for this device and available."""
-    return implementation == jax.default_backend() and (implementation != "cpu" or cpu.available())
+    backend = BACKENDS[implementation]
+    return backend.home == platform_of(jax.default_backend()) and backend.why_unavailable() is None
 
 
 def run(args: argparse.Namespace) -> None:

@@ -123,7 +123,7 @@ def _other_tiles(plan: Plan, compile_one: Callable[[EngineSpec], list[CompiledPr
     from levanter_infer.engine.tile_search import find_tiles
 
     spec, figures, short = plan.spec, plan.figures, plan.programs[-1].short_of
-    if figures is None or figures.attention != "tpu" or short is None or short[0] not in ("vmem", "smem"):
+    if figures is None or not figures.tiles or short is None or short[0] not in ("vmem", "smem"):
         return ()
     try:
         tiles = find_tiles(tile_shape_of(spec, spec.blueprint()), max_tokens=max(figures.buckets), q_dtype=spec.dtype)
