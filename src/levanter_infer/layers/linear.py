@@ -100,6 +100,7 @@ class Linear(eqx.Module):
             return dataclasses.replace(self, weight=NamedArray(array, self.weight.axes), backend=backend)
         lead = self.weight.axes[: -self.num_in - self.num_out]
         axes = (*lead, Axis(PANEL, array.shape[-2]), Axis(PANEL_SIZE, array.shape[-1]))
+        array = array.reshape([axis.size for axis in axes])  # a backend cannot tell a lead axis of one from others
         return dataclasses.replace(
             self, weight=NamedArray(array, axes), backend=backend, packed_axes=(*self.outs, *self.ins)
         )
