@@ -98,11 +98,11 @@ def of_the_model(path: str) -> None:
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, 48).astype(np.int32)
 
     def logits(way) -> np.ndarray:
-        def product(flat, matrix):
+        def rounded_matmul(flat, matrix):
             shape = jax.ShapeDtypeStruct((flat.shape[0], matrix.shape[0]), jnp.float32)
             return jax.pure_callback(lambda x, w: way(np.asarray(x), np.asarray(w)), shape, flat, matrix)
 
-        kept, backend.matmul = backend.matmul, product
+        kept, backend.matmul = backend.matmul, rounded_matmul
         try:
             return np.asarray(model(hax.named(jnp.asarray(tokens), POSITION)).array, np.float64)
         finally:

@@ -33,7 +33,7 @@ PACKAGE = Path("src") / "levanter_infer"
 TABLES = ("tests/decode/test_state_machine.py",)
 OTHERS = ("tests/decode", "tests/cache", "--deselect=tests/decode/test_state_machine.py")
 """The fast tier, in the two parts that take about equally long."""
-_TABLES = ("page_table", "prefix_table", "paging", "sharing", "packing", "sequence_table", "invariants")
+_TABLES = ("page_table", "prefix_table", "paging", "prefix", "schedule", "sequence_table", "invariants")
 """Files whose bugs the first part finds soonest; for the others it runs last."""
 _COPIED = ("src", "tests", "scripts", "models", "configs", "docs", "pyproject.toml", "README.md")
 _E, _B, _C, _K, _R = "tests/engine/", "tests/batch/", "tests/checkpoints/", "tests/kernels/", "tests/runtime/"

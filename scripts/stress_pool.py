@@ -51,7 +51,7 @@ def serve(engine, requests) -> tuple[list, set[str]]:
     while not all(group.is_done for group in groups):
         engine.step_round(max_steps=1)
         table = engine.state.decode.sequences
-        now, status = np.asarray(table.num_computed.array), np.asarray(table.status.array)
+        now, status = np.asarray(table.num_computed), np.asarray(table.status)
         left = [group for group in left if not group.is_done or any(s.slot is not None for s in group.sequences)]
         before, owners = owners, {s.slot: s for group in left for s in group.sequences if s.slot is not None}
         for slot in np.flatnonzero((computed > 0) & (now < computed) & (status < FINISHED)):

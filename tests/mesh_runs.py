@@ -14,19 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import equinox as eqx
-import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from levanter_infer.axes import DATA, MODEL, ROW
+from levanter_infer.axes import DATA, MODEL
 from levanter_infer.checkpoints.load import open_model
 from levanter_infer.checkpoints.save import save_model
 from levanter_infer.checkpoints.source import resolve_source
 from levanter_infer.checkpoints.weights import StoredTensor
 from levanter_infer.decode.programs import Programs
-from levanter_infer.decode.sampling import LogitStats, likeliest, sample
+from levanter_infer.decode.sampling import History, LogitStats, likeliest, sample
 from levanter_infer.decode.shapes import SamplingLimits
 from levanter_infer.engine.admission import SamplingColumns
 from levanter_infer.engine.config import EngineConfig
@@ -273,18 +272,14 @@ def sampled(parts: int, vocab_size: int) -> dict:
             logprobs=3,
         )
         columns.set(row, params, seed=row, sample_index=row % 3, eos_token_ids=())
-    table = jax.tree.map(
-        lambda named: hax.named(named.array, (ROW, *(axis.name for axis in named.axes[1:]))),
-        sampling_table(columns),
-        is_leaf=lambda leaf: isinstance(leaf, hax.NamedArray),
-    )
+    table = sampling_table(columns)
     logits = rng.normal(0, 3, (rows, vocab_size)).astype(np.float32)
     logits[1, :] = logits[1, 0]  # all alike
     logits[2, ::2] = -np.inf
     logits[3, vocab_size // 2] = np.nan
     logits[4, -1] = np.inf
     logits[5] = -np.inf
-    history = dict(
+    history = History(
         positions=jnp.full(rows, 9, jnp.int32),
         tokens=jnp.asarray(rng.integers(0, vocab_size, (rows, 8)), jnp.int32),
         slot_ids=jnp.arange(rows, dtype=jnp.int32),
@@ -294,21 +289,21 @@ def sampled(parts: int, vocab_size: int) -> dict:
 
     def both(logits, vocab):
         stats = LogitStats.of(logits, vocab)
-        sampled = sample(logits, table, max_top=3, vocab=vocab, **history)
+        sampled = sample(logits, table, history, max_top=3, vocab=vocab)
         best, _ = likeliest(logits, stats, 1, vocab)
         return sampled, jnp.where(sampled.finite[:, None], best, 0)  # of rows that are not finite, anything
 
     vocab = Vocabulary(vocab_size, ShardAxis(MODEL, parts))
     padded = np.pad(logits, ((0, 0), (0, vocab.padded_size - vocab_size)), constant_values=9)
     mesh = Mesh(np.asarray(jax.devices()[:parts]), (MODEL,))
-    spread = jax.shard_map(
+    sharded = jax.shard_map(
         lambda part: both(vocab.without_padding(part), vocab),
         mesh=mesh,
         in_specs=PartitionSpec(None, MODEL),
         out_specs=PartitionSpec(),
         check_vma=False,
     )
-    results = [jax.jit(lambda a: both(a, None))(jnp.asarray(logits)), jax.jit(spread)(jnp.asarray(padded))]
+    results = [jax.jit(lambda a: both(a, None))(jnp.asarray(logits)), jax.jit(sharded)(jnp.asarray(padded))]
     whole, parted = [[np.asarray(leaf) for leaf in jax.tree.leaves(result)] for result in results]
     return {
         "equal_ids": [bool((a == b).all()) for a, b in zip(whole, parted, strict=True) if a.dtype != np.float32],

@@ -335,7 +335,7 @@ def test_axis_names_are_all_different():
 
 
 def test_axis_names_are_written_in_axes_only():
-    # Annotations like `ht.i32[NamedArray, "seq position"]` are the exception; their names must exist.
+    # Annotations like `Int32[Array, "seq position"]` are the exception; their names must exist.
     names, wrong = axis_names(), []
     for path in sources():
         if part_of(module_name(path)) == "axes":
@@ -356,7 +356,11 @@ def test_axis_names_are_written_in_axes_only():
                     for argument in ast.walk(ast.Tuple(elts=[*node.args], ctx=ast.Load())):
                         if isinstance(argument, ast.Constant) and argument.value in names:
                             wrong.append(where(path, argument.lineno, f"axis name {argument.value!r} as a literal"))
-            elif isinstance(node, ast.Subscript) and ast.unparse(node.slice).startswith("(NamedArray, "):
+            elif (
+                isinstance(node, ast.Subscript)
+                and ast.unparse(node.slice).startswith(("(NamedArray, ", "(Array, "))
+                and ast.unparse(node.value) != "tuple"
+            ):
                 written = node.slice.elts[1]  # type: ignore[attr-defined]
                 if isinstance(written, ast.Constant):
                     unknown = set(written.value.replace("...", "").split()) - names

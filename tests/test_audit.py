@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from levanter_infer import audit, check, doctor
-from levanter_infer.cache.named import replace
+from levanter_infer.cache.arrays import replace
 from levanter_infer.check import beside_uncached
 from levanter_infer.checkpoints.save import save_model
 from levanter_infer.checkpoints.tokenizer import Tokenizer
@@ -98,7 +98,7 @@ def test_two_swapped_pages_are_a_scramble_that_begins_at_a_page(engine):
     while not all(group.is_done for group in groups):
         engine.step_round(max_steps=1)
         table = engine.state.decode.sequences
-        computed, pages = np.asarray(table.num_computed.array), np.array(table.page_indices.array)
+        computed, pages = np.asarray(table.num_computed), np.array(table.page_indices)
         for group in groups:
             slot = group.sequences[0].slot
             if slot is not None and slot not in swapped and computed[slot] == 2 * PAGE:

@@ -81,7 +81,7 @@ def test_rows_of_every_kind_are_scored_and_a_bad_one_fails_alone(checkpoint, tmp
 def test_what_the_completion_changes_or_adds_counts(tokenizer):
     def whole(**row):
         completion = row.pop("completion", None)
-        request, first = score._whole(Request(**row), completion, tokenizer)
+        request, first = score._joined(Request(**row), completion, tokenizer)
         return list(request.prompt_token_ids), first
 
     context, text = tokenizer.encode("hello th"), tokenizer.encode("hello there")

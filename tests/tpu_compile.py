@@ -66,7 +66,7 @@ def main(generation: str, impl: str) -> None:
 
     pool_bytes = int(np.prod(pool.shape)) * pool.dtype.itemsize
     tier_reports = {name: report(program) for name, program in tier.items()}
-    print(json.dumps({**report(compiled), "pool_bytes": pool_bytes, "host_tier": tier_reports}))
+    print(json.dumps({**report(compiled), "pool_bytes": pool_bytes, "kv_offload": tier_reports}))
 
 
 def kv_offload_programs(programs, kv, shapes, replicated):

@@ -318,12 +318,12 @@ def keys_and_values_of(engine, request: Request, index: int, stored: int) -> tup
     while found is None and not group.is_done:
         engine.step_round(max_steps=1)
         table, kv = engine.state.decode.sequences, engine.state.kv
-        if sequence.slot is not None and int(table.num_computed.array[sequence.slot]) >= stored:
+        if sequence.slot is not None and int(table.num_computed[sequence.slot]) >= stored:
             position = np.arange(stored)
-            pages = np.asarray(table.page_indices.array)[sequence.slot, position // engine.shapes.page_size]
+            pages = np.asarray(table.page_indices)[sequence.slot, position // engine.shapes.page_size]
             offsets = position % engine.shapes.page_size
             values = kv.values_at(jnp.asarray(pages, jnp.int32), jnp.asarray(offsets, jnp.int32))
-            tokens = np.asarray(table.tokens.array)[sequence.slot, :stored]
+            tokens = np.asarray(table.tokens)[sequence.slot, :stored]
             found = tokens, np.asarray(values)
     engine.cancel(group)
     engine.drain()

@@ -10,8 +10,8 @@ def ids(*values):
 
 
 def free_pages(table):
-    head, count = int(table.ring_head.array), int(table.num_free.array)
-    ring = np.asarray(table.free_ring.array)
+    head, count = int(table.ring_head), int(table.num_free)
+    ring = np.asarray(table.free_ring)
     return [int(ring[(head + i) % len(ring)]) for i in range(count)]
 
 
@@ -29,7 +29,7 @@ def test_release_frees_a_page_only_when_its_last_holder_lets_go():
     table, pages = PageTable.init(4, 4).allocate(jnp.int32(1), 1)
     table = table.share(pages)
     table = table.release(pages)
-    assert free_pages(table) == [1, 2, 3] and table.ref_counts.array.tolist() == [1, 0, 0, 0]
+    assert free_pages(table) == [1, 2, 3] and table.ref_counts.tolist() == [1, 0, 0, 0]
     assert free_pages(table.release(pages)) == [1, 2, 3, 0]
 
 
@@ -37,25 +37,25 @@ def test_release_by_all_holders_at_once_frees_a_page_once():
     table, pages = PageTable.init(4, 4).allocate(jnp.int32(2), 2)
     table = table.share(pages[:1]).release(ids(0, 1, 4, 0))
     assert sorted(free_pages(table)) == [0, 1, 2, 3]
-    assert int(table.num_free.array) == 4
+    assert int(table.num_free) == 4
 
 
 def test_too_many_releases_are_visible_and_not_clamped():
     table, pages = PageTable.init(4, 4).allocate(jnp.int32(1), 1)
-    assert int(table.release(ids(0, 0)).ref_counts.array[0]) == -1
+    assert int(table.release(ids(0, 0)).ref_counts[0]) == -1
 
 
 def test_none_is_one_past_the_end_and_touches_nothing():
     table, _ = PageTable.init(4, 4).allocate(jnp.int32(4), 4)
     after = table.share(ids(4, 4)).release(ids(4))
-    assert after.ref_counts.array.tolist() == [1, 1, 1, 1] and int(after.num_free.array) == 0
+    assert after.ref_counts.tolist() == [1, 1, 1, 1] and int(after.num_free) == 0
 
 
 def test_no_page_id_is_magic_in_a_pool_of_more_than_two_million_tokens():
     # The ancestor's sentinel 2 000 000 was itself a valid destination; here every position of the pool is reachable.
     pages = 20_000
     table, taken = PageTable.init(pages, 128).allocate(jnp.int32(pages), pages)
-    assert np.array_equal(taken, np.arange(pages)) and int(jnp.min(table.ref_counts.array)) == 1
+    assert np.array_equal(taken, np.arange(pages)) and int(jnp.min(table.ref_counts)) == 1
 
 
 def test_the_ring_wraps_around():

@@ -119,7 +119,7 @@ def test_what_follows_a_forgotten_page_is_not_registered():
     texts.register([(-1, [1, 2], [0])])
     texts.forget([0])
     texts.register([(-1, [1, 2, 3, 4], [1], 0)])
-    assert texts.find(-1, [1, 2, 3, 4]) == [] and texts.table.serials.array[1] == prefix_table.UNKNOWN
+    assert texts.find(-1, [1, 2, 3, 4]) == [] and texts.table.serials[1] == prefix_table.UNKNOWN
 
 
 @pytest.mark.parametrize("collisions", ["none", "contents", "prefixes", "buckets"])

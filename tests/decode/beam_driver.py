@@ -11,13 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from levanter_infer.decode.admission import Admission, admit
-from levanter_infer.decode.beam_table import hypotheses
+from levanter_infer.decode.beam_table import BeamTable, hypotheses
 from levanter_infer.decode.invariants import violations
+from levanter_infer.decode.kv_offload import NO_CALL
 from levanter_infer.decode.outputs import HostOutputs, OutputRing, pack_outputs
+from levanter_infer.decode.sampling import History
 from levanter_infer.decode.sampling_beams import candidates
+from levanter_infer.decode.schedule import schedule
 from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.decode.state import DecodeState
-from levanter_infer.decode.step import append, empty_sample, schedule
+from levanter_infer.decode.step import append, empty_sample
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
@@ -48,27 +51,19 @@ def programs():
         state = admit(state, admission)
         state, plan, _, _ = schedule(state, SHAPES)
         table, slots = state.sequences, plan.slot_ids
-        lens = table.seq_lens.array.at[slots].get(mode="fill", fill_value=1)
-        rows = logits[lens, table.tokens.array.at[slots, lens - 1].get(mode="fill", fill_value=0)]
-        assert state.beams is not None
-        offered = candidates(
-            rows,
-            state.sampling.rows(slots),
-            state.beams.searches.at[slots].get(mode="fill", fill_value=False),
-            tokens=table.tokens.array,
-            slot_ids=slots,
-            prompt_lens=table.prompt_lens.array.at[slots].get(mode="fill", fill_value=0),
-            seq_lens=lens,
-            width=SHAPES.max_beams,
-        )
+        lens = table.seq_lens.at[slots].get(mode="fill", fill_value=1)
+        rows = logits[lens, table.tokens.at[slots, lens - 1].get(mode="fill", fill_value=0)]
+        prompt_lens = table.prompt_lens.at[slots].get(mode="fill", fill_value=0)
+        history = History(lens, table.tokens, slots, prompt_lens, lens)
+        offered = candidates(state.beams, rows, state.sampling.rows(slots), history)
         sampled = dataclasses.replace(
             empty_sample(SHAPES), tokens=jnp.argmax(rows, axis=1).astype(jnp.int32), candidates=offered
         )
         ring = OutputRing.init(SHAPES.ring_size, SHAPES.limits.max_logprobs)
         state, ring = append(state, ring, plan, sampled, SHAPES)
-        assert state.beams is not None
+        assert isinstance(state.beams, BeamTable)
         found = hypotheses(state.beams, jnp.arange(SHAPES.num_slots))
-        return state, pack_outputs(state, ring), violations(state), found
+        return state, pack_outputs(state, ring, jnp.int32(NO_CALL)), violations(state), found
 
     return jax.jit(step), jax.jit(lambda: DecodeState.init(SHAPES))
 
@@ -101,8 +96,8 @@ def random_search(rng: np.random.Generator) -> Search:
         temperature=0.0,
         **(asked if width > 1 else {}),
     )
-    beginning = [1, 2, 3, 4, 5] if rng.random() < 0.6 else rng.integers(0, VOCAB, 5).tolist()
-    return Search(beginning[: rng.integers(1, 6)], params, width)
+    prompt = [1, 2, 3, 4, 5] if rng.random() < 0.6 else rng.integers(0, VOCAB, 5).tolist()
+    return Search(prompt[: rng.integers(1, 6)], params, width)
 
 
 def random_logits(rng: np.random.Generator) -> np.ndarray:
@@ -116,19 +111,19 @@ def expected(search: Search, logits: np.ndarray) -> list[tuple[float, list[int],
     logprobs = (wide - np.log(np.exp(wide).sum(axis=2, keepdims=True))).astype(np.float32)
     params, width = search.params, search.width
     stops = {sequence[0] for sequence in params.stop_token_ids}
-    room = min(params.max_tokens, SHAPES.max_seq_len - len(search.prompt))
+    limit = min(params.max_tokens, SHAPES.max_seq_len - len(search.prompt))
     running = [(np.float32(0 if beam == 0 else -1e9), list(search.prompt)) for beam in range(width)]
     found = [(np.float32(-1e9), [], "")] * width
-    for generated in range(1, room + 1):
+    for generated in range(1, limit + 1):
         everything = [(score + logprobs[len(s), s[-1], t], [*s, t]) for score, s in running for t in range(VOCAB)]
         everything.sort(key=lambda entry: -entry[0])
         length = np.float32(generated) ** np.float32(params.length_penalty)
         for score, s in everything[:width]:
-            if s[-1] in stops or generated == room:
+            if s[-1] in stops or generated == limit:
                 found.append((score / length, s[len(search.prompt) :], "stop" if s[-1] in stops else "length"))
         found = sorted(found, key=lambda entry: -entry[0])[:width]
         running = [entry for entry in everything if entry[1][-1] not in stops][:width]
-        longest = room if params.early_stopping == "never" and params.length_penalty > 0 else generated
+        longest = limit if params.early_stopping == "never" and params.length_penalty > 0 else generated
         possible = running[0][0] / np.float32(longest) ** np.float32(params.length_penalty)
         if not possible > found[-1][0] or (params.early_stopping is True and found[-1][2]):
             break

@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from levanter_infer.cache.named import scalar
 from levanter_infer.decode import kv_offload
 from levanter_infer.decode.admission import admit
 from levanter_infer.decode.invariants import violations
 from levanter_infer.decode.kv_offload import HostTerms
 from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.resampling import resample_samples
+from levanter_infer.decode.schedule import schedule
 from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.decode.state import DecodeState
-from levanter_infer.decode.step import append, empty_sample, schedule
+from levanter_infer.decode.step import append, empty_sample
 from levanter_infer.engine.admission import SamplingColumns
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.uploads import empty_admission, sampling_table
@@ -98,9 +98,9 @@ def seen(state: DecodeState) -> list[jax.Array]:
         counters.forks, counters.prefix_hits, counters.prefix_misses, counters.prefix_evictions,
     ]  # fmt: skip
     bad = violations(state)
-    terms = HostTerms(yields=scalar(True, jnp.bool_), return_pages=scalar(RETURN_PAGES))
+    terms = HostTerms(yields=jnp.asarray(True), return_pages=jnp.int32(RETURN_PAGES))
     call = kv_offload.host_call(state, SHAPES, terms)
-    return [*(part.array for part in named), call, jnp.stack([bad[name] for name in sorted(bad)])]
+    return [*named, call, jnp.stack([bad[name] for name in sorted(bad)])]
 
 
 @functools.lru_cache
@@ -108,7 +108,7 @@ def nothing_admitted() -> dict:
     """The fields of an admission that admits nothing, in their order, as arrays and tables of them."""
     admission = empty_admission(SHAPES)
     fields = {field.name: getattr(admission, field.name) for field in dataclasses.fields(admission)}
-    return {name: getattr(value, "array", value) for name, value in fields.items()}
+    return fields
 
 
 @functools.lru_cache
@@ -223,9 +223,9 @@ class Driver:
         rng = np.random.default_rng(seed)
         sampled = rng.integers(0, VOCAB, SHAPES.max_rows).astype(np.int32)
         finite = rng.random(SHAPES.max_rows) >= failure_rate
-        self.leaves, told = programs()["step"](self.leaves, sampled, finite)
+        self.leaves, packed = programs()["step"](self.leaves, sampled, finite)
         ends = np.cumsum([SHAPES.max_rows, SHAPES.num_slots, SHAPES.num_slots])
-        rows, source, target, seen = np.split(np.asarray(told), ends)
+        rows, source, target, seen = np.split(np.asarray(packed), ends)
         self._seen = self.leaves, seen
         expected = self.model.step(sampled, finite)
         rows = [int(slot) for slot in rows if slot < SHAPES.num_slots]
@@ -243,7 +243,7 @@ class Driver:
             self.leaves = programs()["mark_swapped"](self.leaves, mask)
 
     def bring_back(self) -> None:
-        """What left first; without room it begins anew."""
+        """Swap in the sequences that were offloaded first; without free pages they start anew."""
         if not self.offloaded:
             return
         members = {}
@@ -321,7 +321,7 @@ def random_operation(driver: Driver, rng: np.random.Generator) -> str:
         length = int(rng.integers(1, 10))
         stop = int(rng.integers(0, VOCAB)) if rng.random() < 0.3 else None
         prompt = rng.integers(0, VOCAB, length).tolist()
-        if rng.random() < 0.7:  # a beginning that others have too
+        if rng.random() < 0.7:  # a prefix that others share
             prompt = ([3, 1, 4, 1, 2] if rng.random() < 0.7 else [3, 1, 0, 1, 2])[: rng.integers(6)] + prompt
         root = -1 if rng.random() < 0.8 else -2
         priority = int(rng.integers(-1, 2)) if rng.random() < 0.3 else 0

@@ -13,9 +13,10 @@ import numpy as np
 from levanter_infer.decode.admission import admit
 from levanter_infer.decode.codes import FINISHED
 from levanter_infer.decode.outputs import OutputRing
+from levanter_infer.decode.schedule import schedule
 from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.decode.state import DecodeState
-from levanter_infer.decode.step import append, empty_sample, schedule
+from levanter_infer.decode.step import append, empty_sample
 from levanter_infer.engine.admission import SamplingColumns
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.uploads import empty_admission, sampling_table
@@ -60,7 +61,7 @@ class Work:
     ended: int
     preemptions: int
     twice: int
-    """Sequences that gave way twice although nobody had ended in between; there should be none."""
+    """Sequences that were preempted twice without an end of any in between; there should be none."""
 
 
 def bound(load: list[Asked], work: Work) -> int:
@@ -78,9 +79,9 @@ def _program():
 
         def body(carry):
             steps, state, gave_way, twice = carry
-            before, ended = state.sequences.num_computed.array, state.sequences.is_status(FINISHED)
+            before, ended = state.sequences.num_computed, state.sequences.is_status(FINISHED)
             state, plan, _, _ = schedule(state, SHAPES)
-            loses = state.sequences.num_computed.array < before
+            loses = state.sequences.num_computed < before
             twice += jnp.sum(loses & gave_way, dtype=jnp.int32)
             state, _ = append(state, OutputRing.init(SHAPES.ring_size, 0), plan, sampled, SHAPES)
             some_end = jnp.any(state.sequences.is_status(FINISHED) & ~ended)
@@ -88,15 +89,15 @@ def _program():
 
         def goes_on(carry):
             table = carry[1].sequences
-            live = (table.status.array > 0) & ~table.is_status(FINISHED)
+            live = (table.status > 0) & ~table.is_status(FINISHED)
             return jnp.any(live) & (carry[0] < _MAX_STEPS)
 
-        nobody = jnp.zeros(SHAPES.num_slots, jnp.bool_)
-        steps, state, _, twice = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, nobody, jnp.int32(0)))
+        none = jnp.zeros(SHAPES.num_slots, jnp.bool_)
+        steps, state, _, twice = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, none, jnp.int32(0)))
         counters = state.counters
         ended = jnp.sum(state.sequences.is_status(FINISHED), dtype=jnp.int32)
-        numbers = (steps, counters.generated.array, counters.recomputed.array, ended, counters.preemptions.array, twice)
-        return jnp.stack([*numbers, state.page_table.num_free.array])
+        numbers = (steps, counters.generated, counters.recomputed, ended, counters.preemptions, twice)
+        return jnp.stack([*numbers, state.page_table.num_free])
 
     return jax.jit(run)
 
@@ -122,9 +123,8 @@ def work_of(load: list[Asked]) -> Work:
             row += 1
     admission = empty_admission(SHAPES)
     arrays = {**fields, "complete": np.arange(size) < row, "has_pieces": np.asarray(True)}
-    named = {name: dataclasses.replace(getattr(admission, name), array=value) for name, value in arrays.items()}
     *numbers, free = np.asarray(
-        _program()(dataclasses.replace(admission, **named, sampling=sampling_table(columns)))
+        _program()(dataclasses.replace(admission, **arrays, sampling=sampling_table(columns)))
     ).tolist()
     work = Work(*numbers)
     assert work.ended == row, f"{row - work.ended} of {row} sequences never end"
@@ -134,19 +134,19 @@ def work_of(load: list[Asked]) -> Work:
 
 def random_load(rng: np.random.Generator) -> list[Asked]:
     """Of one kind or another: requests near the size of the pool, long prompts, samples that diverge, or a mixture."""
-    kind, load, room = rng.integers(5), [], SHAPES.num_slots
-    while room > 0:
+    kind, load, free_slots = rng.integers(5), [], SHAPES.num_slots
+    while free_slots > 0:
         total = int(rng.integers(CAPACITY // 2, CAPACITY + 1)) if kind != 4 else int(rng.integers(2, CAPACITY + 1))
         generates = int(rng.integers(1, total)) if kind in (0, 4) else int(rng.integers(1, 5))
         if kind == 1:  # short prompts that grow into the whole pool
             generates = total - int(rng.integers(1, 9))
-        if kind == 3:  # prompts of half the pool, which end soon: somebody comes back at every end
+        if kind == 3:  # prompts of half the pool, which end soon: a sequence restarts at every end
             total = int(rng.integers(CAPACITY // 4, CAPACITY // 2))
         n = int(rng.integers(1, SHAPES.max_seqs + 1)) if kind == 2 or (kind == 4 and rng.random() < 0.5) else 1
         if kind == 2:
             generates = int(rng.integers(1, total))
-        asked = Asked(total - generates, generates, min(n, room))
+        asked = Asked(total - generates, generates, min(n, free_slots))
         assert asked.fits
         load.append(asked)
-        room -= asked.n
+        free_slots -= asked.n
     return load

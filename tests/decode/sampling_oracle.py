@@ -1,13 +1,10 @@
 """The sampled distribution, written plainly in float64, and tables to sample with."""
 
-import dataclasses
-
+import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.stats
-from haliax import NamedArray
 
-from levanter_infer.axes import SEQ
 from levanter_infer.decode.sampling import SamplingTable
 from levanter_infer.decode.shapes import SamplingLimits
 from levanter_infer.engine.admission import SamplingColumns
@@ -37,13 +34,7 @@ def table_of(
         seed = 2**40 + row if seeds is None else seeds[row]
         index = 0 if sample_indices is None else sample_indices[row]
         columns.set(row, entry, seed=seed, sample_index=index, eos_token_ids=(EOS,))
-    uploaded = sampling_table(columns)
-    empty = SamplingTable.empty(SEQ, len(params), limits)
-    named = {
-        name: NamedArray(jnp.asarray(column.array), empty.columns[name].axes)
-        for name, column in uploaded.columns.items()
-    }
-    return dataclasses.replace(empty, **named)
+    return jax.tree.map(jnp.asarray, sampling_table(columns))
 
 
 def processed_logits(logits, params: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:

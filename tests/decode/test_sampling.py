@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from levanter_infer.decode.sampling import (
+    History,
     LogitStats,
     SampleOutput,
     SamplingTable,
@@ -50,11 +51,13 @@ def sample_rows(logits, table: SamplingTable, slot_ids, tokens=TOKENS) -> Sample
     return sample(
         logits,
         table.rows(slot_ids),
-        positions=seq_lens,
-        tokens=jnp.asarray(tokens),
-        slot_ids=slot_ids,
-        prompt_lens=jnp.asarray(PROMPT_LENS).at[slot_ids].get(mode="fill", fill_value=0),
-        seq_lens=seq_lens,
+        History(
+            positions=seq_lens,
+            tokens=jnp.asarray(tokens),
+            slot_ids=slot_ids,
+            prompt_lens=jnp.asarray(PROMPT_LENS).at[slot_ids].get(mode="fill", fill_value=0),
+            seq_lens=seq_lens,
+        ),
         max_top=MAX_TOP,
     )
 
@@ -245,7 +248,7 @@ def test_float_keys_order_floats_and_come_back():
 
 @pytest.mark.parametrize("scale", [2.0, 0.25])
 def test_thresholds_are_the_smallest_logit_that_passes(scale):
-    """With a wide spread they lie among the candidates, with a narrow one mostly beyond."""
+    """With a wide range of logits they are among the candidates, with a narrow one mostly beyond."""
     top_k = np.array([1, 64, 65, 400, VOCAB, VOCAB, VOCAB, 64, 300], np.int32)
     top_p = np.array([1.0, 1.0, 1.0, 1.0, 0.5, 0.99, 1e-9, 0.9, 0.9], np.float32)
     logits = LOGITS / 2 * np.float32(scale)
@@ -268,12 +271,14 @@ def test_sampling_works_where_no_bias_stop_or_logprob_is_possible():
     def function(logits):
         return sample(
             logits,
-            SamplingTable.empty("seq", 1, limits).rows(slot),
-            positions=slot,
-            tokens=jnp.zeros((1, 8), jnp.int32),
-            slot_ids=slot,
-            prompt_lens=slot,
-            seq_lens=slot,
+            SamplingTable.empty(1, limits).rows(slot),
+            History(
+                positions=slot,
+                tokens=jnp.zeros((1, 8), jnp.int32),
+                slot_ids=slot,
+                prompt_lens=slot,
+                seq_lens=slot,
+            ),
             max_top=0,
         )
 
@@ -295,11 +300,13 @@ def test_no_array_of_slots_by_vocabulary_is_built():
         return sample(
             logits,
             table.rows(rows),
-            positions=rows,
-            tokens=tokens,
-            slot_ids=rows,
-            prompt_lens=rows,
-            seq_lens=rows,
+            History(
+                positions=rows,
+                tokens=tokens,
+                slot_ids=rows,
+                prompt_lens=rows,
+                seq_lens=rows,
+            ),
             max_top=MAX_TOP,
         )
 
@@ -318,11 +325,13 @@ def test_arrays_of_rows_by_vocabulary_are_built_in_branches_only():
         return sample(
             logits,
             table.rows(rows),
-            positions=rows,
-            tokens=tokens,
-            slot_ids=rows,
-            prompt_lens=rows,
-            seq_lens=rows,
+            History(
+                positions=rows,
+                tokens=tokens,
+                slot_ids=rows,
+                prompt_lens=rows,
+                seq_lens=rows,
+            ),
             max_top=MAX_TOP,
         )
 
@@ -347,15 +356,15 @@ def _shapes(jaxpr) -> set[tuple[int, ...]]:
 
 
 def test_table_rows_come_back_as_they_were_set():
-    empty = SamplingTable.empty("seq", SLOTS, limits_for(VOCAB))
+    empty = SamplingTable.empty(SLOTS, limits_for(VOCAB))
     new = table_of(MIXTURE[:3], VOCAB)
     table = jax.jit(SamplingTable.set_rows)(empty, jnp.asarray([4, SLOTS, 0], jnp.int32), new)
     back = jax.jit(SamplingTable.rows)(table, jnp.asarray([0, SLOTS, 4, 7], jnp.int32))
     for name, column in back.columns.items():
         assert column.axes[0].name == "row" and column.dtype == empty.columns[name].dtype
-        expected = [new.columns[name].array[2], empty.columns[name].array[0], new.columns[name].array[0]]
-        assert np.array_equal(np.asarray(column.array[:3]), np.stack(expected)), name
-        assert np.array_equal(np.asarray(column.array[3]), np.asarray(empty.columns[name].array[0])), name
+        expected = [new.columns[name][2], empty.columns[name][0], new.columns[name][0]]
+        assert np.array_equal(np.asarray(column[:3]), np.stack(expected)), name
+        assert np.array_equal(np.asarray(column[3]), np.asarray(empty.columns[name][0])), name
 
 
 def test_stop_match_compares_generated_tokens_only():
@@ -377,7 +386,7 @@ def test_stop_match_compares_generated_tokens_only():
     ]
     table = table_of(params, VOCAB)
     enough = jnp.asarray([True, True, True, True, False, True])
-    stops = jax.jit(stop_match)(table.stop_ids.array, table.stop_lens.array, jnp.asarray(window), enough)
+    stops = jax.jit(stop_match)(table.stop_ids, table.stop_lens, jnp.asarray(window), enough)
     assert np.asarray(stops).tolist() == [True, False, True, True, False, False]
 
 
@@ -385,7 +394,7 @@ def test_end_of_sequence_stops_unless_ignored():
     window = np.full((2, 16), VOCAB, np.int32)
     window[:, -1] = EOS
     table = table_of([SamplingParams(), SamplingParams(ignore_eos=True)], VOCAB)
-    stops = stop_match(table.stop_ids.array, table.stop_lens.array, jnp.asarray(window), jnp.ones(2, jnp.bool_))
+    stops = stop_match(table.stop_ids, table.stop_lens, jnp.asarray(window), jnp.ones(2, jnp.bool_))
     assert np.asarray(stops).tolist() == [True, False]
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levanter_infer.decode.sampling import SampleOutput, SamplingTable, sample
+from levanter_infer.decode.sampling import History, SampleOutput, SamplingTable, sample
 from levanter_infer.engine.params import SamplingParams
 from tests.decode.sampling_oracle import EOS, chi_square_p, distribution, limits_for, table_of
 
@@ -25,11 +25,13 @@ def many(logits, table: SamplingTable, tokens) -> SampleOutput:
     return sample(
         jnp.broadcast_to(logits, (DRAWS, VOCAB)),
         table.rows(slots),
-        positions=jnp.arange(DRAWS, dtype=jnp.int32),
-        tokens=tokens,
-        slot_ids=slots,
-        prompt_lens=slots + len(PROMPT),
-        seq_lens=slots + len(PROMPT) + len(OUTPUT),
+        History(
+            positions=jnp.arange(DRAWS, dtype=jnp.int32),
+            tokens=tokens,
+            slot_ids=slots,
+            prompt_lens=slots + len(PROMPT),
+            seq_lens=slots + len(PROMPT) + len(OUTPUT),
+        ),
         max_top=0,
     )
 
@@ -146,11 +148,13 @@ def test_bias_comes_before_the_repetition_penalty_as_in_hf_transformers():
     out = jax.jit(sample, static_argnames="max_top")(
         jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (4000, 11)),
         table_of([params], 11, limits=limits_for(11, max_logit_bias=6)).rows(rows),
-        positions=jnp.arange(4000, dtype=jnp.int32),
-        tokens=jnp.asarray([seen], jnp.int32),
-        slot_ids=rows,
-        prompt_lens=rows + 3,
-        seq_lens=rows + len(seen),
+        History(
+            positions=jnp.arange(4000, dtype=jnp.int32),
+            tokens=jnp.asarray([seen], jnp.int32),
+            slot_ids=rows,
+            prompt_lens=rows + 3,
+            seq_lens=rows + len(seen),
+        ),
         max_top=0,
     )
     drawn = np.asarray(out.tokens)

@@ -15,9 +15,10 @@ from levanter_infer.decode.codes import FINISHED, LENGTH, RUNNING, STOP, WAITING
 from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.decode.loop import has_work
 from levanter_infer.decode.outputs import OutputRing
+from levanter_infer.decode.schedule import schedule
 from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.decode.state import DecodeState
-from levanter_infer.decode.step import append, batch_info, empty_sample, schedule
+from levanter_infer.decode.step import append, batch_info, empty_sample
 from levanter_infer.engine.admission import SamplingColumns
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.uploads import empty_admission, sampling_table
@@ -77,15 +78,14 @@ class Tables:
         admission = empty_admission(SHAPES)
         changes = {}
         for name, value in first.items():
-            array = getattr(admission, name).array.copy()
+            array = getattr(admission, name).copy()
             array[0] = value
             changes[name] = array
         tokens = np.zeros(SHAPES.upload_tokens, np.int32)
         tokens[: len(prompt)] = prompt
         changes |= {"tokens": tokens, "has_pieces": np.asarray(True)}
-        named = {name: dataclasses.replace(getattr(admission, name), array=value) for name, value in changes.items()}
         self.state = programs()[1](
-            self.state, dataclasses.replace(admission, **named, sampling=sampling_table(columns))
+            self.state, dataclasses.replace(admission, **changes, sampling=sampling_table(columns))
         )
         check_invariants(self.state)
 
@@ -101,10 +101,10 @@ class Tables:
         return bool(programs()[2](self.state, jnp.int32(min_free_slots)))
 
     def status(self, slot: int) -> int:
-        return int(self.state.sequences.status.array[slot])
+        return int(self.state.sequences.status[slot])
 
     def free_pages(self) -> int:
-        return int(self.state.page_table.num_free.array)
+        return int(self.state.page_table.num_free)
 
 
 def rows(batch) -> list[int]:
@@ -204,7 +204,7 @@ def test_decoding_never_waits_for_prompts_and_prompts_never_starve():
     for _ in range(4):
         batch = tables.step(9, 9, 9)
         assert rows(batch)[:2] == [0, 1] and bounds(batch)[:3] == [0, 1, 2]  # both decode in every step
-        computed.append(int(tables.state.sequences.num_computed.array[2]))
+        computed.append(int(tables.state.sequences.num_computed[2]))
     assert computed == [6, 12, 18, 20]  # and the prompt gets the rest of the budget of 8
 
 
@@ -222,7 +222,7 @@ def test_a_sequence_of_one_token_ends_in_the_step_of_its_prompt():
     tables = Tables()
     tables.add(0, [1, 2, 3], max_tokens=1)
     tables.step(9)
-    assert tables.status(0) == FINISHED and int(tables.state.sequences.finish_reason.array[0]) == LENGTH
+    assert tables.status(0) == FINISHED and int(tables.state.sequences.finish_reason[0]) == LENGTH
     assert tables.free_pages() == SHAPES.num_pages
     assert not tables.has_work()
 
@@ -235,10 +235,10 @@ def test_pages_of_a_stopped_sequence_are_free_after_the_same_step():
     before = tables.free_pages()
     tables.step(42, 42)
     table = tables.state.sequences
-    assert tables.status(0) == FINISHED and int(table.finish_reason.array[0]) == STOP
+    assert tables.status(0) == FINISHED and int(table.finish_reason[0]) == STOP
     assert tables.status(1) == RUNNING
     assert tables.free_pages() == before + 1
-    assert (table.page_indices.array[0] == NO_PAGE).all()
+    assert (table.page_indices[0] == NO_PAGE).all()
 
 
 def test_the_round_goes_on_while_there_is_work_unless_the_host_could_fill_empty_places():
@@ -249,13 +249,13 @@ def test_the_round_goes_on_while_there_is_work_unless_the_host_could_fill_empty_
     tables.step(9)
     assert tables.has_work()
     empty = SHAPES.num_slots - 1
-    assert not tables.has_work(min_free_slots=empty)  # enough empty slots, free places, nobody waits
+    assert not tables.has_work(min_free_slots=empty)  # enough free slots, fewer than max_seqs run, none waits
     assert tables.has_work(min_free_slots=empty + 1)
     for slot in (1, 2):
         tables.add(slot, [1, 2])
-    assert tables.has_work(min_free_slots=1)  # somebody waits
+    assert tables.has_work(min_free_slots=1)  # a sequence waits
     tables.step(9, 9, 9)
     assert tables.status(1) == tables.status(2) == RUNNING
-    assert tables.has_work(min_free_slots=1)  # every place is taken, and nobody waits
+    assert tables.has_work(min_free_slots=1)  # max_seqs run, and none waits
     tables.add(3, [1, 2])
     assert tables.has_work(min_free_slots=1)

@@ -84,7 +84,7 @@ def in_mid_search(engine):
     while steps < 4:
         engine.step_round(max_steps=1)
         engine.flush()
-        lens = np.asarray(engine.state.decode.sequences.seq_lens.array)
+        lens = np.asarray(engine.state.decode.sequences.seq_lens)
         steps = min(lens[sequence.slot] - 6 for group in groups for sequence in group.sequences)
     return groups
 
@@ -103,8 +103,8 @@ def test_a_search_that_is_cancelled_gives_all_its_pages_back(engine):
 def test_a_beam_that_is_not_finite_ends_its_search_and_harms_nobody(engine):
     first, second = in_mid_search(engine)
     table = engine.state.decode.sequences
-    refs = np.asarray(engine.state.decode.page_table.ref_counts.array)
-    pages = np.asarray(table.page_indices.array)[[s.slot for s in first.sequences]]
+    refs = np.asarray(engine.state.decode.page_table.ref_counts)
+    pages = np.asarray(table.page_indices)[[s.slot for s in first.sequences]]
     own = next(page for page in pages.ravel() if page < PAGES and refs[page] == 1)
     pool = engine.state.kv.pages
     poisoned = eqx.tree_at(lambda p: p.array, pool, pool.array.at[:, own].set(np.nan))

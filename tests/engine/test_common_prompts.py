@@ -56,7 +56,7 @@ def test_the_common_beginning_is_computed_once(engine, first):
     sampling = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
     groups = [engine.submit(Request(prompt_token_ids=ids, sampling=sampling)) for ids in asked]
     if first == "cancelled":
-        while not 0 < int(engine.state.decode.sequences.num_computed.array[0]) < COMMON:
+        while not 0 < int(engine.state.decode.sequences.num_computed[0]) < COMMON:
             engine.step_round(max_steps=2)
         engine.cancel(groups[0])
     while not all(group.is_done for group in groups):

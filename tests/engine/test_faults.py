@@ -339,7 +339,7 @@ class InterruptedLaunch:
         undo = pytest.MonkeyPatch()
         if compares:  # fields that are equal; of those that are the same object no comparison is asked
             config = copy.deepcopy(subject.model.config)
-            monkeypatch.setattr(subject, "model", dataclasses.replace(subject.model, config=config))
+            monkeypatch.setattr(subject.runner, "model", dataclasses.replace(subject.model, config=config))
             for kind in (hax.Axis, DecoderConfig, RopeConfig):
                 interrupt(kind, "__eq__")
         else:

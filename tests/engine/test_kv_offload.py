@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levanter_infer.cache.named import replace
+from levanter_infer.cache.arrays import replace
 from levanter_infer.cache.page_math import pages_for
 from levanter_infer.decode.codes import RUNNING, SWAPPED
 from levanter_infer.decode.invariants import check_invariants
@@ -86,7 +86,7 @@ def started(engine: InferenceEngine, request: Request, steps: int):
 
 
 def free_pages(engine: InferenceEngine) -> int:
-    return int(engine.state.decode.page_table.num_free.array)
+    return int(engine.state.decode.page_table.num_free)
 
 
 def flush_known(engine: InferenceEngine) -> None:
@@ -221,15 +221,15 @@ def test_one_of_several_that_share_takes_copies_and_comes_back_with_pages_of_its
 def test_a_group_that_leaves_together_shares_again_what_it_shared(engine):
     group = started(engine, request(15, prompt=26, max_tokens=9, n=3), 5)
     flush_known(engine)
-    indices = np.array(engine.state.decode.sequences.page_indices.array)
-    counts = np.sort(np.array(engine.state.decode.page_table.ref_counts.array))
+    indices = np.array(engine.state.decode.sequences.page_indices)
+    counts = np.sort(np.array(engine.state.decode.page_table.ref_counts))
     tables = _Tables(engine.runner)
     assert engine._offload._move_out(tables, group.sequences, stays=True)
     (record,) = engine._offload._records
     assert len(record.used()) == (counts > 0).sum() < (indices < PAGES).sum()
     assert free_pages(engine) == PAGES == tables.free
     engine.prefetch(group.sequences[1])
-    assert np.array_equal(np.sort(np.array(engine.state.decode.page_table.ref_counts.array)), counts)
+    assert np.array_equal(np.sort(np.array(engine.state.decode.page_table.ref_counts)), counts)
     check_idle(engine)
 
 
@@ -241,7 +241,7 @@ def test_cancelled_sequences_leave_nothing_with_the_host(engine):
     assert engine.stats()["offloaded_sequences"] == 2
     engine.cancel(group)
     assert engine.stats()["offloaded_bytes"] == 0
-    with pytest.raises(ValueError, match="not in the host's memory"):
+    with pytest.raises(ValueError, match="not in host memory"):
         engine.prefetch(group.sequences[0])
     check_idle(engine)
     assert bits(completions(other)) == alone(engine, request(17))[0]
@@ -285,7 +285,7 @@ def test_reset_forgets_what_the_host_has(engine):
     engine.spill_to_host(group.sequences[0])
     engine.reset()
     assert engine.stats()["offloaded_bytes"] == 0 and free_pages(engine) == PAGES
-    with pytest.raises(ValueError, match="not in the host's memory"):
+    with pytest.raises(ValueError, match="not in host memory"):
         engine.prefetch(group.sequences[0])
     assert completions(group)[0].finish_reason == "abort"
 
@@ -306,7 +306,7 @@ def test_without_room_it_comes_back_when_there_is_or_computes_again(engine, poli
     recomputed, prefetched = grown(engine, before, "recomputed_tokens", "prefetched_pages")
     assert (recomputed > 0) == (policy == "recompute") and prefetched == 0
     slot = group.sequences[0].slot
-    assert (engine.state.decode.sequences.status.array[slot] == SWAPPED) == (policy == "offload")
+    assert (engine.state.decode.sequences.status[slot] == SWAPPED) == (policy == "offload")
     check_idle(engine)
     assert (grown(engine, before, "prefetched_pages")[0] > 0) == (policy == "offload")
     assert [bits(completions(filling)), bits(completions(group))] == expected
@@ -317,7 +317,7 @@ def test_what_cannot_be_moved_is_said(engine, monkeypatch):
     assert engine.spill_to_host(waiting.sequences[0]) == 0  # it holds nothing yet
     engine.drain()
     assert engine.spill_to_host(waiting.sequences[0]) == 0
-    with pytest.raises(ValueError, match="not in the host's memory"):
+    with pytest.raises(ValueError, match="not in host memory"):
         engine.prefetch(waiting.sequences[0])
     group = started(engine, request(23), 4)
     monkeypatch.setattr(engine._offload, "_max_bytes", 100)
@@ -341,10 +341,10 @@ def test_beams_that_compute_themselves_again_share_their_prompt(engine):
     state = dataclasses.replace(
         state, beams=replace(state.beams, params=params), sequences=replace(state.sequences, status=status)
     )
-    nothing = jnp.full(state.sequences.page_indices.array.shape, PAGES, jnp.int32)
+    nothing = jnp.full(state.sequences.page_indices.shape, PAGES, jnp.int32)
     computed = jnp.zeros(num_slots, jnp.int32)
     state, _ = swap_in(state, jnp.asarray(beams), nothing, computed, jnp.int32(0))
-    assert state.sequences.fork_source.array.tolist() == [num_slots, num_slots, 1, 1, *[num_slots] * (num_slots - 4)]
+    assert state.sequences.fork_source.tolist() == [num_slots, num_slots, 1, 1, *[num_slots] * (num_slots - 4)]
 
 
 def test_moving_pages_copies_no_pool(engine, optimized):
@@ -374,7 +374,7 @@ def test_a_pure_function_has_no_host():
 
 
 def test_of_those_that_left_the_first_in_order_comes_back_next():
-    """By priority, then by arrival, whenever they left; not who stays until asked for, nor who has nobody left."""
+    """By priority, then by arrival, whenever they left; not records that stay until asked for, nor empty ones."""
 
     def record(priority: int, arrival: int, *, stays: bool = False, reason: str | None = None) -> _Record:
         group = SimpleNamespace(priority=priority)

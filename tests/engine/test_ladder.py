@@ -99,7 +99,7 @@ def test_preempted_sequences_give_the_same_tokens():
     while not all(group.is_done for group in groups):
         engine.step_round()
         table = engine.state.decode.sequences
-        waits = np.asarray((table.status.array == WAITING) & (table.seq_lens.array > table.prompt_lens.array))
+        waits = np.asarray((table.status == WAITING) & (table.seq_lens > table.prompt_lens))
         preempted |= {g.id for g in groups if g.sequences[0].slot is not None and waits[g.sequences[0].slot]}
     engine.drain()
     assert [group.sequences[0].token_ids for group in groups] == [

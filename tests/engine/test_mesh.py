@@ -215,6 +215,13 @@ def test_a_mesh_of_one_device_runs_on_that_device():
     assert engine.describe()["mesh"] == {} and engine.backend.layout.mesh is mesh
 
 
+def test_arrays_that_are_on_the_mesh_stay_and_others_are_put_there():
+    layout = Layout.of(None, tiny_model().config)
+    there, host = hax.named(jax.device_put(np.ones(3)), "embed"), np.ones(3)
+    placed, moved = layout.place((there, host))
+    assert placed.array is there.array and moved.sharding == layout.sharding(())
+
+
 def test_rows_of_several_ranks_come_in_the_order_in_which_they_are_wanted():
     shards, wanted = [1, 0, 1, 1, 0, 1, 1], [10, 3, 11, 12, 4, 13, 14]
     reads = Gather(shards, 3, size=2)

@@ -44,8 +44,8 @@ def counted(engine) -> dict[str, object]:
     """What `memory` should say: page by page and slot by slot, from the tables as they are."""
     decode = engine.state.decode
     table = decode.sequences
-    computed, lens = np.asarray(table.num_computed.array).tolist(), np.asarray(table.seq_lens.array).tolist()
-    rows = np.asarray(table.page_indices.array).tolist()
+    computed, lens = np.asarray(table.num_computed).tolist(), np.asarray(table.seq_lens).tolist()
+    rows = np.asarray(table.page_indices).tolist()
     holders, fill = collections.Counter(), collections.Counter()
     for slot, tokens in enumerate(computed):
         for position in range(tokens):

@@ -161,7 +161,7 @@ def test_other_engines_word_for_no_top_k_is_taken_as_such():
     assert params.top_k == 0 and params == SamplingParams()
     columns = SamplingColumns(1, limits())
     columns.set(0, params, seed=0, sample_index=0, eos_token_ids=())
-    assert sampling_table(columns).top_k.array.tolist() == [0]
+    assert sampling_table(columns).top_k.tolist() == [0]
     assert SamplingParams(top_k=-1, num_beams=2).num_beams == 2
 
 
@@ -221,11 +221,11 @@ def limits(max_stop_sequences: int = 4) -> SamplingLimits:
 
 
 def test_columns_without_sequences_are_an_empty_table():
-    columns, empty = sampling_table(SamplingColumns(3, limits())), SamplingTable.empty("admitted", 3, limits())
+    columns, empty = sampling_table(SamplingColumns(3, limits())), SamplingTable.empty(3, limits())
     for name, column in columns.columns.items():
         other = empty.columns[name]
-        assert column.axes == other.axes and column.array.dtype == other.array.dtype, name
-        assert np.array_equal(column.array, other.array), name
+        assert (column.shape, column.dtype) == (other.shape, other.dtype), name
+        assert np.array_equal(column, other), name
 
 
 def test_columns_hold_what_was_asked():
@@ -244,7 +244,7 @@ def test_columns_hold_what_was_asked():
         stop_token_ids=[[1, 2, 3], 9],
     )
     columns.set(1, params, seed=0x0123456789ABCDEF, sample_index=3, eos_token_ids=(9, 11, 100))
-    row = {name: column.array[1] for name, column in sampling_table(columns).columns.items()}
+    row = {name: column[1] for name, column in sampling_table(columns).columns.items()}
     assert {name: row[name].item() for name in row if row[name].ndim == 0} == {
         "temperature": 0.5,
         "top_k": 100,
@@ -262,7 +262,7 @@ def test_columns_hold_what_was_asked():
     assert row["stop_lens"].tolist() == [3, 1, 1, 0]
     assert row["stop_ids"][0].tolist() == [100] * 13 + [1, 2, 3]
     assert row["stop_ids"][:, -1].tolist() == [3, 9, 11, 100]
-    assert (sampling_table(columns).temperature.array[0], sampling_table(columns).stop_lens.array[0].tolist()) == (
+    assert (sampling_table(columns).temperature[0], sampling_table(columns).stop_lens[0].tolist()) == (
         0.0,
         [0, 0, 0, 0],
     )
@@ -271,14 +271,14 @@ def test_columns_hold_what_was_asked():
 def test_ignore_eos_leaves_only_the_stops_that_were_asked():
     columns = SamplingColumns(1, limits())
     columns.set(0, SamplingParams(ignore_eos=True, stop_token_ids=[4]), seed=0, sample_index=0, eos_token_ids=(9,))
-    assert sampling_table(columns).stop_lens.array.tolist() == [[1, 0, 0, 0]]
-    assert sampling_table(columns).stop_ids.array[0, 0, -1] == 4
+    assert sampling_table(columns).stop_lens.tolist() == [[1, 0, 0, 0]]
+    assert sampling_table(columns).stop_ids[0, 0, -1] == 4
 
 
 def test_top_p_too_small_for_float32_still_keeps_a_token():
     columns = SamplingColumns(1, limits())
     columns.set(0, SamplingParams(top_p=1e-60), seed=0, sample_index=0, eos_token_ids=())
-    assert sampling_table(columns).top_p.array[0] > 0
+    assert sampling_table(columns).top_p[0] > 0
 
 
 def test_limits_of_zero_give_columns_of_no_width():
@@ -286,4 +286,4 @@ def test_limits_of_zero_give_columns_of_no_width():
     columns = SamplingColumns(1, none)
     columns.set(0, SamplingParams(), seed=0, sample_index=0, eos_token_ids=())
     table = sampling_table(columns)
-    assert table.bias_ids.array.shape == (1, 0) and table.stop_ids.array.shape == (1, 0, 16)
+    assert table.bias_ids.shape == (1, 0) and table.stop_ids.shape == (1, 0, 16)

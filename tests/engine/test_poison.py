@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levanter_infer.cache.named import replace
+from levanter_infer.cache.arrays import replace
 from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
@@ -106,7 +106,7 @@ def places_of(engine: InferenceEngine, slots) -> np.ndarray:
     """Where the keys and values of these slots are stored, bool[page, page_offset]."""
     table, size = engine.state.decode.sequences, engine.shapes.page_size
     places = np.zeros((engine.shapes.num_pages, size), bool)
-    pages, computed = np.asarray(table.page_indices.array), np.asarray(table.num_computed.array)
+    pages, computed = np.asarray(table.page_indices), np.asarray(table.num_computed)
     for slot in slots:
         position = np.arange(computed[slot])
         places[pages[slot, position // size], position % size] = True
@@ -154,7 +154,7 @@ def test_nan_that_a_sequence_computes_itself_changes_no_bit_of_others(engine, wh
 
 def strike(engine: InferenceEngine, struck: list[int]) -> None:
     """Once the sequence in slot 0 has stored 13 tokens: NaN wherever it alone looks."""
-    computed = int(engine.state.decode.sequences.num_computed.array[0])
+    computed = int(engine.state.decode.sequences.num_computed[0])
     if not struck and computed == 13:
         struck.append(computed)
         others = places_of(engine, range(1, engine.shapes.num_slots))

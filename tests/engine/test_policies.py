@@ -61,7 +61,7 @@ def test_the_youngest_of_the_least_urgent_loses_its_pages_first(engine, prioriti
     lost = []
     while not all(group.is_done for group in groups):
         engine.step_round(max_steps=1)
-        now = np.asarray(engine.state.decode.sequences.num_computed.array)
+        now = np.asarray(engine.state.decode.sequences.num_computed)
         for sequence in (group.sequences[0] for group in groups):
             if sequence.slot is not None and sequence.finish_reason is None:
                 name, stored = sequence.request.id, int(now[sequence.slot])
@@ -96,7 +96,7 @@ def test_a_deadline_ends_what_runs_and_what_waits_and_gives_all_pages_back(engin
     engine.step_round(max_steps=1)  # reads the round that admitted it
     held = engine.state.decode.sequences.num_held(engine.shapes.page_size)
     assert np.flatnonzero(held).tolist() in ([], [other.sequences[0].slot])
-    assert int(held.sum()) == engine.shapes.num_pages - int(engine.state.decode.page_table.num_free.array)
+    assert int(held.sum()) == engine.shapes.num_pages - int(engine.state.decode.page_table.num_free)
     while not other.is_done:
         engine.step_round()
     assert other.sequences[0].token_ids == uncached_greedy(tiny_model(), other.prompt_token_ids, 30)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import haliax as hax
 import jax
 import numpy as np
 import pytest
@@ -50,8 +49,7 @@ def test_a_second_compilation_of_the_round_is_an_error_or_a_warning_that_names_w
     def wider(engine):
         """An admission with a place for twice as many prompt tokens."""
         admission = empty_admission(engine.shapes)
-        (axis,) = admission.tokens.axes
-        return dataclasses.replace(admission, tokens=hax.named(np.zeros(2 * axis.size, np.int32), axis.name))
+        return dataclasses.replace(admission, tokens=np.zeros(2 * admission.tokens.size, np.int32))
 
     model, sizes = tiny_model(), dict(max_seqs=2, max_seq_len=16, page_size=4)
     strict = InferenceEngine(model, config=EngineConfig(**sizes))
@@ -110,8 +108,8 @@ def test_the_round_and_the_programs_that_move_pages_make_no_pool_sized_copy_on_v
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["copies"] == []
     assert report["temp_bytes"] < report["pool_bytes"]
-    assert set(report["host_tier"]) == {"read_pages", "write_pages"}
-    for moved in report["host_tier"].values():
+    assert set(report["kv_offload"]) == {"read_pages", "write_pages"}
+    for moved in report["kv_offload"].values():
         assert moved["copies"] == [] and moved["host_bytes"] > 0
         assert moved["temp_bytes"] < 2 * moved["host_bytes"]  # what is moved, once
 

@@ -35,7 +35,7 @@ def test_inside_jit_it_gives_the_tokens_of_the_uncached_forward_and_shares_pages
     collect = decode_generate._collect
 
     def counting(state, *arguments, **sizes):
-        jax.debug.callback(lambda count: hits.append(int(count)), state.decode.counters.prefix_hits.array)
+        jax.debug.callback(lambda count: hits.append(int(count)), state.decode.counters.prefix_hits)
         return collect(state, *arguments, **sizes)
 
     monkeypatch.setattr(decode_generate, "_collect", counting)

@@ -26,14 +26,14 @@ def test_reset_empties_the_tables_and_writes_nothing_to_the_pool(engine):
     group = engine.submit(Request(prompt_token_ids=[1] * 9, sampling=SamplingParams(max_tokens=20)))
     engine.step_round()
     stored = pool(engine)
-    assert stored.any() and int(engine.state.decode.page_table.num_free.array) < 16
+    assert stored.any() and int(engine.state.decode.page_table.num_free) < 16
     engine.reset()
     assert np.array_equal(pool(engine), stored)
     decode = engine.state.decode
     check_invariants(decode)
-    assert int(decode.page_table.num_free.array) == 16 and not decode.page_table.ref_counts.array.any()
-    assert (decode.sequences.page_indices.array == 16).all() and not decode.sequences.seq_lens.array.any()
-    assert not decode.sequences.status.array.any()
+    assert int(decode.page_table.num_free) == 16 and not decode.page_table.ref_counts.any()
+    assert (decode.sequences.page_indices == 16).all() and not decode.sequences.seq_lens.any()
+    assert not decode.sequences.status.any()
     assert group.sequences[0].finish_reason == "abort"
 
 
@@ -79,10 +79,10 @@ def test_generate_calls_neither_reset_nor_wipe(engine, monkeypatch):
 def test_zero_cache_clears_every_byte_and_keeps_the_tables(engine):
     engine.generate([REQUEST])
     assert pool(engine).any()
-    tokens = np.array(engine.state.decode.sequences.tokens.array)
+    tokens = np.array(engine.state.decode.sequences.tokens)
     engine.zero_cache()
     assert not pool(engine).any()
-    assert np.array_equal(engine.state.decode.sequences.tokens.array, tokens)
+    assert np.array_equal(engine.state.decode.sequences.tokens, tokens)
 
 
 def test_zero_cache_while_requests_run_is_refused(engine):

@@ -15,9 +15,9 @@ LAYERS, LAYER = 3, 1
 RUNS_HERE = (
     ("reference", "xla", "gpu") if jax.default_backend() == "gpu" else ("reference", "xla", "cpu", "gpu_interpret")
 )
-"""Implementations of attention that can be tried on this machine."""
+"""Implementations of attention that run on this machine."""
 CALLS_MODS = tuple(impl for impl in RUNS_HERE if impl != "cpu")
-"""Those that take `score_mod` and `mask_mod`."""
+"""Implementations of them that support `score_mod` and `mask_mod`."""
 
 
 def attention_call(
@@ -71,7 +71,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Ragged:
-    """A batch as the entry takes it (`arrays`), and the same as one contiguous sequence per row."""
+    """A batch: the arguments of the entry (`arrays`), and the same as one contiguous sequence per row."""
 
     sizes: Sizes
     arrays: dict
@@ -87,7 +87,7 @@ class Ragged:
 def make_ragged(sizes: Sizes, rows: list[tuple[int, int]], seed: int = 0) -> Ragged:
     """A batch with (q_len, seq_len) per row.
 
-    Whatever no row may read is NaN: other layers, free pages, places beyond a sequence's end, padding queries.
+    Everything that no row may read is NaN: other layers, free pages, offsets beyond a sequence's end, padding queries.
     """
     rng = np.random.default_rng(seed)
     q_lens, seq_lens = tuple(q for q, _ in rows), tuple(n for _, n in rows)
@@ -95,7 +95,7 @@ def make_ragged(sizes: Sizes, rows: list[tuple[int, int]], seed: int = 0) -> Rag
     num_pages = sizes.rows * sizes.max_pages + 3
     is_int8 = sizes.dtype == "int8"
     shape = LAYERS, num_pages, sizes.page_size, 2 * sizes.kv_heads, sizes.head_dim + is_int8
-    # The largest of integers and scales, where there is no NaN.
+    # int8 has no NaN: the largest integers and scales.
     pool = np.full(shape, 127 if is_int8 else np.nan, np.float32)
     page_indices = np.full((sizes.rows, sizes.max_pages), num_pages, np.int32)
     free = iter(rng.permutation(num_pages))
@@ -104,7 +104,7 @@ def make_ragged(sizes: Sizes, rows: list[tuple[int, int]], seed: int = 0) -> Rag
         return np.asarray(jnp.asarray(rng.standard_normal(shape), dtype).astype(jnp.float32))
 
     def stored_and_read(*shape):
-        """Numbers as they are stored, in f32, and as they are read."""
+        """Random numbers as stored, in f32, and as read back."""
         if sizes.dtype != "int8":
             return 2 * (rounded(*shape),)
         integers, codes = int8.encode(jnp.asarray(rng.standard_normal(shape), jnp.float32))
@@ -119,9 +119,9 @@ def make_ragged(sizes: Sizes, rows: list[tuple[int, int]], seed: int = 0) -> Rag
         for page in range(-(-seq_len // sizes.page_size)):
             page_indices[row, page] = next(free)
         for position in range(seq_len):
-            place = LAYER, page_indices[row, position // sizes.page_size], position % sizes.page_size
+            index = LAYER, page_indices[row, position // sizes.page_size], position % sizes.page_size
             for pair in (0, 1):
-                pool[(*place, slice(pair, None, 2))] = sides[pair][0][position]
+                pool[(*index, slice(pair, None, 2))] = sides[pair][0][position]
     q = np.full((sizes.tokens, sizes.q_heads, sizes.head_dim), np.nan, np.float32)
     if rows:
         q[: sum(q_lens)] = np.concatenate(queries)
@@ -140,7 +140,7 @@ def make_ragged(sizes: Sizes, rows: list[tuple[int, int]], seed: int = 0) -> Rag
 
 
 def for_tpu(batch: Ragged) -> dict:
-    """The batch's arrays with the pool as a TPU reads it."""
+    """The batch's arrays with the pool in a TPU's layout."""
     sizes, pool = batch.sizes, batch.arrays["kv_pages"]
     layout = TpuPool(sizes.kv_heads, sizes.head_dim, scaled=sizes.dtype == "int8")
     tokens = pool.reshape(-1, sizes.kv_heads, 2, pool.shape[-1])
@@ -173,7 +173,7 @@ def dense_attention(
     score_mod=None,
     mask_mod=None,
 ) -> np.ndarray:
-    """The right answer, f64, one row, query and head at a time."""
+    """The oracle: attention in f64, one row, query and head at a time."""
     sizes = batch.sizes
     out = np.zeros((sizes.tokens, sizes.q_heads, sizes.head_dim))
     token = 0

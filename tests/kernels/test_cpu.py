@@ -1,4 +1,4 @@
-"""The C++ kernels: matmuls against NumPy in every instruction set of this processor, and what their bits depend on."""
+"""The C++ kernels: matmuls and attention against NumPy in every instruction set, and their batch invariance."""
 
 import ctypes
 import dataclasses
@@ -99,7 +99,7 @@ def test_rows_are_found_again_in_panels(isa, dtype, traced):
 
 @each_isa
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_row_has_the_same_bits_in_any_number_of_rows_and_at_any_place(isa, dtype):
+def test_a_row_has_the_same_bits_in_any_number_of_rows_and_at_any_index(isa, dtype):
     x, weights = random_problem(61, 1500, (30,), dtype)
     whole = np.asarray(matmul(isa, x, weights, 1)[0])
     for first, count in ((0, 1), (3, 2), (5, 3), (7, 4), (11, 8), (2, 9), (20, 17)):
@@ -108,7 +108,7 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows_and_at_any_place(isa, dty
 
 
 @built
-def test_rows_that_do_not_count_give_zeros_and_may_hold_nan():
+def test_rows_not_in_use_give_zeros_and_may_hold_nan():
     x, weights = random_problem(12, 41, (5, 6), "float32")
     whole = matmul(None, x, weights, 0)
     some = matmul(None, x.at[7:].set(jnp.nan), weights, 0, 7)
@@ -145,8 +145,9 @@ def test_norm_gate_and_residual_in_the_same_call_equal_numpy(isa, inputs, dtype)
     assert not np.asarray(some[3:]).any()
 
 
-# Where linear.inc, pairs.inc and handlers.cc take another way: blocks of rows (6 and 12), 16-bit weights widened once
-# (48 rows), blocks of inputs (1024), whole and partial panels (16 and 32 outputs), several panels in one piece of work.
+# Sizes at which linear.inc, pairs.inc and handlers.cc take another path: blocks of rows (6 and 12), 16-bit weights
+# widened once (48 rows), blocks of inputs (1024), full and partial panels (16 and 32 outputs), several panels in one
+# piece of work.
 ROW_COUNTS = (1, 6, 7, 12, 13, 47, 48, 49, 97)
 MANY_OUTPUTS = 32 * 8 * 16 + 5
 
@@ -246,7 +247,7 @@ def test_a_head_alone_and_all_heads_together_attend_alike(isa, dtype):
 
 
 @each_isa
-def test_a_query_has_the_same_bits_decoded_and_in_any_chunk(isa):
+def test_a_query_has_the_same_bits_decoded_and_in_any_prompt_chunk(isa):
     sizes = Sizes(6, 2, 64, 16, dtype="bfloat16", stored="uint16")
     length = 150
     batch = make_ragged(sizes, [(30, length)])
@@ -329,7 +330,7 @@ XLA_FFI_Error* NAME0(XLA_FFI_CallFrame* frame) {
   return NULL;
 }
 """
-"""A handler that says that it speaks version 9.0."""
+"""A handler that reports version 9.0."""
 
 
 @built
@@ -389,12 +390,12 @@ def test_logit_stats_equal_numpy(isa, vocab):
 
 @each_isa
 @pytest.mark.parametrize("bad", [[np.nan, 3], [np.inf, 3], [-np.inf, -np.inf]])
-@pytest.mark.parametrize("place", [0, 66])
-def test_logits_that_are_no_logits_spoil_the_sum_of_their_row_alone(isa, bad, place):
+@pytest.mark.parametrize("index", [0, 66])
+def test_nan_and_infinity_spoil_the_sum_of_their_row_only(isa, bad, index):
     logits = np.random.default_rng(0).standard_normal((3, 67)).astype(np.float32)
     clean = stats_of(logits, isa)
     logits[1] = bad[1]
-    logits[1, place] = bad[0]
+    logits[1, index] = bad[0]
     spoilt = stats_of(logits, isa)
     assert np.isnan(spoilt[1][1]) and 0 <= spoilt[2][1] < 67
     for before, after in zip(clean, spoilt, strict=True):
@@ -402,7 +403,7 @@ def test_logits_that_are_no_logits_spoil_the_sum_of_their_row_alone(isa, bad, pl
 
 
 @built
-def test_logit_stats_of_a_row_have_the_same_bits_in_any_company():
+def test_logit_stats_of_a_row_have_the_same_bits_in_any_batch():
     logits = np.random.default_rng(0).standard_normal((6, 301)).astype(np.float32)
     together = stats_of(logits, cpu.isa(), num_rows=4)
     for row in range(4):

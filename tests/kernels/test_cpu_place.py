@@ -34,7 +34,7 @@ def problem(tokens, size, dtype="float32", with_norms=True, seed=0) -> dict[str,
     )
 
 
-def place(layer, isa=None, *, norms, **arrays):
+def rotate_and_store(layer, isa=None, *, norms, **arrays):
     eps = None if norms is None else tuple(eps for _, eps in norms)
     weights = None if norms is None else tuple(weight for weight, _ in norms)
     return _compiled(isa, eps)(jnp.int32(layer), weights, arrays)
@@ -62,7 +62,7 @@ def floats(stored):
     )
 
 
-def turned(x, cos, sin, norm, layer):
+def rotated(x, cos, sin, norm, layer):
     """In float64."""
     x, half = np.asarray(x, np.float64), x.shape[-1] // 2
     if norm is not None:
@@ -75,14 +75,14 @@ def turned(x, cos, sin, norm, layer):
 @each_isa
 @pytest.mark.parametrize("size", [16, 20, 64])
 @pytest.mark.parametrize(("dtype", "with_norms"), [("float32", True), ("bfloat16", False), ("bfloat16", True)])
-def test_queries_are_turned_and_keys_and_values_stored_as_numpy_says(isa, size, dtype, with_norms):
+def test_rotated_queries_and_stored_keys_and_values_equal_numpy(isa, size, dtype, with_norms):
     given = problem(11, size, dtype, with_norms)
     norms = given["norms"] or (None, None)
-    q, pool = place(1, isa, **given)
-    expected = turned(given["q"], given["cos"], given["sin"], norms[0], 1)
+    q, pool = rotate_and_store(1, isa, **given)
+    expected = rotated(given["q"], given["cos"], given["sin"], norms[0], 1)
     np.testing.assert_allclose(np.asarray(q), expected, rtol=2e-6, atol=2e-6)
     stored = floats(given["pool"]).reshape(LAYERS, NONE, KV_HEADS, 2, size)
-    keys, values = turned(given["k"], given["cos"], given["sin"], norms[1], 1), np.asarray(given["v"])
+    keys, values = rotated(given["k"], given["cos"], given["sin"], norms[1], 1), np.asarray(given["v"])
     stored[1, np.asarray(given["dests"])] = np.stack([keys, values], axis=2)
     step = 2**-8 if dtype == "bfloat16" else 2e-6  # half of the last bit that is stored
     np.testing.assert_allclose(floats(pool).reshape(stored.shape), stored, rtol=1.01 * step, atol=2e-6)
@@ -93,7 +93,7 @@ def test_values_are_rounded_as_jax_rounds():
     given = problem(4, 16, "bfloat16", with_norms=False)
     odd = [1.00390625, 1.01171875, 65504.0, 3.4e38, -3.4e38, np.inf, -np.inf, np.nan, -np.nan, 1e-40, -0.0, 0.0]
     given["v"] = given["v"].at[0, 0, : len(odd)].set(jnp.asarray(odd, jnp.float32))
-    _, pool = place(0, **given)
+    _, pool = rotate_and_store(0, **given)
     stored = jax.lax.bitcast_convert_type(pool, jnp.bfloat16).reshape(LAYERS, NONE, KV_HEADS, 2, 16)
     found, expected = stored[0, given["dests"]][:, :, 1], given["v"].astype(jnp.bfloat16)
     np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
@@ -102,12 +102,12 @@ def test_values_are_rounded_as_jax_rounds():
 
 @built
 @pytest.mark.parametrize("size", [16, 20])
-def test_a_token_has_the_same_bits_in_any_company(size):
+def test_a_token_has_the_same_bits_in_any_batch(size):
     given = problem(11, size)
-    q, pool = place(1, **given)
+    q, pool = rotate_and_store(1, **given)
     for some in ([0], [10], [3, 1], [9, 8, 7, 6, 5, 4, 3, 2, 1]):
         picked = {name: given[name][jnp.array(some)] for name in ("q", "k", "v", "cos", "sin", "dests")}
-        q_alone, pool_alone = place(1, **{**given, **picked})
+        q_alone, pool_alone = rotate_and_store(1, **{**given, **picked})
         np.testing.assert_array_equal(np.asarray(q_alone), np.asarray(q)[some])
         at = np.asarray(given["dests"])[some]
         pages = [np.asarray(p).reshape(LAYERS, NONE, -1)[1, at] for p in (pool_alone, pool)]
@@ -115,13 +115,13 @@ def test_a_token_has_the_same_bits_in_any_company(size):
 
 
 @built
-def test_tokens_that_go_nowhere_change_nothing_and_nan_stays_where_it_is():
+def test_tokens_that_are_not_stored_change_nothing_and_nan_stays_in_its_token():
     given = problem(5, 16)
     given["dests"] = jnp.array([NONE, 2, 2**31 - 1, 7, -1], jnp.int32)
     given["k"] = given["k"].at[1].set(jnp.nan)
-    q, pool = place(0, **given)
+    q, pool = rotate_and_store(0, **given)
     before, after = (np.asarray(p).reshape(LAYERS, NONE, KV_HEADS, 2, 16) for p in (given["pool"], pool))
-    untouched = [place for place in range(NONE) if place not in (2, 7)]
+    untouched = [dest for dest in range(NONE) if dest not in (2, 7)]
     np.testing.assert_array_equal(after[0, untouched], before[0, untouched])
     np.testing.assert_array_equal(after[1], before[1])
     assert np.isnan(after[0, 2, :, 0]).all() and np.isfinite(after[0, 2, :, 1]).all()
@@ -142,11 +142,11 @@ def test_tokens_that_go_nowhere_change_nothing_and_nan_stays_where_it_is():
 def test_arguments_that_do_not_fit_are_refused(changes, message):
     given = {"layer": 0, **problem(5, 16, with_norms=False), **changes}
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        jax.block_until_ready(place(given.pop("layer"), **given))
+        jax.block_until_ready(rotate_and_store(given.pop("layer"), **given))
 
 
 @built
-def test_the_pool_stays_where_it_is(optimized):
+def test_the_pool_is_updated_in_place(optimized):
     given = problem(5, 16, with_norms=False)
 
     def steps(pool, q):

@@ -21,7 +21,7 @@ def test_a_number_is_off_by_half_a_scale_at_most():
     assert (scale[1:] <= largest[1:] * (2 ** (1 / 8) / 127 * 1.0001)).all()
 
 
-def test_what_is_not_finite_counts_as_0_and_large_numbers_stay_finite():
+def test_numbers_that_are_not_finite_are_stored_as_0_and_large_ones_stay_finite():
     numbers = np.asarray(int8.decode(*int8.encode(jnp.asarray([[jnp.nan, 1.0, -jnp.inf], [1e30, -1.0, 0.0]]))))
     assert np.isfinite(numbers).all() and numbers[0].tolist() == pytest.approx([0, 1, 0], abs=0.01)
 
@@ -36,6 +36,8 @@ def test_attention_over_integers_equals_dense(impl):
         attend(**arrays, scale=0.3, impl=impl)
 
 
-def test_more_heads_than_there_is_room_for_are_refused():
-    with pytest.raises(ValueError, match="kv_heads=65 with int8 pages: there is room for the scales of 64 kv heads"):
+def test_more_heads_than_a_page_holds_scales_for_are_refused():
+    with pytest.raises(
+        ValueError, match="kv_heads=65 with int8 pages: a page holds the scales of 64 kv heads per device at most"
+    ):
         TpuPool(65, 128, scaled=True)

@@ -1,4 +1,4 @@
-"""What the attention kernels read of the pool, and how often: their results alone would not show it."""
+"""Which pages the attention kernels read, and how often: their results alone would not show it."""
 
 import functools
 import time
@@ -47,12 +47,12 @@ def test_time_follows_the_length_and_not_the_width_of_the_table(impl, optimized)
     assert wide < 4 * narrow, f"{narrow * 1e3:.2f} ms became {wide * 1e3:.2f} ms"
 
 
-# M45, M50, M51 on a TPU: the transfers, one by one
+# M45, M50, M51 on a TPU: the async copies, one by one
 
 
 @pytest.fixture
-def transfers(monkeypatch):
-    """What Pallas' interpreter of TPUs transfers: ("start", shape of the source, its indices) and ("wait", bytes)."""
+def copies(monkeypatch):
+    """Async copies in Pallas' TPU interpreter: ("start", shape of the source, indices), ("wait", semaphore, bytes)."""
     events: list[tuple] = []
     start, wait = interpret_pallas_call.dma_start, interpret_pallas_call.dma_wait
 
@@ -70,9 +70,9 @@ def transfers(monkeypatch):
     return events
 
 
-def test_a_tpu_fetches_each_page_once_whole_and_ahead_of_its_use(transfers):
-    """26 pages for 300 and 100 tokens, keys and values of all heads in one transfer each; the second item's are on the
-    way before the first one's are waited for."""
+def test_a_tpu_copies_each_page_once_and_ahead_of_its_use(copies):
+    """26 pages for 300 and 100 tokens, keys and values of all heads in one copy each; the copies of the second item are
+    started before the kernel waits for those of the first."""
     batch = make_ragged(SIZES, [(1, length) for length in LENS])
     pages_per_item, arrays = 8, for_tpu(batch)
     tiles = Tiles(Tile(pages_per_item, 3, 1), Tile(pages_per_item, 2, 1, 8))
@@ -82,18 +82,18 @@ def test_a_tpu_fetches_each_page_once_whole_and_ahead_of_its_use(transfers):
 
     layers, num_pages, *page = arrays["kv_pages"].shape
     pool = (layers * num_pages, *page)
-    fetched = [(i, event[2]) for i, event in enumerate(transfers) if event[0] == "start" and event[1] == pool]
+    fetched = [(i, event[2]) for i, event in enumerate(copies) if event[0] == "start" and event[1] == pool]
     table = np.asarray(batch.arrays["page_indices"])
     expected = [num_pages + page for row, count in enumerate(PAGES) for page in table[row, :count]]
     assert sorted(int(indices[0]) for _, indices in fetched) == sorted(expected)
     for _, (_, *inside) in fetched:
         assert [(int(each.start), each.size) for each in inside] == [(0, size) for size in page]
     page_bytes = 4 * int(np.prod(page))
-    first_wait = next(i for i, event in enumerate(transfers) if event[0] == "wait" and event[2] >= page_bytes)
+    first_wait = next(i for i, event in enumerate(copies) if event[0] == "wait" and event[2] >= page_bytes)
     assert sum(i < first_wait for i, _ in fetched) == 2 * pages_per_item
 
 
-def test_a_tpu_fetches_the_page_ids_of_an_item_a_turn_before_it_needs_them(transfers):
+def test_a_tpu_copies_the_page_ids_of_an_item_a_turn_before_it_needs_them(copies):
     """Three items of 300 tokens and one of 100. What is copied before the first turn has nothing to hide behind."""
     batch = make_ragged(SIZES, [(1, length) for length in LENS])
     arrays, tile = for_tpu(batch), Tile(8, 2, 1)
@@ -103,9 +103,9 @@ def test_a_tpu_fetches_the_page_ids_of_an_item_a_turn_before_it_needs_them(trans
     jax.block_until_ready(jax.jit(lambda arrays: call(**arrays))(arrays))
 
     table, page_bytes = (SIZES.rows, 1, 128), 4 * int(np.prod(arrays["kv_pages"].shape[2:]))
-    starts = [i for i, event in enumerate(transfers) if event[0] == "start" and event[1] == table]
-    waits = [i for i, event in enumerate(transfers) if event[0] == "wait" and event[2] == 4 * 128]
-    pages = [i for i, event in enumerate(transfers) if event[0] == "wait" and event[2] >= page_bytes]
+    starts = [i for i, event in enumerate(copies) if event[0] == "start" and event[1] == table]
+    waits = [i for i, event in enumerate(copies) if event[0] == "wait" and event[2] == 4 * 128]
+    pages = [i for i, event in enumerate(copies) if event[0] == "wait" and event[2] >= page_bytes]
     assert len(starts) == len(waits) == 4
     for start, wait in list(zip(starts, waits, strict=True))[tile.slots :]:
         assert any(start < i < wait for i in pages)
@@ -130,7 +130,7 @@ def visits(jaxpr: Jaxpr, pool: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 @pytest.mark.parametrize("impl", ["xla", "gpu_interpret"])
 def test_values_are_summed_in_the_visit_that_reads_their_keys(impl):
-    """Nothing is read of the pool but in loops that compute scores and the sum of values. Decode tokens and chunks."""
+    """Only loops that compute scores and the sum of values read the pool, for decode tokens and for prompt chunks."""
     batch = make_ragged(SIZES, [(1, 300), (5, 100)])
     program = jax.make_jaxpr(lambda arrays: attend(**arrays, scale=0.3, impl=impl))(batch.arrays)
     found = list(visits(program.jaxpr, batch.arrays["kv_pages"].shape))
@@ -169,10 +169,10 @@ def test_a_page_size_is_a_constant_of_its_program():
     assert len({jax.tree.structure(batch) for _, batch, _ in batches}) == 3
     assert len({len(jax.tree.leaves(batch)) for _, batch, _ in batches}) == 1
 
-    def places(batch):
+    def pages_and_offsets(batch):
         return batch.pages_and_offsets()
 
-    programs = [jax.make_jaxpr(places)(batch) for _, batch, _ in batches]
+    programs = [jax.make_jaxpr(pages_and_offsets)(batch) for _, batch, _ in batches]
     shifts = {
         str(getattr(literal, "val", None))
         for program in programs

@@ -64,9 +64,9 @@ def test_attention_of_the_named_batches_equals_dense(impl):
     scenarios = {
         "one prompt": [(n, n)],
         "decode step 7": [(1, n + 8)],
-        "A decodes, B brings a chunk": [(1, 30), (9, 25)],
+        "A decodes, B prefills a prompt chunk": [(1, 30), (9, 25)],
         "a page boundary": [(1, 16), (1, 17), (16, 32), (2, 33)],
-        "a chunk longer than a block": [(1, 3), (40, 150)],
+        "a prompt chunk longer than a query block": [(1, 3), (40, 150)],
         "one token": [(1, 1)],
         "no rows": [],
     }
@@ -103,7 +103,7 @@ def test_mods_equal_dense_and_a_query_that_sees_nothing_gives_zeros(impl):
 
 
 @pytest.mark.parametrize("impl", RUNS_HERE)
-def test_hidden_keys_on_pages_of_none_are_not_read(impl):
+def test_hidden_keys_on_unmapped_pages_are_not_read(impl):
     sizes = SIZES["mqa-page4"]
     batch = make_ragged(sizes, [(1, 100), (3, 90)])
     none = batch.arrays["kv_pages"].shape[1]

@@ -1,4 +1,4 @@
-"""What is particular to the `gpu` implementation, in Pallas' interpreter or, where there is a GPU, on it.
+"""Particulars of the `gpu` implementation, in Pallas' interpreter or, where there is a GPU, on it.
 
 The oracle tests of `test_ragged_paged_attention.py` run on it as well.
 """
@@ -26,7 +26,7 @@ def _jitted(kv_dtype, mods):
 
 
 def run(batch, retrace=False, **mods):
-    """`retrace`: in a trace of its own, which sees what a test has patched."""
+    """`retrace`: in a new trace, which uses what a test has patched."""
     jitted = _jitted(batch.sizes.dtype, tuple(mods.items()))
     return (jax.jit(lambda arrays: jitted.__wrapped__(arrays)) if retrace else jitted)(batch.arrays)
 
@@ -40,8 +40,8 @@ def many_splits(monkeypatch):
     """Histories in parts of at least 32 keys, heads in tiles of 16."""
 
     def smaller(lanes=rpa_gpu.lanes, **sizes):
-        decode, chunk = lanes(**sizes)
-        return replace(decode, rows=16, keys=16, splits=4, min_turns=2), replace(chunk, rows=16, keys=32)
+        decode, prefill = lanes(**sizes)
+        return replace(decode, rows=16, keys=16, splits=4, min_turns=2), replace(prefill, rows=16, keys=32)
 
     monkeypatch.setattr(rpa_gpu, "lanes", smaller)
 
@@ -155,12 +155,12 @@ def test_every_option_is_lowered_for_a_gpu(sizes, options):
     traced = jax.jit(lambda arrays: attend(**arrays, **static)).trace(arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     splits = sizes.max_pages * sizes.page_size > rpa_gpu.MIN_SPLIT_TOKENS
-    # One kernel for chunks if there can be any, one for decode tokens, one to combine their splits.
+    # One kernel for prompt chunks if the batch can hold any, one for decode tokens, one to combine their splits.
     assert text.count("custom_call") == (sizes.tokens > 1) + 1 + splits
 
 
 def test_nothing_is_made_of_the_pool():
-    """It goes to the kernels whole: no slice of a layer, no padding, no other dtype."""
+    """The full pool is the operand of the kernels: no slice of a layer, no padding, no other dtype."""
     arrays = make_ragged(replace(SIZES, head_dim=24), [(1, 300), (20, 260)]).arrays
     jaxpr = jax.make_jaxpr(functools.partial(attend, scale=0.2, impl="gpu"))(**arrays)
     assert [eqn.primitive.name for eqn in jaxpr.eqns].count("pallas_call") == 3

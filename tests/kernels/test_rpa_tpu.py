@@ -1,4 +1,4 @@
-"""The `tpu` implementation in Pallas' interpreter of TPUs: DMA races are looked for, and fresh memory holds NaN."""
+"""The `tpu` implementation in Pallas' TPU interpreter, which detects DMA races; uninitialized memory holds NaN."""
 
 import dataclasses
 import functools
@@ -91,7 +91,7 @@ def test_parts_and_two_slots_equal_dense():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 100, 1000])
-def test_a_window_equals_dense_and_pages_before_it_may_be_none(window):
+def test_a_window_equals_dense_and_pages_before_it_may_be_unmapped(window):
     batch = make_ragged(SIZES, MIXED)
     none = batch.arrays["kv_pages"].shape[1]
     if window == 100:
@@ -122,7 +122,7 @@ def test_mods_equal_dense_and_hidden_poison_changes_nothing():
 
 
 @pytest.mark.slow
-def test_keys_on_a_page_of_none_are_not_seen():
+def test_keys_on_an_unmapped_page_are_not_seen():
     batch = make_ragged(SIZES, [(1, 300), (20, 290)])
     none = batch.arrays["kv_pages"].shape[1]
     batch.arrays["page_indices"] = batch.arrays["page_indices"].at[:2, 3].set(none)
@@ -151,12 +151,12 @@ LONG_TILES = Tiles(Tile(pages=8, slots=2, parts=1), Tile(pages=8, slots=2, parts
 
 
 def long_rows(dtype: str = "float32") -> Ragged:
-    """A chunk of two blocks over two items, whose last keys end within a narrow part; one query over two; few keys."""
+    """Two query blocks over two KV blocks, whose last keys end within a sub-block; one query over two; few keys."""
     return make_ragged(dataclasses.replace(LONG, dtype=dtype), [(70, 710), (1, 600), (2, 5)])
 
 
 @pytest.mark.slow
-def test_narrow_parts_of_long_items_equal_dense():
+def test_subblocks_of_long_items_equal_dense():
     check(long_rows(), tiles=LONG_TILES)
 
 
@@ -168,12 +168,12 @@ def test_a_window_that_begins_within_a_long_item_equals_dense(window):
 
 
 @pytest.mark.slow
-def test_narrow_parts_of_integers_equal_dense():
+def test_subblocks_of_int8_equal_dense():
     check(long_rows("int8"), tiles=LONG_TILES, traced=dict(sliding_window=jnp.int32(260)))
 
 
 @pytest.mark.slow
-def test_what_mask_mod_hides_in_a_narrow_part_may_be_poison():
+def test_keys_that_mask_mod_hides_in_a_subblock_may_be_poison():
     def mask_mod(q_pos, kv_pos, head):
         return (kv_pos // 8 != 50) & ((kv_pos + head) % 3 != 1) & (kv_pos // 128 != 2)
 
@@ -186,7 +186,7 @@ def test_what_mask_mod_hides_in_a_narrow_part_may_be_poison():
 
 
 @pytest.mark.slow
-def test_a_page_of_none_in_a_long_item_is_not_seen():
+def test_an_unmapped_page_in_a_long_item_is_not_seen():
     batch = long_rows()
     none = batch.arrays["kv_pages"].shape[1]
     batch.arrays["page_indices"] = batch.arrays["page_indices"].at[:2, 3].set(none).at[0, 9].set(none)
@@ -208,7 +208,7 @@ def test_a_token_is_packed_and_unpacked():
     assert TpuPool(8, 64).slabs == 8 and TpuPool(8, 128).slabs == 16 and TpuPool(2, 256).slabs == 8
 
 
-def test_proposed_tiles_leave_room_in_scoped_memory():
+def test_proposed_tiles_fit_into_scoped_memory():
     for heads, dim in ((8, 128), (1, 128), (32, 128), (4, 256), (16, 256), (8, 64), (1, 64)):
         for page_size in (8, 16, 64, 256):
             for dtype in ("int8", "bfloat16", "float32"):
@@ -219,7 +219,7 @@ def test_proposed_tiles_leave_room_in_scoped_memory():
                 assert tile.slots >= 2 and pool.groups % tile.parts == 0
 
 
-def test_candidates_need_less_and_less_and_end():
+def test_candidates_need_less_and_less_memory_and_end():
     for heads, dim in ((8, 128), (3, 64), (1, 256)):
         shape = TileShape("v4", heads, dim, 5, 16)
         found = list(candidates(shape))
@@ -244,7 +244,7 @@ def test_kv_heads_that_do_not_fit_the_pool_are_refused():
 @pytest.mark.parametrize(
     "dtype, page_size", [("float32", 16), ("bfloat16", 8), ("bfloat16", 64), ("float8_e4m3fn", 16), ("int8", 64)]
 )
-def test_new_tokens_are_written_where_they_go_and_nothing_else_changes(dtype, page_size):
+def test_new_tokens_are_written_to_their_destinations_and_nothing_else_changes(dtype, page_size):
     rng, pages, slabs, none = np.random.default_rng(0), 9, 4, 9 * page_size
     pool = jnp.asarray(30 * rng.standard_normal((2, pages, slabs, page_size, 128)), dtype)
     chunks = [7 * page_size + i for i in range(page_size)] + [2 * page_size + i for i in range(page_size // 2)]

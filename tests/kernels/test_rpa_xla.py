@@ -1,4 +1,4 @@
-"""What only the streaming path has: lanes, tiles, groups, and a pool that must stay where it is."""
+"""Particulars of the `xla` implementation: lanes, tiles, page groups, and a pool that is not copied."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ def xla(arrays, sliding_window=None):
 
 
 def retraced(batch):
-    """The same in a trace of its own, which sees what a test has patched."""
+    """`xla` in a new trace, which uses what a test has patched."""
     return jax.jit(lambda arrays: xla.__wrapped__(arrays))(batch.arrays)
 
 
@@ -41,7 +41,7 @@ def test_bits_of_a_row_do_not_depend_on_the_others():
         token += q_len
 
 
-def test_bits_of_a_token_are_the_same_decoded_or_in_a_chunk():
+def test_bits_of_a_token_are_the_same_decoded_or_in_a_prompt_chunk():
     batch = make_ragged(SIZES, [(150, 310)])
     whole = xla(batch.arrays)
     for split in ([1] * 5, [1, 2, 64, 1]):
@@ -91,7 +91,7 @@ def test_the_gather_of_other_platforms_reads_the_same(monkeypatch):
 
 
 def test_every_token_finds_a_block():
-    """The static number of blocks holds the worst division of the tokens into rows."""
+    """The static number of query blocks suffices for the worst division of the tokens into rows."""
     for tokens, rows in ((4, 4), (130, 40)):
         sizes = Sizes(1, 1, 8, 4, tokens=tokens, rows=rows, max_pages=-(-tokens // 4))
         run = jax.jit(lambda arrays: attend(**arrays, scale=1.0, impl="xla"))

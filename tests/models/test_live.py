@@ -245,7 +245,7 @@ from tests.models.test_live import case_and_model
 case, model = case_and_model("llama3")
 prompt = case.prompts[0]
 
-def spread(leaf):  # its largest axis over both devices, as a trainer's FSDP has them
+def sharded(leaf):  # its largest axis over both devices, as a trainer's FSDP has them
     axis = max(range(leaf.ndim), key=lambda i: leaf.shape[i])
     return jax.device_put(leaf, NamedSharding(mesh, P(*(None,) * axis, "data")))
 
@@ -256,7 +256,7 @@ def check():
 
 for kind in AxisType.Explicit, AxisType.Auto:
     mesh = Mesh(np.array(jax.devices()), "data", axis_types=(kind,))
-    parts = jax.tree.map(spread, model)
+    parts = jax.tree.map(sharded, model)
     check()
     with jax.set_mesh(mesh):
         try:

@@ -103,7 +103,7 @@ def test_heads_that_a_tpu_fills_up_to_its_lanes_count_as_they_lie():
         (job_8b("v5e-4", {"data": 4}), "takes 128 pages, and there are 84", "engine.max_seq_len"),
         (
             job_8b("v5e-1", {}, max_seqs=128, max_seq_len=4096),
-            "room for 84 pages.*128 sequences need one each",
+            "holds 84 pages.*128 sequences need one each",
             "engine.max_seqs",
         ),
     ],

@@ -15,8 +15,8 @@ import numpy as np
 
 from levanter_infer.bench.report import digest, emit, provenance, summarize
 from levanter_infer.bench.workload import numbers
+from levanter_infer.cache.arrays import replace
 from levanter_infer.cache.batch_info import PageBatchInfo
-from levanter_infer.cache.named import replace
 from levanter_infer.decode.codes import FINISHED, RUNNING, WAITING
 from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.decode.outputs import OutputRing
@@ -24,9 +24,10 @@ from levanter_infer.decode.paging import release
 from levanter_infer.decode.prefix import insert_prefix, match_prefix
 from levanter_infer.decode.programs import compile_program
 from levanter_infer.decode.sampling import SampleOutput
+from levanter_infer.decode.schedule import schedule
 from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.decode.state import DecodeState
-from levanter_infer.decode.step import append, batch_info, empty_sample, schedule
+from levanter_infer.decode.step import append, batch_info, empty_sample
 from levanter_infer.engine.params import MAX_STOP_TOKENS
 
 PAGE_SIZE = 16
@@ -78,17 +79,17 @@ def measure(num_slots: int, num_pages: int, args: argparse.Namespace) -> dict[st
         "step_ms_spread": summarize(times),
         "page_size": PAGE_SIZE,
         "steps": steps,
-        "free_pages": int(state.page_table.num_free.array),
+        "free_pages": int(state.page_table.num_free),
         "per_step": moved,
         "config": {name: value for name, value in dataclasses.asdict(shapes).items() if name != "limits"},
         "workload_hash": digest([num_slots, num_pages, steps, repeats]),
-        "output_hash": digest(np.asarray(state.sequences.page_indices.array).tolist()),
+        "output_hash": digest(np.asarray(state.sequences.page_indices).tolist()),
     }
 
 
 def _totals(state: DecodeState) -> dict[str, int]:
     names = ("generated", "prompt_tokens", "preemptions")
-    return {name: int(getattr(state.counters, name).array) for name in names}
+    return {name: int(getattr(state.counters, name)) for name in names}
 
 
 def control_shapes(num_slots: int, num_pages: int) -> Shapes:
@@ -119,7 +120,7 @@ def nearly_full(shapes: Shapes, seed: int = 0) -> DecodeState:
     stored = np.minimum(stored, shapes.max_seq_len - 2)
     held = -(-stored // size)
     order = rng.permutation(shapes.num_pages).astype(np.int32)
-    indices = np.full(state.sequences.page_indices.array.shape, shapes.num_pages, np.int32)
+    indices = np.full(state.sequences.page_indices.shape, shapes.num_pages, np.int32)
     for slot, end in enumerate(np.cumsum(held)):
         indices[slot, : held[slot]] = order[end - held[slot] : end]
     used = int(held.sum())
@@ -129,7 +130,7 @@ def nearly_full(shapes: Shapes, seed: int = 0) -> DecodeState:
     i32 = lambda values: jnp.asarray(values, jnp.int32)  # noqa: E731
     sequences = replace(
         state.sequences,
-        tokens=i32(rng.integers(0, _VOCAB, state.sequences.tokens.array.shape)),
+        tokens=i32(rng.integers(0, _VOCAB, state.sequences.tokens.shape)),
         seq_lens=i32(stored + 1),
         num_computed=i32(stored),
         page_indices=i32(indices),
@@ -175,12 +176,12 @@ def _instead_of_a_model(batch: PageBatchInfo, sampled: SampleOutput) -> SampleOu
 def _recycle(state: DecodeState) -> DecodeState:
     table = state.sequences
     again = table.is_status(FINISHED)
-    youngest = jnp.max(table.arrival.array) + jnp.cumsum(again, dtype=jnp.int32)
+    youngest = jnp.max(table.arrival) + jnp.cumsum(again, dtype=jnp.int32)
     table = replace(
         table,
-        status=jnp.where(again, WAITING, table.status.array),
-        seq_lens=jnp.where(again, table.prompt_lens.array, table.seq_lens.array),
-        arrival=jnp.where(again, youngest, table.arrival.array),
+        status=jnp.where(again, WAITING, table.status),
+        seq_lens=jnp.where(again, table.prompt_lens, table.seq_lens),
+        arrival=jnp.where(again, youngest, table.arrival),
     )
     return dataclasses.replace(state, sequences=table)
 
@@ -201,7 +202,7 @@ def measure_prefix(num_pages: int, prompt_len: int, *, repeats: int) -> dict[str
     give_back = compile_program(lambda state: release(state, order == 0))
     state = give_back(fill(_one_prompt(shapes, pages, prompt_len), jnp.where(order == 0, pages, 0)))
     found = find(state)
-    assert int(found.sequences.num_computed.array[1]) == pages * PAGE_SIZE, "the prompt was not found"
+    assert int(found.sequences.num_computed[1]) == pages * PAGE_SIZE, "the prompt was not found"
 
     def timed(function, *arguments) -> dict[str, float | int]:
         jax.block_until_ready(function(*arguments))
@@ -213,10 +214,10 @@ def measure_prefix(num_pages: int, prompt_len: int, *, repeats: int) -> dict[str
         return summarize(times)
 
     decoding = DecodeState.init(shapes)
-    first_pages = jnp.full(decoding.sequences.page_indices.array.shape, num_pages, jnp.int32).at[:, 0].set(order)
+    first_pages = jnp.full(decoding.sequences.page_indices.shape, num_pages, jnp.int32).at[:, 0].set(order)
     table = replace(
         decoding.sequences,
-        tokens=state.sequences.tokens.array,
+        tokens=state.sequences.tokens,
         page_indices=first_pages,
         num_computed=jnp.full(slots, PAGE_SIZE, jnp.int32),
     )
@@ -229,7 +230,7 @@ def measure_prefix(num_pages: int, prompt_len: int, *, repeats: int) -> dict[str
         "lookup_ms": timed(find, state),
         "register_64_pages_ms": timed(fill, decoding, jnp.ones(slots, jnp.int32)),
         "workload_hash": digest([num_pages, prompt_len]),
-        "output_hash": digest(np.asarray(found.sequences.page_indices.array[1]).tolist()),
+        "output_hash": digest(np.asarray(found.sequences.page_indices[1]).tolist()),
     }
 
 
@@ -238,7 +239,7 @@ def _one_prompt(shapes: Shapes, pages: int, prompt_len: int) -> DecodeState:
     state, rng = DecodeState.init(shapes), np.random.default_rng(0)
     tokens = rng.integers(0, _VOCAB, (shapes.num_slots, shapes.max_seq_len)).astype(np.int32)
     tokens[1] = tokens[0]
-    indices = np.full(state.sequences.page_indices.array.shape, shapes.num_pages, np.int32)
+    indices = np.full(state.sequences.page_indices.shape, shapes.num_pages, np.int32)
     order = rng.permutation(shapes.num_pages).astype(np.int32)
     indices[0, :pages] = order[:pages]
     slot = np.arange(shapes.num_slots)

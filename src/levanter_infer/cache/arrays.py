@@ -14,8 +14,16 @@ from jax import Array
 Module = TypeVar("Module")
 
 
-def gather(array: Array, index, fill) -> Array:
-    """`array[index]`, and `fill` where an index is absent. `index`: an array, or a tuple of one per leading axis."""
+def full(shape, value, dtype=jnp.int32) -> Array:
+    return jnp.full(shape, value, dtype)
+
+
+def gather(array: Array, index, fill=None) -> Array:
+    """`array[index]`, and `fill` where an index is absent; None: any value.
+
+    Args:
+        index: an array, or a tuple of one per leading axis.
+    """
     return array.at[index].get(mode="fill", fill_value=fill)
 
 

@@ -1,4 +1,4 @@
-"""`PageBatchInfo`: what one step hands to the model and to attention."""
+"""`PageBatchInfo`: the packed batch of one step, as the model and paged attention see it."""
 
 import equinox as eqx
 import haliax.haxtyping as ht
@@ -11,7 +11,7 @@ from levanter_infer.cache.page_math import offset_of, page_of
 
 
 class PageBatchInfo(eqx.Module):
-    """The packed tokens of one step, whose they are, and where their keys and values go.
+    """The packed tokens of one step, their sequences, and where their keys and values are written.
 
     All arrays are int32 and padded on the right. Query `i` of row `s` sees the keys `0 … seq_lens[s] - q_len + i` of
     that sequence and no others, where `q_len = cu_q_lens[s + 1] - cu_q_lens[s]`.
@@ -19,13 +19,13 @@ class PageBatchInfo(eqx.Module):
 
     tokens: ht.i32[NamedArray, " token"]
     positions: ht.i32[NamedArray, " token"]
-    """Place of each token in its sequence; 0 for padding."""
+    """Position of each token in its sequence; 0 for padding."""
     slot_ids: ht.i32[NamedArray, " row"]
     """Slot of each row; none is the number of slots."""
     cu_q_lens: ht.i32[NamedArray, " row_bound"]
     """Row `s` owns the tokens `cu_q_lens[s] … cu_q_lens[s + 1] - 1`; padding repeats the last bound."""
     seq_lens: ht.i32[NamedArray, " row"]
-    """Tokens that are stored once this step has written its own; 0 for padding."""
+    """Tokens that are stored after this step has written its own; 0 for padding."""
     page_indices: ht.i32[NamedArray, "row seq_page"]
     """Pages of each row in logical order; none is the number of pages in the pool."""
     num_seqs: ht.i32[NamedArray, ""]

@@ -1,34 +1,32 @@
-"""`PageTable`: who holds which page of the pool, and in which order free pages are reused."""
+"""`PageTable`: reference counts of the pages of the pool, and the order in which free pages are reused."""
 
 import equinox as eqx
-import haliax.haxtyping as ht
 import jax
 import jax.numpy as jnp
-from haliax import NamedArray
 from jax import Array
+from jaxtyping import Int32
 
-from levanter_infer.axes import PAGE
-from levanter_infer.cache.named import full, replace, scalar
+from levanter_infer.cache.arrays import full, gather, replace, scatter, scatter_add, scatter_max
 from levanter_infer.kernels.loops import run_if as run_if
 
 
 class PageTable(eqx.Module):
     """Reference counts of all pages, and the free pages in the order of their release.
 
-    A page is free exactly if its reference count is zero. Free pages stand in a ring, the least recently released
-    first, so that taking and giving back cost O(pages moved) whatever the size of the pool. The ring is derived from
+    A page is free exactly if its reference count is zero. Free pages are kept in a ring, the least recently released
+    first, so that allocation and release cost O(pages moved) whatever the size of the pool. The ring is derived from
     the history of releases; `check_invariants` compares it with the counts.
 
     Page ids are int32; "none" is `num_pages`, one past the end.
     Source: PagedAttention, arXiv:2309.06180, section 4.
     """
 
-    ref_counts: ht.i32[NamedArray, " page"]
+    ref_counts: Int32[Array, " page"]
     """Slots that hold each page."""
-    free_ring: ht.i32[NamedArray, " page"]
-    """Ids of free pages at places `ring_head … ring_head + num_free - 1`, modulo the ring; other places are stale."""
-    ring_head: ht.i32[NamedArray, ""]
-    num_free: ht.i32[NamedArray, ""]
+    free_ring: Int32[Array, " page"]
+    """Ids of free pages at indices `ring_head … ring_head + num_free - 1`, modulo the ring; the others are stale."""
+    ring_head: Int32[Array, ""]
+    num_free: Int32[Array, ""]
     page_size: int = eqx.field(static=True)
 
     @staticmethod
@@ -41,18 +39,17 @@ class PageTable(eqx.Module):
             raise ValueError(f"num_pages={num_pages}: the pool needs at least one page")
         if page_size < 1 or page_size & (page_size - 1):
             raise ValueError(f"page_size={page_size} is not a power of two; use one of 8, 16, 32, 64, 128")
-        ring = full(((PAGE, num_pages),), 0)
         return PageTable(
-            ref_counts=full(((PAGE, num_pages),), 0),
-            free_ring=NamedArray(jnp.arange(num_pages, dtype=jnp.int32), ring.axes),
-            ring_head=scalar(0),
-            num_free=scalar(num_pages),
+            ref_counts=full(num_pages, 0),
+            free_ring=jnp.arange(num_pages, dtype=jnp.int32),
+            ring_head=jnp.int32(0),
+            num_free=jnp.int32(num_pages),
             page_size=page_size,
         )
 
     @property
     def num_pages(self) -> int:
-        return self.ref_counts.axis_size(PAGE)
+        return self.ref_counts.shape[-1]
 
     def allocate(self, count: Array, capacity: int) -> tuple["PageTable", Array]:
         """Take the `count` least recently released pages, each with one reference.
@@ -62,62 +59,62 @@ class PageTable(eqx.Module):
             capacity: static bound of `count`.
         Returns:
             The new table, and page ids i32[capacity], of which the first `count` are taken and the rest are none.
-        Requires: `count <= num_free`; the packing policy guarantees it.
+        Requires: `count <= num_free`; the scheduler guarantees it.
         """
         index = jnp.arange(capacity, dtype=jnp.int32)
-        place = jax.lax.rem(self.ring_head.array + index, self.num_pages)
-        pages = jnp.where(index < count, self.free_ring.array[place], self.num_pages)
+        place = jax.lax.rem(self.ring_head + index, self.num_pages)
+        pages = jnp.where(index < count, self.free_ring[place], self.num_pages)
         table = replace(
             self,
-            ref_counts=self.ref_counts.array.at[pages].set(1, mode="drop"),
-            ring_head=jax.lax.rem(self.ring_head.array + count, self.num_pages),
-            num_free=self.num_free.array - count,
+            ref_counts=scatter(self.ref_counts, pages, 1),
+            ring_head=jax.lax.rem(self.ring_head + count, self.num_pages),
+            num_free=self.num_free - count,
         )
         return table, pages
 
     def share(self, pages: Array) -> "PageTable":
         """Add one reference to each of `pages` (any shape; none entries are ignored, repeats count)."""
-        return replace(self, ref_counts=self.ref_counts.array.at[pages].add(1, mode="drop"))
+        return replace(self, ref_counts=scatter_add(self.ref_counts, pages, 1))
 
     def release(self, pages: Array) -> "PageTable":
-        """Drop one reference from each of `pages`; those that nobody holds any more become free, in this order.
+        """Drop one reference from each of `pages`; those without references become free, in this order.
 
         Args:
-            pages: i32[n]; none entries are ignored; a page may stand there once for each reference it loses.
-        Requires: each page has at least as many references as it stands in `pages`. The count is not clamped, so
-            that a violation is found by `check_invariants` and not hidden.
+            pages: i32[n]; none entries are ignored; a page occurs once for each reference it loses.
+        Requires: each page has at least as many references as it has occurrences in `pages`. The count is not
+            clamped, so that `check_invariants` finds a violation.
         """
-        counts = self.ref_counts.array.at[pages].add(-1, mode="drop")
-        freed = jnp.where(counts.at[pages].get(mode="fill", fill_value=1) == 0, pages, self.num_pages)
-        # A page that several holders gave back stands in `freed` several times and must enter the ring once. Its
-        # count is zero, so the count itself can hold the last place at which it stands, for as long as we look.
+        counts = scatter_add(self.ref_counts, pages, -1)
+        freed = jnp.where(gather(counts, pages, 1) == 0, pages, self.num_pages)
+        # A page that several holders released occurs in `freed` several times and must enter the ring once. Its count
+        # is zero, so the count itself can hold the index of its last occurrence for the moment.
         place = jnp.arange(1, pages.shape[0] + 1, dtype=jnp.int32)
-        marked = counts.at[freed].max(place, mode="drop")
-        enters = (marked.at[freed].get(mode="fill", fill_value=0) == place) & (freed < self.num_pages)
-        counts = marked.at[freed].set(0, mode="drop")
+        marked = scatter_max(counts, freed, place)
+        enters = (gather(marked, freed, 0) == place) & (freed < self.num_pages)
+        counts = scatter(marked, freed, 0)
         rank = jnp.cumsum(enters, dtype=jnp.int32)
-        target = jax.lax.rem(self.ring_head.array + self.num_free.array + rank - 1, self.num_pages)
-        ring = self.free_ring.array.at[jnp.where(enters, target, self.num_pages)].set(freed, mode="drop")
-        return replace(self, ref_counts=counts, free_ring=ring, num_free=self.num_free.array + rank[-1])
+        target = jax.lax.rem(self.ring_head + self.num_free + rank - 1, self.num_pages)
+        ring = scatter(self.free_ring, jnp.where(enters, target, self.num_pages), freed)
+        return replace(self, ref_counts=counts, free_ring=ring, num_free=self.num_free + rank[-1])
 
     def reclaim(self, pages: Array) -> "PageTable":
-        """Add one reference to each of `pages`, which may be free: those leave the ring, and the order of the others
+        """Add one reference to each of `pages`, which may be free: free ones leave the ring, and the order of the rest
         stays. Costs O(pages of the pool) if there is such a page.
 
         Args:
             pages: any shape; none entries are ignored, repeats count.
         """
         table = self.share(pages)
-        counts = self.ref_counts.array.at[pages].get(mode="fill", fill_value=1)
+        counts = gather(self.ref_counts, pages, 1)
 
         def without_held(table: "PageTable") -> "PageTable":
             index = jnp.arange(table.num_pages, dtype=jnp.int32)
-            place = jax.lax.rem(table.ring_head.array + index, table.num_pages)
-            listed = table.free_ring.array[place]
-            stays = (index < table.num_free.array) & (table.ref_counts.array[listed] == 0)
+            place = jax.lax.rem(table.ring_head + index, table.num_pages)
+            listed = table.free_ring[place]
+            stays = (index < table.num_free) & (table.ref_counts[listed] == 0)
             rank = jnp.cumsum(stays, dtype=jnp.int32)
-            ring = table.free_ring.array.at[jnp.where(stays, rank - 1, table.num_pages)].set(listed, mode="drop")
-            return replace(table, free_ring=ring, ring_head=jnp.zeros_like(table.ring_head.array), num_free=rank[-1])
+            ring = scatter(table.free_ring, jnp.where(stays, rank - 1, table.num_pages), listed)
+            return replace(table, free_ring=ring, ring_head=jnp.zeros_like(table.ring_head), num_free=rank[-1])
 
         return run_if(jnp.any(counts == 0), without_held, table)
 
@@ -134,17 +131,17 @@ def ragged_index(counts: Array, start: Array, size: int) -> tuple[Array, Array, 
         start: i32[], the number of items to skip.
         size: how many items to enumerate.
     Returns:
-        (group, item, valid), each [size]: the items numbered `start … start + size - 1` when all groups are written
-        one behind the other; `group` is n where not `valid`.
+        (group, item, valid), each [size]: the items numbered `start … start + size - 1` when all groups are
+        concatenated; `group` is n where not `valid`.
     """
-    # Each group marks the place of its first item, and the marks spread to the right: a search would take longer, to
-    # run and above all to compile.
+    # Each group marks the index of its first item, and a running maximum extends the marks to the right: a search would
+    # take longer, to run and above all to compile.
     bounds = jnp.cumsum(counts, dtype=jnp.int32)
-    begins = bounds - counts
+    first_items = bounds - counts
     in_reach = (counts > 0) & (bounds > start)
-    place = jnp.where(in_reach, jnp.maximum(begins - start, 0), size)
-    marks = jnp.full(size, -1, jnp.int32).at[place].set(jnp.arange(counts.shape[0], dtype=jnp.int32), mode="drop")
+    place = jnp.where(in_reach, jnp.maximum(first_items - start, 0), size)
+    marks = scatter(jnp.full(size, -1, jnp.int32), place, jnp.arange(counts.shape[0], dtype=jnp.int32))
     flat = start + jnp.arange(size, dtype=jnp.int32)
     valid = flat < bounds[-1]
     group = jnp.where(valid, jax.lax.cummax(marks), counts.shape[0])
-    return group, flat - begins.at[group].get(mode="fill", fill_value=0), valid
+    return group, flat - gather(first_items, group, 0), valid

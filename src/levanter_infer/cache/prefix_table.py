@@ -1,75 +1,73 @@
-"""`PrefixTable`: which pages hold which tokens after which beginning, so that they can be found and shared."""
+"""`PrefixTable`: the full pages of the pool by their prefix, for automatic prefix caching."""
 
 import equinox as eqx
-import haliax.haxtyping as ht
 import jax.numpy as jnp
 import numpy as np
-from haliax import NamedArray
 from jax import Array
+from jaxtyping import Int32, UInt32
 
-from levanter_infer.axes import BUCKET, PAGE, PAGE_OFFSET, WAY
-from levanter_infer.cache.named import full, replace, scalar
+from levanter_infer.cache.arrays import full, gather, replace, scatter
 
 WAYS = 8
 """Pages that one bucket of the table can name; a power of two."""
 UNKNOWN = 0
-"""Serial of a page that is not full, or whose contents nobody may share."""
+"""Serial of a page that is not full, or whose contents must not be shared."""
 _FACTOR = 0x9E3779B1
 _LAST_SERIAL = 2**31 - 2**20
 """No page gets a larger serial: from there on nothing new is found until the next reset."""
 
 
 class PrefixTable(eqx.Module):
-    """The full pages of the pool by what they hold: their tokens, and what stands before them in the sequence.
+    """The full pages of the pool by their contents: their tokens, and the prefix before them in the sequence.
 
-    Contents are numbered with serials: equal serials mean equal tokens after an equal beginning. What a page holds is
-    its tokens and the serial of the page before it; the first page of a sequence follows a root, a negative number that
-    stands for everything else that keys and values depend on (weights, a caller's salt). A hash leads to a few
-    candidates, and these are compared as a whole, so that no collision can mix up two texts.
+    Contents are numbered with serials: equal serials mean equal tokens after an equal prefix. The contents of a page
+    are its tokens and the serial of the page before it; the first page of a sequence follows a root, a negative number
+    that stands for everything else that keys and values depend on (weights, a caller's salt). A hash leads to a few
+    candidates, which are compared token by token, so that no collision can mix up two texts.
 
-    A page is forgotten when it is given to a new owner, not when it is released. A page whose predecessor has been
-    forgotten is not found any more; sequences give back their last page first, so there is rarely one.
+    A page is forgotten when it is allocated to a new owner, not when it is released. A page whose predecessor has been
+    forgotten is not found any more; sequences release their last page first, so there is rarely one.
     Source: sharing by hashed blocks, arXiv:2309.06180, section 4.4.
     """
 
-    tokens: ht.i32[NamedArray, "page page_offset"]
-    parents: ht.i32[NamedArray, " page"]
-    """Serial of the page before, or the root; UNKNOWN for a page that is not to be found: another one is, or none."""
-    serials: ht.i32[NamedArray, " page"]
+    tokens: Int32[Array, "page page_offset"]
+    parents: Int32[Array, " page"]
+    """Serial of the page before, or the root; UNKNOWN for a page that must not be found."""
+    serials: Int32[Array, " page"]
     """Positive, or UNKNOWN. The other columns mean nothing where it is UNKNOWN."""
-    hashes: ht.u32[NamedArray, " page"]
-    """Of everything from the root to the page's last token."""
-    buckets: ht.i32[NamedArray, "bucket way"]
-    """Pages by hash; none is `num_pages`. A page stands here until somebody takes its place, forgotten or not."""
-    next_serial: ht.i32[NamedArray, ""]
+    hashes: UInt32[Array, " page"]
+    """Hash of everything from the root to the page's last token."""
+    buckets: Int32[Array, "bucket way"]
+    """Pages by hash; none is `num_pages`. A page stays here until another one replaces it, forgotten or not."""
+    next_serial: Int32[Array, ""]
 
     @staticmethod
     def init(num_pages: int, page_size: int) -> "PrefixTable":
-        """A table that knows nothing."""
-        pages = (PAGE, num_pages)
+        """An empty table."""
         num_buckets = 1 << (4 * num_pages // WAYS).bit_length()  # on average, one or two of the ways are in use
         return PrefixTable(
-            tokens=full((pages, (PAGE_OFFSET, page_size)), 0),
-            parents=full((pages,), 0),
-            serials=full((pages,), UNKNOWN),
-            hashes=full((pages,), 0, jnp.uint32),
-            buckets=full(((BUCKET, num_buckets), (WAY, WAYS)), num_pages),
-            next_serial=scalar(1),
+            tokens=full((num_pages, page_size), 0),
+            parents=full(num_pages, 0),
+            serials=full(num_pages, UNKNOWN),
+            hashes=full(num_pages, 0, jnp.uint32),
+            buckets=full((num_buckets, WAYS), num_pages),
+            next_serial=jnp.int32(1),
         )
 
     @property
     def num_pages(self) -> int:
-        return self.serials.axis_size(PAGE)
+        return self.serials.shape[-1]
 
     def ends(self, pages: Array, roots: Array) -> tuple[Array, Array]:
-        """Serials i32[n] and hashes u32[n] of what ends with `pages` i32[n]; of `roots` i32[n] where they are none."""
+        """Serials i32[n] and hashes u32[n] of the prefixes that end with `pages` i32[n], or with `roots` i32[n] where a
+        page is none."""
         none = pages >= self.num_pages
-        serials = self.serials.array.at[pages].get(mode="fill", fill_value=UNKNOWN)
-        hashes = self.hashes.array.at[pages].get(mode="fill", fill_value=0)
+        serials = gather(self.serials, pages, UNKNOWN)
+        hashes = gather(self.hashes, pages, 0)
         return jnp.where(none, roots, serials), jnp.where(none, _mixed(roots.astype(jnp.uint32)), hashes)
 
     def find(self, serials: Array, hashes: Array, tokens: Array, counts: Array) -> tuple[Array, Array]:
-        """The pages that continue given beginnings.
+        """The longest run of known pages that continues each prefix.
 
         Args:
             serials, hashes: i32[n] and u32[n], of `ends`.
@@ -81,9 +79,9 @@ class PrefixTable(eqx.Module):
         place = jnp.tile(jnp.arange(width, dtype=jnp.int32), num)
         flat = tokens.reshape(-1, size)
         found = self._candidates(chained(content_hashes(flat), place, jnp.repeat(hashes, width)), flat)
-        own = self.serials.array.at[found].get(mode="fill", fill_value=UNKNOWN).reshape(num, width)
+        own = gather(self.serials, found, UNKNOWN).reshape(num, width)
         before = jnp.concatenate([serials[:, None], own[:, :-1]], axis=1)
-        parents = self.parents.array.at[found].get(mode="fill", fill_value=0).reshape(num, width)
+        parents = gather(self.parents, found, 0).reshape(num, width)
         column = jnp.arange(width, dtype=jnp.int32)[None, :]
         known = (own != UNKNOWN) & (before != UNKNOWN) & (parents == before) & (column < counts[:, None])
         known = jnp.cumprod(known.astype(jnp.int32), axis=1)
@@ -91,16 +89,16 @@ class PrefixTable(eqx.Module):
         return pages, jnp.sum(known, axis=1, dtype=jnp.int32)
 
     def register(self, pages: Array, before: Array, roots: Array, place: Array, tokens: Array) -> "PrefixTable":
-        """Note what pages hold that have just become full.
+        """Insert pages that have just become full.
 
         Contents that the table knows keep their serial, and are found in their newest page from now on, which stays
-        longest in the pool. The pages after one whose beginning is unknown stay unknown.
+        longest in the pool. The pages after one whose prefix is unknown stay unknown.
 
         Args:
-            pages: i32[n]; none entries are ignored. Those of one sequence stand in a row, in logical order.
-            before: i32[n], the page before the first of the row; none at the beginning of a sequence.
+            pages: i32[n]; none entries are ignored. The pages of one sequence are consecutive, in logical order: a run.
+            before: i32[n], the page before the first one of the run; none at the start of a sequence.
             roots: i32[n], negative.
-            place: i32[n], which one of its row an entry is.
+            place: i32[n], index of an entry in its run.
             tokens: i32[n, page_size]
         """
         index = jnp.arange(pages.shape[0], dtype=jnp.int32)
@@ -116,21 +114,21 @@ class PrefixTable(eqx.Module):
             return jnp.where(place == 0, starts, jnp.roll(serials, 1))
 
         known = self._candidates(hashes, tokens)
-        known_serials = self.serials.array.at[known].get(mode="fill", fill_value=UNKNOWN)
-        known_parents = self.parents.array.at[known].get(mode="fill", fill_value=UNKNOWN)
+        known_serials = gather(self.serials, known, UNKNOWN)
+        known_parents = gather(self.parents, known, UNKNOWN)
         is_known = all_so_far((known_serials != UNKNOWN) & (known_parents == after(known_serials)))
         # The predecessor of such a page was forgotten, and is known again under another serial
         orphans = jnp.where(used & ~is_known, known, self.num_pages)
 
         # Several sequences may have filled a page with the same contents: the first one's is found
-        fresh = self.next_serial.array + jnp.cumsum(used, dtype=jnp.int32) - 1
+        fresh = self.next_serial + jnp.cumsum(used, dtype=jnp.int32) - 1
         same = used[None, :] & (hashes[:, None] == hashes[None, :]) & (is_known[:, None] == is_known[None, :])
         first = jnp.where(used, jnp.argmax(same, axis=1).astype(jnp.int32), index)
         serials = jnp.where(is_known, known_serials, fresh[first])
         parents = after(serials)
         agrees = (parents == parents[first]) & jnp.all(tokens == tokens[first], axis=1)
-        has_numbers = self.next_serial.array < _LAST_SERIAL
-        shared = used & all_so_far(agrees) & has_numbers & (known != pages)  # what is found there already stays
+        has_numbers = self.next_serial < _LAST_SERIAL
+        shared = used & all_so_far(agrees) & has_numbers & (known != pages)  # a page that is found already stays
 
         enters = shared & (first == index)
         older = jnp.where(enters & is_known, known, self.num_pages)
@@ -138,58 +136,53 @@ class PrefixTable(eqx.Module):
         without_orphans = self.forget(orphans)
         table = replace(
             without_orphans,
-            tokens=self.tokens.array.at[target].set(tokens, mode="drop"),
-            parents=self.parents.array.at[older]
-            .set(UNKNOWN, mode="drop")
-            .at[target]
-            .set(jnp.where(enters, parents, UNKNOWN), mode="drop"),
-            serials=without_orphans.serials.array.at[target].set(serials, mode="drop"),
-            hashes=self.hashes.array.at[target].set(hashes, mode="drop"),
-            next_serial=self.next_serial.array + jnp.where(has_numbers, jnp.sum(used, dtype=jnp.int32), 0),
+            tokens=scatter(self.tokens, target, tokens),
+            parents=scatter(scatter(self.parents, older, UNKNOWN), target, jnp.where(enters, parents, UNKNOWN)),
+            serials=scatter(without_orphans.serials, target, serials),
+            hashes=scatter(self.hashes, target, hashes),
+            next_serial=self.next_serial + jnp.where(has_numbers, jnp.sum(used, dtype=jnp.int32), 0),
         )
         return table._enter(jnp.where(enters, pages, self.num_pages), hashes, fresh)
 
     def findable(self, pages: Array) -> Array:
         """Whether each of `pages`, of any shape, can be found; false for none."""
-        serials, parents = (
-            a.array.at[pages].get(mode="fill", fill_value=UNKNOWN) for a in (self.serials, self.parents)
-        )
+        serials, parents = (gather(a, pages, UNKNOWN) for a in (self.serials, self.parents))
         return (serials != UNKNOWN) & (parents != UNKNOWN)
 
     def forget(self, pages: Array) -> "PrefixTable":
-        """Pages (any shape; none entries are ignored) that are not to be found any more."""
-        return replace(self, serials=self.serials.array.at[pages].set(UNKNOWN, mode="drop"))
+        """Remove pages (any shape; none entries are ignored)."""
+        return replace(self, serials=scatter(self.serials, pages, UNKNOWN))
 
     def hide(self, pages: Array) -> "PrefixTable":
-        """Pages (any shape; none entries are ignored) that are not to be found any more, and that some may still hold.
+        """Let pages (any shape; none entries are ignored) not be found any more, although slots may still hold them.
 
-        They keep their serial: whoever holds them goes on to share what comes next.
+        They keep their serial, so that a slot that holds them still shares the pages that follow.
         """
-        return replace(self, parents=self.parents.array.at[pages].set(UNKNOWN, mode="drop"))
+        return replace(self, parents=scatter(self.parents, pages, UNKNOWN))
 
     def _candidates(self, hashes: Array, tokens: Array) -> Array:
         """The page of each hash u32[n] whose tokens are `tokens` i32[n, page_size], i32[n]; none if there is none."""
-        entries = self.buckets.array[self._bucket(hashes)]
-        matches = self.findable(entries) & (self.hashes.array.at[entries].get(mode="fill") == hashes[:, None])
+        entries = self.buckets[self._bucket(hashes)]
+        matches = self.findable(entries) & (gather(self.hashes, entries) == hashes[:, None])
         page = jnp.min(jnp.where(matches, entries, self.num_pages), axis=1)
-        equal = jnp.all(self.tokens.array.at[page].get(mode="fill", fill_value=0) == tokens, axis=1)
+        equal = jnp.all(gather(self.tokens, page, 0) == tokens, axis=1)
         return jnp.where(equal, page, self.num_pages)
 
     def _enter(self, pages: Array, hashes: Array, serials: Array) -> "PrefixTable":
-        """Put pages into their buckets: where a forgotten page or none stands, or else in anybody's place."""
-        buckets = jnp.where(pages < self.num_pages, self._bucket(hashes), self.buckets.axis_size(BUCKET))
-        entries = self.buckets.array.at[buckets].get(mode="fill", fill_value=self.num_pages)
+        """Put pages into their buckets: in the way of a forgotten page or of none, or else in any way."""
+        buckets = jnp.where(pages < self.num_pages, self._bucket(hashes), self.buckets.shape[0])
+        entries = gather(self.buckets, buckets, self.num_pages)
         taken = self.findable(entries)
-        taken &= self._bucket(self.hashes.array.at[entries].get(mode="fill")) == buckets[:, None]
+        taken &= self._bucket(gather(self.hashes, entries)) == buckets[:, None]
         index = jnp.arange(pages.shape[0], dtype=jnp.int32)
         rank = jnp.sum((buckets[:, None] == buckets[None, :]) & (index[None, :] < index[:, None]), axis=1)
         free_rank = jnp.cumsum(~taken, axis=1) - 1
         fitting = ~taken & (free_rank == rank[:, None])
         way = jnp.where(jnp.any(fitting, axis=1), jnp.argmax(fitting, axis=1), serials & (WAYS - 1))
-        return replace(self, buckets=self.buckets.array.at[buckets, way].set(pages, mode="drop"))
+        return replace(self, buckets=scatter(self.buckets, (buckets, way), pages))
 
     def _bucket(self, hashes: Array) -> Array:
-        mask = jnp.uint32(self.buckets.axis_size(BUCKET) - 1)
+        mask = jnp.uint32(self.buckets.shape[0] - 1)
         return (_mixed(hashes) & mask).astype(jnp.int32)
 
 
@@ -203,12 +196,12 @@ def content_hashes(tokens: Array) -> Array:
 def chained(contents: Array, place: Array, starts: Array) -> Array:
     """Hash u32[n] of each page with everything before it: `hash = _FACTOR * hash of the page before + contents`.
 
-    Rows of pages are enumerated without a loop: divided by powers of the factor, the sums become prefix sums.
+    Runs of pages are enumerated without a loop: divided by powers of the factor, the sums become prefix sums.
 
     Args:
-        contents: u32[n], rows of pages one behind the other.
-        place: i32[n], place of a page in its row.
-        starts: u32[n], hash of what stands before the row.
+        contents: u32[n], concatenated runs of pages.
+        place: i32[n], index of a page in its run.
+        starts: u32[n], hash of the prefix before the run.
     """
     count = contents.shape[0]
     index = jnp.arange(count, dtype=jnp.int32)

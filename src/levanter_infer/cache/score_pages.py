@@ -1,30 +1,28 @@
-"""`ScorePages`: log probabilities of prompt tokens, kept where their keys and values are."""
+"""`ScorePages`: log probabilities of prompt tokens, stored by page as their keys and values are."""
 
 import equinox as eqx
-import haliax.haxtyping as ht
 import jax
 import jax.numpy as jnp
 import numpy as np
-from haliax import NamedArray
 from jax import Array
+from jaxtyping import Float32, Int32
 
-from levanter_infer.axes import EMBED, PAGE, PAGE_OFFSET, SCORE, SEQ, SEQ_PAGE
-from levanter_infer.cache.named import full, replace
+from levanter_infer.cache.arrays import full, replace, scatter
 
 
 class ScorePages(eqx.Module):
-    """What is known of scored tokens.
+    """Scores of prompt tokens.
 
-    A score is `1 + 2 * num_top` numbers: the log probability of the token that stands at a place, given those before
-    it; the ids of the likeliest tokens there, best first; and their log probabilities. Floats are kept as their bits,
-    so that a score is written, copied and read as one. It belongs to the page as keys and values do: a page that is
-    found again brings its scores along.
+    A score is `1 + 2 * num_top` numbers: the log probability of the token at a position, given those before it; the ids
+    of the likeliest tokens there, best first; and their log probabilities. Floats are stored as their bits, so that a
+    score is written, copied and read as one. It belongs to the page as keys and values do: a page that prefix caching
+    finds brings its scores along.
     """
 
-    scores: ht.i32[NamedArray, "page page_offset score"]
-    ends: ht.f32[NamedArray, "page embed"]
-    """Hidden state of the token of each page that was computed last: what the score of the next one is made of."""
-    complete: ht.i32[NamedArray, "seq seq_page page_offset score"]
+    scores: Int32[Array, "page page_offset score"]
+    ends: Float32[Array, "page embed"]
+    """Hidden state of the last computed token of each page, from which the next token is scored."""
+    complete: Int32[Array, "seq seq_page page_offset score"]
     """Scores of the prompts that are complete: they outlive their pages, until the slot's next prompt is complete."""
 
     @staticmethod
@@ -32,24 +30,24 @@ class ScorePages(eqx.Module):
         *, num_top: int, hidden_size: int, num_pages: int, page_size: int, num_slots: int, max_seq_len: int
     ) -> "ScorePages":
         """Args: num_top: likeliest tokens kept of each position; hidden_size: of the model's hidden states."""
-        page = (PAGE_OFFSET, page_size), (SCORE, 1 + 2 * num_top)
+        page = (page_size, 1 + 2 * num_top)
         return ScorePages(
-            scores=full(((PAGE, num_pages), *page), 0),
-            ends=full(((PAGE, num_pages), (EMBED, hidden_size)), 0, jnp.float32),
-            complete=full(((SEQ, num_slots), (SEQ_PAGE, -(-max_seq_len // page_size)), *page), 0),
+            scores=full((num_pages, *page), 0),
+            ends=full((num_pages, hidden_size), 0, jnp.float32),
+            complete=full((num_slots, -(-max_seq_len // page_size), *page), 0),
         )
 
     @property
     def num_top(self) -> int:
-        return self.scores.axis_size(SCORE) // 2
+        return self.scores.shape[-1] // 2
 
     def copy_pages(self, source: Array, target: Array) -> "ScorePages":
-        """Copy whole pages, as `KvPages.copy_pages` does."""
+        """Copy pages, as `KvPages.copy_pages` does."""
 
         def copied(array: Array) -> Array:
-            return array.at[target].set(array.at[source].get(mode="clip"), mode="drop")
+            return scatter(array, target, array.at[source].get(mode="clip"))
 
-        return replace(self, scores=copied(self.scores.array), ends=copied(self.ends.array))
+        return replace(self, scores=copied(self.scores), ends=copied(self.ends))
 
 
 def pack_scores(logprobs: Array, top_ids: Array, top_logprobs: Array) -> Array:

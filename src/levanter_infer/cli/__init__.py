@@ -101,20 +101,19 @@ def overview() -> str:
 
 def command_help(name: str) -> str:
     """Usage of a command, and every key of its configuration with its default."""
-    if name in ("check", "audit", "doctor"):
-        usage = read_constant("check", "USAGE").format(**read_constant("check", "MAX_DELTA"))
-        usage = (
-            usage if name == "check" else f"usage: {PROGRAM} {name} [OPTIONS], which is {COMMANDS[name][1]}\n\n{usage}"
-        )
-    else:
+    if name not in ("check", "audit", "doctor"):
         usage = read_constant(COMMANDS[name][0], "USAGE")
+    else:
+        usage = read_constant("check", "USAGE").format(**read_constant("check", "MAX_DELTA"))
+        alias = f"usage: {PROGRAM} {name} [OPTIONS], which is {COMMANDS[name][1]}\n\n"
+        usage = usage if name == "check" else alias + usage
     return f"{usage}\n{keys_text(sections_for(name))}"
 
 
 def version_line() -> str:
-    from levanter_infer import __version__
+    from levanter_infer.fingerprint import package_version
 
-    return f"{PROGRAM} {__version__}"
+    return f"{PROGRAM} {package_version()}"
 
 
 def _refuse(name: str) -> int:

@@ -1,19 +1,18 @@
 """Beam search: one step of all groups whose beams have sampled.
 
-As in HF transformers: of all continuations of all beams the best that do not end go on, as many as there are beams;
-those among the best that end compete with the hypotheses found so far. Equal scores go to the earlier beam, and within
-a beam to what goes on, the smaller token id first.
+As in HF transformers: of all continuations of all beams, the best that do not end continue, as many as there are beams;
+those among the best that end compete with the hypotheses found so far. Ties go to the earlier beam, and within a beam
+to the continuation that does not end, the smaller token id first.
 Source: `GenerationMixin._beam_search`, transformers 4.57.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.cache.named import replace
+from levanter_infer.cache.arrays import gather, replace, scatter, scatter_add
 from levanter_infer.cache.page_table import run_if
 from levanter_infer.decode.beam_table import BeamTable
 from levanter_infer.decode.codes import EARLY, ERROR, LENGTH, NEVER, NOT_FINISHED, STOP
@@ -33,13 +32,13 @@ class _Groups(NamedTuple):
     lens: Array
     """i32[group], tokens of each of its beams."""
     generated: Array
-    """i32[group], of them generated ones, with the one that this step adds."""
+    """i32[group], generated tokens of each beam, with the one that this step adds."""
     at_end: Array
-    """bool[group], whether there is no room for another token after it."""
+    """bool[group], whether the length limit is reached with it."""
 
 
 class _Choice(NamedTuple):
-    """Of [group, beam] each: continuations."""
+    """Continuations; arrays are [group, beam]."""
 
     scores: Array
     beams: Array
@@ -50,56 +49,66 @@ class _Choice(NamedTuple):
     """Whether the token ends the sequence."""
 
 
-def fail_together(beams: BeamTable, failed: Array) -> Array:
-    """The slots in the mask `failed`, bool[seq], and those that search with one of them."""
-    return failed | (beams.of_group(failed) > 0)
+class BeamRows(NamedTuple):
+    """The rows of beams that sample in a step."""
+
+    slots: Array
+    """i32[row]"""
+    samples: Array
+    """bool[row]; with one beam all of its group."""
+    candidates: BeamCandidates | None
+    """Continuations that each row offers; None: no request has asked for beam search."""
 
 
 def search(
-    state: DecodeState, shapes: Shapes, slots: Array, samples: Array, candidates: BeamCandidates
+    state: DecodeState, shapes: Shapes, rows: BeamRows, finished: Array, reasons: Array
 ) -> tuple[DecodeState, Array, Array]:
-    """Let the groups of the rows in the mask `samples` go on.
+    """Continue the searches whose beams sample in this step.
 
     Args:
-        slots: i32[row]
-        samples: bool[row]; with one beam all of its group.
-        candidates: of the rows.
-    Returns: the new state; the slots of groups that have ended, bool[seq]; the reasons of their hypotheses, i32[seq].
+        finished, reasons: bool[seq] and i32[seq], slots that end.
+    Returns: the new state, and `finished` and `reasons` with the groups that have ended.
     """
+    if rows.candidates is None:
+        return state, finished, reasons
     num_slots = state.sequences.num_slots
 
     def step(carry):
         table, page_table, beams, _, _ = carry
-        before = dataclasses.replace(state, sequences=table, page_table=page_table, beams=beams)
-        after, ended = _step(before, shapes, slots, samples, candidates)
-        assert after.beams is not None
-        reasons = after.beams.found_reasons.array
+        before = replace(state, sequences=table, page_table=page_table, beams=beams)
+        after, ended = _step(before, shapes, rows)
+        found = _beams(after).found_reasons
         # Without any possible token there are fewer hypotheses than beams
-        reasons = jnp.where(reasons == NOT_FINISHED, ERROR, reasons)
-        return after.sequences, after.page_table, after.beams, ended, reasons
+        found = jnp.where(found == NOT_FINISHED, ERROR, found)
+        return after.sequences, after.page_table, after.beams, ended, found
 
-    nobody, nothing = jnp.zeros(num_slots, jnp.bool_), jnp.zeros(num_slots, jnp.int32)
-    carry = (state.sequences, state.page_table, state.beams, nobody, nothing)
-    table, page_table, beams, ended, reasons = run_if(jnp.any(samples), step, carry)
-    return dataclasses.replace(state, sequences=table, page_table=page_table, beams=beams), ended, reasons
+    none, nothing = jnp.zeros(num_slots, jnp.bool_), jnp.zeros(num_slots, jnp.int32)
+    carry = (state.sequences, state.page_table, state.beams, none, nothing)
+    table, page_table, beams, ended, found = run_if(jnp.any(rows.samples), step, carry)
+    state = replace(state, sequences=table, page_table=page_table, beams=beams)
+    return state, finished | ended, jnp.where(ended, found, reasons)
 
 
-def _step(state: DecodeState, shapes: Shapes, slots: Array, samples: Array, candidates: BeamCandidates):
-    beams = state.beams
-    assert beams is not None
+def _beams(state: DecodeState) -> BeamTable:
+    assert isinstance(state.beams, BeamTable)
+    return state.beams
+
+
+def _step(state: DecodeState, shapes: Shapes, beam_rows: BeamRows) -> tuple[DecodeState, Array]:
+    """Returns: the new state, and the slots of groups that have ended, bool[seq]."""
+    beams, (slots, samples, candidates) = _beams(state), beam_rows
+    assert candidates is not None
     num_rows, offered = candidates.ids.shape
     row_of = jnp.full(shapes.num_slots, num_rows, jnp.int32)
-    row_of = row_of.at[jnp.where(samples, slots, shapes.num_slots)].set(
-        jnp.arange(num_rows, dtype=jnp.int32), mode="drop"
-    )
+    row_of = scatter(row_of, jnp.where(samples, slots, shapes.num_slots), jnp.arange(num_rows, dtype=jnp.int32))
     groups = _groups(state, shapes, row_of < num_rows)
     members, width = groups.members, shapes.max_beams
-    rows = _at(row_of, members, num_rows)
+    rows = gather(row_of, members, num_rows)
 
     def flat(values: Array, fill) -> Array:
-        return _at(values, rows, fill).reshape(members.shape[0], width * offered)
+        return gather(values, rows, fill).reshape(members.shape[0], width * offered)
 
-    scores = _at(beams.scores.array, members, -jnp.inf)[:, :, None] + _at(candidates.scores, rows, -jnp.inf)
+    scores = gather(beams.scores, members, -jnp.inf)[:, :, None] + gather(candidates.scores, rows, -jnp.inf)
     scores = scores.reshape(members.shape[0], width * offered)
     ids, logprobs = flat(candidates.ids, 0), flat(candidates.logprobs, 0.0)
     stops = jnp.arange(width * offered, dtype=jnp.int32) % offered >= min(width, shapes.limits.vocab_size)
@@ -109,45 +118,43 @@ def _step(state: DecodeState, shapes: Shapes, slots: Array, samples: Array, cand
         tokens, raw = (jnp.take_along_axis(values, place, axis=1) for values in (ids, logprobs))
         return _Choice(values, place // offered, tokens, raw, stops[place])
 
-    ends, goes_on = best(scores), best(jnp.where(stops[None, :], -jnp.inf, scores))
+    ends, continues = best(scores), best(jnp.where(stops[None, :], -jnp.inf, scores))
     state = _found(state, groups, ends)
-    done = _is_done(state, groups, goes_on.scores[:, 0])
-    state = _go_on(state, groups, goes_on, ~done)
+    done = _is_done(state, groups, continues.scores[:, 0])
+    state = _continue(state, groups, continues, ~done)
     ended = jnp.zeros(shapes.num_slots, jnp.bool_)
-    return state, ended.at[jnp.where(done[:, None], members, shapes.num_slots)].set(True, mode="drop")
+    return state, scatter(ended, jnp.where(done[:, None], members, shapes.num_slots), True)
 
 
 def _groups(state: DecodeState, shapes: Shapes, takes_part: Array) -> _Groups:
-    table, beams = state.sequences, state.beams
-    assert beams is not None
+    table, beams = state.sequences, _beams(state)
     num_groups, none = max(1, shapes.max_seqs // 2), shapes.num_slots
-    places, leaders = beams.params.places.array, beams.params.leaders.array
+    places, leaders = beams.params.places, beams.params.leaders
     number = jnp.cumsum(takes_part & (places == 0), dtype=jnp.int32) - 1
-    group = jnp.where(takes_part, _at(number, leaders, num_groups), num_groups)
+    group = jnp.where(takes_part, gather(number, leaders, num_groups), num_groups)
     members = jnp.full((num_groups, shapes.max_beams), none, jnp.int32)
-    members = members.at[group, places].set(jnp.arange(none, dtype=jnp.int32), mode="drop")
+    members = scatter(members, (group, places), jnp.arange(none, dtype=jnp.int32))
     first = members[:, 0]
-    lens = _at(table.seq_lens.array, first, 0)
+    lens = gather(table.seq_lens, first, 0)
     return _Groups(
         members=members,
-        widths=_at(beams.params.widths.array, first, 0),
+        widths=gather(beams.params.widths, first, 0),
         lens=lens,
-        generated=lens + 1 - _at(table.prompt_lens.array, first, 0),
-        at_end=lens + 1 >= _at(table.max_lens.array, first, 0),
+        generated=lens + 1 - gather(table.prompt_lens, first, 0),
+        at_end=lens + 1 >= gather(table.max_lens, first, 0),
     )
 
 
 def _found(state: DecodeState, groups: _Groups, ends: _Choice) -> DecodeState:
-    """Enter continuations that end among the hypotheses, if they are better."""
-    table, beams, members = state.sequences, state.beams, groups.members
-    assert beams is not None
-    running = (table.tokens.array, beams.logprobs.array)
+    """Add continuations that end to the hypotheses, if they score better."""
+    table, beams, members = state.sequences, _beams(state), groups.members
+    running = (table.tokens, beams.logprobs)
     width = members.shape[1]
     considered = jnp.arange(width, dtype=jnp.int32)[None, :] < groups.widths[:, None]
     hits = (ends.stops | groups.at_end[:, None]) & considered
-    length = jnp.power(groups.generated.astype(jnp.float32), _at(beams.params.length_penalty.array, members[:, 0], 0.0))
+    length = jnp.power(groups.generated.astype(jnp.float32), gather(beams.params.length_penalty, members[:, 0], 0.0))
     fresh = jnp.where(hits, ends.scores / length[:, None], -jnp.inf)
-    old = _at(beams.found_scores.array, members, -jnp.inf)
+    old = gather(beams.found_scores, members, -jnp.inf)
     scores, kept = jax.lax.top_k(jnp.concatenate([old, fresh], axis=1), width)
     is_new, kept = kept >= width, kept % width
 
@@ -155,80 +162,73 @@ def _found(state: DecodeState, groups: _Groups, ends: _Choice) -> DecodeState:
         return jnp.take_along_axis(values, kept, axis=1)
 
     def of_old(array: Array) -> Array:
-        return of_new(_at(array, members, 0))
+        return of_new(gather(array, members, 0))
 
     slots = jnp.arange(table.num_slots, dtype=jnp.int32)
     continued = jnp.take_along_axis(members, of_new(ends.beams), axis=1)
     source = jnp.where(is_new, table.num_slots + continued, of_new(members))
-    sources = slots.at[members].set(source, mode="drop")
+    sources = scatter(slots, members, source)
     last = jnp.where(is_new, groups.lens[:, None], table.max_seq_len)
 
     def enter(rows):
         longest = jnp.max(groups.lens)
         return tuple(
-            moved_rows(found, sources, longest, others).at[members, last].set(of_new(new), mode="drop")
+            scatter(moved_rows(found, sources, longest, others), (members, last), of_new(new))
             for found, others, new in zip(rows, running, (ends.tokens, ends.logprobs), strict=True)
         )
 
-    rows = (beams.found_tokens.array, beams.found_logprobs.array)
+    rows = (beams.found_tokens, beams.found_logprobs)
     tokens, logprobs = run_if(jnp.any(is_new & (members < table.num_slots)), enter, rows)
-    lens = jnp.where(is_new, groups.lens[:, None] + 1, of_old(beams.found_lens.array))
+    lens = jnp.where(is_new, groups.lens[:, None] + 1, of_old(beams.found_lens))
     reasons = jnp.where(of_new(ends.stops), STOP, LENGTH)
-    reasons = jnp.where(is_new, reasons, of_old(beams.found_reasons.array)).astype(jnp.int32)
+    reasons = jnp.where(is_new, reasons, of_old(beams.found_reasons)).astype(jnp.int32)
     beams = replace(
         beams,
         found_tokens=tokens,
         found_logprobs=logprobs,
-        found_lens=beams.found_lens.array.at[members].set(lens, mode="drop"),
-        found_scores=beams.found_scores.array.at[members].set(scores, mode="drop"),
-        found_reasons=beams.found_reasons.array.at[members].set(reasons, mode="drop"),
+        found_lens=scatter(beams.found_lens, members, lens),
+        found_scores=scatter(beams.found_scores, members, scores),
+        found_reasons=scatter(beams.found_reasons, members, reasons),
     )
-    return dataclasses.replace(state, beams=beams)
+    return replace(state, beams=beams)
 
 
 def _is_done(state: DecodeState, groups: _Groups, best_running: Array) -> Array:
-    """Which groups have ended, bool[group]; best_running: f32[group], the best score that goes on."""
-    table, beams, first = state.sequences, state.beams, groups.members[:, 0]
-    assert beams is not None
-    early = _at(beams.params.early_stopping.array, first, 0)
-    penalty = _at(beams.params.length_penalty.array, first, 0.0)
-    room = _at(table.max_lens.array - table.prompt_lens.array, first, 1)
-    length = jnp.where((early == NEVER) & (penalty > 0), room, groups.generated)
+    """Groups that have ended, bool[group]; best_running: f32[group], the best score among the running beams."""
+    table, beams, first = state.sequences, _beams(state), groups.members[:, 0]
+    early = gather(beams.params.early_stopping, first, 0)
+    penalty = gather(beams.params.length_penalty, first, 0.0)
+    most = gather(table.max_lens - table.prompt_lens, first, 1)
+    length = jnp.where((early == NEVER) & (penalty > 0), most, groups.generated)
     possible = best_running / jnp.power(length.astype(jnp.float32), penalty)
-    worst = jnp.min(_at(beams.found_scores.array, groups.members, jnp.inf), axis=1)
-    all_found = jnp.all(_at(beams.found_reasons.array, groups.members, STOP) != NOT_FINISHED, axis=1)
+    worst = jnp.min(gather(beams.found_scores, groups.members, jnp.inf), axis=1)
+    all_found = jnp.all(gather(beams.found_reasons, groups.members, STOP) != NOT_FINISHED, axis=1)
     return groups.at_end | ~(possible > worst) | ((early == EARLY) & all_found)
 
 
-def _go_on(state: DecodeState, groups: _Groups, goes_on: _Choice, stays: Array) -> DecodeState:
-    """Let the slots of the groups in the mask `stays`, bool[group], go on with their new beams and tokens."""
-    beams = state.beams
-    assert beams is not None
+def _continue(state: DecodeState, groups: _Groups, continues: _Choice, stays: Array) -> DecodeState:
+    """Continue the groups in the mask `stays`, bool[group], with their new beams and tokens."""
+    beams = _beams(state)
     num_slots = state.sequences.num_slots
     members = jnp.where(stays[:, None], groups.members, num_slots)
     slots = jnp.arange(num_slots, dtype=jnp.int32)
-    continued = jnp.take_along_axis(groups.members, goes_on.beams, axis=1)
+    continued = jnp.take_along_axis(groups.members, continues.beams, axis=1)
     continued = jnp.where(continued < num_slots, continued, groups.members)  # where nothing is possible
-    ancestors = slots.at[members].set(continued, mode="drop")
+    ancestors = scatter(slots, members, continued)
 
     def put(array: Array, values) -> Array:
-        return array.at[members].set(values, mode="drop")
+        return scatter(array, members, values)
 
     def add(array: Array, values: Array) -> Array:
-        return array.at[members, groups.lens[:, None]].set(values, mode="drop")
+        return scatter(array, (members, groups.lens[:, None]), values)
 
     state = resample(state, put(jnp.zeros(num_slots, jnp.bool_), True), ancestors)
     table = state.sequences
     table = replace(
         table,
-        tokens=add(table.tokens.array, goes_on.tokens),
-        seq_lens=table.seq_lens.array.at[members].add(1, mode="drop"),
+        tokens=add(table.tokens, continues.tokens),
+        seq_lens=scatter_add(table.seq_lens, members, 1),
     )
-    logprobs = moved_rows(beams.logprobs.array, ancestors, jnp.max(groups.lens))
-    beams = replace(beams, logprobs=add(logprobs, goes_on.logprobs), scores=put(beams.scores.array, goes_on.scores))
-    return dataclasses.replace(state, sequences=table, beams=beams)
-
-
-def _at(array: Array, index: Array, fill) -> Array:
-    """`array[index]` along the first axis; `fill` where the index is absent."""
-    return array.at[index].get(mode="fill", fill_value=fill)
+    logprobs = moved_rows(beams.logprobs, ancestors, jnp.max(groups.lens))
+    beams = replace(beams, logprobs=add(logprobs, continues.logprobs), scores=put(beams.scores, continues.scores))
+    return replace(state, sequences=table, beams=beams)

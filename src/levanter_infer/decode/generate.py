@@ -4,10 +4,10 @@ import equinox as eqx
 import jax.numpy as jnp
 from jax import Array
 
+from levanter_infer.cache.arrays import replace, scatter
 from levanter_infer.cache.kv_pages import KvPages
-from levanter_infer.cache.named import replace
 from levanter_infer.decode.codes import WAITING
-from levanter_infer.decode.loop import run_steps
+from levanter_infer.decode.loop import RoundLimits, run_steps
 from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.sampling import SamplingTable
 from levanter_infer.decode.shapes import Shapes
@@ -57,13 +57,13 @@ def generate_all(
     state = GenState.init(shapes, kv)
     table = state.decode.sequences
     slots = jnp.arange(shapes.num_slots, dtype=jnp.int32)
-    # Lengths may be traced, so that nobody has checked them; without a pending token a sequence would never end.
+    # Lengths may be traced, so the host could not check them; without a pending token a sequence would never end.
     lens = jnp.repeat(jnp.clip(prompt_lens.astype(jnp.int32), 1, prompts.shape[1]), n)
     leader = slots // n * n
     rows = jnp.repeat(prompts.astype(jnp.int32), n, axis=0)
     table = replace(
         table,
-        tokens=table.tokens.array.at[:, : prompts.shape[1]].set(rows),
+        tokens=table.tokens.at[:, : prompts.shape[1]].set(rows),
         seq_lens=lens,
         prompt_lens=lens,
         status=jnp.full_like(slots, WAITING),
@@ -71,12 +71,11 @@ def generate_all(
         max_lens=jnp.minimum(lens + max_tokens, shapes.max_seq_len),
         fork_source=jnp.where(slots == leader, shapes.num_slots, leader),
     )
-    state = eqx.tree_at(lambda s: (s.decode.sequences, s.decode.sampling), state, (table, sampling))
+    state = replace(state, decode=replace(state.decode, sequences=table, sampling=sampling))
     ring = OutputRing.init(shapes.ring_size, shapes.limits.max_logprobs)
     forever = jnp.int32(jnp.iinfo(jnp.int32).max)
-    state, ring = run_steps(
-        model, state, ring, shapes, attention, max_steps=forever, min_free_slots=jnp.int32(shapes.num_slots + 1)
-    )
+    limits = RoundLimits(max_steps=forever, min_free_slots=jnp.int32(shapes.num_slots + 1))
+    state, ring = run_steps(model, state, ring, shapes, attention, limits)
     return _collect(state, ring, prompt_lens=lens, max_tokens=max_tokens, shapes=shapes)
 
 
@@ -85,20 +84,20 @@ def _collect(
 ) -> GenerateOutput:
     """Sort the ring's entries by slot, keeping the order of sampling."""
     index = jnp.arange(ring.size, dtype=jnp.int32)
-    slot = jnp.where(index < ring.count.array, ring.slot_ids.array, shapes.num_slots)
+    slot = jnp.where(index < ring.count, ring.slot_ids, shapes.num_slots)
     order = jnp.argsort(slot, stable=True)
     ordered = slot[order]
     place = index - jnp.searchsorted(ordered, ordered, side="left").astype(jnp.int32)
 
     def per_slot(values: Array) -> Array:
         empty = jnp.zeros((shapes.num_slots, max_tokens), values.dtype)
-        return empty.at[ordered, place].set(values[order], mode="drop")
+        return scatter(empty, (ordered, place), values[order])
 
     table = state.decode.sequences
     return GenerateOutput(
-        token_ids=per_slot(ring.tokens.array),
-        logprobs=per_slot(ring.logprobs.array),
-        processed_logprobs=per_slot(ring.processed_logprobs.array),
-        num_tokens=table.seq_lens.array - prompt_lens,
-        finish_reason=table.finish_reason.array,
+        token_ids=per_slot(ring.tokens),
+        logprobs=per_slot(ring.logprobs),
+        processed_logprobs=per_slot(ring.processed_logprobs),
+        num_tokens=table.seq_lens - prompt_lens,
+        finish_reason=table.finish_reason,
     )

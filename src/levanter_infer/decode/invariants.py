@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from levanter_infer.cache.arrays import gather, scatter_add, scatter_min
 from levanter_infer.cache.prefix_table import UNKNOWN
+from levanter_infer.decode.beam_table import BeamTable
 from levanter_infer.decode.codes import FINISHED, FREE, LOADING, RUNNING, SWAPPED, WAITING, is_private_root
 from levanter_infer.decode.programs import compile_program
 from levanter_infer.decode.state import DecodeState
@@ -19,50 +21,49 @@ def violations(state: DecodeState) -> dict[str, Array]:
     """
     table, pages = state.sequences, state.page_table
     size, num_pages, num_slots = pages.page_size, pages.num_pages, table.num_slots
-    indices, counts = table.page_indices.array, pages.ref_counts.array
-    computed = table.num_computed.array
+    indices, counts = table.page_indices, pages.ref_counts
+    computed = table.num_computed
     held = table.num_held(size)
     column = jnp.arange(indices.shape[1], dtype=jnp.int32)[None, :]
     holds = column < held[:, None]
     slot = jnp.arange(num_slots, dtype=jnp.int32)
 
-    recount = jnp.zeros(num_pages, jnp.int32).at[jnp.where(holds, indices, num_pages)].add(1, mode="drop")
-    owner = (
-        jnp.full(num_pages, num_slots, jnp.int32)
-        .at[jnp.where(holds, indices, num_pages)]
-        .min(jnp.broadcast_to(slot[:, None], indices.shape), mode="drop")
+    recount = scatter_add(jnp.zeros(num_pages, jnp.int32), jnp.where(holds, indices, num_pages), 1)
+    owner = scatter_min(
+        jnp.full(num_pages, num_slots, jnp.int32),
+        jnp.where(holds, indices, num_pages),
+        jnp.broadcast_to(slot[:, None], indices.shape),
     )
-    owner_of = owner.at[indices].get(mode="fill", fill_value=num_slots)
-    owner_page = indices.at[owner_of, jnp.broadcast_to(column, indices.shape)].get(mode="fill", fill_value=num_pages)
+    owner_of = gather(owner, indices, num_slots)
+    owner_page = gather(indices, (owner_of, jnp.broadcast_to(column, indices.shape)), num_pages)
     twice = _repeats(jnp.where(holds, indices, num_pages), num_pages)
 
-    status = table.status.array
+    status = table.status
     idle = (status == FREE) | (status == SWAPPED) | (status == FINISHED)
     live = (status > FREE) & (status < FINISHED)
-    lens = table.seq_lens.array
+    lens = table.seq_lens
     counted = {
         "reference counts equal the slots that hold a page": recount != counts,
         "no reference count is below zero": counts < 0,
         "a page stands at most once in a slot": twice,
         "held pages exist": holds & (indices >= num_pages),
-        "places past the held pages are none": ~holds & (indices != num_pages),
-        "a shared page stands at the same place in all its slots": holds & (owner_page != indices),
+        "entries past the held pages are none": ~holds & (indices != num_pages),
+        "a shared page has the same index in all its slots": holds & (owner_page != indices),
         "slots that share a page agree on its tokens": _tokens_differ(state, owner_of, holds),
         "free slots hold nothing": idle & (computed > 0),
         "no more is stored than known": live & (computed > lens),
         "a sequence that can run has work": ((status == RUNNING) | (status == WAITING)) & (computed >= lens),
-        "lengths stay within their limits": live & ((lens > table.max_lens.array) | (lens < table.prompt_lens.array)),
+        "lengths stay within their limits": live & ((lens > table.max_lens) | (lens < table.prompt_lens)),
         "the free ring holds exactly the free pages": _ring_differs(state),
-        "free and held pages make up the pool": pages.num_free.array + jnp.sum(counts > 0, dtype=jnp.int32)
-        != num_pages,
+        "free and held pages make up the pool": pages.num_free + jnp.sum(counts > 0, dtype=jnp.int32) != num_pages,
     }
     if state.prefix is not None:
         counted["pages that can be found hold what the table says"] = _contents_differ(state, holds)
-    if state.beams is not None:
-        told = (status > LOADING) & (status < FINISHED) & state.beams.searches
-        leader_lens = lens.at[state.beams.params.leaders.array].get(mode="fill", fill_value=0)
-        apart = (state.beams.of_group(told) != state.beams.params.widths.array) | (lens != leader_lens)
-        counted["the beams of a search live together and are equally long"] = told & apart
+    if isinstance(state.beams, BeamTable):
+        admitted = (status > LOADING) & (status < FINISHED) & state.beams.searches
+        leader_lens = gather(lens, state.beams.params.leaders, 0)
+        apart = (state.beams.num_in_group(admitted) != state.beams.params.widths) | (lens != leader_lens)
+        counted["the beams of a search live together and are equally long"] = admitted & apart
     return {name: jnp.sum(jnp.asarray(bad), dtype=jnp.int32) for name, bad in counted.items()}
 
 
@@ -86,11 +87,11 @@ def _repeats(indices: Array, num_pages: int) -> Array:
 def _tokens_differ(state: DecodeState, owner_of: Array, holds: Array) -> Array:
     """Where a slot's stored tokens differ from those of the first holder of the same page, bool[seq, position]."""
     table, size = state.sequences, state.page_table.page_size
-    tokens, computed = table.tokens.array, table.num_computed.array
+    tokens, computed = table.tokens, table.num_computed
     position = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     owner = jnp.where(holds, owner_of, table.num_slots)[:, position // size]
-    theirs = tokens.at[owner, jnp.broadcast_to(position[None, :], tokens.shape)].get(mode="fill", fill_value=0)
-    stored = jnp.minimum(computed[:, None], computed.at[owner].get(mode="fill", fill_value=0))
+    theirs = gather(tokens, (owner, jnp.broadcast_to(position[None, :], tokens.shape)), 0)
+    stored = jnp.minimum(computed[:, None], gather(computed, owner, 0))
     return (position[None, :] < stored) & (tokens != theirs)
 
 
@@ -98,15 +99,15 @@ def _contents_differ(state: DecodeState, holds: Array) -> Array:
     """Pages of a slot whose tokens, or whose predecessor, are not those that the prefix table says, bool[seq, page]."""
     table, prefix, size = state.sequences, state.prefix, state.page_table.page_size
     assert prefix is not None
-    num_slots, width = table.page_indices.array.shape
-    pages = jnp.where(holds, table.page_indices.array, prefix.num_pages)
-    serials = prefix.serials.array.at[pages].get(mode="fill", fill_value=UNKNOWN)
+    num_slots, width = table.page_indices.shape
+    pages = jnp.where(holds, table.page_indices, prefix.num_pages)
+    serials = gather(prefix.serials, pages, UNKNOWN)
     position = jnp.minimum(jnp.arange(width * size, dtype=jnp.int32), table.max_seq_len - 1)
-    tokens = table.tokens.array[:, position].reshape(num_slots, width, size)
-    wrong = jnp.any(prefix.tokens.array.at[pages].get(mode="fill", fill_value=0) != tokens, axis=2)
-    roots = jnp.where(is_private_root(table.roots.array), UNKNOWN, table.roots.array)  # pages of whatever came before
+    tokens = table.tokens[:, position].reshape(num_slots, width, size)
+    wrong = jnp.any(gather(prefix.tokens, pages, 0) != tokens, axis=2)
+    roots = jnp.where(is_private_root(table.roots), UNKNOWN, table.roots)  # pages of whatever came before
     before = jnp.concatenate([roots[:, None], serials[:, :-1]], axis=1)
-    parents = prefix.parents.array.at[pages].get(mode="fill", fill_value=0)
+    parents = gather(prefix.parents, pages, 0)
     elsewhere = (parents != before) & (parents != UNKNOWN) & (before != UNKNOWN)
     return (serials != UNKNOWN) & (wrong | elsewhere)
 
@@ -114,7 +115,7 @@ def _contents_differ(state: DecodeState, holds: Array) -> Array:
 def _ring_differs(state: DecodeState) -> Array:
     pages = state.page_table
     index = jnp.arange(pages.num_pages, dtype=jnp.int32)
-    place = (pages.ring_head.array + index) % pages.num_pages
-    listed = jnp.where(index < pages.num_free.array, pages.free_ring.array[place], pages.num_pages)
-    times = jnp.zeros(pages.num_pages, jnp.int32).at[listed].add(1, mode="drop")
-    return times != (pages.ref_counts.array == 0).astype(jnp.int32)
+    place = (pages.ring_head + index) % pages.num_pages
+    listed = jnp.where(index < pages.num_free, pages.free_ring[place], pages.num_pages)
+    times = scatter_add(jnp.zeros(pages.num_pages, jnp.int32), listed, 1)
+    return times != (pages.ref_counts == 0).astype(jnp.int32)

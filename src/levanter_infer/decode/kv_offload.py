@@ -1,85 +1,94 @@
-"""KV offload: pages of preempted sequences move to the host's memory and back instead of being recomputed.
+"""KV offload: pages of preempted sequences move to host memory and back instead of being recomputed.
 
 The device says when (`host_call`) and the host chooses the victims (`engine/kv_offload.py`). The operations here move
 them: contents by `read_pages` and `write_pages`, a few pages a call, tables by `mark_swapped` and `swap_in`. Pages that
 several sequences of a group share move once and are shared again.
+
+The seam to scheduler and loop is `may_start`, `unless_called` and `host_call`, which are no-ops without offload.
 """
 
-import dataclasses
-
 import equinox as eqx
-import haliax.haxtyping as ht
 import jax
 import jax.numpy as jnp
-from haliax import NamedArray
 from jax import Array
+from jaxtyping import Bool, Int32
 
+from levanter_infer.cache.arrays import gather, replace, scatter_add
 from levanter_infer.cache.kv_pages import KvPages
-from levanter_infer.cache.named import replace
+from levanter_infer.decode.admission_policy import pages_to_continue
 from levanter_infer.decode.codes import RUNNING, SWAPPED, WAITING
-from levanter_infer.decode.packing import pages_to_go_on
 from levanter_infer.decode.paging import count_taken, pages_needed, release
-from levanter_infer.decode.sequence_table import in_order, is_ready, precede
+from levanter_infer.decode.sequence_table import SequenceTable, in_order, is_ready, precede
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
 
-# What the host should do about pages
+# What the device asks of the host
 NO_CALL = 0
-SHORT = 1  # the next step may need more pages than are free
-ROOM = 2  # those that were offloaded first fit again, or nobody else is left
+SHORT = 1  # swap out: the next step may need more pages than are free
+ROOM = 2  # swap in: the sequences that were offloaded first fit again, or no other sequence is left
 
 
 class HostTerms(eqx.Module):
-    """What the host says about moving pages, once a round."""
+    """Terms on which the device calls the host, uploaded once a round."""
 
-    yields: ht.bool_[NamedArray, ""]
-    """Whether the round ends for a call. Else it goes on, and takes pages back from the youngest as it needs them."""
-    return_pages: ht.i32[NamedArray, ""]
-    """Pages that must be free for those that were offloaded first to come back and go on."""
+    yields: Bool[Array, ""]
+    """Whether the round ends for a call. Else it continues, and preempts the youngest sequences as it needs pages."""
+    return_pages: Int32[Array, ""]
+    """Pages that must be free for the sequences that were offloaded first to be swapped in and continue."""
 
 
-def host_call(state: DecodeState, shapes: Shapes, terms: HostTerms) -> Array:
+def may_start(table: SequenceTable, ready: Array, shapes: Shapes) -> Array:
+    """The slots of the mask `ready`, bool[seq], that come before all sequences whose pages are in host memory."""
+    return ready & precede(table, SWAPPED) if shapes.offload else ready
+
+
+def host_call(state: DecodeState, shapes: Shapes, terms: HostTerms | None) -> Array:
     """What the host should do before the next step: NO_CALL, SHORT or ROOM. i32[]
 
     SHORT errs on the safe side where several prompts are computed at once. A step that starts waiting sequences is
     not short for them: they start only if there are pages.
     """
-    table, free = state.sequences, state.page_table.num_free.array
+    if terms is None:
+        return jnp.int32(NO_CALL)
+    table, free = state.sequences, state.page_table.num_free
     running = table.is_status(RUNNING)
-    pending = jnp.where(running, table.seq_lens.array - table.num_computed.array, 0)
+    pending = jnp.where(running, table.seq_lens - table.num_computed, 0)
     new, copies = pages_needed(state, jnp.minimum(pending, shapes.max_step_tokens))
     need = jnp.sum(new, dtype=jnp.int32) + jnp.sum(copies, dtype=jnp.int32)
     short = jnp.minimum(need, shapes.max_new_pages) > free
 
     first = jnp.any(table.is_status(SWAPPED)) & ~jnp.any(is_ready(table) & precede(table, SWAPPED))
     num_running = jnp.sum(running, dtype=jnp.int32)
-    growth = jnp.sum(jnp.where(_goes_on(state), pages_to_go_on(state, shapes), 0), dtype=jnp.int32)
-    fits = (terms.return_pages.array <= free - growth) & (num_running < shapes.max_seqs)
-    room = first & (fits | (num_running == 0))
-    return jnp.where(short, SHORT, jnp.where(room, ROOM, NO_CALL)).astype(jnp.int32)
+    growth = jnp.sum(jnp.where(_is_started(state), pages_to_continue(state, shapes), 0), dtype=jnp.int32)
+    fits = (terms.return_pages <= free - growth) & (num_running < shapes.max_seqs)
+    fits_again = first & (fits | (num_running == 0))
+    return jnp.where(short, SHORT, jnp.where(fits_again, ROOM, NO_CALL)).astype(jnp.int32)
 
 
-def ends_for_host(state: DecodeState, shapes: Shapes, terms: HostTerms) -> Array:
-    """Whether the round ends for the host to move pages: always if it would compute nothing. bool[]"""
+def unless_called(steps_on: Array, state: DecodeState, shapes: Shapes, terms: HostTerms | None) -> Array:
+    """`steps_on`, bool[], if the round need not end for the host to move pages. It ends in any case if the next step
+    would compute nothing."""
+    if terms is None:
+        return steps_on
     called = host_call(state, shapes, terms) != NO_CALL
-    return called & (terms.yields.array | ~jnp.any(state.sequences.is_status(RUNNING)))
+    return steps_on & ~(called & (terms.yields | ~jnp.any(state.sequences.is_status(RUNNING))))
 
 
 class TableSnapshot(eqx.Module):
-    """What the host looks at before it moves pages; plain arrays."""
+    """The columns that the host reads before it moves pages."""
 
     status: Array
     """i32[seq]"""
     rank: Array
-    """i32[seq], place of each slot in the order of `in_order`."""
+    """i32[seq], rank of each slot in the order of `in_order`."""
     is_ready: Array
-    """bool[seq], waits for nothing but a place."""
+    """bool[seq], waits only to be started."""
     goes_on: Array
-    """bool[seq], holds pages or a place."""
+    """bool[seq], runs, or waits and holds pages."""
     computed: Array
     """i32[seq]"""
     growth: Array
-    """i32[seq], pages that each will need beyond those it holds."""
+    """i32[seq], pages that each slot will need beyond those it holds."""
     page_indices: Array
     """i32[seq, seq_page]"""
     ref_counts: Array
@@ -89,73 +98,71 @@ class TableSnapshot(eqx.Module):
 def snapshot(state: DecodeState, shapes: Shapes) -> TableSnapshot:
     table, order = state.sequences, in_order(state.sequences)
     return TableSnapshot(
-        status=table.status.array,
+        status=table.status,
         rank=jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32)),
         is_ready=is_ready(table),
-        goes_on=_goes_on(state),
-        computed=table.num_computed.array,
-        growth=pages_to_go_on(state, shapes),
-        page_indices=table.page_indices.array,
-        ref_counts=state.page_table.ref_counts.array,
+        goes_on=_is_started(state),
+        computed=table.num_computed,
+        growth=pages_to_continue(state, shapes),
+        page_indices=table.page_indices,
+        ref_counts=state.page_table.ref_counts,
     )
 
 
-def _goes_on(state: DecodeState) -> Array:
+def _is_started(state: DecodeState) -> Array:
     table = state.sequences
-    return table.is_status(RUNNING) | (table.is_status(WAITING) & (table.num_computed.array > 0))
+    return table.is_status(RUNNING) | (table.is_status(WAITING) & (table.num_computed > 0))
 
 
 def read_pages(kv: KvPages, pages: Array) -> Array:
-    """The contents of `pages`, i32[transfer_pages], in the host's memory."""
+    """The contents of `pages`, i32[transfer_pages], in host memory."""
     return jax.device_put(kv.take(pages), jax.memory.Space.Host)
 
 
 def write_pages(kv: KvPages, contents: Array, pages: Array, places: Array) -> KvPages:
-    """Store what `read_pages` gave.
+    """Store contents that `read_pages` has read.
 
     Args:
-        contents: of `transfer_pages` pages, in the host's memory.
-        pages: i32[page], of `swap_in`.
-        places: i32[transfer_pages], which of these each one goes to; absent where its contents are not wanted.
+        contents: of `transfer_pages` pages, in host memory.
+        pages: i32[page], from `swap_in`.
+        places: i32[transfer_pages], index into `pages` for each page of `contents`; absent: it is not stored.
     """
-    target = pages.at[places].get(mode="fill", fill_value=kv.num_pages)
+    target = gather(pages, places, kv.num_pages)
     return kv.put(target, jax.device_put(contents, jax.memory.Space.Device))
 
 
 def mark_swapped(state: DecodeState, slots: Array, status: Array) -> DecodeState:
-    """Give back the pages of `slots`, bool[seq], and leave them to the host as `status`, i32[]: SWAPPED or LOADING."""
+    """Release the pages of `slots`, bool[seq], and set their status, i32[]: SWAPPED or LOADING."""
     state = release(state, slots)
     table = state.sequences
-    table = replace(table, status=jnp.where(slots, status, table.status.array))
-    return eqx.tree_at(lambda s: s.sequences, state, table)
+    table = replace(table, status=jnp.where(slots, status, table.status))
+    return replace(state, sequences=table)
 
 
 def swap_in(
     state: DecodeState, slots: Array, places: Array, computed: Array, count: Array
 ) -> tuple[DecodeState, Array]:
-    """Give sequences that were swapped pages again, and let them wait for their turn to run.
+    """Allocate pages for swapped sequences; they wait to be started.
 
     Args:
         slots: bool[seq].
-        places: i32[seq, seq_page], which of the `count` pages each holds; absent past its last.
-        computed: i32[seq], tokens whose K/V will be in these pages; 0 for a sequence that begins anew.
-        count: i32[]. Each page has at least one holder.
-    Returns: the new state, and the pages, i32[page], of which the first `count` are there.
+        places: i32[seq, seq_page], which of the `count` new pages each column holds; absent past the last.
+        computed: i32[seq], tokens whose K/V will be in these pages; 0 for a sequence that starts anew.
+        count: i32[], pages to allocate. Each has at least one holder.
+    Returns: the new state, and the pages, i32[page], of which the first `count` are allocated.
     Requires: as many free pages.
     """
     table, page_table = state.sequences, state.page_table
     none = page_table.num_pages
     page_table, pages = page_table.allocate(count, none)
-    own = jnp.where(slots[:, None], pages.at[places].get(mode="fill", fill_value=none), none)
-    counts = page_table.share(own).ref_counts.array.at[pages].add(-1, mode="drop")
-    if state.beams is not None:  # a search is admitted if its beams fit that share their prompt
-        anew = slots & (computed == 0)
-        table = replace(table, fork_source=state.beams.sharing_again(table.fork_source.array, anew))
+    own = jnp.where(slots[:, None], gather(pages, places, none), none)
+    counts = scatter_add(page_table.share(own).ref_counts, pages, -1)
     table = replace(
         table,
-        page_indices=jnp.where(slots[:, None], own, table.page_indices.array),
-        num_computed=jnp.where(slots, computed, table.num_computed.array),
-        status=jnp.where(slots, WAITING, table.status.array),
+        fork_source=state.beams.sharing_again(table.fork_source, slots & (computed == 0)),
+        page_indices=jnp.where(slots[:, None], own, table.page_indices),
+        num_computed=jnp.where(slots, computed, table.num_computed),
+        status=jnp.where(slots, WAITING, table.status),
     )
-    state = dataclasses.replace(state, sequences=table, page_table=replace(page_table, ref_counts=counts))
+    state = replace(state, sequences=table, page_table=replace(page_table, ref_counts=counts))
     return count_taken(state, pages), pages

@@ -1,13 +1,15 @@
-"""One round: a `lax.while_loop` over steps, on the device from beginning to end."""
+"""One round: a `lax.while_loop` over steps, without a transfer to the host in between."""
 
-import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
+from levanter_infer.cache.arrays import replace
 from levanter_infer.decode.admission import Admission, admit
 from levanter_infer.decode.codes import FINISHED, FREE, RUNNING, WAITING
-from levanter_infer.decode.kv_offload import ends_for_host, host_call
+from levanter_infer.decode.kv_offload import HostTerms, host_call, unless_called
 from levanter_infer.decode.outputs import OutputRing, RoundOutputs, pack_outputs
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState, GenState
@@ -19,47 +21,38 @@ def run_round(
     model, state: GenState, admission: Admission, shapes: Shapes, attention: AttentionSpec
 ) -> tuple[GenState, RoundOutputs]:
     """Admit, then step until the round ends. Pure; `programs.py` compiles it with the state donated."""
-    state = dataclasses.replace(state, decode=admit(state.decode, admission))
+    state = replace(state, decode=admit(state.decode, admission))
     ring = OutputRing.init(shapes.ring_size, shapes.limits.max_logprobs)
-    state, ring = run_steps(
-        model,
-        state,
-        ring,
-        shapes,
-        attention,
-        max_steps=admission.max_steps.array,
-        min_free_slots=admission.min_free_slots.array,
-        host=admission.host,
-    )
-    call = None if admission.host is None else host_call(state.decode, shapes, admission.host)
-    return state, pack_outputs(state.decode, ring, call)
+    limits = RoundLimits(admission.max_steps, admission.min_free_slots, admission.host)
+    state, ring = run_steps(model, state, ring, shapes, attention, limits)
+    return state, pack_outputs(state.decode, ring, host_call(state.decode, shapes, admission.host))
+
+
+class RoundLimits(NamedTuple):
+    """When a round ends although work is left; fields as of `Admission`."""
+
+    max_steps: Array
+    min_free_slots: Array
+    host: HostTerms | None = None
 
 
 def run_steps(
-    model,
-    state: GenState,
-    ring: OutputRing,
-    shapes: Shapes,
-    attention: AttentionSpec,
-    *,
-    max_steps,
-    min_free_slots,
-    host=None,
+    model, state: GenState, ring: OutputRing, shapes: Shapes, attention: AttentionSpec, limits: RoundLimits
 ) -> tuple[GenState, OutputRing]:
     """Step while there is work.
 
-    The loop ends when nothing is pending, the ring could not hold another step, `max_steps` is reached, or places
-    are empty that the host could fill (`min_free_slots`, see `Admission`), or pages should be moved (`host`).
+    The loop ends when nothing is pending, the ring could not hold another step, or a limit is reached: `max_steps`; the
+    host could start further sequences (`min_free_slots`); it should move pages (`host`).
     """
 
     def goes_on(carry):
         steps, state, ring = carry
         more = (
-            (steps < max_steps)
-            & (ring.count.array + shapes.max_seqs <= ring.size)
-            & has_work(state.decode, shapes, min_free_slots)
+            (steps < limits.max_steps)
+            & (ring.count + shapes.max_seqs <= ring.size)
+            & has_work(state.decode, shapes, limits.min_free_slots)
         )
-        return more if host is None else more & ~ends_for_host(state.decode, shapes, host)
+        return unless_called(more, state.decode, shapes, limits.host)
 
     def body(carry):
         steps, state, ring = carry
@@ -70,8 +63,9 @@ def run_steps(
     return state, ring
 
 
-def has_work(state: DecodeState, shapes: Shapes, min_free_slots) -> jax.Array:
-    """Whether a step would compute anything, and nobody better could use its place. bool[]"""
+def has_work(state: DecodeState, shapes: Shapes, min_free_slots) -> Array:
+    """Whether a step would compute anything, and the round is not starved of sequences that the host could admit.
+    bool[]"""
     table = state.sequences
     running = jnp.sum(table.is_status(RUNNING), dtype=jnp.int32)
     waiting = jnp.any(table.is_status(WAITING))

@@ -1,17 +1,14 @@
-"""What a round tells the host: `OutputRing` while it runs, `RoundOutputs` when it ends."""
+"""The results of a round: `OutputRing` while it runs, `RoundOutputs` when it ends."""
 
 import equinox as eqx
-import haliax.haxtyping as ht
 import jax
 import jax.numpy as jnp
 import numpy as np
-from haliax import NamedArray
 from jax import Array
+from jaxtyping import Float32, Int32
 
-from levanter_infer.axes import OUTPUT, TOP
-from levanter_infer.cache.named import full, replace, scalar
+from levanter_infer.cache.arrays import full, replace, scatter
 from levanter_infer.decode.codes import RUNNING, WAITING
-from levanter_infer.decode.kv_offload import NO_CALL
 from levanter_infer.decode.sampling import SampleOutput
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import Counters, DecodeState
@@ -20,40 +17,39 @@ from levanter_infer.decode.state import Counters, DecodeState
 class OutputRing(eqx.Module):
     """Sampled tokens in the order of sampling; entries from `count` on are stale."""
 
-    slot_ids: ht.i32[NamedArray, " output"]
-    tokens: ht.i32[NamedArray, " output"]
-    logprobs: ht.f32[NamedArray, " output"]
-    """Of the model's distribution."""
-    processed_logprobs: ht.f32[NamedArray, " output"]
-    """Of the distribution that was sampled from."""
-    top_ids: ht.i32[NamedArray, "output top"]
-    top_logprobs: ht.f32[NamedArray, "output top"]
-    count: ht.i32[NamedArray, ""]
+    slot_ids: Int32[Array, " output"]
+    tokens: Int32[Array, " output"]
+    logprobs: Float32[Array, " output"]
+    """Log probabilities under the model."""
+    processed_logprobs: Float32[Array, " output"]
+    """Log probabilities under the distribution that was sampled from."""
+    top_ids: Int32[Array, "output top"]
+    top_logprobs: Float32[Array, "output top"]
+    count: Int32[Array, ""]
 
     @staticmethod
     def init(size: int, max_top: int) -> "OutputRing":
-        output, top = (OUTPUT, size), (TOP, max_top)
         return OutputRing(
-            slot_ids=full((output,), 0),
-            tokens=full((output,), 0),
-            logprobs=full((output,), 0, jnp.float32),
-            processed_logprobs=full((output,), 0, jnp.float32),
-            top_ids=full((output, top), 0),
-            top_logprobs=full((output, top), 0, jnp.float32),
-            count=scalar(0),
+            slot_ids=full(size, 0),
+            tokens=full(size, 0),
+            logprobs=full(size, 0, jnp.float32),
+            processed_logprobs=full(size, 0, jnp.float32),
+            top_ids=full((size, max_top), 0),
+            top_logprobs=full((size, max_top), 0, jnp.float32),
+            count=jnp.int32(0),
         )
 
     @property
     def size(self) -> int:
-        return self.tokens.axis_size(OUTPUT)
+        return self.tokens.shape[-1]
 
     def push(self, emits: Array, slots: Array, sampled: SampleOutput) -> "OutputRing":
         """Append the rows in the mask `emits`, bool[row]. Requires: they fit."""
         rank = jnp.cumsum(emits, dtype=jnp.int32)
-        place = jnp.where(emits, self.count.array + rank - 1, self.size)
+        place = jnp.where(emits, self.count + rank - 1, self.size)
 
         def put(name, values):
-            return getattr(self, name).array.at[place].set(values, mode="drop")
+            return scatter(getattr(self, name), place, values)
 
         return replace(
             self,
@@ -63,7 +59,7 @@ class OutputRing(eqx.Module):
             processed_logprobs=put("processed_logprobs", sampled.processed_logprobs),
             top_ids=put("top_ids", sampled.top_ids),
             top_logprobs=put("top_logprobs", sampled.top_logprobs),
-            count=self.count.array + rank[-1],
+            count=self.count + rank[-1],
         )
 
 
@@ -94,37 +90,37 @@ _STATE_SCALARS = (
 _SCALARS = (*_STATE_SCALARS, *Counters.__annotations__)
 
 
-def pack_outputs(state: DecodeState, ring: OutputRing, host_call: Array | None = None) -> RoundOutputs:
-    """Args: host_call: what the host should do about pages, see `kv_offload.host_call`."""
-    table, ref_counts, prefix = state.sequences, state.page_table.ref_counts.array, state.prefix
+def pack_outputs(state: DecodeState, ring: OutputRing, host_call: Array) -> RoundOutputs:
+    """Args: host_call: of `kv_offload.host_call`, whether the host should move pages."""
+    table, ref_counts, prefix = state.sequences, state.page_table.ref_counts, state.prefix
     scalars = {
-        "count": ring.count.array,
+        "count": ring.count,
         "cached_pages": jnp.int32(0)
         if prefix is None
         else jnp.sum(prefix.findable(jnp.arange(prefix.num_pages)), dtype=jnp.int32),
-        "host_call": jnp.int32(NO_CALL) if host_call is None else host_call,
-        "free_pages": state.page_table.num_free.array,
+        "host_call": host_call,
+        "free_pages": state.page_table.num_free,
         "running": jnp.sum(table.is_status(RUNNING), dtype=jnp.int32),
         "waiting": jnp.sum(table.is_status(WAITING), dtype=jnp.int32),
-        "stored_tokens": jnp.sum(table.num_computed.array, dtype=jnp.int32),
+        "stored_tokens": jnp.sum(table.num_computed, dtype=jnp.int32),
         "refs_max": jnp.max(ref_counts),
         "refs_sum": jnp.sum(ref_counts, dtype=jnp.int32),
-        **{name: getattr(state.counters, name).array for name in Counters.__annotations__},
+        **{name: getattr(state.counters, name) for name in Counters.__annotations__},
     }
-    bits = [jax.lax.bitcast_convert_type(a.array, jnp.int32) for a in (ring.logprobs, ring.processed_logprobs)]
+    bits = [jax.lax.bitcast_convert_type(a, jnp.int32) for a in (ring.logprobs, ring.processed_logprobs)]
     packed = jnp.concatenate(
         [
             jnp.stack([scalars[name] for name in _SCALARS]),
-            table.status.array,
-            table.finish_reason.array,
-            table.seq_lens.array,
-            table.num_cached.array,
-            ring.slot_ids.array,
-            ring.tokens.array,
+            table.status,
+            table.finish_reason,
+            table.seq_lens,
+            table.num_cached,
+            ring.slot_ids,
+            ring.tokens,
             *bits,
         ]
     )
-    return RoundOutputs(packed=packed, top_ids=ring.top_ids.array, top_logprobs=ring.top_logprobs.array)
+    return RoundOutputs(packed=packed, top_ids=ring.top_ids, top_logprobs=ring.top_logprobs)
 
 
 class HostOutputs:

@@ -1,13 +1,10 @@
-"""Pages of sequences: taking, copying on write, forking, giving back. Nothing here ever fails for want of pages."""
+"""Pages of sequences: allocation, copy-on-write, preemption, forks, release. Running out of pages is never an error."""
 
-import dataclasses
-
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.cache.named import replace
+from levanter_infer.cache.arrays import gather, replace, scatter, scatter_add, scatter_max, scatter_min
 from levanter_infer.cache.page_math import offset_of, page_of, pages_for
 from levanter_infer.cache.page_table import PageTable, ragged_index, run_if
 from levanter_infer.decode.codes import FINISHED, RUNNING, WAITING
@@ -16,34 +13,34 @@ from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
 
 _BLOCK = 1024
-"""Pages shared or given back per trip of a loop: usually there is one trip."""
+"""Pages shared or released per trip of a loop: usually there is one trip."""
 
 
 def pages_needed(state: DecodeState, take: Array) -> tuple[Array, Array]:
-    """What computing `take` more tokens costs each slot.
+    """Pages that each slot needs to compute `take` more tokens.
 
-    Returns: i32[seq], new pages to append; bool[seq], whether the page it writes first is shared, so that it may
-        have to be copied.
+    Returns: i32[seq], new pages to append; bool[seq], whether the first page it writes is shared, so that it may have
+        to be copied.
     """
     table, size = state.sequences, state.page_table.page_size
-    computed = table.num_computed.array
+    computed = table.num_computed
     new = pages_for(computed + take, size) - pages_for(computed, size)
     tail = page_at(table, _all_slots(table), page_of(computed, size))
-    shared = state.page_table.ref_counts.array.at[tail].get(mode="fill", fill_value=0) > 1
+    shared = gather(state.page_table.ref_counts, tail, 0) > 1
     return new, (take > 0) & (offset_of(computed, size) != 0) & shared
 
 
 def preempt(state: DecodeState, order: Array, take: Array) -> tuple[DecodeState, Array]:
-    """Take pages back from the last sequences in `order` until the step's needs can be met.
+    """Preempt the last sequences in `order` until the free pages suffice for the step.
 
-    A preempted sequence keeps its tokens, waits, and computes them again later. The first is never preempted, and
-    admission has made sure that it fits alone.
+    A preempted sequence keeps its tokens, waits, and recomputes them later. The first in order is never preempted; it
+    fits alone, because requests that do not are refused.
 
-    Returns: the new state, and `take` without those that were preempted.
+    Returns: the new state, and `take` with 0 for the preempted sequences.
     """
     new, copies = pages_needed(state, take)
     need = new + copies.astype(jnp.int32)
-    short = jnp.sum(need, dtype=jnp.int32) > state.page_table.num_free.array
+    short = jnp.sum(need, dtype=jnp.int32) > state.page_table.num_free
 
     def body(carry):
         state, take = carry
@@ -51,37 +48,30 @@ def preempt(state: DecodeState, order: Array, take: Array) -> tuple[DecodeState,
         rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32))
         released = _released_by_suffix(table, state.page_table, rank)
         needed = jnp.cumsum(need[order], dtype=jnp.int32)
-        # Survivors are the first k. Their needs grow with k and what the others give back shrinks.
-        fits = needed <= state.page_table.num_free.array + released
+        # The first k survive. Their needs grow with k, and fewer pages are released by the others.
+        fits = needed <= state.page_table.num_free + released
         survivors = jnp.maximum(jnp.sum(fits, dtype=jnp.int32), 1)
-        if state.beams is not None:
-            survivors = state.beams.whole_survivors(table, order, survivors)
-        live = (table.status.array == RUNNING) | (table.status.array == WAITING)
-        loses_place = live & (rank >= survivors)
-        victims = loses_place & (table.num_computed.array > 0)
-        counters = state.counters
-        state = eqx.tree_at(
-            lambda s: s.counters,
-            state,
-            replace(
-                counters,
-                preemptions=counters.preemptions.array + jnp.sum(victims, dtype=jnp.int32),
-                recomputed=counters.recomputed.array
-                + jnp.sum(jnp.where(victims, table.num_computed.array, 0), dtype=jnp.int32),
-            ),
+        survivors = state.beams.num_survivors(table, order, survivors)
+        live = (table.status == RUNNING) | (table.status == WAITING)
+        stops = live & (rank >= survivors)
+        victims = stops & (table.num_computed > 0)
+        counters = state.counters.plus(
+            preemptions=jnp.sum(victims, dtype=jnp.int32),
+            recomputed=jnp.sum(jnp.where(victims, table.num_computed, 0), dtype=jnp.int32),
         )
-        state = release(state, victims)
-        table = replace(state.sequences, status=jnp.where(loses_place, WAITING, state.sequences.status.array))
-        if state.beams is not None:
-            table = replace(table, fork_source=state.beams.sharing_again(table.fork_source.array, loses_place))
-        state = eqx.tree_at(lambda s: s.sequences, state, table)
-        return state, jnp.where(loses_place, 0, take)
+        state = release(replace(state, counters=counters), victims)
+        table = replace(
+            state.sequences,
+            status=jnp.where(stops, WAITING, state.sequences.status),
+            fork_source=state.beams.sharing_again(state.sequences.fork_source, stops),
+        )
+        return replace(state, sequences=table), jnp.where(stops, 0, take)
 
     return run_if(short, body, (state, take))
 
 
-def take_pages(state: DecodeState, shapes: Shapes, take: Array) -> tuple[DecodeState, Array, Array]:
-    """Give every scheduled token a page to write to; shared pages that are written get a copy.
+def allocate_pages(state: DecodeState, shapes: Shapes, take: Array) -> tuple[DecodeState, Array, Array]:
+    """Allocate the pages that the scheduled tokens are written to; a shared page that is written gets a copy.
 
     Returns: the new state, and (source, target) pages to copy, i32[seq] each; unused pairs hold `num_pages`.
     Requires: enough free pages (`preempt` sees to it).
@@ -90,60 +80,58 @@ def take_pages(state: DecodeState, shapes: Shapes, take: Array) -> tuple[DecodeS
     table, page_table = state.sequences, state.page_table
     size, num_pages = page_table.page_size, page_table.num_pages
     new, shared = pages_needed(state, take)
-    slots, first = _all_slots(table), page_of(table.num_computed.array, size)
+    slots, first = _all_slots(table), page_of(table.num_computed, size)
     source = jnp.where(shared, page_at(table, slots, first), num_pages)
     copies = shared & ~run_if(jnp.any(shared), lambda _: _keeps_page(page_table, source), jnp.zeros_like(shared))
 
     counts = new + copies.astype(jnp.int32)
     page_table, pages = page_table.allocate(jnp.sum(counts, dtype=jnp.int32), shapes.max_new_pages)
     slot, item, valid = ragged_index(counts, jnp.int32(0), shapes.max_new_pages)
-    held = pages_for(table.num_computed.array, size)
+    held = pages_for(table.num_computed, size)
     begin = jnp.where(copies, first, held)
-    column = begin.at[slot].get(mode="fill", fill_value=0) + item
-    page_indices = table.page_indices.array.at[jnp.where(valid, slot, table.num_slots), column].set(pages, mode="drop")
+    column = gather(begin, slot, 0) + item
+    page_indices = scatter(table.page_indices, (jnp.where(valid, slot, table.num_slots), column), pages)
 
     source = jnp.where(copies, source, num_pages)
     target = jnp.where(copies, page_at(replace(table, page_indices=page_indices), slots, first), num_pages)
     # A copied page keeps at least one reference: `_keeps_page` leaves it to one of its holders.
-    page_table = replace(page_table, ref_counts=page_table.ref_counts.array.at[source].add(-1, mode="drop"))
-    counters = state.counters
-    copied = counters.copied_pages.array + jnp.sum(copies, dtype=jnp.int32)
-    state = dataclasses.replace(
+    page_table = replace(page_table, ref_counts=scatter_add(page_table.ref_counts, source, -1))
+    state = replace(
         state,
         sequences=replace(table, page_indices=page_indices),
         page_table=page_table,
-        counters=replace(counters, copied_pages=copied),
+        counters=state.counters.plus(copied_pages=jnp.sum(copies, dtype=jnp.int32)),
     )
     return count_taken(state, pages), source, target
 
 
 def count_taken(state: DecodeState, pages: Array) -> DecodeState:
-    """Forget what `pages` (any shape; none entries are ignored), which have just been taken, held before."""
+    """Forget the prefix-cache entries of `pages` (any shape; none entries are ignored), which have a new owner."""
     page_table, prefix, counters = state.page_table, state.prefix, state.counters
     if prefix is not None:
-        evictions = counters.prefix_evictions.array + jnp.sum(prefix.findable(pages), dtype=jnp.int32)
-        prefix, counters = prefix.forget(pages), replace(counters, prefix_evictions=evictions)
-    held_now = page_table.num_pages - page_table.num_free.array
-    counters = replace(counters, pages_peak=jnp.maximum(counters.pages_peak.array, held_now))
-    return dataclasses.replace(state, prefix=prefix, counters=counters)
+        counters = counters.plus(prefix_evictions=jnp.sum(prefix.findable(pages), dtype=jnp.int32))
+        prefix = prefix.forget(pages)
+    held_now = page_table.num_pages - page_table.num_free
+    counters = replace(counters, pages_peak=jnp.maximum(counters.pages_peak, held_now))
+    return replace(state, prefix=prefix, counters=counters)
 
 
 def release(state: DecodeState, slots: Array) -> DecodeState:
-    """Give back all pages of the slots in the mask `slots`, bool[seq]; their tokens stay.
+    """Release all pages of the slots in the mask `slots`, bool[seq]; their tokens stay.
 
-    Afterwards these slots hold nothing: `num_computed` is 0 and `page_indices` is none. The pages of a sequence
-    return from the last to the first, so that the beginning of its text stays in the pool longest.
+    Afterwards `num_computed` is 0 and `page_indices` is none. The pages of a sequence are released from the last to the
+    first, so that the start of its text stays in the pool longest.
     """
 
-    def give_back(state: DecodeState) -> DecodeState:
+    def release_all(state: DecodeState) -> DecodeState:
         table, page_table = state.sequences, state.page_table
         held = jnp.where(slots, table.num_held(page_table.page_size), 0)
-        page_table = release_tails(page_table, table.page_indices.array, jnp.zeros_like(held), held)
-        page_indices = jnp.where(slots[:, None], page_table.num_pages, table.page_indices.array)
-        table = replace(table, page_indices=page_indices, num_computed=jnp.where(slots, 0, table.num_computed.array))
-        return eqx.tree_at(lambda s: (s.sequences, s.page_table), state, (table, page_table))
+        page_table = release_tails(page_table, table.page_indices, jnp.zeros_like(held), held)
+        page_indices = jnp.where(slots[:, None], page_table.num_pages, table.page_indices)
+        table = replace(table, page_indices=page_indices, num_computed=jnp.where(slots, 0, table.num_computed))
+        return replace(state, sequences=table, page_table=page_table)
 
-    return run_if(jnp.any(slots & (state.sequences.num_computed.array > 0)), give_back, state)
+    return run_if(jnp.any(slots & (state.sequences.num_computed > 0)), release_all, state)
 
 
 def release_tails(page_table: PageTable, page_indices: Array, begin: Array, end: Array) -> PageTable:
@@ -170,34 +158,33 @@ def _in_blocks(page_table: PageTable, page_indices: Array, counts: Array, offset
     def block(carry):
         start, page_table = carry
         row, item, valid = ragged_index(counts, start, _BLOCK)
-        column = origin.at[row].get(mode="fill", fill_value=0) + offset(item)
-        page = page_indices.at[row, column].get(mode="fill", fill_value=page_table.num_pages)
+        column = gather(origin, row, 0) + offset(item)
+        page = gather(page_indices, (row, column), page_table.num_pages)
         return start + _BLOCK, change(page_table, jnp.where(valid, page, page_table.num_pages))
 
     return jax.lax.while_loop(lambda carry: carry[0] < total, block, (jnp.int32(0), page_table))[1]
 
 
 def free_pages_for_finished(state: DecodeState, finished: Array, reason: Array) -> DecodeState:
-    """End the sequences in the mask `finished` with `reason` (i32[seq]) and give back their pages.
+    """End the sequences in the mask `finished` with `reason` (i32[seq]) and release their pages.
 
-    Forks that still wait for one of them go on alone: its slot may belong to another sequence by the next step.
+    Forks that still wait for one of them compute the prompt themselves: its slot may belong to another sequence by the
+    next step.
     """
     table = state.sequences
-    source = table.fork_source.array
-    orphaned = finished.at[source].get(mode="fill", fill_value=False)
+    source = table.fork_source
+    orphaned = gather(finished, source, False)
     table = replace(
         table,
-        status=jnp.where(finished, FINISHED, table.status.array),
-        finish_reason=jnp.where(finished, reason, table.finish_reason.array),
+        status=jnp.where(finished, FINISHED, table.status),
+        finish_reason=jnp.where(finished, reason, table.finish_reason),
         fork_source=jnp.where(finished | orphaned, table.num_slots, source),
     )
-    if state.beams is not None:
-        state = dataclasses.replace(state, beams=state.beams.without(finished))
-    return release(eqx.tree_at(lambda s: s.sequences, state, table), finished)
+    return release(replace(state, sequences=table, beams=state.beams.without(finished)), finished)
 
 
 def fork(state: DecodeState, children: Array, parents: Array, lens: Array) -> DecodeState:
-    """Let `children` share the pages that hold the first `lens` tokens of their `parents`. Moves no data.
+    """Share the pages that hold the first `lens` tokens of `parents` with their `children`. Copies no data.
 
     Args:
         children: bool[seq], slots that hold no pages.
@@ -209,23 +196,17 @@ def fork(state: DecodeState, children: Array, parents: Array, lens: Array) -> De
     def share(state: DecodeState) -> DecodeState:
         table, page_table = state.sequences, state.page_table
         held = pages_for(lens, page_table.page_size)
-        column = jnp.arange(table.page_indices.array.shape[1], dtype=jnp.int32)
+        column = jnp.arange(table.page_indices.shape[1], dtype=jnp.int32)
         inherits = children[:, None] & (column[None, :] < held[:, None])
-        pages = jnp.where(
-            inherits,
-            table.page_indices.array.at[parents].get(mode="fill", fill_value=page_table.num_pages),
-            page_table.num_pages,
-        )
+        none = page_table.num_pages
+        pages = jnp.where(inherits, gather(table.page_indices, parents, none), none)
         table = replace(
             table,
-            page_indices=jnp.where(children[:, None], pages, table.page_indices.array),
-            num_computed=jnp.where(children, lens, table.num_computed.array),
+            page_indices=jnp.where(children[:, None], pages, table.page_indices),
+            num_computed=jnp.where(children, lens, table.num_computed),
         )
-        counters = state.counters
-        counters = replace(counters, forks=counters.forks.array + jnp.sum(children, dtype=jnp.int32))
-        return eqx.tree_at(
-            lambda s: (s.sequences, s.page_table, s.counters), state, (table, page_table.share(pages), counters)
-        )
+        counters = state.counters.plus(forks=jnp.sum(children, dtype=jnp.int32))
+        return replace(state, sequences=table, page_table=page_table.share(pages), counters=counters)
 
     return run_if(jnp.any(children), share, state)
 
@@ -237,16 +218,16 @@ def fork_when_ready(state: DecodeState) -> DecodeState:
     token like any other sequence. If that token's page is shared, writing it copies the page.
     """
     table = state.sequences
-    source = table.fork_source.array
-    waits = (table.is_status(WAITING) | table.is_status(RUNNING)) & (source < table.num_slots)
-    lens = table.prompt_lens.array - 1
-    parent_status = table.status.array.at[source].get(mode="fill", fill_value=FINISHED)
-    parent_computed = table.num_computed.array.at[source].get(mode="fill", fill_value=0)
-    ready = waits & (parent_status == RUNNING) & (parent_computed >= lens) & (lens > 0)
-    alone = waits & (lens == 0)
+    source = table.fork_source
+    waiting = (table.is_status(WAITING) | table.is_status(RUNNING)) & (source < table.num_slots)
+    lens = table.prompt_lens - 1
+    parent_status = gather(table.status, source, FINISHED)
+    parent_computed = gather(table.num_computed, source, 0)
+    ready = waiting & (parent_status == RUNNING) & (parent_computed >= lens) & (lens > 0)
+    alone = waiting & (lens == 0)
     state = fork(state, ready, source, lens)
     table = replace(state.sequences, fork_source=jnp.where(ready | alone, table.num_slots, source))
-    return eqx.tree_at(lambda s: s.sequences, state, table)
+    return replace(state, sequences=table)
 
 
 def page_at(table: SequenceTable, slots: Array, column: Array) -> Array:
@@ -255,7 +236,7 @@ def page_at(table: SequenceTable, slots: Array, column: Array) -> Array:
     Requires: column is at least -1; before the first page there is none.
     """
     none = jnp.iinfo(jnp.int32).max  # past the end of any pool, as columns past the end of the table are
-    page = table.page_indices.array.at[slots, column].get(mode="fill", fill_value=none)
+    page = gather(table.page_indices, (slots, column), none)
     return jnp.where(column < 0, none, page)
 
 
@@ -264,28 +245,28 @@ def _all_slots(table: SequenceTable) -> Array:
 
 
 def _keeps_page(page_table: PageTable, source: Array) -> Array:
-    """Which writer of a shared page may keep it: the first, if all its holders write in this step. bool[seq]
+    """Slots that write a shared page and keep it: the first, if all its holders write in this step. bool[seq]
 
     Args:
         source: i32[seq], the shared page that each slot writes; none elsewhere.
     """
-    # Each writer takes a reference away; where none is left, the count itself can hold which writer is the first.
-    left = page_table.ref_counts.array.at[source].add(-1, mode="drop")
-    everybody = left.at[source].get(mode="fill", fill_value=1) == 0
+    # Each writer removes a reference; where none is left, the count itself can record the first writer.
+    left = scatter_add(page_table.ref_counts, source, -1)
+    all_write = gather(left, source, 1) == 0
     place = jnp.arange(source.shape[0], 0, -1, dtype=jnp.int32)
-    first = left.at[jnp.where(everybody, source, page_table.num_pages)].max(place, mode="drop")
-    return everybody & (first.at[source].get(mode="fill", fill_value=0) == place)
+    first = scatter_max(left, jnp.where(all_write, source, page_table.num_pages), place)
+    return all_write & (gather(first, source, 0) == place)
 
 
 def _released_by_suffix(table: SequenceTable, page_table: PageTable, rank: Array) -> Array:
-    """Pages that become free if all slots after the first k + 1 give theirs back, i32[k].
+    """Pages that become free if all slots after the first k + 1 release theirs, i32[k].
 
     Args:
-        rank: i32[seq], place of each slot in the order.
+        rank: i32[seq], rank of each slot in the order.
     """
     num_slots, num_pages = table.num_slots, page_table.num_pages
-    pages = table.page_indices.array
+    pages = table.page_indices
     holder = jnp.broadcast_to(rank[:, None], pages.shape)
-    first = jnp.full(num_pages, num_slots, jnp.int32).at[pages].min(holder, mode="drop")
-    freed = jnp.zeros(num_slots, jnp.int32).at[first].add(1, mode="drop")
+    first = scatter_min(jnp.full(num_pages, num_slots, jnp.int32), pages, holder)
+    freed = scatter_add(jnp.zeros(num_slots, jnp.int32), first, 1)
     return jnp.sum(freed, dtype=jnp.int32) - jnp.cumsum(freed, dtype=jnp.int32)

@@ -1,19 +1,18 @@
-"""Sharing of equal beginnings: pages are found before they are computed, and noted when they are full.
+"""Automatic prefix caching: pages are looked up before they are computed, and inserted when they are full.
 
-The next one to start looks too, and takes what others hold: that costs nothing, and it needs that much less to start.
+The next sequence to start looks up pages too, and shares those that others hold: that costs nothing, and it then needs
+fewer free pages to start.
 
-Nothing here remembers who computes what. At each step a sequence that stands at the beginning of a page that others can
-use looks for it; if another one computes the same page at this moment, it waits. Should that one end, the next to
-look finds nobody ahead of it, and computes the page itself.
+No table records which sequence computes which page. In each step, a sequence at the start of a page that others can
+share looks it up; if another sequence is computing the same page, it waits. Should that one end, the next sequence
+that looks finds none ahead of it, and computes the page itself.
 """
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.cache.named import replace
+from levanter_infer.cache.arrays import gather, replace, scatter, scatter_add
 from levanter_infer.cache.page_math import offset_of, page_of
 from levanter_infer.cache.page_table import ragged_index, run_if
 from levanter_infer.cache.prefix_table import UNKNOWN, PrefixTable, chained, content_hashes
@@ -24,17 +23,17 @@ from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
 
 _WINDOW = 32
-"""Pages that a sequence looks for at once."""
+"""Pages that a sequence looks up at once."""
 
 
 def match_prefix(state: DecodeState, shapes: Shapes, order: Array) -> tuple[DecodeState, Array]:
-    """Give running sequences, and the next one to start, the pages that hold what they would compute next.
+    """Let running sequences, and the next one to start, share the cached pages of the tokens they would compute next.
 
-    Returns: the new state, and which slots leave the next page to another one that computes it, bool[seq].
+    Returns: the new state, and the slots that wait because another one is computing their next page, bool[seq].
     """
-    nobody = jnp.zeros(state.sequences.num_slots, jnp.bool_)
+    none = jnp.zeros(state.sequences.num_slots, jnp.bool_)
     if state.prefix is None:
-        return state, nobody
+        return state, none
     size = state.page_table.page_size
 
     # Loops carry what they change and nothing else: everything that is carried costs time to compile.
@@ -53,47 +52,47 @@ def match_prefix(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Deco
 
     table, counters = state.sequences, state.counters
     seekers = _seekers(table, shapes, order)
-    carry = (table.page_indices.array, table.num_computed.array, state.page_table, counters.prefix_hits.array, nobody)
+    carry = (table.page_indices, table.num_computed, state.page_table, counters.prefix_hits, none)
     page_indices, computed, page_table, hits, waits = run_if(jnp.any(_shareable(state, seekers) > 0), share, carry)
-    state = dataclasses.replace(state, sequences=_count_cached(table, computed))
+    state = replace(state, sequences=_count_cached(table, computed))
     state = _with(state, page_indices, computed)
-    return dataclasses.replace(state, page_table=page_table, counters=replace(counters, prefix_hits=hits)), waits
+    return replace(state, page_table=page_table, counters=replace(counters, prefix_hits=hits)), waits
 
 
 def _count_cached(table: SequenceTable, found: Array) -> SequenceTable:
-    """Note the prompt tokens up to `found`, i32[seq], that are stored now without having been computed, unless the
-    sequence has had them before."""
-    reached = jnp.maximum(table.num_reached.array, table.num_computed.array)
-    new = jnp.minimum(found, table.prompt_lens.array) - reached
-    cached = table.num_cached.array + jnp.maximum(new, 0)
+    """Count the prompt tokens up to `found`, i32[seq], that were found instead of computed, unless the sequence has
+    reached them before."""
+    reached = jnp.maximum(table.num_reached, table.num_computed)
+    new = jnp.minimum(found, table.prompt_lens) - reached
+    cached = table.num_cached + jnp.maximum(new, 0)
     return replace(table, num_cached=cached, num_reached=jnp.maximum(reached, found))
 
 
 def _with(state: DecodeState, page_indices: Array, computed: Array) -> DecodeState:
     table = replace(state.sequences, page_indices=page_indices, num_computed=computed)
-    return dataclasses.replace(state, sequences=table)
+    return replace(state, sequences=table)
 
 
 def insert_prefix(state: DecodeState, shapes: Shapes, filled: Array, failed: Array) -> DecodeState:
-    """Note the pages that this step has filled, and let nobody find those of sequences that failed.
+    """Insert the pages that this step has filled into the prefix cache, and hide those of sequences that failed.
 
     Args:
-        filled: i32[seq], how many pages the step has filled: the last full ones of each slot.
+        filled: i32[seq], pages that the step has filled: the last full ones of each slot.
         failed: bool[seq]
     """
     if state.prefix is None:
         return state
-    counts = jnp.where(failed | is_private_root(state.sequences.roots.array), 0, filled)
+    counts = jnp.where(failed | is_private_root(state.sequences.roots), 0, filled)
 
-    def note(prefix: PrefixTable) -> PrefixTable:
-        prefix = _register(dataclasses.replace(state, prefix=prefix), shapes, counts)
-        return prefix.hide(jnp.where(failed[:, None], state.sequences.page_indices.array, prefix.num_pages))
+    def insert(prefix: PrefixTable) -> PrefixTable:
+        prefix = _insert_pages(replace(state, prefix=prefix), shapes, counts)
+        return prefix.hide(jnp.where(failed[:, None], state.sequences.page_indices, prefix.num_pages))
 
-    return dataclasses.replace(state, prefix=run_if(jnp.any((counts > 0) | failed), note, state.prefix))
+    return replace(state, prefix=run_if(jnp.any((counts > 0) | failed), insert, state.prefix))
 
 
 def _seekers(table: SequenceTable, shapes: Shapes, order: Array) -> Array:
-    """Who looks for pages: those that run, and the first that is ready to if there is a place, bool[seq]."""
+    """Slots that look up pages, bool[seq]: the running ones, and the first ready one if another may run."""
     running, ready = _computes(table), is_ready(table)
     next_one = jnp.where(
         jnp.sum(table.is_status(RUNNING)) < shapes.max_seqs, order[jnp.argmax(ready[order])], table.num_slots
@@ -102,94 +101,92 @@ def _seekers(table: SequenceTable, shapes: Shapes, order: Array) -> Array:
 
 
 def _computes(table: SequenceTable) -> Array:
-    """Who computes pages of its own, bool[seq]: beams that run may still wait for those of their leader."""
-    return table.is_status(RUNNING) & (table.fork_source.array == table.num_slots)
+    """Slots that compute pages of their own, bool[seq]: running beams may still wait for those of their leader."""
+    return table.is_status(RUNNING) & (table.fork_source == table.num_slots)
 
 
 def _shareable(state: DecodeState, slots: Array) -> Array:
-    """Full pages of known text that each slot in the mask `slots` has yet to compute and others may use, i32[seq].
+    """Full pages of known tokens that each slot in the mask `slots` has yet to compute and may share, i32[seq].
 
     A sequence computes its last token in any case: it samples from it.
     """
     table, size = state.sequences, state.page_table.page_size
-    pages = page_of(table.seq_lens.array - 1, size) - page_of(table.num_computed.array, size)
-    return jnp.where(slots & ~is_private_root(table.roots.array), pages, 0)
+    pages = page_of(table.seq_lens - 1, size) - page_of(table.num_computed, size)
+    return jnp.where(slots & ~is_private_root(table.roots), pages, 0)
 
 
 def _rows(shapes: Shapes, order: Array, chosen: Array) -> Array:
     """The slots in the mask `chosen`, oldest first, i32[max_seqs]; unused entries are absent."""
     chosen = chosen[order]
     row = jnp.where(chosen, jnp.cumsum(chosen, dtype=jnp.int32) - 1, shapes.max_seqs)
-    return jnp.full(shapes.max_seqs, shapes.num_slots, jnp.int32).at[row].set(order, mode="drop")
+    return scatter(jnp.full(shapes.max_seqs, shapes.num_slots, jnp.int32), row, order)
 
 
 def _next_pages(state: DecodeState, slots: Array, width: int) -> tuple[Array, Array, Array]:
-    """Of each slot i32[n]: serial and hash of what is computed, and the `width` pages of tokens i32[n, width, size]
-    that come next, the begun page included."""
+    """The prefix that each of `slots`, i32[n], has computed, as serials i32[n] and hashes u32[n], and its next `width`
+    pages of tokens i32[n, width, size], from the page that is partly computed."""
     table, size = state.sequences, state.page_table.page_size
     assert state.prefix is not None
-    column = page_of(table.num_computed.array.at[slots].get(mode="fill", fill_value=0), size)
-    serials, hashes = state.prefix.ends(
-        page_at(table, slots, column - 1), table.roots.array.at[slots].get(mode="fill", fill_value=DEFAULT_ROOT)
-    )
+    column = page_of(gather(table.num_computed, slots, 0), size)
+    serials, hashes = state.prefix.ends(page_at(table, slots, column - 1), gather(table.roots, slots, DEFAULT_ROOT))
     position = column[:, None] * size + jnp.arange(width * size, dtype=jnp.int32)[None, :]
-    tokens = table.tokens.array.at[slots[:, None], position].get(mode="fill", fill_value=0)
+    tokens = gather(table.tokens, (slots[:, None], position), 0)
     return serials, hashes, tokens.reshape(-1, width, size)
 
 
 def _take_window(state: DecodeState, shapes: Shapes, order: Array, seekers: Array) -> tuple[Array, Array, Array]:
-    """Enter what is found among the next pages.
+    """Enter the next pages that are found into `page_indices`.
 
-    Returns: whether there may be more; `page_indices` and `num_computed`. The pages have no reference for it yet.
+    Returns: whether there may be more; `page_indices` and `num_computed`. The references are not counted yet.
     """
     table, size = state.sequences, state.page_table.page_size
     assert state.prefix is not None
-    width = min(_WINDOW, table.page_indices.array.shape[1])
-    shareable = jnp.where(offset_of(table.num_computed.array, size) == 0, _shareable(state, seekers), 0)
+    width = min(_WINDOW, table.page_indices.shape[1])
+    shareable = jnp.where(offset_of(table.num_computed, size) == 0, _shareable(state, seekers), 0)
     slots = _rows(shapes, order, shareable > 0)
     serials, hashes, tokens = _next_pages(state, slots, width)
-    pages, _ = state.prefix.find(serials, hashes, tokens, shareable.at[slots].get(mode="fill", fill_value=0))
-    refs = state.page_table.ref_counts.array.at[pages].get(mode="fill", fill_value=0)
-    runs = table.status.array.at[slots].get(mode="fill", fill_value=0) == RUNNING
+    pages, _ = state.prefix.find(serials, hashes, tokens, gather(shareable, slots, 0))
+    refs = gather(state.page_table.ref_counts, pages, 0)
+    runs = gather(table.status, slots, 0) == RUNNING
     takes = jnp.cumprod((pages < shapes.num_pages) & (runs[:, None] | (refs > 0)), axis=1, dtype=jnp.int32)
     found = jnp.sum(takes, axis=1, dtype=jnp.int32)
 
-    computed = table.num_computed.array.at[slots].get(mode="fill", fill_value=0)
+    computed = gather(table.num_computed, slots, 0)
     column = page_of(computed, size)[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
     row = jnp.where(takes > 0, slots[:, None], table.num_slots)
-    page_indices = table.page_indices.array.at[row, column].set(pages, mode="drop")
-    return jnp.any(found == width), page_indices, table.num_computed.array.at[slots].add(found * size, mode="drop")
+    page_indices = scatter(table.page_indices, (row, column), pages)
+    return jnp.any(found == width), page_indices, scatter_add(table.num_computed, slots, found * size)
 
 
 def _waits(state: DecodeState, shapes: Shapes, order: Array) -> Array:
-    """Which slots stand before a page that another one computes: one that is ahead within it, or older. bool[seq]"""
+    """Slots whose next page another one is computing, which has computed a part of it or is older. bool[seq]"""
     table, size = state.sequences, state.page_table.page_size
     slots = _rows(shapes, order, _shareable(state, _computes(table)) > 0)
     serials, hashes, tokens = _next_pages(state, slots, 1)
     page = chained(content_hashes(tokens[:, 0]), jnp.zeros_like(slots), hashes)
-    begun = offset_of(table.num_computed.array.at[slots].get(mode="fill", fill_value=0), size)
+    offset = offset_of(gather(table.num_computed, slots, 0), size)
     index = jnp.arange(slots.shape[0], dtype=jnp.int32)
     same = (serials[:, None] == serials[None, :]) & (page[:, None] == page[None, :])
     same &= (serials != UNKNOWN)[:, None] & (slots < table.num_slots)[None, :]
-    ahead = (begun[None, :] > 0) | (index[None, :] < index[:, None])
-    waits = jnp.any(same & ahead, axis=1) & (begun == 0)
-    return jnp.zeros(table.num_slots, jnp.bool_).at[slots].set(waits, mode="drop")
+    ahead = (offset[None, :] > 0) | (index[None, :] < index[:, None])
+    waits = jnp.any(same & ahead, axis=1) & (offset == 0)
+    return scatter(jnp.zeros(table.num_slots, jnp.bool_), slots, waits)
 
 
-def _register(state: DecodeState, shapes: Shapes, counts: Array) -> PrefixTable:
+def _insert_pages(state: DecodeState, shapes: Shapes, counts: Array) -> PrefixTable:
     table, size = state.sequences, state.page_table.page_size
     assert state.prefix is not None
     slot, item, valid = ragged_index(counts, jnp.int32(0), shapes.max_full_pages)
     slot = jnp.where(valid, slot, table.num_slots)
-    first = (page_of(table.num_computed.array, size) - counts).at[slot].get(mode="fill", fill_value=0)
+    first = gather(page_of(table.num_computed, size) - counts, slot, 0)
     column = first + item
     none = state.prefix.num_pages
-    pages = table.page_indices.array.at[slot, column].get(mode="fill", fill_value=none)
+    pages = gather(table.page_indices, (slot, column), none)
     position = column[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None, :]
     return state.prefix.register(
         jnp.where(valid, pages, none),
         page_at(table, slot, first - 1),
-        table.roots.array.at[slot].get(mode="fill", fill_value=DEFAULT_ROOT),
+        gather(table.roots, slot, DEFAULT_ROOT),
         jnp.where(valid, item, 0),
-        table.tokens.array.at[slot[:, None], position].get(mode="fill", fill_value=0),
+        gather(table.tokens, (slot[:, None], position), 0),
     )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from levanter_infer.cache.prefix_table import PrefixTable
 from levanter_infer.decode.admission import Admission
-from levanter_infer.decode.beam_table import Hypotheses, hypotheses
+from levanter_infer.decode.beam_table import BeamTable, Hypotheses, hypotheses
 from levanter_infer.decode.kv_offload import TableSnapshot, mark_swapped, read_pages, snapshot, swap_in, write_pages
 from levanter_infer.decode.loop import run_round
 from levanter_infer.decode.outputs import RoundOutputs
@@ -143,7 +143,7 @@ def _interrupt_behind(error: Exception) -> BaseException | None:
 
 
 def _placement(leaf) -> str:
-    """How an array is spread over several devices; nothing where it is on one."""
+    """The sharding of an array over several devices; empty for one device."""
     sharding = getattr(leaf, "sharding", None)
     return f" on {sharding}" if sharding is not None and sharding.num_devices > 1 else ""
 
@@ -216,7 +216,7 @@ class Programs:
         self._smaller = None if smaller is None else (smaller.state_types, smaller.compilations())
         functions = _functions(shapes, attention, model.config, layout.kv_heads, kv_dtype=kv_dtype, backend=backend)
         functions = _spmd(functions, layout)
-        self.state_types = layout.types(jax.eval_shape(functions["init"]))
+        self.state_types = layout.types(jax.eval_shape(functions["init"]), stacked=True)
         """The types of the state, as `jax.ShapeDtypeStruct`s."""
 
         def program(name: str, *, donate: tuple[int, ...] = (), options=None) -> Program:
@@ -256,7 +256,7 @@ class Programs:
             arguments["extend"] = (self._smaller[0],)
         if self.state_types.scores is not None:
             places = self._layout.stacked_types(jax.ShapeDtypeStruct((READ_PAGES,), jnp.int32))
-            places = self._layout.types(places)
+            places = self._layout.types(places, stacked=True)
             arguments["read_scores"] = (self.state_types.scores, places, places)
         return {name: (self._programs[name], types) for name, types in arguments.items()}
 
@@ -359,7 +359,7 @@ def _functions(
         return dataclasses.replace(state, decode=resample_samples(state.decode, mask, ancestors, sample_index, arrival))
 
     def found(state: GenState, slots) -> Hypotheses:
-        assert state.decode.beams is not None, "no request has asked for beams"
+        assert isinstance(state.decode.beams, BeamTable), "no request has asked for beams"
         return hypotheses(state.decode.beams, slots)
 
     return {

@@ -1,12 +1,10 @@
-"""`resample`: sequences go on from one another. Particle filters, tree search and beams are made of it."""
-
-import dataclasses
+"""`resample`: sequences continue one another. The primitive of particle filters, tree search and beam search."""
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.cache.named import replace
+from levanter_infer.cache.arrays import gather, replace
 from levanter_infer.cache.page_table import PageTable, run_if
 from levanter_infer.decode.codes import FINISHED, FREE, WAITING
 from levanter_infer.decode.paging import release_tails, share_tails
@@ -14,29 +12,29 @@ from levanter_infer.decode.sequence_table import SequenceTable
 from levanter_infer.decode.state import DecodeState
 
 _POSITIONS = 1024
-"""Tokens of each row that are copied together: what is known of a sequence is mostly far less than it may be."""
+"""Tokens of each row that are copied together: sequences are mostly far shorter than they may be."""
 
 
 def resample(state: DecodeState, mask: Array, ancestors: Array) -> DecodeState:
-    """Let each slot in the mask go on from its ancestor, as that is now.
+    """Continue each slot in the mask from the present state of its ancestor.
 
-    A slot takes over the text: tokens, prompt and length limit, root, and the pages, all by reference. Full pages and
-    the begun one are shared, and whoever writes a shared page first copies it (`paging.take_pages`). A slot keeps its
-    own place in the order of arrival and its own row of `SamplingTable`: descendants of one sequence diverge, because
-    their random numbers differ. One whose ancestor has finished is finished for the same reason; one that was free or
-    finished comes to life beside its ancestor and waits for a place. Moves nothing in the pool.
+    A slot takes over the text of its ancestor: tokens, prompt and length limit, root, and the pages, all by reference.
+    Full and partial pages are shared; the sequence that writes a shared page first copies it (`paging.allocate_pages`).
+    A slot keeps its own order of arrival and its own row of `SamplingTable`: descendants of one sequence diverge,
+    because their random numbers differ. A slot whose ancestor has finished is finished for the same reason; one that
+    was free or finished becomes live and waits to run. Copies nothing in the pool.
 
     Args:
         mask: bool[seq]
-        ancestors: i32[seq], any map: several slots may name one, which need not be in the mask. Naming oneself costs
-            nothing. Ignored outside of the mask.
+        ancestors: i32[seq], any map: several slots may name one, which need not be in the mask. A slot that names
+            itself costs nothing. Ignored outside of the mask.
     Requires: none of these slots is left to the host (LOADING, SWAPPED).
     """
     slots = jnp.arange(state.sequences.num_slots, dtype=jnp.int32)
     ancestors = jnp.where(mask, ancestors, slots)
     tables = (state.sequences, state.page_table)
     table, page_table = run_if(jnp.any(ancestors != slots), lambda tables: _moved(tables, ancestors), tables)
-    return dataclasses.replace(state, sequences=table, page_table=page_table)
+    return replace(state, sequences=table, page_table=page_table)
 
 
 def resample_samples(
@@ -49,12 +47,12 @@ def resample_samples(
     """
     state = resample(state, mask, ancestors)
     ancestors = jnp.where(mask, ancestors, jnp.arange(mask.shape[0], dtype=jnp.int32))
-    columns = {name: column.array[ancestors] for name, column in state.sampling.columns.items()}
+    columns = {name: column[ancestors] for name, column in state.sampling.columns.items()}
     columns["sample_index"] = jnp.where(mask, sample_index, columns["sample_index"])
     table = state.sequences
-    arrival = jnp.where(mask, arrival, table.arrival.array)
-    table = replace(table, arrival=arrival, priority=table.priority.array[ancestors])
-    return dataclasses.replace(state, sequences=table, sampling=replace(state.sampling, **columns))
+    arrival = jnp.where(mask, arrival, table.arrival)
+    table = replace(table, arrival=arrival, priority=table.priority[ancestors])
+    return replace(state, sequences=table, sampling=replace(state.sampling, **columns))
 
 
 def _moved(tables: tuple[SequenceTable, PageTable], ancestors: Array) -> tuple[SequenceTable, PageTable]:
@@ -62,29 +60,29 @@ def _moved(tables: tuple[SequenceTable, PageTable], ancestors: Array) -> tuple[S
     slots = jnp.arange(table.num_slots, dtype=jnp.int32)
     moves = ancestors != slots
 
-    old, held = table.page_indices.array, table.num_held(page_table.page_size)
+    old, held = table.page_indices, table.num_held(page_table.page_size)
     new = old[ancestors]
-    # What both hold anyway is left alone: mostly a long common beginning
+    # Pages that both hold are left alone: mostly a long common prefix
     column = jnp.arange(old.shape[1], dtype=jnp.int32)[None, :]
     first = jnp.min(jnp.where(old != new, column, old.shape[1]), axis=1)
     page_table = share_tails(page_table, new, first, jnp.where(moves, held[ancestors], 0))
     page_table = release_tails(page_table, old, first, jnp.where(moves, held, 0))
 
-    status = table.status.array
+    status = table.status
     lives = (status > FREE) & (status < FINISHED)
     inherited = status[ancestors]
     status = jnp.where(lives[ancestors], jnp.where(lives, status, WAITING), inherited)
-    # A fork that waits for a slot whose text changes goes on alone
-    source = table.fork_source.array
-    alone = moves | moves.at[source].get(mode="fill", fill_value=False)
+    # A fork that waits for a slot whose text changes computes its prompt itself
+    source = table.fork_source
+    alone = moves | gather(moves, source, False)
     followed = ("seq_lens", "num_computed", "prompt_lens", "max_lens", "roots", "finish_reason")
     table = replace(
         table,
-        tokens=moved_rows(table.tokens.array, ancestors, jnp.max(jnp.where(moves, table.seq_lens.array[ancestors], 0))),
+        tokens=moved_rows(table.tokens, ancestors, jnp.max(jnp.where(moves, table.seq_lens[ancestors], 0))),
         page_indices=new,
         status=status,
         fork_source=jnp.where(alone, table.num_slots, source),
-        **{name: getattr(table, name).array[ancestors] for name in followed},
+        **{name: getattr(table, name)[ancestors] for name in followed},
     )
     return table, page_table
 
@@ -93,12 +91,12 @@ def moved_rows(rows: Array, ancestors: Array, longest: Array, others: Array | No
     """`rows[ancestors]` of an array [seq, position], as far as position `longest`.
 
     Args:
-        others: an array of the same shape, whose rows are called num_slots, num_slots + 1, … in `ancestors`.
+        others: an array of the same shape, whose rows are num_slots, num_slots + 1, … in `ancestors`.
     """
     width = min(_POSITIONS, rows.shape[1])
 
     def block(carry):
-        # A block that would pass the end starts earlier, at places that have moved already: they must not move twice
+        # A block that would pass the end starts earlier, at positions that have moved already and must not move twice
         start, rows = carry
         part = jax.lax.dynamic_slice_in_dim(rows, start, width, axis=1)
         place = jnp.minimum(start, rows.shape[1] - width) + jnp.arange(width, dtype=jnp.int32)

@@ -9,15 +9,19 @@ Order of processing, as in HF transformers:
 
 vLLM has the same order, but applies min_p before top_k and top_p.
 
-Tokens that tie with the threshold of top_k or top_p are all kept. What a row gets depends, to the bit, on that row
-alone: not on its place, on the number of rows or on what the others ask for. Work that no row asks for is skipped.
+Tokens that tie with the threshold of top_k or top_p are all kept. Sampling is batch-invariant: the result of a row
+depends, to the bit, on that row alone, not on its index, the number of rows or the parameters of the others. Work that
+no row asks for is skipped.
 """
+
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from levanter_infer.cache.arrays import gather, scatter, scatter_add
 from levanter_infer.cache.page_table import run_if
 from levanter_infer.decode.sampling_draw import draw, num_words, random_words, row_sums
 from levanter_infer.decode.sampling_filters import filter_thresholds
@@ -27,25 +31,25 @@ from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.shard_axis import Vocabulary
 
 GREEDY_TEMPERATURE = 1e-5
-"""Temperatures below this one mean the likeliest token."""
+"""Temperatures below this one are greedy: argmax, lowest id on ties."""
 _MIN_EXPONENT = -80.0
 """Tokens e^80 times less likely than the likeliest one have probability 0, which keeps weights out of the denormals."""
 _HISTORY_CHUNK = 1024
 
 
 class LogitStats(eqx.Module):
-    """What sampling needs to know of each row of logits."""
+    """Statistics of each row of logits."""
 
     peak: Array
     """f32[row], the largest logit."""
     total: Array
     """f32[row], the sum of e^(logit - peak); NaN where a logit is NaN or +inf, or all are -inf."""
     best: Array | None = None
-    """i32[row], the first place of the largest logit; None where it is yet to be looked for."""
+    """i32[row], argmax, lowest id on ties; None: not computed yet."""
 
     @staticmethod
     def of(logits: Array, vocab: Vocabulary | None = None) -> "LogitStats":
-        """logits: f32[row, vocab], of the part of `vocab` that is here; None: of all of it."""
+        """logits: f32[row, vocab], of this device's part of `vocab`; None: of all of it."""
         axis = _vocab_of(logits, vocab).shard_axis
         peak = axis.max(jnp.max(logits, axis=1))
         return LogitStats(peak, axis.sum(row_sums(jnp.exp(logits - peak[:, None]))))
@@ -84,18 +88,29 @@ class SampleOutput(eqx.Module):
     finite: Array
     """bool[row]; false if the logits hold NaN or +inf, or if no token is possible (all -inf)."""
     candidates: BeamCandidates | None = None
-    """None: nobody searches."""
+    """None: no request searches."""
+
+
+class History(NamedTuple):
+    """The known tokens of the sequences that the rows belong to."""
+
+    positions: Array
+    """i32[row], the position that the new token will take."""
+    tokens: Array
+    """i32[slot, position], all known tokens."""
+    slot_ids: Array
+    """i32[row]; rows with an absent slot are padding."""
+    prompt_lens: Array
+    """i32[row]"""
+    seq_lens: Array
+    """i32[row], known tokens of the row's sequence, prompt included."""
 
 
 def sample(
     logits: Array,
     rows: SamplingTable,
+    history: History,
     *,
-    positions: Array,
-    tokens: Array,
-    slot_ids: Array,
-    prompt_lens: Array,
-    seq_lens: Array,
     max_top: int,
     stats: LogitStats | None = None,
     vocab: Vocabulary | None = None,
@@ -103,23 +118,18 @@ def sample(
     """Sample one token per row.
 
     Args:
-        logits: f32[row, vocab] of the model, of the part of the vocabulary that is here; -inf is allowed.
+        logits: f32[row, vocab] of the model, of this device's part of the vocabulary; -inf is allowed.
         rows: how to sample, over `row` (`SamplingTable.rows`).
-        positions: i32[row], the position that the new token will take.
-        tokens: i32[slot, position], all known tokens.
-        slot_ids: i32[row]; rows with an absent slot are padding.
-        prompt_lens: i32[row]
-        seq_lens: i32[row], tokens known of the row's sequence, prompt included.
         max_top: width of the output's `top_ids`.
         stats: of these logits, where they are known already.
-        vocab: whose logits these are; None: all there are. Where it is spread, every device gets the same sample, and
-            that of one device but for rounding: no row of logits is ever in one place.
+        vocab: of the logits; None: one device has all of it. Where it is sharded, every device gets the same sample,
+            and that of one device but for rounding: no device ever has a full row of logits.
     """
     vocab = _vocab_of(logits, vocab)
     stats = LogitStats.of(logits, vocab) if stats is None else stats
-    column = {name: column.array for name, column in rows.columns.items()}
-    used = slot_ids < tokens.shape[0]
-    generated = seq_lens - prompt_lens
+    column = rows.columns
+    used = history.slot_ids < history.tokens.shape[0]
+    generated = history.seq_lens - history.prompt_lens
     peak = stats.peak
 
     penalised = is_penalised(column) & used
@@ -129,16 +139,15 @@ def sample(
     greedy = column["temperature"] < GREEDY_TEMPERATURE
 
     def process_and_choose():
-        history = (tokens, slot_ids, prompt_lens, jnp.where(penalised, seq_lens, 0))
         z = run_if(jnp.any(biased), lambda z: add_bias(z, column, vocab), logits)
-        z = run_if(jnp.any(penalised), lambda z: apply_penalties(z, column, history, vocab), z)
+        z = run_if(jnp.any(penalised), lambda z: apply_penalties(z, column, history, vocab, penalised), z)
         z = run_if(jnp.any(banned), lambda z: _ban_stops(z, column, banned, vocab), z)
         z_peak = vocab.shard_axis.max(jnp.max(z, axis=1))
         best = _first_best(z, z_peak, vocab)
         drawn, drawn_logprobs = jax.lax.cond(
             jnp.any(~greedy & used),
-            lambda: _draw_tokens(z, z_peak, column, positions, greedy, vocab),
-            lambda: (jnp.zeros_like(positions), jnp.zeros_like(peak)),
+            lambda: _draw_tokens(z, z_peak, column, history.positions, greedy, vocab),
+            lambda: (jnp.zeros_like(history.positions), jnp.zeros_like(peak)),
         )
         return jnp.where(greedy, best, drawn), jnp.where(greedy, 0, drawn_logprobs), jnp.isfinite(z_peak)
 
@@ -210,9 +219,15 @@ def one_token_stops(column: dict[str, Array], vocab: int) -> Array:
     return jnp.where(column["stop_lens"] == 1, column["stop_ids"][:, :, -1], vocab)
 
 
-def apply_penalties(logits: Array, column: dict[str, Array], history: tuple[Array, ...], vocab: Vocabulary) -> Array:
-    """Source: repetition penalty, arXiv:1909.05858 section 4.1; the others as in the OpenAI API."""
-    counts = _token_counts(vocab, *history)
+def apply_penalties(
+    logits: Array, column: dict[str, Array], history: History, vocab: Vocabulary, penalised: Array
+) -> Array:
+    """Logits after the penalties of the rows in the mask `penalised`, bool[row].
+
+    Source: repetition penalty, arXiv:1909.05858 section 4.1; the others as in the OpenAI API.
+    """
+    lens = jnp.where(penalised, history.seq_lens, 0)
+    counts = _token_counts(vocab, history.tokens, history.slot_ids, history.prompt_lens, lens)
     generated, seen = counts[0], (counts[0] + counts[1]) > 0
     repetition = column["repetition_penalty"][:, None]
     z = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
@@ -222,7 +237,7 @@ def apply_penalties(logits: Array, column: dict[str, Array], history: tuple[Arra
 
 
 def _token_counts(vocab: Vocabulary, tokens: Array, slots: Array, prompt_lens: Array, lens: Array) -> Array:
-    """How often each token stands in the output, and in the prompt, i32[2, row, vocab], for the part that is here.
+    """Occurrences of each token in the output, and in the prompt, i32[2, row, vocab], of this device's part.
 
     Reads the history in chunks, up to the longest of `lens` (0 for rows that need no counts).
     """
@@ -233,9 +248,9 @@ def _token_counts(vocab: Vocabulary, tokens: Array, slots: Array, prompt_lens: A
     def add(index, counts):
         place = index * chunk + jax.lax.broadcasted_iota(jnp.int32, (rows, chunk), 1)
         known = place < lens[:, None]
-        token = tokens.at[slots[:, None], place].get(mode="fill", fill_value=0)
+        token = gather(tokens, (slots[:, None], place), 0)
         is_prompt = (place < prompt_lens[:, None]).astype(jnp.int32)
-        return counts.at[is_prompt, jnp.where(known, row, rows), vocab.local(token)].add(1, mode="drop")
+        return scatter_add(counts, (is_prompt, jnp.where(known, row, rows), vocab.local(token)), 1)
 
     num_chunks = (jnp.max(lens) + (chunk - 1)) // chunk
     return jax.lax.fori_loop(0, num_chunks, add, jnp.zeros((2, rows, vocab.part_size), jnp.int32))
@@ -247,17 +262,17 @@ def _row_ids(ids: Array) -> Array:
 
 def add_bias(logits: Array, column: dict[str, Array], vocab: Vocabulary) -> Array:
     ids = vocab.local(column["bias_ids"])
-    return logits.at[_row_ids(ids), ids].add(column["bias_values"], mode="drop")
+    return scatter_add(logits, (_row_ids(ids), ids), column["bias_values"])
 
 
 def _ban_stops(logits: Array, column: dict[str, Array], banned: Array, vocab: Vocabulary) -> Array:
     """Make the one-token stop sequences of `banned` rows impossible."""
     ids = vocab.local(jnp.where(banned[:, None], one_token_stops(column, vocab.size), vocab.size))
-    return logits.at[_row_ids(ids), ids].set(-jnp.inf, mode="drop")
+    return scatter(logits, (_row_ids(ids), ids), -jnp.inf)
 
 
 def _first_best(logits: Array, peak: Array, vocab: Vocabulary) -> Array:
-    """The first of the likeliest tokens of each row, whose logit is `peak`, i32[row]; a row of NaN has none."""
+    """The lowest id among the tokens of each row whose logit is `peak`, i32[row]; a row of NaN has none."""
     return vocab.first(logits == peak[:, None])
 
 

@@ -17,7 +17,7 @@ def group_sums(values: Array) -> Array:
     """f32[row, n] -> f32[row, ceil(n / FAN)]: entry i is the sum of the entries i, i + width, i + 2 * width, ...
 
     Only elementwise additions, in an order that the code fixes: a reduction may associate differently for another
-    number of rows, and the bits of a row would depend on its company.
+    number of rows, and the bits of a row would depend on the batch composition.
     """
     return _stretch_sums(values, group_width(values.shape[1]))
 
@@ -99,7 +99,7 @@ def draw(
         weights: f32[row, n], at least 0. Consumed by one sum only, so that it need not be stored.
         leaf_weights: the weights of the tokens i32[row, k] as f32[row, k], 0 for indices from n up.
         words: u32[row, num_words(n)].
-        vocab: whose weights these are, where that is a part of n = `vocab.size`. Every part then holds its share of
+        vocab: of the weights, where a device has a part of n = `vocab.size`. Every part then holds its share of
             each sum, and only the FAN masses of a choice are added up over the parts.
     Returns:
         The index i32[row] (arbitrary where all weights are 0, else one with a weight above 0) and the row's sum of

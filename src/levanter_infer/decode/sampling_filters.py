@@ -10,7 +10,7 @@ from levanter_infer.decode.sampling_draw import row_sums
 from levanter_infer.layers.shard_axis import Vocabulary
 
 CANDIDATES = 64
-"""Likeliest tokens among which thresholds are looked for first."""
+"""Likeliest tokens among which thresholds are searched first."""
 _KEY_BITS = 32
 _SIGN = 0x80000000
 
@@ -24,15 +24,15 @@ def filter_thresholds(
     likelier ones together have less than `top_p` of their mass. Tokens that equal the threshold are all kept: which
     tokens pass does not depend on the order of the vocabulary.
 
-    The thresholds mostly lie among the CANDIDATES likeliest tokens. For a row where they do not they are found bit by
+    The thresholds are mostly among the CANDIDATES likeliest tokens. For a row where they do not they are found bit by
     bit, exactly, in 32 passes over the vocabulary. Which way a row goes depends on that row alone.
 
     Args:
-        logits: f32[row, vocab], of the part that is here; without NaN in rows whose result matters.
+        logits: f32[row, vocab], of this device's part; without NaN in rows whose result matters.
         weigh: unnormalised probabilities of some logits f32[row, n], increasing with the logit.
         top_k: i32[row]; vocab or more: off.
         top_p: f32[row]; 1 or more: off.
-        vocab: whose logits these are; None: all there are.
+        vocab: of the logits; None: one device has all of it.
     """
     rows, vocab = logits.shape[0], vocab or Vocabulary(logits.shape[1])
     wants_k, wants_p = top_k < vocab.size, top_p < 1

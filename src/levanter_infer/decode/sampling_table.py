@@ -1,16 +1,14 @@
-"""`SamplingTable`: how each slot is sampled."""
+"""`SamplingTable`: sampling parameters of each slot."""
 
 import dataclasses
 
 import equinox as eqx
-import haliax.haxtyping as ht
 import jax
 import jax.numpy as jnp
-from haliax import NamedArray
 from jax import Array
+from jaxtyping import Float32, Int32, UInt32
 
-from levanter_infer.axes import BIAS, ROW, SEED_WORD, STOP, STOP_TOKEN
-from levanter_infer.cache.named import full, replace
+from levanter_infer.cache.arrays import full, gather, replace, scatter
 from levanter_infer.decode.shapes import SamplingLimits
 
 
@@ -21,79 +19,71 @@ class SamplingTable(eqx.Module):
     sequence samples greedily and wants nothing else, so that it causes no work.
     """
 
-    temperature: ht.f32[NamedArray, " seq"]
-    """At least 0; below `GREEDY_TEMPERATURE` the likeliest token is taken."""
-    top_k: ht.i32[NamedArray, " seq"]
+    temperature: Float32[Array, " seq"]
+    """At least 0; below `GREEDY_TEMPERATURE`: greedy."""
+    top_k: Int32[Array, " seq"]
     """Tokens to choose from, the likeliest ones; 0 and anything from the vocabulary size up: all."""
-    top_p: ht.f32[NamedArray, " seq"]
+    top_p: Float32[Array, " seq"]
     """In (0, 1]; 1: all."""
-    min_p: ht.f32[NamedArray, " seq"]
+    min_p: Float32[Array, " seq"]
     """In [0, 1]; 0: all."""
-    frequency_penalty: ht.f32[NamedArray, " seq"]
-    presence_penalty: ht.f32[NamedArray, " seq"]
-    repetition_penalty: ht.f32[NamedArray, " seq"]
+    frequency_penalty: Float32[Array, " seq"]
+    presence_penalty: Float32[Array, " seq"]
+    repetition_penalty: Float32[Array, " seq"]
     """Above 0; 1: none."""
-    seed: ht.u32[NamedArray, "seq seed_word"]
+    seed: UInt32[Array, "seq seed_word"]
     """A 64-bit seed, high word first."""
-    sample_index: ht.i32[NamedArray, " seq"]
+    sample_index: Int32[Array, " seq"]
     """Which of a request's `n` samples; at least 0."""
-    min_tokens: ht.i32[NamedArray, " seq"]
+    min_tokens: Int32[Array, " seq"]
     """Generated tokens before which no stop sequence ends the sequence."""
-    num_logprobs: ht.i32[NamedArray, " seq"]
+    num_logprobs: Int32[Array, " seq"]
     """Likeliest tokens to report."""
-    bias_ids: ht.i32[NamedArray, "seq bias"]
+    bias_ids: Int32[Array, "seq bias"]
     """Distinct token ids; none is `vocab_size`."""
-    bias_values: ht.f32[NamedArray, "seq bias"]
-    stop_ids: ht.i32[NamedArray, "seq stop stop_token"]
+    bias_values: Float32[Array, "seq bias"]
+    stop_ids: Int32[Array, "seq stop stop_token"]
     """Stop sequences, aligned right; none is `vocab_size`."""
-    stop_lens: ht.i32[NamedArray, "seq stop"]
+    stop_lens: Int32[Array, "seq stop"]
     """Tokens of each stop sequence; 0: unused."""
     limits: SamplingLimits = eqx.field(static=True)
 
     @staticmethod
-    def empty(axis: str, size: int, limits: SamplingLimits) -> "SamplingTable":
-        """`size` rows that hold no sequence, over `axis`."""
-        lead = (axis, size)
-        bias, stop = (BIAS, limits.max_logit_bias), (STOP, limits.max_stop_sequences)
+    def empty(size: int, limits: SamplingLimits) -> "SamplingTable":
+        """`size` rows that hold no sequence."""
+        bias, stop = limits.max_logit_bias, limits.max_stop_sequences
         nothing = _nothing(limits)
 
-        def column(name: str, *trailing: tuple[str, int]) -> NamedArray:
-            return full((lead, *trailing), nothing[name], jnp.float32 if type(nothing[name]) is float else jnp.int32)
+        def column(name: str, *trailing: int) -> Array:
+            return full((size, *trailing), nothing[name], jnp.float32 if type(nothing[name]) is float else jnp.int32)
 
         return SamplingTable(
             **{name: column(name) for name in _SCALAR_COLUMNS},
-            seed=full((lead, (SEED_WORD, 2)), nothing["seed"], jnp.uint32),
+            seed=full((size, 2), nothing["seed"], jnp.uint32),
             bias_ids=column("bias_ids", bias),
             bias_values=column("bias_values", bias),
-            stop_ids=column("stop_ids", stop, (STOP_TOKEN, limits.max_stop_tokens)),
+            stop_ids=column("stop_ids", stop, limits.max_stop_tokens),
             stop_lens=column("stop_lens", stop),
             limits=limits,
         )
 
     @property
-    def columns(self) -> dict[str, NamedArray]:
+    def columns(self) -> dict[str, Array]:
         return {name: getattr(self, name) for name in COLUMNS}
 
     def rows(self, slot_ids: Array) -> "SamplingTable":
         """The rows of `slot_ids` i32[row], over `row`; those of absent slots hold no sequence."""
         nothing = _nothing(self.limits)
-
-        def take(name: str, column: NamedArray) -> NamedArray:
-            values = column.array.at[slot_ids].get(mode="fill", fill_value=nothing[name])
-            return NamedArray(values, (column.axes[0].resize(slot_ids.shape[0]).alias(ROW), *column.axes[1:]))
-
-        return dataclasses.replace(self, **{name: take(name, column) for name, column in self.columns.items()})
+        rows = {name: gather(column, slot_ids, nothing[name]) for name, column in self.columns.items()}
+        return dataclasses.replace(self, **rows)
 
     def set_rows(self, slot_ids: Array, values: "SamplingTable") -> "SamplingTable":
         """The table with `values`, one row per entry of `slot_ids`, written there; absent slots are dropped.
 
         Requires: present slots are distinct.
         """
-
-        def put(column: NamedArray, new: NamedArray) -> Array:
-            return column.array.at[slot_ids].set(new.array, mode="drop")
-
-        return replace(self, **{name: put(column, getattr(values, name)) for name, column in self.columns.items()})
+        columns = self.columns.items()
+        return replace(self, **{name: scatter(column, slot_ids, getattr(values, name)) for name, column in columns})
 
 
 _SCALAR_COLUMNS = (
@@ -113,7 +103,7 @@ COLUMNS = (*_SCALAR_COLUMNS, "seed", "bias_ids", "bias_values", "stop_ids", "sto
 
 
 def _nothing(limits: SamplingLimits) -> dict[str, float | int]:
-    """What the columns of a row without a sequence hold; a float stands for f32."""
+    """Values of the columns of a row without a sequence; a float means dtype f32."""
     zeros: dict[str, float | int] = {name: 0 for name in COLUMNS}
     floats = ("temperature", "min_p", "frequency_penalty", "presence_penalty", "bias_values")
     return {

@@ -35,7 +35,7 @@ class Shapes:
     """Sizes that a program is compiled for; they do not depend on what the requests look like."""
 
     num_slots: int
-    """Rows of the tables: running and waiting sequences."""
+    """Slots of the tables: running and waiting sequences."""
     max_seqs: int
     """Sequences that run at once."""
     max_seq_len: int
@@ -50,19 +50,20 @@ class Shapes:
     """Prompt tokens that one `Admission` can carry."""
     limits: SamplingLimits
     admission: str = AdmissionPolicy.OPTIMISTIC
-    """How much room a sequence is given when it starts: optimistic, expected or worst_case; see `packing`."""
+    """Policy of the pages that must be free for a sequence to start (`admission_policy`): optimistic, expected or
+    worst_case."""
     prefix_cache: bool = False
-    """Whether pages are found again by what they hold."""
+    """Whether automatic prefix caching is on."""
     scoring: ScoreShapes | None = None
     """None: prompts are not scored."""
     offload: bool = False
-    """Whether a round ends where the host could move pages, instead of taking them back at once."""
+    """Whether a round ends for KV offload, instead of preempting and recomputing at once."""
     max_beams: int = 0
     """Most beams of one search; 0: there is no beam search."""
     sampled_rows: int | None = MIN_ROWS
     """Rows that are sampled together; None: all. Few suit a CPU: sampling is compiled once, for a shape that suits one
-    sequence and, a few rows after another, any number; what a row gets is the same in any company because the shape
-    is. Where a loop costs more than its rows (a GPU asks its host whether to go on), all are better."""
+    sequence and, a few rows after another, any number; it is batch-invariant because the shape is fixed. Where a loop
+    costs more than its rows (a GPU asks its host whether to continue), all are better."""
 
     def __post_init__(self):
         if self.max_step_tokens < self.max_seqs:
@@ -80,7 +81,7 @@ class Shapes:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Token capacities of a step: a lone decode, everybody decodes, a full chunk; ascending, 1 to 3 of them."""
+        """Token capacities of a step: a lone decode, all sequences decode, a full prompt chunk; ascending, 1 to 3."""
         lone = MIN_ROWS if self.max_seqs <= 4 * MIN_ROWS else 2 * MIN_ROWS
         return tuple(sorted({lone, max(lone, self.max_rows), max(lone, self.max_rows, self.max_step_tokens)}))
 
@@ -95,17 +96,17 @@ class Shapes:
 
     @property
     def max_new_pages(self) -> int:
-        """Most pages that one step takes: for its tokens, one begun page a row, and one copy a row."""
+        """Most pages that one step allocates: for its tokens, one partial page a row, and one copy a row."""
         return -(-self.max_step_tokens // self.page_size) + 2 * self.max_seqs
 
     @property
     def max_full_pages(self) -> int:
-        """Most pages that one step fills: those of its tokens, and one a row that was begun before."""
+        """Most pages that one step fills: those of its tokens, and one a row that was partly filled before."""
         return self.max_step_tokens // self.page_size + self.max_seqs
 
     @property
     def transfer_pages(self) -> int:
-        """Pages that one program moves between pool and host: those of 256 tokens, or of a whole sequence."""
+        """Pages that one program moves between pool and host: those of 256 tokens, or of the longest sequence."""
         return max(1, min(256, self.max_seq_len) // self.page_size)
 
     @property

@@ -3,18 +3,17 @@
 import dataclasses
 
 import equinox as eqx
-import haliax.haxtyping as ht
 import jax
 import jax.numpy as jnp
-from haliax import NamedArray
+from jax import Array
+from jaxtyping import Float32, Int32
 
-from levanter_infer.axes import SEQ
+from levanter_infer.cache.arrays import replace
 from levanter_infer.cache.kv_pages import KvPages
-from levanter_infer.cache.named import scalar
 from levanter_infer.cache.page_table import PageTable
 from levanter_infer.cache.prefix_table import PrefixTable
 from levanter_infer.cache.score_pages import ScorePages
-from levanter_infer.decode.beam_table import BeamTable
+from levanter_infer.decode.beam_table import BeamTable, NoBeams
 from levanter_infer.decode.sampling import SamplingTable
 from levanter_infer.decode.sequence_table import SequenceTable
 from levanter_infer.decode.shapes import Shapes
@@ -23,62 +22,72 @@ from levanter_infer.kernels.call import PoolShape
 
 
 class Counters(eqx.Module):
-    """What has happened since the last reset. Totals wrap at 2^31; the host adds up differences."""
+    """Totals since the last reset. They wrap at 2^31; the host adds up differences."""
 
-    steps: ht.i32[NamedArray, ""]
-    preemptions: ht.i32[NamedArray, ""]
-    """Times that a sequence lost its pages."""
-    recomputed: ht.i32[NamedArray, ""]
-    """Tokens whose stored K/V were given up by preemption."""
-    prompt_tokens: ht.i32[NamedArray, ""]
+    steps: Int32[Array, ""]
+    preemptions: Int32[Array, ""]
+    """Preempted sequences."""
+    recomputed: Int32[Array, ""]
+    """Tokens whose stored K/V were lost by preemption."""
+    prompt_tokens: Int32[Array, ""]
     """Tokens computed in chunks of more than one, recomputation included."""
-    prompt_steps: ht.i32[NamedArray, ""]
-    """Steps that computed such chunks."""
-    generated: ht.i32[NamedArray, ""]
-    copied_pages: ht.i32[NamedArray, ""]
-    """Pages copied because a shared one was to be written."""
-    forks: ht.i32[NamedArray, ""]
-    prefix_hits: ht.i32[NamedArray, ""]
-    """Pages that were found instead of computed."""
-    prefix_misses: ht.i32[NamedArray, ""]
+    prompt_steps: Int32[Array, ""]
+    """Steps that computed prompt chunks."""
+    generated: Int32[Array, ""]
+    copied_pages: Int32[Array, ""]
+    """Pages copied on write."""
+    forks: Int32[Array, ""]
+    prefix_hits: Int32[Array, ""]
+    """Pages found by prefix caching instead of computed."""
+    prefix_misses: Int32[Array, ""]
     """Full pages that were computed in chunks of more than one token."""
-    prefix_evictions: ht.i32[NamedArray, ""]
-    """Pages taken for something else whose contents could still be found."""
-    pages_touched: ht.i32[NamedArray, ""]
-    """Pages of the context of every row, added up over steps: what attention reads."""
-    pages_peak: ht.i32[NamedArray, ""]
+    prefix_evictions: Int32[Array, ""]
+    """Pages with a new owner whose contents could still be found."""
+    pages_touched: Int32[Array, ""]
+    """Pages that attention reads: those of the context of every row, added up over steps."""
+    pages_peak: Int32[Array, ""]
     """Most pages held at once."""
+
+    def plus(self, **more: Array) -> "Counters":
+        """These counters with `more` added, i32[] by name."""
+        return replace(self, **{name: getattr(self, name) + value for name, value in more.items()})
 
     @staticmethod
     def init() -> "Counters":
-        return Counters(**{name: scalar(0) for name in Counters.__annotations__})
+        return Counters(**{name: jnp.int32(0) for name in Counters.__annotations__})
 
 
 class DecodeState(eqx.Module):
-    """Tables without storage: sequences, how to sample them, and who holds which page."""
+    """Tables without storage: sequences, their sampling parameters, and the pages they hold."""
 
     sequences: SequenceTable
     sampling: SamplingTable
     page_table: PageTable
     prefix: PrefixTable | None
-    """None: nothing is looked for."""
-    beams: BeamTable | None
-    """None: nobody searches."""
-    generated_share: ht.f32[NamedArray, ""]
-    """Of the tokens that it might generate, how many a sequence does: mean of recent ones; 1 at first."""
+    """None: the prefix cache is off."""
+    beams: NoBeams
+    """A `BeamTable` once a request has asked for beam search."""
+    generated_share: Float32[Array, ""]
+    """Share of the tokens it may generate that a sequence does generate: mean over recent ones; 1 at first."""
     counters: Counters
 
     @staticmethod
     def init(shapes: Shapes) -> "DecodeState":
         return DecodeState(
             sequences=SequenceTable.init(shapes.num_slots, shapes.max_seq_len, shapes.num_pages, shapes.page_size),
-            sampling=SamplingTable.empty(SEQ, shapes.num_slots, shapes.limits),
+            sampling=SamplingTable.empty(shapes.num_slots, shapes.limits),
             page_table=PageTable.init(shapes.num_pages, shapes.page_size),
             prefix=PrefixTable.init(shapes.num_pages, shapes.page_size) if shapes.prefix_cache else None,
-            beams=BeamTable.init(shapes.num_slots, shapes.max_seq_len) if shapes.max_beams else None,
-            generated_share=scalar(1.0, jnp.float32),
+            beams=_init_beams(shapes),
+            generated_share=jnp.float32(1.0),
             counters=Counters.init(),
         )
+
+
+def _init_beams(shapes: Shapes) -> NoBeams:
+    if shapes.max_beams == 0:
+        return NoBeams()
+    return BeamTable.init(shapes.num_slots, shapes.max_seq_len, shapes.max_beams)
 
 
 def empty_cache(config, shapes: Shapes, backend: Backend, *, dtype, num_kv_heads: int | None = None) -> KvPages:
@@ -115,6 +124,10 @@ class GenState(eqx.Module):
         return GenState(decode=DecodeState.init(shapes), kv=kv, scores=scores)
 
     def extended(self, shapes: Shapes) -> "GenState":
-        """The same state, with fresh tables where `shapes` has some and it has None."""
+        """The same state, with fresh tables for the features that `shapes` adds."""
+
+        def is_absent(old) -> bool:
+            return old is None or type(old) is NoBeams
+
         fresh = GenState.init(shapes, self.kv)
-        return jax.tree.map(lambda old, new: new if old is None else old, self, fresh, is_leaf=lambda old: old is None)
+        return jax.tree.map(lambda old, new: new if is_absent(old) else old, self, fresh, is_leaf=is_absent)

@@ -1,70 +1,62 @@
-"""One step: pack, allocate, forward, sample, append, free."""
+"""One step of all running sequences: schedule, copy on write, forward, sample, append."""
 
 import dataclasses
 
-import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.axes import ROW, ROW_BOUND, SEQ_PAGE, TOKEN
+from levanter_infer.cache.arrays import gather, replace, scatter, scatter_add
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
-from levanter_infer.cache.named import replace, scalar
+from levanter_infer.cache.named import scalar
 from levanter_infer.cache.page_math import offset_of, page_of, pages_for
 from levanter_infer.cache.page_table import ragged_index, run_if
-from levanter_infer.decode.beams import fail_together, search
+from levanter_infer.cache.score_pages import ScorePages
+from levanter_infer.decode.admission_policy import update_length_estimate
+from levanter_infer.decode.beams import BeamRows, search
 from levanter_infer.decode.codes import ERROR, LENGTH, STOP
 from levanter_infer.decode.outputs import OutputRing
-from levanter_infer.decode.packing import StepPlan, choose_tokens, expect, pack, start_waiting
-from levanter_infer.decode.paging import fork_when_ready, free_pages_for_finished, preempt, take_pages
-from levanter_infer.decode.prefix import insert_prefix, match_prefix
-from levanter_infer.decode.sampling import LogitStats, SampleOutput, sample, stop_match
+from levanter_infer.decode.paging import fork_when_ready, free_pages_for_finished
+from levanter_infer.decode.prefix import insert_prefix
+from levanter_infer.decode.sampling import History, LogitStats, SampleOutput, sample, stop_match
 from levanter_infer.decode.sampling_beams import candidates, no_candidates
-from levanter_infer.decode.scoring import registers, score_prompts
-from levanter_infer.decode.sequence_table import in_order
+from levanter_infer.decode.schedule import StepPlan, schedule
+from levanter_infer.decode.scoring import copy_scores, keep_hidden, may_insert, num_hidden, score_prompts
 from levanter_infer.decode.shapes import Shapes
-from levanter_infer.decode.state import DecodeState, GenState
+from levanter_infer.decode.state import Counters, DecodeState, GenState
 from levanter_infer.layers.attention import AttentionSpec
-from levanter_infer.policies import AdmissionPolicy
 
 
 def step(model, state: GenState, ring: OutputRing, shapes: Shapes, attention: AttentionSpec):
-    """Run one step of all running sequences.
+    """Run one step of all running sequences: schedule, copy on write, forward, sample, append.
+
+    Beam search, prompt scoring and KV offload each stand behind one seam (`beam_table.NoBeams`, `scoring`,
+    `kv_offload`), which does nothing where no request uses them.
 
     Returns: the new state and ring.
     """
     decode, plan, source, target = schedule(state.decode, shapes)
-    copies = jnp.any(target < shapes.num_pages)
-
-    def copied(pools):
-        kv, scores = pools
-        pairs = _compact(source, target, shapes)
-        return kv.copy_pages(*pairs), None if scores is None else scores.copy_pages(*pairs)
-
-    kv, scores = run_if(copies, copied, (state.kv, state.scores))
+    kv, scores = copy_on_write(state, source, target, shapes)
     kv, hidden = forward(model, decode, kv, plan, shapes, attention)
-    if scores is not None:
-        scores = score_prompts(model, decode, scores, hidden, plan, shapes)
-        hidden = hidden[_last_tokens(plan.cu_q_lens)]
+    scores, hidden = score_prompts(model, decode, scores, hidden, plan, shapes)
     sampled = sample_rows(model, decode, hidden, plan, shapes)
     decode, ring = append(decode, ring, plan, sampled, shapes)
     return GenState(decode, kv, scores), ring
 
 
-def schedule(state: DecodeState, shapes: Shapes) -> tuple[DecodeState, StepPlan, Array, Array]:
-    """Decide what the step computes and give it pages.
+def copy_on_write(state: GenState, source: Array, target: Array, shapes: Shapes) -> tuple[KvPages, ScorePages | None]:
+    """Copy the pages `source` to `target`, i32[seq] each, with their scores; absent pairs are ignored."""
 
-    Returns: the new state, the plan, and (source, target) pages to copy before anything is written.
-    """
-    order = in_order(state.sequences)
-    state = start_waiting(state, shapes, order)
-    state, waits = match_prefix(state, shapes, order)
-    take = choose_tokens(state, shapes, order, waits)
-    state, take = preempt(state, order, take)
-    state, source, target = take_pages(state, shapes, take)
-    return state, pack(state, shapes, order, take), source, target
+    def copied(pools):
+        kv, scores = pools
+        pairs = _compact(source, target, shapes)
+        return kv.copy_pages(*pairs), copy_scores(scores, *pairs)
+
+    copies = jnp.any(target < shapes.num_pages)
+    return run_if(copies, copied, (state.kv, state.scores))
 
 
 def forward(model, state: DecodeState, kv: KvPages, plan: StepPlan, shapes: Shapes, attention: AttentionSpec):
@@ -73,12 +65,10 @@ def forward(model, state: DecodeState, kv: KvPages, plan: StepPlan, shapes: Shap
     Each bucket is a loop of zero or one trips and not a branch of `lax.switch`, which would copy the pool at every
     step on a CPU.
 
-    Returns: the pool with the new K/V; the hidden states [row, embed] of the rows' last tokens or, where prompts are
-        scored, [token, embed] of all tokens.
+    Returns: the pool with the new K/V, and the hidden states that `scoring.keep_hidden` keeps.
     """
     embed = model.embed
-    size = shapes.max_rows if shapes.scoring is None else shapes.buckets[-1]
-    hidden = jnp.zeros((size, embed.size), model.activation_dtype)
+    hidden = jnp.zeros((num_hidden(shapes), embed.size), model.activation_dtype)
     whole = batch_info(state, plan, shapes)
     for lower, bucket in zip((0, *shapes.buckets), shapes.buckets, strict=False):
 
@@ -86,18 +76,12 @@ def forward(model, state: DecodeState, kv: KvPages, plan: StepPlan, shapes: Shap
             kv, hidden = carry
             batch = whole.first(bucket, shapes.rows(bucket))
             states, kv = model.hidden(batch, kv, attention)
-            states = states.rearrange((TOKEN, embed)).array
-            states = states[_last_tokens(batch.cu_q_lens.array)] if shapes.scoring is None else states
+            states = keep_hidden(states.rearrange((TOKEN, embed)).array, batch.cu_q_lens.array, shapes)
             return kv, hidden.at[: states.shape[0]].set(states)
 
         fits = (plan.num_tokens > lower) & (plan.num_tokens <= bucket)
         kv, hidden = run_if(fits, run, (kv, hidden))
     return kv, hidden
-
-
-def _last_tokens(bounds: Array) -> Array:
-    """Place of each row's last token, i32[row], of `cu_q_lens`."""
-    return jnp.clip(bounds[1:] - 1, 0)
 
 
 def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes: Shapes) -> SampleOutput:
@@ -111,21 +95,18 @@ def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes
     stats = LogitStats.of_kernel(model.backend, logits, plan.num_rows)
 
     def result_of(logits: Array, slots: Array, stats: LogitStats | None) -> SampleOutput:
-        lens = table.seq_lens.array.at[slots].get(mode="fill", fill_value=0)
+        lens = gather(table.seq_lens, slots, 0)
         asked = state.sampling.rows(slots)
-        history = {
-            "tokens": table.tokens.array,
-            "slot_ids": slots,
-            "prompt_lens": table.prompt_lens.array.at[slots].get(mode="fill", fill_value=0),
-            "seq_lens": lens,
-        }
-        sampled = sample(
-            logits, asked, positions=lens, max_top=shapes.limits.max_logprobs, stats=stats, vocab=model.vocab, **history
+        history = History(
+            positions=lens,
+            tokens=table.tokens,
+            slot_ids=slots,
+            prompt_lens=gather(table.prompt_lens, slots, 0),
+            seq_lens=lens,
         )
-        if state.beams is None:
-            return sampled
-        searches = state.beams.searches.at[slots].get(mode="fill", fill_value=False)
-        offered = candidates(logits, asked, searches, width=shapes.max_beams, stats=stats, vocab=model.vocab, **history)
+        max_top = shapes.limits.max_logprobs
+        sampled = sample(logits, asked, history, max_top=max_top, stats=stats, vocab=model.vocab)
+        offered = candidates(state.beams, logits, asked, history, stats, model.vocab)
         return dataclasses.replace(sampled, candidates=offered)
 
     rows = (logits, plan.slot_ids, stats)
@@ -145,8 +126,7 @@ def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes
 
 
 def head(model, hidden: Array, plan: StepPlan, shapes: Shapes) -> Array:
-    """Logits of each row for the part of the vocabulary that is here, f32[row, vocab]. The head runs on rows in use and
-    on no other tokens."""
+    """Logits of each row for this device's part of the vocabulary, f32[row, vocab]. The head runs on used rows only."""
     embed = model.embed
 
     def logits_of(rows: int) -> Array:
@@ -165,7 +145,7 @@ def empty_sample(shapes: Shapes) -> SampleOutput:
         top_ids=jnp.zeros((rows, top), jnp.int32),
         top_logprobs=jnp.zeros((rows, top), jnp.float32),
         finite=jnp.ones(rows, jnp.bool_),
-        candidates=no_candidates(rows, shapes.max_beams, shapes.limits) if shapes.max_beams else None,
+        candidates=no_candidates(rows, shapes.max_beams, shapes.limits),
     )
 
 
@@ -174,15 +154,15 @@ def batch_info(state: DecodeState, plan: StepPlan, shapes: Shapes) -> PageBatchI
     table, size = state.sequences, shapes.page_size
     slots, bounds = plan.slot_ids, plan.cu_q_lens
     row, item, valid = ragged_index(bounds[1:] - bounds[:-1], jnp.int32(0), shapes.buckets[-1])
-    slot = slots.at[row].get(mode="fill", fill_value=table.num_slots)
-    computed = table.num_computed.array
-    position = jnp.where(valid, computed.at[slot].get(mode="fill", fill_value=0) + item, 0)
-    page = table.page_indices.array.at[slot, page_of(position, size)].get(mode="fill", fill_value=shapes.num_pages)
+    slot = gather(slots, row, table.num_slots)
+    computed = table.num_computed
+    position = jnp.where(valid, gather(computed, slot, 0) + item, 0)
+    page = gather(table.page_indices, (slot, page_of(position, size)), shapes.num_pages)
     dests = jnp.where(valid, page * size + offset_of(position, size), shapes.num_pages * size)
-    seq_lens = (computed + plan.take).at[slots].get(mode="fill", fill_value=0)
-    page_indices = table.page_indices.array.at[slots].get(mode="fill", fill_value=shapes.num_pages)
+    seq_lens = gather(computed + plan.take, slots, 0)
+    page_indices = gather(table.page_indices, slots, shapes.num_pages)
     return PageBatchInfo(
-        tokens=hax.named(table.tokens.array.at[slot, position].get(mode="fill", fill_value=0), (TOKEN,)),
+        tokens=hax.named(gather(table.tokens, (slot, position), 0), (TOKEN,)),
         positions=hax.named(position, (TOKEN,)),
         slot_ids=hax.named(slots, (ROW,)),
         cu_q_lens=hax.named(bounds, (ROW_BOUND,)),
@@ -197,81 +177,83 @@ def batch_info(state: DecodeState, plan: StepPlan, shapes: Shapes) -> PageBatchI
 def append(
     state: DecodeState, ring: OutputRing, plan: StepPlan, sampled: SampleOutput, shapes: Shapes
 ) -> tuple[DecodeState, OutputRing]:
-    """Store the sampled tokens, end the sequences that are done, give back their pages, and start forks."""
+    """Store the sampled tokens, end the sequences that are done, release their pages, and start forks."""
     table = state.sequences
     num_slots = table.num_slots
-    computed = table.num_computed.array + plan.take
+    computed = table.num_computed + plan.take
     slots = plan.slot_ids
-    lens = table.seq_lens.array.at[slots].get(mode="fill", fill_value=0)
-    samples = (computed.at[slots].get(mode="fill", fill_value=0) == lens) & (slots < num_slots)
-    room = table.max_lens.array.at[slots].get(mode="fill", fill_value=0) - lens
+    lens = gather(table.seq_lens, slots, 0)
+    samples = (gather(computed, slots, 0) == lens) & (slots < num_slots)
+    left = gather(table.max_lens, slots, 0) - lens
     failed = samples & ~sampled.finite
-    emits = samples & sampled.finite & (room > 0)  # a prompt may be there to be scored alone
-    ends = samples & (room <= 1)
-    searches = jnp.zeros_like(emits)
-    if state.beams is not None:
-        searches = samples & state.beams.searches.at[slots].get(mode="fill", fill_value=False)
-        emits, ends = emits & ~searches, ends & ~searches
+    emits = samples & sampled.finite & (left > 0)  # a prompt may be scored without generating
+    ends = samples & (left <= 1)
+    emits, ends, searches = state.beams.rows_that_emit(slots, samples, (emits, ends))
 
     writer = jnp.where(emits, slots, num_slots)
-    tokens = table.tokens.array.at[writer, lens].set(sampled.tokens, mode="drop")
-    seq_lens = table.seq_lens.array.at[writer].add(1, mode="drop")
+    tokens = scatter(table.tokens, (writer, lens), sampled.tokens)
+    seq_lens = scatter_add(table.seq_lens, writer, 1)
     stopped = emits & _stops(state, tokens, slots, lens + 1, shapes)
     reason = jnp.where(failed, ERROR, jnp.where(stopped, STOP, LENGTH)).astype(jnp.int32)
     done = failed | stopped | ends
-    finished = jnp.zeros(num_slots, jnp.bool_).at[slots].set(done, mode="drop")
-    reasons = jnp.zeros(num_slots, jnp.int32).at[slots].set(reason, mode="drop")
-    if state.beams is not None:
-        broken = fail_together(state.beams, finished & (reasons == ERROR))
-        finished, reasons = finished | broken, jnp.where(broken, ERROR, reasons)
-        searches = searches & ~broken.at[slots].get(mode="fill", fill_value=False)
+    finished = scatter(jnp.zeros(num_slots, jnp.bool_), slots, done)
+    reasons = scatter(jnp.zeros(num_slots, jnp.int32), slots, reason)
+    searches, finished, reasons = state.beams.fail_together(slots, searches, finished, reasons)
 
-    q_lens = plan.cu_q_lens[1:] - plan.cu_q_lens[:-1]
-    num_chunk_tokens = jnp.sum(jnp.where(q_lens > 1, q_lens, 0), dtype=jnp.int32)
-    context_pages = jnp.where(plan.take > 0, pages_for(computed, shapes.page_size), 0)
-    counters = state.counters
-    filled = page_of(computed, shapes.page_size) - page_of(table.num_computed.array, shapes.page_size)
-    counters = replace(
-        counters,
-        prefix_misses=counters.prefix_misses.array + jnp.sum(jnp.where(plan.take > 1, filled, 0), dtype=jnp.int32),
-        steps=counters.steps.array + 1,
-        generated=counters.generated.array + jnp.sum(emits | searches, dtype=jnp.int32),
-        prompt_tokens=counters.prompt_tokens.array + num_chunk_tokens,
-        prompt_steps=counters.prompt_steps.array + (num_chunk_tokens > 0).astype(jnp.int32),
-        pages_touched=counters.pages_touched.array + jnp.sum(context_pages, dtype=jnp.int32),
+    filled = page_of(computed, shapes.page_size) - page_of(table.num_computed, shapes.page_size)
+    counters = _counted(state, plan, computed, filled, emits | searches)
+    state = replace(
+        state, sequences=replace(table, tokens=tokens, seq_lens=seq_lens, num_computed=computed), counters=counters
     )
-    table = replace(table, tokens=tokens, seq_lens=seq_lens, num_computed=computed)
-    state = eqx.tree_at(lambda s: (s.sequences, s.counters), state, (table, counters))
-    registered = filled if shapes.scoring is None else jnp.where(registers(state), filled, 0)
-    state = insert_prefix(state, shapes, registered, finished & (reasons == ERROR))
+    state = insert_prefix(state, shapes, may_insert(state, filled, shapes), finished & (reasons == ERROR))
     ring = ring.push(emits, slots, sampled)
-    if sampled.candidates is not None:
-        state, ended, found = search(state, shapes, slots, searches, sampled.candidates)
-        finished, reasons = finished | ended, jnp.where(ended, found, reasons)
-    if shapes.admission == AdmissionPolicy.EXPECTED:
-        state = expect(state, finished & (reasons != ERROR))
+    beam_rows = BeamRows(slots, searches, sampled.candidates)
+    state, finished, reasons = search(state, shapes, beam_rows, finished, reasons)
+    state = update_length_estimate(state, shapes, finished, reasons)
     state = fork_when_ready(state)
     return free_pages_for_finished(state, finished, reasons), ring
 
 
+def _counted(state: DecodeState, plan: StepPlan, computed: Array, filled: Array, generates: Array) -> Counters:
+    """The counters after a step.
+
+    Args:
+        computed: i32[seq], tokens whose K/V are stored now.
+        filled: i32[seq], pages that the step has filled.
+        generates: bool[row].
+    """
+    size = state.page_table.page_size
+    q_lens = plan.cu_q_lens[1:] - plan.cu_q_lens[:-1]
+    num_chunk_tokens = jnp.sum(jnp.where(q_lens > 1, q_lens, 0), dtype=jnp.int32)
+    context_pages = jnp.where(plan.take > 0, pages_for(computed, size), 0)
+    return state.counters.plus(
+        prefix_misses=jnp.sum(jnp.where(plan.take > 1, filled, 0), dtype=jnp.int32),
+        steps=jnp.int32(1),
+        generated=jnp.sum(generates, dtype=jnp.int32),
+        prompt_tokens=num_chunk_tokens,
+        prompt_steps=(num_chunk_tokens > 0).astype(jnp.int32),
+        pages_touched=jnp.sum(context_pages, dtype=jnp.int32),
+    )
+
+
 def _stops(state: DecodeState, tokens: Array, slots: Array, lens: Array, shapes: Shapes) -> Array:
-    """Which rows have just completed one of their stop token sequences, bool[row].
+    """Rows that have just completed one of their stop token sequences, bool[row].
 
     Only generated tokens count: a stop sequence never matches across the end of the prompt.
     """
     table, sampling = state.sequences, state.sampling.rows(slots)
     width = shapes.limits.max_stop_tokens
-    prompt_lens = table.prompt_lens.array.at[slots].get(mode="fill", fill_value=0)[:, None]
+    prompt_lens = gather(table.prompt_lens, slots, 0)[:, None]
     position = lens[:, None] - width + jnp.arange(width, dtype=jnp.int32)[None, :]
     column = jnp.where(position >= prompt_lens, position, table.max_seq_len)
-    window = tokens.at[slots[:, None], column].get(mode="fill", fill_value=shapes.limits.vocab_size)
-    enough = (lens - prompt_lens[:, 0]) >= sampling.min_tokens.array
-    return stop_match(sampling.stop_ids.array, sampling.stop_lens.array, window, enough)
+    window = gather(tokens, (slots[:, None], column), shapes.limits.vocab_size)
+    enough = (lens - prompt_lens[:, 0]) >= sampling.min_tokens
+    return stop_match(sampling.stop_ids, sampling.stop_lens, window, enough)
 
 
 def _compact(source: Array, target: Array, shapes: Shapes) -> tuple[Array, Array]:
-    """The pairs to copy at the front of arrays of `max_seqs` entries: only sequences that run write anything."""
+    """The pairs to copy at the front of arrays of `max_seqs` entries: only running sequences write."""
     used = target < shapes.num_pages
     place = jnp.where(used, jnp.cumsum(used, dtype=jnp.int32) - 1, shapes.max_seqs)
     none = jnp.full(shapes.max_seqs, shapes.num_pages, jnp.int32)
-    return none.at[place].set(source, mode="drop"), none.at[place].set(target, mode="drop")
+    return scatter(none, place, source), scatter(none, place, target)

@@ -205,7 +205,7 @@ class Backend:
 
     def put(self, tree):
         """Arrays of the host on the devices of the mesh."""
-        return self.layout.place(tree)
+        return self.layout.place(tree, stacked=True)
 
     def attention_spec(self, shapes: Shapes, score_mod, mask_mod) -> AttentionSpec:
         """The caller's additions to attention. The functions see the heads' numbers in the model on every device."""

@@ -2,7 +2,7 @@
 
 The program of a round is one for all devices of a mesh, so all processes that have some of them must launch it with
 the same contents. They compute the same from the same requests and the same outputs. Whatever else enters a round is
-decided by process 0, and told to the others before it: time, number of steps, cancellations, and whether to stop.
+decided by process 0, and broadcast to the others before it: time, number of steps, cancellations, and whether to stop.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from levanter_infer.engine.request_state import RequestState
 from levanter_infer.runtime.hosts import Hosts
 
 _KEPT_TERMS = 8
-"""Rounds whose terms stay readable. Others are read by all: nobody can be two rounds ahead of anybody."""
+"""Rounds whose terms stay readable. All processes have read older ones: none can be two rounds ahead of another."""
 IN_A_ROUND = "in a round"
 
 

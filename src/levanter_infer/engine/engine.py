@@ -51,7 +51,7 @@ from levanter_infer.engine.weight_updates import (
     check_weights_are_there,
     checked_policy,
     checked_version,
-    enter_version,
+    update_roots,
 )
 from levanter_infer.models.live import from_levanter
 from levanter_infer.policies import WeightSwapPolicy
@@ -93,8 +93,7 @@ class InferenceEngine:
 
     Args:
         model: a `DecoderModel`; a live model of Levanter's shape (`from_levanter`), whose weights are shared where the
-            device reads them as they lie; or a `StoredModel`, which is read, and given up, after its compilation has
-            begun.
+            device reads their layout; or a `StoredModel`, which is read, and freed, after its compilation has begun.
         tokenizer: needed for text prompts, chats, text stops and the text of completions.
         config: sizes and policies.
         seed: from which, with its id, a request without a seed derives its own.
@@ -264,10 +263,10 @@ class InferenceEngine:
     def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log probability under the model of each token of the sequences, given those before it in its sequence.
 
-        With `engine.prefix_cache`, equal beginnings are computed once. `SamplingParams.prompt_logprobs` gives the same
+        With `engine.prefix_cache`, common prefixes are computed once. `SamplingParams.prompt_logprobs` gives the same
         with requests of any kind, and the likeliest tokens.
 
-        Returns: for each sequence f32[tokens - 1], beginning with its second token; NaN where the model's logits are
+        Returns: for each sequence f32[tokens - 1], from its second token on; NaN where the model's logits are
             not finite.
         Raises: ValueError for a sequence that cannot be scored, which it names, or for what is no list of sequences;
             nothing has run then.
@@ -405,7 +404,7 @@ class InferenceEngine:
         try:
             self._add([group])
         except BaseException:
-            self._discard(group)  # nobody else knows of it
+            self._discard(group)  # the caller never gets it
             raise
         return group
 
@@ -518,11 +517,11 @@ class InferenceEngine:
     def resample(self, group: RequestState, ancestors: Sequence[int]) -> None:
         """Let sample i of a submitted request go on from where sample `ancestors[i]` stands, for all i at once.
 
-        The round in flight is read first; who weighs samples calls `flush` before. Pages are shared and not copied, and
-        every sample keeps its own random numbers, so that descendants of one sample diverge. Finished samples take
-        part: who descends from one is finished like it, and a finished one that goes on from one that runs takes a
-        free slot. What ends or begins here is not reported by `step_round`: the caller knows of it. On a mesh over
-        several processes all of them call this, with the same ancestors.
+        The round in flight is read first; a caller that weighs samples calls `flush` before. Pages are shared and not
+        copied, and every sample keeps its own random numbers, so that descendants of one sample diverge. Finished
+        samples take part: a descendant of one is finished like it, and a finished one that goes on from one that runs
+        takes a free slot. What ends or begins here is not reported by `step_round`: the caller knows of it. On a mesh
+        over several processes all of them call this, with the same ancestors.
         Raises: ValueError if `ancestors` does not name a sample for each, the prompt is not yet on the device, or no
             slot is free.
         """
@@ -552,7 +551,7 @@ class InferenceEngine:
 
     @exclusive
     def spill_to_host(self, sequence: SampleState) -> int:
-        """Move the pages of a submitted sequence to the host's memory. It goes on after `prefetch`, or in `drain`.
+        """Swap the pages of a submitted sequence out to host memory. It goes on after `prefetch`, or in `drain`.
 
         What it shares with others is copied, and its own when it comes back.
 
@@ -566,12 +565,12 @@ class InferenceEngine:
 
     @exclusive
     def prefetch(self, sequence: SampleState) -> None:
-        """Bring the pages of a offloaded sequence back, so that it goes on.
+        """Bring the pages of an offloaded sequence back, so that it goes on.
 
-        Where there is no room for them now, it comes back as soon as there is, before anything younger starts; or, with
-        `preempt: recompute`, is computed again.
+        Where no pages are free for them now, it comes back as soon as they are, before any younger request starts; or,
+        with `preempt: recompute`, is recomputed.
 
-        Raises: ValueError if it is not in the host's memory.
+        Raises: ValueError if it is not in host memory.
         """
         self._known += self._flush()
         self._offload.prefetch(sequence)
@@ -587,15 +586,15 @@ class InferenceEngine:
         and they must live until the next swap.
 
         Args:
-            model: as for `InferenceEngine`, with the same sizes and dtype. Arrays that lie on other devices, or
-                otherwise spread over them, are moved to where the old ones lie.
+            model: as for `InferenceEngine`, with the same sizes and dtype. Arrays on other devices, or with
+                another sharding, are moved to the sharding of the old ones.
             version: names these weights, from 0 to 2^31 - 1; the next number by default. Pages are found only by
-                requests of the version that computed them: who comes back to an earlier number brings the same weights
-                again, and finds what is left of its pages.
+                requests of the version that computed them: a caller that returns to an earlier number gives the same
+                weights again, and finds the pages that are left of it.
             policy: what becomes of the sequences that are on the device. `drain`: they end first, with the old weights;
                 requests that wait begin with the new ones. `keep_kv`: they go on at once from the keys and values that
                 the old weights have computed, and share no pages with others from then on. `recompute`: they keep
-                their tokens and compute keys and values anew.
+                their tokens and recompute keys and values.
             donate: the engine may delete the model's arrays as it lays out its own.
         Raises: ValueError if the model is another one, or an argument is none; nothing has changed then.
         """
@@ -609,7 +608,7 @@ class InferenceEngine:
         self._known += self._flush()
         self._intake.version = version
         recompute = wanted is WeightSwapPolicy.RECOMPUTE
-        enter_version(self.runner, self._scheduler, self._offload, self._intake, recompute=recompute)
+        update_roots(self.runner, self._scheduler, self._offload, self._intake, recompute=recompute)
         self.runner.swap_weights(model, donate=donate)
         self.version = version
         self._stats.registry.add("weight_swaps", 1)

@@ -30,13 +30,13 @@ from levanter_infer.runtime.records import keep_record, read_record
 logger = logging.getLogger(__name__)
 
 ROWS = (1, 8, 32, 256)
-"""Rows of the matmuls that are measured: decoding of one, a few and many sequences, and a chunk of a prompt."""
+"""Rows of the matmuls that are measured: decoding of one, a few and many sequences, and a prompt chunk."""
 TIE = 1.03
 """Times whose quotient is less than this are equal."""
 _IN_TIES = ("avx512", "avx2", "avx512_bf16", "generic")
 """Which one is taken of those that are equally fast: the one that does not round inputs, and has wider vectors."""
 _INPUTS, _BYTES = 2048, 64 * 2**20
-"""Inputs of the measured matmuls, and bytes of their weights; a chunk of a prompt takes an eighth of them."""
+"""Inputs of the measured matmuls, and bytes of their weights; a prompt chunk takes an eighth of them."""
 _TURNS, _MIN_TURNS, _SECONDS = 11, 3, 0.5
 """How often each is measured in turn; fewer where that takes longer than so many seconds."""
 

@@ -1,4 +1,4 @@
-"""`KvOffload`: who gives way when pages run short, where its pages are meanwhile, and who comes back next."""
+"""`KvOffload`: which request is preempted when pages run short, where its pages are meanwhile, and which comes back."""
 
 import dataclasses
 import logging
@@ -49,9 +49,9 @@ class _Record:
 
     members: list[_Member]
     contents: list[jax.Array]
-    """What `read_pages` gave, in the host's memory; nothing if they are to be computed again."""
+    """What `read_pages` gave, in host memory; empty if the pages are to be recomputed."""
     stays: bool
-    """Whether it comes back only when somebody asks for it."""
+    """Whether it comes back only when the caller asks for it."""
 
     @property
     def nbytes(self) -> int:
@@ -61,7 +61,7 @@ class _Record:
         return [member for member in self.members if member.is_there]
 
     def used(self) -> np.ndarray:
-        """Which of the pages anybody will want again, in order."""
+        """The pages that its remaining sequences need, in order."""
         return np.unique(np.concatenate([member.places for member in self.remaining()]))
 
     def order(self) -> tuple[int, int]:
@@ -93,7 +93,7 @@ class _Tables:
 
     @property
     def spare(self) -> int:
-        """Free pages beyond those that everybody who goes on will need; below zero if they do not suffice."""
+        """Free pages beyond those that running sequences will need; below zero if they do not suffice."""
         return self.free - int(self.growth[self.goes_on].sum())
 
     @property
@@ -111,7 +111,7 @@ class _Tables:
         self.computed[slots], self.goes_on[slots], self.status[slots] = 0, False, status
 
     def fits(self, record: _Record, max_seqs: int) -> bool:
-        """Whether a record can come back and go on; if nobody else goes on, it may be without room to grow."""
+        """Whether a record can come back and go on; if no other sequence runs, it may be without pages to grow."""
         if self.num_running == 0:
             return len(record.used()) <= self.free
         return record.return_pages() <= self.spare and self.num_running < max_seqs
@@ -131,7 +131,7 @@ class KvOffload:
         self._yields = True
         self._count()
 
-    # What the device says, and is told
+    # Signals from the device and to it
 
     def on_round(self, call: int) -> None:
         """Args: call: what the round asks for, see `decode.kv_offload.host_call`."""
@@ -176,9 +176,9 @@ class KvOffload:
         self._registry.add("offload_s" if short else "prefetch_s", time.perf_counter() - start)
 
     def _make_room(self, tables: _Tables, sequences: Sequence[SampleState]) -> None:
-        """Spill groups, the last in order first, until the others have room to grow.
+        """Swap requests out, the last in order first, until the others have free pages to grow.
 
-        If only the first group is left, its last sequences give way one by one; its first one never does.
+        If only the first request is left, its last sequences are preempted one by one, and its first one never is.
         """
         holders = [s for s in sequences if s.slot is not None and tables.computed[s.slot] > 0]
         holders.sort(key=lambda sequence: tables.rank[sequence.slot])
@@ -195,7 +195,7 @@ class KvOffload:
                 break
 
     def _let_back(self, tables: _Tables) -> None:
-        """Bring records back in order while they fit. What nobody makes room for any more is computed again."""
+        """Bring records back in order while they fit. If no running sequence will free pages, recompute the first."""
         while (first := self._first()) is not None:
             rank = tables.rank[[member.slot for member in first.remaining()]].min()
             if (tables.is_ready & (tables.rank < rank)).any():
@@ -213,7 +213,7 @@ class KvOffload:
         """`InferenceEngine.spill_to_host`."""
         if not sequence.request.is_loose:
             raise ValueError(
-                "the beams of a search stay together, and one of them cannot be moved to the host's memory"
+                "the beams of a search stay together, and one of them cannot be swapped out to host memory"
             )
         start, tables = time.perf_counter(), _Tables(self._runner)
         slot = sequence.slot
@@ -230,7 +230,7 @@ class KvOffload:
         pages = len(tables.pages_of(slot))
         if not self._move_out(tables, [sequence], stays=True):
             raise ValueError(
-                f"{pages} pages do not fit into the host's memory for pages: {self._used_bytes()} of "
+                f"{pages} pages do not fit into host memory for pages: {self._used_bytes()} of "
                 f"{self._max_bytes} bytes are in use; bring sequences back, or raise engine.host_bytes"
             )
         self._registry.add("offload_s", time.perf_counter() - start)
@@ -240,7 +240,7 @@ class KvOffload:
         """`InferenceEngine.prefetch`."""
         record = self._record_of(sequence)
         if record is None:
-            raise ValueError("the sequence is not in the host's memory; spill_to_host brings it there")
+            raise ValueError("the sequence is not in host memory; spill_to_host brings it there")
         self._recall(record)
 
     def begin_anew(self, group: RequestState) -> None:
@@ -255,7 +255,7 @@ class KvOffload:
         return [member.slot for record in self._records for member in record.remaining() if record.contents]
 
     def recall(self) -> None:
-        """Let everybody come back who left by hand."""
+        """Bring back the sequences that the caller swapped out."""
         for record in [record for record in self._records if record.stays]:
             self._recall(record)
 
@@ -285,7 +285,7 @@ class KvOffload:
             _Member(sequence, slot, own, int(tables.computed[slot]), int(tables.growth[slot]))
             for sequence, slot, own in zip(sequences, slots, np.split(places.reshape(-1), ends[:-1]), strict=True)
         ]
-        # Scores stay behind, so a prompt that is scored begins anew
+        # Scores are not moved, so a prompt that is scored is recomputed
         anew = any(member.sequence.request.awaits_scores and not member.has_prompt for member in members)
         contents = [] if anew else self._read(pages)
         if contents is None:
@@ -299,7 +299,7 @@ class KvOffload:
         return True
 
     def _read(self, pages: np.ndarray) -> list[jax.Array] | None:
-        """The contents of `pages` in the host's memory; None if they do not fit there."""
+        """The contents of `pages` in host memory; None if they do not fit there."""
         if self._max_bytes is None:
             self._max_bytes = default_host_bytes()
         width = self._shapes.transfer_pages
@@ -312,7 +312,7 @@ class KvOffload:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             self._max_bytes = self._used_bytes()
-            logger.warning("the host's memory for pages ends at %d bytes: %s", self._max_bytes, error)
+            logger.warning("host memory for pages ends at %d bytes: %s", self._max_bytes, error)
             return None
 
     def _move_in(self, tables: _Tables, record: _Record) -> None:
@@ -345,7 +345,7 @@ class KvOffload:
         self._count()
 
     def _swap_in_tables(self, tables: _Tables, members: list[_Member], new: np.ndarray | None, count: int) -> jax.Array:
-        """Args: new: for each of the record's pages, which of the `count` ones it becomes; None: they begin anew."""
+        """Args: new: for each page of the record, which of the `count` ones it becomes; None: they are recomputed."""
         shapes = self._shapes
         mask, computed = np.zeros(shapes.num_slots, bool), np.zeros(shapes.num_slots, np.int32)
         places = np.full(tables.page_indices.shape, shapes.num_pages, np.int32)

@@ -62,8 +62,8 @@ def audit(state: DecodeState) -> MemoryAudit:
     size, num_pages = state.page_table.page_size, state.page_table.num_pages
     table = state.sequences
     computed, lens, pages, counts = (
-        np.asarray(named.array)
-        for named in (table.num_computed, table.seq_lens, table.page_indices, state.page_table.ref_counts)
+        np.asarray(column)
+        for column in (table.num_computed, table.seq_lens, table.page_indices, state.page_table.ref_counts)
     )
     if pages.ndim == 3:  # one pool per data-parallel rank, concatenated
         rank = np.arange(len(pages))[:, None, None]

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from levanter_infer.axes import SEQ
 from levanter_infer.cache.page_math import pages_for
 from levanter_infer.decode.generate import GenerateOutput, generate_all
 from levanter_infer.decode.no_vmap import refuse_vmap, varying_axes
@@ -49,7 +48,7 @@ def generate(
         prompt_token_ids: i32[batch, length], padded on the right with anything.
         prompt_lens: i32[batch], from 1 to `length`.
         sampling: one for all prompts. Text stops need a host and are refused.
-        config: sizes; `max_seq_len` defaults to what the call needs and `max_pages` to enough for everybody who runs.
+        config: sizes; `max_seq_len` defaults to what the call needs and `max_pages` to enough for all that run.
         seeds: u32[batch, 2], the high and low word of each prompt's seed, may be traced. Default: `sampling.seed`
             plus the prompt's place in this call, or the place alone.
         eos_token_ids: tokens that end a sequence, unless `sampling.ignore_eos`.
@@ -192,11 +191,11 @@ def _sampling_table(params: SamplingParams, batch: int, shapes: Shapes, eos_toke
         place, index = divmod(slot, params.n)
         seed = ((params.seed or 0) + place) % 2**64
         columns.set(slot, params, seed=seed, sample_index=index, eos_token_ids=eos_token_ids)
-    table = jax.tree.map(jnp.asarray, sampling_table(columns, SEQ))
+    table = jax.tree.map(jnp.asarray, sampling_table(columns))
     if seeds is None:
         return table
     words = jnp.asarray(seeds, jnp.uint32)
     if words.shape != (batch, 2):
         raise ValueError(f"seeds has shape {words.shape}; expected [batch, 2], the high and low word of each seed")
     words = jnp.repeat(words, params.n, axis=0)
-    return eqx.tree_at(lambda t: t.seed, table, NamedArray(words, table.seed.axes))
+    return eqx.tree_at(lambda t: t.seed, table, words)

@@ -236,7 +236,7 @@ class Runner:
         Args:
             roots: i32[rank, slot], the prefix-cache root of each slot under the new weights, -1 for free slots.
             swapped: bool[rank, slot], slots whose pages are in host memory.
-            recompute: whether running sequences compute their keys and values anew.
+            recompute: whether running sequences recompute their keys and values.
         """
         arguments = self._put((roots, swapped, np.full(roots.shape[:-1], recompute)))
         self._replace_decode(self.programs.on_weight_update(self.state.decode, *arguments))
@@ -281,23 +281,23 @@ class Runner:
 
     def read_pages(self, pages: np.ndarray) -> jax.Array:
         """Copy pages of the pool to host memory. Args: pages: i32[transfer_pages], filled up with `num_pages`."""
-        return self.programs.tier.read_pages(self.state.kv, jax.device_put(pages))
+        return self.programs.tier.read_pages(self.state.kv, self.backend.put(pages))
 
     def write_pages(self, contents: jax.Array, pages: jax.Array, chunk: np.ndarray) -> None:
         """Copy contents of `read_pages` into the pool. Args: pages: of `swap_in`; chunk: which of them, for each."""
-        kv = self.programs.tier.write_pages(self.state.kv, contents, pages, jax.device_put(chunk))
+        kv = self.programs.tier.write_pages(self.state.kv, contents, pages, self.backend.put(chunk))
         self.state = dataclasses.replace(self.state, kv=kv)
 
     def swap_in(self, mask: np.ndarray, places: np.ndarray, computed: np.ndarray, count: int) -> jax.Array:
         """Give sequences their pages in the tables again, as `decode.kv_offload.swap_in`; returns the pages."""
-        arguments = jax.device_put((mask, places, computed, np.asarray(count, np.int32)))
+        arguments = self.backend.put((mask, places, computed, np.asarray(count, np.int32)))
         decode, pages = self.programs.tier.swap_in(self.state.decode, *arguments)
         self._replace_decode(decode)
         return pages
 
     def mark_swapped(self, mask: np.ndarray, status: int) -> None:
         """Take the pages of the slots in `mask` from them, and give them `status`."""
-        arguments = jax.device_put((mask, np.asarray(status, np.int32)))
+        arguments = self.backend.put((mask, np.asarray(status, np.int32)))
         self._replace_decode(self.programs.tier.mark_swapped(self.state.decode, *arguments))
 
     def _replace_decode(self, decode) -> None:
@@ -412,4 +412,4 @@ def programs_for(
 def round_types(types, backend: Backend, shapes: Shapes, programs: Programs) -> tuple:
     """The types of the round's arguments, model, state and admission, with their shardings."""
     admission = jax.eval_shape(lambda: empty_admission(shapes, backend.num_shards))
-    return backend.prepared_types(types), programs.state_types, backend.layout.types(admission)
+    return backend.prepared_types(types), programs.state_types, backend.layout.types(admission, stacked=True)

@@ -35,7 +35,7 @@ class ScoreReader:
     """Fetches the scores of complete prompts.
 
     They are asked for when their sequence gives its slot back, and taken when the next round is read: by then they are
-    there, and the device has not waited for anybody.
+    there, and the device has not waited.
     """
 
     def __init__(self, registry: Registry, page_size: int):

@@ -39,11 +39,11 @@ def check_weights_are_there(runner: Runner, running: list[SampleState]) -> None:
     if running and not runner.has_weights:
         raise ValueError(
             'policy="drain" needs the weights in use, and they have been deleted: their arrays, which the engine '
-            "shares, were donated to somebody else; drain before that, or use keep_kv or recompute"
+            "shares, were donated elsewhere; drain before that, or use keep_kv or recompute"
         )
 
 
-def enter_version(runner: Runner, scheduler: Scheduler, offload: KvOffload, intake: Intake, *, recompute: bool) -> None:
+def update_roots(runner: Runner, scheduler: Scheduler, offload: KvOffload, intake: Intake, *, recompute: bool) -> None:
     """Give requests the prefix-cache roots of the new weights, on the host and on the device.
 
     Requires: no round is in flight, and `intake` has the new version.

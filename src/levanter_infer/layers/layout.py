@@ -1,9 +1,9 @@
-"""`Layout`: the one place that knows how the axes of weights and state lie on a mesh of devices.
+"""`Layout`: the sharding of the axes of weights and state over a mesh of devices, in one place.
 
 Weights, the pool and everything computed from a head, a part of the feed-forward block or a token of the vocabulary are
-spread over the mesh axis `model`, experts over `expert`; all else is the same on their devices. The code of a layer
-does not know: it sees arrays of a part's size, and a map whose inputs are spread adds up its results
-(`Linear.spread`).
+sharded over the mesh axis `model` (tensor parallel), experts over `expert` (expert parallel); all else is replicated.
+The code of a layer does not know: it sees arrays of a shard's size, and a linear map whose inputs are sharded sums its
+results over the axis.
 
 Source: tensor parallelism, arXiv:1909.08053, section 3.
 """
@@ -25,7 +25,7 @@ from levanter_infer.axes import DATA, EXPERT, KV_HEADS, KV_PAIR, MLP, MODEL, Q_H
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
 
 MESH_AXES = {KV_HEADS: MODEL, KV_PAIR: MODEL, MLP: MODEL, VOCAB: MODEL, EXPERT: EXPERT, DATA: DATA}
-"""Axis of an array -> axis of the mesh over which it is spread."""
+"""Axis of an array -> axis of the mesh over which it is sharded."""
 
 
 def _is_named(leaf) -> bool:
@@ -70,7 +70,7 @@ def _put_own_parts(array, sharding: NamedSharding, donate: bool):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a model with `num_kv_heads` heads of keys and values, `vocab_size` tokens lies on a mesh.
+    """The sharding of a model with `num_kv_heads` heads of keys and values and `vocab_size` tokens over a mesh.
 
     Key and value heads that are fewer than the devices of `model`, or no multiple of them, are there several times, and
     each copy serves a part of the query heads of its group.
@@ -105,22 +105,22 @@ class Layout:
 
     @property
     def model(self) -> ShardAxis:
-        """What is spread over `model`."""
+        """The tensor-parallel axis."""
         parts = self.mesh.shape.get(MODEL, 1)
         return REPLICATED if parts == 1 else ShardAxis(MODEL, parts)
 
     @property
     def experts(self) -> ShardAxis:
-        """What is spread over `expert`."""
+        """The expert-parallel axis."""
         parts = self.mesh.shape.get(EXPERT, 1)
         return REPLICATED if parts == 1 else ShardAxis(EXPERT, parts)
 
     @property
     def expert_sums(self) -> ShardAxis:
-        """What the parts of experts, and the experts of a token, are added up over."""
-        spread = [each for each in (self.model, self.experts) if each.parts > 1]
-        if len(spread) < 2:
-            return spread[0] if spread else REPLICATED
+        """The axes over which the outputs of experts are summed."""
+        sharded = [each for each in (self.model, self.experts) if each.parts > 1]
+        if len(sharded) < 2:
+            return sharded[0] if sharded else REPLICATED
         return ShardAxis((MODEL, EXPERT), self.model.parts * self.experts.parts)
 
     @property
@@ -201,7 +201,7 @@ class Layout:
         return NamedArray(array, tuple(axes))  # type: ignore[arg-type]
 
     def spec(self, axes: tuple[Axis, ...]) -> PartitionSpec:
-        """Which axis is spread over what."""
+        """The mesh axis of each axis."""
         names = (MESH_AXES.get(axis.name) for axis in axes)
         return PartitionSpec(*(name if name in self.mesh.axis_names else None for name in names))
 
@@ -212,18 +212,19 @@ class Layout:
     def sharding(self, axes: tuple[Axis, ...]) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(axes))
 
-    def place(self, tree, *, donate: bool = False):
+    def place(self, tree, *, donate: bool = False, stacked: bool = False):
         """A tree of arrays of the mesh's size, each device with its part. `donate`: arrays elsewhere are given up.
+        `stacked`: arrays without named axes have a leading axis of data-parallel ranks, where there are several.
 
         Where the mesh has devices of several processes, each process brings the same arrays, and places its parts.
         """
 
         leaves, structure = jax.tree.flatten(tree, is_leaf=_is_named)
         arrays = [leaf.array if _is_named(leaf) else leaf for leaf in leaves]
-        shardings = [self.sharding(leaf.axes if _is_named(leaf) else ()) for leaf in leaves]
+        shardings = [self.sharding(leaf.axes) if _is_named(leaf) else self._plain_sharding(stacked) for leaf in leaves]
         if self.spans_hosts:
             placed = [_put_own_parts(*pair, donate) for pair in zip(arrays, shardings, strict=True)]
-        else:  # those that are there stay as they are: a model's arrays are shared with who trains it
+        else:  # arrays that are there stay as they are: a model shares its arrays with the program that trains it
             away = [i for i, pair in enumerate(zip(arrays, shardings, strict=True)) if not _is_there(*pair)]
             moved = jax.device_put([arrays[i] for i in away], [shardings[i] for i in away], donate=donate)
             placed = list(arrays)
@@ -233,20 +234,23 @@ class Layout:
         found = [NamedArray(array, leaf.axes) if _is_named(leaf) else array for leaf, array in pairs]
         return jax.tree.unflatten(structure, found)
 
-    def types(self, tree):
-        """The types of such a tree, with their places."""
+    def types(self, tree, *, stacked: bool = False):
+        """The types of such a tree, with their shardings; `stacked` as for `place`."""
 
-        def typed(leaf, axes: tuple[Axis, ...]):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding(axes))
+        def typed(leaf, sharding: NamedSharding):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         return _map_named(
-            lambda named: NamedArray(typed(named.array, named.axes), named.axes),  # type: ignore[arg-type]
-            lambda leaf: typed(leaf, ()),
+            lambda named: NamedArray(typed(named.array, self.sharding(named.axes)), named.axes),  # type: ignore[arg-type]
+            lambda leaf: typed(leaf, self._plain_sharding(stacked)),
             tree,
         )
 
+    def _plain_sharding(self, stacked: bool) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(*(self._lead if stacked else ())))
+
     def fit_model(self, model, *, donate: bool = False):
-        """A model as it came from a checkpoint, spread over the mesh; its types where it is types."""
+        """A model as it came from a checkpoint, sharded over the mesh; its types where it is types."""
 
         def fit(named: NamedArray) -> NamedArray:
             if isinstance(named.array, jax.ShapeDtypeStruct):
@@ -257,7 +261,7 @@ class Layout:
         return _map_named(fit, lambda leaf: leaf, model).shard_as(self)
 
     def stacked_types(self, tree):
-        """The types of what all data shards have, of those of one."""
+        """The types of the arrays of all data-parallel ranks, from those of one."""
         shards = self.num_shards
         if shards == 1:
             return tree
@@ -283,8 +287,8 @@ class Layout:
         """`function`, run by every device on its parts.
 
         Args:
-            function: of one data shard. Where there are several, all arguments but `model`, and all results, have a
-                leading axis `data`.
+            function: of one data-parallel rank. Where there are several, all arguments but `model`, and all results,
+                have a leading axis `data`.
             results: what one shard gets: types, or None for arrays that are the same on all devices of a shard. These
                 are for the host: where there are several, they are brought to all devices, so that each host has them.
         """

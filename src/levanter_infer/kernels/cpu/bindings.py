@@ -1,8 +1,14 @@
-"""The `cpu` implementations: C++ kernels that XLA calls (`native/`), for matmuls, attention and logits.
+"""The `cpu` implementations: C++ kernels that XLA calls (`native/`), for matmuls, paged attention and logits.
 
-They are optional: where the package was installed without a compiler, or they were built for a newer jaxlib,
-`available` is false and the `xla` forms serve.
-A CPU is limited by memory when few tokens are computed, and XLA's own matmuls read 16-bit weights several times.
+They are optional: if the package was installed without a compiler, or they were built for a newer jaxlib, `available`
+is false and the `xla` implementations are used. A CPU is bound by memory when few tokens are computed, and XLA's own
+matmuls read 16-bit weights several times.
+
+**Panels.** The matmuls read weights [outputs, inputs] in panels: a panel holds `panel_width` outputs, one pair of
+inputs after the other, so that it is read from front to back and a vector register holds outputs. Within a pair,
+float32 holds all outputs of the first input and then those of the second; bfloat16 holds the two inputs of each output
+side by side, in one 32-bit word. Missing outputs of the last panel, and the second input of the last pair if the number
+of inputs is odd, are zeros. The attention kernel copies keys and values into panels as well, and uses the same matmuls.
 """
 
 import ctypes
@@ -26,13 +32,14 @@ _LIBRARY = "levanter_infer.kernels.cpu._native"
 _CALLS = ("linear", "place_tokens", "attention", "logit_stats")
 _DTYPES = (jnp.float32, jnp.bfloat16)
 ISAS = ("avx512_bf16", "avx512", "avx2", "generic")
-"""Instruction sets that the kernels are written for; a processor with one of them has those behind it too."""
+"""Instruction sets that the kernels are compiled for, the widest first; a processor that has one of them has the
+following ones too."""
 _REMEDY = "install a C++17 compiler (g++ or clang++) and then levanter_infer again, beside the jaxlib that is used"
 
 
 @functools.cache
 def _load() -> ctypes.CDLL | str:
-    """The kernels, registered with XLA; or why they cannot be used."""
+    """The kernels, registered with XLA; or the reason why they cannot be used."""
     spec = importlib.util.find_spec(_LIBRARY)
     if spec is None or spec.origin is None:
         return "they were not built"
@@ -44,7 +51,7 @@ def _load() -> ctypes.CDLL | str:
         built, here = library.levanter_infer_ffi_api(), _ffi_api()
     except (OSError, AttributeError) as error:  # of another system, or of an earlier version
         return f"they were built for another system or version ({error})"
-    if built > here:  # registered all the same, they would make JAX's start fail
+    if built > here:  # to register them would make JAX fail when it starts
         version = importlib.metadata.version("jaxlib")
         return (
             f"they were built for version {_dotted(built)} of XLA's FFI, and jaxlib {version} has {_dotted(here)}, "
@@ -56,7 +63,7 @@ def _load() -> ctypes.CDLL | str:
 
 
 def _ffi_api() -> int:
-    """Version of XLA's FFI in this jaxlib, major · 1000 + minor, as its headers say."""
+    """Version of XLA's FFI in this jaxlib, major · 1000 + minor, read from its headers."""
     header = importlib.resources.files(jaxlib) / "include" / "xla" / "ffi" / "api" / "c_api.h"
     text = header.read_text(encoding="utf-8") if header.is_file() else ""
     found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", text))
@@ -87,12 +94,13 @@ def _library() -> ctypes.CDLL:
 
 
 def path() -> str:
-    """Path of the built kernels. Raises: ValueError if they are not there."""
+    """Path of the compiled kernels. Raises: ValueError if they are not available."""
     return _library()._name
 
 
 def isa() -> str:
-    """The widest of `ISAS` that this processor and this build have. Raises: ValueError if the kernels are not there."""
+    """The widest of `ISAS` that this processor and this build have. Raises: ValueError if the kernels are not
+    available."""
     return _library().levanter_infer_isa().decode()
 
 
@@ -100,8 +108,9 @@ def isas(dtype=None) -> tuple[str, ...]:
     """The instruction sets that this processor and this build have, the widest first.
 
     Args:
-        dtype: of weights; leaves out those without matmuls of their own for it, which are those of the next.
-    Raises: ValueError if the kernels are not there.
+        dtype: dtype of the weights; instruction sets without matmuls of their own for it are left out, because they use
+            those of the next one.
+    Raises: ValueError if the kernels are not available.
     """
     usable = ISAS[ISAS.index(isa()) :]
     in_pairs = dtype is None or jnp.dtype(dtype) == jnp.bfloat16
@@ -114,22 +123,18 @@ def supports_dtype(dtype) -> bool:
 
 
 def panel_width(isa_name: str | None = None) -> int:
-    """Outputs that are stored side by side in a panel; `isa_name`: one of `isas`, by default the widest."""
+    """Outputs per panel; `isa_name`: one of `isas`, by default the widest."""
     name = isa_name or isa()
     return _library().levanter_infer_panel(name.encode())
 
 
 def to_panels(weight: Array, *, isa_name: str | None = None) -> Array:
-    """Weights in the order in which `stacked_matmul` reads them.
-
-    Panels of `panel_width` outputs; in a panel one pair of inputs after the other; float32 holds all outputs of the
-    pair's first input and then those of the second, bfloat16 the two inputs of each output side by side. Missing
-    outputs and inputs are zeros.
+    """Weights in panels (see the module's docstring), as `stacked_matmul` reads them.
 
     Args:
         weight: [layers, outputs, inputs] or [outputs, inputs], f32 or bf16. May be traced.
-    Returns: f32 or u16 (the bits) [layers, panels, inputs rounded up to even · panel_width], or without layers. If not
-        traced, in huge pages.
+    Returns: f32 or u16 (the bits of bf16) [layers, panels, inputs rounded up to even · panel_width], or without layers.
+        In huge pages if the weight is not traced.
     """
     wide, xp = weight.dtype == jnp.float32, jnp if isinstance(weight, Tracer) else np
     *layers, outputs, inputs = weight.shape
@@ -144,7 +149,7 @@ def to_panels(weight: Array, *, isa_name: str | None = None) -> Array:
         bits = xp.pad(bits, [*[(0, 0)] * len(layers), (0, missing[0]), (0, missing[1])])
     apart = bits.reshape(*layers, num_panels, width, pairs, 2)
     last = (-2, -1, -3) if wide else (-2, -3, -1)
-    panels = apart.transpose(*range(apart.ndim - 3), *(apart.ndim + place for place in last))
+    panels = apart.transpose(*range(apart.ndim - 3), *(apart.ndim + axis for axis in last))
     shape = *layers, num_panels, 2 * pairs * width
     if isinstance(panels, Array):
         return panels.reshape(shape)
@@ -154,38 +159,40 @@ def to_panels(weight: Array, *, isa_name: str | None = None) -> Array:
 
 
 def panel_rows(panels: Array, rows: Array, inputs: int, *, isa_name: str | None = None) -> Array:
-    """Rows of a matrix in panels; an index past the last panel gives zeros.
+    """Rows (outputs) of a matrix in panels, as an embedding reads them; an index past the last panel gives zeros.
 
     Args:
-        panels: [panels, size]
+        panels: [panels, size] of `to_panels`.
         rows: i32[n]
-    Returns: [n, inputs], f32 or u16.
+        inputs: inputs of the matrix.
+        isa_name: the one that `to_panels` was given.
+    Returns: [n, inputs], f32 or u16 (the bits of bf16).
     """
     width = panel_width(isa_name)
     num_panels, size = panels.shape
-    panel, place = rows // width, rows % width
+    panel, lane = rows // width, rows % width
     if panels.dtype == jnp.float32:
         apart = panels.reshape(num_panels, size // width, width)
-        found = apart.at[panel, :, place].get(mode="fill", fill_value=0)
+        found = apart.at[panel, :, lane].get(mode="fill", fill_value=0)
     else:
         apart = panels.reshape(num_panels, size // width // 2, width, 2)
-        found = apart.at[panel, :, place, :].get(mode="fill", fill_value=0)
+        found = apart.at[panel, :, lane, :].get(mode="fill", fill_value=0)
     return found.reshape(rows.shape[0], size // width)[:, :inputs]
 
 
 def stacked_matmul(call: LinearCall, *, isa_name: str | None = None) -> list[Array]:
-    """The matmuls of `call`, with all sums in float32; x, gate and residual are taken as float32.
+    """The matmuls of `call`, accumulated in float32; x, gate and residual are converted to float32.
 
-    The stacks of panels are read in place. A result has the same bits for any number of rows. What else a layer does
-    between two matmuls can be asked for in the same call, because on a CPU every call has its price.
+    The stacks of panels are read in place. A row of the result has the same bits for any number of rows. A norm, a gate
+    and a residual are fused into the call, because on a CPU every call has its overhead.
 
     Args:
-        call: with weights of `to_panels`; rows beyond `num_rows` give zeros.
+        call: its weights are in panels (`to_panels`); rows beyond `num_rows` give zeros and cost nothing.
         isa_name: one of `isas`; by default the widest.
     Returns: f32[rows, outputs] each.
     Raises: ValueError if the kernels were not built.
     """
-    assert call.norm is None or call.gate is None, "a matmul has one kind of input"
+    assert call.norm is None or call.gate is None, "a matmul has a norm or a gate, not both"
     rows = call.x.shape[0]
     results = [jax.ShapeDtypeStruct((rows, count), jnp.float32) for count in call.num_outs]
     kernel = jax.ffi.ffi_call("levanter_infer_linear", results, vmap_method="sequential")
@@ -216,16 +223,17 @@ def _stack(array: Array, ndim: int) -> Array:
 
 
 def place_tokens(pool: Array, write: KvWrite, *, isa_name: str | None = None) -> tuple[Array, Array]:
-    """Norm and rotate queries and keys, and store keys and values, in one call and in place where the pool is donated.
+    """Apply norms and the rotary embedding to queries and keys, and write keys and values to the KV cache, in one call
+    and in place where the pool is donated.
 
-    Each token by itself, so that its result has the same bits in any batch. XLA would go through the tokens of such a
-    write one by one, with half a dozen small calls for each.
+    Tokens are independent, so that their bits do not depend on batch composition. XLA would run half a dozen small
+    operations for each token of such a write.
 
     Args:
-        pool: [layers, P, page_size, 2 * Hkv, D] of f32, bf16, or u16 that hold the bits of bf16.
-        write: with queries and their rotation; queries, keys and values are taken as float32.
+        pool: [layers, P, page_size, 2 * Hkv, D] of f32, bf16, or u16 that holds the bits of bf16.
+        write: has queries and their rotation; queries, keys and values are converted to float32.
         isa_name: one of `isas`; by default the widest.
-    Returns: q, rotated, f32, and the pool.
+    Returns: the rotated q, f32, and the pool.
     Raises: ValueError if the kernels were not built.
     """
     rotation = write.rotation
@@ -245,9 +253,9 @@ def place_tokens(pool: Array, write: KvWrite, *, isa_name: str | None = None) ->
 
 
 def cpu_attention(call: AttentionCall, *, isa_name: str | None = None) -> Array:
-    """`Backend.attend` in C++.
+    """`Backend.attend` in C++. Returns: [T, Hq, D], 0 for padding tokens.
 
-    Raises: ValueError for what only the other implementations do: `score_mod`, `mask_mod`, pages of other dtypes.
+    Raises: ValueError for what only other implementations support: `score_mod`, `mask_mod`, pages of other dtypes.
     """
     rules, sinks = call.rules, call.sinks
     if rules.score_mod is not None or rules.mask_mod is not None:
@@ -277,13 +285,13 @@ def cpu_attention(call: AttentionCall, *, isa_name: str | None = None) -> Array:
 
 
 def logit_stats(logits: Array, num_rows: Array, *, isa_name: str | None = None) -> tuple[Array, Array, Array]:
-    """What sampling needs to know of logits, all rows in one call.
+    """The statistics of logits that sampling needs. A row's bits do not depend on batch composition.
 
     Args:
         logits: f32[row, vocab]
-        num_rows: i32[], how many rows count; the others get 0, 1 and 0.
+        num_rows: i32[], rows in use; the others get 0, 1 and 0.
     Returns: the largest logit f32[row]; the sum of e^(logit - largest) f32[row], NaN where a logit is NaN or +inf or
-        all are -inf; and the first place of the largest i32[row]. A row has the same bits in any batch.
+        all are -inf; and the first index of the largest i32[row].
     """
     rows = logits.shape[0]
     results = [jax.ShapeDtypeStruct((rows,), dtype) for dtype in (jnp.float32, jnp.float32, jnp.int32)]

@@ -1,4 +1,4 @@
-"""Memory of the host in huge pages, for arrays that every step reads from end to end."""
+"""Host memory in huge pages, for arrays that every step reads from end to end."""
 
 import math
 import mmap
@@ -6,15 +6,15 @@ import mmap
 import numpy as np
 
 HUGE_PAGE = 2**21
-"""Bytes, on x86 and, by default, on ARM; JAX reads an array that begins at a multiple of 64 where it lies."""
+"""Bytes, on x86 and, by default, on ARM. JAX shares an array that begins at a multiple of 64 bytes, else it copies."""
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
 def empty(shape: tuple[int, ...], dtype) -> np.ndarray:
-    """`numpy.empty`, on huge pages where the system gives some on request, as Linux does by default.
+    """`numpy.empty` in huge pages, where the system provides them on request, as Linux does by default.
 
-    On small pages the processor looks up an address, and its prefetching begins anew, every 4 kB. `jax.device_put`
-    to a CPU shares the array instead of copying it: do not write to it afterwards.
+    With small pages the processor translates an address and restarts its prefetching every 4 kB. `jax.device_put` to a
+    CPU shares the array instead of copying it: do not write to it afterwards.
     """
     dtype = np.dtype(dtype)
     count = math.prod(shape)

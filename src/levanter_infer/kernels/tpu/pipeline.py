@@ -416,9 +416,7 @@ class Pipeline:
             self.store_outputs(item, finish)
             return item + 1, cursor
 
-        cursor = self.start()
-        for _ in range(self.ahead + 1):
-            cursor = self.advance(cursor)
+        cursor = jax.lax.fori_loop(0, self.ahead + 1, lambda _, cursor: self.advance(cursor), self.start())
         for item in map(jnp.int32, range(self.ahead)):
             self.prefetch_pages(item, *self.start_queries(item, item < cursor.num_items))
         _, cursor = jax.lax.while_loop(lambda carry: carry[0] < carry[1].num_items, turn, (jnp.int32(0), cursor))

@@ -45,8 +45,8 @@ class TpuPool:
     def __post_init__(self):
         if self.scaled and 2 * self.kv_heads > LANES:
             raise ValueError(
-                f"kv_heads={self.kv_heads} with int8 pages: there is room for the scales of {LANES // 2} kv heads on a "
-                "device; use another dtype, or shard the heads over more devices"
+                f"kv_heads={self.kv_heads} with int8 pages: a page holds the scales of {LANES // 2} kv heads per "
+                "device at most; use another dtype, or shard the heads over more devices"
             )
 
     @property

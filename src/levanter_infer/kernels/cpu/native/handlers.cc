@@ -1,7 +1,8 @@
-// XLA custom calls for CPUs: matmuls with 16-bit or 32-bit weights, the place of new tokens in the pool, attention
-// over pages, and what sampling needs of logits.
+// XLA custom calls for CPUs: matmuls with 16-bit or 32-bit weights, rotary embedding and KV cache write of new tokens,
+// paged attention, and the statistics of logits that sampling needs.
 //
-// What each computes is said in ../cpu.py. The kernels are compiled once per instruction set, from the same source.
+// ../bindings.py says what each computes, and what a panel is. The kernels are compiled once per instruction set, from
+// the same source.
 
 #include <algorithm>
 #include <cmath>
@@ -31,7 +32,7 @@ using Pair = uint32_t;  // two bfloat16, the first in the lower half
 struct LinearArgs {
   const float* x;      // [rows, x_stride]
   int64_t rows, inputs, x_stride;  // inputs: of a panel, an even number
-  const Pair* packed;  // what takes the place of x where pairs are multiplied: blocks of rows, [inputs / 2, rows] each
+  const Pair* packed;  // replaces x where pairs are multiplied: blocks of rows, [inputs / 2, rows] each
 };
 
 struct AttentionArgs {
@@ -40,7 +41,7 @@ struct AttentionArgs {
   const int32_t *page_indices, *seq_lens, *cu_q_lens;
   float* out;  // as q
   int64_t layer, query_heads, kv_heads, head_dim, num_pages, page_size, max_pages, window;
-  int64_t num_rows, ahead;       // rows in use; how many rows on a thread may find its next one
+  int64_t num_rows, ahead;       // rows in use; a thread's next row is probably this many rows on
   float scale, soft_cap;         // soft_cap 0: none
   const float *slopes, *sinks;   // [query_heads]; sinks of -inf: none
 };
@@ -52,20 +53,20 @@ struct PlaceArgs {
   const float *cos, *sin;        // [tokens, head_dim / 2]
   const float *q_norm, *k_norm;  // [head_dim]; null: none
   float q_eps, k_eps;
-  void* pool;            // [layers, num_places, 2 * kv_heads, head_dim]
-  const int32_t* dests;  // [tokens]: places in a layer
-  int64_t layer, query_heads, kv_heads, head_dim, num_places;
+  void* pool;            // [layers, layer_tokens, 2 * kv_heads, head_dim]
+  const int32_t* dests;  // [tokens]: page * page_size + page offset
+  int64_t layer, query_heads, kv_heads, head_dim, layer_tokens;
 };
 
 constexpr int64_t MANY_ROWS = 48;     // from here on 16-bit weights are widened once for all rows
-constexpr int64_t PREFETCHED = 2048;  // how far ahead, in bytes, weights are asked for
+constexpr int64_t PREFETCHED = 2048;  // how far ahead, in bytes, weights are prefetched
 constexpr int64_t PREFETCHED_PAIRS = 8192;  // the same where pairs are multiplied
 constexpr int64_t PREPARED_ROWS = 4;
-constexpr int64_t PACKED = 8192, PACK_STEP = 32;  // inputs of all rows that one piece of work packs; it packs so many at once
-constexpr int64_t PLACED_TOKENS = 8;  // of one piece of work
-constexpr int64_t PIECES = 8, MAX_PANELS = 8;  // pieces of work per thread that are enough; panels of one piece
-constexpr int KEYS = 32;             // positions of one turn of the streaming softmax
-constexpr int64_t QUERIES = 8;  // of one piece of work
+constexpr int64_t PACKED = 8192, PACK_STEP = 32;  // inputs of all rows that one piece of work packs; granularity
+constexpr int64_t PLACED_TOKENS = 8;  // new tokens per piece of work
+constexpr int64_t PIECES = 8, MAX_PANELS = 8;  // pieces of work per thread that suffice; most panels per piece
+constexpr int KEYS = 32;             // keys per turn of the online softmax
+constexpr int64_t QUERIES = 8;  // queries per query block
 
 struct Block {
   int64_t first, rows;
@@ -73,7 +74,8 @@ struct Block {
 
 inline int64_t count_blocks(int64_t num_rows, int64_t most) { return (num_rows + most - 1) / most; }
 
-// Block `index` of rows that are computed together: as few blocks of at most `most` as possible, of about one size.
+// Block `index` of rows that are computed together: as few blocks of at most `most` rows as possible, of about one
+// size.
 inline Block block_at(int64_t num_rows, int64_t index, int64_t most) {
   const int64_t blocks = count_blocks(num_rows, most), size = num_rows / blocks, larger = num_rows % blocks;
   return {index * size + std::min(index, larger), size + (index < larger)};
@@ -87,10 +89,10 @@ inline Block block_of_row(int64_t num_rows, int64_t row, int64_t most) {
 }
 
 struct Kernels {
-  int64_t panel, rows;  // rows: that are computed together, at most
+  int64_t panel, rows;  // outputs per panel; rows that are computed together, at most
   void (*normalize)(const float* x, const float* weight, int64_t size, float eps, float* to);
   void (*gated)(const float* x, const float* gate, int64_t size, float* to);
-  void (*pack_row)(const float* x, int64_t inputs, int64_t rows_of_block, Pair* to);  // null: nothing is packed
+  void (*pack_row)(const float* x, int64_t inputs, int64_t rows_of_block, Pair* to);  // null: rows are not packed
   void (*linear_f32)(const LinearArgs&, const float* w, int64_t outs, const float* residual, float* y,
                      int64_t y_stride);
   void (*linear_bf16)(const LinearArgs&, const BFloat16* w, int64_t outs, const float* residual, float* y,
@@ -160,7 +162,7 @@ bool is_bf16(ffi::AnyBuffer buffer) {
   return buffer.element_type() == ffi::DataType::BF16 || buffer.element_type() == ffi::DataType::U16;
 }
 
-// Of a bf16 or f32 array.
+// Element i of a bf16 or f32 array.
 float float_at(const ffi::AnyBuffer& buffer, int64_t i) {
   if (!is_bf16(buffer)) return static_cast<const float*>(buffer.untyped_data())[i];
   const uint32_t word = static_cast<uint32_t>(static_cast<const uint16_t*>(buffer.untyped_data())[i]) << 16;
@@ -186,15 +188,15 @@ std::vector<float> norm_of(const ffi::ErrorOr<ffi::AnyBuffer>& weight, int64_t l
   return norm;
 }
 
-// One matrix of a call, and where its results go.
+// One matrix of a call, and its results.
 struct Matrix {
   const void* panels;
   float* y;
   int64_t outputs, first_panel;
 };
 
-// The rows of args->x, of `inputs` each, as the matmuls read them: an even number of inputs, normalized or gated where
-// that is asked for, and packed where `pack` says so.
+// Replaces the rows of args->x, of `inputs` each, by what the matmuls read: an even number of inputs, with the norm or
+// the gate applied if there is one, and packed if `pack`.
 void prepare(const Kernels& kernels, int64_t threads, int64_t inputs, const float* norm, float eps, const float* gate,
              bool pack, LinearArgs* args) {
   static thread_local std::vector<float> rows;
@@ -203,7 +205,7 @@ void prepare(const Kernels& kernels, int64_t threads, int64_t inputs, const floa
   const bool as_is = norm == nullptr && gate == nullptr && inputs == args->inputs;
   if (!as_is && rows.size() < size) rows.resize(size);
   if (pack && packed.size() < size / 2) packed.resize(size / 2);
-  float* all = rows.data();  // of this thread, also for the others
+  float* all = rows.data();  // this thread's buffer, which the workers write too
   Pair* words = packed.data();
   if (!as_is) {
     Workers::shared().run(threads, (args->rows + PREPARED_ROWS - 1) / PREPARED_ROWS, [&](int64_t piece) {
@@ -211,7 +213,7 @@ void prepare(const Kernels& kernels, int64_t threads, int64_t inputs, const floa
       for (int64_t row = piece * PREPARED_ROWS; row < last; ++row) {
         const float* from = args->x + row * inputs;
         float* own = all + row * args->inputs;
-        own[args->inputs - 1] = 0;  // the second input of the last pair, where there is none
+        own[args->inputs - 1] = 0;  // the second input of the last pair, if `inputs` is odd
         if (norm != nullptr)
           kernels.normalize(from, norm, inputs, eps, own);
         else if (gate != nullptr)
@@ -224,8 +226,8 @@ void prepare(const Kernels& kernels, int64_t threads, int64_t inputs, const floa
     args->x_stride = args->inputs;
   }
   if (!pack) return;
-  // The rows of a block lie word by word side by side. Its inputs are divided, because threads that wrote its rows would
-  // take every cache line from each other.
+  // The rows of a block are interleaved word by word. Threads divide its inputs, because threads that divided its rows
+  // would take every cache line from each other.
   const int64_t most = std::min(args->rows, kernels.rows);
   const int64_t step = std::max(PACKED / most / PACK_STEP, int64_t{1}) * PACK_STEP;
   const int64_t ranges = (args->inputs + step - 1) / step;
@@ -239,9 +241,9 @@ void prepare(const Kernels& kernels, int64_t threads, int64_t inputs, const floa
   args->packed = words;
 }
 
-// Arguments: x f32[rows, inputs]; used i32[], how many rows count; layer i32[]; then, where the attributes say so, the
-// weight of a norm [layers, inputs], a gate f32[rows, inputs], a residual f32[rows, outputs] for a single result; then
-// weights [layers, panels, size of a panel]. Results: f32[rows, outputs] each.
+// Arguments: x f32[rows, inputs]; used i32[], rows in use; layer i32[]; then, as the attributes say, the weight of a
+// norm [layers, inputs], a gate f32[rows, inputs], a residual f32[rows, outputs] for a single result; then weights
+// [layers, panels, size of a panel]. Results: f32[rows, outputs] each.
 ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> used,
                   ffi::Buffer<ffi::S32> layer, ffi::RemainingArgs rest, ffi::RemainingRets results,
                   std::string_view isa, bool has_norm, bool has_gate, bool has_residual, float eps) {
@@ -261,7 +263,8 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
   const float* gate = nullptr;
   if (has_gate) {
     const auto buffer = rest.get<ffi::Buffer<ffi::F32>>(next++);
-    if (!buffer.has_value() || !same_shape(buffer->dimensions(), x.dimensions())) return invalid("linear: the gate does not fit");
+    if (!buffer.has_value() || !same_shape(buffer->dimensions(), x.dimensions()))
+      return invalid("linear: the gate does not fit");
     gate = buffer->typed_data();
   }
   const float* residual = nullptr;
@@ -288,7 +291,8 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
     if (index < 0 || index >= shape[0]) return invalid("linear: there is no such layer");
     if (i == 0) bf16 = is_bf16(*weight);
     if (is_bf16(*weight) != bf16) return invalid("linear: weights of one call have one type");
-    if (!bf16 && weight->element_type() != ffi::DataType::F32) return invalid("linear: weights are neither bf16 nor f32");
+    if (!bf16 && weight->element_type() != ffi::DataType::F32)
+      return invalid("linear: weights are neither bf16 nor f32");
     const int64_t offset = index * shape[1] * panel_size * (bf16 ? 2 : 4);
     float* y = (*result)->typed_data();
     matrices.push_back({static_cast<const char*>(weight->untyped_data()) + offset, y, out[1], panels});
@@ -300,15 +304,15 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
   const bool pack = bf16 && kernels.pack_row != nullptr;
   if (rows > 0 && (has_norm || has_gate || pack || inputs % 2 != 0))
     prepare(kernels, threads.num_threads(), inputs, has_norm ? norm.data() : nullptr, eps, gate, pack, &args);
-  // Few panels at a time where there are many, so that the threads seldom meet at the counter.
+  // A piece of work is several panels where there are many, so that the threads seldom contend for the counter.
   const int64_t together = std::clamp<int64_t>(panels / (threads.num_threads() * PIECES), 1, MAX_PANELS);
   Workers::shared().run(threads.num_threads(), (panels + together - 1) / together, [&](int64_t piece) {
     for (int64_t panel = piece * together; panel < std::min(panels, (piece + 1) * together); ++panel) {
       size_t m = matrices.size() - 1;
       while (matrices[m].first_panel > panel) --m;
       const Matrix& matrix = matrices[m];
-      const int64_t place = panel - matrix.first_panel, first = place * kernels.panel;
-      const int64_t outs = std::min(kernels.panel, matrix.outputs - first), offset = place * panel_size;
+      const int64_t own = panel - matrix.first_panel, first = own * kernels.panel;
+      const int64_t outs = std::min(kernels.panel, matrix.outputs - first), offset = own * panel_size;
       const float* added = residual == nullptr ? nullptr : residual + first;
       if (bf16)
         kernels.linear_bf16(args, static_cast<const BFloat16*>(matrix.panels) + offset, outs, added,
@@ -321,16 +325,17 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
   return ffi::Error::Success();
 }
 
-// Arguments: q f32[tokens, query_heads, head_dim]; the pool, whose place the second result takes; k, v
-// f32[tokens, kv_heads, head_dim]; cos, sin f32[tokens, head_dim / 2]; dests i32[tokens]; layer i32[]; then, where the
-// attribute says so, the weights [layers, head_dim] of the norms of q and of k. Results: q, and the pool.
+// Arguments: q f32[tokens, query_heads, head_dim]; the pool, which the second result aliases; k, v
+// f32[tokens, kv_heads, head_dim]; cos, sin f32[tokens, head_dim / 2]; dests i32[tokens]; layer i32[]; then optionally
+// the weights [layers, head_dim] of the norms of q and of k. Results: q, and the pool.
 ffi::Error place_tokens(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer pool, ffi::Buffer<ffi::F32> k,
                         ffi::Buffer<ffi::F32> v, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
                         ffi::Buffer<ffi::S32> dests, ffi::Buffer<ffi::S32> layer, ffi::RemainingArgs norms,
-                        ffi::ResultBuffer<ffi::F32> turned, ffi::Result<ffi::AnyBuffer> stored, float q_eps, float k_eps,
-                        std::string_view isa) {
+                        ffi::ResultBuffer<ffi::F32> rotated, ffi::Result<ffi::AnyBuffer> stored, float q_eps,
+                        float k_eps, std::string_view isa) {
   const auto shape = pool.dimensions(), queries = q.dimensions(), keys = k.dimensions(), angles = cos.dimensions();
-  if (shape.size() != 5 || queries.size() != 3 || keys.size() != 3 || angles.size() != 2 || dests.dimensions().size() != 1)
+  if (shape.size() != 5 || queries.size() != 3 || keys.size() != 3 || angles.size() != 2 ||
+      dests.dimensions().size() != 1)
     return invalid("place_tokens: shapes do not fit");
   const int64_t tokens = queries[0], size = queries[2];
   if (keys[0] != tokens || keys[2] != size || 2 * keys[1] != shape[3] || shape[4] != size || angles[0] != tokens ||
@@ -338,9 +343,10 @@ ffi::Error place_tokens(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::A
       !same_shape(angles, sin.dimensions()))
     return invalid("place_tokens: shapes do not fit");
   const bool bf16 = is_bf16(pool);
-  if (!bf16 && pool.element_type() != ffi::DataType::F32) return invalid("place_tokens: the pool is neither bf16 nor f32");
+  if (!bf16 && pool.element_type() != ffi::DataType::F32)
+    return invalid("place_tokens: the pool is neither bf16 nor f32");
   if (pool.untyped_data() != stored->untyped_data())
-    return invalid("place_tokens: the stored pool is not in the place of the pool");
+    return invalid("place_tokens: the second result does not alias the pool");
   const int64_t index = *layer.typed_data();
   if (index < 0 || index >= shape[0]) return invalid("place_tokens: there is no such layer");
   std::vector<float> norm[2];
@@ -349,7 +355,7 @@ ffi::Error place_tokens(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::A
     if (norms.size() != 2 || norm[i].empty()) return invalid("place_tokens: the norms do not fit");
   }
   const PlaceArgs args{
-      q.typed_data(), turned->typed_data(), k.typed_data(), v.typed_data(), cos.typed_data(), sin.typed_data(),
+      q.typed_data(), rotated->typed_data(), k.typed_data(), v.typed_data(), cos.typed_data(), sin.typed_data(),
       norm[0].empty() ? nullptr : norm[0].data(), norm[1].empty() ? nullptr : norm[1].data(), q_eps, k_eps,
       stored->untyped_data(), dests.typed_data(), index, queries[1], keys[1], size, shape[1] * shape[2],
   };
@@ -364,7 +370,7 @@ ffi::Error place_tokens(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::A
   return ffi::Error::Success();
 }
 
-// As `ragged_paged_attention`; q and the result in f32.
+// `ragged_paged_attention`; q and the result in f32.
 ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer pool,
                      ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> page_indices, ffi::Buffer<ffi::S32> seq_lens,
                      ffi::Buffer<ffi::S32> cu_q_lens, ffi::Buffer<ffi::S32> num_seqs, ffi::Buffer<ffi::S32> window,
@@ -396,7 +402,8 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
   args.sinks = sinks.typed_data();
   if (args.layer < 0 || args.layer >= shape[0]) return invalid("attention: there is no such layer");
 
-  const int64_t tokens = q.dimensions()[0], rows = std::clamp<int64_t>(*num_seqs.typed_data(), 0, page_indices.dimensions()[0]);
+  const int64_t tokens = q.dimensions()[0];
+  const int64_t rows = std::clamp<int64_t>(*num_seqs.typed_data(), 0, page_indices.dimensions()[0]);
   args.num_rows = rows;
   args.ahead = threads.num_threads();
   struct Piece {
@@ -406,12 +413,14 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
   std::vector<Piece> pieces;
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t begin = args.cu_q_lens[row], end = std::min<int64_t>(args.cu_q_lens[row + 1], tokens);
-    if ((row == 0 && begin != 0) || begin > args.cu_q_lens[row + 1]) return invalid("attention: cu_q_lens does not ascend from 0");
+    if ((row == 0 && begin != 0) || begin > args.cu_q_lens[row + 1])
+      return invalid("attention: cu_q_lens does not ascend from 0");
     if (args.seq_lens[row] > args.max_pages * args.page_size) return invalid("attention: a row is out of range");
     for (int64_t first = begin; first < end; first += QUERIES)
       pieces.push_back({static_cast<int32_t>(row), first, std::min(QUERIES, end - first), 0, args.kv_heads});
   }
-  // Few blocks of queries: a head is a piece of work. Otherwise a token's keys and values of all heads are read together.
+  // With few query blocks, a piece of work is one kv head of one. With many it is all heads, so that a token's keys and
+  // values of all heads are read together.
   if (static_cast<int64_t>(pieces.size()) < 4 * threads.num_threads()) {
     std::vector<Piece> split;
     for (const Piece& piece : pieces)
@@ -421,7 +430,8 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
   }
   const Kernels& kernels = kernels_for(isa);
   const int64_t used = rows == 0 ? 0 : std::min<int64_t>(args.cu_q_lens[rows], tokens);
-  std::fill(args.out + used * args.query_heads * args.head_dim, args.out + tokens * args.query_heads * args.head_dim, 0.0f);
+  const int64_t token_size = args.query_heads * args.head_dim;
+  std::fill(args.out + used * token_size, args.out + tokens * token_size, 0.0f);
   const int64_t width = (args.head_dim + kernels.panel - 1) / kernels.panel * kernels.panel;
   const int64_t query_rows = QUERIES * (args.query_heads / args.kv_heads);
   const size_t scratch_size = (2 * KEYS + 1) * width + query_rows * (KEYS + args.kv_heads * (2 * width + 2));
@@ -435,8 +445,8 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
   return ffi::Error::Success();
 }
 
-// Arguments: logits f32[rows, vocab]; used i32[], how many rows count. Results, [rows]: the largest logit, the sum of
-// e^(logit - largest), and the first place of the largest; 0, 1 and 0 for rows that do not count.
+// Arguments: logits f32[rows, vocab]; used i32[], rows in use. Results, [rows]: the largest logit, the sum of
+// e^(logit - largest), and the first index of the largest; 0, 1 and 0 for rows that are not in use.
 ffi::Error logit_stats(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::S32> used,
                        ffi::ResultBuffer<ffi::F32> peaks, ffi::ResultBuffer<ffi::F32> totals,
                        ffi::ResultBuffer<ffi::S32> best, std::string_view isa) {
@@ -447,13 +457,13 @@ ffi::Error logit_stats(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> logits, ff
   const int64_t counted = std::clamp<int64_t>(*used.typed_data(), 0, rows);
   const Kernels& kernels = kernels_for(isa);
   float *peak = peaks->typed_data(), *total = totals->typed_data();
-  int32_t* place = best->typed_data();
+  int32_t* index = best->typed_data();
   Workers::shared().run(threads.num_threads(), counted, [&](int64_t row) {
-    kernels.row_stats(logits.typed_data() + row * vocab, vocab, peak + row, total + row, place + row);
+    kernels.row_stats(logits.typed_data() + row * vocab, vocab, peak + row, total + row, index + row);
   });
   std::fill(peak + counted, peak + rows, 0.0f);
   std::fill(total + counted, total + rows, 1.0f);
-  std::fill(place + counted, place + rows, 0);
+  std::fill(index + counted, index + rows, 0);
   return ffi::Error::Success();
 }
 
@@ -469,7 +479,8 @@ extern "C" int levanter_infer_panel(const char* isa) {
   return static_cast<int>(levanter_infer::kernels_for(isa).panel);
 }
 
-// Version of XLA's FFI that the handlers were compiled for. A runtime runs handlers of its own version and of older ones.
+// Version of XLA's FFI that the handlers were compiled for. A runtime runs handlers of its own version and of older
+// ones.
 extern "C" int levanter_infer_ffi_api() {
   return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR;
 }

@@ -1,8 +1,8 @@
-// Runs independent pieces of work on threads that are still awake from the last call.
+// A thread pool that runs independent pieces of work on threads that are still awake from the last call.
 //
 // A decode step makes some hundred calls of ten to a few hundred microseconds each. Waking a sleeping thread, as XLA's
-// own pool does, costs tens of microseconds a call on a virtual machine. These workers look for work for a moment
-// before they sleep, so that during a step they never do.
+// own pool does, costs tens of microseconds per call on a virtual machine. These workers spin for a moment before they
+// sleep, so that they do not sleep during a step.
 #pragma once
 
 #include <atomic>
@@ -22,14 +22,14 @@ inline void pause() {
 
 class Workers {
  public:
-  // The workers of this process; never destroyed, because threads may outlive everything else.
+  // The workers of this process; never destroyed, because their threads are not joined at exit.
   static Workers& shared() {
     static Workers* workers = new Workers();
     return *workers;
   }
 
   // Calls `work(i)` for i in 0 … count - 1, in any order, on the caller and up to `threads` - 1 workers, and returns
-  // when all have returned. While another thread's call occupies the workers, the caller does everything itself.
+  // when all have returned. While another thread's call occupies the workers, the caller does all of the work.
   template <class Work>
   void run(int64_t threads, int64_t count, const Work& work) {
     std::unique_lock<std::mutex> turn(turn_, std::defer_lock);
@@ -48,19 +48,19 @@ class Workers {
       awake_.notify_all();
     }
     take_pieces();
-    state_.fetch_and(~OPEN);  // nobody joins from here on; wait for those who did
+    state_.fetch_and(~OPEN);  // no worker joins from here on; wait for those that did
     while (static_cast<uint32_t>(state_.load(std::memory_order_acquire)) != 0) pause();
   }
 
  private:
-  // Of `state_`: the upper half is the number of the call, the lower half is OPEN and how many workers are at it.
+  // The upper half of `state_` is the number of the call; the lower half is OPEN and how many workers have joined it.
   static constexpr uint64_t OPEN = 1u << 31;
   static constexpr int SPINS = 2000, YIELDS = 100;
 
   void start(int64_t workers) {
     try {
       for (; started_ < workers; ++started_) std::thread([this] { serve(); }).detach();
-    } catch (const std::system_error&) {  // the system allows no more threads; those that there are will do
+    } catch (const std::system_error&) {  // the system allows no more threads: work with those that have started
     }
   }
 
@@ -68,7 +68,7 @@ class Workers {
     for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) call_(work_, i);
   }
 
-  // Joins a call other than `last`, which becomes its number.
+  // Joins the open call, unless its number is `last`, and sets `last` to its number.
   bool join(uint64_t* last) {
     uint64_t seen = state_.load(std::memory_order_acquire);
     if ((seen & OPEN) == 0 || seen >> 32 == *last) return false;

@@ -1,4 +1,4 @@
-"""Who starts: order, priorities and how much room each policy asks for."""
+"""Which sequences start: order, priorities and the free pages that each policy asks for."""
 
 import dataclasses
 
@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levanter_infer.cache.named import replace
-from levanter_infer.decode.codes import FINISHED, FREE, RUNNING, WAITING
-from levanter_infer.decode.packing import expect, start_waiting
+from levanter_infer.cache.arrays import replace
+from levanter_infer.decode.admission_policy import update_length_estimate
+from levanter_infer.decode.codes import FINISHED, FREE, LENGTH, RUNNING, WAITING
+from levanter_infer.decode.schedule import start_waiting
 from levanter_infer.decode.sequence_table import in_order
 from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.decode.state import DecodeState
@@ -28,7 +29,7 @@ SHAPES = Shapes(
 
 
 def state_of(free_pages: int = 20, **columns: list[int]) -> DecodeState:
-    """A state with these columns of the sequence table; nobody holds a page."""
+    """A state with these columns of the sequence table; no slot holds a page."""
     state = DecodeState.init(SHAPES)
     filled = {name: jnp.asarray(values + [0] * (6 - len(values)), jnp.int32) for name, values in columns.items()}
     table = replace(state.sequences, **filled)
@@ -40,7 +41,7 @@ def started(state: DecodeState, admission: str = "optimistic") -> list[int]:
     """The slots that run after `start_waiting`."""
     shapes = dataclasses.replace(SHAPES, admission=admission)
     state = start_waiting(state, shapes, in_order(state.sequences))
-    return np.flatnonzero(state.sequences.status.array == RUNNING).tolist()
+    return np.flatnonzero(state.sequences.status == RUNNING).tolist()
 
 
 def test_the_order_is_priority_then_arrival_and_the_dead_come_last():
@@ -65,31 +66,36 @@ GROWING = dict(status=[WAITING] * 3, seq_lens=[3] * 3, prompt_lens=[3] * 3, max_
 
 
 @pytest.mark.parametrize(
-    ("admission", "share", "free_pages", "who"),
+    ("admission", "share", "free_pages", "slots"),
     [
         ("optimistic", 1.0, 6, [0, 1, 2]),
         ("optimistic", 1.0, 5, [0, 1]),
         ("worst_case", 0.0, 27, [0, 1, 2]),
         ("worst_case", 0.0, 26, [0, 1]),
-        ("worst_case", 0.0, 2, [0]),  # nobody runs: the first starts in any case
+        ("worst_case", 0.0, 2, [0]),  # none runs: the first starts in any case
         ("expected", 1.0, 26, [0, 1]),
         ("expected", 0.5, 18, [0, 1, 2]),  # 3 + 14 tokens are five pages
         ("expected", 0.5, 17, [0, 1]),
         ("expected", 0.0, 6, [0, 1, 2]),
     ],
 )
-def test_room_to_start(admission, share, free_pages, who):
+def test_free_pages_to_start(admission, share, free_pages, slots):
     state = replace(state_of(free_pages, **GROWING), generated_share=jnp.float32(share))
-    assert started(state, admission) == who
+    assert started(state, admission) == slots
 
 
 def test_the_expected_share_follows_what_sequences_generate():
     state = state_of(seq_lens=[3 + 7, 3 + 14, 3 + 28], prompt_lens=[3] * 3, max_lens=[31] * 3)
-    assert float(state.generated_share.array) == 1.0
-    nobody, two = jnp.zeros(6, bool), jnp.asarray([True, True] + [False] * 4)
-    assert float(expect(state, nobody).generated_share.array) == 1.0
+    assert float(state.generated_share) == 1.0
+    none, two = jnp.zeros(6, bool), jnp.asarray([True, True] + [False] * 4)
+
+    def learn(state, finished):
+        shapes = dataclasses.replace(SHAPES, admission="expected")
+        return update_length_estimate(state, shapes, finished, jnp.full(6, LENGTH, jnp.int32))
+
+    assert float(learn(state, none).generated_share) == 1.0
     kept = (1 - 1 / 32) ** 2
-    assert float(expect(state, two).generated_share.array) == pytest.approx(kept + (1 - kept) * (0.25 + 0.5) / 2)
+    assert float(learn(state, two).generated_share) == pytest.approx(kept + (1 - kept) * (0.25 + 0.5) / 2)
     for _ in range(200):
-        state = expect(state, two)
-    assert float(state.generated_share.array) == pytest.approx(0.375, abs=1e-3)
+        state = learn(state, two)
+    assert float(state.generated_share) == pytest.approx(0.375, abs=1e-3)

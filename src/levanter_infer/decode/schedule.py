@@ -1,0 +1,113 @@
+"""The scheduler of a step: which waiting sequences start, which tokens the step computes, which pages they get.
+
+Continuous batching with chunked prefill and preemption. All policies are prefix sums over slots in the order of
+`in_order`; nothing loops over sequences.
+"""
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax import Array
+
+from levanter_infer.cache.arrays import full, gather, replace, scatter
+from levanter_infer.decode.admission_policy import pages_to_continue
+from levanter_infer.decode.codes import RUNNING
+from levanter_infer.decode.kv_offload import may_start
+from levanter_infer.decode.paging import allocate_pages, preempt
+from levanter_infer.decode.prefix import match_prefix
+from levanter_infer.decode.sequence_table import in_order, is_ready
+from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.state import DecodeState
+
+
+class StepPlan(eqx.Module):
+    """What one step computes. i32 arrays; absent slots are `num_slots`."""
+
+    take: Array
+    """[seq] tokens of each slot that this step computes."""
+    slot_ids: Array
+    """[row] slots that take part: those that decode, in order, then prompts, in order."""
+    cu_q_lens: Array
+    """[row + 1] bounds of each row's tokens."""
+    num_rows: Array
+    num_tokens: Array
+
+
+def schedule(state: DecodeState, shapes: Shapes) -> tuple[DecodeState, StepPlan, Array, Array]:
+    """Choose the tokens of a step and give them pages.
+
+    Returns: the new state, the plan, and (source, target) pages to copy before anything is written.
+    """
+    order = in_order(state.sequences)
+    state = start_waiting(state, shapes, order)
+    state, waits = match_prefix(state, shapes, order)
+    take = choose_tokens(state, shapes, order, waits)
+    state, take = preempt(state, order, take)
+    state, source, target = allocate_pages(state, shapes, take)
+    return state, pack(state, shapes, order, take), source, target
+
+
+def start_waiting(state: DecodeState, shapes: Shapes, order: Array) -> DecodeState:
+    """Let waiting sequences run, in order, while fewer than `max_seqs` do.
+
+    A sequence starts only if the pages that it will need (`pages_to_continue`) are free beyond those that the running
+    ones will need. If no sequence runs, the first starts in any case; preemption then frees pages.
+    """
+    table, page_table = state.sequences, state.page_table
+    running = table.is_status(RUNNING)
+    ready = may_start(table, state.beams.ready(table, is_ready(table)), shapes)
+    need = pages_to_continue(state, shapes)
+    num_running = jnp.sum(running, dtype=jnp.int32)
+    available = page_table.num_free - jnp.sum(jnp.where(running, need, 0), dtype=jnp.int32)
+
+    ready_in_order = ready[order]
+    rank = jnp.cumsum(ready_in_order, dtype=jnp.int32)
+    cumulative = jnp.cumsum(jnp.where(ready_in_order, need[order], 0), dtype=jnp.int32)
+    num_first = state.beams.num_first(order, ready_in_order)
+    fits = (cumulative <= available) | ((num_running == 0) & (rank <= num_first))
+    starts = ready_in_order & (rank + num_running <= shapes.max_seqs) & fits
+    starts = jnp.zeros_like(ready).at[order].set(starts)
+    starts = state.beams.starting(starts, running)
+    return replace(state, sequences=replace(table, status=jnp.where(starts, RUNNING, table.status)))
+
+
+def choose_tokens(state: DecodeState, shapes: Shapes, order: Array, waits: Array) -> Array:
+    """Tokens that each slot computes in this step, i32[seq]; none for those in the mask `waits`.
+
+    Every running sequence with one pending token decodes; the rest of the token budget goes to prompts in order, of
+    the last one to a chunk (chunked prefill). Decoding never waits for prompts. Prompts are not starved either: each
+    running one is among `max_seqs <= max_step_tokens` sequences, so at least one token of the budget is left for it.
+    """
+    table = state.sequences
+    pending = jnp.where(table.is_status(RUNNING) & ~waits, state.beams.pending(table), 0)
+    decodes = pending == 1
+    budget = shapes.max_step_tokens - jnp.sum(decodes, dtype=jnp.int32)
+    wanted = jnp.where(decodes, 0, pending)[order]
+    before = jnp.cumsum(wanted, dtype=jnp.int32) - wanted
+    chunk = jnp.clip(budget - before, 0, wanted)
+    return jnp.where(decodes, 1, jnp.zeros_like(pending).at[order].set(chunk))
+
+
+def pack(state: DecodeState, shapes: Shapes, order: Array, take: Array) -> StepPlan:
+    """Order the chosen tokens into rows, decode tokens first."""
+    table = state.sequences
+    in_order = take[order]
+    decodes = (in_order == 1) & (table.seq_lens - table.num_computed == 1)[order]
+    chunks = (in_order > 0) & ~decodes
+    num_decodes = jnp.sum(decodes, dtype=jnp.int32)
+    row = jnp.where(decodes, jnp.cumsum(decodes, dtype=jnp.int32), num_decodes + jnp.cumsum(chunks, dtype=jnp.int32))
+    row = jnp.where(in_order > 0, row - 1, shapes.max_rows)
+    slot_ids = scatter(full(shapes.max_rows, table.num_slots), row, order)
+    q_lens = gather(take, slot_ids, 0)
+    bounds = jnp.cumsum(q_lens, dtype=jnp.int32)
+    return StepPlan(
+        take=take,
+        slot_ids=slot_ids,
+        cu_q_lens=jnp.concatenate([jnp.zeros(1, jnp.int32), bounds]),
+        num_rows=jnp.sum(in_order > 0, dtype=jnp.int32),
+        num_tokens=bounds[-1],
+    )
+
+
+def last_tokens(cu_q_lens: Array) -> Array:
+    """Index of each row's last token among the packed ones, i32[row], from their bounds i32[row + 1]."""
+    return jnp.clip(cu_q_lens[1:] - 1, 0)
