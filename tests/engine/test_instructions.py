@@ -19,6 +19,7 @@ from levanter_infer.engine import backend, instructions
 from levanter_infer.engine.backend import Backend
 from levanter_infer.engine.instructions import ROWS, choose, fastest, from_record
 from levanter_infer.kernels.cpu import bindings as cpu
+from levanter_infer.kernels.cpu.backend import CpuBackend
 from levanter_infer.policies import CpuIsa
 from levanter_infer.runtime.compile_cache import VARIABLE, cache_directory
 from tests.tiny_models import tiny_model
@@ -249,7 +250,7 @@ def test_an_engine_computes_with_the_chosen_one_everywhere(dtype, monkeypatch):
     monkeypatch.setattr(cpu, "isa", lambda: pytest.fail("the choice did not reach a kernel"))
     monkeypatch.setattr(cpu, "isas", lambda dtype=None: cpu.ISAS[cpu.ISAS.index(widest) :])
     engine, completion = sampled("generic", dtype)
-    assert engine.describe()["cpu_isa"] == "generic" and engine.model.isa == "generic"
+    assert engine.describe()["cpu_isa"] == "generic" and engine.model.backend == CpuBackend(isa="generic")
     assert len(completion.token_ids) == 8
 
 
@@ -284,7 +285,7 @@ class Lead:
     def __init__(self, decided):
         self.decided = decided
 
-    def decide(self, name, value=None):
+    def broadcast(self, name, value=None):
         return self.decided
 
 
