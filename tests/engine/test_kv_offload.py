@@ -45,9 +45,9 @@ def engine(shared_engine, monkeypatch):
     for name in ("_mark_swapped", "_swap_in_tables"):
         operation = getattr(KvOffload, name)
 
-        def checked(self, programs, state, *arguments, operation=operation):
-            result = operation(self, programs, state, *arguments)
-            check_invariants((result[0] if isinstance(result, tuple) else result).decode)
+        def checked(self, *arguments, operation=operation):
+            result = operation(self, *arguments)
+            check_invariants(self._runner.state.decode)
             return result
 
         monkeypatch.setattr(KvOffload, name, checked)
@@ -363,7 +363,7 @@ def test_moving_pages_copies_no_pool(engine, optimized):
 def test_the_default_policy_knows_nothing_of_it():
     engine = SimpleNamespace(shapes=resolve_shapes(EngineConfig(max_seqs=2, max_pages=9), tiny_model(), 0))
     assert empty_admission(engine.shapes).host is None
-    tier = KvOffload(engine.shapes, Registry(), None)
+    tier = KvOffload(engine, Registry(), None)
     assert tier.terms() == {} and not tier.is_called
 
 
