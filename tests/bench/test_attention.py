@@ -2,12 +2,14 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from levanter_infer.bench.__main__ import main as bench
 from levanter_infer.bench.attention import Case, attend, attend_to_gathered, inputs
+from levanter_infer.kernels import make_backend
 
 SIZES = dict(page_size=4, heads=4, kv_heads=2, head_dim=8, dtype="float32")
 
@@ -24,7 +26,7 @@ def test_bytes_pages_and_flops_are_those_counted_by_hand():
 def test_what_is_timed_after_the_gather_computes_the_same_attention(queries):
     kv, batch, q, _, _ = inputs(Case("chunk", 2, 8, queries, **SIZES))
     dense = attend_to_gathered(1, q, kv, batch)
-    paged = attend(1, q, kv, batch, impl="reference")
+    paged = attend(1, q, kv, batch, backend=make_backend("reference", jax.default_backend()))
     np.testing.assert_allclose(dense, paged, rtol=1e-5, atol=1e-5)
     assert float(jnp.std(dense)) > 0.01
 

@@ -59,7 +59,7 @@ class PrefixModel:
             self.pages = {text: other for text, other in self.pages.items() if other != page}
 
     def hide(self, page: int) -> None:
-        """The page is not found any more; its holders know what it holds."""
+        """The page is not found any more; the sequences that hold it still know its contents."""
         if self.parents.pop(page, None) is not None:
             self.pages = {text: other for text, other in self.pages.items() if other != page}
 
@@ -77,7 +77,7 @@ class PrefixModel:
                 if page is not None and not known:
                     orphans.append(page)
                 entries.append((slot, column, text, serial, start if column == columns[0] else None))
-        for page in orphans:  # one may stand before a row that begins here, which then follows a page that is not found
+        for page in orphans:  # one may precede a run that starts here, which then follows a page that is not found
             self.forget(page)
         added: dict[tuple, int] = {}
         number = 0
@@ -146,7 +146,7 @@ class AllocatorModel:
                 self.refs[page] += 1
 
     def host_call(self, return_pages: int, max_new_pages: int) -> int:
-        """0 nothing, 1 pages run short, 2 the first that was offloaded fits again or no other runs."""
+        """0 nothing, 1 pages run short, 2 the first that was offloaded fits again or no other sequence runs."""
         running = [i for i, s in enumerate(self.slots) if s.status == RUNNING]
         need = [self._need(i, min(len(self.slots[i].tokens) - self.slots[i].computed, self.budget)) for i in running]
         if min(sum(need), max_new_pages) > len(self.free):
@@ -263,7 +263,7 @@ class AllocatorModel:
                 self.hits += 1
 
     def _waits(self) -> set[int]:
-        """Slots at the start of a page that another one has begun, or that an older one stands before too."""
+        """Slots at the start of a page that another one has partly computed, or that an older one starts too."""
         groups = collections.defaultdict(list)
         for i in self._order() if self.prefix else []:
             slot = self.slots[i]

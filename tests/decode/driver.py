@@ -223,9 +223,9 @@ class Driver:
         rng = np.random.default_rng(seed)
         sampled = rng.integers(0, VOCAB, SHAPES.max_rows).astype(np.int32)
         finite = rng.random(SHAPES.max_rows) >= failure_rate
-        self.leaves, seen_by_host = programs()["step"](self.leaves, sampled, finite)
+        self.leaves, packed = programs()["step"](self.leaves, sampled, finite)
         ends = np.cumsum([SHAPES.max_rows, SHAPES.num_slots, SHAPES.num_slots])
-        rows, source, target, seen = np.split(np.asarray(seen_by_host), ends)
+        rows, source, target, seen = np.split(np.asarray(packed), ends)
         self._seen = self.leaves, seen
         expected = self.model.step(sampled, finite)
         rows = [int(slot) for slot in rows if slot < SHAPES.num_slots]
@@ -243,7 +243,7 @@ class Driver:
             self.leaves = programs()["mark_swapped"](self.leaves, mask)
 
     def bring_back(self) -> None:
-        """The request that was swapped out first; without free pages it is computed again."""
+        """Swap in the sequences that were offloaded first; without free pages they start anew."""
         if not self.offloaded:
             return
         members = {}
@@ -321,7 +321,7 @@ def random_operation(driver: Driver, rng: np.random.Generator) -> str:
         length = int(rng.integers(1, 10))
         stop = int(rng.integers(0, VOCAB)) if rng.random() < 0.3 else None
         prompt = rng.integers(0, VOCAB, length).tolist()
-        if rng.random() < 0.7:  # a prefix that others have too
+        if rng.random() < 0.7:  # a prefix that others share
             prompt = ([3, 1, 4, 1, 2] if rng.random() < 0.7 else [3, 1, 0, 1, 2])[: rng.integers(6)] + prompt
         root = -1 if rng.random() < 0.8 else -2
         priority = int(rng.integers(-1, 2)) if rng.random() < 0.3 else 0

@@ -61,7 +61,7 @@ class Work:
     ended: int
     preemptions: int
     twice: int
-    """Sequences that were preempted twice without an end in between; there should be none."""
+    """Sequences that were preempted twice without an end of any in between; there should be none."""
 
 
 def bound(load: list[Asked], work: Work) -> int:
@@ -134,8 +134,8 @@ def work_of(load: list[Asked]) -> Work:
 
 def random_load(rng: np.random.Generator) -> list[Asked]:
     """Of one kind or another: requests near the size of the pool, long prompts, samples that diverge, or a mixture."""
-    kind, load, free = rng.integers(5), [], SHAPES.num_slots
-    while free > 0:
+    kind, load, free_slots = rng.integers(5), [], SHAPES.num_slots
+    while free_slots > 0:
         total = int(rng.integers(CAPACITY // 2, CAPACITY + 1)) if kind != 4 else int(rng.integers(2, CAPACITY + 1))
         generates = int(rng.integers(1, total)) if kind in (0, 4) else int(rng.integers(1, 5))
         if kind == 1:  # short prompts that grow into the whole pool
@@ -145,8 +145,8 @@ def random_load(rng: np.random.Generator) -> list[Asked]:
         n = int(rng.integers(1, SHAPES.max_seqs + 1)) if kind == 2 or (kind == 4 and rng.random() < 0.5) else 1
         if kind == 2:
             generates = int(rng.integers(1, total))
-        asked = Asked(total - generates, generates, min(n, free))
+        asked = Asked(total - generates, generates, min(n, free_slots))
         assert asked.fits
         load.append(asked)
-        free -= asked.n
+        free_slots -= asked.n
     return load

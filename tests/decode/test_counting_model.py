@@ -96,7 +96,7 @@ def continuation(prompt: list[int], sampling: SamplingParams) -> tuple[list[int]
 
 
 def pick(logits, params, *, positions, tokens, slot_ids, prompt_lens, seq_lens, max_top, stats, vocab) -> SampleOutput:
-    """`sampling.sample` at temperature 0, which also counts on its arguments of each row."""
+    """`sampling.sample` at temperature 0, which also depends on the history of each row."""
     is_wrong = (positions != seq_lens) | (prompt_lens > seq_lens) | (slot_ids < 0)
     token = jnp.argmax(logits, axis=1).astype(jnp.int32) + is_wrong.astype(jnp.int32)
     finite = jnp.isfinite(logits).all(axis=1)
@@ -180,7 +180,7 @@ def test_cancelled_sequences_leave_the_others_alone():
 
 
 def test_prompts_are_scored_by_the_count():
-    """In a batch, over chunks and pages, found and computed."""
+    """In any batch composition, over prompt chunks and pages, found and computed."""
     engine, rng = make_engine(), np.random.default_rng(3)
     common, texts = rng.integers(0, BAD, 18).tolist(), []
     for _ in range(12):

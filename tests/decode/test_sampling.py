@@ -248,7 +248,7 @@ def test_float_keys_order_floats_and_come_back():
 
 @pytest.mark.parametrize("scale", [2.0, 0.25])
 def test_thresholds_are_the_smallest_logit_that_passes(scale):
-    """With a wide range they are among the candidates, with a narrow one mostly beyond."""
+    """With a wide range of logits they are among the candidates, with a narrow one mostly beyond."""
     top_k = np.array([1, 64, 65, 400, VOCAB, VOCAB, VOCAB, 64, 300], np.int32)
     top_p = np.array([1.0, 1.0, 1.0, 1.0, 0.5, 0.99, 1e-9, 0.9, 0.9], np.float32)
     logits = LOGITS / 2 * np.float32(scale)

@@ -249,11 +249,11 @@ def test_the_round_goes_on_while_there_is_work_unless_the_host_could_fill_empty_
     tables.step(9)
     assert tables.has_work()
     empty = SHAPES.num_slots - 1
-    assert not tables.has_work(min_free_slots=empty)  # enough empty slots, free slots to run, none waits
+    assert not tables.has_work(min_free_slots=empty)  # enough free slots, fewer than max_seqs run, none waits
     assert tables.has_work(min_free_slots=empty + 1)
     for slot in (1, 2):
         tables.add(slot, [1, 2])
-    assert tables.has_work(min_free_slots=1)  # one waits
+    assert tables.has_work(min_free_slots=1)  # a sequence waits
     tables.step(9, 9, 9)
     assert tables.status(1) == tables.status(2) == RUNNING
     assert tables.has_work(min_free_slots=1)  # max_seqs run, and none waits

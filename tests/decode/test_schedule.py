@@ -66,7 +66,7 @@ GROWING = dict(status=[WAITING] * 3, seq_lens=[3] * 3, prompt_lens=[3] * 3, max_
 
 
 @pytest.mark.parametrize(
-    ("admission", "share", "free_pages", "starting"),
+    ("admission", "share", "free_pages", "slots"),
     [
         ("optimistic", 1.0, 6, [0, 1, 2]),
         ("optimistic", 1.0, 5, [0, 1]),
@@ -79,9 +79,9 @@ GROWING = dict(status=[WAITING] * 3, seq_lens=[3] * 3, prompt_lens=[3] * 3, max_
         ("expected", 0.0, 6, [0, 1, 2]),
     ],
 )
-def test_free_pages_to_start(admission, share, free_pages, starting):
+def test_free_pages_to_start(admission, share, free_pages, slots):
     state = replace(state_of(free_pages, **GROWING), generated_share=jnp.float32(share))
-    assert started(state, admission) == starting
+    assert started(state, admission) == slots
 
 
 def test_the_expected_share_follows_what_sequences_generate():

@@ -1,4 +1,4 @@
-"""Random workloads whose prompts have prefixes in common, on the device's tables and on the model of them."""
+"""Random workloads whose prompts share prefixes, on the device's tables and on the model of them."""
 
 import collections
 
