@@ -346,7 +346,7 @@ class InterruptedLaunch:
             interrupt(hax.NamedArray, "tree_flatten")
 
 
-@pytest.mark.parametrize(("count", "compares"), [(0, True), (1, True), (3, True), (0, False), (60, False)])
+@pytest.mark.parametrize(("count", "compares"), [(0, True), (1, True), (3, True), (0, False), (20, False)])
 def test_an_interrupt_while_a_round_is_launched_comes_out_as_one(monkeypatch, count, compares):
     subject = _shared()
     expected = one(subject, prompt(5), greedy()).token_ids
