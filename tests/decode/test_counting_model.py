@@ -95,9 +95,10 @@ def continuation(prompt: list[int], sampling: SamplingParams) -> tuple[list[int]
     return tokens[len(prompt) :], "length"
 
 
-def pick(logits, params, *, positions, tokens, slot_ids, prompt_lens, seq_lens, max_top, stats, vocab) -> SampleOutput:
+def pick(logits, rows, history, *, max_top, stats, vocab) -> SampleOutput:
     """`sampling.sample` at temperature 0, which also depends on the history of each row."""
-    is_wrong = (positions != seq_lens) | (prompt_lens > seq_lens) | (slot_ids < 0)
+    lens = history.seq_lens
+    is_wrong = (history.positions != lens) | (history.prompt_lens > lens) | (history.slot_ids < 0)
     token = jnp.argmax(logits, axis=1).astype(jnp.int32) + is_wrong.astype(jnp.int32)
     finite = jnp.isfinite(logits).all(axis=1)
     logprob = jnp.where(finite, -token.astype(jnp.float32), jnp.nan)

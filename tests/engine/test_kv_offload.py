@@ -377,8 +377,8 @@ def test_of_those_that_left_the_first_in_order_comes_back_next():
     """By priority, then by arrival, whenever they left; not records that stay until asked for, nor empty ones."""
 
     def record(priority: int, arrival: int, *, stays: bool = False, reason: str | None = None) -> _Record:
-        group = SimpleNamespace(priority=priority)
-        sequence = SimpleNamespace(group=group, arrival=arrival, slot=0, finish_reason=reason)
+        request = SimpleNamespace(priority=priority)
+        sequence = SimpleNamespace(request=request, arrival=arrival, slot=0, finish_reason=reason)
         return _Record([_Member(sequence, 0, np.zeros(1, np.int32), 0, 0)], [], stays)  # type: ignore[arg-type]
 
     tier = KvOffload.__new__(KvOffload)
