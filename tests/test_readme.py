@@ -57,7 +57,7 @@ def test_commands_name_files_and_modules_that_exist():
     for script in scripts:
         assert os.access(ROOT / script, os.X_OK), f"{script} is not executable"
     modules = set(re.findall(r"(?:-m |`)levanter[_-]infer[. ](\w+)", README))
-    assert modules >= {"sample", "batch", "score", "plan", "audit", "doctor", "bench"}
+    assert modules >= {"sample", "batch", "score", "plan", "check", "audit", "doctor", "bench"}
     for module in modules:
         path = ROOT / "src" / "levanter_infer" / module
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module

@@ -60,6 +60,11 @@ class Model(Protocol):
         """The backend that the parameters are stored for, and that computes the matmuls."""
         ...
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether `prepare` has packed the parameters, in an order that only their backend knows."""
+        ...
+
     def prepare(self, backend: Backend, *, donate: bool = False) -> Self:
         """The same model with its parameters stored as `backend` reads them. `donate`: its own arrays may be freed."""
         ...
