@@ -1,7 +1,6 @@
 """One vocabulary: retired words do not come back, and lines of documents fit into 120 columns.
 
-docs/glossary.md says what the words mean. `python tests/test_vocabulary.py` prints every use of a retired word, those
-in `NOT_YET` included.
+docs/glossary.md says what the words mean. `python tests/test_vocabulary.py` prints every use of a retired word.
 """
 
 import functools
@@ -98,9 +97,6 @@ EXEMPT = {
 }
 """Prefixes of the paths of documents in which no word is looked for, and why."""
 
-NOT_YET: dict[str, str] = {}
-"""Path prefix: words, by their names above, that are still to be replaced there. Only to be shortened."""
-
 LONG_ROWS = {
     "README.md": "a row has one name of vLLM and ours; tests/test_readme.py reads them",
     "docs/contract.md": "a row is one item; tests/test_contract.py reads them",
@@ -149,25 +145,12 @@ def all_uses() -> list[tuple[str, int, str]]:
     ]
 
 
-def is_to_be_replaced(path: str, word: str) -> bool:
-    return any(path.startswith(prefix) and word in words.split() for prefix, words in NOT_YET.items())
-
-
 def test_retired_words_are_not_used():
-    wrong = [
-        f"{path}:{number}: {word!r}: say {RETIRED[word].say}"
-        for path, number, word in all_uses()
-        if not is_to_be_replaced(path, word)
-    ]
+    wrong = [f"{path}:{number}: {word!r}: say {RETIRED[word].say}" for path, number, word in all_uses()]
     assert not wrong, "\n".join(wrong)
 
 
-def test_exceptions_are_used_and_say_why():
-    used = all_uses()
-    for prefix, words in NOT_YET.items():
-        found = {word for path, _, word in used if path.startswith(prefix)}
-        clean = set(words.split()) - found
-        assert not clean, f"{prefix} is clean by now; take these out of NOT_YET: {sorted(clean)}"
+def test_exceptions_say_why():
     for why in (*ALLOWED.values(), *EXEMPT.values(), *LONG_ROWS.values()):
         assert len(why.split()) > 2
     assert {word for word, _ in ALLOWED} <= set(RETIRED)

@@ -9,7 +9,6 @@ import pytest
 from levanter_infer.axes import HEAD_SIZE, KV_HEADS, ROW, ROW_BOUND, SEQ_PAGE, TOKEN
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
-from levanter_infer.cache.named import scalar
 from levanter_infer.kernels.call import PoolShape
 from levanter_infer.kernels.cpu.backend import CPU
 from levanter_infer.kernels.rules import decode_bits
@@ -35,7 +34,7 @@ def batch_info(dests, page_size=4):
         cu_q_lens=hax.named(jnp.asarray([0, len(dests)], jnp.int32), (ROW_BOUND,)),
         seq_lens=hax.named(zeros, (ROW,)),
         page_indices=hax.named(zeros[None], (ROW, SEQ_PAGE)),
-        num_seqs=scalar(1),
+        num_seqs=hax.named(jnp.int32(1), ()),
         new_token_dests=hax.named(jnp.asarray(dests, jnp.int32), (TOKEN,)),
         page_size=page_size,
     )

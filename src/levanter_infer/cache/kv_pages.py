@@ -9,8 +9,8 @@ from haliax import Axis, NamedArray
 from jax import Array
 
 from levanter_infer.axes import HEAD_SIZE, KV_HEADS, KV_PAIR, LAYERS, PAGE, PAGE_OFFSET, TOKEN
+from levanter_infer.cache.arrays import replace
 from levanter_infer.cache.batch_info import PageBatchInfo
-from levanter_infer.cache.named import replace
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.kernels.call import KvWrite, PoolShape, Rotation
 from levanter_infer.kernels.xla.backend import XLA

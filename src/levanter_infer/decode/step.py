@@ -11,7 +11,6 @@ from levanter_infer.axes import ROW, ROW_BOUND, SEQ_PAGE, TOKEN
 from levanter_infer.cache.arrays import gather, replace, scatter, scatter_add
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
-from levanter_infer.cache.named import scalar
 from levanter_infer.cache.page_math import offset_of, page_of, pages_for
 from levanter_infer.cache.page_table import ragged_index, run_if
 from levanter_infer.cache.score_pages import ScorePages
@@ -168,7 +167,7 @@ def batch_info(state: DecodeState, plan: StepPlan, shapes: Shapes) -> PageBatchI
         cu_q_lens=hax.named(bounds, (ROW_BOUND,)),
         seq_lens=hax.named(seq_lens, (ROW,)),
         page_indices=hax.named(page_indices, (ROW, SEQ_PAGE)),
-        num_seqs=scalar(plan.num_rows),
+        num_seqs=hax.named(plan.num_rows, ()),
         new_token_dests=hax.named(dests, (TOKEN,)),
         page_size=size,
     )
