@@ -1,5 +1,6 @@
 """Every compiled program of the engine. The only place with `jit`."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -10,6 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
 from levanter_infer.cache.prefix_table import PrefixTable
 from levanter_infer.decode.admission import Admission
@@ -30,6 +33,14 @@ from levanter_infer.layers.layout import Layout
 
 class RecompilationError(RuntimeError):
     """A program that is compiled once for all requests was compiled again."""
+
+
+def without_context_mesh() -> contextlib.AbstractContextManager:
+    """A context in which no mesh of the caller's is set: a trainer samples within its own, and `shard_map` over the
+    mesh of a program refuses to be traced under another one."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
 class Program:
@@ -88,7 +99,8 @@ class Program:
         Traces here and compiles in the background; the next call waits for it.
         """
         self.types = self.types_of(arguments)
-        lowered = self.jitted.lower(*arguments)
+        with without_context_mesh():
+            lowered = self.jitted.lower(*arguments)
         if self._wants_fingerprint:
             self.fingerprint = hashlib.sha256(f"{lowered.as_text()} {self._options}".encode()).hexdigest()
         compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
@@ -215,8 +227,9 @@ class Programs:
         self._on_recompile, self._layout = on_recompile, layout
         self._smaller = None if smaller is None else (smaller.state_types, smaller.compilations())
         functions = _functions(shapes, attention, model.config, layout.kv_heads, kv_dtype=kv_dtype, backend=backend)
-        functions = _spmd(functions, layout)
-        self.state_types = layout.types(jax.eval_shape(functions["init"]), stacked=True)
+        with without_context_mesh():
+            functions = _spmd(functions, layout)
+            self.state_types = layout.types(jax.eval_shape(functions["init"]), stacked=True)
         """The types of the state, as `jax.ShapeDtypeStruct`s."""
 
         def program(name: str, *, donate: tuple[int, ...] = (), options=None) -> Program:
