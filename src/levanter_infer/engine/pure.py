@@ -10,6 +10,7 @@ from haliax import Axis, NamedArray
 from levanter_infer.cache.page_math import pages_for
 from levanter_infer.decode.generate import GenerateOutput, generate_all
 from levanter_infer.decode.no_vmap import refuse_vmap, varying_axes
+from levanter_infer.decode.sampling_table import SamplingTable
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import empty_cache
 from levanter_infer.engine.admission import SamplingColumns
@@ -18,7 +19,6 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.sizes import kv_dtype, resolve_shapes
 from levanter_infer.engine.tile_search import check_given_tiles
-from levanter_infer.engine.uploads import sampling_table
 from levanter_infer.engine.validation import RequestLimits, validate_sampling
 from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.live import from_levanter
@@ -191,7 +191,7 @@ def _sampling_table(params: SamplingParams, batch: int, shapes: Shapes, eos_toke
         place, index = divmod(slot, params.n)
         seed = ((params.seed or 0) + place) % 2**64
         columns.set(slot, params, seed=seed, sample_index=index, eos_token_ids=eos_token_ids)
-    table = jax.tree.map(jnp.asarray, sampling_table(columns))
+    table = jax.tree.map(jnp.asarray, SamplingTable(**columns.columns, limits=columns.limits))
     if seeds is None:
         return table
     words = jnp.asarray(seeds, jnp.uint32)
