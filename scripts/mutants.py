@@ -52,7 +52,7 @@ TESTS = {
     "engine/params.py": (_E + "test_params.py",),
     "engine/pure.py": (_E + "test_pure.py",),
     "engine/request.py": (_E + "test_requests.py", _E + "test_faults.py", _E + "test_library.py"),
-    "engine/round_loop.py": (_E + "test_rounds.py", _E + "test_beams.py", _E + "test_faults.py", _E + "test_reset.py"),
+    "engine/round_loop.py": tuple(_E + f"test_{name}.py" for name in ("rounds", "forks", "beams", "faults", "reset")),
     "engine/routing.py": (_E + "test_scheduler.py", _E + "test_mesh.py"),
     "engine/runner.py": (_E + "test_programs.py", _E + "test_mesh.py", _E + "test_sizes.py", _E + "test_warmup.py"),
     "engine/scheduler.py": (_E + "test_scheduler.py", _E + "test_faults.py", _E + "test_rounds.py"),
