@@ -23,7 +23,7 @@ import equinox as eqx  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
-from levanter_infer.engine.backend import Backend  # noqa: E402
+from levanter_infer.engine.backend_choice import BackendChoice  # noqa: E402
 from levanter_infer.engine.config import EngineConfig  # noqa: E402
 from levanter_infer.engine.mesh import make_mesh  # noqa: E402
 from levanter_infer.engine.runner import programs_for, round_types, shapes_for  # noqa: E402
@@ -142,7 +142,7 @@ def program(
 ):
     """The round that an engine on these devices runs, over the mesh axes `data` and `model`.
 
-    Backend, sizes and programs are chosen as the engine chooses them.
+    Backends, sizes and programs are chosen as the engine chooses them.
 
     Args:
         model: 8b or 70b, of the shapes of Llama 3.
@@ -173,7 +173,7 @@ def program(
         attention=impl,
         tiles=tiles,
     )
-    backend = Backend.choose(engine_config, types, has_mods=False, mesh=made, device=mesh.devices.flat[0])
+    backend = BackendChoice.choose(engine_config, types, has_mods=False, mesh=made, device=mesh.devices.flat[0])
     shapes = shapes_for(engine_config, types, backend, num_eos=1, is_loaded=True)
     programs = programs_for(engine_config, types, backend, shapes)
     return programs.round_function, round_types(types, backend, shapes, programs), {"donate_argnums": (1,)}

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import pytest
 
 from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams, generate
-from levanter_infer.engine import backend, instructions
-from levanter_infer.engine.backend import Backend
+from levanter_infer.engine import backend_choice, instructions
+from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.instructions import ROWS, choose, fastest, from_record
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.cpu.backend import CpuBackend
@@ -210,7 +210,7 @@ def test_an_unknown_name_is_refused_with_the_list():
 def test_what_is_asked_for_is_taken_without_a_measurement(monkeypatch):
     monkeypatch.setattr(instructions, "measure", None)
     for isa in cpu.isas("float32"):
-        assert Backend.choose(EngineConfig(cpu_isa=isa), tiny_model(), has_mods=False).isa == isa
+        assert BackendChoice.choose(EngineConfig(cpu_isa=isa), tiny_model(), has_mods=False).isa == isa
 
 
 @built
@@ -230,8 +230,8 @@ def test_pairs_of_sixteen_bits_are_refused_for_float32():
 def test_it_is_refused_where_the_kernels_compute_nothing():
     config = EngineConfig(cpu_isa="avx2", matmul="xla", attention="xla")
     with pytest.raises(ValueError, match='engine.cpu_isa="avx2" is for the kernels for CPUs'):
-        Backend.choose(config, tiny_model(), has_mods=False)
-    alone = Backend.choose(EngineConfig(matmul="xla", attention="xla"), tiny_model(), has_mods=False)
+        BackendChoice.choose(config, tiny_model(), has_mods=False)
+    alone = BackendChoice.choose(EngineConfig(matmul="xla", attention="xla"), tiny_model(), has_mods=False)
     assert alone.isa is None
 
 
@@ -291,7 +291,7 @@ class Lead:
 
 @built
 def test_processes_of_a_job_take_the_instruction_set_of_the_first():
-    here = Backend.choose(EngineConfig(cpu_isa="generic"), tiny_model(), has_mods=False)
+    here = BackendChoice.choose(EngineConfig(cpu_isa="generic"), tiny_model(), has_mods=False)
     assert here.agreed(None) is here and here.agreed(Lead("generic")) is here  # type: ignore[arg-type]
     assert here.agreed(Lead(cpu.isa())).isa == cpu.isa()  # type: ignore[arg-type]
 
@@ -299,7 +299,7 @@ def test_processes_of_a_job_take_the_instruction_set_of_the_first():
 @built
 def test_a_process_that_does_not_have_it_says_so(monkeypatch):
     monkeypatch.setattr(cpu, "isas", lambda dtype=None: ("avx2", "generic"))
-    here = Backend.choose(EngineConfig(cpu_isa="generic"), tiny_model(), has_mods=False)
+    here = BackendChoice.choose(EngineConfig(cpu_isa="generic"), tiny_model(), has_mods=False)
     with pytest.raises(ValueError, match="process 0 computes with engine.cpu_isa=avx512, and this processor has avx2"):
         here.agreed(Lead("avx512"))  # type: ignore[arg-type]
 
@@ -316,12 +316,12 @@ def test_a_process_that_does_not_have_it_says_so(monkeypatch):
 )
 def test_missing_kernels_are_one_warning_with_reason_and_remedy(monkeypatch, caplog, library, reason):
     monkeypatch.setattr(cpu, "_LIBRARY", library)
-    for cached in (cpu._load, backend._warn_of_missing_kernels):
+    for cached in (cpu._load, backend_choice._warn_of_missing_kernels):
         cached.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             for _ in range(2):
-                chosen = Backend.choose(EngineConfig(), tiny_model(), has_mods=False)
+                chosen = BackendChoice.choose(EngineConfig(), tiny_model(), has_mods=False)
                 assert (chosen.matmul, chosen.attention, chosen.isa) == ("xla", "xla", None)
                 assert reason in chosen.isa_reason and "C++17 compiler" in chosen.isa_reason  # what doctor prints
         (record,) = caplog.records
@@ -329,10 +329,10 @@ def test_missing_kernels_are_one_warning_with_reason_and_remedy(monkeypatch, cap
         assert record.levelno == logging.WARNING and reason in said
         assert "slower" in said and "C++17 compiler" in said
         with pytest.raises(ValueError, match=reason):
-            Backend.choose(EngineConfig(matmul="cpu"), tiny_model(), has_mods=False)
+            BackendChoice.choose(EngineConfig(matmul="cpu"), tiny_model(), has_mods=False)
         with pytest.raises(ValueError, match=reason):
             cpu.isa()
     finally:
         monkeypatch.undo()
-        for cached in (cpu._load, backend._warn_of_missing_kernels):
+        for cached in (cpu._load, backend_choice._warn_of_missing_kernels):
             cached.cache_clear()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from levanter_infer.bench.report import summarize
-from levanter_infer.engine.backend import Backend
+from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.layers.linear import Linear
@@ -37,7 +37,7 @@ def isas_in_turn(text: str, dtype) -> list[str] | None:
 
 def chosen_isa(model: DecoderModel, isas: Sequence[str]) -> str:
     """The instruction set that `auto` chooses for the model. Raises: ValueError if it is not measured."""
-    chosen = Backend.choose(EngineConfig(), model, has_mods=False).isa
+    chosen = BackendChoice.choose(EngineConfig(), model, has_mods=False).isa
     if chosen is None or chosen not in isas:
         raise ValueError(f"--cpu-isa {','.join(isas)}: auto chooses {chosen}; name it too")
     return chosen
@@ -63,7 +63,7 @@ def prepared_for(isas: Sequence[str], model: DecoderModel) -> dict[str, DecoderM
         prepared[isa] = (
             with_isa(prepared[alike], isa)
             if alike is not None
-            else Backend.choose(config, model, has_mods=False).prepare(model)
+            else BackendChoice.choose(config, model, has_mods=False).prepare(model)
         )
     return prepared
 

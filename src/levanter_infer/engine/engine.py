@@ -19,7 +19,7 @@ from levanter_infer.decode.outputs import RoundOutputs
 from levanter_infer.decode.programs import Programs
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import GenState
-from levanter_infer.engine.backend import Backend
+from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.beams import beams_for, enter_hypotheses
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.coordination import LeaderCoordinator, LocalCoordinator, RoundTerms
@@ -129,7 +129,7 @@ class InferenceEngine:
         has_mods = score_mod is not None or mask_mod is not None
         model = model if isinstance(model, StoredModel) else from_levanter(model)
         types = model.types if isinstance(model, StoredModel) else model
-        backend = Backend.choose(self.config, types, has_mods=has_mods, mesh=make_mesh(mesh))
+        backend = BackendChoice.choose(self.config, types, has_mods=has_mods, mesh=make_mesh(mesh))
         hosts = hosts_of_this_process() if hosts is None and backend.spans_hosts else hosts
         backend = backend.agreed(hosts)
         self._coordinator = LeaderCoordinator(hosts) if hosts and backend.spans_hosts else LocalCoordinator(hosts)
@@ -168,7 +168,7 @@ class InferenceEngine:
         self._known: list[SampleState] = []
 
     @property
-    def backend(self) -> Backend:
+    def backend(self) -> BackendChoice:
         """The implementations for the devices."""
         return self.runner.backend
 

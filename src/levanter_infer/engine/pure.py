@@ -13,7 +13,7 @@ from levanter_infer.decode.no_vmap import refuse_vmap, varying_axes
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import empty_cache
 from levanter_infer.engine.admission import SamplingColumns
-from levanter_infer.engine.backend import Backend
+from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.sizes import kv_dtype, resolve_shapes
@@ -72,7 +72,7 @@ def generate(
             "and [batch]"
         )
     _refuse_what_needs_a_host(params, config)
-    backend = Backend.choose(config, model, has_mods=score_mod is not None or mask_mod is not None)
+    backend = BackendChoice.choose(config, model, has_mods=score_mod is not None or mask_mod is not None)
     shapes = backend.adapt(_shapes(config, model, params, prompts.shape, len(eos_token_ids)))
     validate_sampling(params, RequestLimits.of(shapes, config))
     batch, n = prompts.shape[0], params.n

@@ -24,7 +24,7 @@ from levanter_infer.decode.programs import Programs
 from levanter_infer.decode.scoring import READ_PAGES
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import GenState
-from levanter_infer.engine.backend import Backend
+from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.scoring import score_shapes
 from levanter_infer.engine.sizes import kv_dtype, resolve_shapes
@@ -61,7 +61,7 @@ class Runner:
         self,
         model: "Model | StoredModel",
         config: EngineConfig,
-        backend: Backend,
+        backend: BackendChoice,
         *,
         num_eos: int,
         hosts: Hosts | None = None,
@@ -356,7 +356,7 @@ class Gather:
 def shapes_for(
     config: EngineConfig,
     types,
-    backend: Backend,
+    backend: BackendChoice,
     *,
     num_eos: int,
     is_loaded: bool,
@@ -384,7 +384,7 @@ def shapes_for(
 def programs_for(
     config: EngineConfig,
     types,
-    backend: Backend,
+    backend: BackendChoice,
     shapes: Shapes,
     *,
     score_mod=None,
@@ -409,7 +409,7 @@ def programs_for(
     )
 
 
-def round_types(types, backend: Backend, shapes: Shapes, programs: Programs) -> tuple:
+def round_types(types, backend: BackendChoice, shapes: Shapes, programs: Programs) -> tuple:
     """The types of the round's arguments, model, state and admission, with their shardings."""
     admission = jax.eval_shape(lambda: empty_admission(shapes, backend.num_shards))
     return backend.prepared_types(types), programs.state_types, backend.layout.types(admission, stacked=True)

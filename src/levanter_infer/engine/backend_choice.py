@@ -1,4 +1,4 @@
-"""`Backend`: which implementations suit the device that the engine runs on."""
+"""`BackendChoice`: which backends suit the device that the engine runs on."""
 
 import dataclasses
 import functools
@@ -13,8 +13,7 @@ from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.instructions import Choice, choose
 from levanter_infer.engine.sizes import kv_dtype
-from levanter_infer.kernels.backend import Backend as KernelBackend
-from levanter_infer.kernels.backend import Platform, Task, Work
+from levanter_infer.kernels.backend import Backend, Platform, Task, Work
 from levanter_infer.kernels.call import PoolShape
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.registry import BACKENDS, make_backend, platform_of
@@ -27,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Backend:
+class BackendChoice:
     """What an engine computes with: a backend for matmuls, one for attention, and the devices."""
 
     platform: Platform
     """The kind of the devices."""
-    matmul_backend: KernelBackend
+    matmul_backend: Backend
     """Stores weights and computes matmuls; the model carries it."""
-    attention_backend: KernelBackend
+    attention_backend: Backend
     """Stores keys and values and computes attention; the pool carries it."""
     layout: Layout
     """Sharding of model and state over the mesh, which may have one device."""
@@ -42,12 +41,16 @@ class Backend:
     """Instruction set of the kernels for CPUs; None where they compute nothing."""
 
     @staticmethod
-    def of(platform: str, layout: Layout, *, matmul: str, attention: str) -> "Backend":
+    def of(platform: str, layout: Layout, *, matmul: str, attention: str) -> "BackendChoice":
         """Backends by name. Raises: ValueError for unknown names."""
-        return Backend(platform_of(platform), make_backend(matmul, platform), make_backend(attention, platform), layout)
+        return BackendChoice(
+            platform_of(platform), make_backend(matmul, platform), make_backend(attention, platform), layout
+        )
 
     @staticmethod
-    def choose(config: EngineConfig, model, *, has_mods: bool, mesh: Mesh | None = None, device=None) -> "Backend":
+    def choose(
+        config: EngineConfig, model, *, has_mods: bool, mesh: Mesh | None = None, device=None
+    ) -> "BackendChoice":
         """The kernels written for the platform where they can do the work, and XLA's own code otherwise.
 
         Args:
@@ -73,7 +76,7 @@ class Backend:
         attention = task(Work.ATTENTION, kv_dtype(config, model))
         if not matmul.is_sharded:
             _warn_of_missing_kernels(device.platform)
-        chosen = Backend.of(
+        chosen = BackendChoice.of(
             device.platform,
             layout,
             matmul=_resolve(config.matmul, matmul),
@@ -98,7 +101,7 @@ class Backend:
             )
         return chosen
 
-    def _configured(self, config: EngineConfig, weights, pages) -> "Backend":
+    def _configured(self, config: EngineConfig, weights, pages) -> "BackendChoice":
         """The same with the options of its backends: instruction set and tiles. Args: the dtypes of weights, pages."""
         options: dict = {}
         if "tiles" in self.attention_backend.options:
@@ -118,7 +121,7 @@ class Backend:
             )
         return dataclasses.replace(self._with_options(**options), isa_choice=choice)
 
-    def _with_options(self, **options) -> "Backend":
+    def _with_options(self, **options) -> "BackendChoice":
         return dataclasses.replace(
             self,
             matmul_backend=self.matmul_backend.configured(**options),
@@ -135,7 +138,7 @@ class Backend:
         """Name of the backend of attention."""
         return self.attention_backend.name
 
-    def agreed(self, hosts: Hosts | None) -> "Backend":
+    def agreed(self, hosts: Hosts | None) -> "BackendChoice":
         """The same with the instruction set of process 0, whatever this one has measured: a job has one.
 
         Raises: ValueError if this processor does not have it.
