@@ -27,8 +27,8 @@ from levanter_infer.engine.backend_choice import BackendChoice  # noqa: E402
 from levanter_infer.engine.config import EngineConfig  # noqa: E402
 from levanter_infer.engine.mesh import make_mesh  # noqa: E402
 from levanter_infer.engine.runner import programs_for, round_types, shapes_for  # noqa: E402
-from levanter_infer.kernels import AttentionCall, make_backend  # noqa: E402
-from levanter_infer.kernels.call import PoolShape  # noqa: E402
+from levanter_infer.kernels.call import AttentionCall, PoolShape  # noqa: E402
+from levanter_infer.kernels.registry import make_backend  # noqa: E402
 from levanter_infer.kernels.rules import ScoreRules  # noqa: E402
 from levanter_infer.kernels.tiling import Tiles, TileShape, generation  # noqa: E402
 from levanter_infer.kernels.tpu.tile_table import choose  # noqa: E402

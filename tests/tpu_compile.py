@@ -29,7 +29,7 @@ def main(generation: str, impl: str) -> None:
     from levanter_infer.engine.config import EngineConfig
     from levanter_infer.engine.sizes import resolve_shapes
     from levanter_infer.engine.uploads import empty_admission
-    from levanter_infer.kernels import make_backend
+    from levanter_infer.kernels.registry import make_backend
     from levanter_infer.layers.attention import AttentionSpec
     from levanter_infer.layers.layout import Layout, one_device_mesh
     from tests.hlo import pool_copies

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from levanter_infer.cli import run_command
+from levanter_infer.engine.instructions import usable_isas
 
 if __name__ == "__main__":  # here, so that an interrupt during the imports below leaves no traceback
     run_command("check")
@@ -163,7 +164,7 @@ def describe_machine(command: str) -> int:
     elif missing is not None:
         say(f"kernels   those for CPUs cannot be used, XLA replaces them: {missing}")
     else:
-        say(f"kernels   for CPUs, with {', '.join(cpu.isas())}")
+        say(f"kernels   for CPUs, with {', '.join(usable_isas())}")
         for dtype in ("bfloat16", "float32"):
             choice = choose(CpuIsa.AUTO, dtype)
             chosen[dtype] = choice.isa

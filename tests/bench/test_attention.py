@@ -9,7 +9,7 @@ import pytest
 
 from levanter_infer.bench.__main__ import main as bench
 from levanter_infer.bench.attention import Case, attend, attend_to_gathered, inputs
-from levanter_infer.kernels import make_backend
+from levanter_infer.kernels.registry import make_backend
 
 SIZES = dict(page_size=4, heads=4, kv_heads=2, head_dim=8, dtype="float32")
 

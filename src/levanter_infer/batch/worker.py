@@ -244,10 +244,11 @@ def _sizes_here(config: BatchRunConfig, sizes: dict[str, Any]) -> dict[str, Any]
 
     Raises: ValueError if its results would differ and the job promises equal bytes.
     """
+    from levanter_infer.engine.instructions import usable_isas
     from levanter_infer.kernels.cpu import bindings as cpu
 
     isa = sizes.get("cpu_isa")
-    usable = cpu.isas() if isa is not None and cpu.available() else ()
+    usable = usable_isas() if isa is not None and cpu.available() else ()
     if isa is None or isa in usable:
         return sizes
     if config.engine["numerics"] == Numerics.BATCH_INVARIANT:

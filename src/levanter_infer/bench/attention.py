@@ -26,9 +26,9 @@ from levanter_infer.bench.workload import numbers
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.decode.programs import compile_program
-from levanter_infer.kernels import IMPLEMENTATIONS, AttentionCall, Backend, make_backend
-from levanter_infer.kernels.call import PoolShape
-from levanter_infer.kernels.registry import BACKENDS, platform_of
+from levanter_infer.kernels.backend import Backend
+from levanter_infer.kernels.call import AttentionCall, PoolShape
+from levanter_infer.kernels.registry import BACKENDS, IMPLEMENTATIONS, make_backend, platform_of
 from levanter_infer.kernels.rules import ScoreRules
 
 LAYERS = 2

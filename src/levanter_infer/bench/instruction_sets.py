@@ -10,6 +10,7 @@ import jax
 from levanter_infer.bench.report import summarize
 from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.instructions import usable_isas
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.layers.linear import Linear
 from levanter_infer.models.decoder import DecoderModel
@@ -30,7 +31,7 @@ def add_isa_argument(parser: argparse.ArgumentParser) -> None:
 def isas_in_turn(text: str, dtype) -> list[str] | None:
     """The instruction sets of `--cpu-isa` that are to be measured in turn; None if it names one, or auto."""
     if text == EACH:
-        usable = cpu.isas(dtype)
+        usable = usable_isas(dtype)
         return list(usable[:-1] or usable)
     return text.split(",") if "," in text else None
 

@@ -11,11 +11,10 @@ from jax.sharding import Mesh
 
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.config import EngineConfig
-from levanter_infer.engine.instructions import Choice, choose
+from levanter_infer.engine.instructions import Choice, choose, usable_isas
 from levanter_infer.engine.sizes import kv_dtype
 from levanter_infer.kernels.backend import Backend, Platform, Task, Work
 from levanter_infer.kernels.call import PoolShape
-from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.registry import BACKENDS, make_backend, platform_of
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.layers.layout import Layout
@@ -146,9 +145,9 @@ class BackendChoice:
         decided = self.isa if hosts is None else hosts.broadcast("engine.cpu_isa", self.isa)
         if decided == self.isa or self.isa is None or decided is None:
             return self
-        if decided not in cpu.isas():
+        if decided not in usable_isas():
             raise ValueError(
-                f"process 0 computes with engine.cpu_isa={decided}, and this processor has {', '.join(cpu.isas())}; "
+                f"process 0 computes with engine.cpu_isa={decided}, and this processor has {', '.join(usable_isas())}; "
                 "set engine.cpu_isa to one that all processors of the job have"
             )
         return dataclasses.replace(self._with_options(cpu_isa=decided), isa_choice=Choice(decided))

@@ -61,14 +61,28 @@ class Choice:
         return f"measured: ms of matmuls of {', '.join(map(str, ROWS))} rows: {shown}"
 
 
+def usable_isas(dtype=None) -> tuple[str, ...]:
+    """The instruction sets that this processor and the built kernels have, the widest first.
+
+    Args:
+        dtype: dtype of the weights; instruction sets without matmuls of their own for it are left out, because they use
+            those of the next one.
+    Raises: ValueError if the kernels are not available.
+    """
+    _, *names = CpuIsa
+    usable = names[names.index(CpuIsa(cpu.isa())) :]
+    in_pairs = dtype is None or jnp.dtype(dtype) == jnp.bfloat16
+    return tuple(name.value for name in usable if in_pairs or name != CpuIsa.AVX512_BF16)
+
+
 def choose(wanted: str, dtype) -> Choice:
     """The instruction set for matmuls with weights of `dtype`.
 
     Args:
-        wanted: one of `kernels.cpu.ISAS`, or auto: the fastest, as it was measured once for this processor and build.
+        wanted: an instruction set, or auto: the fastest, as it was measured once for this processor and build.
     Raises: ValueError if the processor does not have it, or it has no matmuls for `dtype`.
     """
-    usable = cpu.isas(dtype)
+    usable = usable_isas(dtype)
     if wanted != CpuIsa.AUTO:
         if wanted not in usable:
             raise ValueError(
