@@ -63,8 +63,8 @@ SHAPES = (
     Shape("decode", (8, 4, 256), 128),
     Shape("decode", (32, 8, 128), 128, "int8"),
     Shape("decode", (32, 8, 128), 128, "float8_e4m3fn"),
-    Shape("chunk", (32, 8, 128), 128),
-    Shape("chunk", (8, 4, 256), 128),
+    Shape("prefill", (32, 8, 128), 128),
+    Shape("prefill", (8, 4, 256), 128),
 )
 
 
@@ -111,10 +111,10 @@ def figures(shape: Shape, gen: str, loop: dict) -> str:
     if "error" in loop:
         return loop["error"]
     tiles = choose(shape.tile_shape(gen))
-    tile = tiles.decode if shape.path == "decode" else tiles.chunk
+    tile = tiles.decode if shape.path == "decode" else tiles.prefill
     heads, tokens = shape.heads[1] // tile.parts, tile.pages * shape.page
     counts = loop["bundles"], loop["cycles"]
-    if shape.path == "chunk":
+    if shape.path == "prefill":
         rows = min(tile.queries, 256) * shape.heads[0] // shape.heads[1]
         flops = 4 * rows * tokens * heads * shape.heads[2] / FLOPS_PER_CYCLE[gen]
         return f"{flops / counts[0]:.0%} ({flops / counts[1]:.0%}); {_memory(loop)}"

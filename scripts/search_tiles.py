@@ -77,7 +77,9 @@ def search(shape: TileShape, path: str) -> Tile | None:
 def write(found: dict[TileShape, Tiles]) -> None:
     """The table with what was found."""
     entries = sorted((tile_table.TABLE | found).items(), key=lambda entry: str(entry[0]))
-    lines = [f"    {tuple(map(dataclasses.astuple, (shape, tiles.decode, tiles.chunk)))}," for shape, tiles in entries]
+    lines = [
+        f"    {tuple(map(dataclasses.astuple, (shape, tiles.decode, tiles.prefill)))}," for shape, tiles in entries
+    ]
     path = Path(tile_table.__file__)
     body = "\n".join(["_FOUND: list[tuple[tuple, tuple, tuple]] = [", *lines, "]"])
     path.write_text(re.sub(r"_FOUND: \S+? .*?\](?=\n\"\"\")", lambda _: body, path.read_text(), flags=re.S))
@@ -95,11 +97,11 @@ def main() -> int:
     found = {}
     for gen in options.gens.split(","):
         shape = TileShape(gen, kv_heads, head_dim, q_heads // kv_heads, options.page, options.kv_dtype)
-        best = {path: search(shape, path) for path in ("decode", "chunk")}
-        if best["decode"] is None or best["chunk"] is None:
+        best = {path: search(shape, path) for path in ("decode", "prefill")}
+        if best["decode"] is None or best["prefill"] is None:
             print(f"{shape}: no tile that was tried fits; levanter_infer.engine.tile_search tries smaller ones")
             return 1
-        found[shape] = Tiles(best["decode"], best["chunk"])
+        found[shape] = Tiles(best["decode"], best["prefill"])
         print(shape, found[shape])
     if options.write:
         write(found)

@@ -1,12 +1,12 @@
 """Programs to compile for a TPU and look at, for scripts/tpu_schedule.py and tools of its kind.
 
-`decode`, `chunk` and `mixed` are one call of the attention entry; `program` is the engine's own round. All take
+`decode`, `prefill` and `mixed` are one call of the attention entry; `program` is the engine's own round. All take
 
     heads=(query heads, kv heads, head size) of one chip, page=tokens of a page, seqs=sequences, context=tokens of each,
     tokens=query tokens of the step, kv_dtype=, window=, pool_pages=pages of the pool (default: as many as the page
     tables can name, at most 2 GiB worth; the tables keep their full shape), impl=attention implementation, and
     tiles=`kernels.tiling.Tiles`, or what differs from those of the table, such as
-    dict(decode=dict(pages=8), chunk=dict(queries=128)) (default: those of the table).
+    dict(decode=dict(pages=8), prefill=dict(queries=128)) (default: those of the table).
 
 A pool has LAYERS layers, of which a call reads one.
 """
@@ -59,7 +59,7 @@ def decode(mesh, *, heads=(32, 8, 128), page=64, seqs=64, context=8192, tokens=N
     return _call(heads=heads, page=page, seqs=seqs, context=context, tokens=tokens or seqs, **options)
 
 
-def chunk(mesh, *, heads=(32, 8, 128), page=64, seqs=1, context=8192, tokens=256, **options):
+def prefill(mesh, *, heads=(32, 8, 128), page=64, seqs=1, context=8192, tokens=256, **options):
     """Few sequences have many queries each."""
     return _call(heads=heads, page=page, seqs=seqs, context=context, tokens=tokens, **options)
 

@@ -225,10 +225,10 @@ def test_candidates_need_less_and_less_memory_and_end():
         found = list(candidates(shape))
         assert found[0] == propose(shape) and len(found) < 20
         for larger, smaller in itertools.pairwise(found):
-            for a, b in ((larger.decode, smaller.decode), (larger.chunk, smaller.chunk)):
+            for a, b in ((larger.decode, smaller.decode), (larger.prefill, smaller.prefill)):
                 sizes = [tile.slots * tile.pages * (1 + tile.queries) / tile.parts for tile in (a, b)]
                 assert a == b or sizes[1] < sizes[0]
-        assert found[-1].decode.pages == found[-1].chunk.pages == 1 and found[-1].decode.slots == 2
+        assert found[-1].decode.pages == found[-1].prefill.pages == 1 and found[-1].decode.slots == 2
 
 
 def test_kv_heads_that_do_not_fit_the_pool_are_refused():

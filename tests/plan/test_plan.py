@@ -198,8 +198,8 @@ def test_a_kernel_that_is_too_large_gets_tiles_that_the_compiler_accepts(monkeyp
     )
     assert change.spec.engine_config.tiles == smaller
     # What a user forces is used, and refused where no kernel can have it.
-    bad = dataclasses.asdict(dataclasses.replace(smaller, chunk=dataclasses.replace(smaller.chunk, parts=3)))
-    with pytest.raises(ValueError, match="engine.tiles.chunk.parts=3: expected a divisor of the 2 groups"):
+    bad = dataclasses.asdict(dataclasses.replace(smaller, prefill=dataclasses.replace(smaller.prefill, parts=3)))
+    with pytest.raises(ValueError, match="engine.tiles.prefill.parts=3: expected a divisor of the 2 groups"):
         figures_of(dataclasses.replace(spec, engine=spec.engine | {"tiles": bad}))
 
 

@@ -1,4 +1,4 @@
-"""What `vmap` must not touch."""
+"""`refuse_vmap`: an error where `vmap` batches a generation."""
 
 from typing import Any
 

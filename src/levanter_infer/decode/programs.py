@@ -161,7 +161,7 @@ class OffloadPrograms:
         self._programs = dict(vars(self))
 
     def compilations(self) -> dict[str, int]:
-        """Of those that have been called."""
+        """Compilations of each program that has been called."""
         return {name: program.compilations for name, program in self._programs.items() if program.is_begun}
 
 
@@ -309,12 +309,12 @@ class Programs:
         return {name: now.get(name, 0) + before.get(name, 0) for name in before | now}
 
     def fingerprints(self) -> dict[str, str]:
-        """Of the programs that are compiled or being compiled, if they were asked for."""
+        """Fingerprint of each program that is compiled or being compiled; empty if it was not asked for."""
         return {name: program.fingerprint for name, program in self._programs.items() if program.is_begun}
 
     @property
     def round_function(self) -> Callable:
-        """What `round` compiles, with its argument `state` donated: to be compiled elsewhere and looked at."""
+        """The function that `round` compiles, with its argument `state` donated; for inspection."""
         return self._round.function
 
     def trace_round(self, model, state, admission):
@@ -334,7 +334,7 @@ def _spmd(functions: dict[str, Callable], layout: Layout) -> dict[str, Callable]
 def _functions(
     shapes: Shapes, attention: AttentionSpec, config, num_kv_heads: int, *, kv_dtype, backend: Backend
 ) -> dict[str, Callable]:
-    """What the programs of an engine do, by their names, on a device with `num_kv_heads` key and value heads."""
+    """The functions of an engine's programs by name, on a device with `num_kv_heads` key and value heads."""
 
     def init() -> GenState:
         cache = empty_cache(config, shapes, backend, dtype=kv_dtype, num_kv_heads=num_kv_heads)

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class BackendChoice:
-    """What an engine computes with: a backend for matmuls, one for attention, and the devices."""
+    """The parts that an engine computes with: a backend for matmuls, one for attention, and the devices."""
 
     platform: Platform
     """The kind of the devices."""
@@ -196,9 +196,9 @@ class BackendChoice:
         return dict(self.layout.mesh.shape) if self.layout.mesh.size > 1 else {}
 
     @property
-    def num_shards(self) -> int:
+    def num_ranks(self) -> int:
         """Engines side by side, along `data`."""
-        return self.layout.num_shards
+        return self.layout.num_ranks
 
     @property
     def spans_hosts(self) -> bool:

@@ -145,7 +145,7 @@ class InferenceEngine:
             mask_mod=mask_mod,
         )
         self._stats = Stats(
-            pages_total=self.shapes.num_pages * backend.num_shards,
+            pages_total=self.shapes.num_pages * backend.num_ranks,
             pool_bytes=self.state.kv.pages.array.nbytes,
             weights_bytes=self.runner.weights_bytes,
             num_ranks=self.runner.num_ranks,

@@ -50,7 +50,7 @@ class Choice:
 
     isa: str
     times: Times | None = None
-    """What was measured; None: it was asked for, or there is no other."""
+    """Measured times; None: it was asked for, or there is no other."""
 
     @property
     def reason(self) -> str:

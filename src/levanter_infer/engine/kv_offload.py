@@ -49,7 +49,7 @@ class _Record:
 
     members: list[_Member]
     contents: list[jax.Array]
-    """What `read_pages` gave, in host memory; empty if the pages are to be recomputed."""
+    """Pages from `read_pages`, in host memory; empty if the pages are to be recomputed."""
     stays: bool
     """Whether it comes back only when the caller asks for it."""
 

@@ -131,7 +131,7 @@ class Runner:
     @property
     def num_ranks(self) -> int:
         """Data-parallel ranks: each has tables, a pool and a loop of its own."""
-        return self.backend.num_shards
+        return self.backend.num_ranks
 
     # Rounds
 
@@ -327,7 +327,7 @@ class Gather:
         self._offsets[order] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
         self._num_calls = -(-int(counts.max(initial=0)) // size)
         self.results: Sequence = []
-        """What the calls gave, if they have begun."""
+        """Results of the calls, if they have begun."""
 
     def arguments(self, values: Sequence[int] | np.ndarray, *, fill: int) -> list[np.ndarray]:
         """The argument of each call, of one value per entry: i32[size], or i32[rank, size] of several ranks.
@@ -411,5 +411,5 @@ def programs_for(
 
 def round_types(types, backend: BackendChoice, shapes: Shapes, programs: Programs) -> tuple:
     """The types of the round's arguments, model, state and admission, with their shardings."""
-    admission = jax.eval_shape(lambda: empty_admission(shapes, backend.num_shards))
+    admission = jax.eval_shape(lambda: empty_admission(shapes, backend.num_ranks))
     return backend.prepared_types(types), programs.state_types, backend.layout.types(admission, stacked=True)

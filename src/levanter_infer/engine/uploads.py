@@ -46,5 +46,5 @@ def admission_fields(fields: Mapping[str, Any], limits: SamplingLimits, num_rank
 
 
 def host_terms(*, yields: bool = True, return_pages: int = 0) -> HostTerms:
-    """What KV offload says to the device's scheduler, in NumPy."""
+    """KV offload's terms for the device's scheduler, in NumPy."""
     return HostTerms(np.asarray(yields), np.asarray(return_pages, np.int32))  # type: ignore[arg-type]

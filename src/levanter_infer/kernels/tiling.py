@@ -33,9 +33,9 @@ class Tiles:
     """Static sizes of one call."""
 
     decode: Tile
-    """Of rows with one query."""
-    chunk: Tile
-    """Of rows with more (chunked prefill)."""
+    """Tile for rows with one query."""
+    prefill: Tile
+    """Tile for rows with more queries (prompt chunks)."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,10 @@ def propose(shape: TileShape) -> Tiles:
     per_group = shape.q_per_kv * pool.heads_per_group
     align = align_queries(per_group)
     queries = align * _floor_power(max(1, _PREFILL_ROWS // per_group // align))
-    chunk_pages = _floor_power(max(1, _PREFILL_TOKENS // page_size))
+    prefill_pages = _floor_power(max(1, _PREFILL_TOKENS // page_size))
     return Tiles(
         decode=Tile(pages=pages, slots=slots, parts=parts),
-        chunk=Tile(pages=chunk_pages, slots=3, parts=pool.groups, queries=max(queries, 2)),
+        prefill=Tile(pages=prefill_pages, slots=3, parts=pool.groups, queries=max(queries, 2)),
     )
 
 
@@ -96,7 +96,7 @@ def candidates(shape: TileShape) -> Iterator[Tiles]:
     """The proposal, and then tiles that need less and less memory."""
     tiles = propose(shape)
     yield tiles
-    while (smaller := Tiles(_smaller(shape, tiles.decode), _smaller(shape, tiles.chunk))) != tiles:
+    while (smaller := Tiles(_smaller(shape, tiles.decode), _smaller(shape, tiles.prefill))) != tiles:
         yield (tiles := smaller)
 
 

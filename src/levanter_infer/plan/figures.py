@@ -30,7 +30,7 @@ class Figures:
     max_seqs: int
     max_step_tokens: int
     max_seq_len: int
-    num_shards: int
+    num_ranks: int
     """Data-parallel ranks."""
     buckets: tuple[int, ...]
     """Token capacities of a step."""
@@ -73,7 +73,7 @@ def figures_of(spec: EngineSpec) -> Figures:
         max_seqs=shapes.max_seqs,
         max_step_tokens=shapes.max_step_tokens,
         max_seq_len=shapes.max_seq_len,
-        num_shards=backend.num_shards,
+        num_ranks=backend.num_ranks,
         buckets=shapes.buckets,
         sampled_rows=shapes.sampled_rows or shapes.max_rows,
         attention=backend.attention,

@@ -111,7 +111,7 @@ def gpu_attention(call: AttentionCall, *, interpret: bool = False) -> Array:
 
 
 class _Splits(NamedTuple):
-    """What the splits of the decode lane leave behind, f32 in global memory."""
+    """Partial results of the splits of the decode lane, f32 in global memory."""
 
     acc: Any
     """[blocks, splits, Hq, D]: sum of p · v."""

@@ -46,12 +46,12 @@ def tpu_attention(call: AttentionCall, tiles: Tiles | None = None, *, interpret:
     out = decode_attention(call, tiles.decode, operand, interpret=params)
     q_lens = call.q_lens
     if call.num_tokens > 1:
-        chunk = cut_queries(tiles.chunk, shape, call.num_tokens)
+        prefill = cut_queries(tiles.prefill, shape, call.num_tokens)
         row = jnp.searchsorted(call.cu_q_lens[1:], jnp.arange(call.num_tokens, dtype=jnp.int32), side="right")
         decodes = (q_lens.at[row].get(mode="fill", fill_value=0) == 1)[:, None, None]
 
         def with_prefill(carry):
-            prefilled = prefill_attention(call, chunk, operand, interpret=params)
+            prefilled = prefill_attention(call, prefill, operand, interpret=params)
             return jnp.bool(False), jnp.where(decodes, carry[1], prefilled)
 
         # A loop of no or one turn, because a branch (`lax.cond`) would copy what it carries on other devices.

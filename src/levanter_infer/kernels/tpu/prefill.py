@@ -89,7 +89,7 @@ def prefill_attention(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, in
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",), disable_bounds_checks=True, disable_semaphore_checks=True
         ),
-        name="attend_chunk",
+        name="attend_prefill",
         interpret=interpret,
     )(Rows(call.seq_lens, call.cu_q_lens, scalars(call), has_unmapped_page(call), q_starts), inputs)
     out = out.reshape(groups, pool.lane_tiles, -1, per_group, LANES).transpose(2, 0, 3, 1, 4)

@@ -7,7 +7,7 @@ from levanter_infer.kernels.tpu.sizes import Tile
 _FOUND: list[tuple[tuple, tuple, tuple]] = []
 """The fields of a `TileShape`, of its decode `Tile` and of its prefill `Tile`."""
 
-TABLE = {TileShape(*shape): Tiles(Tile(*decode), Tile(*chunk)) for shape, decode, chunk in _FOUND}
+TABLE = {TileShape(*shape): Tiles(Tile(*decode), Tile(*prefill)) for shape, decode, prefill in _FOUND}
 
 
 def choose(shape: TileShape) -> Tiles:
