@@ -23,9 +23,8 @@ from scripts.sweep_tpu import RECORD, read, sources  # noqa: E402
 from scripts.tpu.bundles import Kernel  # noqa: E402
 from scripts.tpu_schedule import compile_builder  # noqa: E402
 
-from levanter_infer.kernels.tiling import TileShape  # noqa: E402
 from levanter_infer.kernels.tpu.sizes import Sizes  # noqa: E402
-from levanter_infer.kernels.tpu.tile_table import choose  # noqa: E402
+from levanter_infer.kernels.tpu.tiling import TileShape, choose  # noqa: E402
 from levanter_infer.runtime.libtpu import TARGETS  # noqa: E402
 
 DOCUMENT, LOOPS = ROOT / "docs" / "kernels.md", ROOT / "docs" / "tpu_loops.json"

@@ -5,7 +5,7 @@
     heads=(query heads, kv heads, head size) of one chip, page=tokens of a page, seqs=sequences, context=tokens of each,
     tokens=query tokens of the step, kv_dtype=, window=, pool_pages=pages of the pool (default: as many as the page
     tables can name, at most 2 GiB worth; the tables keep their full shape), impl=attention implementation, and
-    tiles=`kernels.tiling.Tiles`, or what differs from those of the table, such as
+    tiles=`kernels.tpu.tiling.Tiles`, or what differs from those of the table, such as
     dict(decode=dict(pages=8), prefill=dict(queries=128)) (default: those of the table).
 
 A pool has LAYERS layers, of which a call reads one.
@@ -30,8 +30,12 @@ from levanter_infer.engine.runner import programs_for, round_types, shapes_for  
 from levanter_infer.kernels.call import AttentionCall, PoolShape  # noqa: E402
 from levanter_infer.kernels.registry import make_backend  # noqa: E402
 from levanter_infer.kernels.rules import ScoreRules  # noqa: E402
-from levanter_infer.kernels.tiling import Tiles, TileShape, generation  # noqa: E402
-from levanter_infer.kernels.tpu.tile_table import choose  # noqa: E402
+from levanter_infer.kernels.tpu.tiling import (  # noqa: E402
+    Tiles,
+    TileShape,
+    choose,  # noqa: E402
+    generation,
+)
 from levanter_infer.layers.layout import Layout  # noqa: E402
 from levanter_infer.models.decoder import DecoderModel  # noqa: E402
 from levanter_infer.models.registry import family_for  # noqa: E402
@@ -149,7 +153,7 @@ def program(
         heads: instead of the model's, of the whole model.
         tokens: of a step with prompts, at most.
         window: of all layers.
-        tiles: `kernels.tiling.Tiles`; None for those of the table.
+        tiles: `kernels.tpu.tiling.Tiles`; None for those of the table.
     """
     sizes = MODELS[model]
     if heads is not None:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from levanter_infer.cli import run_command
-from levanter_infer.engine.instructions import usable_isas
 
 if __name__ == "__main__":  # here, so that an interrupt during the imports below leaves no traceback
     run_command("check")
@@ -148,7 +147,7 @@ def describe_machine(command: str) -> int:
     """Say what an engine would run on here, and print it as a line of JSON; returns the exit status."""
     import jax
 
-    from levanter_infer.engine.instructions import choose
+    from levanter_infer.engine.instructions import choose, usable_isas
     from levanter_infer.fingerprint import device_fingerprint, version_fingerprint
     from levanter_infer.kernels.cpu import bindings as cpu
     from levanter_infer.runtime.processor import processor_name

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from levanter_infer import sample
-from levanter_infer.batch import run, worker
+from levanter_infer.batch import __main__ as run
+from levanter_infer.batch import worker
 from levanter_infer.batch.__main__ import main
 from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.batch.job import check_same

@@ -8,9 +8,8 @@ from levanter_infer import EngineConfig, InferenceEngine, generate
 from levanter_infer.config import decode_engine
 from levanter_infer.engine import tile_search
 from levanter_infer.engine.tile_search import check_tiles, find_tiles
-from levanter_infer.kernels.tiling import Tiles, TileShape, candidates, propose
 from levanter_infer.kernels.tpu.sizes import Tile
-from levanter_infer.kernels.tpu.tile_table import TABLE
+from levanter_infer.kernels.tpu.tiling import TABLE, Tiles, TileShape, candidates, propose
 from tests.tiny_models import tiny_model
 
 SHAPE = TileShape("v5e", kv_heads=3, head_dim=128, q_per_kv=5, page_size=32)

@@ -11,10 +11,10 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-from levanter_infer.kernels.tiling import Tiles, TileShape, candidates, propose
 from levanter_infer.kernels.tpu.kv_write import write_kv
 from levanter_infer.kernels.tpu.pool import TpuPool
 from levanter_infer.kernels.tpu.sizes import Tile, align_queries
+from levanter_infer.kernels.tpu.tiling import Tiles, TileShape, candidates, propose
 from tests.kernels.ragged import Ragged, Sizes, attend, dense_attention, for_tpu, make_ragged
 
 SIZES = Sizes(8, 2, 128, 16, tokens=60, rows=6, max_pages=20)

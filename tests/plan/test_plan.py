@@ -14,9 +14,8 @@ from levanter_infer.config import load_config
 from levanter_infer.engine import tile_search
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
-from levanter_infer.kernels.tiling import Tiles, TileShape, propose
 from levanter_infer.kernels.tpu.sizes import Tile
-from levanter_infer.kernels.tpu.tile_table import choose
+from levanter_infer.kernels.tpu.tiling import Tiles, TileShape, choose, propose
 from levanter_infer.models.registry import family_for
 from levanter_infer.plan import compiled, plan
 from levanter_infer.plan.__main__ import main

@@ -9,9 +9,18 @@ from levanter_infer.batch import tables
 from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.batch.drive import Driver, OutputFormat, RowFormat, Totals
 from levanter_infer.batch.input import Input, InputShard, InputShards
-from levanter_infer.batch.job import Job, check_same, job_fingerprint, make_job_spec, read_job_spec
+from levanter_infer.batch.job import (
+    JOB,
+    Job,
+    broadcast_claims,
+    check_same,
+    dumps,
+    job_fingerprint,
+    make_job_spec,
+    read_job_spec,
+    receive_claims,
+)
 from levanter_infer.batch.openai import ResultLines
-from levanter_infer.batch.shard import JOB, broadcast_claims, dumps, receive_claims
 from levanter_infer.batch.store import Store, open_store
 from levanter_infer.checkpoints.chat import CHAT_KEYS
 from levanter_infer.cli.session import make_engine

@@ -20,8 +20,16 @@ from haliax import NamedArray
 
 from levanter_infer.axes import HEAD_SIZE, KV_HEADS, ROW, ROW_BOUND, SEQ_PAGE, TOKEN
 from levanter_infer.bench.machine import Peaks, device_peaks
-from levanter_infer.bench.plot import add_plot_argument, draw
-from levanter_infer.bench.report import digest, emit, measured, provenance, summarize, utilisation
+from levanter_infer.bench.report import (
+    add_plot_argument,
+    digest,
+    draw,
+    emit,
+    measured,
+    provenance,
+    summarize,
+    utilisation,
+)
 from levanter_infer.bench.workload import numbers
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages

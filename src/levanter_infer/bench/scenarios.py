@@ -14,11 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from levanter_infer.bench.attention import Case, Clock, inputs
-from levanter_infer.bench.fits import exponent, growing_part
 from levanter_infer.bench.machine import device_peaks
-from levanter_infer.bench.plot import add_plot_argument, draw
 from levanter_infer.bench.progress import Progress, record
-from levanter_infer.bench.report import digest, emit, measured, provenance, summarize, utilisation
+from levanter_infer.bench.report import (
+    add_plot_argument,
+    digest,
+    draw,
+    emit,
+    exponent,
+    growing_part,
+    measured,
+    provenance,
+    summarize,
+    utilisation,
+)
 from levanter_infer.bench.workload import (
     add_model_arguments,
     model_sizes,

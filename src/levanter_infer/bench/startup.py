@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from levanter_infer.bench.one_start import PROMPT
-from levanter_infer.bench.plot import add_plot_argument, draw
-from levanter_infer.bench.report import digest, emit, provenance, summarize
+from levanter_infer.bench.report import add_plot_argument, digest, draw, emit, provenance, summarize
 from levanter_infer.bench.workload import add_model_arguments, model_sizes, numbers, random_model
 from levanter_infer.checkpoints.save import save_model
 

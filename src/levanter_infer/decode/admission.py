@@ -6,13 +6,14 @@ from jax import Array
 from jaxtyping import Bool, Int32
 
 from levanter_infer.cache.arrays import gather, replace, scatter
-from levanter_infer.cache.page_table import ragged_index, run_if
+from levanter_infer.cache.page_table import ragged_index
 from levanter_infer.decode.beam_table import BeamParams
 from levanter_infer.decode.codes import ABORT, FINISHED, FREE, LOADING, NOT_FINISHED, WAITING
 from levanter_infer.decode.kv_offload import HostTerms
 from levanter_infer.decode.paging import free_pages_for_finished
 from levanter_infer.decode.sampling import SamplingTable
 from levanter_infer.decode.state import DecodeState
+from levanter_infer.kernels.loops import run_if
 
 
 class Admission(eqx.Module):

@@ -17,7 +17,7 @@ from levanter_infer.policies import (
 )
 
 if TYPE_CHECKING:
-    from levanter_infer.kernels.tiling import Tiles
+    from levanter_infer.kernels.tpu.tiling import Tiles
 
 _MAX_ROUND_SECONDS = 3600
 _POLICIES: dict[str, type[Option]] = {

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from levanter_infer.checkpoints.load import StoredModel
-from levanter_infer.decode.outputs import RoundOutputs
+from levanter_infer.decode.outputs import RoundOutputs, RoundResult
 from levanter_infer.decode.programs import Programs
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import GenState
@@ -29,7 +29,6 @@ from levanter_infer.engine.kv_offload import KvOffload
 from levanter_infer.engine.memory_audit import audit
 from levanter_infer.engine.mesh import MeshConfig, make_mesh
 from levanter_infer.engine.metrics import Registry
-from levanter_infer.engine.outputs import RoundResult
 from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import (
     Request,

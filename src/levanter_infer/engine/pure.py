@@ -1,15 +1,16 @@
 """`generate`: sampling as a pure function, for use inside `jit`, `scan` or a training step."""
 
 import dataclasses
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
+from jax.custom_batching import custom_vmap
 
 from levanter_infer.cache.page_math import pages_for
 from levanter_infer.decode.generate import GenerateOutput, generate_all
-from levanter_infer.decode.no_vmap import refuse_vmap, varying_axes
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import empty_cache
 from levanter_infer.engine.admission import SamplingColumns
@@ -199,3 +200,30 @@ def _sampling_table(params: SamplingParams, batch: int, shapes: Shapes, eos_toke
         raise ValueError(f"seeds has shape {words.shape}; expected [batch, 2], the high and low word of each seed")
     words = jnp.repeat(words, params.n, axis=0)
     return eqx.tree_at(lambda t: t.seed, table, words)
+
+
+@custom_vmap
+def refuse_vmap(arrays: Any) -> Any:
+    """`arrays`, a pytree, as they are.
+
+    Raises: ValueError where `vmap` batches any of them, also from outside of a `jit` that this is traced in.
+    """
+    return arrays
+
+
+@refuse_vmap.def_vmap
+def _rule(axis_size: int, in_batched, arrays):
+    raise ValueError(
+        f"generate under vmap (axis of {axis_size}): the sequences of one call share a pool of pages and run in one "
+        "loop, which vmap would run in lockstep with a pool for each; give all prompts to one call, as a batch of "
+        "prompt_token_ids with seeds of their own, and reshape the result"
+    )
+
+
+def varying_axes(tree: Any) -> set[str]:
+    """Names of the mesh axes along which arrays differ, where a `shard_map` checks that (`check_vma`); else none."""
+    found: set[str] = set()
+    for leaf in jax.tree.leaves(tree):
+        kind = jax.typeof(leaf)
+        found |= set(getattr(kind, "vma", ())) | set(getattr(getattr(kind, "mat", None), "varying", ()))
+    return found

@@ -5,8 +5,8 @@ import time
 
 import numpy as np
 
+from levanter_infer.decode.outputs import RoundResult
 from levanter_infer.engine.metrics import METRICS, Registry
-from levanter_infer.engine.outputs import RoundResult
 
 _TOTALS = {metric.counter: metric.name for metric in METRICS.values() if metric.counter is not None}
 _AS_THEY_ARE = ("running", "waiting", "stored_tokens", "refs_max", "refs_sum", "cached_pages")

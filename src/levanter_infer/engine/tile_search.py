@@ -20,10 +20,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from levanter_infer.decode.programs import Program
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import ScoreRules
-from levanter_infer.kernels.tiling import Tiles, TileShape, candidates
 from levanter_infer.kernels.tpu.backend import TpuBackend
 from levanter_infer.kernels.tpu.sizes import Tile, align_queries
-from levanter_infer.kernels.tpu.tile_table import TABLE
+from levanter_infer.kernels.tpu.tiling import TABLE, Tiles, TileShape, candidates
 from levanter_infer.layers.layout import Layout
 from levanter_infer.runtime.libtpu import TARGETS, compiler_environment, short_of
 
@@ -80,7 +79,7 @@ def find_tiles(shape: TileShape, *, max_tokens: int, q_dtype: str = "bfloat16", 
 
     Args:
         max_tokens: query tokens of a call, at most.
-        tiles: these and no others; None for those of `tile_table` or, if it does not know the shape, the first of
+        tiles: these and no others; None for those of `tiling.TABLE` or, if it does not know the shape, the first of
             `tiling.candidates` that compile.
     Raises: ValueError if none do: with the memory that is short, and by how much.
     """

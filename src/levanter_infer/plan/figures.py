@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from levanter_infer.plan.spec import Blueprint, EngineSpec
 
 if TYPE_CHECKING:
-    from levanter_infer.kernels.tiling import TileShape
+    from levanter_infer.kernels.tpu.tiling import TileShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _model_sizes(spec: EngineSpec, blueprint: Blueprint) -> dict[str, Any]:
 
 def _tiles(spec: EngineSpec, blueprint: Blueprint) -> dict[str, Any]:
     """Tiles that the kernel will choose, for the largest step."""
-    from levanter_infer.kernels.tpu.tile_table import choose
+    from levanter_infer.kernels.tpu.tiling import choose
 
     return dataclasses.asdict(spec.engine_config.tiles or choose(tile_shape_of(spec, blueprint)))
 

@@ -23,7 +23,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from levanter_infer.kernels.call import AttentionCall
-from levanter_infer.kernels.gpu.triton import plt
+from levanter_infer.kernels.gpu import plt
 from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)

@@ -1,6 +1,7 @@
-"""Tiles of the attention for TPUs: proposals from shapes, data type and chip.
+"""Tiles of the attention for TPUs: those that a search found, and proposals from shapes, data type and chip.
 
-The compiler decides whether a tile fits; `tpu.tile_table` holds the best ones that a search found.
+The compiler decides whether a tile fits. `scripts/search_tiles.py --write` puts into the table tiles that compile, with
+the shortest loops.
 """
 
 from collections.abc import Iterator
@@ -90,6 +91,17 @@ def propose(shape: TileShape) -> Tiles:
         decode=Tile(pages=pages, slots=slots, parts=parts),
         prefill=Tile(pages=prefill_pages, slots=3, parts=pool.groups, queries=max(queries, 2)),
     )
+
+
+_FOUND: list[tuple[tuple, tuple, tuple]] = []
+"""The fields of a `TileShape`, of its decode `Tile` and of its prefill `Tile`."""
+
+TABLE = {TileShape(*shape): Tiles(Tile(*decode), Tile(*prefill)) for shape, decode, prefill in _FOUND}
+
+
+def choose(shape: TileShape) -> Tiles:
+    """The tiles of the table, or for a shape that it does not hold those that `propose` gives."""
+    return TABLE.get(shape) or propose(shape)
 
 
 def candidates(shape: TileShape) -> Iterator[Tiles]:
