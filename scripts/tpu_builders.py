@@ -30,12 +30,7 @@ from levanter_infer.engine.runner import programs_for, round_types, shapes_for  
 from levanter_infer.kernels.call import AttentionCall, PoolShape  # noqa: E402
 from levanter_infer.kernels.registry import make_backend  # noqa: E402
 from levanter_infer.kernels.rules import ScoreRules  # noqa: E402
-from levanter_infer.kernels.tpu.tiling import (  # noqa: E402
-    Tiles,
-    TileShape,
-    choose,  # noqa: E402
-    generation,
-)
+from levanter_infer.kernels.tpu.tiling import Tiles, TileShape, choose, generation  # noqa: E402
 from levanter_infer.layers.layout import Layout  # noqa: E402
 from levanter_infer.models.decoder import DecoderModel  # noqa: E402
 from levanter_infer.models.registry import family_for  # noqa: E402
@@ -83,20 +78,9 @@ def _call(
     page_bytes = math.prod(pool_shape(1)) * kv_dtype.itemsize
     pool_pages = pool_pages or max(1, min(seqs * seq_pages, MAX_POOL_BYTES // page_bytes))
 
-    def call(q, kv_pages, layer, page_indices, seq_lens, cu_q_lens, num_seqs):
-        arguments = AttentionCall(
-            q=q,
-            kv_pages=kv_pages,
-            layer=layer,
-            page_indices=page_indices,
-            seq_lens=seq_lens,
-            cu_q_lens=cu_q_lens,
-            num_seqs=num_seqs,
-            rules=ScoreRules(scale=head_dim**-0.5, sliding_window=window),
-            kv_dtype=kv_dtype,
-            kv_heads=num_kv_heads,
-            page_size=page,
-        )
+    def call(*arrays):
+        rules = ScoreRules(scale=head_dim**-0.5, sliding_window=window)
+        arguments = AttentionCall(*arrays, rules, kv_dtype, num_kv_heads, page)
         return make_backend(impl).configured(tiles=_tiles(tiles, heads, page, kv_dtype)).attend(arguments)
 
     i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
@@ -179,5 +163,5 @@ def program(
     )
     backend = BackendChoice.choose(engine_config, types, has_mods=False, mesh=made, device=mesh.devices.flat[0])
     shapes = shapes_for(engine_config, types, backend, num_eos=1, is_loaded=True)
-    programs = programs_for(engine_config, types, backend, shapes)
+    programs = programs_for(engine_config, types, backend, shapes, backend.attention_spec(shapes, None, None))
     return programs.round_function, round_types(types, backend, shapes, programs), {"donate_argnums": (1,)}

@@ -22,7 +22,7 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from levanter_infer.batch import tables
@@ -98,9 +98,11 @@ class Job:
         """SHA-256 of `job.json`, which names the job in its records and journals."""
         self._checked: str | None = None
         """The version of `job.json` that was last compared with this job's."""
-        self._kind: str = spec["config"]["batch"]["format"]
-        # Without claims two processes may write a shard; where they may write different rows, each has its own file.
-        self._unique_names = not store.has_claims and spec["guarantee"]["numerics"] == Numerics.DEFAULT
+        self.kind: str = spec["config"]["batch"]["format"]
+        """Format of the output, as in `BatchConfig.format`."""
+        self.unique_names = not store.has_claims and spec["guarantee"]["numerics"] == Numerics.DEFAULT
+        """Whether files are named after their contents too: without claims two processes may write a shard, and with
+        these numerics different rows."""
 
     def check_current(self) -> None:
         """Raises: ValueError if the output no longer holds this job.
@@ -145,7 +147,7 @@ class Job:
         record: Any = None
         with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(self.store.read(name) or b"")
-        if not _is_record(record, index, self._kind):
+        if not _is_record(record, index, self.kind):
             return ValueError(f"{name} of the output is no record of its shard; {again}")
         if record["job"] != self.sha256:
             return ValueError(
@@ -192,16 +194,7 @@ class Job:
         try:
             if self.store.has_claims:
                 self.check_current()  # again: the next write is to the journal; an object store's is kept in memory
-            return OpenShard(
-                self.store,
-                shard,
-                journal,
-                job=self.sha256,
-                check_job=self.check_current,
-                kind=self._kind,
-                carried=self.input.carried,
-                unique_names=self._unique_names,
-            )
+            return OpenShard(self, shard, journal)
         except BaseException:
             journal.release()
             raise
@@ -377,30 +370,11 @@ class OpenShard:
 
     Args:
         journal: rows that earlier processes have finished.
-        job: SHA-256 of the job's `job.json`.
-        check_job: raises ValueError if the output no longer holds that job.
-        kind: format of the output, as in `BatchConfig.format`.
-        carried: as in `InputShards`.
-        unique_names: name the file after its contents too, because two processes may both write this shard, and
-            different rows.
     Raises: ValueError if the journal is another job's, or has a line that is no row.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        source: InputShard,
-        journal: Journal,
-        *,
-        job: str,
-        check_job: Callable[[], None],
-        kind: str,
-        carried: str = "",
-        unique_names: bool = False,
-    ):
-        self.source, self._job, self._check_job = source, job, check_job
-        self._store, self._journal, self._kind, self._unique_names = store, journal, kind, unique_names
-        self._carried = carried
+    def __init__(self, job: Job, source: InputShard, journal: Journal):
+        self._job, self.source, self._journal = job, source, journal
         self._rows: dict[int, list[str]] = {}
         self._counts: collections.Counter[str] = collections.Counter()
         self._replay()
@@ -429,7 +403,7 @@ class OpenShard:
     def _replay(self) -> None:
         """Add the rows of the journal, up to the first line that is incomplete."""
         content, good = self._journal.content, 0
-        name, header = journal_name(self.source.index), f"job {self._job}"
+        name, header = journal_name(self.source.index), f"job {self._job.sha256}"
         while (end := content.find(b"\n", good)) >= 0:
             checksum, _, body = content[good:end].partition(b" ")
             if checksum != b"%08x" % zlib.crc32(body):
@@ -467,28 +441,29 @@ class OpenShard:
         """
         assert self.is_complete, f"shard {self.source.index} lacks rows"
         rows = (row for i in range(self.source.rows) for row in self._rows[i])
-        if self._kind == "parquet":
-            data = tables.encode(rows, self._carried)
+        job, store = self._job, self._job.store
+        if job.kind == "parquet":
+            data = tables.encode(rows, job.input.carried)
         else:
             data = "".join(f"{row}\n" for row in rows).encode()
         sha256 = hashlib.sha256(data).hexdigest()
-        name = part_name(self.source.index) + (f"-{sha256[:16]}" if self._unique_names else "")
+        name = part_name(self.source.index) + (f"-{sha256[:16]}" if job.unique_names else "")
         record = {
             "shard": self.source.index,
-            "job": self._job,
-            "file": name + part_suffix(self._kind),
+            "job": job.sha256,
+            "file": name + part_suffix(job.kind),
             "bytes": len(data),
             "sha256": sha256,
             **{key: self._counts[key] for key in COUNTS},
         }
-        self._check_job()
-        self._store.put(record["file"], data)
-        self._check_job()  # again: putting a large file takes a while
+        job.check_current()
+        store.put(record["file"], data)
+        job.check_current()  # again: putting a large file takes a while
         name = record_name(self.source.index)
-        if not self._store.create(name, dumps(record)):  # another worker was first
-            if self._unique_names:
-                self._store.remove(record["file"])
-            elif self._store.read(name) != dumps(record):
+        if not store.create(name, dumps(record)):  # another worker was first
+            if job.unique_names:
+                store.remove(record["file"])
+            elif store.read(name) != dumps(record):
                 raise ValueError(
                     f"{name} of the output was written by another process meanwhile, and names other rows; remove it "
                     "to compute the shard again, by one process"
@@ -498,7 +473,7 @@ class OpenShard:
     def leave(self) -> None:
         """Release the shard; the journal keeps the finished rows for a later run, if the output still holds the job."""
         try:
-            self._check_job()
+            self._job.check_current()
         except ValueError:
             self._journal.release()
         else:

@@ -10,7 +10,7 @@ where there is one rank, whose programs have no such axis.
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from levanter_infer.engine.scoring import score_shapes
 from levanter_infer.engine.sizes import kv_dtype, resolve_shapes
 from levanter_infer.engine.tile_search import check_given_tiles
 from levanter_infer.engine.uploads import admission_fields, empty_admission, is_idle, without_ranks
+from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.models.protocol import Model
 from levanter_infer.policies import Recompilation
 from levanter_infer.runtime.garbage_collection import gc_disabled
@@ -76,16 +77,8 @@ class Runner:
         self.weights_bytes: int = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(types))
         shapes = shapes_for(config, types, backend, num_eos=num_eos, is_loaded=stored is None, scoring=scoring)
         self.shapes = self._agreed(shapes)
-        self.programs = programs_for(
-            config,
-            types,
-            backend,
-            self.shapes,
-            score_mod=score_mod,
-            mask_mod=mask_mod,
-            on_recompile=logger.warning if config.recompilation == Recompilation.WARN else None,
-            fingerprints=hosts is not None,
-        )
+        attention = backend.attention_spec(self.shapes, score_mod, mask_mod)
+        self.programs = programs_for(config, types, backend, self.shapes, attention, fingerprints=hosts is not None)
         self._enter_nothing(backend.put(empty_admission(self.shapes, self.num_ranks)))
         self.compile_s, self._is_warm = 0.0, False
         if stored is not None:
@@ -386,23 +379,21 @@ def programs_for(
     types,
     backend: BackendChoice,
     shapes: Shapes,
+    attention: AttentionSpec,
     *,
-    score_mod=None,
-    mask_mod=None,
-    on_recompile: Callable[[str], None] | None = None,
     fingerprints: bool = False,
 ) -> Programs:
-    """The programs of an engine. Args: types: as of `shapes_for`; on_recompile, fingerprints: as of `Programs`.
-    Raises: ValueError for `tiles` that no kernel can have."""
+    """The programs of an engine. Args: types: as of `shapes_for`; fingerprints: as of `Programs`. Raises: ValueError
+    for `tiles` that no kernel can have."""
     dtype = kv_dtype(config, types)
     check_given_tiles(config.tiles, types.config, backend.layout, page_size=shapes.page_size, kv_dtype=dtype)
     return Programs(
         types,
         shapes,
-        backend.attention_spec(shapes, score_mod, mask_mod),
+        attention,
         kv_dtype=dtype,
         backend=backend.attention_backend,
-        on_recompile=on_recompile,
+        on_recompile=logger.warning if config.recompilation == Recompilation.WARN else None,
         options=backend.compiler_options,
         layout=backend.layout,
         fingerprints=fingerprints,

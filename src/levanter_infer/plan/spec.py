@@ -112,7 +112,8 @@ class EngineSpec:
             device_bytes=None if chip.platform == "cpu" else chip.memory_bytes,
             scoring=self.scoring,
         )
-        return Blueprint(types, backend, shapes, programs_for(config, types, backend, shapes))
+        attention = backend.attention_spec(shapes, None, None)
+        return Blueprint(types, backend, shapes, programs_for(config, types, backend, shapes, attention))
 
     def model_types(self):
         """The model with a `jax.ShapeDtypeStruct` for every array. Raises: ValueError as `family_for`."""
