@@ -67,7 +67,7 @@ class BackendChoice:
                 device=device,
                 dtype=dtype,
                 num_devices=layout.mesh.size,
-                is_sharded=not layout.is_whole,
+                is_sharded=not layout.is_replicated,
                 has_mods=has_mods,
             )
 
@@ -178,13 +178,13 @@ class BackendChoice:
 
     def prepare(self, model, *, donate: bool = False):
         """The model on the devices, stored as the backend of matmuls reads it. `donate`: its arrays may be freed."""
-        if self.layout.is_whole:
+        if self.layout.is_replicated:
             return self.layout.place(self._as_read(model, donate), donate=donate)
         return self._as_read(model if model.is_sharded else self.layout.fit_model(model, donate=donate), donate)
 
     def prepared_types(self, types):
         """The types of `prepare`'s result, of those of the model."""
-        fitted = types if self.layout.is_whole else self.layout.fit_model(types)
+        fitted = types if self.layout.is_replicated else self.layout.fit_model(types)
         return self.layout.types(jax.eval_shape(self._as_read, fitted))
 
     def _as_read(self, model, donate: bool = False):

@@ -57,7 +57,7 @@ def generate(
         arrays vary. Values inside traced arrays are not checked: a token id
         out of range gives an undefined continuation of that prompt; lengths are clipped to 1 … `length`.
     """
-    _check_whole(model)
+    _refuse_sharded(model)
     params, config, model = sampling or SamplingParams(), config or EngineConfig(), from_levanter(model)
     prompts, lens = jnp.asarray(prompt_token_ids, jnp.int32), jnp.asarray(prompt_lens, jnp.int32)
     varying = varying_axes((model, prompts, lens, seeds))
@@ -95,7 +95,7 @@ def generate(
     return jax.tree.map(lambda per_slot: per_slot.reshape(batch, n, *per_slot.shape[1:]), result)
 
 
-def _check_whole(model) -> None:
+def _refuse_sharded(model) -> None:
     """Raises: ValueError where a device has only parts of the parameters, for which nothing here is written."""
     if getattr(model, "is_sharded", False):
         raise ValueError("generate was given the model of an engine on a mesh; give it the model as it was loaded")

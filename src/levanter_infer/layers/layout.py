@@ -124,8 +124,8 @@ class Layout:
         return ShardAxis((MODEL, EXPERT), self.model.parts * self.experts.parts)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether every device has the whole model."""
+    def is_replicated(self) -> bool:
+        """Whether every device has the full model."""
         return self.model.parts == self.experts.parts == 1
 
     @property
