@@ -49,7 +49,7 @@ def main() -> None:
     import numpy as np
     from jax.experimental import topologies
 
-    from levanter_infer.decode.programs import Programs
+    from levanter_infer.decode.programs import ProgramOptions, Programs
     from levanter_infer.engine.backend_choice import BackendChoice
     from levanter_infer.engine.config import EngineConfig
     from levanter_infer.engine.sizes import resolve_shapes
@@ -68,9 +68,8 @@ def main() -> None:
     backend = BackendChoice.of("gpu", layout, matmul="gpu", attention="gpu")
     shapes = backend.adapt(resolve_shapes(config, model, 1))
     model = backend.prepared_types(model)
-    programs = Programs(
-        model, shapes, AttentionSpec(), kv_dtype=jnp.bfloat16, backend=backend.attention_backend, layout=layout
-    )
+    options = ProgramOptions(AttentionSpec(), jnp.bfloat16, backend.attention_backend, layout)
+    programs = Programs(model, shapes, options)
     state = programs.state_types
     lowered = programs.trace_round(model, state, layout.types(empty_admission(shapes)))
     compiled = lowered.lower(lowering_platforms=("cuda",)).compile()

@@ -15,7 +15,7 @@ import pytest
 
 from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams
 from levanter_infer.axes import POSITION
-from levanter_infer.decode.programs import Programs
+from levanter_infer.decode.programs import ProgramOptions, Programs
 from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.sizes import resolve_shapes
 from levanter_infer.engine.uploads import empty_admission
@@ -89,7 +89,7 @@ def test_the_round_program_is_lowered_for_a_gpu():
     backend = BackendChoice.of("gpu", Layout.of(None, model.config), matmul="gpu", attention="gpu")
     model = backend.prepare(model)
     shapes = backend.adapt(resolve_shapes(CONFIG, model, 1))
-    programs = Programs(model, shapes, AttentionSpec(), kv_dtype=jnp.bfloat16, backend=backend.attention_backend)
+    programs = Programs(model, shapes, ProgramOptions(AttentionSpec(), jnp.bfloat16, backend.attention_backend))
     traced = programs.trace_round(model, jax.eval_shape(programs.init), empty_admission(shapes))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     # In each bucket attention of chunks and of decode tokens, and four matmul: q, k, v; output; gate, up; down.

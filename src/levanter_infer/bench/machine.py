@@ -68,8 +68,7 @@ def device_peaks(dtype: str) -> Peaks | None:
     if device.platform == "cpu":
         return Peaks(probe.memory_gbps(), max(probe.tflops(name) for name in {dtype, "float32"}))
     if device.platform == "tpu":
-        generation = GENERATIONS.get(device.device_kind, device.device_kind.removeprefix("TPU "))
-        chip = TPUS.get(generation)
+        chip = TPUS.get(GENERATIONS.get(device.device_kind) or device.device_kind.removeprefix("TPU "))
     else:
         words = device.device_kind.lower().replace("-", " ").split()
         chip = next((chip for name, chip in GPUS.items() if name in words), None)

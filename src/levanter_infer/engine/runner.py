@@ -20,7 +20,7 @@ from levanter_infer.checkpoints.load import StoredModel
 from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.beam_table import Hypotheses
 from levanter_infer.decode.outputs import RoundOutputs
-from levanter_infer.decode.programs import Programs
+from levanter_infer.decode.programs import ProgramOptions, Programs
 from levanter_infer.decode.scoring import READ_PAGES
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import GenState
@@ -383,21 +383,20 @@ def programs_for(
     *,
     fingerprints: bool = False,
 ) -> Programs:
-    """The programs of an engine. Args: types: as of `shapes_for`; fingerprints: as of `Programs`. Raises: ValueError
-    for `tiles` that no kernel can have."""
+    """The programs of an engine. Args: types: as of `shapes_for`; fingerprints: as of `ProgramOptions`.
+    Raises: ValueError for `tiles` that no kernel can have."""
     dtype = kv_dtype(config, types)
     check_given_tiles(config.tiles, types.config, backend.layout, page_size=shapes.page_size, kv_dtype=dtype)
-    return Programs(
-        types,
-        shapes,
+    options = ProgramOptions(
         attention,
-        kv_dtype=dtype,
-        backend=backend.attention_backend,
+        dtype,
+        backend.attention_backend,
+        backend.layout,
+        compiler_options=backend.compiler_options,
         on_recompile=logger.warning if config.recompilation == Recompilation.WARN else None,
-        options=backend.compiler_options,
-        layout=backend.layout,
         fingerprints=fingerprints,
     )
+    return Programs(types, shapes, options)
 
 
 def round_types(types, backend: BackendChoice, shapes: Shapes, programs: Programs) -> tuple:
