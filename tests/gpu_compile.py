@@ -52,8 +52,8 @@ def main() -> None:
     from levanter_infer.decode.programs import ProgramOptions, Programs
     from levanter_infer.engine.backend_choice import BackendChoice
     from levanter_infer.engine.config import EngineConfig
+    from levanter_infer.engine.runner import empty_admission
     from levanter_infer.engine.sizes import resolve_shapes
-    from levanter_infer.engine.uploads import empty_admission
     from levanter_infer.layers.attention import AttentionSpec
     from levanter_infer.layers.layout import Layout
     from tests.hlo import pool_copies

@@ -27,8 +27,8 @@ def main(generation: str, impl: str) -> None:
 
     from levanter_infer.decode.programs import ProgramOptions, Programs
     from levanter_infer.engine.config import EngineConfig
+    from levanter_infer.engine.runner import empty_admission
     from levanter_infer.engine.sizes import resolve_shapes
-    from levanter_infer.engine.uploads import empty_admission
     from levanter_infer.kernels.registry import make_backend
     from levanter_infer.layers.attention import AttentionSpec
     from levanter_infer.layers.layout import Layout, one_device_mesh

@@ -313,9 +313,9 @@ def keys_and_values_of(engine, request: Request, index: int, stored: int) -> tup
     """
     import jax.numpy as jnp
 
-    group = engine.submit(request)
-    sequence, found = group.sequences[index], None
-    while found is None and not group.is_done:
+    state = engine.submit(request)
+    sequence, found = state.sequences[index], None
+    while found is None and not state.is_done:
         engine.step_round(max_steps=1)
         table, kv = engine.state.decode.sequences, engine.state.kv
         if sequence.slot is not None and int(table.num_computed[sequence.slot]) >= stored:
@@ -325,7 +325,7 @@ def keys_and_values_of(engine, request: Request, index: int, stored: int) -> tup
             values = kv.values_at(jnp.asarray(pages, jnp.int32), jnp.asarray(offsets, jnp.int32))
             tokens = np.asarray(table.tokens)[sequence.slot, :stored]
             found = tokens, np.asarray(values)
-    engine.cancel(group)
+    engine.cancel(state)
     engine.drain()
     return found
 

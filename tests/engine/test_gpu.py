@@ -17,8 +17,8 @@ from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParam
 from levanter_infer.axes import POSITION
 from levanter_infer.decode.programs import ProgramOptions, Programs
 from levanter_infer.engine.backend_choice import BackendChoice
+from levanter_infer.engine.runner import empty_admission
 from levanter_infer.engine.sizes import resolve_shapes
-from levanter_infer.engine.uploads import empty_admission
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.layers.layout import Layout
 from tests.kernels.ragged import lowers_for_gpu

@@ -76,8 +76,7 @@ def run_step_by_step(engine, *requests: Request) -> list[tuple[dict, dict]]:
     seen = []
     while not all(group.is_done for group in groups):
         engine.step_round(max_steps=1)
-        engine._read(engine._in_flight)
-        engine._in_flight = None
+        engine.flush()
         memory = engine.memory()
         assert {name: memory[name] for name in counted(engine)} == counted(engine)
         seen.append((engine.stats(), memory))
@@ -106,7 +105,7 @@ def test_counts_of_a_plain_workload_follow_from_its_lengths(engine):
 @pytest.mark.parametrize("phase", ["launch", "wait", "download", "collect"])
 def test_each_time_is_booked_where_it_is_spent(engine, monkeypatch, phase):
     """A delay in one phase of a round shows in that phase and in no other."""
-    delay, engine_module = 0.1, "levanter_infer.engine.engine"
+    delay, round_loop = 0.1, sys.modules["levanter_infer.engine.round_loop"]
 
     def slowed(function):
         def slow(*arguments, **options):
@@ -119,8 +118,8 @@ def test_each_time_is_booked_where_it_is_spent(engine, monkeypatch, phase):
     engine.generate([asked])
     places = {
         "launch": (engine.programs, "round"),
-        "wait": (sys.modules[engine_module].jax, "block_until_ready"),
-        "download": (sys.modules[engine_module], "RoundResult"),
+        "wait": (round_loop.jax, "block_until_ready"),
+        "download": (round_loop, "RoundResult"),
         "collect": (engine._scheduler, "collect"),
     }
     owner, name = places[phase]

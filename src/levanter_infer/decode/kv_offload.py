@@ -2,7 +2,7 @@
 
 The device says when (`host_call`) and the host chooses the victims (`engine/kv_offload.py`). The operations here move
 them: contents by `read_pages` and `write_pages`, a few pages a call, tables by `mark_swapped` and `swap_in`. Pages that
-several sequences of a group share move once and are shared again.
+several sequences of a request share move once and are shared again.
 
 The seam to scheduler and loop is `may_start`, `unless_called` and `host_call`, which are no-ops without offload.
 """

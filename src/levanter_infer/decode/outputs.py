@@ -88,6 +88,8 @@ _STATE_SCALARS = (
     "refs_sum",
 )
 _SCALARS = (*_STATE_SCALARS, *Counters.__annotations__)
+_MAXIMA = ("refs_max",)
+"""Scalars of a round of which the largest of all ranks counts; of the others the sum."""
 
 
 def pack_outputs(state: DecodeState, ring: OutputRing, host_call: Array) -> RoundOutputs:
@@ -145,10 +147,6 @@ class HostOutputs:
         arrays = (np.asarray(array) for array in (self._outputs.top_ids, self._outputs.top_logprobs))
         ids, logprobs = (array if self._rank is None else array[self._rank] for array in arrays)
         return ids[: self._count], logprobs[: self._count]
-
-
-_MAXIMA = ("refs_max",)
-"""Scalars of a round whose largest value over all ranks counts; of the others the sum."""
 
 
 class RoundResult:

@@ -1,5 +1,6 @@
 """Every compiled program of the engine. The only place with `jit`."""
 
+import contextlib
 import dataclasses
 import hashlib
 import inspect
@@ -9,6 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
 from levanter_infer.cache.prefix_table import PrefixTable
 from levanter_infer.decode.admission import Admission
@@ -29,6 +32,14 @@ from levanter_infer.layers.layout import Layout
 
 class RecompilationError(RuntimeError):
     """A program that is compiled once for all requests was compiled again."""
+
+
+def without_context_mesh() -> contextlib.AbstractContextManager:
+    """A context in which no mesh of the caller's is set: a trainer samples within its own, and `shard_map` over the
+    mesh of a program refuses to be traced under another one."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
 class Program:
@@ -87,7 +98,8 @@ class Program:
         Traces here and compiles in the background; the next call waits for it.
         """
         self.types = self.types_of(arguments)
-        lowered = self.jitted.lower(*arguments)
+        with without_context_mesh():
+            lowered = self.jitted.lower(*arguments)
         if self._wants_fingerprint:
             self.fingerprint = hashlib.sha256(f"{lowered.as_text()} {self._options}".encode()).hexdigest()
         compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
@@ -205,8 +217,9 @@ class Programs:
         layout = Layout.of(None, model.config) if options.layout is None else options.layout
         self._options, self._layout = options, layout
         self._smaller = None if smaller is None else (smaller.state_types, smaller.compilations())
-        functions = _spmd(_functions(shapes, model.config, layout.kv_heads, options), layout)
-        self.state_types = layout.types(jax.eval_shape(functions["init"]), stacked=True)
+        with without_context_mesh():
+            functions = _spmd(_functions(shapes, model.config, layout.kv_heads, options), layout)
+            self.state_types = layout.types(jax.eval_shape(functions["init"]), stacked=True)
         """The types of the state, as `jax.ShapeDtypeStruct`s."""
 
         def program(name: str, *, donate: tuple[int, ...] = (), compiler_options=None) -> Program:

@@ -48,12 +48,12 @@ class RoundCoordinator(Protocol):
         """The time of `RoundTerms.now`, to begin a deadline with."""
         ...
 
-    def enter(self, group: RequestState) -> None:
-        """A group was submitted."""
+    def enter(self, request: RequestState) -> None:
+        """A request was submitted."""
         ...
 
-    def cancel(self, group: RequestState) -> bool:
-        """Whether to end a group now; if not, it is among the `cancelled` of a coming round."""
+    def cancel(self, request: RequestState) -> bool:
+        """Whether to end a request now; if not, it is among the `cancelled` of a coming round."""
         ...
 
     def on_input(self, fields: Mapping[str, Any]) -> None:
@@ -84,10 +84,10 @@ class LocalCoordinator(RoundCoordinator):
             self._hosts.set_status(IN_A_ROUND, round_id)
         return RoundTerms(self.now(), max_steps)
 
-    def enter(self, group: RequestState) -> None:
+    def enter(self, request: RequestState) -> None:
         pass
 
-    def cancel(self, group: RequestState) -> bool:
+    def cancel(self, request: RequestState) -> bool:
         return True
 
     def on_input(self, fields: Mapping[str, Any]) -> None:
@@ -105,7 +105,7 @@ class LeaderCoordinator(RoundCoordinator):
         self._hosts, self._clock = hosts, clock
         self._place = f"terms/{hosts.broadcast('coordinator', hosts.next_number('coordinator'))}"
         self._numbers: dict[RequestState, int] = {}
-        self._groups: dict[int, RequestState] = {}
+        self._by_number: dict[int, RequestState] = {}
         self._entered = self._rounds = self._digest = 0
         self.stopping = False
 
@@ -133,21 +133,21 @@ class LeaderCoordinator(RoundCoordinator):
         self._rounds += 1
         self.stopping = self.stopping or content["stop"]
         hosts.set_status(IN_A_ROUND, round_id)
-        cancelled = [self._groups[number] for number in content["cancel"] if number in self._groups]
+        cancelled = [self._by_number[number] for number in content["cancel"] if number in self._by_number]
         self._forget_finished()
-        return RoundTerms(content["now"], content["steps"], tuple(group for group in cancelled if not group.is_done))
+        return RoundTerms(content["now"], content["steps"], tuple(r for r in cancelled if not r.is_done))
 
     def now(self) -> float:
         return self._hosts.broadcast("now", self._clock() if self._hosts.is_lead else None)
 
-    def enter(self, group: RequestState) -> None:
-        self._numbers[group] = self._entered
-        self._groups[self._entered] = group
+    def enter(self, request: RequestState) -> None:
+        self._numbers[request] = self._entered
+        self._by_number[self._entered] = request
         self._entered += 1
 
-    def cancel(self, group: RequestState) -> bool:
-        if group in self._numbers:
-            self._hosts.request("cancel", self._numbers[group])
+    def cancel(self, request: RequestState) -> bool:
+        if request in self._numbers:
+            self._hosts.request("cancel", self._numbers[request])
         return False
 
     def on_input(self, fields: Mapping[str, Any]) -> None:
@@ -156,5 +156,5 @@ class LeaderCoordinator(RoundCoordinator):
                 self._digest = zlib.crc32(np.ascontiguousarray(leaf).tobytes(), self._digest)
 
     def _forget_finished(self) -> None:
-        for group in [group for group in self._numbers if group.is_done]:
-            del self._groups[self._numbers.pop(group)]
+        for request in [request for request in self._numbers if request.is_done]:
+            del self._by_number[self._numbers.pop(request)]

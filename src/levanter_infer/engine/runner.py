@@ -1,10 +1,10 @@
 """`Runner`: the device's half of an engine: prepared weights, state and compiled programs.
 
 It takes and returns arrays and knows nothing of requests or of the scheduler; the scheduler knows nothing of it.
-`InferenceEngine` carries the scheduler's admissions here, and what comes back to the scheduler.
+`RoundLoop` carries the scheduler's admissions here, and what comes back to the scheduler.
 
-Arrays at this boundary are NumPy arrays with a leading axis of data-parallel ranks. `uploads.without_ranks` drops it
-where there is one rank, whose programs have no such axis.
+Arrays at this boundary are NumPy arrays with a leading axis of data-parallel ranks. `without_ranks` drops it where
+there is one rank, whose programs have no such axis.
 """
 
 import dataclasses
@@ -18,18 +18,20 @@ import numpy as np
 
 from levanter_infer.checkpoints.load import StoredModel
 from levanter_infer.decode.admission import Admission
-from levanter_infer.decode.beam_table import Hypotheses
+from levanter_infer.decode.beam_table import BeamParams, Hypotheses
+from levanter_infer.decode.kv_offload import HostTerms
 from levanter_infer.decode.outputs import RoundOutputs
 from levanter_infer.decode.programs import ProgramOptions, Programs
+from levanter_infer.decode.sampling_table import SamplingTable
 from levanter_infer.decode.scoring import READ_PAGES
-from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.decode.state import GenState
+from levanter_infer.engine.admission import nothing_to_admit
 from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.scoring import score_shapes
 from levanter_infer.engine.sizes import kv_dtype, resolve_shapes
 from levanter_infer.engine.tile_search import check_given_tiles
-from levanter_infer.engine.uploads import admission_fields, empty_admission, is_idle, without_ranks
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.models.protocol import Model
 from levanter_infer.policies import Recompilation
@@ -341,6 +343,40 @@ class Gather:
         arrays = [np.asarray(result) for result in (self.results if results is None else results)]
         joined = np.concatenate([array if self._num_ranks > 1 else array[None] for array in arrays], axis=1)
         return joined[self._ranks, self._offsets]
+
+
+# Admissions as the device's programs take them, made of what the scheduler admits
+
+
+def is_idle(fields: Mapping[str, Any]) -> bool:
+    """Whether a round with these fields admits and cancels nothing."""
+    return not (np.any([fields["has_pieces"], fields["has_cancellations"]]) or "host" in fields)
+
+
+def empty_admission(shapes: Shapes, num_ranks: int = 1) -> Admission:
+    """An admission that admits nothing, in NumPy; its arrays stand in for those that a round does not upload."""
+    fields = admission_fields(nothing_to_admit(shapes, num_ranks), shapes.limits, num_ranks)
+    return Admission(**{"beams": None, "host": host_terms() if shapes.offload else None, **fields})
+
+
+def admission_fields(fields: Mapping[str, Any], limits: SamplingLimits, num_ranks: int) -> dict[str, Any]:
+    """Fields of an `Admission` from those of a `HostAdmission`."""
+    found = {name: value if name == "host" else without_ranks(value, num_ranks) for name, value in fields.items()}
+    if "sampling" in found:
+        found["sampling"] = SamplingTable(**found["sampling"], limits=limits)
+    if "beams" in found:
+        found["beams"] = BeamParams(**found["beams"])
+    return found
+
+
+def without_ranks(arrays: Any, num_ranks: int) -> Any:
+    """Arrays as the device's programs take them: those of one rank have no leading axis of ranks."""
+    return jax.tree.map(lambda array: array[0, ...], arrays) if num_ranks == 1 else arrays
+
+
+def host_terms(*, yields: bool = True, return_pages: int = 0) -> HostTerms:
+    """What KV offload says to the device's scheduler, in NumPy."""
+    return HostTerms(np.asarray(yields), np.asarray(return_pages, np.int32))  # type: ignore[arg-type]
 
 
 # Sizes and programs, also of an engine that is not in memory, for devices that may be elsewhere
