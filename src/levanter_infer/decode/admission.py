@@ -40,7 +40,7 @@ class Admission(eqx.Module):
     fork_source: Int32[Array, " admitted"]
     """Slot whose prompt is shared; its prompt is complete by the end of this admission. None: not a fork."""
     sampling: SamplingTable
-    """How to sample each admitted sequence, over `admitted`."""
+    """Sampling parameters of each admitted sequence, over `admitted`."""
     beams: BeamParams | None
     """Search parameters of each admitted sequence; None if the state has no `BeamTable`."""
     cancel: Bool[Array, " seq"]

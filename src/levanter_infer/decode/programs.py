@@ -69,7 +69,7 @@ class Program:
         self.compilations = 0
         self._names = tuple(inspect.signature(function).parameters)
         self.types: dict[str, str] = {}
-        """By the name of its place, the type of every array that the program takes."""
+        """Types of the arrays that the program takes, by the name of the argument."""
         self._compiled: Future[jax.stages.Compiled] | None = None
 
     def __call__(self, *arguments):
@@ -189,7 +189,7 @@ class ProgramOptions:
     """The sharding of model and state over a mesh; every device runs the programs on its parts. None: the mesh has one
     device."""
     compiler_options: Mapping[str, str | bool] | None = None
-    """For XLA's compiler, where it knows them."""
+    """Options for XLA's compiler, where it knows them."""
     on_recompile: Callable[[str], None] | None = None
     """Called with a message if the round is compiled again, instead of `RecompilationError`."""
     fingerprints: bool = False
@@ -280,7 +280,7 @@ class Programs:
                 program.wait()
 
     def progress(self) -> str:
-        """How many of the programs that were asked for are compiled, and which are not; for people, from any thread."""
+        """The number of compiled programs among those asked for, and the others' names; from any thread."""
         left = [name for name in self._wanted if not self._programs[name].is_ready]
         if not left:
             return ""
@@ -307,7 +307,7 @@ class Programs:
         return program(*arguments)
 
     def compilations(self) -> dict[str, int]:
-        """How many times each program has been compiled: in a healthy engine once, and once more per extension."""
+        """Compilations of each program: in a healthy engine once, and once more per extension."""
         before = {} if self._smaller is None else self._smaller[1]
         now = {name: program.compilations for name, program in self._programs.items() if program.is_begun}
         now |= self.tier.compilations()

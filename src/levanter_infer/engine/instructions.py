@@ -1,4 +1,4 @@
-"""Which instruction set the C++ kernels for CPUs use: the fastest on this processor, found by measuring it.
+"""Choice of the instruction set of the C++ kernels for CPUs: the fastest on this processor, found by measuring it.
 
 What a processor has and what is fast on it are two things: the 16-bit dot products of AVX512-BF16 have twice the rate
 of float32 on some cores and half of it on others (docs/decisions/0028). A row's bits must not depend on how many rows
@@ -34,11 +34,11 @@ ROWS = (1, 8, 32, 256)
 TIE = 1.03
 """Times whose quotient is less than this are equal."""
 _IN_TIES = ("avx512", "avx2", "avx512_bf16", "generic")
-"""Which one is taken of those that are equally fast: the one that does not round inputs, and has wider vectors."""
+"""Preference among equally fast ones: no rounding of inputs first, then wider vectors."""
 _INPUTS, _BYTES = 2048, 64 * 2**20
 """Inputs of the measured matmuls, and bytes of their weights; a prompt chunk takes an eighth of them."""
 _TURNS, _MIN_TURNS, _SECONDS = 11, 3, 0.5
-"""How often each is measured in turn; fewer where that takes longer than so many seconds."""
+"""Measurements of each, in turn; fewer where that takes longer than so many seconds."""
 
 Times = Mapping[str, Sequence[float]]
 """Milliseconds of the matmuls of each of `ROWS`, by instruction set."""
@@ -54,7 +54,7 @@ class Choice:
 
     @property
     def reason(self) -> str:
-        """In words."""
+        """The reason of the choice, in words."""
         if self.times is None:
             return "as configured, or the only one"
         shown = "; ".join(f"{isa} {', '.join(f'{t:.3g}' for t in times)}" for isa, times in self.times.items())

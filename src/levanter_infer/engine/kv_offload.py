@@ -26,7 +26,7 @@ class _Member:
     sequence: SampleState
     slot: int
     places: np.ndarray
-    """Which of the record's pages it holds, in logical order."""
+    """Indices of its pages among the record's, in logical order."""
     computed: int
     growth: int
     """Pages that it will need beyond these."""

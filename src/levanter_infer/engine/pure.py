@@ -143,7 +143,7 @@ def _refuse_sharded(model) -> None:
 
 
 def _named_arrays(tree) -> list[tuple[tuple, NamedArray]]:
-    """Those of a tree, with their paths."""
+    """The named arrays of a tree, with their paths."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
     return [(path, leaf) for path, leaf in leaves if isinstance(leaf, NamedArray)]
 

@@ -89,7 +89,7 @@ class Completion:
     """One sampled continuation of a request."""
 
     index: int
-    """Which of the request's `n` samples."""
+    """Sample index, below the request's `n`."""
     token_ids: list[int]
     text: str | None
     """Decoded tokens without special ones, cut before a stop string; None in an engine without a tokenizer."""
@@ -108,7 +108,7 @@ class Completion:
     score: float | None = None
     """Score by which a hypothesis of a beam search was chosen; None without a beam search."""
     stop_reason: str | int | tuple[int, ...] | None = None
-    """Which stop ended it: the string of `stop`, or the entry of `stop_token_ids`, a token id or a tuple of several.
+    """The stop that ended it: the string of `stop`, or the entry of `stop_token_ids`, a token id or a tuple of several.
     None for an end-of-sequence token that is not among them, and for other reasons than "stop"."""
 
     @property
@@ -144,7 +144,7 @@ class RequestOutput:
     """f32, one per prompt token after the first: log probability under the model, given the tokens before it. When
     asked for; NaN where the model's logits were not finite, and then the first completion ends in "error"."""
     prompt_top_logprobs: list[dict[int, float]] | None = None
-    """For the same positions the likeliest tokens, best first, and their log probability, when asked for."""
+    """The likeliest tokens at the same positions, best first, and their log probability, when asked for."""
     num_cached_tokens: int | None = None
     """Prompt tokens whose keys and values were found by prefix caching when the request first reached them, so that it
     did not compute them; whole pages. What it computes again, or finds again, after a preemption does not count. Its

@@ -304,7 +304,7 @@ def _placed(leaf: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 class Gather:
-    """In which call of a program, and where in it, each entry of tables of several ranks is read.
+    """The call of a program, and the position in it, that reads each entry of tables of several ranks.
 
     Every call reads `size` entries of each rank, so that one compiled program serves however many are wanted.
 
@@ -375,7 +375,7 @@ def without_ranks(arrays: Any, num_ranks: int) -> Any:
 
 
 def host_terms(*, yields: bool = True, return_pages: int = 0) -> HostTerms:
-    """What KV offload says to the device's scheduler, in NumPy."""
+    """KV offload's terms for the device's scheduler, in NumPy."""
     return HostTerms(np.asarray(yields), np.asarray(return_pages, np.int32))  # type: ignore[arg-type]
 
 

@@ -78,7 +78,7 @@ class Backend(ABC):
     """One platform's kernels. Frozen and hashable: models and pools hold it as a static field."""
 
     platform: Platform = Platform()
-    """Where it runs."""
+    """The platform that it runs on."""
 
     name: ClassVar[str]
     """Its name in the configuration (`engine.matmul`, `engine.attention`)."""

@@ -134,7 +134,7 @@ class LinearCall:
     x: Array
     """[rows, in]"""
     weights: Sequence[Array]
-    """As `Backend.store` returns them, each with a leading axis of layers if `layer` is given."""
+    """Weights from `Backend.store`, each with a leading axis of layers if `layer` is given."""
     num_outs: Sequence[int]
     """Outputs of each weight."""
     layer: Array | None = None

@@ -34,7 +34,7 @@ class Blueprint:
 
     @property
     def round_types(self) -> tuple:
-        """As `engine.runner.round_types`."""
+        """The result of `engine.runner.round_types`."""
         from levanter_infer.engine.runner import round_types
 
         return round_types(self.types, self.backend, self.shapes, self.programs)

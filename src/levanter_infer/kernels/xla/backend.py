@@ -104,7 +104,7 @@ class XlaBackend(Backend):
 
 @dataclass(frozen=True)
 class ReferenceBackend(XlaBackend):
-    """As `xla`, but every page of every row is gathered, and one dense softmax computed per token: the oracle."""
+    """The oracle: every page of every row is gathered, and one dense softmax computed per token; else as `xla`."""
 
     name = "reference"
 
