@@ -38,7 +38,7 @@ _TABLES = ("page_table", "prefix_table", "paging", "prefix", "schedule", "sequen
 _COPIED = ("src", "tests", "scripts", "models", "configs", "docs", "pyproject.toml", "README.md")
 _E, _B, _C, _K, _R = "tests/engine/", "tests/batch/", "tests/checkpoints/", "tests/kernels/", "tests/runtime/"
 TESTS = {
-    "engine/backend.py": (_E + "test_sizes.py", _E + "test_gpu.py"),
+    "engine/backend_choice.py": (_E + "test_sizes.py", _E + "test_gpu.py"),
     "engine/config.py": (_E + "test_sizes.py", "tests/test_config.py"),
     "engine/coordination.py": (_E + "test_coordination.py",),
     "engine/admission.py": (_E + "test_scheduler.py", _E + "test_params.py", _E + "test_faults.py"),
@@ -88,7 +88,6 @@ _UNTRIED = (
     "__main__",
     "on_ray",
     "kv_write",
-    "tile_table",
     "huge_pages",
     "libtpu",
     "processor",
