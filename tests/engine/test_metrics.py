@@ -224,7 +224,9 @@ def test_a_step_with_a_prompt_chunk_counts_as_no_cheaper_than_one_without():
     stats._decode.seconds, stats._decode.steps, stats._decode.generated = 3.0, 10, 30
     mixed = stats._mixed
     mixed.seconds, mixed.steps, mixed.prompt_steps, mixed.prompt_tokens = 1.0, 10, 5, 120
+    stats.registry.add("recomputed_tokens", 6)
     stats._set_rates()
+    assert stats.registry["recomputed_per_token"] == pytest.approx(6 / 30)
     assert stats.registry["prefill_tokens_per_s"] == pytest.approx(120 / (5 * 0.3))
     mixed.seconds = 4.0
     stats._set_rates()
