@@ -235,11 +235,13 @@ class RoundLoop:
         with self._all_or_nothing():
             self._read_in_flight()
             self.offload.recall()
-            while self._scheduler.has_work:
-                terms = self._agree()
+        while self._scheduler.has_work:
+            terms = self._agree()
+            with self._all_or_nothing():
                 self._scheduler.expire(terms.now)
                 self._move_pages()
                 self.read(self.launch(terms.max_steps))
+        with self._all_or_nothing():
             self.scores.take()
         self._stats.on_idle()
 
@@ -262,7 +264,8 @@ class RoundLoop:
         self.offload.begin_anew(request)
         fields = continue_from(self._scheduler.slots_of(request), samples, ancestors, self._rounds)
         if fields is not None:
-            self._runner.resample(fields, request.rank or 0)
+            with self._all_or_nothing():
+                self._runner.resample(fields, request.rank or 0)
 
     def reset(self) -> None:
         """Forget all requests and the round in flight; requests in progress end with reason "abort"."""
