@@ -42,9 +42,11 @@ RETIRED = {
         only=PROSE,
     ),
     "nobody": Retired(
-        r"\b(nobody|somebody|who(m|ever))\b", "the subject by its name: the request, the sequence, the caller"
+        r"(?i)\b(nobody|somebody|who(m|ever))\b", "the subject by its name: the request, the sequence, the caller"
     ),
-    "who": Retired(r"(?<!people )(?<!users )\bwho\b", "the subject by its name: the request, the sequence, the caller"),
+    "who": Retired(
+        r"(?<!people )(?<!users )\b[Ww]ho\b", "the subject by its name: the request, the sequence, the caller"
+    ),
     "give-way": Retired(r"\bg(ave|iven?|ives|iving) way\b", "is preempted; preemption victim"),
     "told": Retired(r"\b(_is_)?told\b", "broadcast, admitted, notified"),
     "company": Retired(r"\bcompany\b", "batch composition (batch-invariant)"),

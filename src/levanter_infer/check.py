@@ -100,7 +100,7 @@ def _command(argv: list[str], command: str) -> int:
         diagnosis = diagnose(pairs, gate, None if page_size is None else int(page_size))
         return 0 if Comparison("files", {}, pairs, gate, diagnosis).report(command, level) else 1
     if page_size is not None:
-        raise ValueError("--page-size is for --diff; leave it out, engines know theirs")
+        raise ValueError("--page-size is for --diff; leave it out, engines use their own")
     if level is Level.MACHINE:
         if path or overrides:
             raise ValueError("--level machine needs no configuration; leave it out, or use --level numerics")

@@ -233,7 +233,7 @@ def test_tables_whose_columns_cannot_be_carried_are_refused_before_the_job_begin
     table(tmp_path / "other.parquet", meta=[1], source=["x"], label=[1])
     table(tmp_path / "none.parquet", meta=[1])
     for name, message in {
-        "two/*.parquet": "a column has not the same type in all files of prompts_file .*meta.*; cast it to one",
+        "two/*.parquet": "a column differs in type between the files of prompts_file .*meta.*; cast it to one",
         "when.parquet": "column meta of output.carry has type timestamp.*; expected text, numbers.*cast it",
         "other.parquet": r"other.parquet.label; .*if output.carry names it: \[label\]",
         "none.parquet": "output.carry names 'source'; the files have the columns prompt, meta",

@@ -189,6 +189,44 @@ def test_c15_an_interrupted_call_leaves_the_engine_empty_and_usable():
     assert_idle(subject)
 
 
+@pytest.mark.parametrize("call", ["step_round", "flush", "drain"])
+def test_an_interrupted_read_ends_requests_and_loses_no_token_in_silence(call, monkeypatch):
+    """The tokens of the round that was being read are gone: a request that went on would lack them."""
+    subject = _shared()
+    group = subject.submit(Request(prompt_token_ids=prompt(5), sampling=greedy(20)))
+    for _ in range(2):
+        subject.step_round(max_steps=4)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "block_until_ready", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(subject, call)()
+    subject.drain()
+    assert group.sequences[0].finish_reason == "abort"
+    assert one(subject, prompt(5), greedy(20)).token_ids == uncached_greedy(tiny_model(), prompt(5), 20)
+    assert_idle(subject)
+
+
+def test_a_request_of_another_engine_is_refused_and_harms_none():
+    subject, other = _shared(), engine(max_pages=8)
+    own, foreign = (e.submit(Request(prompt_token_ids=prompt(5), sampling=greedy(20))) for e in (subject, other))
+    for each in (subject, other):
+        each.step_round(max_steps=2)
+        each.step_round(max_steps=2)
+    for call, arguments in (("cancel", [foreign]), ("fork", [foreign, 0]), ("resample", [foreign, [0]])):
+        with pytest.raises(ValueError, match=f"^{call} was given request '0' of another engine; "):
+            getattr(subject, call)(*arguments)
+    with pytest.raises(ValueError, match="^spill_to_host was given request '0' of another engine; "):
+        subject.spill_to_host(foreign.sequences[0])
+    for each, group in ((subject, own), (other, foreign)):
+        each.drain()
+        assert group.sequences[0].token_ids == uncached_greedy(tiny_model(), prompt(5), 20)
+        assert_idle(each)
+
+
 def test_cancellation_gives_all_pages_back_within_two_rounds():
     subject = engine(max_seqs=8, max_step_tokens=8, max_round_steps=2)
     groups = [

@@ -347,6 +347,13 @@ def test_beams_that_compute_themselves_again_share_their_prompt(engine):
     assert state.sequences.fork_source.tolist() == [num_slots, num_slots, 1, 1, *[num_slots] * (num_slots - 4)]
 
 
+def test_the_tables_are_read_without_a_copy_on_the_device(engine, monkeypatch):
+    """A copy of an array is a computation of its own, which a mesh that the caller has set refuses."""
+    monkeypatch.setattr(type(engine.state.decode.sequences.status), "__deepcopy__", None)
+    tables = engine.runner.table_snapshot()
+    assert tables["status"].shape == (engine.shapes.num_slots,) and tables["ref_counts"].shape == (PAGES,)
+
+
 def test_moving_pages_copies_no_pool(engine, optimized):
     kv, shapes = engine.state.kv, engine.shapes
     pages = jax.ShapeDtypeStruct((shapes.transfer_pages,), np.int32)

@@ -51,6 +51,20 @@ def test_inside_jit_it_gives_the_tokens_of_the_uncached_forward_and_shares_pages
     assert hits == [1]
 
 
+@pytest.mark.parametrize("wrap", [lambda function: function, jax.jit])
+def test_its_loop_is_of_32_bits_where_the_caller_has_enabled_64(wrap):
+    prompts, lens = batch()
+    sampling = SamplingParams(max_tokens=7, temperature=0.0)
+    config = EngineConfig(max_seqs=3, page_size=4, max_step_tokens=8)
+    with jax.enable_x64(True):
+        call = wrap(lambda prompts, lens: generate(tiny_model(), prompts, lens, sampling, config=config))
+        output = call(jnp.asarray(prompts, jnp.int64), jnp.asarray(lens, jnp.int64))
+    assert output.token_ids.dtype == jnp.int32 and output.logprobs.dtype == jnp.float32
+    for row, length in enumerate(LENGTHS):
+        expected = uncached_greedy(tiny_model(), prompts[row, :length].tolist(), 7)
+        assert output.token_ids[row].tolist() == [expected]
+
+
 SAMPLED = SamplingParams(max_tokens=6, temperature=1.0, top_p=0.9, n=2)
 POOL_FOR_ONE = EngineConfig(max_seqs=3, page_size=4, max_pages=4, max_step_tokens=8)
 

@@ -82,6 +82,27 @@ def test_what_is_refused_compiles_nothing_and_compiling_takes_nobodys_time(monke
     assert len(compiled) == 1 and output.completions[0].finish_reason == "length"
 
 
+def test_an_engine_is_made_and_called_where_its_caller_has_enabled_64_bits():
+    config = EngineConfig(max_seqs=4, max_seq_len=32, page_size=4, max_pages=12)
+    expected = uncached_greedy(tiny_model(), [3, 1, 4], 20)
+    with jax.enable_x64(True):
+        engine = InferenceEngine(tiny_model(), config=config)
+        group = engine.submit(dataclasses.replace(REQUEST, sampling=SamplingParams(max_tokens=20, temperature=0.0)))
+        engine.step_round(max_steps=2)
+        engine.step_round(max_steps=2)
+        engine.fork(group, 0)
+        engine.spill_to_host(group.sequences[0])
+        engine.drain()
+        assert engine.score([[3, 1, 4]])[0].shape == (2,)
+        engine.swap_weights(tiny_model())
+        engine.reset()
+        check_invariants(engine.state.decode)
+        (output,) = engine.generate([REQUEST])
+    assert [sequence.token_ids for sequence in group.sequences] == [expected, expected]
+    assert output.completions[0].token_ids == expected[:5]
+    assert engine.generate([REQUEST])[0].completions[0].token_ids == expected[:5]
+
+
 def test_an_engine_is_made_and_called_within_a_mesh_that_its_caller_has_set():
     config = EngineConfig(max_seqs=4, max_seq_len=32, page_size=4)
     search = Request(prompt_token_ids=[3, 1, 4], sampling=SamplingParams(max_tokens=4, num_beams=2))

@@ -131,7 +131,7 @@ def test_who_keeps_its_keys_and_values_goes_on_with_the_new_head_and_shares_noth
     whole = text(18) + group.sequences[0].token_ids
     assert hits_of(engine, request(whole, max_tokens=1)) == 0
     assert hits_of(engine, request(whole, max_tokens=1)) == (len(whole) - 1) // PAGE
-    # Who comes back to the old weights finds the pages that they have filled alone, and no further ones
+    # A request that comes back to the old weights finds the pages that they have filled alone, and no further ones
     engine.swap_weights(tiny_model(), version=old)
     filled = len(text(18)) + group.sequences[0].versions.count(old) - 1
     assert hits_of(engine, request(whole, max_tokens=1)) in ((filled - 1) // PAGE, filled // PAGE)
@@ -220,6 +220,22 @@ def test_what_is_no_new_version_of_the_model_is_refused(shared, model, arguments
     with pytest.raises(ValueError, match=r"weight was .* and is absent|not in the form in which it was loaded"):
         shared.swap_weights(shared.model)
     assert shared.model is before
+
+
+def test_an_engine_whose_swap_was_interrupted_says_so_and_takes_the_next(engine, monkeypatch):
+    """The old weights were given up, and the new ones are not there."""
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine.backend), "prepare", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.swap_weights(tiny_model(1))
+    with pytest.raises(RuntimeError, match="has no weights: the last swap_weights failed .*; call swap_weights again"):
+        engine.generate([request(text(5))])
+    engine.swap_weights(tiny_model(1))
+    assert engine.generate([request(text(5))])[0].completions[0].token_ids == uncached_greedy(tiny_model(1), text(5), 8)
 
 
 @pytest.mark.slow

@@ -189,7 +189,7 @@ class Input:
             if now != file.bytes:
                 raise ValueError(
                     f"{path} has {now} bytes and had {file.bytes} with {file.rows} rows when the job began; rows that "
-                    "were added since would not be sampled. Put it back as it was, or give another output"
+                    "were added since would not be sampled. Restore the file, or give another output"
                 )
 
     def rows(self, inputs: InputShards, shard: InputShard) -> Iterator[tuple[str, Any]]:

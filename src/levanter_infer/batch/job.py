@@ -340,8 +340,8 @@ def check_same(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     if differences:
         more = f"; and {len(differences) - _MAX_SHOWN} more" if len(differences) > _MAX_SHOWN else ""
         raise ValueError(
-            f"the output holds a job that began otherwise: {'; '.join(differences[:_MAX_SHOWN])}{more}. Resume it with "
-            "what it began with, or give another output"
+            f"the output holds a job that was started with other settings: "
+            f"{'; '.join(differences[:_MAX_SHOWN])}{more}. Resume it with those, or give another output"
         )
 
 

@@ -42,7 +42,7 @@ def carried_types(schemas: Sequence[Any], carry: Sequence[str]) -> str:
     try:
         schema = pyarrow.unify_schemas([schema.remove_metadata() for schema in schemas])
     except pyarrow.ArrowTypeError as e:
-        raise ValueError(f"a column has not the same type in all files of prompts_file ({e}); cast it to one") from e
+        raise ValueError(f"a column differs in type between the files of prompts_file ({e}); cast it to one") from e
     kinds = {}
     for name in carry:
         if name not in schema.names:

@@ -101,7 +101,10 @@ class RemoteDirectory:
         except Exception as e:
             raise self._failed(name, e) from e
         if len(data) != end - begin:
-            raise ValueError(f"{self.where(name)}: {len(data)} of {end - begin} bytes from {begin} came; is it whole?")
+            raise ValueError(
+                f"{self.where(name)}: {len(data)} of {end - begin} bytes came from byte {begin} on; "
+                "the file may be truncated"
+            )
         return data
 
     def names(self) -> list[str]:

@@ -10,7 +10,7 @@ from levanter_infer.cache.arrays import gather, scatter_add, scatter_min
 from levanter_infer.cache.prefix_table import UNKNOWN
 from levanter_infer.decode.beam_table import BeamTable
 from levanter_infer.decode.codes import FINISHED, FREE, LOADING, RUNNING, SWAPPED, WAITING, is_private_root
-from levanter_infer.decode.programs import compile_program
+from levanter_infer.decode.programs import compile_program, without_callers_context
 from levanter_infer.decode.state import DecodeState
 
 
@@ -69,7 +69,8 @@ def violations(state: DecodeState) -> dict[str, Array]:
 
 def check_invariants(state: DecodeState) -> None:
     """Raise AssertionError that names every violated invariant and how often it is violated."""
-    counts = jax.device_get(_compiled_violations()(state))
+    with without_callers_context():
+        counts = jax.device_get(_compiled_violations()(state))
     bad = {name: int(count) for name, count in counts.items() if count}
     assert not bad, f"violated invariants (times): {bad}"
 

@@ -5,7 +5,7 @@ import dataclasses
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
@@ -34,12 +34,15 @@ class RecompilationError(RuntimeError):
     """A program that is compiled once for all requests was compiled again."""
 
 
-def without_context_mesh() -> contextlib.AbstractContextManager:
-    """A context in which no mesh of the caller's is set: a trainer samples within its own, and `shard_map` over the
-    mesh of a program refuses to be traced under another one."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return contextlib.nullcontext()
-    return jax.set_mesh(Mesh(np.empty((), object), ()))
+@contextlib.contextmanager
+def without_callers_context() -> Iterator[None]:
+    """A context without the caller's mesh and its `jax_enable_x64`: programs are traced for 32 bits, and `shard_map`
+    over the mesh of a program refuses to be traced under another one, such as a trainer's."""
+    with contextlib.ExitStack() as context:
+        if not jax.sharding.get_abstract_mesh().empty:
+            context.enter_context(jax.set_mesh(Mesh(np.empty((), object), ())))
+        context.enter_context(jax.enable_x64(False))
+        yield
 
 
 class Program:
@@ -98,7 +101,7 @@ class Program:
         Traces here and compiles in the background; the next call waits for it.
         """
         self.types = self.types_of(arguments)
-        with without_context_mesh():
+        with without_callers_context():
             lowered = self.jitted.lower(*arguments)
         if self._wants_fingerprint:
             self.fingerprint = hashlib.sha256(f"{lowered.as_text()} {self._options}".encode()).hexdigest()
@@ -217,7 +220,7 @@ class Programs:
         layout = Layout.of(None, model.config) if options.layout is None else options.layout
         self._options, self._layout = options, layout
         self._smaller = None if smaller is None else (smaller.state_types, smaller.compilations())
-        with without_context_mesh():
+        with without_callers_context():
             functions = _spmd(_functions(shapes, model.config, layout.kv_heads, options), layout)
             self.state_types = layout.types(jax.eval_shape(functions["init"]), stacked=True)
         """The types of the state, as `jax.ShapeDtypeStruct`s."""

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -192,7 +191,7 @@ class InferenceEngine:
             "step_buckets": list(shapes.buckets),
             "pool_mb": round(kv.pages.array.nbytes / 2**20, 1),
             "mesh": self.backend.mesh_sizes,
-            "device": str(jax.local_devices()[0]),
+            "device": str(self.backend.layout.mesh.local_devices[0]),
         }
 
     # Requests
@@ -272,6 +271,7 @@ class InferenceEngine:
 
     def _prepare(self, requests: Sequence[RequestState]) -> None:
         """Compile what these need and has not been compiled yet: never for a request that was refused."""
+        self.runner.check_weights()
         changes: dict[str, Any] = {}
         if self.shapes.scoring is None and any(request.wants_scores for request in requests):
             changes["scoring"] = score_shapes(self.config, self.model)
@@ -320,8 +320,8 @@ class InferenceEngine:
     def wait_for_launch_window(self) -> None:
         """Wait until the round in flight has ended or is about to; returns at once if there is none.
 
-        A request enters the next round that is launched, so one that comes just after a launch waits for two. Who has
-        requests coming at any time calls this before `step_round`, and submits in between all that have come: the
+        A request enters the next round that is launched, so one that comes just after a launch waits for two. A caller
+        whose requests come at any time calls this before `step_round`, and submits in between all that have come: the
         next round is launched as late as it can be without the device standing idle.
         """
         self._rounds.wait_for_launch_window()
@@ -358,14 +358,23 @@ class InferenceEngine:
         `step_round` does not return its sequences: the caller knows of them. On a mesh over several processes any one
         may call this; all end the request before the same round, one of the next two, and `step_round` returns its
         sequences in all of them.
-        Raises: TypeError for what `submit` has not returned.
+        Raises: TypeError for what `submit` has not returned, ValueError for a request of another engine.
         """
+        self._check_submitted("cancel", request)
+        self._rounds.cancel(request)
+
+    def _check_submitted(self, call: str, request) -> None:
+        """Raises: TypeError for what `submit` has not returned, ValueError for a request of another engine."""
         if not isinstance(request, RequestState):
             raise TypeError(
-                f"cancel was given {brief(request)} ({type(request).__name__}); expected what submit() returned for "
-                "the request: request = engine.submit(...), and then engine.cancel(request)"
+                f"{call} was given {brief(request)} ({type(request).__name__}); expected what submit() returned for "
+                f"the request: request = engine.submit(...), and then engine.{call}(request)"
             )
-        self._rounds.cancel(request)
+        if request.scheduler is not self._scheduler:
+            raise ValueError(
+                f"{call} was given request {brief(request.id)} of another engine; call it on the engine that the "
+                "request was submitted to"
+            )
 
     @property
     def is_stopping(self) -> bool:
@@ -390,8 +399,9 @@ class InferenceEngine:
         takes a free slot. What ends or begins here is not reported by `step_round`: the caller knows of it. On a mesh
         over several processes all of them call this, with the same ancestors.
         Raises: ValueError if `ancestors` does not name a sample for each, the prompt is not yet on the device, or no
-            slot is free.
+            slot is free; as `cancel`.
         """
+        self._check_submitted("resample", request)
         self._rounds.pause()
         self._rounds.continue_from(request, request.sequences, checked_ancestors(request, ancestors))
 
@@ -400,6 +410,7 @@ class InferenceEngine:
         """Let sample `index` of a submitted request go on as itself and as `count` further samples, which join the
         request, each in a slot of its own. Otherwise like `resample`.
         """
+        self._check_submitted("fork", request)
         self._rounds.pause()
         added = further_samples(request, index, count)
         ancestors = [*range(len(request.sequences)), *[index] * count]
@@ -419,7 +430,11 @@ class InferenceEngine:
         Raises: ValueError if `engine.host_bytes` does not suffice, or the engine runs on several devices.
         """
         if self.backend.layout.mesh.size > 1:
-            raise ValueError("spill_to_host moves pages of one device, and this engine runs on a mesh; leave it out")
+            raise ValueError(
+                "spill_to_host moves pages of one device, and the mesh of this engine has "
+                f"{self.backend.layout.mesh.size}; leave it out"
+            )
+        self._check_submitted("spill_to_host", sequence.request)
         self._rounds.pause()
         return self._rounds.offload.swap_out(sequence)
 
@@ -456,7 +471,8 @@ class InferenceEngine:
                 the old weights have computed, and share no pages with others from then on. `recompute`: they keep
                 their tokens and recompute keys and values.
             donate: the engine may delete the model's arrays as it lays out its own.
-        Raises: ValueError if the model is another one, or an argument is none; nothing has changed then.
+        Raises: ValueError if the model is another one, or an argument is none; nothing has changed then. After any
+            other failure the engine may have no weights, and says so, until another call succeeds.
         """
         version, wanted = checked_version(version, self.version), checked_policy(policy)
         model = from_levanter(model)
@@ -508,12 +524,14 @@ class InferenceEngine:
 
     @exclusive
     def memory(self) -> dict[str, Any]:
-        """Who holds how much, after the rounds launched so far; waits for them. Also enters it into `metrics`.
+        """Memory by owner, after the rounds launched so far; waits for them. Also enters it into `metrics`.
 
         Raises: ValueError on a mesh over several processes.
         """
         if self.backend.spans_hosts:
-            raise ValueError("memory() looks at all tables, and here other hosts have some of them; look at stats()")
+            raise ValueError(
+                "memory() reads the tables of all ranks, and other processes hold some of them; use stats()"
+            )
         registry = self._stats.registry
         values = audit(self.state.decode).metrics(
             page_bytes=self.runner.page_bytes, weights_bytes=self.runner.weights_bytes

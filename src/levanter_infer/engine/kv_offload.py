@@ -229,7 +229,7 @@ class KvOffload:
         pages = len(tables.pages_of(slot))
         if not self._move_out(tables, [sequence], stays=True):
             raise ValueError(
-                f"{pages} pages do not fit into host memory for pages: {self._used_bytes()} of "
+                f"{pages} pages do not fit into the host memory for KV offload: {self._used_bytes()} of its "
                 f"{self._max_bytes} bytes are in use; bring sequences back, or raise engine.host_bytes"
             )
         self._registry.add("offload_s", time.perf_counter() - start)
@@ -311,7 +311,7 @@ class KvOffload:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             self._max_bytes = self._used_bytes()
-            logger.warning("host memory for pages ends at %d bytes: %s", self._max_bytes, error)
+            logger.warning("KV offload uses %d bytes of host memory and no more: %s", self._max_bytes, error)
             return None
 
     def _move_in(self, tables: _Tables, record: _Record) -> None:

@@ -96,7 +96,7 @@ def make_mesh(config: "MeshConfig | Mesh | None", devices: Sequence | None = Non
         )
     except (AssertionError, NotImplementedError) as error:
         raise ValueError(
-            f"mesh: {config} is {config.num_devices} of {len(devices)} chips, which form no grid; use as many as a row "
-            "of the slice, or a half of it, or the whole slice, has"
+            f"mesh: {config} is {config.num_devices} of {len(devices)} chips, which form no grid; use a row of the "
+            "slice, half of the slice, or all of it"
         ) from error
     return Mesh(grid, tuple(config.sizes))

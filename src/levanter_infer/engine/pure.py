@@ -1,7 +1,9 @@
 """`generate`: sampling as a pure function, for use inside `jit`, `scan` or a training step."""
 
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import equinox as eqx
 import jax
@@ -25,7 +27,21 @@ from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.live import from_levanter
 from levanter_infer.policies import PreemptionPolicy
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 
+
+def _in_32_bits(function: Function) -> Function:
+    """The function, traced as if its caller had not enabled `jax_enable_x64`: the loop is written for 32 bits."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        with jax.enable_x64(False):
+            return function(*args, **kwargs)
+
+    return cast(Function, call)
+
+
+@_in_32_bits
 def generate(
     model,
     prompt_token_ids,

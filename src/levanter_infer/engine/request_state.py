@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -158,6 +159,8 @@ class RequestState:
     """None until they have been read."""
     search_versions: list[int] = dataclasses.field(default_factory=list)
     """Version of the weights for each generated position of a beam search."""
+    scheduler: Any = dataclasses.field(default=None, repr=False)
+    """The `Scheduler` that it was submitted to: its slots are of that engine."""
 
     @property
     def is_loose(self) -> bool:

@@ -4,9 +4,10 @@ It takes the scheduler's admission to the runner, and the outputs of the round b
 the device's tables between two rounds passes through here too: pages of host memory, samples that go on from others.
 """
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -100,41 +101,50 @@ class RoundLoop:
     def step(self, max_steps: int | None = None) -> list[SampleState]:
         """As `InferenceEngine.step_round`."""
         terms = self._agree(max_steps)
-        self._known = self._scheduler.expire(terms.now) + self._known + self._move_pages()
-        self.in_flight, newly_known = self.advance(self.in_flight, terms.max_steps)
+        with self._all_or_nothing():
+            self._known = self._scheduler.expire(terms.now) + self._known + self._move_pages()
+            self.in_flight, newly_known = self.advance(self.in_flight, terms.max_steps)
         known, self._known = self._known, []
         return known + newly_known
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """An exception within, KeyboardInterrupt included, ends all requests with reason "abort".
+
+        It may have taken requests from their queue, the state from the runner, or tokens from a round: a request that
+        went on would lose them in silence.
+        """
+        try:
+            yield
+        except BaseException:
+            self.reset()
+            raise
 
     def advance(self, in_flight: Launched | None, max_steps: int) -> tuple[Launched, list[SampleState]]:
         """Launch round N, and read round N - 1, which is `in_flight`, while the device computes.
 
         Returns: the round that is in flight now, and the samples whose result became known.
         """
-        launched = self.in_flight = self.launch(max_steps)  # stays in flight if the read is interrupted
-        return launched, self.read(in_flight)
+        return self.launch(max_steps), self.read(in_flight)
 
     def launch(self, max_steps: int) -> Launched:
-        """Launch a round. A failure here has taken requests from their queue, or the state: all are forgotten then."""
-        try:
-            begin = time.perf_counter()
-            with_prompts = self._scheduler.has_prompts
-            fields = self._scheduler.next_admission(self._rounds, max_steps).arrays() | self.offload.terms()
-            self.coordinator.on_input(fields)
-            admission = self._runner.upload(fields)
-            started = time.perf_counter()
-            outputs = self._runner.run(admission)
-            end = time.perf_counter()
-            launched = Launched(
-                self._rounds,
-                outputs,
-                started,
-                launch_s=end - begin,
-                expected_s=self._scheduler.round_length.seconds(with_prompts, max_steps),
-                version=self.version,
-            )
-        except BaseException:
-            self.reset()
-            raise
+        """Launch a round."""
+        begin = time.perf_counter()
+        with_prompts = self._scheduler.has_prompts
+        fields = self._scheduler.next_admission(self._rounds, max_steps).arrays() | self.offload.terms()
+        self.coordinator.on_input(fields)
+        admission = self._runner.upload(fields)
+        started = time.perf_counter()
+        outputs = self._runner.run(admission)
+        end = time.perf_counter()
+        launched = Launched(
+            self._rounds,
+            outputs,
+            started,
+            launch_s=end - begin,
+            expected_s=self._scheduler.round_length.seconds(with_prompts, max_steps),
+            version=self.version,
+        )
         self._rounds += 1
         self._stats.on_time(launch=launched.launch_s)
         return launched
@@ -201,7 +211,8 @@ class RoundLoop:
 
     def pause(self) -> None:
         """Read the round in flight, if there is one; `step` and `flush` return what became known."""
-        self._known += self._read_in_flight()
+        with self._all_or_nothing():
+            self._known += self._read_in_flight()
 
     def flush(self) -> list[SampleState]:
         """As `InferenceEngine.flush`."""
@@ -221,20 +232,24 @@ class RoundLoop:
 
     def drain(self) -> None:
         """As `InferenceEngine.drain`. What becomes known here is not returned by later calls."""
-        self._read_in_flight()
-        self.offload.recall()
+        with self._all_or_nothing():
+            self._read_in_flight()
+            self.offload.recall()
         while self._scheduler.has_work:
             terms = self._agree()
-            self._scheduler.expire(terms.now)
-            self._move_pages()
-            self.read(self.launch(terms.max_steps))
-        self.scores.take()
+            with self._all_or_nothing():
+                self._scheduler.expire(terms.now)
+                self._move_pages()
+                self.read(self.launch(terms.max_steps))
+        with self._all_or_nothing():
+            self.scores.take()
         self._stats.on_idle()
 
     def drain_active(self) -> None:
         """Let the samples that have slots end, and admit none."""
-        known = self._read_in_flight()
-        self.offload.recall()
+        with self._all_or_nothing():
+            known = self._read_in_flight()
+            self.offload.recall()
         self._scheduler.admits = False
         try:
             while self._scheduler.active:
@@ -249,7 +264,8 @@ class RoundLoop:
         self.offload.begin_anew(request)
         fields = continue_from(self._scheduler.slots_of(request), samples, ancestors, self._rounds)
         if fields is not None:
-            self._runner.resample(fields, request.rank or 0)
+            with self._all_or_nothing():
+                self._runner.resample(fields, request.rank or 0)
 
     def reset(self) -> None:
         """Forget all requests and the round in flight; requests in progress end with reason "abort"."""

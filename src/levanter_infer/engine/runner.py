@@ -90,6 +90,7 @@ class Runner:
         self.types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), types)
         """The model as its checkpoint or its training program has it, with types in place of arrays."""
         self.model = backend.prepare(model, donate=donate_model)
+        self._shardings = jax.tree.map(lambda leaf: leaf.sharding, self.model)
         if hosts is not None:  # equal configurations do not prove equal programs
             self.programs.compile_all(self.model, self.nothing)
             with stage("waiting for the other processes to trace their programs"):
@@ -131,7 +132,11 @@ class Runner:
     # Rounds
 
     def run(self, admission: Admission) -> RoundOutputs:
-        """Launch a round, and begin to copy its outputs to the host; returns before the device has finished."""
+        """Launch a round, and begin to copy its outputs to the host; returns before the device has finished.
+
+        Raises: RuntimeError as `check_weights`.
+        """
+        self.check_weights()
         self.state, outputs = self.programs.round(self.model, self.state, admission)
         outputs.packed.copy_to_host_async()
         return outputs
@@ -222,8 +227,17 @@ class Runner:
 
     @property
     def has_weights(self) -> bool:
-        """Whether the weights are there: arrays that are shared with a training program may have been donated."""
-        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.model))
+        """Whether the weights are there: arrays that are shared with a training program may have been donated, and
+        `swap_weights` may have failed."""
+        return self.model is not None and not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.model))
+
+    def check_weights(self) -> None:
+        """Raises: RuntimeError if `swap_weights` has failed after it had given up the old weights."""
+        if self.model is None:
+            raise RuntimeError(
+                "the engine has no weights: the last swap_weights failed after it had given up the old ones; call "
+                "swap_weights again"
+            )
 
     def on_weight_update(self, roots: np.ndarray, swapped: np.ndarray, *, recompute: bool) -> None:
         """Make the tables ready for other weights.
@@ -239,9 +253,8 @@ class Runner:
     def swap_weights(self, model, *, donate: bool = False) -> None:
         """Run with the weights of `model` from the next launch on. The old ones are given up before the new ones are
         laid out, so there is never a third copy. Requires: `model` has the types of `self.types`."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.model)
         self.model = None  # its memory may be needed for the new one
-        self.model = jax.tree.map(_placed, self.backend.prepare(model, donate=donate), shardings)
+        self.model = jax.tree.map(_placed, self.backend.prepare(model, donate=donate), self._shardings)
 
     # Reads
 
@@ -265,7 +278,7 @@ class Runner:
 
     def table_snapshot(self) -> dict[str, np.ndarray]:
         """Copies of the arrays of `TableSnapshot`, by name."""
-        found = jax.device_get(dataclasses.asdict(self.programs.tier.snapshot(self.state.decode)))
+        found = jax.device_get(vars(self.programs.tier.snapshot(self.state.decode)))
         return {name: np.array(array) for name, array in found.items()}
 
     @property

@@ -4,7 +4,7 @@ A request goes this way:
 
     submit          a rank is chosen for it (`routing.py`), and it waits in that rank's `RequestQueue`
     next_admission  it gets a slot for each of its samples, and its prompt goes into the round's `HostAdmission`, in
-                    several rounds if it is long; the device's own scheduler (`decode/packing.py`) decides which slots
+                    several rounds if it is long; the device's own scheduler (`decode/schedule.py`) decides which slots
                     run in each step
     collect         the tokens of a round go to its samples, and slots of finished samples are free again
     cancel, expire  end it earlier, by its caller or by its deadline
@@ -94,6 +94,7 @@ class Scheduler:
         """
         self._route([request for request in requests if request.rank is None])
         for request in requests:
+            request.scheduler = self
             self.slots_of(request).queue.push(request)
             if request.timeout_s is not None:
                 self._num_deadlines += 1

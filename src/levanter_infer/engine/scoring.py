@@ -75,7 +75,7 @@ class ScoreReader:
             request.sequences[0].finish_reason = FinishReason.ERROR
 
     def abandon(self) -> None:
-        """Nobody will read what was asked for."""
+        """End the requests whose scores are on their way with reason "abort": the scores will not be taken."""
         for requests, _ in self._asked:
             for request, _ in requests:
                 request.sequences[0].finish_reason = FinishReason.ABORT

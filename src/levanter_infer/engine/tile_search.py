@@ -94,7 +94,10 @@ def find_tiles(shape: TileShape, *, max_tokens: int, q_dtype: str = "bfloat16", 
         if not error:
             return candidate
     which = "none of the tiles that were tried fits" if tiles is None else f"{tiles} cannot be used"
-    raise ValueError(f"attention of {shape}: {which}: {error}; fewer pages, slots or queries, or more parts need less")
+    raise ValueError(
+        f"attention of {shape}: {which}: {error}; give engine.tiles with fewer pages, slots or queries, or more parts, "
+        "which need less memory"
+    )
 
 
 def _refusals(generation: str, call: dict, tried: Sequence[Tiles]) -> Iterator[str]:

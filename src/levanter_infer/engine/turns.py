@@ -122,7 +122,7 @@ class Turns:
             return f"thread {owner.name!r} is in {self._call}()"
         if user is not None:
             return f"thread {user.name!r} has submitted requests that have not ended; drain() or cancel() ends them"
-        return "others came before"
+        return "other threads called before it"
 
     def _wake_next(self) -> None:
         for ticket in tuple(self._queue)[:1]:

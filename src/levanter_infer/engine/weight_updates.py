@@ -39,7 +39,8 @@ def check_weights_are_there(runner: Runner, running: list[SampleState]) -> None:
     if running and not runner.has_weights:
         raise ValueError(
             'policy="drain" needs the weights in use, and they have been deleted: their arrays, which the engine '
-            "shares, were donated elsewhere; drain before that, or use keep_kv or recompute"
+            "shares, were donated elsewhere, or the last swap_weights failed; drain before that, or use keep_kv or "
+            "recompute"
         )
 
 

@@ -165,7 +165,7 @@ def _read_line(connection: socket.socket, until: float) -> Any:
     data = b""
     while not data.endswith(b"\n"):
         if data and time.monotonic() > until:  # a byte now and then would hold the others up, too
-            raise TimeoutError("the line has not come to its end in time")
+            raise TimeoutError("the line was not complete in time")
         connection.settimeout(POLL_S)
         try:
             piece = connection.recv(_MAX_LINE)
@@ -175,7 +175,7 @@ def _read_line(connection: socket.socket, until: float) -> Any:
             continue
         data += piece
         if not piece or len(data) > _MAX_LINE:
-            raise ValueError("the connection has ended, or says too much")
+            raise ValueError("the connection ended before the line did, or the line is too long")
     return json.loads(data)
 
 

@@ -98,7 +98,10 @@ def _check_pool(call: AttentionCall) -> None:
             "it out"
         )
     if kv_pages.dtype != call.kv_dtype:
-        raise ValueError(f"kv_pages: got dtype {kv_pages.dtype}, expected {call.kv_dtype}; a TPU's pool holds no bits")
+        raise ValueError(
+            f"kv_pages: got dtype {kv_pages.dtype}, expected {call.kv_dtype}; a TPU "
+            "stores pages in their own dtype, not as unsigned integers"
+        )
 
 
 def supports_dtype(dtype) -> bool:
