@@ -101,7 +101,7 @@ def test_rope_refuses_by_name(scaling, message):
 def test_rope_is_the_same_in_both_spellings():
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     old = parse(rope_theta=5e5, rope_scaling=scaling)
-    assert old.rope == RopeConfig(kind="yarn", theta=5e5, factor=4.0, original_len=32)
+    assert old.ropes == (RopeConfig(kind="yarn", theta=5e5, factor=4.0, original_len=32),)
     assert parse(rope_parameters={**scaling, "rope_theta": 5e5}) == old
     with pytest.raises(ValueError, match="contradict"):
         parse(rope_scaling=scaling, rope_parameters={"rope_type": "default"})
@@ -110,7 +110,7 @@ def test_rope_is_the_same_in_both_spellings():
 def test_longrope_original_length_stands_beside_or_inside():
     scaling = {"type": "longrope", **LONG}
     beside = parse(rope_scaling=scaling, original_max_position_embeddings=512)
-    assert (beside.rope.original_len, beside.rope.factor) == (512, 4.0)
+    assert (beside.ropes[0].original_len, beside.ropes[0].factor) == (512, 4.0)
     assert parse(rope_scaling={**scaling, "original_max_position_embeddings": 512}) == beside
     with pytest.raises(ValueError, match="none with rope type 'default'"):
         parse(original_max_position_embeddings=512)
@@ -118,28 +118,28 @@ def test_longrope_original_length_stands_beside_or_inside():
 
 def test_absent_keys_take_the_defaults_of_hf():
     llama, qwen3 = parse(), parse({**QWEN2, "model_type": "qwen3"})
-    assert (llama.num_kv_heads, llama.head_dim, llama.rms_norm_eps) == (4, 4, 1e-6)
-    assert (llama.max_position_embeddings, llama.rope.theta, llama.tie_word_embeddings) == (2048, 10000.0, False)
+    assert (llama.num_kv_heads, llama.head_dim, llama.norm.eps) == (4, 4, 1e-6)
+    assert (llama.max_position_embeddings, llama.ropes[0].theta, llama.tie_word_embeddings) == (2048, 10000.0, False)
     assert qwen3.head_dim == 128 and parse(head_dim=8).head_dim == 8 and parse(head_dim=None).head_dim == 4
     mistral = parse({**LLAMA, "model_type": "mistral", "num_key_value_heads": None})
-    assert mistral.num_kv_heads == 4 and mistral.sliding_windows == (4096, 4096)
+    assert mistral.num_kv_heads == 4 and mistral.windows == (4096, 4096)
 
 
 def test_mistral_window_is_in_all_layers_or_in_none():
     mistral = {**LLAMA, "model_type": "mistral", "num_key_value_heads": 2}
-    assert parse(mistral, sliding_window=8).sliding_windows == (8, 8)
-    assert parse(mistral, sliding_window=None).sliding_windows == ()
+    assert parse(mistral, sliding_window=8).windows == (8, 8)
+    assert parse(mistral, sliding_window=None).windows == (None, None)
     with pytest.raises(ValueError, match="attention_bias=True, expected False"):
         parse(mistral, attention_bias=True)
 
 
 def test_qwen_windows_follow_the_four_keys():
     window = {"use_sliding_window": True, "sliding_window": 8}
-    assert parse(QWEN2, sliding_window=8, max_window_layers=0).sliding_windows == ()
-    assert parse(QWEN2, **window, max_window_layers=1).sliding_windows == (None, 8)
-    assert parse(QWEN2, **window, max_window_layers=2).sliding_windows == ()
+    assert parse(QWEN2, sliding_window=8, max_window_layers=0).windows == (None, None)
+    assert parse(QWEN2, **window, max_window_layers=1).windows == (None, 8)
+    assert parse(QWEN2, **window, max_window_layers=2).windows == (None, None)
     kinds = ["sliding_attention", "full_attention"]
-    assert parse(QWEN2, **window, max_window_layers=2, layer_types=kinds).sliding_windows == (8, None)
+    assert parse(QWEN2, **window, max_window_layers=2, layer_types=kinds).windows == (8, None)
     with pytest.raises(ValueError, match="without use_sliding_window=true"):
         parse(QWEN2, sliding_window=8, layer_types=kinds)
     with pytest.raises(ValueError, match="one entry for each of num_hidden_layers=2"):
@@ -150,7 +150,9 @@ def test_qwen_windows_follow_the_four_keys():
 
 def test_biases_and_norms_are_those_of_the_family():
     def kinds(config):
-        return config.qkv_bias, config.out_bias, config.mlp_bias, config.qk_norm
+        (block,) = set(config.blocks)
+        mixer = block.mixer
+        return mixer.qkv_bias, mixer.out_bias, block.feed_forward.bias, mixer.qk_norm is not None
 
     assert kinds(parse()) == (False, False, False, False)
     assert kinds(parse(attention_bias=True, mlp_bias=True)) == (True, True, True, False)

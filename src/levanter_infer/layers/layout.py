@@ -21,7 +21,18 @@ import numpy as np
 from haliax import Axis, NamedArray
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from levanter_infer.axes import DATA, EXPERT, KV_HEADS, KV_PAIR, MLP, MODEL, Q_HEADS_PER_GROUP, VOCAB, check_model_axis
+from levanter_infer.axes import (
+    DATA,
+    EXPERT,
+    HEAD_SIZE,
+    KV_HEADS,
+    KV_PAIR,
+    MLP,
+    MODEL,
+    Q_HEADS_PER_GROUP,
+    VOCAB,
+    check_model_axis,
+)
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
 
 MESH_AXES = {KV_HEADS: MODEL, KV_PAIR: MODEL, MLP: MODEL, VOCAB: MODEL, EXPERT: EXPERT, DATA: DATA}
@@ -204,6 +215,15 @@ class Layout:
         """The mesh axis of each axis."""
         names = (MESH_AXES.get(axis.name) for axis in axes)
         return PartitionSpec(*(name if name in self.mesh.axis_names else None for name in names))
+
+    def normed_width(self, axes: tuple[Axis, ...]) -> int | None:
+        """Numbers over which a norm with a weight of these axes averages, copies of heads included and the zeros that
+        fill up a group left out. None: the norm is not over sharded axes."""
+        sizes = {axis.name: axis.size for axis in axes}
+        if self.model.parts == 1 or KV_HEADS not in sizes:
+            return None
+        heads = self.q_heads_per_group if Q_HEADS_PER_GROUP in sizes else self.kv_copies
+        return self.num_kv_heads * heads * sizes[HEAD_SIZE]
 
     def is_sharded(self, axes: tuple[Axis, ...]) -> bool:
         """Whether any of these axes is."""

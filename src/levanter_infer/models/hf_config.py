@@ -135,8 +135,11 @@ class HfConfig:
             values = " or ".join(repr(value) for value in allowed)
             raise self.fail(key, f"{values}: this checkpoint needs something that is not implemented")
 
-    def rope(self, head_dim: int, max_position_embeddings: int) -> RopeConfig:
-        """The rope, from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`."""
+    def rope(self, head_dim: int, max_position_embeddings: int, *, theta: float = 10000.0) -> RopeConfig:
+        """The rope, from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`.
+
+        Args: theta: HF's default.
+        """
         old, new = self._get("rope_scaling", None), self._get("rope_parameters", None)
         if old is not None and new is not None and old != new:
             raise ValueError("config.json: rope_scaling and rope_parameters contradict each other; leave one out")
@@ -145,7 +148,7 @@ class HfConfig:
         if scaling is not None and not isinstance(scaling, dict):
             raise self.fail(where, "null or an object")
         scaling = dict(scaling or {})
-        theta = self._shared(scaling, where, "rope_theta", 10000.0)
+        theta = self._shared(scaling, where, "rope_theta", theta)
         original = self._shared(scaling, where, "original_max_position_embeddings", None)
         self._shared(scaling, where, "partial_rotary_factor", 1.0)
         kind = _rope_kind(scaling, where)

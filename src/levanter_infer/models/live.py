@@ -20,10 +20,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from levanter_infer.axes import EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, MLP, Q_HEADS_PER_GROUP, VOCAB
 from levanter_infer.kernels.registry import platform_of
-from levanter_infer.models.decoder import DecoderConfig, DecoderModel
-from levanter_infer.models.family import Family, parameters, set_parameter
+from levanter_infer.models.config import DecoderConfig
+from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.live_rope import check_rope, live_rope
 from levanter_infer.models.registry import FAMILIES, family_for
+from levanter_infer.models.tensors import Parameter, parameters, set_parameter
 
 _LAYER = "transformer.layers.stacked"
 _NAMES = {
@@ -40,7 +41,7 @@ _NAMES = {
         for kind in ("weight", "bias")
     },
 }
-"""Path in `DecoderModel` -> path in the live model."""
+"""Line of a family's table -> path in the live model."""
 _ALIASES = {"kv_heads": KV_HEADS, "layer": LAYERS}
 """Axis names of other releases of Levanter -> ours. Its Mistral says `layers`, its other models `layer` since 1.2."""
 _EXPERTS = ("block_sparse_moe", "mlp.experts", "mlp.gate", "mlp.router")
@@ -81,28 +82,29 @@ def from_levanter(model, config: DecoderConfig | Mapping[str, Any] | None = None
         decoder = family.config_from_hf(raw)
     rotary = _get(model, f"{_LAYER}.self_attn.rot_embs")
     if config is not None and callable(rotary):
-        check_rope(rotary, decoder.rope, decoder.head_dim, decoder.max_position_embeddings)
+        check_rope(rotary, decoder.ropes[0], decoder.head_dim, decoder.max_position_embeddings)
     types = eqx.filter_eval_shape(DecoderModel.init, decoder, key=jax.eval_shape(jax.random.key, 0))
-    arrays = _matched(model, types, family)
-    _check_all_used(model, {_NAMES[path] for path in arrays})
+    params = parameters(types, family.tensors)
+    arrays = _matched(model, params)
+    _check_all_used(model, {_NAMES[line] for line in arrays})
     _check_one_dtype(arrays)
-    for path, array in arrays.items():
-        _check_norm(model, path, decoder.rms_norm_eps)
-        types = set_parameter(types, path, array)
+    for param in params:
+        _check_norm(model, param.line, decoder.norm.eps)
+        types = set_parameter(types, param.path, arrays[param.line])
     return types
 
 
-def _matched(model, types: DecoderModel, family: Family) -> dict[str, NamedArray]:
-    """By its path in `DecoderModel`, every parameter of the live model with our axes."""
+def _matched(model, params: list[Parameter]) -> dict[str, NamedArray]:
+    """By its line in the family's table, every parameter of the live model with our axes."""
     return {
-        param.path: _with_axes(_named(model, _NAMES[param.path]), param.axes, _NAMES[param.path])
-        for param in parameters(types, family)
-        if param.path in _NAMES or _refuse(param.path)
+        param.line: _with_axes(_named(model, _NAMES[param.line]), param.axes, _NAMES[param.line])
+        for param in params
+        if param.line in _NAMES or _refuse(param.line)
     }
 
 
-def _refuse(path: str) -> bool:
-    raise ValueError(f"a live model with {path}: experts are read from HF checkpoints only, with load_model")
+def _refuse(line: str) -> bool:
+    raise ValueError(f"a live model with {line}: such parameters are read from HF checkpoints only, with load_model")
 
 
 # What a model says of itself
