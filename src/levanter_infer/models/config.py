@@ -28,6 +28,11 @@ class DecoderConfig:
     norm: NormConfig
     """Of the last hidden states, before the head."""
     tie_word_embeddings: bool = False
+    embedding_multiplier: float = 1.0
+    """Factor of the embeddings, in the dtype of the parameters."""
+    logits_divisor: float = 1.0
+    logits_soft_cap: float | None = None
+    """Logits become soft_cap · tanh(logit / soft_cap)."""
 
     def __post_init__(self):
         sizes = {(b.mixer.num_heads, b.mixer.num_kv_heads, b.mixer.head_dim) for b in self.blocks}

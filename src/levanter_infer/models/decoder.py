@@ -301,11 +301,20 @@ class DecoderModel(eqx.Module):
         Returns: f32[..., vocab], of this device's part of the vocabulary.
         """
         (logits,) = apply(hidden, self._head.at(None, num_rows), norm=self.norm, dtype=jnp.float32)
-        return NamedArray(self.vocab.without_padding(logits.array), logits.axes)
+        values, config = logits.array, self.config
+        if config.logits_divisor != 1:
+            values = values / jnp.float32(config.logits_divisor)
+        if config.logits_soft_cap is not None:
+            cap = jnp.float32(config.logits_soft_cap)
+            values = cap * jnp.tanh(values / cap)
+        return NamedArray(self.vocab.without_padding(values), logits.axes)
 
     def _embed(self, tokens: NamedArray) -> NamedArray:
         rows = self.shard_axis.sum(self.embeddings.take_rows(self.vocab.local(tokens.array), self.dtype))
-        return NamedArray(rows.astype(self.activation_dtype), (*tokens.axes, self.embed))
+        rows = rows.astype(self.activation_dtype)
+        if self.config.embedding_multiplier != 1:
+            rows = rows * jnp.asarray(self.config.embedding_multiplier, self.dtype).astype(rows.dtype)
+        return NamedArray(rows, (*tokens.axes, self.embed))
 
     def _inputs(self, positions: NamedArray, spec: AttentionSpec, rope_len: int) -> Callable[[Block], AttentionInputs]:
         """What attention needs in a layer, with the angles of each rope computed once."""

@@ -1,16 +1,18 @@
 """What a model family has to say, and what those of the Llama kin share."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from levanter_infer.layers.activation import Activation
 from levanter_infer.layers.attention import AttentionBlock
+from levanter_infer.layers.mlp import DenseBlock
 from levanter_infer.layers.norm import NormConfig
 from levanter_infer.layers.rotary import RopeConfig
 from levanter_infer.models.blocks import Block
 from levanter_infer.models.config import DecoderConfig
-from levanter_infer.models.hf_config import HfConfig
+from levanter_infer.models.hf_config import FULL, SLIDING, HfConfig
 from levanter_infer.models.tensors import Tensor, tensor_table
 
 MAX_LAYERS = 10_000
@@ -80,13 +82,20 @@ class Sizes:
     max_position_embeddings: int
     norm_eps: float
     rope: RopeConfig
+    local_rope: RopeConfig
+    """Of layers with a window; as a rule the same."""
     activation: Activation
     tie_word_embeddings: bool
 
     def attention(self, **changes) -> AttentionBlock:
         """Attention of these sizes; `changes`: fields of `AttentionBlock`."""
         sizes = (self.num_heads, self.num_kv_heads, self.head_dim)
-        return AttentionBlock(*sizes, **{"rope": self.rope, **changes})
+        rope = self.rope if changes.get("window") is None else self.local_rope
+        return AttentionBlock(*sizes, **{"rope": rope, **changes})
+
+    def dense(self, **changes) -> DenseBlock:
+        """A feed-forward block of these sizes; `changes`: fields of `DenseBlock`."""
+        return DenseBlock(self.intermediate_size, self.activation, **changes)
 
     def norm(self, **changes) -> NormConfig:
         """An RMSNorm with the epsilon of these sizes."""
@@ -116,6 +125,8 @@ def read_sizes(
     norm_eps: float = 1e-6,
     theta: float = 10000.0,
     activation: Activation = Activation.SILU,
+    activation_names: tuple[str, ...] = (),
+    ropes: Callable[[HfConfig, int, int], dict[str, RopeConfig]] | None = None,
 ) -> Sizes:
     """Read the keys that all families have.
 
@@ -124,6 +135,9 @@ def read_sizes(
         head_dim: HF's default where the key is absent; None for hidden_size / num_attention_heads.
         max_positions, tied, norm_eps, theta: HF's defaults where the keys are absent.
         activation: the one that the family has.
+        activation_names: further values of `hidden_act` that mean it.
+        ropes: reads the ropes of full and sliding layers, given head size and longest position; None: `HfConfig.rope`
+            is both.
     """
     hidden, heads = hf.count("hidden_size"), hf.count("num_attention_heads")
     kv_heads = hf.count("num_key_value_heads", heads if kv_heads is None else kv_heads, null=heads)
@@ -136,8 +150,12 @@ def read_sizes(
         raise hf.fail("num_attention_heads", f"a multiple of num_key_value_heads={kv_heads}")
     if head_dim % 2:
         raise hf.fail("head_dim", f"an even number, got {head_dim}")
-    hf.one_of("hidden_act", activation.value, ACTIVATION_NAMES[activation])
+    hf.one_of("hidden_act", activation.value, (*ACTIVATION_NAMES[activation], *activation_names))
     max_positions = hf.count("max_position_embeddings", max_positions)
+    if ropes is None:
+        by_kind = dict.fromkeys((FULL, SLIDING), hf.rope(head_dim, max_positions, theta=theta))
+    else:
+        by_kind = ropes(hf, head_dim, max_positions)
     return Sizes(
         vocab_size=hf.count("vocab_size"),
         hidden_size=hidden,
@@ -148,15 +166,20 @@ def read_sizes(
         head_dim=head_dim,
         max_position_embeddings=max_positions,
         norm_eps=hf.number("rms_norm_eps", norm_eps),
-        rope=hf.rope(head_dim, max_positions, theta=theta),
+        rope=by_kind[FULL],
+        local_rope=by_kind[SLIDING],
         activation=activation,
         tie_word_embeddings=hf.flag("tie_word_embeddings", tied),
     )
 
 
-def common_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    """The keys of config.json that all families write alike."""
+def common_to_hf(config: DecoderConfig, ropes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The keys of config.json that all families write alike.
+
+    Args: ropes: the keys of the ropes, for families that have several.
+    """
     block = config.blocks[0]
+    rope = config.ropes[0] if config.ropes else RopeConfig()
     return {
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
@@ -170,12 +193,15 @@ def common_to_hf(config: DecoderConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.norm.eps,
         "tie_word_embeddings": config.tie_word_embeddings,
-        **rope_to_hf(config.ropes[0], config.max_position_embeddings),
+        **(rope_to_hf(rope, config.max_position_embeddings) if ropes is None else ropes),
     }
 
 
 def rope_to_hf(rope: RopeConfig, max_position_embeddings: int) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`, in the spelling that every release of HF transformers reads."""
+    if rope.partial != 1:
+        whole = rope_to_hf(dataclasses.replace(rope, partial=1.0), max_position_embeddings)
+        return {**whole, "partial_rotary_factor": rope.partial}
     if rope.kind == "default":
         return {"rope_theta": rope.theta, "rope_scaling": None}
     scaling: dict[str, Any] = {"rope_type": rope.kind}
@@ -194,3 +220,22 @@ def rope_to_hf(rope: RopeConfig, max_position_embeddings: int) -> dict[str, Any]
         del scaling["factor"]
         keys["original_max_position_embeddings"] = rope.original_len
     return keys
+
+
+def windows_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """`sliding_window` and `layer_types`."""
+    size = next((window for window in config.windows if window is not None), None)
+    return {
+        "sliding_window": size,
+        "layer_types": [FULL if window is None else SLIDING for window in config.windows],
+    }
+
+
+def ropes_by_kind_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """`rope_parameters` with an entry for full and for sliding layers, as transformers 5 writes it."""
+    ropes = {FULL if block.mixer.window is None else SLIDING: block.mixer.rope for block in config.blocks}
+    found = {}
+    for kind, rope in ropes.items():
+        keys = rope_to_hf(rope, config.max_position_embeddings)
+        found[kind] = {**(keys.pop("rope_scaling") or {"rope_type": "default"}), **keys}
+    return {"rope_parameters": found}

@@ -15,7 +15,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     hf = HfConfig(raw)
     sizes = read_sizes(hf, kv_heads=None, head_dim=None, max_positions=2048)
     bias = hf.flag("attention_bias", False)
-    mlp = DenseBlock(sizes.intermediate_size, bias=hf.flag("mlp_bias", False))
+    mlp = sizes.dense(bias=hf.flag("mlp_bias", False))
     hf.finish()
     block = Block(sizes.attention(qkv_bias=bias, out_bias=bias), mlp, sizes.norm())
     return sizes.decoder("llama", [block] * sizes.num_layers)

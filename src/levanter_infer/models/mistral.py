@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from levanter_infer.layers.mlp import DenseBlock
 from levanter_infer.models.blocks import Block
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.family import LLAMA_TENSORS, Family, common_to_hf, read_sizes
@@ -20,7 +19,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     hf.only("mlp_bias", False)
     hf.only("layer_types", None)
     hf.finish()
-    block = Block(sizes.attention(window=window), DenseBlock(sizes.intermediate_size), sizes.norm())
+    block = Block(sizes.attention(window=window), sizes.dense(), sizes.norm())
     return sizes.decoder("mistral", [block] * sizes.num_layers)
 
 
