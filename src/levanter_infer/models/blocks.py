@@ -57,7 +57,8 @@ class Block:
     @property
     def stored(self) -> "Block":
         """What decides the parameters: layers whose blocks are equal here share a stack."""
-        return dataclasses.replace(self, mixer=self.mixer.stored, feed_forward=self.feed_forward.stored)
+        mixer, feed_forward = self.mixer.stored, self.feed_forward.stored
+        return dataclasses.replace(self, mixer=mixer, feed_forward=feed_forward, residual_multiplier=1.0)
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""

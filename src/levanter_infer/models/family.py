@@ -233,7 +233,8 @@ def windows_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 def ropes_by_kind_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """`rope_parameters` with an entry for full and for sliding layers, as transformers 5 writes it."""
-    ropes = {FULL if block.mixer.window is None else SLIDING: block.mixer.rope for block in config.blocks}
+    mixers = (block.mixer for block in config.blocks)
+    ropes = {FULL if mixer.window is None else SLIDING: mixer.rope for mixer in mixers if mixer.rope is not None}
     found = {}
     for kind, rope in ropes.items():
         keys = rope_to_hf(rope, config.max_position_embeddings)
