@@ -171,6 +171,8 @@ def _tensor(case: str, name: str, shape: tuple[int, ...], model_type: str) -> np
         value = noise * (_GAINS[module] / np.sqrt(shape[1]))
     else:  # embeddings and head: logits of spread 3 behind a norm of unit size
         value = noise * (3.0 / np.sqrt(shape[1]))
+        if model_type.startswith("gemma") and "embed" in module:
+            value = value * 0.1  # Gemma multiplies them by the root of their width
     return value.astype(np.float32)
 
 

@@ -212,7 +212,7 @@ GEMMA2 = {
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 4,
     "attn_logit_softcapping": 2.0,
-    "final_logit_softcapping": 4.0,
+    "final_logit_softcapping": 0.5,
     "sliding_window": 6,
 }
 GEMMA3 = {
@@ -222,8 +222,9 @@ GEMMA3 = {
     "num_hidden_layers": 8,
 }
 PHI3 = {**{k: v for k, v in EVERY.items() if k != "head_dim"}, "model_type": "phi3", "hidden_size": 64}
-PHI3 |= {"architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 48}
+PHI3 |= {"architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 48, "pad_token_id": 0}
 SMOLLM3 = {**EVERY, "model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "tie_word_embeddings": True}
+SMOLLM3["pad_token_id"] = 0
 GRANITE = {
     **{k: v for k, v in EVERY.items() if k != "head_dim"},
     "model_type": "granite",

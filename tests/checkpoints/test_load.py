@@ -7,12 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 from safetensors.numpy import load_file, save_file
 
 from levanter_infer.checkpoints import load as load_module
 from levanter_infer.checkpoints import source as source_module
-from levanter_infer.checkpoints.load import load_model
+from levanter_infer.checkpoints.load import _own_rows, _read_entries, load_model, open_model
 from levanter_infer.checkpoints.source import resolve_source
+from levanter_infer.checkpoints.weights import StoredTensor, stored_tensors
+from levanter_infer.layers.layout import Layout
+from levanter_infer.models.registry import family_for
+from levanter_infer.models.tensors import parameters
 from tests.golden_cases import make_weights
 
 CONFIG = {
@@ -332,3 +337,23 @@ def test_hub_that_does_not_answer_is_reported(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(ValueError, match="'org/name' at revision 'v1': .*OSError: no network; check the name"):
         load_model("org/name", revision="v1")
+
+
+@pytest.mark.parametrize("heads, devices, expected", [(2, 2, (0, 4)), (1, 2, (0, 8)), (2, 4, (0, 4))])
+def test_a_process_reads_the_rows_of_its_own_heads_only(write, monkeypatch, heads, devices, expected):
+    """Of a process with the first device of a model axis: 4 query heads of 2 numbers, 8 rows in all."""
+    stored = open_model(resolve_source(write(num_key_value_heads=heads)))
+    layout = Layout.of(AbstractMesh((1, devices), ("data", "model")), stored.types.config)
+    params = {param.line: param for param in parameters(stored.types, family_for(CONFIG).tensors)}
+    q_proj = params["layers.attention.q_proj.weight"]
+    fitted = heads * layout.kv_copies
+    assert _own_rows(q_proj, layout, (0, fitted // devices)) == expected
+    tensors = stored_tensors(resolve_source(write(num_key_value_heads=heads)))
+    read: list[StoredTensor] = []
+    monkeypatch.setattr(load_module, "read_tensors", lambda pieces: read.extend(tensor for tensor, _ in pieces))
+    _read_entries(q_proj, tensors, [(q_proj.sources[0], np.zeros((8, 8), np.float32))], expected)
+    whole = tensors["model.layers.0.self_attn.q_proj.weight"]
+    assert [(each.offset, each.num_bytes) for each in read] == [(whole.offset, whole.num_bytes * expected[1] // 8)]
+    # Padded axes end with the tensor, and an axis that is not sharded is needed whole.
+    up_proj, o_proj = params["layers.mlp.up_proj.weight"], params["layers.attention.o_proj.weight"]
+    assert _own_rows(up_proj, layout, (9, 16)) == (9, 12) and _own_rows(o_proj, layout, (0, 8)) == (0, 8)

@@ -173,16 +173,23 @@ def _read(param: Parameter, tensors: dict[str, StoredTensor], dtype: np.dtype, l
 
 
 def _read_entries(
-    param: Parameter, tensors: dict[str, StoredTensor], entries: Sequence[tuple[TensorSource, np.ndarray]]
+    param: Parameter,
+    tensors: dict[str, StoredTensor],
+    entries: Sequence[tuple[TensorSource, np.ndarray]],
+    rows: tuple[int, int] | None = None,
 ) -> None:
-    """Read the parameter of some layers or experts into arrays of its shape: only its own rows of a tensor, where they
-    are stored as they are needed."""
+    """Read the parameter of some layers or experts into arrays of its shape.
+
+    Args: rows: those of each array that are needed; None: all. No others are read, where a tensor has them together.
+    """
     pieces = []
+    start, stop = (0, param.slice.shape[0]) if rows is None else rows
     for source, out in entries:
         tensor = tensors[source.name]
         tensor = tensor if source.expert is None else tensor.entry(source.expert)
         if param.slice.row_range is not None:
-            pieces.append((tensor.rows(*param.slice.row_range), out))
+            first, _ = param.slice.row_range
+            pieces.append((tensor.rows(first + start, first + stop), out[start:stop]))
         else:
             full = np.empty(tensor.shape, out.dtype)
             tensor.read_into(full)
@@ -194,18 +201,26 @@ def _read_sharded(
     param: Parameter, tensors: dict[str, StoredTensor], dtype: np.dtype, layout: Layout
 ) -> hax.NamedArray:
     """A sharded parameter, read one tensor at a time. Host memory holds one whole tensor and the slices of this
-    process's devices; a tensor that these devices do not need is not read."""
+    process's devices; tensors and rows that these devices do not need are not read."""
     lead, own = param.axes[: param.num_stacked], param.axes[param.num_stacked :]
     types = hax.NamedArray(jax.ShapeDtypeStruct([axis.size for axis in own], dtype), own)  # type: ignore[arg-type]
     axes = (*lead, *jax.eval_shape(layout.fitted, types).axes)
     buffers = _HostBuffers(layout.sharding(axes), tuple(axis.size for axis in axes), dtype)
-    values = np.empty(param.slice.shape, dtype)
+    values = np.zeros(param.slice.shape, dtype)
     for index, source in zip(np.ndindex(*(axis.size for axis in lead)), param.sources, strict=True):
         if buffers.needs(index):
-            _read_entries(param, tensors, [(source, values)])
+            _read_entries(param, tensors, [(source, values)], _own_rows(param, layout, buffers.extent(index)))
             padded = layout.fitted(hax.NamedArray(values.reshape([axis.size for axis in own]), own))  # type: ignore[arg-type]
             buffers.write(index, np.asarray(padded.array))
     return hax.NamedArray(buffers.to_devices(), axes)
+
+
+def _own_rows(param: Parameter, layout: Layout, extent: tuple[int, int]) -> tuple[int, int]:
+    """The rows of a parameter from which the entries `extent` of its first axis on the mesh are made."""
+    axis = param.axes[param.num_stacked]
+    start, stop = layout.stored_range(axis, *extent)
+    size = param.slice.shape[0] // axis.size
+    return start * size, stop * size
 
 
 class _HostBuffers:
@@ -226,6 +241,11 @@ class _HostBuffers:
     def needs(self, index: tuple[int, ...]) -> bool:
         """Whether a device holds a part of the array at `index`, along the leading axes."""
         return any(_contains(bounds, index) for bounds in self._buffers)
+
+    def extent(self, index: tuple[int, ...]) -> tuple[int, int]:
+        """First entry and one past the last of the axis behind the leading ones that a device needs at `index`."""
+        own = [bounds[len(index)] for bounds in self._buffers if _contains(bounds, index)]
+        return min(start for start, _ in own), max(stop for _, stop in own)
 
     def write(self, index: tuple[int, ...], values: np.ndarray) -> None:
         """Write all values of the array at `index`."""

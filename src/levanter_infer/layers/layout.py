@@ -211,6 +211,11 @@ class Layout:
             fill(place, -(-axes[place].size // self.model.parts) * self.model.parts)
         return NamedArray(array, tuple(axes))  # type: ignore[arg-type]
 
+    def stored_range(self, axis: Axis, start: int, stop: int) -> tuple[int, int]:
+        """The entries of a weight's `axis` that `fitted` puts at `start` to `stop` of it."""
+        copies = self.kv_copies if axis.name == KV_HEADS else 1
+        return min(start // copies, axis.size), min(-(-stop // copies), axis.size)
+
     def spec(self, axes: tuple[Axis, ...]) -> PartitionSpec:
         """The mesh axis of each axis."""
         names = (MESH_AXES.get(axis.name) for axis in axes)

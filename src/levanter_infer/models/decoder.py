@@ -36,14 +36,15 @@ PLAIN = AttentionSpec()
 class DecoderLayer(eqx.Module):
     """The parameters of the layers of one stack. `Block` says what is computed with them."""
 
+    input_norm: RMSNorm | None
+    """Of the input of attention."""
     attention: Attention
+    mlp_norm: RMSNorm | None
+    """Of the input of the feed-forward block."""
     mlp: Mlp | Moe
-    input_norm: RMSNorm | None = None
-    mlp_norm: RMSNorm | None = None
-    """Norms of the inputs of attention and feed-forward."""
-    mixer_out_norm: RMSNorm | None = None
-    mlp_out_norm: RMSNorm | None = None
-    """Norms of their outputs."""
+    mixer_out_norm: RMSNorm | None
+    mlp_out_norm: RMSNorm | None
+    """Of the outputs of attention and the feed-forward block."""
 
     @staticmethod
     def init(batch: tuple[Axis, ...], embed: Axis, block: Block, *, key: Array, dtype) -> "DecoderLayer":
@@ -54,12 +55,18 @@ class DecoderLayer(eqx.Module):
             mlp = Moe.init(batch, embed, feed_forward, key=mlp_key, dtype=dtype)
         else:
             mlp = Mlp.init(batch, embed, feed_forward, key=mlp_key, dtype=dtype)
-        # Each norm has an array of its own, so that a training step can donate them.
-        names = block.placement.norms
+
+        def norm(name: str) -> RMSNorm | None:  # each an array of its own, so that a training step can donate them
+            has = name in block.placement.norms
+            return RMSNorm.init(batch, embed, config=block.norm, dtype=dtype) if has else None
+
         return DecoderLayer(
+            input_norm=norm("input_norm"),
             attention=Attention.init(batch, embed, block.mixer, key=attention_key, dtype=dtype),
+            mlp_norm=norm("mlp_norm"),
             mlp=mlp,
-            **{name: RMSNorm.init(batch, embed, config=block.norm, dtype=dtype) for name in names},
+            mixer_out_norm=norm("mixer_out_norm"),
+            mlp_out_norm=norm("mlp_out_norm"),
         )
 
     def at(self, index: Array, num_rows: Array) -> "DecoderLayer":
