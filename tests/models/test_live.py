@@ -221,6 +221,12 @@ def test_a_config_whose_rope_is_not_the_models_own_is_refused():
     assert from_levanter(model, case.config).config.ropes[0].kind == "llama3"
 
 
+def test_a_family_that_live_models_do_not_have_is_refused():
+    case, model = case_and_model("llama3")
+    with pytest.raises(ValueError, match="config= says model_type='granite', expected one of llama, mistral, qwen2, q"):
+        from_levanter(model, {**case.config, "model_type": "granite", "pretraining_tp": 1})
+
+
 def test_a_window_is_that_of_the_attention_layers():
     """Levanter's MistralConfig says sliding_window=4096, and its layers see everything."""
     case, model = case_and_model("llama3")

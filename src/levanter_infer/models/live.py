@@ -47,6 +47,7 @@ _ALIASES = {"kv_heads": KV_HEADS, "layer": LAYERS}
 _EXPERTS = ("block_sparse_moe", "mlp.experts", "mlp.gate", "mlp.router")
 """Fields of a layer that has experts: of Levanter's Mixtral and Qwen3-MoE."""
 _SILU = ("silu", "swish")
+_LIVE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 _LIKELY = "give the model's config.json as config=, if it is a Llama, Mistral, Qwen2 or Qwen3 after all"
 
 
@@ -80,6 +81,11 @@ def from_levanter(model, config: DecoderConfig | Mapping[str, Any] | None = None
         raw = _config_json(model) if config is None else config
         family = family_for(raw)
         decoder = family.config_from_hf(raw)
+    if family.model_type not in _LIVE:
+        raise ValueError(
+            f"config= says model_type={family.model_type!r}, expected one of {', '.join(_LIVE)}; live models of other "
+            "families are not implemented, save it as a HF checkpoint and read that with load_model"
+        )
     rotary = _get(model, f"{_LAYER}.self_attn.rot_embs")
     if config is not None and callable(rotary):
         check_rope(rotary, decoder.ropes[0], decoder.head_dim, decoder.max_position_embeddings)
