@@ -1,6 +1,7 @@
 """Every option of a block against a decoder in plain NumPy and float64; and stacks, periods and loops against each
 other."""
 
+import copy
 import dataclasses
 import math
 
@@ -268,8 +269,9 @@ def test_differences_name_the_field_and_the_layer():
     assert differences(config, config) == []
 
 
-def test_a_config_is_hashed_once():
+def test_configs_are_equal_by_their_fields_and_by_the_order_of_their_layers():
     config = model_of(W, F).config
-    again = dataclasses.replace(config)
-    assert hash(config) == hash(again) and config == again and hash(config) is not None
-    assert hash(dataclasses.replace(config, vocab_size=18)) != hash(config)
+    again = copy.deepcopy(config)
+    assert config == again and hash(config) == hash(again) and config != "config"
+    for other in (dataclasses.replace(config, vocab_size=18), dataclasses.replace(config, blocks=(F, W))):
+        assert config != other and hash(config) != hash(other)

@@ -12,7 +12,7 @@ from levanter_infer.models.blocks import Block, Stack, describe, find_stacks
 from levanter_infer.models.periods import Group, find_periods
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DecoderConfig:
     """What a checkpoint's `config.json` says about the mathematics."""
 
@@ -47,13 +47,26 @@ class DecoderConfig:
             raise ValueError(f"layers have {' and '.join(map(str, sorted(experts)))} experts, expected one number")
         _ = self.groups  # raises where the layers repeat too little
 
+    # Both are asked for at every launch of a program, so neither looks at every layer.
+
+    def __eq__(self, other) -> bool:
+        if self is other:
+            return True
+        return self._key == other._key if isinstance(other, DecoderConfig) else NotImplemented
+
     def __hash__(self) -> int:
         return self._hash
 
     @functools.cached_property
+    def _key(self) -> tuple:
+        """All fields, with each distinct block once and the layers as numbers."""
+        others = tuple(getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "blocks")
+        kinds = {block: number for number, block in enumerate(dict.fromkeys(self.blocks))}
+        return (*others, tuple(kinds), tuple(kinds[block] for block in self.blocks))
+
+    @functools.cached_property
     def _hash(self) -> int:
-        """Of hundreds of values, and needed at every launch."""
-        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+        return hash(self._key)
 
     # Layers
 
