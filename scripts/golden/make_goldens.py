@@ -247,8 +247,9 @@ NO_WINDOWS = {"sliding_window": 500}
 CASES |= {
     "olmo2": Case(OLMO2, (6, 40), {"rope_theta": 100.0}, changes=({"rope_theta": 100.0},)),
     "olmo2_tied": Case(
-        {**OLMO2, "attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 0.02},
-        (7, 33),
+        {**OLMO2, "num_attention_heads": 10, "hidden_size": 40, "attention_bias": True, "tie_word_embeddings": True}
+        | {"num_hidden_layers": 6},
+        (9, 35),
         {"attention_bias": False},
     ),
     "olmo3": Case(
@@ -366,10 +367,10 @@ CASES |= {
         {"mlp_bias": False},
         changes=({"no_rope_layers": [0, 1, 0, 1]},),
     ),
-    "granite": Case(GRANITE, (6, 40), {"residual_multiplier": 1.0}, changes=GRANITE_CHANGES),
+    "granite": Case(GRANITE, (7, 41), {"residual_multiplier": 1.0}, changes=GRANITE_CHANGES),
     "granite_tied": Case(
         {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 0.02},
-        (7, 33),
+        (10, 36),
         {"mlp_bias": False},
         changes=GRANITE_CHANGES,
     ),
