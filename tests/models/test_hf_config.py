@@ -181,6 +181,59 @@ def test_keys_that_change_nothing_are_accepted():
     assert parse(rope_scaling={**yarn, **harmless}, max_sequence_length=2048, activation="swiglu") == plain
 
 
+@pytest.mark.parametrize(
+    "model_type, changes, message",
+    [
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True, expected None or False"),
+        ("gemma", {"hidden_act": "silu"}, "hidden_act='silu', expected one of gelu_pytorch_tanh, gelu"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping=-1.0, expected a finite number above 0"),
+        ("gemma2", {"sliding_window": None}, "no 'sliding_attention' without a sliding_window"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0, expected None"),
+        ("gemma3_text", {"rope_parameters": {"full_attention": {}, "ful": {}}}, "rope_parameters.ful={} is not known"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": {}}, "rope_theta": 5.0},
+            "rope_theta=5.0, expected None",
+        ),
+        ("olmo3", {"layer_types": ["full_attention"]}, "one entry for each of num_hidden_layers=2"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear', expected default or longrope"),
+        ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75 of head_dim=4 is 3, odd"),
+        ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5, expected 1 or less"),
+        (
+            "phi3",
+            {"auto_map": {"AutoModel": "evil.Model"}},
+            "auto_map=.*expected none, or classes of configuration_phi3",
+        ),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers=.1., expected a list of at least 2"),
+        ("smollm3", {"layer_types": ["sliding_attention"] * 2}, "without use_sliding_window=true"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier=0, expected a finite number above 0"),
+        ("olmo2", {"clip_qkv": 8.0}, "'clip_qkv'"),
+    ],
+)
+def test_a_family_refuses_what_it_does_not_compute(model_type, changes, message):
+    with pytest.raises(ValueError, match=message):
+        parse(**{"model_type": model_type, "num_key_value_heads": 2, **changes})
+
+
+def test_published_files_with_older_keys_are_read():
+    own_code = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
+    phi3 = parse(model_type="phi3", auto_map=own_code, original_max_position_embeddings=4096, sliding_window=2047)
+    assert phi3.ropes == (RopeConfig(),) and phi3.windows == (2047, 2047)
+    su = parse(
+        model_type="phi3", rope_scaling={"type": "su", **LONG}, original_max_position_embeddings=1024,
+        max_position_embeddings=8192,
+    )  # fmt: skip
+    assert (su.ropes[0].kind, su.ropes[0].factor) == ("longrope", 8.0)
+    gemma2 = parse(model_type="gemma2", head_dim=8, num_key_value_heads=2, cache_implementation="hybrid")
+    assert gemma2.windows == (4096, None) and gemma2.logits_soft_cap == 30.0 and gemma2.tie_word_embeddings
+    gemma3 = parse(model_type="gemma3_text", head_dim=8, num_key_value_heads=2, sliding_window_pattern=2)
+    assert [rope.theta for rope in gemma3.ropes] == [1e4, 1e6]
+    smollm3 = parse(model_type="smollm3", num_key_value_heads=2, pretraining_tp=2, no_rope_layer_interval=2)
+    assert [block.mixer.rope is None for block in smollm3.blocks] == [False, True] and smollm3.ropes[0].theta == 2e6
+    olmo3 = parse(model_type="olmo3", rope_scaling={"rope_type": "linear", "factor": 2.0}, num_hidden_layers=4)
+    assert [block.mixer.rope.kind for block in olmo3.blocks] == ["default"] * 3 + ["linear"]
+
+
 EXPERTS = {**QWEN2, "model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 
 

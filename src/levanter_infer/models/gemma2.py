@@ -20,6 +20,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     cap = hf.optional_number("attn_logit_softcapping", 50.0)
     final_cap = hf.optional_number("final_logit_softcapping", 30.0)
     window = hf.optional_count("sliding_window", 4096)
+    hf.only("sliding_window_size", None, window)  # of older files
     windows = hf.windows(sizes.num_layers, window, lambda layer: layer % 2 == 0)
     hf.finish()
     norm = sizes.norm(plus_one=True)

@@ -14,6 +14,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 INFORMATIONAL = frozenset(
     # About the file, the tokenizer or the library.
     "_name_or_path _commit_hash architectures transformers_version model_type torch_dtype dtype use_cache "
+    "cache_implementation "
     "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class "
     "initializer_range return_dict output_hidden_states output_attentions torchscript use_bfloat16 "
     "tf_legacy_loss id2label label2id num_labels problem_type finetuning_task task_specific_params prefix "
@@ -151,6 +152,17 @@ class HfConfig:
         if self._get(key, allowed[0]) not in allowed:
             values = " or ".join(repr(value) for value in allowed)
             raise self.fail(key, f"{values}: this checkpoint needs something that is not implemented")
+
+    def own_code(self, *modules: str) -> None:
+        """Accept an `auto_map` that names these modules alone: their mathematics is that of the class in HF."""
+        names = self._get("auto_map", None) or {}
+        named = (
+            [str(name).split("--")[-1].rpartition(".")[0] for name in names.values()]
+            if isinstance(names, dict)
+            else [""]
+        )
+        if any(name not in modules for name in named):
+            raise self.fail("auto_map", f"none, or classes of {' and '.join(modules)}: other code is not run")
 
     def rope(
         self,

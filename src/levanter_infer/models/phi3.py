@@ -25,9 +25,12 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     hf = HfConfig(raw)
     sizes = read_sizes(hf, kv_heads=None, head_dim=None, max_positions=4096, norm_eps=1e-5, ropes=ropes)
     window = hf.optional_count("sliding_window")
-    # HF's Phi-3 has no biases, whatever these keys say.
-    hf.only("attention_bias", False)
-    hf.only("mlp_bias", False)
+    # HF's Phi-3 has none of these, whatever the keys of Microsoft's own code say.
+    for key, neutral in {"attention_bias": False, "mlp_bias": False, "lm_head_bias": False}.items():
+        hf.only(key, neutral)
+    hf.only("full_attn_mod", 1)
+    hf.only("interpolate_factor", 1)
+    hf.own_code("configuration_phi3", "modeling_phi3")
     hf.finish()
     block = Block(sizes.attention(window=window), sizes.dense(), sizes.norm())
     return sizes.decoder("phi3", [block] * sizes.num_layers)

@@ -21,6 +21,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     window = window if used else None
     needs = "use_sliding_window=true and a sliding_window"
     windows = hf.windows(sizes.num_layers, window, lambda layer: window is not None and not has_rope[layer], needs)
+    hf.size("max_window_layers", 28)  # HF's SmolLM3 reads neither
+    hf.count("pretraining_tp", 1)
     hf.finish()
     blocks = []
     for has, window in zip(has_rope, windows, strict=False):
