@@ -4,12 +4,16 @@ Samples, beam searches, and samples that go on from one another; preempted, and 
 memory and back.
 
     python scripts/compare_bits.py --comparisons 10000
+    python scripts/compare_bits.py --digest      # SHA-256 of what each engine gives, to compare two versions
 
-Prints one JSON line, and exits with 1 if any comparison fails.
+Prints one JSON line, and exits with 1 if any comparison fails. `--digest` prints a line per backend and configuration
+instead: the same requests in the same rounds, so that versions whose lines are equal schedule alike and compute the
+same bits.
 """
 
 import argparse
 import collections
+import hashlib
 import json
 import sys
 import time
@@ -39,7 +43,10 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=250, help="in each round of comparisons; default 250")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--digest", action="store_true", help="digests of one round of comparisons per engine")
     args = parser.parse_args()
+    if args.digest:
+        return digests(args.dtype, args.requests, args.seed)
     start, compared, differing, rounds = time.time(), 0, 0, 0
     alone = make_engine(args.dtype, with_beams=True, max_seqs=4, page_size=8, max_step_tokens=256, prefix_cache=False)
     engines = [make_engine(args.dtype, with_beams=True, **config) for config in CONFIGS]
@@ -62,6 +69,22 @@ def main() -> int:
     line = {"compared": compared, "differing": differing, **kinds, **totals, "dtype": args.dtype}
     print(json.dumps({**line, "seconds": round(time.time() - start)}))
     return 1 if differing else 0
+
+
+def digests(dtype: str, num_requests: int, seed: int) -> int:
+    """Print a digest per backend and configuration; rounds are bounded by steps alone, so that time decides nothing."""
+    cases = all_kinds(num_requests, seed=seed)
+    for name, numerics in (("xla", "default"), ("cpu", "batch_invariant")):
+        for number, config in enumerate(CONFIGS):
+            fixed = dict(numerics=numerics, attention=name, matmul=name, max_round_steps=6, max_round_seconds=3600)
+            engine = make_engine(dtype, with_beams=True, **{**config, **fixed})
+            digest = hashlib.sha256()
+            for served in serve(engine, cases):
+                digest.update(repr(served).encode())
+            counts = {key: engine.stats()[key] for key in ("preemptions", "forks", "prefix_hits", "offloaded_pages")}
+            line = {"backend": name, "config": number, "dtype": dtype, **counts, "digest": digest.hexdigest()}
+            print(json.dumps(line), flush=True)
+    return 0
 
 
 if __name__ == "__main__":

@@ -42,24 +42,24 @@ def with_stop_rules(requests, seed: int):
 
 
 def serve(engine, requests) -> tuple[list, set[str]]:
-    """Run all requests, a step at a time; returns their groups and the ids of those that lost their pages meanwhile."""
-    groups = [engine.submit(request) for request in requests]
+    """Run all requests, a step at a time; returns their states and the ids of those that lost their pages meanwhile."""
+    states = [engine.submit(request) for request in requests]
     preempted: set[str] = set()
     computed = np.zeros(engine.shapes.num_slots, int)
     owners: dict = {}
-    left = groups
-    while not all(group.is_done for group in groups):
+    left = states
+    while not all(state.is_done for state in states):
         engine.step_round(max_steps=1)
         table = engine.state.decode.sequences
         now, status = np.asarray(table.num_computed), np.asarray(table.status)
-        left = [group for group in left if not group.is_done or any(s.slot is not None for s in group.sequences)]
-        before, owners = owners, {s.slot: s for group in left for s in group.sequences if s.slot is not None}
+        left = [state for state in left if not state.is_done or any(s.slot is not None for s in state.sequences)]
+        before, owners = owners, {s.slot: s for state in left for s in state.sequences if s.slot is not None}
         for slot in np.flatnonzero((computed > 0) & (now < computed) & (status < FINISHED)):
             if owners.get(slot) is not None and owners[slot] is before.get(slot):
                 preempted.add(owners[slot].request.id)
         computed = now.copy()
     engine.drain()
-    return groups, preempted
+    return states, preempted
 
 
 def main() -> int:
@@ -82,8 +82,8 @@ def main() -> int:
         max_pages=max(int(load / args.too_small), 96 // PAGE_SIZE),
         admission=args.admission,
     )
-    groups, preempted = serve(engine, requests)
-    found = bits([group.output() for group in groups])
+    states, preempted = serve(engine, requests)
+    found = bits([state.output() for state in states])
     check_invariants(engine.state.decode)
     stats = engine.stats()
     differing = sum(one != other for one, other in zip(found, expected, strict=True))

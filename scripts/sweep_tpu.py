@@ -106,7 +106,7 @@ def other_cases(gens: Iterable[str]) -> list[Case]:
     return [Case(gen, heads, page, 8192, 64) for gen in gens for heads, page in OTHERS]
 
 
-_SHARED = ("call", "int8", "rules", "tiling")
+_SHARED = ("call", "int8", "rules")
 """Modules beside the `tpu` folder that the kernels and tiles for TPUs come from."""
 
 

@@ -97,12 +97,32 @@ class LiveConfig:
     activation_function: str = "silu"
     hybrid_norm: bool = False
     sliding_window: int | None = None
+    num_experts_per_tok: int | None = None
+    norm_topk_prob: bool | None = None
+    mlp_only_layers: tuple[int, ...] = ()
+    decoder_sparse_step: int = 1
 
 
 class Mlp(eqx.Module):
     gate_proj: hnn.Linear
     up_proj: hnn.Linear
     down_proj: hnn.Linear
+
+
+class Experts(eqx.Module):
+    """`Qwen3MoeExperts`: weights of `MoELinear`, [layer, experts, in, out]."""
+
+    gate_proj: hnn.MoELinear
+    up_proj: hnn.MoELinear
+    down_proj: hnn.MoELinear
+
+
+class SparseMlp(eqx.Module):
+    """`Qwen3MoeSparseMoeBlock`"""
+
+    gate: hnn.Linear
+    experts: Experts
+    inference: bool = False
 
 
 class Attention(eqx.Module):
@@ -119,7 +139,7 @@ class Attention(eqx.Module):
 class Layer(eqx.Module):
     config: LiveConfig = eqx.field(static=True)
     self_attn: Attention
-    mlp: Mlp
+    mlp: Mlp | SparseMlp
     input_layernorm: hnn.RmsNorm
     post_attention_layernorm: hnn.RmsNorm
     post_attn_layernorm: hnn.RmsNorm | None = None
@@ -182,11 +202,27 @@ def live_model(
     def linear(name: str, outs: tuple, ins: tuple) -> hnn.Linear:
         return hnn.Linear(stack(f"{name}.weight", *outs, *ins), stack(f"{name}.bias", *outs), ins, outs)  # type: ignore
 
+    def experts(name: str, outs: Axis, ins: Axis) -> hnn.MoELinear:
+        names = [
+            f"model.layers.{layer}.mlp.experts.{i}.{name}.weight"
+            for layer in range(layers.size)
+            for i in range(expert.size)
+        ]
+        weight = array(names, (layers, expert, outs, ins)).rearrange((layers, expert, ins, outs))
+        return hnn.MoELinear(weight, None, expert, ins, outs, use_gmm=False)
+
     def norm(weight: hax.NamedArray | None, axis: Axis = embed) -> hnn.RmsNorm | None:
         return None if weight is None else hnn.RmsNorm(axis, weight, None, config["rms_norm_eps"], jnp.float32)  # type: ignore
 
     rope = rope or Rope(config["rope_theta"], config.get("rope_scaling"))
-    live = LiveConfig(config["max_position_embeddings"], rope)
+    live = LiveConfig(
+        config["max_position_embeddings"],
+        rope,
+        num_experts_per_tok=config.get("num_experts_per_tok"),
+        norm_topk_prob=config.get("norm_topk_prob"),
+    )
+    expert = Axis("experts", config.get("num_experts", 0))
+    width = Axis("mlp", config.get("moe_intermediate_size", 0))
     q_heads = (kv_heads, group, size)
     attention = Attention(
         AttentionConfig(window),
@@ -205,6 +241,13 @@ def live_model(
             linear("mlp.gate_proj", (mlp,), (embed,)),
             linear("mlp.up_proj", (mlp,), (embed,)),
             linear("mlp.down_proj", (embed,), (mlp,)),
+        )
+        if expert.size == 0
+        else SparseMlp(
+            linear("mlp.gate", (expert,), (embed,)),
+            Experts(
+                experts("gate_proj", width, embed), experts("up_proj", width, embed), experts("down_proj", embed, width)
+            ),
         ),
         norm(stack("input_layernorm.weight", embed)),  # type: ignore
         norm(stack("post_attention_layernorm.weight", embed)),  # type: ignore

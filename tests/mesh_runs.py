@@ -33,11 +33,11 @@ from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.mesh import MeshConfig, make_mesh
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from levanter_infer.engine.uploads import sampling_table
 from levanter_infer.layers.layout import Layout
 from levanter_infer.layers.shard_axis import ShardAxis, Vocabulary
 from levanter_infer.models.uncached import next_token
 from levanter_infer.runtime.hosts import Hosts
+from tests.decode.sampling_oracle import sampling_table
 
 Place = Mapping[str, Any]
 """Where an engine runs: its arguments `mesh` and `hosts`."""
@@ -207,7 +207,7 @@ def invariant(place: Place, *, is_live: bool = False) -> dict:
     return {
         "tokens": [completion.token_ids for completion in completions],
         "bits": [completion.logprobs.view(np.int32).tolist() for completion in completions],
-        "shards": engine.backend.num_shards,
+        "shards": engine.backend.num_ranks,
         "given_up": given_up(engine, model) if is_live else [],
     }
 

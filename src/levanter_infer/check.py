@@ -147,7 +147,7 @@ def describe_machine(command: str) -> int:
     """Say what an engine would run on here, and print it as a line of JSON; returns the exit status."""
     import jax
 
-    from levanter_infer.engine.instructions import choose
+    from levanter_infer.engine.instructions import choose, usable_isas
     from levanter_infer.fingerprint import device_fingerprint, version_fingerprint
     from levanter_infer.kernels.cpu import bindings as cpu
     from levanter_infer.runtime.processor import processor_name
@@ -163,7 +163,7 @@ def describe_machine(command: str) -> int:
     elif missing is not None:
         say(f"kernels   those for CPUs cannot be used, XLA replaces them: {missing}")
     else:
-        say(f"kernels   for CPUs, with {', '.join(cpu.isas())}")
+        say(f"kernels   for CPUs, with {', '.join(usable_isas())}")
         for dtype in ("bfloat16", "float32"):
             choice = choose(CpuIsa.AUTO, dtype)
             chosen[dtype] = choice.isa
@@ -313,9 +313,9 @@ def keys_and_values_of(engine, request: Request, index: int, stored: int) -> tup
     """
     import jax.numpy as jnp
 
-    group = engine.submit(request)
-    sequence, found = group.sequences[index], None
-    while found is None and not group.is_done:
+    state = engine.submit(request)
+    sequence, found = state.sequences[index], None
+    while found is None and not state.is_done:
         engine.step_round(max_steps=1)
         table, kv = engine.state.decode.sequences, engine.state.kv
         if sequence.slot is not None and int(table.num_computed[sequence.slot]) >= stored:
@@ -325,7 +325,7 @@ def keys_and_values_of(engine, request: Request, index: int, stored: int) -> tup
             values = kv.values_at(jnp.asarray(pages, jnp.int32), jnp.asarray(offsets, jnp.int32))
             tokens = np.asarray(table.tokens)[sequence.slot, :stored]
             found = tokens, np.asarray(values)
-    engine.cancel(group)
+    engine.cancel(state)
     engine.drain()
     return found
 

@@ -46,6 +46,20 @@ def test_loading_what_was_saved_gives_the_model_bit_for_bit(tmp_path, name, dtyp
             assert (file.get_tensor(tensor) == value.astype(jnp.dtype(dtype))).all()
 
 
+def test_a_saved_file_is_whole_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    # The last tensor of a tied model is a small one, which Python buffers.
+    model, _ = load_model(write_checkpoint(tmp_path / "given", load_case("llama_tied")))
+    synced = {}
+
+    def fsync(descriptor):
+        synced[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    save_model(model, tmp_path / "saved")
+    size = (tmp_path / "saved" / "model.safetensors").stat().st_size
+    assert synced[str(tmp_path / "saved" / ".model.safetensors.partial")] == size
+
+
 def test_extra_config_keys_are_written_unless_they_change_the_model(tmp_path):
     model, _ = load_model(write_checkpoint(tmp_path / "given", load_case("llama1")))
     save_model(model, tmp_path / "saved", hf_config={"eos_token_id": 2})

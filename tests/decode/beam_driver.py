@@ -25,8 +25,8 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
 from levanter_infer.engine.request_state import RequestState, SampleState
+from levanter_infer.engine.runner import admission_fields, empty_admission
 from levanter_infer.engine.scheduler import Scheduler
-from levanter_infer.engine.uploads import admission_fields, empty_admission
 from levanter_infer.engine.validation import RequestLimits, validate
 
 VOCAB = 9

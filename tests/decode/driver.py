@@ -21,8 +21,9 @@ from levanter_infer.decode.state import DecodeState
 from levanter_infer.decode.step import append, empty_sample
 from levanter_infer.engine.admission import SamplingColumns
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.uploads import empty_admission, sampling_table
+from levanter_infer.engine.runner import empty_admission
 from tests.decode.allocator_model import SWAPPED, AllocatorModel
+from tests.decode.sampling_oracle import sampling_table
 
 VOCAB = 5
 SHAPES = Shapes(

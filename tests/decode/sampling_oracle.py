@@ -9,7 +9,6 @@ from levanter_infer.decode.sampling import SamplingTable
 from levanter_infer.decode.shapes import SamplingLimits
 from levanter_infer.engine.admission import SamplingColumns
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.uploads import sampling_table
 
 EOS = 3
 
@@ -22,6 +21,11 @@ def limits_for(vocab_size: int, max_logit_bias: int = 4) -> SamplingLimits:
         max_stop_sequences=5,
         max_stop_tokens=16,
     )
+
+
+def sampling_table(columns: SamplingColumns) -> SamplingTable:
+    """Sampling parameters as a table of NumPy arrays."""
+    return SamplingTable(**columns.columns, limits=columns.limits)  # type: ignore[arg-type]
 
 
 def table_of(

@@ -21,7 +21,8 @@ from levanter_infer.decode.state import DecodeState
 from levanter_infer.decode.step import append, batch_info, empty_sample
 from levanter_infer.engine.admission import SamplingColumns
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.uploads import empty_admission, sampling_table
+from levanter_infer.engine.runner import empty_admission
+from tests.decode.sampling_oracle import sampling_table
 
 SHAPES = Shapes(
     num_slots=6,

@@ -22,8 +22,8 @@ from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.pure import generate
 from levanter_infer.engine.request import Request
+from levanter_infer.engine.runner import empty_admission
 from levanter_infer.engine.sizes import resolve_shapes
-from levanter_infer.engine.uploads import empty_admission
 from levanter_infer.kernels.cpu import bindings as cpu
 from tests.hlo import pool_copies
 from tests.tiny_models import tiny_model
@@ -91,7 +91,7 @@ def free_pages(engine: InferenceEngine) -> int:
 
 def flush_known(engine: InferenceEngine) -> None:
     """Read the round in flight, so that what the tables say is the last word."""
-    engine._known += engine._flush()
+    engine._rounds.pause()
 
 
 def check_idle(engine: InferenceEngine) -> None:
@@ -110,7 +110,7 @@ def test_bits_in_a_pool_that_is_too_small_are_those_of_each_alone(engine, host, 
     expected = alone(engine, *REQUESTS)
     before = engine.stats()
     if host == "full":
-        monkeypatch.setattr(engine._offload, "_max_bytes", 0)
+        monkeypatch.setattr(engine._rounds.offload, "_max_bytes", 0)
     elif host == "exhausted":
 
         def nothing_left(kv, pages):
@@ -165,7 +165,7 @@ def test_the_youngest_group_leaves_first(engine):
     left: list[str] = []
     while not all(group.is_done for group in groups):
         engine.step_round(max_steps=1)
-        gone = [m.sequence.request.id for record in engine._offload._records for m in record.remaining()]
+        gone = [m.sequence.request.id for record in engine._rounds.offload._records for m in record.remaining()]
         left += [name for name in gone if name not in left]
     assert left[0] == "22" and "20" not in left
     check_idle(engine)
@@ -180,7 +180,7 @@ def test_a_sequence_moved_by_hand_waits_holds_nothing_and_goes_on_as_if_nothing_
     stats, known = engine.stats(), len(sequence.token_ids)
     assert pages == pages_for(9 + known - 1, 4) and free_pages(engine) == PAGES
     assert stats["offloaded_sequences"] == 1 and stats["offloaded_bytes"] >= pages * stats["page_bytes"]
-    assert {array.sharding.memory_kind for record in engine._offload._records for array in record.contents} == {
+    assert {array.sharding.memory_kind for record in engine._rounds.offload._records for array in record.contents} == {
         "pinned_host"
     }
     other_group = engine.submit(other)
@@ -224,8 +224,8 @@ def test_a_group_that_leaves_together_shares_again_what_it_shared(engine):
     indices = np.array(engine.state.decode.sequences.page_indices)
     counts = np.sort(np.array(engine.state.decode.page_table.ref_counts))
     tables = _Tables(engine.runner)
-    assert engine._offload._move_out(tables, group.sequences, stays=True)
-    (record,) = engine._offload._records
+    assert engine._rounds.offload._move_out(tables, group.sequences, stays=True)
+    (record,) = engine._rounds.offload._records
     assert len(record.used()) == (counts > 0).sum() < (indices < PAGES).sum()
     assert free_pages(engine) == PAGES == tables.free
     engine.prefetch(group.sequences[1])
@@ -254,7 +254,7 @@ def test_a_deadline_ends_who_is_in_the_memory_of_the_host_and_nobody_else(engine
     group = engine.submit(dataclasses.replace(late, timeout_s=1000))
     while not engine.stats()["offloaded_sequences"]:
         engine.step_round(max_steps=1)
-    assert [member.sequence.request for member in engine._offload._records[0].members] == [group]
+    assert [member.sequence.request for member in engine._rounds.offload._records[0].members] == [group]
     now = time.perf_counter
     monkeypatch.setattr(time, "perf_counter", lambda: now() + 2000)
     assert group.sequences[0] in engine.step_round(max_steps=1)
@@ -268,7 +268,7 @@ def test_one_that_ended_meanwhile_does_not_come_back_with_its_group(engine):
     group = started(engine, request(18, prompt=13, n=3), 4)
     flush_known(engine)
     tables = _Tables(engine.runner)
-    assert engine._offload._move_out(tables, group.sequences, stays=True)
+    assert engine._rounds.offload._move_out(tables, group.sequences, stays=True)
     ended = group.sequences[1]
     ended.finish("stop")
     engine._scheduler.slots_of(group).cancel_slot(ended)
@@ -299,7 +299,7 @@ def test_without_room_it_comes_back_when_there_is_or_computes_again(engine, poli
     engine.spill_to_host(group.sequences[0])
     filling = started(engine, long, 5)
     if policy == "recompute":
-        monkeypatch.setattr(engine._offload, "_shapes", dataclasses.replace(engine.shapes, offload=False))
+        monkeypatch.setattr(engine._rounds.offload, "_shapes", dataclasses.replace(engine.shapes, offload=False))
     before = engine.stats()
     engine.prefetch(group.sequences[0])
     flush_known(engine)
@@ -320,7 +320,7 @@ def test_what_cannot_be_moved_is_said(engine, monkeypatch):
     with pytest.raises(ValueError, match="not in host memory"):
         engine.prefetch(waiting.sequences[0])
     group = started(engine, request(23), 4)
-    monkeypatch.setattr(engine._offload, "_max_bytes", 100)
+    monkeypatch.setattr(engine._rounds.offload, "_max_bytes", 100)
     with pytest.raises(ValueError, match=r"0 of 100 bytes are in use; .* raise engine\.host_bytes"):
         engine.spill_to_host(group.sequences[0])
     check_idle(engine)

@@ -14,7 +14,7 @@ from levanter_infer.decode.sampling_table import SamplingTable
 from levanter_infer.decode.shapes import SamplingLimits
 from levanter_infer.engine.admission import SamplingColumns
 from levanter_infer.engine.params import SamplingParams, derive_seed
-from levanter_infer.engine.uploads import sampling_table
+from tests.decode.sampling_oracle import sampling_table
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from levanter_infer.engine.uploads import empty_admission
+from levanter_infer.engine.runner import empty_admission
 from tests.hlo import pool_copies
 from tests.tiny_models import tiny_model
 

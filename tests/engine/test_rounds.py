@@ -56,6 +56,13 @@ def test_more_steps_than_the_engine_would_choose_are_not_taken(engine):
     engine.drain()
 
 
+def test_a_call_leaves_no_round_in_flight(engine):
+    engine.generate([request(7), request(3)])
+    assert engine._rounds.in_flight is None
+    stats = engine.stats()
+    assert stats["pages_free"] == stats["pages_total"]
+
+
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True, "2"])
 def test_steps_that_are_no_positive_number_are_refused_and_nothing_is_lost(engine, steps):
     group = engine.submit(request(3))
@@ -70,10 +77,10 @@ def test_the_wait_for_the_launch_window_ends_with_the_round_however_long_it_was_
     engine.wait_for_launch_window()  # nothing runs
     engine.submit(request(5))
     engine.step_round(max_steps=1)
-    monkeypatch.setattr(engine._in_flight, "expected_s", 60.0)
+    monkeypatch.setattr(engine._rounds.in_flight, "expected_s", 60.0)
     engine.wait_for_launch_window()
     assert time.perf_counter() - start < 30
-    assert engine._in_flight.outputs.packed.is_ready()
+    assert engine._rounds.in_flight.outputs.packed.is_ready()
     engine.drain()
 
 
@@ -81,7 +88,7 @@ def test_the_wait_for_the_launch_window_ends_when_the_next_round_has_to_be_launc
     unfinished = SimpleNamespace(packed=SimpleNamespace(is_ready=lambda: False))
     begun = time.perf_counter()
     running = SimpleNamespace(outputs=unfinished, started=begun, launch_s=0.02, expected_s=0.3)
-    monkeypatch.setattr(engine, "_in_flight", running)
+    monkeypatch.setattr(engine._rounds, "in_flight", running)
     engine.wait_for_launch_window()
     assert 0.3 - 2 * 0.02 <= time.perf_counter() - begun < 5
 

@@ -195,7 +195,7 @@ def test_cancelled_and_forgotten_requests_wait_for_no_scores(engine):
     assert groups[0].prompt_scores is None and all(group.is_done for group in groups)
     check(text(50, seed=5), groups[5].output().prompt_logprobs)
     group = engine.submit(request(text(5)))
-    while not engine._scores._asked:
+    while not engine._rounds.scores._asked:
         engine.step_round()
     engine.reset()
     assert group.is_done and group.sequences[0].finish_reason == "abort"

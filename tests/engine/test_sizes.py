@@ -2,9 +2,11 @@
 
 import dataclasses
 
+import jax
 import pytest
 
 from levanter_infer.engine import sizes as engine_sizes
+from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
@@ -34,6 +36,13 @@ def test_narrow_pages_cost_half(monkeypatch):
     # A token of the tiny model has 64 numbers in 8 heads; integers of 8 bits come with the code of each head's scale.
     config = dataclasses.replace(config, kv_dtype="int8")
     assert resolve_shapes(config, tiny_model(), 1).num_pages == 10 * TOKEN_BYTES // (2 * 4 * (8 + 1))
+
+
+def test_weights_that_are_not_loaded_yet_count_with_their_bytes():
+    model = tiny_model()
+    backend = BackendChoice.choose(EngineConfig(), model, has_mods=False)
+    types = backend.prepared_types(jax.eval_shape(lambda: model))
+    assert backend.device_bytes(types) == sum(leaf.nbytes for leaf in jax.tree.leaves(backend.prepare(model)))
 
 
 def test_pages_decide_the_pool_and_sequence_length_only_the_tables():

@@ -5,7 +5,9 @@ import threading
 import time
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from levanter_infer.checkpoints.load import open_model
 from levanter_infer.checkpoints.save import save_model
@@ -78,3 +80,19 @@ def test_what_is_refused_compiles_nothing_and_compiling_takes_nobodys_time(monke
     assert not compiled and engine.shapes.scoring is None and not engine.shapes.max_beams
     (output,) = engine.generate([dataclasses.replace(REQUEST, timeout_s=1000.0)])
     assert len(compiled) == 1 and output.completions[0].finish_reason == "length"
+
+
+def test_an_engine_is_made_and_called_within_a_mesh_that_its_caller_has_set():
+    config = EngineConfig(max_seqs=4, max_seq_len=32, page_size=4)
+    search = Request(prompt_token_ids=[3, 1, 4], sampling=SamplingParams(max_tokens=4, num_beams=2))
+    expected = InferenceEngine(tiny_model(), config=config).generate([REQUEST, search])
+    trainers = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("replica", "model"))
+    with jax.set_mesh(trainers):
+        engine = InferenceEngine(tiny_model(), config=config)
+        found = engine.generate([REQUEST, search])
+        engine.swap_weights(tiny_model())
+        (scores,) = engine.score([[3, 1, 4]])
+    assert [o.completions[0].token_ids for o in found] == [o.completions[0].token_ids for o in expected]
+    assert scores.shape == (2,) and engine.generate([REQUEST])[0].completions[0].token_ids == uncached_greedy(
+        tiny_model(), [3, 1, 4], 5
+    )

@@ -63,7 +63,7 @@ def test_with_sixteen_bits_the_bits_are_shared_too():
     assert len(shared) == len(pointers(model))
 
 
-@pytest.mark.parametrize("name", ["llama2_bias", "qwen2", "qwen3", "llama_tied", "llama_longrope"])
+@pytest.mark.parametrize("name", ["llama2_bias", "qwen2", "qwen3", "llama_tied", "llama_longrope", "qwen3_moe"])
 def test_the_forward_of_every_kind_is_that_of_its_checkpoint(name):
     older = dict(kv_name="kv_heads", layer_name="layers") if name == "qwen2" else {}
     case, model = case_and_model(name, **older)
@@ -183,7 +183,7 @@ NORM = hnn.RmsNorm(hax.Axis("embed", 64), hax.ones((hax.Axis("layer", 2), hax.Ax
         (with_rotary(Rotary((1.0,) * 8, pairs_of_neighbours=True)), "is Rotary, which does not turn pairs"),
         (with_rotary(lambda q, position_ids: hax.sin(q)), "is function, which does not turn pairs"),
         (with_rotary(lambda q: q), "is function, which cannot be called with queries and positions"),
-        (with_experts("block_sparse_moe"), "stacked.block_sparse_moe.* live models with experts are not implemented"),
+        (with_experts("block_sparse_moe"), "stacked.block_sparse_moe, expected .*mlp.experts"),
         (with_config(max_seq_len=None), "no max_seq_len or seq_len"),
         (with_norm(eps=1e-3), r"input_layernorm.eps=1e-05, expected 0.001"),
     ],

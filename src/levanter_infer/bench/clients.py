@@ -69,7 +69,7 @@ class _Run:
         self._engine, self._requests, self._arrivals, self._max_steps = engine, requests, arrivals, max_steps
         self.num_submitted = 0
         self.running: dict[int, RequestState] = {}
-        self._groups: list[RequestState] = []
+        self._states: list[RequestState] = []
         self._token_times: list[list[float]] = [[] for _ in requests]
         self._rounds: list[Round] = []
         self._start = time.perf_counter()
@@ -93,21 +93,21 @@ class _Run:
         """Submit the requests that have arrived, up to `limit` requests in all."""
         now = self.now()
         while self.num_submitted < min(limit, len(self._requests)) and self._arrivals[self.num_submitted] <= now:
-            group = self._engine.submit(self._requests[self.num_submitted])
-            self.running[self.num_submitted] = group
-            self._groups.append(group)
+            state = self._engine.submit(self._requests[self.num_submitted])
+            self.running[self.num_submitted] = state
+            self._states.append(state)
             self.num_submitted += 1
 
     def round(self) -> None:
         self._engine.step_round(max_steps=self._max_steps)
         now, others, totals = self.now(), others_seconds(), self._engine.stats()
         tokens = 0
-        for i, group in list(self.running.items()):
+        for i, state in list(self.running.items()):
             times = self._token_times[i]
-            new = len(group.sequences[0].token_ids) - len(times)
+            new = len(state.sequences[0].token_ids) - len(times)
             times += [now] * new
             tokens += new
-            if group.is_done:
+            if state.is_done:
                 del self.running[i]
         steps, prompt_steps = (totals[name] - self._totals[name] for name in ("steps", "prompt_steps"))
         if steps:
@@ -130,6 +130,6 @@ class _Run:
         return Timeline(
             arrivals=list(self._arrivals),
             token_times=self._token_times,
-            token_ids=[group.sequences[0].token_ids for group in self._groups],
+            token_ids=[state.sequences[0].token_ids for state in self._states],
             rounds=self._rounds,
         )

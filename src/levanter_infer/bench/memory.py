@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from levanter_infer.bench.plot import add_plot_argument, draw
-from levanter_infer.bench.report import digest, emit, measured, provenance
+from levanter_infer.bench.report import add_plot_argument, digest, draw, emit, measured, provenance
 from levanter_infer.bench.workload import (
     add_model_arguments,
     model_config,
@@ -223,8 +222,8 @@ def audits_of(engine: InferenceEngine, mix: Mix, output: int) -> Iterator[Memory
     prompts = random_prompts(STAND_IN["vocab"], list(mix.prompt_lens), seed=0)
     requests = [_request(prompt, output, mix.n) for prompt in prompts]
     for together in [[request] for request in requests] if mix.in_turn else [requests]:
-        groups = [engine.submit(request) for request in together]
-        while not all(group.is_done for group in groups):
+        states = [engine.submit(request) for request in together]
+        while not all(state.is_done for state in states):
             engine.step_round()
             yield audit(engine.state.decode)
         engine.drain()

@@ -11,8 +11,7 @@ import time
 
 import numpy as np
 
-from levanter_infer.bench.plot import add_plot_argument, draw
-from levanter_infer.bench.report import digest, emit, measured, provenance, summarize
+from levanter_infer.bench.report import add_plot_argument, digest, draw, emit, measured, provenance, summarize
 from levanter_infer.bench.workload import (
     add_model_arguments,
     model_sizes,
@@ -110,9 +109,9 @@ def step_by_step(engine: InferenceEngine, requests: list[Request]) -> dict[str, 
         it and the `capacity` of the pages in use; and the `token_ids` of every request.
     """
     found: dict[str, list] = {"seconds": [], "prompts": [], "stored": [], "capacity": []}
-    groups = [engine.submit(request) for request in requests]
+    states = [engine.submit(request) for request in requests]
     before = engine.stats()
-    while not all(group.is_done for group in groups):
+    while not all(state.is_done for state in states):
         engine.step_round(max_steps=1)
         stats = engine.stats()
         if stats["steps"] > before["steps"]:
@@ -122,5 +121,5 @@ def step_by_step(engine: InferenceEngine, requests: list[Request]) -> dict[str, 
             found["capacity"].append(stats["pages_in_use"] * engine.shapes.page_size)
         before = stats
     engine.drain()
-    found["token_ids"] = [sequence.token_ids for group in groups for sequence in group.sequences]
+    found["token_ids"] = [sequence.token_ids for state in states for sequence in state.sequences]
     return found

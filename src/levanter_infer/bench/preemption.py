@@ -88,9 +88,9 @@ def _timed(engine: InferenceEngine, requests: list[Request]) -> tuple[float, lis
 
 def _compile(engine: InferenceEngine, request: Request) -> None:
     """Compile every program that a run may need."""
-    group = engine.submit(request)
-    while not engine.spill_to_host(group.sequences[0]):
+    state = engine.submit(request)
+    while not engine.spill_to_host(state.sequences[0]):
         engine.step_round(max_steps=1)
-    engine.prefetch(group.sequences[0])
-    engine.cancel(group)
+    engine.prefetch(state.sequences[0])
+    engine.cancel(state)
     engine.drain()

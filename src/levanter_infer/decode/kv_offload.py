@@ -2,7 +2,7 @@
 
 The device says when (`host_call`) and the host chooses the victims (`engine/kv_offload.py`). The operations here move
 them: contents by `read_pages` and `write_pages`, a few pages a call, tables by `mark_swapped` and `swap_in`. Pages that
-several sequences of a group share move once and are shared again.
+several sequences of a request share move once and are shared again.
 
 The seam to scheduler and loop is `may_start`, `unless_called` and `host_call`, which are no-ops without offload.
 """
@@ -43,7 +43,7 @@ def may_start(table: SequenceTable, ready: Array, shapes: Shapes) -> Array:
 
 
 def host_call(state: DecodeState, shapes: Shapes, terms: HostTerms | None) -> Array:
-    """What the host should do before the next step: NO_CALL, SHORT or ROOM. i32[]
+    """The reason why the host is called before the next step: NO_CALL, SHORT or ROOM. i32[]
 
     SHORT errs on the safe side where several prompts are computed at once. A step that starts waiting sequences is
     not short for them: they start only if there are pages.

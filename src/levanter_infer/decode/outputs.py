@@ -1,4 +1,4 @@
-"""The results of a round: `OutputRing` while it runs, `RoundOutputs` when it ends."""
+"""The results of a round: `OutputRing` while it runs, `RoundOutputs` when it ends, `RoundResult` on the host."""
 
 import equinox as eqx
 import jax
@@ -88,6 +88,8 @@ _STATE_SCALARS = (
     "refs_sum",
 )
 _SCALARS = (*_STATE_SCALARS, *Counters.__annotations__)
+_MAXIMA = ("refs_max",)
+"""Scalars of a round of which the largest of all ranks counts; of the others the sum."""
 
 
 def pack_outputs(state: DecodeState, ring: OutputRing, host_call: Array) -> RoundOutputs:
@@ -145,3 +147,23 @@ class HostOutputs:
         arrays = (np.asarray(array) for array in (self._outputs.top_ids, self._outputs.top_logprobs))
         ids, logprobs = (array if self._rank is None else array[self._rank] for array in arrays)
         return ids[: self._count], logprobs[: self._count]
+
+
+class RoundResult:
+    """The outputs of a round on the host; waits for its end.
+
+    Args:
+        num_ranks: data-parallel ranks. The outputs of one have no axis of ranks.
+    """
+
+    def __init__(self, outputs: RoundOutputs, shapes: Shapes, num_ranks: int):
+        ranks = range(num_ranks) if num_ranks > 1 else (None,)
+        self.ranks = [HostOutputs(outputs, shapes, rank) for rank in ranks]
+        scalars = [rank.scalars for rank in self.ranks]
+        self.scalars = {name: (max if name in _MAXIMA else sum)(of[name] for of in scalars) for name in scalars[0]}
+        """Scalars of all ranks together: sums, and maxima of `_MAXIMA`."""
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of each rank since the last reset."""
+        return [rank.scalars["steps"] for rank in self.ranks]

@@ -1,6 +1,6 @@
 """`HostAdmission`: what the host uploads once a round, as NumPy arrays. Imports no JAX.
 
-The device's form of it is `decode.admission.Admission`; `engine/uploads.py` makes one of the other.
+The device's form of it is `decode.admission.Admission`; the runner makes one of the other.
 """
 
 from collections.abc import Iterable, Sequence

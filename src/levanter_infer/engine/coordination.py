@@ -1,4 +1,5 @@
-"""Who decides what depends on a clock, a signal or a caller: this process alone, or all processes of a mesh together.
+"""Round coordination: this process alone, or all processes of a mesh, agree on what depends on a clock, a signal or a
+caller.
 
 The program of a round is one for all devices of a mesh, so all processes that have some of them must launch it with
 the same contents. They compute the same from the same requests and the same outputs. Whatever else enters a round is
@@ -25,7 +26,7 @@ IN_A_ROUND = "in a round"
 
 @dataclasses.dataclass(frozen=True)
 class RoundTerms:
-    """What a round is launched with, beside requests and the state."""
+    """The terms of a round, beside requests and the state."""
 
     now: float
     """Seconds of a clock that all share; deadlines are compared with it."""
@@ -40,28 +41,28 @@ class RoundCoordinator(Protocol):
     """Whether it has been decided that the work stops."""
 
     def terms(self, round_id: int, max_steps: int) -> RoundTerms:
-        """Of the next round. `max_steps`: what this process would choose."""
+        """The terms of the next round. `max_steps`: the number that this process would choose."""
         ...
 
     def now(self) -> float:
         """The time of `RoundTerms.now`, to begin a deadline with."""
         ...
 
-    def enter(self, group: RequestState) -> None:
-        """A group was submitted."""
+    def enter(self, request: RequestState) -> None:
+        """A request was submitted."""
         ...
 
-    def cancel(self, group: RequestState) -> bool:
-        """Whether to end a group now; if not, it is among the `cancelled` of a coming round."""
+    def cancel(self, request: RequestState) -> bool:
+        """Whether to end a request now; if not, it is among the `cancelled` of a coming round."""
         ...
 
     def on_input(self, fields: Mapping[str, Any]) -> None:
-        """What is put into the state from outside: what a round admits, and what callers change."""
+        """Contents were put into the state from outside: a round's admission, or a caller's change."""
         ...
 
 
 def _seconds() -> float:
-    """Of this process's clock, looked up at every call."""
+    """Seconds of this process's clock, looked up at every call."""
     return time.perf_counter()
 
 
@@ -83,10 +84,10 @@ class LocalCoordinator(RoundCoordinator):
             self._hosts.set_status(IN_A_ROUND, round_id)
         return RoundTerms(self.now(), max_steps)
 
-    def enter(self, group: RequestState) -> None:
+    def enter(self, request: RequestState) -> None:
         pass
 
-    def cancel(self, group: RequestState) -> bool:
+    def cancel(self, request: RequestState) -> bool:
         return True
 
     def on_input(self, fields: Mapping[str, Any]) -> None:
@@ -104,7 +105,7 @@ class LeaderCoordinator(RoundCoordinator):
         self._hosts, self._clock = hosts, clock
         self._place = f"terms/{hosts.broadcast('coordinator', hosts.next_number('coordinator'))}"
         self._numbers: dict[RequestState, int] = {}
-        self._groups: dict[int, RequestState] = {}
+        self._by_number: dict[int, RequestState] = {}
         self._entered = self._rounds = self._digest = 0
         self.stopping = False
 
@@ -132,21 +133,21 @@ class LeaderCoordinator(RoundCoordinator):
         self._rounds += 1
         self.stopping = self.stopping or content["stop"]
         hosts.set_status(IN_A_ROUND, round_id)
-        cancelled = [self._groups[number] for number in content["cancel"] if number in self._groups]
+        cancelled = [self._by_number[number] for number in content["cancel"] if number in self._by_number]
         self._forget_finished()
-        return RoundTerms(content["now"], content["steps"], tuple(group for group in cancelled if not group.is_done))
+        return RoundTerms(content["now"], content["steps"], tuple(r for r in cancelled if not r.is_done))
 
     def now(self) -> float:
         return self._hosts.broadcast("now", self._clock() if self._hosts.is_lead else None)
 
-    def enter(self, group: RequestState) -> None:
-        self._numbers[group] = self._entered
-        self._groups[self._entered] = group
+    def enter(self, request: RequestState) -> None:
+        self._numbers[request] = self._entered
+        self._by_number[self._entered] = request
         self._entered += 1
 
-    def cancel(self, group: RequestState) -> bool:
-        if group in self._numbers:
-            self._hosts.request("cancel", self._numbers[group])
+    def cancel(self, request: RequestState) -> bool:
+        if request in self._numbers:
+            self._hosts.request("cancel", self._numbers[request])
         return False
 
     def on_input(self, fields: Mapping[str, Any]) -> None:
@@ -155,5 +156,5 @@ class LeaderCoordinator(RoundCoordinator):
                 self._digest = zlib.crc32(np.ascontiguousarray(leaf).tobytes(), self._digest)
 
     def _forget_finished(self) -> None:
-        for group in [group for group in self._numbers if group.is_done]:
-            del self._groups[self._numbers.pop(group)]
+        for request in [request for request in self._numbers if request.is_done]:
+            del self._by_number[self._numbers.pop(request)]

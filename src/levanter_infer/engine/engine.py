@@ -1,12 +1,10 @@
 """`InferenceEngine`: what callers use. It composes the parts of an engine and has no logic of a part itself.
 
-`Runner` is the device, the scheduler decides on the host what runs there, and neither knows the other. A round of the
-engine takes the scheduler's admission to the runner, and the outputs of the round before back to the scheduler.
+`Runner` is the device, the scheduler decides on the host what runs there, and neither knows the other: `RoundLoop`
+takes the scheduler's admissions to the runner, and the outputs back.
 """
 
-import dataclasses
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,21 +13,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from levanter_infer.checkpoints.load import StoredModel
-from levanter_infer.decode.outputs import RoundOutputs
 from levanter_infer.decode.programs import Programs
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import GenState
-from levanter_infer.engine.backend import Backend
-from levanter_infer.engine.beams import beams_for, enter_hypotheses
+from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
-from levanter_infer.engine.coordination import LeaderCoordinator, LocalCoordinator, RoundTerms
-from levanter_infer.engine.forks import checked_ancestors, continue_from, further_samples
+from levanter_infer.engine.coordination import LeaderCoordinator, LocalCoordinator
+from levanter_infer.engine.forks import checked_ancestors, further_samples
 from levanter_infer.engine.intake import Intake
-from levanter_infer.engine.kv_offload import KvOffload
 from levanter_infer.engine.memory_audit import audit
 from levanter_infer.engine.mesh import MeshConfig, make_mesh
 from levanter_infer.engine.metrics import Registry
-from levanter_infer.engine.outputs import RoundResult
 from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import (
     Request,
@@ -41,9 +35,11 @@ from levanter_infer.engine.request import (
     refused,
 )
 from levanter_infer.engine.request_state import RequestState, SampleState
+from levanter_infer.engine.round_loop import RoundLoop
 from levanter_infer.engine.runner import Runner
 from levanter_infer.engine.scheduler import Scheduler
-from levanter_infer.engine.scoring import SCORE_ONLY, ScoreReader, score_shapes
+from levanter_infer.engine.scoring import SCORE_ONLY, score_shapes
+from levanter_infer.engine.sizes import beams_for
 from levanter_infer.engine.stats import Stats
 from levanter_infer.engine.turns import Turns, exclusive, waits_for_turn
 from levanter_infer.engine.weight_updates import (
@@ -63,21 +59,6 @@ from levanter_infer.runtime.multihost import hosts_of_this_process
 from levanter_infer.runtime.progress import sampling_progress, stage
 
 logger = logging.getLogger(__name__)
-
-_POLL_S = 0.0005
-
-
-@dataclasses.dataclass
-class Launched:
-    round_id: int
-    outputs: RoundOutputs
-    started: float
-    """When the device could begin with it, if it had nothing else to do."""
-    launch_s: float
-    expected_s: float
-    """What it should take on the device."""
-    version: int
-    """Number of the weights."""
 
 
 class InferenceEngine:
@@ -129,10 +110,10 @@ class InferenceEngine:
         has_mods = score_mod is not None or mask_mod is not None
         model = model if isinstance(model, StoredModel) else from_levanter(model)
         types = model.types if isinstance(model, StoredModel) else model
-        backend = Backend.choose(self.config, types, has_mods=has_mods, mesh=make_mesh(mesh))
+        backend = BackendChoice.choose(self.config, types, has_mods=has_mods, mesh=make_mesh(mesh))
         hosts = hosts_of_this_process() if hosts is None and backend.spans_hosts else hosts
         backend = backend.agreed(hosts)
-        self._coordinator = LeaderCoordinator(hosts) if hosts and backend.spans_hosts else LocalCoordinator(hosts)
+        coordinator = LeaderCoordinator(hosts) if hosts and backend.spans_hosts else LocalCoordinator(hosts)
         self.runner = Runner(
             model,
             self.config,
@@ -145,30 +126,21 @@ class InferenceEngine:
             mask_mod=mask_mod,
         )
         self._stats = Stats(
-            pages_total=self.shapes.num_pages * backend.num_shards,
+            pages_total=self.shapes.num_pages * backend.num_ranks,
             pool_bytes=self.state.kv.pages.array.nbytes,
             weights_bytes=self.runner.weights_bytes,
             num_ranks=self.runner.num_ranks,
         )
-        self._rounds = self._submissions = 0
         self._scheduler = Scheduler(
             self.shapes, self._eos, self.runner.num_ranks, max_round_seconds=self.config.max_round_seconds
         )
-        self._turns, self._last_end = Turns(), 0.0
+        self._rounds = RoundLoop(self.runner, self._scheduler, coordinator, self._stats, self.config.host_bytes)
         self._intake = Intake(self.shapes, self.config, tokenizer, seed)
-        self.version = 0
-        """Number of the weights that the next round uses."""
-        self._start_over()
+        self._turns, self._submissions = Turns(), 0
         logger.info("engine: %s", self.describe())
 
-    def _start_over(self) -> None:
-        self._scores = ScoreReader(self._stats.registry, self.shapes.page_size)
-        self._offload = KvOffload(self.runner, self._stats.registry, self.config.host_bytes)
-        self._in_flight: Launched | None = None
-        self._known: list[SampleState] = []
-
     @property
-    def backend(self) -> Backend:
+    def backend(self) -> BackendChoice:
         """The implementations for the devices."""
         return self.runner.backend
 
@@ -191,6 +163,11 @@ class InferenceEngine:
     def state(self) -> GenState:
         """Tables and pool on the device, after the rounds launched so far."""
         return self.runner.state
+
+    @property
+    def version(self) -> int:
+        """Number of the weights that the next round uses."""
+        return self._rounds.version
 
     def __repr__(self) -> str:
         shown = ("max_seqs", "max_seq_len", "max_pages", "page_size", "kv_dtype", "pool_mb", "device")
@@ -272,33 +249,33 @@ class InferenceEngine:
             nothing has run then.
         """
         requests = [Request(prompt_token_ids=ids, sampling=SCORE_ONLY) for ids in as_sequences(sequences)]
-        groups = []
+        states = []
         for i, request in enumerate(requests):
             try:
-                groups.append(self._intake.request_state(request, str(i)))
+                states.append(self._intake.request_state(request, str(i)))
             except ValueError as error:
                 raise ValueError(f"sequences[{i}]: {error}") from None
         with sampling_progress(None, None, "scoring", "texts") as update:
-            self._serve(groups, update)
-        return [group.prompt_scores.logprobs for group in groups]
+            self._serve(states, update)
+        return [state.prompt_scores.logprobs for state in states]
 
-    def _serve(self, groups: list[RequestState], on_update=None) -> None:
-        if not groups:
+    def _serve(self, requests: list[RequestState], on_update=None) -> None:
+        if not requests:
             return
-        self._prepare(groups)
+        self._prepare(requests)
         try:
-            self._add(groups)
-            self._run(groups, on_update)
+            self._rounds.submit(requests)
+            self._run(requests, on_update)
         except BaseException:
             self.reset()  # what was running is lost to its caller; the engine stays usable
             raise
 
-    def _prepare(self, groups: Sequence[RequestState]) -> None:
+    def _prepare(self, requests: Sequence[RequestState]) -> None:
         """Compile what these need and has not been compiled yet: never for a request that was refused."""
         changes: dict[str, Any] = {}
-        if self.shapes.scoring is None and any(group.wants_scores for group in groups):
+        if self.shapes.scoring is None and any(request.wants_scores for request in requests):
             changes["scoring"] = score_shapes(self.config, self.model)
-        max_beams = beams_for((group.params for group in groups), self.shapes)
+        max_beams = beams_for((request.params for request in requests), self.shapes)
         if max_beams != self.shapes.max_beams:
             changes["max_beams"] = max_beams
         if changes:
@@ -309,21 +286,14 @@ class InferenceEngine:
 
     def _is_in_progress(self) -> bool:
         """Whether requests have been added that have not ended."""
-        return any(not group.is_done for group in self._scheduler.requests())
+        return any(not request.is_done for request in self._scheduler.requests())
 
-    def _add(self, groups: Sequence[RequestState]) -> None:
-        has_deadline = any(group.timeout_s is not None for group in groups)
-        self._scheduler.submit(groups, self._coordinator.now() if has_deadline else 0.0)
-        for group in groups:
-            self._coordinator.enter(group)
-            self._stats.on_submit(len(group.prompt_token_ids))
-
-    def _run(self, groups: list[RequestState], on_update) -> None:
-        total = sum(len(group.sequences) for group in groups)
-        while not all(group.is_done for group in groups):
+    def _run(self, requests: list[RequestState], on_update) -> None:
+        total = sum(len(request.sequences) for request in requests)
+        while not all(request.is_done for request in requests):
             self.step_round()
             if on_update is not None:
-                on_update(lambda: _counts(groups, total))
+                on_update(lambda: _counts(requests, total))
         self.drain()
 
     @exclusive
@@ -336,19 +306,7 @@ class InferenceEngine:
                 price of a launch and a download each.
         Raises: ValueError for other than a positive whole number of them.
         """
-        terms = self._agree_on_round(max_steps)
-        known = self._scheduler.expire(terms.now) + self._known + self._move_pages()
-        self._known = []
-        self._in_flight, newly_known = self._advance(self._in_flight, terms.max_steps)
-        return known + newly_known
-
-    def _advance(self, in_flight: Launched | None, max_steps: int) -> tuple[Launched, list[SampleState]]:
-        """Launch round N, and read round N - 1, which is `in_flight`, while the device computes.
-
-        Returns: the round that is in flight now, and the samples whose result became known.
-        """
-        launched = self._in_flight = self._launch(max_steps)  # stays in flight if the read is interrupted
-        return launched, self._read(in_flight)
+        return self._rounds.step(max_steps)
 
     @exclusive
     def flush(self) -> list[SampleState]:
@@ -356,8 +314,7 @@ class InferenceEngine:
 
         Returns: the sequences whose result became known, as `step_round` does.
         """
-        known, self._known = self._known, []
-        return known + self._flush()
+        return self._rounds.flush()
 
     @exclusive
     def wait_for_launch_window(self) -> None:
@@ -367,13 +324,7 @@ class InferenceEngine:
         requests coming at any time calls this before `step_round`, and submits in between all that have come: the
         next round is launched as late as it can be without the device standing idle.
         """
-        launched = self._in_flight
-        if launched is None:
-            return
-        until = max(launched.started, self._last_end) + launched.expected_s - 2 * launched.launch_s
-        packed = launched.outputs.packed
-        while time.perf_counter() < until and not packed.is_ready():  # pyright: ignore[reportAttributeAccessIssue]
-            time.sleep(_POLL_S)
+        self._rounds.wait_for_launch_window()
 
     @waits_for_turn
     def drain(self) -> None:
@@ -381,15 +332,7 @@ class InferenceEngine:
 
         Waits while another thread uses the engine, which may be as soon as the last request of this one has ended.
         """
-        self._flush()
-        self._offload.recall()
-        while self._scheduler.has_work:
-            terms = self._agree_on_round()
-            self._scheduler.expire(terms.now)
-            self._move_pages()
-            self._read(self._launch(terms.max_steps))
-        self._scores.take()
-        self._stats.on_idle()
+        self._rounds.drain()
 
     @names_are_checked
     @exclusive
@@ -398,18 +341,18 @@ class InferenceEngine:
 
         Raises: ValueError if it cannot be served.
         """
-        group = self._intake.request_state(as_request(prompt, sampling), str(self._submissions))
+        request = self._intake.request_state(as_request(prompt, sampling), str(self._submissions))
         self._submissions += 1
-        self._prepare([group])
+        self._prepare([request])
         try:
-            self._add([group])
+            self._rounds.submit([request])
         except BaseException:
-            self._discard(group)  # the caller never gets it
+            self._rounds.discard(request)  # the caller never gets it
             raise
-        return group
+        return request
 
     @exclusive
-    def cancel(self, group: RequestState) -> None:
+    def cancel(self, request: RequestState) -> None:
         """End a submitted request with reason "abort", at once; its pages are free two rounds later at the most.
 
         `step_round` does not return its sequences: the caller knows of them. On a mesh over several processes any one
@@ -417,43 +360,17 @@ class InferenceEngine:
         sequences in all of them.
         Raises: TypeError for what `submit` has not returned.
         """
-        if not isinstance(group, RequestState):
+        if not isinstance(request, RequestState):
             raise TypeError(
-                f"cancel was given {brief(group)} ({type(group).__name__}); expected what submit() returned for the "
-                "request: group = engine.submit(...), and then engine.cancel(group)"
+                f"cancel was given {brief(request)} ({type(request).__name__}); expected what submit() returned for "
+                "the request: request = engine.submit(...), and then engine.cancel(request)"
             )
-        if self._coordinator.cancel(group):
-            self._discard(group)
-
-    def _discard(self, group: RequestState) -> None:
-        self._scheduler.cancel(group)
-        self._offload.forget_finished()
+        self._rounds.cancel(request)
 
     @property
     def is_stopping(self) -> bool:
         """Whether all processes of a mesh have agreed to stop, before the round that was launched last."""
-        return self._coordinator.stopping
-
-    def _agree_on_round(self, max_steps: int | None = None) -> RoundTerms:
-        """What the next round is launched with; ends what was cancelled."""
-        steps = self._scheduler.steps(max_steps)
-        terms = self._coordinator.terms(self._rounds, steps)
-        for group in terms.cancelled:
-            self._known += [sequence for sequence in group.sequences if sequence.finish_reason is None]
-            self._discard(group)
-        return terms
-
-    def _flush(self) -> list[SampleState]:
-        """Read the round in flight, if there is one."""
-        launched, self._in_flight = self._in_flight, None
-        return self._read(launched)
-
-    def _move_pages(self) -> list[SampleState]:
-        """Move the pages that the last round asked for, with no round in flight; returns as `step_round`."""
-        known = self._flush() if self._offload.is_called else []
-        if self._offload.is_called:
-            self._offload.move(self._scheduler.active)
-        return known
+        return self._rounds.coordinator.stopping
 
     @waits_for_turn
     def warmup(self) -> None:
@@ -461,60 +378,10 @@ class InferenceEngine:
         if self.runner.warmup():
             self._stats.registry.set("compile_s", self.runner.compile_s)
 
-    def _launch(self, steps: int) -> Launched:
-        """Launch a round. A failure here has taken requests from their queue, or the state: all are forgotten then."""
-        try:
-            begin = time.perf_counter()
-            with_prompts = self._scheduler.has_prompts
-            fields = self._scheduler.next_admission(self._rounds, steps).arrays() | self._offload.terms()
-            self._coordinator.on_input(fields)
-            admission = self.runner.upload(fields)
-            started = time.perf_counter()
-            outputs = self.runner.run(admission)
-            end = time.perf_counter()
-            launched = Launched(
-                self._rounds,
-                outputs,
-                started,
-                launch_s=end - begin,
-                expected_s=self._scheduler.round_length.seconds(with_prompts, steps),
-                version=self.version,
-            )
-        except BaseException:
-            self.reset()
-            raise
-        self._rounds += 1
-        self._stats.on_time(launch=launched.launch_s)
-        return launched
-
-    def _read(self, launched: Launched | None) -> list[SampleState]:
-        """Take what a round has brought; returns as `step_round`."""
-        if launched is None:
-            return []
-        begin = time.perf_counter()
-        jax.block_until_ready(launched.outputs.packed)
-        ready = time.perf_counter()
-        outputs = RoundResult(launched.outputs, self.shapes, self.runner.num_ranks)
-        end = time.perf_counter()
-        seconds = end - max(launched.started, self._last_end)
-        self._last_end = end
-        steps, prompt_steps = self._stats.on_round(outputs, seconds)
-        self._scheduler.on_round(
-            steps=steps, prompt_steps=prompt_steps, seconds=seconds, rank_steps=self._stats.rank_steps
-        )
-        found = self._scheduler.finished_searches(outputs.ranks, launched.round_id, launched.version)
-        enter_hypotheses(self.runner.read_hypotheses, found)
-        known = self._scheduler.collect(outputs.ranks, launched.round_id, launched.version)
-        self._offload.on_round(outputs.scalars["host_call"])
-        self._scores.take()
-        self._scores.ask(self.runner.read_scores, self._scheduler.pop_scored())
-        self._stats.on_time(wait=ready - begin, download=end - ready, collect=time.perf_counter() - end)
-        return known
-
     # Samples that go on from one another
 
     @exclusive
-    def resample(self, group: RequestState, ancestors: Sequence[int]) -> None:
+    def resample(self, request: RequestState, ancestors: Sequence[int]) -> None:
         """Let sample i of a submitted request go on from where sample `ancestors[i]` stands, for all i at once.
 
         The round in flight is read first; a caller that weighs samples calls `flush` before. Pages are shared and not
@@ -525,27 +392,20 @@ class InferenceEngine:
         Raises: ValueError if `ancestors` does not name a sample for each, the prompt is not yet on the device, or no
             slot is free.
         """
-        self._known += self._flush()
-        self._continue_from(group, group.sequences, checked_ancestors(group, ancestors))
+        self._rounds.pause()
+        self._rounds.continue_from(request, request.sequences, checked_ancestors(request, ancestors))
 
     @exclusive
-    def fork(self, group: RequestState, index: int, count: int = 1) -> list[SampleState]:
+    def fork(self, request: RequestState, index: int, count: int = 1) -> list[SampleState]:
         """Let sample `index` of a submitted request go on as itself and as `count` further samples, which join the
-        group, each in a slot of its own. Otherwise like `resample`.
+        request, each in a slot of its own. Otherwise like `resample`.
         """
-        self._known += self._flush()
-        added = further_samples(group, index, count)
-        ancestors = [*range(len(group.sequences)), *[index] * count]
-        self._continue_from(group, [*group.sequences, *added], ancestors)
-        group.sequences += added
+        self._rounds.pause()
+        added = further_samples(request, index, count)
+        ancestors = [*range(len(request.sequences)), *[index] * count]
+        self._rounds.continue_from(request, [*request.sequences, *added], ancestors)
+        request.sequences += added
         return added
-
-    def _continue_from(self, group: RequestState, sequences: list[SampleState], ancestors: list[int]) -> None:
-        self._coordinator.on_input({"ancestors": np.asarray([sequences[0].arrival, *ancestors])})
-        self._offload.begin_anew(group)
-        fields = continue_from(self._scheduler.slots_of(group), sequences, ancestors, self._rounds)
-        if fields is not None:
-            self.runner.resample(fields, group.rank or 0)
 
     # Host memory
 
@@ -560,8 +420,8 @@ class InferenceEngine:
         """
         if self.backend.layout.mesh.size > 1:
             raise ValueError("spill_to_host moves pages of one device, and this engine runs on a mesh; leave it out")
-        self._known += self._flush()
-        return self._offload.swap_out(sequence)
+        self._rounds.pause()
+        return self._rounds.offload.swap_out(sequence)
 
     @exclusive
     def prefetch(self, sequence: SampleState) -> None:
@@ -572,8 +432,8 @@ class InferenceEngine:
 
         Raises: ValueError if it is not in host memory.
         """
-        self._known += self._flush()
-        self._offload.prefetch(sequence)
+        self._rounds.pause()
+        self._rounds.offload.prefetch(sequence)
 
     # Weights
 
@@ -601,30 +461,18 @@ class InferenceEngine:
         version, wanted = checked_version(version, self.version), checked_policy(policy)
         model = from_levanter(model)
         check_same_types(self.runner.types, model)
-        self._coordinator.on_input({"weights": np.asarray([version, list(WeightSwapPolicy).index(wanted)])})
+        self._rounds.coordinator.on_input({"weights": np.asarray([version, list(WeightSwapPolicy).index(wanted)])})
         if wanted is WeightSwapPolicy.DRAIN:
             check_weights_are_there(self.runner, self._scheduler.active)
-            self._drain_running()
-        self._known += self._flush()
+            self._rounds.drain_active()
+        self._rounds.pause()
         self._intake.version = version
         recompute = wanted is WeightSwapPolicy.RECOMPUTE
-        update_roots(self.runner, self._scheduler, self._offload, self._intake, recompute=recompute)
+        update_roots(self.runner, self._scheduler, self._rounds.offload, self._intake, recompute=recompute)
         self.runner.swap_weights(model, donate=donate)
-        self.version = version
+        self._rounds.version = version
         self._stats.registry.add("weight_swaps", 1)
         self._stats.registry.set("weights_version", version)
-
-    def _drain_running(self) -> None:
-        """Let the sequences that have slots end, and admit none."""
-        known = self._flush()
-        self._offload.recall()
-        self._scheduler.admits = False
-        try:
-            while self._scheduler.active:
-                known += self.step_round()
-        finally:
-            self._scheduler.admits = True
-            self._known = known + self._known
 
     # State
 
@@ -635,13 +483,8 @@ class InferenceEngine:
         Touches tables only, never the pool; nothing is compiled for it. Only where an interrupted launch took the
         state with it, a new one is made.
         """
-        self._in_flight = None
-        self.runner.reset()
-        self._scheduler.abort_all()
-        self._scores.abandon()
+        self._rounds.reset()
         self._intake.forget_roots()  # nothing is stored for any of them
-        self._stats.on_reset()
-        self._start_over()
 
     @exclusive
     def zero_cache(self) -> None:
@@ -680,8 +523,8 @@ class InferenceEngine:
         return registry.as_dict("state")
 
 
-def _counts(groups: Sequence[RequestState], total: int) -> tuple[int, int, int]:
+def _counts(requests: Sequence[RequestState], total: int) -> tuple[int, int, int]:
     """(sequences finished, `total`, tokens generated); looks at every sequence."""
-    sequences = [sequence for group in groups for sequence in group.sequences]
+    sequences = [sequence for request in requests for sequence in request.sequences]
     finished = sum(sequence.finish_reason is not None for sequence in sequences)
     return finished, total, sum(len(sequence.token_ids) for sequence in sequences)

@@ -8,27 +8,27 @@ from levanter_infer.engine.request_state import RequestState, SampleState
 from levanter_infer.engine.scheduler import RankSlots
 
 
-def checked_ancestors(group: RequestState, ancestors: Sequence[int]) -> list[int]:
-    """Raises: ValueError unless there is a sample's index for each sample of the group, which has started."""
-    num = len(group.sequences)
+def checked_ancestors(request: RequestState, ancestors: Sequence[int]) -> list[int]:
+    """Raises: ValueError unless there is a sample's index for each sample of the request, which has started."""
+    num = len(request.sequences)
     if isinstance(ancestors, (str, bytes)) or not isinstance(ancestors, (Sequence, np.ndarray)):
         raise ValueError(f"ancestors is {type(ancestors).__name__}; expected a list of {num} sample indices")
     if len(ancestors) != num:
         raise ValueError(f"ancestors has {len(ancestors)} entries and the request {num} samples; name one for each")
     for i, ancestor in enumerate(ancestors):
         _check_index(f"ancestors[{i}]", ancestor, num)
-    _check_started(group)
+    _check_started(request)
     return [int(ancestor) for ancestor in ancestors]
 
 
-def further_samples(group: RequestState, index: int, count: int) -> list[SampleState]:
-    """`count` more samples for a group that has started, without a slot."""
-    _check_index("index", index, len(group.sequences))
+def further_samples(request: RequestState, index: int, count: int) -> list[SampleState]:
+    """`count` more samples for a request that has started, without a slot."""
+    _check_index("index", index, len(request.sequences))
     if not isinstance(count, (int, np.integer)) or count < 1:
         raise ValueError(f"count={count!r}: expected a whole number of at least 1")
-    _check_started(group)
-    first = len(group.sequences)
-    return [SampleState(request=group, index=first + i) for i in range(count)]
+    _check_started(request)
+    first = len(request.sequences)
+    return [SampleState(request=request, index=first + i) for i in range(count)]
 
 
 def continue_from(
@@ -74,13 +74,13 @@ def _check_index(name: str, value, num: int) -> None:
         raise ValueError(f"{name}={value!r}: expected the index of a sample, from 0 to {num - 1}")
 
 
-def _check_started(group: RequestState) -> None:
-    if group.params.num_beams > 1:
+def _check_started(request: RequestState) -> None:
+    if request.params.num_beams > 1:
         raise ValueError(
-            f"request {group.id!r} has num_beams={group.params.num_beams}: a beam search resamples its beams itself"
+            f"request {request.id!r} has num_beams={request.params.num_beams}: a beam search resamples its beams itself"
         )
-    if not group.is_done and group.sequences[0].uploaded < len(group.prompt_token_ids):
+    if not request.is_done and request.sequences[0].uploaded < len(request.prompt_token_ids):
         raise ValueError(
-            f"request {group.id!r} has not started: call step_round until its prompt is on the device, which the "
+            f"request {request.id!r} has not started: call step_round until its prompt is on the device, which the "
             "first tokens of its samples show"
         )

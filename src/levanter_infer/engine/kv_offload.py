@@ -13,8 +13,7 @@ from levanter_infer.decode.codes import FINISHED, FREE, LOADING, RUNNING, SWAPPE
 from levanter_infer.decode.kv_offload import NO_CALL, SHORT, HostTerms
 from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.request_state import RequestState, SampleState
-from levanter_infer.engine.runner import Runner
-from levanter_infer.engine.uploads import host_terms
+from levanter_infer.engine.runner import Runner, host_terms
 from levanter_infer.runtime.memory import default_host_bytes
 
 logger = logging.getLogger(__name__)
@@ -27,7 +26,7 @@ class _Member:
     sequence: SampleState
     slot: int
     places: np.ndarray
-    """Which of the record's pages it holds, in logical order."""
+    """Indices of its pages among the record's, in logical order."""
     computed: int
     growth: int
     """Pages that it will need beyond these."""
@@ -45,11 +44,11 @@ class _Member:
 
 @dataclasses.dataclass(eq=False)
 class _Record:
-    """Sequences of one group that left the pool together. Pages that several of them hold are there once."""
+    """Sequences of one request that left the pool together. Pages that several of them hold are there once."""
 
     members: list[_Member]
     contents: list[jax.Array]
-    """What `read_pages` gave, in host memory; empty if the pages are to be recomputed."""
+    """Pages from `read_pages`, in host memory; empty if the pages are to be recomputed."""
     stays: bool
     """Whether it comes back only when the caller asks for it."""
 
@@ -182,12 +181,12 @@ class KvOffload:
         """
         holders = [s for s in sequences if s.slot is not None and tables.computed[s.slot] > 0]
         holders.sort(key=lambda sequence: tables.rank[sequence.slot])
-        by_group: dict[RequestState, list[SampleState]] = {}
+        by_request: dict[RequestState, list[SampleState]] = {}
         for sequence in holders:
-            by_group.setdefault(sequence.request, []).append(sequence)
-        groups = list(by_group.values())
-        rest = [[sequence] for group in groups[:1] for sequence in reversed(group[1:]) if group[0].request.is_loose]
-        for leaving in [*reversed(groups[1:]), *rest]:
+            by_request.setdefault(sequence.request, []).append(sequence)
+        requests = list(by_request.values())
+        rest = [[sequence] for own in requests[:1] for sequence in reversed(own[1:]) if own[0].request.is_loose]
+        for leaving in [*reversed(requests[1:]), *rest]:
             if tables.spare >= 0:
                 break
             leaving = [sequence for sequence in leaving if sequence.finish_reason is None]
@@ -243,11 +242,11 @@ class KvOffload:
             raise ValueError("the sequence is not in host memory; spill_to_host brings it there")
         self._recall(record)
 
-    def begin_anew(self, group: RequestState) -> None:
-        """Let a group's sequences that are here compute themselves again: their texts are about to change."""
+    def begin_anew(self, request: RequestState) -> None:
+        """Let a request's sequences that are here compute themselves again: their texts are about to change."""
         tables = _Tables(self._runner) if self._records else None
         for record in list(self._records):
-            if tables is not None and any(member.sequence.request is group for member in record.remaining()):
+            if tables is not None and any(member.sequence.request is request for member in record.remaining()):
                 self._give_up(tables, record)
 
     def swapped_slots(self) -> list[int]:

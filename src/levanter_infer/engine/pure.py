@@ -1,24 +1,25 @@
 """`generate`: sampling as a pure function, for use inside `jit`, `scan` or a training step."""
 
 import dataclasses
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
+from jax.custom_batching import custom_vmap
 
 from levanter_infer.cache.page_math import pages_for
 from levanter_infer.decode.generate import GenerateOutput, generate_all
-from levanter_infer.decode.no_vmap import refuse_vmap, varying_axes
+from levanter_infer.decode.sampling_table import SamplingTable
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import empty_cache
 from levanter_infer.engine.admission import SamplingColumns
-from levanter_infer.engine.backend import Backend
+from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.sizes import kv_dtype, resolve_shapes
 from levanter_infer.engine.tile_search import check_given_tiles
-from levanter_infer.engine.uploads import sampling_table
 from levanter_infer.engine.validation import RequestLimits, validate_sampling
 from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.live import from_levanter
@@ -56,23 +57,23 @@ def generate(
         arrays vary. Values inside traced arrays are not checked: a token id
         out of range gives an undefined continuation of that prompt; lengths are clipped to 1 … `length`.
     """
-    _check_whole(model)
+    _refuse_sharded(model)
     params, config, model = sampling or SamplingParams(), config or EngineConfig(), from_levanter(model)
     prompts, lens = jnp.asarray(prompt_token_ids, jnp.int32), jnp.asarray(prompt_lens, jnp.int32)
-    varying = varying_axes((model, prompts, lens, seeds))
+    varying = _varying_axes((model, prompts, lens, seeds))
     if varying:
         raise ValueError(
             f"generate in a shard_map over {', '.join(sorted(varying))} that checks which arrays vary: its loops begin "
             "with constants; call jax.shard_map(..., check_vma=False)"
         )
-    model, prompts, lens, seeds = refuse_vmap(jax.lax.stop_gradient((model, prompts, lens, seeds)))
+    model, prompts, lens, seeds = _refuse_vmap(jax.lax.stop_gradient((model, prompts, lens, seeds)))
     if prompts.ndim != 2 or lens.shape != prompts.shape[:1]:
         raise ValueError(
             f"prompt_token_ids has shape {prompts.shape} and prompt_lens {lens.shape}; expected [batch, length] "
             "and [batch]"
         )
     _refuse_what_needs_a_host(params, config)
-    backend = Backend.choose(config, model, has_mods=score_mod is not None or mask_mod is not None)
+    backend = BackendChoice.choose(config, model, has_mods=score_mod is not None or mask_mod is not None)
     shapes = backend.adapt(_shapes(config, model, params, prompts.shape, len(eos_token_ids)))
     validate_sampling(params, RequestLimits.of(shapes, config))
     batch, n = prompts.shape[0], params.n
@@ -94,7 +95,34 @@ def generate(
     return jax.tree.map(lambda per_slot: per_slot.reshape(batch, n, *per_slot.shape[1:]), result)
 
 
-def _check_whole(model) -> None:
+@custom_vmap
+def _refuse_vmap(arrays: Any) -> Any:
+    """`arrays`, a pytree, as they are.
+
+    Raises: ValueError where `vmap` batches any of them, also from outside of a `jit` that this is traced in.
+    """
+    return arrays
+
+
+@_refuse_vmap.def_vmap
+def _raise(axis_size: int, in_batched, arrays):
+    raise ValueError(
+        f"generate under vmap (axis of {axis_size}): the sequences of one call share a pool of pages and run in one "
+        "loop, which vmap would run in lockstep with a pool for each; give all prompts to one call, as a batch of "
+        "prompt_token_ids with seeds of their own, and reshape the result"
+    )
+
+
+def _varying_axes(tree: Any) -> set[str]:
+    """Names of the mesh axes along which arrays differ, where a `shard_map` checks that (`check_vma`); else none."""
+    found: set[str] = set()
+    for leaf in jax.tree.leaves(tree):
+        kind = jax.typeof(leaf)
+        found |= set(getattr(kind, "vma", ())) | set(getattr(getattr(kind, "mat", None), "varying", ()))
+    return found
+
+
+def _refuse_sharded(model) -> None:
     """Raises: ValueError where a device has only parts of the parameters, for which nothing here is written."""
     if getattr(model, "is_sharded", False):
         raise ValueError("generate was given the model of an engine on a mesh; give it the model as it was loaded")
@@ -115,7 +143,7 @@ def _check_whole(model) -> None:
 
 
 def _named_arrays(tree) -> list[tuple[tuple, NamedArray]]:
-    """Those of a tree, with their paths."""
+    """The named arrays of a tree, with their paths."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
     return [(path, leaf) for path, leaf in leaves if isinstance(leaf, NamedArray)]
 
@@ -191,7 +219,7 @@ def _sampling_table(params: SamplingParams, batch: int, shapes: Shapes, eos_toke
         place, index = divmod(slot, params.n)
         seed = ((params.seed or 0) + place) % 2**64
         columns.set(slot, params, seed=seed, sample_index=index, eos_token_ids=eos_token_ids)
-    table = jax.tree.map(jnp.asarray, sampling_table(columns))
+    table = jax.tree.map(jnp.asarray, SamplingTable(**columns.columns, limits=columns.limits))
     if seeds is None:
         return table
     words = jnp.asarray(seeds, jnp.uint32)

@@ -60,23 +60,23 @@ class ScoreReader:
     def take(self) -> None:
         """Give the requests what was asked for."""
         asked, self._asked = self._asked, []
-        for groups, fetched in asked:
+        for requests, fetched in asked:
             pages = fetched.rows()
             begin = 0
-            for group, count in groups:
-                self._give(group, pages[begin : begin + count])
+            for request, count in requests:
+                self._give(request, pages[begin : begin + count])
                 begin += count
 
-    def _give(self, group: RequestState, pages: np.ndarray) -> None:
-        scores = pages.reshape(-1, pages.shape[-1])[1 : len(group.prompt_token_ids)]
-        group.prompt_scores = PromptScores(*unpack_scores(scores))
+    def _give(self, request: RequestState, pages: np.ndarray) -> None:
+        scores = pages.reshape(-1, pages.shape[-1])[1 : len(request.prompt_token_ids)]
+        request.prompt_scores = PromptScores(*unpack_scores(scores))
         self._registry.add("scored_tokens", len(scores))
-        if np.isnan(group.prompt_scores.logprobs).any():
-            group.sequences[0].finish_reason = FinishReason.ERROR
+        if np.isnan(request.prompt_scores.logprobs).any():
+            request.sequences[0].finish_reason = FinishReason.ERROR
 
     def abandon(self) -> None:
         """Nobody will read what was asked for."""
-        for groups, _ in self._asked:
-            for group, _ in groups:
-                group.sequences[0].finish_reason = FinishReason.ABORT
+        for requests, _ in self._asked:
+            for request, _ in requests:
+                request.sequences[0].finish_reason = FinishReason.ABORT
         self._asked = []

@@ -1,12 +1,13 @@
 """The static sizes that follow from an `EngineConfig`, a model and a machine."""
 
 import math
+from collections.abc import Iterable
 
 import jax.numpy as jnp
 
 from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.engine.config import EngineConfig
-from levanter_infer.engine.params import MAX_STOP_TOKENS
+from levanter_infer.engine.params import MAX_STOP_TOKENS, SamplingParams
 from levanter_infer.kernels.call import PoolShape
 from levanter_infer.kernels.xla.backend import XLA
 from levanter_infer.policies import PreemptionPolicy
@@ -75,3 +76,14 @@ def resolve_shapes(
 def kv_dtype(config: EngineConfig, model) -> jnp.dtype:
     """dtype of the KV cache: the configuration's, else that of the weights."""
     return jnp.dtype(config.kv_dtype or model.dtype)
+
+
+def beams_for(asked: Iterable[SamplingParams], shapes: Shapes) -> int:
+    """`Shapes.max_beams` that suits requests with these parameters: a power of two, so that it rarely changes.
+
+    Requires: each search fits (`validate`).
+    """
+    most = max((params.num_beams for params in asked), default=1)
+    if most <= max(1, shapes.max_beams):
+        return shapes.max_beams
+    return min(1 << (most - 1).bit_length(), shapes.max_seqs)

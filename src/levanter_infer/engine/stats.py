@@ -5,8 +5,8 @@ import time
 
 import numpy as np
 
+from levanter_infer.decode.outputs import RoundResult
 from levanter_infer.engine.metrics import METRICS, Registry
-from levanter_infer.engine.outputs import RoundResult
 
 _TOTALS = {metric.counter: metric.name for metric in METRICS.values() if metric.counter is not None}
 _AS_THEY_ARE = ("running", "waiting", "stored_tokens", "refs_max", "refs_sum", "cached_pages")
@@ -143,7 +143,7 @@ class Stats:
 
 
 class RankSteps:
-    """How evenly data-parallel ranks have worked: a rank that has nothing left waits for the end of the round."""
+    """Balance of the work of data-parallel ranks: a rank that has nothing left waits for the end of the round."""
 
     def __init__(self, num_ranks: int):
         self._last = np.zeros(num_ranks, np.int64)

@@ -42,7 +42,7 @@ class ScoreRules:
         return scores
 
     def seen(self, q_pos: Array, kv_pos: Array, head: Array) -> Array:
-        """Which keys a query sees, by causality, the window and `mask_mod`: bool, broadcastable to the scores."""
+        """Mask of the keys that a query sees (causality, window, `mask_mod`): bool, broadcastable to the scores."""
         seen = kv_pos <= q_pos
         if self.sliding_window is not None:
             seen = seen & (q_pos - kv_pos < self.sliding_window)

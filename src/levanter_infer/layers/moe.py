@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax import Array
 
-from levanter_infer.axes import EXPERT, MIN_ROWS, MLP, ROW
+from levanter_infer.axes import EXPERT, MLP, ROW
+from levanter_infer.kernels import MIN_ROWS
 from levanter_infer.layers.activation import Activation
 from levanter_infer.layers.linear import Fusion, Linear, apply
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis

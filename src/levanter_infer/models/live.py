@@ -1,8 +1,8 @@
 """Models in training with haliax, in the shape of Levanter's `LlamaLMHeadModel`, used as they are.
 
 Nothing of Levanter is imported: a model is known by the names of its fields and axes, which are those of Levanter's
-Llama, Mistral, Qwen2 and Qwen3. What this engine computes is said by sizes, by the fields of the model's configuration
-that are read here, and by nothing else; whatever does not fit is refused by name.
+Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE. What this engine computes is said by sizes, by the fields of the model's
+configuration that are read here, and by nothing else; whatever does not fit is refused by name.
 """
 
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from levanter_infer.axes import EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, MLP, Q_HEADS_PER_GROUP, VOCAB
+from levanter_infer.axes import EMBED, EXPERT, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, MLP, Q_HEADS_PER_GROUP, VOCAB
 from levanter_infer.kernels.registry import platform_of
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.live_rope import check_rope, live_rope
 from levanter_infer.models.registry import FAMILIES, family_for
-from levanter_infer.models.tensors import Parameter, parameters, set_parameter
+from levanter_infer.models.tensors import parameters, set_parameter
 
 _LAYER = "transformer.layers.stacked"
 _NAMES = {
@@ -41,23 +41,30 @@ _NAMES = {
         for kind in ("weight", "bias")
     },
 }
-"""Line of a family's table -> path in the live model."""
-_ALIASES = {"kv_heads": KV_HEADS, "layer": LAYERS}
+"""Line of a family's table of tensors -> path in the live model."""
+_NAMES_MOE = {
+    **_NAMES,
+    "layers.mlp.router.weight": f"{_LAYER}.mlp.gate.weight",
+    **{f"layers.mlp.{name}_proj.weight": f"{_LAYER}.mlp.experts.{name}_proj.weight" for name in ("gate", "up", "down")},
+}
+"""The same for a model with experts."""
+_ALIASES = {"kv_heads": KV_HEADS, "layer": LAYERS, "experts": EXPERT}
 """Axis names of other releases of Levanter -> ours. Its Mistral says `layers`, its other models `layer` since 1.2."""
-_EXPERTS = ("block_sparse_moe", "mlp.experts", "mlp.gate", "mlp.router")
-"""Fields of a layer that has experts: of Levanter's Mixtral and Qwen3-MoE."""
+_OTHER_EXPERTS = ("block_sparse_moe", "mlp.router")
+"""Fields of a layer with experts that no family here serves live: of Levanter's Mixtral among others."""
+_FAMILIES = "Llama, Mistral, Qwen2, Qwen3 or Qwen3-MoE"
 _SILU = ("silu", "swish")
 _LIVE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-_LIKELY = "give the model's config.json as config=, if it is a Llama, Mistral, Qwen2 or Qwen3 after all"
+_LIKELY = f"give the model's config.json as config=, if it is a {_FAMILIES} after all"
 
 
 def from_levanter(model, config: DecoderConfig | Mapping[str, Any] | None = None) -> DecoderModel:
     """A live model as the engine and `generate` take it; they call this themselves.
 
     Weights are shared, not copied, where they are stored as `[layers, out..., in...]`, as by haliax' `Linear` by
-    default (`out_first=True`) in a `Stacked`; others are transposed. Outside of a trace the output projection,
-    whose heads have one axis in Levanter and two here, is shared on a CPU and copied on other devices. The arrays may
-    be traced.
+    default (`out_first=True`) in a `Stacked`; others, such as those of experts (`MoELinear`), are transposed. Outside
+    of a trace the output projection, whose heads have one axis in Levanter and two here, is shared on a CPU and copied
+    on other devices. The arrays may be traced.
 
     Args:
         model: a module with the fields of Levanter's `LlamaLMHeadModel`, or its parameters alone: the module with None
@@ -74,7 +81,8 @@ def from_levanter(model, config: DecoderConfig | Mapping[str, Any] | None = None
     """
     if isinstance(model, DecoderModel):
         return model
-    _check_dense(model)
+    _check_experts(model)
+    names = _names(model)
     if isinstance(config, DecoderConfig):
         family, decoder = FAMILIES[config.model_type], config
     else:
@@ -90,27 +98,19 @@ def from_levanter(model, config: DecoderConfig | Mapping[str, Any] | None = None
     if config is not None and callable(rotary):
         check_rope(rotary, decoder.ropes[0], decoder.head_dim, decoder.max_position_embeddings)
     types = eqx.filter_eval_shape(DecoderModel.init, decoder, key=jax.eval_shape(jax.random.key, 0))
-    params = parameters(types, family.tensors)
-    arrays = _matched(model, params)
-    _check_all_used(model, {_NAMES[line] for line in arrays})
+    params = {names[param.line]: param for param in parameters(types, family.tensors)}
+    arrays = {name: _with_axes(_named(model, name), param.axes, name) for name, param in params.items()}
+    _check_all_used(model, set(arrays))
     _check_one_dtype(arrays)
-    for param in params:
-        _check_norm(model, param.line, decoder.norm.eps)
-        types = set_parameter(types, param.path, arrays[param.line])
+    for name, array in arrays.items():
+        _check_norm(model, name, decoder.norm.eps)
+        types = set_parameter(types, params[name].path, array)
     return types
 
 
-def _matched(model, params: list[Parameter]) -> dict[str, NamedArray]:
-    """By its line in the family's table, every parameter of the live model with our axes."""
-    return {
-        param.line: _with_axes(_named(model, _NAMES[param.line]), param.axes, _NAMES[param.line])
-        for param in params
-        if param.line in _NAMES or _refuse(param.line)
-    }
-
-
-def _refuse(line: str) -> bool:
-    raise ValueError(f"a live model with {line}: such parameters are read from HF checkpoints only, with load_model")
+def _names(model) -> Mapping[str, str]:
+    """Line of a family's table of tensors -> path in this live model."""
+    return _NAMES if _get(model, f"{_LAYER}.mlp.experts") is None else _NAMES_MOE
 
 
 # What a model says of itself
@@ -126,8 +126,9 @@ def _config_json(model) -> dict[str, Any]:
     _check_plain(config, attention)
     has_bias = {name: _get(model, f"{_LAYER}.self_attn.{name}_proj.bias") is not None for name in "qkvo"}
     has_norms = _get(model, f"{_LAYER}.self_attn.q_norm") is not None
+    has_experts = EXPERT in sizes
     is_qwen2 = has_bias["q"] and not has_bias["o"]
-    kind = "qwen3" if has_norms else "qwen2" if is_qwen2 else "llama"
+    kind = "qwen3_moe" if has_experts else "qwen3" if has_norms else "qwen2" if is_qwen2 else "llama"
     window = _get(attention, "sliding_window")
     if kind == "llama" and (window is not None or _get(config, "sliding_window") is not None and not has_bias["q"]):
         kind = "mistral"
@@ -149,13 +150,27 @@ def _config_json(model) -> dict[str, Any]:
         **_window(kind, window),
         **({} if is_qwen2 else {"attention_bias": has_bias["q"]}),
         **({"mlp_bias": _get(model, f"{_LAYER}.mlp.gate_proj.bias") is not None} if kind == "llama" else {}),
+        **(_experts(config, sizes) if has_experts else {}),
+    }
+
+
+def _experts(config, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """The keys of config.json for a mixture of experts in every layer."""
+    return {
+        "num_experts": sizes[EXPERT],
+        "moe_intermediate_size": sizes[MLP],
+        "num_experts_per_tok": _first(config, "num_experts_per_tok"),
+        "norm_topk_prob": _first(config, "norm_topk_prob"),
+        "decoder_sparse_step": _first(config, "decoder_sparse_step"),
+        "mlp_only_layers": list(_first(config, "mlp_only_layers")),
     }
 
 
 def _sizes(model) -> dict[str, int]:
     """Size of every axis of the weights."""
+    names = _names(model)
     arrays = (
-        _named(model, _NAMES[path])
+        _named(model, names[path])
         for path in (
             "embeddings.weight",
             "layers.attention.q_proj.weight",
@@ -191,12 +206,12 @@ def _check_plain(config, attention) -> None:
                 raise ValueError(f"config.{key}={value!r}, expected {neutral[0]!r}; {_LIKELY}")
 
 
-def _check_dense(model) -> None:
-    experts = next((name for name in _EXPERTS if _get(model, f"{_LAYER}.{name}") is not None), None)
+def _check_experts(model) -> None:
+    experts = next((name for name in _OTHER_EXPERTS if _get(model, f"{_LAYER}.{name}") is not None), None)
     if experts is not None:
         raise ValueError(
-            f"the model has experts ({_LAYER}.{experts}), and live models with experts are not implemented; save it as "
-            "a HF checkpoint and read that with load_model"
+            f"the model has experts in {_LAYER}.{experts}, expected {_LAYER}.mlp.experts as in Levanter's Qwen3-MoE: "
+            "other live models with experts are not implemented"
         )
 
 
@@ -320,12 +335,12 @@ def _check_all_used(model, used: set[str]) -> None:
     if left:
         raise ValueError(
             f"the model has parameters that this architecture has no place for: {', '.join(left[:6])}"
-            f"{f' and {len(left) - 6} more' if len(left) > 6 else ''}; it is not a Llama, Mistral, Qwen2 or Qwen3"
+            f"{f' and {len(left) - 6} more' if len(left) > 6 else ''}; it is not a {_FAMILIES}"
         )
 
 
 def _check_one_dtype(arrays: dict[str, NamedArray]) -> None:
-    found = {str(array.dtype): _NAMES[path] for path, array in arrays.items()}
+    found = {str(array.dtype): path for path, array in arrays.items()}
     if len(found) > 1:
         kinds = " and ".join(f"{dtype} ({path})" for dtype, path in sorted(found.items()))
         raise ValueError(
@@ -337,7 +352,7 @@ def _check_norm(model, path: str, eps: float) -> None:
     """Refuse a norm that is none of ours, or whose epsilon the configuration does not say."""
     if "norm" not in path:
         return
-    where = _NAMES[path].removesuffix(".weight")
+    where = path.removesuffix(".weight")
     norm = _get(model, where)
     if isinstance(norm, Mapping):
         return
