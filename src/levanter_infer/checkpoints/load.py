@@ -82,7 +82,8 @@ def open_model(source: Source, *, dtype: str | None = None) -> StoredModel:
     hf_config = source.read_json(CONFIG)
     family = family_for(hf_config)
     config = family.config_from_hf(hf_config)
-    tensors = stored_tensors(source)
+    stored_names = stored_tensors(source)
+    tensors = {name: stored_names[stored] for name, stored in family.own_names(stored_names).items()}
     _check_size(config, tensors, source)
     model = eqx.filter_eval_shape(DecoderModel.init, config, key=jax.eval_shape(jax.random.key, 0))
     params = parameters(model, family.tensors)

@@ -1,8 +1,9 @@
 """What a model family has to say, and what those of the Llama kin share."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from levanter_infer.layers.activation import Activation
@@ -32,6 +33,25 @@ class Family:
     """The inverse: `config_from_hf(config_to_hf(c)) == c`."""
     tensors: tuple[Tensor, ...]
     """Where a checkpoint has the parameters; lines of parameters that a model does not have are skipped."""
+    prefixes: Mapping[str, str] = MappingProxyType({})
+    """Starts of tensor names in a checkpoint, and what stands for them in `tensors`; other names stay."""
+    unused: tuple[str, ...] = ()
+    """Starts of the names of tensors that belong to other parts of a multimodal model, and are not read."""
+
+    def own_names(self, names: Iterable[str]) -> dict[str, str]:
+        """The tensors of a checkpoint that this family reads, by the names of its table.
+
+        Raises: ValueError if two are the same one.
+        """
+        found = {}
+        for name in names:
+            if not name.startswith(self.unused):
+                prefix = next((prefix for prefix in self.prefixes if name.startswith(prefix)), "")
+                own = self.prefixes.get(prefix, "") + name.removeprefix(prefix)
+                if own in found:
+                    raise ValueError(f"tensors {found[own]!r} and {name!r} are both {own!r}; leave one out")
+                found[own] = name
+        return found
 
 
 TENSOR_NAMES = {

@@ -39,4 +39,30 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     return {**common_to_hf(config, ropes_by_kind_to_hf(config)), **gemma2_keys(config)}
 
 
+def parent_config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The text model of Gemma 3 with vision, whose files leave out keys that have HF's defaults."""
+    hf = HfConfig(raw)
+    text = hf.text_config(
+        *("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index")
+    )
+    hf.finish()
+    sizes = {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216}
+    return config_from_hf({**sizes, "num_hidden_layers": 26, "num_attention_heads": 8, **text})
+
+
 GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", config_from_hf, config_to_hf, GEMMA2_TENSORS)
+GEMMA3_WITH_VISION = Family(
+    "gemma3",
+    "Gemma3ForConditionalGeneration",
+    parent_config_from_hf,
+    config_to_hf,
+    GEMMA2_TENSORS,
+    # As published, and as transformers 5 writes them.
+    prefixes={
+        "language_model.model.": "model.",
+        "language_model.lm_head.": "lm_head.",
+        "model.language_model.": "model.",
+    },
+    unused=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+)
+"""Read as its text model, and saved as one (`gemma3_text`)."""

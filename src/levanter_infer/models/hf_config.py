@@ -153,6 +153,17 @@ class HfConfig:
             values = " or ".join(repr(value) for value in allowed)
             raise self.fail(key, f"{values}: this checkpoint needs something that is not implemented")
 
+    def text_config(self, *others: str) -> dict[str, Any]:
+        """The configuration of the text model within that of a multimodal parent. Args: others: keys of other parts."""
+        text = self._get("text_config", None)
+        if not isinstance(text, dict):
+            raise self.fail("text_config", "an object: the configuration of the text model")
+        self._read.update(others)
+        tied = self._get("tie_word_embeddings", None)
+        if tied is not None and text.get("tie_word_embeddings", tied) != tied:
+            raise self.fail("tie_word_embeddings", f"{text['tie_word_embeddings']!r}, as in text_config")
+        return text if tied is None else {**text, "tie_word_embeddings": tied}
+
     def own_code(self, *modules: str) -> None:
         """Accept an `auto_map` that names these modules alone: their mathematics is that of the class in HF."""
         names = self._get("auto_map", None) or {}

@@ -6,7 +6,7 @@ from typing import Any
 from levanter_infer.models.family import Family
 from levanter_infer.models.gemma import GEMMA
 from levanter_infer.models.gemma2 import GEMMA2
-from levanter_infer.models.gemma3 import GEMMA3
+from levanter_infer.models.gemma3 import GEMMA3, GEMMA3_WITH_VISION
 from levanter_infer.models.granite import GRANITE
 from levanter_infer.models.llama import LLAMA
 from levanter_infer.models.mistral import MISTRAL
@@ -26,13 +26,18 @@ FAMILIES = {
     )
 }
 
+"""Families of text models, by `model_type`."""
+MULTIMODAL = {GEMMA3_WITH_VISION.model_type: GEMMA3_WITH_VISION}
+"""Multimodal parents of which the text model is served; their configurations become those of `FAMILIES`."""
+
 
 def family_for(hf_config: Mapping[str, Any]) -> Family:
     """The family of a `config.json`. Raises: ValueError if there is none."""
+    known = FAMILIES | MULTIMODAL
     model_type = hf_config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in known:
         raise ValueError(
-            f"config.json: model_type={model_type!r}, expected one of {', '.join(sorted(FAMILIES))}; "
+            f"config.json: model_type={model_type!r}, expected one of {', '.join(sorted(known))}; "
             "other architectures are not implemented"
         )
-    return FAMILIES[model_type]
+    return known[model_type]
