@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from levanter_infer.layers.activation import Activation
@@ -33,7 +32,7 @@ class Family:
     """The inverse: `config_from_hf(config_to_hf(c)) == c`."""
     tensors: tuple[Tensor, ...]
     """Where a checkpoint has the parameters; lines of parameters that a model does not have are skipped."""
-    prefixes: Mapping[str, str] = MappingProxyType({})
+    prefixes: tuple[tuple[str, str], ...] = ()
     """Starts of tensor names in a checkpoint, and what stands for them in `tensors`; other names stay."""
     unused: tuple[str, ...] = ()
     """Starts of the names of tensors that belong to other parts of a multimodal model, and are not read."""
@@ -46,8 +45,8 @@ class Family:
         found = {}
         for name in names:
             if not name.startswith(self.unused):
-                prefix = next((prefix for prefix in self.prefixes if name.startswith(prefix)), "")
-                own = self.prefixes.get(prefix, "") + name.removeprefix(prefix)
+                prefix, instead = next((pair for pair in self.prefixes if name.startswith(pair[0])), ("", ""))
+                own = instead + name.removeprefix(prefix)
                 if own in found:
                     raise ValueError(f"tensors {found[own]!r} and {name!r} are both {own!r}; leave one out")
                 found[own] = name

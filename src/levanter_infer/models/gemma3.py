@@ -58,11 +58,11 @@ GEMMA3_WITH_VISION = Family(
     config_to_hf,
     GEMMA2_TENSORS,
     # As published, and as transformers 5 writes them.
-    prefixes={
-        "language_model.model.": "model.",
-        "language_model.lm_head.": "lm_head.",
-        "model.language_model.": "model.",
-    },
+    prefixes=(
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("model.language_model.", "model."),
+    ),
     unused=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
 )
 """Read as its text model, and saved as one (`gemma3_text`)."""
