@@ -6,6 +6,7 @@ import time
 import pytest
 
 from levanter_infer.models.periods import MAX_BODIES, find_periods, run_lengths
+from levanter_infer.models.registry import family_for
 
 
 def shown(layers) -> str:
@@ -76,7 +77,7 @@ def cheapest(layers: str) -> int:
 def test_too_many_bodies_are_refused_with_the_list():
     layers = [0, 0, 0, *range(1, 9)]
     with pytest.raises(ValueError, match=r"11 layers of 9 kinds need 9 layer bodies, .*at most 8.*3 x kind 0, k"):
-        find_periods(layers, lambda layer: f"kind {layer}")
+        find_periods(layers, lambda layers: [f"kind {layer}" for layer in layers])
     with pytest.raises(ValueError, match="a stack of no layers"):
         find_periods([])
 
@@ -89,3 +90,17 @@ def test_a_long_list_takes_no_time():
 
 def test_run_lengths_are_readable():
     assert run_lengths(["dense", *["experts"] * 3, "dense"]) == "dense, 3 x experts, dense"
+    assert run_lengths(map(str, range(50))).endswith("38, 39 and 10 more")
+
+
+def test_a_long_list_that_does_not_repeat_is_refused_at_once():
+    """A config.json may say anything of ten thousand layers."""
+    rng = random.Random(0)
+    kinds = [rng.choice(["full_attention", "sliding_attention"]) for _ in range(10_000)]
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match=r"10000 layers of 2 kinds need \d+ layer bodies.*and \d+ more"):
+        family_for({"model_type": "olmo3"}).config_from_hf(
+            {"model_type": "olmo3", **sizes, "num_hidden_layers": 10_000, "layer_types": kinds}
+        )
+    assert time.perf_counter() - start < 10

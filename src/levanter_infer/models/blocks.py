@@ -84,11 +84,16 @@ def find_stacks(blocks: Sequence[Block]) -> tuple[Stack, ...]:
     return tuple(Stack(block, tuple(numbers)) for block, numbers in layers.items())
 
 
-def describe(block: Block, blocks: Sequence[Block]) -> str:
-    """The fields of a block in which `blocks` differ, or all of them where they do not."""
-    parts = [_flat(block), *map(_flat, set(blocks))]
-    differing = [name for name in parts[0] if len({repr(part.get(name)) for part in parts}) > 1]
-    return f"({', '.join(f'{name}={parts[0][name]!r}' for name in differing or parts[0])})"
+def describe(blocks: Sequence[Block]) -> list[str]:
+    """Every block by the fields in which they differ, or by all of them where they do not."""
+    parts = {block: _flat(block) for block in set(blocks)}
+    names = dict.fromkeys(name for part in parts.values() for name in part)
+    differing = [name for name in names if len({repr(part.get(name)) for part in parts.values()}) > 1]
+    texts = {
+        block: f"({', '.join(f'{name}={part[name]!r}' for name in differing or names if name in part)})"
+        for block, part in parts.items()
+    }
+    return [texts[block] for block in blocks]
 
 
 def differences(old, new, name: str = "") -> list[str]:

@@ -73,7 +73,7 @@ class DecoderConfig:
     @functools.cached_property
     def groups(self) -> tuple[Group[Block], ...]:
         """The loops that run the layers. Raises: ValueError if they need too many bodies."""
-        return find_periods(self.blocks, lambda block: describe(block, self.blocks))
+        return find_periods(self.blocks, describe)
 
     @functools.cached_property
     def stacks(self) -> tuple[Stack, ...]:

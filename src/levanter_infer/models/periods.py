@@ -7,6 +7,8 @@ from typing import Generic, TypeVar
 
 MAX_BODIES = 8
 """Most layer bodies in one program: each of them is compiled."""
+MAX_RUNS = 40
+"""Most runs of equal layers that an error lists."""
 
 Item = TypeVar("Item", bound=Hashable)
 
@@ -26,7 +28,9 @@ class Group(Generic[Item]):
         return len(self.period) * self.repeats
 
 
-def find_periods(layers: Sequence[Item], describe: Callable[[Item], str] = str) -> tuple[Group[Item], ...]:
+def find_periods(
+    layers: Sequence[Item], describe: Callable[[Sequence[Item]], Iterable[str]] = lambda layers: map(str, layers)
+) -> tuple[Group[Item], ...]:
     """The groups that cover `layers` in order with the fewest bodies and loops: the sum of both is minimal.
 
     48 equal layers are one group with a period of 1. 62 layers of the pattern LLLLLG are ten repeats of a period of 6
@@ -34,7 +38,7 @@ def find_periods(layers: Sequence[Item], describe: Callable[[Item], str] = str) 
 
     Args:
         layers: one hashable item per layer; equal items have equal bodies.
-        describe: an item in words, for the error.
+        describe: the layers in words, for the error.
     Raises: ValueError if there is no layer, or if the bodies of all groups are more than `MAX_BODIES`.
     """
     if not layers:
@@ -52,15 +56,16 @@ def find_periods(layers: Sequence[Item], describe: Callable[[Item], str] = str) 
     if bodies > MAX_BODIES:
         raise ValueError(
             f"{len(layers)} layers of {len(codes)} kinds need {bodies} layer bodies, expected at most {MAX_BODIES}: "
-            f"their pattern repeats too little. The layers are {run_lengths(map(describe, layers))}"
+            f"their pattern repeats too little. The layers are {run_lengths(describe(layers))}"
         )
     return tuple(groups)
 
 
 def run_lengths(names: Iterable[str]) -> str:
-    """Names in order, with equal neighbours written once: `3 x dense, 58 x experts`."""
+    """Names in order, with equal neighbours written once: `3 x dense, 58 x experts`; of many, the first."""
     runs = [(name, len(list(equal))) for name, equal in itertools.groupby(names)]
-    return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in runs)
+    shown = [name if count == 1 else f"{count} x {name}" for name, count in runs[:MAX_RUNS]]
+    return ", ".join(shown) + (f" and {len(runs) - MAX_RUNS} more" if len(runs) > MAX_RUNS else "")
 
 
 def _cheapest(kinds: list[int]) -> list[tuple[int, int]]:
