@@ -26,6 +26,8 @@ _GAINS = {
     "gate_proj": 1.4,
     "up_proj": 1.4,
     "down_proj": 2.0,
+    "qkv_proj": 1.4,
+    "gate_up_proj": 1.4,
 }
 
 
@@ -57,6 +59,7 @@ class GoldenPrompt:
 class GoldenCase:
     name: str
     config: dict  # what stands in config.json
+    changes: tuple[dict, ...]  # keys that neutralise one option each
     weights_sha256: str  # of the weights that HF was given
     prompts: tuple[GoldenPrompt, ...]
 
@@ -74,7 +77,7 @@ def load_case(name: str) -> GoldenCase:
             GoldenPrompt(scale=float(arrays[f"scale_{i}"]), **{f: arrays[f"{f}_{i}"] for f in fields})
             for i in range(count)
         )
-    return GoldenCase(name, entry["config"], entry["weights_sha256"], prompts)
+    return GoldenCase(name, entry["config"], tuple(entry.get("changes", ())), entry["weights_sha256"], prompts)
 
 
 def save_case(directory: Path, name: str, prompts: list[GoldenPrompt]) -> None:
@@ -133,9 +136,20 @@ def tensor_shapes(config: dict) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def make_weights(case: str, config: dict) -> dict[str, np.ndarray]:
-    """Every tensor of the case's checkpoint, float32, in HF's names and layout."""
-    return {name: _tensor(case, name, shape) for name, shape in tensor_shapes(config).items()}
+def make_weights(case: str, config: dict, shapes: dict[str, tuple[int, ...]] | None = None) -> dict[str, np.ndarray]:
+    """Every tensor of the case's checkpoint, float32, in HF's names and layout.
+
+    `shapes`: those of HF's model; by default the recorded ones, or for the families that have none, `tensor_shapes`.
+    """
+    if shapes is None:
+        shapes = recorded_shapes(case) or tensor_shapes(config)
+    return {name: _tensor(case, name, shape, config["model_type"]) for name, shape in shapes.items()}
+
+
+def recorded_shapes(case: str) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of HF's model, as make_goldens.py found them; empty for older cases."""
+    lines = json.loads((GOLDEN_DIR / "cases.json").read_text()).get(case, {}).get("tensors", [])
+    return {name: tuple(map(int, sizes)) for name, *sizes in map(str.split, lines)}
 
 
 def weights_sha256(weights: dict[str, np.ndarray]) -> str:
@@ -146,17 +160,19 @@ def weights_sha256(weights: dict[str, np.ndarray]) -> str:
     return digest.hexdigest()
 
 
-def _tensor(case: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def _tensor(case: str, name: str, shape: tuple[int, ...], model_type: str) -> np.ndarray:
     noise = unit_noise(case, name, shape)
     module, kind = name.split(".")[-2:]
     if module.endswith("norm"):
-        value = 1.0 + 0.2 * noise
+        value = 0.2 * noise + (0.0 if model_type.startswith("gemma") else 1.0)  # Gemma multiplies by 1 + weight
     elif kind == "bias":
         value = 0.3 * noise
     elif module in _GAINS:
         value = noise * (_GAINS[module] / np.sqrt(shape[1]))
     else:  # embeddings and head: logits of spread 3 behind a norm of unit size
         value = noise * (3.0 / np.sqrt(shape[1]))
+        if model_type.startswith("gemma") and "embed" in module:
+            value = value * 0.1  # Gemma multiplies them by the root of their width
     return value.astype(np.float32)
 
 

@@ -20,10 +20,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from levanter_infer.axes import DATA, MODEL
+from levanter_infer.checkpoints import load as load_module
 from levanter_infer.checkpoints.load import open_model
 from levanter_infer.checkpoints.save import save_model
 from levanter_infer.checkpoints.source import resolve_source
-from levanter_infer.checkpoints.weights import StoredTensor
 from levanter_infer.decode.programs import Programs
 from levanter_infer.decode.sampling import History, LogitStats, likeliest, sample
 from levanter_infer.decode.shapes import SamplingLimits
@@ -47,6 +47,8 @@ SIZES: dict[str, Any] = {
 }
 EIGHT_HEADS = {"num_attention_heads": 12, "num_key_value_heads": 2, "hidden_size": 48, "head_dim": 8}
 """Groups of 6 query heads that 4 devices share unevenly: 2 copies of each head of keys and values, of 3 query heads."""
+WHOLE_NORM = {"model_type": "olmo2", "num_attention_heads": 12, "num_key_value_heads": 2, "hidden_size": 48}
+"""Queries and keys are normed over all heads, of all devices."""
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
            "norm_topk_prob": True}  # fmt: skip
 
@@ -368,20 +370,20 @@ def loaded(place: Place, model_changes: Mapping[str, Any]) -> dict:
     mesh = make_mesh(place["mesh"])
     assert isinstance(mesh, Mesh)
     read: list[str] = []
-    read_into = StoredTensor.read_into
+    read_tensors = load_module.read_tensors
 
-    def noted(tensor: StoredTensor, out: np.ndarray) -> None:
-        read.append(tensor.name)
-        read_into(tensor, out)
+    def noted(pieces) -> None:
+        read.extend(tensor.name for tensor, _ in pieces)
+        read_tensors(pieces)
 
     with tempfile.TemporaryDirectory() as directory:
         model = tiny_model(**model_changes)
         save_model(model, Path(directory))
         stored = open_model(resolve_source(directory))
         layout = Layout.of(mesh, stored.types.config)
-        StoredTensor.read_into = noted
+        load_module.read_tensors = noted
         found = stored.read(layout)
-        StoredTensor.read_into = read_into
+        load_module.read_tensors = read_tensors
     expected = layout.fit_model(model)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     both = [jax.tree.leaves(each) for each in (found, expected)]
@@ -406,6 +408,7 @@ KINDS: dict[str, Callable[[Place], dict]] = {
     "some": lambda place: run(place, 16),
     "many": lambda place: run(place, 200),
     "heads": lambda place: run(place, 8, EIGHT_HEADS, by_head),
+    "wholenorm": lambda place: run(place, 8, WHOLE_NORM),
     "experts": lambda place: run(place, 16, EXPERTS),
     "loaded": lambda place: loaded(place, EIGHT_HEADS),
     "loadedexperts": lambda place: loaded(place, EXPERTS),

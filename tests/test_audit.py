@@ -23,7 +23,7 @@ from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.models import uncached
-from tests.tiny_models import tiny_model
+from tests.tiny_models import tiny_model, with_mixers
 from tests.tokenizer_files import byte_level, write
 
 PAGE = 8
@@ -86,7 +86,7 @@ def test_the_engine_agrees_with_the_uncached_forward_and_noise_in_the_weights_is
 
 def test_keys_that_are_turned_by_another_angle_are_the_prompt_path(engine):
     model = tiny_model(**sizes())
-    config = dataclasses.replace(model.config, rope=dataclasses.replace(model.config.rope, theta=100.0))
+    config = with_mixers(model.config, rope=dataclasses.replace(model.config.ropes[0], theta=100.0))
     found = judged(engine.generate(requests()), dataclasses.replace(model, config=config))
     assert found.verdict == "prompt", found.text
 
@@ -228,7 +228,7 @@ def test_doctor_compares_two_engines(command, shared):
 
 def test_doctor_looks_inside_where_the_engine_and_the_plain_forward_disagree(command, shared, monkeypatch):
     model = tiny_model(**sizes())
-    turned = dataclasses.replace(model.config, rope=dataclasses.replace(model.config.rope, theta=100.0))
+    turned = with_mixers(model.config, rope=dataclasses.replace(model.config.ropes[0], theta=100.0))
     monkeypatch.setattr(check, "plain_model", lambda config: dataclasses.replace(model, config=turned))
     status, out, err = command(doctor, *SAMPLING)
     assert status == 1 and json.loads(out)["verdict"] in ("prompt", "scramble")

@@ -1,5 +1,6 @@
 """Small random models for tests: every family feature that the engine has to carry, in a few kilobytes."""
 
+import dataclasses
 import functools
 
 import haliax as hax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from levanter_infer.axes import POSITION
+from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.registry import family_for
 from levanter_infer.models.uncached import next_token
@@ -34,6 +36,14 @@ def tiny_model(seed: int = 0, dtype: str = "float32", **changes) -> DecoderModel
     config = family_for({**LLAMA, **changes}).config_from_hf({**LLAMA, **changes})
     model = DecoderModel.init(config, key=jax.random.key(seed), dtype=jnp.dtype(dtype))
     return jax.tree.map(lambda leaf: leaf * jnp.asarray(3, leaf.dtype), model)
+
+
+def with_mixers(config: DecoderConfig, **changes) -> DecoderConfig:
+    """`config` with other fields of the mixer in every layer."""
+    blocks = tuple(
+        dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, **changes)) for block in config.blocks
+    )
+    return dataclasses.replace(config, blocks=blocks)
 
 
 def uncached_logprobs(model: DecoderModel, tokens: list[int], length: int) -> np.ndarray:

@@ -8,7 +8,9 @@ Run from the repository root in an environment of its own (scripts/golden/requir
 
 The weights come from `tests/golden_cases.py`; here they are put into the HF model, which runs in float32 with eager
 attention and without a cache. For each case the script also proves that the golden can fail: with the case's
-feature switched off (`without`), the logits must move by at least 50 times the bound that the tests allow.
+feature switched off (`without`), the logits must move by at least 50 times the bound that the tests allow, and with
+any option neutralised (`changes`), by more than a hundredth of their scale. Cases of Llama, Mistral and Qwen were
+written by transformers 4.57.6, the others by 5.23.0, which gives the same for those too.
 """
 
 import json
@@ -110,6 +112,7 @@ class Case:
     config: dict
     prompt_lens: tuple[int, ...]
     without: dict = field(default_factory=dict)  # config keys that switch the case's feature off
+    changes: tuple[dict, ...] = ()  # config keys that neutralise one option each, with the same tensors
     length_threshold: int | None = None  # the rope changes when a sequence grows beyond this
     changes_beyond: bool = False  # and keeps changing with every token after it
 
@@ -195,11 +198,193 @@ CASES = {
 }
 
 
+EVERY = {**BASE, "hidden_size": 56, "intermediate_size": 88, "num_hidden_layers": 4, "head_dim": 16}
+"""Sizes that differ from each other."""
+OLMO2 = {**{k: v for k, v in EVERY.items() if k != "head_dim"}, "model_type": "olmo2", "num_attention_heads": 14}
+OLMO2["architectures"] = ["Olmo2ForCausalLM"]
+OLMO3 = {**{k: v for k, v in OLMO2.items() if k != "rope_theta"}, "model_type": "olmo3", "sliding_window": 6}
+OLMO3 |= {"architectures": ["Olmo3ForCausalLM"], "num_hidden_layers": 5}
+GEMMA = {**EVERY, "model_type": "gemma", "architectures": ["GemmaForCausalLM"], "hidden_act": "gelu"}
+GEMMA["tie_word_embeddings"] = True
+GEMMA2 = {
+    **GEMMA,
+    "model_type": "gemma2",
+    "architectures": ["Gemma2ForCausalLM"],
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 4,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 0.5,
+    "sliding_window": 6,
+}
+GEMMA3 = {
+    **{k: v for k, v in GEMMA2.items() if k not in ("attn_logit_softcapping", "rope_theta")},
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_hidden_layers": 8,
+}
+PHI3 = {**{k: v for k, v in EVERY.items() if k != "head_dim"}, "model_type": "phi3", "hidden_size": 64}
+PHI3 |= {"architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 48, "pad_token_id": 0}
+SMOLLM3 = {**EVERY, "model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "tie_word_embeddings": True}
+SMOLLM3["pad_token_id"] = 0
+GRANITE = {
+    **{k: v for k, v in EVERY.items() if k != "head_dim"},
+    "model_type": "granite",
+    "architectures": ["GraniteForCausalLM"],
+    "hidden_size": 64,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.5,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 2.5,
+}
+GRANITE_CHANGES = tuple(
+    {key: 1.0} for key in ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+)
+BY_KIND = {
+    "full_attention": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 2e4},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+}
+SAME_ROPES = {"rope_parameters": dict.fromkeys(BY_KIND, BY_KIND["sliding_attention"])}
+NO_WINDOWS = {"sliding_window": 500}
+CASES |= {
+    "olmo2": Case(OLMO2, (6, 40), {"rope_theta": 100.0}, changes=({"rope_theta": 100.0},)),
+    "olmo2_tied": Case(
+        {**OLMO2, "num_attention_heads": 10, "hidden_size": 40, "attention_bias": True, "tie_word_embeddings": True}
+        | {"num_hidden_layers": 6},
+        (9, 35),
+        {"attention_bias": False},
+    ),
+    "olmo3": Case(
+        {**OLMO3, "rope_theta": 5e5, "rope_scaling": YARN},
+        (7, 60),
+        {"rope_scaling": None},
+        changes=({"rope_scaling": None}, NO_WINDOWS, {"layer_types": ["full_attention"] * 5}),
+    ),
+    "olmo3_tied": Case(
+        {**OLMO3, "rope_parameters": BY_KIND, "tie_word_embeddings": True, "attention_bias": True},
+        (9, 50),
+        {"attention_bias": False},
+        changes=(SAME_ROPES, NO_WINDOWS),
+    ),
+    "gemma": Case(GEMMA, (6, 40), {"rope_theta": 100.0}, changes=({"rope_theta": 100.0},)),
+    "gemma_untied": Case(
+        {**GEMMA, "tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 1},
+        (5, 31),
+        {"attention_bias": False},
+    ),
+    "gemma2": Case(
+        GEMMA2,
+        (7, 60),
+        {"sliding_window": 7},
+        changes=(
+            {"query_pre_attn_scalar": 16},
+            {"attn_logit_softcapping": None},
+            {"final_logit_softcapping": None},
+            NO_WINDOWS,
+        ),
+    ),
+    "gemma2_untied": Case(
+        {
+            **GEMMA2,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention", "sliding_attention"],
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+        (8, 45),
+        {"attention_bias": False},
+        changes=({"layer_types": None}, {"query_pre_attn_scalar": 16}, NO_WINDOWS),
+    ),
+    "gemma3": Case(
+        {
+            **GEMMA3,
+            "rope_theta": 1e4,
+            "rope_local_base_freq": 100.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+        (7, 60),
+        {"rope_local_base_freq": 1e4},
+        changes=(
+            {"query_pre_attn_scalar": 16},
+            {"rope_local_base_freq": 1e4},
+            {"rope_scaling": None},
+            {"final_logit_softcapping": None},
+            {"sliding_window_pattern": 4},
+            NO_WINDOWS,
+        ),
+    ),
+    "gemma3_untied": Case(
+        {
+            **GEMMA3,
+            "rope_parameters": BY_KIND,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "final_logit_softcapping": None,
+            "sliding_window_pattern": 3,
+        },
+        (9, 50),
+        {"attention_bias": False},
+        changes=(SAME_ROPES, {"sliding_window_pattern": 6}),
+    ),
+    "phi3": Case(
+        {**PHI3, "rope_scaling": None, "sliding_window": 8, "partial_rotary_factor": 0.5},
+        (7, 60),
+        {"sliding_window": 9},
+        changes=({"partial_rotary_factor": 1.0}, {"sliding_window": None}),
+    ),
+    "phi3_tied": Case(
+        {
+            **PHI3,
+            "max_position_embeddings": 192,
+            "tie_word_embeddings": True,
+            "partial_rotary_factor": 0.75,
+            "rope_scaling": longrope(short_factor=SHORT_FACTOR[:6], long_factor=LONG_FACTOR[:6]),
+        },
+        (14, 48, 49, 100),
+        {"rope_scaling": longrope(short_factor=SHORT_FACTOR[:6], long_factor=SHORT_FACTOR[:6])},
+        length_threshold=48,
+    ),
+    "smollm3": Case(
+        {
+            **SMOLLM3,
+            "num_hidden_layers": 6,
+            "no_rope_layer_interval": 3,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+        },
+        (7, 60),
+        {"sliding_window": 7},
+        changes=({"no_rope_layers": [1] * 6}, NO_WINDOWS, {"use_sliding_window": False}),
+    ),
+    "smollm3_untied": Case(
+        {
+            **SMOLLM3,
+            "tie_word_embeddings": False,
+            "no_rope_layers": [1, 0, 1, 0],
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+        (6, 40),
+        {"mlp_bias": False},
+        changes=({"no_rope_layers": [0, 1, 0, 1]},),
+    ),
+    "granite": Case(GRANITE, (7, 41), {"residual_multiplier": 1.0}, changes=GRANITE_CHANGES),
+    "granite_tied": Case(
+        {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 0.02},
+        (10, 36),
+        {"mlp_bias": False},
+        changes=GRANITE_CHANGES,
+    ),
+}
+
+
 def build_model(name: str, config: dict, *, strict: bool = True) -> torch.nn.Module:
     """The HF model with the case's weights; `strict=False` leaves out tensors that a changed config has no use for."""
     hf_config = AutoConfig.for_model(**json.loads(json.dumps(config)))
     model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager", dtype=torch.float32).eval()
-    weights = {key: torch.from_numpy(value) for key, value in make_weights(name, CASES[name].config).items()}
+    weights = make_weights(name, CASES[name].config, SHAPES.get(name))
+    weights = {key: torch.from_numpy(value) for key, value in weights.items()}
     missing, unexpected = model.load_state_dict(fused(weights, model.state_dict()), strict=False)
     tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
     if set(missing) - tied or (strict and unexpected):
@@ -208,6 +393,20 @@ def build_model(name: str, config: dict, *, strict: bool = True) -> torch.nn.Mod
         )
     model.tie_weights()
     return model
+
+
+SHAPES: dict[str, dict[str, tuple[int, ...]]] = {}
+"""Tensors of HF's own models, for families whose tensors `golden_cases.tensor_shapes` does not know."""
+
+
+def found_shapes(name: str) -> dict[str, tuple[int, ...]] | None:
+    config = CASES[name].config
+    if config["model_type"] in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"):
+        return None
+    hf_config = AutoConfig.for_model(**json.loads(json.dumps(config)))
+    state = AutoModelForCausalLM.from_config(hf_config).state_dict()
+    tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
+    return {key: tuple(value.shape) for key, value in state.items() if key not in tied}
 
 
 def fused(weights: dict, wanted: dict) -> dict:
@@ -286,6 +485,11 @@ def check_case(name: str, case: Case, prompts: list[GoldenPrompt]) -> str:
     moved = float(np.abs(changed[longest.positions] - longest.logits).max()) / longest.bound
     distinct = min((len(set(p.greedy.tolist())) for p in prompts if len(p.greedy)), default=0)
     gap = min((float(p.greedy_gaps.min()) / p.bound for p in prompts if len(p.greedy)), default=np.inf)
+    for change in case.changes:
+        other = full_logits(name, {**case.config, **change}, longest.tokens)
+        share = float(np.abs(other[longest.positions] - longest.logits).max()) / longest.scale
+        if share < 0.01:
+            raise ValueError(f"{name}: {change} moves the logits by {share:.2g} of their scale only")
     line = f"{name:22s} moved {moved:8.0f}x  distinct {distinct:2d}  gap {gap:7.1f}x  scale {longest.scale:5.1f}"
     if moved < VISIBLE:
         raise ValueError(f"{line}: without={case.without} moves no logit by {VISIBLE}x the bound")
@@ -300,17 +504,23 @@ def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     GOLDEN_DIR.mkdir(exist_ok=True)
     print(f"bound {RELATIVE_BOUND} of the logit scale, {NUM_GREEDY} greedy tokens")
+    entries = json.loads((GOLDEN_DIR / "cases.json").read_text()) if names else {}
     for name in names or CASES:
         case = CASES[name]
+        shapes = found_shapes(name)
+        if shapes is not None:
+            SHAPES[name] = shapes
         prompts = [golden_prompt(name, case, length) for length in case.prompt_lens]
         print(check_case(name, case, prompts), flush=True)
         save_case(GOLDEN_DIR, name, prompts)
-    # The keys as given, not as HF completes them: older checkpoints have no head_dim and no layer_types.
-    # The config keys as given, not as HF completes them: older checkpoints have no head_dim and no layer_types.
-    entries = {
-        name: {"config": case.config, "weights_sha256": weights_sha256(make_weights(name, case.config))}
-        for name, case in CASES.items()
-    }
+        # The config keys as given, not as HF completes them: older checkpoints have no head_dim and no layer_types.
+        entries[name] = {
+            "config": case.config,
+            **({"changes": case.changes} if case.changes else {}),
+            **({"tensors": [f"{key} {' '.join(map(str, shape))}" for key, shape in shapes.items()]} if shapes else {}),
+            "weights_sha256": weights_sha256(make_weights(name, case.config, shapes)),
+        }
+    entries = {name: entries[name] for name in CASES if name in entries}
     (GOLDEN_DIR / "cases.json").write_text(json.dumps(entries, indent=1) + "\n")
 
 

@@ -8,7 +8,8 @@ import optax
 from haliax import Axis, NamedArray
 
 from levanter_infer.axes import POSITION
-from levanter_infer.models.decoder import DecoderConfig, DecoderModel
+from levanter_infer.models.config import DecoderConfig
+from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.registry import family_for
 
 from .tokenizer import MAX_LENGTH, VOCAB_SIZE

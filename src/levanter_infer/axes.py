@@ -10,6 +10,7 @@ MODEL = "model"  # devices that hold a model's weights and heads together
 
 # Weights
 LAYERS = "layers"  # decoder layers, the leading axis of stacked parameters and of the page pool
+PERIOD = "period"  # layers of one stack that a period of the layer loop has
 EMBED = "embed"  # width of the residual stream
 MLP = "mlp"  # inner width of the feed-forward block
 EXPERT = "expert"  # feed-forward blocks of which each token uses a few; also the mesh axis over which they are sharded

@@ -3,17 +3,23 @@
 import json
 import os
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 from safetensors.numpy import load_file, save_file
 
 from levanter_infer.checkpoints import load as load_module
 from levanter_infer.checkpoints import source as source_module
-from levanter_infer.checkpoints.load import load_model
+from levanter_infer.checkpoints.load import _own_rows, _read_entries, load_model, open_model
 from levanter_infer.checkpoints.source import resolve_source
-from tests.golden_cases import make_weights
+from levanter_infer.checkpoints.weights import StoredTensor, stored_tensors
+from levanter_infer.layers.layout import Layout
+from levanter_infer.models.registry import family_for
+from levanter_infer.models.tensors import parameters
+from tests.golden_cases import load_case, make_weights, write_checkpoint
 
 CONFIG = {
     "model_type": "llama",
@@ -332,3 +338,58 @@ def test_hub_that_does_not_answer_is_reported(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(ValueError, match="'org/name' at revision 'v1': .*OSError: no network; check the name"):
         load_model("org/name", revision="v1")
+
+
+@pytest.mark.parametrize(
+    "prefixes", [("language_model.model.", "language_model.lm_head."), ("model.language_model.", "lm_head.")]
+)
+def test_the_text_model_of_a_multimodal_checkpoint_is_read_alone(tmp_path, prefixes):
+    case = load_case("gemma3_untied")
+    tensors = make_weights(case.name, case.config)
+    model, _ = load_model(write_checkpoint(tmp_path / "text", case))
+    named = {
+        name.replace("model.", prefixes[0], 1).replace("lm_head.", prefixes[1], 1): t for name, t in tensors.items()
+    }
+    vision = {"vision_tower.embeddings.weight": np.ones((3, 4), np.float32), "multi_modal_projector.norm": np.ones(3)}
+    config = {
+        "model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": case.config,
+        "vision_config": {"hidden_size": 4}, "mm_tokens_per_image": 256, "image_token_index": 9, "eos_token_id": [1, 2],
+    }  # fmt: skip
+    directory = tmp_path / "parent"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(named | vision, directory / "model.safetensors")
+    parent, _ = load_model(directory)
+    assert parent.config == model.config and eqx.tree_equal(parent, model)
+    save_file(named | {"audio_tower.weight": np.ones(3, np.float32)}, directory / "model.safetensors")
+    with pytest.raises(ValueError, match="no use for: 'audio_tower.weight'"):
+        load_model(directory)
+    save_file(named | {"model.norm.weight": np.ones(56, np.float32)}, directory / "model.safetensors")
+    with pytest.raises(ValueError, match="are both 'model.norm.weight'; leave one out"):
+        load_model(directory)
+    (directory / "config.json").write_text(json.dumps({**config, "audio_config": {}}))
+    with pytest.raises(ValueError, match="'audio_config'"):
+        load_model(directory)
+    (directory / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    with pytest.raises(ValueError, match="tie_word_embeddings=True, expected False, as in text_config"):
+        load_model(directory)
+
+
+@pytest.mark.parametrize("heads, devices, expected", [(2, 2, (0, 4)), (1, 2, (0, 8)), (2, 4, (0, 4))])
+def test_a_process_reads_the_rows_of_its_own_heads_only(write, monkeypatch, heads, devices, expected):
+    """Of a process with the first device of a model axis: 4 query heads of 2 numbers, 8 rows in all."""
+    stored = open_model(resolve_source(write(num_key_value_heads=heads)))
+    layout = Layout.of(AbstractMesh((1, devices), ("data", "model")), stored.types.config)
+    params = {param.line: param for param in parameters(stored.types, family_for(CONFIG).tensors)}
+    q_proj = params["layers.attention.q_proj.weight"]
+    fitted = heads * layout.kv_copies
+    assert _own_rows(q_proj, layout, (0, fitted // devices)) == expected
+    tensors = stored_tensors(resolve_source(write(num_key_value_heads=heads)))
+    read: list[StoredTensor] = []
+    monkeypatch.setattr(load_module, "read_tensors", lambda pieces: read.extend(tensor for tensor, _ in pieces))
+    _read_entries(q_proj, tensors, [(q_proj.sources[0], np.zeros((8, 8), np.float32))], expected)
+    whole = tensors["model.layers.0.self_attn.q_proj.weight"]
+    assert [(each.offset, each.num_bytes) for each in read] == [(whole.offset, whole.num_bytes * expected[1] // 8)]
+    # Padded axes end with the tensor, and an axis that is not sharded is needed whole.
+    up_proj, o_proj = params["layers.mlp.up_proj.weight"], params["layers.attention.o_proj.weight"]
+    assert _own_rows(up_proj, layout, (9, 16)) == (9, 12) and _own_rows(o_proj, layout, (0, 8)) == (0, 8)

@@ -190,7 +190,8 @@ def main() -> int:
         if not any(wanted in name for wanted in sys.argv[1:] or [""]):
             continue
         adopted = from_levanter(model)
-        note = f", {shared(model, adopted)} arrays shared, {adopted.config.model_type}, rope {adopted.config.rope.kind}"
+        kind = adopted.config.ropes[0].kind
+        note = f", {shared(model, adopted)} arrays shared, {adopted.config.model_type}, rope {kind}"
         results.add(name, compare(model, ours(model, matmul="xla")), note)
         if cpu.available() and name in WITH_CPU_KERNELS:
             results.add(f"{name}, C++ kernels", compare(model, ours(model)))

@@ -27,8 +27,8 @@ from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
 from levanter_infer.kernels.xla.backend import XLA
 from levanter_infer.layers.shard_axis import Vocabulary
-from levanter_infer.models.decoder import DecoderConfig
-from tests.tiny_models import tiny_model
+from levanter_infer.models.config import DecoderConfig
+from tests.tiny_models import tiny_model, with_mixers
 
 WORDS, LAYERS = 97, 2
 BAD = 96
@@ -47,7 +47,7 @@ class CountingModel(eqx.Module):
     @staticmethod
     def init() -> "CountingModel":
         config = tiny_model(num_hidden_layers=LAYERS, vocab_size=WORDS).config
-        config = dataclasses.replace(config, hidden_size=2, num_heads=1, num_kv_heads=1, head_dim=2)
+        config = with_mixers(dataclasses.replace(config, hidden_size=2), num_heads=1, num_kv_heads=1, head_dim=2)
         return CountingModel(embed=Axis(EMBED, 2), config=config)
 
     def prepare(self, backend, *, donate: bool = False) -> "CountingModel":

@@ -24,7 +24,7 @@ from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
 from levanter_infer.layers.rotary import RopeConfig
-from levanter_infer.models.decoder import DecoderConfig
+from levanter_infer.models.config import DecoderConfig
 from tests.tiny_models import tiny_model, uncached_greedy
 
 VOCAB = 61

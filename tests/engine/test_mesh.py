@@ -106,6 +106,13 @@ def test_groups_that_devices_share_unevenly_and_functions_of_the_head():
 
 
 @pytest.mark.slow
+def test_norms_over_the_heads_of_all_devices():
+    found = runs("wholenorm_one", "wholenorm_model2", "wholenorm_model4")
+    for mesh in ("model2", "model4"):
+        check_same(found["wholenorm_one"], found[f"wholenorm_{mesh}"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["experts_expert4", "experts_model2_expert2", "experts_data2_model2_expert2"])
 def test_experts_on_devices_of_their_own_give_the_tokens_of_one_device(case):
     found = runs("experts_one", case)

@@ -207,7 +207,7 @@ def test_arrays_that_are_shared_may_be_donated_once_nobody_runs_with_them():
         (dict(), dict(version=-1), "version=-1: expected a whole number from 0"),
         (dict(), dict(version=True), "version=True: expected a whole number"),
         (dict(dtype="bfloat16"), dict(), r"embeddings.weight was float32\[61, 32\] and is bfloat16"),
-        (dict(rope_theta=5.0), dict(), "rope was .*and is .*theta"),
+        (dict(rope_theta=5.0), dict(), r"blocks\[0\].mixer.rope.theta was 10000.0 and is 5.0"),
         (dict(tie_word_embeddings=True), dict(), "tie_word_embeddings was False and is True"),
     ],
 )

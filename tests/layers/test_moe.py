@@ -1,6 +1,7 @@
 """Mixture of experts: sorted blocks give what a loop over tokens gives, whichever tokens share a block."""
 
 import dataclasses
+import functools
 
 import haliax as hax
 import jax
@@ -9,12 +10,12 @@ import numpy as np
 import pytest
 from haliax import Axis, NamedArray
 
-from levanter_infer.axes import EMBED, EXPERT, LAYERS, MLP, TOKEN
+from levanter_infer.axes import EMBED, LAYERS, TOKEN
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.cpu.backend import CpuBackend
-from levanter_infer.layers.linear import Linear
-from levanter_infer.layers.moe import Moe, MoeSizes, block_size
-from levanter_infer.layers.norm import RMSNorm
+from levanter_infer.layers.linear import Fusion, Linear
+from levanter_infer.layers.moe import ExpertsBlock, Moe, block_size
+from levanter_infer.layers.norm import NormConfig, RMSNorm
 from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.registry import family_for
 from tests.tiny_models import LLAMA
@@ -23,28 +24,25 @@ NUM_LAYERS, EXPERTS, WIDTH, INNER, CHOSEN, EPS = 2, 8, 16, 12, 3, 1e-6
 LAYER, EMBED_AXIS = Axis(LAYERS, NUM_LAYERS), Axis(EMBED, WIDTH)
 
 
-def block_of(normalize: bool = True) -> tuple[Moe, RMSNorm]:
-    moe = Moe.init(
-        (LAYER,),
-        EMBED_AXIS,
-        MoeSizes(Axis(EXPERT, EXPERTS), Axis(MLP, INNER), num_chosen=CHOSEN, normalize=normalize),
-        key=jax.random.key(0),
-        dtype=jnp.float32,
-    )
-    return moe, RMSNorm.init((LAYER,), EMBED_AXIS, eps=EPS, dtype=jnp.float32)
+BLOCK = ExpertsBlock(EXPERTS, CHOSEN, INNER, normalize=True)
+
+
+def block_of() -> tuple[Moe, RMSNorm]:
+    moe = Moe.init((LAYER,), EMBED_AXIS, BLOCK, key=jax.random.key(0), dtype=jnp.float32)
+    return moe, RMSNorm.init((LAYER,), EMBED_AXIS, config=NormConfig(EPS), dtype=jnp.float32)
 
 
 def rows_of(count: int) -> np.ndarray:
     return np.random.default_rng(1).standard_normal((count, WIDTH)).astype(np.float32)
 
 
-@jax.jit
-def paged(moe, norm, x, layer, num_rows):
+@functools.partial(jax.jit, static_argnames="block")
+def paged(moe, norm, x, layer, num_rows, block=BLOCK):
     x = NamedArray(x, (Axis(TOKEN, x.shape[0]), EMBED_AXIS))
-    return moe.at(layer, num_rows)(x, norm.at(layer)).array
+    return moe.at(layer, num_rows)(x, Fusion(norm=norm.at(layer), residual=x), block).array
 
 
-def one_by_one(moe: Moe, x: np.ndarray, layer: int) -> tuple[np.ndarray, set[int]]:
+def one_by_one(moe: Moe, x: np.ndarray, layer: int, normalize: bool = True) -> tuple[np.ndarray, set[int]]:
     """The oracle, in float64: token by token, expert by expert; and the chosen experts."""
     router, gate, up, down = (
         np.asarray(part.weight.array, np.float64)[layer]
@@ -57,7 +55,7 @@ def one_by_one(moe: Moe, x: np.ndarray, layer: int) -> tuple[np.ndarray, set[int
     result, everybody = x.copy(), set()
     for row in range(len(x)):
         best = np.argsort(-shares[row])[:CHOSEN]
-        total = shares[row][best].sum() if moe.normalize else 1.0
+        total = shares[row][best].sum() if normalize else 1.0
         for expert in best:
             gated = gate[expert] @ normed[row]
             inner = gated / (1 + np.exp(-gated)) * (up[expert] @ normed[row])
@@ -68,11 +66,12 @@ def one_by_one(moe: Moe, x: np.ndarray, layer: int) -> tuple[np.ndarray, set[int
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_blocks_give_what_a_loop_over_tokens_gives(normalize):
-    (moe, norm), x = block_of(normalize), rows_of(20)
+    (moe, norm), x = block_of(), rows_of(20)
+    block = dataclasses.replace(BLOCK, normalize=normalize)
     for layer in range(NUM_LAYERS):
         for count in (20, 7):
-            got = paged(moe, norm, x, jnp.int32(layer), jnp.int32(count))
-            np.testing.assert_allclose(got[:count], one_by_one(moe, x[:count], layer)[0], atol=2e-6)
+            got = paged(moe, norm, x, jnp.int32(layer), jnp.int32(count), block)
+            np.testing.assert_allclose(got[:count], one_by_one(moe, x[:count], layer, normalize)[0], atol=2e-6)
             assert (got[count:] == x[count:]).all()  # rows that do not count go through no expert
 
 
@@ -87,7 +86,8 @@ def test_the_plain_form_agrees_and_has_a_gradient():
         }
         one = dataclasses.replace(moe, **picked)
         axes = (Axis("batch", 2), Axis("position", 3), EMBED_AXIS)
-        return one(NamedArray(jnp.asarray(x).reshape(2, 3, WIDTH), axes), RMSNorm(hax.ones(EMBED_AXIS), EPS)).array
+        named = NamedArray(jnp.asarray(x).reshape(2, 3, WIDTH), axes)
+        return one(named, Fusion(norm=RMSNorm(hax.ones(EMBED_AXIS), EPS), residual=named), BLOCK).array
 
     @jax.jit
     def both(moe: Moe):
@@ -136,7 +136,7 @@ def test_a_token_has_the_same_bits_in_any_company_where_weights_lie_in_panels():
     def run(x, num_rows):
         named = NamedArray(x, (Axis(TOKEN, x.shape[0]), embed))
         layer = model.layers.at(jnp.int32(1), num_rows)
-        return layer.mlp(named, layer.mlp_norm).array
+        return layer.mlp(named, Fusion(norm=layer.mlp_norm, residual=named), config.blocks[1].feed_forward).array
 
     together = np.asarray(run(x, jnp.int32(64)))
     for first, size, count in ((0, 4, 1), (13, 4, 3), (40, 16, 16), (9, 16, 5)):

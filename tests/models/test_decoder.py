@@ -1,5 +1,6 @@
 """The decoder itself: causality, layouts, and the paged forward against the plain one."""
 
+import dataclasses
 import functools
 
 import equinox as eqx
@@ -18,39 +19,35 @@ from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.cpu.backend import CPU, CpuBackend
 from levanter_infer.kernels.registry import make_backend
 from levanter_infer.kernels.xla.backend import XLA, XlaBackend
-from levanter_infer.layers.attention import AttentionSpec
+from levanter_infer.layers.attention import AttentionBlock, AttentionSpec
+from levanter_infer.layers.mlp import DenseBlock
+from levanter_infer.layers.moe import ExpertsBlock
+from levanter_infer.layers.norm import NormConfig
 from levanter_infer.layers.rotary import RopeConfig
-from levanter_infer.models.decoder import DecoderConfig, DecoderModel
+from levanter_infer.models.blocks import Block
+from levanter_infer.models.config import DecoderConfig
+from levanter_infer.models.decoder import DecoderModel
 
 PAGE_SIZE, NUM_PAGES, SEQ_PAGES = 4, 16, 6
 NUM_TOKENS, NUM_ROWS = 12, 3
 PLAIN = AttentionSpec()
 
 
+NORM = NormConfig(1e-5)
+
+
+def config_of(windows=(3, None), tie_word_embeddings: bool = False, **mixer) -> DecoderConfig:
+    """One layer per window. `mixer`: fields of `AttentionBlock`."""
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rope": RopeConfig()}
+    options = {**sizes, "qkv_bias": True, "out_bias": True, "qk_norm": NORM, **mixer}
+    blocks = [Block(AttentionBlock(**options, window=w), DenseBlock(24, bias=True), NORM) for w in windows]
+    return DecoderConfig("qwen3", 17, 16, 32, tuple(blocks), NORM, tie_word_embeddings)
+
+
 @functools.cache
 def tiny(dtype: str = "float32", **changes) -> DecoderModel:
     """Two layers with every option, the first with a window; weights from numpy, which compiles nothing."""
-    config = DecoderConfig(
-        **{
-            "model_type": "qwen3",
-            "vocab_size": 17,
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_layers": 2,
-            "num_heads": 4,
-            "num_kv_heads": 2,
-            "head_dim": 8,
-            "max_position_embeddings": 32,
-            "rms_norm_eps": 1e-5,
-            "rope": RopeConfig(),
-            "qkv_bias": True,
-            "out_bias": True,
-            "mlp_bias": True,
-            "qk_norm": True,
-            "sliding_windows": (3, None),
-            **changes,
-        }
-    )
+    config = config_of(**changes)
     rng = np.random.default_rng(0)
     shapes = eqx.filter_eval_shape(DecoderModel.init, config, key=jax.eval_shape(lambda: jax.random.key(0)))
     return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * 0.4, dtype), shapes)
@@ -131,7 +128,7 @@ def test_hooks_act_alike_in_both_forwards():
         score_mod=lambda score, q_pos, kv_pos, head: score + 0.5 * ((q_pos - kv_pos) * (head + 1)).astype(jnp.float32),
         mask_mod=lambda q_pos, kv_pos, head: (kv_pos % 3 != 1) | (head == 2),
     )
-    model = tiny(attention_soft_cap=0.1)
+    model = tiny(soft_cap=0.1)
     expected = [np.asarray(plain(model, tokens_of(sequence), spec)) for sequence in SEQUENCES]
     for logits, want in zip(paged_logits(model, spec), expected, strict=True):
         np.testing.assert_allclose(logits, want, atol=2e-4)
@@ -203,7 +200,7 @@ def test_later_tokens_do_not_reach_earlier_logits():
 
 
 def test_window_hides_what_lies_before_it():
-    model = tiny(sliding_windows=(3, 3))
+    model = tiny(windows=(3, 3))
     changed = SEQUENCES[0].copy()
     changed[0] += 1
     before, after = (np.asarray(plain(model, tokens_of(t))) for t in (SEQUENCES[0], changed))
@@ -227,7 +224,7 @@ def test_weights_are_stored_layers_then_outputs_then_inputs():
         assert tuple(axis.name for axis in axes) == ("layers", *expected)
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "qkv_bias": False, "qk_norm": False}])
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "qkv_bias": False, "qk_norm": None}])
 def test_parameter_count_from_sizes_equals_that_of_the_arrays(changes):
     model = tiny(**changes)
     assert model.config.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(model))
@@ -264,11 +261,20 @@ def test_rope_that_depends_on_length_wants_to_know_it():
 
 
 def test_config_refuses_sizes_that_do_not_fit():
-    config = tiny().config
     with pytest.raises(ValueError, match="num_attention_heads=4 is no multiple of num_key_value_heads=3"):
-        DecoderConfig(**{**vars(config), "num_kv_heads": 3})
-    with pytest.raises(ValueError, match="1 sliding windows for 2 layers"):
-        DecoderConfig(**{**vars(config), "sliding_windows": (3,)})
+        config_of(num_kv_heads=3)
+    with pytest.raises(ValueError, match="head_dim=7 is odd"):
+        config_of(head_dim=7)
+    config = tiny().config
+    first, second = config.blocks
+    wider = dataclasses.replace(second, mixer=dataclasses.replace(second.mixer, num_kv_heads=4))
+    with pytest.raises(ValueError, match=r"layers differ in \(heads, .*\(4, 2, 8\), \(4, 4, 8\); all layers share one"):
+        dataclasses.replace(config, blocks=(first, wider))
+    experts = [dataclasses.replace(first, feed_forward=ExpertsBlock(n, 2, 8, True)) for n in (4, 8)]
+    with pytest.raises(ValueError, match="layers have 4 and 8 experts"):
+        dataclasses.replace(config, blocks=tuple(experts))
+    with pytest.raises(ValueError, match=r"9 layer bodies.*are 2 x \(mixer.window=3\), \(mixer.window=1\), "):
+        config_of(windows=(3, 3, 1, 2, 4, 5, 6, 7, 8, 9))
 
 
 def test_bits_spare_a_cpu_the_conversion_of_whole_stacks():

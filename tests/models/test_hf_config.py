@@ -49,7 +49,7 @@ def parse(raw=LLAMA, **changes):
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan, expected a finite number"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes', expected true or false"),
         ({"attention_bias": None}, "attention_bias=None, expected true or false"),
-        ({"model_type": "gpt2"}, "model_type='gpt2', expected one of llama, mistral, qwen2, qwen3"),
+        ({"model_type": "gpt2"}, r"model_type='gpt2', expected one of gemma, .* llama, mistral, "),
     ],
 )
 def test_config_refuses_by_name(changes, message):
@@ -101,7 +101,7 @@ def test_rope_refuses_by_name(scaling, message):
 def test_rope_is_the_same_in_both_spellings():
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     old = parse(rope_theta=5e5, rope_scaling=scaling)
-    assert old.rope == RopeConfig(kind="yarn", theta=5e5, factor=4.0, original_len=32)
+    assert old.ropes == (RopeConfig(kind="yarn", theta=5e5, factor=4.0, original_len=32),)
     assert parse(rope_parameters={**scaling, "rope_theta": 5e5}) == old
     with pytest.raises(ValueError, match="contradict"):
         parse(rope_scaling=scaling, rope_parameters={"rope_type": "default"})
@@ -110,7 +110,7 @@ def test_rope_is_the_same_in_both_spellings():
 def test_longrope_original_length_stands_beside_or_inside():
     scaling = {"type": "longrope", **LONG}
     beside = parse(rope_scaling=scaling, original_max_position_embeddings=512)
-    assert (beside.rope.original_len, beside.rope.factor) == (512, 4.0)
+    assert (beside.ropes[0].original_len, beside.ropes[0].factor) == (512, 4.0)
     assert parse(rope_scaling={**scaling, "original_max_position_embeddings": 512}) == beside
     with pytest.raises(ValueError, match="none with rope type 'default'"):
         parse(original_max_position_embeddings=512)
@@ -118,28 +118,28 @@ def test_longrope_original_length_stands_beside_or_inside():
 
 def test_absent_keys_take_the_defaults_of_hf():
     llama, qwen3 = parse(), parse({**QWEN2, "model_type": "qwen3"})
-    assert (llama.num_kv_heads, llama.head_dim, llama.rms_norm_eps) == (4, 4, 1e-6)
-    assert (llama.max_position_embeddings, llama.rope.theta, llama.tie_word_embeddings) == (2048, 10000.0, False)
+    assert (llama.num_kv_heads, llama.head_dim, llama.norm.eps) == (4, 4, 1e-6)
+    assert (llama.max_position_embeddings, llama.ropes[0].theta, llama.tie_word_embeddings) == (2048, 10000.0, False)
     assert qwen3.head_dim == 128 and parse(head_dim=8).head_dim == 8 and parse(head_dim=None).head_dim == 4
     mistral = parse({**LLAMA, "model_type": "mistral", "num_key_value_heads": None})
-    assert mistral.num_kv_heads == 4 and mistral.sliding_windows == (4096, 4096)
+    assert mistral.num_kv_heads == 4 and mistral.windows == (4096, 4096)
 
 
 def test_mistral_window_is_in_all_layers_or_in_none():
     mistral = {**LLAMA, "model_type": "mistral", "num_key_value_heads": 2}
-    assert parse(mistral, sliding_window=8).sliding_windows == (8, 8)
-    assert parse(mistral, sliding_window=None).sliding_windows == ()
+    assert parse(mistral, sliding_window=8).windows == (8, 8)
+    assert parse(mistral, sliding_window=None).windows == (None, None)
     with pytest.raises(ValueError, match="attention_bias=True, expected False"):
         parse(mistral, attention_bias=True)
 
 
 def test_qwen_windows_follow_the_four_keys():
     window = {"use_sliding_window": True, "sliding_window": 8}
-    assert parse(QWEN2, sliding_window=8, max_window_layers=0).sliding_windows == ()
-    assert parse(QWEN2, **window, max_window_layers=1).sliding_windows == (None, 8)
-    assert parse(QWEN2, **window, max_window_layers=2).sliding_windows == ()
+    assert parse(QWEN2, sliding_window=8, max_window_layers=0).windows == (None, None)
+    assert parse(QWEN2, **window, max_window_layers=1).windows == (None, 8)
+    assert parse(QWEN2, **window, max_window_layers=2).windows == (None, None)
     kinds = ["sliding_attention", "full_attention"]
-    assert parse(QWEN2, **window, max_window_layers=2, layer_types=kinds).sliding_windows == (8, None)
+    assert parse(QWEN2, **window, max_window_layers=2, layer_types=kinds).windows == (8, None)
     with pytest.raises(ValueError, match="without use_sliding_window=true"):
         parse(QWEN2, sliding_window=8, layer_types=kinds)
     with pytest.raises(ValueError, match="one entry for each of num_hidden_layers=2"):
@@ -150,7 +150,9 @@ def test_qwen_windows_follow_the_four_keys():
 
 def test_biases_and_norms_are_those_of_the_family():
     def kinds(config):
-        return config.qkv_bias, config.out_bias, config.mlp_bias, config.qk_norm
+        (block,) = set(config.blocks)
+        mixer = block.mixer
+        return mixer.qkv_bias, mixer.out_bias, block.feed_forward.bias, mixer.qk_norm is not None
 
     assert kinds(parse()) == (False, False, False, False)
     assert kinds(parse(attention_bias=True, mlp_bias=True)) == (True, True, True, False)
@@ -177,6 +179,59 @@ def test_keys_that_change_nothing_are_accepted():
     plain = parse(rope_scaling=yarn)
     harmless = {"attn_factor": 1.0, "extrapolation_factor": 1.0}
     assert parse(rope_scaling={**yarn, **harmless}, max_sequence_length=2048, activation="swiglu") == plain
+
+
+@pytest.mark.parametrize(
+    "model_type, changes, message",
+    [
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True, expected None or False"),
+        ("gemma", {"hidden_act": "silu"}, "hidden_act='silu', expected one of gelu_pytorch_tanh, gelu"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping=-1.0, expected a finite number above 0"),
+        ("gemma2", {"sliding_window": None}, "no 'sliding_attention' without a sliding_window"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0, expected None"),
+        ("gemma3_text", {"rope_parameters": {"full_attention": {}, "ful": {}}}, "rope_parameters.ful={} is not known"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": {}}, "rope_theta": 5.0},
+            "rope_theta=5.0, expected None",
+        ),
+        ("olmo3", {"layer_types": ["full_attention"]}, "one entry for each of num_hidden_layers=2"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear', expected default or longrope"),
+        ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75 of head_dim=4 is 3, odd"),
+        ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5, expected 1 or less"),
+        (
+            "phi3",
+            {"auto_map": {"AutoModel": "evil.Model"}},
+            "auto_map=.*expected none, or classes of configuration_phi3",
+        ),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers=.1., expected a list of at least 2"),
+        ("smollm3", {"layer_types": ["sliding_attention"] * 2}, "without use_sliding_window=true"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier=0, expected a finite number above 0"),
+        ("olmo2", {"clip_qkv": 8.0}, "'clip_qkv'"),
+    ],
+)
+def test_a_family_refuses_what_it_does_not_compute(model_type, changes, message):
+    with pytest.raises(ValueError, match=message):
+        parse(**{"model_type": model_type, "num_key_value_heads": 2, **changes})
+
+
+def test_published_files_with_older_keys_are_read():
+    own_code = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
+    phi3 = parse(model_type="phi3", auto_map=own_code, original_max_position_embeddings=4096, sliding_window=2047)
+    assert phi3.ropes == (RopeConfig(),) and phi3.windows == (2047, 2047)
+    su = parse(
+        model_type="phi3", rope_scaling={"type": "su", **LONG}, original_max_position_embeddings=1024,
+        max_position_embeddings=8192,
+    )  # fmt: skip
+    assert (su.ropes[0].kind, su.ropes[0].factor) == ("longrope", 8.0)
+    gemma2 = parse(model_type="gemma2", head_dim=8, num_key_value_heads=2, cache_implementation="hybrid")
+    assert gemma2.windows == (4096, None) and gemma2.logits_soft_cap == 30.0 and gemma2.tie_word_embeddings
+    gemma3 = parse(model_type="gemma3_text", head_dim=8, num_key_value_heads=2, sliding_window_pattern=2)
+    assert [rope.theta for rope in gemma3.ropes] == [1e4, 1e6]
+    smollm3 = parse(model_type="smollm3", num_key_value_heads=2, pretraining_tp=2, no_rope_layer_interval=2)
+    assert [block.mixer.rope is None for block in smollm3.blocks] == [False, True] and smollm3.ropes[0].theta == 2e6
+    olmo3 = parse(model_type="olmo3", rope_scaling={"rope_type": "linear", "factor": 2.0}, num_hidden_layers=4)
+    assert [block.mixer.rope.kind for block in olmo3.blocks] == ["default"] * 3 + ["linear"]
 
 
 EXPERTS = {**QWEN2, "model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 12}

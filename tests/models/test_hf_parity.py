@@ -1,5 +1,6 @@
 """Every model family gives the logits and greedy tokens of HF transformers (tests/golden, float32)."""
 
+import dataclasses
 import hashlib
 
 import equinox as eqx
@@ -11,6 +12,7 @@ import pytest
 from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams
 from levanter_infer.axes import POSITION
 from levanter_infer.checkpoints.load import load_model
+from levanter_infer.models.registry import FAMILIES, family_for
 from tests.golden_cases import (
     NUM_GREEDY,
     GoldenCase,
@@ -26,7 +28,19 @@ from tests.golden_cases import (
 CASES = case_names()
 # An engine's program takes seconds to compile: one case per family, those whose paged forward has the most to get
 # wrong (windows in some layers, and a rope that takes its frequencies from max_seq_len).
-ENGINE_CASES = ("llama_longrope", "mistral_window", "qwen2_window", "qwen3_layer_types", "qwen3_moe")
+ENGINE_CASES = (
+    "llama_longrope",
+    "mistral_window",
+    "qwen2_window",
+    "qwen3_layer_types",
+    "qwen3_moe",
+    "olmo3_tied",
+    "gemma2",
+    "gemma3",
+    "phi3_tied",
+    "smollm3",
+    "granite",
+)
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # rope scalings that look at the length of the whole sequence
 
 
@@ -122,6 +136,18 @@ def test_engine_greedy_equals_hf(name, load, quick_compile):
             _assert_close(logprobs, prompt.greedy_logprobs, 2 * prompt.bound, f"{what}, logprobs")
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if load_case(name).changes])
+def test_every_option_moves_the_logits(name, load):
+    """Each is off its neutral value in the case, and makeshift goldens would not notice one that is ignored."""
+    case = load_case(name)
+    model, prompt = load(case), case.prompts[-1]
+    tokens = hax.named(prompt.tokens, POSITION)
+    for change in case.changes:
+        config = family_for(case.config).config_from_hf({**case.config, **change})
+        logits = np.asarray(_forward(dataclasses.replace(model, config=config), tokens))[prompt.positions]
+        assert np.abs(logits - prompt.logits).max() > 1e-2 * prompt.scale, f"{name}: {change} changes nothing"
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_weights_are_those_hf_was_given(name):
     case = load_case(name)
@@ -139,7 +165,7 @@ def test_weight_generator_is_pinned():
 
 def test_goldens_cover_every_family_and_rope_scaling():
     cases = [load_case(name) for name in CASES]
-    assert {c.config["model_type"] for c in cases} == {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"}
+    assert {c.config["model_type"] for c in cases} == set(FAMILIES)
     scalings = [c.config.get("rope_scaling") or {} for c in cases]
     assert {s.get("rope_type", s.get("type")) for s in scalings} == {
         None,

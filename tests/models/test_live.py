@@ -203,13 +203,13 @@ def test_yarn_is_the_models_own_formula_and_not_only_its_name(release, kind):
     rope = Rope(1e4, YARN, yarn=release)
     model = live_model(case.config, make_weights("llama3", case.config), rope=rope)
     adopted = from_levanter(model)
-    assert adopted.config.rope.kind == kind
-    inv_freq, scale = frequencies(adopted.config.rope, adopted.config.head_dim, 64)
+    assert adopted.config.ropes[0].kind == kind
+    inv_freq, scale = frequencies(adopted.config.ropes[0], adopted.config.head_dim, 64)
     expected, expected_scale = levanter_yarn(1e4, YARN, adopted.config.head_dim, release)
     np.testing.assert_allclose(inv_freq, expected, rtol=3e-7)
     assert scale == pytest.approx(expected_scale, rel=1e-6)
     again = FAMILIES[adopted.config.model_type].config_from_hf(FAMILIES["llama"].config_to_hf(adopted.config))
-    assert again.rope == adopted.config.rope
+    assert again.ropes == adopted.config.ropes
 
 
 def test_a_config_whose_rope_is_not_the_models_own_is_refused():
@@ -218,7 +218,13 @@ def test_a_config_whose_rope_is_not_the_models_own_is_refused():
     assert case.config["rope_scaling"] is not None
     with pytest.raises(ValueError, match="config= says rope 'default' with theta=.*the model's own Rotary rotates"):
         from_levanter(model, wrong)
-    assert from_levanter(model, case.config).config.rope.kind == "llama3"
+    assert from_levanter(model, case.config).config.ropes[0].kind == "llama3"
+
+
+def test_a_family_that_live_models_do_not_have_is_refused():
+    case, model = case_and_model("llama3")
+    with pytest.raises(ValueError, match="config= says model_type='granite', expected one of llama, mistral, qwen2, q"):
+        from_levanter(model, {**case.config, "model_type": "granite", "pretraining_tp": 1})
 
 
 def test_a_window_is_that_of_the_attention_layers():
@@ -226,14 +232,14 @@ def test_a_window_is_that_of_the_attention_layers():
     case, model = case_and_model("llama3")
     assert from_levanter(model).config.model_type == "llama"
     declared = from_levanter(with_config(sliding_window=8)(model))
-    assert (declared.config.model_type, declared.config.sliding_windows) == ("mistral", ())
+    assert (declared.config.model_type, set(declared.config.windows)) == ("mistral", {None})
     applied = from_levanter(live_model(case.config, make_weights("llama3", case.config), window=8))
-    assert (applied.config.model_type, applied.config.sliding_windows) == ("mistral", (8,) * applied.config.num_layers)
+    assert (applied.config.model_type, applied.config.windows) == ("mistral", (8,) * applied.config.num_layers)
     given = from_levanter(model, {**case.config, "model_type": "mistral", "sliding_window": 8})
     assert given.config == applied.config
     qwen3 = load_case("qwen3")
     applied = from_levanter(live_model(qwen3.config, make_weights("qwen3", qwen3.config), window=8)).config
-    assert (applied.model_type, applied.sliding_windows) == ("qwen3", (8,) * applied.num_layers)
+    assert (applied.model_type, applied.windows) == ("qwen3", (8,) * applied.num_layers)
 
 
 ON_A_MESH = """

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from levanter_infer.engine.request import RequestOutput
-from levanter_infer.models.decoder import DecoderConfig, DecoderModel
+from levanter_infer.models.config import DecoderConfig
+from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.llama import LLAMA
 
 SHAPES = {

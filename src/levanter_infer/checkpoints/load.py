@@ -1,7 +1,7 @@
 """Load an HF checkpoint: check all tensors against the headers, then read one at a time into stacked arrays."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,9 +15,12 @@ from jax.sharding import NamedSharding
 from levanter_infer.checkpoints.source import CONFIG, Source, resolve_source
 from levanter_infer.checkpoints.weights import DTYPES, StoredTensor, enumerate_names, read_tensors, stored_tensors
 from levanter_infer.layers.layout import Layout
-from levanter_infer.models.decoder import DecoderConfig, DecoderModel
-from levanter_infer.models.family import Parameter, is_ignored, parameters, set_parameter
+from levanter_infer.models.config import DecoderConfig
+from levanter_infer.models.decoder import DecoderModel
+from levanter_infer.models.family import is_ignored
 from levanter_infer.models.registry import family_for
+from levanter_infer.models.tensors import Parameter, parameters, set_parameter
+from levanter_infer.models.tensors import Source as TensorSource
 from levanter_infer.runtime.compile_cache import enable_compile_cache
 from levanter_infer.runtime.progress import stage
 
@@ -79,10 +82,11 @@ def open_model(source: Source, *, dtype: str | None = None) -> StoredModel:
     hf_config = source.read_json(CONFIG)
     family = family_for(hf_config)
     config = family.config_from_hf(hf_config)
-    tensors = stored_tensors(source)
+    stored_names = stored_tensors(source)
+    tensors = {name: stored_names[stored] for name, stored in family.own_names(stored_names).items()}
     _check_size(config, tensors, source)
     model = eqx.filter_eval_shape(DecoderModel.init, config, key=jax.eval_shape(jax.random.key, 0))
-    params = parameters(model, family)
+    params = parameters(model, family.tensors)
     _check_names(params, tensors, config, source)
     _check_headers(params, tensors)
     stored = _one_dtype(params, tensors, wanted)
@@ -122,7 +126,7 @@ def _check_size(config: DecoderConfig, tensors: dict[str, StoredTensor], source:
 def _check_names(
     params: list[Parameter], tensors: dict[str, StoredTensor], config: DecoderConfig, source: Source
 ) -> None:
-    expected = {name for param in params for name in param.hf_names}
+    expected = {name for param in params for name in param.names}
     missing = sorted(expected - set(tensors))
     allowed = {_LM_HEAD} if config.tie_word_embeddings else set()
     unexpected = sorted(name for name in set(tensors) - expected - allowed if not is_ignored(name))
@@ -140,12 +144,12 @@ def _check_names(
 
 def _check_headers(params: list[Parameter], tensors: dict[str, StoredTensor]) -> None:
     for param in params:
-        for name in param.hf_names:
+        for name in param.names:
             tensor = tensors[name]
-            if tensor.shape != param.hf_shape:
+            if tensor.shape != param.tensor_shape:
                 raise ValueError(
                     f"{tensor.path}: tensor {name!r} has shape {list(tensor.shape)}, config.json expects "
-                    f"{list(param.hf_shape)}; they do not belong together"
+                    f"{list(param.tensor_shape)}; they do not belong together"
                 )
             if tensor.dtype not in DTYPES:
                 raise ValueError(
@@ -155,7 +159,7 @@ def _check_headers(params: list[Parameter], tensors: dict[str, StoredTensor]) ->
 
 
 def _one_dtype(params: list[Parameter], tensors: dict[str, StoredTensor], wanted: np.dtype | None) -> np.dtype:
-    names = sorted({tensors[name].dtype for param in params for name in param.hf_names})
+    names = sorted({tensors[name].dtype for param in params for name in param.names})
     if wanted is None and len(names) > 1:
         raise ValueError(f"tensors are stored as {' and '.join(names)}; give dtype=bfloat16 or dtype=float32")
     return DTYPES[names[0]] if wanted is None else wanted
@@ -164,27 +168,60 @@ def _one_dtype(params: list[Parameter], tensors: dict[str, StoredTensor], wanted
 def _read(param: Parameter, tensors: dict[str, StoredTensor], dtype: np.dtype, layout: Layout | None) -> hax.NamedArray:
     if layout is not None and layout.mesh.size > 1:
         return _read_sharded(param, tensors, dtype, layout)
-    stacked = np.empty((len(param.hf_names), *param.hf_shape), dtype)
-    read_tensors([(tensors[name], row) for row, name in zip(stacked, param.hf_names, strict=True)])
+    stacked = np.empty((len(param.sources), *param.slice.shape), dtype)
+    _read_entries(param, tensors, list(zip(param.sources, stacked, strict=True)))
     return hax.NamedArray(jax.device_put(stacked.reshape([axis.size for axis in param.axes])), param.axes)
+
+
+def _read_entries(
+    param: Parameter,
+    tensors: dict[str, StoredTensor],
+    entries: Sequence[tuple[TensorSource, np.ndarray]],
+    rows: tuple[int, int] | None = None,
+) -> None:
+    """Read the parameter of some layers or experts into arrays of its shape.
+
+    Args: rows: those of each array that are needed; None: all. No others are read, where a tensor has them together.
+    """
+    pieces = []
+    start, stop = (0, param.slice.shape[0]) if rows is None else rows
+    for source, out in entries:
+        tensor = tensors[source.name]
+        tensor = tensor if source.expert is None else tensor.entry(source.expert)
+        if param.slice.row_range is not None:
+            first, _ = param.slice.row_range
+            pieces.append((tensor.rows(first + start, first + stop), out[start:stop]))
+        else:
+            full = np.empty(tensor.shape, out.dtype)
+            tensor.read_into(full)
+            out[...] = param.slice.read(full)
+    read_tensors(pieces)
 
 
 def _read_sharded(
     param: Parameter, tensors: dict[str, StoredTensor], dtype: np.dtype, layout: Layout
 ) -> hax.NamedArray:
     """A sharded parameter, read one tensor at a time. Host memory holds one whole tensor and the slices of this
-    process's devices; a tensor that these devices do not need is not read."""
+    process's devices; tensors and rows that these devices do not need are not read."""
     lead, own = param.axes[: param.num_stacked], param.axes[param.num_stacked :]
     types = hax.NamedArray(jax.ShapeDtypeStruct([axis.size for axis in own], dtype), own)  # type: ignore[arg-type]
     axes = (*lead, *jax.eval_shape(layout.fitted, types).axes)
     buffers = _HostBuffers(layout.sharding(axes), tuple(axis.size for axis in axes), dtype)
-    tensor = np.empty(param.hf_shape, dtype)
-    for index, name in zip(np.ndindex(*(axis.size for axis in lead)), param.hf_names, strict=True):
+    values = np.zeros(param.slice.shape, dtype)
+    for index, source in zip(np.ndindex(*(axis.size for axis in lead)), param.sources, strict=True):
         if buffers.needs(index):
-            tensors[name].read_into(tensor)
-            padded = layout.fitted(hax.NamedArray(tensor.reshape([axis.size for axis in own]), own))  # type: ignore[arg-type]
+            _read_entries(param, tensors, [(source, values)], _own_rows(param, layout, buffers.extent(index)))
+            padded = layout.fitted(hax.NamedArray(values.reshape([axis.size for axis in own]), own))  # type: ignore[arg-type]
             buffers.write(index, np.asarray(padded.array))
     return hax.NamedArray(buffers.to_devices(), axes)
+
+
+def _own_rows(param: Parameter, layout: Layout, extent: tuple[int, int]) -> tuple[int, int]:
+    """The rows of a parameter from which the entries `extent` of its first axis on the mesh are made."""
+    axis = param.axes[param.num_stacked]
+    start, stop = layout.stored_range(axis, *extent)
+    size = param.slice.shape[0] // axis.size
+    return start * size, stop * size
 
 
 class _HostBuffers:
@@ -205,6 +242,11 @@ class _HostBuffers:
     def needs(self, index: tuple[int, ...]) -> bool:
         """Whether a device holds a part of the array at `index`, along the leading axes."""
         return any(_contains(bounds, index) for bounds in self._buffers)
+
+    def extent(self, index: tuple[int, ...]) -> tuple[int, int]:
+        """First entry and one past the last of the axis behind the leading ones that a device needs at `index`."""
+        own = [bounds[len(index)] for bounds in self._buffers if _contains(bounds, index)]
+        return min(start for start, _ in own), max(stop for _, stop in own)
 
     def write(self, index: tuple[int, ...], values: np.ndarray) -> None:
         """Write all values of the array at `index`."""

@@ -1,7 +1,7 @@
 """Write a model as an ordinary HF checkpoint directory."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,8 @@ import numpy as np
 
 from levanter_infer.checkpoints.weights import DTYPES, write_safetensors
 from levanter_infer.models.decoder import DecoderModel
-from levanter_infer.models.family import get_parameter, parameters
 from levanter_infer.models.registry import FAMILIES
+from levanter_infer.models.tensors import Parameter, fused_parameters, get_parameter
 
 _DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -42,21 +42,27 @@ def save_model(model: DecoderModel, directory: str | Path, *, hf_config: Mapping
         raise ValueError(f"hf_config={dict(hf_config or {})} changes the model; leave out the keys that the model sets")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    params = parameters(model, family)
+    params = fused_parameters(model, family.tensors)
     write_safetensors(
         directory / "model.safetensors",
         [
-            (hf_name, param.hf_shape, np.dtype(get_parameter(model, param.path).dtype))
-            for param in params
-            for hf_name in param.hf_names
+            (name, parts[0].tensor_shape, np.dtype(get_parameter(model, parts[0].path).dtype))
+            for parts in params
+            for name in parts[0].names
         ],
         _tensors(model, params),
     )
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _tensors(model: DecoderModel, params):
-    """HF's tensors in the order of `params`; host memory holds one stacked parameter at a time."""
-    for param in params:
-        stacked = np.asarray(get_parameter(model, param.path).array).reshape(len(param.hf_names), *param.hf_shape)
-        yield from stacked
+def _tensors(model: DecoderModel, params: list[tuple[Parameter, ...]]) -> Iterator[np.ndarray]:
+    """HF's tensors in the order of `params`; host memory holds the stacked parameters of one line at a time."""
+    for parts in params:
+        first = parts[0]
+        stacked = [np.asarray(get_parameter(model, p.path).array).reshape(-1, *p.slice.shape) for p in parts]
+        for start in range(0, len(first.sources), first.num_experts or 1):
+            tensor = np.empty((first.num_experts or 1, *first.slice.tensor_shape), stacked[0].dtype)
+            for part, values in zip(parts, stacked, strict=True):
+                for entry, value in zip(tensor, values[start:], strict=False):
+                    part.slice.write(entry, value)
+            yield tensor.reshape(first.tensor_shape)

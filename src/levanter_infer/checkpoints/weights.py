@@ -8,7 +8,7 @@ import json
 import os
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,18 @@ class StoredTensor:
     offset: int
     """Offset of its first byte in the file."""
     num_bytes: int
+
+    def rows(self, start: int, stop: int) -> "StoredTensor":
+        """The entries from `start` to `stop` of the first axis, as a tensor of their own: they are stored together."""
+        if (start, stop) == (0, self.shape[0]):
+            return self
+        size, shape = self.num_bytes // self.shape[0], (stop - start, *self.shape[1:])
+        return replace(self, shape=shape, offset=self.offset + start * size, num_bytes=(stop - start) * size)
+
+    def entry(self, index: int) -> "StoredTensor":
+        """One entry of the first axis."""
+        found = self.rows(index, index + 1)
+        return replace(found, shape=found.shape[1:])
 
     def read_into(self, out: np.ndarray) -> None:
         """Read into `out`, which is contiguous and has this shape; converts to its dtype.

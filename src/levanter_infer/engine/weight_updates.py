@@ -1,7 +1,5 @@
 """Weight updates, on the host: what is checked, and what requests need to know of other weights."""
 
-import dataclasses
-
 import jax
 import numpy as np
 from haliax import NamedArray
@@ -12,6 +10,7 @@ from levanter_infer.engine.params import brief
 from levanter_infer.engine.request_state import SampleState
 from levanter_infer.engine.runner import Runner
 from levanter_infer.engine.scheduler import Scheduler
+from levanter_infer.models.blocks import differences
 from levanter_infer.policies import WeightSwapPolicy
 
 
@@ -61,8 +60,7 @@ def update_roots(runner: Runner, scheduler: Scheduler, offload: KvOffload, intak
 
 def check_same_types(types, model) -> None:
     """Raises: ValueError unless `model` has the configuration, shapes and dtypes of `types`."""
-    own, other = dataclasses.asdict(types.config), dataclasses.asdict(model.config)
-    differing = [f"{name} was {own[name]!r} and is {other[name]!r}" for name in own if own[name] != other[name]]
+    differing = differences(types.config, model.config)
     if not differing:
         differing = [] if model.is_packed else _differing(types, model)
         if not differing and jax.tree.structure(types) != jax.tree.structure(model):

@@ -1,5 +1,6 @@
 """Grouped-query attention over pages, and over a plain sequence."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,9 +16,9 @@ from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.kernels.backend import Fuse
 from levanter_infer.kernels.call import AttentionCall, Rotation
 from levanter_infer.kernels.rules import MASKED, ScoreRules
-from levanter_infer.layers.linear import Linear, apply
-from levanter_infer.layers.norm import RMSNorm
-from levanter_infer.layers.rotary import rotate
+from levanter_infer.layers.linear import Fusion, Linear, apply
+from levanter_infer.layers.norm import NormConfig, RMSNorm
+from levanter_infer.layers.rotary import Rope, RopeConfig
 
 
 @dataclass(frozen=True)
@@ -33,28 +34,55 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
-class AttentionSizes:
-    """What `Attention.init` makes."""
+class AttentionBlock:
+    """Attention with a cache of keys and values, without its parameters."""
 
+    num_heads: int
     num_kv_heads: int
-    q_heads_per_group: int
     head_dim: int
-    qkv_bias: bool
-    out_bias: bool
+    rope: RopeConfig | None
+    """None: queries and keys carry no positions (NoPE)."""
+    window: int | None = None
+    """Keys with q_pos - k_pos < window are seen; None: all."""
+    scale: float | None = None
+    """Factor of q · k; None: head_dim ** -0.5."""
+    soft_cap: float | None = None
+    """Scores become soft_cap · tanh(score / soft_cap)."""
+    qkv_bias: bool = False
+    out_bias: bool = False
     """Whether the output projection has a bias."""
-    qk_norm_eps: float | None
-    """Epsilon of the norms of queries and keys; None: there are none."""
-    soft_cap: float | None
+    qk_norm: NormConfig | None = None
+    """Of queries and keys, before the rotation."""
+    qk_norm_whole: bool = False
+    """Whether `qk_norm` is over all heads together (OLMo 2), and not over each."""
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_heads} is no multiple of num_key_value_heads={self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd; rotary embedding needs an even one")
+
+    @property
+    def stored(self) -> "AttentionBlock":
+        """What decides the parameters: blocks that are equal here share a stack."""
+        return dataclasses.replace(self, rope=None, window=None, scale=None, soft_cap=None)
+
+    def num_parameters(self, hidden: int) -> int:
+        """From the sizes alone. Args: hidden: width of the residual stream."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        norms = 0 if self.qk_norm is None else q + kv if self.qk_norm_whole else 2 * self.head_dim
+        return 2 * hidden * (q + kv) + (q + 2 * kv) * self.qkv_bias + hidden * self.out_bias + norms
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
     """What attention needs beside hidden states, in one layer."""
 
-    rope: tuple[NamedArray, NamedArray]
-    """cos and sin of each token."""
-    window: Array | None
-    """i32[], keys with q_pos - k_pos < window are seen; None: all."""
+    block: AttentionBlock
+    rope: Rope | None
+    """Angles of the block's rope, of each token."""
     spec: AttentionSpec
 
 
@@ -73,39 +101,41 @@ class Attention(eqx.Module):
     """[layers, embed, kv_head, q_heads_per_group, head_size]"""
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
-    soft_cap: float | None = eqx.field(static=True)
-    """Scores become soft_cap · tanh(score / soft_cap)."""
 
     @staticmethod
-    def init(batch: Sequence[Axis], embed: Axis, sizes: AttentionSizes, *, key: Array, dtype) -> "Attention":
+    def init(batch: Sequence[Axis], embed: Axis, block: AttentionBlock, *, key: Array, dtype) -> "Attention":
         """Random projections as in `Linear.init`; `batch`: axes of independent layers."""
         q_key, k_key, v_key, o_key = jax.random.split(key, 4)
-        kv_heads, size = Axis(KV_HEADS, sizes.num_kv_heads), Axis(HEAD_SIZE, sizes.head_dim)
-        q_heads = (kv_heads, Axis(Q_HEADS_PER_GROUP, sizes.q_heads_per_group), size)
-        eps = sizes.qk_norm_eps
-        norms = [None if eps is None else RMSNorm.init(batch, size, eps=eps, dtype=dtype) for _ in "qk"]
+        kv_heads, size = Axis(KV_HEADS, block.num_kv_heads), Axis(HEAD_SIZE, block.head_dim)
+        q_heads = (kv_heads, Axis(Q_HEADS_PER_GROUP, block.num_heads // block.num_kv_heads), size)
+
+        def norm(axes: Sequence[Axis]) -> RMSNorm | None:
+            if block.qk_norm is None:
+                return None
+            axes = axes if block.qk_norm_whole else (size,)
+            return RMSNorm.init(batch, axes, config=block.qk_norm, dtype=dtype)
+
         return Attention(
-            q_proj=Linear.init(batch, q_heads, (embed,), key=q_key, dtype=dtype, bias=sizes.qkv_bias),
-            k_proj=Linear.init(batch, (kv_heads, size), (embed,), key=k_key, dtype=dtype, bias=sizes.qkv_bias),
-            v_proj=Linear.init(batch, (kv_heads, size), (embed,), key=v_key, dtype=dtype, bias=sizes.qkv_bias),
-            o_proj=Linear.init(batch, (embed,), q_heads, key=o_key, dtype=dtype, bias=sizes.out_bias),
-            q_norm=norms[0],
-            k_norm=norms[1],
-            soft_cap=sizes.soft_cap,
+            q_proj=Linear.init(batch, q_heads, (embed,), key=q_key, dtype=dtype, bias=block.qkv_bias),
+            k_proj=Linear.init(batch, (kv_heads, size), (embed,), key=k_key, dtype=dtype, bias=block.qkv_bias),
+            v_proj=Linear.init(batch, (kv_heads, size), (embed,), key=v_key, dtype=dtype, bias=block.qkv_bias),
+            o_proj=Linear.init(batch, (embed,), q_heads, key=o_key, dtype=dtype, bias=block.out_bias),
+            q_norm=norm(q_heads),
+            k_norm=norm((kv_heads, size)),
         )
 
     def paged(
-        self, x: NamedArray, norm: RMSNorm, inputs: AttentionInputs, kv: KvPages, layer: Array, batch: PageBatchInfo
+        self, x: NamedArray, around: Fusion, inputs: AttentionInputs, kv: KvPages, layer: Array, batch: PageBatchInfo
     ) -> tuple[NamedArray, KvPages]:
-        """`x + attention(norm(x))`: write the step's keys and values, then attend over the pages of each row.
+        """Write the step's keys and values, then attend over the pages of each row.
 
         Args:
             x: [token, embed]
             layer: i32[], which layer of the pool.
         Returns: [token, embed] and the pool.
         """
-        q, k, v = apply(x, self.q_proj, self.k_proj, self.v_proj, norm=norm)
-        q, kv = self._rotate_and_write((q, k, v), inputs.rope, kv, layer, batch)
+        q, k, v = apply(x, self.q_proj, self.k_proj, self.v_proj, norm=around.norm)
+        q, kv = self._rotate_and_write((q, k, v), inputs, kv, layer, batch)
         num_tokens, head_dim = q.array.shape[0], q.array.shape[3]
         call = AttentionCall(
             q=q.array.reshape(num_tokens, -1, head_dim),
@@ -122,17 +152,15 @@ class Attention(eqx.Module):
         )
         attended = kv.backend.attend(call)
         attended = NamedArray(attended.reshape(q.array.shape).astype(x.dtype), q.axes)
-        return apply(attended, self.o_proj, residual=x)[0], kv
+        return apply(attended, self.o_proj, residual=around.residual)[0], kv
 
-    def dense(self, x: NamedArray, norm: RMSNorm, inputs: AttentionInputs) -> NamedArray:
-        """`x + attention(norm(x))`, causal within each sequence, no cache: the whole matrix of scores at once.
+    def dense(self, x: NamedArray, around: Fusion, inputs: AttentionInputs) -> tuple[NamedArray, None]:
+        """Attention that is causal within each sequence, without a cache: the whole matrix of scores at once.
 
-        Args:
-            x: [..., position, embed], position 0 first.
-            window: as in `paged`.
-        Returns: [..., position, embed].
+        Args: x: [..., position, embed], position 0 first.
+        Returns: [..., position, embed], and no state.
         """
-        q, k, v = apply(x, self.q_proj, self.k_proj, self.v_proj, norm=norm)
+        q, k, v = apply(x, self.q_proj, self.k_proj, self.v_proj, norm=around.norm)
         q, k = self._rotated(q, k, inputs.rope)
         batch = tuple(axis.name for axis in x.axes[:-2])
         q = q.rearrange((*batch, POSITION, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE))
@@ -146,15 +174,20 @@ class Attention(eqx.Module):
         # A query that sees nothing gives zeros, as over pages.
         weights = jnp.where(seen, jax.nn.softmax(scores, axis=-1), f32(0))
         attended = jnp.einsum("...hgqk,...khd->...qhgd", weights.astype(v.dtype), v, preferred_element_type=f32)
-        return apply(NamedArray(attended.astype(x.dtype), q.axes), self.o_proj, residual=x)[0]
+        return apply(NamedArray(attended.astype(x.dtype), q.axes), self.o_proj, residual=around.residual)[0], None
 
-    def _rotated(self, q: NamedArray, k: NamedArray, rope) -> tuple[NamedArray, NamedArray]:
+    def _rotated(self, q: NamedArray, k: NamedArray, rope: Rope | None) -> tuple[NamedArray, NamedArray]:
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, *rope), rotate(k, *rope)
+        return (q, k) if rope is None else (rope.rotate(q), rope.rotate(k))
 
     def _rotate_and_write(
-        self, qkv: tuple[NamedArray, NamedArray, NamedArray], rope, kv: KvPages, layer: Array, batch: PageBatchInfo
+        self,
+        qkv: tuple[NamedArray, NamedArray, NamedArray],
+        inputs: AttentionInputs,
+        kv: KvPages,
+        layer: Array,
+        batch: PageBatchInfo,
     ) -> tuple[NamedArray, KvPages]:
         """Norm and rotate queries and keys, and write keys and values to the pool.
 
@@ -162,23 +195,34 @@ class Attention(eqx.Module):
         """
         q, k, v = qkv
         order = (TOKEN, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE)
-        if Fuse.ROTATION not in kv.backend.fuses:
-            q, k = self._rotated(q, k, rope)
+        rotation = self._rotation(inputs) if Fuse.ROTATION in kv.backend.fuses else None
+        if rotation is None:
+            q, k = self._rotated(q, k, inputs.rope)
             return q.rearrange(order), kv.write(layer, batch, k, v)
-        norms = None
-        if self.q_norm is not None and self.k_norm is not None:
-            norms = ((self.q_norm.weight.array, self.q_norm.eps), (self.k_norm.weight.array, self.k_norm.eps))
-        cos, sin = (side.rearrange((TOKEN, HEAD_SIZE)).array for side in rope)
         q = q.rearrange(order)
         heads = q.array.reshape(q.array.shape[0], -1, q.array.shape[3])
-        rotated, kv = kv.rotate_and_write(layer, batch, heads, k, v, Rotation(cos, sin, norms))
+        rotated, kv = kv.rotate_and_write(layer, batch, heads, k, v, rotation)
         return NamedArray(rotated.reshape(q.array.shape), q.axes), kv
 
+    def _rotation(self, inputs: AttentionInputs) -> Rotation | None:
+        """Norms and rotation as a kernel takes them; None where it cannot compute them."""
+        rope, block = inputs.rope, inputs.block
+        if rope is None or not rope.fusable(block.head_dim):
+            return None
+        cos, sin = (side.rearrange((TOKEN, HEAD_SIZE)).array for side in (rope.cos, rope.sin))
+        if self.q_norm is None or self.k_norm is None:
+            return Rotation(cos, sin)
+        q_norm, k_norm = self.q_norm.fusable, self.k_norm.fusable
+        if block.qk_norm_whole or q_norm is None or k_norm is None:
+            return None
+        return Rotation(cos, sin, (q_norm, k_norm))
+
     def _rules(self, head_dim: int, inputs: AttentionInputs) -> ScoreRules:
+        block = inputs.block
         return ScoreRules(
-            scale=head_dim**-0.5,
-            sliding_window=inputs.window,
-            soft_cap=self.soft_cap,
+            scale=head_dim**-0.5 if block.scale is None else block.scale,
+            sliding_window=None if block.window is None else jnp.int32(block.window),
+            soft_cap=block.soft_cap,
             score_mod=inputs.spec.score_mod,
             mask_mod=inputs.spec.mask_mod,
         )

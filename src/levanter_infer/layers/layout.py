@@ -21,7 +21,18 @@ import numpy as np
 from haliax import Axis, NamedArray
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from levanter_infer.axes import DATA, EXPERT, KV_HEADS, KV_PAIR, MLP, MODEL, Q_HEADS_PER_GROUP, VOCAB, check_model_axis
+from levanter_infer.axes import (
+    DATA,
+    EXPERT,
+    HEAD_SIZE,
+    KV_HEADS,
+    KV_PAIR,
+    MLP,
+    MODEL,
+    Q_HEADS_PER_GROUP,
+    VOCAB,
+    check_model_axis,
+)
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
 
 MESH_AXES = {KV_HEADS: MODEL, KV_PAIR: MODEL, MLP: MODEL, VOCAB: MODEL, EXPERT: EXPERT, DATA: DATA}
@@ -200,10 +211,24 @@ class Layout:
             fill(place, -(-axes[place].size // self.model.parts) * self.model.parts)
         return NamedArray(array, tuple(axes))  # type: ignore[arg-type]
 
+    def stored_range(self, axis: Axis, start: int, stop: int) -> tuple[int, int]:
+        """The entries of a weight's `axis` that `fitted` puts at `start` to `stop` of it."""
+        copies = self.kv_copies if axis.name == KV_HEADS else 1
+        return min(start // copies, axis.size), min(-(-stop // copies), axis.size)
+
     def spec(self, axes: tuple[Axis, ...]) -> PartitionSpec:
         """The mesh axis of each axis."""
         names = (MESH_AXES.get(axis.name) for axis in axes)
         return PartitionSpec(*(name if name in self.mesh.axis_names else None for name in names))
+
+    def normed_width(self, axes: tuple[Axis, ...]) -> int | None:
+        """Numbers over which a norm with a weight of these axes averages, copies of heads included and the zeros that
+        fill up a group left out. None: the norm is not over sharded axes."""
+        sizes = {axis.name: axis.size for axis in axes}
+        if self.model.parts == 1 or KV_HEADS not in sizes:
+            return None
+        heads = self.q_heads_per_group if Q_HEADS_PER_GROUP in sizes else self.kv_copies
+        return self.num_kv_heads * heads * sizes[HEAD_SIZE]
 
     def is_sharded(self, axes: tuple[Axis, ...]) -> bool:
         """Whether any of these axes is."""

@@ -16,6 +16,7 @@ from levanter_infer.axes import PANEL, PANEL_SIZE
 from levanter_infer.kernels.backend import Backend, Fuse
 from levanter_infer.kernels.call import LinearCall
 from levanter_infer.kernels.xla.backend import XLA
+from levanter_infer.layers.activation import Activation
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
 from levanter_infer.layers.stack import pick_layer
@@ -134,23 +135,29 @@ class Fusion:
     norm: RMSNorm | None = None
     """The input is norm(x)."""
     gate: NamedArray | None = None
-    """The input is silu(gate) · x, as in SwiGLU."""
+    """The input is activation(gate) · x, as in SwiGLU."""
     residual: NamedArray | None = None
     """Added to the result."""
+    activation: Activation = Activation.SILU
+    """Of the gate."""
 
     def split(self, fused: Collection[Fuse]) -> tuple["Fusion", "Fusion"]:
         """What a kernel that fuses these computes, and what is left for XLA."""
-        parts = {each.value: getattr(self, each.value) for each in (Fuse.NORM, Fuse.GATE, Fuse.RESIDUAL)}
-        names = {each.value for each in fused}
-        inside = Fusion(**{name: part for name, part in parts.items() if name in names})
-        return inside, Fusion(**{name: part for name, part in parts.items() if name not in names})
+        inside = {
+            "norm": self.norm if Fuse.NORM in fused and self.norm is not None and self.norm.fusable else None,
+            "gate": self.gate if Fuse.GATE in fused and self.activation is Activation.SILU else None,
+            "residual": self.residual if Fuse.RESIDUAL in fused else None,
+        }
+        outside = {name: getattr(self, name) if part is None else None for name, part in inside.items()}
+        return Fusion(**inside), Fusion(**outside, activation=self.activation)
 
     def before(self, x: NamedArray) -> NamedArray:
         """The input of the matmul, in the dtype of `x`."""
         if self.norm is not None:
             x = self.norm(x)
         if self.gate is not None:
-            x = (hax.nn.silu(self.gate.astype(jnp.float32)) * x.astype(jnp.float32)).astype(x.dtype)
+            gate = NamedArray(self.activation(self.gate.array.astype(jnp.float32)), self.gate.axes)
+            x = (gate * x.astype(jnp.float32)).astype(x.dtype)
         return x
 
     def after(self, y: NamedArray) -> NamedArray:
@@ -169,14 +176,13 @@ def apply(x: NamedArray, *maps: Linear, dtype=None, **fusion) -> list[NamedArray
     inside, outside = Fusion(**fusion).split(first.backend.fuses)
     x = outside.before(x)
     ins, rows = first.ins, x.axes[: -first.num_in]
-    norm = inside.norm
     call = LinearCall(
         x=_matrix(x, rows, ins),
         weights=[part.weight.array for part in maps],
         num_outs=[math.prod(axis.size for axis in part.outs) for part in maps],
         layer=first.layer,
         num_rows=first.num_rows,
-        norm=None if norm is None else (norm.weight.array, norm.eps),
+        norm=None if inside.norm is None else inside.norm.fusable,
         gate=None if inside.gate is None else _matrix(inside.gate, rows, ins),
         residual=None if inside.residual is None else _matrix(inside.residual, rows, first.outs),
     )

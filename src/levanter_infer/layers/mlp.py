@@ -1,33 +1,70 @@
-"""The gated feed-forward block, SwiGLU."""
+"""The dense feed-forward block: gated, as SwiGLU, or plain."""
 
+import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import equinox as eqx
 import jax
 from haliax import Axis, NamedArray
 from jax import Array
 
-from levanter_infer.layers.linear import Linear, apply
-from levanter_infer.layers.norm import RMSNorm
+from levanter_infer.axes import MLP
+from levanter_infer.layers.activation import Activation
+from levanter_infer.layers.linear import Fusion, Linear, apply
+
+
+@dataclass(frozen=True)
+class DenseBlock:
+    """A feed-forward block that all tokens go through, without its parameters."""
+
+    width: int
+    """Inner width."""
+    activation: Activation = Activation.SILU
+    gated: bool = True
+    """`down(activation(gate(x)) · up(x))`; else `down(activation(up(x)))`."""
+    bias: bool = False
+    """Whether all its maps have one."""
+
+    @property
+    def stored(self) -> "DenseBlock":
+        """What decides the parameters: blocks that are equal here share a stack."""
+        return dataclasses.replace(self, activation=Activation.SILU)
+
+    def num_parameters(self, hidden: int) -> int:
+        """From the sizes alone. Args: hidden: width of the residual stream."""
+        inner = 2 if self.gated else 1
+        return (inner + 1) * hidden * self.width + (inner * self.width + hidden) * self.bias
 
 
 class Mlp(eqx.Module):
-    """`down(silu(gate(x)) · up(x))`. Source: arXiv:2002.05202."""
+    """`down(activation(gate(x)) · up(x))`. Source: arXiv:2002.05202."""
 
-    gate_proj: Linear
+    gate_proj: Linear | None
+    """None: the block is not gated."""
     up_proj: Linear
     down_proj: Linear
 
     @staticmethod
-    def init(batch: Sequence[Axis], embed: Axis, mlp: Axis, *, bias: bool, key: Array, dtype) -> "Mlp":
+    def init(batch: Sequence[Axis], embed: Axis, block: DenseBlock, *, key: Array, dtype) -> "Mlp":
+        """Random maps as in `Linear.init`; `batch`: axes of independent layers."""
         gate, up, down = jax.random.split(key, 3)
+        mlp = Axis(MLP, block.width)
+
+        def linear(out: Axis, ins: Axis, key: Array) -> Linear:
+            return Linear.init(batch, (out,), (ins,), key=key, dtype=dtype, bias=block.bias)
+
         return Mlp(
-            gate_proj=Linear.init(batch, (mlp,), (embed,), key=gate, dtype=dtype, bias=bias),
-            up_proj=Linear.init(batch, (mlp,), (embed,), key=up, dtype=dtype, bias=bias),
-            down_proj=Linear.init(batch, (embed,), (mlp,), key=down, dtype=dtype, bias=bias),
+            gate_proj=linear(mlp, embed, gate) if block.gated else None,
+            up_proj=linear(mlp, embed, up),
+            down_proj=linear(embed, mlp, down),
         )
 
-    def __call__(self, x: NamedArray, norm: RMSNorm) -> NamedArray:
-        """`x + mlp(norm(x))`. Args: x: [..., embed]. Returns: [..., embed]."""
-        gate, up = apply(x, self.gate_proj, self.up_proj, norm=norm)
-        return apply(up, self.down_proj, gate=gate, residual=x)[0]
+    def __call__(self, x: NamedArray, around: Fusion, block: DenseBlock) -> NamedArray:
+        """Args: x: [..., embed]; around: the norm of its input, and what is added. Returns: [..., embed]."""
+        if self.gate_proj is None:
+            (up,) = apply(x, self.up_proj, norm=around.norm)
+            up = NamedArray(block.activation(up.array), up.axes)
+            return apply(up, self.down_proj, residual=around.residual)[0]
+        gate, up = apply(x, self.gate_proj, self.up_proj, norm=around.norm)
+        return apply(up, self.down_proj, gate=gate, activation=block.activation, residual=around.residual)[0]

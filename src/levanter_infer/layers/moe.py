@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import equinox as eqx
 import jax
@@ -9,26 +10,37 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax import Array
 
-from levanter_infer.axes import ROW
+from levanter_infer.axes import EXPERT, MLP, ROW
 from levanter_infer.kernels import MIN_ROWS
-from levanter_infer.layers.linear import Linear, apply
-from levanter_infer.layers.norm import RMSNorm
+from levanter_infer.layers.activation import Activation
+from levanter_infer.layers.linear import Fusion, Linear, apply
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
 
 _MAX_BLOCK = 128
 
 
-@dataclasses.dataclass(frozen=True)
-class MoeSizes:
-    """What `Moe.init` makes."""
+@dataclass(frozen=True)
+class ExpertsBlock:
+    """A feed-forward block of experts, without its parameters."""
 
-    expert: Axis
-    mlp: Axis
-    """Width of one expert."""
+    num_experts: int
     num_chosen: int
     """Experts of each token."""
+    width: int
+    """Inner width of one expert."""
     normalize: bool
     """Whether the weights of the chosen experts are normalized to a sum of one."""
+    activation: Activation = Activation.SILU
+    """Of the gate of each expert."""
+
+    @property
+    def stored(self) -> "ExpertsBlock":
+        """What decides the parameters: blocks that are equal here share a stack."""
+        return dataclasses.replace(self, num_chosen=1, normalize=False, activation=Activation.SILU)
+
+    def num_parameters(self, hidden: int) -> int:
+        """From the sizes alone. Args: hidden: width of the residual stream."""
+        return self.num_experts * (3 * hidden * self.width + hidden)  # and the router's weights
 
 
 class Moe(eqx.Module):
@@ -48,10 +60,6 @@ class Moe(eqx.Module):
     """[layers, expert, mlp, embed]"""
     down_proj: Linear
     """[layers, expert, embed, mlp]"""
-    num_chosen: int = eqx.field(static=True)
-    """Experts of each token."""
-    normalize: bool = eqx.field(static=True)
-    """Whether the weights of the chosen experts are normalized to a sum of one."""
     layer: Array | None = None
     """i32[], which layer of the stack is meant; None where a scan has picked one."""
     num_rows: Array | None = None
@@ -62,9 +70,9 @@ class Moe(eqx.Module):
     """Mesh axes over which results are added up: experts, and the shards of each."""
 
     @staticmethod
-    def init(batch: Sequence[Axis], embed: Axis, sizes: "MoeSizes", *, key: Array, dtype) -> "Moe":
+    def init(batch: Sequence[Axis], embed: Axis, block: ExpertsBlock, *, key: Array, dtype) -> "Moe":
         """Random maps as in `Linear.init`; `batch`: axes of independent layers."""
-        expert, mlp = sizes.expert, sizes.mlp
+        expert, mlp = Axis(EXPERT, block.num_experts), Axis(MLP, block.width)
         keys = jax.random.split(key, 4)
         each = (*batch, expert)
         return Moe(
@@ -72,33 +80,31 @@ class Moe(eqx.Module):
             gate_proj=Linear.init(each, (mlp,), (embed,), key=keys[1], dtype=dtype),
             up_proj=Linear.init(each, (mlp,), (embed,), key=keys[2], dtype=dtype),
             down_proj=Linear.init(each, (embed,), (mlp,), key=keys[3], dtype=dtype),
-            num_chosen=sizes.num_chosen,
-            normalize=sizes.normalize,
         )
 
     def at(self, layer: Array, num_rows: Array) -> "Moe":
         """The block of one layer of a stack, for inputs whose first `num_rows` rows count. Nothing is sliced here."""
         return dataclasses.replace(self, router=self.router.at(layer, num_rows), layer=layer, num_rows=num_rows)
 
-    def __call__(self, x: NamedArray, norm: RMSNorm) -> NamedArray:
-        """`x + moe(norm(x))`. Args: x: [..., embed]. Returns: [..., embed]."""
+    def __call__(self, x: NamedArray, around: Fusion, block: ExpertsBlock) -> NamedArray:
+        """Args: x: [..., embed]; around: the norm of its input, and what is added. Returns: [..., embed]."""
         embed = x.axes[-1]
-        normed = norm(x)
+        normed = x if around.norm is None else around.norm(x)
         rows = NamedArray(normed.array.reshape(-1, embed.size), (Axis(ROW, x.array.size // embed.size), embed))
-        chosen, weights = self._route(rows)
+        chosen, weights = self._route(rows, block)
         compute = self._grouped if self.layer is None else self._in_blocks
-        results = compute(rows, chosen).reshape(*chosen.shape, embed.size)
+        results = compute(rows, chosen, block.activation).reshape(*chosen.shape, embed.size)
         # One after the other, so that the order of the sum is the same for any number of tokens
-        total = sum(weights[:, i : i + 1] * results[:, i] for i in range(1, self.num_chosen))
+        total = sum(weights[:, i : i + 1] * results[:, i] for i in range(1, block.num_chosen))
         total = self.sums.sum_in(x.dtype, weights[:, :1] * results[:, 0] + total)
-        return x + NamedArray(total.reshape(x.array.shape).astype(x.dtype), x.axes)
+        return around.after(NamedArray(total.reshape(x.array.shape).astype(x.dtype), x.axes))
 
-    def _route(self, rows: NamedArray) -> tuple[Array, Array]:
+    def _route(self, rows: NamedArray, block: ExpertsBlock) -> tuple[Array, Array]:
         """Experts of each row i32[row, chosen], and their weights f32[row, chosen]."""
         own = apply(rows, self.router)[0].rearrange((ROW, ...)).array.astype(jnp.float32)
         logits = self.experts.all_gather(own, 1)
-        weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.num_chosen)
-        if self.normalize:
+        weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), block.num_chosen)
+        if block.normalize:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         return chosen.astype(jnp.int32), weights
 
@@ -114,11 +120,11 @@ class Moe(eqx.Module):
         flat = jnp.where((flat >= 0) & (flat < self._num_experts), flat, self._num_experts)
         if self.num_rows is not None:
             place = jnp.arange(flat.shape[0], dtype=jnp.int32)
-            flat = jnp.where(place < self.num_rows * self.num_chosen, flat, self._num_experts)
+            flat = jnp.where(place < self.num_rows * chosen.shape[1], flat, self._num_experts)
         counts = jnp.zeros(self._num_experts, jnp.int32).at[flat].add(1, mode="drop")
         return jnp.argsort(flat, stable=True).astype(jnp.int32), counts
 
-    def _in_blocks(self, rows: NamedArray, chosen: Array) -> Array:
+    def _in_blocks(self, rows: NamedArray, chosen: Array, activation: Activation) -> Array:
         """Result of each chosen expert for its row, f32[row · chosen, embed]; zeros for rows that do not count, and for
         experts of other devices."""
         order, counts = self._sorted(chosen)
@@ -138,24 +144,24 @@ class Moe(eqx.Module):
             used = jnp.minimum(counts[expert] - before, size)
             place = jnp.where(item < used, starts[expert] + before + item, num_pairs)
             pair = order.at[place].get(mode="fill", fill_value=num_pairs)
-            inputs = rows.array.at[pair // self.num_chosen].get(mode="fill", fill_value=0)
+            inputs = rows.array.at[pair // chosen.shape[1]].get(mode="fill", fill_value=0)
             gate, up, down = (part.at(first_map + expert, used) for part in maps)
             gated = apply(NamedArray(inputs, (Axis(ROW, size), embed)), gate, up)
-            (result,) = apply(gated[1], down, gate=gated[0])
+            (result,) = apply(gated[1], down, gate=gated[0], activation=activation)
             return index + 1, results.at[pair].set(result.array.astype(jnp.float32), mode="drop")
 
         empty = jnp.zeros((num_pairs, embed.size), jnp.float32)
         return jax.lax.while_loop(lambda carry: carry[0] < ends[-1], block, (jnp.int32(0), empty))[1]
 
-    def _grouped(self, rows: NamedArray, chosen: Array) -> Array:
+    def _grouped(self, rows: NamedArray, chosen: Array, activation: Activation) -> Array:
         """As `_in_blocks`, for weights [expert, out, in]."""
         order, counts = self._sorted(chosen)
 
         def matmul(x: Array, part: Linear) -> Array:
             return part.backend.grouped_matmul(x, part.weight.array, counts)
 
-        inputs = rows.array[order // self.num_chosen]
-        gated = jax.nn.silu(matmul(inputs, self.gate_proj)) * matmul(inputs, self.up_proj)
+        inputs = rows.array[order // chosen.shape[1]]
+        gated = activation(matmul(inputs, self.gate_proj)) * matmul(inputs, self.up_proj)
         results = matmul(gated.astype(inputs.dtype), self.down_proj)
         return jnp.zeros_like(results).at[order].set(results)
 

@@ -48,12 +48,48 @@ class RopeConfig:
     """llama3"""
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
-    """longrope: a divisor for each frequency, head_dim / 2 of them."""
+    """longrope: a divisor for each frequency, half as many as there are rotated numbers."""
+    partial: float = 1.0
+    """Share of a head that is rotated, its first numbers; the others pass."""
+    interleaved: bool = False
+    """Whether pairs are neighbours (x[2i], x[2i + 1]), and not (x[i], x[i + half])."""
 
     @property
     def depends_on_length(self) -> bool:
         """Whether sequences beyond `original_len` change the frequencies of all positions."""
         return self.kind == "dynamic" or (self.kind == "longrope" and self.short_factor != self.long_factor)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The angles of one rope at the tokens of a step."""
+
+    config: RopeConfig
+    cos: NamedArray
+    sin: NamedArray
+    """f32[..., head_size / 2], scaled by the attention factor; of a part of a head, half of that."""
+
+    def rotate(self, x: NamedArray) -> NamedArray:
+        """Rotate the pairs of x [..., head_size] by the angles, in float32. Returns: as `x`."""
+        rotated = 2 * self.cos.axis_size(HEAD_SIZE)
+        if rotated == x.axis_size(HEAD_SIZE):
+            return rotate(x, self.cos, self.sin, interleaved=self.config.interleaved)
+        first = rotate(x[HEAD_SIZE, :rotated], self.cos, self.sin, interleaved=self.config.interleaved)
+        return hax.concatenate(HEAD_SIZE, [first, x[HEAD_SIZE, rotated:]]).rearrange(x.axes)
+
+    def fusable(self, head_dim: int) -> bool:
+        """Whether kernels that rotate compute this."""
+        return not self.config.interleaved and 2 * self.cos.axis_size(HEAD_SIZE) == head_dim
+
+
+def rope_at(config: RopeConfig, head_dim: int, positions: NamedArray, rope_len: int) -> Rope:
+    """The rope of heads of `head_dim` numbers at `positions`. Args: as of `rotary_tables`."""
+    return Rope(config, *rotary_tables(config, rotated_size(config, head_dim), positions, rope_len))
+
+
+def rotated_size(config: RopeConfig, head_dim: int) -> int:
+    """Numbers of a head that are rotated."""
+    return int(head_dim * config.partial)
 
 
 def rotary_tables(
@@ -62,6 +98,7 @@ def rotary_tables(
     """Cosines and sines of every position.
 
     Args:
+        head_dim: numbers of a head that are rotated.
         positions: i32[...], places in the sequence.
         rope_len: tokens of the longest sequence; only length-dependent kinds look at it.
     Returns: cos, sin: f32[..., head_size / 2], scaled by the attention factor.
@@ -72,16 +109,23 @@ def rotary_tables(
     return hax.cos(angles) * jnp.float32(scaling), hax.sin(angles) * jnp.float32(scaling)
 
 
-def rotate(x: NamedArray, cos: NamedArray, sin: NamedArray) -> NamedArray:
+def rotate(x: NamedArray, cos: NamedArray, sin: NamedArray, *, interleaved: bool = False) -> NamedArray:
     """Rotate each pair (x[i], x[i + head_size / 2]) by its angle, in float32.
 
     Args:
         x: [..., head_size]
         cos, sin: f32[some axes of x, head_size / 2]
+        interleaved: pairs are (x[2i], x[2i + 1]).
     Returns: as `x`.
     """
     half = x.axis_size(HEAD_SIZE) // 2
     wide = x.astype(jnp.float32)
+    if interleaved:
+        first, second = wide[HEAD_SIZE, 0::2], wide[HEAD_SIZE, 1::2]
+        pairs = [first * cos - second * sin, second * cos + first * sin]
+        pair = hax.stack("pair", [part.rearrange((..., HEAD_SIZE)) for part in pairs]).rearrange((..., "pair"))
+        merged = pair.flatten_axes((HEAD_SIZE, "pair"), HEAD_SIZE)
+        return merged.rearrange(x.axes).astype(x.dtype)
     first, second = wide[HEAD_SIZE, :half], wide[HEAD_SIZE, half:]
     rotated = hax.concatenate(HEAD_SIZE, [first * cos - second * sin, second * cos + first * sin])
     return rotated.rearrange(x.axes).astype(x.dtype)

@@ -1,7 +1,10 @@
-"""The decoder that all families share: one scanned stack of attention and feed-forward blocks."""
+"""The decoder that all families share: loops over stacked layers, each of which computes what its `Block` says."""
 
+import collections
 import dataclasses
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -10,120 +13,61 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax import Array
 
-from levanter_infer.axes import EMBED, EXPERT, LAYERS, MLP, POSITION, SEQ_PAGE, VOCAB
+from levanter_infer.axes import EMBED, LAYERS, PERIOD, POSITION, SEQ_PAGE, VOCAB
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.kernels.backend import Backend
-from levanter_infer.layers.attention import Attention, AttentionInputs, AttentionSizes, AttentionSpec
+from levanter_infer.layers.attention import Attention, AttentionInputs, AttentionSpec
 from levanter_infer.layers.layout import Layout
-from levanter_infer.layers.linear import Linear, apply, prepare_tables
+from levanter_infer.layers.linear import Fusion, Linear, apply, prepare_tables
 from levanter_infer.layers.mlp import Mlp
-from levanter_infer.layers.moe import Moe, MoeSizes
+from levanter_infer.layers.moe import ExpertsBlock, Moe
 from levanter_infer.layers.norm import RMSNorm
-from levanter_infer.layers.rotary import RopeConfig, rotary_tables
+from levanter_infer.layers.rotary import Rope, RopeConfig, rope_at
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
+from levanter_infer.models.blocks import Block, Placement, Stack
+from levanter_infer.models.config import DecoderConfig
+from levanter_infer.models.periods import Group
 
 PLAIN = AttentionSpec()
 """Attention as the model alone defines it."""
-NO_WINDOW = 2**30
-"""Window of a layer that sees everything, where other layers have one: larger than any position."""
-
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    """What a checkpoint's `config.json` says about the mathematics, in one form for all families."""
-
-    model_type: str
-    """HF's name of the family."""
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    """Longest sequence that the checkpoint was made for, in tokens."""
-    rms_norm_eps: float
-    rope: RopeConfig
-    tie_word_embeddings: bool = False
-    qkv_bias: bool = False
-    out_bias: bool = False
-    """Of the attention's output projection."""
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    sliding_windows: tuple[int | None, ...] = ()
-    """Per layer; None sees everything. Empty where no layer has a window."""
-    attention_soft_cap: float | None = None
-    num_experts: int | None = None
-    """None: one feed-forward block, for all tokens. Else `intermediate_size` is that of one expert."""
-    num_experts_per_token: int = 0
-    normalize_experts: bool = False
-    """Whether the weights of a token's experts add up to one."""
-
-    def __post_init__(self):
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_attention_heads={self.num_heads} is no multiple of num_key_value_heads={self.num_kv_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd; rotary embedding needs an even one")
-        if self.sliding_windows and len(self.sliding_windows) != self.num_layers:
-            raise ValueError(f"{len(self.sliding_windows)} sliding windows for {self.num_layers} layers")
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the model, from the sizes alone."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = 2 * self.hidden_size * (q + kv)
-        attention += (q + 2 * kv) * self.qkv_bias + self.hidden_size * self.out_bias + 2 * self.head_dim * self.qk_norm
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        mlp += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
-        if self.num_experts is not None:
-            mlp = self.num_experts * (mlp + self.hidden_size)  # and the router's weights
-        tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return tables + self.num_layers * (attention + mlp + 2 * self.hidden_size) + self.hidden_size
 
 
 class DecoderLayer(eqx.Module):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+    """The parameters of the layers of one stack. `Block` says what is computed with them."""
 
-    input_norm: RMSNorm
+    input_norm: RMSNorm | None
+    """Of the input of attention."""
     attention: Attention
-    mlp_norm: RMSNorm
+    mlp_norm: RMSNorm | None
+    """Of the input of the feed-forward block."""
     mlp: Mlp | Moe
+    mixer_out_norm: RMSNorm | None
+    mlp_out_norm: RMSNorm | None
+    """Of the outputs of attention and the feed-forward block."""
 
     @staticmethod
-    def init(batch: tuple[Axis, ...], config: DecoderConfig, *, key: Array, dtype) -> "DecoderLayer":
+    def init(batch: tuple[Axis, ...], embed: Axis, block: Block, *, key: Array, dtype) -> "DecoderLayer":
         """`batch`: axes of independent layers."""
         attention_key, mlp_key = jax.random.split(key)
-        embed = Axis(EMBED, config.hidden_size)
-
-        def norm() -> RMSNorm:  # each an array of its own, so that a training step can donate them
-            return RMSNorm.init(batch, embed, eps=config.rms_norm_eps, dtype=dtype)
-
-        sizes = AttentionSizes(
-            num_kv_heads=config.num_kv_heads,
-            q_heads_per_group=config.num_heads // config.num_kv_heads,
-            head_dim=config.head_dim,
-            qkv_bias=config.qkv_bias,
-            out_bias=config.out_bias,
-            qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
-            soft_cap=config.attention_soft_cap,
-        )
-        attention = Attention.init(batch, embed, sizes, key=attention_key, dtype=dtype)
-        width = Axis(MLP, config.intermediate_size)
-        if config.num_experts is None:
-            mlp = Mlp.init(batch, embed, width, bias=config.mlp_bias, key=mlp_key, dtype=dtype)
+        feed_forward = block.feed_forward
+        if isinstance(feed_forward, ExpertsBlock):
+            mlp = Moe.init(batch, embed, feed_forward, key=mlp_key, dtype=dtype)
         else:
-            experts = MoeSizes(
-                expert=Axis(EXPERT, config.num_experts),
-                mlp=width,
-                num_chosen=config.num_experts_per_token,
-                normalize=config.normalize_experts,
-            )
-            mlp = Moe.init(batch, embed, experts, key=mlp_key, dtype=dtype)
-        return DecoderLayer(input_norm=norm(), attention=attention, mlp_norm=norm(), mlp=mlp)
+            mlp = Mlp.init(batch, embed, feed_forward, key=mlp_key, dtype=dtype)
+
+        def norm(name: str) -> RMSNorm | None:  # each an array of its own, so that a training step can donate them
+            has = name in block.placement.norms
+            return RMSNorm.init(batch, embed, config=block.norm, dtype=dtype) if has else None
+
+        return DecoderLayer(
+            input_norm=norm("input_norm"),
+            attention=Attention.init(batch, embed, block.mixer, key=attention_key, dtype=dtype),
+            mlp_norm=norm("mlp_norm"),
+            mlp=mlp,
+            mixer_out_norm=norm("mixer_out_norm"),
+            mlp_out_norm=norm("mlp_out_norm"),
+        )
 
     def at(self, index: Array, num_rows: Array) -> "DecoderLayer":
         """One layer of a stack, for inputs whose first `num_rows` rows count."""
@@ -133,14 +77,41 @@ class DecoderLayer(eqx.Module):
             is_leaf=lambda part: isinstance(part, Linear | RMSNorm | Moe),
         )
 
+    def __call__(self, x: NamedArray, block: Block, mix: Callable[[NamedArray, Fusion], tuple[NamedArray, Any]]):
+        """The layer.
+
+        Args:
+            x: [..., embed]
+            block: what it computes.
+            mix: the mixer, of the residual stream and what happens around its matmuls; gives its result and a state.
+        Returns: [..., embed] and the mixer's state.
+        """
+        multiplier = block.residual_multiplier
+
+        def around(norm: RMSNorm | None, after: RMSNorm | None, onto: NamedArray) -> Fusion:
+            return Fusion(norm=norm, residual=onto if after is None and multiplier == 1 else None)
+
+        def added(result: NamedArray, after: RMSNorm | None, onto: NamedArray) -> NamedArray:
+            if after is None and multiplier == 1:
+                return result  # with the residual in it
+            result = result if after is None else after(result)
+            return onto + (result if multiplier == 1 else result * jnp.asarray(multiplier, result.dtype))
+
+        mixed, state = mix(x, around(self.input_norm, self.mixer_out_norm, x))
+        mixed = added(mixed, self.mixer_out_norm, x)
+        parallel = block.placement.is_parallel
+        norm = self.input_norm if block.placement is Placement.PARALLEL else self.mlp_norm
+        result = self.mlp(x if parallel else mixed, around(norm, self.mlp_out_norm, mixed), block.feed_forward)  # type: ignore[arg-type]
+        return added(result, self.mlp_out_norm, mixed), state
+
 
 class DecoderModel(eqx.Module):
     """Token ids in, logits out: over plain sequences (`__call__`) and over pages (`hidden`, then `logits`)."""
 
     embeddings: Linear
     """[vocab, embed]: its rows are the embeddings; as head it maps hidden states to logits."""
-    layers: DecoderLayer
-    """Every parameter with a leading `layers` axis."""
+    stacks: tuple[DecoderLayer, ...]
+    """As `DecoderConfig.stacks`: every parameter with a leading `layers` axis."""
     norm: RMSNorm
     lm_head: Linear | None
     """[vocab, embed]; None where the embeddings serve as head."""
@@ -158,13 +129,24 @@ class DecoderModel(eqx.Module):
             weight = hax.random.normal(key, (vocab, embed), dtype=jnp.float32) * jnp.float32(0.02)
             return Linear(weight=weight.astype(dtype), bias=None, num_in=1)
 
+        def stacked(index: int, stack: Stack) -> DecoderLayer:
+            key = layers_key if index == 0 else jax.random.fold_in(layers_key, index)
+            return DecoderLayer.init((Axis(LAYERS, len(stack.layers)),), embed, stack.block, key=key, dtype=dtype)
+
         return DecoderModel(
             embeddings=table(embed_key),
-            layers=DecoderLayer.init((Axis(LAYERS, config.num_layers),), config, key=layers_key, dtype=dtype),
-            norm=RMSNorm.init((), embed, eps=config.rms_norm_eps, dtype=dtype),
+            stacks=tuple(stacked(i, stack) for i, stack in enumerate(config.stacks)),
+            norm=RMSNorm.init((), embed, config=config.norm, dtype=dtype),
             lm_head=None if config.tie_word_embeddings else table(head_key),
             config=config,
         )
+
+    @property
+    def layers(self) -> DecoderLayer:
+        """The stack of a model whose layers all have parameters of the same shapes. Raises: ValueError for others."""
+        if len(self.stacks) != 1:
+            raise ValueError(f"the layers are stored in {len(self.stacks)} stacks, expected one; use `stacks`")
+        return self.stacks[0]
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -211,11 +193,14 @@ class DecoderModel(eqx.Module):
         def sharded(part):
             if isinstance(part, Moe):
                 return dataclasses.replace(part, experts=layout.experts, sums=layout.expert_sums)
+            if isinstance(part, RMSNorm):
+                width = layout.normed_width(part.weight.axes)
+                return part if width is None else dataclasses.replace(part, shard_axis=layout.model, width=width)
             is_sharded = isinstance(part, Linear) and layout.is_sharded(part.ins)
             return dataclasses.replace(part, shard_axis=layout.model) if is_sharded else part
 
-        layers = jax.tree.map(sharded, self.layers, is_leaf=lambda part: isinstance(part, Linear | Moe))
-        return dataclasses.replace(self, layers=layers, shard_axis=layout.model)
+        stacks = jax.tree.map(sharded, self.stacks, is_leaf=lambda part: isinstance(part, Linear | Moe | RMSNorm))
+        return dataclasses.replace(self, stacks=stacks, shard_axis=layout.model)
 
     def prepare(self, backend: Backend, *, donate: bool = False) -> "DecoderModel":
         """The same model with its weights stored as `backend` reads them.
@@ -227,12 +212,12 @@ class DecoderModel(eqx.Module):
         if self.is_packed:
             raise ValueError("the weights are packed already; give the model as it was loaded")
         embeddings, head = prepare_tables(self.embeddings, self.lm_head, backend, donate=donate)
-        layers = jax.tree.map(
+        stacks = jax.tree.map(
             lambda part: part.prepare(backend, donate=donate) if isinstance(part, Linear) else part,
-            self.layers,
+            self.stacks,
             is_leaf=lambda part: isinstance(part, Linear),
         )
-        return dataclasses.replace(self, embeddings=embeddings, layers=layers, lm_head=head)
+        return dataclasses.replace(self, embeddings=embeddings, stacks=stacks, lm_head=head)
 
     def __call__(self, tokens: NamedArray, attention: AttentionSpec = PLAIN) -> NamedArray:
         """The plain causal forward, without a cache: for training, and as the oracle.
@@ -254,13 +239,32 @@ class DecoderModel(eqx.Module):
         tokens = tokens.rearrange((..., POSITION))
         num_positions = tokens.axis_size(POSITION)
         positions = hax.arange(tokens.resolve_axis(POSITION), dtype=jnp.int32)
-        rope = self._rope(positions, attention.max_seq_len or num_positions)
+        inputs = self._inputs(positions, attention, attention.max_seq_len or num_positions)
+        x = self._embed(tokens)
+        for group in self.config.groups:
+            places = [self.config.stored_at(group, offset) for offset in range(len(group.period))]
+            period = functools.partial(_plain_period, group=group, places=places, inputs=inputs)
+            x = hax.fold(period, LAYERS)(x, self._periods(group, places))
+        return x
 
-        def block(x: NamedArray, layer: DecoderLayer, window: Array | None) -> NamedArray:
-            x = layer.attention.dense(x, layer.input_norm, AttentionInputs(rope, window, attention))
-            return layer.mlp(x, layer.mlp_norm)
+    def _periods(self, group: Group[Block], places: Sequence[tuple[int, int, int]]) -> dict[int, DecoderLayer]:
+        """By stack, the layers that a group runs, with an axis of repeats and, where a period has several layers of the
+        stack, one of those."""
 
-        return hax.fold(block, LAYERS)(self._embed(tokens), self.layers, self._windows())
+        def part(first: int, stride: int, named: NamedArray) -> NamedArray:
+            array, repeats = named.array, group.repeats
+            if array.shape[0] != repeats * stride:
+                array = array[first : first + repeats * stride]
+            if stride == 1:
+                return NamedArray(array, (Axis(LAYERS, repeats), *named.axes[1:]))
+            array = array.reshape(repeats, stride, *array.shape[1:])
+            return NamedArray(array, (Axis(LAYERS, repeats), Axis(PERIOD, stride), *named.axes[1:]))
+
+        found: dict[int, DecoderLayer] = {}
+        for stack, first, stride in places:
+            if stack not in found:
+                found[stack] = _map_arrays(functools.partial(part, first, stride), self.stacks[stack])
+        return found
 
     def hidden(self, batch: PageBatchInfo, kv: KvPages, attention: AttentionSpec = PLAIN) -> tuple[NamedArray, KvPages]:
         """The paged forward: write the K/V of the step's tokens and compute their last hidden states.
@@ -272,19 +276,28 @@ class DecoderModel(eqx.Module):
         Raises: ValueError where the rope depends on the length of sequences that may outgrow the original context
             and `attention.max_seq_len` does not say how long they get.
         """
-        rope = self._rope(batch.positions, self._max_seq_len(batch, attention))
-
-        windows = self._windows()
+        inputs = self._inputs(batch.positions, attention, self._max_seq_len(batch, attention))
         num_tokens = batch.cu_q_lens.array[-1]
 
-        def block(index: Array, carry: tuple[NamedArray, KvPages]):
+        def run(group: Group[Block], repeat: Array, carry: tuple[NamedArray, KvPages]) -> tuple[NamedArray, KvPages]:
+            """One period."""
             x, kv = carry
-            layer, window = self.layers.at(index, num_tokens), None if windows is None else windows[index]
-            inputs = AttentionInputs(rope, window, attention)
-            x, kv = layer.attention.paged(x, layer.input_norm, inputs, kv, index, batch)
-            return layer.mlp(x, layer.mlp_norm), kv
+            for offset, block in enumerate(group.period):
+                stack, first, stride = self.config.stored_at(group, offset)
+                layer = self.stacks[stack].at(_index(first, stride, repeat), num_tokens)
+                number = _index(group.first + offset, len(group.period), repeat)
+                mix = functools.partial(layer.attention.paged, inputs=inputs(block), kv=kv, layer=number, batch=batch)
+                x, kv = layer(x, block, mix)
+            return x, kv
 
-        return jax.lax.fori_loop(0, self.config.num_layers, block, (self._embed(batch.tokens), kv))
+        carry = self._embed(batch.tokens), kv
+        for group in self.config.groups:
+            body = functools.partial(run, group)
+            if group.repeats > 1:
+                carry = jax.lax.fori_loop(0, group.repeats, body, carry)
+            else:  # of an index that XLA knows it would copy the layer's weights, once and for all steps
+                carry = body(jnp.minimum(num_tokens, 0), carry)
+        return carry
 
     def logits(self, hidden: NamedArray, num_rows: Array | None = None) -> NamedArray:
         """Final norm and head.
@@ -295,30 +308,68 @@ class DecoderModel(eqx.Module):
         Returns: f32[..., vocab], of this device's part of the vocabulary.
         """
         (logits,) = apply(hidden, self._head.at(None, num_rows), norm=self.norm, dtype=jnp.float32)
-        return NamedArray(self.vocab.without_padding(logits.array), logits.axes)
+        values, config = logits.array, self.config
+        if config.logits_divisor != 1:
+            values = values / jnp.float32(config.logits_divisor)
+        if config.logits_soft_cap is not None:
+            cap = jnp.float32(config.logits_soft_cap)
+            values = cap * jnp.tanh(values / cap)
+        return NamedArray(self.vocab.without_padding(values), logits.axes)
 
     def _embed(self, tokens: NamedArray) -> NamedArray:
         rows = self.shard_axis.sum(self.embeddings.take_rows(self.vocab.local(tokens.array), self.dtype))
-        return NamedArray(rows.astype(self.activation_dtype), (*tokens.axes, self.embed))
+        rows = rows.astype(self.activation_dtype)
+        if self.config.embedding_multiplier != 1:
+            rows = rows * jnp.asarray(self.config.embedding_multiplier, self.dtype).astype(rows.dtype)
+        return NamedArray(rows, (*tokens.axes, self.embed))
 
-    def _rope(self, positions: NamedArray, rope_len: int) -> tuple[NamedArray, NamedArray]:
-        return rotary_tables(self.config.rope, self.config.head_dim, positions, rope_len)
-
-    def _windows(self) -> Array | None:
-        """i32[layers], or None where no layer has a window."""
-        windows = self.config.sliding_windows
-        if all(window is None for window in windows):
-            return None
-        return jnp.asarray([NO_WINDOW if window is None else window for window in windows], jnp.int32)
+    def _inputs(self, positions: NamedArray, spec: AttentionSpec, rope_len: int) -> Callable[[Block], AttentionInputs]:
+        """What attention needs in a layer, with the angles of each rope computed once."""
+        ropes: dict[RopeConfig | None, Rope] = {
+            rope: rope_at(rope, self.config.head_dim, positions, rope_len) for rope in self.config.ropes
+        }
+        return lambda block: AttentionInputs(block.mixer, ropes.get(block.mixer.rope), spec)
 
     def _max_seq_len(self, batch: PageBatchInfo, attention: AttentionSpec) -> int:
         capacity = batch.page_indices.axis_size(SEQ_PAGE) * batch.page_size
-        rope = self.config.rope
-        if attention.max_seq_len is not None or not rope.depends_on_length:
-            return attention.max_seq_len or capacity
-        if rope.original_len is not None and capacity > rope.original_len:
-            raise ValueError(
-                f"rope_scaling {rope.kind!r} depends on how long sequences get: up to {capacity} tokens here, beyond "
-                f"the original {rope.original_len}; give AttentionSpec(max_seq_len=...)"
-            )
+        if attention.max_seq_len is not None:
+            return attention.max_seq_len
+        for rope in self.config.ropes:
+            if rope.depends_on_length and rope.original_len is not None and capacity > rope.original_len:
+                raise ValueError(
+                    f"rope_scaling {rope.kind!r} depends on how long sequences get: up to {capacity} tokens here, "
+                    f"beyond the original {rope.original_len}; give AttentionSpec(max_seq_len=...)"
+                )
         return capacity
+
+
+def _index(first: int, stride: int, repeat: Array) -> Array:
+    """`first + stride · repeat`, i32[]."""
+    index = repeat if stride == 1 else repeat * jnp.int32(stride)
+    return index if first == 0 else index + jnp.int32(first)
+
+
+def _plain_period(
+    x: NamedArray,
+    stacks: dict[int, DecoderLayer],
+    *,
+    group: Group[Block],
+    places: Sequence[tuple[int, int, int]],
+    inputs: Callable[[Block], AttentionInputs],
+) -> NamedArray:
+    """One period of the plain forward, of what `DecoderModel._periods` gives for one repeat."""
+    seen: collections.Counter[int] = collections.Counter()
+    for block, (stack, _, stride) in zip(group.period, places, strict=True):
+        layer = stacks[stack] if stride == 1 else _map_arrays(functools.partial(_entry, seen[stack]), stacks[stack])
+        seen[stack] += 1
+        x, _ = layer(x, block, functools.partial(layer.attention.dense, inputs=inputs(block)))
+    return x
+
+
+def _map_arrays(function: Callable[[NamedArray], NamedArray], tree):
+    return jax.tree.map(function, tree, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
+
+
+def _entry(index: int, named: NamedArray) -> NamedArray:
+    """One of the leading axis."""
+    return NamedArray(named.array[index], named.axes[1:])

@@ -1,18 +1,19 @@
 """What a model family has to say, and what those of the Llama kin share."""
 
-import math
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import equinox as eqx
-from haliax import NamedArray
-
-from levanter_infer.axes import LAYERS
-from levanter_infer.layers.linear import Linear
+from levanter_infer.layers.activation import Activation
+from levanter_infer.layers.attention import AttentionBlock
+from levanter_infer.layers.mlp import DenseBlock
+from levanter_infer.layers.norm import NormConfig
 from levanter_infer.layers.rotary import RopeConfig
-from levanter_infer.models.decoder import DecoderConfig, DecoderModel
-from levanter_infer.models.hf_config import HfConfig
+from levanter_infer.models.blocks import Block
+from levanter_infer.models.config import DecoderConfig
+from levanter_infer.models.hf_config import FULL, SLIDING, HfConfig
+from levanter_infer.models.tensors import Tensor, tensor_table
 
 MAX_LAYERS = 10_000
 """More is taken for a broken config.json."""
@@ -29,9 +30,27 @@ class Family:
     """Raises ValueError, naming the key, for whatever it cannot honour."""
     config_to_hf: Callable[[DecoderConfig], dict[str, Any]]
     """The inverse: `config_from_hf(config_to_hf(c)) == c`."""
-    tensor_names: Mapping[str, str]
-    """Attribute path in `DecoderModel` -> HF's tensor name, with `{layer}` in those of a layer, and `{expert}` in those
-    of an expert."""
+    tensors: tuple[Tensor, ...]
+    """Where a checkpoint has the parameters; lines of parameters that a model does not have are skipped."""
+    prefixes: tuple[tuple[str, str], ...] = ()
+    """Starts of tensor names in a checkpoint, and what stands for them in `tensors`; other names stay."""
+    unused: tuple[str, ...] = ()
+    """Starts of the names of tensors that belong to other parts of a multimodal model, and are not read."""
+
+    def own_names(self, names: Iterable[str]) -> dict[str, str]:
+        """The tensors of a checkpoint that this family reads, by the names of its table.
+
+        Raises: ValueError if two are the same one.
+        """
+        found = {}
+        for name in names:
+            if not name.startswith(self.unused):
+                prefix, instead = next((pair for pair in self.prefixes if name.startswith(pair[0])), ("", ""))
+                own = instead + name.removeprefix(prefix)
+                if own in found:
+                    raise ValueError(f"tensors {found[own]!r} and {name!r} are both {own!r}; leave one out")
+                found[own] = name
+        return found
 
 
 TENSOR_NAMES = {
@@ -53,61 +72,14 @@ TENSOR_NAMES = {
     "norm.weight": "model.norm.weight",
     "lm_head.weight": "lm_head.weight",
 }
-"""The names that Llama, Mistral, Qwen2 and Qwen3 share. A model without a parameter (a bias, say) skips its line."""
+"""The names that Llama, Mistral, Qwen2 and Qwen3 share."""
+LLAMA_TENSORS = tensor_table(TENSOR_NAMES)
+
+ACTIVATION_NAMES = {activation: (activation.value,) for activation in Activation} | {Activation.SILU: ("silu", "swish")}
+"""The values of `hidden_act` that name an activation."""
 
 IGNORED_TENSORS = ("rotary_emb.inv_freq",)
 """Ends of tensor names that old checkpoints carry and that are computed from the config."""
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One array of a model, and the tensors of a checkpoint that make it up."""
-
-    path: str
-    """Attributes from the model, joined by dots."""
-    axes: tuple
-    """Axes in the model, `layers` first where it is stacked."""
-    hf_names: tuple[str, ...]
-    """One tensor, or one per layer, or one per layer and expert."""
-    hf_shape: tuple[int, ...]
-    """Shape of each of these tensors."""
-    num_stacked: int
-    """Leading axes over which they are stacked."""
-
-
-def parameters(model: DecoderModel, family: Family) -> list[Parameter]:
-    """Every parameter that `model` (or its shapes) has, in the order of the family's table.
-
-    HF's tensors are matrices [out, in] or vectors: the stored axes, those of a side merged.
-    """
-    found = []
-    for path, template in family.tensor_names.items():
-        owner, array = _resolve(model, path)
-        if array is None:
-            continue
-        axes = array.axes
-        stacked = axes[0].name == LAYERS
-        experts = "{expert}" in template
-        num_stacked = stacked + experts
-        sizes = [axis.size for axis in axes[num_stacked:]]
-        merged = (math.prod(sizes),)
-        if isinstance(owner, Linear) and path.endswith(".weight"):
-            merged = (math.prod(sizes[: -owner.num_in]), math.prod(sizes[-owner.num_in :]))
-        places = [{"layer": i} for i in range(axes[0].size)] if stacked else [{}]
-        if experts:
-            places = [{**place, "expert": i} for place in places for i in range(axes[1].size)]
-        names = tuple(template.format(**place) for place in places)
-        found.append(Parameter(path, axes, hf_names=names, hf_shape=merged, num_stacked=num_stacked))
-    return found
-
-
-def set_parameter(model: DecoderModel, path: str, array: NamedArray) -> DecoderModel:
-    """`model` with the parameter at the dotted `path` replaced."""
-    return eqx.tree_at(lambda tree: get_parameter(tree, path), model, array)
-
-
-def get_parameter(model: DecoderModel, path: str) -> NamedArray:
-    return _resolve(model, path)[1]
 
 
 def is_ignored(hf_name: str) -> bool:
@@ -115,24 +87,76 @@ def is_ignored(hf_name: str) -> bool:
     return hf_name.endswith(IGNORED_TENSORS)
 
 
-def _resolve(model: DecoderModel, path: str) -> tuple[Any, Any]:
-    """Owner and array at a path; (None, None) below a module that the model does not have."""
-    owner: Any = None
-    array: Any = model
-    for name in path.split("."):
-        if array is None:
-            return None, None
-        owner, array = array, getattr(array, name)
-    return owner, array
+@dataclass(frozen=True)
+class Sizes:
+    """What all families read alike from a config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    norm_eps: float
+    rope: RopeConfig
+    local_rope: RopeConfig
+    """Of layers with a window; as a rule the same."""
+    activation: Activation
+    tie_word_embeddings: bool
+
+    def attention(self, **changes) -> AttentionBlock:
+        """Attention of these sizes; `changes`: fields of `AttentionBlock`."""
+        sizes = (self.num_heads, self.num_kv_heads, self.head_dim)
+        rope = self.rope if changes.get("window") is None else self.local_rope
+        return AttentionBlock(*sizes, **{"rope": rope, **changes})
+
+    def dense(self, **changes) -> DenseBlock:
+        """A feed-forward block of these sizes; `changes`: fields of `DenseBlock`."""
+        return DenseBlock(self.intermediate_size, self.activation, **changes)
+
+    def norm(self, **changes) -> NormConfig:
+        """An RMSNorm with the epsilon of these sizes."""
+        return NormConfig(self.norm_eps, **changes)
+
+    def decoder(self, model_type: str, blocks: Sequence[Block], **fields) -> DecoderConfig:
+        """The decoder of these layers. `fields`: further ones of `DecoderConfig`."""
+        return DecoderConfig(
+            model_type=model_type,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            max_position_embeddings=self.max_position_embeddings,
+            blocks=tuple(blocks),
+            norm=blocks[0].norm,
+            tie_word_embeddings=self.tie_word_embeddings,
+            **fields,
+        )
 
 
-def common_fields(hf: HfConfig, *, kv_heads: int | None, head_dim: int | None, max_positions: int) -> dict[str, Any]:
-    """The fields of `DecoderConfig` that all families read alike.
+def read_sizes(
+    hf: HfConfig,
+    *,
+    kv_heads: int | None,
+    head_dim: int | None,
+    max_positions: int,
+    tied: bool = False,
+    norm_eps: float = 1e-6,
+    theta: float = 10000.0,
+    activation: Activation = Activation.SILU,
+    activation_names: tuple[str, ...] = (),
+    ropes: Callable[[HfConfig, int, int], dict[str, RopeConfig]] | None = None,
+) -> Sizes:
+    """Read the keys that all families have.
 
     Args:
         kv_heads: HF's default where the key is absent; None for as many as query heads.
         head_dim: HF's default where the key is absent; None for hidden_size / num_attention_heads.
-        max_positions: HF's default where the key is absent.
+        max_positions, tied, norm_eps, theta: HF's defaults where the keys are absent.
+        activation: the one that the family has.
+        activation_names: further values of `hidden_act` that mean it.
+        ropes: reads the ropes of full and sliding layers, given head size and longest position; None: `HfConfig.rope`
+            is both.
     """
     hidden, heads = hf.count("hidden_size"), hf.count("num_attention_heads")
     kv_heads = hf.count("num_key_value_heads", heads if kv_heads is None else kv_heads, null=heads)
@@ -145,44 +169,58 @@ def common_fields(hf: HfConfig, *, kv_heads: int | None, head_dim: int | None, m
         raise hf.fail("num_attention_heads", f"a multiple of num_key_value_heads={kv_heads}")
     if head_dim % 2:
         raise hf.fail("head_dim", f"an even number, got {head_dim}")
-    hf.one_of("hidden_act", "silu", ("silu", "swish"))
+    hf.one_of("hidden_act", activation.value, (*ACTIVATION_NAMES[activation], *activation_names))
     max_positions = hf.count("max_position_embeddings", max_positions)
-    return {
-        "vocab_size": hf.count("vocab_size"),
-        "hidden_size": hidden,
-        "intermediate_size": hf.count("intermediate_size"),
-        "num_layers": hf.count("num_hidden_layers", most=MAX_LAYERS),
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "max_position_embeddings": max_positions,
-        "rms_norm_eps": hf.number("rms_norm_eps", 1e-6),
-        "rope": hf.rope(head_dim, max_positions),
-        "tie_word_embeddings": hf.flag("tie_word_embeddings", False),
-    }
+    if ropes is None:
+        by_kind = dict.fromkeys((FULL, SLIDING), hf.rope(head_dim, max_positions, theta=theta))
+    else:
+        by_kind = ropes(hf, head_dim, max_positions)
+    return Sizes(
+        vocab_size=hf.count("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=hf.count("intermediate_size"),
+        num_layers=hf.count("num_hidden_layers", most=MAX_LAYERS),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        norm_eps=hf.number("rms_norm_eps", norm_eps),
+        rope=by_kind[FULL],
+        local_rope=by_kind[SLIDING],
+        activation=activation,
+        tie_word_embeddings=hf.flag("tie_word_embeddings", tied),
+    )
 
 
-def common_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    """The keys of config.json that all families write alike."""
+def common_to_hf(config: DecoderConfig, ropes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The keys of config.json that all families write alike.
+
+    Args: ropes: the keys of the ropes, for families that have several.
+    """
+    block = config.blocks[0]
+    rope = config.ropes[0] if config.ropes else RopeConfig()
     return {
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        "intermediate_size": block.feed_forward.width,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": block.feed_forward.activation.value,
         "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
+        "rms_norm_eps": config.norm.eps,
         "tie_word_embeddings": config.tie_word_embeddings,
-        **rope_to_hf(config.rope, config.max_position_embeddings),
+        **(rope_to_hf(rope, config.max_position_embeddings) if ropes is None else ropes),
     }
 
 
 def rope_to_hf(rope: RopeConfig, max_position_embeddings: int) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`, in the spelling that every release of HF transformers reads."""
+    if rope.partial != 1:
+        whole = rope_to_hf(dataclasses.replace(rope, partial=1.0), max_position_embeddings)
+        return {**whole, "partial_rotary_factor": rope.partial}
     if rope.kind == "default":
         return {"rope_theta": rope.theta, "rope_scaling": None}
     scaling: dict[str, Any] = {"rope_type": rope.kind}
@@ -201,3 +239,23 @@ def rope_to_hf(rope: RopeConfig, max_position_embeddings: int) -> dict[str, Any]
         del scaling["factor"]
         keys["original_max_position_embeddings"] = rope.original_len
     return keys
+
+
+def windows_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """`sliding_window` and `layer_types`."""
+    size = next((window for window in config.windows if window is not None), None)
+    return {
+        "sliding_window": size,
+        "layer_types": [FULL if window is None else SLIDING for window in config.windows],
+    }
+
+
+def ropes_by_kind_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """`rope_parameters` with an entry for full and for sliding layers, as transformers 5 writes it."""
+    mixers = (block.mixer for block in config.blocks)
+    ropes = {FULL if mixer.window is None else SLIDING: mixer.rope for mixer in mixers if mixer.rope is not None}
+    found = {}
+    for kind, rope in ropes.items():
+        keys = rope_to_hf(rope, config.max_position_embeddings)
+        found[kind] = {**(keys.pop("rope_scaling") or {"rope_type": "default"}), **keys}
+    return {"rope_parameters": found}

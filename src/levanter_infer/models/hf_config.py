@@ -1,14 +1,20 @@
 """Strict reading of HF `config.json`: every key is read, neutral, informational, or refused by name."""
 
+import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from levanter_infer.layers.rotary import ROPE_KINDS, RopeConfig
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Entries of `layer_types`."""
+
 INFORMATIONAL = frozenset(
     # About the file, the tokenizer or the library.
     "_name_or_path _commit_hash architectures transformers_version model_type torch_dtype dtype use_cache "
+    "cache_implementation "
     "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class "
     "initializer_range return_dict output_hidden_states output_attentions torchscript use_bfloat16 "
     "tf_legacy_loss id2label label2id num_labels problem_type finetuning_task task_specific_params prefix "
@@ -108,6 +114,18 @@ class HfConfig:
         """A finite number above 0."""
         return _number("config.json", key, self._get(key, default))
 
+    def optional_number(self, key: str, default: float | None) -> float | None:
+        return None if self._get(key, default) is None else _number("config.json", key, self._get(key, default))
+
+    def flags(self, key: str, default: list[bool]) -> list[bool]:
+        """True or false (or 1 or 0) for every entry of `default`, which stands for null. More entries are ignored."""
+        value = self._get(key, None)
+        if value is None:
+            return default
+        if not isinstance(value, list) or len(value) < len(default) or any(each not in (0, 1) for each in value):
+            raise self.fail(key, f"a list of at least {len(default)} times true or false")
+        return [bool(each) for each in value[: len(default)]]
+
     def flag(self, key: str, default: bool) -> bool:
         value = self._get(key, default)
         if not isinstance(value, bool):
@@ -135,8 +153,47 @@ class HfConfig:
             values = " or ".join(repr(value) for value in allowed)
             raise self.fail(key, f"{values}: this checkpoint needs something that is not implemented")
 
-    def rope(self, head_dim: int, max_position_embeddings: int) -> RopeConfig:
-        """The rope, from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`."""
+    def text_config(self, *others: str) -> dict[str, Any]:
+        """The configuration of the text model within that of a multimodal parent. Args: others: keys of other parts."""
+        text = self._get("text_config", None)
+        if not isinstance(text, dict):
+            raise self.fail("text_config", "an object: the configuration of the text model")
+        self._read.update(others)
+        tied = self._get("tie_word_embeddings", None)
+        if tied is not None and text.get("tie_word_embeddings", tied) != tied:
+            raise self.fail("tie_word_embeddings", f"{text['tie_word_embeddings']!r}, as in text_config")
+        return text if tied is None else {**text, "tie_word_embeddings": tied}
+
+    def own_code(self, *modules: str) -> None:
+        """Accept an `auto_map` that names these modules alone: their mathematics is that of the class in HF."""
+        names = self._get("auto_map", None) or {}
+        named = (
+            [str(name).split("--")[-1].rpartition(".")[0] for name in names.values()]
+            if isinstance(names, dict)
+            else [""]
+        )
+        if any(name not in modules for name in named):
+            raise self.fail("auto_map", f"none, or classes of {' and '.join(modules)}: other code is not run")
+
+    def rope(
+        self,
+        head_dim: int,
+        max_position_embeddings: int,
+        *,
+        theta: float = 10000.0,
+        partial: bool = False,
+        original_len: int | None = None,
+        aliases: Mapping[str, str] = MappingProxyType({}),
+    ) -> RopeConfig:
+        """The rope, from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`.
+
+        Args:
+            theta: HF's default.
+            partial: whether the family rotates a part of a head where `partial_rotary_factor` says so.
+            original_len: HF's default of `original_max_position_embeddings`, for families that have this key even where
+                their rope has no use for it.
+            aliases: other names of rope types.
+        """
         old, new = self._get("rope_scaling", None), self._get("rope_parameters", None)
         if old is not None and new is not None and old != new:
             raise ValueError("config.json: rope_scaling and rope_parameters contradict each other; leave one out")
@@ -145,15 +202,71 @@ class HfConfig:
         if scaling is not None and not isinstance(scaling, dict):
             raise self.fail(where, "null or an object")
         scaling = dict(scaling or {})
-        theta = self._shared(scaling, where, "rope_theta", 10000.0)
-        original = self._shared(scaling, where, "original_max_position_embeddings", None)
-        self._shared(scaling, where, "partial_rotary_factor", 1.0)
-        kind = _rope_kind(scaling, where)
-        if kind != "longrope" and self.raw.get("original_max_position_embeddings") is not None:
+        theta = self._shared(scaling, where, "rope_theta", theta)
+        original = self._shared(scaling, where, "original_max_position_embeddings", original_len)
+        share = self._shared(scaling, where, "partial_rotary_factor", 1.0)
+        if share != 1 and not partial or share > 1:
+            raise ValueError(
+                f"config.json: partial_rotary_factor={share!r}, expected 1{' or less' if partial else ''}: this family "
+                "rotates whole heads"
+            )
+        kind = _rope_kind(scaling, where, aliases)
+        if original_len is not None and kind != "longrope":
+            original = None
+        elif kind != "longrope" and self.raw.get("original_max_position_embeddings") is not None:
             raise self.fail("original_max_position_embeddings", f"none with rope type {kind!r}")
         if original is not None:
             scaling["original_max_position_embeddings"] = original
-        return parse_rope(kind, float(theta), scaling, where, head_dim, max_position_embeddings)
+        rotated = int(head_dim * share)
+        if rotated < 2 or rotated % 2:
+            raise ValueError(f"config.json: partial_rotary_factor={share!r} of head_dim={head_dim} is {rotated}, odd")
+        rope = parse_rope(kind, float(theta), scaling, where, rotated, max_position_embeddings)
+        return rope if share == 1 else dataclasses.replace(rope, partial=share)
+
+    def ropes_by_kind(
+        self, head_dim: int, max_position_embeddings: int, *, theta: float, local_theta: float | None
+    ) -> dict[str, RopeConfig]:
+        """The ropes of full and of sliding layers, by the names of `layer_types`: from `rope_parameters` with an entry
+        for each; or from `rope_theta` and `rope_scaling`, which then scales full layers only.
+
+        Args:
+            theta: HF's default of full layers.
+            local_theta: HF's default of sliding layers, whose key is `rope_local_base_freq`; None: they have that of
+                full layers.
+        """
+        new = self._get("rope_parameters", None)
+        default_local = theta if local_theta is None else local_theta
+        if isinstance(new, dict) and set(new) & {FULL, SLIDING}:
+            for key in ("rope_theta", "rope_scaling", "rope_local_base_freq"):
+                self.only(key, None)
+            for key in new:
+                if key not in (FULL, SLIDING):
+                    raise _unknown(f"config.json: rope_parameters.{key}={new[key]!r}", key, (FULL, SLIDING))
+            parts = {kind: HfConfig({"rope_parameters": new.get(kind)}) for kind in (FULL, SLIDING)}
+            thetas = {FULL: theta, SLIDING: default_local}
+            return {kind: parts[kind].rope(head_dim, max_position_embeddings, theta=thetas[kind]) for kind in parts}
+        full = self.rope(head_dim, max_position_embeddings, theta=theta)
+        local = full.theta if local_theta is None else self.number("rope_local_base_freq", local_theta)
+        return {FULL: full, SLIDING: RopeConfig(theta=local)}
+
+    def windows(
+        self, num_layers: int, window: int | None, pattern: Callable[[int], bool], needs: str = "a sliding_window"
+    ) -> tuple[int | None, ...]:
+        """The window of every layer, from `layer_types`, or where that is absent by a rule.
+
+        Args:
+            window: of sliding layers.
+            pattern: whether layer i has a window.
+            needs: the keys that give sliding layers a window, for the error.
+        """
+        kinds = self.names("layer_types", (FULL, SLIDING))
+        if kinds is None:
+            kinds = tuple(SLIDING if pattern(i) else FULL for i in range(num_layers))
+        if len(kinds) != num_layers:
+            raise self.fail("layer_types", f"one entry for each of num_hidden_layers={num_layers}")
+        if window is None and SLIDING in kinds:
+            raise self.fail("layer_types", f"no {SLIDING!r} without {needs}")
+        return tuple(window if kind == SLIDING else None for kind in kinds)
 
     def _shared(self, scaling: dict, where: str, key: str, default):
         """Take a key out of the rope object or from beside it; in both it must be the same."""
@@ -161,11 +274,7 @@ class HfConfig:
         if outer is not None and inner is not None and outer != inner:
             raise ValueError(f"config.json: {key}={outer!r} but {where}.{key}={inner!r}; they must be equal")
         value = inner if outer is None else outer
-        if value is None:
-            return default
-        if key == "partial_rotary_factor" and value != 1:
-            raise ValueError(f"config.json: {key}={value!r}, expected 1: partial rotation is not implemented")
-        return _number("config.json", key, value)
+        return default if value is None else _number("config.json", key, value)
 
     def finish(self) -> None:
         """Refuse every key that is neither read, informational, nor at a neutral value."""
@@ -253,11 +362,11 @@ def _longrope_factor(given, scaling: Mapping, where: str, original: int | None, 
     return ratio
 
 
-def _rope_kind(scaling: dict, where: str) -> str:
+def _rope_kind(scaling: dict, where: str, aliases: Mapping[str, str]) -> str:
     given = [value for value in (scaling.pop("rope_type", None), scaling.pop("type", None)) if value is not None]
     if not all(isinstance(value, str) for value in given):
         raise ValueError(f"config.json: {where}.rope_type is no name; expected one of {', '.join(ROPE_KINDS)}")
-    kinds = set(given)
+    kinds = {aliases.get(value, value) for value in given}
     if len(kinds) > 1:
         raise ValueError(f"config.json: {where} has type and rope_type, which differ: {sorted(kinds)}")
     if not kinds and scaling:

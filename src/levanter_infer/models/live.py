@@ -20,10 +20,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from levanter_infer.axes import EMBED, EXPERT, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, MLP, Q_HEADS_PER_GROUP, VOCAB
 from levanter_infer.kernels.registry import platform_of
-from levanter_infer.models.decoder import DecoderConfig, DecoderModel
-from levanter_infer.models.family import parameters, set_parameter
+from levanter_infer.models.config import DecoderConfig
+from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.live_rope import check_rope, live_rope
 from levanter_infer.models.registry import FAMILIES, family_for
+from levanter_infer.models.tensors import parameters, set_parameter
 
 _LAYER = "transformer.layers.stacked"
 _NAMES = {
@@ -40,7 +41,7 @@ _NAMES = {
         for kind in ("weight", "bias")
     },
 }
-"""Path in `DecoderModel` -> path in the live model."""
+"""Line of a family's table of tensors -> path in the live model."""
 _NAMES_MOE = {
     **_NAMES,
     "layers.mlp.router.weight": f"{_LAYER}.mlp.gate.weight",
@@ -53,6 +54,7 @@ _OTHER_EXPERTS = ("block_sparse_moe", "mlp.router")
 """Fields of a layer with experts that no family here serves live: of Levanter's Mixtral among others."""
 _FAMILIES = "Llama, Mistral, Qwen2, Qwen3 or Qwen3-MoE"
 _SILU = ("silu", "swish")
+_LIVE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 _LIKELY = f"give the model's config.json as config=, if it is a {_FAMILIES} after all"
 
 
@@ -87,24 +89,27 @@ def from_levanter(model, config: DecoderConfig | Mapping[str, Any] | None = None
         raw = _config_json(model) if config is None else config
         family = family_for(raw)
         decoder = family.config_from_hf(raw)
+    if family.model_type not in _LIVE:
+        raise ValueError(
+            f"config= says model_type={family.model_type!r}, expected one of {', '.join(_LIVE)}; live models of other "
+            "families are not implemented, save it as a HF checkpoint and read that with load_model"
+        )
     rotary = _get(model, f"{_LAYER}.self_attn.rot_embs")
     if config is not None and callable(rotary):
-        check_rope(rotary, decoder.rope, decoder.head_dim, decoder.max_position_embeddings)
+        check_rope(rotary, decoder.ropes[0], decoder.head_dim, decoder.max_position_embeddings)
     types = eqx.filter_eval_shape(DecoderModel.init, decoder, key=jax.eval_shape(jax.random.key, 0))
-    arrays = {
-        param.path: _with_axes(_named(model, names[param.path]), param.axes, names[param.path])
-        for param in parameters(types, family)
-    }
-    _check_all_used(model, {names[path] for path in arrays})
-    _check_one_dtype({names[path]: array for path, array in arrays.items()})
-    for path, array in arrays.items():
-        _check_norm(model, names[path], decoder.rms_norm_eps)
-        types = set_parameter(types, path, array)
+    params = {names[param.line]: param for param in parameters(types, family.tensors)}
+    arrays = {name: _with_axes(_named(model, name), param.axes, name) for name, param in params.items()}
+    _check_all_used(model, set(arrays))
+    _check_one_dtype(arrays)
+    for name, array in arrays.items():
+        _check_norm(model, name, decoder.norm.eps)
+        types = set_parameter(types, params[name].path, array)
     return types
 
 
 def _names(model) -> Mapping[str, str]:
-    """Path in `DecoderModel` -> path in this live model."""
+    """Line of a family's table of tensors -> path in this live model."""
     return _NAMES if _get(model, f"{_LAYER}.mlp.experts") is None else _NAMES_MOE
 
 

@@ -3,23 +3,28 @@
 from collections.abc import Mapping
 from typing import Any
 
-from levanter_infer.models.decoder import DecoderConfig
-from levanter_infer.models.family import TENSOR_NAMES, Family, common_fields, common_to_hf
+from levanter_infer.layers.mlp import DenseBlock
+from levanter_infer.models.blocks import Block
+from levanter_infer.models.config import DecoderConfig
+from levanter_infer.models.family import LLAMA_TENSORS, Family, common_to_hf, read_sizes
 from levanter_infer.models.hf_config import HfConfig
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Raises: ValueError naming the key that is unknown, malformed or not implemented."""
     hf = HfConfig(raw)
-    fields = common_fields(hf, kv_heads=None, head_dim=None, max_positions=2048)
+    sizes = read_sizes(hf, kv_heads=None, head_dim=None, max_positions=2048)
     bias = hf.flag("attention_bias", False)
-    mlp_bias = hf.flag("mlp_bias", False)
+    mlp = sizes.dense(bias=hf.flag("mlp_bias", False))
     hf.finish()
-    return DecoderConfig(model_type="llama", qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias, **fields)
+    block = Block(sizes.attention(qkv_bias=bias, out_bias=bias), mlp, sizes.norm())
+    return sizes.decoder("llama", [block] * sizes.num_layers)
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    return {**common_to_hf(config), "attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+    block = config.blocks[0]
+    assert isinstance(block.feed_forward, DenseBlock)
+    return {**common_to_hf(config), "attention_bias": block.mixer.qkv_bias, "mlp_bias": block.feed_forward.bias}
 
 
-LLAMA = Family("llama", "LlamaForCausalLM", config_from_hf, config_to_hf, TENSOR_NAMES)
+LLAMA = Family("llama", "LlamaForCausalLM", config_from_hf, config_to_hf, LLAMA_TENSORS)

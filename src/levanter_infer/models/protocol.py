@@ -14,7 +14,7 @@ from levanter_infer.layers.layout import Layout
 from levanter_infer.layers.shard_axis import Vocabulary
 
 if TYPE_CHECKING:
-    from levanter_infer.models.decoder import DecoderConfig
+    from levanter_infer.models.config import DecoderConfig
 
 
 class Model(Protocol):

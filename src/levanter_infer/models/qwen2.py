@@ -3,27 +3,29 @@
 from collections.abc import Mapping
 from typing import Any
 
-from levanter_infer.models.decoder import DecoderConfig
-from levanter_infer.models.family import TENSOR_NAMES, Family, common_fields, common_to_hf
+from levanter_infer.models.blocks import Block
+from levanter_infer.models.config import DecoderConfig
+from levanter_infer.models.family import LLAMA_TENSORS, Family, common_to_hf, read_sizes, windows_to_hf
 from levanter_infer.models.hf_config import HfConfig
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Raises: ValueError naming the key that is unknown, malformed or not implemented."""
     hf = HfConfig(raw)
-    fields = common_fields(hf, kv_heads=32, head_dim=None, max_positions=32768)
-    windows = sliding_windows(hf, fields["num_layers"])
+    sizes = read_sizes(hf, kv_heads=32, head_dim=None, max_positions=32768)
+    windows = sliding_windows(hf, sizes.num_layers)
     # HF's Qwen2 has these biases and no others, whatever the keys say.
     hf.only("attention_bias", True)
     hf.only("mlp_bias", False)
     hf.finish()
-    return DecoderConfig(model_type="qwen2", qkv_bias=True, sliding_windows=windows, **fields)
+    mlp, norm = sizes.dense(), sizes.norm()
+    return sizes.decoder(
+        "qwen2", [Block(sizes.attention(qkv_bias=True, window=window), mlp, norm) for window in windows]
+    )
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    return {**common_to_hf(config), **windows_to_hf(config)}
+    return {**common_to_hf(config), **qwen_windows_to_hf(config)}
 
 
 def sliding_windows(hf: HfConfig, num_layers: int) -> tuple[int | None, ...]:
@@ -35,27 +37,13 @@ def sliding_windows(hf: HfConfig, num_layers: int) -> tuple[int | None, ...]:
     window = hf.optional_count("sliding_window", 4096)
     window = window if used else None
     first = hf.size("max_window_layers", 28)
-    kinds = hf.names("layer_types", (FULL, SLIDING))
-    if kinds is None:
-        kinds = tuple(SLIDING if window is not None and i >= first else FULL for i in range(num_layers))
-    if len(kinds) != num_layers:
-        raise hf.fail("layer_types", f"one entry for each of num_hidden_layers={num_layers}")
-    if SLIDING not in kinds:
-        return ()
-    if window is None:
-        raise hf.fail("layer_types", f"no {SLIDING!r} without use_sliding_window=true and a sliding_window")
-    return tuple(window if kind == SLIDING else None for kind in kinds)
+    needs = "use_sliding_window=true and a sliding_window"
+    return hf.windows(num_layers, window, lambda layer: window is not None and layer >= first, needs)
 
 
-def windows_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    windows = config.sliding_windows or (None,) * config.num_layers
-    size = next((window for window in windows if window is not None), None)
-    return {
-        "use_sliding_window": size is not None,
-        "sliding_window": size,
-        "max_window_layers": config.num_layers,
-        "layer_types": [FULL if window is None else SLIDING for window in windows],
-    }
+def qwen_windows_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    keys = windows_to_hf(config)
+    return {**keys, "use_sliding_window": keys["sliding_window"] is not None, "max_window_layers": config.num_layers}
 
 
-QWEN2 = Family("qwen2", "Qwen2ForCausalLM", config_from_hf, config_to_hf, TENSOR_NAMES)
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", config_from_hf, config_to_hf, LLAMA_TENSORS)

@@ -3,17 +3,20 @@
 from collections.abc import Mapping
 from typing import Any
 
-from levanter_infer.models.decoder import DecoderConfig
-from levanter_infer.models.family import TENSOR_NAMES, Family, common_fields, common_to_hf
+from levanter_infer.layers.moe import ExpertsBlock
+from levanter_infer.models.blocks import Block
+from levanter_infer.models.config import DecoderConfig
+from levanter_infer.models.family import TENSOR_NAMES, Family, common_to_hf, read_sizes
 from levanter_infer.models.hf_config import HfConfig
+from levanter_infer.models.tensors import tensor_table
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Raises: ValueError naming the key that is unknown, malformed or not implemented."""
     hf = HfConfig(raw)
-    fields = common_fields(hf, kv_heads=4, head_dim=None, max_positions=32768)
+    sizes = read_sizes(hf, kv_heads=4, head_dim=None, max_positions=32768)
     experts = _num_experts(hf)
-    fields["intermediate_size"] = hf.count("moe_intermediate_size", 768)
+    width = hf.count("moe_intermediate_size", 768)
     chosen = hf.count("num_experts_per_tok", 8)
     if chosen > experts:
         raise hf.fail("num_experts_per_tok", f"at most num_experts={experts}")
@@ -26,16 +29,10 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     hf.size("max_window_layers", 28)
     hf.only("mlp_bias", False)
     hf.finish()
-    return DecoderConfig(
-        model_type="qwen3_moe",
-        qkv_bias=bias,
-        out_bias=bias,
-        qk_norm=True,
-        num_experts=experts,
-        num_experts_per_token=chosen,
-        normalize_experts=normalize,
-        **fields,
-    )
+    norm = sizes.norm()
+    attention = sizes.attention(qkv_bias=bias, out_bias=bias, qk_norm=norm)
+    block = Block(attention, ExpertsBlock(experts, chosen, width, normalize), norm)
+    return sizes.decoder("qwen3_moe", [block] * sizes.num_layers)
 
 
 def _num_experts(hf: HfConfig) -> int:
@@ -47,23 +44,25 @@ def _num_experts(hf: HfConfig) -> int:
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    experts = config.experts
+    assert experts is not None
     return {
         **common_to_hf(config),
-        "attention_bias": config.qkv_bias,
-        "moe_intermediate_size": config.intermediate_size,
-        "num_experts": config.num_experts,
-        "num_experts_per_tok": config.num_experts_per_token,
-        "norm_topk_prob": config.normalize_experts,
+        "attention_bias": config.blocks[0].mixer.qkv_bias,
+        "moe_intermediate_size": experts.width,
+        "num_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_chosen,
+        "norm_topk_prob": experts.normalize,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
 
 
 _EXPERTS = "model.layers.{layer}.mlp.experts.{expert}"
-TENSOR_NAMES_MOE = {
+_NAMES = {
     **{path: name for path, name in TENSOR_NAMES.items() if not path.startswith("layers.mlp.")},
     "layers.mlp.router.weight": "model.layers.{layer}.mlp.gate.weight",
     **{f"layers.mlp.{name}_proj.weight": f"{_EXPERTS}.{name}_proj.weight" for name in ("gate", "up", "down")},
 }
 
-QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", config_from_hf, config_to_hf, TENSOR_NAMES_MOE)
+QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", config_from_hf, config_to_hf, tensor_table(_NAMES))

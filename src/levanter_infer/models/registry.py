@@ -4,21 +4,40 @@ from collections.abc import Mapping
 from typing import Any
 
 from levanter_infer.models.family import Family
+from levanter_infer.models.gemma import GEMMA
+from levanter_infer.models.gemma2 import GEMMA2
+from levanter_infer.models.gemma3 import GEMMA3, GEMMA3_WITH_VISION
+from levanter_infer.models.granite import GRANITE
 from levanter_infer.models.llama import LLAMA
 from levanter_infer.models.mistral import MISTRAL
+from levanter_infer.models.olmo2 import OLMO2
+from levanter_infer.models.olmo3 import OLMO3
+from levanter_infer.models.phi3 import PHI3
 from levanter_infer.models.qwen2 import QWEN2
 from levanter_infer.models.qwen3 import QWEN3
 from levanter_infer.models.qwen3_moe import QWEN3_MOE
+from levanter_infer.models.smollm3 import SMOLLM3
 
-FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE)}
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE),
+        *(OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3, PHI3, SMOLLM3, GRANITE),
+    )
+}
+
+"""Families of text models, by `model_type`."""
+MULTIMODAL = {GEMMA3_WITH_VISION.model_type: GEMMA3_WITH_VISION}
+"""Multimodal parents of which the text model is served; their configurations become those of `FAMILIES`."""
 
 
 def family_for(hf_config: Mapping[str, Any]) -> Family:
     """The family of a `config.json`. Raises: ValueError if there is none."""
+    known = FAMILIES | MULTIMODAL
     model_type = hf_config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in known:
         raise ValueError(
-            f"config.json: model_type={model_type!r}, expected one of {', '.join(sorted(FAMILIES))}; "
+            f"config.json: model_type={model_type!r}, expected one of {', '.join(sorted(known))}; "
             "other architectures are not implemented"
         )
-    return FAMILIES[model_type]
+    return known[model_type]

@@ -95,14 +95,8 @@ def _model_sizes(spec: EngineSpec, blueprint: Blueprint) -> dict[str, Any]:
         "q_heads": -(-config.num_heads // parts),
         "head_dim": config.head_dim,
         "experts": config.num_experts,
-        "experts_per_token": config.num_experts_per_token,
-        "expert_bytes": (config.num_experts or 0)
-        * 3
-        * config.num_layers
-        * config.hidden_size
-        * config.intermediate_size
-        * itemsize
-        // (parts * expert_parts),
+        "experts_per_token": config.experts.num_chosen if config.experts else 0,
+        "expert_bytes": config.num_expert_parameters * itemsize // (parts * expert_parts),
         "embedding_bytes": 0 if config.tie_word_embeddings else table_bytes,
         "head_bytes": table_bytes,
         "itemsize": itemsize,

@@ -1,0 +1,34 @@
+"""Activations of feed-forward blocks."""
+
+import enum
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+class Activation(enum.Enum):
+    """A function of one number, by the name that HF gives it."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    """x · Φ(x), with the error function."""
+    GELU_TANH = "gelu_pytorch_tanh"
+    """Its approximation with tanh."""
+    RELU = "relu"
+    RELU2 = "relu2"
+    """relu(x)²"""
+
+    def __call__(self, x: Array) -> Array:
+        """Elementwise, in the dtype of `x`."""
+        match self:
+            case Activation.SILU:
+                return jax.nn.silu(x)
+            case Activation.GELU:
+                return jax.nn.gelu(x, approximate=False)
+            case Activation.GELU_TANH:
+                return jax.nn.gelu(x, approximate=True)
+            case Activation.RELU:
+                return jax.nn.relu(x)
+            case Activation.RELU2:
+                return jnp.square(jax.nn.relu(x))

@@ -1,0 +1,119 @@
+"""What the layers of a decoder compute, as frozen values: one `Block` per layer, and where its parameters are stored.
+
+Everything here is static: it changes shapes or code, never values.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from levanter_infer.layers.attention import AttentionBlock
+from levanter_infer.layers.mlp import DenseBlock
+from levanter_infer.layers.moe import ExpertsBlock
+from levanter_infer.layers.norm import NormConfig
+
+
+class Placement(enum.Enum):
+    """Where the norms of a layer stand around its mixer and its feed-forward block, both written f."""
+
+    BEFORE = "x + f(norm(x))"
+    """Llama."""
+    AFTER = "x + norm(f(x))"
+    """OLMo 2."""
+    BOTH = "x + norm(f(norm(x)))"
+    """Gemma 2."""
+    PARALLEL = "x + mixer(norm(x)) + feed_forward(norm(x)), one norm"
+    """Cohere."""
+    PARALLEL_TWO = "x + mixer(norm(x)) + feed_forward(norm(x)), two norms"
+    """GPT-NeoX."""
+
+    @property
+    def is_parallel(self) -> bool:
+        return self in (Placement.PARALLEL, Placement.PARALLEL_TWO)
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The norms that a layer has, by the names of `DecoderLayer`."""
+        before, after = ("input_norm", "mlp_norm"), ("mixer_out_norm", "mlp_out_norm")
+        if self is Placement.PARALLEL:
+            return before[:1]
+        return {Placement.AFTER: after, Placement.BOTH: before + after}.get(self, before)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer, without its parameters."""
+
+    mixer: AttentionBlock
+    """What mixes positions."""
+    feed_forward: DenseBlock | ExpertsBlock
+    norm: NormConfig
+    """All its norms but those inside the mixer."""
+    placement: Placement = Placement.BEFORE
+    residual_multiplier: float = 1.0
+    """Factor of what the mixer and the feed-forward block add to the residual stream."""
+
+    @property
+    def stored(self) -> "Block":
+        """What decides the parameters: layers whose blocks are equal here share a stack."""
+        mixer, feed_forward = self.mixer.stored, self.feed_forward.stored
+        return dataclasses.replace(self, mixer=mixer, feed_forward=feed_forward, residual_multiplier=1.0)
+
+    def num_parameters(self, hidden: int) -> int:
+        """From the sizes alone. Args: hidden: width of the residual stream."""
+        norms = len(self.placement.norms) * hidden
+        return self.mixer.num_parameters(hidden) + self.feed_forward.num_parameters(hidden) + norms
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Layers whose parameters have the same shapes: they are stored in one array per parameter."""
+
+    block: Block
+    """What decides the parameters (`Block.stored`)."""
+    layers: tuple[int, ...]
+    """Numbers of the layers, ascending."""
+
+
+def find_stacks(blocks: Sequence[Block]) -> tuple[Stack, ...]:
+    """The stacks that hold the parameters of all layers, in the order of their first layers."""
+    layers: dict[Block, list[int]] = {}
+    for number, block in enumerate(blocks):
+        layers.setdefault(block.stored, []).append(number)
+    return tuple(Stack(block, tuple(numbers)) for block, numbers in layers.items())
+
+
+def describe(blocks: Sequence[Block]) -> list[str]:
+    """Every block by the fields in which they differ, or by all of them where they do not."""
+    parts = {block: _flat(block) for block in set(blocks)}
+    names = dict.fromkeys(name for part in parts.values() for name in part)
+    differing = [name for name in names if len({repr(part.get(name)) for part in parts.values()}) > 1]
+    texts = {
+        block: f"({', '.join(f'{name}={part[name]!r}' for name in differing or names if name in part)})"
+        for block, part in parts.items()
+    }
+    return [texts[block] for block in blocks]
+
+
+def differences(old, new, name: str = "") -> list[str]:
+    """Fields in which two frozen values differ, each as `mixer.window was 4 and is 8`. Of layers, the first."""
+    if isinstance(old, tuple) and isinstance(new, tuple) and all(map(dataclasses.is_dataclass, (*old, *new))):
+        if len(old) != len(new):
+            return [f"number of {name} was {len(old)} and is {len(new)}"]
+        first = next((i for i, pair in enumerate(zip(old, new, strict=True)) if pair[0] != pair[1]), None)
+        return [] if first is None else differences(old[first], new[first], f"{name}[{first}]")
+    if type(old) is not type(new) or not dataclasses.is_dataclass(old):
+        return [] if old == new else [f"{name} was {old!r} and is {new!r}"]
+    prefix = f"{name}." if name else ""
+    fields = [field.name for field in dataclasses.fields(old)]
+    return [each for n in fields for each in differences(getattr(old, n), getattr(new, n), f"{prefix}{n}")]
+
+
+def _flat(value, prefix: str = "") -> dict[str, object]:
+    """The fields of a frozen value and of those inside, by their dotted names."""
+    found: dict[str, object] = {}
+    for field in dataclasses.fields(value):
+        part, name = getattr(value, field.name), f"{prefix}{field.name}"
+        found |= _flat(part, f"{name}.") if dataclasses.is_dataclass(part) else {name: part}
+    return found

@@ -1,0 +1,148 @@
+"""`DecoderConfig`: a whole decoder, without its parameters, in one form for all families."""
+
+import collections
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+from levanter_infer.layers.moe import ExpertsBlock
+from levanter_infer.layers.norm import NormConfig
+from levanter_infer.layers.rotary import RopeConfig
+from levanter_infer.models.blocks import Block, Stack, describe, find_stacks
+from levanter_infer.models.periods import Group, find_periods
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderConfig:
+    """What a checkpoint's `config.json` says about the mathematics."""
+
+    model_type: str
+    """HF's name of the family."""
+    vocab_size: int
+    hidden_size: int
+    """Width of the residual stream."""
+    max_position_embeddings: int
+    """Longest sequence that the checkpoint was made for, in tokens."""
+    blocks: tuple[Block, ...]
+    """One per layer."""
+    norm: NormConfig
+    """Of the last hidden states, before the head."""
+    tie_word_embeddings: bool = False
+    embedding_multiplier: float = 1.0
+    """Factor of the embeddings, in the dtype of the parameters."""
+    logits_divisor: float = 1.0
+    logits_soft_cap: float | None = None
+    """Logits become soft_cap · tanh(logit / soft_cap)."""
+
+    def __post_init__(self):
+        sizes = {(b.mixer.num_heads, b.mixer.num_kv_heads, b.mixer.head_dim) for b in self.blocks}
+        if len(sizes) > 1:
+            raise ValueError(
+                "layers differ in (heads, key and value heads, head size): "
+                f"{', '.join(map(str, sorted(sizes)))}; all layers share one pool of keys and values, whose pages have "
+                "one shape, and others are not implemented"
+            )
+        experts = {b.feed_forward.num_experts for b in self.blocks if isinstance(b.feed_forward, ExpertsBlock)}
+        if len(experts) > 1:
+            raise ValueError(f"layers have {' and '.join(map(str, sorted(experts)))} experts, expected one number")
+        _ = self.groups  # raises where the layers repeat too little
+
+    # Both are asked for at every launch of a program, so neither looks at every layer.
+
+    def __eq__(self, other) -> bool:
+        if self is other:
+            return True
+        return self._key == other._key if isinstance(other, DecoderConfig) else NotImplemented
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _key(self) -> tuple:
+        """All fields, with each distinct block once and the layers as numbers."""
+        others = tuple(getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "blocks")
+        kinds = {block: number for number, block in enumerate(dict.fromkeys(self.blocks))}
+        return (*others, tuple(kinds), tuple(kinds[block] for block in self.blocks))
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(self._key)
+
+    # Layers
+
+    @functools.cached_property
+    def groups(self) -> tuple[Group[Block], ...]:
+        """The loops that run the layers. Raises: ValueError if they need too many bodies."""
+        return find_periods(self.blocks, describe)
+
+    @functools.cached_property
+    def stacks(self) -> tuple[Stack, ...]:
+        """Where the parameters of the layers are stored."""
+        return find_stacks(self.blocks)
+
+    @functools.cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        """For every layer, its stack and its index in that."""
+        return {layer: (i, at) for i, stack in enumerate(self.stacks) for at, layer in enumerate(stack.layers)}
+
+    def stored_at(self, group: Group[Block], offset: int) -> tuple[int, int, int]:
+        """Where the parameters of the layers at `offset` of a group's period are stored.
+
+        Returns: the stack, the index in it of the first of these layers, and the distance from one to the next.
+        """
+        stacks = [self._places[group.first + i][0] for i in range(len(group.period))]
+        stack, first = self._places[group.first + offset]
+        return stack, first, stacks.count(stack)
+
+    @functools.cached_property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rotary embeddings of all layers, each once."""
+        return tuple(dict.fromkeys(b.mixer.rope for b in self.blocks if b.mixer.rope is not None))
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding window of every layer; None sees everything."""
+        return tuple(block.mixer.window for block in self.blocks)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.blocks)
+
+    # Sizes that all layers have
+
+    @property
+    def num_heads(self) -> int:
+        return self.blocks[0].mixer.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.blocks[0].mixer.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.blocks[0].mixer.head_dim
+
+    @functools.cached_property
+    def experts(self) -> ExpertsBlock | None:
+        """The first feed-forward block of experts; None: no layer has one."""
+        return next((b.feed_forward for b in self.blocks if isinstance(b.feed_forward, ExpertsBlock)), None)
+
+    @property
+    def num_experts(self) -> int | None:
+        """None: no layer has experts."""
+        return None if self.experts is None else self.experts.num_experts
+
+    # Counts
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model, from the sizes alone."""
+        tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        counts = collections.Counter(self.blocks).items()
+        return tables + sum(n * block.num_parameters(self.hidden_size) for block, n in counts) + self.hidden_size
+
+    @property
+    def num_expert_parameters(self) -> int:
+        """Those of them that belong to experts, without the routers."""
+        blocks = (b.feed_forward for b in self.blocks)
+        return sum(3 * b.num_experts * b.width * self.hidden_size for b in blocks if isinstance(b, ExpertsBlock))

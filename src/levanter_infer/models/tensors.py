@@ -1,0 +1,233 @@
+"""Which tensors of a checkpoint hold which parameters of a model: a table of lines, each read and written the same way.
+
+HF's tensors are matrices [out, in] or vectors; the stored axes of a parameter merge to these. A line says where in a
+tensor its parameters stand, so that one description reads them and, inverted, writes them back.
+"""
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import numpy as np
+from haliax import Axis, NamedArray
+
+from levanter_infer.axes import EXPERT, LAYERS
+from levanter_infer.layers.linear import Linear
+from levanter_infer.models.config import DecoderConfig
+from levanter_infer.models.decoder import DecoderModel
+
+_STACK = "layers."
+
+
+class Order(enum.Enum):
+    """How the rows of several parameters stand in one tensor."""
+
+    ONE_BY_ONE = "all rows of the first, then those of the next"
+    """Phi-3's `qkv_proj`."""
+    ALTERNATING = "the first row of each, then the second of each"
+    """The columns of gpt-oss' `gate_up_proj`."""
+    BY_KV_HEAD = "for each head of keys and values, its rows of each"
+    """GPT-NeoX's `query_key_value`."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A line of a family's table: a tensor and the parameters that it holds."""
+
+    name: str
+    """HF's name, with `{layer}` for one per layer and `{expert}` for one per expert."""
+    parameters: tuple[str, ...]
+    """Attribute paths in `DecoderModel`, where `layers.` stands for the stack of a layer."""
+    order: Order = Order.ONE_BY_ONE
+    transposed: bool = False
+    """Whether the tensor is stored [in, out]."""
+    stacked_experts: bool = False
+    """Whether the experts of a layer are in one tensor, along its first axis."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Where a parameter stands in the tensor of one layer or expert, seen as [out, ...]."""
+
+    rows: tuple[int, ...]
+    """Rows of all parameters of the tensor."""
+    part: int
+    """Which of them is meant."""
+    groups: int
+    """Rows alternate between the parameters this often."""
+    columns: tuple[int, ...]
+    """The inputs of a matrix; empty for a vector."""
+    transposed: bool
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        shape = (sum(self.rows), *self.columns)
+        return shape[::-1] if self.transposed else shape
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the parameter, in one layer or expert."""
+        return (self.rows[self.part], *self.columns)
+
+    @property
+    def row_range(self) -> tuple[int, int] | None:
+        """First row of the tensor and one past the last, where the parameter is these rows as they are stored."""
+        if self.transposed and self.columns or self.groups > 1 and len(self.rows) > 1:
+            return None
+        start = sum(self.rows[: self.part])
+        return start, start + self.rows[self.part]
+
+    def read(self, tensor: np.ndarray) -> np.ndarray:
+        """The parameter of a tensor: a view, or a copy where rows alternate."""
+        grouped = self._grouped(tensor)
+        start = sum(self.rows[: self.part]) // self.groups
+        return grouped[:, start : start + self.rows[self.part] // self.groups].reshape(self.shape)
+
+    def write(self, tensor: np.ndarray, values: np.ndarray) -> None:
+        """Write the parameter into a contiguous tensor."""
+        start, count = sum(self.rows[: self.part]) // self.groups, self.rows[self.part] // self.groups
+        target = tensor.T if self.transposed else tensor
+        for group, part in enumerate(values.reshape(self.groups, count, *self.columns)):
+            first = group * (sum(self.rows) // self.groups) + start
+            target[first : first + count] = part
+
+    def _grouped(self, tensor: np.ndarray) -> np.ndarray:
+        """[groups, rows of a group, ...]"""
+        rows = tensor.T if self.transposed else tensor
+        return rows.reshape(self.groups, -1, *self.columns)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The tensor of one layer or expert."""
+
+    name: str
+    expert: int | None = None
+    """Index along the tensor's first axis, where that is experts; None: all of the tensor is meant."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One array of a model, and where a checkpoint has it."""
+
+    path: str
+    """Attributes from the model, joined by dots."""
+    line: str
+    """The path that the family's table has for it."""
+    axes: tuple[Axis, ...]
+    """Axes in the model, `layers` first where it is stacked."""
+    num_stacked: int
+    """Leading axes over which it is stacked."""
+    sources: tuple[Source, ...]
+    """One per entry of the leading axes."""
+    slice: Slice
+    """Where it stands in each of them."""
+    num_experts: int | None = None
+    """First size of the tensors, where they hold all experts of a layer."""
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Shape of the tensors."""
+        lead = () if self.num_experts is None else (self.num_experts,)
+        return (*lead, *self.slice.tensor_shape)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors, each once."""
+        return tuple(dict.fromkeys(source.name for source in self.sources))
+
+
+def tensor_table(names: Mapping[str, str], *others: Tensor) -> tuple[Tensor, ...]:
+    """The lines of `names` (attribute path -> HF's name of a tensor of its own), and of others in their stead."""
+    taken = {path for tensor in others for path in tensor.parameters}
+    return (*(Tensor(name, (path,)) for path, name in names.items() if path not in taken), *others)
+
+
+def parameters(model: DecoderModel, table: Sequence[Tensor]) -> list[Parameter]:
+    """Every parameter that `model` (or its shapes) has, in the order of the table."""
+    return [parameter for parts in fused_parameters(model, table) for parameter in parts]
+
+
+def fused_parameters(model: DecoderModel, table: Sequence[Tensor]) -> list[tuple[Parameter, ...]]:
+    """As `parameters`, those of the same tensors together."""
+    config = model.config
+    lines = []
+    for tensor in table:
+        if not tensor.parameters[0].startswith(_STACK):
+            lines.append(_parts(model, tensor, tensor.parameters, None, config))
+            continue
+        for number, stack in enumerate(config.stacks):
+            paths = tuple(f"stacks.{number}.{path.removeprefix(_STACK)}" for path in tensor.parameters)
+            lines.append(_parts(model, tensor, paths, stack.layers, config))
+    return [parts for parts in lines if parts]
+
+
+def _parts(
+    model: DecoderModel, tensor: Tensor, paths: Sequence[str], layers: Sequence[int] | None, config: DecoderConfig
+) -> tuple[Parameter, ...]:
+    """The parameters of a line in one stack; none where the stack does not have them."""
+    found = [_resolve(model, path) for path in paths]
+    arrays = [array for _, array in found if array is not None]
+    if not arrays:
+        return ()
+    assert len(arrays) == len(paths), f"the model has a part of {paths}"
+    lead, columns = _split(*found[0])
+    experts = next((axis.size for axis in lead if axis.name == EXPERT), None)
+    if (experts is not None) != (tensor.stacked_experts or "{expert}" in tensor.name):
+        return ()  # a line for dense feed-forward blocks, and one of experts, or the other way round
+    rows = tuple(math.prod(axis.size for axis in array.axes[len(lead) :]) // math.prod(columns) for array in arrays)
+    order = {Order.ONE_BY_ONE: 1, Order.ALTERNATING: rows[0], Order.BY_KV_HEAD: config.num_kv_heads}[tensor.order]
+    assert not any(count % order for count in rows), f"rows {rows} in {order} groups"
+    sources = tuple(_sources(tensor, layers, experts))
+    return tuple(
+        Parameter(
+            path=path,
+            line=line,
+            axes=array.axes,
+            num_stacked=len(lead),
+            sources=sources,
+            slice=Slice(rows, part, order, columns, tensor.transposed),
+            num_experts=experts if tensor.stacked_experts else None,
+        )
+        for part, (path, line, array) in enumerate(zip(paths, tensor.parameters, arrays, strict=True))
+    )
+
+
+def _split(owner: Any, array: NamedArray) -> tuple[tuple[Axis, ...], tuple[int, ...]]:
+    """Axes of layers and experts; and the inputs of a matrix, nothing for a vector."""
+    if not isinstance(owner, Linear):
+        return tuple(axis for axis in array.axes[:1] if axis.name == LAYERS), ()
+    if array is owner.bias:
+        return array.axes[: -owner.num_out], ()
+    ins = math.prod(axis.size for axis in owner.ins)
+    return array.axes[: -owner.num_in - owner.num_out], (ins,)
+
+
+def _sources(tensor: Tensor, layers: Sequence[int] | None, experts: int | None):
+    for layer in [None] if layers is None else layers:
+        for expert in [None] if experts is None else range(experts):
+            name = tensor.name.format(layer=layer, expert=expert)
+            yield Source(name, expert if tensor.stacked_experts else None)
+
+
+def set_parameter(model: DecoderModel, path: str, array: NamedArray) -> DecoderModel:
+    """`model` with the parameter at the dotted `path` replaced."""
+    return eqx.tree_at(lambda tree: get_parameter(tree, path), model, array)
+
+
+def get_parameter(model: DecoderModel, path: str) -> NamedArray:
+    return _resolve(model, path)[1]
+
+
+def _resolve(model: DecoderModel, path: str) -> tuple[Any, Any]:
+    """Owner and array at a path; (None, None) below a module that the model does not have."""
+    owner: Any = None
+    array: Any = model
+    for name in path.split("."):
+        if array is None:
+            return None, None
+        owner, array = array, array[int(name)] if name.isdigit() else getattr(array, name, None)
+    return owner, array

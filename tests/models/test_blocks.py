@@ -1,0 +1,277 @@
+"""Every option of a block against a decoder in plain NumPy and float64; and stacks, periods and loops against each
+other."""
+
+import copy
+import dataclasses
+import math
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levanter_infer.axes import POSITION
+from levanter_infer.kernels.cpu import bindings as cpu
+from levanter_infer.kernels.cpu.backend import CpuBackend
+from levanter_infer.kernels.xla.backend import XLA
+from levanter_infer.layers.activation import Activation
+from levanter_infer.layers.attention import AttentionBlock
+from levanter_infer.layers.mlp import DenseBlock
+from levanter_infer.layers.moe import ExpertsBlock
+from levanter_infer.layers.norm import NormConfig
+from levanter_infer.layers.rotary import RopeConfig
+from levanter_infer.models.blocks import Block, Placement, differences
+from levanter_infer.models.config import DecoderConfig
+from levanter_infer.models.decoder import DecoderModel
+from tests.models.test_decoder import SEQUENCES, paged_logits, plain, tokens_of
+
+HIDDEN, VOCAB = 16, 17
+NORM, PLUS_ONE = NormConfig(0.1), NormConfig(0.1, plus_one=True)
+ATTENTION = AttentionBlock(num_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig(theta=100.0))
+BLOCK = Block(ATTENTION, DenseBlock(24), NORM)
+
+
+def block(placement: Placement = Placement.BEFORE, mlp: dict | None = None, norm: NormConfig = NORM, **mixer) -> Block:
+    dense = dataclasses.replace(BLOCK.feed_forward, **(mlp or {}))
+    return Block(dataclasses.replace(ATTENTION, **mixer), dense, norm, placement)
+
+
+def model_of(*blocks: Block, **fields) -> DecoderModel:
+    config = DecoderConfig("llama", VOCAB, HIDDEN, 32, blocks, blocks[0].norm, **fields)
+    types = eqx.filter_eval_shape(DecoderModel.init, config, key=jax.eval_shape(lambda: jax.random.key(0)))
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * 0.4, jnp.float32), types)
+
+
+# The oracle
+
+
+def f64(named) -> np.ndarray:
+    return np.asarray(named.array, np.float64)
+
+
+def normed(x: np.ndarray, norm, index: int | None = None) -> np.ndarray:
+    """Over as many of the last axes as the weight has."""
+    weight = f64(norm.weight) if index is None else f64(norm.weight)[index]
+    axes = tuple(range(-weight.ndim, 0))
+    factor = weight + 1 if norm.plus_one else weight
+    return x / np.sqrt((x * x).mean(axis=axes, keepdims=True) + norm.eps) * factor
+
+
+def linear(part, index: int, x: np.ndarray) -> np.ndarray:
+    weight = f64(part.weight)[index]
+    outs = weight.shape[: weight.ndim - part.num_in]
+    y = x.reshape(len(x), -1) @ weight.reshape(math.prod(outs), -1).T
+    y = y.reshape(len(x), *outs)
+    return y if part.bias is None else y + f64(part.bias)[index]
+
+
+def rotated(x: np.ndarray, rope: RopeConfig | None) -> np.ndarray:
+    """[position, ..., head_size]"""
+    if rope is None:
+        return x
+    size = int(x.shape[-1] * rope.partial)
+    angles = np.arange(len(x))[:, None] * rope.theta ** (-np.arange(0, size, 2) / size)
+    angles = angles.reshape(len(x), *[1] * (x.ndim - 2), size // 2)
+    x = x.copy()
+    pairs = (
+        (slice(0, size, 2), slice(1, size, 2)) if rope.interleaved else (slice(0, size // 2), slice(size // 2, size))
+    )
+    first, second = x[..., pairs[0]].copy(), x[..., pairs[1]].copy()
+    x[..., pairs[0]] = first * np.cos(angles) - second * np.sin(angles)
+    x[..., pairs[1]] = second * np.cos(angles) + first * np.sin(angles)
+    return x
+
+
+def attention(part, mixer: AttentionBlock, index: int, x: np.ndarray) -> np.ndarray:
+    q, k, v = (linear(each, index, x) for each in (part.q_proj, part.k_proj, part.v_proj))
+    if part.q_norm is not None:
+        q, k = normed(q, part.q_norm, index), normed(k, part.k_norm, index)
+    q, k = rotated(q, mixer.rope), rotated(k, mixer.rope)
+    scores = np.einsum("qhgd,khd->hgqk", q, k) * (mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale)
+    if mixer.soft_cap is not None:
+        scores = mixer.soft_cap * np.tanh(scores / mixer.soft_cap)
+    distance = np.arange(len(x))[:, None] - np.arange(len(x))
+    seen = (distance >= 0) & (distance < (mixer.window or len(x)))
+    weights = np.exp(np.where(seen, scores, -np.inf))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return linear(part.o_proj, index, np.einsum("hgqk,khd->qhgd", weights, v))
+
+
+ACTIVATIONS = {
+    Activation.SILU: lambda x: x / (1 + np.exp(-x)),
+    Activation.GELU: lambda x: x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2))),
+    Activation.GELU_TANH: lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    Activation.RELU: lambda x: np.maximum(x, 0),
+    Activation.RELU2: lambda x: np.maximum(x, 0) ** 2,
+}
+
+
+def feed_forward(part, dense: DenseBlock, index: int, x: np.ndarray) -> np.ndarray:
+    up, activation = linear(part.up_proj, index, x), ACTIVATIONS[dense.activation]
+    inner = activation(linear(part.gate_proj, index, x)) * up if dense.gated else activation(up)
+    return linear(part.down_proj, index, inner)
+
+
+def branch(part, each: Block, at: int, x: np.ndarray, before, after) -> np.ndarray:
+    x = x if before is None else normed(x, before, at)
+    y = attention(part, each.mixer, at, x) if hasattr(part, "q_proj") else feed_forward(part, each.feed_forward, at, x)
+    return each.residual_multiplier * (y if after is None else normed(y, after, at))
+
+
+def oracle(model: DecoderModel, tokens: np.ndarray) -> np.ndarray:
+    config = model.config
+    x = f64(model.embeddings.weight)[tokens] * config.embedding_multiplier
+    for number, each in enumerate(config.blocks):
+        stack = next(i for i, stack in enumerate(config.stacks) if number in stack.layers)
+        layer, at = model.stacks[stack], config.stacks[stack].layers.index(number)
+
+        mixed = branch(layer.attention, each, at, x, layer.input_norm, layer.mixer_out_norm)
+        if each.placement.is_parallel:
+            before = layer.mlp_norm if each.placement is Placement.PARALLEL_TWO else layer.input_norm
+            x = x + mixed + branch(layer.mlp, each, at, x, before, None)
+        else:
+            x = x + mixed
+            x = x + branch(layer.mlp, each, at, x, layer.mlp_norm, layer.mlp_out_norm)
+    head = f64((model.lm_head or model.embeddings).weight)
+    logits = normed(x, model.norm) @ head.T / config.logits_divisor
+    cap = config.logits_soft_cap
+    return logits if cap is None else cap * np.tanh(logits / cap)
+
+
+OPTIONS = {
+    "plain": block(),
+    "window": block(window=3),
+    "no_rope": block(rope=None),
+    "partial_rope": block(rope=RopeConfig(theta=100.0, partial=0.5)),
+    "interleaved_rope": block(rope=RopeConfig(theta=100.0, interleaved=True)),
+    "partial_interleaved_rope": block(rope=RopeConfig(theta=100.0, partial=0.25, interleaved=True)),
+    "scale": block(scale=1.0),
+    "soft_cap": block(soft_cap=0.3),
+    "qk_norm": block(qk_norm=NORM),
+    "qk_norm_plus_one": block(qk_norm=PLUS_ONE),
+    "qk_norm_whole": block(qk_norm=NORM, qk_norm_whole=True),
+    "biases": block(qkv_bias=True, out_bias=True, mlp={"bias": True}),
+    "plus_one": block(norm=PLUS_ONE),
+    "after": block(Placement.AFTER),
+    "both": block(Placement.BOTH),
+    "parallel": block(Placement.PARALLEL),
+    "parallel_two": block(Placement.PARALLEL_TWO),
+    "residual": dataclasses.replace(BLOCK, residual_multiplier=0.4),
+    "residual_both": dataclasses.replace(block(Placement.BOTH), residual_multiplier=0.4),
+    "gelu": block(mlp={"activation": Activation.GELU}),
+    "gelu_tanh": block(mlp={"activation": Activation.GELU_TANH}),
+    "relu": block(mlp={"activation": Activation.RELU}),
+    "ungated": block(mlp={"activation": Activation.RELU2, "gated": False, "bias": True}),
+}
+GAINS = {
+    "embeddings": dict(embedding_multiplier=2.5),
+    "logits": dict(logits_divisor=3.0),
+    "logits_cap": dict(logits_soft_cap=0.5),
+}
+BACKENDS = [XLA, *([CpuBackend()] if cpu.available() else [])]
+
+
+def check(model: DecoderModel) -> None:
+    expected = [oracle(model, sequence) for sequence in SEQUENCES]
+    bound = 2e-4 * max(1.0, max(np.abs(each).max() for each in expected))
+    for sequence, want in zip(SEQUENCES, expected, strict=True):
+        np.testing.assert_allclose(plain(model, tokens_of(sequence)), want, atol=bound)
+    for backend in BACKENDS:
+        for logits, want in zip(paged_logits(model.prepare(backend), backend=backend), expected, strict=True):
+            np.testing.assert_allclose(logits, want, atol=bound)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_of_a_block_is_computed_as_it_says(name):
+    model = model_of(OPTIONS[name], OPTIONS[name])
+    check(model)
+    if name != "plain" and OPTIONS[name].stored == BLOCK.stored:  # the same parameters without the option
+        config = dataclasses.replace(model.config, blocks=(BLOCK, BLOCK))
+        without = plain(dataclasses.replace(model, config=config), tokens_of(SEQUENCES[0]))
+        assert np.abs(without - plain(model, tokens_of(SEQUENCES[0]))).max() > 1e-2
+
+
+@pytest.mark.parametrize("name", GAINS)
+def test_a_gain_of_a_decoder_is_applied(name):
+    model = model_of(BLOCK, BLOCK, **GAINS[name])
+    check(model)
+    without = dataclasses.replace(model, config=model_of(BLOCK, BLOCK).config)
+    assert np.abs(oracle(model, SEQUENCES[0]) - oracle(without, SEQUENCES[0])).max() > 1e-2
+
+
+W, F, B = block(window=3), block(rope=RopeConfig(theta=10.0)), block(qkv_bias=True)
+STACKS = {
+    "period_of_two": ([W, F] * 3, [(2, 3)], 1),
+    "partial_period": ([W, W, F, W, W, F, W, W, F, W], [(3, 3), (1, 1)], 1),
+    "first_layer": ([B, W, W, W], [(1, 1), (1, 3)], 2),
+    "last_layer": ([W, W, B], [(1, 2), (1, 1)], 2),
+    "two_stacks_in_a_period": ([W, B, F] * 2, [(3, 2)], 2),
+    "one_of_each": ([W, F, B], [(3, 1)], 2),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_layers_run_in_order_whatever_their_stacks_and_periods(name):
+    blocks, groups, stacks = STACKS[name]
+    model = model_of(*blocks)
+    assert [(len(group.period), group.repeats) for group in model.config.groups] == groups
+    assert len(model.stacks) == stacks
+    check(model)
+
+
+def test_dense_and_expert_layers_stand_in_two_stacks():
+    experts = dataclasses.replace(BLOCK, feed_forward=ExpertsBlock(4, 2, 8, normalize=True))
+    model = model_of(BLOCK, experts, experts)
+    assert [stack.layers for stack in model.config.stacks] == [(0,), (1, 2)] and model.config.num_experts == 4
+    assert model.config.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(model))
+    for logits, sequence in zip(paged_logits(model), SEQUENCES, strict=True):
+        np.testing.assert_allclose(logits, plain(model, tokens_of(sequence)), atol=2e-4)
+    with pytest.raises(ValueError, match="stored in 2 stacks, expected one; use `stacks`"):
+        _ = model.layers
+
+
+@pytest.mark.parametrize("name", ["partial_period", "two_stacks_in_a_period"])
+def test_the_plain_forward_has_the_gradient_of_a_loop_over_layers(name):
+    """The gradient of one layer's weights, against a difference of the oracle."""
+    model = model_of(*STACKS[name][0])
+    tokens = SEQUENCES[1]
+
+    @jax.jit
+    def gradient(model):
+        return jax.grad(lambda m: jnp.sum(m(hax.named(jnp.asarray(tokens, jnp.int32), POSITION)).array ** 2))(model)
+
+    found = gradient(model)
+    where = lambda m: m.stacks[-1].mlp.down_proj.weight.array  # noqa: E731
+    direction = np.random.default_rng(1).normal(size=where(model).shape)
+    moved = [
+        eqx.tree_at(where, model, np.asarray(where(model), np.float64) + sign * 1e-4 * direction) for sign in (1, -1)
+    ]
+    high, low = (float((oracle(m, tokens) ** 2).sum()) for m in moved)
+    expected = (high - low) / 2e-4
+    assert float((np.asarray(where(found), np.float64) * direction).sum()) == pytest.approx(expected, rel=1e-2)
+
+
+def test_every_block_counts_its_parameters():
+    for each in (*OPTIONS.values(), B):
+        model = eqx.filter_eval_shape(lambda each=each: model_of(each, each))
+        assert model.config.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(model))
+
+
+def test_differences_name_the_field_and_the_layer():
+    config = model_of(W, F).config
+    other = dataclasses.replace(config, blocks=(W, block(rope=None)), vocab_size=18)
+    found = differences(config, other)
+    assert found[0] == "vocab_size was 17 and is 18" and found[1].startswith("blocks[1].mixer.rope was RopeConfig(")
+    assert differences(config, dataclasses.replace(config, blocks=(W,))) == ["number of blocks was 2 and is 1"]
+    assert differences(config, config) == []
+
+
+def test_configs_are_equal_by_their_fields_and_by_the_order_of_their_layers():
+    config = model_of(W, F).config
+    again = copy.deepcopy(config)
+    assert config == again and hash(config) == hash(again) and config != "config"
+    for other in (dataclasses.replace(config, vocab_size=18), dataclasses.replace(config, blocks=(F, W))):
+        assert config != other and hash(config) != hash(other)
