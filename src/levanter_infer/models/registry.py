@@ -25,7 +25,6 @@ FAMILIES = {
         *(OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3, PHI3, SMOLLM3, GRANITE),
     )
 }
-
 """Families of text models, by `model_type`."""
 MULTIMODAL = {GEMMA3_WITH_VISION.model_type: GEMMA3_WITH_VISION}
 """Multimodal parents of which the text model is served; their configurations become those of `FAMILIES`."""
