@@ -68,12 +68,14 @@ def test_splits_and_tiles_of_heads_equal_dense(q_heads, kv_heads, many_splits):
     check(batch, out, sinks=np.asarray(sinks), alibi_slopes=np.asarray(slopes), sliding_window=130)
 
 
-def test_bits_of_a_row_do_not_depend_on_the_others(many_splits):
-    together = make_ragged(SIZES, MIXED)
+@pytest.mark.parametrize("rules", [dict(), dict(sinks=True, attention_chunk=150)], ids=["plain", "sinks-chunk"])
+def test_bits_of_a_row_do_not_depend_on_the_others(rules, many_splits):
+    rules = dict(rules)
+    together = make_ragged(replace(SIZES, sinks=rules.pop("sinks", False)), MIXED)
     together.arrays["sliding_window"] = jnp.int32(200)
-    jitted = jax.jit(_jitted.__wrapped__("float32", ()).__wrapped__)
+    jitted = jax.jit(_jitted.__wrapped__("float32", tuple(rules.items())).__wrapped__)
     out = jitted(together.arrays)
-    check(together, out, sliding_window=200)
+    check(together, out, sliding_window=200, **rules)
     token = 0
     for row, (q_len, _) in enumerate(MIXED):
         alone = dict(together.arrays)
@@ -140,6 +142,12 @@ def _stripes(q_pos, kv_pos, head):
         (Sizes(71, 1, 96, 64, tokens=1, rows=1), {}),
         (Sizes(6, 2, 64, 16, max_pages=80, stored="uint16", dtype="bfloat16"), dict(sinks=True, window=True)),
         (Sizes(6, 2, 64, 16, max_pages=80), dict(alibi=True, window=True)),
+        (Sizes(64, 8, 64, 16, max_pages=80, dtype="bfloat16"), dict(sinks=True, window=True)),
+        (Sizes(40, 8, 128, 16, max_pages=80, dtype="bfloat16"), dict(attention_chunk=8192)),
+        (Sizes(6, 2, 160, 16, max_pages=80, dtype="bfloat16"), dict(attention_chunk=100, sinks=True)),
+        (Sizes(6, 2, 192, 16), dict(attention_chunk=64, window=True)),
+        (Sizes(16, 2, 512, 16, max_pages=80, dtype="bfloat16"), {}),
+        (Sizes(16, 2, 512, 16), {}),
     ],
 )
 def test_every_option_is_lowered_for_a_gpu(sizes, options):

@@ -7,6 +7,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from levanter_infer.kernels.call import AttentionCall
+from levanter_infer.kernels.rules import NOTHING_SEEN
 
 
 def checked(call: AttentionCall) -> AttentionCall:
@@ -24,13 +25,18 @@ def checked(call: AttentionCall) -> AttentionCall:
             raise ValueError(f"{name}: got shape {per_head.shape}, expected one entry per query head, ({q.shape[1]},)")
     if rules.soft_cap is not None and not rules.soft_cap > 0:
         raise ValueError(f"soft_cap: got {rules.soft_cap}, expected a positive number, or None for no cap")
+    chunk = rules.attention_chunk
+    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
+        raise ValueError(f"attention_chunk: got {chunk}, expected a positive int, or None for one chunk")
     window, slopes, sinks, f32 = rules.sliding_window, rules.alibi_slopes, call.sinks, jnp.float32
     rules = dataclasses.replace(
         rules,
         sliding_window=None if window is None else _scalar("sliding_window", window),
         alibi_slopes=None if slopes is None else slopes.astype(f32),
     )
-    layer, sinks = _scalar("layer", call.layer), None if sinks is None else sinks.astype(f32)
+    # A sink of -inf is none: clamped, it never makes -inf - -inf, and its weight is 0 as soon as a key is seen.
+    layer = _scalar("layer", call.layer)
+    sinks = None if sinks is None else jnp.maximum(sinks.astype(f32), f32(NOTHING_SEEN))
     return dataclasses.replace(call, layer=layer, rules=rules, sinks=sinks)
 
 

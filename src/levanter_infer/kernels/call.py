@@ -21,8 +21,8 @@ class AttentionCall:
     written (and rotated) before.
 
     The result of a row depends on its own queries, keys and values alone. NaN in other sequences' pages, beyond the
-    end of a sequence, in padding tokens or on keys outside all windows does not reach it. Where a query sees no key
-    it gives zeros.
+    end of a sequence, in padding tokens or on keys outside all windows and chunks does not reach it. Where a query
+    sees no key it gives zeros.
 
     Source: PagedAttention, arXiv:2309.06180, section 4.1; the online softmax of FlashAttention, arXiv:2205.14135,
         section 3.1; the ragged batch of one call follows jax's TPU ragged paged attention.
@@ -43,7 +43,7 @@ class AttentionCall:
     num_seqs: Array
     """i32[], rows in use."""
     rules: ScoreRules
-    """Scale, window, soft cap and the other rules of a score."""
+    """Scale, window, chunk, soft cap and the other rules of a score."""
     kv_dtype: jnp.dtype
     """Dtype of the stored numbers: that of `kv_pages`, or of the bits that its unsigned integers hold."""
     kv_heads: int
@@ -51,7 +51,8 @@ class AttentionCall:
     page_size: int
     """Tokens per page."""
     sinks: Array | None = None
-    """f32[Hq]; a logit per head that takes part in the softmax and has no value."""
+    """f32[Hq], attention sinks (gpt-oss): a logit of each query head that takes part in the maximum and the sum of the
+    softmax and has no value; -inf for none. Under a mesh, those of the device's heads."""
 
     @property
     def num_tokens(self) -> int:

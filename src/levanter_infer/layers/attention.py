@@ -56,6 +56,10 @@ class AttentionInputs:
     window: Array | None
     """i32[], keys with q_pos - k_pos < window are seen; None: all."""
     spec: AttentionSpec
+    sinks: Array | None = None
+    """f32[Hq], attention sinks of the layer (`AttentionCall.sinks`); None: there are none."""
+    attention_chunk: int | None = None
+    """Positions of a chunk of chunked attention (`ScoreRules.attention_chunk`); None: a query sees all chunks."""
 
 
 class Attention(eqx.Module):
@@ -119,6 +123,7 @@ class Attention(eqx.Module):
             kv_dtype=kv.dtype,
             kv_heads=k.axis_size(KV_HEADS),
             page_size=batch.page_size,
+            sinks=inputs.sinks,
         )
         attended = kv.backend.attend(call)
         attended = NamedArray(attended.reshape(q.array.shape).astype(x.dtype), q.axes)
@@ -145,6 +150,10 @@ class Attention(eqx.Module):
         scores = jnp.where(seen, rules.scores(matmul, q_pos, kv_pos, head), f32(MASKED))
         # A query that sees nothing gives zeros, as over pages.
         weights = jnp.where(seen, jax.nn.softmax(scores, axis=-1), f32(0))
+        if inputs.sinks is not None:
+            # With e^sink in the sum as well: softmax · Σ / (Σ + e^sink).
+            total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+            weights = weights * jax.nn.sigmoid(total - inputs.sinks.astype(f32)[head])
         attended = jnp.einsum("...hgqk,...khd->...qhgd", weights.astype(v.dtype), v, preferred_element_type=f32)
         return apply(NamedArray(attended.astype(x.dtype), q.axes), self.o_proj, residual=x)[0]
 
@@ -178,6 +187,7 @@ class Attention(eqx.Module):
         return ScoreRules(
             scale=head_dim**-0.5,
             sliding_window=inputs.window,
+            attention_chunk=inputs.attention_chunk,
             soft_cap=self.soft_cap,
             score_mod=inputs.spec.score_mod,
             mask_mod=inputs.spec.mask_mod,
