@@ -21,8 +21,9 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src"), str(Path(__file__).resolve().parents[1])]
 from tests.kernels.ragged import Sizes, attend, make_ragged  # noqa: E402
 
-from levanter_infer.kernels import AttentionCall, make_backend  # noqa: E402
+from levanter_infer.kernels.call import AttentionCall  # noqa: E402
 from levanter_infer.kernels.gpu import attention as rpa_gpu  # noqa: E402
+from levanter_infer.kernels.registry import make_backend  # noqa: E402
 from levanter_infer.kernels.rules import ScoreRules  # noqa: E402
 
 PEAK_GB_S = {"H200": 4800, "H100": 3350, "A100": 2039, "B200": 8000}

@@ -23,9 +23,8 @@ from scripts.sweep_tpu import RECORD, read, sources  # noqa: E402
 from scripts.tpu.bundles import Kernel  # noqa: E402
 from scripts.tpu_schedule import compile_builder  # noqa: E402
 
-from levanter_infer.kernels.tiling import TileShape  # noqa: E402
 from levanter_infer.kernels.tpu.sizes import Sizes  # noqa: E402
-from levanter_infer.kernels.tpu.tile_table import choose  # noqa: E402
+from levanter_infer.kernels.tpu.tiling import TileShape, choose  # noqa: E402
 from levanter_infer.runtime.libtpu import TARGETS  # noqa: E402
 
 DOCUMENT, LOOPS = ROOT / "docs" / "kernels.md", ROOT / "docs" / "tpu_loops.json"
@@ -63,8 +62,8 @@ SHAPES = (
     Shape("decode", (8, 4, 256), 128),
     Shape("decode", (32, 8, 128), 128, "int8"),
     Shape("decode", (32, 8, 128), 128, "float8_e4m3fn"),
-    Shape("chunk", (32, 8, 128), 128),
-    Shape("chunk", (8, 4, 256), 128),
+    Shape("prefill", (32, 8, 128), 128),
+    Shape("prefill", (8, 4, 256), 128),
 )
 
 
@@ -111,10 +110,10 @@ def figures(shape: Shape, gen: str, loop: dict) -> str:
     if "error" in loop:
         return loop["error"]
     tiles = choose(shape.tile_shape(gen))
-    tile = tiles.decode if shape.path == "decode" else tiles.chunk
+    tile = tiles.decode if shape.path == "decode" else tiles.prefill
     heads, tokens = shape.heads[1] // tile.parts, tile.pages * shape.page
     counts = loop["bundles"], loop["cycles"]
-    if shape.path == "chunk":
+    if shape.path == "prefill":
         rows = min(tile.queries, 256) * shape.heads[0] // shape.heads[1]
         flops = 4 * rows * tokens * heads * shape.heads[2] / FLOPS_PER_CYCLE[gen]
         return f"{flops / counts[0]:.0%} ({flops / counts[1]:.0%}); {_memory(loop)}"

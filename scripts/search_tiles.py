@@ -2,9 +2,9 @@
 
     python scripts/search_tiles.py --heads 32,8,128 --page 16 [--gens v5e] [--kv-dtype int8] [--write]
 
-For both paths what `kernels.tiling` proposes, and what is twice or half as large, is compiled; the loops of those that
-fit are compared by the cycles for a token (modelled, scripts/tpu/cycles.py). A quarter of a minute for each. `--write`
-puts the best into the table, src/levanter_infer/kernels/tpu/tile_table.py.
+For both paths what `kernels.tpu.tiling` proposes, and what is twice or half as large, is compiled; the loops of those
+that fit are compared by the cycles for a token (modelled, scripts/tpu/cycles.py). A quarter of a minute for each.
+`--write` puts the best into the table, src/levanter_infer/kernels/tpu/tiling.py.
 """
 
 import argparse
@@ -19,9 +19,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from scripts.tpu_schedule import compile_builder  # noqa: E402
 
-from levanter_infer.kernels.tiling import Tiles, TileShape, propose  # noqa: E402
-from levanter_infer.kernels.tpu import tile_table  # noqa: E402
+from levanter_infer.kernels.tpu import tiling  # noqa: E402
 from levanter_infer.kernels.tpu.sizes import Tile  # noqa: E402
+from levanter_infer.kernels.tpu.tiling import Tiles, TileShape, propose  # noqa: E402
 from levanter_infer.runtime.libtpu import TARGETS  # noqa: E402
 
 BUILDERS = ROOT / "scripts" / "tpu_builders.py"
@@ -76,9 +76,11 @@ def search(shape: TileShape, path: str) -> Tile | None:
 
 def write(found: dict[TileShape, Tiles]) -> None:
     """The table with what was found."""
-    entries = sorted((tile_table.TABLE | found).items(), key=lambda entry: str(entry[0]))
-    lines = [f"    {tuple(map(dataclasses.astuple, (shape, tiles.decode, tiles.chunk)))}," for shape, tiles in entries]
-    path = Path(tile_table.__file__)
+    entries = sorted((tiling.TABLE | found).items(), key=lambda entry: str(entry[0]))
+    lines = [
+        f"    {tuple(map(dataclasses.astuple, (shape, tiles.decode, tiles.prefill)))}," for shape, tiles in entries
+    ]
+    path = Path(tiling.__file__)
     body = "\n".join(["_FOUND: list[tuple[tuple, tuple, tuple]] = [", *lines, "]"])
     path.write_text(re.sub(r"_FOUND: \S+? .*?\](?=\n\"\"\")", lambda _: body, path.read_text(), flags=re.S))
 
@@ -95,11 +97,11 @@ def main() -> int:
     found = {}
     for gen in options.gens.split(","):
         shape = TileShape(gen, kv_heads, head_dim, q_heads // kv_heads, options.page, options.kv_dtype)
-        best = {path: search(shape, path) for path in ("decode", "chunk")}
-        if best["decode"] is None or best["chunk"] is None:
+        best = {path: search(shape, path) for path in ("decode", "prefill")}
+        if best["decode"] is None or best["prefill"] is None:
             print(f"{shape}: no tile that was tried fits; levanter_infer.engine.tile_search tries smaller ones")
             return 1
-        found[shape] = Tiles(best["decode"], best["chunk"])
+        found[shape] = Tiles(best["decode"], best["prefill"])
         print(shape, found[shape])
     if options.write:
         write(found)

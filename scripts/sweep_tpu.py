@@ -123,7 +123,7 @@ def options_of(case: Case) -> list[str]:
     return [f"{name}={value}" for name, value in rules.items() if value]
 
 
-_SHARED = ("call", "int8", "rules", "tiling")
+_SHARED = ("call", "int8", "rules")
 """Modules beside the `tpu` folder that the kernels and tiles for TPUs come from."""
 
 

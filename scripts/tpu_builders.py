@@ -1,14 +1,14 @@
 """Programs to compile for a TPU and look at, for scripts/tpu_schedule.py and tools of its kind.
 
-`decode`, `chunk` and `mixed` are one call of the attention entry; `program` is the engine's own round, without sinks
+`decode`, `prefill` and `mixed` are one call of the attention entry; `program` is the engine's own round, without sinks
 and attention_chunk. All take
 
     heads=(query heads, kv heads, head size) of one chip, page=tokens of a page, seqs=sequences, context=tokens of each,
     tokens=query tokens of the step, kv_dtype=, window=, sinks=whether the heads have attention sinks,
     attention_chunk=positions of a chunk of chunked attention, pool_pages=pages of the pool (default: as many as the
     page tables can name, at most 2 GiB worth; the tables keep their full shape), impl=attention implementation, and
-    tiles=`kernels.tiling.Tiles`, or what differs from those of the table, such as
-    dict(decode=dict(pages=8), chunk=dict(queries=128)) (default: those of the table).
+    tiles=`kernels.tpu.tiling.Tiles`, or what differs from those of the table, such as
+    dict(decode=dict(pages=8), prefill=dict(queries=128)) (default: those of the table).
 
 A pool has LAYERS layers, of which a call reads one.
 """
@@ -25,15 +25,14 @@ import equinox as eqx  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
-from levanter_infer.engine.backend import Backend  # noqa: E402
+from levanter_infer.engine.backend_choice import BackendChoice  # noqa: E402
 from levanter_infer.engine.config import EngineConfig  # noqa: E402
 from levanter_infer.engine.mesh import make_mesh  # noqa: E402
 from levanter_infer.engine.runner import programs_for, round_types, shapes_for  # noqa: E402
-from levanter_infer.kernels import AttentionCall, make_backend  # noqa: E402
-from levanter_infer.kernels.call import PoolShape  # noqa: E402
+from levanter_infer.kernels.call import AttentionCall, PoolShape  # noqa: E402
+from levanter_infer.kernels.registry import make_backend  # noqa: E402
 from levanter_infer.kernels.rules import ScoreRules  # noqa: E402
-from levanter_infer.kernels.tiling import Tiles, TileShape, generation  # noqa: E402
-from levanter_infer.kernels.tpu.tile_table import choose  # noqa: E402
+from levanter_infer.kernels.tpu.tiling import Tiles, TileShape, choose, generation  # noqa: E402
 from levanter_infer.layers.layout import Layout  # noqa: E402
 from levanter_infer.models.decoder import DecoderModel  # noqa: E402
 from levanter_infer.models.registry import family_for  # noqa: E402
@@ -61,7 +60,7 @@ def decode(mesh, *, heads=(32, 8, 128), page=64, seqs=64, context=8192, tokens=N
     return _call(heads=heads, page=page, seqs=seqs, context=context, tokens=tokens or seqs, **options)
 
 
-def chunk(mesh, *, heads=(32, 8, 128), page=64, seqs=1, context=8192, tokens=256, **options):
+def prefill(mesh, *, heads=(32, 8, 128), page=64, seqs=1, context=8192, tokens=256, **options):
     """Few sequences have many queries each."""
     return _call(heads=heads, page=page, seqs=seqs, context=context, tokens=tokens, **options)
 
@@ -93,21 +92,9 @@ def _call(
     page_bytes = math.prod(pool_shape(1)) * kv_dtype.itemsize
     pool_pages = pool_pages or max(1, min(seqs * seq_pages, MAX_POOL_BYTES // page_bytes))
 
-    def call(q, kv_pages, layer, page_indices, seq_lens, cu_q_lens, num_seqs, sinks=None):
-        arguments = AttentionCall(
-            q=q,
-            kv_pages=kv_pages,
-            layer=layer,
-            page_indices=page_indices,
-            seq_lens=seq_lens,
-            cu_q_lens=cu_q_lens,
-            num_seqs=num_seqs,
-            rules=ScoreRules(scale=head_dim**-0.5, sliding_window=window, attention_chunk=attention_chunk),
-            kv_dtype=kv_dtype,
-            kv_heads=num_kv_heads,
-            page_size=page,
-            sinks=sinks,
-        )
+    def call(*arrays):
+        rules = ScoreRules(scale=head_dim**-0.5, sliding_window=window, attention_chunk=attention_chunk)
+        arguments = AttentionCall(*arrays[:7], rules, kv_dtype, num_kv_heads, page, *arrays[7:])
         return make_backend(impl).configured(tiles=_tiles(tiles, heads, page, kv_dtype)).attend(arguments)
 
     i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
@@ -157,14 +144,14 @@ def program(
 ):
     """The round that an engine on these devices runs, over the mesh axes `data` and `model`.
 
-    Backend, sizes and programs are chosen as the engine chooses them.
+    Backends, sizes and programs are chosen as the engine chooses them.
 
     Args:
         model: 8b or 70b, of the shapes of Llama 3.
         heads: instead of the model's, of the whole model.
         tokens: of a step with prompts, at most.
         window: of all layers.
-        tiles: `kernels.tiling.Tiles`; None for those of the table.
+        tiles: `kernels.tpu.tiling.Tiles`; None for those of the table.
     """
     sizes = MODELS[model]
     if heads is not None:
@@ -188,7 +175,7 @@ def program(
         attention=impl,
         tiles=tiles,
     )
-    backend = Backend.choose(engine_config, types, has_mods=False, mesh=made, device=mesh.devices.flat[0])
+    backend = BackendChoice.choose(engine_config, types, has_mods=False, mesh=made, device=mesh.devices.flat[0])
     shapes = shapes_for(engine_config, types, backend, num_eos=1, is_loaded=True)
-    programs = programs_for(engine_config, types, backend, shapes)
+    programs = programs_for(engine_config, types, backend, shapes, backend.attention_spec(shapes, None, None))
     return programs.round_function, round_types(types, backend, shapes, programs), {"donate_argnums": (1,)}

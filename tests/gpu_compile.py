@@ -49,8 +49,8 @@ def main() -> None:
     import numpy as np
     from jax.experimental import topologies
 
-    from levanter_infer.decode.programs import Programs
-    from levanter_infer.engine.backend import Backend
+    from levanter_infer.decode.programs import ProgramOptions, Programs
+    from levanter_infer.engine.backend_choice import BackendChoice
     from levanter_infer.engine.config import EngineConfig
     from levanter_infer.engine.runner import empty_admission
     from levanter_infer.engine.sizes import resolve_shapes
@@ -65,12 +65,11 @@ def main() -> None:
     config = EngineConfig(max_seqs=8, max_seq_len=512, max_pages=32768, max_step_tokens=64)
     model = tiny_model(dtype="bfloat16", hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=128)
     layout = Layout.of(None, model.config, topology.devices[0])
-    backend = Backend.of("gpu", layout, matmul="gpu", attention="gpu")
+    backend = BackendChoice.of("gpu", layout, matmul="gpu", attention="gpu")
     shapes = backend.adapt(resolve_shapes(config, model, 1))
     model = backend.prepared_types(model)
-    programs = Programs(
-        model, shapes, AttentionSpec(), kv_dtype=jnp.bfloat16, backend=backend.attention_backend, layout=layout
-    )
+    options = ProgramOptions(AttentionSpec(), jnp.bfloat16, backend.attention_backend, layout)
+    programs = Programs(model, shapes, options)
     state = programs.state_types
     lowered = programs.trace_round(model, state, layout.types(empty_admission(shapes)))
     compiled = lowered.lower(lowering_platforms=("cuda",)).compile()

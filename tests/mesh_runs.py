@@ -205,7 +205,7 @@ def invariant(place: Place, *, is_live: bool = False) -> dict:
     return {
         "tokens": [completion.token_ids for completion in completions],
         "bits": [completion.logprobs.view(np.int32).tolist() for completion in completions],
-        "shards": engine.backend.num_shards,
+        "shards": engine.backend.num_ranks,
         "given_up": given_up(engine, model) if is_live else [],
     }
 

@@ -13,7 +13,7 @@ HEADS = (2, 1, 128)
 
 
 def digest(**sizes) -> str:
-    tiles = dict(decode=dict(pages=4, slots=2), chunk=dict(pages=4, slots=2, queries=8))
+    tiles = dict(decode=dict(pages=4, slots=2), prefill=dict(pages=4, slots=2, queries=8))
     function, types = mixed(None, heads=HEADS, tokens=32, **{"page": 16, "tiles": tiles, **sizes})
     return kernel_digest("v5e", jax.jit(function).trace(*types).jaxpr.jaxpr)
 

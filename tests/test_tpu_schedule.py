@@ -54,7 +54,7 @@ def test_a_kernel_that_does_not_fit_is_refused_with_the_memory_that_is_short():
 
 @pytest.mark.slow
 @pytest.mark.tpu_compile
-@pytest.mark.parametrize("builder", ["decode", "chunk", "mixed"])
+@pytest.mark.parametrize("builder", ["decode", "prefill", "mixed"])
 def test_the_builders_of_attention_compile(builder):
     schedule = compile_builder(
         f"{BUILDERS}:{builder}", "v5e", schedules=False, impl="xla", seqs=4, context=512, page=16

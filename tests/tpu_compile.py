@@ -25,11 +25,11 @@ def main(generation: str, impl: str) -> None:
     from jax.experimental import topologies
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from levanter_infer.decode.programs import Programs
+    from levanter_infer.decode.programs import ProgramOptions, Programs
     from levanter_infer.engine.config import EngineConfig
     from levanter_infer.engine.runner import empty_admission
     from levanter_infer.engine.sizes import resolve_shapes
-    from levanter_infer.kernels import make_backend
+    from levanter_infer.kernels.registry import make_backend
     from levanter_infer.layers.attention import AttentionSpec
     from levanter_infer.layers.layout import Layout, one_device_mesh
     from tests.hlo import pool_copies
@@ -46,9 +46,8 @@ def main(generation: str, impl: str) -> None:
     model = tiny_model(dtype="bfloat16", hidden_size=256, num_attention_heads=4, num_key_value_heads=4, head_dim=128)
     shapes = resolve_shapes(config, model, 1)
     backend = make_backend(impl, "tpu")
-    programs = Programs(
-        model, shapes, AttentionSpec(), kv_dtype=jnp.bfloat16, backend=backend, layout=Layout.of(mesh, model.config)
-    )
+    options = ProgramOptions(AttentionSpec(), jnp.bfloat16, backend, Layout.of(mesh, model.config))
+    programs = Programs(model, shapes, options)
     state = programs.state_types
     with jax.set_mesh(mesh):
         lowered = programs.trace_round(abstract(model), abstract(state), abstract(empty_admission(shapes)))

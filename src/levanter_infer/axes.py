@@ -49,9 +49,6 @@ OUTPUT = "output"  # entries of the output ring, one per sampled token
 ADMITTED = "admitted"  # pieces of requests in one Admission
 UPLOAD = "upload"  # packed tokens of one Admission
 
-MIN_ROWS = 4
-"""Fewest rows of a matmul: on a CPU one row of bf16 is ten times slower than four, and a row keeps its bits at any
-number of rows from four up."""
 VOCAB_GROUPS = 16
 """Groups of the vocabulary; each device of a model axis holds equally many. `decode.sampling_draw` adds up one entry of
 every group at once."""

@@ -147,7 +147,7 @@ def describe_machine(command: str) -> int:
     """Say what an engine would run on here, and print it as a line of JSON; returns the exit status."""
     import jax
 
-    from levanter_infer.engine.instructions import choose
+    from levanter_infer.engine.instructions import choose, usable_isas
     from levanter_infer.fingerprint import device_fingerprint, version_fingerprint
     from levanter_infer.kernels.cpu import bindings as cpu
     from levanter_infer.runtime.processor import processor_name
@@ -163,7 +163,7 @@ def describe_machine(command: str) -> int:
     elif missing is not None:
         say(f"kernels   those for CPUs cannot be used, XLA replaces them: {missing}")
     else:
-        say(f"kernels   for CPUs, with {', '.join(cpu.isas())}")
+        say(f"kernels   for CPUs, with {', '.join(usable_isas())}")
         for dtype in ("bfloat16", "float32"):
             choice = choose(CpuIsa.AUTO, dtype)
             chosen[dtype] = choice.isa

@@ -329,7 +329,7 @@ def decode_section(cls: type, content: Any, path: str) -> Any:
 def decode_engine(content: Any) -> EngineConfig:
     """The engine's section from plain values. Imports JAX if it has `tiles`. Raises: ValueError as `decode_section`."""
     if isinstance(content, dict) and content.get("tiles") is not None:
-        from levanter_infer.kernels.tiling import Tiles
+        from levanter_infer.kernels.tpu.tiling import Tiles
 
         content = content | {"tiles": decode_section(Tiles, content["tiles"], "engine.tiles")}
     return decode_section(EngineConfig, content, "engine")

@@ -69,6 +69,8 @@ OTHER_NAMES = {
     **{theirs: f"sampling.{ours}" for theirs, ours in NAMES_ELSEWHERE.items()},
 }
 """Keys by the names of other engines."""
+RENAMED = {"engine.tiles.chunk": "prefill"}
+"""New names of keys within a key of a section, by their former dotted names."""
 REMARKS = {
     "gpu_memory_utilization": "the KV cache takes the free memory of the device, or engine.max_pages pages",
     "mem_fraction_static": "the KV cache takes the free memory of the device, or engine.max_pages pages",
@@ -217,7 +219,8 @@ def certain_hint(name: str, known: Sequence[str], path: str = "", *, prefix: str
     """`hint_for` a name that certainly means a key: another spelling, a key of another section, or a name of another
     engine. None for all others."""
     if path and path not in SECTIONS:
-        return None
+        renamed = RENAMED.get(f"{path}.{name}")
+        return renamed and f"did you mean {prefix}{renamed}?"
     plain = name.replace("-", "_").lower()
     if plain in known:
         return f"did you mean {prefix}{plain}?"

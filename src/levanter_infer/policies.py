@@ -41,7 +41,8 @@ class MatmulImpl(Option):
 
 
 class CpuIsa(Option):
-    """Instruction set of the CPU kernels; after `auto` those of `kernels.cpu.ISAS`."""
+    """Instruction set of the CPU kernels. After `auto` the widest first: a processor that has one of them has the
+    following ones too."""
 
     AUTO = "auto"
     AVX512_BF16 = "avx512_bf16"

@@ -7,8 +7,7 @@ import pytest
 
 from levanter_infer.batch.drive import Driver
 from levanter_infer.batch.input import InputShards
-from levanter_infer.batch.job import Job, check_same, make_job_spec, read_job_spec
-from levanter_infer.batch.shard import JOB, dumps
+from levanter_infer.batch.job import JOB, Job, check_same, dumps, make_job_spec, read_job_spec
 from levanter_infer.batch.store import open_store
 from levanter_infer.batch.worker import _config_fingerprint, input_of, output_format
 from levanter_infer.columns import encode_row

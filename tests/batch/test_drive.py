@@ -9,8 +9,7 @@ import pytest
 
 from levanter_infer.batch.drive import Driver
 from levanter_infer.batch.input import Input
-from levanter_infer.batch.job import MANIFEST, Job, check_same, make_job_spec, read_job_spec
-from levanter_infer.batch.shard import JOB, JOURNALS, dumps
+from levanter_infer.batch.job import JOB, JOURNALS, MANIFEST, Job, check_same, dumps, make_job_spec, read_job_spec
 from levanter_infer.batch.store import LocalStore, open_store
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.io.output import lock_file

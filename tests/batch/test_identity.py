@@ -10,8 +10,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from levanter_infer.batch.input import Input
-from levanter_infer.batch.job import MANIFEST, Job, read_job_spec
-from levanter_infer.batch.shard import COMMITS, JOB, JOURNALS, dumps
+from levanter_infer.batch.job import COMMITS, JOB, JOURNALS, MANIFEST, Job, dumps, read_job_spec
 from levanter_infer.batch.store import LocalStore, ObjectStore, open_store
 from tests.batch.fake_engine import FakeEngine
 from tests.batch.test_drive import ROWS, begin, files, output, prompts, undisturbed, work  # noqa: F401

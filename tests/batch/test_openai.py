@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from levanter_infer.batch.input import Input
+from levanter_infer.batch.job import count
 from levanter_infer.batch.openai import ResultLines, as_row
-from levanter_infer.batch.shard import count
 from levanter_infer.columns import encode_row
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Completion, Request, RequestOutput

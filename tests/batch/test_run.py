@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 
 from levanter_infer import sample
-from levanter_infer.batch import run, worker
+from levanter_infer.batch import __main__ as run
+from levanter_infer.batch import worker
 from levanter_infer.batch.__main__ import main
 from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.batch.job import check_same
 from levanter_infer.checkpoints.save import save_model
 from levanter_infer.config import ModelSource, OutputConfig
+from levanter_infer.engine import instructions
 from levanter_infer.kernels.cpu import bindings as cpu
 from tests.tiny_models import tiny_model
 from tests.tokenizer_files import CHATML, byte_level, write
@@ -166,17 +168,19 @@ class TestInstructionSet:
 
     def test_the_manifest_names_it_and_a_resumed_job_takes_it(self, command, tmp_path, whole, monkeypatch):
         began = json.loads(whole["manifest.json"])["sizes"]["cpu_isa"]
-        assert began in cpu.isas("float32")
+        assert began in instructions.usable_isas("float32")
         make, configs = worker.make_engine, []
         monkeypatch.setattr(worker, "make_engine", lambda config, rows: configs.append(config) or make(config, rows))
-        monkeypatch.setattr(cpu, "isas", lambda dtype=None: ("avx512_bf16", "avx512", "avx2", "generic"))
+        monkeypatch.setattr(
+            instructions, "usable_isas", lambda dtype=None: ("avx512_bf16", "avx512", "avx2", "generic")
+        )
         unfinished(tmp_path, whole)
         assert command(tmp_path)[0] == 1 and contents(tmp_path) == whole
         assert configs[0].engine["cpu_isa"] == began
 
     def test_a_processor_without_it_is_refused(self, command, tmp_path, whole, monkeypatch):
         began = json.loads(whole["manifest.json"])["sizes"]["cpu_isa"]
-        monkeypatch.setattr(cpu, "isas", lambda dtype=None: ("generic",))
+        monkeypatch.setattr(instructions, "usable_isas", lambda dtype=None: ("generic",))
         unfinished(tmp_path, whole)
         before = contents(tmp_path)
         status, said = command(tmp_path)
@@ -190,7 +194,7 @@ class TestInstructionSet:
         assert status == 2 and "engine.cpu_isa is 'generic' and was 'auto'" in said
 
     def test_without_the_promise_of_equal_bytes_it_is_chosen_anew(self, monkeypatch):
-        monkeypatch.setattr(cpu, "isas", lambda dtype=None: ("avx2", "generic"))
+        monkeypatch.setattr(instructions, "usable_isas", lambda dtype=None: ("avx2", "generic"))
         sizes = {"max_pages": 9, "cpu_isa": "avx512"}
         config = BatchRunConfig(
             model=ModelSource("x"), prompts_file="x", output=OutputConfig("out"), engine={"numerics": "default"}

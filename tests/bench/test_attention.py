@@ -9,14 +9,14 @@ import pytest
 
 from levanter_infer.bench.__main__ import main as bench
 from levanter_infer.bench.attention import Case, attend, attend_to_gathered, inputs
-from levanter_infer.kernels import make_backend
+from levanter_infer.kernels.registry import make_backend
 
 SIZES = dict(page_size=4, heads=4, kv_heads=2, head_dim=8, dtype="float32")
 
 
 def test_bytes_pages_and_flops_are_those_counted_by_hand():
     # Three sequences of 10 tokens: 3 pages of 4 each. Two queries see 9 and 10 keys.
-    case = Case("chunk", 3, 10, 2, **SIZES)
+    case = Case("prefill", 3, 10, 2, **SIZES)
     assert case.pages_touched == 9
     assert case.paged_kv_bytes_read == 3 * 10 * (2 + 2) * 8 * 4
     assert case.flops == 3 * (9 + 10) * 4 * (2 * 8 + 2 * 8)
@@ -24,7 +24,7 @@ def test_bytes_pages_and_flops_are_those_counted_by_hand():
 
 @pytest.mark.parametrize("queries", [1, 4])
 def test_what_is_timed_after_the_gather_computes_the_same_attention(queries):
-    kv, batch, q, _, _ = inputs(Case("chunk", 2, 8, queries, **SIZES))
+    kv, batch, q, _, _ = inputs(Case("prefill", 2, 8, queries, **SIZES))
     dense = attend_to_gathered(1, q, kv, batch)
     paged = attend(1, q, kv, batch, backend=make_backend("reference", jax.default_backend()))
     np.testing.assert_allclose(dense, paged, rtol=1e-5, atol=1e-5)
@@ -33,14 +33,14 @@ def test_what_is_timed_after_the_gather_computes_the_same_attention(queries):
 
 def test_a_line_per_case_with_the_names_of_the_metrics(capsys):
     sizes = ["--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--dtype", "float32"]
-    cases = ["--phases", "decode,chunk", "--batch", "2", "--context", "8", "--chunk", "8", "--impl", "reference,xla"]
+    cases = ["--phases", "decode,prefill", "--batch", "2", "--context", "8", "--chunk", "8", "--impl", "reference,xla"]
     assert bench(["attention", *cases, *sizes, "--repeats", "1", "--milliseconds", "0.1"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(line["phase"], line["queries"], line["impl"]) for line in lines] == [
         ("decode", 1, "reference"),
         ("decode", 1, "xla"),
-        ("chunk", 4, "reference"),
-        ("chunk", 4, "xla"),
+        ("prefill", 4, "reference"),
+        ("prefill", 4, "xla"),
     ]
     for line in lines:
         for name in ("gather_ms", "softmax_ms", "kv_write_ms", "copy_page_ms", "total_ms"):
@@ -50,5 +50,5 @@ def test_a_line_per_case_with_the_names_of_the_metrics(capsys):
 
 
 def test_a_chunk_of_less_than_two_tokens_a_sequence_is_no_case(capsys):
-    assert bench(["attention", "--phases", "chunk", "--batch", "8", "--context", "8", "--chunk", "8"]) == 0
+    assert bench(["attention", "--phases", "prefill", "--batch", "8", "--context", "8", "--chunk", "8"]) == 0
     assert capsys.readouterr().out == ""

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from levanter_infer.bench.fits import exponent, growing_part
+from levanter_infer.bench.report import exponent, growing_part
 
 CONTEXTS = 2.0 ** np.arange(7, 14)
 

@@ -1,6 +1,7 @@
 """Chat templates: ordinary ones give the strings that transformers gives; hostile ones are stopped."""
 
 import os
+import resource
 import time
 
 import pytest
@@ -233,3 +234,14 @@ def test_the_late_answer_of_a_worker_is_not_taken_for_that_to_the_next_chat(monk
         template.render([{"role": "user", "content": "second"}])
     monkeypatch.setattr(chat_template.select, "select", select)
     assert not late.is_usable and template.render([{"role": "user", "content": "third"}]) == "third"
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits of other processes are readable on Linux only")
+def test_the_worker_writes_no_core_file_and_has_a_bound_on_its_memory():
+    template = ChatTemplate(CHATML)
+    template.render(CHAT)
+    assert template._worker is not None
+    process = template._worker._process.pid
+    assert resource.prlimit(process, resource.RLIMIT_CORE) == (0, 0)
+    memory, most = resource.prlimit(process, resource.RLIMIT_AS)
+    assert 0 < memory == most < 2**33

@@ -3,7 +3,7 @@
 import numpy as np
 
 from levanter_infer.engine.config import EngineConfig
-from levanter_infer.engine.coordination import LeaderCoordinator, LocalCoordinator
+from levanter_infer.engine.coordination import IN_A_ROUND, LeaderCoordinator, LocalCoordinator
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request_state import RequestState, SampleState
@@ -45,6 +45,7 @@ def test_skewed_clocks_and_speeds_give_the_same_terms():
     for i in range(20):
         first, second = rounds(made, round_id=i)
         assert first == second and first.max_steps == 8 and first.now == 1.0 + i
+        assert all((c._hosts.status.doing, c._hosts.status.round_id) == (IN_A_ROUND, i) for c in made)
     begun = at_once(made[0].now, made[1].now)
     assert begun == [21.0, 21.0]
 

@@ -66,6 +66,15 @@ def test_descendants_go_on_from_their_ancestor_with_random_numbers_of_their_own(
     assert len({tuple(t) for t in tokens(group)}) == 4
 
 
+def test_a_request_of_one_sample_goes_on_from_itself(engine):
+    group = begun(engine, n=1)
+    before = tokens(group)
+    engine.resample(group, [0])
+    assert tokens(group) == before
+    engine.drain()
+    assert group.sequences[0].token_ids == continuation(engine, [], 0).token_ids
+
+
 def test_finished_samples_are_inherited_and_replaced(engine):
     stops = tokens(begun(engine))
     engine.drain()

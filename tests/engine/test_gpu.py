@@ -15,8 +15,8 @@ import pytest
 
 from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams
 from levanter_infer.axes import POSITION
-from levanter_infer.decode.programs import Programs
-from levanter_infer.engine.backend import Backend
+from levanter_infer.decode.programs import ProgramOptions, Programs
+from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.runner import empty_admission
 from levanter_infer.engine.sizes import resolve_shapes
 from levanter_infer.layers.attention import AttentionSpec
@@ -30,7 +30,7 @@ CONFIG = EngineConfig(max_seqs=4, max_seq_len=64, max_step_tokens=16)
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """A machine with a GPU of the given compute capability, as far as `Backend` looks at it."""
+    """A machine with a GPU of the given compute capability, as far as `BackendChoice` looks at it."""
 
     def use(capability: str) -> None:
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -40,7 +40,7 @@ def on_gpu(monkeypatch):
 
 
 def chosen(dtype="bfloat16", **config):
-    backend = Backend.choose(EngineConfig(**config), tiny_model(dtype=dtype), has_mods=True)
+    backend = BackendChoice.choose(EngineConfig(**config), tiny_model(dtype=dtype), has_mods=True)
     return backend.attention, backend.matmul
 
 
@@ -69,7 +69,7 @@ def test_a_jax_without_triton_imports_and_a_gpu_gets_xla(on_gpu, monkeypatch):
 
 def test_a_gpu_stores_floats_and_samples_all_rows_at_once(on_gpu):
     on_gpu("9.0")
-    backend = Backend.choose(CONFIG, tiny_model(), has_mods=False)
+    backend = BackendChoice.choose(CONFIG, tiny_model(), has_mods=False)
     assert not backend.platform.integers_for_floats
     assert backend.adapt(resolve_shapes(CONFIG, tiny_model(), 1)).sampled_rows is None
 
@@ -86,10 +86,10 @@ def test_other_platforms_refuse_it(key):
 @pytest.mark.skipif(not lowers_for_gpu(), reason="jax 0.11 lowers Triton for GPUs that are there")
 def test_the_round_program_is_lowered_for_a_gpu():
     model = tiny_model(dtype="bfloat16")
-    backend = Backend.of("gpu", Layout.of(None, model.config), matmul="gpu", attention="gpu")
+    backend = BackendChoice.of("gpu", Layout.of(None, model.config), matmul="gpu", attention="gpu")
     model = backend.prepare(model)
     shapes = backend.adapt(resolve_shapes(CONFIG, model, 1))
-    programs = Programs(model, shapes, AttentionSpec(), kv_dtype=jnp.bfloat16, backend=backend.attention_backend)
+    programs = Programs(model, shapes, ProgramOptions(AttentionSpec(), jnp.bfloat16, backend.attention_backend))
     traced = programs.trace_round(model, jax.eval_shape(programs.init), empty_admission(shapes))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     # In each bucket attention of chunks and of decode tokens, and four matmul: q, k, v; output; gate, up; down.
@@ -100,8 +100,8 @@ def test_the_round_program_is_lowered_for_a_gpu():
 def test_log_probabilities_are_those_of_the_plain_forward(monkeypatch):
     model = tiny_model(dtype="bfloat16", num_hidden_layers=1)
     kernels = "gpu" if jax.default_backend() == "gpu" else "gpu_interpret"
-    backend = Backend.of("gpu", Layout.of(None, model.config), matmul=kernels, attention=kernels)
-    monkeypatch.setattr(Backend, "choose", lambda *_, **__: backend)
+    backend = BackendChoice.of("gpu", Layout.of(None, model.config), matmul=kernels, attention=kernels)
+    monkeypatch.setattr(BackendChoice, "choose", lambda *_, **__: backend)
     engine = InferenceEngine(model, config=EngineConfig(max_seqs=4, max_seq_len=32, max_step_tokens=4))
     sampling = SamplingParams(max_tokens=5, temperature=0, logprobs=0)
     prompts = [list(range(2, 2 + length)) for length in (3, 10)]

@@ -15,12 +15,11 @@ import jax.numpy as jnp
 import pytest
 
 from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams, generate
-from levanter_infer.engine import backend, instructions
-from levanter_infer.engine.backend import Backend
-from levanter_infer.engine.instructions import ROWS, choose, fastest, from_record
+from levanter_infer.engine import backend_choice, instructions
+from levanter_infer.engine.backend_choice import BackendChoice
+from levanter_infer.engine.instructions import ROWS, choose, fastest, from_record, usable_isas
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.cpu.backend import CpuBackend
-from levanter_infer.policies import CpuIsa
 from levanter_infer.runtime.compile_cache import VARIABLE, cache_directory
 from tests.tiny_models import tiny_model
 
@@ -188,7 +187,7 @@ def test_nothing_is_kept_in_an_unsafe_directory_or_without_one(monkeypatch, unsa
 
 @built
 def test_the_measurement_is_short_and_covers_every_candidate():
-    candidates = cpu.isas("bfloat16")[:-1] or ("generic",)
+    candidates = usable_isas("bfloat16")[:-1] or ("generic",)
     times = instructions.measure("bfloat16", candidates)
     assert tuple(times) == candidates
     assert all(len(each) == len(ROWS) and min(each) > 0 for each in times.values())
@@ -197,8 +196,10 @@ def test_the_measurement_is_short_and_covers_every_candidate():
 # Configuration
 
 
+@built
 def test_the_names_of_the_configuration_are_those_of_the_kernels():
-    assert tuple(CpuIsa) == ("auto", *cpu.ISAS)
+    assert usable_isas()[0] == cpu.isa() and usable_isas()[-1] == "generic"
+    assert usable_isas("float32") == tuple(isa for isa in usable_isas("bfloat16") if isa != "avx512_bf16")
 
 
 def test_an_unknown_name_is_refused_with_the_list():
@@ -209,13 +210,13 @@ def test_an_unknown_name_is_refused_with_the_list():
 @built
 def test_what_is_asked_for_is_taken_without_a_measurement(monkeypatch):
     monkeypatch.setattr(instructions, "measure", None)
-    for isa in cpu.isas("float32"):
-        assert Backend.choose(EngineConfig(cpu_isa=isa), tiny_model(), has_mods=False).isa == isa
+    for isa in usable_isas("float32"):
+        assert BackendChoice.choose(EngineConfig(cpu_isa=isa), tiny_model(), has_mods=False).isa == isa
 
 
 @built
 def test_an_instruction_set_that_is_not_there_is_refused(monkeypatch):
-    monkeypatch.setattr(cpu, "isas", lambda dtype=None: ("avx2", "generic"))
+    monkeypatch.setattr(cpu, "isa", lambda: "avx2")
     with pytest.raises(ValueError, match='engine.cpu_isa="avx512" is not possible.* have avx2, generic on this proc'):
         choose("avx512", jnp.float32)
 
@@ -230,8 +231,8 @@ def test_pairs_of_sixteen_bits_are_refused_for_float32():
 def test_it_is_refused_where_the_kernels_compute_nothing():
     config = EngineConfig(cpu_isa="avx2", matmul="xla", attention="xla")
     with pytest.raises(ValueError, match='engine.cpu_isa="avx2" is for the kernels for CPUs'):
-        Backend.choose(config, tiny_model(), has_mods=False)
-    alone = Backend.choose(EngineConfig(matmul="xla", attention="xla"), tiny_model(), has_mods=False)
+        BackendChoice.choose(config, tiny_model(), has_mods=False)
+    alone = BackendChoice.choose(EngineConfig(matmul="xla", attention="xla"), tiny_model(), has_mods=False)
     assert alone.isa is None
 
 
@@ -246,9 +247,10 @@ def sampled(isa: str, dtype: str):
 @built
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_engine_computes_with_the_chosen_one_everywhere(dtype, monkeypatch):
-    widest = cpu.isa()
+    names = usable_isas()
     monkeypatch.setattr(cpu, "isa", lambda: pytest.fail("the choice did not reach a kernel"))
-    monkeypatch.setattr(cpu, "isas", lambda dtype=None: cpu.ISAS[cpu.ISAS.index(widest) :])
+    for module in (instructions, backend_choice):
+        monkeypatch.setattr(module, "usable_isas", lambda dtype=None: names)
     engine, completion = sampled("generic", dtype)
     assert engine.describe()["cpu_isa"] == "generic" and engine.model.backend == CpuBackend(isa="generic")
     assert len(completion.token_ids) == 8
@@ -256,7 +258,7 @@ def test_an_engine_computes_with_the_chosen_one_everywhere(dtype, monkeypatch):
 
 @built
 def test_instruction_sets_agree_but_for_rounding():
-    by_isa = {isa: sampled(isa, "float32")[1] for isa in cpu.isas("float32")}
+    by_isa = {isa: sampled(isa, "float32")[1] for isa in usable_isas("float32")}
     for completion in by_isa.values():
         assert completion.token_ids == by_isa["generic"].token_ids
         assert abs(completion.logprobs - by_isa["generic"].logprobs).max() < 1e-4
@@ -272,7 +274,7 @@ def test_the_choice_can_be_made_while_something_is_traced():
 
     prompts = jnp.asarray([[1, 2, 3]], jnp.int32)
     assert jax.block_until_ready(run(prompts, jnp.asarray([3], jnp.int32))) is not None
-    if len(cpu.isas("float32")[:-1]) > 1:
+    if len(usable_isas("float32")[:-1]) > 1:
         assert record_file()
 
 
@@ -291,15 +293,15 @@ class Lead:
 
 @built
 def test_processes_of_a_job_take_the_instruction_set_of_the_first():
-    here = Backend.choose(EngineConfig(cpu_isa="generic"), tiny_model(), has_mods=False)
+    here = BackendChoice.choose(EngineConfig(cpu_isa="generic"), tiny_model(), has_mods=False)
     assert here.agreed(None) is here and here.agreed(Lead("generic")) is here  # type: ignore[arg-type]
     assert here.agreed(Lead(cpu.isa())).isa == cpu.isa()  # type: ignore[arg-type]
 
 
 @built
 def test_a_process_that_does_not_have_it_says_so(monkeypatch):
-    monkeypatch.setattr(cpu, "isas", lambda dtype=None: ("avx2", "generic"))
-    here = Backend.choose(EngineConfig(cpu_isa="generic"), tiny_model(), has_mods=False)
+    monkeypatch.setattr(cpu, "isa", lambda: "avx2")
+    here = BackendChoice.choose(EngineConfig(cpu_isa="generic"), tiny_model(), has_mods=False)
     with pytest.raises(ValueError, match="process 0 computes with engine.cpu_isa=avx512, and this processor has avx2"):
         here.agreed(Lead("avx512"))  # type: ignore[arg-type]
 
@@ -316,12 +318,12 @@ def test_a_process_that_does_not_have_it_says_so(monkeypatch):
 )
 def test_missing_kernels_are_one_warning_with_reason_and_remedy(monkeypatch, caplog, library, reason):
     monkeypatch.setattr(cpu, "_LIBRARY", library)
-    for cached in (cpu._load, backend._warn_of_missing_kernels):
+    for cached in (cpu._load, backend_choice._warn_of_missing_kernels):
         cached.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             for _ in range(2):
-                chosen = Backend.choose(EngineConfig(), tiny_model(), has_mods=False)
+                chosen = BackendChoice.choose(EngineConfig(), tiny_model(), has_mods=False)
                 assert (chosen.matmul, chosen.attention, chosen.isa) == ("xla", "xla", None)
                 assert reason in chosen.isa_reason and "C++17 compiler" in chosen.isa_reason  # what doctor prints
         (record,) = caplog.records
@@ -329,10 +331,10 @@ def test_missing_kernels_are_one_warning_with_reason_and_remedy(monkeypatch, cap
         assert record.levelno == logging.WARNING and reason in said
         assert "slower" in said and "C++17 compiler" in said
         with pytest.raises(ValueError, match=reason):
-            Backend.choose(EngineConfig(matmul="cpu"), tiny_model(), has_mods=False)
+            BackendChoice.choose(EngineConfig(matmul="cpu"), tiny_model(), has_mods=False)
         with pytest.raises(ValueError, match=reason):
             cpu.isa()
     finally:
         monkeypatch.undo()
-        for cached in (cpu._load, backend._warn_of_missing_kernels):
+        for cached in (cpu._load, backend_choice._warn_of_missing_kernels):
             cached.cache_clear()

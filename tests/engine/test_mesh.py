@@ -182,7 +182,7 @@ def abstract_layout(**sizes) -> Layout:
 
 def test_heads_are_copied_and_axes_filled_up_so_that_they_can_be_spread():
     layout = abstract_layout(data=1, model=4)
-    assert (layout.kv_copies, layout.kv_heads, layout.num_shards) == (2, 1, 1)
+    assert (layout.kv_copies, layout.kv_heads, layout.num_ranks) == (2, 1, 1)
     assert (layout.vocab.part_size, layout.vocab.padded_size) == (16, 64)
     names = (LAYERS, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE)
     q = hax.named(np.arange(2 * 2 * 3 * 8).reshape(2, 2, 3, 8), names)

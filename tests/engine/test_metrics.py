@@ -16,6 +16,7 @@ from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.metrics import METRICS, Registry
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
+from levanter_infer.engine.stats import Stats
 from tests.tiny_models import tiny_model
 
 SIZE = 4
@@ -216,6 +217,21 @@ def test_the_times_of_the_host_make_up_its_rounds(engine):
     spent = {name: after[name] - before[name] for name in ("launch_s", "wait_s", "download_s", "collect_s")}
     assert all(seconds > 0 for seconds in spent.values())
     assert spent["wait_s"] <= after["round_s"]["sum"] - before["round_s"]["sum"]
+
+
+def test_a_step_with_a_prompt_chunk_counts_as_no_cheaper_than_one_without():
+    stats = Stats(pages_total=1, pool_bytes=1, weights_bytes=1)
+    stats._decode.seconds, stats._decode.steps, stats._decode.generated = 3.0, 10, 30
+    mixed = stats._mixed
+    mixed.seconds, mixed.steps, mixed.prompt_steps, mixed.prompt_tokens = 1.0, 10, 5, 120
+    stats.registry.add("recomputed_tokens", 6)
+    stats._set_rates()
+    assert stats.registry["recomputed_per_token"] == pytest.approx(6 / 30)
+    assert stats.registry["prefill_tokens_per_s"] == pytest.approx(120 / (5 * 0.3))
+    mixed.seconds = 4.0
+    stats._set_rates()
+    assert stats.registry["prefill_tokens_per_s"] == pytest.approx(120 / (4.0 - 5 * 0.3))
+    assert stats.registry["decode_tokens_per_s"] == pytest.approx(10.0)
 
 
 def test_names_that_nobody_declared_are_refused():

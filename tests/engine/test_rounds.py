@@ -56,6 +56,13 @@ def test_more_steps_than_the_engine_would_choose_are_not_taken(engine):
     engine.drain()
 
 
+def test_a_call_leaves_no_round_in_flight(engine):
+    engine.generate([request(7), request(3)])
+    assert engine._rounds.in_flight is None
+    stats = engine.stats()
+    assert stats["pages_free"] == stats["pages_total"]
+
+
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True, "2"])
 def test_steps_that_are_no_positive_number_are_refused_and_nothing_is_lost(engine, steps):
     group = engine.submit(request(3))

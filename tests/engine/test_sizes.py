@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from levanter_infer.engine import sizes as engine_sizes
-from levanter_infer.engine.backend import Backend
+from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
@@ -40,7 +40,7 @@ def test_narrow_pages_cost_half(monkeypatch):
 
 def test_weights_that_are_not_loaded_yet_count_with_their_bytes():
     model = tiny_model()
-    backend = Backend.choose(EngineConfig(), model, has_mods=False)
+    backend = BackendChoice.choose(EngineConfig(), model, has_mods=False)
     types = backend.prepared_types(jax.eval_shape(lambda: model))
     assert backend.device_bytes(types) == sum(leaf.nbytes for leaf in jax.tree.leaves(backend.prepare(model)))
 

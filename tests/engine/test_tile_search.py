@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from levanter_infer import EngineConfig, InferenceEngine, generate
+from levanter_infer.config import decode_engine
 from levanter_infer.engine import tile_search
 from levanter_infer.engine.tile_search import check_tiles, find_tiles
-from levanter_infer.kernels.tiling import Tiles, TileShape, candidates, propose
 from levanter_infer.kernels.tpu.sizes import Tile
-from levanter_infer.kernels.tpu.tile_table import TABLE
+from levanter_infer.kernels.tpu.tiling import TABLE, Tiles, TileShape, candidates, propose
 from tests.tiny_models import tiny_model
 
 SHAPE = TileShape("v5e", kv_heads=3, head_dim=128, q_per_kv=5, page_size=32)
@@ -25,7 +25,7 @@ def test_a_shape_that_no_table_knows_gets_tiles_that_compile():
 @pytest.mark.tpu_compile
 def test_tiles_that_do_not_fit_are_refused_with_the_memory_that_is_short():
     pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra `test`")
-    tiles = Tiles(decode=Tile(pages=256, slots=4, parts=1), chunk=Tile(pages=1, slots=2, parts=3, queries=16))
+    tiles = Tiles(decode=Tile(pages=256, slots=4, parts=1), prefill=Tile(pages=1, slots=2, parts=3, queries=16))
     with pytest.raises(ValueError, match=r"\d\d\.\d\d MiB of vmem are needed and 16.00 there, .*; fewer pages"):
         find_tiles(SHAPE, max_tokens=1, tiles=tiles)
 
@@ -48,8 +48,8 @@ def test_every_candidate_is_one_that_the_kernels_can_have():
         ("decode", dict(pages=3), "engine.tiles.decode.pages=3: expected a power of two"),
         ("decode", dict(parts=2), "engine.tiles.decode.parts=2: expected a divisor of the 3 groups of kv heads"),
         ("decode", dict(queries=2), "engine.tiles.decode.queries=2: expected 1"),
-        ("chunk", dict(slots=1), "engine.tiles.chunk.slots=1: expected 2 or more"),
-        ("chunk", dict(queries=48), "engine.tiles.chunk.queries=48: expected 16 times a power of two"),
+        ("prefill", dict(slots=1), "engine.tiles.prefill.slots=1: expected 2 or more"),
+        ("prefill", dict(queries=48), "engine.tiles.prefill.queries=48: expected 16 times a power of two"),
     ],
 )
 def test_tiles_that_no_kernel_can_have_are_refused_by_name(path, change, message):
@@ -57,6 +57,13 @@ def test_tiles_that_no_kernel_can_have_are_refused_by_name(path, change, message
     wrong = dataclasses.replace(tiles, **{path: dataclasses.replace(getattr(tiles, path), **change)})
     with pytest.raises(ValueError, match=message):
         check_tiles(SHAPE, wrong)
+
+
+def test_the_former_name_of_the_prefill_tile_is_answered_with_the_new_one():
+    tile = dataclasses.asdict(propose(SHAPE).prefill)
+    assert decode_engine({"tiles": {"decode": {**tile, "queries": 1}, "prefill": tile}}).tiles is not None
+    with pytest.raises(ValueError, match="unknown key engine.tiles.chunk; did you mean prefill\\?"):
+        decode_engine({"tiles": {"decode": tile, "chunk": tile}})
 
 
 def test_tiles_for_an_attention_without_any_are_refused():

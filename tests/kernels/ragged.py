@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from levanter_infer.kernels import AttentionCall, Backend, int8, make_backend
+from levanter_infer.kernels import int8
+from levanter_infer.kernels.backend import Backend
+from levanter_infer.kernels.call import AttentionCall
+from levanter_infer.kernels.registry import make_backend
 from levanter_infer.kernels.rules import ScoreRules
 from levanter_infer.kernels.tpu.pool import TpuPool
 

@@ -6,12 +6,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from levanter_infer import axes
-from levanter_infer.kernels import BACKENDS, IMPLEMENTATIONS, make_backend
 from levanter_infer.kernels.backend import Task, Work
 from levanter_infer.kernels.call import PoolShape
-from levanter_infer.kernels.registry import PLATFORMS, platform_of
-from levanter_infer.kernels.xla import linear
+from levanter_infer.kernels.registry import BACKENDS, IMPLEMENTATIONS, PLATFORMS, make_backend, platform_of
 from levanter_infer.policies import AttentionImpl, MatmulImpl
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "levanter_infer"
@@ -83,7 +80,3 @@ def test_a_pool_has_the_sizes_that_its_backend_says(name, dtype):
     sizes = [pool.shape[backend.pool_order.index(axis)] for axis in (0, 1, 2)]
     assert pool.shape == backend.pool_shape(shape) and sizes == [2, 5, 4] and not pool.any()
     assert pool.dtype.itemsize == shape.dtype.itemsize
-
-
-def test_the_fewest_rows_of_a_matmul_are_those_of_the_steps():
-    assert linear.MIN_ROWS == axes.MIN_ROWS

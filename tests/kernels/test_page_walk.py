@@ -12,8 +12,8 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.extend.core import Jaxpr
 
 from levanter_infer.bench.attention import Case, inputs
-from levanter_infer.kernels.tiling import Tiles
 from levanter_infer.kernels.tpu.sizes import Tile
+from levanter_infer.kernels.tpu.tiling import Tiles
 from tests.jaxprs import LOOPS, body, equations
 from tests.kernels.ragged import RUNS_HERE, Sizes, attend, for_tpu, make_ragged
 

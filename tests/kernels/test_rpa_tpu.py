@@ -11,10 +11,10 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-from levanter_infer.kernels.tiling import Tiles, TileShape, candidates, propose
 from levanter_infer.kernels.tpu.kv_write import write_kv
 from levanter_infer.kernels.tpu.pool import TpuPool
 from levanter_infer.kernels.tpu.sizes import Tile, align_queries
+from levanter_infer.kernels.tpu.tiling import Tiles, TileShape, candidates, propose
 from tests.kernels.ragged import Ragged, Sizes, attend, dense_attention, for_tpu, make_ragged
 
 SIZES = Sizes(8, 2, 128, 16, tokens=60, rows=6, max_pages=20)
@@ -265,10 +265,10 @@ def test_candidates_need_less_and_less_memory_and_end():
         found = list(candidates(shape))
         assert found[0] == propose(shape) and len(found) < 20
         for larger, smaller in itertools.pairwise(found):
-            for a, b in ((larger.decode, smaller.decode), (larger.chunk, smaller.chunk)):
+            for a, b in ((larger.decode, smaller.decode), (larger.prefill, smaller.prefill)):
                 sizes = [tile.slots * tile.pages * (1 + tile.queries) / tile.parts for tile in (a, b)]
                 assert a == b or sizes[1] < sizes[0]
-        assert found[-1].decode.pages == found[-1].chunk.pages == 1 and found[-1].decode.slots == 2
+        assert found[-1].decode.pages == found[-1].prefill.pages == 1 and found[-1].decode.slots == 2
 
 
 def test_kv_heads_that_do_not_fit_the_pool_are_refused():

@@ -12,10 +12,11 @@ import pytest
 from levanter_infer.axes import POSITION, ROW, SEQ_PAGE, TOKEN
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
-from levanter_infer.kernels import Backend, make_backend
+from levanter_infer.kernels.backend import Backend
 from levanter_infer.kernels.call import PoolShape
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.cpu.backend import CPU, CpuBackend
+from levanter_infer.kernels.registry import make_backend
 from levanter_infer.kernels.xla.backend import XLA, XlaBackend
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.layers.rotary import RopeConfig

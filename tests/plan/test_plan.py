@@ -14,9 +14,8 @@ from levanter_infer.config import load_config
 from levanter_infer.engine import tile_search
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
-from levanter_infer.kernels.tiling import Tiles, TileShape, propose
 from levanter_infer.kernels.tpu.sizes import Tile
-from levanter_infer.kernels.tpu.tile_table import choose
+from levanter_infer.kernels.tpu.tiling import Tiles, TileShape, choose, propose
 from levanter_infer.models.registry import family_for
 from levanter_infer.plan import compiled, plan
 from levanter_infer.plan.__main__ import main
@@ -198,8 +197,8 @@ def test_a_kernel_that_is_too_large_gets_tiles_that_the_compiler_accepts(monkeyp
     )
     assert change.spec.engine_config.tiles == smaller
     # What a user forces is used, and refused where no kernel can have it.
-    bad = dataclasses.asdict(dataclasses.replace(smaller, chunk=dataclasses.replace(smaller.chunk, parts=3)))
-    with pytest.raises(ValueError, match="engine.tiles.chunk.parts=3: expected a divisor of the 2 groups"):
+    bad = dataclasses.asdict(dataclasses.replace(smaller, prefill=dataclasses.replace(smaller.prefill, parts=3)))
+    with pytest.raises(ValueError, match="engine.tiles.prefill.parts=3: expected a divisor of the 2 groups"):
         figures_of(dataclasses.replace(spec, engine=spec.engine | {"tiles": bad}))
 
 

@@ -48,7 +48,7 @@ def test_no_python_of_ours_runs_in_a_signal_handler():
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "signal.signal"
         ]
     assert sorted(given) == [
-        ("batch/run.py", "handler"),  # restores the handler that was there
-        ("batch/run.py", "self._receive"),
+        ("batch/__main__.py", "handler"),  # restores the handler that was there
+        ("batch/__main__.py", "self._receive"),
         ("cli/__init__.py", "signal.default_int_handler"),
     ]

@@ -1,8 +1,11 @@
 """What a configuration of several processes may say."""
 
+import threading
+
 import pytest
 
-from levanter_infer.runtime.multihost import MultihostConfig, bind_address
+from levanter_infer.runtime.multihost import MultihostConfig, _wait_for_verdict, bind_address
+from tests.runtime.key_value_stores import several
 
 ADDRESS = "10.0.0.1:8476"
 
@@ -34,6 +37,14 @@ ADDRESS = "10.0.0.1:8476"
 def test_what_contradicts_itself_is_refused_by_name(given, message):
     with pytest.raises(ValueError, match=message):
         MultihostConfig(**given)
+
+
+def test_a_failed_call_waits_for_the_watchdog_longer_than_a_heartbeat():
+    (hosts,) = several(1, heartbeat_s=0.2)
+    named = threading.Timer(0.3, lambda: setattr(hosts, "failure", "host 1 is lost"))
+    named.start()
+    _wait_for_verdict(hosts)
+    assert hosts.failure == "host 1 is lost"
 
 
 def test_nothing_is_one_process():

@@ -110,6 +110,17 @@ def test_a_process_that_fails_while_the_store_hangs_ends_alone_in_time(known):
     hosts[1].store.answers.set()
 
 
+def test_who_is_lost_is_reported_once_and_before_other_threads_may_end_the_process():
+    hosts, (_, dog) = watched(2)
+    known = []
+    dog.report = lambda text, **_: known.append((text, hosts[1].failure))
+    dog._coordinator = "127.0.0.1:1"  # where nothing listens
+    assert "connections are closed" in dog._explain_abort()
+    dog._lose_store()
+    assert known == [("host 0 (m0) is lost: its connections are closed", None)]
+    assert "connections are closed" in dog.ends[0]
+
+
 def test_a_failure_is_told_to_all_and_ends_them():
     hosts, dogs = watched(2, heartbeat_s=5)
     beat(dogs, 0.05)

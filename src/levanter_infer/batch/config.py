@@ -13,7 +13,7 @@ _WORKER = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
 
 @dataclasses.dataclass(frozen=True)
 class BatchConfig:
-    """How a job is split into shards and distributed over workers."""
+    """Division of a job into shards, and their distribution over workers."""
 
     rows_per_shard: int = 1000
     """Input rows per shard; the results of one shard are one output file."""

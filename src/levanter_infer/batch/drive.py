@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from levanter_infer.batch.input import ROW_FAULTS, InputShard
-from levanter_infer.batch.shard import count
+from levanter_infer.batch.job import count
 from levanter_infer.columns import Columns
 from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import Request, RequestOutput

@@ -5,34 +5,37 @@ part-000000.jsonl rows
 _commits/         one record per finished shard; a shard without a record is not finished
 _journal/         finished rows of unfinished shards
 manifest.json     the job spec and the sums of all records, once all shards are finished
+
+A shard is finished when its record is in `_commits`; the record names the file of rows, which was durable before. Until
+then finished rows are in a journal, each line with a checksum, so that no finished row is computed again. Records and
+journals name their job by the SHA-256 of its `job.json`.
+
+On one mesh over several processes, process 0 alone reads and writes the job's directory, and all compute. All read the
+same rows in the same order; process 0 broadcasts each shard that it claims with the rows that were finished before, and
+the others follow it with a `RemoteShard`.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from levanter_infer.batch import tables
 from levanter_infer.batch.config import FORMATS
 from levanter_infer.batch.input import InputShard, InputShards
-from levanter_infer.batch.shard import (
-    COMMITS,
-    COUNTS,
-    JOB,
-    JOURNALS,
-    OpenShard,
-    dumps,
-    journal_name,
-    part_name,
-    part_suffix,
-    record_name,
-)
 from levanter_infer.batch.store import Journal, Store
+from levanter_infer.columns import encode_row
 from levanter_infer.engine.params import brief
 from levanter_infer.fingerprint import flat
 from levanter_infer.policies import Numerics
+from levanter_infer.runtime.hosts import Hosts
 
+JOB, COMMITS, JOURNALS = "job.json", "_commits", "_journal"
 MANIFEST = "manifest.json"
 _FORMAT = 2
 """Version of the directory's format. 1: records and journals did not name their job, and `job.json` no file sizes."""
@@ -41,6 +44,44 @@ GUARANTEES = {
     Numerics.BATCH_INVARIANT: "a job that was interrupted and resumed has the same bytes as one that was not",
     Numerics.DEFAULT: "every row once, with the same id and seed; rounding may change tokens in another batch",
 }
+COUNTS = ("rows", "failed_rows", "samples", "prompt_tokens", "generated_tokens")
+"""Counts of a shard's record, which the manifest adds up."""
+
+
+def part_name(index: int) -> str:
+    """File name of a shard's rows, without a suffix."""
+    return f"part-{index:06d}"
+
+
+def part_suffix(kind: str) -> str:
+    """Suffix of a shard's file name. Args: kind: one of `BatchConfig.format`."""
+    return ".parquet" if kind == "parquet" else ".jsonl"
+
+
+def record_name(index: int) -> str:
+    return f"{COMMITS}/{part_name(index)}.json"
+
+
+def journal_name(index: int) -> str:
+    return f"{JOURNALS}/{part_name(index)}"
+
+
+def dumps(content: Any) -> bytes:
+    """Indented JSON; equal content gives equal bytes."""
+    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+
+
+def count(outputs: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """`COUNTS` of the output rows of one input row, in either format."""
+    if "custom_id" in outputs[0]:
+        body = outputs[0]["response"]["body"]
+        failed, samples = outputs[0]["error"] is not None, len(body.get("choices", ()))
+        usage = body.get("usage", {"prompt_tokens": 0, "completion_tokens": 0})
+        prompt_tokens, generated = usage["prompt_tokens"], usage["completion_tokens"]
+    else:
+        failed, samples = any(row.get("error") for row in outputs), sum(row["index"] is not None for row in outputs)
+        prompt_tokens, generated = len(outputs[0]["prompt_token_ids"]), sum(len(row["token_ids"]) for row in outputs)
+    return dict(zip(COUNTS, (1, int(failed), samples, prompt_tokens, generated), strict=True))
 
 
 class Job:
@@ -57,9 +98,11 @@ class Job:
         """SHA-256 of `job.json`, which names the job in its records and journals."""
         self._checked: str | None = None
         """The version of `job.json` that was last compared with this job's."""
-        self._kind: str = spec["config"]["batch"]["format"]
-        # Without claims two processes may write a shard; where they may write different rows, each has its own file.
-        self._unique_names = not store.has_claims and spec["guarantee"]["numerics"] == Numerics.DEFAULT
+        self.kind: str = spec["config"]["batch"]["format"]
+        """Format of the output, as in `BatchConfig.format`."""
+        self.unique_names = not store.has_claims and spec["guarantee"]["numerics"] == Numerics.DEFAULT
+        """Whether files are named after their contents too: without claims two processes may write a shard, and with
+        these numerics different rows."""
 
     def check_current(self) -> None:
         """Raises: ValueError if the output no longer holds this job.
@@ -104,7 +147,7 @@ class Job:
         record: Any = None
         with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(self.store.read(name) or b"")
-        if not _is_record(record, index, self._kind):
+        if not _is_record(record, index, self.kind):
             return ValueError(f"{name} of the output is no record of its shard; {again}")
         if record["job"] != self.sha256:
             return ValueError(
@@ -132,7 +175,7 @@ class Job:
         others = [shard for shard in reversed(self.input.shards) if shard.index % workers != worker]
         return own + (others if self.store.has_claims else [])
 
-    def claim(self, shards: Iterable[InputShard]) -> Iterator[OpenShard]:
+    def claim(self, shards: Iterable[InputShard]) -> Iterator["OpenShard"]:
         """The shards that are neither finished nor claimed elsewhere, each claimed when the iterator reaches it."""
         known = self.committed()
         for shard in shards:
@@ -147,20 +190,11 @@ class Job:
                 continue
             yield self._open(shard, journal)
 
-    def _open(self, shard: InputShard, journal: Journal) -> OpenShard:
+    def _open(self, shard: InputShard, journal: Journal) -> "OpenShard":
         try:
             if self.store.has_claims:
                 self.check_current()  # again: the next write is to the journal; an object store's is kept in memory
-            return OpenShard(
-                self.store,
-                shard,
-                journal,
-                job=self.sha256,
-                check_job=self.check_current,
-                kind=self._kind,
-                carried=self.input.carried,
-                unique_names=self._unique_names,
-            )
+            return OpenShard(self, shard, journal)
         except BaseException:
             journal.release()
             raise
@@ -326,3 +360,177 @@ def _known(value: Any, chosen: Any) -> Any:
 
 def _shown(value: Any) -> str:
     return value if value is _ABSENT else brief(value)
+
+
+# Shards
+
+
+class OpenShard:
+    """A shard that this process has claimed.
+
+    Args:
+        journal: rows that earlier processes have finished.
+    Raises: ValueError if the journal is another job's, or has a line that is no row.
+    """
+
+    def __init__(self, job: Job, source: InputShard, journal: Journal):
+        self._job, self.source, self._journal = job, source, journal
+        self._rows: dict[int, list[str]] = {}
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._replay()
+        self.found = len(self._rows)
+        """Number of rows that were finished before."""
+
+    def __contains__(self, row: int) -> bool:
+        """Whether a row, counted from the start of the shard, is finished."""
+        return row in self._rows
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self._rows) == self.source.rows
+
+    def finish(self, row: int, outputs: Sequence[Mapping[str, Any]]) -> None:
+        """Add the output rows of an input row. Requires: the row is not finished."""
+        assert row not in self._rows, f"row {row} of shard {self.source.index} is finished twice"
+        encoded = [encode_row(output) for output in outputs]
+        self._journal.add(_line(f"{row} [{','.join(encoded)}]"))
+        self._take(row, encoded, outputs)
+
+    def _take(self, row: int, encoded: list[str], outputs: Sequence[Mapping[str, Any]]) -> None:
+        self._rows[row] = encoded
+        self._counts.update(count(outputs))
+
+    def _replay(self) -> None:
+        """Add the rows of the journal, up to the first line that is incomplete."""
+        content, good = self._journal.content, 0
+        name, header = journal_name(self.source.index), f"job {self._job.sha256}"
+        while (end := content.find(b"\n", good)) >= 0:
+            checksum, _, body = content[good:end].partition(b" ")
+            if checksum != b"%08x" % zlib.crc32(body):
+                break
+            if good == 0 and body != header.encode():
+                raise ValueError(
+                    f"{name} of the output belongs to another job than {JOB}; put back the {JOB} that it was written "
+                    f"for, or remove {name} to compute its rows again"
+                )
+            try:
+                if good > 0:
+                    self._take_line(body)
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+                raise ValueError(
+                    f"{name} of the output holds a line that is no row of its shard ({brief(str(e))}); remove {name} "
+                    "to compute its rows again"
+                ) from e
+            good = end + 1
+        self._journal.keep(good)
+        if good == 0:
+            self._journal.add(_line(header))
+
+    def _take_line(self, body: bytes) -> None:
+        number, _, outputs = body.partition(b" ")
+        row, rows = int(number), json.loads(outputs)
+        if not 0 <= row < self.source.rows:
+            raise ValueError(f"row {row} of {self.source.rows}")
+        if row not in self._rows:
+            self._take(row, [encode_row(row) for row in rows], rows)
+
+    def commit(self) -> None:
+        """Make the shard's file durable, and then its record. Requires: it is complete.
+
+        Raises: ValueError if the output no longer holds this job, or another record of this shard.
+        """
+        assert self.is_complete, f"shard {self.source.index} lacks rows"
+        rows = (row for i in range(self.source.rows) for row in self._rows[i])
+        job, store = self._job, self._job.store
+        if job.kind == "parquet":
+            data = tables.encode(rows, job.input.carried)
+        else:
+            data = "".join(f"{row}\n" for row in rows).encode()
+        sha256 = hashlib.sha256(data).hexdigest()
+        name = part_name(self.source.index) + (f"-{sha256[:16]}" if job.unique_names else "")
+        record = {
+            "shard": self.source.index,
+            "job": job.sha256,
+            "file": name + part_suffix(job.kind),
+            "bytes": len(data),
+            "sha256": sha256,
+            **{key: self._counts[key] for key in COUNTS},
+        }
+        job.check_current()
+        store.put(record["file"], data)
+        job.check_current()  # again: putting a large file takes a while
+        name = record_name(self.source.index)
+        if not store.create(name, dumps(record)):  # another worker was first
+            if job.unique_names:
+                store.remove(record["file"])
+            elif store.read(name) != dumps(record):
+                raise ValueError(
+                    f"{name} of the output was written by another process meanwhile, and names other rows; remove it "
+                    "to compute the shard again, by one process"
+                )
+        self._journal.close(remove=True)
+
+    def leave(self) -> None:
+        """Release the shard; the journal keeps the finished rows for a later run, if the output still holds the job."""
+        try:
+            self._job.check_current()
+        except ValueError:
+            self._journal.release()
+        else:
+            self._journal.close(remove=False)
+
+
+def _line(body: str) -> bytes:
+    """A line of a journal."""
+    data = body.encode()
+    return b"%08x %s\n" % (zlib.crc32(data), data)
+
+
+class RemoteShard:
+    """A shard that process 0 writes.
+
+    Args:
+        finished: rows that were finished when it was claimed.
+    """
+
+    def __init__(self, source: InputShard, finished: Iterable[int]):
+        self.source, self._finished = source, set(finished)
+        self.found = len(self._finished)
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._finished
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self._finished) == self.source.rows
+
+    def finish(self, row: int, outputs: Sequence[Mapping[str, Any]]) -> None:
+        self._finished.add(row)
+
+    def commit(self) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
+
+def broadcast_claims(hosts: Hosts, shards: Iterator[OpenShard]) -> Iterator[OpenShard]:
+    """The shards; publishes each to the other processes as it is claimed."""
+    prefix = f"claims/{hosts.next_number('claims')}"
+    number = 0
+    for shard in shards:
+        finished = [row for row in range(shard.source.rows) if row in shard]
+        hosts.publish(f"{prefix}/{number}", [shard.source.index, finished])
+        number += 1
+        yield shard
+    hosts.publish(f"{prefix}/{number}", None)
+
+
+def receive_claims(hosts: Hosts, inputs: InputShards) -> Iterator[RemoteShard]:
+    """The shards that process 0 claims. Raises: HostLost."""
+    prefix = f"claims/{hosts.next_number('claims')}"
+    number = 0
+    while (claim := hosts.wait_for(f"{prefix}/{number}", math.inf)) is not None:
+        index, finished = claim
+        number += 1
+        yield RemoteShard(inputs.shards[index], finished)

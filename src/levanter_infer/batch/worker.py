@@ -9,9 +9,18 @@ from levanter_infer.batch import tables
 from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.batch.drive import Driver, OutputFormat, RowFormat, Totals
 from levanter_infer.batch.input import Input, InputShard, InputShards
-from levanter_infer.batch.job import Job, check_same, job_fingerprint, make_job_spec, read_job_spec
+from levanter_infer.batch.job import (
+    JOB,
+    Job,
+    broadcast_claims,
+    check_same,
+    dumps,
+    job_fingerprint,
+    make_job_spec,
+    read_job_spec,
+    receive_claims,
+)
 from levanter_infer.batch.openai import ResultLines
-from levanter_infer.batch.shard import JOB, broadcast_claims, dumps, receive_claims
 from levanter_infer.batch.store import Store, open_store
 from levanter_infer.checkpoints.chat import CHAT_KEYS
 from levanter_infer.cli.session import make_engine
@@ -244,10 +253,11 @@ def _sizes_here(config: BatchRunConfig, sizes: dict[str, Any]) -> dict[str, Any]
 
     Raises: ValueError if its results would differ and the job promises equal bytes.
     """
+    from levanter_infer.engine.instructions import usable_isas
     from levanter_infer.kernels.cpu import bindings as cpu
 
     isa = sizes.get("cpu_isa")
-    usable = cpu.isas() if isa is not None and cpu.available() else ()
+    usable = usable_isas() if isa is not None and cpu.available() else ()
     if isa is None or isa in usable:
         return sizes
     if config.engine["numerics"] == Numerics.BATCH_INVARIANT:

@@ -20,20 +20,28 @@ from haliax import NamedArray
 
 from levanter_infer.axes import HEAD_SIZE, KV_HEADS, ROW, ROW_BOUND, SEQ_PAGE, TOKEN
 from levanter_infer.bench.machine import Peaks, device_peaks
-from levanter_infer.bench.plot import add_plot_argument, draw
-from levanter_infer.bench.report import digest, emit, measured, provenance, summarize, utilisation
+from levanter_infer.bench.report import (
+    add_plot_argument,
+    digest,
+    draw,
+    emit,
+    measured,
+    provenance,
+    summarize,
+    utilisation,
+)
 from levanter_infer.bench.workload import numbers
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.decode.programs import compile_program
-from levanter_infer.kernels import IMPLEMENTATIONS, AttentionCall, Backend, make_backend
-from levanter_infer.kernels.call import PoolShape
-from levanter_infer.kernels.registry import BACKENDS, platform_of
+from levanter_infer.kernels.backend import Backend
+from levanter_infer.kernels.call import AttentionCall, PoolShape
+from levanter_infer.kernels.registry import BACKENDS, IMPLEMENTATIONS, make_backend, platform_of
 from levanter_infer.kernels.rules import ScoreRules
 
 LAYERS = 2
 """Layers of the pool, which a measurement visits in turn: none is in the processor's cache because it was just read."""
-PHASES = ("decode", "chunk")
+PHASES = ("decode", "prefill")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +80,7 @@ class Case:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--phases", default=",".join(PHASES), help="of decode, chunk; default both")
+    parser.add_argument("--phases", default=",".join(PHASES), help="of decode, prefill; default both")
     parser.add_argument("--batch", type=numbers, default=(1, 8, 32), help="sequences; default 1,8,32")
     parser.add_argument("--context", type=numbers, default=(128, 1024, 8192), help="tokens; default 128,1024,8192")
     parser.add_argument("--page-size", type=numbers, default=(16,), help="default 16")
@@ -101,7 +109,7 @@ def run(args: argparse.Namespace) -> None:
         args.phases.split(","), args.batch, args.page_size, args.context
     ):
         queries = 1 if phase == "decode" else min(args.chunk // batch, context)
-        if phase == "chunk" and queries < 2:
+        if phase == "prefill" and queries < 2:
             continue  # more sequences than tokens: each would decode
         case = Case(phase, batch, context, queries, page_size, args.heads, args.kv_heads, args.head_dim, args.dtype)
         clock = Clock(args.repeats, args.milliseconds)

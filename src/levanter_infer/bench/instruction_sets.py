@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from levanter_infer.bench.report import summarize
-from levanter_infer.engine.backend import Backend
+from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.instructions import usable_isas
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.layers.linear import Linear
 from levanter_infer.models.decoder import DecoderModel
@@ -30,14 +31,14 @@ def add_isa_argument(parser: argparse.ArgumentParser) -> None:
 def isas_in_turn(text: str, dtype) -> list[str] | None:
     """The instruction sets of `--cpu-isa` that are to be measured in turn; None if it names one, or auto."""
     if text == EACH:
-        usable = cpu.isas(dtype)
+        usable = usable_isas(dtype)
         return list(usable[:-1] or usable)
     return text.split(",") if "," in text else None
 
 
 def chosen_isa(model: DecoderModel, isas: Sequence[str]) -> str:
     """The instruction set that `auto` chooses for the model. Raises: ValueError if it is not measured."""
-    chosen = Backend.choose(EngineConfig(), model, has_mods=False).isa
+    chosen = BackendChoice.choose(EngineConfig(), model, has_mods=False).isa
     if chosen is None or chosen not in isas:
         raise ValueError(f"--cpu-isa {','.join(isas)}: auto chooses {chosen}; name it too")
     return chosen
@@ -63,7 +64,7 @@ def prepared_for(isas: Sequence[str], model: DecoderModel) -> dict[str, DecoderM
         prepared[isa] = (
             with_isa(prepared[alike], isa)
             if alike is not None
-            else Backend.choose(config, model, has_mods=False).prepare(model)
+            else BackendChoice.choose(config, model, has_mods=False).prepare(model)
         )
     return prepared
 

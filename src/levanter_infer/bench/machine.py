@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 
+from levanter_infer.kernels.tpu.tiling import GENERATIONS
 from levanter_infer.plan import probe
 from levanter_infer.plan.targets import GPUS, TPUS
 
@@ -58,10 +59,6 @@ class Peaks:
     """Peak rate of matmuls in 10¹² floating-point operations per second."""
 
 
-_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p"}
-_KINDS |= {"TPU v6 lite": "v6e", "TPU v6e": "v6e"}
-
-
 def device_peaks(dtype: str) -> Peaks | None:
     """Peaks of this process's first device: measured on a CPU, else from the data sheet; None for an unknown device.
 
@@ -71,7 +68,7 @@ def device_peaks(dtype: str) -> Peaks | None:
     if device.platform == "cpu":
         return Peaks(probe.memory_gbps(), max(probe.tflops(name) for name in {dtype, "float32"}))
     if device.platform == "tpu":
-        chip = TPUS.get(_KINDS.get(device.device_kind, ""))
+        chip = TPUS.get(GENERATIONS.get(device.device_kind) or device.device_kind.removeprefix("TPU "))
     else:
         words = device.device_kind.lower().replace("-", " ").split()
         chip = next((chip for name, chip in GPUS.items() if name in words), None)

@@ -18,7 +18,7 @@ from levanter_infer.bench.instruction_sets import add_isa_argument, chosen_isa, 
 from levanter_infer.bench.report import digest, emit, provenance
 from levanter_infer.bench.workload import add_model_arguments, model_sizes, numbers, random_model
 from levanter_infer.decode.programs import compile_program
-from levanter_infer.engine.backend import Backend
+from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.layers.linear import apply
 from levanter_infer.models.decoder import DecoderModel
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
             config = {"model": model_sizes(args), "dtype": args.dtype, "matmul": "cpu"}
             emit({"bench": "matmul", **compare(models, rows, clock, chosen), "config": config, **about})
         return
-    backend = Backend.choose(EngineConfig(matmul=args.matmul, cpu_isa=args.cpu_isa), given, has_mods=False)
+    backend = BackendChoice.choose(EngineConfig(matmul=args.matmul, cpu_isa=args.cpu_isa), given, has_mods=False)
     model = backend.prepare(given, donate=True)
     for rows in args.rows:
         config = {

@@ -16,8 +16,7 @@ import numpy as np
 
 from levanter_infer.bench.clients import run_continuous, run_static
 from levanter_infer.bench.machine import jitter
-from levanter_infer.bench.plot import add_plot_argument, draw
-from levanter_infer.bench.report import digest, emit, percentiles, provenance, summarize
+from levanter_infer.bench.report import add_plot_argument, digest, draw, emit, percentiles, provenance, summarize
 from levanter_infer.bench.timeline import Round, Timeline, in_steady, phases, spikes
 from levanter_infer.bench.workload import (
     ARRIVALS,

@@ -11,8 +11,7 @@ import time
 
 import numpy as np
 
-from levanter_infer.bench.plot import add_plot_argument, draw
-from levanter_infer.bench.report import digest, emit, measured, provenance, summarize
+from levanter_infer.bench.report import add_plot_argument, digest, draw, emit, measured, provenance, summarize
 from levanter_infer.bench.workload import (
     add_model_arguments,
     model_sizes,

@@ -14,11 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from levanter_infer.bench.attention import Case, Clock, inputs
-from levanter_infer.bench.fits import exponent, growing_part
 from levanter_infer.bench.machine import device_peaks
-from levanter_infer.bench.plot import add_plot_argument, draw
 from levanter_infer.bench.progress import Progress, record
-from levanter_infer.bench.report import digest, emit, measured, provenance, summarize, utilisation
+from levanter_infer.bench.report import (
+    add_plot_argument,
+    digest,
+    draw,
+    emit,
+    exponent,
+    growing_part,
+    measured,
+    provenance,
+    summarize,
+    utilisation,
+)
 from levanter_infer.bench.workload import (
     add_model_arguments,
     model_sizes,
@@ -28,7 +37,7 @@ from levanter_infer.bench.workload import (
     round_up,
 )
 from levanter_infer.decode.programs import compile_program
-from levanter_infer.engine.backend import Backend
+from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.layers.attention import AttentionSpec
@@ -346,7 +355,7 @@ def layer(args) -> Iterator[dict]:
     for context in args.layer_context:
         model = make_model(args, context)
         config, layers = model.config, model.config.num_layers
-        backend = Backend.choose(EngineConfig(), model, has_mods=False)
+        backend = BackendChoice.choose(EngineConfig(), model, has_mods=False)
         spec = AttentionSpec(max_seq_len=context)
         model = backend.prepare(model, donate=True)
         for target, page_size in (("bench-llama", 1 << (context - 1).bit_length()), ("bench-llama-paged", _PAGE)):

@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from levanter_infer.bench.one_start import PROMPT
-from levanter_infer.bench.plot import add_plot_argument, draw
-from levanter_infer.bench.report import digest, emit, provenance, summarize
+from levanter_infer.bench.report import add_plot_argument, digest, draw, emit, provenance, summarize
 from levanter_infer.bench.workload import add_model_arguments, model_sizes, numbers, random_model
 from levanter_infer.checkpoints.save import save_model
+from levanter_infer.runtime.compile_cache import VARIABLE
 
 CASES = ("start", "sample", "layers")
-_CACHE = "LEVANTER_INFER_COMPILE_CACHE"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +88,7 @@ def _checkpoint(path: Path, args: argparse.Namespace, **changes: int) -> Path:
 
 def _environment(cache: Path | None) -> dict[str, str]:
     environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
-    return environment | {_CACHE: "off" if cache is None else str(cache)}
+    return environment | {VARIABLE: "off" if cache is None else str(cache)}
 
 
 def _start(model: Path, cache: Path | None) -> dict:

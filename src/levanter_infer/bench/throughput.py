@@ -55,11 +55,10 @@ def run(args: argparse.Namespace) -> None:
             config = EngineConfig(max_seqs=batch, max_seq_len=longest, prefix_cache=False, **kernels)
             return InferenceEngine(model, config=config)
 
-        modes = args.modes.split(",")
         if isas is None:
-            lines = measure(engine(args.cpu_isa), args, batch, prompt, output, modes)
+            lines = measure(engine(args.cpu_isa), args, batch, prompt, output)
         else:
-            lines = compare({isa: engine(isa) for isa in isas}, args, batch, prompt, output, modes, chosen)
+            lines = compare({isa: engine(isa) for isa in isas}, args, batch, prompt, output, chosen)
         for line in lines:
             emit({"bench": "throughput", **line, **about})
 
@@ -78,14 +77,14 @@ def timed_call(engine: InferenceEngine, prompts: Sequence[list[int]], mode: str,
 
 
 def compare(
-    engines: Mapping[str, InferenceEngine], args, batch: int, prompt: int, output: int, modes: list[str], chosen: str
+    engines: Mapping[str, InferenceEngine], args, batch: int, prompt: int, output: int, chosen: str
 ) -> list[dict[str, object]]:
     """A line for each mode: engines with different instruction sets, measured in turn."""
     sizes = model_sizes(args)
     prompts = random_prompts(sizes["vocab"], [prompt] * batch, seed=batch)
     timed: dict[str, Timed] = {isa: functools.partial(timed_call, engine, prompts) for isa, engine in engines.items()}
     lines: list[dict[str, object]] = []
-    for mode in modes:
+    for mode in args.modes.split(","):
         for call in timed.values():
             call(mode, 1 + output)  # compiles
         short: dict[str, list[float]] = {isa: [] for isa in engines}
@@ -110,11 +109,9 @@ def compare(
     return lines
 
 
-def measure(
-    engine: InferenceEngine, args, batch: int, prompt: int, output: int, modes: list[str]
-) -> list[dict[str, object]]:
+def measure(engine: InferenceEngine, args, batch: int, prompt: int, output: int) -> list[dict[str, object]]:
     """A line for each mode."""
-    sizes = model_sizes(args)
+    sizes, modes = model_sizes(args), args.modes.split(",")
     prompts = random_prompts(sizes["vocab"], [prompt] * batch, seed=batch)
     timed = functools.partial(timed_call, engine, prompts)
 

@@ -31,7 +31,7 @@ class PageBatchInfo(eqx.Module):
     num_seqs: ht.i32[NamedArray, ""]
     """Rows in use."""
     new_token_dests: ht.i32[NamedArray, " token"]
-    """Where each token's K/V go: `page * page_size + page offset`; none is `num_pages * page_size`."""
+    """Destination of each token's K/V: `page * page_size + page offset`; none is `num_pages * page_size`."""
     page_size: int = eqx.field(static=True)
 
     def first(self, tokens: int, rows: int) -> "PageBatchInfo":

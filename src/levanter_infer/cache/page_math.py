@@ -1,4 +1,4 @@
-"""Where a token's position falls among the pages of its sequence. For whole numbers and arrays; imports no JAX.
+"""Page and offset of a token's position in its sequence. For whole numbers and arrays; imports no JAX.
 
 Page sizes are powers of two, so divisions are shifts.
 """

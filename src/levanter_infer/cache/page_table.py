@@ -7,7 +7,7 @@ from jax import Array
 from jaxtyping import Int32
 
 from levanter_infer.cache.arrays import full, gather, replace, scatter, scatter_add, scatter_max
-from levanter_infer.kernels.loops import run_if as run_if
+from levanter_infer.kernels.loops import run_if
 
 
 class PageTable(eqx.Module):

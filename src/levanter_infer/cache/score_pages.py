@@ -58,7 +58,7 @@ def pack_scores(logprobs: Array, top_ids: Array, top_logprobs: Array) -> Array:
 
 
 def unpack_scores(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """On the host: `pack_scores` the other way round, for i32[n, score]."""
+    """The inverse of `pack_scores` on the host, for i32[n, score]."""
     num_top = scores.shape[1] // 2
     own, ids, top = np.split(scores, [1, 1 + num_top], axis=1)
     return own[:, 0].copy().view(np.float32), ids, np.ascontiguousarray(top).view(np.float32)

@@ -6,13 +6,14 @@ from jax import Array
 from jaxtyping import Bool, Int32
 
 from levanter_infer.cache.arrays import gather, replace, scatter
-from levanter_infer.cache.page_table import ragged_index, run_if
+from levanter_infer.cache.page_table import ragged_index
 from levanter_infer.decode.beam_table import BeamParams
 from levanter_infer.decode.codes import ABORT, FINISHED, FREE, LOADING, NOT_FINISHED, WAITING
 from levanter_infer.decode.kv_offload import HostTerms
 from levanter_infer.decode.paging import free_pages_for_finished
 from levanter_infer.decode.sampling import SamplingTable
 from levanter_infer.decode.state import DecodeState
+from levanter_infer.kernels.loops import run_if
 
 
 class Admission(eqx.Module):
@@ -39,7 +40,7 @@ class Admission(eqx.Module):
     fork_source: Int32[Array, " admitted"]
     """Slot whose prompt is shared; its prompt is complete by the end of this admission. None: not a fork."""
     sampling: SamplingTable
-    """How to sample each admitted sequence, over `admitted`."""
+    """Sampling parameters of each admitted sequence, over `admitted`."""
     beams: BeamParams | None
     """Search parameters of each admitted sequence; None if the state has no `BeamTable`."""
     cancel: Bool[Array, " seq"]

@@ -1,4 +1,4 @@
-"""How many pages must be free before a sequence starts: the policies of `engine.admission`."""
+"""Free pages that a sequence needs to start: the policies of `engine.admission`."""
 
 import jax.numpy as jnp
 from jax import Array

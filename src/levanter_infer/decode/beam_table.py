@@ -63,7 +63,7 @@ class NoBeams(eqx.Module):
         return jnp.int32(1)
 
     def starting(self, starts: Array, running: Array) -> Array:
-        """Those slots of the mask `starts`, bool[seq], that do not start a part of a group."""
+        """The slots of the mask `starts`, bool[seq], without those that would start a part of a group."""
         return starts
 
     def pending(self, table: SequenceTable) -> Array:

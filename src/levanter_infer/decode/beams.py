@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.cache.arrays import gather, replace, scatter, scatter_add
-from levanter_infer.cache.page_table import run_if
 from levanter_infer.decode.beam_table import BeamTable
 from levanter_infer.decode.codes import EARLY, ERROR, LENGTH, NEVER, NOT_FINISHED, STOP
 from levanter_infer.decode.resampling import moved_rows, resample
 from levanter_infer.decode.sampling import BeamCandidates
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
+from levanter_infer.kernels.loops import run_if
 
 
 class _Groups(NamedTuple):

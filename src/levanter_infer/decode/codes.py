@@ -34,7 +34,7 @@ class FinishReason(IntEnum):
 
 
 class EarlyStopping(IntEnum):
-    """When a beam search ends."""
+    """Conditions at which a beam search ends."""
 
     PATIENT = 0  # once no running beam can beat the worst hypothesis by its score at its present length
     EARLY = 1  # once it has as many hypotheses as beams

@@ -15,7 +15,7 @@ from levanter_infer.decode.state import DecodeState
 
 
 def violations(state: DecodeState) -> dict[str, Array]:
-    """How often each invariant is violated, i32[] by name; all zero in a healthy state. Works inside jit.
+    """Violations of each invariant, i32[] by name; all zero in a healthy state. Works inside jit.
 
     docs/invariants.md explains each of them. Costs O(slots × positions + pages): for tests and debugging.
     """
@@ -85,7 +85,7 @@ def _repeats(indices: Array, num_pages: int) -> Array:
 
 
 def _tokens_differ(state: DecodeState, owner_of: Array, holds: Array) -> Array:
-    """Where a slot's stored tokens differ from those of the first holder of the same page, bool[seq, position]."""
+    """A slot's stored tokens that differ from those of the first holder of the same page, bool[seq, position]."""
     table, size = state.sequences, state.page_table.page_size
     tokens, computed = table.tokens, table.num_computed
     position = jnp.arange(tokens.shape[1], dtype=jnp.int32)

@@ -43,7 +43,7 @@ def may_start(table: SequenceTable, ready: Array, shapes: Shapes) -> Array:
 
 
 def host_call(state: DecodeState, shapes: Shapes, terms: HostTerms | None) -> Array:
-    """What the host should do before the next step: NO_CALL, SHORT or ROOM. i32[]
+    """The reason why the host is called before the next step: NO_CALL, SHORT or ROOM. i32[]
 
     SHORT errs on the safe side where several prompts are computed at once. A step that starts waiting sequences is
     not short for them: they start only if there are pages.

@@ -29,7 +29,7 @@ def run_round(
 
 
 class RoundLimits(NamedTuple):
-    """When a round ends although work is left; fields as of `Admission`."""
+    """Limits at which a round ends although work is left; fields as of `Admission`."""
 
     max_steps: Array
     min_free_slots: Array

@@ -161,7 +161,7 @@ class RoundResult:
         self.ranks = [HostOutputs(outputs, shapes, rank) for rank in ranks]
         scalars = [rank.scalars for rank in self.ranks]
         self.scalars = {name: (max if name in _MAXIMA else sum)(of[name] for of in scalars) for name in scalars[0]}
-        """Of all ranks together."""
+        """Scalars of all ranks together: sums, and maxima of `_MAXIMA`."""
 
     @property
     def steps(self) -> list[int]:

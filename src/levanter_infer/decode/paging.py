@@ -6,11 +6,12 @@ from jax import Array
 
 from levanter_infer.cache.arrays import gather, replace, scatter, scatter_add, scatter_max, scatter_min
 from levanter_infer.cache.page_math import offset_of, page_of, pages_for
-from levanter_infer.cache.page_table import PageTable, ragged_index, run_if
+from levanter_infer.cache.page_table import PageTable, ragged_index
 from levanter_infer.decode.codes import FINISHED, RUNNING, WAITING
 from levanter_infer.decode.sequence_table import SequenceTable
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
+from levanter_infer.kernels.loops import run_if
 
 _BLOCK = 1024
 """Pages shared or released per trip of a loop: usually there is one trip."""

@@ -14,13 +14,14 @@ from jax import Array
 
 from levanter_infer.cache.arrays import gather, replace, scatter, scatter_add
 from levanter_infer.cache.page_math import offset_of, page_of
-from levanter_infer.cache.page_table import ragged_index, run_if
+from levanter_infer.cache.page_table import ragged_index
 from levanter_infer.cache.prefix_table import UNKNOWN, PrefixTable, chained, content_hashes
 from levanter_infer.decode.codes import DEFAULT_ROOT, RUNNING, is_private_root
 from levanter_infer.decode.paging import page_at
 from levanter_infer.decode.sequence_table import SequenceTable, is_ready
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
+from levanter_infer.kernels.loops import run_if
 
 _WINDOW = 32
 """Pages that a sequence looks up at once."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import inspect
 import re
@@ -70,7 +69,7 @@ class Program:
         self.compilations = 0
         self._names = tuple(inspect.signature(function).parameters)
         self.types: dict[str, str] = {}
-        """By the name of its place, the type of every array that the program takes."""
+        """Types of the arrays that the program takes, by the name of the argument."""
         self._compiled: Future[jax.stages.Compiled] | None = None
 
     def __call__(self, *arguments):
@@ -173,8 +172,28 @@ class OffloadPrograms:
         self._programs = dict(vars(self))
 
     def compilations(self) -> dict[str, int]:
-        """Of those that have been called."""
+        """Compilations of each program that has been called."""
         return {name: program.compilations for name, program in self._programs.items() if program.is_begun}
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramOptions:
+    """The choices that an engine's programs of all `Shapes` share."""
+
+    attention: AttentionSpec
+    kv_dtype: jnp.dtype
+    """Dtype of the stored keys and values."""
+    backend: Backend = XLA
+    """The pool's; it computes attention."""
+    layout: Layout | None = None
+    """The sharding of model and state over a mesh; every device runs the programs on its parts. None: the mesh has one
+    device."""
+    compiler_options: Mapping[str, str | bool] | None = None
+    """Options for XLA's compiler, where it knows them."""
+    on_recompile: Callable[[str], None] | None = None
+    """Called with a message if the round is compiled again, instead of `RecompilationError`."""
+    fingerprints: bool = False
+    """Whether each program notes one when it is lowered."""
 
 
 class Programs:
@@ -189,57 +208,30 @@ class Programs:
     and their `extend` brings the state along.
     """
 
-    def __init__(
-        self,
-        model,
-        shapes: Shapes,
-        attention: AttentionSpec,
-        *,
-        kv_dtype,
-        backend: Backend = XLA,
-        on_recompile: Callable[[str], None] | None = None,
-        options: Mapping[str, str | bool] | None = None,
-        smaller: "Programs | None" = None,
-        layout: Layout | None = None,
-        fingerprints: bool = False,
-    ):
+    def __init__(self, model, shapes: Shapes, options: ProgramOptions, *, smaller: "Programs | None" = None):
         """
         Args:
             model: of the form that the round takes; types will do.
-            backend: of the pool; it computes attention.
-            on_recompile: called with a message if the round is compiled again, instead of `RecompilationError`.
-            options: for XLA's compiler, where it knows them.
             smaller: the programs that these take over from (`extended`).
-            layout: the sharding of model and state over a mesh; every device runs the programs on its parts. None: the
-                mesh has one device.
         """
-        layout = Layout.of(None, model.config) if layout is None else layout
-        self._make = functools.partial(
-            Programs,
-            attention=attention,
-            kv_dtype=kv_dtype,
-            backend=backend,
-            on_recompile=on_recompile,
-            options=options,
-            layout=layout,
-            fingerprints=fingerprints,
-        )
-        self._on_recompile, self._layout = on_recompile, layout
+        layout = Layout.of(None, model.config) if options.layout is None else options.layout
+        self._options, self._layout = options, layout
         self._smaller = None if smaller is None else (smaller.state_types, smaller.compilations())
-        functions = _functions(shapes, attention, model.config, layout.kv_heads, kv_dtype=kv_dtype, backend=backend)
         with without_context_mesh():
-            functions = _spmd(functions, layout)
+            functions = _spmd(_functions(shapes, model.config, layout.kv_heads, options), layout)
             self.state_types = layout.types(jax.eval_shape(functions["init"]), stacked=True)
         """The types of the state, as `jax.ShapeDtypeStruct`s."""
 
-        def program(name: str, *, donate: tuple[int, ...] = (), options=None) -> Program:
-            self._programs[name] = Program(functions[name], donate=donate, options=options, fingerprint=fingerprints)
+        def program(name: str, *, donate: tuple[int, ...] = (), compiler_options=None) -> Program:
+            self._programs[name] = Program(
+                functions[name], donate=donate, options=compiler_options, fingerprint=options.fingerprints
+            )
             return self._programs[name]
 
         self._programs: dict[str, Program] = {}
         self._wanted: tuple[str, ...] = ()
         self.init = program("init")
-        self._round = program("round", donate=(1,), options=options)
+        self._round = program("round", donate=(1,), compiler_options=options.compiler_options)
         self.reset = program("reset", donate=(0,))
         self.zero_cache = program("zero_cache", donate=(0,))
         self.extend = program("extend", donate=(0,))
@@ -251,7 +243,7 @@ class Programs:
 
     def extended(self, model, shapes: Shapes) -> "Programs":
         """Programs for `shapes`, which ask for more tables than these have; their `extend` takes a state of these."""
-        return self._make(model, shapes, smaller=self)
+        return Programs(model, shapes, self._options, smaller=self)
 
     def needed(self, model, admission) -> dict[str, tuple[Program, tuple]]:
         """The programs that every engine compiles before its first request, by name, each with its arguments.
@@ -288,7 +280,7 @@ class Programs:
                 program.wait()
 
     def progress(self) -> str:
-        """How many of the programs that were asked for are compiled, and which are not; for people, from any thread."""
+        """The number of compiled programs among those asked for, and the others' names; from any thread."""
         left = [name for name in self._wanted if not self._programs[name].is_ready]
         if not left:
             return ""
@@ -308,26 +300,26 @@ class Programs:
             if not changed:
                 raise
         message = f"the round has to be compiled again: {'; '.join(changed[:5])}"
-        if self._on_recompile is None:
+        if self._options.on_recompile is None:
             raise RecompilationError(message)
-        self._on_recompile(message)
+        self._options.on_recompile(message)
         program.compile(*arguments)
         return program(*arguments)
 
     def compilations(self) -> dict[str, int]:
-        """How many times each program has been compiled: in a healthy engine once, and once more per extension."""
+        """Compilations of each program: in a healthy engine once, and once more per extension."""
         before = {} if self._smaller is None else self._smaller[1]
         now = {name: program.compilations for name, program in self._programs.items() if program.is_begun}
         now |= self.tier.compilations()
         return {name: now.get(name, 0) + before.get(name, 0) for name in before | now}
 
     def fingerprints(self) -> dict[str, str]:
-        """Of the programs that are compiled or being compiled, if they were asked for."""
+        """Fingerprint of each program that is compiled or being compiled; empty if it was not asked for."""
         return {name: program.fingerprint for name, program in self._programs.items() if program.is_begun}
 
     @property
     def round_function(self) -> Callable:
-        """What `round` compiles, with its argument `state` donated: to be compiled elsewhere and looked at."""
+        """The function that `round` compiles, with its argument `state` donated; for inspection."""
         return self._round.function
 
     def trace_round(self, model, state, admission):
@@ -344,17 +336,15 @@ def _spmd(functions: dict[str, Callable], layout: Layout) -> dict[str, Callable]
     return {name: layout.spmd(function, results.get(name)) for name, function in functions.items()}
 
 
-def _functions(
-    shapes: Shapes, attention: AttentionSpec, config, num_kv_heads: int, *, kv_dtype, backend: Backend
-) -> dict[str, Callable]:
-    """What the programs of an engine do, by their names, on a device with `num_kv_heads` key and value heads."""
+def _functions(shapes: Shapes, config, num_kv_heads: int, options: ProgramOptions) -> dict[str, Callable]:
+    """The functions of an engine's programs by name, on a device with `num_kv_heads` key and value heads."""
 
     def init() -> GenState:
-        cache = empty_cache(config, shapes, backend, dtype=kv_dtype, num_kv_heads=num_kv_heads)
+        cache = empty_cache(config, shapes, options.backend, dtype=options.kv_dtype, num_kv_heads=num_kv_heads)
         return GenState.init(shapes, cache)
 
     def one_round(model, state: GenState, admission: Admission) -> tuple[GenState, RoundOutputs]:
-        return run_round(model, state, admission, shapes, attention)
+        return run_round(model, state, admission, shapes, options.attention)
 
     def reset(state: GenState) -> GenState:
         return GenState.init(shapes, state.kv)

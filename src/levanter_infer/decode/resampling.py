@@ -5,11 +5,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.cache.arrays import gather, replace
-from levanter_infer.cache.page_table import PageTable, run_if
+from levanter_infer.cache.page_table import PageTable
 from levanter_infer.decode.codes import FINISHED, FREE, WAITING
 from levanter_infer.decode.paging import release_tails, share_tails
 from levanter_infer.decode.sequence_table import SequenceTable
 from levanter_infer.decode.state import DecodeState
+from levanter_infer.kernels.loops import run_if
 
 _POSITIONS = 1024
 """Tokens of each row that are copied together: sequences are mostly far shorter than they may be."""

@@ -22,12 +22,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.cache.arrays import gather, scatter, scatter_add
-from levanter_infer.cache.page_table import run_if
 from levanter_infer.decode.sampling_draw import draw, num_words, random_words, row_sums
 from levanter_infer.decode.sampling_filters import filter_thresholds
 from levanter_infer.decode.sampling_table import SamplingTable as SamplingTable
 from levanter_infer.decode.sampling_table import stop_match as stop_match
 from levanter_infer.kernels.backend import Backend
+from levanter_infer.kernels.loops import run_if
 from levanter_infer.layers.shard_axis import Vocabulary
 
 GREEDY_TEMPERATURE = 1e-5
@@ -162,7 +162,8 @@ def sample(
         ),
     )
     finite = (stats.total > 0) & possible
-    top_ids, top_logprobs = _top_logprobs(logits, stats, column["num_logprobs"], used, finite, max_top, vocab)
+    wanted = jnp.where(finite, column["num_logprobs"], 0)
+    top_ids, top_logprobs = _top_logprobs(logits, stats, wanted, used, max_top, vocab)
     return SampleOutput(
         tokens=jnp.where(finite, chosen, 0),
         logprobs=jnp.where(finite, logprobs_of(logits, chosen, stats, vocab), 0),
@@ -308,7 +309,7 @@ def _draw_tokens(logits: Array, peak: Array, column: dict[str, Array], positions
     return token, exponents(at(token[:, None]))[:, 0] - jnp.log(total)
 
 
-def _top_logprobs(logits: Array, stats: LogitStats, wanted: Array, used: Array, finite: Array, max_top: int, vocab):
+def _top_logprobs(logits: Array, stats: LogitStats, wanted: Array, used: Array, max_top: int, vocab):
     """The `wanted` likeliest tokens of each row and their log probabilities; none and 0 in further columns."""
     rows = logits.shape[0]
     nothing = (jnp.full((rows, max_top), vocab.size, jnp.int32), jnp.zeros((rows, max_top), jnp.float32))
@@ -318,7 +319,6 @@ def _top_logprobs(logits: Array, stats: LogitStats, wanted: Array, used: Array, 
     def best():
         ids, logprobs = likeliest(logits, stats, max_top, vocab)
         asked = jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1) < wanted[:, None]
-        asked = asked & finite[:, None]
         return jnp.where(asked, ids, vocab.size), jnp.where(asked, logprobs, 0)
 
     return jax.lax.cond(jnp.any((wanted > 0) & used), best, lambda: nothing)

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.cache.arrays import gather, scatter
-from levanter_infer.cache.page_table import run_if
 from levanter_infer.decode.beam_table import BeamTable, NoBeams
 from levanter_infer.decode.sampling import (
     BeamCandidates,
@@ -20,6 +19,7 @@ from levanter_infer.decode.sampling import (
 )
 from levanter_infer.decode.sampling_table import SamplingTable
 from levanter_infer.decode.shapes import SamplingLimits
+from levanter_infer.kernels.loops import run_if
 from levanter_infer.layers.shard_axis import Vocabulary
 
 

@@ -34,7 +34,7 @@ class SamplingTable(eqx.Module):
     seed: UInt32[Array, "seq seed_word"]
     """A 64-bit seed, high word first."""
     sample_index: Int32[Array, " seq"]
-    """Which of a request's `n` samples; at least 0."""
+    """Sample index, below the request's `n`."""
     min_tokens: Int32[Array, " seq"]
     """Generated tokens before which no stop sequence ends the sequence."""
     num_logprobs: Int32[Array, " seq"]
@@ -117,7 +117,7 @@ def _nothing(limits: SamplingLimits) -> dict[str, float | int]:
 
 
 def stop_match(stop_ids: Array, stop_lens: Array, window: Array, enough: Array) -> Array:
-    """Which rows end with one of their stop token sequences.
+    """The rows that end with one of their stop token sequences.
 
     Args:
         stop_ids: i32[row, stop, stop_token], aligned right.

@@ -20,7 +20,7 @@ from levanter_infer.decode.state import DecodeState
 
 
 class StepPlan(eqx.Module):
-    """What one step computes. i32 arrays; absent slots are `num_slots`."""
+    """The tokens that one step computes. i32 arrays; absent slots are `num_slots`."""
 
     take: Array
     """[seq] tokens of each slot that this step computes."""

@@ -16,7 +16,7 @@ from jax import Array
 from levanter_infer.axes import ROW
 from levanter_infer.cache.arrays import gather, replace, scatter
 from levanter_infer.cache.page_math import pages_for
-from levanter_infer.cache.page_table import ragged_index, run_if
+from levanter_infer.cache.page_table import ragged_index
 from levanter_infer.cache.score_pages import ScorePages, pack_scores
 from levanter_infer.decode.codes import is_scored_root
 from levanter_infer.decode.paging import page_at
@@ -24,6 +24,7 @@ from levanter_infer.decode.sampling import LogitStats, likeliest, logprobs_of
 from levanter_infer.decode.schedule import StepPlan, last_tokens
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
+from levanter_infer.kernels.loops import run_if
 
 _TOKENS = 64
 """Tokens whose logits are in memory at once: 16 to 128 take a CPU equally long for each token."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from levanter_infer.axes import MIN_ROWS
+from levanter_infer.kernels import MIN_ROWS
 from levanter_infer.policies import AdmissionPolicy
 
 

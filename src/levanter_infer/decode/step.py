@@ -12,7 +12,7 @@ from levanter_infer.cache.arrays import gather, replace, scatter, scatter_add
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.cache.page_math import offset_of, page_of, pages_for
-from levanter_infer.cache.page_table import ragged_index, run_if
+from levanter_infer.cache.page_table import ragged_index
 from levanter_infer.cache.score_pages import ScorePages
 from levanter_infer.decode.admission_policy import update_length_estimate
 from levanter_infer.decode.beams import BeamRows, search
@@ -26,6 +26,7 @@ from levanter_infer.decode.schedule import StepPlan, schedule
 from levanter_infer.decode.scoring import copy_scores, keep_hidden, may_insert, num_hidden, score_prompts
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import Counters, DecodeState, GenState
+from levanter_infer.kernels.loops import run_if
 from levanter_infer.layers.attention import AttentionSpec
 
 

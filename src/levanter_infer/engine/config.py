@@ -17,7 +17,7 @@ from levanter_infer.policies import (
 )
 
 if TYPE_CHECKING:
-    from levanter_infer.kernels.tiling import Tiles
+    from levanter_infer.kernels.tpu.tiling import Tiles
 
 _MAX_ROUND_SECONDS = 3600
 _POLICIES: dict[str, type[Option]] = {
@@ -54,8 +54,8 @@ class EngineConfig:
     attention: str = "auto"
     """Attention implementation: auto, xla, reference; on a CPU also cpu, on an NVIDIA GPU gpu, on a TPU tpu."""
     tiles: "Tiles | None" = None
-    """Tiles of the attention for TPUs: pages, slots and parts of `decode`, and of `chunk` also queries. Default: those
-    known for the shape, or proposed. `levanter_infer.plan` finds others where these do not fit."""
+    """Tiles of the attention for TPUs: pages, slots and parts of `decode` and `prefill`, and queries of `prefill`.
+    Default: those known for the shape, or proposed. `levanter_infer.plan` finds others where these do not fit."""
     matmul: str = "auto"
     """Matmul implementation: auto, xla; on a CPU also cpu, on an NVIDIA GPU gpu."""
     cpu_isa: str = "auto"

@@ -1,4 +1,5 @@
-"""Who decides what depends on a clock, a signal or a caller: this process alone, or all processes of a mesh together.
+"""Round coordination: this process alone, or all processes of a mesh, agree on what depends on a clock, a signal or a
+caller.
 
 The program of a round is one for all devices of a mesh, so all processes that have some of them must launch it with
 the same contents. They compute the same from the same requests and the same outputs. Whatever else enters a round is
@@ -25,7 +26,7 @@ IN_A_ROUND = "in a round"
 
 @dataclasses.dataclass(frozen=True)
 class RoundTerms:
-    """What a round is launched with, beside requests and the state."""
+    """The terms of a round, beside requests and the state."""
 
     now: float
     """Seconds of a clock that all share; deadlines are compared with it."""
@@ -40,7 +41,7 @@ class RoundCoordinator(Protocol):
     """Whether it has been decided that the work stops."""
 
     def terms(self, round_id: int, max_steps: int) -> RoundTerms:
-        """Of the next round. `max_steps`: what this process would choose."""
+        """The terms of the next round. `max_steps`: the number that this process would choose."""
         ...
 
     def now(self) -> float:
@@ -56,12 +57,12 @@ class RoundCoordinator(Protocol):
         ...
 
     def on_input(self, fields: Mapping[str, Any]) -> None:
-        """What is put into the state from outside: what a round admits, and what callers change."""
+        """Contents were put into the state from outside: a round's admission, or a caller's change."""
         ...
 
 
 def _seconds() -> float:
-    """Of this process's clock, looked up at every call."""
+    """Seconds of this process's clock, looked up at every call."""
     return time.perf_counter()
 
 

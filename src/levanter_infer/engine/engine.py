@@ -16,7 +16,7 @@ from levanter_infer.checkpoints.load import StoredModel
 from levanter_infer.decode.programs import Programs
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import GenState
-from levanter_infer.engine.backend import Backend
+from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.coordination import LeaderCoordinator, LocalCoordinator
 from levanter_infer.engine.forks import checked_ancestors, further_samples
@@ -110,7 +110,7 @@ class InferenceEngine:
         has_mods = score_mod is not None or mask_mod is not None
         model = model if isinstance(model, StoredModel) else from_levanter(model)
         types = model.types if isinstance(model, StoredModel) else model
-        backend = Backend.choose(self.config, types, has_mods=has_mods, mesh=make_mesh(mesh))
+        backend = BackendChoice.choose(self.config, types, has_mods=has_mods, mesh=make_mesh(mesh))
         hosts = hosts_of_this_process() if hosts is None and backend.spans_hosts else hosts
         backend = backend.agreed(hosts)
         coordinator = LeaderCoordinator(hosts) if hosts and backend.spans_hosts else LocalCoordinator(hosts)
@@ -126,7 +126,7 @@ class InferenceEngine:
             mask_mod=mask_mod,
         )
         self._stats = Stats(
-            pages_total=self.shapes.num_pages * backend.num_shards,
+            pages_total=self.shapes.num_pages * backend.num_ranks,
             pool_bytes=self.state.kv.pages.array.nbytes,
             weights_bytes=self.runner.weights_bytes,
             num_ranks=self.runner.num_ranks,
@@ -140,7 +140,7 @@ class InferenceEngine:
         logger.info("engine: %s", self.describe())
 
     @property
-    def backend(self) -> Backend:
+    def backend(self) -> BackendChoice:
         """The implementations for the devices."""
         return self.runner.backend
 

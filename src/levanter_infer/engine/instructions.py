@@ -1,4 +1,4 @@
-"""Which instruction set the C++ kernels for CPUs use: the fastest on this processor, found by measuring it.
+"""Choice of the instruction set of the C++ kernels for CPUs: the fastest on this processor, found by measuring it.
 
 What a processor has and what is fast on it are two things: the 16-bit dot products of AVX512-BF16 have twice the rate
 of float32 on some cores and half of it on others (docs/decisions/0028). A row's bits must not depend on how many rows
@@ -34,11 +34,11 @@ ROWS = (1, 8, 32, 256)
 TIE = 1.03
 """Times whose quotient is less than this are equal."""
 _IN_TIES = ("avx512", "avx2", "avx512_bf16", "generic")
-"""Which one is taken of those that are equally fast: the one that does not round inputs, and has wider vectors."""
+"""Preference among equally fast ones: no rounding of inputs first, then wider vectors."""
 _INPUTS, _BYTES = 2048, 64 * 2**20
 """Inputs of the measured matmuls, and bytes of their weights; a prompt chunk takes an eighth of them."""
 _TURNS, _MIN_TURNS, _SECONDS = 11, 3, 0.5
-"""How often each is measured in turn; fewer where that takes longer than so many seconds."""
+"""Measurements of each, in turn; fewer where that takes longer than so many seconds."""
 
 Times = Mapping[str, Sequence[float]]
 """Milliseconds of the matmuls of each of `ROWS`, by instruction set."""
@@ -50,25 +50,39 @@ class Choice:
 
     isa: str
     times: Times | None = None
-    """What was measured; None: it was asked for, or there is no other."""
+    """Measured times; None: it was asked for, or there is no other."""
 
     @property
     def reason(self) -> str:
-        """In words."""
+        """The reason of the choice, in words."""
         if self.times is None:
             return "as configured, or the only one"
         shown = "; ".join(f"{isa} {', '.join(f'{t:.3g}' for t in times)}" for isa, times in self.times.items())
         return f"measured: ms of matmuls of {', '.join(map(str, ROWS))} rows: {shown}"
 
 
+def usable_isas(dtype=None) -> tuple[str, ...]:
+    """The instruction sets that this processor and the built kernels have, the widest first.
+
+    Args:
+        dtype: dtype of the weights; instruction sets without matmuls of their own for it are left out, because they use
+            those of the next one.
+    Raises: ValueError if the kernels are not available.
+    """
+    _, *names = CpuIsa
+    usable = names[names.index(CpuIsa(cpu.isa())) :]
+    in_pairs = dtype is None or jnp.dtype(dtype) == jnp.bfloat16
+    return tuple(name.value for name in usable if in_pairs or name != CpuIsa.AVX512_BF16)
+
+
 def choose(wanted: str, dtype) -> Choice:
     """The instruction set for matmuls with weights of `dtype`.
 
     Args:
-        wanted: one of `kernels.cpu.ISAS`, or auto: the fastest, as it was measured once for this processor and build.
+        wanted: an instruction set, or auto: the fastest, as it was measured once for this processor and build.
     Raises: ValueError if the processor does not have it, or it has no matmuls for `dtype`.
     """
-    usable = cpu.isas(dtype)
+    usable = usable_isas(dtype)
     if wanted != CpuIsa.AUTO:
         if wanted not in usable:
             raise ValueError(

@@ -19,7 +19,7 @@ _FLAGS = ("add_generation_prompt", "continue_final_message")
 
 
 class Intake:
-    """What an engine of these sizes can serve.
+    """Turns requests into request states that an engine of these sizes can serve, or refuses them.
 
     Args:
         tokenizer: None: prompts are token ids, and there is no text.

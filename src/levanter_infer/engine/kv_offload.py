@@ -26,7 +26,7 @@ class _Member:
     sequence: SampleState
     slot: int
     places: np.ndarray
-    """Which of the record's pages it holds, in logical order."""
+    """Indices of its pages among the record's, in logical order."""
     computed: int
     growth: int
     """Pages that it will need beyond these."""
@@ -48,7 +48,7 @@ class _Record:
 
     members: list[_Member]
     contents: list[jax.Array]
-    """What `read_pages` gave, in host memory; empty if the pages are to be recomputed."""
+    """Pages from `read_pages`, in host memory; empty if the pages are to be recomputed."""
     stays: bool
     """Whether it comes back only when the caller asks for it."""
 

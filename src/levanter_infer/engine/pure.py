@@ -15,7 +15,7 @@ from levanter_infer.decode.sampling_table import SamplingTable
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import empty_cache
 from levanter_infer.engine.admission import SamplingColumns
-from levanter_infer.engine.backend import Backend
+from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.sizes import kv_dtype, resolve_shapes
@@ -57,7 +57,7 @@ def generate(
         arrays vary. Values inside traced arrays are not checked: a token id
         out of range gives an undefined continuation of that prompt; lengths are clipped to 1 … `length`.
     """
-    _check_whole(model)
+    _refuse_sharded(model)
     params, config, model = sampling or SamplingParams(), config or EngineConfig(), from_levanter(model)
     prompts, lens = jnp.asarray(prompt_token_ids, jnp.int32), jnp.asarray(prompt_lens, jnp.int32)
     varying = _varying_axes((model, prompts, lens, seeds))
@@ -73,7 +73,7 @@ def generate(
             "and [batch]"
         )
     _refuse_what_needs_a_host(params, config)
-    backend = Backend.choose(config, model, has_mods=score_mod is not None or mask_mod is not None)
+    backend = BackendChoice.choose(config, model, has_mods=score_mod is not None or mask_mod is not None)
     shapes = backend.adapt(_shapes(config, model, params, prompts.shape, len(eos_token_ids)))
     validate_sampling(params, RequestLimits.of(shapes, config))
     batch, n = prompts.shape[0], params.n
@@ -122,7 +122,7 @@ def _varying_axes(tree: Any) -> set[str]:
     return found
 
 
-def _check_whole(model) -> None:
+def _refuse_sharded(model) -> None:
     """Raises: ValueError where a device has only parts of the parameters, for which nothing here is written."""
     if getattr(model, "is_sharded", False):
         raise ValueError("generate was given the model of an engine on a mesh; give it the model as it was loaded")
@@ -143,7 +143,7 @@ def _check_whole(model) -> None:
 
 
 def _named_arrays(tree) -> list[tuple[tuple, NamedArray]]:
-    """Those of a tree, with their paths."""
+    """The named arrays of a tree, with their paths."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
     return [(path, leaf) for path, leaf in leaves if isinstance(leaf, NamedArray)]
 

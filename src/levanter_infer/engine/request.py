@@ -33,7 +33,7 @@ _CALLS_ELSEWHERE = {
     **dict.fromkeys(("sampling_params", "params", "generation_config"), "sampling"),
     "use_tqdm": "progress",
 }
-"""What the calls of other engines name these, or take beside them."""
+"""Arguments of other engines' calls, and the fields or arguments here that they mean."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Completion:
     """One sampled continuation of a request."""
 
     index: int
-    """Which of the request's `n` samples."""
+    """Sample index, below the request's `n`."""
     token_ids: list[int]
     text: str | None
     """Decoded tokens without special ones, cut before a stop string; None in an engine without a tokenizer."""
@@ -106,9 +106,9 @@ class Completion:
     token_versions: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     """i32, one per generated token: the version of the weights that it was sampled with (`swap_weights`)."""
     score: float | None = None
-    """Of a hypothesis of a beam search: what it was chosen by."""
+    """Score by which a hypothesis of a beam search was chosen; None without a beam search."""
     stop_reason: str | int | tuple[int, ...] | None = None
-    """Which stop ended it: the string of `stop`, or the entry of `stop_token_ids`, a token id or a tuple of several.
+    """The stop that ended it: the string of `stop`, or the entry of `stop_token_ids`, a token id or a tuple of several.
     None for an end-of-sequence token that is not among them, and for other reasons than "stop"."""
 
     @property
@@ -132,7 +132,7 @@ class Completion:
 
 @dataclasses.dataclass(repr=False)
 class RequestOutput:
-    """What became of a request."""
+    """The result of a request: its completions, or the error that refused it."""
 
     id: str
     prompt: str | None
@@ -144,7 +144,7 @@ class RequestOutput:
     """f32, one per prompt token after the first: log probability under the model, given the tokens before it. When
     asked for; NaN where the model's logits were not finite, and then the first completion ends in "error"."""
     prompt_top_logprobs: list[dict[int, float]] | None = None
-    """For the same positions the likeliest tokens, best first, and their log probability, when asked for."""
+    """The likeliest tokens at the same positions, best first, and their log probability, when asked for."""
     num_cached_tokens: int | None = None
     """Prompt tokens whose keys and values were found by prefix caching when the request first reached them, so that it
     did not compute them; whole pages. What it computes again, or finds again, after a preemption does not count. Its
@@ -255,7 +255,7 @@ MAX_ID_CHARS = 4096
 
 
 def _echoed(given) -> list[int]:
-    """What was given as token ids, if it is some."""
+    """The given token ids as a list; empty if they are not integers."""
     if isinstance(given, np.ndarray):
         given = given.tolist() if given.ndim == 1 and given.dtype.kind in "iu" else []
     if not isinstance(given, list | tuple) or set(map(type, given)) != {int}:

@@ -40,7 +40,7 @@ class RoundLengthController:
         return min(wanted, fitting)
 
     def seconds(self, with_prompts: bool, steps: int) -> float:
-        """What a round of so many steps should take; 0 before the first of its kind."""
+        """Expected seconds of a round of so many steps; 0 before the first of its kind."""
         return steps * self._step_s[with_prompts]
 
     def on_ranks(self, with_prompts: bool, steps: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ there is one rank, whose programs have no such axis.
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,17 +21,18 @@ from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.beam_table import BeamParams, Hypotheses
 from levanter_infer.decode.kv_offload import HostTerms
 from levanter_infer.decode.outputs import RoundOutputs
-from levanter_infer.decode.programs import Programs
+from levanter_infer.decode.programs import ProgramOptions, Programs
 from levanter_infer.decode.sampling_table import SamplingTable
 from levanter_infer.decode.scoring import READ_PAGES
 from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.decode.state import GenState
 from levanter_infer.engine.admission import nothing_to_admit
-from levanter_infer.engine.backend import Backend
+from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.scoring import score_shapes
 from levanter_infer.engine.sizes import kv_dtype, resolve_shapes
 from levanter_infer.engine.tile_search import check_given_tiles
+from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.models.protocol import Model
 from levanter_infer.policies import Recompilation
 from levanter_infer.runtime.garbage_collection import gc_disabled
@@ -63,7 +64,7 @@ class Runner:
         self,
         model: "Model | StoredModel",
         config: EngineConfig,
-        backend: Backend,
+        backend: BackendChoice,
         *,
         num_eos: int,
         hosts: Hosts | None = None,
@@ -78,16 +79,8 @@ class Runner:
         self.weights_bytes: int = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(types))
         shapes = shapes_for(config, types, backend, num_eos=num_eos, is_loaded=stored is None, scoring=scoring)
         self.shapes = self._agreed(shapes)
-        self.programs = programs_for(
-            config,
-            types,
-            backend,
-            self.shapes,
-            score_mod=score_mod,
-            mask_mod=mask_mod,
-            on_recompile=logger.warning if config.recompilation == Recompilation.WARN else None,
-            fingerprints=hosts is not None,
-        )
+        attention = backend.attention_spec(self.shapes, score_mod, mask_mod)
+        self.programs = programs_for(config, types, backend, self.shapes, attention, fingerprints=hosts is not None)
         self._enter_nothing(backend.put(empty_admission(self.shapes, self.num_ranks)))
         self.compile_s, self._is_warm = 0.0, False
         if stored is not None:
@@ -133,7 +126,7 @@ class Runner:
     @property
     def num_ranks(self) -> int:
         """Data-parallel ranks: each has tables, a pool and a loop of its own."""
-        return self.backend.num_shards
+        return self.backend.num_ranks
 
     # Rounds
 
@@ -311,7 +304,7 @@ def _placed(leaf: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 class Gather:
-    """In which call of a program, and where in it, each entry of tables of several ranks is read.
+    """The call of a program, and the position in it, that reads each entry of tables of several ranks.
 
     Every call reads `size` entries of each rank, so that one compiled program serves however many are wanted.
 
@@ -329,7 +322,7 @@ class Gather:
         self._offsets[order] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
         self._num_calls = -(-int(counts.max(initial=0)) // size)
         self.results: Sequence = []
-        """What the calls gave, if they have begun."""
+        """Results of the calls, if they have begun."""
 
     def arguments(self, values: Sequence[int] | np.ndarray, *, fill: int) -> list[np.ndarray]:
         """The argument of each call, of one value per entry: i32[size], or i32[rank, size] of several ranks.
@@ -382,7 +375,7 @@ def without_ranks(arrays: Any, num_ranks: int) -> Any:
 
 
 def host_terms(*, yields: bool = True, return_pages: int = 0) -> HostTerms:
-    """What KV offload says to the device's scheduler, in NumPy."""
+    """KV offload's terms for the device's scheduler, in NumPy."""
     return HostTerms(np.asarray(yields), np.asarray(return_pages, np.int32))  # type: ignore[arg-type]
 
 
@@ -392,7 +385,7 @@ def host_terms(*, yields: bool = True, return_pages: int = 0) -> HostTerms:
 def shapes_for(
     config: EngineConfig,
     types,
-    backend: Backend,
+    backend: BackendChoice,
     *,
     num_eos: int,
     is_loaded: bool,
@@ -420,32 +413,29 @@ def shapes_for(
 def programs_for(
     config: EngineConfig,
     types,
-    backend: Backend,
+    backend: BackendChoice,
     shapes: Shapes,
+    attention: AttentionSpec,
     *,
-    score_mod=None,
-    mask_mod=None,
-    on_recompile: Callable[[str], None] | None = None,
     fingerprints: bool = False,
 ) -> Programs:
-    """The programs of an engine. Args: types: as of `shapes_for`; on_recompile, fingerprints: as of `Programs`.
+    """The programs of an engine. Args: types: as of `shapes_for`; fingerprints: as of `ProgramOptions`.
     Raises: ValueError for `tiles` that no kernel can have."""
     dtype = kv_dtype(config, types)
     check_given_tiles(config.tiles, types.config, backend.layout, page_size=shapes.page_size, kv_dtype=dtype)
-    return Programs(
-        types,
-        shapes,
-        backend.attention_spec(shapes, score_mod, mask_mod),
-        kv_dtype=dtype,
-        backend=backend.attention_backend,
-        on_recompile=on_recompile,
-        options=backend.compiler_options,
-        layout=backend.layout,
+    options = ProgramOptions(
+        attention,
+        dtype,
+        backend.attention_backend,
+        backend.layout,
+        compiler_options=backend.compiler_options,
+        on_recompile=logger.warning if config.recompilation == Recompilation.WARN else None,
         fingerprints=fingerprints,
     )
+    return Programs(types, shapes, options)
 
 
-def round_types(types, backend: Backend, shapes: Shapes, programs: Programs) -> tuple:
+def round_types(types, backend: BackendChoice, shapes: Shapes, programs: Programs) -> tuple:
     """The types of the round's arguments, model, state and admission, with their shardings."""
-    admission = jax.eval_shape(lambda: empty_admission(shapes, backend.num_shards))
+    admission = jax.eval_shape(lambda: empty_admission(shapes, backend.num_ranks))
     return backend.prepared_types(types), programs.state_types, backend.layout.types(admission, stacked=True)

@@ -143,7 +143,7 @@ class Stats:
 
 
 class RankSteps:
-    """How evenly data-parallel ranks have worked: a rank that has nothing left waits for the end of the round."""
+    """Balance of the work of data-parallel ranks: a rank that has nothing left waits for the end of the round."""
 
     def __init__(self, num_ranks: int):
         self._last = np.zeros(num_ranks, np.int64)

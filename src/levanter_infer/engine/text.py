@@ -116,7 +116,7 @@ class StopMatcher:
 
 @functools.lru_cache(maxsize=1024)
 def _failure_table(stop: str) -> tuple[int, ...]:
-    """For each prefix of `stop`, the length of its longest proper suffix that is a prefix too."""
+    """Length of the longest proper suffix of each prefix of `stop` that is a prefix too."""
     table, length = [0], 0
     for c in stop[1:]:
         while length and stop[length] != c:

@@ -20,21 +20,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from levanter_infer.decode.programs import Program
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import ScoreRules
-from levanter_infer.kernels.tiling import Tiles, TileShape, candidates
 from levanter_infer.kernels.tpu.backend import TpuBackend
 from levanter_infer.kernels.tpu.sizes import Tile, align_queries
-from levanter_infer.kernels.tpu.tile_table import TABLE
+from levanter_infer.kernels.tpu.tiling import TABLE, Tiles, TileShape, candidates
 from levanter_infer.layers.layout import Layout
 from levanter_infer.runtime.libtpu import TARGETS, compiler_environment, short_of
 
 _ROWS, _ROW_PAGES = 16, 256
-"""Of the call that is compiled; the kernels do not depend on them (`kernels.tpu.pipeline.scalars`)."""
+"""Sizes of the call that is compiled; the kernels do not depend on them (`kernels.tpu.pipeline.scalars`)."""
 
 
 def tile_shape(
     config, layout: Layout, *, page_size: int, kv_dtype: jnp.dtype, generation: str | None = None
 ) -> TileShape:
-    """What tiles depend on, of a model's `DecoderConfig` and its layout on a mesh."""
+    """The sizes that tiles depend on, from a model's `DecoderConfig` and its layout on a mesh."""
     copies = layout.kv_copies
     return TileShape(
         generation=generation,
@@ -55,13 +54,13 @@ def check_given_tiles(tiles: Tiles | None, config, layout: Layout, *, page_size:
 def check_tiles(shape: TileShape, tiles: Tiles) -> None:
     """Raises: ValueError for tiles that the kernels cannot have, whatever memory there is."""
     groups, align = shape.pool.groups, align_queries(shape.q_per_kv * shape.pool.heads_per_group)
-    queries, problems = tiles.chunk.queries, []
+    queries, problems = tiles.prefill.queries, []
     units = queries // align
     if queries < 2 or queries % align or units & (units - 1):
-        problems.append(f"engine.tiles.chunk.queries={queries}: expected {align} times a power of two, 2 or more")
+        problems.append(f"engine.tiles.prefill.queries={queries}: expected {align} times a power of two, 2 or more")
     if tiles.decode.queries != 1:
         problems.append(f"engine.tiles.decode.queries={tiles.decode.queries}: expected 1")
-    for path, tile in (("decode", tiles.decode), ("chunk", tiles.chunk)):
+    for path, tile in (("decode", tiles.decode), ("prefill", tiles.prefill)):
         if tile.pages < 1 or tile.pages & (tile.pages - 1):
             problems.append(f"engine.tiles.{path}.pages={tile.pages}: expected a power of two")
         if tile.slots < 2:
@@ -80,7 +79,7 @@ def find_tiles(shape: TileShape, *, max_tokens: int, q_dtype: str = "bfloat16", 
 
     Args:
         max_tokens: query tokens of a call, at most.
-        tiles: these and no others; None for those of `tile_table` or, if it does not know the shape, the first of
+        tiles: these and no others; None for those of `tiling.TABLE` or, if it does not know the shape, the first of
             `tiling.candidates` that compile.
     Raises: ValueError if none do: with the memory that is short, and by how much.
     """

@@ -23,7 +23,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Turns:
-    """Which thread may use an engine.
+    """The turns of threads at an engine.
 
     A call belongs to its thread from start to end; calls from within it, such as those of a callback, pass. Between
     the calls of a thread that has requests in progress, further calls that do not wait pass too, from any thread, and

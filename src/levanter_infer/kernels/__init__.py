@@ -1,11 +1,9 @@
 """Kernels for paged attention and matmuls, on plain arrays, in a folder for each platform.
 
 `backend.py` has the interface, `registry.py` the list, `call.py` the arguments. Imports nothing of this package's other
-parts.
+parts; this file imports nothing at all, because the host's scheduler runs without JAX.
 """
 
-from levanter_infer.kernels.backend import Backend as Backend
-from levanter_infer.kernels.call import AttentionCall as AttentionCall
-from levanter_infer.kernels.registry import BACKENDS as BACKENDS
-from levanter_infer.kernels.registry import IMPLEMENTATIONS as IMPLEMENTATIONS
-from levanter_infer.kernels.registry import make_backend as make_backend
+MIN_ROWS = 4
+"""Fewest rows of a matmul: on a CPU one row of bf16 is ten times slower than four, and a row keeps its bits at any
+number of rows from four up."""

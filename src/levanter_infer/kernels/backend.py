@@ -18,14 +18,14 @@ from levanter_infer.kernels.call import AttentionCall, KvWrite, LinearCall, Pool
 
 
 class Work(enum.Enum):
-    """What a backend can compute."""
+    """Kinds of computation of a backend."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
 
 
 class Fuse(enum.Enum):
-    """What a kernel can compute in the same call as its matmul, or as its write of keys and values."""
+    """Computations that a kernel can fuse with its matmul, or with its write of keys and values."""
 
     NORM = "norm"
     """RMSNorm of a matmul's input."""
@@ -39,7 +39,7 @@ class Fuse(enum.Enum):
 
 @dataclass(frozen=True)
 class Platform:
-    """What is particular to the devices of one kind, whichever kernels compute on them."""
+    """Particulars of the devices of one kind, whichever kernels compute on them."""
 
     name: str = ""
     """JAX's name: cpu, gpu or tpu."""
@@ -78,7 +78,7 @@ class Backend(ABC):
     """One platform's kernels. Frozen and hashable: models and pools hold it as a static field."""
 
     platform: Platform = Platform()
-    """Where it runs."""
+    """The platform that it runs on."""
 
     name: ClassVar[str]
     """Its name in the configuration (`engine.matmul`, `engine.attention`)."""
@@ -89,7 +89,7 @@ class Backend(ABC):
     options: ClassVar[frozenset[str]] = frozenset()
     """Fields of the engine's configuration that are for this backend alone."""
     fuses: ClassVar[frozenset[Fuse]] = frozenset()
-    """What its kernels compute in the same call; the layers compute the rest in XLA."""
+    """Computations that its kernels fuse; the layers compute the rest in XLA."""
     is_batch_invariant: ClassVar[bool] = False
     """Whether what a sequence gets depends on it alone, to the bit (docs/numerics.md)."""
     pool_order: ClassVar[tuple[int, ...]] = (0, 1, 2, 3, 4)
@@ -165,8 +165,8 @@ class Backend(ABC):
 
     @abstractmethod
     def logit_stats(self, logits: Array, num_rows: Array) -> tuple[Array, Array, Array] | None:
-        """Of each row of logits f32[row, vocab]: the largest, the sum of e^(logit - largest), and the first index of
-        the largest. None: there is no kernel for it, and sampling computes them in XLA."""
+        """The largest logit of each row of f32[row, vocab], the sum of e^(logit - largest), and the first index of the
+        largest. None: there is no kernel for it, and sampling computes them in XLA."""
 
     # Attention and the pool
 

@@ -46,7 +46,7 @@ class ScoreRules:
         return scores
 
     def seen(self, q_pos: Array, kv_pos: Array, head: Array) -> Array:
-        """Which keys a query sees, by causality, window, chunk and `mask_mod`: bool, broadcastable to the scores."""
+        """Mask of the keys a query sees (causality, window, chunk, `mask_mod`): bool, broadcastable to the scores."""
         seen = kv_pos <= q_pos
         if self.sliding_window is not None:
             seen = seen & (q_pos - kv_pos < self.sliding_window)

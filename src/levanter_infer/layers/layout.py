@@ -124,12 +124,12 @@ class Layout:
         return ShardAxis((MODEL, EXPERT), self.model.parts * self.experts.parts)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether every device has the whole model."""
+    def is_replicated(self) -> bool:
+        """Whether every device has the full model."""
         return self.model.parts == self.experts.parts == 1
 
     @property
-    def num_shards(self) -> int:
+    def num_ranks(self) -> int:
         """Devices along `data`: engines with tables of their own."""
         return self.mesh.shape.get(DATA, 1)
 
@@ -262,15 +262,15 @@ class Layout:
 
     def stacked_types(self, tree):
         """The types of the arrays of all data-parallel ranks, from those of one."""
-        shards = self.num_shards
-        if shards == 1:
+        ranks = self.num_ranks
+        if ranks == 1:
             return tree
 
         def stacked(leaf):
-            return jax.ShapeDtypeStruct((shards, *leaf.shape), leaf.dtype)
+            return jax.ShapeDtypeStruct((ranks, *leaf.shape), leaf.dtype)
 
         return _map_named(
-            lambda named: NamedArray(stacked(named.array), (Axis(DATA, shards), *named.axes)),  # type: ignore[arg-type]
+            lambda named: NamedArray(stacked(named.array), (Axis(DATA, ranks), *named.axes)),  # type: ignore[arg-type]
             stacked,
             tree,
         )
@@ -281,7 +281,7 @@ class Layout:
     def _lead(self) -> tuple[str, ...]:
         """The axis of ranks that the programs' arguments and results have: none for one rank, which is the one
         difference between one and several (docs/decisions/0032-always-a-mesh.md)."""
-        return (DATA,) if self.num_shards > 1 else ()
+        return (DATA,) if self.num_ranks > 1 else ()
 
     def spmd(self, function: Callable, results) -> Callable:
         """`function`, run by every device on its parts.

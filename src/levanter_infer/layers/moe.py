@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax import Array
 
-from levanter_infer.axes import MIN_ROWS, ROW
+from levanter_infer.axes import ROW
+from levanter_infer.kernels import MIN_ROWS
 from levanter_infer.layers.linear import Linear, apply
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from levanter_infer.plan.spec import Blueprint, EngineSpec
 
 if TYPE_CHECKING:
-    from levanter_infer.kernels.tiling import TileShape
+    from levanter_infer.kernels.tpu.tiling import TileShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Figures:
     max_seqs: int
     max_step_tokens: int
     max_seq_len: int
-    num_shards: int
+    num_ranks: int
     """Data-parallel ranks."""
     buckets: tuple[int, ...]
     """Token capacities of a step."""
@@ -73,7 +73,7 @@ def figures_of(spec: EngineSpec) -> Figures:
         max_seqs=shapes.max_seqs,
         max_step_tokens=shapes.max_step_tokens,
         max_seq_len=shapes.max_seq_len,
-        num_shards=backend.num_shards,
+        num_ranks=backend.num_ranks,
         buckets=shapes.buckets,
         sampled_rows=shapes.sampled_rows or shapes.max_rows,
         attention=backend.attention,
@@ -112,7 +112,7 @@ def _model_sizes(spec: EngineSpec, blueprint: Blueprint) -> dict[str, Any]:
 
 def _tiles(spec: EngineSpec, blueprint: Blueprint) -> dict[str, Any]:
     """Tiles that the kernel will choose, for the largest step."""
-    from levanter_infer.kernels.tpu.tile_table import choose
+    from levanter_infer.kernels.tpu.tiling import choose
 
     return dataclasses.asdict(spec.engine_config.tiles or choose(tile_shape_of(spec, blueprint)))
 

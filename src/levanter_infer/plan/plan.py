@@ -118,8 +118,8 @@ def _with_changes(plan: Plan, extra: int, compile_one: Callable[[EngineSpec], li
 
 
 def _other_tiles(plan: Plan, compile_one: Callable[[EngineSpec], list[CompiledProgram]]) -> tuple[Change, ...]:
-    """For a kernel that exceeds its scratch memory: tiles that the compiler accepts, first for the kernels alone and
-    then in the program."""
+    """Tiles that the compiler accepts, first for the kernels alone and then in the program, for a kernel that exceeds
+    its scratch memory."""
     from levanter_infer.engine.tile_search import find_tiles
 
     spec, figures, short = plan.spec, plan.figures, plan.programs[-1].short_of
@@ -137,7 +137,7 @@ def _other_tiles(plan: Plan, compile_one: Callable[[EngineSpec], list[CompiledPr
 
 
 def _other_pages(spec: EngineSpec, compile_one: Callable[[EngineSpec], list[CompiledProgram]]) -> tuple[Change, ...]:
-    """For a program that is refused for another reason than the device's memory: another page size that compiles."""
+    """Another page size that compiles, for a program that is refused for another reason than the device's memory."""
     now = spec.engine_config.page_size or 16
     for size in sorted((size for size in _PAGE_SIZES if size != now), key=lambda size: max(size / now, now / size)):
         changed = dataclasses.replace(spec, engine=spec.engine | {"page_size": size})

@@ -129,7 +129,7 @@ def model_speed(figures: Figures, chip: Chip, workload: Workload, collectives: t
         seqs_by_pages=model.seqs_by_pages,
         decode=model.decode,
         prompt_s=model.prompt_s,
-        decode_tokens_per_s=figures.num_shards * model.sequences / model.decode.total_s,
+        decode_tokens_per_s=figures.num_ranks * model.sequences / model.decode.total_s,
         tokens_per_s=tokens_per_s,
         gains=dict(sorted(gains.items(), key=lambda item: -round(item[1], 1))),
         assumptions=_assumptions(figures, chip, workload, collectives is not None),
@@ -171,7 +171,7 @@ class _Model:
     @property
     def tokens_per_s(self) -> float:
         prompts = self.sequences / self.workload.output_tokens
-        return self.figures.num_shards * self.sequences / (self.decode.total_s + prompts * self.prompt_s)
+        return self.figures.num_ranks * self.sequences / (self.decode.total_s + prompts * self.prompt_s)
 
     def with_more(self) -> Mapping[str, "_Model"]:
         """Models with twice as much of one resource."""

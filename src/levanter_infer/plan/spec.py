@@ -16,7 +16,7 @@ from levanter_infer.plan.targets import Target, parse_target
 if TYPE_CHECKING:
     from levanter_infer.decode.programs import Programs
     from levanter_infer.decode.shapes import Shapes
-    from levanter_infer.engine.backend import Backend
+    from levanter_infer.engine.backend_choice import BackendChoice
 
 _MAX_BYTES = 2**20
 _DTYPES = ("bfloat16", "float32")
@@ -28,13 +28,13 @@ class Blueprint:
 
     types: Any
     """The model as loaded from a checkpoint, with a `jax.ShapeDtypeStruct` for every array."""
-    backend: "Backend"
+    backend: "BackendChoice"
     shapes: "Shapes"
     programs: "Programs"
 
     @property
     def round_types(self) -> tuple:
-        """As `engine.runner.round_types`."""
+        """The result of `engine.runner.round_types`."""
         from levanter_infer.engine.runner import round_types
 
         return round_types(self.types, self.backend, self.shapes, self.programs)
@@ -90,7 +90,7 @@ class EngineSpec:
         """
         from jax.sharding import AbstractMesh
 
-        from levanter_infer.engine.backend import Backend
+        from levanter_infer.engine.backend_choice import BackendChoice
         from levanter_infer.engine.runner import programs_for, shapes_for
 
         self.check_chips()
@@ -102,7 +102,7 @@ class EngineSpec:
             made = AbstractMesh(tuple(sizes.values()), tuple(sizes))
         chip = self.machine.chip
         device = chip if devices is None else devices[0]
-        backend = Backend.choose(config, types, has_mods=False, mesh=made, device=device)  # type: ignore[arg-type]
+        backend = BackendChoice.choose(config, types, has_mods=False, mesh=made, device=device)  # type: ignore[arg-type]
         shapes = shapes_for(
             config,
             types,
@@ -112,7 +112,8 @@ class EngineSpec:
             device_bytes=None if chip.platform == "cpu" else chip.memory_bytes,
             scoring=self.scoring,
         )
-        return Blueprint(types, backend, shapes, programs_for(config, types, backend, shapes))
+        attention = backend.attention_spec(shapes, None, None)
+        return Blueprint(types, backend, shapes, programs_for(config, types, backend, shapes, attention))
 
     def model_types(self):
         """The model with a `jax.ShapeDtypeStruct` for every array. Raises: ValueError as `family_for`."""

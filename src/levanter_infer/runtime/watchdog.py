@@ -66,6 +66,7 @@ class Watchdog:
         self._reported_stall: tuple = ()
         self._ended: set[int] = set()
         self._why: str | None = None
+        self._failing = threading.Lock()
         self._threads: list[threading.Thread] = []
         self.exit, self.stop = end_now, stop_this_process
         """Functions that end the process, at once and in order; tests replace them."""
@@ -155,13 +156,19 @@ class Watchdog:
     def _lose(self, text: str, *, with_report: bool = True, store_answers: bool = True) -> None:
         """End this process because of another one. Args: store_answers: False: do not call the store."""
         hosts = self._hosts
-        hosts.failure = text
-        if with_report:
-            self.report(text, read_store=store_answers)
+        self._fail(text, with_report=with_report, read_store=store_answers)
         if not hosts.ended.wait(_GRACE_S):
             if store_answers:
                 run_within(_LEAD_S, lambda: hosts.store.set(f"end/{hosts.index}", json.dumps([FAILED, text])))
             self.exit(hosts.exit_message)
+
+    def _fail(self, text: str, *, with_report: bool = True, read_store: bool) -> None:
+        """Set the reason why this process ends, once, after the report: other threads may end the process then."""
+        with self._failing:
+            if self._hosts.failure is None:
+                if with_report:
+                    self.report(text, read_store=read_store)
+                self._hosts.failure = text
 
     # Reports
 
@@ -214,9 +221,8 @@ class Watchdog:
         silent = self._unanswered > _MAX_TICKS * self._interval
         if not self._hosts.is_lead and (silent or not self._lead_answers()):
             what = "store does not answer" if silent else "connections are closed"
-            text = f"{self._hosts.names[0]} is lost: its {what}"
-            self._hosts.failure = self._hosts.failure or text
-            self.report(text, read_store=False)  # the aborting thread may hold locks of the store's client
+            # The aborting thread may hold locks of the store's client
+            self._fail(f"{self._hosts.names[0]} is lost: its {what}", read_store=False)
         return None if self._hosts.failure is None else self._hosts.exit_message
 
     def _lead_answers(self) -> bool:

@@ -14,11 +14,12 @@ from jax import Array
 from jax.core import Tracer
 from jax.experimental.multihost_utils import process_allgather
 
+from levanter_infer.kernels import MIN_ROWS
 from levanter_infer.kernels.backend import Fuse, Platform, Task, Work
 from levanter_infer.kernels.call import AttentionCall, KvWrite, LinearCall
 from levanter_infer.kernels.cpu import bindings
 from levanter_infer.kernels.xla.backend import XlaBackend
-from levanter_infer.kernels.xla.linear import MIN_ROWS, from_bits
+from levanter_infer.kernels.xla.linear import from_bits
 
 CPU = Platform("cpu", integers_for_floats=True, sampled_rows=MIN_ROWS, shares_memory=True)
 
@@ -30,7 +31,7 @@ class CpuBackend(XlaBackend):
 
     platform: Platform = CPU
     isa: str | None = None
-    """Instruction set that panels are laid out for and that computes; None: the widest (`bindings.isas`)."""
+    """Instruction set that panels are laid out for and that computes; None: the widest (`bindings.isa`)."""
 
     name = "cpu"
     home = CPU

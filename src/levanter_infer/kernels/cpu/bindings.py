@@ -31,9 +31,6 @@ from levanter_infer.kernels.cpu import huge_pages
 _LIBRARY = "levanter_infer.kernels.cpu._native"
 _CALLS = ("linear", "place_tokens", "attention", "logit_stats")
 _DTYPES = (jnp.float32, jnp.bfloat16)
-ISAS = ("avx512_bf16", "avx512", "avx2", "generic")
-"""Instruction sets that the kernels are compiled for, the widest first; a processor that has one of them has the
-following ones too."""
 _REMEDY = "install a C++17 compiler (g++ or clang++) and then levanter_infer again, beside the jaxlib that is used"
 
 
@@ -99,22 +96,9 @@ def path() -> str:
 
 
 def isa() -> str:
-    """The widest of `ISAS` that this processor and this build have. Raises: ValueError if the kernels are not
+    """The widest instruction set that this processor and this build have. Raises: ValueError if the kernels are not
     available."""
     return _library().levanter_infer_isa().decode()
-
-
-def isas(dtype=None) -> tuple[str, ...]:
-    """The instruction sets that this processor and this build have, the widest first.
-
-    Args:
-        dtype: dtype of the weights; instruction sets without matmuls of their own for it are left out, because they use
-            those of the next one.
-    Raises: ValueError if the kernels are not available.
-    """
-    usable = ISAS[ISAS.index(isa()) :]
-    in_pairs = dtype is None or jnp.dtype(dtype) == jnp.bfloat16
-    return usable if in_pairs else tuple(name for name in usable if name != "avx512_bf16")
 
 
 def supports_dtype(dtype) -> bool:
@@ -123,7 +107,7 @@ def supports_dtype(dtype) -> bool:
 
 
 def panel_width(isa_name: str | None = None) -> int:
-    """Outputs per panel; `isa_name`: one of `isas`, by default the widest."""
+    """Outputs per panel; `isa_name`: an instruction set that the processor has; by default the widest."""
     name = isa_name or isa()
     return _library().levanter_infer_panel(name.encode())
 
@@ -188,7 +172,7 @@ def stacked_matmul(call: LinearCall, *, isa_name: str | None = None) -> list[Arr
 
     Args:
         call: its weights are in panels (`to_panels`); rows beyond `num_rows` give zeros and cost nothing.
-        isa_name: one of `isas`; by default the widest.
+        isa_name: an instruction set that the processor has; by default the widest.
     Returns: f32[rows, outputs] each.
     Raises: ValueError if the kernels were not built.
     """
@@ -232,7 +216,7 @@ def place_tokens(pool: Array, write: KvWrite, *, isa_name: str | None = None) ->
     Args:
         pool: [layers, P, page_size, 2 * Hkv, D] of f32, bf16, or u16 that holds the bits of bf16.
         write: has queries and their rotation; queries, keys and values are converted to float32.
-        isa_name: one of `isas`; by default the widest.
+        isa_name: an instruction set that the processor has; by default the widest.
     Returns: the rotated q, f32, and the pool.
     Raises: ValueError if the kernels were not built.
     """

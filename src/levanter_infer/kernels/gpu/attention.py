@@ -23,7 +23,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from levanter_infer.kernels.call import AttentionCall
-from levanter_infer.kernels.gpu.triton import plt
+from levanter_infer.kernels.gpu import plt
 from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -111,7 +111,7 @@ def gpu_attention(call: AttentionCall, *, interpret: bool = False) -> Array:
 
 
 class _Splits(NamedTuple):
-    """What the splits of the decode lane leave behind, f32 in global memory."""
+    """Partial results of the splits of the decode lane, f32 in global memory."""
 
     acc: Any
     """[blocks, splits, Hq, D]: sum of p · v."""

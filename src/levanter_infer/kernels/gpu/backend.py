@@ -7,8 +7,7 @@ from jax import Array
 
 from levanter_infer.kernels.backend import Platform, Task, Work
 from levanter_infer.kernels.call import AttentionCall, LinearCall
-from levanter_infer.kernels.gpu import attention, linear
-from levanter_infer.kernels.gpu.triton import plt
+from levanter_infer.kernels.gpu import attention, linear, plt
 from levanter_infer.kernels.xla.backend import XlaBackend
 
 GPU = Platform("gpu")

@@ -15,7 +15,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from levanter_infer.kernels.call import LinearCall
-from levanter_infer.kernels.gpu.triton import plt
+from levanter_infer.kernels.gpu import plt
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
 

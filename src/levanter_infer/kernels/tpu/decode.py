@@ -9,31 +9,19 @@ free slots.
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
-from levanter_infer.kernels.tpu.pipeline import (
-    Inputs,
-    Item,
-    Pipeline,
-    Rows,
-    has_unmapped_page,
-    mask_unmapped,
-    page_id_chunks,
-    scalars,
-)
+from levanter_infer.kernels.tpu.pipeline import LOG2_E, Inputs, Item, Pipeline, Rows, mask_unmapped, run_kernel
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool
 from levanter_infer.kernels.tpu.scales import KEYS, VALUES, load_scales, scales_of_rows
 from levanter_infer.kernels.tpu.sizes import Scratch, Sizes, Tile
 
-LOG2_E = math.log2(math.e)
 MANY_PAGES = 32
 """Pages of a KV block beyond which the copies of a later block are started at two places of the schedule."""
 
@@ -67,43 +55,12 @@ def decode_attention(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, int
     q = pool.pack_queries(call.q.astype(operand))
     q = jnp.pad(q, ((0, 0), (0, 0), (0, rows - q_rows), (0, 0), (0, 0))).swapaxes(2, 3)
     q = q.reshape(num_tokens, groups * pool.lane_tiles, rows, LANES)
-    inputs = Inputs(
-        kv=call.kv_pages.reshape(-1, *call.kv_pages.shape[2:]),
-        page_ids=page_id_chunks(call.page_indices),
-        q=q,
-        slopes=None if call.rules.alibi_slopes is None else by_group(call.rules.alibi_slopes),
-        sinks=None if call.sinks is None else by_group(call.sinks * jnp.float32(LOG2_E)),
-    )
-    out = pl.pallas_call(
-        functools.partial(_decode, call=call, sizes=sizes),
-        out_shape=jax.ShapeDtypeStruct(q.shape, call.q.dtype),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(tile.parts,),
-            in_specs=[block_specs(inputs, sizes)],
-            out_specs=pl.BlockSpec(memory_space=pl.ANY),
-            scratch_shapes=[sizes.scratch(call.kv_pages.dtype, call.q.dtype)],
-        ),
-        # Page ids are clamped before they are used, and the interpreter of the tests finds what is out of bounds.
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",), disable_bounds_checks=True, disable_semaphore_checks=True
-        ),
-        name="attend_decode",
-        interpret=interpret,
-    )(Rows(call.seq_lens, call.cu_q_lens, scalars(call), has_unmapped_page(call)), inputs)
+    out = run_kernel(attend_decode, call, sizes, Inputs.of(call, q, by_group), interpret=interpret)
     out = out.reshape(num_tokens, groups, pool.lane_tiles, rows, LANES).swapaxes(2, 3)[:, :, :q_rows]
     return pool.unpack_outputs(out.reshape(num_tokens, groups, q_rows, pool.lane_tiles * LANES))
 
 
-def block_specs(inputs: Inputs, sizes: Sizes) -> Inputs:
-    """The block specs of `inputs`: whole arrays in HBM, and the part's share of what there is per head."""
-    hbm = pl.BlockSpec(memory_space=pl.ANY)
-    part = pl.BlockSpec((sizes.groups, sizes.rows, LANES), lambda part, *_: (part, 0, 0))
-    per_head = {name: None if getattr(inputs, name) is None else part for name in ("sinks", "slopes")}
-    return Inputs(page_ids=hbm, kv=hbm, q=hbm, **per_head)
-
-
-def _decode(rows: Rows, inputs: Inputs, out_ref, scratch: Scratch, *, call: AttentionCall, sizes: Sizes):
+def attend_decode(rows: Rows, inputs: Inputs, out_ref, scratch: Scratch, *, call: AttentionCall, sizes: Sizes):
     pipeline = Pipeline(call, sizes, rows, inputs, out_ref, scratch)
 
     def unmasked(item, q_slot, prefetch):

@@ -22,6 +22,9 @@ is the one that item i - 1 used. Before the first turn the copies of items 0 and
 """
 
 import enum
+import functools
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +36,9 @@ from jax.experimental.pallas import tpu as pltpu
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.tpu.pool import LANES
 from levanter_infer.kernels.tpu.sizes import OUT_SLOTS, Scratch, Sizes, align_queries
+
+LOG2_E = math.log2(math.e)
+"""Factor of scores, whose softmax is computed with powers of 2."""
 
 
 class Item(enum.IntEnum):
@@ -94,6 +100,18 @@ class Inputs(NamedTuple):
     slopes: Any = None
     """f32[groups, rows, 128], ALiBi's; None for none."""
 
+    @staticmethod
+    def of(call: AttentionCall, q: Array, per_head: Callable[[Array], Array]) -> "Inputs":
+        """The arrays of a call. Args: per_head: [Hq] -> [groups, rows, 128]."""
+        sinks, slopes = call.sinks, call.rules.alibi_slopes
+        return Inputs(
+            page_ids=page_id_chunks(call.page_indices),
+            kv=call.kv_pages.reshape(-1, *call.kv_pages.shape[2:]),
+            q=q,
+            sinks=None if sinks is None else per_head(sinks * jnp.float32(LOG2_E)),
+            slopes=None if slopes is None else per_head(slopes),
+        )
+
 
 class Cursor(NamedTuple):
     """The position of `Pipeline.advance` in the list of work items, i32[] each."""
@@ -153,6 +171,41 @@ def has_unmapped_page(call: AttentionCall) -> Array:
     column = jnp.arange(call.page_indices.shape[1], dtype=jnp.int32)[None, :]
     unmapped = (call.page_indices >= call.kv_pages.shape[1]) & (column >= first[:, None]) & (column < end[:, None])
     return jnp.any(unmapped, axis=1).astype(jnp.int32)
+
+
+def run_kernel(
+    body: Callable, call: AttentionCall, sizes: Sizes, inputs: Inputs, q_starts: Array | None = None, *, interpret
+) -> Array:
+    """Run the kernel of a path once for each part of the heads.
+
+    Args:
+        body: takes `Rows`, `Inputs`, the output and `Scratch`, all of refs, and `call` and `sizes`; its name is the
+            kernel's.
+        q_starts: as of `Rows`.
+        interpret: as `pallas_call` takes it.
+    Returns: the output, of the shape of `inputs.q`.
+    """
+    rows = Rows(call.seq_lens, call.cu_q_lens, scalars(call), has_unmapped_page(call), q_starts)
+    hbm = pl.BlockSpec(memory_space=pl.ANY)
+    part = pl.BlockSpec((sizes.groups, sizes.rows, LANES), lambda part, *_: (part, 0, 0))
+    per_head = {field: None if getattr(inputs, field) is None else part for field in ("sinks", "slopes")}
+    return pl.pallas_call(
+        functools.partial(body, call=call, sizes=sizes),
+        out_shape=jax.ShapeDtypeStruct(inputs.q.shape, call.q.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(sizes.tile.parts,),
+            in_specs=[Inputs(page_ids=hbm, kv=hbm, q=hbm, **per_head)],
+            out_specs=hbm,
+            scratch_shapes=[sizes.scratch(inputs.kv.dtype, call.q.dtype)],
+        ),
+        # Page ids are clamped before they are used, and the interpreter of the tests finds what is out of bounds.
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",), disable_bounds_checks=True, disable_semaphore_checks=True
+        ),
+        name=body.__name__,
+        interpret=interpret,
+    )(rows, inputs)
 
 
 class Pipeline:

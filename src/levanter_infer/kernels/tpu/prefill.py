@@ -17,17 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
-from levanter_infer.kernels.tpu.decode import LOG2_E, block_specs
-from levanter_infer.kernels.tpu.pipeline import (
-    Inputs,
-    Item,
-    Pipeline,
-    Rows,
-    has_unmapped_page,
-    mask_unmapped,
-    page_id_chunks,
-    scalars,
-)
+from levanter_infer.kernels.tpu.pipeline import LOG2_E, Inputs, Item, Pipeline, Rows, mask_unmapped, run_kernel
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool
 from levanter_infer.kernels.tpu.scales import KEYS, VALUES, load_scales, scales_of_rows
 from levanter_infer.kernels.tpu.sizes import Scratch, Sizes, Tile, align_queries
@@ -64,34 +54,10 @@ def prefill_attention(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, in
 
     q = pool.pack_queries(call.q.astype(operand)).at[source].get(mode="clip")
     q = q.transpose(1, 3, 0, 2, 4).reshape(groups * pool.lane_tiles, -1, LANES)
-    kv = call.kv_pages.reshape(-1, *call.kv_pages.shape[2:])
     if not interpret:
         # Else XLA may put them in VMEM, where a copy is a loop of loads and stores.
         q = pltpu.with_memory_space_constraint(q, memory_space=pltpu.HBM)
-    inputs = Inputs(
-        page_ids=page_id_chunks(call.page_indices),
-        kv=kv,
-        q=q,
-        slopes=None if call.rules.alibi_slopes is None else by_row(call.rules.alibi_slopes),
-        sinks=None if call.sinks is None else by_row(call.sinks * jnp.float32(LOG2_E)),
-    )
-    out = pl.pallas_call(
-        functools.partial(_prefill, call=call, sizes=sizes),
-        out_shape=jax.ShapeDtypeStruct(q.shape, call.q.dtype),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(tile.parts,),
-            in_specs=[block_specs(inputs, sizes)],
-            out_specs=pl.BlockSpec(memory_space=pl.ANY),
-            scratch_shapes=[sizes.scratch(call.kv_pages.dtype, call.q.dtype)],
-        ),
-        # As in the decode path.
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",), disable_bounds_checks=True, disable_semaphore_checks=True
-        ),
-        name="attend_chunk",
-        interpret=interpret,
-    )(Rows(call.seq_lens, call.cu_q_lens, scalars(call), has_unmapped_page(call), q_starts), inputs)
+    out = run_kernel(attend_prefill, call, sizes, Inputs.of(call, q, by_row), q_starts, interpret=interpret)
     out = out.reshape(groups, pool.lane_tiles, -1, per_group, LANES).transpose(2, 0, 3, 1, 4)
     out = out.at[target].get(mode="clip")
     return pool.unpack_outputs(out.reshape(num_tokens, groups, per_group, pool.lane_tiles * LANES))
@@ -117,7 +83,7 @@ def _aligned(call: AttentionCall, align: int) -> tuple[Array, Array, Array]:
     return q_starts, source, q_starts[row] + token - call.cu_q_lens[row]
 
 
-def _prefill(rows: Rows, inputs: Inputs, out_ref, scratch: Scratch, *, call: AttentionCall, sizes: Sizes):
+def attend_prefill(rows: Rows, inputs: Inputs, out_ref, scratch: Scratch, *, call: AttentionCall, sizes: Sizes):
     pipeline = Pipeline(call, sizes, rows, inputs, out_ref, scratch)
 
     def unmasked(item, q_slot, prefetch):

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.kernels import int8
-from levanter_infer.kernels.attention import check_pool, checked
 from levanter_infer.kernels.backend import Backend, Task
-from levanter_infer.kernels.call import AttentionCall, KvWrite, LinearCall, PoolShape
+from levanter_infer.kernels.call import AttentionCall, KvWrite, LinearCall, PoolShape, check_pool, checked
 from levanter_infer.kernels.loops import run_if
 from levanter_infer.kernels.rules import decode_bits
 from levanter_infer.kernels.xla.attention import xla_attention
@@ -105,7 +104,7 @@ class XlaBackend(Backend):
 
 @dataclass(frozen=True)
 class ReferenceBackend(XlaBackend):
-    """As `xla`, but every page of every row is gathered, and one dense softmax computed per token: the oracle."""
+    """The oracle: every page of every row is gathered, and one dense softmax computed per token; else as `xla`."""
 
     name = "reference"
 

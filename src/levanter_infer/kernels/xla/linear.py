@@ -6,9 +6,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-MIN_ROWS = 4
-"""Fewest rows of a matmul. On a CPU one row of bf16 is ten times slower than four, and rows keep their bits at any
-count from four up."""
+from levanter_infer.kernels import MIN_ROWS
 
 
 def matmul(x: Array, matrix: Array) -> Array:

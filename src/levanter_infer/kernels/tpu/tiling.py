@@ -1,6 +1,7 @@
-"""Tiles of the attention for TPUs: proposals from shapes, data type and chip.
+"""Tiles of the attention for TPUs: those that a search found, and proposals from shapes, data type and chip.
 
-The compiler decides whether a tile fits; `tpu.tile_table` holds the best ones that a search found.
+The compiler decides whether a tile fits. `scripts/search_tiles.py --write` puts into the table tiles that compile, with
+the shortest loops.
 """
 
 from collections.abc import Iterator
@@ -33,9 +34,9 @@ class Tiles:
     """Static sizes of one call."""
 
     decode: Tile
-    """Of rows with one query."""
-    chunk: Tile
-    """Of rows with more (chunked prefill)."""
+    """Tile for rows with one query."""
+    prefill: Tile
+    """Tile for rows with more queries (prompt chunks)."""
 
 
 @dataclass(frozen=True)
@@ -85,18 +86,29 @@ def propose(shape: TileShape) -> Tiles:
     per_group = shape.q_per_kv * pool.heads_per_group
     align = align_queries(per_group)
     queries = align * _floor_power(max(1, _PREFILL_ROWS // per_group // align))
-    chunk_pages = _floor_power(max(1, _PREFILL_TOKENS // page_size))
+    prefill_pages = _floor_power(max(1, _PREFILL_TOKENS // page_size))
     return Tiles(
         decode=Tile(pages=pages, slots=slots, parts=parts),
-        chunk=Tile(pages=chunk_pages, slots=3, parts=pool.groups, queries=max(queries, 2)),
+        prefill=Tile(pages=prefill_pages, slots=3, parts=pool.groups, queries=max(queries, 2)),
     )
+
+
+_FOUND: list[tuple[tuple, tuple, tuple]] = []
+"""The fields of a `TileShape`, of its decode `Tile` and of its prefill `Tile`."""
+
+TABLE = {TileShape(*shape): Tiles(Tile(*decode), Tile(*prefill)) for shape, decode, prefill in _FOUND}
+
+
+def choose(shape: TileShape) -> Tiles:
+    """The tiles of the table, or for a shape that it does not hold those that `propose` gives."""
+    return TABLE.get(shape) or propose(shape)
 
 
 def candidates(shape: TileShape) -> Iterator[Tiles]:
     """The proposal, and then tiles that need less and less memory."""
     tiles = propose(shape)
     yield tiles
-    while (smaller := Tiles(_smaller(shape, tiles.decode), _smaller(shape, tiles.chunk))) != tiles:
+    while (smaller := Tiles(_smaller(shape, tiles.decode), _smaller(shape, tiles.prefill))) != tiles:
         yield (tiles := smaller)
 
 

@@ -1,4 +1,4 @@
-"""`Backend`: which implementations suit the device that the engine runs on."""
+"""`BackendChoice`: which backends suit the device that the engine runs on."""
 
 import dataclasses
 import functools
@@ -11,12 +11,10 @@ from jax.sharding import Mesh
 
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.config import EngineConfig
-from levanter_infer.engine.instructions import Choice, choose
+from levanter_infer.engine.instructions import Choice, choose, usable_isas
 from levanter_infer.engine.sizes import kv_dtype
-from levanter_infer.kernels.backend import Backend as KernelBackend
-from levanter_infer.kernels.backend import Platform, Task, Work
+from levanter_infer.kernels.backend import Backend, Platform, Task, Work
 from levanter_infer.kernels.call import PoolShape
-from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.registry import BACKENDS, make_backend, platform_of
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.layers.layout import Layout
@@ -27,14 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Backend:
-    """What an engine computes with: a backend for matmuls, one for attention, and the devices."""
+class BackendChoice:
+    """The parts that an engine computes with: a backend for matmuls, one for attention, and the devices."""
 
     platform: Platform
     """The kind of the devices."""
-    matmul_backend: KernelBackend
+    matmul_backend: Backend
     """Stores weights and computes matmuls; the model carries it."""
-    attention_backend: KernelBackend
+    attention_backend: Backend
     """Stores keys and values and computes attention; the pool carries it."""
     layout: Layout
     """Sharding of model and state over the mesh, which may have one device."""
@@ -42,12 +40,16 @@ class Backend:
     """Instruction set of the kernels for CPUs; None where they compute nothing."""
 
     @staticmethod
-    def of(platform: str, layout: Layout, *, matmul: str, attention: str) -> "Backend":
+    def of(platform: str, layout: Layout, *, matmul: str, attention: str) -> "BackendChoice":
         """Backends by name. Raises: ValueError for unknown names."""
-        return Backend(platform_of(platform), make_backend(matmul, platform), make_backend(attention, platform), layout)
+        return BackendChoice(
+            platform_of(platform), make_backend(matmul, platform), make_backend(attention, platform), layout
+        )
 
     @staticmethod
-    def choose(config: EngineConfig, model, *, has_mods: bool, mesh: Mesh | None = None, device=None) -> "Backend":
+    def choose(
+        config: EngineConfig, model, *, has_mods: bool, mesh: Mesh | None = None, device=None
+    ) -> "BackendChoice":
         """The kernels written for the platform where they can do the work, and XLA's own code otherwise.
 
         Args:
@@ -65,7 +67,7 @@ class Backend:
                 device=device,
                 dtype=dtype,
                 num_devices=layout.mesh.size,
-                is_sharded=not layout.is_whole,
+                is_sharded=not layout.is_replicated,
                 has_mods=has_mods,
             )
 
@@ -73,7 +75,7 @@ class Backend:
         attention = task(Work.ATTENTION, kv_dtype(config, model))
         if not matmul.is_sharded:
             _warn_of_missing_kernels(device.platform)
-        chosen = Backend.of(
+        chosen = BackendChoice.of(
             device.platform,
             layout,
             matmul=_resolve(config.matmul, matmul),
@@ -98,7 +100,7 @@ class Backend:
             )
         return chosen
 
-    def _configured(self, config: EngineConfig, weights, pages) -> "Backend":
+    def _configured(self, config: EngineConfig, weights, pages) -> "BackendChoice":
         """The same with the options of its backends: instruction set and tiles. Args: the dtypes of weights, pages."""
         options: dict = {}
         if "tiles" in self.attention_backend.options:
@@ -118,7 +120,7 @@ class Backend:
             )
         return dataclasses.replace(self._with_options(**options), isa_choice=choice)
 
-    def _with_options(self, **options) -> "Backend":
+    def _with_options(self, **options) -> "BackendChoice":
         return dataclasses.replace(
             self,
             matmul_backend=self.matmul_backend.configured(**options),
@@ -135,7 +137,7 @@ class Backend:
         """Name of the backend of attention."""
         return self.attention_backend.name
 
-    def agreed(self, hosts: Hosts | None) -> "Backend":
+    def agreed(self, hosts: Hosts | None) -> "BackendChoice":
         """The same with the instruction set of process 0, whatever this one has measured: a job has one.
 
         Raises: ValueError if this processor does not have it.
@@ -143,9 +145,9 @@ class Backend:
         decided = self.isa if hosts is None else hosts.broadcast("engine.cpu_isa", self.isa)
         if decided == self.isa or self.isa is None or decided is None:
             return self
-        if decided not in cpu.isas():
+        if decided not in usable_isas():
             raise ValueError(
-                f"process 0 computes with engine.cpu_isa={decided}, and this processor has {', '.join(cpu.isas())}; "
+                f"process 0 computes with engine.cpu_isa={decided}, and this processor has {', '.join(usable_isas())}; "
                 "set engine.cpu_isa to one that all processors of the job have"
             )
         return dataclasses.replace(self._with_options(cpu_isa=decided), isa_choice=Choice(decided))
@@ -176,13 +178,13 @@ class Backend:
 
     def prepare(self, model, *, donate: bool = False):
         """The model on the devices, stored as the backend of matmuls reads it. `donate`: its arrays may be freed."""
-        if self.layout.is_whole:
+        if self.layout.is_replicated:
             return self.layout.place(self._as_read(model, donate), donate=donate)
         return self._as_read(model if model.is_sharded else self.layout.fit_model(model, donate=donate), donate)
 
     def prepared_types(self, types):
         """The types of `prepare`'s result, of those of the model."""
-        fitted = types if self.layout.is_whole else self.layout.fit_model(types)
+        fitted = types if self.layout.is_replicated else self.layout.fit_model(types)
         return self.layout.types(jax.eval_shape(self._as_read, fitted))
 
     def _as_read(self, model, donate: bool = False):
@@ -194,9 +196,9 @@ class Backend:
         return dict(self.layout.mesh.shape) if self.layout.mesh.size > 1 else {}
 
     @property
-    def num_shards(self) -> int:
+    def num_ranks(self) -> int:
         """Engines side by side, along `data`."""
-        return self.layout.num_shards
+        return self.layout.num_ranks
 
     @property
     def spans_hosts(self) -> bool:
