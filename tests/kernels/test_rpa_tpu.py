@@ -202,8 +202,8 @@ def test_a_window_that_begins_within_a_long_item_equals_dense(window):
 @pytest.mark.slow
 @pytest.mark.parametrize("attention_chunk", [64, 640, 672, 1024])
 def test_a_chunk_that_begins_within_a_long_item_equals_dense(attention_chunk):
-    """Of the first row's 64 + 6 queries, the first of which is at 640. 64: none sees the first item. 640: nor that
-    chunk's keys, which are those before it. 672: it begins among the queries of the first block. 1024: all keys."""
+    """Items of 512 keys; the first row's 70 queries are at 640 to 709, in blocks of 64. 64 and 640: no query sees the
+    first item. 672: a chunk begins among the queries of the first block. 1024: all queries see all keys."""
     check(long_rows(), tiles=LONG_TILES, attention_chunk=attention_chunk)
 
 
