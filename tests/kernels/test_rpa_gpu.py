@@ -4,7 +4,11 @@ The oracle tests of `test_ragged_paged_attention.py` run on it as well.
 """
 
 import functools
+import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +18,7 @@ import pytest
 from levanter_infer.kernels.gpu import attention as rpa_gpu
 from tests.kernels.ragged import RUNS_HERE, Sizes, attend, bits, dense_attention, lowers_for_gpu, make_ragged
 
+ROOT = Path(__file__).resolve().parents[2]
 GPU = RUNS_HERE[-1]
 SIZES = Sizes(6, 2, 32, 16, tokens=60, rows=6, max_pages=20)
 MIXED = [(1, 300), (7, 260), (1, 3), (2, 2), (30, 290), (1, 129)]
@@ -165,6 +170,15 @@ def test_every_option_is_lowered_for_a_gpu(sizes, options):
     splits = sizes.max_pages * sizes.page_size > rpa_gpu.MIN_SPLIT_TOKENS
     # One kernel for prompt chunks if the batch can hold any, one for decode tokens, one to combine their splits.
     assert text.count("custom_call") == (sizes.tokens > 1) + 1 + splits
+
+
+@pytest.mark.slow
+def test_every_head_size_compiles_for_an_h200_and_for_the_least_shared_memory():
+    pytest.importorskip("jax_plugins.xla_cuda12", reason="needs jax-cuda12-plugin, see tests/gpu_compile.py")
+    command = [sys.executable, "-W", "ignore", "-m", "tests.gpu_attention"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {"compiled": 28, "failures": {}}
 
 
 def test_nothing_is_made_of_the_pool():
