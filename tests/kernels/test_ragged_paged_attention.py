@@ -130,7 +130,8 @@ def test_a_query_with_a_sink_that_sees_nothing_gives_zeros(impl):
     batch = make_ragged(dataclasses.replace(SIZES["mqa-page4"], sinks=True), [(1, 139), (1, 12), (20, 30)])
     batch.arrays["sinks"] = batch.arrays["sinks"].at[0].set(-jnp.inf)
     out = attention(impl, mask_mod=mask_mod)(batch.arrays)
-    assert not out[0].any() and out[1].all() and np.isfinite(out[:22]).all()
+    sees_nothing = np.array([True, False, *(np.arange(10, 30) % 4 == 2)])
+    assert not np.asarray(out[:22])[sees_nothing].any() and np.asarray(out[:22])[~sees_nothing].all()
 
 
 @pytest.mark.parametrize("impl", RUNS_HERE)

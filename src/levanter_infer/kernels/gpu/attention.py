@@ -69,10 +69,9 @@ def lanes(*, heads_per_kv_head: int, head_dim: int, itemsize: int, max_tokens: i
     """
     dim = _side(head_dim)
     keys = max(16, min(64, _TURN_BYTES // (2 * dim * itemsize)))
-    warps, rows = 8 if dim > 128 else 4, 64 if dim <= 256 else 32
-    # f32 heads of 256 need 100.4 KB with three stages, of 512 twice the bytes of a turn.
-    most = 2 if itemsize > 2 and dim > 128 else 3
-    stages = max(1, min(most, 3 * _TURN_BYTES // (2 * keys * dim * itemsize)))
+    # 64 queries of more than 512 bytes do not fit into shared memory beside a turn, nor their outputs into registers.
+    warps, rows = 8 if dim > 128 else 4, 64 if dim * itemsize <= 512 else 32
+    stages = max(1, min(3, 3 * _TURN_BYTES // (2 * keys * dim * itemsize)))
     splits = min(MAX_SPLITS, _power_of_two(-(-max_tokens // MIN_SPLIT_TOKENS)))
     decode = Tile(
         rows=min(rows, _side(heads_per_kv_head)),
