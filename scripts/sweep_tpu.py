@@ -36,16 +36,24 @@ from levanter_infer.runtime.libtpu import TARGETS, compiler_environment, short_o
 
 HEADS = ((32, 8, 128), (64, 8, 128), (32, 8, 64), (16, 8, 128), (8, 4, 256))
 PAGES, CONTEXTS, SEQUENCES = (16, 32, 64, 128, 256), (2048, 8192, 32768, 131072), (16, 64, 256)
-OTHERS = (
-    ((8, 8, 96), 16),
-    ((16, 1, 128), 8),
-    ((7, 1, 256), 64),
-    ((32, 32, 128), 32),
-    ((28, 4, 64), 8),
-    ((64, 2, 96), 128),
+OTHERS: tuple[tuple[tuple[int, int, int], int, dict], ...] = (
+    ((8, 8, 96), 16, {}),
+    ((16, 1, 128), 8, {}),
+    ((7, 1, 256), 64, {}),
+    ((32, 32, 128), 32, {}),
+    ((28, 4, 64), 8, {}),
+    ((64, 2, 96), 128, {}),
+    ((32, 8, 160), 64, {}),
+    ((32, 8, 192), 64, {}),
+    ((16, 2, 512), 64, {}),
+    ((8, 1, 512), 16, {}),
+    ((64, 8, 64), 64, {"sinks": True, "window": 128}),
+    ((8, 1, 64), 16, {"sinks": True}),
+    ((40, 8, 128), 64, {"attention_chunk": 8192}),
+    ((5, 1, 128), 16, {"attention_chunk": 6000}),
 )
-"""Heads and page of `--others`: head sizes of 96, one query head for a kv head, 7, 16 and 32, one kv head and 32, pages
-of 8."""
+"""Heads, page and rules of `--others`: head sizes of 96 to 512, one query head for a kv head, 5, 7, 16 and 32, one kv
+head and 32, pages of 8; gpt-oss and Llama 4, each on one chip and a share of one in eight."""
 TOKENS = 512
 MOST_COMPILED = 30
 """Compilations per process, about: each leaks 70 MB."""
@@ -61,11 +69,14 @@ class Case:
     page: int
     context: int
     seqs: int
+    window: int | None = None
+    sinks: bool = False
+    attention_chunk: int | None = None
 
     @property
     def kernel_shape(self) -> tuple:
         """Parameters on which the kernels depend."""
-        return self.gen, self.heads, self.page
+        return self.gen, self.heads, self.page, self.window, self.sinks, self.attention_chunk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +114,13 @@ def all_cases(gens: Iterable[str]) -> list[Case]:
 
 
 def other_cases(gens: Iterable[str]) -> list[Case]:
-    return [Case(gen, heads, page, 8192, 64) for gen in gens for heads, page in OTHERS]
+    return [Case(gen, heads, page, 8192, 64, **rules) for gen in gens for heads, page, rules in OTHERS]
+
+
+def options_of(case: Case) -> list[str]:
+    """The rules of a case that are not neutral, as NAME=VALUE."""
+    rules = {name: getattr(case, name) for name in ("window", "sinks", "attention_chunk")}
+    return [f"{name}={value}" for name, value in rules.items() if value]
 
 
 _SHARED = ("call", "int8", "rules")
@@ -284,10 +301,10 @@ def main() -> None:
             rows[row.case] = row
             if not options.others:
                 write(options.out, rows)
-            print(*row.values(), flush=True)
+            print(*row.values(), *options_of(row.case), flush=True)
     failed = [rows[case] for case in wanted if rows[case].how == "failed"]
     for row in failed:
-        print(*row.values())
+        print(*row.values(), *options_of(row.case))
     print(f"{len(wanted)} cases, {len(failed)} failed")
     sys.exit(bool(failed))
 

@@ -1,10 +1,12 @@
 """Programs to compile for a TPU and look at, for scripts/tpu_schedule.py and tools of its kind.
 
-`decode`, `prefill` and `mixed` are one call of the attention entry; `program` is the engine's own round. All take
+`decode`, `prefill` and `mixed` are one call of the attention entry; `program` is the engine's own round, without sinks
+and attention_chunk. All take
 
     heads=(query heads, kv heads, head size) of one chip, page=tokens of a page, seqs=sequences, context=tokens of each,
-    tokens=query tokens of the step, kv_dtype=, window=, pool_pages=pages of the pool (default: as many as the page
-    tables can name, at most 2 GiB worth; the tables keep their full shape), impl=attention implementation, and
+    tokens=query tokens of the step, kv_dtype=, window=, sinks=whether the heads have attention sinks,
+    attention_chunk=positions of a chunk of chunked attention, pool_pages=pages of the pool (default: as many as the
+    page tables can name, at most 2 GiB worth; the tables keep their full shape), impl=attention implementation, and
     tiles=`kernels.tpu.tiling.Tiles`, or what differs from those of the table, such as
     dict(decode=dict(pages=8), prefill=dict(queries=128)) (default: those of the table).
 
@@ -69,7 +71,19 @@ def mixed(mesh, *, heads=(32, 8, 128), page=64, seqs=64, context=8192, tokens=51
 
 
 def _call(
-    *, heads, page, seqs, context, tokens, kv_dtype="bfloat16", window=None, pool_pages=None, impl="tpu", tiles=None
+    *,
+    heads,
+    page,
+    seqs,
+    context,
+    tokens,
+    kv_dtype="bfloat16",
+    window=None,
+    sinks=False,
+    attention_chunk=None,
+    pool_pages=None,
+    impl="tpu",
+    tiles=None,
 ):
     num_q_heads, num_kv_heads, head_dim = heads
     kv_dtype = jnp.dtype(kv_dtype)
@@ -79,8 +93,8 @@ def _call(
     pool_pages = pool_pages or max(1, min(seqs * seq_pages, MAX_POOL_BYTES // page_bytes))
 
     def call(*arrays):
-        rules = ScoreRules(scale=head_dim**-0.5, sliding_window=window)
-        arguments = AttentionCall(*arrays, rules, kv_dtype, num_kv_heads, page)
+        rules = ScoreRules(scale=head_dim**-0.5, sliding_window=window, attention_chunk=attention_chunk)
+        arguments = AttentionCall(*arrays[:7], rules, kv_dtype, num_kv_heads, page, *arrays[7:])
         return make_backend(impl).configured(tiles=_tiles(tiles, heads, page, kv_dtype)).attend(arguments)
 
     i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
@@ -93,7 +107,7 @@ def _call(
         i32((seqs + 1,)),
         i32(()),
     )
-    return call, arguments
+    return call, (*arguments, jax.ShapeDtypeStruct((num_q_heads,), jnp.float32)) if sinks else arguments
 
 
 def _tiles(changes, heads, page: int, kv_dtype) -> Tiles | None:

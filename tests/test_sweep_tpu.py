@@ -4,10 +4,11 @@ import jax
 import pytest
 from scripts.kernel_tables import replace
 from scripts.search_tiles import variants
-from scripts.sweep_tpu import Case, Row, all_cases, kernel_digest, read, write
+from scripts.sweep_tpu import Case, Row, all_cases, kernel_digest, other_cases, read, sweep, write
 from scripts.tpu_builders import mixed
 
 from levanter_infer.kernels.tpu.sizes import Tile
+from levanter_infer.runtime.libtpu import TARGETS
 
 HEADS = (2, 1, 128)
 
@@ -23,6 +24,20 @@ def test_kernels_do_not_depend_on_tables_sequences_and_pools():
     assert small == digest(context=131072, seqs=20, pool_pages=7)
     assert small != digest(context=2048, seqs=2, page=32)
     assert small != digest(context=2048, seqs=2, window=100)
+    assert small != digest(context=2048, seqs=2, sinks=True)
+    assert small != digest(context=2048, seqs=2, attention_chunk=100)
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("generation", TARGETS)
+def test_heads_of_64_to_512_sinks_and_chunks_compile_with_proposed_tiles(generation):
+    pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra `test`")
+    cases = other_cases([generation])
+    assert {64, 96, 128, 160, 192, 256, 512} == {case.heads[2] for case in cases}
+    assert any(case.sinks for case in cases) and any(case.attention_chunk for case in cases)
+    rows = list(sweep(generation, cases, None))
+    assert [row.case for row in rows if row.how != "compiled"] == [] and len(rows) == len(cases)
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path):

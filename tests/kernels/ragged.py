@@ -70,6 +70,8 @@ class Sizes:
     dtype: str = "float32"
     stored: str | None = None
     """Unsigned integer that holds the bits of `dtype`."""
+    sinks: bool = False
+    """Whether each query head has a random attention sink, near the scores: any test runs with them by this."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,8 @@ def make_ragged(sizes: Sizes, rows: list[tuple[int, int]], seed: int = 0) -> Rag
         cu_q_lens=jnp.asarray(np.cumsum([0, *q_lens, *padding]), jnp.int32),
         num_seqs=jnp.int32(len(rows)),
     )
+    if sizes.sinks:
+        arrays["sinks"] = jnp.asarray(3 * rng.standard_normal(sizes.q_heads), jnp.float32)
     return Ragged(sizes, arrays, q_lens, seq_lens, queries, keys, values)
 
 
@@ -170,14 +174,18 @@ def dense_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    attention_chunk: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: np.ndarray | None = None,
     sinks: np.ndarray | None = None,
     score_mod=None,
     mask_mod=None,
 ) -> np.ndarray:
-    """The oracle: attention in f64, one row, query and head at a time."""
+    """The oracle: attention in f64, one row, query and head at a time. `sinks`: None for the batch's own, if it has
+    some."""
     sizes = batch.sizes
+    if sizes.sinks and sinks is None:
+        sinks = np.asarray(batch.arrays["sinks"], np.float64)
     out = np.zeros((sizes.tokens, sizes.q_heads, sizes.head_dim))
     token = 0
     for q, k, v, q_len, seq_len in zip(
@@ -188,6 +196,8 @@ def dense_attention(
                 kv_head = head // (sizes.q_heads // sizes.kv_heads)
                 q_pos = seq_len - q_len + i
                 first = 0 if sliding_window is None else max(0, q_pos - sliding_window + 1)
+                if attention_chunk is not None:
+                    first = max(first, q_pos // attention_chunk * attention_chunk)
                 kv_pos = np.arange(first, q_pos + 1)
                 if mask_mod is not None:
                     kv_pos = kv_pos[np.asarray(mask_mod(q_pos, kv_pos, head), bool)]

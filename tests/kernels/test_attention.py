@@ -54,6 +54,8 @@ def test_backends_trace_programs_of_their_own():
         (dict(num_seqs=jnp.zeros(1, I32)), r"num_seqs: got int32\[1\], expected int32\[\]"),
         (dict(sliding_window=jnp.float32(3)), r"sliding_window: got float32\[\], expected an int32 scalar"),
         (dict(layer=jnp.zeros(1, I32)), r"layer: got int32\[1\]"),
+        (dict(attention_chunk=0), "attention_chunk: got 0, expected a positive int, or None for one chunk"),
+        (dict(attention_chunk=jnp.int32(8)), "attention_chunk: got 8, expected a positive int"),
         (dict(soft_cap=0.0), "soft_cap: got 0.0, expected a positive number"),
         (dict(sinks=jnp.zeros(2, F32)), r"sinks: got shape \(2,\), expected one entry per query head, \(6,\)"),
         (dict(alibi_slopes=jnp.zeros((6, 1), F32)), r"alibi_slopes: got shape \(6, 1\)"),

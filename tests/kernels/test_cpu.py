@@ -71,6 +71,10 @@ def rounds_inputs(isa, dtype) -> bool:
     return isa == "avx512_bf16" and dtype == "bfloat16"
 
 
+RULES = {"plain": (False, {}), "sinks": (True, {}), "sinks-chunk": (True, {"attention_chunk": 45})}
+"""Whether the heads have sinks, and the rules that are constants of the call."""
+
+
 @each_isa
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
@@ -224,35 +228,42 @@ def test_arguments_that_do_not_fit_are_refused():
 
 
 @each_isa
-@pytest.mark.parametrize("head_dim", [8, 64, 80])
-def test_attention_equals_dense_in_every_instruction_set(isa, head_dim):
-    sizes = Sizes(6, 2, head_dim, 16, dtype="bfloat16", stored="uint16")
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 160, 192, 256, 512])
+def test_attention_equals_dense_in_every_instruction_set(isa, head_dim, rules):
+    sinks, rules = rules
+    sizes = Sizes(6, 2, head_dim, 16, dtype="bfloat16", stored="uint16", sinks=sinks)
     batch = make_ragged(sizes, [(1, 140), (30, 170), (4, 4)])
-    rules = ScoreRules(scale=0.3)
-    out = cpu.cpu_attention(call_of(batch.arrays, "bfloat16", rules), isa_name=isa)
-    np.testing.assert_allclose(out, dense_attention(batch, scale=0.3), atol=1e-5, rtol=1e-5)
+    scale = 3 / head_dim**0.5
+    out = cpu.cpu_attention(call_of(batch.arrays, "bfloat16", ScoreRules(scale=scale, **rules)), isa_name=isa)
+    np.testing.assert_allclose(out, dense_attention(batch, scale=scale, **rules), atol=1e-5, rtol=1e-5)
 
 
 @each_isa
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_head_alone_and_all_heads_together_attend_alike(isa, dtype):
+def test_a_head_alone_and_all_heads_together_attend_alike(isa, dtype, rules):
+    sinks, rules = rules
     # Few blocks of 8 queries are divided by heads, many are not (four a thread).
     rows = 4 * (os.cpu_count() or 1) + 1
-    sizes = Sizes(6, 2, 40, 8, tokens=rows + 8, rows=rows, max_pages=9, dtype=dtype)
+    sizes = Sizes(6, 2, 40, 8, tokens=rows + 8, rows=rows, max_pages=9, dtype=dtype, sinks=sinks)
     batch = make_ragged(sizes, [(9, 70), *((1, 1 + 5 * i % 70) for i in range(rows - 1))])
-    call = call_of(batch.arrays, dtype, ScoreRules(scale=0.3))
+    call = call_of(batch.arrays, dtype, ScoreRules(scale=0.3, **rules))
     together = np.asarray(cpu.cpu_attention(call, isa_name=isa))
-    np.testing.assert_allclose(together, dense_attention(batch, scale=0.3), atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(together, dense_attention(batch, scale=0.3, **rules), atol=1e-5, rtol=1e-5)
     alone = dataclasses.replace(call, num_seqs=jnp.int32(1), cu_q_lens=call.cu_q_lens.at[2:].set(9))
     np.testing.assert_array_equal(np.asarray(cpu.cpu_attention(alone, isa_name=isa))[:9], together[:9])
 
 
 @each_isa
-def test_a_query_has_the_same_bits_decoded_and_in_any_prompt_chunk(isa):
-    sizes = Sizes(6, 2, 64, 16, dtype="bfloat16", stored="uint16")
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("head_dim", [64, 512])
+def test_a_query_has_the_same_bits_decoded_and_in_any_prompt_chunk(isa, head_dim, rules):
+    sinks, rules = rules
+    sizes = Sizes(6, 2, head_dim, 16, dtype="bfloat16", stored="uint16", sinks=sinks)
     length = 150
     batch = make_ragged(sizes, [(30, length)])
-    rules = ScoreRules(scale=0.3, sliding_window=jnp.int32(100))
+    rules = ScoreRules(scale=0.3, sliding_window=jnp.int32(100), **rules)
     q = batch.arrays["q"]
 
     def run(first, count):

@@ -47,6 +47,25 @@ def test_time_follows_the_length_and_not_the_width_of_the_table(impl, optimized)
     assert wide < 4 * narrow, f"{narrow * 1e3:.2f} ms became {wide * 1e3:.2f} ms"
 
 
+@pytest.mark.parametrize("impl", [impl for impl in RUNS_HERE if impl != "reference"])
+def test_pages_before_the_chunk_cost_no_time(impl, optimized):
+    """16,384 keys, of which the query sees 32."""
+    batch = make_ragged(Sizes(4, 2, 64, 64, tokens=2, rows=2, max_pages=256), [(1, 256 * 64)])
+
+    def seconds(**rules) -> float:
+        program = jax.jit(lambda arrays: attend(**arrays, scale=0.3, impl=impl, **rules))
+        jax.block_until_ready(program(batch.arrays))
+        times = []
+        for _ in range(15):
+            start = time.perf_counter()
+            jax.block_until_ready(program(batch.arrays))
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    chunk, everything = seconds(attention_chunk=32), seconds()
+    assert 4 * chunk < everything, f"{chunk * 1e3:.2f} ms in a chunk, {everything * 1e3:.2f} ms without"
+
+
 # M45, M50, M51 on a TPU: the async copies, one by one
 
 
@@ -68,6 +87,20 @@ def copies(monkeypatch):
     monkeypatch.setattr(interpret_pallas_call, "dma_start", noted_start)
     monkeypatch.setattr(interpret_pallas_call, "dma_wait", noted_wait)
     return events
+
+
+def test_a_tpu_copies_no_page_before_the_chunk(copies):
+    """In chunks of 96, a query at 299 sees the keys from 288 on, and one at 99 those from 96 on: a page each."""
+    batch = make_ragged(SIZES, [(1, length) for length in LENS])
+    arrays, tiles = for_tpu(batch), Tiles(Tile(8, 3, 1), Tile(8, 2, 1, 8))
+    heads = arrays.pop("kv_heads")
+    call = functools.partial(attend, kv_heads=heads, scale=0.3, impl="tpu_interpret", tiles=tiles, attention_chunk=96)
+    jax.block_until_ready(jax.jit(lambda arrays: call(**arrays))(arrays))
+
+    layers, num_pages, *page = arrays["kv_pages"].shape
+    pool, table = (layers * num_pages, *page), np.asarray(batch.arrays["page_indices"])
+    fetched = [int(event[2][0]) for event in copies if event[0] == "start" and event[1] == pool]
+    assert sorted(fetched) == sorted(num_pages + table[row, page] for row, page in ((0, 18), (1, 6)))
 
 
 def test_a_tpu_copies_each_page_once_and_ahead_of_its_use(copies):

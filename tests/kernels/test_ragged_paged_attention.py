@@ -1,5 +1,6 @@
 """All implementations against attention on contiguous K/V; the pools are poisoned wherever no row may read."""
 
+import dataclasses
 import functools
 
 import jax
@@ -30,14 +31,10 @@ SIZES = {
 KINDS = ("decode", "prompts", "chunks", "mixed")
 
 
-def attention(impl, kv_dtype="float32", soft_cap=None, score_mod=None, mask_mod=None):
-    """The jitted entry; everything that may be traced is."""
-    return _jitted(impl, kv_dtype, soft_cap, score_mod, mask_mod)
-
-
 @functools.cache
-def _jitted(impl, kv_dtype, soft_cap, score_mod, mask_mod):
-    static = dict(scale=0.3, kv_dtype=kv_dtype, soft_cap=soft_cap, score_mod=score_mod, mask_mod=mask_mod)
+def attention(impl, kv_dtype="float32", **static):
+    """The jitted entry; everything that may be traced is."""
+    static = {"scale": 0.3, "kv_dtype": kv_dtype, **static}
     return jax.jit(lambda arrays: attend(**arrays, **static, impl=impl))
 
 
@@ -45,14 +42,16 @@ def check(batch, impl, *, traced=None, **static):
     traced = traced or {}
     out = attention(impl, batch.sizes.dtype, **static)({**batch.arrays, **traced})
     # f32: scores reach 20, so that their rounding alone moves a weight by 2e-6 of itself.
-    numpy = {name: np.asarray(value) for name, value in traced.items()}
-    np.testing.assert_allclose(out, dense_attention(batch, scale=0.3, **static, **numpy), atol=1e-5, rtol=1e-5)
+    rules = {"scale": 0.3, **static, **{name: np.asarray(value) for name, value in traced.items()}}
+    np.testing.assert_allclose(out, dense_attention(batch, **rules), atol=1e-5, rtol=1e-5)
     return out
 
 
+@pytest.mark.parametrize("sinks", [False, True], ids=["no-sinks", "sinks"])
 @pytest.mark.parametrize("impl", RUNS_HERE)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_attention_of_random_batches_equals_dense(sizes, impl):
+def test_attention_of_random_batches_equals_dense(sizes, impl, sinks):
+    sizes = dataclasses.replace(sizes, sinks=sinks)
     for kind in KINDS:
         for seed in range(2):
             check(make_ragged(sizes, random_rows(sizes, kind, seed), seed), impl)
@@ -74,11 +73,65 @@ def test_attention_of_the_named_batches_equals_dense(impl):
         check(make_ragged(SIZES["mqa-page4"], rows), impl)
 
 
+@pytest.mark.parametrize("sinks", [False, True], ids=["no-sinks", "sinks"])
 @pytest.mark.parametrize("impl", RUNS_HERE)
-def test_window_is_traced_and_equals_dense(impl):
-    batch = make_ragged(SIZES["mqa-page4"], [(1, 140), (1, 3), (20, 150), (7, 7)])
+def test_window_is_traced_and_equals_dense(impl, sinks):
+    sizes = dataclasses.replace(SIZES["mqa-page4"], sinks=sinks)
+    batch = make_ragged(sizes, [(1, 140), (1, 3), (20, 150), (7, 7)])
     for window in (1, 5, 130, 1000):
         check(batch, impl, traced=dict(sliding_window=jnp.int32(window)))
+
+
+@pytest.mark.parametrize("attention_chunk, window", [(1, None), (16, None), (100, None), (100, 20)])
+@pytest.mark.parametrize("impl", RUNS_HERE)
+def test_chunked_attention_equals_dense_and_pages_before_the_chunk_may_be_unmapped(impl, attention_chunk, window):
+    """Queries at the first and the last position of a chunk, prompt chunks that cross one and three of them."""
+    sizes = dataclasses.replace(SIZES["mqa-page4"], sinks=True)
+    batch = make_ragged(sizes, [(1, 129), (1, 128), (1, 3), (34, 133), (7, 7)])
+    none = batch.arrays["kv_pages"].shape[1]
+    unmapped = {0: 128 // attention_chunk * attention_chunk // 4, 3: 99 // attention_chunk * attention_chunk // 4}
+    for row, pages in unmapped.items():
+        batch.arrays["page_indices"] = batch.arrays["page_indices"].at[row, :pages].set(none)
+    check(batch, impl, attention_chunk=attention_chunk, traced=window and dict(sliding_window=jnp.int32(window)))
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 160, 192, 256, 512])
+@pytest.mark.parametrize("impl", RUNS_HERE)
+def test_every_head_size_equals_dense(impl, head_dim):
+    sizes = Sizes(6, 2, head_dim, 16, tokens=24, rows=4, max_pages=10, dtype="bfloat16", sinks=True)
+    check(make_ragged(sizes, [(1, 140), (18, 130), (1, 5), (3, 3)]), impl, scale=head_dim**-0.5)
+
+
+@pytest.mark.parametrize("scale, soft_cap", [(1.0, None), (144**-0.5, 50.0), (-0.01, None)])
+@pytest.mark.parametrize("impl", RUNS_HERE)
+def test_a_scale_may_be_any_number(impl, scale, soft_cap):
+    check(make_ragged(SIZES["mqa-page4"], [(1, 90), (20, 60)]), impl, scale=scale, soft_cap=soft_cap)
+
+
+@pytest.mark.parametrize("impl", RUNS_HERE)
+def test_a_sink_takes_its_share_of_the_weights_and_one_of_minus_infinity_takes_none(impl):
+    """Of 4 heads: no sink; one that is the maximum, by 60; one far below all scores; one of the size of the scores."""
+    batch = make_ragged(SIZES["gqa2-page64-bf16"], [(1, 100), (20, 60), (2, 2)])
+    run = attention(impl, "bfloat16")
+    plain = np.asarray(run(batch.arrays))
+    out = np.asarray(run({**batch.arrays, "sinks": jnp.asarray([-np.inf, 60, -60, 0], jnp.float32)}))
+    np.testing.assert_allclose(out[:, 0], plain[:, 0], atol=1e-6)
+    np.testing.assert_allclose(out[:, 1], 0, atol=1e-12)
+    np.testing.assert_allclose(out[:, 2], plain[:, 2], atol=1e-6)
+    assert np.abs(out[:23, 3] - plain[:23, 3]).max() > 0.01
+    check(batch, impl, traced=dict(sinks=jnp.asarray([-1e30, 60, -60, 0], jnp.float32)))
+
+
+@pytest.mark.parametrize("impl", CALLS_MODS)
+def test_a_query_with_a_sink_that_sees_nothing_gives_zeros(impl):
+    def mask_mod(q_pos, kv_pos, head):
+        return (q_pos % 4 != 2) & (kv_pos >= 0) & (head >= 0)
+
+    batch = make_ragged(dataclasses.replace(SIZES["mqa-page4"], sinks=True), [(1, 139), (1, 12), (20, 30)])
+    batch.arrays["sinks"] = batch.arrays["sinks"].at[0].set(-jnp.inf)
+    out = attention(impl, mask_mod=mask_mod)(batch.arrays)
+    sees_nothing = np.array([True, False, *(np.arange(10, 30) % 4 == 2)])
+    assert not np.asarray(out[:22])[sees_nothing].any() and np.asarray(out[:22])[~sees_nothing].all()
 
 
 @pytest.mark.parametrize("impl", RUNS_HERE)
@@ -128,8 +181,10 @@ def test_large_scores_do_not_overflow():
         np.testing.assert_allclose(result, out[0], atol=2e-3)
 
 
-def test_bf16_queries_give_bf16_rounded_once():
-    batch = make_ragged(SIZES["gqa3-page16-bits"], [(1, 100), (20, 60)])
+@pytest.mark.parametrize("sinks", [False, True], ids=["no-sinks", "sinks"])
+def test_bf16_queries_give_bf16_rounded_once(sinks):
+    sizes = dataclasses.replace(SIZES["gqa3-page16-bits"], sinks=sinks)
+    batch = make_ragged(sizes, [(1, 100), (20, 60)])
     q = batch.arrays["q"].astype(jnp.bfloat16)
     for impl in RUNS_HERE:
         run = attention(impl, "bfloat16")

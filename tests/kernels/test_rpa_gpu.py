@@ -4,7 +4,11 @@ The oracle tests of `test_ragged_paged_attention.py` run on it as well.
 """
 
 import functools
+import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +18,7 @@ import pytest
 from levanter_infer.kernels.gpu import attention as rpa_gpu
 from tests.kernels.ragged import RUNS_HERE, Sizes, attend, bits, dense_attention, lowers_for_gpu, make_ragged
 
+ROOT = Path(__file__).resolve().parents[2]
 GPU = RUNS_HERE[-1]
 SIZES = Sizes(6, 2, 32, 16, tokens=60, rows=6, max_pages=20)
 MIXED = [(1, 300), (7, 260), (1, 3), (2, 2), (30, 290), (1, 129)]
@@ -68,12 +73,14 @@ def test_splits_and_tiles_of_heads_equal_dense(q_heads, kv_heads, many_splits):
     check(batch, out, sinks=np.asarray(sinks), alibi_slopes=np.asarray(slopes), sliding_window=130)
 
 
-def test_bits_of_a_row_do_not_depend_on_the_others(many_splits):
-    together = make_ragged(SIZES, MIXED)
+@pytest.mark.parametrize("rules", [dict(), dict(sinks=True, attention_chunk=150)], ids=["plain", "sinks-chunk"])
+def test_bits_of_a_row_do_not_depend_on_the_others(rules, many_splits):
+    rules = dict(rules)
+    together = make_ragged(replace(SIZES, sinks=rules.pop("sinks", False)), MIXED)
     together.arrays["sliding_window"] = jnp.int32(200)
-    jitted = jax.jit(_jitted.__wrapped__("float32", ()).__wrapped__)
+    jitted = jax.jit(_jitted.__wrapped__("float32", tuple(rules.items())).__wrapped__)
     out = jitted(together.arrays)
-    check(together, out, sliding_window=200)
+    check(together, out, sliding_window=200, **rules)
     token = 0
     for row, (q_len, _) in enumerate(MIXED):
         alone = dict(together.arrays)
@@ -140,6 +147,12 @@ def _stripes(q_pos, kv_pos, head):
         (Sizes(71, 1, 96, 64, tokens=1, rows=1), {}),
         (Sizes(6, 2, 64, 16, max_pages=80, stored="uint16", dtype="bfloat16"), dict(sinks=True, window=True)),
         (Sizes(6, 2, 64, 16, max_pages=80), dict(alibi=True, window=True)),
+        (Sizes(64, 8, 64, 16, max_pages=80, dtype="bfloat16"), dict(sinks=True, window=True)),
+        (Sizes(40, 8, 128, 16, max_pages=80, dtype="bfloat16"), dict(attention_chunk=8192)),
+        (Sizes(6, 2, 160, 16, max_pages=80, dtype="bfloat16"), dict(attention_chunk=100, sinks=True)),
+        (Sizes(6, 2, 192, 16), dict(attention_chunk=64, window=True)),
+        (Sizes(16, 2, 512, 16, max_pages=80, dtype="bfloat16"), {}),
+        (Sizes(16, 2, 512, 16), {}),
     ],
 )
 def test_every_option_is_lowered_for_a_gpu(sizes, options):
@@ -157,6 +170,15 @@ def test_every_option_is_lowered_for_a_gpu(sizes, options):
     splits = sizes.max_pages * sizes.page_size > rpa_gpu.MIN_SPLIT_TOKENS
     # One kernel for prompt chunks if the batch can hold any, one for decode tokens, one to combine their splits.
     assert text.count("custom_call") == (sizes.tokens > 1) + 1 + splits
+
+
+@pytest.mark.slow
+def test_every_head_size_compiles_for_an_h200_and_for_the_least_shared_memory():
+    pytest.importorskip("jax_plugins.xla_cuda12", reason="needs jax-cuda12-plugin, see tests/gpu_compile.py")
+    command = [sys.executable, "-W", "ignore", "-m", "tests.gpu_attention"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {"compiled": 28, "failures": {}}
 
 
 def test_nothing_is_made_of_the_pool():

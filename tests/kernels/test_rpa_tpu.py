@@ -34,10 +34,9 @@ def run(batch, *, tiles=None, traced=None, **static):
     call = functools.partial(
         attend,
         kv_heads=arrays.pop("kv_heads"),
-        scale=0.3,
         impl="tpu_interpret",
         tiles=tiles or small_tiles(batch.sizes),
-        **static,
+        **{"scale": 0.3, **static},
     )
     out = np.asarray(jax.jit(lambda arrays: call(**arrays))({**arrays, **(traced or {})}).astype(jnp.float32))
     races = interpret_pallas_call.races
@@ -47,8 +46,8 @@ def run(batch, *, tiles=None, traced=None, **static):
 
 def check(batch, *, traced=None, tiles=None, **static):
     out = run(batch, traced=traced, tiles=tiles, **static)
-    rules: dict = {**static, **{name: np.asarray(value) for name, value in (traced or {}).items()}}
-    np.testing.assert_allclose(out, dense_attention(batch, scale=0.3, **rules), atol=1e-5, rtol=1e-5)
+    rules: dict = {"scale": 0.3, **static, **{name: np.asarray(value) for name, value in (traced or {}).items()}}
+    np.testing.assert_allclose(out, dense_attention(batch, **rules), atol=1e-5, rtol=1e-5)
     return out
 
 
@@ -56,6 +55,15 @@ def test_a_small_mixed_batch_equals_dense():
     """Items of 256 keys, which are masked 128 at a time."""
     sizes = Sizes(4, 2, 64, 32, tokens=40, rows=5, max_pages=10)
     check(make_ragged(sizes, [(1, 300), (7, 140), (1, 3), (20, 290)]), tiles=small_tiles(sizes, tokens=256))
+
+
+def test_sinks_in_chunked_attention_equal_dense_and_pages_before_the_chunk_may_be_unmapped():
+    """Chunks of 96, which is no power of two: the last queries of a prompt chunk see the third and the fourth."""
+    sizes = Sizes(4, 2, 64, 32, tokens=40, rows=5, max_pages=10, sinks=True)
+    batch = make_ragged(sizes, [(1, 300), (7, 140), (1, 3), (20, 290)])
+    none = batch.arrays["kv_pages"].shape[1]
+    batch.arrays["page_indices"] = batch.arrays["page_indices"].at[0, :9].set(none).at[3, :6].set(none)
+    check(batch, tiles=small_tiles(sizes, tokens=256), attention_chunk=96)
 
 
 @pytest.mark.slow
@@ -71,21 +79,29 @@ def test_a_mixed_batch_equals_dense():
         Sizes(3, 3, 64, 8, tokens=40, rows=4, max_pages=40),
         Sizes(6, 3, 96, 32, tokens=40, rows=4, max_pages=10, dtype="bfloat16"),
         Sizes(6, 1, 256, 8, tokens=40, rows=4, max_pages=40),
+        Sizes(4, 2, 160, 32, tokens=40, rows=4, max_pages=10, dtype="bfloat16", sinks=True),
+        Sizes(6, 3, 192, 16, tokens=40, rows=4, max_pages=20, sinks=True),
+        Sizes(8, 1, 512, 32, tokens=40, rows=4, max_pages=10, dtype="bfloat16"),
+        Sizes(4, 2, 512, 16, tokens=40, rows=4, max_pages=20, sinks=True),
         Sizes(17, 1, 32, 64, tokens=40, rows=4, max_pages=5, dtype="bfloat16"),
         Sizes(2, 2, 128, 256, tokens=40, rows=4, max_pages=2),
         Sizes(4, 4, 128, 16, tokens=40, rows=4, max_pages=20, dtype="float8_e4m3fn"),
-        Sizes(8, 4, 64, 32, tokens=40, rows=4, max_pages=10, dtype="int8"),
+        Sizes(8, 4, 64, 32, tokens=40, rows=4, max_pages=10, dtype="int8", sinks=True),
         Sizes(6, 2, 128, 16, tokens=40, rows=4, max_pages=20, dtype="int8"),
     ],
-    ids=lambda sizes: f"{sizes.q_heads}-{sizes.kv_heads}-{sizes.head_dim}-page{sizes.page_size}-{sizes.dtype}",
+    ids=lambda sizes: (
+        f"{sizes.q_heads}-{sizes.kv_heads}-{sizes.head_dim}-page{sizes.page_size}-{sizes.dtype}"
+        + sizes.sinks * "-sinks"
+    ),
 )
 def test_every_shape_equals_dense(sizes):
     check(make_ragged(sizes, [(1, 300), (20, 270), (1, 17), (3, 3)]))
 
 
 @pytest.mark.slow
-def test_parts_and_two_slots_equal_dense():
-    sizes = Sizes(8, 4, 128, 16, tokens=40, rows=4, max_pages=20)
+@pytest.mark.parametrize("sinks", [False, True], ids=["no-sinks", "sinks"])
+def test_parts_and_two_slots_equal_dense(sinks):
+    sizes = Sizes(8, 4, 128, 16, tokens=40, rows=4, max_pages=20, sinks=sinks)
     check(make_ragged(sizes, [(1, 300), (20, 270), (1, 256)]), tiles=small_tiles(sizes, slots=2, parts=2))
 
 
@@ -97,6 +113,21 @@ def test_a_window_equals_dense_and_pages_before_it_may_be_unmapped(window):
     if window == 100:
         batch.arrays["page_indices"] = batch.arrays["page_indices"].at[0, :12].set(none).at[4, :10].set(none)
     check(batch, traced=dict(sliding_window=jnp.int32(window)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention_chunk", [1, 128, 100])
+def test_chunked_attention_equals_dense(attention_chunk):
+    """With a window too, of which the chunk or itself is the tighter bound."""
+    check(make_ragged(SIZES, MIXED), attention_chunk=attention_chunk)
+    check(make_ragged(SIZES, MIXED), attention_chunk=attention_chunk, traced=dict(sliding_window=jnp.int32(60)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [1.0, 144**-0.5])
+def test_a_scale_may_be_any_number(scale):
+    check(make_ragged(SIZES, MIXED[:3]), scale=scale, soft_cap=50.0)
+    check(make_ragged(SIZES, MIXED[:3]), scale=scale)
 
 
 @pytest.mark.slow
@@ -150,14 +181,15 @@ LONG_TILES = Tiles(Tile(pages=8, slots=2, parts=1), Tile(pages=8, slots=2, parts
 """Items of 512 keys, which are masked 128 at a time, and blocks of 512 rows, which are computed 256 at a time."""
 
 
-def long_rows(dtype: str = "float32") -> Ragged:
+def long_rows(dtype: str = "float32", sinks: bool = False) -> Ragged:
     """Two query blocks over two KV blocks, whose last keys end within a sub-block; one query over two; few keys."""
-    return make_ragged(dataclasses.replace(LONG, dtype=dtype), [(70, 710), (1, 600), (2, 5)])
+    return make_ragged(dataclasses.replace(LONG, dtype=dtype, sinks=sinks), [(70, 710), (1, 600), (2, 5)])
 
 
 @pytest.mark.slow
-def test_subblocks_of_long_items_equal_dense():
-    check(long_rows(), tiles=LONG_TILES)
+@pytest.mark.parametrize("sinks", [False, True], ids=["no-sinks", "sinks"])
+def test_subblocks_of_long_items_equal_dense(sinks):
+    check(long_rows(sinks=sinks), tiles=LONG_TILES)
 
 
 @pytest.mark.slow
@@ -165,6 +197,14 @@ def test_subblocks_of_long_items_equal_dense():
 def test_a_window_that_begins_within_a_long_item_equals_dense(window):
     """30: the first block sees the end of one item and half of the next, the second block the next alone."""
     check(long_rows(), tiles=LONG_TILES, traced=dict(sliding_window=jnp.int32(window)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention_chunk", [64, 640, 672, 1024])
+def test_a_chunk_that_begins_within_a_long_item_equals_dense(attention_chunk):
+    """Items of 512 keys; the first row's 70 queries are at 640 to 709, in blocks of 64. 64 and 640: no query sees the
+    first item. 672: a chunk begins among the queries of the first block. 1024: all queries see all keys."""
+    check(long_rows(), tiles=LONG_TILES, attention_chunk=attention_chunk)
 
 
 @pytest.mark.slow

@@ -20,13 +20,29 @@ def xla(arrays, sliding_window=None):
     return attend(**arrays, scale=0.2, kv_dtype=jnp.bfloat16, sliding_window=sliding_window, impl="xla")
 
 
+@jax.jit
+def xla_chunked(arrays, sliding_window=None):
+    """In chunks of 150 positions."""
+    return attend(
+        **arrays, scale=0.2, kv_dtype=jnp.bfloat16, sliding_window=sliding_window, attention_chunk=150, impl="xla"
+    )
+
+
+RULES = pytest.mark.parametrize(
+    "sizes, xla",
+    [(SIZES, xla), (replace(SIZES, sinks=True), xla_chunked), (replace(SIZES, head_dim=512), xla)],
+    ids=["plain", "sinks-chunk", "head-512"],
+)
+
+
 def retraced(batch):
     """`xla` in a new trace, which uses what a test has patched."""
     return jax.jit(lambda arrays: xla.__wrapped__(arrays))(batch.arrays)
 
 
-def test_bits_of_a_row_do_not_depend_on_the_others():
-    together = make_ragged(SIZES, MIXED)
+@RULES
+def test_bits_of_a_row_do_not_depend_on_the_others(sizes, xla):
+    together = make_ragged(sizes, MIXED)
     window = jnp.int32(100)
     out = xla(together.arrays, window)
     token = 0
@@ -41,8 +57,9 @@ def test_bits_of_a_row_do_not_depend_on_the_others():
         token += q_len
 
 
-def test_bits_of_a_token_are_the_same_decoded_or_in_a_prompt_chunk():
-    batch = make_ragged(SIZES, [(150, 310)])
+@RULES
+def test_bits_of_a_token_are_the_same_decoded_or_in_a_prompt_chunk(sizes, xla):
+    batch = make_ragged(sizes, [(150, 310)])
     whole = xla(batch.arrays)
     for split in ([1] * 5, [1, 2, 64, 1]):
         done = 0

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from levanter_infer.kernels.rules import ScoreRules
+from levanter_infer.kernels.rules import NOTHING_SEEN, ScoreRules
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class AttentionCall:
     written (and rotated) before.
 
     The result of a row depends on its own queries, keys and values alone. NaN in other sequences' pages, beyond the
-    end of a sequence, in padding tokens or on keys outside all windows does not reach it. Where a query sees no key
-    it gives zeros.
+    end of a sequence, in padding tokens or on keys outside all windows and chunks does not reach it. Where a query
+    sees no key it gives zeros.
 
     Source: PagedAttention, arXiv:2309.06180, section 4.1; the online softmax of FlashAttention, arXiv:2205.14135,
         section 3.1; the ragged batch of one call follows jax's TPU ragged paged attention.
@@ -45,7 +45,7 @@ class AttentionCall:
     num_seqs: Array
     """i32[], rows in use."""
     rules: ScoreRules
-    """Scale, window, soft cap and the other rules of a score."""
+    """Scale, window, chunk, soft cap and the other rules of a score."""
     kv_dtype: jnp.dtype
     """Dtype of the stored numbers: that of `kv_pages`, or of the bits that its unsigned integers hold."""
     kv_heads: int
@@ -53,7 +53,8 @@ class AttentionCall:
     page_size: int
     """Tokens per page."""
     sinks: Array | None = None
-    """f32[Hq]; a logit per head that takes part in the softmax and has no value."""
+    """f32[Hq], attention sinks (gpt-oss): a logit of each query head that takes part in the maximum and the sum of the
+    softmax and has no value; -inf for none. Under a mesh, those of the device's heads."""
 
     @property
     def num_tokens(self) -> int:
@@ -169,13 +170,18 @@ def checked(call: AttentionCall) -> AttentionCall:
             raise ValueError(f"{name}: got shape {per_head.shape}, expected one entry per query head, ({q.shape[1]},)")
     if rules.soft_cap is not None and not rules.soft_cap > 0:
         raise ValueError(f"soft_cap: got {rules.soft_cap}, expected a positive number, or None for no cap")
+    chunk = rules.attention_chunk
+    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
+        raise ValueError(f"attention_chunk: got {chunk}, expected a positive int, or None for one chunk")
     window, slopes, sinks, f32 = rules.sliding_window, rules.alibi_slopes, call.sinks, jnp.float32
     rules = dataclasses.replace(
         rules,
         sliding_window=None if window is None else _scalar("sliding_window", window),
         alibi_slopes=None if slopes is None else slopes.astype(f32),
     )
-    layer, sinks = _scalar("layer", call.layer), None if sinks is None else sinks.astype(f32)
+    # A sink of -inf is none: clamped, it never makes -inf - -inf, and its weight is 0 as soon as a key is seen.
+    layer = _scalar("layer", call.layer)
+    sinks = None if sinks is None else jnp.maximum(sinks.astype(f32), f32(NOTHING_SEEN))
     return dataclasses.replace(call, layer=layer, rules=rules, sinks=sinks)
 
 

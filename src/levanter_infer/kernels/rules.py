@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -23,6 +24,9 @@ class ScoreRules:
     scale: float
     sliding_window: Array | None = None
     """i32[]"""
+    attention_chunk: int | None = None
+    """Positions of a chunk, as Llama 4's chunked attention has them: a query at q sees a key at k only if
+    k // attention_chunk = q // attention_chunk. None: all keys."""
     soft_cap: float | None = None
     alibi_slopes: Array | None = None
     """f32[q_heads]"""
@@ -42,10 +46,12 @@ class ScoreRules:
         return scores
 
     def seen(self, q_pos: Array, kv_pos: Array, head: Array) -> Array:
-        """Mask of the keys that a query sees (causality, window, `mask_mod`): bool, broadcastable to the scores."""
+        """Mask of the keys a query sees (causality, window, chunk, `mask_mod`): bool, broadcastable to the scores."""
         seen = kv_pos <= q_pos
         if self.sliding_window is not None:
             seen = seen & (q_pos - kv_pos < self.sliding_window)
+        if self.attention_chunk is not None:
+            seen = seen & (kv_pos >= self.chunk_start(q_pos))
         if self.mask_mod is not None:
             seen = seen & self.mask_mod(q_pos, kv_pos, head)
         return seen
@@ -53,8 +59,17 @@ class ScoreRules:
     def first_seen(self, q_pos: Array) -> Array:
         """Lower bound of the positions of keys that a query at `q_pos` sees."""
         if self.sliding_window is None:
-            return jnp.zeros_like(q_pos)
-        return jnp.maximum(q_pos - self.sliding_window + 1, 0)
+            first = jnp.zeros_like(q_pos)
+        else:
+            first = jnp.maximum(q_pos - self.sliding_window + 1, 0)
+        return first if self.attention_chunk is None else jnp.maximum(first, self.chunk_start(q_pos))
+
+    def chunk_start(self, q_pos: Array) -> Array:
+        """Position of the first key in the chunk of a query at `q_pos`, i32; only with an `attention_chunk`."""
+        chunk = self.attention_chunk
+        assert chunk is not None
+        # A constant power of two spares the kernels a division.
+        return q_pos & -chunk if chunk & (chunk - 1) == 0 else q_pos - jax.lax.rem(q_pos, jnp.int32(chunk))
 
 
 def decode_bits(stored: Array, kv_dtype: jnp.dtype) -> Array:

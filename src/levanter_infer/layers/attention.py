@@ -44,6 +44,8 @@ class AttentionBlock:
     """None: queries and keys carry no positions (NoPE)."""
     window: int | None = None
     """Keys with q_pos - k_pos < window are seen; None: all."""
+    attention_chunk: int | None = None
+    """Positions of a chunk: a query sees the keys of its own chunk (`ScoreRules.attention_chunk`); None: of all."""
     scale: float | None = None
     """Factor of q · k; None: head_dim ** -0.5."""
     soft_cap: float | None = None
@@ -67,7 +69,7 @@ class AttentionBlock:
     @property
     def stored(self) -> "AttentionBlock":
         """What decides the parameters: blocks that are equal here share a stack."""
-        return dataclasses.replace(self, rope=None, window=None, scale=None, soft_cap=None)
+        return dataclasses.replace(self, rope=None, window=None, attention_chunk=None, scale=None, soft_cap=None)
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
@@ -84,6 +86,8 @@ class AttentionInputs:
     rope: Rope | None
     """Angles of the block's rope, of each token."""
     spec: AttentionSpec
+    sinks: Array | None = None
+    """f32[Hq], attention sinks of the layer (`AttentionCall.sinks`); None: there are none."""
 
 
 class Attention(eqx.Module):
@@ -149,6 +153,7 @@ class Attention(eqx.Module):
             kv_dtype=kv.dtype,
             kv_heads=k.axis_size(KV_HEADS),
             page_size=batch.page_size,
+            sinks=inputs.sinks,
         )
         attended = kv.backend.attend(call)
         attended = NamedArray(attended.reshape(q.array.shape).astype(x.dtype), q.axes)
@@ -173,6 +178,10 @@ class Attention(eqx.Module):
         scores = jnp.where(seen, rules.scores(matmul, q_pos, kv_pos, head), f32(MASKED))
         # A query that sees nothing gives zeros, as over pages.
         weights = jnp.where(seen, jax.nn.softmax(scores, axis=-1), f32(0))
+        if inputs.sinks is not None:
+            # With e^sink in the sum as well: softmax · Σ / (Σ + e^sink).
+            total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+            weights = weights * jax.nn.sigmoid(total - inputs.sinks.astype(f32)[head])
         attended = jnp.einsum("...hgqk,...khd->...qhgd", weights.astype(v.dtype), v, preferred_element_type=f32)
         return apply(NamedArray(attended.astype(x.dtype), q.axes), self.o_proj, residual=around.residual)[0], None
 
@@ -222,6 +231,7 @@ class Attention(eqx.Module):
         return ScoreRules(
             scale=head_dim**-0.5 if block.scale is None else block.scale,
             sliding_window=None if block.window is None else jnp.int32(block.window),
+            attention_chunk=block.attention_chunk,
             soft_cap=block.soft_cap,
             score_mod=inputs.spec.score_mod,
             mask_mod=inputs.spec.mask_mod,

@@ -263,6 +263,7 @@ def cpu_attention(call: AttentionCall, *, isa_name: str | None = None) -> Array:
         jnp.full(num_heads, -jnp.inf, f32) if sinks is None else sinks,
         scale=np.float32(rules.scale),
         soft_cap=np.float32(rules.soft_cap or 0),
+        attention_chunk=np.int64(rules.attention_chunk or 0),
         isa=isa_name or isa(),
     )
     return result.astype(call.q.dtype)

@@ -69,18 +69,20 @@ def lanes(*, heads_per_kv_head: int, head_dim: int, itemsize: int, max_tokens: i
     """
     dim = _side(head_dim)
     keys = max(16, min(64, _TURN_BYTES // (2 * dim * itemsize)))
-    warps = 8 if dim > 128 else 4
+    # 64 queries of more than 512 bytes do not fit into shared memory beside a turn, nor their outputs into registers.
+    warps, rows = 8 if dim > 128 else 4, 64 if dim * itemsize <= 512 else 32
+    stages = max(1, min(3, 3 * _TURN_BYTES // (2 * keys * dim * itemsize)))
     splits = min(MAX_SPLITS, _power_of_two(-(-max_tokens // MIN_SPLIT_TOKENS)))
     decode = Tile(
-        rows=min(64, _side(heads_per_kv_head)),
+        rows=min(rows, _side(heads_per_kv_head)),
         keys=keys,
         warps=warps,
-        stages=3,
+        stages=stages,
         decodes=True,
         splits=splits,
         min_turns=MIN_SPLIT_TOKENS // keys,
     )
-    return decode, Tile(rows=64, keys=keys, warps=warps, stages=3, decodes=False)
+    return decode, Tile(rows=rows, keys=keys, warps=warps, stages=stages, decodes=False)
 
 
 def supports_dtype(dtype) -> bool:

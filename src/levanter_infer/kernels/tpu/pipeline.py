@@ -215,6 +215,7 @@ class Pipeline:
         self.sizes, self.tile = sizes, sizes.tile
         self.first_page, self.num_rows = rows.scalars[Scalar.FIRST_PAGE], rows.scalars[Scalar.NUM_SEQS]
         self.window = None if call.rules.sliding_window is None else rows.scalars[Scalar.WINDOW]
+        self.rules = call.rules
         self.num_pages, self.row_id_chunks = rows.scalars[Scalar.LAYER_PAGES], rows.scalars[Scalar.ID_CHUNKS]
         self.last_row = rows.scalars[Scalar.LAST_ROW]
         self.seq_lens, self.cu_q_lens, self.unmapped = rows.seq_lens, rows.cu_q_lens, rows.has_unmapped_page
@@ -249,9 +250,12 @@ class Pipeline:
 
     def first_seen(self, row: Array, q_block: Array) -> Array:
         """Position of the first key that some query of a block sees."""
-        if self.window is None:
-            return jnp.int32(0)
-        return jnp.maximum(self.first_pos(row, q_block) + 1 - self.window, 0)
+        first = jnp.int32(0)
+        if self.window is not None:
+            first = jnp.maximum(self.first_pos(row, q_block) + 1 - self.window, 0)
+        if self.rules.attention_chunk is not None:
+            first = jnp.maximum(first, self.rules.chunk_start(self.first_pos(row, q_block)))
+        return first
 
     def next_row(self, row: Array) -> Array:
         """The first row from `row` on that this path computes."""
@@ -276,6 +280,8 @@ class Pipeline:
         )
         if self.window is not None:
             unmasked = unmasked & (self.end_pos(row, q_block) - self.window <= start)
+        if self.rules.attention_chunk is not None:
+            unmasked = unmasked & (self.rules.chunk_start(self.end_pos(row, q_block) - 1) <= start)
         return unmasked.astype(jnp.int32)
 
     def advance(self, cursor: Cursor) -> Cursor:
@@ -361,9 +367,10 @@ class Pipeline:
         sizes, slot = self.sizes, self.slot(item)
         page_id = self._page_id_reader(self.index(item))
         sem, kv_block = self.scratch.kv_sem.at[slot], self.kv.at[slot]
+        sees_all = self.window is None and self.rules.attention_chunk is None
 
         def start_copy(j, pool_page):
-            @pl.when((j < end_page) if self.window is None else (j >= first_page) & (j < end_page))
+            @pl.when((j < end_page) if sees_all else (j >= first_page) & (j < end_page))
             def _():
                 source, target = self.inputs.kv.at[pool_page], kv_block.at[j]
                 if self.tile.parts == 1:

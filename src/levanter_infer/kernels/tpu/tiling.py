@@ -85,8 +85,11 @@ def propose(shape: TileShape) -> Tiles:
     slots = 3 if 3 * pages * page_bytes <= _DECODE_BYTES * parts else 2
     per_group = shape.q_per_kv * pool.heads_per_group
     align = align_queries(per_group)
-    queries = align * _floor_power(max(1, _PREFILL_ROWS // per_group // align))
-    prefill_pages = _floor_power(max(1, _PREFILL_TOKENS // page_size))
+    # Heads wider than 256 have more work for each stripe and KV block, and need as much more VMEM.
+    wide = max(1, pool.lane_tiles // 2)
+    rows = _PREFILL_ROWS // (wide if jnp.dtype(shape.kv_dtype).itemsize > 2 else 1)
+    queries = align * _floor_power(max(1, rows // per_group // align))
+    prefill_pages = _floor_power(max(1, _PREFILL_TOKENS // wide // page_size))
     return Tiles(
         decode=Tile(pages=pages, slots=slots, parts=parts),
         prefill=Tile(pages=prefill_pages, slots=3, parts=pool.groups, queries=max(queries, 2)),

@@ -41,6 +41,7 @@ struct AttentionArgs {
   const int32_t *page_indices, *seq_lens, *cu_q_lens;
   float* out;  // as q
   int64_t layer, query_heads, kv_heads, head_dim, num_pages, page_size, max_pages, window;
+  int64_t chunk;                 // positions of an attention chunk; 0: none
   int64_t num_rows, ahead;       // rows in use; a thread's next row is probably this many rows on
   float scale, soft_cap;         // soft_cap 0: none
   const float *slopes, *sinks;   // [query_heads]; sinks of -inf: none
@@ -375,7 +376,7 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
                      ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> page_indices, ffi::Buffer<ffi::S32> seq_lens,
                      ffi::Buffer<ffi::S32> cu_q_lens, ffi::Buffer<ffi::S32> num_seqs, ffi::Buffer<ffi::S32> window,
                      ffi::Buffer<ffi::F32> slopes, ffi::Buffer<ffi::F32> sinks, ffi::ResultBuffer<ffi::F32> out,
-                     float scale, float soft_cap, std::string_view isa) {
+                     float scale, float soft_cap, int64_t attention_chunk, std::string_view isa) {
   const auto shape = pool.dimensions();
   if (q.dimensions().size() != 3 || shape.size() != 5 || page_indices.dimensions().size() != 2)
     return invalid("attention: shapes do not fit");
@@ -398,6 +399,7 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
   args.window = *window.typed_data();
   args.scale = scale;
   args.soft_cap = soft_cap;
+  args.chunk = attention_chunk;
   args.slopes = slopes.typed_data();
   args.sinks = sinks.typed_data();
   if (args.layer < 0 || args.layer >= shape[0]) return invalid("attention: there is no such layer");
@@ -533,6 +535,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_attention, levanter_infer::attentio
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<float>("scale")
                                   .Attr<float>("soft_cap")
+                                  .Attr<int64_t>("attention_chunk")
                                   .Attr<std::string_view>("isa"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_logit_stats, levanter_infer::logit_stats,
