@@ -51,8 +51,20 @@ def test_it_is_refused_where_the_kernels_do_not_give_it(config):
         make_engine(**config)
 
 
-def test_it_is_refused_for_a_model_with_experts():
-    experts = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True)
-    model = tiny_model(model_type="qwen3_moe", **experts)
-    with pytest.raises(ValueError, match="batch_invariant.*not possible for a model with experts"):
+EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "part"),
+    [
+        ("qwen3_moe", EXPERTS, "experts"),
+        ("olmo2", {}, "a norm after a block"),
+        ("gemma", {"hidden_activation": "gelu_pytorch_tanh"}, "a norm with 1 . weight"),
+        ("smollm3", {"no_rope_layer_interval": 2}, "a layer without a rope"),
+        ("granite", {"residual_multiplier": 0.5}, "a residual multiplier"),
+    ],
+)
+def test_it_is_refused_for_what_no_kernel_computes(model_type, changes, part):
+    model = tiny_model(model_type=model_type, **changes)
+    with pytest.raises(ValueError, match=f"batch_invariant.*not possible for a model with {part}: XLA"):
         InferenceEngine(model, config=EngineConfig(max_seq_len=96, numerics="batch_invariant"))

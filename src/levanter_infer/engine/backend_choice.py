@@ -82,10 +82,11 @@ class BackendChoice:
             attention=_resolve(config.attention, attention),
         )
         chosen = chosen._configured(config, matmul.dtype, attention.dtype)
-        if config.numerics == Numerics.BATCH_INVARIANT and model.config.num_experts is not None:
+        outside = model.config.outside_fused_kernels
+        if config.numerics == Numerics.BATCH_INVARIANT and outside is not None:
             raise ValueError(
-                'engine.numerics="batch_invariant" is not possible for a model with experts: norms and routing in XLA '
-                "round by the size of the step; use default"
+                f'engine.numerics="batch_invariant" is not possible for a model with {outside}: XLA computes that and '
+                "rounds by the size of the step; use default"
             )
         if layout.mesh.size > 1 and config.preempt == PreemptionPolicy.OFFLOAD:
             raise ValueError(

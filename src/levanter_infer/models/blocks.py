@@ -8,6 +8,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from levanter_infer.layers.activation import Activation
 from levanter_infer.layers.attention import AttentionBlock
 from levanter_infer.layers.mlp import DenseBlock
 from levanter_infer.layers.moe import ExpertsBlock
@@ -59,6 +60,24 @@ class Block:
         """What decides the parameters: layers whose blocks are equal here share a stack."""
         mixer, feed_forward = self.mixer.stored, self.feed_forward.stored
         return dataclasses.replace(self, mixer=mixer, feed_forward=feed_forward, residual_multiplier=1.0)
+
+    @property
+    def outside_fused_kernels(self) -> str | None:
+        """As `DecoderConfig.outside_fused_kernels`."""
+        mixer, feed_forward = self.mixer, self.feed_forward
+        parts = {
+            "experts": not isinstance(feed_forward, DenseBlock),
+            "a norm after a block": self.placement is not Placement.BEFORE,
+            "a residual multiplier": self.residual_multiplier != 1,
+            "a norm with 1 + weight": self.norm.plus_one or (mixer.qk_norm is not None and mixer.qk_norm.plus_one),
+            "a norm over all heads": mixer.qk_norm_whole,
+            "a layer without a rope": mixer.rope is None,
+            "a rope of a part of a head or of neighbours": mixer.rope is not None
+            and (mixer.rope.partial != 1 or mixer.rope.interleaved),
+            "an activation other than SiLU": isinstance(feed_forward, DenseBlock)
+            and not (feed_forward.gated and feed_forward.activation is Activation.SILU),
+        }
+        return next((name for name, is_there in parts.items() if is_there), None)
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""

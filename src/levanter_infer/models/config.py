@@ -132,6 +132,14 @@ class DecoderConfig:
         """None: no layer has experts."""
         return None if self.experts is None else self.experts.num_experts
 
+    @functools.cached_property
+    def outside_fused_kernels(self) -> str | None:
+        """A part of the model that no kernel fuses with its matmuls or its cache, so that XLA computes it: in an order
+        that depends on the number of tokens. None: there is none, as in Llama."""
+        return next(filter(None, (block.outside_fused_kernels for block in dict.fromkeys(self.blocks))), None) or (
+            "a soft cap of logits" if self.logits_soft_cap is not None else None
+        )
+
     # Counts
 
     @property
