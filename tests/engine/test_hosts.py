@@ -35,7 +35,7 @@ def test_two_processes_of_two_devices_give_the_tokens_of_one_device_and_decide_a
     first = first["disturbed"]
     check_two_shards_of_two_devices(one, first)
     assert first["max_pages"] == 60 and first["free"] == [120, 120] and first["free_at_the_end"] == 120
-    assert "other hosts have some of them" in first["refused"]
+    assert "other processes hold some of them" in first["refused"]
     reasons, tokens = first["disturbed_reasons"], first["disturbed"]
     assert reasons[2] == reasons[4] == "abort" and tokens[4] == [] and len(tokens[2]) < 50
     assert [reasons[i] for i in (0, 1, 3, 6, 7)] == ["length"] * 5

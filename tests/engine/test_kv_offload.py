@@ -125,7 +125,7 @@ def test_bits_in_a_pool_that_is_too_small_are_those_of_each_alone(engine, host, 
         assert offloaded == prefetched > 0 and recomputed == preemptions == 0
     else:
         assert offloaded == prefetched == 0 and recomputed > 0 and preemptions > 0
-    assert ("ends at 0 bytes" in caplog.text) == (host == "exhausted")
+    assert ("uses 0 bytes of host memory and no more" in caplog.text) == (host == "exhausted")
     check_idle(engine)
 
 
@@ -321,7 +321,7 @@ def test_what_cannot_be_moved_is_said(engine, monkeypatch):
         engine.prefetch(waiting.sequences[0])
     group = started(engine, request(23), 4)
     monkeypatch.setattr(engine._rounds.offload, "_max_bytes", 100)
-    with pytest.raises(ValueError, match=r"0 of 100 bytes are in use; .* raise engine\.host_bytes"):
+    with pytest.raises(ValueError, match=r"0 of its 100 bytes are in use; .* raise engine\.host_bytes"):
         engine.spill_to_host(group.sequences[0])
     check_idle(engine)
 

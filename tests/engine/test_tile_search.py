@@ -26,7 +26,7 @@ def test_a_shape_that_no_table_knows_gets_tiles_that_compile():
 def test_tiles_that_do_not_fit_are_refused_with_the_memory_that_is_short():
     pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra `test`")
     tiles = Tiles(decode=Tile(pages=256, slots=4, parts=1), prefill=Tile(pages=1, slots=2, parts=3, queries=16))
-    with pytest.raises(ValueError, match=r"\d\d\.\d\d MiB of vmem are needed and 16.00 there, .*; fewer pages"):
+    with pytest.raises(ValueError, match=r"\d\d\.\d\d MiB of vmem are needed and 16.00 there, .*fewer pages"):
         find_tiles(SHAPE, max_tokens=1, tiles=tiles)
 
 
