@@ -343,3 +343,18 @@ CASES |= {
         changes=GRANITE_CHANGES,
     ),
 }
+SEED_OSS = {**EVERY, "model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"], "pad_token_id": 0}
+CASES |= {
+    "seed_oss": Case(
+        {**SEED_OSS, "attention_out_bias": True, "mlp_bias": True, "rope_scaling": LLAMA3_ROPE},
+        (7, 60),
+        {"attention_bias": False},
+        changes=({"rope_scaling": None},),
+    ),
+    "seed_oss_tied": Case(
+        {**SEED_OSS, "tie_word_embeddings": True, "num_key_value_heads": 1, "rms_norm_eps": 0.02},
+        (9, 41),
+        {"attention_bias": False},
+        changes=({"rope_theta": 100.0},),
+    ),
+}

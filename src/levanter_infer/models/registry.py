@@ -16,6 +16,7 @@ from levanter_infer.models.phi3 import PHI3
 from levanter_infer.models.qwen2 import QWEN2
 from levanter_infer.models.qwen3 import QWEN3
 from levanter_infer.models.qwen3_moe import QWEN3_MOE
+from levanter_infer.models.seed_oss import SEED_OSS
 from levanter_infer.models.smollm3 import SMOLLM3
 
 FAMILIES = {
@@ -23,6 +24,7 @@ FAMILIES = {
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE),
         *(OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3, PHI3, SMOLLM3, GRANITE),
+        *(SEED_OSS,),
     )
 }
 
