@@ -358,3 +358,25 @@ CASES |= {
         changes=({"rope_theta": 100.0},),
     ),
 }
+EXAONE4 = {**EVERY, "model_type": "exaone4", "architectures": ["Exaone4ForCausalLM"], "num_hidden_layers": 6}
+CASES |= {
+    "exaone4": Case(
+        {**EXAONE4, "sliding_window": 6, "sliding_window_pattern": 3, "rope_scaling": LLAMA3_ROPE},
+        (7, 60),
+        {"sliding_window": 7},
+        changes=({"sliding_window_pattern": 4}, NO_WINDOWS, {"rope_scaling": None}),
+    ),
+    "exaone4_tied": Case(
+        {
+            **EXAONE4,
+            "num_hidden_layers": 8,
+            "tie_word_embeddings": True,
+            "sliding_window": None,
+            "sliding_window_pattern": None,
+            "layer_types": ["full_attention"] * 8,
+        },
+        (14, 29),
+        {"rope_theta": 100.0},
+        changes=({"rope_theta": 100.0}, {"sliding_window": 500}),
+    ),
+}

@@ -43,6 +43,7 @@ ENGINE_CASES = (
     "phi3_tied",
     "smollm3",
     "granite",
+    "exaone4",
     "seed_oss",
 )
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # rope scalings that look at the length of the whole sequence

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from levanter_infer.models.exaone4 import EXAONE4
 from levanter_infer.models.family import Family
 from levanter_infer.models.gemma import GEMMA
 from levanter_infer.models.gemma2 import GEMMA2
@@ -24,7 +25,10 @@ FAMILIES = {
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE),
         *(OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3, PHI3, SMOLLM3, GRANITE),
-        *(SEED_OSS,),
+        *(
+            SEED_OSS,
+            EXAONE4,
+        ),
     )
 }
 
