@@ -380,3 +380,30 @@ CASES |= {
         changes=({"rope_theta": 100.0}, {"sliding_window": 500}),
     ),
 }
+MIXTRAL = {
+    **EVERY,
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "intermediate_size": 40,
+    "num_local_experts": 7,
+    "num_experts_per_tok": 3,
+    "sliding_window": None,
+    "router_aux_loss_coef": 0.02,
+    "output_router_logits": False,
+    "router_jitter_noise": 0.0,
+}
+CASES |= {
+    "mixtral": Case(
+        {**MIXTRAL, "sliding_window": 6},
+        (7, 60),
+        {"sliding_window": 7},
+        changes=(NO_WINDOWS, {"num_experts_per_tok": 2}),
+    ),
+    "mixtral_tied": Case(
+        {**{k: v for k, v in MIXTRAL.items() if k not in ("head_dim", "rope_theta")}, "hidden_size": 48}
+        | {"tie_word_embeddings": True, "num_hidden_layers": 3, "num_local_experts": 5},
+        (9, 41),
+        {"rope_theta": 100.0},
+        changes=({"rope_theta": 1e4}, {"num_experts_per_tok": 4}),
+    ),
+}

@@ -11,6 +11,7 @@ from levanter_infer.models.gemma3 import GEMMA3, GEMMA3_WITH_VISION
 from levanter_infer.models.granite import GRANITE
 from levanter_infer.models.llama import LLAMA
 from levanter_infer.models.mistral import MISTRAL
+from levanter_infer.models.mixtral import MIXTRAL
 from levanter_infer.models.olmo2 import OLMO2
 from levanter_infer.models.olmo3 import OLMO3
 from levanter_infer.models.phi3 import PHI3
@@ -28,6 +29,7 @@ FAMILIES = {
         *(
             SEED_OSS,
             EXAONE4,
+            MIXTRAL,
         ),
     )
 }
