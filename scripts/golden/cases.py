@@ -407,3 +407,31 @@ CASES |= {
         changes=({"rope_theta": 1e4}, {"num_experts_per_tok": 4}),
     ),
 }
+OLMOE = {
+    **{k: v for k, v in EVERY.items() if k != "head_dim"},
+    "model_type": "olmoe",
+    "architectures": ["OlmoeForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 40,
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": False,
+    "router_aux_loss_coef": 0.02,
+    "output_router_logits": False,
+    "pad_token_id": 0,
+}
+CASES |= {
+    "olmoe": Case(
+        {**OLMOE, "clip_qkv": 0.7},
+        (7, 41),
+        {"clip_qkv": None},
+        changes=({"clip_qkv": None}, {"norm_topk_prob": True}, {"num_experts_per_tok": 2}),
+    ),
+    "olmoe_tied": Case(
+        {**OLMOE, "tie_word_embeddings": True, "attention_bias": True, "norm_topk_prob": True, "num_experts": 5}
+        | {"clip_qkv": 1.5, "num_key_value_heads": 4},
+        (10, 36),
+        {"attention_bias": False},
+        changes=({"clip_qkv": None}, {"norm_topk_prob": False}, {"rope_theta": 100.0}),
+    ),
+}

@@ -43,6 +43,7 @@ ENGINE_CASES = (
     "phi3_tied",
     "smollm3",
     "granite",
+    "olmoe",
     "mixtral",
     "exaone4",
     "seed_oss",

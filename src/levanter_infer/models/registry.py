@@ -14,6 +14,7 @@ from levanter_infer.models.mistral import MISTRAL
 from levanter_infer.models.mixtral import MIXTRAL
 from levanter_infer.models.olmo2 import OLMO2
 from levanter_infer.models.olmo3 import OLMO3
+from levanter_infer.models.olmoe import OLMOE
 from levanter_infer.models.phi3 import PHI3
 from levanter_infer.models.qwen2 import QWEN2
 from levanter_infer.models.qwen3 import QWEN3
@@ -30,6 +31,7 @@ FAMILIES = {
             SEED_OSS,
             EXAONE4,
             MIXTRAL,
+            OLMOE,
         ),
     )
 }
