@@ -435,3 +435,44 @@ CASES |= {
         changes=({"clip_qkv": None}, {"norm_topk_prob": False}, {"rope_theta": 100.0}),
     ),
 }
+QWEN2_MOE = {
+    **EVERY,
+    "model_type": "qwen2_moe",
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 72,
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": False,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+    "use_sliding_window": False,
+    "sliding_window": 6,
+    "max_window_layers": 28,
+}
+CASES |= {
+    "qwen2_moe": Case(
+        {**QWEN2_MOE, "mlp_only_layers": [0], "use_sliding_window": True, "num_hidden_layers": 5},
+        (7, 60),
+        {"sliding_window": 7},
+        changes=(
+            {"norm_topk_prob": True},
+            {"num_experts_per_tok": 2},
+            {"use_sliding_window": False},
+            {"max_window_layers": 2},
+        ),
+    ),
+    "qwen2_moe_tied": Case(
+        {
+            **{k: v for k, v in QWEN2_MOE.items() if k != "head_dim"},
+            "tie_word_embeddings": True,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "qkv_bias": False,
+            "num_experts": 5,
+        },
+        (8, 37),
+        {"rope_theta": 100.0},
+        changes=({"norm_topk_prob": False}, {"use_sliding_window": True}),
+    ),
+}

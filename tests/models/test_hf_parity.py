@@ -43,6 +43,7 @@ ENGINE_CASES = (
     "phi3_tied",
     "smollm3",
     "granite",
+    "qwen2_moe",
     "olmoe",
     "mixtral",
     "exaone4",

@@ -17,6 +17,7 @@ from levanter_infer.models.olmo3 import OLMO3
 from levanter_infer.models.olmoe import OLMOE
 from levanter_infer.models.phi3 import PHI3
 from levanter_infer.models.qwen2 import QWEN2
+from levanter_infer.models.qwen2_moe import QWEN2_MOE
 from levanter_infer.models.qwen3 import QWEN3
 from levanter_infer.models.qwen3_moe import QWEN3_MOE
 from levanter_infer.models.seed_oss import SEED_OSS
@@ -32,6 +33,7 @@ FAMILIES = {
             EXAONE4,
             MIXTRAL,
             OLMOE,
+            QWEN2_MOE,
         ),
     )
 }
