@@ -407,6 +407,26 @@ CASES |= {
         changes=({"rope_theta": 1e4}, {"num_experts_per_tok": 4}),
     ),
 }
+GRANITEMOE = {
+    **GRANITE,
+    "model_type": "granitemoe",
+    "architectures": ["GraniteMoeForCausalLM"],
+    "intermediate_size": 40,
+    "num_local_experts": 7,
+    "num_experts_per_tok": 3,
+}
+CASES |= {
+    "granitemoe": Case(
+        GRANITEMOE, (7, 41), {"residual_multiplier": 1.0}, changes=(*GRANITE_CHANGES, {"num_experts_per_tok": 2})
+    ),
+    "granitemoe_tied": Case(
+        {**GRANITEMOE, "tie_word_embeddings": True, "attention_bias": True, "num_local_experts": 6}
+        | {"embedding_multiplier": 0.5},
+        (12, 29),
+        {"attention_bias": False},
+        changes=GRANITE_CHANGES,
+    ),
+}
 OLMOE = {
     **{k: v for k, v in EVERY.items() if k != "head_dim"},
     "model_type": "olmoe",

@@ -45,6 +45,7 @@ ENGINE_CASES = (
     "granite",
     "qwen2_moe",
     "olmoe",
+    "granitemoe",
     "mixtral",
     "exaone4",
     "seed_oss",

@@ -9,6 +9,7 @@ from levanter_infer.models.gemma import GEMMA
 from levanter_infer.models.gemma2 import GEMMA2
 from levanter_infer.models.gemma3 import GEMMA3, GEMMA3_WITH_VISION
 from levanter_infer.models.granite import GRANITE
+from levanter_infer.models.granitemoe import GRANITEMOE
 from levanter_infer.models.llama import LLAMA
 from levanter_infer.models.mistral import MISTRAL
 from levanter_infer.models.mixtral import MIXTRAL
@@ -32,6 +33,7 @@ FAMILIES = {
             SEED_OSS,
             EXAONE4,
             MIXTRAL,
+            GRANITEMOE,
             OLMOE,
             QWEN2_MOE,
         ),
