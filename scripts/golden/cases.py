@@ -496,3 +496,28 @@ CASES |= {
         changes=({"norm_topk_prob": False}, {"use_sliding_window": True}),
     ),
 }
+COHERE = {
+    **{k: v for k, v in EVERY.items() if k not in ("rms_norm_eps", "head_dim")},
+    "model_type": "cohere",
+    "architectures": ["CohereForCausalLM"],
+    "hidden_size": 64,
+    "layer_norm_eps": 1e-3,
+    "logit_scale": 0.3,
+    "pad_token_id": 0,
+    "tie_word_embeddings": True,
+}
+COHERE2 = {**COHERE, "model_type": "cohere2", "architectures": ["Cohere2ForCausalLM"], "sliding_window": 6}
+CASES |= {
+    "cohere": Case(
+        {**COHERE, "use_qk_norm": True, "attention_bias": True},
+        (8, 45),
+        {"logit_scale": 1.0},
+        changes=({"logit_scale": 1.0}, {"rope_theta": 100.0}),
+    ),
+    "cohere_untied": Case(
+        {**COHERE, "tie_word_embeddings": False, "num_key_value_heads": 1, "layer_norm_eps": 0.05, "rope_theta": 100.0},
+        (9, 33),
+        {"layer_norm_eps": 1e-5},
+        changes=({"logit_scale": 1.0}, {"rope_theta": 1e4}),
+    ),
+}

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from levanter_infer.models.cohere import COHERE
 from levanter_infer.models.exaone4 import EXAONE4
 from levanter_infer.models.family import Family
 from levanter_infer.models.gemma import GEMMA
@@ -36,6 +37,7 @@ FAMILIES = {
             GRANITEMOE,
             OLMOE,
             QWEN2_MOE,
+            COHERE,
         ),
     )
 }
