@@ -521,3 +521,17 @@ CASES |= {
         changes=({"logit_scale": 1.0}, {"rope_theta": 1e4}),
     ),
 }
+CASES |= {
+    "cohere2": Case(
+        {**COHERE2, "attention_bias": True, "num_hidden_layers": 6},
+        (7, 60),
+        {"sliding_window": 7},
+        changes=({"logit_scale": 1.0}, NO_WINDOWS, {"sliding_window_pattern": 3}),
+    ),
+    "cohere2_untied": Case(
+        {**COHERE2, "tie_word_embeddings": False, "sliding_window_pattern": 2, "num_key_value_heads": 1},
+        (10, 36),
+        {"sliding_window_pattern": 4},
+        changes=({"logit_scale": 1.0}, {"rope_theta": 100.0}, {"sliding_window_pattern": 4}),
+    ),
+}

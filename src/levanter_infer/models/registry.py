@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from levanter_infer.models.cohere import COHERE
+from levanter_infer.models.cohere2 import COHERE2
 from levanter_infer.models.exaone4 import EXAONE4
 from levanter_infer.models.family import Family
 from levanter_infer.models.gemma import GEMMA
@@ -38,6 +39,7 @@ FAMILIES = {
             OLMOE,
             QWEN2_MOE,
             COHERE,
+            COHERE2,
         ),
     )
 }
