@@ -10,6 +10,7 @@ from levanter_infer.models.family import Family
 from levanter_infer.models.gemma import GEMMA
 from levanter_infer.models.gemma2 import GEMMA2
 from levanter_infer.models.gemma3 import GEMMA3, GEMMA3_WITH_VISION
+from levanter_infer.models.glm4 import GLM4
 from levanter_infer.models.granite import GRANITE
 from levanter_infer.models.granitemoe import GRANITEMOE
 from levanter_infer.models.llama import LLAMA
@@ -40,6 +41,7 @@ FAMILIES = {
             QWEN2_MOE,
             COHERE,
             COHERE2,
+            GLM4,
         ),
     )
 }
