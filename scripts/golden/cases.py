@@ -550,3 +550,18 @@ CASES |= {
         changes=({"partial_rotary_factor": 0.5},),
     ),
 }
+ERNIE4_5 = {**EVERY, "model_type": "ernie4_5", "architectures": ["Ernie4_5ForCausalLM"], "pad_token_id": 0}
+CASES |= {
+    "ernie4_5": Case(
+        {**ERNIE4_5, "tie_word_embeddings": True, "use_bias": True, "head_dim": 24},
+        (7, 41),
+        {"use_bias": False},
+        changes=({"rope_theta": 100.0},),
+    ),
+    "ernie4_5_untied": Case(
+        {**{k: v for k, v in ERNIE4_5.items() if k != "rope_theta"}, "rms_norm_eps": 0.02, "num_key_value_heads": 1},
+        (10, 36),
+        {"rms_norm_eps": 1e-5},
+        changes=({"rope_theta": 100.0},),
+    ),
+}

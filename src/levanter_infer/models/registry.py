@@ -5,6 +5,7 @@ from typing import Any
 
 from levanter_infer.models.cohere import COHERE
 from levanter_infer.models.cohere2 import COHERE2
+from levanter_infer.models.ernie4_5 import ERNIE4_5
 from levanter_infer.models.exaone4 import EXAONE4
 from levanter_infer.models.family import Family
 from levanter_infer.models.gemma import GEMMA
@@ -42,6 +43,7 @@ FAMILIES = {
             COHERE,
             COHERE2,
             GLM4,
+            ERNIE4_5,
         ),
     )
 }
