@@ -565,3 +565,32 @@ CASES |= {
         changes=({"rope_theta": 100.0},),
     ),
 }
+MINISTRAL3 = {
+    **{k: v for k, v in EVERY.items() if k != "rope_theta"},
+    "model_type": "ministral3",
+    "architectures": ["Ministral3ForCausalLM"],
+    "sliding_window": None,
+    "pad_token_id": 0,
+}
+
+
+def beta_rope(beta: float, **keys) -> dict:
+    """`rope_parameters` of Ministral 3."""
+    rope = {**YARN, "original_max_position_embeddings": 16, "rope_theta": 1e4, "llama_4_scaling_beta": beta}
+    return {"rope_parameters": {**rope, **keys}}
+
+
+CASES |= {
+    "ministral3": Case(
+        {**MINISTRAL3, **beta_rope(0.4), "sliding_window": 12},
+        (7, 60),
+        {"sliding_window": 13},
+        changes=(beta_rope(1e-9), beta_rope(0.4, factor=1.0), NO_WINDOWS),
+    ),
+    "ministral3_tied": Case(
+        {**MINISTRAL3, **beta_rope(0.8, mscale=1.3, mscale_all_dim=0.6), "tie_word_embeddings": True, "head_dim": 24},
+        (10, 50),
+        beta_rope(1e-9, mscale=1.3, mscale_all_dim=0.6),
+        changes=(beta_rope(1e-9, mscale=1.3, mscale_all_dim=0.6), beta_rope(0.8)),
+    ),
+}

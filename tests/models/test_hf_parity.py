@@ -43,6 +43,7 @@ ENGINE_CASES = (
     "phi3_tied",
     "smollm3",
     "granite",
+    "ministral3",
     "ernie4_5",
     "glm4",
     "cohere2",

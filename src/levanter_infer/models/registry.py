@@ -15,6 +15,7 @@ from levanter_infer.models.glm4 import GLM4
 from levanter_infer.models.granite import GRANITE
 from levanter_infer.models.granitemoe import GRANITEMOE
 from levanter_infer.models.llama import LLAMA
+from levanter_infer.models.ministral3 import MINISTRAL3
 from levanter_infer.models.mistral import MISTRAL
 from levanter_infer.models.mixtral import MIXTRAL
 from levanter_infer.models.olmo2 import OLMO2
@@ -44,6 +45,7 @@ FAMILIES = {
             COHERE2,
             GLM4,
             ERNIE4_5,
+            MINISTRAL3,
         ),
     )
 }
