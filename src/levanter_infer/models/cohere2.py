@@ -17,6 +17,13 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     window, pattern = hf.optional_count("sliding_window", 4096), hf.count("sliding_window_pattern", 4)
     windows = hf.windows(sizes.num_layers, window, lambda layer: (layer + 1) % pattern != 0)
     hf.only("use_qk_norm", False)
+    # Published files have these keys of Cohere's own code; HF's class computes these values of them.
+    for key in ("use_embedding_sharing", "use_gated_activation", "use_parallel_block", "use_parallel_embedding"):
+        hf.only(key, True)
+    hf.only("position_embedding_type", "rope_gptj")
+    hf.only("order_of_interleaved_layers", "local_attn_first")
+    hf.only("rotary_pct", 1.0)
+    hf.only("layer_switch", pattern)
     hf.finish()
     blocks = []
     for window in windows:

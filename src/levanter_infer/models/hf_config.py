@@ -19,7 +19,7 @@ INFORMATIONAL = frozenset(
     "initializer_range return_dict output_hidden_states output_attentions torchscript use_bfloat16 "
     "tf_legacy_loss id2label label2id num_labels problem_type finetuning_task task_specific_params prefix "
     "_attn_implementation attn_implementation _attn_implementation_autoset _flash_attn_2_enabled "
-    "max_sequence_length "  # of Meta's own files; HF goes by max_position_embeddings
+    "model_max_length max_sequence_length "  # of Cohere's and Meta's own files; HF goes by max_position_embeddings
     "transformers.js_config unsloth_version unsloth_fixed gradient_checkpointing is_llama_config "
     # Of training only.
     "attention_dropout hidden_dropout residual_dropout resid_pdrop embd_pdrop router_aux_loss_coef "
