@@ -28,6 +28,7 @@ _GAINS = {
     "down_proj": 2.0,
     "qkv_proj": 1.4,
     "gate_up_proj": 1.4,
+    **{"w1": 1.4, "w3": 1.4, "w2": 2.0, "input_linear": 1.4, "output_linear": 2.0},
 }
 
 
@@ -168,7 +169,7 @@ def _tensor(case: str, name: str, shape: tuple[int, ...], model_type: str) -> np
     elif kind == "bias":
         value = 0.3 * noise
     elif module in _GAINS:
-        value = noise * (_GAINS[module] / np.sqrt(shape[1]))
+        value = noise * (_GAINS[module] / np.sqrt(shape[-1]))
     else:  # embeddings and head: logits of spread 3 behind a norm of unit size
         value = noise * (3.0 / np.sqrt(shape[1]))
         if model_type.startswith("gemma") and "embed" in module:

@@ -16,7 +16,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from scripts.golden.make_goldens import CASES as MODELS
+from scripts.golden.cases import CASES as MODELS
 from scripts.golden.make_goldens import build_model
 from tests.beam_cases import CASES, MAX_TOKENS, MODEL, PROMPT_LENS, BeamCase, prompt
 from tests.golden_cases import GOLDEN_DIR

@@ -15,14 +15,16 @@ written by transformers 4.57.6, the others by 5.23.0, which gives the same for t
 
 import json
 import sys
-from dataclasses import dataclass, field
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from scripts.golden.cases import CASES, Case
 from tests.golden_cases import (
     GOLDEN_DIR,
     NUM_GREEDY,
@@ -36,354 +38,14 @@ from tests.golden_cases import (
 
 VISIBLE = 50  # times the bound: how far a switched-off feature must move a logit
 
-BASE = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_act": "silu",
-    "max_position_embeddings": 512,
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-5,
-    "use_cache": True,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-    "rope_theta": 10000.0,
-    "attention_dropout": 0.0,
-    "torch_dtype": "float32",
-    "transformers_version": "4.57.6",
-}
-LLAMA = {
-    **BASE,
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "pretraining_tp": 1,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "rope_scaling": None,
-}
-MISTRAL = {**BASE, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "head_dim": 16}
-QWEN = {**BASE, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_scaling": None}
-QWEN2 = {**QWEN, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
-QWEN3_MOE = {
-    **QWEN,
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "attention_bias": False,
-    "head_dim": 16,
-    "moe_intermediate_size": 32,
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "router_aux_loss_coef": 0.001,
-    "output_router_logits": False,
-    "use_sliding_window": False,
-    "sliding_window": None,
-}
-QWEN3 = {**QWEN, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "attention_bias": False}
-NO_WINDOW = {"use_sliding_window": False, "sliding_window": 4, "max_window_layers": 0}  # a window that must not act
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-YARN_ALL_KEYS = {
-    **YARN,
-    "beta_fast": 16.0,
-    "beta_slow": 0.5,
-    "mscale": 1.3,
-    "mscale_all_dim": 0.6,
-    "truncate": False,
-}
-SHORT_FACTOR = [1.0, 1.02, 1.05, 1.1, 1.2, 1.35, 1.5, 1.75]
-LONG_FACTOR = [1.05, 1.3, 1.8, 2.6, 4.0, 5.5, 7.0, 8.0]
-
-
-@dataclass(frozen=True)
-class Case:
-    config: dict
-    prompt_lens: tuple[int, ...]
-    without: dict = field(default_factory=dict)  # config keys that switch the case's feature off
-    changes: tuple[dict, ...] = ()  # config keys that neutralise one option each, with the same tensors
-    length_threshold: int | None = None  # the rope changes when a sequence grows beyond this
-    changes_beyond: bool = False  # and keeps changing with every token after it
-
-
-def longrope(**keys) -> dict:
-    return {"rope_type": "longrope", "short_factor": SHORT_FACTOR, "long_factor": LONG_FACTOR, **keys}
-
-
-CASES = {
-    "llama1": Case({**LLAMA, "num_key_value_heads": 4, "rms_norm_eps": 1e-6}, (1, 7, 40), {"rope_theta": 100.0}),
-    "llama2_bias": Case(
-        {**LLAMA, "num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 0.03},
-        (6, 33),
-        {"attention_bias": False},
-    ),
-    "llama_mlp_bias": Case({**LLAMA, "mlp_bias": True, "rms_norm_eps": 0.03}, (9, 26), {"rms_norm_eps": 1e-5}),
-    "llama3": Case({**LLAMA, "rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE}, (8, 120), {"rope_scaling": None}),
-    "llama_linear": Case({**LLAMA, "rope_scaling": {"type": "linear", "factor": 4.0}}, (9, 70), {"rope_scaling": None}),
-    "llama_dynamic": Case(
-        {**LLAMA, "max_position_embeddings": 64, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-        (9, 32, 64, 100),
-        {"rope_scaling": None},
-        length_threshold=64,
-        changes_beyond=True,
-    ),
-    "llama_yarn": Case(
-        {**LLAMA, "max_position_embeddings": 128, "rope_scaling": YARN}, (10, 90), {"rope_scaling": None}
-    ),
-    "llama_yarn_keys": Case(
-        {**LLAMA, "max_position_embeddings": 128, "rope_scaling": YARN_ALL_KEYS}, (10, 90), {"rope_scaling": YARN}
-    ),
-    "llama_yarn_factor": Case(
-        {**LLAMA, "max_position_embeddings": 128, "rope_scaling": {**YARN, "attention_factor": 1.4}},
-        (12, 70),
-        {"rope_scaling": YARN},
-    ),
-    "llama_longrope": Case(
-        {
-            **LLAMA,
-            "max_position_embeddings": 256,
-            "original_max_position_embeddings": 48,
-            "rope_scaling": longrope(),
-        },
-        (14, 48, 49, 100),
-        {"rope_scaling": longrope(long_factor=SHORT_FACTOR)},
-        length_threshold=48,
-    ),
-    "llama_longrope_factor": Case(
-        {**LLAMA, "max_position_embeddings": 64, "rope_scaling": longrope(factor=4.0)},
-        (16, 80),
-        {"rope_scaling": longrope(factor=1.0)},
-        length_threshold=64,
-    ),
-    "llama_tied": Case({**LLAMA, "tie_word_embeddings": True, "num_hidden_layers": 3}, (5, 30), {"rope_theta": 100.0}),
-    "llama_head_dim": Case(
-        {**LLAMA, "hidden_size": 48, "head_dim": 32, "num_key_value_heads": 1}, (5, 30), {"rope_theta": 100.0}
-    ),
-    "mistral_window": Case({**MISTRAL, "sliding_window": 8}, (5, 8, 9, 96), {"sliding_window": 9}),
-    "mistral": Case({**MISTRAL, "sliding_window": None, "head_dim": 24}, (5, 60), {"sliding_window": 40}),
-    "qwen2": Case({**QWEN2, **NO_WINDOW}, (6, 40), {"rope_theta": 1e4}),
-    "qwen2_window": Case(
-        {**QWEN2, "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-        (7, 80),
-        {"max_window_layers": 0},
-    ),
-    "qwen3": Case({**QWEN3, **NO_WINDOW, "head_dim": 32, "tie_word_embeddings": True}, (6, 40), {"rope_theta": 1e4}),
-    "qwen3_moe": Case(QWEN3_MOE, (7, 60), {"num_experts_per_tok": 2}),
-    "qwen3_moe_shares": Case({**QWEN3_MOE, "norm_topk_prob": False}, (9, 40), {"norm_topk_prob": True}),
-    "qwen3_layer_types": Case(
-        {
-            **QWEN3,
-            "head_dim": 16,
-            "attention_bias": True,
-            "num_hidden_layers": 3,
-            "use_sliding_window": True,
-            "sliding_window": 8,
-            "max_window_layers": 3,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-        (7, 80),
-        {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
-    ),
-}
-
-
-EVERY = {**BASE, "hidden_size": 56, "intermediate_size": 88, "num_hidden_layers": 4, "head_dim": 16}
-"""Sizes that differ from each other."""
-OLMO2 = {**{k: v for k, v in EVERY.items() if k != "head_dim"}, "model_type": "olmo2", "num_attention_heads": 14}
-OLMO2["architectures"] = ["Olmo2ForCausalLM"]
-OLMO3 = {**{k: v for k, v in OLMO2.items() if k != "rope_theta"}, "model_type": "olmo3", "sliding_window": 6}
-OLMO3 |= {"architectures": ["Olmo3ForCausalLM"], "num_hidden_layers": 5}
-GEMMA = {**EVERY, "model_type": "gemma", "architectures": ["GemmaForCausalLM"], "hidden_act": "gelu"}
-GEMMA["tie_word_embeddings"] = True
-GEMMA2 = {
-    **GEMMA,
-    "model_type": "gemma2",
-    "architectures": ["Gemma2ForCausalLM"],
-    "hidden_act": "gelu_pytorch_tanh",
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 4,
-    "attn_logit_softcapping": 2.0,
-    "final_logit_softcapping": 0.5,
-    "sliding_window": 6,
-}
-GEMMA3 = {
-    **{k: v for k, v in GEMMA2.items() if k not in ("attn_logit_softcapping", "rope_theta")},
-    "model_type": "gemma3_text",
-    "architectures": ["Gemma3ForCausalLM"],
-    "num_hidden_layers": 8,
-}
-PHI3 = {**{k: v for k, v in EVERY.items() if k != "head_dim"}, "model_type": "phi3", "hidden_size": 64}
-PHI3 |= {"architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 48, "pad_token_id": 0}
-SMOLLM3 = {**EVERY, "model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "tie_word_embeddings": True}
-SMOLLM3["pad_token_id"] = 0
-GRANITE = {
-    **{k: v for k, v in EVERY.items() if k != "head_dim"},
-    "model_type": "granite",
-    "architectures": ["GraniteForCausalLM"],
-    "hidden_size": 64,
-    "embedding_multiplier": 3.0,
-    "attention_multiplier": 0.5,
-    "residual_multiplier": 0.6,
-    "logits_scaling": 2.5,
-}
-GRANITE_CHANGES = tuple(
-    {key: 1.0} for key in ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
-)
-BY_KIND = {
-    "full_attention": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 2e4},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
-}
-SAME_ROPES = {"rope_parameters": dict.fromkeys(BY_KIND, BY_KIND["sliding_attention"])}
-NO_WINDOWS = {"sliding_window": 500}
-CASES |= {
-    "olmo2": Case(OLMO2, (6, 40), {"rope_theta": 100.0}, changes=({"rope_theta": 100.0},)),
-    "olmo2_tied": Case(
-        {**OLMO2, "num_attention_heads": 10, "hidden_size": 40, "attention_bias": True, "tie_word_embeddings": True}
-        | {"num_hidden_layers": 6},
-        (9, 35),
-        {"attention_bias": False},
-    ),
-    "olmo3": Case(
-        {**OLMO3, "rope_theta": 5e5, "rope_scaling": YARN},
-        (7, 60),
-        {"rope_scaling": None},
-        changes=({"rope_scaling": None}, NO_WINDOWS, {"layer_types": ["full_attention"] * 5}),
-    ),
-    "olmo3_tied": Case(
-        {**OLMO3, "rope_parameters": BY_KIND, "tie_word_embeddings": True, "attention_bias": True},
-        (9, 50),
-        {"attention_bias": False},
-        changes=(SAME_ROPES, NO_WINDOWS),
-    ),
-    "gemma": Case(GEMMA, (6, 40), {"rope_theta": 100.0}, changes=({"rope_theta": 100.0},)),
-    "gemma_untied": Case(
-        {**GEMMA, "tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 1},
-        (5, 31),
-        {"attention_bias": False},
-    ),
-    "gemma2": Case(
-        GEMMA2,
-        (7, 60),
-        {"sliding_window": 7},
-        changes=(
-            {"query_pre_attn_scalar": 16},
-            {"attn_logit_softcapping": None},
-            {"final_logit_softcapping": None},
-            NO_WINDOWS,
-        ),
-    ),
-    "gemma2_untied": Case(
-        {
-            **GEMMA2,
-            "tie_word_embeddings": False,
-            "attention_bias": True,
-            "layer_types": ["full_attention", "full_attention", "sliding_attention", "sliding_attention"],
-            "attn_logit_softcapping": None,
-            "final_logit_softcapping": None,
-        },
-        (8, 45),
-        {"attention_bias": False},
-        changes=({"layer_types": None}, {"query_pre_attn_scalar": 16}, NO_WINDOWS),
-    ),
-    "gemma3": Case(
-        {
-            **GEMMA3,
-            "rope_theta": 1e4,
-            "rope_local_base_freq": 100.0,
-            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-        },
-        (7, 60),
-        {"rope_local_base_freq": 1e4},
-        changes=(
-            {"query_pre_attn_scalar": 16},
-            {"rope_local_base_freq": 1e4},
-            {"rope_scaling": None},
-            {"final_logit_softcapping": None},
-            {"sliding_window_pattern": 4},
-            NO_WINDOWS,
-        ),
-    ),
-    "gemma3_untied": Case(
-        {
-            **GEMMA3,
-            "rope_parameters": BY_KIND,
-            "tie_word_embeddings": False,
-            "attention_bias": True,
-            "final_logit_softcapping": None,
-            "sliding_window_pattern": 3,
-        },
-        (9, 50),
-        {"attention_bias": False},
-        changes=(SAME_ROPES, {"sliding_window_pattern": 6}),
-    ),
-    "phi3": Case(
-        {**PHI3, "rope_scaling": None, "sliding_window": 8, "partial_rotary_factor": 0.5},
-        (7, 60),
-        {"sliding_window": 9},
-        changes=({"partial_rotary_factor": 1.0}, {"sliding_window": None}),
-    ),
-    "phi3_tied": Case(
-        {
-            **PHI3,
-            "max_position_embeddings": 192,
-            "tie_word_embeddings": True,
-            "partial_rotary_factor": 0.75,
-            "rope_scaling": longrope(short_factor=SHORT_FACTOR[:6], long_factor=LONG_FACTOR[:6]),
-        },
-        (14, 48, 49, 100),
-        {"rope_scaling": longrope(short_factor=SHORT_FACTOR[:6], long_factor=SHORT_FACTOR[:6])},
-        length_threshold=48,
-    ),
-    "smollm3": Case(
-        {
-            **SMOLLM3,
-            "num_hidden_layers": 6,
-            "no_rope_layer_interval": 3,
-            "use_sliding_window": True,
-            "sliding_window": 6,
-        },
-        (7, 60),
-        {"sliding_window": 7},
-        changes=({"no_rope_layers": [1] * 6}, NO_WINDOWS, {"use_sliding_window": False}),
-    ),
-    "smollm3_untied": Case(
-        {
-            **SMOLLM3,
-            "tie_word_embeddings": False,
-            "no_rope_layers": [1, 0, 1, 0],
-            "attention_bias": True,
-            "mlp_bias": True,
-        },
-        (6, 40),
-        {"mlp_bias": False},
-        changes=({"no_rope_layers": [0, 1, 0, 1]},),
-    ),
-    "granite": Case(GRANITE, (7, 41), {"residual_multiplier": 1.0}, changes=GRANITE_CHANGES),
-    "granite_tied": Case(
-        {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 0.02},
-        (10, 36),
-        {"mlp_bias": False},
-        changes=GRANITE_CHANGES,
-    ),
-}
-
 
 def build_model(name: str, config: dict, *, strict: bool = True) -> torch.nn.Module:
     """The HF model with the case's weights; `strict=False` leaves out tensors that a changed config has no use for."""
+    weights = make_weights(name, CASES[name].config, SHAPES.get(name))
+    if config["model_type"] in READ_FROM_FILES:
+        return read_model(name, config, weights, strict=strict)
     hf_config = AutoConfig.for_model(**json.loads(json.dumps(config)))
     model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager", dtype=torch.float32).eval()
-    weights = make_weights(name, CASES[name].config, SHAPES.get(name))
     weights = {key: torch.from_numpy(value) for key, value in weights.items()}
     missing, unexpected = model.load_state_dict(fused(weights, model.state_dict()), strict=False)
     tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
@@ -395,6 +57,24 @@ def build_model(name: str, config: dict, *, strict: bool = True) -> torch.nn.Mod
     return model
 
 
+READ_FROM_FILES = ("mixtral", "granitemoe", "olmoe", "qwen2_moe")
+"""Families whose experts are other tensors in transformers' memory than in its files."""
+
+
+def read_model(name: str, config: dict, weights: dict[str, np.ndarray], *, strict: bool) -> torch.nn.Module:
+    """As `build_model`, by way of a checkpoint that transformers reads."""
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(config))
+        save_file(weights, Path(directory) / "model.safetensors", metadata={"format": "pt"})
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+        )
+    unexpected = info["unexpected_keys"] if strict else ()
+    if info["missing_keys"] or info["mismatched_keys"] or unexpected:
+        raise ValueError(f"{name}: HF read {info}")
+    return model.eval()
+
+
 SHAPES: dict[str, dict[str, tuple[int, ...]]] = {}
 """Tensors of HF's own models, for families whose tensors `golden_cases.tensor_shapes` does not know."""
 
@@ -404,7 +84,12 @@ def found_shapes(name: str) -> dict[str, tuple[int, ...]] | None:
     if config["model_type"] in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"):
         return None
     hf_config = AutoConfig.for_model(**json.loads(json.dumps(config)))
-    state = AutoModelForCausalLM.from_config(hf_config).state_dict()
+    model = AutoModelForCausalLM.from_config(hf_config)
+    if config["model_type"] in READ_FROM_FILES:
+        with tempfile.TemporaryDirectory() as directory:
+            model.save_pretrained(directory)
+            return {key: value.shape for key, value in load_file(Path(directory) / "model.safetensors").items()}
+    state = model.state_dict()
     tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
     return {key: tuple(value.shape) for key, value in state.items() if key not in tied}
 

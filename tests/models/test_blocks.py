@@ -28,7 +28,8 @@ from levanter_infer.models.decoder import DecoderModel
 from tests.models.test_decoder import SEQUENCES, paged_logits, plain, tokens_of
 
 HIDDEN, VOCAB = 16, 17
-NORM, PLUS_ONE = NormConfig(0.1), NormConfig(0.1, plus_one=True)
+NORM, PLUS_ONE, CENTERED = NormConfig(0.1), NormConfig(0.1, plus_one=True), NormConfig(0.1, center=True)
+EXPERTS = ExpertsBlock(5, 2, 12, normalize=True)
 ATTENTION = AttentionBlock(num_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig(theta=100.0))
 BLOCK = Block(ATTENTION, DenseBlock(24), NORM)
 
@@ -55,8 +56,10 @@ def f64(named) -> np.ndarray:
 def normed(x: np.ndarray, norm, index: int | None = None) -> np.ndarray:
     """Over as many of the last axes as the weight has."""
     weight = f64(norm.weight) if index is None else f64(norm.weight)[index]
-    axes = tuple(range(-weight.ndim, 0))
+    axes = tuple(range(-(norm.num_normed or weight.ndim), 0))
     factor = weight + 1 if norm.plus_one else weight
+    if norm.center:
+        x = x - x.mean(axis=axes, keepdims=True)
     return x / np.sqrt((x * x).mean(axis=axes, keepdims=True) + norm.eps) * factor
 
 
@@ -89,7 +92,12 @@ def attention(part, mixer: AttentionBlock, index: int, x: np.ndarray) -> np.ndar
     q, k, v = (linear(each, index, x) for each in (part.q_proj, part.k_proj, part.v_proj))
     if part.q_norm is not None:
         q, k = normed(q, part.q_norm, index), normed(k, part.k_norm, index)
+    clip = mixer.qkv_clip or np.inf
+    q, k, v = (np.clip(each, -clip, clip) for each in (q, k, v))
     q, k = rotated(q, mixer.rope), rotated(k, mixer.rope)
+    if mixer.rope is not None and mixer.rope.query_beta is not None:
+        stretches = np.log(1 + np.arange(len(x)) // mixer.rope.original_len)
+        q = q * (1 + mixer.rope.query_beta * stretches)[:, None, None, None]
     scores = np.einsum("qhgd,khd->hgqk", q, k) * (mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale)
     if mixer.soft_cap is not None:
         scores = mixer.soft_cap * np.tanh(scores / mixer.soft_cap)
@@ -109,10 +117,30 @@ ACTIVATIONS = {
 }
 
 
-def feed_forward(part, dense: DenseBlock, index: int, x: np.ndarray) -> np.ndarray:
+def feed_forward(part, dense: DenseBlock | ExpertsBlock, index: int, x: np.ndarray) -> np.ndarray:
+    if isinstance(dense, ExpertsBlock):
+        return experts(part, dense, index, x)
     up, activation = linear(part.up_proj, index, x), ACTIVATIONS[dense.activation]
     inner = activation(linear(part.gate_proj, index, x)) * up if dense.gated else activation(up)
     return linear(part.down_proj, index, inner)
+
+
+def experts(part, block: ExpertsBlock, index: int, x: np.ndarray) -> np.ndarray:
+    """Token by token, expert by expert, and the shared expert."""
+    maps = [f64(each.weight)[index] for each in (part.gate_proj, part.up_proj, part.down_proj)]
+    shares = np.exp(linear(part.router, index, x))
+    shares /= shares.sum(axis=-1, keepdims=True)
+    result, silu = np.zeros_like(x), ACTIVATIONS[Activation.SILU]
+    for row, share in enumerate(shares):
+        chosen = np.argsort(-share)[: block.num_chosen]
+        total = share[chosen].sum() if block.normalize else 1.0
+        for expert in chosen:
+            gate, up, down = (each[expert] for each in maps)
+            result[row] += share[expert] / total * (down @ (silu(gate @ x[row]) * (up @ x[row])))
+    if block.shared_width is None:
+        return result
+    shared = feed_forward(part.shared, DenseBlock(block.shared_width), index, x)
+    return result + (shared / (1 + np.exp(-linear(part.shared_gate, index, x))) if block.shared_gate else shared)
 
 
 def branch(part, each: Block, at: int, x: np.ndarray, before, after) -> np.ndarray:
@@ -136,7 +164,7 @@ def oracle(model: DecoderModel, tokens: np.ndarray) -> np.ndarray:
             x = x + mixed
             x = x + branch(layer.mlp, each, at, x, layer.mlp_norm, layer.mlp_out_norm)
     head = f64((model.lm_head or model.embeddings).weight)
-    logits = normed(x, model.norm) @ head.T / config.logits_divisor
+    logits = normed(x, model.norm) @ head.T * config.logits_multiplier / config.logits_divisor
     cap = config.logits_soft_cap
     return logits if cap is None else cap * np.tanh(logits / cap)
 
@@ -152,6 +180,19 @@ OPTIONS = {
     "soft_cap": block(soft_cap=0.3),
     "qk_norm": block(qk_norm=NORM),
     "qk_norm_plus_one": block(qk_norm=PLUS_ONE),
+    "qk_norm_by_head": block(qk_norm=NORM, qk_norm_by_head=True),
+    "qk_layer_norm_by_head": block(qk_norm=CENTERED, qk_norm_by_head=True),
+    "qkv_clip": block(qkv_clip=0.5),
+    "qkv_clip_after_norms": block(qk_norm=NORM, qkv_clip=0.3),
+    "query_scale": block(rope=RopeConfig(theta=100.0, original_len=2, query_beta=0.7)),
+    "layer_norm": block(norm=CENTERED),
+    "parallel_layer_norm": block(Placement.PARALLEL, norm=CENTERED),
+    "experts": dataclasses.replace(BLOCK, feed_forward=EXPERTS),
+    "shares_of_experts": dataclasses.replace(BLOCK, feed_forward=dataclasses.replace(EXPERTS, normalize=False)),
+    "shared_expert": dataclasses.replace(BLOCK, feed_forward=dataclasses.replace(EXPERTS, shared_width=20)),
+    "gated_shared_expert": dataclasses.replace(
+        BLOCK, feed_forward=dataclasses.replace(EXPERTS, shared_width=20, shared_gate=True)
+    ),
     "qk_norm_whole": block(qk_norm=NORM, qk_norm_whole=True),
     "biases": block(qkv_bias=True, out_bias=True, mlp={"bias": True}),
     "plus_one": block(norm=PLUS_ONE),
@@ -169,6 +210,7 @@ OPTIONS = {
 GAINS = {
     "embeddings": dict(embedding_multiplier=2.5),
     "logits": dict(logits_divisor=3.0),
+    "logits_multiplier": dict(logits_multiplier=3.0),
     "logits_cap": dict(logits_soft_cap=0.5),
 }
 BACKENDS = [XLA, *([CpuBackend()] if cpu.available() else [])]

@@ -49,7 +49,7 @@ def parse(raw=LLAMA, **changes):
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan, expected a finite number"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes', expected true or false"),
         ({"attention_bias": None}, "attention_bias=None, expected true or false"),
-        ({"model_type": "gpt2"}, r"model_type='gpt2', expected one of gemma, .* llama, mistral, "),
+        ({"model_type": "gpt2"}, r"model_type='gpt2', expected one of .*gemma, .* llama, .*mistral, "),
     ],
 )
 def test_config_refuses_by_name(changes, message):
@@ -208,6 +208,13 @@ def test_keys_that_change_nothing_are_accepted():
         ("smollm3", {"layer_types": ["sliding_attention"] * 2}, "without use_sliding_window=true"),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier=0, expected a finite number above 0"),
         ("olmo2", {"clip_qkv": 8.0}, "'clip_qkv'"),
+        ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern='LLLG', expected a whole number"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok=9, expected at most num_local_experts=8"),
+        ("granitemoe", {"mlp_bias": True}, "'mlp_bias'"),
+        ("olmoe", {"head_dim": 16}, "head_dim=16, expected hidden_size / num_attention_heads"),
+        ("qwen2_moe", {"mlp_only_layers": [2]}, "mlp_only_layers=.2., expected .* less than num_hidden_layers=2"),
+        ("ministral3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "expected llama_4_scaling_beta"),
+        ("cohere2", {"use_parallel_block": False, "rms_norm_eps": None}, "use_parallel_block=False, expected True"),
     ],
 )
 def test_a_family_refuses_what_it_does_not_compute(model_type, changes, message):

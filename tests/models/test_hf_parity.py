@@ -2,16 +2,19 @@
 
 import dataclasses
 import hashlib
+import json
 
 import equinox as eqx
 import haliax as hax
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams
 from levanter_infer.axes import POSITION
 from levanter_infer.checkpoints.load import load_model
+from levanter_infer.checkpoints.save import save_model
 from levanter_infer.models.registry import FAMILIES, family_for
 from tests.golden_cases import (
     NUM_GREEDY,
@@ -40,6 +43,17 @@ ENGINE_CASES = (
     "phi3_tied",
     "smollm3",
     "granite",
+    "ministral3",
+    "ernie4_5",
+    "glm4",
+    "cohere2",
+    "cohere",
+    "qwen2_moe",
+    "olmoe",
+    "granitemoe",
+    "mixtral",
+    "exaone4",
+    "seed_oss",
 )
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # rope scalings that look at the length of the whole sequence
 
@@ -146,6 +160,17 @@ def test_every_option_moves_the_logits(name, load):
         config = family_for(case.config).config_from_hf({**case.config, **change})
         logits = np.asarray(_forward(dataclasses.replace(model, config=config), tokens))[prompt.positions]
         assert np.abs(logits - prompt.logits).max() > 1e-2 * prompt.scale, f"{name}: {change} changes nothing"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_checkpoint_saved_again_has_the_same_tensors_and_mathematics(name, load, tmp_path):
+    case = load_case(name)
+    save_model(load(case), tmp_path)
+    weights, saved = make_weights(case.name, case.config), load_file(tmp_path / "model.safetensors")
+    assert set(saved) == set(weights)
+    assert all(saved[key].tobytes() == weights[key].tobytes() for key in weights)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert family_for(config).config_from_hf(config) == load(case).config
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -57,6 +57,10 @@ class AttentionBlock:
     """Of queries and keys, before the rotation."""
     qk_norm_whole: bool = False
     """Whether `qk_norm` is over all heads together (OLMo 2), and not over each."""
+    qk_norm_by_head: bool = False
+    """Whether `qk_norm`, over each head, has a weight of its own for each (Cohere)."""
+    qkv_clip: float | None = None
+    """Queries, keys and values are clipped to ±qkv_clip, after `qk_norm` and before the rotation."""
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -69,12 +73,15 @@ class AttentionBlock:
     @property
     def stored(self) -> "AttentionBlock":
         """What decides the parameters: blocks that are equal here share a stack."""
-        return dataclasses.replace(self, rope=None, window=None, attention_chunk=None, scale=None, soft_cap=None)
+        return dataclasses.replace(
+            self, rope=None, window=None, attention_chunk=None, scale=None, soft_cap=None, qkv_clip=None
+        )
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        norms = 0 if self.qk_norm is None else q + kv if self.qk_norm_whole else 2 * self.head_dim
+        all_heads = self.qk_norm_whole or self.qk_norm_by_head
+        norms = 0 if self.qk_norm is None else q + kv if all_heads else 2 * self.head_dim
         return 2 * hidden * (q + kv) + (q + 2 * kv) * self.qkv_bias + hidden * self.out_bias + norms
 
 
@@ -116,6 +123,8 @@ class Attention(eqx.Module):
         def norm(axes: Sequence[Axis]) -> RMSNorm | None:
             if block.qk_norm is None:
                 return None
+            if block.qk_norm_by_head:
+                return RMSNorm.init(batch, axes, config=block.qk_norm, dtype=dtype, num_normed=1)
             axes = axes if block.qk_norm_whole else (size,)
             return RMSNorm.init(batch, axes, config=block.qk_norm, dtype=dtype)
 
@@ -166,7 +175,7 @@ class Attention(eqx.Module):
         Returns: [..., position, embed], and no state.
         """
         q, k, v = apply(x, self.q_proj, self.k_proj, self.v_proj, norm=around.norm)
-        q, k = self._rotated(q, k, inputs.rope)
+        q, k, v = self._rotated(q, k, v, inputs)
         batch = tuple(axis.name for axis in x.axes[:-2])
         q = q.rearrange((*batch, POSITION, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE))
         k, v = (a.rearrange((*batch, POSITION, KV_HEADS, HEAD_SIZE)).array for a in (k, v))
@@ -185,10 +194,16 @@ class Attention(eqx.Module):
         attended = jnp.einsum("...hgqk,...khd->...qhgd", weights.astype(v.dtype), v, preferred_element_type=f32)
         return apply(NamedArray(attended.astype(x.dtype), q.axes), self.o_proj, residual=around.residual)[0], None
 
-    def _rotated(self, q: NamedArray, k: NamedArray, rope: Rope | None) -> tuple[NamedArray, NamedArray]:
+    def _rotated(
+        self, q: NamedArray, k: NamedArray, v: NamedArray, inputs: AttentionInputs
+    ) -> tuple[NamedArray, NamedArray, NamedArray]:
+        """Queries, keys and values with the norms, the clipping and the rotation."""
+        rope, clip = inputs.rope, inputs.block.qkv_clip
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return (q, k) if rope is None else (rope.rotate(q), rope.rotate(k))
+        if clip is not None:
+            q, k, v = (NamedArray(jnp.clip(each.array, -clip, clip), each.axes) for each in (q, k, v))
+        return (q, k, v) if rope is None else (rope.scale_queries(rope.rotate(q)), rope.rotate(k), v)
 
     def _rotate_and_write(
         self,
@@ -206,7 +221,7 @@ class Attention(eqx.Module):
         order = (TOKEN, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE)
         rotation = self._rotation(inputs) if Fuse.ROTATION in kv.backend.fuses else None
         if rotation is None:
-            q, k = self._rotated(q, k, inputs.rope)
+            q, k, v = self._rotated(q, k, v, inputs)
             return q.rearrange(order), kv.write(layer, batch, k, v)
         q = q.rearrange(order)
         heads = q.array.reshape(q.array.shape[0], -1, q.array.shape[3])
@@ -216,7 +231,7 @@ class Attention(eqx.Module):
     def _rotation(self, inputs: AttentionInputs) -> Rotation | None:
         """Norms and rotation as a kernel takes them; None where it cannot compute them."""
         rope, block = inputs.rope, inputs.block
-        if rope is None or not rope.fusable(block.head_dim):
+        if rope is None or not rope.fusable(block.head_dim) or block.qkv_clip is not None:
             return None
         cos, sin = (side.rearrange((TOKEN, HEAD_SIZE)).array for side in (rope.cos, rope.sin))
         if self.q_norm is None or self.k_norm is None:

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax import Array
 
-from levanter_infer.axes import EXPERT, MLP, ROW
+from levanter_infer.axes import EXPERT, MLP, ROW, SHARED_GATE
 from levanter_infer.kernels import MIN_ROWS
 from levanter_infer.layers.activation import Activation
 from levanter_infer.layers.linear import Fusion, Linear, apply
+from levanter_infer.layers.mlp import DenseBlock, Mlp
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
 
 _MAX_BLOCK = 128
@@ -32,6 +33,10 @@ class ExpertsBlock:
     """Whether the weights of the chosen experts are normalized to a sum of one."""
     activation: Activation = Activation.SILU
     """Of the gate of each expert."""
+    shared_width: int | None = None
+    """Inner width of the shared expert, which every token goes through; None: there is none."""
+    shared_gate: bool = False
+    """Whether the result of the shared expert is multiplied by sigmoid(shared_gate(x)), one number per token."""
 
     @property
     def stored(self) -> "ExpertsBlock":
@@ -40,7 +45,8 @@ class ExpertsBlock:
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
-        return self.num_experts * (3 * hidden * self.width + hidden)  # and the router's weights
+        shared = 3 * hidden * (self.shared_width or 0) + hidden * self.shared_gate
+        return self.num_experts * (3 * hidden * self.width + hidden) + shared  # and the router's weights
 
 
 class Moe(eqx.Module):
@@ -68,6 +74,10 @@ class Moe(eqx.Module):
     """How the experts are sharded (expert parallel): each device computes its own for the tokens that chose them."""
     sums: ShardAxis = eqx.field(static=True, default=REPLICATED)
     """Mesh axes over which results are added up: experts, and the shards of each."""
+    shared: Mlp | None = None
+    """The shared expert."""
+    shared_gate: Linear | None = None
+    """[layers, shared_gate, embed], with one output."""
 
     @staticmethod
     def init(batch: Sequence[Axis], embed: Axis, block: ExpertsBlock, *, key: Array, dtype) -> "Moe":
@@ -75,16 +85,27 @@ class Moe(eqx.Module):
         expert, mlp = Axis(EXPERT, block.num_experts), Axis(MLP, block.width)
         keys = jax.random.split(key, 4)
         each = (*batch, expert)
+        shared = gate = None
+        if block.shared_width is not None:
+            dense = DenseBlock(block.shared_width, block.activation)
+            shared = Mlp.init(batch, embed, dense, key=jax.random.fold_in(key, 1), dtype=dtype)
+        if block.shared_gate:
+            gate_key = jax.random.fold_in(key, 2)
+            gate = Linear.init(batch, (Axis(SHARED_GATE, 1),), (embed,), key=gate_key, dtype=dtype)
         return Moe(
             router=Linear.init(batch, (expert,), (embed,), key=keys[0], dtype=dtype),
             gate_proj=Linear.init(each, (mlp,), (embed,), key=keys[1], dtype=dtype),
             up_proj=Linear.init(each, (mlp,), (embed,), key=keys[2], dtype=dtype),
             down_proj=Linear.init(each, (embed,), (mlp,), key=keys[3], dtype=dtype),
+            shared=shared,
+            shared_gate=gate,
         )
 
     def at(self, layer: Array, num_rows: Array) -> "Moe":
         """The block of one layer of a stack, for inputs whose first `num_rows` rows count. Nothing is sliced here."""
-        return dataclasses.replace(self, router=self.router.at(layer, num_rows), layer=layer, num_rows=num_rows)
+        parts = {"router": self.router, "shared": self.shared, "shared_gate": self.shared_gate}
+        at = jax.tree.map(lambda part: part.at(layer, num_rows), parts, is_leaf=lambda part: isinstance(part, Linear))
+        return dataclasses.replace(self, **at, layer=layer, num_rows=num_rows)
 
     def __call__(self, x: NamedArray, around: Fusion, block: ExpertsBlock) -> NamedArray:
         """Args: x: [..., embed]; around: the norm of its input, and what is added. Returns: [..., embed]."""
@@ -97,7 +118,19 @@ class Moe(eqx.Module):
         # One after the other, so that the order of the sum is the same for any number of tokens
         total = sum(weights[:, i : i + 1] * results[:, i] for i in range(1, block.num_chosen))
         total = self.sums.sum_in(x.dtype, weights[:, :1] * results[:, 0] + total)
-        return around.after(NamedArray(total.reshape(x.array.shape).astype(x.dtype), x.axes))
+        total = total.astype(x.dtype)
+        if self.shared is not None:
+            total = total + self._share(self.shared, rows, block)
+        return around.after(NamedArray(total.reshape(x.array.shape), x.axes))
+
+    def _share(self, shared: Mlp, rows: NamedArray, block: ExpertsBlock) -> Array:
+        """Result of the shared expert [row, embed]."""
+        assert block.shared_width is not None
+        result = shared(rows, Fusion(), DenseBlock(block.shared_width, block.activation)).array
+        if self.shared_gate is None:
+            return result
+        (gate,) = apply(rows, self.shared_gate, dtype=jnp.float32)
+        return (jax.nn.sigmoid(gate.array) * result.astype(jnp.float32)).astype(result.dtype)
 
     def _route(self, rows: NamedArray, block: ExpertsBlock) -> tuple[Array, Array]:
         """Experts of each row i32[row, chosen], and their weights f32[row, chosen]."""

@@ -1,4 +1,4 @@
-"""RMSNorm."""
+"""RMSNorm, and LayerNorm without a bias."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,12 +22,14 @@ class NormConfig:
     """Added to the mean square, or to the variance, before the root."""
     plus_one: bool = False
     """Whether the factor is 1 + weight, as in Gemma."""
+    center: bool = False
+    """Whether the mean is subtracted first: LayerNorm without a bias, as in Cohere."""
 
 
 class RMSNorm(eqx.Module):
     """`x / sqrt(mean(x²) + eps) · weight` over the axes of the weight, in float32, returned in the dtype of `x`.
 
-    Source: arXiv:1910.07467.
+    With `center`, of `x - mean(x)`. Source: arXiv:1910.07467; with `center` arXiv:1607.06450.
     """
 
     weight: NamedArray
@@ -41,13 +43,25 @@ class RMSNorm(eqx.Module):
     """How the normed axes are sharded: the squares are added up over all shards."""
     width: int | None = eqx.field(static=True, default=None)
     """Numbers whose squares are averaged, in all shards; None: those of the weight."""
+    center: bool = eqx.field(static=True, default=False)
+    """Whether the mean is subtracted first."""
+    num_normed: int | None = eqx.field(static=True, default=None)
+    """The last axes of the weight over which `x` is normed; None: all."""
 
     @staticmethod
-    def init(batch: Sequence[Axis], axes: Axis | Sequence[Axis], *, config: NormConfig, dtype) -> "RMSNorm":
+    def init(
+        batch: Sequence[Axis],
+        axes: Axis | Sequence[Axis],
+        *,
+        config: NormConfig,
+        dtype,
+        num_normed: int | None = None,
+    ) -> "RMSNorm":
         """The norm that changes nothing but the scale of `x`. `batch`: axes of independent layers."""
         axes = (axes,) if isinstance(axes, Axis) else tuple(axes)
         make = hax.zeros if config.plus_one else hax.ones
-        return RMSNorm(weight=make((*batch, *axes), dtype=dtype), eps=config.eps, plus_one=config.plus_one)
+        weight = make((*batch, *axes), dtype=dtype)
+        return RMSNorm(weight, config.eps, plus_one=config.plus_one, center=config.center, num_normed=num_normed)
 
     def at(self, layer: Array) -> "RMSNorm":
         """The norm of one layer of a stack."""
@@ -56,19 +70,27 @@ class RMSNorm(eqx.Module):
     @property
     def fusable(self) -> tuple[Array, float] | None:
         """Weight and epsilon as kernels take them; None where they cannot compute this norm."""
-        return (self.weight.array, self.eps) if not self.plus_one and self.shard_axis == REPLICATED else None
+        is_other = self.plus_one or self.center or self.num_normed is not None
+        return None if is_other or self.shard_axis != REPLICATED else (self.weight.array, self.eps)
+
+    def normed(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        """Those of the weight's axes over which `x` is normed."""
+        return axes if self.num_normed is None else axes[len(axes) - self.num_normed :]
 
     def __call__(self, x: NamedArray) -> NamedArray:
         """Args: x: any axes, among them the weight's."""
         weight = self.weight if self.layer is None else pick_layer(self.weight, self.layer)
         wide = x.astype(jnp.float32)
-        normed = wide * hax.rsqrt(self._mean_square(wide, weight.axes) + jnp.float32(self.eps))
+        axes = self.normed(weight.axes)
+        if self.center:
+            wide = wide - self._mean(wide, axes)
+        normed = wide * hax.rsqrt(self._mean(wide * wide, axes) + jnp.float32(self.eps))
         factor = weight.astype(jnp.float32)
         factor = factor + jnp.float32(1) if self.plus_one else factor
         return (normed * factor).rearrange(x.axes).astype(x.dtype)
 
-    def _mean_square(self, wide: NamedArray, axes: tuple[Axis, ...]) -> NamedArray:
+    def _mean(self, values: NamedArray, axes: tuple[Axis, ...]) -> NamedArray:
         if self.width is None:
-            return hax.mean(wide * wide, axis=axes[0] if len(axes) == 1 else axes)
-        total = hax.sum(wide * wide, axis=axes)
+            return hax.mean(values, axis=axes[0] if len(axes) == 1 else axes)
+        total = hax.sum(values, axis=axes)
         return NamedArray(self.shard_axis.sum(total.array) / jnp.float32(self.width), total.axes)

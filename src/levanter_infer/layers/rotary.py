@@ -53,6 +53,8 @@ class RopeConfig:
     """Share of a head that is rotated, its first numbers; the others pass."""
     interleaved: bool = False
     """Whether pairs are neighbours (x[2i], x[2i + 1]), and not (x[i], x[i + half])."""
+    query_beta: float | None = None
+    """Queries are also multiplied by 1 + query_beta · ln(1 + ⌊position / original_len⌋) (Ministral 3)."""
 
     @property
     def depends_on_length(self) -> bool:
@@ -68,6 +70,8 @@ class Rope:
     cos: NamedArray
     sin: NamedArray
     """f32[..., head_size / 2], scaled by the attention factor; of a part of a head, half of that."""
+    query_scale: NamedArray | None = None
+    """f32[...], a factor of the queries."""
 
     def rotate(self, x: NamedArray) -> NamedArray:
         """Rotate the pairs of x [..., head_size] by the angles, in float32. Returns: as `x`."""
@@ -77,14 +81,29 @@ class Rope:
         first = rotate(x[HEAD_SIZE, :rotated], self.cos, self.sin, interleaved=self.config.interleaved)
         return hax.concatenate(HEAD_SIZE, [first, x[HEAD_SIZE, rotated:]]).rearrange(x.axes)
 
+    def scale_queries(self, q: NamedArray) -> NamedArray:
+        """Rotated queries with the factor of their positions."""
+        if self.query_scale is None:
+            return q
+        return (q * self.query_scale.astype(q.dtype)).rearrange(q.axes)
+
     def fusable(self, head_dim: int) -> bool:
         """Whether kernels that rotate compute this."""
-        return not self.config.interleaved and 2 * self.cos.axis_size(HEAD_SIZE) == head_dim
+        is_plain = not self.config.interleaved and self.query_scale is None
+        return is_plain and 2 * self.cos.axis_size(HEAD_SIZE) == head_dim
 
 
 def rope_at(config: RopeConfig, head_dim: int, positions: NamedArray, rope_len: int) -> Rope:
     """The rope of heads of `head_dim` numbers at `positions`. Args: as of `rotary_tables`."""
-    return Rope(config, *rotary_tables(config, rotated_size(config, head_dim), positions, rope_len))
+    cos, sin = rotary_tables(config, rotated_size(config, head_dim), positions, rope_len)
+    return Rope(config, cos, sin, _query_scale(config, positions))
+
+
+def _query_scale(config: RopeConfig, positions: NamedArray) -> NamedArray | None:
+    if config.query_beta is None:
+        return None
+    stretches = jnp.log1p((positions.array // _need(config, "original_len")).astype(jnp.float32))
+    return NamedArray(1 + jnp.float32(config.query_beta) * stretches, positions.axes)
 
 
 def rotated_size(config: RopeConfig, head_dim: int) -> int:

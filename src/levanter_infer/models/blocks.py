@@ -70,10 +70,13 @@ class Block:
             "a norm after a block": self.placement is not Placement.BEFORE,
             "a residual multiplier": self.residual_multiplier != 1,
             "a norm with 1 + weight": self.norm.plus_one or (mixer.qk_norm is not None and mixer.qk_norm.plus_one),
-            "a norm over all heads": mixer.qk_norm_whole,
+            "a norm that subtracts the mean": self.norm.center or (mixer.qk_norm is not None and mixer.qk_norm.center),
+            "a norm over all heads, or a weight for each": mixer.qk_norm_whole or mixer.qk_norm_by_head,
+            "queries and keys that are clipped": mixer.qkv_clip is not None,
             "a layer without a rope": mixer.rope is None,
             "a rope of a part of a head or of neighbours": mixer.rope is not None
             and (mixer.rope.partial != 1 or mixer.rope.interleaved),
+            "queries that are scaled by their position": mixer.rope is not None and mixer.rope.query_beta is not None,
             "an activation other than SiLU": isinstance(feed_forward, DenseBlock)
             and not (feed_forward.gated and feed_forward.activation is Activation.SILU),
         }

@@ -31,6 +31,7 @@ class DecoderConfig:
     embedding_multiplier: float = 1.0
     """Factor of the embeddings, in the dtype of the parameters."""
     logits_divisor: float = 1.0
+    logits_multiplier: float = 1.0
     logits_soft_cap: float | None = None
     """Logits become soft_cap · tanh(logit / soft_cap)."""
 

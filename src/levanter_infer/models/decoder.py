@@ -192,9 +192,10 @@ class DecoderModel(eqx.Module):
 
         def sharded(part):
             if isinstance(part, Moe):
-                return dataclasses.replace(part, experts=layout.experts, sums=layout.expert_sums)
+                shared = jax.tree.map(sharded, part.shared, is_leaf=lambda each: isinstance(each, Linear))
+                return dataclasses.replace(part, experts=layout.experts, sums=layout.expert_sums, shared=shared)
             if isinstance(part, RMSNorm):
-                width = layout.normed_width(part.weight.axes)
+                width = layout.normed_width(part.normed(part.weight.axes))
                 return part if width is None else dataclasses.replace(part, shard_axis=layout.model, width=width)
             is_sharded = isinstance(part, Linear) and layout.is_sharded(part.ins)
             return dataclasses.replace(part, shard_axis=layout.model) if is_sharded else part
@@ -309,6 +310,8 @@ class DecoderModel(eqx.Module):
         """
         (logits,) = apply(hidden, self._head.at(None, num_rows), norm=self.norm, dtype=jnp.float32)
         values, config = logits.array, self.config
+        if config.logits_multiplier != 1:
+            values = values * jnp.float32(config.logits_multiplier)
         if config.logits_divisor != 1:
             values = values / jnp.float32(config.logits_divisor)
         if config.logits_soft_cap is not None:

@@ -1,6 +1,7 @@
 """What a model family has to say, and what those of the Llama kin share."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -142,6 +143,7 @@ def read_sizes(
     max_positions: int,
     tied: bool = False,
     norm_eps: float = 1e-6,
+    norm_eps_key: str = "rms_norm_eps",
     theta: float = 10000.0,
     activation: Activation = Activation.SILU,
     activation_names: tuple[str, ...] = (),
@@ -153,6 +155,7 @@ def read_sizes(
         kv_heads: HF's default where the key is absent; None for as many as query heads.
         head_dim: HF's default where the key is absent; None for hidden_size / num_attention_heads.
         max_positions, tied, norm_eps, theta: HF's defaults where the keys are absent.
+        norm_eps_key: HF's name of the epsilon.
         activation: the one that the family has.
         activation_names: further values of `hidden_act` that mean it.
         ropes: reads the ropes of full and sliding layers, given head size and longest position; None: `HfConfig.rope`
@@ -171,10 +174,7 @@ def read_sizes(
         raise hf.fail("head_dim", f"an even number, got {head_dim}")
     hf.one_of("hidden_act", activation.value, (*ACTIVATION_NAMES[activation], *activation_names))
     max_positions = hf.count("max_position_embeddings", max_positions)
-    if ropes is None:
-        by_kind = dict.fromkeys((FULL, SLIDING), hf.rope(head_dim, max_positions, theta=theta))
-    else:
-        by_kind = ropes(hf, head_dim, max_positions)
+    by_kind = (ropes or functools.partial(one_rope, theta=theta))(hf, head_dim, max_positions)
     return Sizes(
         vocab_size=hf.count("vocab_size"),
         hidden_size=hidden,
@@ -184,12 +184,17 @@ def read_sizes(
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_positions,
-        norm_eps=hf.number("rms_norm_eps", norm_eps),
+        norm_eps=hf.number(norm_eps_key, norm_eps),
         rope=by_kind[FULL],
         local_rope=by_kind[SLIDING],
         activation=activation,
         tie_word_embeddings=hf.flag("tie_word_embeddings", tied),
     )
+
+
+def one_rope(hf: HfConfig, head_dim: int, max_positions: int, **options) -> dict[str, RopeConfig]:
+    """The rope of full and of sliding layers. `options`: as of `HfConfig.rope`."""
+    return dict.fromkeys((FULL, SLIDING), hf.rope(head_dim, max_positions, **options))
 
 
 def common_to_hf(config: DecoderConfig, ropes: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -228,6 +233,8 @@ def rope_to_hf(rope: RopeConfig, max_position_embeddings: int) -> dict[str, Any]
     for key in keys.split():
         if getattr(rope, key) is not None:
             scaling[key] = getattr(rope, key)
+    if rope.query_beta is not None:
+        scaling["llama_4_scaling_beta"] = rope.query_beta
     for key in ("short_factor", "long_factor"):
         if getattr(rope, key) is not None:
             scaling[key] = list(getattr(rope, key))

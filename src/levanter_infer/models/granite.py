@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from levanter_infer.layers.mlp import DenseBlock
+from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.models.blocks import Block
 from levanter_infer.models.config import DecoderConfig
-from levanter_infer.models.family import LLAMA_TENSORS, Family, common_to_hf, read_sizes
+from levanter_infer.models.family import LLAMA_TENSORS, Family, Sizes, common_to_hf, read_sizes
 from levanter_infer.models.hf_config import HfConfig
 
 
@@ -14,23 +15,32 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Raises: ValueError naming the key that is unknown, malformed or not implemented."""
     hf = HfConfig(raw)
     sizes = read_sizes(hf, kv_heads=None, head_dim=None, max_positions=2048)
-    bias, mlp = hf.flag("attention_bias", False), sizes.dense(bias=hf.flag("mlp_bias", False))
+    return read_decoder(hf, sizes, sizes.dense(bias=hf.flag("mlp_bias", False)))
+
+
+def read_decoder(hf: HfConfig, sizes: Sizes, feed_forward: DenseBlock | ExpertsBlock) -> DecoderConfig:
+    """The decoder with the multipliers that Granite's families have; reads the last keys."""
+    bias = hf.flag("attention_bias", False)
     attention = sizes.attention(qkv_bias=bias, out_bias=bias, scale=hf.number("attention_multiplier", 1.0))
     residual = hf.number("residual_multiplier", 1.0)
     embedding, divisor = hf.number("embedding_multiplier", 1.0), hf.number("logits_scaling", 1.0)
     hf.finish()
-    block = Block(attention, mlp, sizes.norm(), residual_multiplier=residual)
-    blocks = [block] * sizes.num_layers
-    return sizes.decoder("granite", blocks, embedding_multiplier=embedding, logits_divisor=divisor)
+    block = Block(attention, feed_forward, sizes.norm(), residual_multiplier=residual)
+    blocks, model_type = [block] * sizes.num_layers, hf.raw["model_type"]
+    return sizes.decoder(model_type, blocks, embedding_multiplier=embedding, logits_divisor=divisor)
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    dense = config.blocks[0].feed_forward
+    assert isinstance(dense, DenseBlock)
+    return {**common_to_hf(config), **multipliers_to_hf(config), "mlp_bias": dense.bias}
+
+
+def multipliers_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """The keys of `read_decoder`."""
     block = config.blocks[0]
-    assert isinstance(block.feed_forward, DenseBlock)
     return {
-        **common_to_hf(config),
         "attention_bias": block.mixer.qkv_bias,
-        "mlp_bias": block.feed_forward.bias,
         "attention_multiplier": block.mixer.scale,
         "residual_multiplier": block.residual_multiplier,
         "embedding_multiplier": config.embedding_multiplier,

@@ -19,10 +19,11 @@ INFORMATIONAL = frozenset(
     "initializer_range return_dict output_hidden_states output_attentions torchscript use_bfloat16 "
     "tf_legacy_loss id2label label2id num_labels problem_type finetuning_task task_specific_params prefix "
     "_attn_implementation attn_implementation _attn_implementation_autoset _flash_attn_2_enabled "
-    "max_sequence_length "  # of Meta's own files; HF goes by max_position_embeddings
+    "model_max_length max_sequence_length "  # of Cohere's and Meta's own files; HF goes by max_position_embeddings
     "transformers.js_config unsloth_version unsloth_fixed gradient_checkpointing is_llama_config "
     # Of training only.
-    "attention_dropout hidden_dropout resid_pdrop embd_pdrop router_aux_loss_coef output_router_logits "
+    "attention_dropout hidden_dropout residual_dropout resid_pdrop embd_pdrop router_aux_loss_coef "
+    "output_router_logits router_jitter_noise "
     # Defaults of generation; the request says what holds.
     "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature "
     "top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
@@ -138,6 +139,13 @@ class HfConfig:
             raise self.fail(key, f"one of {', '.join(allowed)}: nothing else is implemented")
         return value
 
+    def layers(self, key: str, num_layers: int) -> frozenset[int]:
+        """A list of numbers of layers; empty where the key is absent or null."""
+        value = self._get(key, None) or []
+        if not isinstance(value, list) or any(type(each) is not int or not 0 <= each < num_layers for each in value):
+            raise self.fail(key, f"a list of numbers of layers, each less than num_hidden_layers={num_layers}")
+        return frozenset(value)
+
     def names(self, key: str, allowed: Sequence[str]) -> tuple[str, ...] | None:
         """A list of names, or None where the key is absent or null."""
         value = self._get(key, None)
@@ -182,6 +190,9 @@ class HfConfig:
         *,
         theta: float = 10000.0,
         partial: bool = False,
+        default_partial: float = 1.0,
+        interleaved: bool = False,
+        query_beta: bool = False,
         original_len: int | None = None,
         aliases: Mapping[str, str] = MappingProxyType({}),
     ) -> RopeConfig:
@@ -190,6 +201,9 @@ class HfConfig:
         Args:
             theta: HF's default.
             partial: whether the family rotates a part of a head where `partial_rotary_factor` says so.
+            default_partial: HF's default of that key.
+            interleaved: whether the family's pairs are neighbours.
+            query_beta: whether the family scales queries by their positions; `llama_4_scaling_beta` has to be there.
             original_len: HF's default of `original_max_position_embeddings`, for families that have this key even where
                 their rope has no use for it.
             aliases: other names of rope types.
@@ -204,12 +218,13 @@ class HfConfig:
         scaling = dict(scaling or {})
         theta = self._shared(scaling, where, "rope_theta", theta)
         original = self._shared(scaling, where, "original_max_position_embeddings", original_len)
-        share = self._shared(scaling, where, "partial_rotary_factor", 1.0)
+        share = self._shared(scaling, where, "partial_rotary_factor", default_partial)
         if share != 1 and not partial or share > 1:
             raise ValueError(
                 f"config.json: partial_rotary_factor={share!r}, expected 1{' or less' if partial else ''}: this family "
                 "rotates whole heads"
             )
+        beta = self._query_beta(scaling, where, original) if query_beta else None
         kind = _rope_kind(scaling, where, aliases)
         if original_len is not None and kind != "longrope":
             original = None
@@ -221,7 +236,17 @@ class HfConfig:
         if rotated < 2 or rotated % 2:
             raise ValueError(f"config.json: partial_rotary_factor={share!r} of head_dim={head_dim} is {rotated}, odd")
         rope = parse_rope(kind, float(theta), scaling, where, rotated, max_position_embeddings)
-        return rope if share == 1 else dataclasses.replace(rope, partial=share)
+        return dataclasses.replace(rope, partial=share, interleaved=interleaved, query_beta=beta)
+
+    def _query_beta(self, scaling: dict, where: str, original: float | None) -> float:
+        """Take the keys of query scaling out of the rope object."""
+        scaling.pop("max_position_embeddings", None)  # HF has no use for it here
+        if scaling.get("llama_4_scaling_beta") is None or original is None:
+            raise ValueError(
+                f"config.json: {where}={scaling}, expected llama_4_scaling_beta and original_max_position_embeddings: "
+                "this family scales queries by their positions"
+            )
+        return _number(f"config.json: {where}", "llama_4_scaling_beta", scaling.pop("llama_4_scaling_beta"))
 
     def ropes_by_kind(
         self, head_dim: int, max_position_embeddings: int, *, theta: float, local_theta: float | None

@@ -15,11 +15,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Raises: ValueError naming the key that is unknown, malformed or not implemented."""
     hf = HfConfig(raw)
     sizes = read_sizes(hf, kv_heads=4, head_dim=None, max_positions=32768)
-    experts = _num_experts(hf)
+    experts, chosen = read_num_experts(hf, 128, 8)
     width = hf.count("moe_intermediate_size", 768)
-    chosen = hf.count("num_experts_per_tok", 8)
-    if chosen > experts:
-        raise hf.fail("num_experts_per_tok", f"at most num_experts={experts}")
     normalize, bias = hf.flag("norm_topk_prob", False), hf.flag("attention_bias", False)
     # Layers without experts, and windows: HF has them, no checkpoint uses them.
     hf.only("decoder_sparse_step", 1)
@@ -35,12 +32,18 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return sizes.decoder("qwen3_moe", [block] * sizes.num_layers)
 
 
-def _num_experts(hf: HfConfig) -> int:
-    """transformers 4 writes `num_experts`, and 5 `num_local_experts`."""
-    experts = hf.count("num_experts", hf.count("num_local_experts", 128))
+def read_num_experts(hf: HfConfig, default: int, chosen: int) -> tuple[int, int]:
+    """Experts, and those of one token. transformers 4 writes `num_experts`, and 5 `num_local_experts`.
+
+    Args: default, chosen: HF's defaults.
+    """
+    experts = hf.count("num_experts", hf.count("num_local_experts", default))
     if hf.raw.get("num_local_experts", experts) != experts:
         raise hf.fail("num_local_experts", f"the same as num_experts={experts}")
-    return experts
+    chosen = hf.count("num_experts_per_tok", chosen)
+    if chosen > experts:
+        raise hf.fail("num_experts_per_tok", f"at most num_experts={experts}")
+    return experts, chosen
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
@@ -64,5 +67,5 @@ _NAMES = {
     "layers.mlp.router.weight": "model.layers.{layer}.mlp.gate.weight",
     **{f"layers.mlp.{name}_proj.weight": f"{_EXPERTS}.{name}_proj.weight" for name in ("gate", "up", "down")},
 }
-
-QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", config_from_hf, config_to_hf, tensor_table(_NAMES))
+QWEN3_MOE_TENSORS = tensor_table(_NAMES)
+QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", config_from_hf, config_to_hf, QWEN3_MOE_TENSORS)

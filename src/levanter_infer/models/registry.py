@@ -3,19 +3,30 @@
 from collections.abc import Mapping
 from typing import Any
 
+from levanter_infer.models.cohere import COHERE
+from levanter_infer.models.cohere2 import COHERE2
+from levanter_infer.models.ernie4_5 import ERNIE4_5
+from levanter_infer.models.exaone4 import EXAONE4
 from levanter_infer.models.family import Family
 from levanter_infer.models.gemma import GEMMA
 from levanter_infer.models.gemma2 import GEMMA2
 from levanter_infer.models.gemma3 import GEMMA3, GEMMA3_WITH_VISION
+from levanter_infer.models.glm4 import GLM4
 from levanter_infer.models.granite import GRANITE
+from levanter_infer.models.granitemoe import GRANITEMOE
 from levanter_infer.models.llama import LLAMA
+from levanter_infer.models.ministral3 import MINISTRAL3
 from levanter_infer.models.mistral import MISTRAL
+from levanter_infer.models.mixtral import MIXTRAL
 from levanter_infer.models.olmo2 import OLMO2
 from levanter_infer.models.olmo3 import OLMO3
+from levanter_infer.models.olmoe import OLMOE
 from levanter_infer.models.phi3 import PHI3
 from levanter_infer.models.qwen2 import QWEN2
+from levanter_infer.models.qwen2_moe import QWEN2_MOE
 from levanter_infer.models.qwen3 import QWEN3
 from levanter_infer.models.qwen3_moe import QWEN3_MOE
+from levanter_infer.models.seed_oss import SEED_OSS
 from levanter_infer.models.smollm3 import SMOLLM3
 
 FAMILIES = {
@@ -23,6 +34,8 @@ FAMILIES = {
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE),
         *(OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3, PHI3, SMOLLM3, GRANITE),
+        *(SEED_OSS, EXAONE4, MIXTRAL, GRANITEMOE, OLMOE, QWEN2_MOE),
+        *(COHERE, COHERE2, GLM4, ERNIE4_5, MINISTRAL3),
     )
 }
 """Families of text models, by `model_type`."""

@@ -16,6 +16,7 @@ from haliax import Axis, NamedArray
 
 from levanter_infer.axes import EXPERT, LAYERS
 from levanter_infer.layers.linear import Linear
+from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.decoder import DecoderModel
 
@@ -198,6 +199,9 @@ def _parts(
 
 def _split(owner: Any, array: NamedArray) -> tuple[tuple[Axis, ...], tuple[int, ...]]:
     """Axes of layers and experts; and the inputs of a matrix, nothing for a vector."""
+    if isinstance(owner, RMSNorm) and owner.num_normed is not None:
+        lead = tuple(axis for axis in array.axes[:1] if axis.name == LAYERS)
+        return lead, tuple(axis.size for axis in owner.normed(array.axes))
     if not isinstance(owner, Linear):
         return tuple(axis for axis in array.axes[:1] if axis.name == LAYERS), ()
     if array is owner.bias:
