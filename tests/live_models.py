@@ -125,6 +125,21 @@ class SparseMlp(eqx.Module):
     inference: bool = False
 
 
+class MixtralExperts(eqx.Module):
+    """`MixtralMoEMlp`"""
+
+    w1: hnn.MoELinear
+    w2: hnn.MoELinear
+    w3: hnn.MoELinear
+
+
+class MixtralMlp(eqx.Module):
+    """`MixtralSparseMoeBlock`"""
+
+    gate: hnn.Linear
+    experts: MixtralExperts
+
+
 class Attention(eqx.Module):
     config: AttentionConfig = eqx.field(static=True)
     q_proj: hnn.Linear
@@ -139,10 +154,12 @@ class Attention(eqx.Module):
 class Layer(eqx.Module):
     config: LiveConfig = eqx.field(static=True)
     self_attn: Attention
-    mlp: Mlp | SparseMlp
+    mlp: Mlp | SparseMlp | None
     input_layernorm: hnn.RmsNorm
     post_attention_layernorm: hnn.RmsNorm
     post_attn_layernorm: hnn.RmsNorm | None = None
+    block_sparse_moe: MixtralMlp | None = None
+    """Of Mixtral, which has no `mlp`."""
 
 
 class Transformer(eqx.Module):
@@ -203,11 +220,9 @@ def live_model(
         return hnn.Linear(stack(f"{name}.weight", *outs, *ins), stack(f"{name}.bias", *outs), ins, outs)  # type: ignore
 
     def experts(name: str, outs: Axis, ins: Axis) -> hnn.MoELinear:
-        names = [
-            f"model.layers.{layer}.mlp.experts.{i}.{name}.weight"
-            for layer in range(layers.size)
-            for i in range(expert.size)
-        ]
+        """`name` with `{expert}`."""
+        places = [(layer, i) for layer in range(layers.size) for i in range(expert.size)]
+        names = [f"model.layers.{layer}.{name.format(expert=i)}.weight" for layer, i in places]
         weight = array(names, (layers, expert, outs, ins)).rearrange((layers, expert, ins, outs))
         return hnn.MoELinear(weight, None, expert, ins, outs, use_gmm=False)
 
@@ -221,8 +236,9 @@ def live_model(
         num_experts_per_tok=config.get("num_experts_per_tok"),
         norm_topk_prob=config.get("norm_topk_prob"),
     )
-    expert = Axis("experts", config.get("num_experts", 0))
-    width = Axis("mlp", config.get("moe_intermediate_size", 0))
+    is_mixtral = config["model_type"] == "mixtral"
+    expert = Axis("experts", config.get("num_experts", config.get("num_local_experts", 0)))
+    width = mlp if is_mixtral else Axis("mlp", config.get("moe_intermediate_size", 0))
     q_heads = (kv_heads, group, size)
     attention = Attention(
         AttentionConfig(window),
@@ -234,23 +250,28 @@ def live_model(
         norm(stack("self_attn.k_norm.weight", size), size),
         rope.build(size),
     )
-    block = Layer(
-        live,
-        attention,
-        Mlp(
+    dense, sparse, mixtral = None, None, None
+    if is_mixtral:
+        own = [f"block_sparse_moe.experts.{{expert}}.w{i}" for i in (1, 2, 3)]
+        maps = experts(own[0], width, embed), experts(own[1], embed, width), experts(own[2], width, embed)
+        mixtral = MixtralMlp(linear("block_sparse_moe.gate", (expert,), (embed,)), MixtralExperts(*maps))
+    elif expert.size:
+        own = [f"mlp.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down")]
+        maps = experts(own[0], width, embed), experts(own[1], width, embed), experts(own[2], embed, width)
+        sparse = SparseMlp(linear("mlp.gate", (expert,), (embed,)), Experts(*maps))
+    else:
+        dense = Mlp(
             linear("mlp.gate_proj", (mlp,), (embed,)),
             linear("mlp.up_proj", (mlp,), (embed,)),
             linear("mlp.down_proj", (embed,), (mlp,)),
         )
-        if expert.size == 0
-        else SparseMlp(
-            linear("mlp.gate", (expert,), (embed,)),
-            Experts(
-                experts("gate_proj", width, embed), experts("up_proj", width, embed), experts("down_proj", embed, width)
-            ),
-        ),
+    block = Layer(
+        live,
+        attention,
+        dense or sparse,
         norm(stack("input_layernorm.weight", embed)),  # type: ignore
         norm(stack("post_attention_layernorm.weight", embed)),  # type: ignore
+        block_sparse_moe=mixtral,
     )
     table = array(["model.embed_tokens.weight"], (vocab, embed))
     head = None

@@ -42,19 +42,27 @@ _NAMES = {
     },
 }
 """Line of a family's table of tensors -> path in the live model."""
-_NAMES_MOE = {
-    **_NAMES,
-    "layers.mlp.router.weight": f"{_LAYER}.mlp.gate.weight",
-    **{f"layers.mlp.{name}_proj.weight": f"{_LAYER}.mlp.experts.{name}_proj.weight" for name in ("gate", "up", "down")},
+
+
+def _names_with_experts(block: str, gate: str, up: str, down: str) -> dict[str, str]:
+    experts = {"gate": gate, "up": up, "down": down}
+    return {
+        **_NAMES,
+        "layers.mlp.router.weight": f"{_LAYER}.{block}.gate.weight",
+        **{f"layers.mlp.{ours}_proj.weight": f"{_LAYER}.{block}.experts.{own}.weight" for ours, own in experts.items()},
+    }
+
+
+_MOE = {
+    "mlp": ("qwen3_moe", _names_with_experts("mlp", "gate_proj", "up_proj", "down_proj")),
+    "block_sparse_moe": ("mixtral", _names_with_experts("block_sparse_moe", "w1", "w3", "w2")),
 }
-"""The same for a model with experts."""
+"""Field of a layer that has experts -> `model_type`, and names as above."""
 _ALIASES = {"kv_heads": KV_HEADS, "layer": LAYERS, "experts": EXPERT}
 """Axis names of other releases of Levanter -> ours. Its Mistral says `layers`, its other models `layer` since 1.2."""
-_OTHER_EXPERTS = ("block_sparse_moe", "mlp.router")
-"""Fields of a layer with experts that no family here serves live: of Levanter's Mixtral among others."""
-_FAMILIES = "Llama, Mistral, Qwen2, Qwen3 or Qwen3-MoE"
+_FAMILIES = "Llama, Mistral, Mixtral, Qwen2, Qwen3 or Qwen3-MoE"
 _SILU = ("silu", "swish")
-_LIVE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+_LIVE = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 _LIKELY = f"give the model's config.json as config=, if it is a {_FAMILIES} after all"
 
 
@@ -81,12 +89,11 @@ def from_levanter(model, config: DecoderConfig | Mapping[str, Any] | None = None
     """
     if isinstance(model, DecoderModel):
         return model
-    _check_experts(model)
-    names = _names(model)
+    kind, names = _experts_of(model)
     if isinstance(config, DecoderConfig):
         family, decoder = FAMILIES[config.model_type], config
     else:
-        raw = _config_json(model) if config is None else config
+        raw = _config_json(model, kind, names) if config is None else config
         family = family_for(raw)
         decoder = family.config_from_hf(raw)
     if family.model_type not in _LIVE:
@@ -108,17 +115,19 @@ def from_levanter(model, config: DecoderConfig | Mapping[str, Any] | None = None
     return types
 
 
-def _names(model) -> Mapping[str, str]:
-    """Line of a family's table of tensors -> path in this live model."""
-    return _NAMES if _get(model, f"{_LAYER}.mlp.experts") is None else _NAMES_MOE
+def _experts_of(model) -> tuple[str | None, Mapping[str, str]]:
+    """`model_type` by the experts that the layers have, None without experts; and, by the line of a family's table of
+    tensors, the path in this live model."""
+    found = (each for block, each in _MOE.items() if _get(model, f"{_LAYER}.{block}.experts") is not None)
+    return next(found, (None, _NAMES))
 
 
 # What a model says of itself
 
 
-def _config_json(model) -> dict[str, Any]:
-    """What config.json would say. Raises: ValueError for what no family here has."""
-    sizes = _sizes(model)
+def _config_json(model, moe: str | None, names: Mapping[str, str]) -> dict[str, Any]:
+    """What config.json would say. Raises: ValueError for what no family here has. Args: as `_experts_of` returns."""
+    sizes = _sizes(model, names)
     config = _get(_get(model, "transformer"), "config")
     if config is None:
         raise ValueError("the model has no transformer.config that says what its parameters mean; give config=")
@@ -126,9 +135,8 @@ def _config_json(model) -> dict[str, Any]:
     _check_plain(config, attention)
     has_bias = {name: _get(model, f"{_LAYER}.self_attn.{name}_proj.bias") is not None for name in "qkvo"}
     has_norms = _get(model, f"{_LAYER}.self_attn.q_norm") is not None
-    has_experts = EXPERT in sizes
     is_qwen2 = has_bias["q"] and not has_bias["o"]
-    kind = "qwen3_moe" if has_experts else "qwen3" if has_norms else "qwen2" if is_qwen2 else "llama"
+    kind = moe or ("qwen3" if has_norms else "qwen2" if is_qwen2 else "llama")
     window = _get(attention, "sliding_window")
     if kind == "llama" and (window is not None or _get(config, "sliding_window") is not None and not has_bias["q"]):
         kind = "mistral"
@@ -148,27 +156,29 @@ def _config_json(model) -> dict[str, Any]:
         "tie_word_embeddings": _get(model, "lm_head") is None,
         **_rope(model, config, sizes[HEAD_SIZE], max_len),
         **_window(kind, window),
-        **({} if is_qwen2 else {"attention_bias": has_bias["q"]}),
+        **({} if is_qwen2 or kind == "mixtral" else {"attention_bias": has_bias["q"]}),
         **({"mlp_bias": _get(model, f"{_LAYER}.mlp.gate_proj.bias") is not None} if kind == "llama" else {}),
-        **(_experts(config, sizes) if has_experts else {}),
+        **(_experts(kind, config, sizes) if moe else {}),
     }
 
 
-def _experts(config, sizes: Mapping[str, int]) -> dict[str, Any]:
+def _experts(kind: str, config, sizes: Mapping[str, int]) -> dict[str, Any]:
     """The keys of config.json for a mixture of experts in every layer."""
+    chosen = _first(config, "num_experts_per_tok")
+    if kind == "mixtral":
+        return {"num_local_experts": sizes[EXPERT], "num_experts_per_tok": chosen}
     return {
         "num_experts": sizes[EXPERT],
         "moe_intermediate_size": sizes[MLP],
-        "num_experts_per_tok": _first(config, "num_experts_per_tok"),
+        "num_experts_per_tok": chosen,
         "norm_topk_prob": _first(config, "norm_topk_prob"),
         "decoder_sparse_step": _first(config, "decoder_sparse_step"),
         "mlp_only_layers": list(_first(config, "mlp_only_layers")),
     }
 
 
-def _sizes(model) -> dict[str, int]:
+def _sizes(model, names: Mapping[str, str]) -> dict[str, int]:
     """Size of every axis of the weights."""
-    names = _names(model)
     arrays = (
         _named(model, names[path])
         for path in (
@@ -206,15 +216,6 @@ def _check_plain(config, attention) -> None:
                 raise ValueError(f"config.{key}={value!r}, expected {neutral[0]!r}; {_LIKELY}")
 
 
-def _check_experts(model) -> None:
-    experts = next((name for name in _OTHER_EXPERTS if _get(model, f"{_LAYER}.{name}") is not None), None)
-    if experts is not None:
-        raise ValueError(
-            f"the model has experts in {_LAYER}.{experts}, expected {_LAYER}.mlp.experts as in Levanter's Qwen3-MoE: "
-            "other live models with experts are not implemented"
-        )
-
-
 def _rope(model, config, head_dim: int, max_len: int) -> dict[str, Any]:
     rope = _get(config, "rope")
     rotary = _get(model, f"{_LAYER}.self_attn.rot_embs")
@@ -227,7 +228,7 @@ def _rope(model, config, head_dim: int, max_len: int) -> dict[str, Any]:
 
 def _window(kind: str, window: int | None) -> dict[str, Any]:
     """The keys of config.json for a window that all layers have, or none."""
-    if kind == "mistral":
+    if kind in ("mistral", "mixtral"):
         return {"sliding_window": window}
     if window is None:
         return {}
@@ -286,7 +287,8 @@ def _with_axes(named: NamedArray, axes: tuple[Axis, ...], path: str) -> NamedArr
         array = jax.device_put(array)
     array = _without_explicit_axes(array)
     if order != sorted(order):
-        array = jnp.transpose(array, order)
+        is_type = isinstance(array, jax.ShapeDtypeStruct)
+        array = jax.eval_shape(lambda a: a.transpose(order), array) if is_type else jnp.transpose(array, order)
     return NamedArray(_reshaped(array, tuple(axis.size for axis in axes)), axes)
 
 
