@@ -5,7 +5,9 @@ and not meaning, and share what they compile. A test that reads a compiled progr
 fixture `optimized`.
 """
 
+import gc
 import os
+from pathlib import Path
 
 import hypothesis
 import jax
@@ -55,6 +57,20 @@ LONGEST = (
 def pytest_collection_modifyitems(items):
     """The longest files first, so that no process is left alone with one of them at the end."""
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
+MAX_MAPS = 16_000
+"""Memory maps from which on a process drops its compiled programs. Each program has several; Linux allows a process
+65,530, and XLA ends it with a segmentation fault there."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_memory_maps():
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_text().count("\n") > MAX_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
