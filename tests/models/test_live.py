@@ -225,7 +225,7 @@ def test_a_config_whose_rope_is_not_the_models_own_is_refused():
 
 def test_a_family_that_live_models_do_not_have_is_refused():
     case, model = case_and_model("llama3")
-    with pytest.raises(ValueError, match="config= says model_type='granite', expected one of llama, mistral, mixtral, q"):
+    with pytest.raises(ValueError, match="config= says model_type='granite', expected one of llama, .*, mixtral, q"):
         from_levanter(model, {**case.config, "model_type": "granite", "pretraining_tp": 1})
 
 
