@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -85,7 +84,7 @@ def open_model(source: Source, *, dtype: str | None = None) -> StoredModel:
     stored_names = stored_tensors(source)
     tensors = {name: stored_names[stored] for name, stored in family.own_names(stored_names).items()}
     _check_size(config, tensors, source)
-    model = eqx.filter_eval_shape(DecoderModel.init, config, key=jax.eval_shape(jax.random.key, 0))
+    model = DecoderModel.types(config)
     params = parameters(model, family.tensors)
     _check_names(params, tensors, config, source)
     _check_headers(params, tensors)

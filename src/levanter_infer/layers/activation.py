@@ -19,6 +19,11 @@ class Activation(enum.Enum):
     RELU2 = "relu2"
     """relu(x)²"""
 
+    @property
+    def unfused(self) -> str | None:
+        """This activation, if no kernel fuses it with a matmul; None: kernels compute it."""
+        return None if self is Activation.SILU else "an activation other than SiLU"
+
     def __call__(self, x: Array) -> Array:
         """Elementwise, in the dtype of `x`."""
         match self:

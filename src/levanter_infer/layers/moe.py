@@ -13,7 +13,7 @@ from jax import Array
 from levanter_infer.axes import EXPERT, MLP, ROW, SHARED_GATE
 from levanter_infer.kernels import MIN_ROWS
 from levanter_infer.layers.activation import Activation
-from levanter_infer.layers.linear import Fusion, Linear, apply
+from levanter_infer.layers.linear import Fusion, Linear, apply, split_key
 from levanter_infer.layers.mlp import DenseBlock, Mlp
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
 
@@ -32,7 +32,7 @@ class ExpertsBlock:
     normalize: bool
     """Whether the weights of the chosen experts are normalized to a sum of one."""
     activation: Activation = Activation.SILU
-    """Of the gate of each expert."""
+    """Activation of the gate of each expert."""
     shared_width: int | None = None
     """Inner width of the shared expert, which every token goes through; None: there is none."""
     shared_gate: bool = False
@@ -40,8 +40,13 @@ class ExpertsBlock:
 
     @property
     def stored(self) -> "ExpertsBlock":
-        """What decides the parameters: blocks that are equal here share a stack."""
+        """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""
         return dataclasses.replace(self, num_chosen=1, normalize=False, activation=Activation.SILU)
+
+    @property
+    def unfused(self) -> str:
+        """The part that no kernel fuses with a matmul."""
+        return "experts"
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
@@ -80,25 +85,25 @@ class Moe(eqx.Module):
     """[layers, shared_gate, embed], with one output."""
 
     @staticmethod
-    def init(batch: Sequence[Axis], embed: Axis, block: ExpertsBlock, *, key: Array, dtype) -> "Moe":
+    def init(batch: Sequence[Axis], embed: Axis, block: ExpertsBlock, *, key: Array | None, dtype) -> "Moe":
         """Random maps as in `Linear.init`; `batch`: axes of independent layers."""
         expert, mlp = Axis(EXPERT, block.num_experts), Axis(MLP, block.width)
-        keys = jax.random.split(key, 4)
+        router, gate, up, down = split_key(key, 4)
         each = (*batch, expert)
-        shared = gate = None
+        shared = shared_gate = None
         if block.shared_width is not None:
             dense = DenseBlock(block.shared_width, block.activation)
-            shared = Mlp.init(batch, embed, dense, key=jax.random.fold_in(key, 1), dtype=dtype)
+            shared = Mlp.init(batch, embed, dense, key=_fold_in(key, 1), dtype=dtype)
         if block.shared_gate:
-            gate_key = jax.random.fold_in(key, 2)
-            gate = Linear.init(batch, (Axis(SHARED_GATE, 1),), (embed,), key=gate_key, dtype=dtype)
+            gate_key = _fold_in(key, 2)
+            shared_gate = Linear.init(batch, (Axis(SHARED_GATE, 1),), (embed,), key=gate_key, dtype=dtype)
         return Moe(
-            router=Linear.init(batch, (expert,), (embed,), key=keys[0], dtype=dtype),
-            gate_proj=Linear.init(each, (mlp,), (embed,), key=keys[1], dtype=dtype),
-            up_proj=Linear.init(each, (mlp,), (embed,), key=keys[2], dtype=dtype),
-            down_proj=Linear.init(each, (embed,), (mlp,), key=keys[3], dtype=dtype),
+            router=Linear.init(batch, (expert,), (embed,), key=router, dtype=dtype),
+            gate_proj=Linear.init(each, (mlp,), (embed,), key=gate, dtype=dtype),
+            up_proj=Linear.init(each, (mlp,), (embed,), key=up, dtype=dtype),
+            down_proj=Linear.init(each, (embed,), (mlp,), key=down, dtype=dtype),
             shared=shared,
-            shared_gate=gate,
+            shared_gate=shared_gate,
         )
 
     def at(self, layer: Array, num_rows: Array) -> "Moe":
@@ -197,6 +202,10 @@ class Moe(eqx.Module):
         gated = activation(matmul(inputs, self.gate_proj)) * matmul(inputs, self.up_proj)
         results = matmul(gated.astype(inputs.dtype), self.down_proj)
         return jnp.zeros_like(results).at[order].set(results)
+
+
+def _fold_in(key: Array | None, data: int) -> Array | None:
+    return None if key is None else jax.random.fold_in(key, data)
 
 
 def block_size(num_pairs: int, num_experts: int) -> int:
