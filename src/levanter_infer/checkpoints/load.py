@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -85,10 +84,10 @@ def open_model(source: Source, *, dtype: str | None = None) -> StoredModel:
     stored_names = stored_tensors(source)
     tensors = {name: stored_names[stored] for name, stored in family.own_names(stored_names).items()}
     _check_size(config, tensors, source)
-    params = parameters(_types(config, jnp.dtype(jnp.float32)), family.tensors)
+    params = parameters(DecoderModel.types(config), family.tensors)
     _check_names(params, tensors, config, source)
     _check_headers(params, tensors)
-    types = _types(config, _one_dtype(config, params, tensors, wanted))
+    types = DecoderModel.types(config, _one_dtype(config, params, tensors, wanted))
 
     def read(layout: Layout | None = None) -> DecoderModel:
         model = types
@@ -157,16 +156,11 @@ def _check_headers(params: list[Parameter], tensors: dict[str, StoredTensor]) ->
                 )
 
 
-def _types(config: DecoderConfig, dtype: np.dtype) -> DecoderModel:
-    """The model with a `jax.ShapeDtypeStruct` for every array."""
-    return eqx.filter_eval_shape(DecoderModel.init, config, key=jax.eval_shape(jax.random.key, 0), dtype=dtype)
-
-
 def _one_dtype(
     config: DecoderConfig, params: list[Parameter], tensors: dict[str, StoredTensor], wanted: np.dtype | None
 ) -> np.dtype:
     """The dtype of all parameters but those that are float32 in every model."""
-    half = _types(config, jnp.dtype(jnp.bfloat16))
+    half = DecoderModel.types(config, jnp.bfloat16)
     params = [param for param in params if get_parameter(half, param.path).dtype != jnp.float32]
     names = sorted({tensors[name].dtype for param in params for name in param.names})
     if wanted is None and len(names) > 1:

@@ -20,6 +20,11 @@ class Activation(enum.Enum):
     RELU2 = "relu2"
     """relu(x)²"""
 
+    @property
+    def unfused(self) -> str | None:
+        """This activation, if no kernel fuses it with a matmul; None: kernels compute it."""
+        return None if self is Activation.SILU else "an activation other than SiLU"
+
     def __call__(self, x: Array) -> Array:
         """Elementwise, in the dtype of `x`."""
         match self:
@@ -35,7 +40,7 @@ class Activation(enum.Enum):
                 return jnp.square(jax.nn.relu(x))
 
     def gated(self, gate: Array, up: Array) -> Array:
-        """What a gated block makes of its gate and its other map, elementwise."""
+        """The gated product, elementwise. Args: gate: not yet activated; up: the other factor."""
         return self(gate) * up
 
 
@@ -49,8 +54,13 @@ class ClampedSwiglu:
 
     @property
     def value(self) -> str:
-        """What HF writes for it under `hidden_act`."""
+        """The name that HF gives it."""
         return Activation.SILU.value
+
+    @property
+    def unfused(self) -> str:
+        """As `Activation.unfused`."""
+        return "a clamped gate"
 
     def gated(self, gate: Array, up: Array) -> Array:
         """As `Activation.gated`."""

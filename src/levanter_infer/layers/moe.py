@@ -14,7 +14,7 @@ from jax import Array
 from levanter_infer.axes import EXPERT, MLP, ROW, SHARED_GATE
 from levanter_infer.kernels import MIN_ROWS
 from levanter_infer.layers.activation import Activation, ClampedSwiglu
-from levanter_infer.layers.linear import Fusion, Linear, apply
+from levanter_infer.layers.linear import Fusion, Linear, apply, split_key
 from levanter_infer.layers.mlp import DenseBlock, Mlp
 from levanter_infer.layers.router import Router, SelectionBias
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
@@ -34,7 +34,7 @@ class ExpertsBlock:
     """Inner width of one expert."""
     router: Router
     activation: Activation | ClampedSwiglu = Activation.SILU
-    """Of the gate of each expert."""
+    """Activation of the gate of each expert."""
     bias: bool = False
     """Whether the maps of the experts have biases; the shared expert has none."""
     shared_width: int | None = None
@@ -44,8 +44,13 @@ class ExpertsBlock:
 
     @property
     def stored(self) -> "ExpertsBlock":
-        """What decides the parameters: blocks that are equal here share a stack."""
+        """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""
         return dataclasses.replace(self, num_chosen=1, router=self.router.stored, activation=Activation.SILU)
+
+    @property
+    def unfused(self) -> str:
+        """The part that no kernel fuses with a matmul."""
+        return "experts"
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
@@ -94,27 +99,27 @@ class Moe(eqx.Module):
     """f32[layers, expert], of the choice alone."""
 
     @staticmethod
-    def init(batch: Sequence[Axis], embed: Axis, block: ExpertsBlock, *, key: Array, dtype) -> "Moe":
+    def init(batch: Sequence[Axis], embed: Axis, block: ExpertsBlock, *, key: Array | None, dtype) -> "Moe":
         """Random maps as in `Linear.init`; `batch`: axes of independent layers."""
         expert, mlp = Axis(EXPERT, block.num_experts), Axis(MLP, block.width)
-        keys = jax.random.split(key, 4)
+        router, gate, up, down = split_key(key, 4)
         each = (*batch, expert)
-        shared = gate = None
+        shared = shared_gate = None
         if block.shared_width is not None:
             dense = DenseBlock(block.shared_width, block.activation)
-            shared = Mlp.init(batch, embed, dense, key=jax.random.fold_in(key, 1), dtype=dtype)
+            shared = Mlp.init(batch, embed, dense, key=_fold_in(key, 1), dtype=dtype)
         if block.shared_gate:
-            gate_key = jax.random.fold_in(key, 2)
-            gate = Linear.init(batch, (Axis(SHARED_GATE, 1),), (embed,), key=gate_key, dtype=dtype)
-        router, has_selection_bias = block.router, block.router.selection_bias is not SelectionBias.NONE
-        router_dtype = jnp.float32 if router.float32 else dtype
+            gate_key = _fold_in(key, 2)
+            shared_gate = Linear.init(batch, (Axis(SHARED_GATE, 1),), (embed,), key=gate_key, dtype=dtype)
+        has_selection_bias = block.router.selection_bias is not SelectionBias.NONE
+        router_dtype = jnp.float32 if block.router.float32 else dtype
         return Moe(
-            router=Linear.init(batch, (expert,), (embed,), key=keys[0], dtype=router_dtype, bias=router.bias),
-            gate_proj=Linear.init(each, (mlp,), (embed,), key=keys[1], dtype=dtype, bias=block.bias),
-            up_proj=Linear.init(each, (mlp,), (embed,), key=keys[2], dtype=dtype, bias=block.bias),
-            down_proj=Linear.init(each, (embed,), (mlp,), key=keys[3], dtype=dtype, bias=block.bias),
+            router=Linear.init(batch, (expert,), (embed,), key=router, dtype=router_dtype, bias=block.router.bias),
+            gate_proj=Linear.init(each, (mlp,), (embed,), key=gate, dtype=dtype, bias=block.bias),
+            up_proj=Linear.init(each, (mlp,), (embed,), key=up, dtype=dtype, bias=block.bias),
+            down_proj=Linear.init(each, (embed,), (mlp,), key=down, dtype=dtype, bias=block.bias),
             shared=shared,
-            shared_gate=gate,
+            shared_gate=shared_gate,
             selection_bias=hax.zeros((*batch, expert), dtype=jnp.float32) if has_selection_bias else None,
         )
 
@@ -243,6 +248,10 @@ class Moe(eqx.Module):
         gated = activation.gated(matmul(inputs, self.gate_proj), matmul(inputs, self.up_proj))
         results = matmul(gated.astype(inputs.dtype), self._biased_once(self.down_proj))
         return jnp.zeros_like(results).at[order].set(results)
+
+
+def _fold_in(key: Array | None, data: int) -> Array | None:
+    return None if key is None else jax.random.fold_in(key, data)
 
 
 def block_size(num_pairs: int, num_experts: int) -> int:
