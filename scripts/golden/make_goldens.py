@@ -39,9 +39,15 @@ from tests.golden_cases import (
 VISIBLE = 50  # times the bound: how far a switched-off feature must move a logit
 
 
-def build_model(name: str, config: dict, *, strict: bool = True) -> torch.nn.Module:
-    """The HF model with the case's weights; `strict=False` leaves out tensors that a changed config has no use for."""
+def build_model(name: str, config: dict, *, strict: bool = True, zeroed: str | None = None) -> torch.nn.Module:
+    """The HF model with the case's weights; `strict=False` leaves out tensors that a changed config has no use for,
+    and tensors whose names end with `zeroed` are zeros."""
     weights = make_weights(name, CASES[name].config, SHAPES.get(name))
+    if zeroed is not None:
+        found = [key for key in weights if key.endswith(zeroed)]
+        if not found:
+            raise ValueError(f"{name}: no tensor is named ...{zeroed}")
+        weights |= {key: np.zeros_like(weights[key]) for key in found}
     if config["model_type"] in READ_FROM_FILES:
         return read_model(name, config, weights, strict=strict)
     hf_config = AutoConfig.for_model(**json.loads(json.dumps(config)))
@@ -57,7 +63,10 @@ def build_model(name: str, config: dict, *, strict: bool = True) -> torch.nn.Mod
     return model
 
 
-READ_FROM_FILES = ("mixtral", "granitemoe", "olmoe", "qwen2_moe")
+READ_FROM_FILES = (
+    *("mixtral", "granitemoe", "olmoe", "qwen2_moe", "glm4_moe", "minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe"),
+    "granitemoeshared",
+)
 """Families whose experts are other tensors in transformers' memory than in its files."""
 
 
@@ -110,9 +119,9 @@ def fused(weights: dict, wanted: dict) -> dict:
 
 
 @torch.no_grad()
-def full_logits(name: str, config: dict, tokens: np.ndarray, *, strict: bool = True) -> np.ndarray:
+def full_logits(name: str, config: dict, tokens: np.ndarray, **options) -> np.ndarray:
     """f32[len(tokens), vocab] of a fresh model: a dynamic rope remembers the longest sequence that it has seen."""
-    model = build_model(name, config, strict=strict)
+    model = build_model(name, config, **options)
     return model(input_ids=torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[0].numpy()
 
 
@@ -170,11 +179,12 @@ def check_case(name: str, case: Case, prompts: list[GoldenPrompt]) -> str:
     moved = float(np.abs(changed[longest.positions] - longest.logits).max()) / longest.bound
     distinct = min((len(set(p.greedy.tolist())) for p in prompts if len(p.greedy)), default=0)
     gap = min((float(p.greedy_gaps.min()) / p.bound for p in prompts if len(p.greedy)), default=np.inf)
-    for change in case.changes:
-        other = full_logits(name, {**case.config, **change}, longest.tokens)
+    others = [(change, {}) for change in case.changes] + [({}, {"zeroed": end}) for end in case.zeroed]
+    for change, options in others:
+        other = full_logits(name, {**case.config, **change}, longest.tokens, **options)
         share = float(np.abs(other[longest.positions] - longest.logits).max()) / longest.scale
         if share < 0.01:
-            raise ValueError(f"{name}: {change} moves the logits by {share:.2g} of their scale only")
+            raise ValueError(f"{name}: {change or options} moves the logits by {share:.2g} of their scale only")
     line = f"{name:22s} moved {moved:8.0f}x  distinct {distinct:2d}  gap {gap:7.1f}x  scale {longest.scale:5.1f}"
     if moved < VISIBLE:
         raise ValueError(f"{line}: without={case.without} moves no logit by {VISIBLE}x the bound")
@@ -202,6 +212,7 @@ def main(names: list[str]) -> None:
         entries[name] = {
             "config": case.config,
             **({"changes": case.changes} if case.changes else {}),
+            **({"zeroed": case.zeroed} if case.zeroed else {}),
             **({"tensors": [f"{key} {' '.join(map(str, shape))}" for key, shape in shapes.items()]} if shapes else {}),
             "weights_sha256": weights_sha256(make_weights(name, case.config, shapes)),
         }

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from levanter_infer.checkpoints.mxfp4 import dequantized
 from levanter_infer.checkpoints.source import CONFIG, Source, resolve_source
 from levanter_infer.checkpoints.weights import DTYPES, StoredTensor, enumerate_names, read_tensors, stored_tensors
 from levanter_infer.layers.layout import Layout
@@ -82,7 +83,9 @@ def open_model(source: Source, *, dtype: str | None = None) -> StoredModel:
     family = family_for(hf_config)
     config = family.config_from_hf(hf_config)
     stored_names = stored_tensors(source)
-    tensors = {name: stored_names[stored] for name, stored in family.own_names(stored_names).items()}
+    tensors = {name: stored_names[stored] for name, stored in family.own_names(stored_names, hf_config).items()}
+    if (hf_config.get("quantization_config") or {}).get("quant_method") == "mxfp4":
+        tensors = dequantized(tensors)
     _check_size(config, tensors, source)
     params = parameters(DecoderModel.types(config), family.tensors)
     _check_names(params, tensors, config, source)

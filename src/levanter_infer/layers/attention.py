@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
@@ -59,8 +60,12 @@ class AttentionBlock:
     """Whether `qk_norm` is over all heads together (OLMo 2), and not over each."""
     qk_norm_by_head: bool = False
     """Whether `qk_norm`, over each head, has a weight of its own for each (Cohere)."""
+    qk_norm_after_rope: bool = False
+    """Whether `qk_norm` follows the rotation (Hunyuan, Llama 4)."""
     qkv_clip: float | None = None
     """Queries, keys and values are clipped to ±qkv_clip, after `qk_norm` and before the rotation."""
+    sinks: bool = False
+    """Whether each query head has an attention sink (`AttentionCall.sinks`)."""
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -74,7 +79,14 @@ class AttentionBlock:
     def stored(self) -> "AttentionBlock":
         """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""
         return dataclasses.replace(
-            self, rope=None, window=None, attention_chunk=None, scale=None, soft_cap=None, qkv_clip=None
+            self,
+            rope=None,
+            window=None,
+            attention_chunk=None,
+            scale=None,
+            soft_cap=None,
+            qk_norm_after_rope=False,
+            qkv_clip=None,
         )
 
     @property
@@ -86,6 +98,8 @@ class AttentionBlock:
             return "queries and keys that are clipped"
         if self.qk_norm_whole or self.qk_norm_by_head:
             return "a norm over all heads, or a weight for each"
+        if self.qk_norm is not None and self.qk_norm_after_rope:
+            return "a norm after the rotation"
         return self.rope.unfused or (self.qk_norm and self.qk_norm.unfused)
 
     def num_parameters(self, hidden: int) -> int:
@@ -93,7 +107,8 @@ class AttentionBlock:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         all_heads = self.qk_norm_whole or self.qk_norm_by_head
         norms = 0 if self.qk_norm is None else q + kv if all_heads else 2 * self.head_dim
-        return 2 * hidden * (q + kv) + (q + 2 * kv) * self.qkv_bias + hidden * self.out_bias + norms
+        biases = (q + 2 * kv) * self.qkv_bias + hidden * self.out_bias
+        return 2 * hidden * (q + kv) + biases + norms + self.num_heads * self.sinks
 
 
 @dataclass(frozen=True)
@@ -104,8 +119,6 @@ class AttentionInputs:
     rope: Rope | None
     """Angles of the block's rope, of each token."""
     spec: AttentionSpec
-    sinks: Array | None = None
-    """f32[Hq], attention sinks of the layer (`AttentionCall.sinks`); None: there are none."""
 
 
 class Attention(eqx.Module):
@@ -123,6 +136,8 @@ class Attention(eqx.Module):
     """[layers, embed, kv_head, q_heads_per_group, head_size]"""
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
+    sinks: NamedArray | None = None
+    """[layers, kv_head, q_heads_per_group], a logit of each query head (`AttentionCall.sinks`)."""
 
     @staticmethod
     def init(batch: Sequence[Axis], embed: Axis, block: AttentionBlock, *, key: Array | None, dtype) -> "Attention":
@@ -146,6 +161,7 @@ class Attention(eqx.Module):
             o_proj=Linear.init(batch, (embed,), q_heads, key=o_key, dtype=dtype, bias=block.out_bias),
             q_norm=norm(q_heads),
             k_norm=norm((kv_heads, size)),
+            sinks=hax.zeros((*batch, *q_heads[:2]), dtype=dtype) if block.sinks else None,
         )
 
     def paged(
@@ -173,7 +189,7 @@ class Attention(eqx.Module):
             kv_dtype=kv.dtype,
             kv_heads=k.axis_size(KV_HEADS),
             page_size=batch.page_size,
-            sinks=inputs.sinks,
+            sinks=None if self.sinks is None else self.sinks.array.reshape(-1),
         )
         attended = kv.backend.attend(call)
         attended = NamedArray(attended.reshape(q.array.shape).astype(x.dtype), q.axes)
@@ -198,10 +214,10 @@ class Attention(eqx.Module):
         scores = jnp.where(seen, rules.scores(matmul, q_pos, kv_pos, head), f32(MASKED))
         # A query that sees nothing gives zeros, as over pages.
         weights = jnp.where(seen, jax.nn.softmax(scores, axis=-1), f32(0))
-        if inputs.sinks is not None:
+        if self.sinks is not None:
             # With e^sink in the sum as well: softmax · Σ / (Σ + e^sink).
             total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-            weights = weights * jax.nn.sigmoid(total - inputs.sinks.astype(f32)[head])
+            weights = weights * jax.nn.sigmoid(total - self.sinks.array.reshape(-1).astype(f32)[head])
         attended = jnp.einsum("...hgqk,...khd->...qhgd", weights.astype(v.dtype), v, preferred_element_type=f32)
         return apply(NamedArray(attended.astype(x.dtype), q.axes), self.o_proj, residual=around.residual)[0], None
 
@@ -209,12 +225,16 @@ class Attention(eqx.Module):
         self, q: NamedArray, k: NamedArray, v: NamedArray, inputs: AttentionInputs
     ) -> tuple[NamedArray, NamedArray, NamedArray]:
         """Queries, keys and values with the norms, the clipping and the rotation."""
-        rope, clip = inputs.rope, inputs.block.qkv_clip
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        rope, clip, norms = inputs.rope, inputs.block.qkv_clip, (self.q_norm, self.k_norm)
+        if not inputs.block.qk_norm_after_rope:
+            q, k = _normed(q, norms[0]), _normed(k, norms[1])
         if clip is not None:
             q, k, v = (NamedArray(jnp.clip(each.array, -clip, clip), each.axes) for each in (q, k, v))
-        return (q, k, v) if rope is None else (rope.scale_queries(rope.rotate(q)), rope.rotate(k), v)
+        if rope is not None:
+            q, k = rope.rotate(q), rope.rotate(k)
+        if inputs.block.qk_norm_after_rope:
+            q, k = _normed(q, norms[0]), _normed(k, norms[1])
+        return (q if rope is None else rope.scale_queries(q)), k, v
 
     def _rotate_and_write(
         self,
@@ -261,6 +281,10 @@ class Attention(eqx.Module):
             score_mod=inputs.spec.score_mod,
             mask_mod=inputs.spec.mask_mod,
         )
+
+
+def _normed(x: NamedArray, norm: RMSNorm | None) -> NamedArray:
+    return x if norm is None else norm(x)
 
 
 def _indices(scores: Array) -> tuple[Array, Array, Array]:
