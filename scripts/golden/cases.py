@@ -594,3 +594,37 @@ CASES |= {
         changes=(beta_rope(1e-9, mscale=1.3, mscale_all_dim=0.6), beta_rope(0.8)),
     ),
 }
+YOUTU = {
+    **{k: v for k, v in EVERY.items() if k not in ("head_dim", "num_key_value_heads")},
+    "model_type": "youtu",
+    "architectures": ["YoutuForCausalLM"],
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 14,
+    "qk_rope_head_dim": 10,
+    "v_head_dim": 18,
+    "rope_interleave": True,
+    "attention_bias": True,
+    "pad_token_id": 0,
+}
+YARN_MSCALE = {**YARN, "mscale": 1.3, "mscale_all_dim": 0.6}
+CASES |= {
+    "youtu": Case(
+        {**YOUTU, "rope_scaling": YARN_MSCALE, "rope_theta": 1e4},
+        (7, 41),
+        {"rope_interleave": False},
+        changes=(
+            {"rope_interleave": False},
+            {"rope_scaling": {**YARN_MSCALE, "mscale": 0.6}},
+            {"rope_scaling": {**YARN_MSCALE, "mscale": 3.0, "mscale_all_dim": 3.0}},
+        ),
+    ),
+    "youtu_tied": Case(
+        {**YOUTU, "tie_word_embeddings": True, "q_lora_rank": None, "attention_bias": False, "rope_interleave": False},
+        (11, 36),
+        {"rope_interleave": True},
+        changes=({"rope_interleave": True}, {"rope_theta": 100.0}),
+    ),
+}

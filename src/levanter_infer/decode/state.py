@@ -99,6 +99,7 @@ def empty_cache(config, shapes: Shapes, backend: Backend, *, dtype, num_kv_heads
         page_size=shapes.page_size,
         kv_heads=num_kv_heads or config.num_kv_heads,
         head_dim=config.head_dim,
+        is_latent=config.is_latent,
         dtype=jnp.dtype(dtype),
     )
     return KvPages.init(shape, backend)

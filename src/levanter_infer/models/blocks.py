@@ -10,9 +10,13 @@ from dataclasses import dataclass
 
 from levanter_infer.layers.activation import Activation
 from levanter_infer.layers.attention import AttentionBlock
+from levanter_infer.layers.latent_attention import LatentAttentionBlock
 from levanter_infer.layers.mlp import DenseBlock
 from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.layers.norm import NormConfig
+
+Mixer = AttentionBlock | LatentAttentionBlock
+"""What mixes positions."""
 
 
 class Placement(enum.Enum):
@@ -46,7 +50,7 @@ class Placement(enum.Enum):
 class Block:
     """One layer, without its parameters."""
 
-    mixer: AttentionBlock
+    mixer: Mixer
     """What mixes positions."""
     feed_forward: DenseBlock | ExpertsBlock
     norm: NormConfig
@@ -65,6 +69,8 @@ class Block:
     def outside_fused_kernels(self) -> str | None:
         """As `DecoderConfig.outside_fused_kernels`."""
         mixer, feed_forward = self.mixer, self.feed_forward
+        if isinstance(mixer, LatentAttentionBlock):
+            return mixer.unfused
         parts = {
             "experts": not isinstance(feed_forward, DenseBlock),
             "a norm after a block": self.placement is not Placement.BEFORE,

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 
+from levanter_infer.layers.latent_attention import LatentAttentionBlock
 from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.layers.norm import NormConfig
 from levanter_infer.layers.rotary import RopeConfig
@@ -122,6 +123,11 @@ class DecoderConfig:
     @property
     def head_dim(self) -> int:
         return self.blocks[0].mixer.head_dim
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether tokens store latents, and not keys and values (`PoolShape.is_latent`)."""
+        return isinstance(self.blocks[0].mixer, LatentAttentionBlock)
 
     @functools.cached_property
     def experts(self) -> ExpertsBlock | None:

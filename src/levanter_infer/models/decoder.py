@@ -18,6 +18,7 @@ from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.attention import Attention, AttentionInputs, AttentionSpec
+from levanter_infer.layers.latent_attention import LatentAttention, LatentAttentionBlock
 from levanter_infer.layers.layout import Layout
 from levanter_infer.layers.linear import Fusion, Linear, apply, prepare_tables
 from levanter_infer.layers.mlp import Mlp
@@ -25,7 +26,7 @@ from levanter_infer.layers.moe import ExpertsBlock, Moe
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.rotary import Rope, RopeConfig, rope_at
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
-from levanter_infer.models.blocks import Block, Placement, Stack
+from levanter_infer.models.blocks import Block, Mixer, Placement, Stack
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.periods import Group
 
@@ -38,7 +39,7 @@ class DecoderLayer(eqx.Module):
 
     input_norm: RMSNorm | None
     """Of the input of attention."""
-    attention: Attention
+    attention: Attention | LatentAttention
     mlp_norm: RMSNorm | None
     """Of the input of the feed-forward block."""
     mlp: Mlp | Moe
@@ -62,7 +63,7 @@ class DecoderLayer(eqx.Module):
 
         return DecoderLayer(
             input_norm=norm("input_norm"),
-            attention=Attention.init(batch, embed, block.mixer, key=attention_key, dtype=dtype),
+            attention=_init_mixer(batch, embed, block.mixer, key=attention_key, dtype=dtype),
             mlp_norm=norm("mlp_norm"),
             mlp=mlp,
             mixer_out_norm=norm("mixer_out_norm"),
@@ -103,6 +104,14 @@ class DecoderLayer(eqx.Module):
         norm = self.input_norm if block.placement is Placement.PARALLEL else self.mlp_norm
         result = self.mlp(x if parallel else mixed, around(norm, self.mlp_out_norm, mixed), block.feed_forward)  # type: ignore[arg-type]
         return added(result, self.mlp_out_norm, mixed), state
+
+
+def _init_mixer(
+    batch: tuple[Axis, ...], embed: Axis, block: Mixer, *, key: Array, dtype
+) -> Attention | LatentAttention:
+    if isinstance(block, LatentAttentionBlock):
+        return LatentAttention.init(batch, embed, block, key=key, dtype=dtype)
+    return Attention.init(batch, embed, block, key=key, dtype=dtype)
 
 
 class DecoderModel(eqx.Module):
@@ -328,10 +337,11 @@ class DecoderModel(eqx.Module):
 
     def _inputs(self, positions: NamedArray, spec: AttentionSpec, rope_len: int) -> Callable[[Block], AttentionInputs]:
         """What attention needs in a layer, with the angles of each rope computed once."""
-        ropes: dict[RopeConfig | None, Rope] = {
-            rope: rope_at(rope, self.config.head_dim, positions, rope_len) for rope in self.config.ropes
+        mixers = {(block.mixer.rope, block.mixer.rope_dim) for block in self.config.blocks}
+        ropes: dict[tuple[RopeConfig | None, int], Rope] = {
+            (rope, size): rope_at(rope, size, positions, rope_len) for rope, size in mixers if rope is not None
         }
-        return lambda block: AttentionInputs(block.mixer, ropes.get(block.mixer.rope), spec)
+        return lambda block: AttentionInputs(block.mixer, ropes.get((block.mixer.rope, block.mixer.rope_dim)), spec)
 
     def _max_seq_len(self, batch: PageBatchInfo, attention: AttentionSpec) -> int:
         capacity = batch.page_indices.axis_size(SEQ_PAGE) * batch.page_size

@@ -28,6 +28,7 @@ from levanter_infer.models.qwen3 import QWEN3
 from levanter_infer.models.qwen3_moe import QWEN3_MOE
 from levanter_infer.models.seed_oss import SEED_OSS
 from levanter_infer.models.smollm3 import SMOLLM3
+from levanter_infer.models.youtu import YOUTU
 
 FAMILIES = {
     family.model_type: family
@@ -36,6 +37,7 @@ FAMILIES = {
         *(OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3, PHI3, SMOLLM3, GRANITE),
         *(SEED_OSS, EXAONE4, MIXTRAL, GRANITEMOE, OLMOE, QWEN2_MOE),
         *(COHERE, COHERE2, GLM4, ERNIE4_5, MINISTRAL3),
+        *(YOUTU,),
     )
 }
 """Families of text models, by `model_type`."""

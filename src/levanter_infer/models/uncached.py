@@ -78,6 +78,6 @@ def keys_and_values(model: DecoderModel, tokens: Array, attention: AttentionSpec
         new_token_dests=hax.named(index, (TOKEN,)),
         page_size=size,
     )
-    pool = PoolShape(config.num_layers, 1, size, config.num_kv_heads, config.head_dim, model.dtype)
+    pool = PoolShape(config.num_layers, 1, size, config.num_kv_heads, config.head_dim, model.dtype, config.is_latent)
     _, kv = model.hidden(batch, KvPages.init(pool, ReferenceBackend()), attention)
     return kv.pages.array[:, 0]
