@@ -23,6 +23,7 @@ from jax import Array
 from levanter_infer.axes import HEAD_SIZE, KV_HEADS, LATENT, Q_HEADS_PER_GROUP, Q_LATENT
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
+from levanter_infer.cache.memory import Latents
 from levanter_infer.kernels import MIN_ROWS
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.kernels.call import AttentionCall
@@ -73,6 +74,11 @@ class LatentAttentionBlock:
     def head_dim(self) -> int:
         """Numbers that are stored of a token: its latent and its rotated key."""
         return self.latent_dim + self.rope_dim
+
+    @property
+    def memory(self) -> Latents:
+        """What the layer remembers."""
+        return Latents(self.head_dim)
 
     @property
     def window(self) -> None:
