@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax import Array
@@ -31,7 +30,7 @@ from levanter_infer.kernels.rules import ScoreRules
 from levanter_infer.kernels.xla.backend import XlaBackend
 from levanter_infer.kernels.xla.linear import from_bits
 from levanter_infer.layers.attention import AttentionInputs, attend_to_all
-from levanter_infer.layers.linear import Fusion, Linear, apply
+from levanter_infer.layers.linear import Fusion, Linear, apply, split_key
 from levanter_infer.layers.norm import NormConfig, RMSNorm
 from levanter_infer.layers.rotary import RopeConfig
 from levanter_infer.layers.stack import pick_layer
@@ -53,7 +52,7 @@ class LatentAttentionBlock:
     rope: RopeConfig | None
     """None: queries and keys carry no positions (NoPE)."""
     norm: NormConfig
-    """Of latents."""
+    """Norm of latents."""
     q_latent_dim: int | None = None
     """Numbers of the latent from which queries are computed (`q_lora_rank`); None: they are maps of the input."""
     scale: float | None = None
@@ -77,7 +76,7 @@ class LatentAttentionBlock:
 
     @property
     def memory(self) -> Latents:
-        """What the layer remembers."""
+        """Latents of every token."""
         return Latents(self.head_dim)
 
     @property
@@ -87,12 +86,12 @@ class LatentAttentionBlock:
 
     @property
     def unfused(self) -> str:
-        """As `DecoderConfig.outside_fused_kernels`."""
+        """The part that no kernel fuses with the cache."""
         return "latent attention"
 
     @property
     def stored(self) -> "LatentAttentionBlock":
-        """What decides the parameters: blocks that are equal here share a stack."""
+        """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""
         return dataclasses.replace(self, rope=None, scale=None)
 
     def num_parameters(self, hidden: int) -> int:
@@ -164,10 +163,10 @@ class LatentAttention(eqx.Module):
 
     @staticmethod
     def init(
-        batch: Sequence[Axis], embed: Axis, block: LatentAttentionBlock, *, key: Array, dtype
+        batch: Sequence[Axis], embed: Axis, block: LatentAttentionBlock, *, key: Array | None, dtype
     ) -> "LatentAttention":
         """Random projections as in `Linear.init`; `batch`: axes of independent layers."""
-        keys = iter(jax.random.split(key, 6))
+        keys = iter(split_key(key, 6))
         latent = Axis(LATENT, block.latent_dim)
         q_latent = None if block.q_latent_dim is None else Axis(Q_LATENT, block.q_latent_dim)
 
