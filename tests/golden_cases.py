@@ -165,7 +165,9 @@ def weights_sha256(weights: dict[str, np.ndarray]) -> str:
 def _tensor(case: str, name: str, shape: tuple[int, ...], model_type: str) -> np.ndarray:
     noise = unit_noise(case, name, shape)
     module, kind = name.split(".")[-2:]
-    if module.endswith("norm"):
+    if kind == "e_score_correction_bias":  # of the size of the scores' differences, so that it changes the choice
+        value = 0.1 * noise
+    elif module.endswith("norm"):
         value = 0.2 * noise + (0.0 if model_type.startswith("gemma") else 1.0)  # Gemma multiplies by 1 + weight
     elif kind == "bias":
         value = 0.3 * noise

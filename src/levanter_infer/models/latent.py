@@ -2,13 +2,14 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from levanter_infer.layers.latent_attention import LatentAttentionBlock
 from levanter_infer.layers.norm import NormConfig
 from levanter_infer.layers.rotary import RopeConfig
 from levanter_infer.models.config import DecoderConfig
-from levanter_infer.models.family import TENSOR_NAMES, Sizes, common_to_hf, one_rope, read_sizes
+from levanter_infer.models.family import Sizes, common_to_hf, one_rope, read_sizes
 from levanter_infer.models.hf_config import HfConfig
 from levanter_infer.models.tensors import Order, Tensor
 
@@ -92,22 +93,23 @@ def latent_attention_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 
 _ATTENTION = "model.layers.{layer}.self_attn"
-LATENT_NAMES = {
-    **{path: name for path, name in TENSOR_NAMES.items() if not path.startswith("layers.attention.")},
-    "layers.attention.q_proj.weight": f"{_ATTENTION}.q_proj.weight",
-    **{
-        f"layers.attention.{name}.{kind}": f"{_ATTENTION}.{hf_name}.{kind}"
-        for name, hf_name in {"q_a_proj": "q_a_proj", "kv_a_proj": "kv_a_proj_with_mqa", "o_proj": "o_proj"}.items()
-        for kind in ("weight", "bias")
-    },
-    "layers.attention.q_a_norm.weight": f"{_ATTENTION}.q_a_layernorm.weight",
-    "layers.attention.q_b_proj.weight": f"{_ATTENTION}.q_b_proj.weight",
-    "layers.attention.kv_a_norm.weight": f"{_ATTENTION}.kv_a_layernorm.weight",
+_NAMES = {
+    "q_proj.weight": "q_proj.weight",
+    "q_a_proj.weight": "q_a_proj.weight",
+    "q_a_proj.bias": "q_a_proj.bias",
+    "q_a_norm.weight": "q_a_layernorm.weight",
+    "q_b_proj.weight": "q_b_proj.weight",
+    "kv_a_proj.weight": "kv_a_proj_with_mqa.weight",
+    "kv_a_proj.bias": "kv_a_proj_with_mqa.bias",
+    "kv_a_norm.weight": "kv_a_layernorm.weight",
+    "o_proj.weight": "o_proj.weight",
+    "o_proj.bias": "o_proj.bias",
 }
-"""Names of tensors of their own."""
-KV_B_PROJ = Tensor(
-    f"{_ATTENTION}.kv_b_proj.weight",
-    ("layers.attention.k_proj.weight", "layers.attention.v_proj.weight"),
-    order=Order.BY_HEAD,
-)
-"""Keys and values of each head."""
+
+
+def latent_tensors(table: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The lines of `table`, with those of latent attention in the stead of those of attention."""
+    others = (line for line in table if not line.parameters[0].startswith("layers.attention."))
+    own = (Tensor(f"{_ATTENTION}.{name}", (f"layers.attention.{path}",)) for path, name in _NAMES.items())
+    both = ("layers.attention.k_proj.weight", "layers.attention.v_proj.weight")
+    return (*others, *own, Tensor(f"{_ATTENTION}.kv_b_proj.weight", both, order=Order.BY_HEAD))

@@ -5,10 +5,9 @@ from typing import Any
 
 from levanter_infer.models.blocks import Block
 from levanter_infer.models.config import DecoderConfig
-from levanter_infer.models.family import Family
+from levanter_infer.models.family import LLAMA_TENSORS, Family
 from levanter_infer.models.hf_config import HfConfig
-from levanter_infer.models.latent import KV_B_PROJ, LATENT_NAMES, latent_attention_to_hf, read_latent_attention
-from levanter_infer.models.tensors import tensor_table
+from levanter_infer.models.latent import latent_attention_to_hf, latent_tensors, read_latent_attention
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -25,4 +24,4 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     return {**latent_attention_to_hf(config), "rope_interleave": config.ropes[0].interleaved}
 
 
-YOUTU = Family("youtu", "YoutuForCausalLM", config_from_hf, config_to_hf, tensor_table(LATENT_NAMES, KV_B_PROJ))
+YOUTU = Family("youtu", "YoutuForCausalLM", config_from_hf, config_to_hf, latent_tensors(LLAMA_TENSORS))
