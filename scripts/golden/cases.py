@@ -621,13 +621,15 @@ CASES |= {
     ),
     "youtu_tied": Case(
         {**YOUTU, "tie_word_embeddings": True, "q_lora_rank": None, "rope_interleave": False},
-        (11, 36),
+        (9, 37),
         {"rope_interleave": True},
         changes=({"rope_interleave": True}, {"rope_theta": 100.0}),
     ),
 }
 MINICPM3 = {
     **LATENT,
+    "num_attention_heads": 7,
+    "num_key_value_heads": 7,
     "model_type": "minicpm3",
     "architectures": ["MiniCPM3ForCausalLM"],
     "scale_emb": 2.5,
@@ -657,6 +659,7 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
 }
 DEEPSEEK_V2 = {**DEEPSEEK, "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}
+DEEPSEEK_V2 |= {"num_attention_heads": 7, "num_key_value_heads": 7}
 DEEPSEEK_V3 = {
     **DEEPSEEK,
     "model_type": "deepseek_v3",

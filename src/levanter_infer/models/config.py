@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from levanter_infer.cache.cache import PoolSpec
-from levanter_infer.cache.memory import Latents, Memory
+from levanter_infer.cache.memory import Memory
+from levanter_infer.layers.latent_attention import LatentAttentionBlock
 from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.layers.norm import NormConfig
 from levanter_infer.layers.rotary import RopeConfig
@@ -134,10 +135,11 @@ class DecoderConfig:
     def head_dim(self) -> int:
         return self.blocks[0].mixer.head_dim
 
-    @property
-    def has_latents(self) -> bool:
-        """Whether a layer remembers latents."""
-        return any(isinstance(pool.memory, Latents) for pool in self.pools)
+    @functools.cached_property
+    def value_dim(self) -> int | None:
+        """Numbers of a latent that are its value too (`AttentionCall.value_dim`); None: no layer has latents."""
+        mixers = (block.mixer for block in self.blocks)
+        return next((mixer.latent_dim for mixer in mixers if isinstance(mixer, LatentAttentionBlock)), None)
 
     @functools.cached_property
     def experts(self) -> ExpertsBlock | None:
