@@ -28,9 +28,10 @@ _GAINS = {
     "down_proj": 2.0,
     "qkv_proj": 1.4,
     "gate_up_proj": 1.4,
+    **{"q_a_proj": 1.4, "q_b_proj": 1.4, "kv_a_proj_with_mqa": 1.4, "kv_b_proj": 1.0},
     **{"w1": 1.4, "w3": 1.4, "w2": 2.0, "input_linear": 1.4, "output_linear": 2.0},
 }
-_SPREADS = {"sinks": 1.5, "e_score_correction_bias": 0.3, "gate_up_proj_bias": 0.5, "down_proj_bias": 0.3}
+_SPREADS = {"sinks": 1.5, "e_score_correction_bias": 0.1, "gate_up_proj_bias": 0.5, "down_proj_bias": 0.3}
 """Of parameters that are no matrices."""
 
 
