@@ -106,7 +106,7 @@ def read_bytes(tensor: StoredTensor) -> np.ndarray:
     if isinstance(tensor.path, Path):
         tensor._read(target)
     else:
-        read_ranges([(tensor.path, tensor.offset, memoryview(target.reshape(-1)))])
+        read_ranges([(tensor.path, tensor.offset, memoryview(target.reshape(-1)))])  # type: ignore[arg-type]
     return target
 
 

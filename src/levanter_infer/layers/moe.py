@@ -48,6 +48,12 @@ class ExpertsBlock:
         return dataclasses.replace(self, num_chosen=1, router=self.router.stored, activation=Activation.SILU)
 
     @property
+    def shared(self) -> DenseBlock:
+        """The shared expert as a block of its own. Requires: there is one."""
+        assert self.shared_width is not None and isinstance(self.activation, Activation)
+        return DenseBlock(self.shared_width, self.activation)
+
+    @property
     def unfused(self) -> str:
         """The part that no kernel fuses with a matmul."""
         return "experts"
@@ -106,8 +112,7 @@ class Moe(eqx.Module):
         each = (*batch, expert)
         shared = shared_gate = None
         if block.shared_width is not None:
-            dense = DenseBlock(block.shared_width, block.activation)
-            shared = Mlp.init(batch, embed, dense, key=_fold_in(key, 1), dtype=dtype)
+            shared = Mlp.init(batch, embed, block.shared, key=_fold_in(key, 1), dtype=dtype)
         if block.shared_gate:
             gate_key = _fold_in(key, 2)
             shared_gate = Linear.init(batch, (Axis(SHARED_GATE, 1),), (embed,), key=gate_key, dtype=dtype)
@@ -164,8 +169,7 @@ class Moe(eqx.Module):
 
     def _share(self, shared: Mlp, rows: NamedArray, block: ExpertsBlock) -> Array:
         """Result of the shared expert [row, embed]."""
-        assert block.shared_width is not None
-        result = shared(rows, Fusion(), DenseBlock(block.shared_width, block.activation)).array
+        result = shared(rows, Fusion(), block.shared).array
         if self.shared_gate is None:
             return result
         (gate,) = apply(rows, self.shared_gate, dtype=jnp.float32)
