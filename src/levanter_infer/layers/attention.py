@@ -16,14 +16,14 @@ from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.kernels.backend import Fuse
 from levanter_infer.kernels.call import AttentionCall, Rotation
 from levanter_infer.kernels.rules import MASKED, ScoreRules
-from levanter_infer.layers.linear import Fusion, Linear, apply
+from levanter_infer.layers.linear import Fusion, Linear, apply, split_key
 from levanter_infer.layers.norm import NormConfig, RMSNorm
 from levanter_infer.layers.rotary import Rope, RopeConfig
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What a caller adds to the model's attention; static under jit. The pool's backend computes it."""
+    """Functions and limits that a caller adds to the model's attention; static under jit."""
 
     score_mod: Callable | None = None
     """score_mod(score, q_pos, kv_pos, head) -> score, elementwise; score is the scaled dot product, f32."""
@@ -54,7 +54,7 @@ class AttentionBlock:
     out_bias: bool = False
     """Whether the output projection has a bias."""
     qk_norm: NormConfig | None = None
-    """Of queries and keys, before the rotation."""
+    """Norm of queries and keys, before the rotation; None: there is none."""
     qk_norm_whole: bool = False
     """Whether `qk_norm` is over all heads together (OLMo 2), and not over each."""
     qk_norm_by_head: bool = False
@@ -72,10 +72,21 @@ class AttentionBlock:
 
     @property
     def stored(self) -> "AttentionBlock":
-        """What decides the parameters: blocks that are equal here share a stack."""
+        """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""
         return dataclasses.replace(
             self, rope=None, window=None, attention_chunk=None, scale=None, soft_cap=None, qkv_clip=None
         )
+
+    @property
+    def unfused(self) -> str | None:
+        """The part that no kernel fuses with the cache; None: there is none, as in Llama."""
+        if self.rope is None:
+            return "a layer without a rope"
+        if self.qkv_clip is not None:
+            return "queries and keys that are clipped"
+        if self.qk_norm_whole or self.qk_norm_by_head:
+            return "a norm over all heads, or a weight for each"
+        return self.rope.unfused or (self.qk_norm and self.qk_norm.unfused)
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
@@ -87,7 +98,7 @@ class AttentionBlock:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What attention needs beside hidden states, in one layer."""
+    """Inputs of attention beside hidden states, in one layer."""
 
     block: AttentionBlock
     rope: Rope | None
@@ -114,9 +125,9 @@ class Attention(eqx.Module):
     k_norm: RMSNorm | None
 
     @staticmethod
-    def init(batch: Sequence[Axis], embed: Axis, block: AttentionBlock, *, key: Array, dtype) -> "Attention":
+    def init(batch: Sequence[Axis], embed: Axis, block: AttentionBlock, *, key: Array | None, dtype) -> "Attention":
         """Random projections as in `Linear.init`; `batch`: axes of independent layers."""
-        q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+        q_key, k_key, v_key, o_key = split_key(key, 4)
         kv_heads, size = Axis(KV_HEADS, block.num_kv_heads), Axis(HEAD_SIZE, block.head_dim)
         q_heads = (kv_heads, Axis(Q_HEADS_PER_GROUP, block.num_heads // block.num_kv_heads), size)
 
@@ -230,15 +241,14 @@ class Attention(eqx.Module):
 
     def _rotation(self, inputs: AttentionInputs) -> Rotation | None:
         """Norms and rotation as a kernel takes them; None where it cannot compute them."""
-        rope, block = inputs.rope, inputs.block
-        if rope is None or not rope.fusable(block.head_dim) or block.qkv_clip is not None:
+        rope = inputs.rope
+        if rope is None or inputs.block.unfused is not None:
             return None
         cos, sin = (side.rearrange((TOKEN, HEAD_SIZE)).array for side in (rope.cos, rope.sin))
         if self.q_norm is None or self.k_norm is None:
             return Rotation(cos, sin)
         q_norm, k_norm = self.q_norm.fusable, self.k_norm.fusable
-        if block.qk_norm_whole or q_norm is None or k_norm is None:
-            return None
+        assert q_norm is not None and k_norm is not None, f"kernels do not compute {inputs.block.qk_norm}"
         return Rotation(cos, sin, (q_norm, k_norm))
 
     def _rules(self, head_dim: int, inputs: AttentionInputs) -> ScoreRules:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
@@ -13,11 +14,13 @@ from jax import Array
 
 from levanter_infer.axes import EXPERT, MLP, ROW, SHARED_GATE
 from levanter_infer.kernels.backend import Backend
-from levanter_infer.layers.activation import Activation
-from levanter_infer.layers.linear import Fusion, Linear, apply, apply_grouped
+from levanter_infer.layers.activation import Activation, ClampedSwiglu
+from levanter_infer.layers.linear import Fusion, Linear, apply, apply_grouped, split_key
 from levanter_infer.layers.mlp import DenseBlock, Mlp
 from levanter_infer.layers.norm import RMSNorm
+from levanter_infer.layers.router import Router, SelectionBias
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
+from levanter_infer.layers.stack import pick_layer
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,11 @@ class ExpertsBlock:
     """Experts of each token."""
     width: int
     """Inner width of one expert."""
-    normalize: bool
-    """Whether the weights of the chosen experts are normalized to a sum of one."""
-    activation: Activation = Activation.SILU
-    """Of the gate of each expert."""
+    router: Router
+    activation: Activation | ClampedSwiglu = Activation.SILU
+    """Activation of the gate of each expert."""
+    bias: bool = False
+    """Whether the maps of the experts have biases; the shared expert has none."""
     shared_width: int | None = None
     """Inner width of the shared expert, which every token goes through; None: there is none."""
     shared_gate: bool = False
@@ -40,21 +44,32 @@ class ExpertsBlock:
 
     @property
     def stored(self) -> "ExpertsBlock":
-        """What decides the parameters: blocks that are equal here share a stack."""
-        return dataclasses.replace(self, num_chosen=1, normalize=False, activation=Activation.SILU)
+        """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""
+        return dataclasses.replace(self, num_chosen=1, router=self.router.stored, activation=Activation.SILU)
+
+    @property
+    def unfused(self) -> str | None:
+        """The part that no kernel fuses with a matmul; None: there is none."""
+        return "experts with weighted inputs" if self.router.weigh_inputs else self.activation.unfused
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
+        router = hidden + self.router.bias + (self.router.selection_bias is not SelectionBias.NONE)
         shared = 3 * hidden * (self.shared_width or 0) + hidden * self.shared_gate
-        return self.num_experts * (3 * hidden * self.width + hidden) + shared  # and the router's weights
+        return self.num_expert_parameters(hidden) + self.num_experts * router + shared
+
+    def num_expert_parameters(self, hidden: int) -> int:
+        """Those of the experts that are chosen from, without the router. Args: as of `num_parameters`."""
+        biases = (2 * self.width + hidden) * self.bias
+        return self.num_experts * (3 * hidden * self.width + biases)
 
 
 class Moe(eqx.Module):
-    """`sum of weight · down(silu(gate(x)) · up(x))` over the experts with the largest router probabilities.
+    """`sum of weight · down(activation(gate(x)) · up(x))` over the experts that the router chooses.
 
     Tokens are sorted by expert, and the backend computes a grouped matmul (`Backend.grouped_linear`), in which an
     expert without tokens costs nothing.
-    Source: sparsely gated experts, arXiv:1701.06538; softmax before the choice as in Qwen3-MoE.
+    Source: sparsely gated experts, arXiv:1701.06538.
     """
 
     router: Linear
@@ -70,31 +85,38 @@ class Moe(eqx.Module):
     """How the experts are sharded (expert parallel): each device computes its own for the tokens that chose them."""
     sums: ShardAxis = eqx.field(static=True, default=REPLICATED)
     """Mesh axes over which results are added up: experts, and the shards of each."""
+    inner: ShardAxis = eqx.field(static=True, default=REPLICATED)
+    """How the inner width of each expert is sharded (tensor parallel)."""
     shared: Mlp | None = None
     """The shared expert."""
     shared_gate: Linear | None = None
     """[layers, shared_gate, embed], with one output."""
+    selection_bias: NamedArray | None = None
+    """f32[layers, expert], of the choice alone."""
 
     @staticmethod
-    def init(batch: Sequence[Axis], embed: Axis, block: ExpertsBlock, *, key: Array, dtype) -> "Moe":
+    def init(batch: Sequence[Axis], embed: Axis, block: ExpertsBlock, *, key: Array | None, dtype) -> "Moe":
         """Random maps as in `Linear.init`; `batch`: axes of independent layers."""
         expert, mlp = Axis(EXPERT, block.num_experts), Axis(MLP, block.width)
-        keys = jax.random.split(key, 4)
+        router, gate, up, down = split_key(key, 4)
         each = (*batch, expert)
-        shared = gate = None
+        shared = shared_gate = None
         if block.shared_width is not None:
             dense = DenseBlock(block.shared_width, block.activation)
-            shared = Mlp.init(batch, embed, dense, key=jax.random.fold_in(key, 1), dtype=dtype)
+            shared = Mlp.init(batch, embed, dense, key=_fold_in(key, 1), dtype=dtype)
         if block.shared_gate:
-            gate_key = jax.random.fold_in(key, 2)
-            gate = Linear.init(batch, (Axis(SHARED_GATE, 1),), (embed,), key=gate_key, dtype=dtype)
+            gate_key = _fold_in(key, 2)
+            shared_gate = Linear.init(batch, (Axis(SHARED_GATE, 1),), (embed,), key=gate_key, dtype=dtype)
+        has_selection_bias = block.router.selection_bias is not SelectionBias.NONE
+        router_dtype = jnp.float32 if block.router.float32 else dtype
         return Moe(
-            router=Linear.init(batch, (expert,), (embed,), key=keys[0], dtype=dtype),
-            gate_proj=Linear.init(each, (mlp,), (embed,), key=keys[1], dtype=dtype),
-            up_proj=Linear.init(each, (mlp,), (embed,), key=keys[2], dtype=dtype),
-            down_proj=Linear.init(each, (embed,), (mlp,), key=keys[3], dtype=dtype),
+            router=Linear.init(batch, (expert,), (embed,), key=router, dtype=router_dtype, bias=block.router.bias),
+            gate_proj=Linear.init(each, (mlp,), (embed,), key=gate, dtype=dtype, bias=block.bias),
+            up_proj=Linear.init(each, (mlp,), (embed,), key=up, dtype=dtype, bias=block.bias),
+            down_proj=Linear.init(each, (embed,), (mlp,), key=down, dtype=dtype, bias=block.bias),
             shared=shared,
-            shared_gate=gate,
+            shared_gate=shared_gate,
+            selection_bias=hax.zeros((*batch, expert), dtype=jnp.float32) if has_selection_bias else None,
         )
 
     def at(self, layer: Array, num_rows: Array) -> "Moe":
@@ -102,7 +124,8 @@ class Moe(eqx.Module):
         parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         maps = {name: part for name, part in parts.items() if isinstance(part, Linear | Mlp)}
         at = jax.tree.map(lambda part: part.at(layer, num_rows), maps, is_leaf=lambda part: isinstance(part, Linear))
-        return dataclasses.replace(self, **at, num_rows=num_rows)
+        bias = None if self.selection_bias is None else pick_layer(self.selection_bias, layer)
+        return dataclasses.replace(self, **at, selection_bias=bias, num_rows=num_rows)
 
     def __call__(self, x: NamedArray, around: Fusion, block: ExpertsBlock) -> NamedArray:
         """Args: x: [..., embed]; around: the norm of its input, and what is added. Returns: [..., embed]."""
@@ -130,16 +153,16 @@ class Moe(eqx.Module):
 
     def _route(self, rows: NamedArray, norm: RMSNorm | None, block: ExpertsBlock) -> tuple[Array, Array]:
         """Experts of each row i32[row, chosen], and their weights f32[row, chosen]."""
-        own = apply(rows, self.router, norm=norm)[0].rearrange((ROW, ...)).array.astype(jnp.float32)
-        logits = self.experts.all_gather(own, 1)
-
-        def route(logits: Array) -> tuple[Array, Array]:
-            weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), block.num_chosen)
-            if block.normalize:
-                weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-            return chosen.astype(jnp.int32), weights
-
-        return self._backend.by_rows(route, self.num_rows, logits)
+        router = block.router
+        if router.float32 and rows.dtype != jnp.float32:  # after the norm, whose result has the dtype of the rows
+            rows, norm = (rows if norm is None else norm(rows)).astype(jnp.float32), None
+        with jax.default_matmul_precision("highest" if router.float32 else None):
+            (own,) = apply(rows, self.router, norm=norm, dtype=jnp.float32 if router.exact_logits else None)
+        logits = self.experts.all_gather(own.rearrange((ROW, ...)).array.astype(jnp.float32), 1)
+        bias = None if self.selection_bias is None else self.experts.all_gather(self.selection_bias.array, 0)
+        return self._backend.by_rows(
+            lambda logits: router.choose(logits, block.num_chosen, bias), self.num_rows, logits
+        )
 
     @property
     def _backend(self) -> Backend:
@@ -166,9 +189,31 @@ class Moe(eqx.Module):
     ) -> Array:
         """Weighted sum of the results of each row's experts, f32[row, embed]; zeros for experts of other devices."""
         order, counts = self._sorted(chosen)
-        pairs = Axis(ROW, order.shape[0])
+        pairs, source = Axis(ROW, order.shape[0]), order // chosen.shape[1]
+        if block.router.weigh_inputs:
+            rows, norm, source = _weighted(rows if norm is None else norm(rows), weights), None, order
+            weights = jnp.ones_like(weights)
         grouped = functools.partial(apply_grouped, axis=pairs, counts=counts)
-        gate, up = grouped(rows, self.gate_proj, self.up_proj, rows=order // chosen.shape[1], norm=norm)
-        (down,) = grouped(up, self.down_proj, gate=gate, activation=block.activation, dtype=jnp.float32)
+        gate, up = grouped(rows, self.gate_proj, self.up_proj, rows=source, norm=norm)
+        down = self._biased_once(self.down_proj)
+        (results,) = grouped(up, down, gate=gate, activation=block.activation, dtype=jnp.float32)
         places = jnp.zeros_like(order).at[order].set(jnp.arange(pairs.size, dtype=jnp.int32))
-        return self._backend.combine(down.array, places.reshape(chosen.shape), weights, self.num_rows)
+        return self._backend.combine(results.array, places.reshape(chosen.shape), weights, self.num_rows)
+
+    def _biased_once(self, down: Linear) -> Linear:
+        """The map of one expert to the residual stream: one device of those with its shards has the bias."""
+        if down.bias is None or self.inner.parts == 1:
+            return down
+        bias = jnp.where(self.inner.index == 0, down.bias.array, 0)
+        return dataclasses.replace(down, bias=NamedArray(bias, down.bias.axes))
+
+
+def _weighted(rows: NamedArray, weights: Array) -> NamedArray:
+    """Each row times each of its weights, [row · chosen, embed]."""
+    _, embed = rows.axes
+    weighted = rows.array[:, None] * weights.astype(rows.dtype)[:, :, None]
+    return NamedArray(weighted.reshape(-1, embed.size), (Axis(ROW, weights.size), embed))
+
+
+def _fold_in(key: Array | None, data: int) -> Array | None:
+    return None if key is None else jax.random.fold_in(key, data)

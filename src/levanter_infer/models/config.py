@@ -14,7 +14,7 @@ from levanter_infer.models.periods import Group, find_periods
 
 @dataclass(frozen=True, eq=False)
 class DecoderConfig:
-    """What a checkpoint's `config.json` says about the mathematics."""
+    """The mathematics that a checkpoint's `config.json` describes."""
 
     model_type: str
     """HF's name of the family."""
@@ -26,7 +26,7 @@ class DecoderConfig:
     blocks: tuple[Block, ...]
     """One per layer."""
     norm: NormConfig
-    """Of the last hidden states, before the head."""
+    """Norm of the last hidden states, before the head."""
     tie_word_embeddings: bool = False
     embedding_multiplier: float = 1.0
     """Factor of the embeddings, in the dtype of the parameters."""
@@ -134,10 +134,9 @@ class DecoderConfig:
         return None if self.experts is None else self.experts.num_experts
 
     @functools.cached_property
-    def outside_fused_kernels(self) -> str | None:
-        """A part of the model that no kernel fuses with its matmuls or its cache, so that XLA computes it: in an order
-        that depends on the number of tokens. None: there is none, as in Llama."""
-        return next(filter(None, (block.outside_fused_kernels for block in dict.fromkeys(self.blocks))), None) or (
+    def unfused(self) -> str | None:
+        """A part of the model that no kernel fuses (`Block.unfused`); None: there is none, as in Llama."""
+        return next(filter(None, (block.unfused for block in dict.fromkeys(self.blocks))), None) or (
             "a soft cap of logits" if self.logits_soft_cap is not None else None
         )
 
@@ -154,4 +153,4 @@ class DecoderConfig:
     def num_expert_parameters(self) -> int:
         """Those of them that belong to experts, without the routers."""
         blocks = (b.feed_forward for b in self.blocks)
-        return sum(3 * b.num_experts * b.width * self.hidden_size for b in blocks if isinstance(b, ExpertsBlock))
+        return sum(b.num_expert_parameters(self.hidden_size) for b in blocks if isinstance(b, ExpertsBlock))

@@ -19,12 +19,13 @@ from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.attention import Attention, AttentionInputs, AttentionSpec
 from levanter_infer.layers.layout import Layout
-from levanter_infer.layers.linear import Fusion, Linear, apply, prepare_tables
+from levanter_infer.layers.linear import Fusion, Linear, apply, prepare_tables, split_key
 from levanter_infer.layers.mlp import Mlp
 from levanter_infer.layers.moe import ExpertsBlock, Moe
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.rotary import Rope, RopeConfig, rope_at
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
+from levanter_infer.layers.stack import pick_layer
 from levanter_infer.models.blocks import Block, Placement, Stack
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.periods import Group
@@ -37,19 +38,19 @@ class DecoderLayer(eqx.Module):
     """The parameters of the layers of one stack. `Block` says what is computed with them."""
 
     input_norm: RMSNorm | None
-    """Of the input of attention."""
+    """Norm of the input of attention."""
     attention: Attention
     mlp_norm: RMSNorm | None
-    """Of the input of the feed-forward block."""
+    """Norm of the input of the feed-forward block."""
     mlp: Mlp | Moe
     mixer_out_norm: RMSNorm | None
     mlp_out_norm: RMSNorm | None
-    """Of the outputs of attention and the feed-forward block."""
+    """Norms of the outputs of attention and the feed-forward block."""
 
     @staticmethod
-    def init(batch: tuple[Axis, ...], embed: Axis, block: Block, *, key: Array, dtype) -> "DecoderLayer":
+    def init(batch: tuple[Axis, ...], embed: Axis, block: Block, *, key: Array | None, dtype) -> "DecoderLayer":
         """`batch`: axes of independent layers."""
-        attention_key, mlp_key = jax.random.split(key)
+        attention_key, mlp_key = split_key(key, 2)
         feed_forward = block.feed_forward
         if isinstance(feed_forward, ExpertsBlock):
             mlp = Moe.init(batch, embed, feed_forward, key=mlp_key, dtype=dtype)
@@ -71,11 +72,13 @@ class DecoderLayer(eqx.Module):
 
     def at(self, index: Array, num_rows: Array) -> "DecoderLayer":
         """One layer of a stack, for inputs whose first `num_rows` rows count."""
-        return jax.tree.map(
-            lambda part: part.at(index) if isinstance(part, RMSNorm) else part.at(index, num_rows),
-            self,
-            is_leaf=lambda part: isinstance(part, Linear | RMSNorm | Moe),
-        )
+
+        def at(part):
+            if isinstance(part, NamedArray):
+                return pick_layer(part, index)
+            return part.at(index) if isinstance(part, RMSNorm) else part.at(index, num_rows)
+
+        return jax.tree.map(at, self, is_leaf=lambda part: isinstance(part, Linear | RMSNorm | Moe | NamedArray))
 
     def __call__(self, x: NamedArray, block: Block, mix: Callable[[NamedArray, Fusion], tuple[NamedArray, Any]]):
         """The layer.
@@ -120,17 +123,29 @@ class DecoderModel(eqx.Module):
     """How the vocabulary is sharded."""
 
     @staticmethod
-    def init(config: DecoderConfig, *, key: Array, dtype=jnp.float32) -> "DecoderModel":
-        """Random parameters: embeddings and head of standard deviation 0.02, the rest as in `Linear.init`."""
-        embed_key, layers_key, head_key = jax.random.split(key, 3)
+    def types(config: DecoderConfig, dtype=jnp.float32) -> "DecoderModel":
+        """The model of `config` with `jax.ShapeDtypeStruct`s for arrays."""
+        return eqx.filter_eval_shape(DecoderModel.init, config, key=None, dtype=dtype)
+
+    @staticmethod
+    def init(config: DecoderConfig, *, key: Array | None, dtype=jnp.float32) -> "DecoderModel":
+        """Random parameters: embeddings and head of standard deviation 0.02, the rest as in `Linear.init`.
+
+        Args: key: None for zeros.
+        """
+        embed_key, layers_key, head_key = split_key(key, 3)
         vocab, embed = Axis(VOCAB, config.vocab_size), Axis(EMBED, config.hidden_size)
 
-        def table(key: Array) -> Linear:
+        def table(key: Array | None) -> Linear:
+            if key is None:
+                return Linear(weight=hax.zeros((vocab, embed), dtype=dtype), bias=None, num_in=1)
             weight = hax.random.normal(key, (vocab, embed), dtype=jnp.float32) * jnp.float32(0.02)
             return Linear(weight=weight.astype(dtype), bias=None, num_in=1)
 
         def stacked(index: int, stack: Stack) -> DecoderLayer:
-            key = layers_key if index == 0 else jax.random.fold_in(layers_key, index)
+            key = layers_key
+            if index > 0 and key is not None:
+                key = jax.random.fold_in(key, index)
             return DecoderLayer.init((Axis(LAYERS, len(stack.layers)),), embed, stack.block, key=key, dtype=dtype)
 
         return DecoderModel(
@@ -180,7 +195,7 @@ class DecoderModel(eqx.Module):
 
     @property
     def backend(self) -> Backend:
-        """What computes the matmuls."""
+        """Backend that computes the matmuls."""
         return self._head.backend
 
     @property
@@ -193,7 +208,8 @@ class DecoderModel(eqx.Module):
         def sharded(part):
             if isinstance(part, Moe):
                 shared = jax.tree.map(sharded, part.shared, is_leaf=lambda each: isinstance(each, Linear))
-                return dataclasses.replace(part, experts=layout.experts, sums=layout.expert_sums, shared=shared)
+                axes = {"experts": layout.experts, "sums": layout.expert_sums, "inner": layout.model}
+                return dataclasses.replace(part, **axes, shared=shared)
             if isinstance(part, RMSNorm):
                 width = layout.normed_width(part.normed(part.weight.axes))
                 return part if width is None else dataclasses.replace(part, shard_axis=layout.model, width=width)
@@ -327,7 +343,7 @@ class DecoderModel(eqx.Module):
         return NamedArray(rows, (*tokens.axes, self.embed))
 
     def _inputs(self, positions: NamedArray, spec: AttentionSpec, rope_len: int) -> Callable[[Block], AttentionInputs]:
-        """What attention needs in a layer, with the angles of each rope computed once."""
+        """Inputs of attention in a layer, with the angles of each rope computed once."""
         ropes: dict[RopeConfig | None, Rope] = {
             rope: rope_at(rope, self.config.head_dim, positions, rope_len) for rope in self.config.ropes
         }

@@ -1,4 +1,4 @@
-"""What a model family has to say, and what those of the Llama kin share."""
+"""`Family`: the parts of one model family, and those that families of the Llama kin share."""
 
 import dataclasses
 import functools
@@ -90,7 +90,7 @@ def is_ignored(hf_name: str) -> bool:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What all families read alike from a config.json."""
+    """Values that all families read alike from a config.json."""
 
     vocab_size: int
     hidden_size: int
@@ -103,7 +103,7 @@ class Sizes:
     norm_eps: float
     rope: RopeConfig
     local_rope: RopeConfig
-    """Of layers with a window; as a rule the same."""
+    """Rope of layers with a window; as a rule the same."""
     activation: Activation
     tie_word_embeddings: bool
 

@@ -70,7 +70,7 @@ class Slice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the parameter, in one layer or expert."""
+        """Shape of the parameter, in one layer or expert."""
         return (self.rows[self.part], *self.columns)
 
     @property
