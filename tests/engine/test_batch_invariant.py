@@ -52,12 +52,12 @@ MIXTURES = {
 
 
 @built
-@pytest.mark.parametrize(("model_type", "dtype"), zip(MIXTURES, ("float32", "bfloat16", "bfloat16"), strict=True))
+@pytest.mark.parametrize(("model_type", "dtype"), list(zip(MIXTURES, ("float32", "bfloat16", "bfloat16"), strict=True)))
 def test_bits_of_experts_are_those_of_the_request_alone(model_type, dtype):
     """The router's choice and weights, the experts' grouped matmuls, and the shared expert with its gate."""
     family = {"model_type": model_type, **MIXTURES[model_type]}
     cases = random_requests(24, seed=7)
-    alone = make_engine(dtype, family=family, max_seqs=1, page_size=8, max_step_tokens=64, prefix_cache=False)
+    alone = make_engine(dtype, family=family, max_seqs=2, page_size=8, max_step_tokens=64, prefix_cache=False)
     plain = [expected(alone, case, None) for case in cases]
     engine = make_engine(dtype, family=family, max_seqs=8, page_size=4, max_step_tokens=16, max_pages=24)
     for order in (range(24), np.random.default_rng(0).permutation(24)):
