@@ -20,6 +20,7 @@ from levanter_infer.decode.codes import ERROR, LENGTH, STOP
 from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.paging import fork_when_ready, free_pages_for_finished
 from levanter_infer.decode.prefix import insert_prefix
+from levanter_infer.decode.routing import RouteTable
 from levanter_infer.decode.sampling import History, LogitStats, SampleOutput, sample, stop_match
 from levanter_infer.decode.sampling_beams import candidates, no_candidates
 from levanter_infer.decode.schedule import StepPlan, schedule
@@ -40,11 +41,11 @@ def step(model, state: GenState, ring: OutputRing, shapes: Shapes, attention: At
     """
     decode, plan, source, target = schedule(state.decode, shapes)
     kv, scores = copy_on_write(state, source, target, shapes)
-    kv, hidden = forward(model, decode, kv, plan, shapes, attention)
+    kv, routes, hidden = forward(model, decode, kv, state.routes, plan, shapes, attention)
     scores, hidden = score_prompts(model, decode, scores, hidden, plan, shapes)
     sampled = sample_rows(model, decode, hidden, plan, shapes)
     decode, ring = append(decode, ring, plan, sampled, shapes)
-    return GenState(decode, kv, scores), ring
+    return GenState(decode, kv, scores, routes), ring
 
 
 def copy_on_write(state: GenState, source: Array, target: Array, shapes: Shapes) -> tuple[KvPages, ScorePages | None]:
@@ -59,13 +60,22 @@ def copy_on_write(state: GenState, source: Array, target: Array, shapes: Shapes)
     return run_if(copies, copied, (state.kv, state.scores))
 
 
-def forward(model, state: DecodeState, kv: KvPages, plan: StepPlan, shapes: Shapes, attention: AttentionSpec):
+def forward(
+    model,
+    state: DecodeState,
+    kv: KvPages,
+    routes: RouteTable | None,
+    plan: StepPlan,
+    shapes: Shapes,
+    attention: AttentionSpec,
+):
     """Compute the plan's tokens in the smallest bucket that holds them.
 
     Each bucket is a loop of zero or one trips and not a branch of `lax.switch`, which would copy the pool at every
     step on a CPU.
 
-    Returns: the pool with the new K/V, and the hidden states that `scoring.keep_hidden` keeps.
+    Returns: the pool with the new K/V, the table with the new tokens' experts, and the hidden states that
+        `scoring.keep_hidden` keeps.
     """
     embed = model.embed
     hidden = jnp.zeros((num_hidden(shapes), embed.size), model.activation_dtype)
@@ -73,15 +83,19 @@ def forward(model, state: DecodeState, kv: KvPages, plan: StepPlan, shapes: Shap
     for lower, bucket in zip((0, *shapes.buckets), shapes.buckets, strict=False):
 
         def run(carry, bucket=bucket):
-            kv, hidden = carry
+            kv, routes, hidden = carry
             batch = whole.first(bucket, shapes.rows(bucket))
-            states, kv = model.hidden(batch, kv, attention)
+            if routes is None:
+                states, kv = model.hidden(batch, kv, attention)
+            else:
+                states, kv, chosen = model.routed(batch, kv, attention)
+                routes = routes.write(batch, chosen)
             states = keep_hidden(states.rearrange((TOKEN, embed)).array, batch.cu_q_lens.array, shapes)
-            return kv, hidden.at[: states.shape[0]].set(states)
+            return kv, routes, hidden.at[: states.shape[0]].set(states)
 
         fits = (plan.num_tokens > lower) & (plan.num_tokens <= bucket)
-        kv, hidden = run_if(fits, run, (kv, hidden))
-    return kv, hidden
+        kv, routes, hidden = run_if(fits, run, (kv, routes, hidden))
+    return kv, routes, hidden
 
 
 def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes: Shapes) -> SampleOutput:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import equinox as eqx
@@ -127,11 +127,22 @@ class Moe(eqx.Module):
         bias = None if self.selection_bias is None else pick_layer(self.selection_bias, layer)
         return dataclasses.replace(self, **at, selection_bias=bias, num_rows=num_rows)
 
-    def __call__(self, x: NamedArray, around: Fusion, block: ExpertsBlock) -> NamedArray:
-        """Args: x: [..., embed]; around: the norm of its input, and what is added. Returns: [..., embed]."""
+    def __call__(
+        self, x: NamedArray, around: Fusion, block: ExpertsBlock, on_choice: Callable[[Array], None] | None = None
+    ) -> NamedArray:
+        """The block.
+
+        Args:
+            x: [..., embed]
+            around: the norm of its input, and what is added.
+            on_choice: called with the experts of each row, i32[row, chosen], of all devices.
+        Returns: [..., embed].
+        """
         embed = x.axes[-1]
         rows = NamedArray(x.array.reshape(-1, embed.size), (Axis(ROW, x.array.size // embed.size), embed))
         chosen, weights = self._route(rows, around.norm, block)
+        if on_choice is not None:
+            on_choice(chosen)
         total = self.sums.sum_in(x.dtype, self._compute(rows, around.norm, chosen, weights, block)).astype(x.dtype)
         if self.shared is not None:
             total = total + self._share(self.shared, rows, around.norm, block)

@@ -80,13 +80,20 @@ class DecoderLayer(eqx.Module):
 
         return jax.tree.map(at, self, is_leaf=lambda part: isinstance(part, Linear | RMSNorm | Moe | NamedArray))
 
-    def __call__(self, x: NamedArray, block: Block, mix: Callable[[NamedArray, Fusion], tuple[NamedArray, Any]]):
+    def __call__(
+        self,
+        x: NamedArray,
+        block: Block,
+        mix: Callable[[NamedArray, Fusion], tuple[NamedArray, Any]],
+        on_choice: Callable[[Array], None] | None = None,
+    ):
         """The layer.
 
         Args:
             x: [..., embed]
             block: what it computes.
             mix: the mixer, of the residual stream and what happens around its matmuls; gives its result and a state.
+            on_choice: called with the experts of each row, if the layer has some (`Moe`).
         Returns: [..., embed] and the mixer's state.
         """
         multiplier = block.residual_multiplier
@@ -104,7 +111,9 @@ class DecoderLayer(eqx.Module):
         mixed = added(mixed, self.mixer_out_norm, x)
         parallel = block.placement.is_parallel
         norm = self.input_norm if block.placement is Placement.PARALLEL else self.mlp_norm
-        result = self.mlp(x if parallel else mixed, around(norm, self.mlp_out_norm, mixed), block.feed_forward)  # type: ignore[arg-type]
+        observed = on_choice is not None and isinstance(self.mlp, Moe)
+        feed = functools.partial(self.mlp, on_choice=on_choice) if observed else self.mlp
+        result = feed(x if parallel else mixed, around(norm, self.mlp_out_norm, mixed), block.feed_forward)  # type: ignore[arg-type]
         return added(result, self.mlp_out_norm, mixed), state
 
 
@@ -293,21 +302,39 @@ class DecoderModel(eqx.Module):
         Raises: ValueError where the rope depends on the length of sequences that may outgrow the original context
             and `attention.max_seq_len` does not say how long they get.
         """
+        return self._paged(batch, kv, attention, None)[:2]
+
+    def routed(
+        self, batch: PageBatchInfo, kv: KvPages, attention: AttentionSpec = PLAIN
+    ) -> tuple[NamedArray, KvPages, Array]:
+        """As `hidden`, and the experts of each token, i32[expert layer, token, chosen]. Requires: all layers with
+        experts choose the same number."""
+        blocks = self.config.expert_blocks
+        chosen = jnp.zeros((len(blocks), batch.tokens.array.shape[0], blocks[0].num_chosen), jnp.int32)
+        return self._paged(batch, kv, attention, chosen)
+
+    def _paged(self, batch: PageBatchInfo, kv: KvPages, attention: AttentionSpec, chosen: Array | None):
+        """`hidden` and, into the array `chosen` unless it is None, `routed`."""
         inputs = self._inputs(batch.positions, attention, self._max_seq_len(batch, attention))
         num_tokens = batch.cu_q_lens.array[-1]
 
-        def run(group: Group[Block], repeat: Array, carry: tuple[NamedArray, KvPages]) -> tuple[NamedArray, KvPages]:
+        def run(group: Group[Block], repeat: Array, carry):
             """One period."""
-            x, kv = carry
+            x, kv, chosen = carry
+            seen: list[Array] = []
+            on_choice = None if chosen is None else seen.append
             for offset, block in enumerate(group.period):
                 stack, first, stride = self.config.stored_at(group, offset)
                 layer = self.stacks[stack].at(_index(first, stride, repeat), num_tokens)
                 number = _index(group.first + offset, len(group.period), repeat)
                 mix = functools.partial(layer.attention.paged, inputs=inputs(block), kv=kv, layer=number, batch=batch)
-                x, kv = layer(x, block, mix)
-            return x, kv
+                x, kv = layer(x, block, mix, on_choice)
+                if chosen is not None and isinstance(block.feed_forward, ExpertsBlock):
+                    first, stride = self.config.expert_layer_at(group, offset)
+                    chosen = chosen.at[_index(first, stride, repeat)].set(seen.pop())
+            return x, kv, chosen
 
-        carry = self._embed(batch.tokens), kv
+        carry = self._embed(batch.tokens), kv, chosen
         for group in self.config.groups:
             body = functools.partial(run, group)
             if group.repeats > 1:

@@ -49,6 +49,10 @@ class Model(Protocol):
         """One step: the last hidden states, [token, embed], and the pool with the tokens' keys and values."""
         ...
 
+    def routed(self, batch: PageBatchInfo, kv: KvPages, attention: AttentionSpec) -> tuple[NamedArray, KvPages, Any]:
+        """As `hidden`, and the experts of each token, i32[expert layer, token, chosen]; for models with experts."""
+        ...
+
     def logits(self, hidden: NamedArray, num_rows: Any = None) -> NamedArray:
         """f32[row, vocab] of hidden states [row, embed]; only the first `num_rows` rows are looked at."""
         ...
