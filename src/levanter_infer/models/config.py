@@ -141,10 +141,25 @@ class DecoderConfig:
         mixers = (block.mixer for block in self.blocks)
         return next((mixer.latent_dim for mixer in mixers if isinstance(mixer, LatentAttentionBlock)), None)
 
+    def expert_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with experts."""
+        return tuple(i for i, block in enumerate(self.blocks) if isinstance(block.feed_forward, ExpertsBlock))
+
+    def expert_layer_at(self, group: Group[Block], offset: int) -> tuple[int, int]:
+        """Which layers with experts those at `offset` of a group's period are: the number of the first among all layers
+        with experts, and the distance from one to the next."""
+        period = [isinstance(block.feed_forward, ExpertsBlock) for block in group.period]
+        return self.expert_layers.index(group.first + offset), sum(period)
+
+    @property
+    def expert_blocks(self) -> tuple[ExpertsBlock, ...]:
+        """The feed-forward blocks of experts, one per layer that has one."""
+        return tuple(self.blocks[layer].feed_forward for layer in self.expert_layers)  # type: ignore[return-value]
+
     @functools.cached_property
     def experts(self) -> ExpertsBlock | None:
         """The first feed-forward block of experts; None: no layer has one."""
-        return next((b.feed_forward for b in self.blocks if isinstance(b.feed_forward, ExpertsBlock)), None)
+        return next(iter(self.expert_blocks), None)
 
     @property
     def num_experts(self) -> int | None:

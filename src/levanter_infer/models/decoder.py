@@ -81,13 +81,20 @@ class DecoderLayer(eqx.Module):
 
         return jax.tree.map(at, self, is_leaf=lambda part: isinstance(part, Linear | RMSNorm | Moe | NamedArray))
 
-    def __call__(self, x: NamedArray, block: Block, mix: Callable[[NamedArray, Fusion], tuple[NamedArray, Any]]):
+    def __call__(
+        self,
+        x: NamedArray,
+        block: Block,
+        mix: Callable[[NamedArray, Fusion], tuple[NamedArray, Any]],
+        on_choice: Callable[[Array], None] | None = None,
+    ):
         """The layer.
 
         Args:
             x: [..., embed]
             block: what it computes.
             mix: the mixer, of the residual stream and what happens around its matmuls; gives its result and a state.
+            on_choice: called with the experts of each row, if the layer has some (`Moe`).
         Returns: [..., embed] and the mixer's state.
         """
         multiplier = block.residual_multiplier
@@ -105,7 +112,9 @@ class DecoderLayer(eqx.Module):
         mixed = added(mixed, self.mixer_out_norm, x)
         parallel = block.placement.is_parallel
         norm = self.input_norm if block.placement is Placement.PARALLEL else self.mlp_norm
-        result = self.mlp(x if parallel else mixed, around(norm, self.mlp_out_norm, mixed), block.feed_forward)  # type: ignore[arg-type]
+        observed = on_choice is not None and isinstance(self.mlp, Moe)
+        feed = functools.partial(self.mlp, on_choice=on_choice) if observed else self.mlp
+        result = feed(x if parallel else mixed, around(norm, self.mlp_out_norm, mixed), block.feed_forward)  # type: ignore[arg-type]
         return added(result, self.mlp_out_norm, mixed), state
 
 
@@ -302,12 +311,27 @@ class DecoderModel(eqx.Module):
         Raises: ValueError where the rope depends on the length of sequences that may outgrow the original context
             and `attention.max_seq_len` does not say how long they get.
         """
+        return self._paged(batch, cache, attention, None)[:2]
+
+    def routed(
+        self, batch: PageBatchInfo, cache: Cache, attention: AttentionSpec = PLAIN
+    ) -> tuple[NamedArray, Cache, Array]:
+        """As `hidden`, and the experts of each token, i32[expert layer, token, chosen]. Requires: all layers with
+        experts choose the same number."""
+        blocks = self.config.expert_blocks
+        chosen = jnp.zeros((len(blocks), batch.tokens.array.shape[0], blocks[0].num_chosen), jnp.int32)
+        return self._paged(batch, cache, attention, chosen)
+
+    def _paged(self, batch: PageBatchInfo, cache: Cache, attention: AttentionSpec, chosen: Array | None):
+        """`hidden` and, into the array `chosen` unless it is None, `routed`."""
         inputs = self._inputs(batch.positions, attention, self._max_seq_len(batch, attention))
         num_tokens = batch.cu_q_lens.array[-1]
 
-        def run(group: Group[Block], repeat: Array, carry: tuple[NamedArray, Cache]) -> tuple[NamedArray, Cache]:
+        def run(group: Group[Block], repeat: Array, carry):
             """One period."""
-            x, cache = carry
+            x, cache, chosen = carry
+            seen: list[Array] = []
+            on_choice = None if chosen is None else seen.append
             for offset, block in enumerate(group.period):
                 stack, first, stride = self.config.stored_at(group, offset)
                 layer = self.stacks[stack].at(_index(first, stride, repeat), num_tokens)
@@ -320,11 +344,14 @@ class DecoderModel(eqx.Module):
                     layer=number,
                     batch=batch,
                 )
-                x, remembered = layer(x, block, mix)
+                x, remembered = layer(x, block, mix, on_choice)
                 cache = cache.with_pool(pool, remembered)
-            return x, cache
+                if chosen is not None and isinstance(block.feed_forward, ExpertsBlock):
+                    first, stride = self.config.expert_layer_at(group, offset)
+                    chosen = chosen.at[_index(first, stride, repeat)].set(seen.pop())
+            return x, cache, chosen
 
-        carry = self._embed(batch.tokens), cache
+        carry = self._embed(batch.tokens), cache, chosen
         for group in self.config.groups:
             body = functools.partial(run, group)
             if group.repeats > 1:
