@@ -24,6 +24,7 @@ from levanter_infer.layers.mlp import DenseBlock
 from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.layers.norm import NormConfig
 from levanter_infer.layers.rotary import RopeConfig
+from levanter_infer.layers.router import Router
 from levanter_infer.models.blocks import Block
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.decoder import DecoderModel
@@ -270,7 +271,7 @@ def test_config_refuses_sizes_that_do_not_fit():
     wider = dataclasses.replace(second, mixer=dataclasses.replace(second.mixer, num_kv_heads=4))
     with pytest.raises(ValueError, match=r"layers differ in \(heads, .*\(4, 2, 8\), \(4, 4, 8\); all layers share one"):
         dataclasses.replace(config, blocks=(first, wider))
-    experts = [dataclasses.replace(first, feed_forward=ExpertsBlock(n, 2, 8, True)) for n in (4, 8)]
+    experts = [dataclasses.replace(first, feed_forward=ExpertsBlock(n, 2, 8, Router())) for n in (4, 8)]
     with pytest.raises(ValueError, match="layers have 4 and 8 experts"):
         dataclasses.replace(config, blocks=tuple(experts))
     with pytest.raises(ValueError, match=r"9 layer bodies.*are 2 x \(mixer.window=3\), \(mixer.window=1\), "):

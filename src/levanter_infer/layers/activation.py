@@ -1,6 +1,7 @@
 """Activations of feed-forward blocks."""
 
 import enum
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -37,3 +38,31 @@ class Activation(enum.Enum):
                 return jax.nn.relu(x)
             case Activation.RELU2:
                 return jnp.square(jax.nn.relu(x))
+
+    def gated(self, gate: Array, up: Array) -> Array:
+        """What a gated block makes of its gate and its other map, elementwise."""
+        return self(gate) * up
+
+
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """gpt-oss' gate: `(up + 1) · gate · sigmoid(alpha · gate)`, of values that are clamped first."""
+
+    alpha: float = 1.702
+    limit: float = 7.0
+    """Largest gate, and largest distance of `up` from zero."""
+
+    @property
+    def value(self) -> str:
+        """HF's name under `hidden_act`."""
+        return Activation.SILU.value
+
+    @property
+    def unfused(self) -> str:
+        """As `Activation.unfused`."""
+        return "an activation other than SiLU"
+
+    def gated(self, gate: Array, up: Array) -> Array:
+        """As `Activation.gated`."""
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)

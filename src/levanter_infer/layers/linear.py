@@ -16,7 +16,7 @@ from levanter_infer.axes import PANEL, PANEL_SIZE
 from levanter_infer.kernels.backend import Backend, Fuse
 from levanter_infer.kernels.call import LinearCall
 from levanter_infer.kernels.xla.backend import XLA
-from levanter_infer.layers.activation import Activation
+from levanter_infer.layers.activation import Activation, ClampedSwiglu
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
 from levanter_infer.layers.stack import pick_layer
@@ -87,10 +87,15 @@ class Linear(eqx.Module):
         return dataclasses.replace(self, bias=bias, layer=layer, num_rows=num_rows)
 
     def merged(self) -> "Linear":
-        """The same maps with the first two axes of the weight, of layers and experts, as one, in the same memory."""
-        array, (first, second, *rest) = self.weight.array, self.weight.axes
-        stack = array.reshape(first.size * second.size, *array.shape[2:])
-        return dataclasses.replace(self, weight=NamedArray(stack, (first.resize(stack.shape[0]), *rest)))  # type: ignore[arg-type]
+        """The same maps with the first two axes, of layers and experts, as one, in the same memory."""
+
+        def merge(named: NamedArray) -> NamedArray:
+            array, (first, second, *rest) = named.array, named.axes
+            stack = array.reshape(first.size * second.size, *array.shape[2:])
+            return NamedArray(stack, (first.resize(stack.shape[0]), *rest))  # type: ignore[arg-type]
+
+        bias = None if self.bias is None else merge(self.bias)
+        return dataclasses.replace(self, weight=merge(self.weight), bias=bias)
 
     def prepare(self, backend: Backend, *, donate: bool = False) -> "Linear":
         """The same map, stored as `backend` reads it. `donate`: the memory of this weight may be freed.
@@ -150,7 +155,7 @@ class Fusion:
     """The input is activation(gate) · x, as in SwiGLU."""
     residual: NamedArray | None = None
     """Added to the result."""
-    activation: Activation = Activation.SILU
+    activation: Activation | ClampedSwiglu = Activation.SILU
     """Activation of the gate."""
 
     def split(self, fused: Collection[Fuse]) -> tuple["Fusion", "Fusion"]:
@@ -168,8 +173,9 @@ class Fusion:
         if self.norm is not None:
             x = self.norm(x)
         if self.gate is not None:
-            gate = NamedArray(self.activation(self.gate.array.astype(jnp.float32)), self.gate.axes)
-            x = (gate * x.astype(jnp.float32)).astype(x.dtype)
+            assert self.gate.axes == x.axes, f"gate has axes {self.gate.axes}, and its partner {x.axes}"
+            gated = self.activation.gated(self.gate.array.astype(jnp.float32), x.array.astype(jnp.float32))
+            x = NamedArray(gated.astype(x.dtype), x.axes)
         return x
 
     def after(self, y: NamedArray) -> NamedArray:

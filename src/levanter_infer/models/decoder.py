@@ -25,6 +25,7 @@ from levanter_infer.layers.moe import ExpertsBlock, Moe
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.rotary import Rope, RopeConfig, rope_at
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
+from levanter_infer.layers.stack import pick_layer
 from levanter_infer.models.blocks import Block, Placement, Stack
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.periods import Group
@@ -71,11 +72,13 @@ class DecoderLayer(eqx.Module):
 
     def at(self, index: Array, num_rows: Array) -> "DecoderLayer":
         """One layer of a stack, for inputs whose first `num_rows` rows count."""
-        return jax.tree.map(
-            lambda part: part.at(index) if isinstance(part, RMSNorm) else part.at(index, num_rows),
-            self,
-            is_leaf=lambda part: isinstance(part, Linear | RMSNorm | Moe),
-        )
+
+        def at(part):
+            if isinstance(part, NamedArray):
+                return pick_layer(part, index)
+            return part.at(index) if isinstance(part, RMSNorm) else part.at(index, num_rows)
+
+        return jax.tree.map(at, self, is_leaf=lambda part: isinstance(part, Linear | RMSNorm | Moe | NamedArray))
 
     def __call__(self, x: NamedArray, block: Block, mix: Callable[[NamedArray, Fusion], tuple[NamedArray, Any]]):
         """The layer.
@@ -205,7 +208,8 @@ class DecoderModel(eqx.Module):
         def sharded(part):
             if isinstance(part, Moe):
                 shared = jax.tree.map(sharded, part.shared, is_leaf=lambda each: isinstance(each, Linear))
-                return dataclasses.replace(part, experts=layout.experts, sums=layout.expert_sums, shared=shared)
+                axes = {"experts": layout.experts, "sums": layout.expert_sums, "inner": layout.model}
+                return dataclasses.replace(part, **axes, shared=shared)
             if isinstance(part, RMSNorm):
                 width = layout.normed_width(part.normed(part.weight.axes))
                 return part if width is None else dataclasses.replace(part, shard_axis=layout.model, width=width)
