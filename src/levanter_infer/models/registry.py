@@ -14,6 +14,7 @@ from levanter_infer.models.gemma3 import GEMMA3, GEMMA3_WITH_VISION
 from levanter_infer.models.glm4 import GLM4
 from levanter_infer.models.granite import GRANITE
 from levanter_infer.models.granitemoe import GRANITEMOE
+from levanter_infer.models.grug_moe import GRUG_MOE
 from levanter_infer.models.llama import LLAMA
 from levanter_infer.models.ministral3 import MINISTRAL3
 from levanter_infer.models.mistral import MISTRAL
@@ -32,7 +33,7 @@ from levanter_infer.models.smollm3 import SMOLLM3
 FAMILIES = {
     family.model_type: family
     for family in (
-        *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE),
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, GRUG_MOE),
         *(OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3, PHI3, SMOLLM3, GRANITE),
         *(SEED_OSS, EXAONE4, MIXTRAL, GRANITEMOE, OLMOE, QWEN2_MOE),
         *(COHERE, COHERE2, GLM4, ERNIE4_5, MINISTRAL3),
