@@ -54,6 +54,7 @@ ENGINE_CASES = (
     "mixtral",
     "exaone4",
     "seed_oss",
+    "grug_moe",
 )
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # rope scalings that look at the length of the whole sequence
 
