@@ -62,6 +62,7 @@ ENGINE_CASES = (
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
     "granitemoeshared",
+    "grug_moe",
 )
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # rope scalings that look at the length of the whole sequence
 

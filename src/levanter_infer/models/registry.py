@@ -21,6 +21,7 @@ from levanter_infer.models.gpt_oss import GPT_OSS
 from levanter_infer.models.granite import GRANITE
 from levanter_infer.models.granitemoe import GRANITEMOE
 from levanter_infer.models.granitemoeshared import GRANITEMOESHARED
+from levanter_infer.models.grug_moe import GRUG_MOE
 from levanter_infer.models.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from levanter_infer.models.hunyuan_v1_moe import HUNYUAN_V1_MOE
 from levanter_infer.models.llama import LLAMA
@@ -44,7 +45,7 @@ from levanter_infer.models.youtu import YOUTU
 FAMILIES = {
     family.model_type: family
     for family in (
-        *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE),
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, GRUG_MOE),
         *(OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3, PHI3, SMOLLM3, GRANITE),
         *(SEED_OSS, EXAONE4, MIXTRAL, GRANITEMOE, OLMOE, QWEN2_MOE),
         *(COHERE, COHERE2, GLM4, ERNIE4_5, MINISTRAL3),
