@@ -92,9 +92,11 @@ class AttentionBlock:
     @property
     def stored(self) -> "AttentionBlock":
         """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""
+        has_weights = self.qk_norm is not None and self.qk_norm.num_parameters(self.head_dim) > 0
         return dataclasses.replace(
             self,
             **dict.fromkeys(("rope", "window", "attention_chunk", "scale", "soft_cap", "qkv_clip")),
+            qk_norm=self.qk_norm if has_weights else None,
             qk_norm_after_rope=False,
             exclusive=False,
         )
@@ -250,16 +252,27 @@ class Attention(eqx.Module):
         self, q: NamedArray, k: NamedArray, v: NamedArray, inputs: AttentionInputs
     ) -> tuple[NamedArray, NamedArray, NamedArray]:
         """Queries, keys and values with the norms, the clipping and the rotation."""
-        rope, clip, norms = inputs.rope, inputs.block.qkv_clip, (self.q_norm, self.k_norm)
-        if not inputs.block.qk_norm_after_rope:
-            q, k = _normed(q, norms[0]), _normed(k, norms[1])
+        rope, clip, after = inputs.rope, inputs.block.qkv_clip, inputs.block.qk_norm_after_rope
+        norms = self._norms(inputs.block)
+        if norms is not None and not after:
+            q, k = norms[0](q), norms[1](k)
         if clip is not None:
             q, k, v = (NamedArray(jnp.clip(each.array, -clip, clip), each.axes) for each in (q, k, v))
         if rope is not None:
             q, k = rope.rotate(q), rope.rotate(k)
-        if inputs.block.qk_norm_after_rope:
-            q, k = _normed(q, norms[0]), _normed(k, norms[1])
+        if norms is not None and after:
+            q, k = norms[0](q), norms[1](k)
         return (q if rope is None else rope.scale_queries(q)), k, v
+
+    def _norms(self, block: AttentionBlock) -> tuple[RMSNorm, RMSNorm] | None:
+        """Of queries and keys. Those without weights are not stored."""
+        if self.q_norm is not None and self.k_norm is not None:
+            return self.q_norm, self.k_norm
+        if block.qk_norm is None:
+            return None
+        assert not block.qk_norm_whole, "a norm over all heads without a weight is not implemented: no family has one"
+        norm = RMSNorm(weight=None, config=block.qk_norm, over=(HEAD_SIZE,))
+        return norm, norm
 
     def _rotate_and_write(
         self,
@@ -306,10 +319,6 @@ class Attention(eqx.Module):
             score_mod=inputs.spec.score_mod,
             mask_mod=inputs.spec.mask_mod,
         )
-
-
-def _normed(x: NamedArray, norm: RMSNorm | None) -> NamedArray:
-    return x if norm is None else norm(x)
 
 
 def attend_to_all(q: Array, k: Array, v: Array, rules: ScoreRules, sinks: Array | None = None) -> Array:

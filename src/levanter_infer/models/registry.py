@@ -25,6 +25,7 @@ from levanter_infer.models.grug_moe import GRUG_MOE
 from levanter_infer.models.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from levanter_infer.models.hunyuan_v1_moe import HUNYUAN_V1_MOE
 from levanter_infer.models.llama import LLAMA
+from levanter_infer.models.llama4 import LLAMA4, LLAMA4_WITH_VISION
 from levanter_infer.models.minicpm3 import MINICPM3
 from levanter_infer.models.minimax_m2 import MINIMAX_M2
 from levanter_infer.models.ministral3 import MINISTRAL3
@@ -50,11 +51,12 @@ FAMILIES = {
         *(SEED_OSS, EXAONE4, MIXTRAL, GRANITEMOE, OLMOE, QWEN2_MOE),
         *(COHERE, COHERE2, GLM4, ERNIE4_5, MINISTRAL3),
         *(GPT_OSS, GLM4_MOE, MINIMAX_M2, ERNIE4_5_MOE, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, GRANITEMOESHARED),
+        LLAMA4,
         *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, MINICPM3, YOUTU),
     )
 }
 """Families of text models, by `model_type`."""
-MULTIMODAL = {GEMMA3_WITH_VISION.model_type: GEMMA3_WITH_VISION}
+MULTIMODAL = {family.model_type: family for family in (GEMMA3_WITH_VISION, LLAMA4_WITH_VISION)}
 """Multimodal parents of which the text model is served; their configurations become those of `FAMILIES`."""
 
 
