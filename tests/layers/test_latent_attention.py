@@ -117,7 +117,7 @@ def test_latents_are_read_back_as_written(name, dtype):
 
 @pytest.mark.parametrize("name, latent, full", [("xla", 576, 2 * 128 * 128), ("tpu", 640, 2 * 128 * 128)])
 def test_a_page_of_deepseek_v3_holds_576_numbers_per_token_and_layer(name, latent, full):
-    """A seventieth of what keys and values of its 128 heads would take; a TPU fills up the last slab."""
+    """Far less than 128 heads of 128; a TPU fills up the last slab."""
     sizes = PoolSizes(100, 16, 1, jnp.dtype(jnp.bfloat16), make_backend(name))
     assert Latents(576).entry_bytes(61, sizes) == 61 * 16 * 2 * latent
     assert FullKv(128, 128).entry_bytes(61, sizes) == 61 * 16 * 2 * full
