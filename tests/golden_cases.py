@@ -31,6 +31,8 @@ _GAINS = {
     **{"q_a_proj": 1.4, "q_b_proj": 1.4, "kv_a_proj_with_mqa": 1.4, "kv_b_proj": 1.0},
     **{"w1": 1.4, "w3": 1.4, "w2": 2.0, "input_linear": 1.4, "output_linear": 2.0},
 }
+_SPREADS = {"sinks": 1.5, "e_score_correction_bias": 0.1, "gate_up_proj_bias": 0.5, "down_proj_bias": 0.3}
+"""Of parameters that are no matrices."""
 
 _TINY = {
     "vocab_size": 37,
@@ -83,6 +85,7 @@ class GoldenCase:
     name: str
     config: dict  # what stands in config.json
     changes: tuple[dict, ...]  # keys that neutralise one option each
+    zeroed: tuple[str, ...]  # ends of the names of tensors that are options of their own
     weights_sha256: str  # of the weights that HF was given
     prompts: tuple[GoldenPrompt, ...]
 
@@ -100,7 +103,8 @@ def load_case(name: str) -> GoldenCase:
             GoldenPrompt(scale=float(arrays[f"scale_{i}"]), **{f: arrays[f"{f}_{i}"] for f in fields})
             for i in range(count)
         )
-    return GoldenCase(name, entry["config"], tuple(entry.get("changes", ())), entry["weights_sha256"], prompts)
+    options = (tuple(entry.get(key, ())) for key in ("changes", "zeroed"))
+    return GoldenCase(name, entry["config"], *options, entry["weights_sha256"], prompts)
 
 
 def save_case(directory: Path, name: str, prompts: list[GoldenPrompt]) -> None:
@@ -186,8 +190,10 @@ def weights_sha256(weights: dict[str, np.ndarray]) -> str:
 def _tensor(case: str, name: str, shape: tuple[int, ...], model_type: str) -> np.ndarray:
     noise = unit_noise(case, name, shape)
     module, kind = name.split(".")[-2:]
-    if kind == "e_score_correction_bias":  # of the size of the scores' differences, so that it changes the choice
-        value = 0.1 * noise
+    if kind in _SPREADS:
+        value = noise * _SPREADS[kind]
+    elif kind in ("gate_up_proj", "down_proj"):  # all experts of a layer, inputs first
+        value = noise * (_GAINS[kind] / np.sqrt(shape[1]))
     elif module.endswith("norm"):
         value = 0.2 * noise + (0.0 if model_type.startswith("gemma") else 1.0)  # Gemma multiplies by 1 + weight
     elif kind == "bias":

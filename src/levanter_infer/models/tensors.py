@@ -50,6 +50,8 @@ class Tensor:
     """Whether the tensor is stored [in, out]."""
     stacked_experts: bool = False
     """Whether the experts of a layer are in one tensor, along its first axis."""
+    unit_axis: bool = False
+    """Whether the tensor has a first axis of size one beside those of its parameters."""
 
     def is_for(self, name: str) -> bool:
         """Whether the tensor `name` of a checkpoint is one of this line."""
@@ -136,11 +138,13 @@ class Parameter:
     """Where it stands in each of them."""
     num_experts: int | None = None
     """First size of the tensors, where they hold all experts of a layer."""
+    unit_axis: bool = False
+    """As of `Tensor`."""
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of the tensors."""
-        lead = () if self.num_experts is None else (self.num_experts,)
+        lead = (1,) * self.unit_axis if self.num_experts is None else (self.num_experts,)
         return (*lead, *self.slice.tensor_shape)
 
     @property
@@ -206,6 +210,7 @@ def _parts(
             sources=sources,
             slice=Slice(rows, part, order, columns, tensor.transposed),
             num_experts=experts if tensor.stacked_experts else None,
+            unit_axis=tensor.unit_axis,
         )
         for part, (path, line, array) in enumerate(zip(paths, tensor.parameters, arrays, strict=True))
     )
@@ -228,7 +233,7 @@ def _sources(tensor: Tensor, layers: Sequence[int] | None, experts: int | None):
     for layer in [None] if layers is None else layers:
         for expert in [None] if experts is None else range(experts):
             name = tensor.name.format(layer=layer, expert=expert)
-            yield Source(name, expert if tensor.stacked_experts else None)
+            yield Source(name, expert if tensor.stacked_experts else 0 if tensor.unit_axis else None)
 
 
 def set_parameter(model: DecoderModel, path: str, array: NamedArray) -> DecoderModel:
