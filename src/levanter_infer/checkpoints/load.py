@@ -106,7 +106,7 @@ def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any])
         tensors = levanter_tensors(source, family, params)
     else:
         stored_names = stored_tensors(source)
-        tensors = {name: stored_names[stored] for name, stored in family.own_names(stored_names).items()}
+        tensors = {name: stored_names[stored] for name, stored in family.own_names(stored_names, hf_config).items()}
         _check_size(config, tensors, source)
         params = parameters(DecoderModel.types(config), family.table_for(tensors))
     _check_names(params, tensors, config, source)

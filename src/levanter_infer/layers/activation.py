@@ -40,7 +40,7 @@ class Activation(enum.Enum):
                 return jnp.square(jax.nn.relu(x))
 
     def gated(self, gate: Array, up: Array) -> Array:
-        """What a gated block makes of its gate and its other map, elementwise."""
+        """The gated product, elementwise. Args: gate: not yet activated; up: the other factor."""
         return self(gate) * up
 
 
@@ -54,13 +54,13 @@ class ClampedSwiglu:
 
     @property
     def value(self) -> str:
-        """HF's name under `hidden_act`."""
+        """The name that HF gives it."""
         return Activation.SILU.value
 
     @property
     def unfused(self) -> str:
         """As `Activation.unfused`."""
-        return "an activation other than SiLU"
+        return "a clamped gate"
 
     def gated(self, gate: Array, up: Array) -> Array:
         """As `Activation.gated`."""

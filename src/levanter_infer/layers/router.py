@@ -10,7 +10,7 @@ from jax import Array
 
 
 class Score(enum.Enum):
-    """What a router makes of its logits."""
+    """Function of the logits that gives experts their weights."""
 
     SOFTMAX = "softmax over all experts"
     """Qwen3-MoE."""
@@ -21,7 +21,7 @@ class Score(enum.Enum):
 
 
 class SelectionBias(enum.Enum):
-    """Where a learnt bias of each expert acts, which moves the choice and not the weights."""
+    """Place of a learnt bias of each expert that moves the choice and not the weights."""
 
     NONE = "none"
     ON_SCORES = "added to the scores"
@@ -31,7 +31,7 @@ class SelectionBias(enum.Enum):
 
 
 class GroupScore(enum.Enum):
-    """By what groups of experts are compared."""
+    """Score by which groups of experts are compared."""
 
     TOP_TWO = "sum of the two largest scores"
     """DeepSeek-V3."""
@@ -48,7 +48,7 @@ class Groups:
     """Groups of each token."""
     score: GroupScore = GroupScore.TOP_TWO
     left_out: float = -math.inf
-    """What stands for the scores of experts in other groups, when experts are chosen."""
+    """Score of experts in other groups, when experts are chosen."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Router:
 
     @property
     def stored(self) -> "Router":
-        """What decides the parameters."""
+        """The router with neutral options that no parameter depends on."""
         has_bias = self.selection_bias is not SelectionBias.NONE
         selection_bias = SelectionBias.ON_SCORES if has_bias else SelectionBias.NONE
         return Router(selection_bias=selection_bias, bias=self.bias, float32=self.float32)
