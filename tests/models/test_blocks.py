@@ -64,10 +64,10 @@ def normed(x: np.ndarray, norm, index: int | None = None) -> np.ndarray:
     """Over as many of the last axes as the weight has."""
     weight = f64(norm.weight) if index is None else f64(norm.weight)[index]
     axes = tuple(range(-(norm.num_normed or weight.ndim), 0))
-    factor = weight + 1 if norm.plus_one else weight
-    if norm.center:
+    factor = weight + 1 if norm.config.plus_one else weight
+    if norm.config.center:
         x = x - x.mean(axis=axes, keepdims=True)
-    return x / np.sqrt((x * x).mean(axis=axes, keepdims=True) + norm.eps) * factor
+    return x / np.sqrt((x * x).mean(axis=axes, keepdims=True) + norm.config.eps) * factor
 
 
 def linear(part, index: int, x: np.ndarray) -> np.ndarray:

@@ -82,7 +82,7 @@ def open_model(source: Source, *, dtype: str | None = None) -> StoredModel:
     family = family_for(hf_config)
     config = family.config_from_hf(hf_config)
     stored_names = stored_tensors(source)
-    tensors = {name: stored_names[stored] for name, stored in family.own_names(stored_names).items()}
+    tensors = {name: stored_names[stored] for name, stored in family.own_names(stored_names, hf_config).items()}
     _check_size(config, tensors, source)
     params = parameters(DecoderModel.types(config), family.tensors)
     _check_names(params, tensors, config, source)

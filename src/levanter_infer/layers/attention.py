@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -13,6 +14,7 @@ from jax import Array
 from levanter_infer.axes import HEAD_SIZE, KV_HEADS, POSITION, Q_HEADS_PER_GROUP, TOKEN
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
+from levanter_infer.cache.memory import FullKv, WindowKv
 from levanter_infer.kernels.backend import Fuse
 from levanter_infer.kernels.call import AttentionCall, Rotation
 from levanter_infer.kernels.rules import MASKED, ScoreRules
@@ -71,11 +73,23 @@ class AttentionBlock:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary embedding needs an even one")
 
     @property
+    def rope_dim(self) -> int:
+        """Numbers of a query or key that the rope is given: all."""
+        return self.head_dim
+
+    @property
     def stored(self) -> "AttentionBlock":
         """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""
         return dataclasses.replace(
             self, rope=None, window=None, attention_chunk=None, scale=None, soft_cap=None, qkv_clip=None
         )
+
+    @property
+    def memory(self) -> FullKv:
+        """What the layer remembers."""
+        if self.window is not None:
+            return WindowKv(self.num_kv_heads, self.head_dim, self.window)
+        return FullKv(self.num_kv_heads, self.head_dim)
 
     @property
     def unfused(self) -> str | None:
@@ -100,7 +114,8 @@ class AttentionBlock:
 class AttentionInputs:
     """Inputs of attention beside hidden states, in one layer."""
 
-    block: AttentionBlock
+    block: Any
+    """What the mixer computes: an `AttentionBlock`, or another mixer's."""
     rope: Rope | None
     """Angles of the block's rope, of each token."""
     spec: AttentionSpec
@@ -155,7 +170,7 @@ class Attention(eqx.Module):
 
         Args:
             x: [token, embed]
-            layer: i32[], which layer of the pool.
+            layer: i32[], which layer of the pool `kv`.
         Returns: [token, embed] and the pool.
         """
         q, k, v = apply(x, self.q_proj, self.k_proj, self.v_proj, norm=around.norm)
@@ -190,19 +205,7 @@ class Attention(eqx.Module):
         batch = tuple(axis.name for axis in x.axes[:-2])
         q = q.rearrange((*batch, POSITION, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE))
         k, v = (a.rearrange((*batch, POSITION, KV_HEADS, HEAD_SIZE)).array for a in (k, v))
-        f32 = jnp.float32
-        matmul = jnp.einsum("...qhgd,...khd->...hgqk", q.array, k, preferred_element_type=f32)
-        rules = self._rules(k.shape[-1], inputs)
-        q_pos, kv_pos, head = _indices(matmul)
-        seen = jnp.broadcast_to(rules.seen(q_pos, kv_pos, head), matmul.shape)
-        scores = jnp.where(seen, rules.scores(matmul, q_pos, kv_pos, head), f32(MASKED))
-        # A query that sees nothing gives zeros, as over pages.
-        weights = jnp.where(seen, jax.nn.softmax(scores, axis=-1), f32(0))
-        if inputs.sinks is not None:
-            # With e^sink in the sum as well: softmax · Σ / (Σ + e^sink).
-            total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-            weights = weights * jax.nn.sigmoid(total - inputs.sinks.astype(f32)[head])
-        attended = jnp.einsum("...hgqk,...khd->...qhgd", weights.astype(v.dtype), v, preferred_element_type=f32)
+        attended = attend_to_all(q.array, k, v, self._rules(k.shape[-1], inputs), inputs.sinks)
         return apply(NamedArray(attended.astype(x.dtype), q.axes), self.o_proj, residual=around.residual)[0], None
 
     def _rotated(
@@ -261,6 +264,29 @@ class Attention(eqx.Module):
             score_mod=inputs.spec.score_mod,
             mask_mod=inputs.spec.mask_mod,
         )
+
+
+def attend_to_all(q: Array, k: Array, v: Array, rules: ScoreRules, sinks: Array | None = None) -> Array:
+    """Attention over plain sequences, the whole matrix of scores at once.
+
+    Args:
+        q: [..., query, kv_head, group, D]
+        k, v: [..., key, kv_head, D] and [..., key, kv_head, size of values]
+        sinks: f32[Hq], as of `AttentionCall`.
+    Returns: f32[..., query, kv_head, group, size of values]
+    """
+    f32 = jnp.float32
+    matmul = jnp.einsum("...qhgd,...khd->...hgqk", q, k, preferred_element_type=f32)
+    q_pos, kv_pos, head = _indices(matmul)
+    seen = jnp.broadcast_to(rules.seen(q_pos, kv_pos, head), matmul.shape)
+    scores = jnp.where(seen, rules.scores(matmul, q_pos, kv_pos, head), f32(MASKED))
+    # A query that sees nothing gives zeros, as over pages.
+    weights = jnp.where(seen, jax.nn.softmax(scores, axis=-1), f32(0))
+    if sinks is not None:
+        # With e^sink in the sum as well: softmax · Σ / (Σ + e^sink).
+        total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+        weights = weights * jax.nn.sigmoid(total - sinks.astype(f32)[head])
+    return jnp.einsum("...hgqk,...khd->...qhgd", weights.astype(v.dtype), v, preferred_element_type=f32)
 
 
 def _indices(scores: Array) -> tuple[Array, Array, Array]:

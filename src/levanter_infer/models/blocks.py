@@ -9,9 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from levanter_infer.layers.attention import AttentionBlock
+from levanter_infer.layers.latent_attention import LatentAttentionBlock
 from levanter_infer.layers.mlp import DenseBlock
 from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.layers.norm import NormConfig
+
+Mixer = AttentionBlock | LatentAttentionBlock
+"""What mixes positions."""
 
 
 class Placement(enum.Enum):
@@ -45,7 +49,7 @@ class Placement(enum.Enum):
 class Block:
     """One layer, without its parameters."""
 
-    mixer: AttentionBlock
+    mixer: Mixer
     """Mixer of positions."""
     feed_forward: DenseBlock | ExpertsBlock
     norm: NormConfig

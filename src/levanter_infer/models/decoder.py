@@ -15,9 +15,10 @@ from jax import Array
 
 from levanter_infer.axes import EMBED, LAYERS, PERIOD, POSITION, SEQ_PAGE, VOCAB
 from levanter_infer.cache.batch_info import PageBatchInfo
-from levanter_infer.cache.kv_pages import KvPages
+from levanter_infer.cache.cache import Cache
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.attention import Attention, AttentionInputs, AttentionSpec
+from levanter_infer.layers.latent_attention import LatentAttention, LatentAttentionBlock
 from levanter_infer.layers.layout import Layout
 from levanter_infer.layers.linear import Fusion, Linear, apply, prepare_tables, split_key
 from levanter_infer.layers.mlp import Mlp
@@ -26,7 +27,7 @@ from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.rotary import Rope, RopeConfig, rope_at
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
 from levanter_infer.layers.stack import pick_layer
-from levanter_infer.models.blocks import Block, Placement, Stack
+from levanter_infer.models.blocks import Block, Mixer, Placement, Stack
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.periods import Group
 
@@ -39,7 +40,7 @@ class DecoderLayer(eqx.Module):
 
     input_norm: RMSNorm | None
     """Norm of the input of attention."""
-    attention: Attention
+    attention: Attention | LatentAttention
     mlp_norm: RMSNorm | None
     """Norm of the input of the feed-forward block."""
     mlp: Mlp | Moe
@@ -63,7 +64,7 @@ class DecoderLayer(eqx.Module):
 
         return DecoderLayer(
             input_norm=norm("input_norm"),
-            attention=Attention.init(batch, embed, block.mixer, key=attention_key, dtype=dtype),
+            attention=_init_mixer(batch, embed, block.mixer, key=attention_key, dtype=dtype),
             mlp_norm=norm("mlp_norm"),
             mlp=mlp,
             mixer_out_norm=norm("mixer_out_norm"),
@@ -115,6 +116,14 @@ class DecoderLayer(eqx.Module):
         feed = functools.partial(self.mlp, on_choice=on_choice) if observed else self.mlp
         result = feed(x if parallel else mixed, around(norm, self.mlp_out_norm, mixed), block.feed_forward)  # type: ignore[arg-type]
         return added(result, self.mlp_out_norm, mixed), state
+
+
+def _init_mixer(
+    batch: tuple[Axis, ...], embed: Axis, block: Mixer, *, key: Array, dtype
+) -> Attention | LatentAttention:
+    if isinstance(block, LatentAttentionBlock):
+        return LatentAttention.init(batch, embed, block, key=key, dtype=dtype)
+    return Attention.init(batch, embed, block, key=key, dtype=dtype)
 
 
 class DecoderModel(eqx.Module):
@@ -292,49 +301,57 @@ class DecoderModel(eqx.Module):
                 found[stack] = _map_arrays(functools.partial(part, first, stride), self.stacks[stack])
         return found
 
-    def hidden(self, batch: PageBatchInfo, kv: KvPages, attention: AttentionSpec = PLAIN) -> tuple[NamedArray, KvPages]:
+    def hidden(self, batch: PageBatchInfo, cache: Cache, attention: AttentionSpec = PLAIN) -> tuple[NamedArray, Cache]:
         """The paged forward: write the K/V of the step's tokens and compute their last hidden states.
 
         Args:
             batch: the step's packed tokens.
-            kv: the pool; it is carried through the scan over layers whole, never sliced.
-        Returns: [token, embed] for `logits`, meaningless for padding; and the pool.
+            cache: pools as `DecoderConfig.pools`; they are carried through the scan over layers whole, never sliced.
+        Returns: [token, embed] for `logits`, meaningless for padding; and the cache.
         Raises: ValueError where the rope depends on the length of sequences that may outgrow the original context
             and `attention.max_seq_len` does not say how long they get.
         """
-        return self._paged(batch, kv, attention, None)[:2]
+        return self._paged(batch, cache, attention, None)[:2]
 
     def routed(
-        self, batch: PageBatchInfo, kv: KvPages, attention: AttentionSpec = PLAIN
-    ) -> tuple[NamedArray, KvPages, Array]:
+        self, batch: PageBatchInfo, cache: Cache, attention: AttentionSpec = PLAIN
+    ) -> tuple[NamedArray, Cache, Array]:
         """As `hidden`, and the experts of each token, i32[expert layer, token, chosen]. Requires: all layers with
         experts choose the same number."""
         blocks = self.config.expert_blocks
         chosen = jnp.zeros((len(blocks), batch.tokens.array.shape[0], blocks[0].num_chosen), jnp.int32)
-        return self._paged(batch, kv, attention, chosen)
+        return self._paged(batch, cache, attention, chosen)
 
-    def _paged(self, batch: PageBatchInfo, kv: KvPages, attention: AttentionSpec, chosen: Array | None):
+    def _paged(self, batch: PageBatchInfo, cache: Cache, attention: AttentionSpec, chosen: Array | None):
         """`hidden` and, into the array `chosen` unless it is None, `routed`."""
         inputs = self._inputs(batch.positions, attention, self._max_seq_len(batch, attention))
         num_tokens = batch.cu_q_lens.array[-1]
 
         def run(group: Group[Block], repeat: Array, carry):
             """One period."""
-            x, kv, chosen = carry
+            x, cache, chosen = carry
             seen: list[Array] = []
             on_choice = None if chosen is None else seen.append
             for offset, block in enumerate(group.period):
                 stack, first, stride = self.config.stored_at(group, offset)
                 layer = self.stacks[stack].at(_index(first, stride, repeat), num_tokens)
-                number = _index(group.first + offset, len(group.period), repeat)
-                mix = functools.partial(layer.attention.paged, inputs=inputs(block), kv=kv, layer=number, batch=batch)
-                x, kv = layer(x, block, mix, on_choice)
+                pool, first, stride = self.config.remembered_at(group, offset)
+                number = _index(first, stride, repeat)
+                mix = functools.partial(
+                    layer.attention.paged,
+                    inputs=inputs(block),
+                    kv=cache.pools[pool],  # type: ignore[arg-type]
+                    layer=number,
+                    batch=batch,
+                )
+                x, remembered = layer(x, block, mix, on_choice)
+                cache = cache.with_pool(pool, remembered)
                 if chosen is not None and isinstance(block.feed_forward, ExpertsBlock):
                     first, stride = self.config.expert_layer_at(group, offset)
                     chosen = chosen.at[_index(first, stride, repeat)].set(seen.pop())
-            return x, kv, chosen
+            return x, cache, chosen
 
-        carry = self._embed(batch.tokens), kv, chosen
+        carry = self._embed(batch.tokens), cache, chosen
         for group in self.config.groups:
             body = functools.partial(run, group)
             if group.repeats > 1:
@@ -371,10 +388,12 @@ class DecoderModel(eqx.Module):
 
     def _inputs(self, positions: NamedArray, spec: AttentionSpec, rope_len: int) -> Callable[[Block], AttentionInputs]:
         """Inputs of attention in a layer, with the angles of each rope computed once."""
-        ropes: dict[RopeConfig | None, Rope] = {
-            rope: rope_at(rope, self.config.head_dim, positions, rope_len) for rope in self.config.ropes
+        mixers = dict.fromkeys(block.mixer for block in self.config.blocks)
+        kinds = dict.fromkeys((mixer.rope, mixer.rope_dim) for mixer in mixers)
+        ropes: dict[tuple[RopeConfig | None, int], Rope] = {
+            (rope, size): rope_at(rope, size, positions, rope_len) for rope, size in kinds if rope is not None
         }
-        return lambda block: AttentionInputs(block.mixer, ropes.get(block.mixer.rope), spec)
+        return lambda block: AttentionInputs(block.mixer, ropes.get((block.mixer.rope, block.mixer.rope_dim)), spec)
 
     def _max_seq_len(self, batch: PageBatchInfo, attention: AttentionSpec) -> int:
         capacity = batch.page_indices.axis_size(SEQ_PAGE) * batch.page_size

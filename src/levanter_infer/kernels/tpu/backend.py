@@ -69,8 +69,10 @@ class TpuBackend(XlaBackend):
 
     def write_kv(self, pool: Array, write: KvWrite) -> tuple[Array | None, Array]:
         # Under a `shard_map` these are the heads of one device.
-        layout = TpuPool(write.k.shape[1], write.k.shape[2], scaled=write.kv_dtype == jnp.int8)
-        sides = write.k, write.v
+        kv_heads, head_dim = write.k.shape[1:]
+        value_dim = head_dim if write.v is None else None
+        layout = TpuPool(kv_heads, head_dim, write.kv_dtype == jnp.int8, value_dim)
+        sides = (write.k,) if write.v is None else (write.k, write.v)
         packed = layout.pack(*(sides if layout.scaled else (rounded(side, write.kv_dtype) for side in sides)))
 
         def scatter(pages):
@@ -91,7 +93,8 @@ class TpuBackend(XlaBackend):
 
 
 def _layout(shape: PoolShape) -> TpuPool:
-    return TpuPool(shape.kv_heads, shape.head_dim, scaled=shape.dtype == jnp.int8)
+    value_dim = shape.head_dim if shape.is_latent else None  # how many of them does not change the layout
+    return TpuPool(shape.kv_heads, shape.head_dim, shape.dtype == jnp.int8, value_dim)
 
 
 def _check_pool(call: AttentionCall) -> None:
@@ -123,7 +126,7 @@ def tpu_attention(call: AttentionCall, tiles: Tiles | None = None, *, interpret:
     Args:
         tiles: None for those that `tiling.choose` gives.
         interpret: run in Pallas' interpreter, on a CPU, slowly, with its race detector; for tests.
-    Returns: [T, Hq, D], 0 for padding tokens.
+    Returns: `call.out_shape`, 0 for padding tokens.
     Raises: ValueError for pages of other dtypes.
     """
     if not supports_dtype(call.kv_dtype):
@@ -132,9 +135,8 @@ def tpu_attention(call: AttentionCall, tiles: Tiles | None = None, *, interpret:
         )
     params = _interpreter(interpret)
     operand = _operand_dtype(call)
-    shape = TileShape(
-        generation(), call.kv_heads, call.q.shape[2], call.heads_per_kv_head, call.page_size, call.kv_dtype.name
-    )
+    heads = call.kv_heads, call.q.shape[2], call.heads_per_kv_head
+    shape = TileShape(generation(), *heads, call.page_size, call.kv_dtype.name, call.value_dim)
     tiles = choose(shape) if tiles is None else tiles
     out = decode_attention(call, tiles.decode, operand, interpret=params)
     q_lens = call.q_lens
