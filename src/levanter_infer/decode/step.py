@@ -74,7 +74,7 @@ def forward(
     Each bucket is a loop of zero or one trips and not a branch of `lax.switch`, which would copy the pools at every
     step on a CPU.
 
-    Returns: the cache with the new tokens, the table with the new tokens' experts, and the hidden states that
+    Returns: the cache with the new tokens, the table with their experts, and the hidden states that
         `scoring.keep_hidden` keeps.
     """
     embed = model.embed
