@@ -94,6 +94,7 @@ def _model_sizes(spec: EngineSpec, blueprint: Blueprint) -> dict[str, Any]:
         "hidden": config.hidden_size,
         "q_heads": -(-config.num_heads // parts),
         "head_dim": config.head_dim,
+        "value_dim": config.head_dim if config.value_dim is None else config.value_dim,
         "experts": config.num_experts,
         "experts_per_token": config.experts.num_chosen if config.experts else 0,
         "expert_bytes": config.num_expert_parameters * itemsize // (parts * expert_parts),

@@ -200,7 +200,8 @@ class _Model:
     @property
     def _attention_flops(self) -> float:
         """Operations of one query and one key in all layers, on one device."""
-        return 4.0 * self.figures.model["q_heads"] * self.figures.model["head_dim"] * self.figures.model["layers"]
+        model = self.figures.model
+        return 2.0 * model["q_heads"] * (model["head_dim"] + model["value_dim"]) * model["layers"]
 
     def _step(self, tokens: int, context: float, sampled: int) -> StepTime:
         """Time of a step of `tokens` that reads keys and values of `context` tokens for each running sequence."""
