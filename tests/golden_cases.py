@@ -28,6 +28,7 @@ _GAINS = {
     "down_proj": 2.0,
     "qkv_proj": 1.4,
     "gate_up_proj": 1.4,
+    **{"q_a_proj": 1.4, "q_b_proj": 1.4, "kv_a_proj_with_mqa": 1.4, "kv_b_proj": 1.0},
     **{"w1": 1.4, "w3": 1.4, "w2": 2.0, "input_linear": 1.4, "output_linear": 2.0},
 }
 
@@ -164,7 +165,9 @@ def weights_sha256(weights: dict[str, np.ndarray]) -> str:
 def _tensor(case: str, name: str, shape: tuple[int, ...], model_type: str) -> np.ndarray:
     noise = unit_noise(case, name, shape)
     module, kind = name.split(".")[-2:]
-    if module.endswith("norm"):
+    if kind == "e_score_correction_bias":  # of the size of the scores' differences, so that it changes the choice
+        value = 0.1 * noise
+    elif module.endswith("norm"):
         value = 0.2 * noise + (0.0 if model_type.startswith("gemma") else 1.0)  # Gemma multiplies by 1 + weight
     elif kind == "bias":
         value = 0.3 * noise

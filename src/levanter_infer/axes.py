@@ -20,6 +20,8 @@ KV_HEADS = "kv_head"  # key/value heads
 Q_HEADS_PER_GROUP = "q_heads_per_group"  # query heads that share one key/value head
 HEADS = "heads"  # all query heads, those of one key/value head side by side, in Levanter's output projections
 HEAD_SIZE = "head_size"  # width of one head
+LATENT = "latent"  # numbers from which latent attention computes the keys and values of all heads of a token
+Q_LATENT = "q_latent"  # numbers from which it computes their queries
 PANEL = "panel"  # groups of outputs whose weights a CPU reads together
 PANEL_SIZE = "panel_size"  # the weights of one panel
 

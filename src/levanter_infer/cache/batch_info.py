@@ -13,7 +13,7 @@ from levanter_infer.cache.page_math import offset_of, page_of
 
 
 class WindowBatch(eqx.Module):
-    """What is different in the pools of layers with a sliding window: page ids are those of its window pages."""
+    """Pages of a step in the pools of layers with a sliding window: ids of its window pages."""
 
     page_indices: ht.i32[NamedArray, "row seq_page"]
     """As of `PageBatchInfo`; none before the first page that the row's first query sees."""

@@ -1,4 +1,4 @@
-"""What one layer remembers of each sequence, as frozen values: a mixer block names its own (`AttentionBlock.memory`).
+"""`Memory`: what one layer remembers of each sequence, a frozen value that its mixer block names.
 
 Layers with equal memories share a pool (`DecoderConfig.pools`), and `Cache` holds the pools of a model. A new kind of
 memory is a subclass of `Memory` here and a subclass of `Pool` in a module next to this one; the contract of both is
@@ -50,7 +50,7 @@ class PoolSizes:
 
 
 class Memory(ABC):
-    """What one layer remembers of each sequence. Subclasses are frozen dataclasses: equal values share a pool."""
+    """A kind of memory of one layer, of each sequence. Subclasses are frozen dataclasses: equal values share a pool."""
 
     is_paged: ClassVar[bool] = True
     """As `Pool.is_paged`."""
@@ -78,6 +78,22 @@ class FullKv(Memory):
         heads = sizes.local_heads(self.kv_heads)
         num_pages = sizes.pages_of(sizes.group_of(self))
         shape = PoolShape(num_layers, num_pages, sizes.page_size, heads, self.head_dim, jnp.dtype(sizes.dtype))
+        return KvPages.init(shape, sizes.backend)
+
+
+@dataclass(frozen=True)
+class Latents(Memory):
+    """The latent of every token and the key that all heads share, for latent attention (`layers/latent_attention.py`).
+
+    Entries are pages of the same tokens as those of `FullKv`. Every device of a mesh that shards heads has all of them.
+    """
+
+    size: int
+    """Numbers of a token: its latent and that key."""
+
+    def init(self, num_layers: int, sizes: PoolSizes) -> KvPages:
+        heads, dtype = sizes.local_heads(1), jnp.dtype(sizes.dtype)
+        shape = PoolShape(num_layers, sizes.num_pages, sizes.page_size, heads, self.size, dtype, is_latent=True)
         return KvPages.init(shape, sizes.backend)
 
 

@@ -24,7 +24,7 @@ class WindowPages(eqx.Module):
     """
 
     table: PageTable
-    """Of window pages. References: slots whose window reaches into the page."""
+    """The window pages. References: slots whose window reaches into the page."""
     attached: Int32[Array, " page"]
     """Window page of each page; none is the number of window pages."""
     owner: Int32[Array, " window_page"]

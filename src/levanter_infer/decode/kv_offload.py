@@ -76,7 +76,7 @@ def unless_called(steps_on: Array, state: DecodeState, shapes: Shapes, terms: Ho
 
 
 class WindowSnapshot(eqx.Module):
-    """What the host reads of one `WindowPages`."""
+    """The columns of one `WindowPages` that the host reads."""
 
     attached: Array
     """i32[page]"""

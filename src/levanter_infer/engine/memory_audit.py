@@ -28,7 +28,7 @@ class MemoryAudit:
     slot_tokens: dict[int, int]
     """Known tokens per slot that holds pages, stored or not."""
     windows: tuple["WindowAudit", ...] = ()
-    """Of the pages of layers with a sliding window, as `Shapes.windows`."""
+    """Audits of the pages of layers with a sliding window, as `Shapes.windows`."""
 
     @property
     def wasted_tokens(self) -> int:

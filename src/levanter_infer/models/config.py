@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from levanter_infer.cache.cache import PoolSpec
 from levanter_infer.cache.memory import Memory
+from levanter_infer.layers.latent_attention import LatentAttentionBlock
 from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.layers.norm import NormConfig
 from levanter_infer.layers.rotary import RopeConfig
@@ -17,7 +18,7 @@ from levanter_infer.models.periods import Group, find_periods
 
 @dataclass(frozen=True, eq=False)
 class DecoderConfig:
-    """What a checkpoint's `config.json` says about the mathematics."""
+    """The mathematics that a checkpoint's `config.json` describes."""
 
     model_type: str
     """HF's name of the family."""
@@ -29,7 +30,7 @@ class DecoderConfig:
     blocks: tuple[Block, ...]
     """One per layer."""
     norm: NormConfig
-    """Of the last hidden states, before the head."""
+    """Norm of the last hidden states, before the head."""
     tie_word_embeddings: bool = False
     embedding_multiplier: float = 1.0
     """Factor of the embeddings, in the dtype of the parameters."""
@@ -135,9 +136,31 @@ class DecoderConfig:
         return self.blocks[0].mixer.head_dim
 
     @functools.cached_property
+    def value_dim(self) -> int | None:
+        """Numbers of a latent that are its value too (`AttentionCall.value_dim`); None: no layer has latents."""
+        mixers = (block.mixer for block in self.blocks)
+        return next((mixer.latent_dim for mixer in mixers if isinstance(mixer, LatentAttentionBlock)), None)
+
+    @functools.cached_property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with experts."""
+        return tuple(i for i, block in enumerate(self.blocks) if isinstance(block.feed_forward, ExpertsBlock))
+
+    def expert_layer_at(self, group: Group[Block], offset: int) -> tuple[int, int]:
+        """Which layers with experts those at `offset` of a group's period are: the number of the first among all layers
+        with experts, and the distance from one to the next."""
+        period = [isinstance(block.feed_forward, ExpertsBlock) for block in group.period]
+        return self.expert_layers.index(group.first + offset), sum(period)
+
+    @property
+    def expert_blocks(self) -> tuple[ExpertsBlock, ...]:
+        """The feed-forward blocks of experts, one per layer that has one."""
+        return tuple(self.blocks[layer].feed_forward for layer in self.expert_layers)  # type: ignore[return-value]
+
+    @functools.cached_property
     def experts(self) -> ExpertsBlock | None:
         """The first feed-forward block of experts; None: no layer has one."""
-        return next((b.feed_forward for b in self.blocks if isinstance(b.feed_forward, ExpertsBlock)), None)
+        return next(iter(self.expert_blocks), None)
 
     @property
     def num_experts(self) -> int | None:
@@ -145,10 +168,9 @@ class DecoderConfig:
         return None if self.experts is None else self.experts.num_experts
 
     @functools.cached_property
-    def outside_fused_kernels(self) -> str | None:
-        """A part of the model that no kernel fuses with its matmuls or its cache, so that XLA computes it: in an order
-        that depends on the number of tokens. None: there is none, as in Llama."""
-        return next(filter(None, (block.outside_fused_kernels for block in dict.fromkeys(self.blocks))), None) or (
+    def unfused(self) -> str | None:
+        """A part of the model that no kernel fuses (`Block.unfused`); None: there is none, as in Llama."""
+        return next(filter(None, (block.unfused for block in dict.fromkeys(self.blocks))), None) or (
             "a soft cap of logits" if self.logits_soft_cap is not None else None
         )
 
@@ -165,7 +187,7 @@ class DecoderConfig:
     def num_expert_parameters(self) -> int:
         """Those of them that belong to experts, without the routers."""
         blocks = (b.feed_forward for b in self.blocks)
-        return sum(3 * b.num_experts * b.width * self.hidden_size for b in blocks if isinstance(b, ExpertsBlock))
+        return sum(b.num_expert_parameters(self.hidden_size) for b in blocks if isinstance(b, ExpertsBlock))
 
 
 def _stored_at(parts: Sequence[tuple[int, ...]], group: Group[Block], offset: int) -> tuple[int, int, int]:

@@ -18,14 +18,16 @@ from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.cache import Cache
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.attention import Attention, AttentionInputs, AttentionSpec
+from levanter_infer.layers.latent_attention import LatentAttention, LatentAttentionBlock
 from levanter_infer.layers.layout import Layout
-from levanter_infer.layers.linear import Fusion, Linear, apply, prepare_tables
+from levanter_infer.layers.linear import Fusion, Linear, apply, prepare_tables, split_key
 from levanter_infer.layers.mlp import Mlp
 from levanter_infer.layers.moe import ExpertsBlock, Moe
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.rotary import Rope, RopeConfig, rope_at
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
-from levanter_infer.models.blocks import Block, Placement, Stack
+from levanter_infer.layers.stack import pick_layer
+from levanter_infer.models.blocks import Block, Mixer, Placement, Stack
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.periods import Group
 
@@ -37,19 +39,19 @@ class DecoderLayer(eqx.Module):
     """The parameters of the layers of one stack. `Block` says what is computed with them."""
 
     input_norm: RMSNorm | None
-    """Of the input of attention."""
-    attention: Attention
+    """Norm of the input of attention."""
+    attention: Attention | LatentAttention
     mlp_norm: RMSNorm | None
-    """Of the input of the feed-forward block."""
+    """Norm of the input of the feed-forward block."""
     mlp: Mlp | Moe
     mixer_out_norm: RMSNorm | None
     mlp_out_norm: RMSNorm | None
-    """Of the outputs of attention and the feed-forward block."""
+    """Norms of the outputs of attention and the feed-forward block."""
 
     @staticmethod
-    def init(batch: tuple[Axis, ...], embed: Axis, block: Block, *, key: Array, dtype) -> "DecoderLayer":
+    def init(batch: tuple[Axis, ...], embed: Axis, block: Block, *, key: Array | None, dtype) -> "DecoderLayer":
         """`batch`: axes of independent layers."""
-        attention_key, mlp_key = jax.random.split(key)
+        attention_key, mlp_key = split_key(key, 2)
         feed_forward = block.feed_forward
         if isinstance(feed_forward, ExpertsBlock):
             mlp = Moe.init(batch, embed, feed_forward, key=mlp_key, dtype=dtype)
@@ -62,7 +64,7 @@ class DecoderLayer(eqx.Module):
 
         return DecoderLayer(
             input_norm=norm("input_norm"),
-            attention=Attention.init(batch, embed, block.mixer, key=attention_key, dtype=dtype),
+            attention=_init_mixer(batch, embed, block.mixer, key=attention_key, dtype=dtype),
             mlp_norm=norm("mlp_norm"),
             mlp=mlp,
             mixer_out_norm=norm("mixer_out_norm"),
@@ -71,19 +73,28 @@ class DecoderLayer(eqx.Module):
 
     def at(self, index: Array, num_rows: Array) -> "DecoderLayer":
         """One layer of a stack, for inputs whose first `num_rows` rows count."""
-        return jax.tree.map(
-            lambda part: part.at(index) if isinstance(part, RMSNorm) else part.at(index, num_rows),
-            self,
-            is_leaf=lambda part: isinstance(part, Linear | RMSNorm | Moe),
-        )
 
-    def __call__(self, x: NamedArray, block: Block, mix: Callable[[NamedArray, Fusion], tuple[NamedArray, Any]]):
+        def at(part):
+            if isinstance(part, NamedArray):
+                return pick_layer(part, index)
+            return part.at(index) if isinstance(part, RMSNorm) else part.at(index, num_rows)
+
+        return jax.tree.map(at, self, is_leaf=lambda part: isinstance(part, Linear | RMSNorm | Moe | NamedArray))
+
+    def __call__(
+        self,
+        x: NamedArray,
+        block: Block,
+        mix: Callable[[NamedArray, Fusion], tuple[NamedArray, Any]],
+        on_choice: Callable[[Array], None] | None = None,
+    ):
         """The layer.
 
         Args:
             x: [..., embed]
             block: what it computes.
             mix: the mixer, of the residual stream and what happens around its matmuls; gives its result and a state.
+            on_choice: called with the experts of each row, if the layer has some (`Moe`).
         Returns: [..., embed] and the mixer's state.
         """
         multiplier = block.residual_multiplier
@@ -101,8 +112,18 @@ class DecoderLayer(eqx.Module):
         mixed = added(mixed, self.mixer_out_norm, x)
         parallel = block.placement.is_parallel
         norm = self.input_norm if block.placement is Placement.PARALLEL else self.mlp_norm
-        result = self.mlp(x if parallel else mixed, around(norm, self.mlp_out_norm, mixed), block.feed_forward)  # type: ignore[arg-type]
+        observed = on_choice is not None and isinstance(self.mlp, Moe)
+        feed = functools.partial(self.mlp, on_choice=on_choice) if observed else self.mlp
+        result = feed(x if parallel else mixed, around(norm, self.mlp_out_norm, mixed), block.feed_forward)  # type: ignore[arg-type]
         return added(result, self.mlp_out_norm, mixed), state
+
+
+def _init_mixer(
+    batch: tuple[Axis, ...], embed: Axis, block: Mixer, *, key: Array, dtype
+) -> Attention | LatentAttention:
+    if isinstance(block, LatentAttentionBlock):
+        return LatentAttention.init(batch, embed, block, key=key, dtype=dtype)
+    return Attention.init(batch, embed, block, key=key, dtype=dtype)
 
 
 class DecoderModel(eqx.Module):
@@ -120,17 +141,29 @@ class DecoderModel(eqx.Module):
     """How the vocabulary is sharded."""
 
     @staticmethod
-    def init(config: DecoderConfig, *, key: Array, dtype=jnp.float32) -> "DecoderModel":
-        """Random parameters: embeddings and head of standard deviation 0.02, the rest as in `Linear.init`."""
-        embed_key, layers_key, head_key = jax.random.split(key, 3)
+    def types(config: DecoderConfig, dtype=jnp.float32) -> "DecoderModel":
+        """The model of `config` with `jax.ShapeDtypeStruct`s for arrays."""
+        return eqx.filter_eval_shape(DecoderModel.init, config, key=None, dtype=dtype)
+
+    @staticmethod
+    def init(config: DecoderConfig, *, key: Array | None, dtype=jnp.float32) -> "DecoderModel":
+        """Random parameters: embeddings and head of standard deviation 0.02, the rest as in `Linear.init`.
+
+        Args: key: None for zeros.
+        """
+        embed_key, layers_key, head_key = split_key(key, 3)
         vocab, embed = Axis(VOCAB, config.vocab_size), Axis(EMBED, config.hidden_size)
 
-        def table(key: Array) -> Linear:
+        def table(key: Array | None) -> Linear:
+            if key is None:
+                return Linear(weight=hax.zeros((vocab, embed), dtype=dtype), bias=None, num_in=1)
             weight = hax.random.normal(key, (vocab, embed), dtype=jnp.float32) * jnp.float32(0.02)
             return Linear(weight=weight.astype(dtype), bias=None, num_in=1)
 
         def stacked(index: int, stack: Stack) -> DecoderLayer:
-            key = layers_key if index == 0 else jax.random.fold_in(layers_key, index)
+            key = layers_key
+            if index > 0 and key is not None:
+                key = jax.random.fold_in(key, index)
             return DecoderLayer.init((Axis(LAYERS, len(stack.layers)),), embed, stack.block, key=key, dtype=dtype)
 
         return DecoderModel(
@@ -180,7 +213,7 @@ class DecoderModel(eqx.Module):
 
     @property
     def backend(self) -> Backend:
-        """What computes the matmuls."""
+        """Backend that computes the matmuls."""
         return self._head.backend
 
     @property
@@ -193,7 +226,8 @@ class DecoderModel(eqx.Module):
         def sharded(part):
             if isinstance(part, Moe):
                 shared = jax.tree.map(sharded, part.shared, is_leaf=lambda each: isinstance(each, Linear))
-                return dataclasses.replace(part, experts=layout.experts, sums=layout.expert_sums, shared=shared)
+                axes = {"experts": layout.experts, "sums": layout.expert_sums, "inner": layout.model}
+                return dataclasses.replace(part, **axes, shared=shared)
             if isinstance(part, RMSNorm):
                 width = layout.normed_width(part.normed(part.weight.axes))
                 return part if width is None else dataclasses.replace(part, shard_axis=layout.model, width=width)
@@ -277,12 +311,27 @@ class DecoderModel(eqx.Module):
         Raises: ValueError where the rope depends on the length of sequences that may outgrow the original context
             and `attention.max_seq_len` does not say how long they get.
         """
+        return self._paged(batch, cache, attention, None)[:2]
+
+    def routed(
+        self, batch: PageBatchInfo, cache: Cache, attention: AttentionSpec = PLAIN
+    ) -> tuple[NamedArray, Cache, Array]:
+        """As `hidden`, and the experts of each token, i32[expert layer, token, chosen]. Requires: all layers with
+        experts choose the same number."""
+        blocks = self.config.expert_blocks
+        chosen = jnp.zeros((len(blocks), batch.tokens.array.shape[0], blocks[0].num_chosen), jnp.int32)
+        return self._paged(batch, cache, attention, chosen)
+
+    def _paged(self, batch: PageBatchInfo, cache: Cache, attention: AttentionSpec, chosen: Array | None):
+        """`hidden` and, into the array `chosen` unless it is None, `routed`."""
         inputs = self._inputs(batch.positions, attention, self._max_seq_len(batch, attention))
         num_tokens = batch.cu_q_lens.array[-1]
 
-        def run(group: Group[Block], repeat: Array, carry: tuple[NamedArray, Cache]) -> tuple[NamedArray, Cache]:
+        def run(group: Group[Block], repeat: Array, carry):
             """One period."""
-            x, cache = carry
+            x, cache, chosen = carry
+            seen: list[Array] = []
+            on_choice = None if chosen is None else seen.append
             for offset, block in enumerate(group.period):
                 stack, first, stride = self.config.stored_at(group, offset)
                 layer = self.stacks[stack].at(_index(first, stride, repeat), num_tokens)
@@ -295,11 +344,14 @@ class DecoderModel(eqx.Module):
                     layer=number,
                     batch=batch.in_group(cache.groups[pool]),
                 )
-                x, remembered = layer(x, block, mix)
+                x, remembered = layer(x, block, mix, on_choice)
                 cache = cache.with_pool(pool, remembered)
-            return x, cache
+                if chosen is not None and isinstance(block.feed_forward, ExpertsBlock):
+                    first, stride = self.config.expert_layer_at(group, offset)
+                    chosen = chosen.at[_index(first, stride, repeat)].set(seen.pop())
+            return x, cache, chosen
 
-        carry = self._embed(batch.tokens), cache
+        carry = self._embed(batch.tokens), cache, chosen
         for group in self.config.groups:
             body = functools.partial(run, group)
             if group.repeats > 1:
@@ -335,13 +387,13 @@ class DecoderModel(eqx.Module):
         return NamedArray(rows, (*tokens.axes, self.embed))
 
     def _inputs(self, positions: NamedArray, spec: AttentionSpec, rope_len: int) -> Callable[[Block], AttentionInputs]:
-        """What attention needs in a layer, with the angles of each rope computed once."""
+        """Inputs of attention in a layer, with the angles of each rope computed once."""
         mixers = dict.fromkeys(block.mixer for block in self.config.blocks)
-        kinds = dict.fromkeys((mixer.rope, mixer.head_dim) for mixer in mixers)
+        kinds = dict.fromkeys((mixer.rope, mixer.rope_dim) for mixer in mixers)
         ropes: dict[tuple[RopeConfig | None, int], Rope] = {
             (rope, size): rope_at(rope, size, positions, rope_len) for rope, size in kinds if rope is not None
         }
-        return lambda block: AttentionInputs(block.mixer, ropes.get((block.mixer.rope, block.mixer.head_dim)), spec)
+        return lambda block: AttentionInputs(block.mixer, ropes.get((block.mixer.rope, block.mixer.rope_dim)), spec)
 
     def _max_seq_len(self, batch: PageBatchInfo, attention: AttentionSpec) -> int:
         capacity = batch.page_indices.axis_size(SEQ_PAGE) * batch.page_size

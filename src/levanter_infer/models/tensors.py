@@ -32,6 +32,8 @@ class Order(enum.Enum):
     """The columns of gpt-oss' `gate_up_proj`."""
     BY_KV_HEAD = "for each head of keys and values, its rows of each"
     """GPT-NeoX's `query_key_value`."""
+    BY_HEAD = "for each query head, its rows of each"
+    """DeepSeek's `kv_b_proj`."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Slice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the parameter, in one layer or expert."""
+        """Shape of the parameter, in one layer or expert."""
         return (self.rows[self.part], *self.columns)
 
     @property
@@ -180,7 +182,8 @@ def _parts(
     if (experts is not None) != (tensor.stacked_experts or "{expert}" in tensor.name):
         return ()  # a line for dense feed-forward blocks, and one of experts, or the other way round
     rows = tuple(math.prod(axis.size for axis in array.axes[len(lead) :]) // math.prod(columns) for array in arrays)
-    order = {Order.ONE_BY_ONE: 1, Order.ALTERNATING: rows[0], Order.BY_KV_HEAD: config.num_kv_heads}[tensor.order]
+    by_head = {Order.BY_KV_HEAD: config.num_kv_heads, Order.BY_HEAD: config.num_heads}
+    order = {Order.ONE_BY_ONE: 1, Order.ALTERNATING: rows[0], **by_head}[tensor.order]
     assert not any(count % order for count in rows), f"rows {rows} in {order} groups"
     sources = tuple(_sources(tensor, layers, experts))
     return tuple(

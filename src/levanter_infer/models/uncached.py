@@ -20,7 +20,7 @@ BLOCK = 64
 
 
 class TokenScores(eqx.Module):
-    """What a model says of each token of a sequence but the first. Plain arrays over tokens."""
+    """Scores of each token of a sequence but the first. Plain arrays over tokens."""
 
     logprobs: Array
     """f32, of the token that stands there."""
@@ -61,7 +61,7 @@ def token_scores(model: DecoderModel, tokens: Array, attention: AttentionSpec = 
 
 
 def keys_and_values(model: DecoderModel, tokens: Array, attention: AttentionSpec = PLAIN) -> Array:
-    """What all layers store for `tokens` i32[n], computed in one piece and kept in one page by the reference attention.
+    """Keys and values of all layers for `tokens` i32[n], computed in one piece in one page by the reference attention.
 
     Requires: n is a power of two; all layers have keys and values of one shape.
     Returns: [layer, n, kv_pair, head_size], in the dtype of the model.

@@ -33,7 +33,7 @@ class Figures:
     upload_bytes: int
     """Uploads of two admissions: of the running round and of the next."""
     page_bytes: int
-    """Of the layers that store every page: all but those of `windows`."""
+    """Bytes of a page in the layers that store every page: all but those of `windows`."""
     page_size: int
     num_pages: int
     """Pages of a data-parallel rank; `max_seqs` and `max_step_tokens` are per rank, too."""
