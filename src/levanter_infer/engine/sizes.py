@@ -12,7 +12,7 @@ from levanter_infer.engine.params import MAX_STOP_TOKENS, SamplingParams
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.kernels.xla.backend import XLA
 from levanter_infer.models.config import DecoderConfig
-from levanter_infer.policies import PreemptionPolicy
+from levanter_infer.policies import AdmissionPolicy, PreemptionPolicy
 from levanter_infer.runtime.memory import default_pool_bytes
 
 MIN_UPLOAD_TOKENS = 4096
@@ -51,13 +51,14 @@ def window_shapes(config: EngineConfig, arch: DecoderConfig, shapes: Shapes) -> 
 
 
 def _window_pages(window: int, config: EngineConfig, shapes: Shapes) -> int:
-    """Window pages that suffice for `max_seqs` sequences and the next one, whatever their lengths, at most as many as
-    pages. With prefix caching a sixteenth of the other pages besides, up to as many again: for the last windows of
-    cached prefixes."""
+    """Window pages that suffice for `max_seqs` sequences and the next one, whatever their lengths; with admission
+    `worst_case`, where none is ever preempted, for every slot. With prefix caching a sixteenth of the other pages
+    besides, up to as many again: for the last windows of cached prefixes. At most as many as pages."""
     size, num_pages = shapes.page_size, shapes.num_pages
     reach = (window + size - 2) // size + 1  # pages that a window touches, however it lies
     # of each sequence one more for the page that a step begins, and one for a copy
-    needed = (shapes.max_seqs + 1) * (reach + 2) + -(-shapes.max_step_tokens // size)
+    sequences = shapes.num_slots if config.admission == AdmissionPolicy.WORST_CASE else shapes.max_seqs + 1
+    needed = sequences * (reach + 2) + -(-shapes.max_step_tokens // size)
     cached = min(needed, max(num_pages - needed, 0) // 16) if config.prefix_cache else 0
     return min(num_pages, needed + cached)
 
