@@ -34,6 +34,8 @@ class DecoderConfig:
     tie_word_embeddings: bool = False
     embedding_multiplier: float = 1.0
     """Factor of the embeddings, in the dtype of the parameters."""
+    embedding_norm: NormConfig | None = None
+    """Norm of the embeddings; None: there is none."""
     logits_divisor: float = 1.0
     logits_multiplier: float = 1.0
     logits_soft_cap: float | None = None
@@ -181,7 +183,9 @@ class DecoderConfig:
         """Parameters of the model, from the sizes alone."""
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         counts = collections.Counter(self.blocks).items()
-        return tables + sum(n * block.num_parameters(self.hidden_size) for block, n in counts) + self.hidden_size
+        layers = sum(n * block.num_parameters(self.hidden_size) for block, n in counts)
+        norms = (norm for norm in (self.embedding_norm, self.norm) if norm is not None)
+        return tables + layers + sum(norm.num_parameters(self.hidden_size) for norm in norms)
 
     @property
     def num_expert_parameters(self) -> int:
