@@ -350,7 +350,7 @@ class DecoderModel(eqx.Module):
                     inputs=inputs(block),
                     kv=cache.pools[pool],  # type: ignore[arg-type]
                     layer=number,
-                    batch=batch,
+                    batch=batch.in_group(cache.groups[pool]),
                 )
                 x, remembered = layer(x, block, mix, on_choice)
                 cache = cache.with_pool(pool, remembered)

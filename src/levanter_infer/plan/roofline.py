@@ -217,10 +217,12 @@ class _Model:
         flops += 2.0 * sampled * model["head_bytes"] / itemsize
         flops += self.sequences * context * self._attention_flops
         bandwidth = self.chip.memory_gbps * 1e9
-        token_bytes = figures.page_bytes / figures.page_size
+        kinds = [(context, figures.page_bytes)]
+        kinds += [(min(context, each.window), each.page_bytes) for each in figures.windows]
+        read_bytes = sum(tokens * each / figures.page_size for tokens, each in kinds)
         return StepTime(
             weights_s=(matrices - (1 - touched) * model["expert_bytes"]) / bandwidth,
-            kv_s=self.sequences * context * token_bytes / bandwidth,
+            kv_s=self.sequences * read_bytes / bandwidth,
             compute_s=flops / self._flops_per_s,
             collectives_s=self._send_s(index, sampled),
         )
