@@ -61,6 +61,9 @@ class AttentionBlock:
     """Whether `qk_norm`, over each head, has a weight of its own for each (Cohere)."""
     qkv_clip: float | None = None
     """Queries, keys and values are clipped to ±qkv_clip, after `qk_norm` and before the rotation."""
+    output_gate: bool = False
+    """Whether the result of each head is multiplied by sigmoid(gate(x)), as many numbers, before the output projection
+    (Qwen3-Next)."""
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -82,7 +85,8 @@ class AttentionBlock:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         all_heads = self.qk_norm_whole or self.qk_norm_by_head
         norms = 0 if self.qk_norm is None else q + kv if all_heads else 2 * self.head_dim
-        return 2 * hidden * (q + kv) + (q + 2 * kv) * self.qkv_bias + hidden * self.out_bias + norms
+        gate = (hidden + self.qkv_bias) * q * self.output_gate
+        return 2 * hidden * (q + kv) + (q + 2 * kv) * self.qkv_bias + hidden * self.out_bias + norms + gate
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,8 @@ class Attention(eqx.Module):
     """[layers, embed, kv_head, q_heads_per_group, head_size]"""
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
+    gate_proj: Linear | None = None
+    """[layers, kv_head, q_heads_per_group, head_size, embed]; None: the block has no `output_gate`."""
 
     @staticmethod
     def init(batch: Sequence[Axis], embed: Axis, block: AttentionBlock, *, key: Array, dtype) -> "Attention":
@@ -135,6 +141,11 @@ class Attention(eqx.Module):
             o_proj=Linear.init(batch, (embed,), q_heads, key=o_key, dtype=dtype, bias=block.out_bias),
             q_norm=norm(q_heads),
             k_norm=norm((kv_heads, size)),
+            gate_proj=Linear.init(
+                batch, q_heads, (embed,), key=jax.random.fold_in(key, 1), dtype=dtype, bias=block.qkv_bias
+            )
+            if block.output_gate
+            else None,
         )
 
     def paged(
@@ -147,7 +158,7 @@ class Attention(eqx.Module):
             layer: i32[], which layer of the pool.
         Returns: [token, embed] and the pool.
         """
-        q, k, v = apply(x, self.q_proj, self.k_proj, self.v_proj, norm=around.norm)
+        q, k, v, *gate = apply(x, *self._projections, norm=around.norm)
         q, kv = self._rotate_and_write((q, k, v), inputs, kv, layer, batch)
         num_tokens, head_dim = q.array.shape[0], q.array.shape[3]
         call = AttentionCall(
@@ -165,7 +176,7 @@ class Attention(eqx.Module):
             sinks=inputs.sinks,
         )
         attended = kv.backend.attend(call)
-        attended = NamedArray(attended.reshape(q.array.shape).astype(x.dtype), q.axes)
+        attended = _gated(NamedArray(attended.reshape(q.array.shape), q.axes), gate).astype(x.dtype)
         return apply(attended, self.o_proj, residual=around.residual)[0], kv
 
     def dense(self, x: NamedArray, around: Fusion, inputs: AttentionInputs) -> tuple[NamedArray, None]:
@@ -174,7 +185,7 @@ class Attention(eqx.Module):
         Args: x: [..., position, embed], position 0 first.
         Returns: [..., position, embed], and no state.
         """
-        q, k, v = apply(x, self.q_proj, self.k_proj, self.v_proj, norm=around.norm)
+        q, k, v, *gate = apply(x, *self._projections, norm=around.norm)
         q, k, v = self._rotated(q, k, v, inputs)
         batch = tuple(axis.name for axis in x.axes[:-2])
         q = q.rearrange((*batch, POSITION, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE))
@@ -192,7 +203,14 @@ class Attention(eqx.Module):
             total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
             weights = weights * jax.nn.sigmoid(total - inputs.sinks.astype(f32)[head])
         attended = jnp.einsum("...hgqk,...khd->...qhgd", weights.astype(v.dtype), v, preferred_element_type=f32)
-        return apply(NamedArray(attended.astype(x.dtype), q.axes), self.o_proj, residual=around.residual)[0], None
+        attended = _gated(NamedArray(attended, q.axes), gate).astype(x.dtype)
+        return apply(attended, self.o_proj, residual=around.residual)[0], None
+
+    @property
+    def _projections(self) -> list[Linear]:
+        """Those of queries, keys and values, and of the gate if there is one."""
+        maps = [self.q_proj, self.k_proj, self.v_proj]
+        return maps if self.gate_proj is None else [*maps, self.gate_proj]
 
     def _rotated(
         self, q: NamedArray, k: NamedArray, v: NamedArray, inputs: AttentionInputs
@@ -251,6 +269,14 @@ class Attention(eqx.Module):
             score_mod=inputs.spec.score_mod,
             mask_mod=inputs.spec.mask_mod,
         )
+
+
+def _gated(attended: NamedArray, gate: Sequence[NamedArray]) -> NamedArray:
+    """`attended · sigmoid(gate)`, where there is a gate."""
+    if not gate:
+        return attended
+    factor = jax.nn.sigmoid(gate[0].rearrange(attended.axes).array.astype(jnp.float32))
+    return NamedArray(attended.array.astype(jnp.float32) * factor, attended.axes)
 
 
 def _indices(scores: Array) -> tuple[Array, Array, Array]:

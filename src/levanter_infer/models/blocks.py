@@ -10,9 +10,15 @@ from dataclasses import dataclass
 
 from levanter_infer.layers.activation import Activation
 from levanter_infer.layers.attention import AttentionBlock
+from levanter_infer.layers.delta_net import DeltaNetBlock
+from levanter_infer.layers.mamba2 import Mamba2Block
 from levanter_infer.layers.mlp import DenseBlock
 from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.layers.norm import NormConfig
+from levanter_infer.layers.short_conv import ShortConvBlock
+
+RecurrentBlock = ShortConvBlock | DeltaNetBlock | Mamba2Block
+"""Mixers that remember a state of fixed size per sequence (`SlotState`)."""
 
 
 class Placement(enum.Enum):
@@ -46,7 +52,7 @@ class Placement(enum.Enum):
 class Block:
     """One layer, without its parameters."""
 
-    mixer: AttentionBlock
+    mixer: AttentionBlock | RecurrentBlock
     """What mixes positions."""
     feed_forward: DenseBlock | ExpertsBlock
     norm: NormConfig
@@ -62,9 +68,21 @@ class Block:
         return dataclasses.replace(self, mixer=mixer, feed_forward=feed_forward, residual_multiplier=1.0)
 
     @property
+    def attention(self) -> AttentionBlock | None:
+        """The mixer, if it is attention."""
+        return self.mixer if isinstance(self.mixer, AttentionBlock) else None
+
+    @property
+    def recurrent(self) -> RecurrentBlock | None:
+        """The mixer, if it remembers a state of fixed size."""
+        return None if isinstance(self.mixer, AttentionBlock) else self.mixer
+
+    @property
     def outside_fused_kernels(self) -> str | None:
         """As `DecoderConfig.outside_fused_kernels`."""
         mixer, feed_forward = self.mixer, self.feed_forward
+        if not isinstance(mixer, AttentionBlock):
+            return mixer.unfused
         parts = {
             "experts": not isinstance(feed_forward, DenseBlock),
             "a norm after a block": self.placement is not Placement.BEFORE,
@@ -76,6 +94,7 @@ class Block:
             "a layer without a rope": mixer.rope is None,
             "a rope of a part of a head or of neighbours": mixer.rope is not None
             and (mixer.rope.partial != 1 or mixer.rope.interleaved),
+            "a gate of attention": mixer.output_gate,
             "queries that are scaled by their position": mixer.rope is not None and mixer.rope.query_beta is not None,
             "an activation other than SiLU": isinstance(feed_forward, DenseBlock)
             and not (feed_forward.gated and feed_forward.activation is Activation.SILU),

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 
+from levanter_infer.layers.attention import AttentionBlock
 from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.layers.norm import NormConfig
 from levanter_infer.layers.rotary import RopeConfig
@@ -36,7 +37,9 @@ class DecoderConfig:
     """Logits become soft_cap · tanh(logit / soft_cap)."""
 
     def __post_init__(self):
-        sizes = {(b.mixer.num_heads, b.mixer.num_kv_heads, b.mixer.head_dim) for b in self.blocks}
+        if not self.attention:
+            raise ValueError("no layer attends, expected at least one with attention; others are not implemented")
+        sizes = {(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim) for mixer in self.attention}
         if len(sizes) > 1:
             raise ValueError(
                 "layers differ in (heads, key and value heads, head size): "
@@ -98,30 +101,35 @@ class DecoderConfig:
     @functools.cached_property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The rotary embeddings of all layers, each once."""
-        return tuple(dict.fromkeys(b.mixer.rope for b in self.blocks if b.mixer.rope is not None))
+        return tuple(dict.fromkeys(mixer.rope for mixer in self.attention if mixer.rope is not None))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Sliding window of every layer; None sees everything."""
-        return tuple(block.mixer.window for block in self.blocks)
+        """Sliding window of every layer; None sees everything, or does not attend."""
+        return tuple(block.attention and block.attention.window for block in self.blocks)
 
     @property
     def num_layers(self) -> int:
         return len(self.blocks)
 
-    # Sizes that all layers have
+    @functools.cached_property
+    def attention(self) -> tuple[AttentionBlock, ...]:
+        """The attention of the layers that have it, in order."""
+        return tuple(block.attention for block in self.blocks if block.attention is not None)
+
+    # Sizes that all layers with attention have
 
     @property
     def num_heads(self) -> int:
-        return self.blocks[0].mixer.num_heads
+        return self.attention[0].num_heads
 
     @property
     def num_kv_heads(self) -> int:
-        return self.blocks[0].mixer.num_kv_heads
+        return self.attention[0].num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        return self.blocks[0].mixer.head_dim
+        return self.attention[0].head_dim
 
     @functools.cached_property
     def experts(self) -> ExpertsBlock | None:

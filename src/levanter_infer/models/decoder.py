@@ -18,13 +18,17 @@ from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.attention import Attention, AttentionInputs, AttentionSpec
+from levanter_infer.layers.delta_net import DeltaNet, DeltaNetBlock
 from levanter_infer.layers.layout import Layout
 from levanter_infer.layers.linear import Fusion, Linear, apply, prepare_tables
+from levanter_infer.layers.mamba2 import Mamba2, Mamba2Block
 from levanter_infer.layers.mlp import Mlp
 from levanter_infer.layers.moe import ExpertsBlock, Moe
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.rotary import Rope, RopeConfig, rope_at
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
+from levanter_infer.layers.short_conv import ShortConv, ShortConvBlock
+from levanter_infer.layers.stack import pick_layer
 from levanter_infer.models.blocks import Block, Placement, Stack
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.periods import Group
@@ -33,23 +37,30 @@ PLAIN = AttentionSpec()
 """Attention as the model alone defines it."""
 
 
+Recurrent = ShortConv | DeltaNet | Mamba2
+"""The parameters of mixers that remember a state of fixed size per sequence."""
+
+
 class DecoderLayer(eqx.Module):
     """The parameters of the layers of one stack. `Block` says what is computed with them."""
 
     input_norm: RMSNorm | None
     """Of the input of attention."""
-    attention: Attention
+    attention: Attention | None
+    """None: the mixer is `recurrent`."""
     mlp_norm: RMSNorm | None
     """Of the input of the feed-forward block."""
     mlp: Mlp | Moe
     mixer_out_norm: RMSNorm | None
     mlp_out_norm: RMSNorm | None
-    """Of the outputs of attention and the feed-forward block."""
+    """Of the outputs of the mixer and the feed-forward block."""
+    recurrent: Recurrent | None = None
+    """The mixer that remembers a state of fixed size."""
 
     @staticmethod
     def init(batch: tuple[Axis, ...], embed: Axis, block: Block, *, key: Array, dtype) -> "DecoderLayer":
         """`batch`: axes of independent layers."""
-        attention_key, mlp_key = jax.random.split(key)
+        mixer_key, mlp_key = jax.random.split(key)
         feed_forward = block.feed_forward
         if isinstance(feed_forward, ExpertsBlock):
             mlp = Moe.init(batch, embed, feed_forward, key=mlp_key, dtype=dtype)
@@ -62,20 +73,23 @@ class DecoderLayer(eqx.Module):
 
         return DecoderLayer(
             input_norm=norm("input_norm"),
-            attention=Attention.init(batch, embed, block.mixer, key=attention_key, dtype=dtype),
+            attention=block.attention and Attention.init(batch, embed, block.attention, key=mixer_key, dtype=dtype),
             mlp_norm=norm("mlp_norm"),
             mlp=mlp,
             mixer_out_norm=norm("mixer_out_norm"),
             mlp_out_norm=norm("mlp_out_norm"),
+            recurrent=_recurrent(batch, embed, block, key=mixer_key, dtype=dtype),
         )
 
     def at(self, index: Array, num_rows: Array) -> "DecoderLayer":
         """One layer of a stack, for inputs whose first `num_rows` rows count."""
-        return jax.tree.map(
-            lambda part: part.at(index) if isinstance(part, RMSNorm) else part.at(index, num_rows),
-            self,
-            is_leaf=lambda part: isinstance(part, Linear | RMSNorm | Moe),
-        )
+
+        def at(part):
+            if isinstance(part, NamedArray):
+                return pick_layer(part, index)
+            return part.at(index) if isinstance(part, RMSNorm) else part.at(index, num_rows)
+
+        return jax.tree.map(at, self, is_leaf=lambda part: isinstance(part, Linear | RMSNorm | Moe | NamedArray))
 
     def __call__(self, x: NamedArray, block: Block, mix: Callable[[NamedArray, Fusion], tuple[NamedArray, Any]]):
         """The layer.
@@ -103,6 +117,18 @@ class DecoderLayer(eqx.Module):
         norm = self.input_norm if block.placement is Placement.PARALLEL else self.mlp_norm
         result = self.mlp(x if parallel else mixed, around(norm, self.mlp_out_norm, mixed), block.feed_forward)  # type: ignore[arg-type]
         return added(result, self.mlp_out_norm, mixed), state
+
+
+def _recurrent(batch: tuple[Axis, ...], embed: Axis, block: Block, *, key: Array, dtype) -> Recurrent | None:
+    """Random parameters of the mixer of `block`, if that is recurrent."""
+    match block.recurrent:
+        case ShortConvBlock() as mixer:
+            return ShortConv.init(batch, embed, mixer, key=key, dtype=dtype)
+        case DeltaNetBlock() as mixer:
+            return DeltaNet.init(batch, embed, mixer, key=key, dtype=dtype)
+        case Mamba2Block() as mixer:
+            return Mamba2.init(batch, embed, mixer, key=key, dtype=dtype)
+    return None
 
 
 class DecoderModel(eqx.Module):
@@ -331,7 +357,7 @@ class DecoderModel(eqx.Module):
         ropes: dict[RopeConfig | None, Rope] = {
             rope: rope_at(rope, self.config.head_dim, positions, rope_len) for rope in self.config.ropes
         }
-        return lambda block: AttentionInputs(block.mixer, ropes.get(block.mixer.rope), spec)
+        return lambda block: AttentionInputs(block.attention, ropes.get(block.attention.rope), spec)
 
     def _max_seq_len(self, batch: PageBatchInfo, attention: AttentionSpec) -> int:
         capacity = batch.page_indices.axis_size(SEQ_PAGE) * batch.page_size
@@ -365,7 +391,11 @@ def _plain_period(
     for block, (stack, _, stride) in zip(group.period, places, strict=True):
         layer = stacks[stack] if stride == 1 else _map_arrays(functools.partial(_entry, seen[stack]), stacks[stack])
         seen[stack] += 1
-        x, _ = layer(x, block, functools.partial(layer.attention.dense, inputs=inputs(block)))
+        if layer.recurrent is None:
+            mix = functools.partial(layer.attention.dense, inputs=inputs(block))
+        else:
+            mix = functools.partial(layer.recurrent.dense, block=block.recurrent)
+        x, _ = layer(x, block, mix)
     return x
 
 

@@ -14,6 +14,7 @@ from levanter_infer.models.gemma3 import GEMMA3, GEMMA3_WITH_VISION
 from levanter_infer.models.glm4 import GLM4
 from levanter_infer.models.granite import GRANITE
 from levanter_infer.models.granitemoe import GRANITEMOE
+from levanter_infer.models.lfm2 import LFM2
 from levanter_infer.models.llama import LLAMA
 from levanter_infer.models.ministral3 import MINISTRAL3
 from levanter_infer.models.mistral import MISTRAL
@@ -25,7 +26,14 @@ from levanter_infer.models.phi3 import PHI3
 from levanter_infer.models.qwen2 import QWEN2
 from levanter_infer.models.qwen2_moe import QWEN2_MOE
 from levanter_infer.models.qwen3 import QWEN3
+from levanter_infer.models.qwen3_5 import (
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_WITH_VISION,
+    QWEN3_5_WITH_VISION,
+)
 from levanter_infer.models.qwen3_moe import QWEN3_MOE
+from levanter_infer.models.qwen3_next import QWEN3_NEXT
 from levanter_infer.models.seed_oss import SEED_OSS
 from levanter_infer.models.smollm3 import SMOLLM3
 
@@ -36,10 +44,13 @@ FAMILIES = {
         *(OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3, PHI3, SMOLLM3, GRANITE),
         *(SEED_OSS, EXAONE4, MIXTRAL, GRANITEMOE, OLMOE, QWEN2_MOE),
         *(COHERE, COHERE2, GLM4, ERNIE4_5, MINISTRAL3),
+        *(LFM2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
     )
 }
 """Families of text models, by `model_type`."""
-MULTIMODAL = {GEMMA3_WITH_VISION.model_type: GEMMA3_WITH_VISION}
+MULTIMODAL = {
+    family.model_type: family for family in (GEMMA3_WITH_VISION, QWEN3_5_WITH_VISION, QWEN3_5_MOE_WITH_VISION)
+}
 """Multimodal parents of which the text model is served; their configurations become those of `FAMILIES`."""
 
 
