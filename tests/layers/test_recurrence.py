@@ -163,7 +163,7 @@ def test_a_mixer_in_chunks_gives_the_whole_sequence_and_writes_its_slots_only(na
         module.dense(hax.named(text, (POSITION, EMBED_AXIS)), Fusion(), block)[0].rearrange((POSITION, EMBED)).array
         for text in texts
     ]
-    state = SlotState.init(2, num_slots, block.state_sizes)
+    state = SlotState.init(2, num_slots, dict(block.memory.sizes))
     state = jax.tree.map(lambda leaf: leaf + 7, state)  # stale numbers
     paged = jax.jit(lambda x, state, rows: module.paged(x, Fusion(), block, state, layer, rows))
     done = [0, 0]
@@ -184,9 +184,16 @@ def test_a_mixer_in_chunks_gives_the_whole_sequence_and_writes_its_slots_only(na
 
 def test_slots_take_over_the_state_of_others():
     state = SlotState.init(2, 3, {"memory": (2,)})
-    arrays = {"memory": hax.named(jnp.arange(12.0).reshape(2, 3, 2), state.arrays["memory"].axes)}
-    copied = SlotState(arrays).copy_slots(jnp.asarray([2, 1, 1])).arrays["memory"].array
-    assert copied.tolist() == [[[4, 5], [2, 3], [2, 3]], [[10, 11], [8, 9], [8, 9]]]
+    state = SlotState({"memory": hax.named(jnp.arange(12.0).reshape(2, 3, 2), state.arrays["memory"].axes)})
+    copied = state.copy(jnp.asarray([2, 0, 3]), jnp.asarray([0, 3, 3]))  # 3: none
+    assert copied.arrays["memory"].array.tolist() == [[[4, 5], [2, 3], [4, 5]], [[10, 11], [8, 9], [10, 11]]]
+    taken = state.take(jnp.asarray([1, 3]))
+    moved = copied.put(jnp.asarray([2, 3]), taken).arrays["memory"].array
+    assert (
+        moved[:, 2].tolist() == [[2, 3], [8, 9]]
+        and moved[:, :2].tolist() == copied.arrays["memory"].array[:, :2].tolist()
+    )
+    assert (state.num_layers, state.num_entries, state.nbytes) == (2, 3, 48)
 
 
 def test_uneven_heads_are_refused():

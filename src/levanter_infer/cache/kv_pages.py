@@ -1,4 +1,4 @@
-"""`KvPages`: the one pool that stores the keys and values of all layers."""
+"""`KvPages`: the pool of layers that remember keys and values."""
 
 import dataclasses
 
@@ -11,6 +11,7 @@ from jax import Array
 from levanter_infer.axes import HEAD_SIZE, KV_HEADS, KV_PAIR, LAYERS, PAGE, PAGE_OFFSET, TOKEN
 from levanter_infer.cache.arrays import replace
 from levanter_infer.cache.batch_info import PageBatchInfo
+from levanter_infer.cache.pool import Pool
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.kernels.call import KvWrite, PoolShape, Rotation
 from levanter_infer.kernels.xla.backend import XLA
@@ -18,11 +19,11 @@ from levanter_infer.kernels.xla.backend import XLA
 _AXES = (LAYERS, PAGE, PAGE_OFFSET, KV_PAIR, HEAD_SIZE)
 
 
-class KvPages(eqx.Module):
-    """Keys and values of all layers, in pages, with the backend that reads and writes them.
+class KvPages(Pool):
+    """Keys and values of some layers, in pages, with the backend that reads and writes them.
 
     The backend decides the memory layout in `init`: the order of the axes layers, page, page_offset, kv_pair and
-    head_size, what the last two count, and the stored dtype. Kernels receive the full pool and a layer index.
+    head_size, what the last two count, and the stored dtype. Kernels receive the full pool and a layer index in it.
     """
 
     pages: NamedArray
@@ -47,6 +48,10 @@ class KvPages(eqx.Module):
     @property
     def num_pages(self) -> int:
         return self.pages.axis_size(PAGE)
+
+    @property
+    def num_entries(self) -> int:
+        return self.num_pages
 
     @property
     def page_size(self) -> int:
@@ -90,7 +95,7 @@ class KvPages(eqx.Module):
         q, pages = self.backend.write_kv(self.pages.array, write)
         return q, replace(self, pages=pages)
 
-    def copy_pages(self, source: Array, target: Array) -> "KvPages":
+    def copy(self, source: Array, target: Array) -> "KvPages":
         """Copy whole pages, in all layers: `source[i]` to `target[i]`, i32[n]; pairs of none are ignored."""
 
         def copy_layer(layer, pages):
@@ -107,14 +112,9 @@ class KvPages(eqx.Module):
         """
         return self.backend.read_kv(self.pages.array, self.shape, pages, offsets)
 
-    def take(self, pages: Array) -> Array:
-        """Contents of `pages`, i32[n], in all layers: `[layers, n, …]` as stored. Anything where a page is none."""
-        return self.pages.array.at[:, pages].get(mode="clip")
+    def take(self, entries: Array) -> Array:
+        """As `Pool.take`: `[layers, n, …]` as stored."""
+        return self.pages.array.at[:, entries].get(mode="clip")
 
-    def put(self, pages: Array, contents: Array) -> "KvPages":
-        """Store what `take` gave into `pages`, i32[n]; entries of none are ignored."""
-        return replace(self, pages=self.pages.array.at[:, pages].set(contents, mode="drop"))
-
-    def zero(self) -> "KvPages":
-        """The same pool with every byte cleared, for debugging and for callers that must wipe."""
-        return replace(self, pages=jnp.zeros_like(self.pages.array))
+    def put(self, entries: Array, contents: Array) -> "KvPages":
+        return replace(self, pages=self.pages.array.at[:, entries].set(contents, mode="drop"))

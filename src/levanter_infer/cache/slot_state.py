@@ -1,18 +1,18 @@
-"""`SlotState`: state of a fixed size per sequence, in the layers that remember no keys and values."""
+"""`SlotState`: the pool of layers that remember a state of fixed size per sequence."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax import Array
 
 from levanter_infer.axes import LAYERS, SEQ, STATE
-from levanter_infer.cache.arrays import replace
+from levanter_infer.cache.pool import Pool
 
 
-class SlotState(eqx.Module):
+class SlotState(Pool):
     """Arrays of float32 for every layer and slot, by name: the last inputs of a convolution, the matrices of a
     recurrence.
 
@@ -21,6 +21,7 @@ class SlotState(eqx.Module):
     write nothing.
     """
 
+    is_paged: ClassVar[bool] = False
     arrays: dict[str, NamedArray]
     """[layers, slot, state…]"""
 
@@ -29,15 +30,23 @@ class SlotState(eqx.Module):
         """Zeros. Args: sizes: shape of each array in one layer and slot."""
 
         def zeros(shape: tuple[int, ...]) -> NamedArray:
-            names = [f"{STATE}{i}" for i in range(len(shape))]
-            axes = (Axis(LAYERS, num_layers), Axis(SEQ, num_slots), *map(Axis, names, shape))
+            own = (Axis(f"{STATE}{i}", size) for i, size in enumerate(shape))
+            axes = (Axis(LAYERS, num_layers), Axis(SEQ, num_slots), *own)
             return NamedArray(jnp.zeros([axis.size for axis in axes], jnp.float32), axes)
 
         return SlotState({name: zeros(shape) for name, shape in sizes.items()})
 
     @property
-    def num_bytes(self) -> int:
-        return sum(each.array.size * each.array.dtype.itemsize for each in self.arrays.values())
+    def num_layers(self) -> int:
+        return self._first.axis_size(LAYERS)
+
+    @property
+    def num_entries(self) -> int:
+        return self._first.axis_size(SEQ)
+
+    @property
+    def _first(self) -> NamedArray:
+        return next(iter(self.arrays.values()))
 
     def read(self, layer: Array, slots: Array, is_new: Array) -> dict[str, Array]:
         """The state of each of `slots` in a layer, f32[row, …]; zeros where `is_new`, bool[row], or a slot is none.
@@ -46,34 +55,29 @@ class SlotState(eqx.Module):
             layer: i32[], may be traced.
             slots: i32[row]
         """
-
-        def read(stored: Array) -> Array:
-            slot = jnp.where(is_new, stored.shape[1], slots)
-            return stored.at[layer, slot].get(mode="fill", fill_value=0)
-
-        return {name: read(named.array) for name, named in self.arrays.items()}
+        slots = jnp.where(is_new, self.num_entries, slots)
+        return {
+            name: named.array.at[layer, slots].get(mode="fill", fill_value=0) for name, named in self.arrays.items()
+        }
 
     def write(self, layer: Array, slots: Array, values: Mapping[str, Array]) -> "SlotState":
         """Store the state of each of `slots` in a layer; entries of none are dropped."""
-        arrays = {
-            name: NamedArray(named.array.at[layer, slots].set(values[name], mode="drop"), named.axes)
-            for name, named in self.arrays.items()
-        }
-        return replace(self, arrays=arrays)
+        return self._changed(lambda name, array: array.at[layer, slots].set(values[name], mode="drop"))
 
-    def copy_slots(self, source: Array) -> "SlotState":
-        """Each slot takes over the state of `source`, i32[slot]: the slot itself where nothing changes."""
+    def copy(self, source: Array, target: Array) -> "SlotState":
+        def copy_layer(layer, array: Array) -> Array:
+            return array.at[layer, target].set(array.at[layer, source].get(mode="clip"), mode="drop")
 
-        def copy_layer(layer, stored: Array) -> Array:
-            return stored.at[layer].set(stored[layer, source])
+        # All layers at once would need memory for everything that is copied.
+        return self._changed(lambda _, array: jax.lax.fori_loop(0, array.shape[0], copy_layer, array))
 
-        # All layers at once would need memory for everything.
-        arrays = {
-            name: NamedArray(jax.lax.fori_loop(0, named.array.shape[0], copy_layer, named.array), named.axes)
-            for name, named in self.arrays.items()
-        }
-        return replace(self, arrays=arrays)
+    def take(self, entries: Array) -> dict[str, Array]:
+        """As `Pool.take`: f32[layers, n, …] by name."""
+        return {name: named.array.at[:, entries].get(mode="clip") for name, named in self.arrays.items()}
 
-    def zero(self) -> "SlotState":
-        """The same arrays with every byte cleared."""
-        return jax.tree.map(jnp.zeros_like, self)
+    def put(self, entries: Array, contents: Mapping[str, Array]) -> "SlotState":
+        return self._changed(lambda name, array: array.at[:, entries].set(contents[name], mode="drop"))
+
+    def _changed(self, change) -> "SlotState":
+        """`change(name, array)` in place of each array."""
+        return SlotState({k: NamedArray(change(k, named.array), named.axes) for k, named in self.arrays.items()})

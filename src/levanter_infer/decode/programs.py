@@ -221,7 +221,7 @@ class Programs:
         self._options, self._layout = options, layout
         self._smaller = None if smaller is None else (smaller.state_types, smaller.compilations())
         with without_callers_context():
-            functions = _spmd(_functions(shapes, model.config, layout.kv_heads, options), layout)
+            functions = _spmd(_functions(shapes, model.config, layout.local_kv_heads, options), layout)
             self.state_types = layout.types(jax.eval_shape(functions["init"]), stacked=True)
         """The types of the state, as `jax.ShapeDtypeStruct`s."""
 
@@ -339,24 +339,26 @@ def _spmd(functions: dict[str, Callable], layout: Layout) -> dict[str, Callable]
     return {name: layout.spmd(function, results.get(name)) for name, function in functions.items()}
 
 
-def _functions(shapes: Shapes, config, num_kv_heads: int, options: ProgramOptions) -> dict[str, Callable]:
-    """The functions of an engine's programs by name, on a device with `num_kv_heads` key and value heads."""
+def _functions(
+    shapes: Shapes, config, local_heads: Callable[[int], int], options: ProgramOptions
+) -> dict[str, Callable]:
+    """The functions of an engine's programs by name; `local_heads` as of `empty_cache`."""
 
     def init() -> GenState:
-        cache = empty_cache(config, shapes, options.backend, dtype=options.kv_dtype, num_kv_heads=num_kv_heads)
+        cache = empty_cache(config, shapes, options.backend, dtype=options.kv_dtype, local_heads=local_heads)
         return GenState.init(shapes, cache)
 
     def one_round(model, state: GenState, admission: Admission) -> tuple[GenState, RoundOutputs]:
         return run_round(model, state, admission, shapes, options.attention)
 
     def reset(state: GenState) -> GenState:
-        return GenState.init(shapes, state.kv)
+        return GenState.init(shapes, state.cache)
 
     def zero_cache(state: GenState) -> GenState:
         decode = state.decode
         if decode.prefix is not None:  # nothing of what it names is there any more
             decode = dataclasses.replace(decode, prefix=PrefixTable.init(shapes.num_pages, shapes.page_size))
-        return dataclasses.replace(state, decode=decode, kv=state.kv.zero())
+        return dataclasses.replace(state, decode=decode, cache=state.cache.zero())
 
     def extend(state: GenState) -> GenState:
         return state.extended(shapes)

@@ -12,9 +12,8 @@ from jax.sharding import Mesh
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.instructions import Choice, choose, usable_isas
-from levanter_infer.engine.sizes import kv_dtype
+from levanter_infer.engine.sizes import kv_dtype, page_bytes
 from levanter_infer.kernels.backend import Backend, Platform, Task, Work
-from levanter_infer.kernels.call import PoolShape
 from levanter_infer.kernels.registry import BACKENDS, make_backend, platform_of
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.layers.layout import Layout
@@ -217,11 +216,10 @@ class BackendChoice:
         mask_mod = mask_mod and (lambda q, kv, head, own=mask_mod: own(q, kv, head_index(head)))
         return AttentionSpec(score_mod=score_mod, mask_mod=mask_mod, max_seq_len=shapes.max_seq_len)
 
-    def token_values(self, config, dtype) -> int:
-        """Numbers of `dtype` that one layer stores for a token in the memory of one device; the devices of a CPU share
-        it."""
-        token = PoolShape(1, 1, 1, kv_heads=self.layout.kv_heads, head_dim=config.head_dim, dtype=dtype)
-        return math.prod(self.attention_backend.pool_shape(token)) * self._sharers
+    def page_bytes(self, config, page_size: int, dtype) -> int:
+        """Bytes of a page of `page_size` tokens, in all layers, in the memory of one device; the devices of a CPU share
+        it. Args: dtype: of keys and values."""
+        return page_bytes(config, page_size, dtype, self.attention_backend, self.layout.local_kv_heads) * self._sharers
 
     def device_bytes(self, tree) -> int:
         """Bytes that arrays of these types take in the memory of one device. The devices of a CPU share it."""

@@ -38,7 +38,7 @@ from levanter_infer.engine.round_loop import RoundLoop
 from levanter_infer.engine.runner import Runner
 from levanter_infer.engine.scheduler import Scheduler
 from levanter_infer.engine.scoring import SCORE_ONLY, score_shapes
-from levanter_infer.engine.sizes import beams_for
+from levanter_infer.engine.sizes import beams_for, kv_dtype
 from levanter_infer.engine.stats import Stats
 from levanter_infer.engine.turns import Turns, exclusive, waits_for_turn
 from levanter_infer.engine.weight_updates import (
@@ -126,7 +126,7 @@ class InferenceEngine:
         )
         self._stats = Stats(
             pages_total=self.shapes.num_pages * backend.num_ranks,
-            pool_bytes=self.state.kv.pages.array.nbytes,
+            pool_bytes=self.state.cache.nbytes,
             weights_bytes=self.runner.weights_bytes,
             num_ranks=self.runner.num_ranks,
         )
@@ -175,21 +175,21 @@ class InferenceEngine:
 
     def describe(self) -> dict[str, object]:
         """What was chosen, by name of the config key where there is one."""
-        shapes, kv = self.shapes, self.state.kv
+        shapes, cache = self.shapes, self.state.cache
         return {
             "page_size": shapes.page_size,
             "max_pages": shapes.num_pages,
             "max_seqs": shapes.max_seqs,
             "max_seq_len": shapes.max_seq_len,
             "max_step_tokens": shapes.max_step_tokens,
-            "kv_dtype": str(kv.dtype),
+            "kv_dtype": str(kv_dtype(self.config, self.runner.types)),
             "attention": self.backend.attention,
             "matmul": self.backend.matmul,
             "cpu_isa": self.backend.isa,
             "numerics": self.config.numerics,
             "preempt": self.config.preempt,
             "step_buckets": list(shapes.buckets),
-            "pool_mb": round(kv.pages.array.nbytes / 2**20, 1),
+            "pool_mb": round(cache.nbytes / 2**20, 1),
             "mesh": self.backend.mesh_sizes,
             "device": str(self.backend.layout.mesh.local_devices[0]),
         }

@@ -96,10 +96,10 @@ def generate(
     table = _sampling_table(params, batch, shapes, eos_token_ids, seeds)
     pool_dtype = kv_dtype(config, model)
     check_given_tiles(config.tiles, model.config, backend.layout, page_size=shapes.page_size, kv_dtype=pool_dtype)
-    pool = empty_cache(model.config, shapes, backend.attention_backend, dtype=pool_dtype)
+    cache = empty_cache(model.config, shapes, backend.attention_backend, dtype=pool_dtype)
     result = generate_all(
         model.prepare(backend.matmul_backend),
-        pool,
+        cache,
         prompts,
         lens,
         table,

@@ -284,17 +284,16 @@ class Runner:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page of keys and values in all layers."""
-        kv = self.state.kv
-        return kv.pages.array.nbytes // (kv.num_pages * self.num_ranks)
+        return self.state.cache.nbytes // (self.shapes.num_pages * self.num_ranks)
 
-    def read_pages(self, pages: np.ndarray) -> jax.Array:
+    def read_pages(self, pages: np.ndarray) -> tuple[jax.Array, ...]:
         """Copy pages of the pool to host memory. Args: pages: i32[transfer_pages], filled up with `num_pages`."""
-        return self.programs.tier.read_pages(self.state.kv, self.backend.put(pages))
+        return self.programs.tier.read_pages(self.state.cache, self.backend.put(pages))
 
-    def write_pages(self, contents: jax.Array, pages: jax.Array, chunk: np.ndarray) -> None:
+    def write_pages(self, contents: tuple[jax.Array, ...], pages: jax.Array, chunk: np.ndarray) -> None:
         """Copy contents of `read_pages` into the pool. Args: pages: of `swap_in`; chunk: which of them, for each."""
-        kv = self.programs.tier.write_pages(self.state.kv, contents, pages, self.backend.put(chunk))
-        self.state = dataclasses.replace(self.state, kv=kv)
+        cache = self.programs.tier.write_pages(self.state.cache, contents, pages, self.backend.put(chunk))
+        self.state = dataclasses.replace(self.state, cache=cache)
 
     def swap_in(self, mask: np.ndarray, places: np.ndarray, computed: np.ndarray, count: int) -> jax.Array:
         """Give sequences their pages in the tables again, as `decode.kv_offload.swap_in`; returns the pages."""
@@ -416,8 +415,7 @@ def shapes_for(
     Raises: ValueError as `resolve_shapes`.
     """
     unread = 0 if is_loaded else backend.device_bytes(backend.prepared_types(types))
-    values = backend.token_values(types.config, kv_dtype(config, types))
-    shapes = backend.adapt(resolve_shapes(config, types, num_eos, unread, values, device_bytes))
+    shapes = backend.adapt(resolve_shapes(config, types, num_eos, unread, backend.page_bytes, device_bytes))
     if scoring:
         shapes = dataclasses.replace(shapes, scoring=score_shapes(config, types))
     return shapes

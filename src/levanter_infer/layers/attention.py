@@ -13,6 +13,7 @@ from jax import Array
 from levanter_infer.axes import HEAD_SIZE, KV_HEADS, POSITION, Q_HEADS_PER_GROUP, TOKEN
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
+from levanter_infer.cache.memory import FullKv, WindowKv
 from levanter_infer.kernels.backend import Fuse
 from levanter_infer.kernels.call import AttentionCall, Rotation
 from levanter_infer.kernels.rules import MASKED, ScoreRules
@@ -79,6 +80,13 @@ class AttentionBlock:
         return dataclasses.replace(
             self, rope=None, window=None, attention_chunk=None, scale=None, soft_cap=None, qkv_clip=None
         )
+
+    @property
+    def memory(self) -> FullKv:
+        """What the layer remembers."""
+        if self.window is not None:
+            return WindowKv(self.num_kv_heads, self.head_dim, self.window)
+        return FullKv(self.num_kv_heads, self.head_dim)
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
@@ -155,7 +163,7 @@ class Attention(eqx.Module):
 
         Args:
             x: [token, embed]
-            layer: i32[], which layer of the pool.
+            layer: i32[], which layer of the pool `kv`.
         Returns: [token, embed] and the pool.
         """
         q, k, v, *gate = apply(x, *self._projections, norm=around.norm)

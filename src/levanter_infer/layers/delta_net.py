@@ -11,6 +11,7 @@ from haliax import Axis, NamedArray
 from jax import Array
 
 from levanter_infer.axes import KEY_SIZE, STATE_HEAD, VALUE_SIZE
+from levanter_infer.cache.memory import FixedState
 from levanter_infer.cache.slot_state import SlotState
 from levanter_infer.layers.causal_conv import CausalConv
 from levanter_infer.layers.linear import Fusion, Linear, apply
@@ -55,12 +56,10 @@ class DeltaNetBlock:
         return 2 * self.num_key_heads * self.key_size + self.num_value_heads * self.value_size
 
     @property
-    def state_sizes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of what a layer remembers of one sequence (`SlotState`)."""
-        return {
-            "conv": (self.taps - 1, self.channels),
-            "memory": (self.num_value_heads, self.key_size, self.value_size),
-        }
+    def memory(self) -> FixedState:
+        """What a layer remembers of each sequence."""
+        memory = (self.num_value_heads, self.key_size, self.value_size)
+        return FixedState((("conv", (self.taps - 1, self.channels)), ("memory", memory)))
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""

@@ -11,6 +11,7 @@ from haliax import Axis, NamedArray
 from jax import Array
 
 from levanter_infer.axes import KEY_SIZE, STATE_GROUP, STATE_HEAD, VALUE_SIZE
+from levanter_infer.cache.memory import FixedState
 from levanter_infer.cache.slot_state import SlotState
 from levanter_infer.layers.causal_conv import CausalConv
 from levanter_infer.layers.linear import Fusion, Linear, apply
@@ -58,10 +59,10 @@ class Mamba2Block:
         return self.width + 2 * self.num_groups * self.state_size
 
     @property
-    def state_sizes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of what a layer remembers of one sequence (`SlotState`)."""
+    def memory(self) -> FixedState:
+        """What a layer remembers of each sequence."""
         memory = (self.num_heads, self.state_size, self.head_size)
-        return {"conv": (self.taps - 1, self.channels), "memory": memory}
+        return FixedState((("conv", (self.taps - 1, self.channels)), ("memory", memory)))
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
@@ -107,9 +108,7 @@ class Mamba2(eqx.Module):
         def linear(*outs: Axis) -> Linear:
             return Linear.init(batch, outs, (embed,), key=next(keys), dtype=dtype, bias=block.bias)
 
-        conv = CausalConv.init(
-            batch, block.channels, block.taps, key=next(keys), dtype=dtype, bias=block.conv_bias
-        )
+        conv = CausalConv.init(batch, block.channels, block.taps, key=next(keys), dtype=dtype, bias=block.conv_bias)
         return Mamba2(
             z_proj=linear(*value),
             x_proj=linear(*value),

@@ -9,6 +9,7 @@ from haliax import Axis, NamedArray
 from jax import Array
 
 from levanter_infer.axes import CHANNEL, PART
+from levanter_infer.cache.memory import FixedState
 from levanter_infer.cache.slot_state import SlotState
 from levanter_infer.layers.causal_conv import CausalConv
 from levanter_infer.layers.linear import Fusion, Linear, apply
@@ -33,9 +34,9 @@ class ShortConvBlock:
         return self
 
     @property
-    def state_sizes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of what a layer remembers of one sequence (`SlotState`)."""
-        return {"conv": (self.taps - 1, self.channels)}
+    def memory(self) -> FixedState:
+        """What a layer remembers of each sequence."""
+        return FixedState((("conv", (self.taps - 1, self.channels)),))
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""

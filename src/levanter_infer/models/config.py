@@ -3,8 +3,11 @@
 import collections
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from levanter_infer.cache.cache import PoolSpec
+from levanter_infer.cache.memory import Memory
 from levanter_infer.layers.attention import AttentionBlock
 from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.layers.norm import NormConfig
@@ -39,13 +42,6 @@ class DecoderConfig:
     def __post_init__(self):
         if not self.attention:
             raise ValueError("no layer attends, expected at least one with attention; others are not implemented")
-        sizes = {(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim) for mixer in self.attention}
-        if len(sizes) > 1:
-            raise ValueError(
-                "layers differ in (heads, key and value heads, head size): "
-                f"{', '.join(map(str, sorted(sizes)))}; all layers share one pool of keys and values, whose pages have "
-                "one shape, and others are not implemented"
-            )
         experts = {b.feed_forward.num_experts for b in self.blocks if isinstance(b.feed_forward, ExpertsBlock)}
         if len(experts) > 1:
             raise ValueError(f"layers have {' and '.join(map(str, sorted(experts)))} experts, expected one number")
@@ -84,19 +80,12 @@ class DecoderConfig:
         """Where the parameters of the layers are stored."""
         return find_stacks(self.blocks)
 
-    @functools.cached_property
-    def _places(self) -> dict[int, tuple[int, int]]:
-        """For every layer, its stack and its index in that."""
-        return {layer: (i, at) for i, stack in enumerate(self.stacks) for at, layer in enumerate(stack.layers)}
-
     def stored_at(self, group: Group[Block], offset: int) -> tuple[int, int, int]:
         """Where the parameters of the layers at `offset` of a group's period are stored.
 
         Returns: the stack, the index in it of the first of these layers, and the distance from one to the next.
         """
-        stacks = [self._places[group.first + i][0] for i in range(len(group.period))]
-        stack, first = self._places[group.first + offset]
-        return stack, first, stacks.count(stack)
+        return _stored_at([stack.layers for stack in self.stacks], group, offset)
 
     @functools.cached_property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -117,7 +106,29 @@ class DecoderConfig:
         """The attention of the layers that have it, in order."""
         return tuple(block.attention for block in self.blocks if block.attention is not None)
 
-    # Sizes that all layers with attention have
+    # What layers remember
+
+    @functools.cached_property
+    def pools(self) -> tuple[PoolSpec, ...]:
+        """The distinct memories of all layers, in the order of their first layers, each with its layers."""
+        layers: dict[Memory, list[int]] = {}
+        for number, block in enumerate(self.blocks):
+            layers.setdefault(block.mixer.memory, []).append(number)
+        return tuple(PoolSpec(memory, tuple(numbers)) for memory, numbers in layers.items())
+
+    def remembered_at(self, group: Group[Block], offset: int) -> tuple[int, int, int]:
+        """Where the layers at `offset` of a group's period have what they remember.
+
+        Returns: the pool, the index in it of the first of these layers, and the distance from one to the next.
+        """
+        return _stored_at([pool.layers for pool in self.pools], group, offset)
+
+    @property
+    def head_counts(self) -> tuple[tuple[int, int], ...]:
+        """(heads, key and value heads) of the layers, each pair once."""
+        return tuple(dict.fromkeys((mixer.num_heads, mixer.num_kv_heads) for mixer in self.attention))
+
+    # Sizes of the first layer with attention
 
     @property
     def num_heads(self) -> int:
@@ -163,3 +174,17 @@ class DecoderConfig:
         """Those of them that belong to experts, without the routers."""
         blocks = (b.feed_forward for b in self.blocks)
         return sum(3 * b.num_experts * b.width * self.hidden_size for b in blocks if isinstance(b, ExpertsBlock))
+
+
+def _stored_at(parts: Sequence[tuple[int, ...]], group: Group[Block], offset: int) -> tuple[int, int, int]:
+    """Where the layers at `offset` of a group's period are, of `parts` that have some layers each.
+
+    Returns: the part, the index in it of the first of these layers, and the distance from one to the next.
+    """
+
+    def part_of(layer: int) -> int:
+        return next(number for number, layers in enumerate(parts) if layer in layers)
+
+    of_period = [part_of(group.first + i) for i in range(len(group.period))]
+    part = of_period[offset]
+    return part, parts[part].index(group.first + offset), of_period.count(part)

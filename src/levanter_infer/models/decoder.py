@@ -15,7 +15,7 @@ from jax import Array
 
 from levanter_infer.axes import EMBED, LAYERS, PERIOD, POSITION, SEQ_PAGE, VOCAB
 from levanter_infer.cache.batch_info import PageBatchInfo
-from levanter_infer.cache.kv_pages import KvPages
+from levanter_infer.cache.cache import Cache
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.attention import Attention, AttentionInputs, AttentionSpec
 from levanter_infer.layers.delta_net import DeltaNet, DeltaNetBlock
@@ -26,6 +26,7 @@ from levanter_infer.layers.mlp import Mlp
 from levanter_infer.layers.moe import ExpertsBlock, Moe
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.rotary import Rope, RopeConfig, rope_at
+from levanter_infer.layers.rows import RaggedRows
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
 from levanter_infer.layers.short_conv import ShortConv, ShortConvBlock
 from levanter_infer.layers.stack import pick_layer
@@ -293,31 +294,49 @@ class DecoderModel(eqx.Module):
                 found[stack] = _map_arrays(functools.partial(part, first, stride), self.stacks[stack])
         return found
 
-    def hidden(self, batch: PageBatchInfo, kv: KvPages, attention: AttentionSpec = PLAIN) -> tuple[NamedArray, KvPages]:
+    def hidden(self, batch: PageBatchInfo, cache: Cache, attention: AttentionSpec = PLAIN) -> tuple[NamedArray, Cache]:
         """The paged forward: write the K/V of the step's tokens and compute their last hidden states.
 
         Args:
             batch: the step's packed tokens.
-            kv: the pool; it is carried through the scan over layers whole, never sliced.
-        Returns: [token, embed] for `logits`, meaningless for padding; and the pool.
+            cache: pools as `DecoderConfig.pools`; they are carried through the scan over layers whole, never sliced.
+        Returns: [token, embed] for `logits`, meaningless for padding; and the cache.
         Raises: ValueError where the rope depends on the length of sequences that may outgrow the original context
             and `attention.max_seq_len` does not say how long they get.
         """
         inputs = self._inputs(batch.positions, attention, self._max_seq_len(batch, attention))
         num_tokens = batch.cu_q_lens.array[-1]
+        rows = RaggedRows.of(batch)
 
-        def run(group: Group[Block], repeat: Array, carry: tuple[NamedArray, KvPages]) -> tuple[NamedArray, KvPages]:
+        def run(group: Group[Block], repeat: Array, carry: tuple[NamedArray, Cache]) -> tuple[NamedArray, Cache]:
             """One period."""
-            x, kv = carry
+            x, cache = carry
             for offset, block in enumerate(group.period):
                 stack, first, stride = self.config.stored_at(group, offset)
                 layer = self.stacks[stack].at(_index(first, stride, repeat), num_tokens)
-                number = _index(group.first + offset, len(group.period), repeat)
-                mix = functools.partial(layer.attention.paged, inputs=inputs(block), kv=kv, layer=number, batch=batch)
-                x, kv = layer(x, block, mix)
-            return x, kv
+                pool, first, stride = self.config.remembered_at(group, offset)
+                number = _index(first, stride, repeat)
+                if layer.recurrent is None:
+                    mix = functools.partial(
+                        layer.attention.paged,  # type: ignore[union-attr]
+                        inputs=inputs(block),
+                        kv=cache.pools[pool],  # type: ignore[arg-type]
+                        layer=number,
+                        batch=batch,
+                    )
+                else:
+                    mix = functools.partial(
+                        layer.recurrent.paged,
+                        block=block.recurrent,  # type: ignore[arg-type]
+                        state=cache.pools[pool],  # type: ignore[arg-type]
+                        layer=number,
+                        rows=rows,
+                    )
+                x, remembered = layer(x, block, mix)
+                cache = cache.with_pool(pool, remembered)
+            return x, cache
 
-        carry = self._embed(batch.tokens), kv
+        carry = self._embed(batch.tokens), cache
         for group in self.config.groups:
             body = functools.partial(run, group)
             if group.repeats > 1:
@@ -354,10 +373,17 @@ class DecoderModel(eqx.Module):
 
     def _inputs(self, positions: NamedArray, spec: AttentionSpec, rope_len: int) -> Callable[[Block], AttentionInputs]:
         """What attention needs in a layer, with the angles of each rope computed once."""
-        ropes: dict[RopeConfig | None, Rope] = {
-            rope: rope_at(rope, self.config.head_dim, positions, rope_len) for rope in self.config.ropes
+        kinds = dict.fromkeys((mixer.rope, mixer.head_dim) for mixer in self.config.attention)
+        ropes: dict[tuple[RopeConfig | None, int], Rope] = {
+            (rope, size): rope_at(rope, size, positions, rope_len) for rope, size in kinds if rope is not None
         }
-        return lambda block: AttentionInputs(block.attention, ropes.get(block.attention.rope), spec)
+
+        def inputs(block: Block) -> AttentionInputs:
+            mixer = block.attention
+            assert mixer is not None
+            return AttentionInputs(mixer, ropes.get((mixer.rope, mixer.head_dim)), spec)
+
+        return inputs
 
     def _max_seq_len(self, batch: PageBatchInfo, attention: AttentionSpec) -> int:
         capacity = batch.page_indices.axis_size(SEQ_PAGE) * batch.page_size
