@@ -61,9 +61,9 @@ class EngineConfig:
     cpu_isa: str = "auto"
     """Instruction set of the kernels for CPUs: auto, avx512_bf16, avx512, avx2 or generic. `auto` is the fastest that
     the processor has, by a measurement of half a second whose record stays beside the compile cache."""
-    prefix_cache: bool = True
+    prefix_cache: bool | None = None
     """Automatic prefix caching: the pages of a shared prefix are computed once, for requests in the same batch and for
-    later ones until the pages are reused."""
+    later ones until the pages are reused. Default: on, unless layers remember a state of fixed size per sequence."""
     admission: str = "optimistic"
     """Free pages that a sequence needs to start. `optimistic`: pages for its known tokens; preemption frees more later.
     `expected`: also for the share of their `max_tokens` that recent sequences have generated. `worst_case`: for all
@@ -111,7 +111,7 @@ class EngineConfig:
             )
         if self.page_size is not None and self.page_size & (self.page_size - 1):
             raise ValueError(f"engine.page_size={self.page_size} is not a power of two; use one of 8, 16, 32, 64, 128")
-        if not isinstance(self.prefix_cache, bool):
+        if self.prefix_cache is not None and not isinstance(self.prefix_cache, bool):
             raise ValueError(f"engine.prefix_cache={brief(self.prefix_cache)}: expected true or false")
         for name, kind in _POLICIES.items():
             if getattr(self, name) is not None or name != "kv_dtype":

@@ -28,7 +28,14 @@ def page_bytes(
     """Bytes of a page of `page_size` tokens in all layers. Args: dtype: of keys and values; the rest as of
     `PoolSizes`."""
     one = PoolSizes(1, page_size, 1, dtype, backend, local_heads)
-    return sum(spec.memory.entry_bytes(len(spec.layers), one) for spec in config.pools)
+    return sum(spec.memory.entry_bytes(len(spec.layers), one) for spec in config.pools if spec.memory.is_paged)
+
+
+def slots_bytes(config: DecoderConfig, num_slots: int) -> int:
+    """Bytes of the states of fixed size of `num_slots` sequences, in all layers that remember one."""
+    one = PoolSizes(1, 1, 1, jnp.dtype(jnp.float32))
+    slots = (spec for spec in config.pools if not spec.memory.is_paged)
+    return num_slots * sum(spec.memory.entry_bytes(len(spec.layers), one) for spec in slots)
 
 
 def resolve_shapes(
@@ -55,6 +62,9 @@ def resolve_shapes(
     wanted = config.max_seqs * -(-max_seq_len // page_size)
     dtype = kv_dtype(config, model)
     each = page_bytes_of(arch, page_size, dtype)
+    num_slots, slot_state = 2 * config.max_seqs, not all(spec.memory.is_paged for spec in arch.pools)
+    _check_slot_state(config, slot_state)
+    unread_bytes += slots_bytes(arch, num_slots)
     num_pages = config.max_pages or min(wanted, default_pool_bytes(unread_bytes, device_bytes) // each)
     if num_pages < config.max_seqs and config.max_pages is None:
         raise ValueError(
@@ -64,7 +74,7 @@ def resolve_shapes(
     if num_pages * page_size >= 2**31:
         raise ValueError(f"a pool of {num_pages} pages of {page_size} tokens exceeds 2^31 tokens; lower max_pages")
     return Shapes(
-        num_slots=2 * config.max_seqs,
+        num_slots=num_slots,
         max_seqs=config.max_seqs,
         max_seq_len=max_seq_len,
         num_pages=num_pages,
@@ -72,7 +82,8 @@ def resolve_shapes(
         max_step_tokens=max_step_tokens,
         max_round_steps=config.max_round_steps,
         admission=config.admission,
-        prefix_cache=config.prefix_cache,
+        prefix_cache=not slot_state if config.prefix_cache is None else config.prefix_cache,
+        slot_state=slot_state,
         offload=config.preempt == PreemptionPolicy.OFFLOAD,
         upload_tokens=max(MIN_UPLOAD_TOKENS, max_step_tokens),
         limits=SamplingLimits(
@@ -83,6 +94,15 @@ def resolve_shapes(
             max_stop_tokens=MAX_STOP_TOKENS,
         ),
     )
+
+
+def _check_slot_state(config: EngineConfig, slot_state: bool) -> None:
+    """Raises: ValueError for what needs a state that is not kept. `slot_state`: as of `Shapes`."""
+    has = "layers of this model remember a state of fixed size per sequence (a recurrence or a short convolution)"
+    if slot_state and config.prefix_cache:
+        raise ValueError(f"engine.prefix_cache=true: {has}, which is not kept at the ends of prefixes; leave it out")
+    if slot_state and config.preempt == PreemptionPolicy.OFFLOAD:
+        raise ValueError(f'engine.preempt="offload": {has}, which does not move to host memory; use "recompute"')
 
 
 def kv_dtype(config: EngineConfig, model) -> jnp.dtype:

@@ -69,8 +69,8 @@ class DeltaNetBlock:
 
 
 class DeltaNet(eqx.Module):
-    """`out(norm(o) · silu(z))`, where o is the gated delta rule (`layers.recurrence`) of queries, keys and values behind
-    a short convolution and SiLU; queries and keys have unit length, and queries are divided by √key_size.
+    """`out(norm(o) · silu(z))`, where o is the gated delta rule (`layers.recurrence`) of queries, keys and values that
+    passed a short convolution and SiLU; queries and keys have unit length, and queries are divided by √key_size.
 
     Source: arXiv:2412.06464.
     """

@@ -72,8 +72,8 @@ class Mamba2Block:
 
 
 class Mamba2(eqx.Module):
-    """`out(norm(y · silu(z)))` with `S_t = e^{a·dt} S_{t-1} + B_t (dt_t x_t)ᵀ` and `y_t = S_tᵀ C_t + d · x_t`, where x, B
-    and C have passed a short convolution and SiLU, `dt = softplus(dt + dt_bias)` and `a = -exp(a_log)`.
+    """`out(norm(y · silu(z)))` with `S_t = e^{a·dt} S_{t-1} + B_t (dt_t x_t)ᵀ` and `y_t = S_tᵀ C_t + d · x_t`, where x,
+    B and C have passed a short convolution and SiLU, `dt = softplus(dt + dt_bias)` and `a = -exp(a_log)`.
 
     Source: arXiv:2405.21060.
     """
