@@ -61,8 +61,8 @@ def token_scores(model: DecoderModel, tokens: Array, attention: AttentionSpec = 
 
 
 def keys_and_values(model: DecoderModel, tokens: Array, attention: AttentionSpec = PLAIN) -> Array:
-    """Keys and values of `tokens` i32[n] in the layers that have them, computed in one piece and kept in one page by the
-    reference attention.
+    """Keys and values of `tokens` i32[n] in the layers that have them, computed in one piece, and kept in one page by
+    the reference attention.
 
     Requires: n is a power of two; these layers have keys and values of one shape.
     Returns: [layer, n, kv_pair, head_size], in the dtype of the model.
