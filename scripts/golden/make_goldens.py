@@ -57,7 +57,7 @@ def build_model(name: str, config: dict, *, strict: bool = True) -> torch.nn.Mod
     return model
 
 
-READ_FROM_FILES = ("mixtral", "granitemoe", "olmoe", "qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
+READ_FROM_FILES = ("mixtral", "granitemoe", "olmoe", "qwen2_moe", "qwen3_next", "qwen3_5_moe_text", "granitemoehybrid")
 """Families whose experts are other tensors in transformers' memory than in its files."""
 
 

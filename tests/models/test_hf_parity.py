@@ -54,6 +54,11 @@ ENGINE_CASES = (
     "mixtral",
     "exaone4",
     "seed_oss",
+    "lfm2",
+    "qwen3_next",
+    "qwen3_5_tied",
+    "qwen3_5_moe",
+    "granitemoehybrid",
 )
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # rope scalings that look at the length of the whole sequence
 

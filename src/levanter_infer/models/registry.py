@@ -14,6 +14,7 @@ from levanter_infer.models.gemma3 import GEMMA3, GEMMA3_WITH_VISION
 from levanter_infer.models.glm4 import GLM4
 from levanter_infer.models.granite import GRANITE
 from levanter_infer.models.granitemoe import GRANITEMOE
+from levanter_infer.models.granitemoehybrid import GRANITEMOEHYBRID
 from levanter_infer.models.lfm2 import LFM2
 from levanter_infer.models.llama import LLAMA
 from levanter_infer.models.ministral3 import MINISTRAL3
@@ -44,7 +45,7 @@ FAMILIES = {
         *(OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3, PHI3, SMOLLM3, GRANITE),
         *(SEED_OSS, EXAONE4, MIXTRAL, GRANITEMOE, OLMOE, QWEN2_MOE),
         *(COHERE, COHERE2, GLM4, ERNIE4_5, MINISTRAL3),
-        *(LFM2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
+        *(LFM2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GRANITEMOEHYBRID),
     )
 }
 """Families of text models, by `model_type`."""
