@@ -28,6 +28,7 @@ _GAINS = {
     "down_proj": 2.0,
     "qkv_proj": 1.4,
     "gate_up_proj": 1.4,
+    **{"q_a_proj": 1.4, "q_b_proj": 1.4, "kv_a_proj_with_mqa": 1.4, "kv_b_proj": 1.0},
     **{"w1": 1.4, "w3": 1.4, "w2": 2.0, "input_linear": 1.4, "output_linear": 2.0},
     **{"in_proj": 1.4, "out_proj": 2.0, "in_proj_qkvz": 1.4, "in_proj_qkv": 1.4, "in_proj_z": 1.4},
     **{"in_proj_ba": 1.0, "in_proj_b": 1.0, "in_proj_a": 1.0},
@@ -168,7 +169,9 @@ def weights_sha256(weights: dict[str, np.ndarray]) -> str:
 def _tensor(case: str, name: str, shape: tuple[int, ...], model_type: str) -> np.ndarray:
     noise = unit_noise(case, name, shape)
     module, kind = name.split(".")[-2:]
-    if kind in _RECURRENCE:  # decays of e^-0.1 a token: what is remembered matters over tens of tokens
+    if kind == "e_score_correction_bias":  # of the size of the scores' differences, so that it changes the choice
+        value = 0.1 * noise
+    elif kind in _RECURRENCE:  # decays of e^-0.1 a token: what is remembered matters over tens of tokens
         value = 0.5 * noise + _RECURRENCE[kind]
     elif len(shape) == 3 and module.startswith("conv"):
         value = 0.8 * noise

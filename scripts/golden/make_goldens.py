@@ -39,13 +39,27 @@ from tests.golden_cases import (
 VISIBLE = 50  # times the bound: how far a switched-off feature must move a logit
 
 
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Families that transformers has under another name."""
+
+
+def known_to_hf(config: dict) -> dict:
+    """A copy of the config with a `model_type` that transformers knows."""
+    config = json.loads(json.dumps(config))
+    return {**config, "model_type": ALIASES.get(config["model_type"], config["model_type"])}
+
+
+def hf_config(config: dict):
+    """transformers' own configuration object."""
+    return AutoConfig.for_model(**known_to_hf(config))
+
+
 def build_model(name: str, config: dict, *, strict: bool = True) -> torch.nn.Module:
     """The HF model with the case's weights; `strict=False` leaves out tensors that a changed config has no use for."""
     weights = make_weights(name, CASES[name].config, SHAPES.get(name))
     if config["model_type"] in READ_FROM_FILES:
         return read_model(name, config, weights, strict=strict)
-    hf_config = AutoConfig.for_model(**json.loads(json.dumps(config)))
-    model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(hf_config(config), attn_implementation="eager", dtype=torch.float32).eval()
     weights = {key: torch.from_numpy(value) for key, value in weights.items()}
     missing, unexpected = model.load_state_dict(fused(weights, model.state_dict()), strict=False)
     tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
@@ -57,14 +71,18 @@ def build_model(name: str, config: dict, *, strict: bool = True) -> torch.nn.Mod
     return model
 
 
-READ_FROM_FILES = ("mixtral", "granitemoe", "olmoe", "qwen2_moe", "qwen3_next", "qwen3_5_moe_text", "granitemoehybrid")
+READ_FROM_FILES = (
+    *("mixtral", "granitemoe", "olmoe", "qwen2_moe"),
+    *("qwen3_next", "qwen3_5_moe_text", "granitemoehybrid"),
+    *("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"),
+)
 """Families whose experts are other tensors in transformers' memory than in its files."""
 
 
 def read_model(name: str, config: dict, weights: dict[str, np.ndarray], *, strict: bool) -> torch.nn.Module:
     """As `build_model`, by way of a checkpoint that transformers reads."""
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(config))
+        (Path(directory) / "config.json").write_text(json.dumps(known_to_hf(config)))
         save_file(weights, Path(directory) / "model.safetensors", metadata={"format": "pt"})
         model, info = AutoModelForCausalLM.from_pretrained(
             directory, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
@@ -83,8 +101,7 @@ def found_shapes(name: str) -> dict[str, tuple[int, ...]] | None:
     config = CASES[name].config
     if config["model_type"] in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"):
         return None
-    hf_config = AutoConfig.for_model(**json.loads(json.dumps(config)))
-    model = AutoModelForCausalLM.from_config(hf_config)
+    model = AutoModelForCausalLM.from_config(hf_config(config))
     if config["model_type"] in READ_FROM_FILES:
         with tempfile.TemporaryDirectory() as directory:
             model.save_pretrained(directory)

@@ -27,6 +27,8 @@ STATE_HEAD = "state_head"  # heads of a recurrence, each with a matrix of its ow
 STATE_GROUP = "state_group"  # heads of Mamba-2 that share what its state is written and read with
 KEY_SIZE = "key_size"  # rows of that matrix: the width of a key and of a query
 VALUE_SIZE = "value_size"  # its columns
+LATENT = "latent"  # numbers from which latent attention computes the keys and values of all heads of a token
+Q_LATENT = "q_latent"  # numbers from which it computes their queries
 PANEL = "panel"  # groups of outputs whose weights a CPU reads together
 PANEL_SIZE = "panel_size"  # the weights of one panel
 

@@ -32,6 +32,8 @@ class KvPages(Pool):
     num_kv_heads: int = eqx.field(static=True)
     head_size: int = eqx.field(static=True)
     backend: Backend = eqx.field(static=True)
+    is_latent: bool = eqx.field(static=True, default=False)
+    """Whether tokens store latents (`PoolShape.is_latent`)."""
 
     @staticmethod
     def init(shape: PoolShape, backend: Backend = XLA) -> "KvPages":
@@ -39,7 +41,8 @@ class KvPages(Pool):
         array = backend.init_pool(shape)
         names = [_AXES[axis] for axis in backend.pool_order]
         axes = tuple(Axis(name, size) for name, size in zip(names, array.shape, strict=True))
-        return KvPages(NamedArray(array, axes), jnp.dtype(shape.dtype), shape.kv_heads, shape.head_dim, backend)
+        sizes = jnp.dtype(shape.dtype), shape.kv_heads, shape.head_dim
+        return KvPages(NamedArray(array, axes), *sizes, backend, shape.is_latent)
 
     @property
     def num_layers(self) -> int:
@@ -61,7 +64,8 @@ class KvPages(Pool):
     @property
     def shape(self) -> PoolShape:
         """Sizes of the pool."""
-        return PoolShape(self.num_layers, self.num_pages, self.page_size, self.num_kv_heads, self.head_size, self.dtype)
+        pages = self.num_layers, self.num_pages, self.page_size
+        return PoolShape(*pages, self.num_kv_heads, self.head_size, self.dtype, self.is_latent)
 
     def write(self, layer: Array, batch: PageBatchInfo, k: NamedArray, v: NamedArray) -> "KvPages":
         """Store the step's new keys and values of one layer, all tokens at once.
@@ -71,6 +75,13 @@ class KvPages(Pool):
             k, v: [token, kv_head, head_size], already rotated.
         """
         return self._written(self._write_of(layer, batch, k, v))[1]
+
+    def write_latents(self, layer: Array, batch: PageBatchInfo, latents: Array) -> "KvPages":
+        """As `write`, into a pool of latents. Args: latents: [T, kv_head, head_size], their keys rotated."""
+        assert self.is_latent, "a pool of keys and values"
+        page, offset = batch.pages_and_offsets()
+        write = KvWrite(latents, None, layer, batch.new_token_dests.array, page, offset, self.dtype)
+        return self._written(write)[1]
 
     def rotate_and_write(
         self, layer: Array, batch: PageBatchInfo, q: Array, k: NamedArray, v: NamedArray, rotation: Rotation

@@ -71,6 +71,22 @@ class FullKv(Memory):
 
 
 @dataclass(frozen=True)
+class Latents(Memory):
+    """The latent of every token and the key that all heads share, for latent attention (`layers/latent_attention.py`).
+
+    Entries are pages of the same tokens as those of `FullKv`. Every device of a mesh that shards heads has all of them.
+    """
+
+    size: int
+    """Numbers of a token: its latent and that key."""
+
+    def init(self, num_layers: int, sizes: PoolSizes) -> KvPages:
+        heads, dtype = sizes.local_heads(1), jnp.dtype(sizes.dtype)
+        shape = PoolShape(num_layers, sizes.num_pages, sizes.page_size, heads, self.size, dtype, is_latent=True)
+        return KvPages.init(shape, sizes.backend)
+
+
+@dataclass(frozen=True)
 class WindowKv(FullKv):
     """Keys and values of the last `window` tokens, for sliding-window attention."""
 

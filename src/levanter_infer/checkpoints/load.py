@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.family import is_ignored
 from levanter_infer.models.registry import family_for
-from levanter_infer.models.tensors import Parameter, parameters, set_parameter
+from levanter_infer.models.tensors import Parameter, get_parameter, parameters, set_parameter
 from levanter_infer.models.tensors import Source as TensorSource
 from levanter_infer.runtime.compile_cache import enable_compile_cache
 from levanter_infer.runtime.progress import stage
@@ -83,19 +82,18 @@ def open_model(source: Source, *, dtype: str | None = None) -> StoredModel:
     family = family_for(hf_config)
     config = family.config_from_hf(hf_config)
     stored_names = stored_tensors(source)
-    tensors = {name: stored_names[stored] for name, stored in family.own_names(stored_names).items()}
+    tensors = {name: stored_names[stored] for name, stored in family.own_names(stored_names, hf_config).items()}
     _check_size(config, tensors, source)
-    model = eqx.filter_eval_shape(DecoderModel.init, config, key=jax.eval_shape(jax.random.key, 0))
-    params = parameters(model, family.tensors)
+    params = parameters(DecoderModel.types(config), family.tensors)
     _check_names(params, tensors, config, source)
     _check_headers(params, tensors)
-    stored = _one_dtype(params, tensors, wanted)
-    types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, stored), model)
+    types = DecoderModel.types(config, _one_dtype(config, params, tensors, wanted))
 
     def read(layout: Layout | None = None) -> DecoderModel:
         model = types
         for param in params:
-            model = set_parameter(model, param.path, _read(param, tensors, stored, layout))
+            dtype = np.dtype(get_parameter(types, param.path).dtype)
+            model = set_parameter(model, param.path, _read(param, tensors, dtype, layout))
         if config.tie_word_embeddings and _LM_HEAD in tensors:
             _check_tied(tensors[_LM_HEAD], tensors[_EMBEDDINGS])
         return model if layout is None else model.shard_as(layout)
@@ -158,7 +156,12 @@ def _check_headers(params: list[Parameter], tensors: dict[str, StoredTensor]) ->
                 )
 
 
-def _one_dtype(params: list[Parameter], tensors: dict[str, StoredTensor], wanted: np.dtype | None) -> np.dtype:
+def _one_dtype(
+    config: DecoderConfig, params: list[Parameter], tensors: dict[str, StoredTensor], wanted: np.dtype | None
+) -> np.dtype:
+    """The dtype of all parameters but those that are float32 in every model."""
+    half = DecoderModel.types(config, jnp.bfloat16)
+    params = [param for param in params if get_parameter(half, param.path).dtype != jnp.float32]
     names = sorted({tensors[name].dtype for param in params for name in param.names})
     if wanted is None and len(names) > 1:
         raise ValueError(f"tensors are stored as {' and '.join(names)}; give dtype=bfloat16 or dtype=float32")

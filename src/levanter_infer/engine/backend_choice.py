@@ -54,11 +54,12 @@ class BackendChoice:
         Args:
             has_mods: whether there is a `score_mod` or a `mask_mod`, which the kernels for CPUs cannot call.
             mesh: the devices, with some of the axes `data`, `model` and `expert`; None for a mesh of one device.
-            device: a device of a topology that programs are compiled for; None: this process's first.
+            device: a device of a topology that programs are compiled for, needed with an abstract mesh; None: the first
+                of the mesh.
         Raises: ValueError if the configuration asks for something that this machine or this model does not allow.
         """
         layout = Layout.of(mesh, model.config, device)
-        device = jax.devices()[0] if device is None else device
+        device = layout.mesh.devices.flat[0] if device is None else device
 
         def task(work: Work, dtype) -> Task:
             return Task(
@@ -81,7 +82,7 @@ class BackendChoice:
             attention=_resolve(config.attention, attention),
         )
         chosen = chosen._configured(config, matmul.dtype, attention.dtype)
-        outside = model.config.outside_fused_kernels
+        outside = model.config.unfused
         if config.numerics == Numerics.BATCH_INVARIANT and outside is not None:
             raise ValueError(
                 f'engine.numerics="batch_invariant" is not possible for a model with {outside}: XLA computes that and '

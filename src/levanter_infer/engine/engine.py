@@ -174,7 +174,7 @@ class InferenceEngine:
         return f"InferenceEngine({', '.join(f'{name}={described[name]}' for name in shown)})"
 
     def describe(self) -> dict[str, object]:
-        """What was chosen, by name of the config key where there is one."""
+        """The choices that the engine made, by name of the config key where there is one."""
         shapes, cache = self.shapes, self.state.cache
         return {
             "page_size": shapes.page_size,

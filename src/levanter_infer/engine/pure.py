@@ -144,7 +144,7 @@ def _refuse_sharded(model) -> None:
         raise ValueError("generate was given the model of an engine on a mesh; give it the model as it was loaded")
     wanted = {}
     if isinstance(model, DecoderModel):
-        types = eqx.filter_eval_shape(DecoderModel.init, model.config, key=jax.eval_shape(jax.random.key, 0))
+        types = DecoderModel.types(model.config)
         wanted = {jax.tree_util.keystr(path): named.array.shape for path, named in _named_arrays(types)}
     for path, leaf in _named_arrays(model):
         shape = getattr(leaf.array, "shape", None)

@@ -210,6 +210,6 @@ class RequestState:
 
 
 def _mean_logprob(completion: Completion) -> float:
-    """What `best_of` compares; a sample that was aborted or failed comes last."""
+    """Score that `best_of` compares; a sample that was aborted or failed comes last."""
     complete = completion.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and len(completion.logprobs) > 0
     return float(completion.logprobs.mean(dtype=np.float64)) if complete else -np.inf

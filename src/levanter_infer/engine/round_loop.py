@@ -35,7 +35,7 @@ class Launched:
     """When the device could begin with it, if it had nothing else to do."""
     launch_s: float
     expected_s: float
-    """What it should take on the device."""
+    """Its expected time on the device."""
     version: int
     """Number of the weights."""
 
@@ -189,7 +189,7 @@ class RoundLoop:
             sample.score = float(found.scores[row])
 
     def _agree(self, max_steps: int | None = None) -> RoundTerms:
-        """What the next round is launched with; ends what was cancelled."""
+        """The admission that the next round is launched with; ends what was cancelled."""
         terms = self.coordinator.terms(self._rounds, self._scheduler.steps(max_steps))
         for request in terms.cancelled:
             self._known += [sample for sample in request.sequences if sample.finish_reason is None]

@@ -37,7 +37,7 @@ _MAX_ARRIVAL = 2**31 - 2
 
 
 class RankOutputs(Protocol):
-    """What the scheduler reads of a round on one rank, in NumPy; `decode.outputs.HostOutputs` is one."""
+    """The outputs of a round on one rank that the scheduler reads, in NumPy; `decode.outputs.HostOutputs` is one."""
 
     status: np.ndarray
     """i32[slot], `codes.Status`."""
@@ -156,7 +156,7 @@ class Scheduler:
         return self.round_length.steps(self.has_prompts, wanted)
 
     def next_admission(self, round_id: int, max_steps: int) -> HostAdmission:
-        """What the next round admits and cancels; requests that it admits have their slots then.
+        """The requests that the next round admits and cancels; those that it admits have their slots then.
 
         Args:
             round_id: its number, larger than those before.

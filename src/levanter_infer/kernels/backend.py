@@ -16,6 +16,9 @@ from jax import Array
 
 from levanter_infer.kernels.call import AttentionCall, KvWrite, LinearCall, PoolShape
 
+LATENT_REFUSAL = "the pages hold the latents of latent attention, which the kernel does not read"
+"""Of backends whose attention is for keys and values alone."""
+
 
 class Work(enum.Enum):
     """Kinds of computation of a backend."""
@@ -66,6 +69,8 @@ class Task:
     """Whether the model is sharded over the mesh."""
     has_mods: bool = False
     """Whether there is a `score_mod` or `mask_mod`."""
+    is_latent: bool = False
+    """Whether the pages are those of latent attention (`PoolShape.is_latent`)."""
 
     @property
     def stored(self) -> str:
@@ -187,14 +192,14 @@ class Backend(ABC):
 
     @abstractmethod
     def read_kv(self, pool: Array, shape: PoolShape, pages: Array, offsets: Array) -> Array:
-        """Stored keys and values of all layers, f32[layers, n, 2 * Hkv, D], heads interleaved k0, v0, k1, v1, …
-
+        """Stored keys and values of all layers, f32[layers, n, 2 * Hkv, D], heads interleaved k0, v0, k1, v1, …; of
+        latents f32[layers, n, Hkv, D].
         Args: pages, offsets: i32[n], where each token is stored; anything where a page is none.
         """
 
     @abstractmethod
     def attend(self, call: AttentionCall) -> Array:
-        """Attention, [T, Hq, D] in q's dtype, accumulated in f32; padding tokens give zeros.
+        """Attention, `AttentionCall.out_shape` in q's dtype, accumulated in f32; padding tokens give zeros.
 
         Raises: ValueError for shapes or dtypes that do not fit together, and for what this backend does not compute.
         """

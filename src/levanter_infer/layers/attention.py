@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -17,14 +18,14 @@ from levanter_infer.cache.memory import FullKv, WindowKv
 from levanter_infer.kernels.backend import Fuse
 from levanter_infer.kernels.call import AttentionCall, Rotation
 from levanter_infer.kernels.rules import MASKED, ScoreRules
-from levanter_infer.layers.linear import Fusion, Linear, apply
+from levanter_infer.layers.linear import Fusion, Linear, apply, split_key
 from levanter_infer.layers.norm import NormConfig, RMSNorm
 from levanter_infer.layers.rotary import Rope, RopeConfig
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What a caller adds to the model's attention; static under jit. The pool's backend computes it."""
+    """Functions and limits that a caller adds to the model's attention; static under jit."""
 
     score_mod: Callable | None = None
     """score_mod(score, q_pos, kv_pos, head) -> score, elementwise; score is the scaled dot product, f32."""
@@ -55,7 +56,7 @@ class AttentionBlock:
     out_bias: bool = False
     """Whether the output projection has a bias."""
     qk_norm: NormConfig | None = None
-    """Of queries and keys, before the rotation."""
+    """Norm of queries and keys, before the rotation; None: there is none."""
     qk_norm_whole: bool = False
     """Whether `qk_norm` is over all heads together (OLMo 2), and not over each."""
     qk_norm_by_head: bool = False
@@ -75,8 +76,13 @@ class AttentionBlock:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary embedding needs an even one")
 
     @property
+    def rope_dim(self) -> int:
+        """Numbers of a query or key that the rope is given: all."""
+        return self.head_dim
+
+    @property
     def stored(self) -> "AttentionBlock":
-        """What decides the parameters: blocks that are equal here share a stack."""
+        """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""
         return dataclasses.replace(
             self, rope=None, window=None, attention_chunk=None, scale=None, soft_cap=None, qkv_clip=None
         )
@@ -87,6 +93,19 @@ class AttentionBlock:
         if self.window is not None:
             return WindowKv(self.num_kv_heads, self.head_dim, self.window)
         return FullKv(self.num_kv_heads, self.head_dim)
+
+    @property
+    def unfused(self) -> str | None:
+        """The part that no kernel fuses with the cache; None: there is none, as in Llama."""
+        if self.rope is None:
+            return "a layer without a rope"
+        if self.qkv_clip is not None:
+            return "queries and keys that are clipped"
+        if self.qk_norm_whole or self.qk_norm_by_head:
+            return "a norm over all heads, or a weight for each"
+        if self.output_gate:
+            return "a gate of attention"
+        return self.rope.unfused or (self.qk_norm and self.qk_norm.unfused)
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
@@ -99,9 +118,10 @@ class AttentionBlock:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What attention needs beside hidden states, in one layer."""
+    """Inputs of attention beside hidden states, in one layer."""
 
-    block: AttentionBlock
+    block: Any
+    """What the mixer computes: an `AttentionBlock`, or another mixer's."""
     rope: Rope | None
     """Angles of the block's rope, of each token."""
     spec: AttentionSpec
@@ -128,9 +148,10 @@ class Attention(eqx.Module):
     """[layers, kv_head, q_heads_per_group, head_size, embed]; None: the block has no `output_gate`."""
 
     @staticmethod
-    def init(batch: Sequence[Axis], embed: Axis, block: AttentionBlock, *, key: Array, dtype) -> "Attention":
+    def init(batch: Sequence[Axis], embed: Axis, block: AttentionBlock, *, key: Array | None, dtype) -> "Attention":
         """Random projections as in `Linear.init`; `batch`: axes of independent layers."""
-        q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+        q_key, k_key, v_key, o_key = split_key(key, 4)
+        gate_key = None if key is None else jax.random.fold_in(key, 1)
         kv_heads, size = Axis(KV_HEADS, block.num_kv_heads), Axis(HEAD_SIZE, block.head_dim)
         q_heads = (kv_heads, Axis(Q_HEADS_PER_GROUP, block.num_heads // block.num_kv_heads), size)
 
@@ -149,9 +170,7 @@ class Attention(eqx.Module):
             o_proj=Linear.init(batch, (embed,), q_heads, key=o_key, dtype=dtype, bias=block.out_bias),
             q_norm=norm(q_heads),
             k_norm=norm((kv_heads, size)),
-            gate_proj=Linear.init(
-                batch, q_heads, (embed,), key=jax.random.fold_in(key, 1), dtype=dtype, bias=block.qkv_bias
-            )
+            gate_proj=Linear.init(batch, q_heads, (embed,), key=gate_key, dtype=dtype, bias=block.qkv_bias)
             if block.output_gate
             else None,
         )
@@ -198,19 +217,7 @@ class Attention(eqx.Module):
         batch = tuple(axis.name for axis in x.axes[:-2])
         q = q.rearrange((*batch, POSITION, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE))
         k, v = (a.rearrange((*batch, POSITION, KV_HEADS, HEAD_SIZE)).array for a in (k, v))
-        f32 = jnp.float32
-        matmul = jnp.einsum("...qhgd,...khd->...hgqk", q.array, k, preferred_element_type=f32)
-        rules = self._rules(k.shape[-1], inputs)
-        q_pos, kv_pos, head = _indices(matmul)
-        seen = jnp.broadcast_to(rules.seen(q_pos, kv_pos, head), matmul.shape)
-        scores = jnp.where(seen, rules.scores(matmul, q_pos, kv_pos, head), f32(MASKED))
-        # A query that sees nothing gives zeros, as over pages.
-        weights = jnp.where(seen, jax.nn.softmax(scores, axis=-1), f32(0))
-        if inputs.sinks is not None:
-            # With e^sink in the sum as well: softmax · Σ / (Σ + e^sink).
-            total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-            weights = weights * jax.nn.sigmoid(total - inputs.sinks.astype(f32)[head])
-        attended = jnp.einsum("...hgqk,...khd->...qhgd", weights.astype(v.dtype), v, preferred_element_type=f32)
+        attended = attend_to_all(q.array, k, v, self._rules(k.shape[-1], inputs), inputs.sinks)
         attended = _gated(NamedArray(attended, q.axes), gate).astype(x.dtype)
         return apply(attended, self.o_proj, residual=around.residual)[0], None
 
@@ -256,15 +263,14 @@ class Attention(eqx.Module):
 
     def _rotation(self, inputs: AttentionInputs) -> Rotation | None:
         """Norms and rotation as a kernel takes them; None where it cannot compute them."""
-        rope, block = inputs.rope, inputs.block
-        if rope is None or not rope.fusable(block.head_dim) or block.qkv_clip is not None:
+        rope = inputs.rope
+        if rope is None or inputs.block.unfused is not None:
             return None
         cos, sin = (side.rearrange((TOKEN, HEAD_SIZE)).array for side in (rope.cos, rope.sin))
         if self.q_norm is None or self.k_norm is None:
             return Rotation(cos, sin)
         q_norm, k_norm = self.q_norm.fusable, self.k_norm.fusable
-        if block.qk_norm_whole or q_norm is None or k_norm is None:
-            return None
+        assert q_norm is not None and k_norm is not None, f"kernels do not compute {inputs.block.qk_norm}"
         return Rotation(cos, sin, (q_norm, k_norm))
 
     def _rules(self, head_dim: int, inputs: AttentionInputs) -> ScoreRules:
@@ -285,6 +291,29 @@ def _gated(attended: NamedArray, gate: Sequence[NamedArray]) -> NamedArray:
         return attended
     factor = jax.nn.sigmoid(gate[0].rearrange(attended.axes).array.astype(jnp.float32))
     return NamedArray(attended.array.astype(jnp.float32) * factor, attended.axes)
+
+
+def attend_to_all(q: Array, k: Array, v: Array, rules: ScoreRules, sinks: Array | None = None) -> Array:
+    """Attention over plain sequences, the whole matrix of scores at once.
+
+    Args:
+        q: [..., query, kv_head, group, D]
+        k, v: [..., key, kv_head, D] and [..., key, kv_head, size of values]
+        sinks: f32[Hq], as of `AttentionCall`.
+    Returns: f32[..., query, kv_head, group, size of values]
+    """
+    f32 = jnp.float32
+    matmul = jnp.einsum("...qhgd,...khd->...hgqk", q, k, preferred_element_type=f32)
+    q_pos, kv_pos, head = _indices(matmul)
+    seen = jnp.broadcast_to(rules.seen(q_pos, kv_pos, head), matmul.shape)
+    scores = jnp.where(seen, rules.scores(matmul, q_pos, kv_pos, head), f32(MASKED))
+    # A query that sees nothing gives zeros, as over pages.
+    weights = jnp.where(seen, jax.nn.softmax(scores, axis=-1), f32(0))
+    if sinks is not None:
+        # With e^sink in the sum as well: softmax · Σ / (Σ + e^sink).
+        total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+        weights = weights * jax.nn.sigmoid(total - sinks.astype(f32)[head])
+    return jnp.einsum("...hgqk,...khd->...qhgd", weights.astype(v.dtype), v, preferred_element_type=f32)
 
 
 def _indices(scores: Array) -> tuple[Array, Array, Array]:

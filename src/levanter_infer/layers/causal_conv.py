@@ -24,11 +24,16 @@ class CausalConv(eqx.Module):
     """[layers, channel]"""
 
     @staticmethod
-    def init(batch: Sequence[Axis], channels: int, taps: int, *, key: Array, dtype, bias: bool = False) -> "CausalConv":
-        """Normal weights of variance 1 / taps, zero bias. `batch`: axes of independent layers."""
+    def init(
+        batch: Sequence[Axis], channels: int, taps: int, *, key: Array | None, dtype, bias: bool = False
+    ) -> "CausalConv":
+        """Normal weights of variance 1 / taps, zero bias; `batch`: axes of independent layers. Zeros without a key."""
         axes = (*batch, Axis(CHANNEL, channels), Axis(TAP, taps))
-        weight = hax.random.normal(key, axes, dtype=jnp.float32) * jnp.float32(taps**-0.5)
-        return CausalConv(weight.astype(dtype), hax.zeros(axes[:-1], dtype=dtype) if bias else None)
+        if key is None:
+            weight = hax.zeros(axes, dtype=dtype)
+        else:
+            weight = (hax.random.normal(key, axes, dtype=jnp.float32) * jnp.float32(taps**-0.5)).astype(dtype)
+        return CausalConv(weight, hax.zeros(axes[:-1], dtype=dtype) if bias else None)
 
     @property
     def num_taps(self) -> int:

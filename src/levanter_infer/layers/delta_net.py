@@ -14,7 +14,7 @@ from levanter_infer.axes import KEY_SIZE, STATE_HEAD, VALUE_SIZE
 from levanter_infer.cache.memory import FixedState
 from levanter_infer.cache.slot_state import SlotState
 from levanter_infer.layers.causal_conv import CausalConv
-from levanter_infer.layers.linear import Fusion, Linear, apply
+from levanter_infer.layers.linear import Fusion, Linear, apply, split_key
 from levanter_infer.layers.norm import NormConfig, RMSNorm
 from levanter_infer.layers.recurrence import TokenInputs, ragged, repeated, scan
 from levanter_infer.layers.rows import RaggedRows
@@ -88,16 +88,16 @@ class DeltaNet(eqx.Module):
     """Of queries, keys and values, in this order."""
     a_log: NamedArray
     dt_bias: NamedArray
-    """[layers, state_head]; the logarithm of the decay is -exp(a_log) · softplus(a + dt_bias)."""
+    """f32[layers, state_head]; the logarithm of the decay is -exp(a_log) · softplus(a + dt_bias)."""
     norm: RMSNorm
-    """[layers, value_size]"""
+    """f32[layers, value_size]"""
     out_proj: Linear
     """[layers, embed, state_head, value_size]"""
 
     @staticmethod
-    def init(batch: Sequence[Axis], embed: Axis, block: DeltaNetBlock, *, key: Array, dtype) -> "DeltaNet":
+    def init(batch: Sequence[Axis], embed: Axis, block: DeltaNetBlock, *, key: Array | None, dtype) -> "DeltaNet":
         """Random maps as in `Linear.init`, no decay bias; `batch`: axes of independent layers."""
-        keys = iter(jax.random.split(key, 8))
+        keys = iter(split_key(key, 8))
         k_heads = (Axis(STATE_HEAD, block.num_key_heads), Axis(KEY_SIZE, block.key_size))
         head, value = Axis(STATE_HEAD, block.num_value_heads), Axis(VALUE_SIZE, block.value_size)
 
@@ -112,9 +112,9 @@ class DeltaNet(eqx.Module):
             b_proj=linear(head),
             a_proj=linear(head),
             conv=CausalConv.init(batch, block.channels, block.taps, key=next(keys), dtype=dtype),
-            a_log=hax.zeros((*batch, head), dtype=dtype),
-            dt_bias=hax.zeros((*batch, head), dtype=dtype),
-            norm=RMSNorm.init(batch, value, config=NormConfig(block.norm_eps), dtype=dtype),
+            a_log=hax.zeros((*batch, head)),
+            dt_bias=hax.zeros((*batch, head)),
+            norm=RMSNorm.init(batch, value, config=NormConfig(block.norm_eps), dtype=jnp.float32),
             out_proj=Linear.init(batch, (embed,), (head, value), key=next(keys), dtype=dtype),
         )
 

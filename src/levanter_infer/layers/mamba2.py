@@ -14,7 +14,7 @@ from levanter_infer.axes import KEY_SIZE, STATE_GROUP, STATE_HEAD, VALUE_SIZE
 from levanter_infer.cache.memory import FixedState
 from levanter_infer.cache.slot_state import SlotState
 from levanter_infer.layers.causal_conv import CausalConv
-from levanter_infer.layers.linear import Fusion, Linear, apply
+from levanter_infer.layers.linear import Fusion, Linear, apply, split_key
 from levanter_infer.layers.recurrence import TokenInputs, ragged, repeated, scan
 from levanter_infer.layers.rows import RaggedRows
 
@@ -91,16 +91,16 @@ class Mamba2(eqx.Module):
     a_log: NamedArray
     dt_bias: NamedArray
     skip: NamedArray
-    """[layers, state_head]; skip is d."""
+    """f32[layers, state_head]; skip is d."""
     norm_weight: NamedArray
     """[layers, state_head, value_size]"""
     out_proj: Linear
     """[layers, embed, state_head, value_size]"""
 
     @staticmethod
-    def init(batch: Sequence[Axis], embed: Axis, block: Mamba2Block, *, key: Array, dtype) -> "Mamba2":
+    def init(batch: Sequence[Axis], embed: Axis, block: Mamba2Block, *, key: Array | None, dtype) -> "Mamba2":
         """Random maps as in `Linear.init`, a decay of e^-dt; `batch`: axes of independent layers."""
-        keys = iter(jax.random.split(key, 7))
+        keys = iter(split_key(key, 7))
         head = Axis(STATE_HEAD, block.num_heads)
         value = (head, Axis(VALUE_SIZE, block.head_size))
         shared = (Axis(STATE_GROUP, block.num_groups), Axis(KEY_SIZE, block.state_size))
@@ -116,9 +116,9 @@ class Mamba2(eqx.Module):
             c_proj=linear(*shared),
             dt_proj=linear(head),
             conv=conv,
-            a_log=hax.zeros((*batch, head), dtype=dtype),
-            dt_bias=hax.zeros((*batch, head), dtype=dtype),
-            skip=hax.ones((*batch, head), dtype=dtype),
+            a_log=hax.zeros((*batch, head)),
+            dt_bias=hax.zeros((*batch, head)),
+            skip=hax.ones((*batch, head)),
             norm_weight=hax.ones((*batch, *value), dtype=dtype),
             out_proj=Linear.init(batch, (embed,), value, key=next(keys), dtype=dtype, bias=block.bias),
         )

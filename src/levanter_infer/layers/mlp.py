@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import equinox as eqx
-import jax
 from haliax import Axis, NamedArray
 from jax import Array
 
 from levanter_infer.axes import MLP
 from levanter_infer.layers.activation import Activation
-from levanter_infer.layers.linear import Fusion, Linear, apply
+from levanter_infer.layers.linear import Fusion, Linear, apply, split_key
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,13 @@ class DenseBlock:
 
     @property
     def stored(self) -> "DenseBlock":
-        """What decides the parameters: blocks that are equal here share a stack."""
+        """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""
         return dataclasses.replace(self, activation=Activation.SILU)
+
+    @property
+    def unfused(self) -> str | None:
+        """The part that no kernel fuses with a matmul; None: there is none, as in Llama."""
+        return self.activation.unfused if self.gated else "a feed-forward block without a gate"
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
@@ -46,12 +50,12 @@ class Mlp(eqx.Module):
     down_proj: Linear
 
     @staticmethod
-    def init(batch: Sequence[Axis], embed: Axis, block: DenseBlock, *, key: Array, dtype) -> "Mlp":
+    def init(batch: Sequence[Axis], embed: Axis, block: DenseBlock, *, key: Array | None, dtype) -> "Mlp":
         """Random maps as in `Linear.init`; `batch`: axes of independent layers."""
-        gate, up, down = jax.random.split(key, 3)
+        gate, up, down = split_key(key, 3)
         mlp = Axis(MLP, block.width)
 
-        def linear(out: Axis, ins: Axis, key: Array) -> Linear:
+        def linear(out: Axis, ins: Axis, key: Array | None) -> Linear:
             return Linear.init(batch, (out,), (ins,), key=key, dtype=dtype, bias=block.bias)
 
         return Mlp(

@@ -25,26 +25,29 @@ class NormConfig:
     center: bool = False
     """Whether the mean is subtracted first: LayerNorm without a bias, as in Cohere."""
 
+    @property
+    def unfused(self) -> str | None:
+        """The part that no kernel fuses with a matmul or with the rotation; None: kernels compute this norm."""
+        if self.plus_one:
+            return "a norm with 1 + weight"
+        return "a norm that subtracts the mean" if self.center else None
+
 
 class RMSNorm(eqx.Module):
     """`x / sqrt(mean(x²) + eps) · weight` over the axes of the weight, in float32, returned in the dtype of `x`.
 
-    With `center`, of `x - mean(x)`. Source: arXiv:1910.07467; with `center` arXiv:1607.06450.
+    With `config.center`, of `x - mean(x)`. Source: arXiv:1910.07467; with `center` arXiv:1607.06450.
     """
 
     weight: NamedArray
     """[layers, axes...]; without `layers` once a scan has picked a layer."""
-    eps: float = eqx.field(static=True)
+    config: NormConfig = eqx.field(static=True)
     layer: Array | None = None
     """i32[], which layer of the stack is meant. None where there is no stack."""
-    plus_one: bool = eqx.field(static=True, default=False)
-    """Whether the factor is 1 + weight."""
     shard_axis: ShardAxis = eqx.field(static=True, default=REPLICATED)
     """How the normed axes are sharded: the squares are added up over all shards."""
     width: int | None = eqx.field(static=True, default=None)
     """Numbers whose squares are averaged, in all shards; None: those of the weight."""
-    center: bool = eqx.field(static=True, default=False)
-    """Whether the mean is subtracted first."""
     num_normed: int | None = eqx.field(static=True, default=None)
     """The last axes of the weight over which `x` is normed; None: all."""
 
@@ -61,7 +64,7 @@ class RMSNorm(eqx.Module):
         axes = (axes,) if isinstance(axes, Axis) else tuple(axes)
         make = hax.zeros if config.plus_one else hax.ones
         weight = make((*batch, *axes), dtype=dtype)
-        return RMSNorm(weight, config.eps, plus_one=config.plus_one, center=config.center, num_normed=num_normed)
+        return RMSNorm(weight, config, num_normed=num_normed)
 
     def at(self, layer: Array) -> "RMSNorm":
         """The norm of one layer of a stack."""
@@ -70,8 +73,8 @@ class RMSNorm(eqx.Module):
     @property
     def fusable(self) -> tuple[Array, float] | None:
         """Weight and epsilon as kernels take them; None where they cannot compute this norm."""
-        is_other = self.plus_one or self.center or self.num_normed is not None
-        return None if is_other or self.shard_axis != REPLICATED else (self.weight.array, self.eps)
+        is_part = self.num_normed is not None or self.shard_axis != REPLICATED
+        return None if is_part or self.config.unfused is not None else (self.weight.array, self.config.eps)
 
     def normed(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
         """Those of the weight's axes over which `x` is normed."""
@@ -82,11 +85,11 @@ class RMSNorm(eqx.Module):
         weight = self.weight if self.layer is None else pick_layer(self.weight, self.layer)
         wide = x.astype(jnp.float32)
         axes = self.normed(weight.axes)
-        if self.center:
+        if self.config.center:
             wide = wide - self._mean(wide, axes)
-        normed = wide * hax.rsqrt(self._mean(wide * wide, axes) + jnp.float32(self.eps))
+        normed = wide * hax.rsqrt(self._mean(wide * wide, axes) + jnp.float32(self.config.eps))
         factor = weight.astype(jnp.float32)
-        factor = factor + jnp.float32(1) if self.plus_one else factor
+        factor = factor + jnp.float32(1) if self.config.plus_one else factor
         return (normed * factor).rearrange(x.axes).astype(x.dtype)
 
     def _mean(self, values: NamedArray, axes: tuple[Axis, ...]) -> NamedArray:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import equinox as eqx
-import jax
 from haliax import Axis, NamedArray
 from jax import Array
 
@@ -12,7 +11,7 @@ from levanter_infer.axes import CHANNEL, PART
 from levanter_infer.cache.memory import FixedState
 from levanter_infer.cache.slot_state import SlotState
 from levanter_infer.layers.causal_conv import CausalConv
-from levanter_infer.layers.linear import Fusion, Linear, apply
+from levanter_infer.layers.linear import Fusion, Linear, apply, split_key
 from levanter_infer.layers.rows import RaggedRows
 
 
@@ -54,9 +53,9 @@ class ShortConv(eqx.Module):
     """[layers, embed, channel]"""
 
     @staticmethod
-    def init(batch: Sequence[Axis], embed: Axis, block: ShortConvBlock, *, key: Array, dtype) -> "ShortConv":
+    def init(batch: Sequence[Axis], embed: Axis, block: ShortConvBlock, *, key: Array | None, dtype) -> "ShortConv":
         """Random maps as in `Linear.init`; `batch`: axes of independent layers."""
-        in_key, conv_key, out_key = jax.random.split(key, 3)
+        in_key, conv_key, out_key = split_key(key, 3)
         channel, part = Axis(CHANNEL, block.channels), Axis(PART, 3)
         return ShortConv(
             in_proj=Linear.init(batch, (part, channel), (embed,), key=in_key, dtype=dtype, bias=block.bias),

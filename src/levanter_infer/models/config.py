@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from levanter_infer.cache.cache import PoolSpec
-from levanter_infer.cache.memory import Memory
+from levanter_infer.cache.memory import Latents, Memory
 from levanter_infer.layers.attention import AttentionBlock
+from levanter_infer.layers.latent_attention import LatentAttentionBlock
 from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.layers.norm import NormConfig
 from levanter_infer.layers.rotary import RopeConfig
@@ -18,7 +19,7 @@ from levanter_infer.models.periods import Group, find_periods
 
 @dataclass(frozen=True, eq=False)
 class DecoderConfig:
-    """What a checkpoint's `config.json` says about the mathematics."""
+    """The mathematics that a checkpoint's `config.json` describes."""
 
     model_type: str
     """HF's name of the family."""
@@ -30,7 +31,7 @@ class DecoderConfig:
     blocks: tuple[Block, ...]
     """One per layer."""
     norm: NormConfig
-    """Of the last hidden states, before the head."""
+    """Norm of the last hidden states, before the head."""
     tie_word_embeddings: bool = False
     embedding_multiplier: float = 1.0
     """Factor of the embeddings, in the dtype of the parameters."""
@@ -102,7 +103,7 @@ class DecoderConfig:
         return len(self.blocks)
 
     @functools.cached_property
-    def attention(self) -> tuple[AttentionBlock, ...]:
+    def attention(self) -> tuple[AttentionBlock | LatentAttentionBlock, ...]:
         """The attention of the layers that have it, in order."""
         return tuple(block.attention for block in self.blocks if block.attention is not None)
 
@@ -142,6 +143,11 @@ class DecoderConfig:
     def head_dim(self) -> int:
         return self.attention[0].head_dim
 
+    @property
+    def has_latents(self) -> bool:
+        """Whether a layer remembers latents."""
+        return any(isinstance(pool.memory, Latents) for pool in self.pools)
+
     @functools.cached_property
     def experts(self) -> ExpertsBlock | None:
         """The first feed-forward block of experts; None: no layer has one."""
@@ -153,10 +159,9 @@ class DecoderConfig:
         return None if self.experts is None else self.experts.num_experts
 
     @functools.cached_property
-    def outside_fused_kernels(self) -> str | None:
-        """A part of the model that no kernel fuses with its matmuls or its cache, so that XLA computes it: in an order
-        that depends on the number of tokens. None: there is none, as in Llama."""
-        return next(filter(None, (block.outside_fused_kernels for block in dict.fromkeys(self.blocks))), None) or (
+    def unfused(self) -> str | None:
+        """A part of the model that no kernel fuses (`Block.unfused`); None: there is none, as in Llama."""
+        return next(filter(None, (block.unfused for block in dict.fromkeys(self.blocks))), None) or (
             "a soft cap of logits" if self.logits_soft_cap is not None else None
         )
 
@@ -173,7 +178,7 @@ class DecoderConfig:
     def num_expert_parameters(self) -> int:
         """Those of them that belong to experts, without the routers."""
         blocks = (b.feed_forward for b in self.blocks)
-        return sum(3 * b.num_experts * b.width * self.hidden_size for b in blocks if isinstance(b, ExpertsBlock))
+        return sum(b.num_expert_parameters(self.hidden_size) for b in blocks if isinstance(b, ExpertsBlock))
 
 
 def _stored_at(parts: Sequence[tuple[int, ...]], group: Group[Block], offset: int) -> tuple[int, int, int]:

@@ -17,10 +17,11 @@ from levanter_infer.axes import EMBED, LAYERS, PERIOD, POSITION, SEQ_PAGE, VOCAB
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.cache import Cache
 from levanter_infer.kernels.backend import Backend
-from levanter_infer.layers.attention import Attention, AttentionInputs, AttentionSpec
+from levanter_infer.layers.attention import Attention, AttentionBlock, AttentionInputs, AttentionSpec
 from levanter_infer.layers.delta_net import DeltaNet, DeltaNetBlock
+from levanter_infer.layers.latent_attention import LatentAttention, LatentAttentionBlock
 from levanter_infer.layers.layout import Layout
-from levanter_infer.layers.linear import Fusion, Linear, apply, prepare_tables
+from levanter_infer.layers.linear import Fusion, Linear, apply, prepare_tables, split_key
 from levanter_infer.layers.mamba2 import Mamba2, Mamba2Block
 from levanter_infer.layers.mlp import Mlp
 from levanter_infer.layers.moe import ExpertsBlock, Moe
@@ -30,7 +31,7 @@ from levanter_infer.layers.rows import RaggedRows
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
 from levanter_infer.layers.short_conv import ShortConv, ShortConvBlock
 from levanter_infer.layers.stack import pick_layer
-from levanter_infer.models.blocks import Block, Placement, Stack
+from levanter_infer.models.blocks import Block, Mixer, Placement, Stack
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.periods import Group
 
@@ -46,22 +47,22 @@ class DecoderLayer(eqx.Module):
     """The parameters of the layers of one stack. `Block` says what is computed with them."""
 
     input_norm: RMSNorm | None
-    """Of the input of attention."""
-    attention: Attention | None
+    """Norm of the input of the mixer."""
+    attention: Attention | LatentAttention | None
     """None: the mixer is `recurrent`."""
     mlp_norm: RMSNorm | None
-    """Of the input of the feed-forward block."""
+    """Norm of the input of the feed-forward block."""
     mlp: Mlp | Moe
     mixer_out_norm: RMSNorm | None
     mlp_out_norm: RMSNorm | None
-    """Of the outputs of the mixer and the feed-forward block."""
+    """Norms of the outputs of the mixer and the feed-forward block."""
     recurrent: Recurrent | None = None
     """The mixer that remembers a state of fixed size."""
 
     @staticmethod
-    def init(batch: tuple[Axis, ...], embed: Axis, block: Block, *, key: Array, dtype) -> "DecoderLayer":
+    def init(batch: tuple[Axis, ...], embed: Axis, block: Block, *, key: Array | None, dtype) -> "DecoderLayer":
         """`batch`: axes of independent layers."""
-        mixer_key, mlp_key = jax.random.split(key)
+        mixer_key, mlp_key = split_key(key, 2)
         feed_forward = block.feed_forward
         if isinstance(feed_forward, ExpertsBlock):
             mlp = Moe.init(batch, embed, feed_forward, key=mlp_key, dtype=dtype)
@@ -74,12 +75,12 @@ class DecoderLayer(eqx.Module):
 
         return DecoderLayer(
             input_norm=norm("input_norm"),
-            attention=block.attention and Attention.init(batch, embed, block.attention, key=mixer_key, dtype=dtype),
+            attention=_attention(batch, embed, block.mixer, key=mixer_key, dtype=dtype),
             mlp_norm=norm("mlp_norm"),
             mlp=mlp,
             mixer_out_norm=norm("mixer_out_norm"),
             mlp_out_norm=norm("mlp_out_norm"),
-            recurrent=_recurrent(batch, embed, block, key=mixer_key, dtype=dtype),
+            recurrent=_recurrent(batch, embed, block.mixer, key=mixer_key, dtype=dtype),
         )
 
     def at(self, index: Array, num_rows: Array) -> "DecoderLayer":
@@ -120,15 +121,27 @@ class DecoderLayer(eqx.Module):
         return added(result, self.mlp_out_norm, mixed), state
 
 
-def _recurrent(batch: tuple[Axis, ...], embed: Axis, block: Block, *, key: Array, dtype) -> Recurrent | None:
-    """Random parameters of the mixer of `block`, if that is recurrent."""
-    match block.recurrent:
-        case ShortConvBlock() as mixer:
-            return ShortConv.init(batch, embed, mixer, key=key, dtype=dtype)
-        case DeltaNetBlock() as mixer:
-            return DeltaNet.init(batch, embed, mixer, key=key, dtype=dtype)
-        case Mamba2Block() as mixer:
-            return Mamba2.init(batch, embed, mixer, key=key, dtype=dtype)
+def _attention(
+    batch: tuple[Axis, ...], embed: Axis, block: Mixer, *, key: Array | None, dtype
+) -> Attention | LatentAttention | None:
+    """Random parameters of the mixer, if that is attention."""
+    match block:
+        case LatentAttentionBlock():
+            return LatentAttention.init(batch, embed, block, key=key, dtype=dtype)
+        case AttentionBlock():
+            return Attention.init(batch, embed, block, key=key, dtype=dtype)
+    return None
+
+
+def _recurrent(batch: tuple[Axis, ...], embed: Axis, block: Mixer, *, key: Array | None, dtype) -> Recurrent | None:
+    """Random parameters of the mixer, if that is recurrent."""
+    match block:
+        case ShortConvBlock():
+            return ShortConv.init(batch, embed, block, key=key, dtype=dtype)
+        case DeltaNetBlock():
+            return DeltaNet.init(batch, embed, block, key=key, dtype=dtype)
+        case Mamba2Block():
+            return Mamba2.init(batch, embed, block, key=key, dtype=dtype)
     return None
 
 
@@ -147,17 +160,29 @@ class DecoderModel(eqx.Module):
     """How the vocabulary is sharded."""
 
     @staticmethod
-    def init(config: DecoderConfig, *, key: Array, dtype=jnp.float32) -> "DecoderModel":
-        """Random parameters: embeddings and head of standard deviation 0.02, the rest as in `Linear.init`."""
-        embed_key, layers_key, head_key = jax.random.split(key, 3)
+    def types(config: DecoderConfig, dtype=jnp.float32) -> "DecoderModel":
+        """The model of `config` with `jax.ShapeDtypeStruct`s for arrays."""
+        return eqx.filter_eval_shape(DecoderModel.init, config, key=None, dtype=dtype)
+
+    @staticmethod
+    def init(config: DecoderConfig, *, key: Array | None, dtype=jnp.float32) -> "DecoderModel":
+        """Random parameters: embeddings and head of standard deviation 0.02, the rest as in `Linear.init`.
+
+        Args: key: None for zeros.
+        """
+        embed_key, layers_key, head_key = split_key(key, 3)
         vocab, embed = Axis(VOCAB, config.vocab_size), Axis(EMBED, config.hidden_size)
 
-        def table(key: Array) -> Linear:
+        def table(key: Array | None) -> Linear:
+            if key is None:
+                return Linear(weight=hax.zeros((vocab, embed), dtype=dtype), bias=None, num_in=1)
             weight = hax.random.normal(key, (vocab, embed), dtype=jnp.float32) * jnp.float32(0.02)
             return Linear(weight=weight.astype(dtype), bias=None, num_in=1)
 
         def stacked(index: int, stack: Stack) -> DecoderLayer:
-            key = layers_key if index == 0 else jax.random.fold_in(layers_key, index)
+            key = layers_key
+            if index > 0 and key is not None:
+                key = jax.random.fold_in(key, index)
             return DecoderLayer.init((Axis(LAYERS, len(stack.layers)),), embed, stack.block, key=key, dtype=dtype)
 
         return DecoderModel(
@@ -207,7 +232,7 @@ class DecoderModel(eqx.Module):
 
     @property
     def backend(self) -> Backend:
-        """What computes the matmuls."""
+        """Backend that computes the matmuls."""
         return self._head.backend
 
     @property
@@ -220,7 +245,8 @@ class DecoderModel(eqx.Module):
         def sharded(part):
             if isinstance(part, Moe):
                 shared = jax.tree.map(sharded, part.shared, is_leaf=lambda each: isinstance(each, Linear))
-                return dataclasses.replace(part, experts=layout.experts, sums=layout.expert_sums, shared=shared)
+                axes = {"experts": layout.experts, "sums": layout.expert_sums, "inner": layout.model}
+                return dataclasses.replace(part, **axes, shared=shared)
             if isinstance(part, RMSNorm):
                 width = layout.normed_width(part.normed(part.weight.axes))
                 return part if width is None else dataclasses.replace(part, shard_axis=layout.model, width=width)
@@ -372,8 +398,8 @@ class DecoderModel(eqx.Module):
         return NamedArray(rows, (*tokens.axes, self.embed))
 
     def _inputs(self, positions: NamedArray, spec: AttentionSpec, rope_len: int) -> Callable[[Block], AttentionInputs]:
-        """What attention needs in a layer, with the angles of each rope computed once."""
-        kinds = dict.fromkeys((mixer.rope, mixer.head_dim) for mixer in self.config.attention)
+        """Inputs of attention in a layer, with the angles of each rope computed once."""
+        kinds = dict.fromkeys((mixer.rope, mixer.rope_dim) for mixer in self.config.attention)
         ropes: dict[tuple[RopeConfig | None, int], Rope] = {
             (rope, size): rope_at(rope, size, positions, rope_len) for rope, size in kinds if rope is not None
         }
@@ -381,7 +407,7 @@ class DecoderModel(eqx.Module):
         def inputs(block: Block) -> AttentionInputs:
             mixer = block.attention
             assert mixer is not None
-            return AttentionInputs(mixer, ropes.get((mixer.rope, mixer.head_dim)), spec)
+            return AttentionInputs(mixer, ropes.get((mixer.rope, mixer.rope_dim)), spec)
 
         return inputs
 

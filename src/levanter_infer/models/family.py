@@ -1,4 +1,4 @@
-"""What a model family has to say, and what those of the Llama kin share."""
+"""`Family`: the parts of one model family, and those that families of the Llama kin share."""
 
 import dataclasses
 import functools
@@ -38,14 +38,23 @@ class Family:
     unused: tuple[str, ...] = ()
     """Starts of the names of tensors that belong to other parts of a multimodal model, and are not read."""
 
-    def own_names(self, names: Iterable[str]) -> dict[str, str]:
-        """The tensors of a checkpoint that this family reads, by the names of its table.
+    extra_layers_key: str | None = None
+    """Key of the number of layers behind the last one, for multi-token prediction, whose tensors are not read."""
+
+    def unused_names(self, raw: Mapping[str, Any]) -> tuple[str, ...]:
+        """Starts of the names of tensors that are not read, with this config.json."""
+        extra = 0 if self.extra_layers_key is None else raw.get(self.extra_layers_key) or 0
+        last = raw.get("num_hidden_layers", 0)
+        return (*self.unused, *(f"model.layers.{last + i}." for i in range(extra)))
+
+    def own_names(self, names: Iterable[str], raw: Mapping[str, Any]) -> dict[str, str]:
+        """The tensors of a checkpoint that this family reads, by the names of its table. Args: raw: its config.json.
 
         Raises: ValueError if two are the same one.
         """
-        found = {}
+        found, unused = {}, self.unused_names(raw)
         for name in names:
-            if not name.startswith(self.unused):
+            if not name.startswith(unused):
                 prefix, instead = next((pair for pair in self.prefixes if name.startswith(pair[0])), ("", ""))
                 own = instead + name.removeprefix(prefix)
                 if own in found:
@@ -90,7 +99,7 @@ def is_ignored(hf_name: str) -> bool:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What all families read alike from a config.json."""
+    """Values that all families read alike from a config.json."""
 
     vocab_size: int
     hidden_size: int
@@ -103,7 +112,7 @@ class Sizes:
     norm_eps: float
     rope: RopeConfig
     local_rope: RopeConfig
-    """Of layers with a window; as a rule the same."""
+    """Rope of layers with a window; as a rule the same."""
     activation: Activation
     tie_word_embeddings: bool
 

@@ -7,6 +7,7 @@ from levanter_infer.layers.attention import AttentionBlock
 from levanter_infer.layers.mamba2 import Mamba2Block
 from levanter_infer.layers.mlp import DenseBlock
 from levanter_infer.layers.moe import ExpertsBlock
+from levanter_infer.layers.router import Router
 from levanter_infer.models.blocks import Block
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.family import Family, Sizes, common_to_hf, read_sizes
@@ -74,7 +75,7 @@ def _feed_forward(hf: HfConfig, sizes: Sizes) -> DenseBlock | ExpertsBlock:
         return DenseBlock(shared, sizes.activation)
     if not 0 < chosen <= number:
         raise hf.fail("num_experts_per_tok", f"1 to num_local_experts={number}")
-    return ExpertsBlock(number, chosen, sizes.intermediate_size, normalize=True, shared_width=shared)
+    return ExpertsBlock(number, chosen, sizes.intermediate_size, Router(normalize=True), shared_width=shared)
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:

@@ -23,7 +23,8 @@ INFORMATIONAL = frozenset(
     "transformers.js_config unsloth_version unsloth_fixed gradient_checkpointing is_llama_config "
     # Of training only.
     "attention_dropout hidden_dropout residual_dropout resid_pdrop embd_pdrop router_aux_loss_coef "
-    "output_router_logits router_jitter_noise "
+    "output_router_logits router_jitter_noise aux_loss_alpha seq_aux "
+    "embedding_initializer_range "
     # Defaults of generation; the request says what holds.
     "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature "
     "top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "

@@ -104,7 +104,7 @@ def from_levanter(model, config: DecoderConfig | Mapping[str, Any] | None = None
     rotary = _get(model, f"{_LAYER}.self_attn.rot_embs")
     if config is not None and callable(rotary):
         check_rope(rotary, decoder.ropes[0], decoder.head_dim, decoder.max_position_embeddings)
-    types = eqx.filter_eval_shape(DecoderModel.init, decoder, key=jax.eval_shape(jax.random.key, 0))
+    types = DecoderModel.types(decoder)
     params = {names[param.line]: param for param in parameters(types, family.tensors)}
     arrays = {name: _with_axes(_named(model, name), param.axes, name) for name, param in params.items()}
     _check_all_used(model, set(arrays))
@@ -126,7 +126,7 @@ def _experts_of(model) -> tuple[str | None, Mapping[str, str]]:
 
 
 def _config_json(model, moe: str | None, names: Mapping[str, str]) -> dict[str, Any]:
-    """What config.json would say. Raises: ValueError for what no family here has. Args: as `_experts_of` returns."""
+    """The config.json of the model. Raises: ValueError for what no family here has. Args: as `_experts_of` returns."""
     sizes = _sizes(model, names)
     config = _get(_get(model, "transformer"), "config")
     if config is None:
@@ -246,7 +246,7 @@ def _first(owner, *names: str):
 
 
 def _get(tree, path: str):
-    """What stands at a dotted path of attributes or keys; None where anything on the way is absent."""
+    """The value at a dotted path of attributes or keys; None where anything on the way is absent."""
     for name in path.split("."):
         tree = tree.get(name) if isinstance(tree, Mapping) else getattr(tree, name, None)
         if tree is None:

@@ -6,6 +6,7 @@ from typing import Any
 from levanter_infer.layers.delta_net import DeltaNetBlock
 from levanter_infer.layers.mlp import DenseBlock
 from levanter_infer.layers.moe import ExpertsBlock
+from levanter_infer.layers.router import Router
 from levanter_infer.models.blocks import Block
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.family import Family, Sizes, common_to_hf, read_sizes
@@ -41,10 +42,10 @@ def ropes(hf: HfConfig, head_dim: int, max_positions: int) -> dict:
 
 
 def read_experts(hf: HfConfig, number: int, chosen: int, normalize: bool) -> ExpertsBlock:
-    """Args: number, chosen: HF's defaults. normalize: as of `ExpertsBlock`."""
+    """The experts of a layer. Args: number, chosen: HF's defaults; normalize: as of `Router`."""
     number, chosen = read_num_experts(hf, number, chosen)
     width, shared = hf.count("moe_intermediate_size", 512), hf.count("shared_expert_intermediate_size", 512)
-    return ExpertsBlock(number, chosen, width, normalize, shared_width=shared, shared_gate=True)
+    return ExpertsBlock(number, chosen, width, Router(normalize=normalize), shared_width=shared, shared_gate=True)
 
 
 def read_mixers(hf: HfConfig, sizes: Sizes) -> list:
@@ -101,7 +102,7 @@ def experts_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     parts = [block.feed_forward for block in config.blocks]
-    normalize = {} if config.experts is None else {"norm_topk_prob": config.experts.normalize}
+    normalize = {} if config.experts is None else {"norm_topk_prob": config.experts.router.normalize}
     return {
         **mixers_to_hf(config),
         **experts_to_hf(config),

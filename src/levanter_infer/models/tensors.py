@@ -36,7 +36,7 @@ class Order(enum.Enum):
     BY_KV_HEAD = "for each head of keys and values, its rows of each"
     """GPT-NeoX's `query_key_value`."""
     BY_HEAD = "for each query head, its rows of each"
-    """Qwen3-Next's `q_proj`."""
+    """Qwen3-Next's `q_proj`, DeepSeek's `kv_b_proj`."""
     BY_KEY_HEAD = "for each head of keys of gated DeltaNet, its rows of each"
     """Qwen3-Next's `in_proj_qkvz`."""
 
@@ -77,7 +77,7 @@ class Slice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the parameter, in one layer or expert."""
+        """Shape of the parameter, in one layer or expert."""
         return (self.rows[self.part], *self.columns)
 
     @property

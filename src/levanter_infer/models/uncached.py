@@ -20,7 +20,7 @@ BLOCK = 64
 
 
 class TokenScores(eqx.Module):
-    """What a model says of each token of a sequence but the first. Plain arrays over tokens."""
+    """Scores of each token of a sequence but the first. Plain arrays over tokens."""
 
     logprobs: Array
     """f32, of the token that stands there."""

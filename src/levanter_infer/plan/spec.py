@@ -117,16 +117,13 @@ class EngineSpec:
 
     def model_types(self):
         """The model with a `jax.ShapeDtypeStruct` for every array. Raises: ValueError as `family_for`."""
-        import equinox as eqx
-        import jax
         import jax.numpy as jnp
 
         from levanter_infer.models.decoder import DecoderModel
         from levanter_infer.models.registry import family_for
 
         config = family_for(self.hf_config).config_from_hf(self.hf_config)
-        key = jax.eval_shape(jax.random.key, 0)
-        return eqx.filter_eval_shape(DecoderModel.init, config, key=key, dtype=jnp.dtype(self.dtype))
+        return DecoderModel.types(config, jnp.dtype(self.dtype))
 
 
 def spec_of(config: RunConfig, target: str, shape: str | None) -> EngineSpec:

@@ -21,8 +21,9 @@ _BITS = {1: jnp.uint8, 2: jnp.uint16}
 
 @dataclass(frozen=True)
 class XlaBackend(Backend):
-    """Matmuls and attention in jnp. The pool is [layers, P, page_size, 2 * Hkv, D], heads interleaved k0, v0, k1, …;
-    pages of int8 are [..., D + 1], the code of each head's scale behind its integers (`kernels.int8`).
+    """Matmuls and attention in jnp. The pool is [layers, P, page_size, 2 * Hkv, D], heads interleaved k0, v0, k1, …,
+    and of latents [layers, P, page_size, Hkv, D]; pages of int8 are [..., D + 1], the code of each head's scale behind
+    its integers (`kernels.int8`).
 
     Where the platform wants integers for floats, the pool and the weights of layers hold the bits of 16- and 8-bit
     floats: XLA would convert the full pool at every scatter, and the full stack for every layer.
@@ -75,7 +76,7 @@ class XlaBackend(Backend):
 
     def pool_shape(self, shape: PoolShape) -> tuple[int, int, int, int, int]:
         width = shape.head_dim + (shape.dtype == jnp.int8)
-        return shape.num_layers, shape.num_pages, shape.page_size, 2 * shape.kv_heads, width
+        return shape.num_layers, shape.num_pages, shape.page_size, shape.heads_per_token, width
 
     def init_pool(self, shape: PoolShape) -> Array:
         dtype, stored = jnp.dtype(shape.dtype), jnp.dtype(shape.dtype)
@@ -85,8 +86,10 @@ class XlaBackend(Backend):
 
     def write_kv(self, pool: Array, write: KvWrite) -> tuple[Array | None, Array]:
         """One scatter of all tokens."""
-        pair = jnp.stack([write.k, write.v], axis=2)
-        flat = pair.reshape(pair.shape[0], 2 * pair.shape[1], pair.shape[3])
+        flat = write.k
+        if write.v is not None:
+            pair = jnp.stack([write.k, write.v], axis=2)
+            flat = pair.reshape(pair.shape[0], 2 * pair.shape[1], pair.shape[3])
         encoded = _encode(flat, write.kv_dtype, pool.dtype)
         return write.q, pool.at[write.layer, write.page, write.offset].set(encoded, mode="drop")
 
