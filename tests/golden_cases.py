@@ -36,6 +36,27 @@ _GAINS = {
 _RECURRENCE = {"A_log": -2.0, "dt_bias": 0.5, "D": 0.5}
 _PLUS_ONE = ("gemma", "qwen3_next", "qwen3_5")  # families whose norms multiply by 1 + weight
 
+_TINY = {
+    "vocab_size": 37,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "hidden_act": "silu",
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100.0,
+    "attention_bias": False,
+}
+_EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 10, "norm_topk_prob": True}
+LEVANTER_CHECKPOINTS = {
+    "llama_tied_padded": {**_TINY, "model_type": "llama", "tie_word_embeddings": True},
+    "qwen3_moe": {**_TINY, **_EXPERTS, "model_type": "qwen3_moe", "tie_word_embeddings": False},
+}
+"""config.json of the models in levanter_checkpoints.zip, which scripts/golden/make_levanter_checkpoint.py writes."""
+
 
 @dataclass(frozen=True)
 class GoldenPrompt:

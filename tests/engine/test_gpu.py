@@ -34,7 +34,8 @@ def gpu(capability: str = "9.0"):
 
 
 def chosen(device, dtype="bfloat16", **config):
-    backend = BackendChoice.choose(EngineConfig(**config), tiny_model(dtype=dtype), has_mods=True, device=device)
+    model, mesh = tiny_model(dtype=dtype), one_device_mesh()
+    backend = BackendChoice.choose(EngineConfig(**config), model, has_mods=True, mesh=mesh, device=device)
     return backend.attention, backend.matmul
 
 
@@ -66,7 +67,7 @@ def test_a_jax_without_triton_imports_and_a_gpu_gets_xla(monkeypatch):
 
 
 def test_a_gpu_stores_floats_and_samples_all_rows_at_once():
-    backend = BackendChoice.choose(CONFIG, tiny_model(), has_mods=False, device=gpu())
+    backend = BackendChoice.choose(CONFIG, tiny_model(), has_mods=False, mesh=one_device_mesh(), device=gpu())
     assert not backend.platform.integers_for_floats
     assert backend.adapt(resolve_shapes(CONFIG, tiny_model(), 1)).sampled_rows is None
 

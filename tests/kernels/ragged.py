@@ -153,9 +153,11 @@ def make_ragged(sizes: Sizes, rows: list[tuple[int, int]], seed: int = 0) -> Rag
 def for_tpu(batch: Ragged) -> dict:
     """The batch's arrays with the pool in a TPU's layout."""
     sizes, pool = batch.sizes, batch.arrays["kv_pages"]
-    layout = TpuPool(sizes.kv_heads, sizes.head_dim, scaled=sizes.dtype == "int8")
-    tokens = pool.reshape(-1, sizes.kv_heads, 2, pool.shape[-1])
-    packed = layout.pack_stored(tokens[:, :, 0], tokens[:, :, 1]).reshape(*pool.shape[:3], layout.slabs, 128)
+    layout = TpuPool(sizes.kv_heads, sizes.head_dim, sizes.dtype == "int8", sizes.value_dim)
+    tokens = pool.reshape(-1, sizes.kv_heads, layout.sides, pool.shape[-1])
+    packed = layout.pack_stored(*(tokens[:, :, side] for side in range(layout.sides))).reshape(
+        *pool.shape[:3], layout.slabs, 128
+    )
     return {**batch.arrays, "kv_pages": packed.swapaxes(2, 3), "kv_heads": sizes.kv_heads}
 
 

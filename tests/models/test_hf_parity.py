@@ -59,6 +59,7 @@ ENGINE_CASES = (
     "qwen3_5_tied",
     "qwen3_5_moe",
     "granitemoehybrid",
+    "grug_moe",
 )
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # rope scalings that look at the length of the whole sequence
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
@@ -21,6 +22,9 @@ from levanter_infer.kernels.rules import MASKED, ScoreRules
 from levanter_infer.layers.linear import Fusion, Linear, apply, split_key
 from levanter_infer.layers.norm import NormConfig, RMSNorm
 from levanter_infer.layers.rotary import Rope, RopeConfig
+
+_XSA_EPS = 1e-6
+"""Added to the square of a value, by which exclusive self-attention divides."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,10 @@ class AttentionBlock:
     """Whether `qk_norm`, over each head, has a weight of its own for each (Cohere)."""
     qkv_clip: float | None = None
     """Queries, keys and values are clipped to ±qkv_clip, after `qk_norm` and before the rotation."""
+    exclusive: bool = False
+    """Whether the part of a token's result along its own value is taken away (exclusive self-attention)."""
+    head_gate: bool = False
+    """Whether the result of each head is multiplied by 2 · sigmoid(gate(x)), one number (GrugMoE)."""
     output_gate: bool = False
     """Whether the result of each head is multiplied by sigmoid(gate(x)), as many numbers, before the output projection
     (Qwen3-Next)."""
@@ -84,7 +92,9 @@ class AttentionBlock:
     def stored(self) -> "AttentionBlock":
         """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""
         return dataclasses.replace(
-            self, rope=None, window=None, attention_chunk=None, scale=None, soft_cap=None, qkv_clip=None
+            self,
+            **dict.fromkeys(("rope", "window", "attention_chunk", "scale", "soft_cap", "qkv_clip")),
+            exclusive=False,
         )
 
     @property
@@ -103,6 +113,8 @@ class AttentionBlock:
             return "queries and keys that are clipped"
         if self.qk_norm_whole or self.qk_norm_by_head:
             return "a norm over all heads, or a weight for each"
+        if self.exclusive or self.head_gate:
+            return "exclusive self-attention" if self.exclusive else "a gate of each head"
         if self.output_gate:
             return "a gate of attention"
         return self.rope.unfused or (self.qk_norm and self.qk_norm.unfused)
@@ -111,8 +123,9 @@ class AttentionBlock:
         """From the sizes alone. Args: hidden: width of the residual stream."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         all_heads = self.qk_norm_whole or self.qk_norm_by_head
-        norms = 0 if self.qk_norm is None else q + kv if all_heads else 2 * self.head_dim
-        gate = (hidden + self.qkv_bias) * q * self.output_gate
+        normed = q + kv if all_heads else 2 * self.head_dim
+        norms = 0 if self.qk_norm is None else self.qk_norm.num_parameters(normed)
+        gate = hidden * self.num_heads * self.head_gate + (hidden + self.qkv_bias) * q * self.output_gate
         return 2 * hidden * (q + kv) + (q + 2 * kv) * self.qkv_bias + hidden * self.out_bias + norms + gate
 
 
@@ -145,13 +158,13 @@ class Attention(eqx.Module):
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
     gate_proj: Linear | None = None
-    """[layers, kv_head, q_heads_per_group, head_size, embed]; None: the block has no `output_gate`."""
+    """[layers, kv_head, q_heads_per_group, embed], of an `output_gate` with head_size before embed; None: there is no
+    gate."""
 
     @staticmethod
     def init(batch: Sequence[Axis], embed: Axis, block: AttentionBlock, *, key: Array | None, dtype) -> "Attention":
         """Random projections as in `Linear.init`; `batch`: axes of independent layers."""
         q_key, k_key, v_key, o_key = split_key(key, 4)
-        gate_key = None if key is None else jax.random.fold_in(key, 1)
         kv_heads, size = Axis(KV_HEADS, block.num_kv_heads), Axis(HEAD_SIZE, block.head_dim)
         q_heads = (kv_heads, Axis(Q_HEADS_PER_GROUP, block.num_heads // block.num_kv_heads), size)
 
@@ -163,6 +176,11 @@ class Attention(eqx.Module):
             axes = axes if block.qk_norm_whole else (size,)
             return RMSNorm.init(batch, axes, config=block.qk_norm, dtype=dtype)
 
+        gate = None
+        if block.head_gate or block.output_gate:
+            gate_key, bias = None if key is None else jax.random.fold_in(key, 1), block.qkv_bias and block.output_gate
+            gated = q_heads if block.output_gate else q_heads[:2]
+            gate = Linear.init(batch, gated, (embed,), key=gate_key, dtype=dtype, bias=bias)
         return Attention(
             q_proj=Linear.init(batch, q_heads, (embed,), key=q_key, dtype=dtype, bias=block.qkv_bias),
             k_proj=Linear.init(batch, (kv_heads, size), (embed,), key=k_key, dtype=dtype, bias=block.qkv_bias),
@@ -170,9 +188,7 @@ class Attention(eqx.Module):
             o_proj=Linear.init(batch, (embed,), q_heads, key=o_key, dtype=dtype, bias=block.out_bias),
             q_norm=norm(q_heads),
             k_norm=norm((kv_heads, size)),
-            gate_proj=Linear.init(batch, q_heads, (embed,), key=gate_key, dtype=dtype, bias=block.qkv_bias)
-            if block.output_gate
-            else None,
+            gate_proj=gate,
         )
 
     def paged(
@@ -186,7 +202,7 @@ class Attention(eqx.Module):
         Returns: [token, embed] and the pool.
         """
         q, k, v, *gate = apply(x, *self._projections, norm=around.norm)
-        q, kv = self._rotate_and_write((q, k, v), inputs, kv, layer, batch)
+        q, v, kv = self._rotate_and_write((q, k, v), inputs, kv, layer, batch)
         num_tokens, head_dim = q.array.shape[0], q.array.shape[3]
         call = AttentionCall(
             q=q.array.reshape(num_tokens, -1, head_dim),
@@ -203,8 +219,8 @@ class Attention(eqx.Module):
             sinks=inputs.sinks,
         )
         attended = kv.backend.attend(call)
-        attended = _gated(NamedArray(attended.reshape(q.array.shape), q.axes), gate).astype(x.dtype)
-        return apply(attended, self.o_proj, residual=around.residual)[0], kv
+        attended = _finished(NamedArray(attended.reshape(q.array.shape), q.axes), v, gate, inputs.block)
+        return apply(attended.astype(x.dtype), self.o_proj, residual=around.residual)[0], kv
 
     def dense(self, x: NamedArray, around: Fusion, inputs: AttentionInputs) -> tuple[NamedArray, None]:
         """Attention that is causal within each sequence, without a cache: the whole matrix of scores at once.
@@ -213,13 +229,13 @@ class Attention(eqx.Module):
         Returns: [..., position, embed], and no state.
         """
         q, k, v, *gate = apply(x, *self._projections, norm=around.norm)
-        q, k, v = self._rotated(q, k, v, inputs)
+        q, k, own = self._rotated(q, k, v, inputs)
         batch = tuple(axis.name for axis in x.axes[:-2])
         q = q.rearrange((*batch, POSITION, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE))
-        k, v = (a.rearrange((*batch, POSITION, KV_HEADS, HEAD_SIZE)).array for a in (k, v))
+        k, v = (a.rearrange((*batch, POSITION, KV_HEADS, HEAD_SIZE)).array for a in (k, own))
         attended = attend_to_all(q.array, k, v, self._rules(k.shape[-1], inputs), inputs.sinks)
-        attended = _gated(NamedArray(attended, q.axes), gate).astype(x.dtype)
-        return apply(attended, self.o_proj, residual=around.residual)[0], None
+        attended = _finished(NamedArray(attended, q.axes), own, gate, inputs.block)
+        return apply(attended.astype(x.dtype), self.o_proj, residual=around.residual)[0], None
 
     @property
     def _projections(self) -> list[Linear]:
@@ -245,21 +261,21 @@ class Attention(eqx.Module):
         kv: KvPages,
         layer: Array,
         batch: PageBatchInfo,
-    ) -> tuple[NamedArray, KvPages]:
+    ) -> tuple[NamedArray, NamedArray, KvPages]:
         """Norm and rotate queries and keys, and write keys and values to the pool.
 
-        Returns: q [token, kv_head, q_heads_per_group, head_size], and the pool.
+        Returns: q [token, kv_head, q_heads_per_group, head_size], the values, and the pool.
         """
         q, k, v = qkv
         order = (TOKEN, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE)
         rotation = self._rotation(inputs) if Fuse.ROTATION in kv.backend.fuses else None
         if rotation is None:
             q, k, v = self._rotated(q, k, v, inputs)
-            return q.rearrange(order), kv.write(layer, batch, k, v)
+            return q.rearrange(order), v, kv.write(layer, batch, k, v)
         q = q.rearrange(order)
         heads = q.array.reshape(q.array.shape[0], -1, q.array.shape[3])
         rotated, kv = kv.rotate_and_write(layer, batch, heads, k, v, rotation)
-        return NamedArray(rotated.reshape(q.array.shape), q.axes), kv
+        return NamedArray(rotated.reshape(q.array.shape), q.axes), v, kv
 
     def _rotation(self, inputs: AttentionInputs) -> Rotation | None:
         """Norms and rotation as a kernel takes them; None where it cannot compute them."""
@@ -285,14 +301,6 @@ class Attention(eqx.Module):
         )
 
 
-def _gated(attended: NamedArray, gate: Sequence[NamedArray]) -> NamedArray:
-    """`attended · sigmoid(gate)`, where there is a gate."""
-    if not gate:
-        return attended
-    factor = jax.nn.sigmoid(gate[0].rearrange(attended.axes).array.astype(jnp.float32))
-    return NamedArray(attended.array.astype(jnp.float32) * factor, attended.axes)
-
-
 def attend_to_all(q: Array, k: Array, v: Array, rules: ScoreRules, sinks: Array | None = None) -> Array:
     """Attention over plain sequences, the whole matrix of scores at once.
 
@@ -314,6 +322,26 @@ def attend_to_all(q: Array, k: Array, v: Array, rules: ScoreRules, sinks: Array 
         total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
         weights = weights * jax.nn.sigmoid(total - sinks.astype(f32)[head])
     return jnp.einsum("...hgqk,...khd->...qhgd", weights.astype(v.dtype), v, preferred_element_type=f32)
+
+
+def _finished(attended: NamedArray, own: NamedArray, gate: Sequence[NamedArray], block: AttentionBlock) -> NamedArray:
+    """The results of the heads as the output projection takes them.
+
+    Args:
+        attended: [..., kv_head, q_heads_per_group, head_size]
+        own: [..., kv_head, head_size], the values of the same tokens.
+        gate: [..., kv_head, q_heads_per_group] or as `attended`, if there is one.
+    """
+    if not block.exclusive and not gate:
+        return attended
+    wide = attended.astype(jnp.float32)
+    if block.exclusive:
+        value = own.astype(jnp.float32)
+        share = hax.sum(wide * value, HEAD_SIZE) / (hax.sum(value * value, HEAD_SIZE) + jnp.float32(_XSA_EPS))
+        wide = wide - hax.broadcast_axis(share, value.resolve_axis(HEAD_SIZE)) * value
+    for each in gate:
+        wide = wide * (hax.nn.sigmoid(each.astype(jnp.float32)) * jnp.float32(2 if block.head_gate else 1))
+    return wide.rearrange(attended.axes)
 
 
 def _indices(scores: Array) -> tuple[Array, Array, Array]:

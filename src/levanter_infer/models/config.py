@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from levanter_infer.cache.cache import PoolSpec
-from levanter_infer.cache.memory import Latents, Memory
+from levanter_infer.cache.memory import Memory
 from levanter_infer.layers.attention import AttentionBlock
 from levanter_infer.layers.latent_attention import LatentAttentionBlock
 from levanter_infer.layers.moe import ExpertsBlock
@@ -35,6 +35,8 @@ class DecoderConfig:
     tie_word_embeddings: bool = False
     embedding_multiplier: float = 1.0
     """Factor of the embeddings, in the dtype of the parameters."""
+    embedding_norm: NormConfig | None = None
+    """Norm of the embeddings; None: there is none."""
     logits_divisor: float = 1.0
     logits_multiplier: float = 1.0
     logits_soft_cap: float | None = None
@@ -143,15 +145,31 @@ class DecoderConfig:
     def head_dim(self) -> int:
         return self.attention[0].head_dim
 
+    @functools.cached_property
+    def value_dim(self) -> int | None:
+        """Numbers of a latent that are its value too (`AttentionCall.value_dim`); None: no layer has latents."""
+        return next((mixer.latent_dim for mixer in self.attention if isinstance(mixer, LatentAttentionBlock)), None)
+
+    @functools.cached_property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with experts."""
+        return tuple(i for i, block in enumerate(self.blocks) if isinstance(block.feed_forward, ExpertsBlock))
+
+    def expert_layer_at(self, group: Group[Block], offset: int) -> tuple[int, int]:
+        """Which layers with experts those at `offset` of a group's period are: the number of the first among all layers
+        with experts, and the distance from one to the next."""
+        period = [isinstance(block.feed_forward, ExpertsBlock) for block in group.period]
+        return self.expert_layers.index(group.first + offset), sum(period)
+
     @property
-    def has_latents(self) -> bool:
-        """Whether a layer remembers latents."""
-        return any(isinstance(pool.memory, Latents) for pool in self.pools)
+    def expert_blocks(self) -> tuple[ExpertsBlock, ...]:
+        """The feed-forward blocks of experts, one per layer that has one."""
+        return tuple(self.blocks[layer].feed_forward for layer in self.expert_layers)  # type: ignore[return-value]
 
     @functools.cached_property
     def experts(self) -> ExpertsBlock | None:
         """The first feed-forward block of experts; None: no layer has one."""
-        return next((b.feed_forward for b in self.blocks if isinstance(b.feed_forward, ExpertsBlock)), None)
+        return next(iter(self.expert_blocks), None)
 
     @property
     def num_experts(self) -> int | None:
@@ -172,7 +190,9 @@ class DecoderConfig:
         """Parameters of the model, from the sizes alone."""
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         counts = collections.Counter(self.blocks).items()
-        return tables + sum(n * block.num_parameters(self.hidden_size) for block, n in counts) + self.hidden_size
+        layers = sum(n * block.num_parameters(self.hidden_size) for block, n in counts)
+        norms = (norm for norm in (self.embedding_norm, self.norm) if norm is not None)
+        return tables + layers + sum(norm.num_parameters(self.hidden_size) for norm in norms)
 
     @property
     def num_expert_parameters(self) -> int:
