@@ -1,7 +1,7 @@
-"""Models that remember a state of fixed size per sequence: whatever the engine does with a sequence, its tokens and
-logprobs are those of the uncached forward.
+"""Models that remember a state of fixed size per sequence: forks and descendants take it along.
 
-A tolerance is needed: a chunk of tokens is computed by matmuls, a token alone by sums, which round differently.
+Tokens and logprobs are compared with the uncached forward, the latter with a tolerance: a chunk of tokens is computed by
+matmuls, a token alone by sums, which round differently. test_families.py has chunks, batches, preemption and KV offload.
 """
 
 import functools
@@ -92,19 +92,6 @@ def run(name: str, engine: InferenceEngine, *requests: Request) -> dict[str, flo
     return {key: after[key] - before[key] for key in ("preemptions", "forks", "recomputed_tokens") if key in after}
 
 
-def test_chunks_batches_and_reused_slots_give_the_uncached_tokens(name, engine):
-    """Prompts of many chunks and of one token, more of them than slots, twice: slots hold the state of others."""
-    requests = [request(text(length, seed=length)) for length in (40, 1, 2, 14, 13, 27, 5, 33)]
-    run(name, engine, *requests)
-    run(name, engine, *requests[::-1])
-
-
-def test_preempted_sequences_are_recomputed_from_the_zero_state(name, engine):
-    requests = [request(text(30, seed=seed), max_tokens=24) for seed in range(3)]
-    counted = run(name, engine, *requests)
-    assert counted["preemptions"] > 0, counted
-
-
 @pytest.mark.parametrize("length", [1, 2, 12, 13, 14, 29])
 def test_samples_of_one_prompt_fork_with_the_state(name, engine, length):
     """The prompt's last chunk stops where the forks start; with one token there is nothing to share."""
@@ -138,14 +125,6 @@ def test_resampled_sequences_take_the_state_along(name, engine):
         check_logprobs(name, list(asked.prompt_token_ids), completion)
 
 
-def test_reset_forgets_the_state(name, engine):
-    engine.submit(request(text(20), max_tokens=40))
-    for _ in range(3):
-        engine.step_round(max_steps=2)
-    engine.reset()
-    run(name, engine, request(text(3)), request(text(22, seed=2)))
-
-
 def test_prompt_logprobs_are_those_of_the_uncached_forward(name, engine):
     prompt = text(31)
     (output,) = engine.generate([request(prompt, max_tokens=2, prompt_logprobs=0)])
@@ -168,14 +147,9 @@ def test_what_needs_a_kept_state_is_refused_by_name(engine):
     assert engine.describe()["prefix_cache"] is False
     for config, message in (
         ({"prefix_cache": True}, "engine.prefix_cache=true: layers of this model remember a state"),
-        ({"preempt": "offload"}, 'engine.preempt="offload": layers of this model remember a state'),
         ({"numerics": "batch_invariant"}, 'engine.numerics="batch_invariant" is not possible for a model with a'),
     ):
         with pytest.raises(ValueError, match=message):
             InferenceEngine(engine.model, config=EngineConfig(max_seqs=2, max_seq_len=32, **config))
     (output,) = engine.generate([request(text(4), num_beams=2)])
     assert "num_beams=2: layers of this model remember a state" in (output.error or "")
-    state = engine.submit(request(text(4)))
-    with pytest.raises(ValueError, match="spill_to_host moves pages, and layers of this model remember a state"):
-        engine.spill_to_host(state.sequences[0])
-    engine.drain()

@@ -435,18 +435,12 @@ class InferenceEngine:
         What it shares with others is copied, and its own when it comes back.
 
         Returns: pages moved; 0 if it holds none, and then nothing changes.
-        Raises: ValueError if `engine.host_bytes` does not suffice, the engine runs on several devices, or layers of the
-            model remember a state of fixed size.
+        Raises: ValueError if `engine.host_bytes` does not suffice, or the engine runs on several devices.
         """
         if self.backend.layout.mesh.size > 1:
             raise ValueError(
                 "spill_to_host moves pages of one device, and the mesh of this engine has "
                 f"{self.backend.layout.mesh.size}; leave it out"
-            )
-        if self.shapes.slot_state:
-            raise ValueError(
-                "spill_to_host moves pages, and layers of this model remember a state of fixed size per sequence (a "
-                "recurrence or a short convolution), which does not move to host memory; leave it out"
             )
         self._check_submitted("spill_to_host", sequence.request)
         self._rounds.pause()

@@ -63,7 +63,11 @@ def resolve_shapes(
     dtype = kv_dtype(config, model)
     each = page_bytes_of(arch, page_size, dtype)
     num_slots, slot_state = 2 * config.max_seqs, not all(spec.memory.is_paged for spec in arch.pools)
-    _check_slot_state(config, slot_state)
+    if slot_state and config.prefix_cache:
+        raise ValueError(
+            "engine.prefix_cache=true: layers of this model remember a state of fixed size per sequence (a recurrence or "
+            "a short convolution), which is not kept at the ends of prefixes; leave it out"
+        )
     unread_bytes += slots_bytes(arch, num_slots)
     num_pages = config.max_pages or min(wanted, default_pool_bytes(unread_bytes, device_bytes) // each)
     if num_pages < config.max_seqs and config.max_pages is None:
@@ -94,15 +98,6 @@ def resolve_shapes(
             max_stop_tokens=MAX_STOP_TOKENS,
         ),
     )
-
-
-def _check_slot_state(config: EngineConfig, slot_state: bool) -> None:
-    """Raises: ValueError for what needs a state that is not kept. `slot_state`: as of `Shapes`."""
-    has = "layers of this model remember a state of fixed size per sequence (a recurrence or a short convolution)"
-    if slot_state and config.prefix_cache:
-        raise ValueError(f"engine.prefix_cache=true: {has}, which is not kept at the ends of prefixes; leave it out")
-    if slot_state and config.preempt == PreemptionPolicy.OFFLOAD:
-        raise ValueError(f'engine.preempt="offload": {has}, which does not move to host memory; use "recompute"')
 
 
 def kv_dtype(config: EngineConfig, model) -> jnp.dtype:
