@@ -1,7 +1,7 @@
 """Models that remember a state of fixed size per sequence: forks and descendants take it along.
 
-Tokens and logprobs are compared with the uncached forward, the latter with a tolerance: a chunk of tokens is computed by
-matmuls, a token alone by sums, which round differently. test_families.py has chunks, batches, preemption and KV offload.
+Tokens and logprobs are compared with the uncached forward, the latter with a tolerance: a chunk of tokens is computed
+by matmuls, a token alone by sums, which round differently. test_families.py has chunks, batches, preemption, offload.
 """
 
 import functools

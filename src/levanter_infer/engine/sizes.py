@@ -65,8 +65,8 @@ def resolve_shapes(
     num_slots, slot_state = 2 * config.max_seqs, not all(spec.memory.is_paged for spec in arch.pools)
     if slot_state and config.prefix_cache:
         raise ValueError(
-            "engine.prefix_cache=true: layers of this model remember a state of fixed size per sequence (a recurrence or "
-            "a short convolution), which is not kept at the ends of prefixes; leave it out"
+            "engine.prefix_cache=true: layers of this model remember a state of fixed size per sequence (a recurrence "
+            "or a short convolution), which is not kept at the ends of prefixes; leave it out"
         )
     unread_bytes += slots_bytes(arch, num_slots)
     num_pages = config.max_pages or min(wanted, default_pool_bytes(unread_bytes, device_bytes) // each)

@@ -364,35 +364,42 @@ class DecoderModel(eqx.Module):
 
         def run(group: Group[Block], repeat: Array, carry):
             """One period."""
+            for offset, count in group.bodies:
+                body = functools.partial(one_layer, group, repeat, offset)
+                # Equal layers that share a body follow one another in their stack and in their pool
+                carry = body(0, carry) if count == 1 else jax.lax.fori_loop(0, count, body, carry)
+            return carry
+
+        def one_layer(group: Group[Block], repeat: Array, offset: int, further: Array | int, carry):
+            """The layer `further` behind that at `offset` of the period."""
             x, cache, chosen = carry
             seen: list[Array] = []
-            on_choice = None if chosen is None else seen.append
-            for offset, block in enumerate(group.period):
-                stack, first, stride = self.config.stored_at(group, offset)
-                layer = self.stacks[stack].at(_index(first, stride, repeat), num_tokens)
-                pool, first, stride = self.config.remembered_at(group, offset)
-                number = _index(first, stride, repeat)
-                if layer.recurrent is None:
-                    mix = functools.partial(
-                        layer.attention.paged,  # type: ignore[union-attr]
-                        inputs=inputs(block),
-                        kv=cache.pools[pool],  # type: ignore[arg-type]
-                        layer=number,
-                        batch=batch,
-                    )
-                else:
-                    mix = functools.partial(
-                        layer.recurrent.paged,
-                        block=block.recurrent,  # type: ignore[arg-type]
-                        state=cache.pools[pool],  # type: ignore[arg-type]
-                        layer=number,
-                        rows=rows,
-                    )
-                x, remembered = layer(x, block, mix, on_choice)
-                cache = cache.with_pool(pool, remembered)
-                if chosen is not None and isinstance(block.feed_forward, ExpertsBlock):
-                    first, stride = self.config.expert_layer_at(group, offset)
-                    chosen = chosen.at[_index(first, stride, repeat)].set(seen.pop())
+            on_choice, block = None if chosen is None else seen.append, group.period[offset]
+            stack, first, stride = self.config.stored_at(group, offset)
+            layer = self.stacks[stack].at(_index(first, stride, repeat, further), num_tokens)
+            pool, first, stride = self.config.remembered_at(group, offset)
+            number = _index(first, stride, repeat, further)
+            if layer.recurrent is None:
+                mix = functools.partial(
+                    layer.attention.paged,  # type: ignore[union-attr]
+                    inputs=inputs(block),
+                    kv=cache.pools[pool],  # type: ignore[arg-type]
+                    layer=number,
+                    batch=batch,
+                )
+            else:
+                mix = functools.partial(
+                    layer.recurrent.paged,
+                    block=block.recurrent,  # type: ignore[arg-type]
+                    state=cache.pools[pool],  # type: ignore[arg-type]
+                    layer=number,
+                    rows=rows,
+                )
+            x, remembered = layer(x, block, mix, on_choice)
+            cache = cache.with_pool(pool, remembered)
+            if chosen is not None and isinstance(block.feed_forward, ExpertsBlock):
+                first, stride = self.config.expert_layer_at(group, offset)
+                chosen = chosen.at[_index(first, stride, repeat, further)].set(seen.pop())
             return x, cache, chosen
 
         carry = self._embed(batch.tokens), cache, chosen
@@ -458,9 +465,10 @@ class DecoderModel(eqx.Module):
         return capacity
 
 
-def _index(first: int, stride: int, repeat: Array) -> Array:
-    """`first + stride · repeat`, i32[]."""
+def _index(first: int, stride: int, repeat: Array, further: Array | int = 0) -> Array:
+    """`first + stride · repeat + further`, i32[]."""
     index = repeat if stride == 1 else repeat * jnp.int32(stride)
+    index = index if isinstance(further, int) and further == 0 else index + further
     return index if first == 0 else index + jnp.int32(first)
 
 

@@ -18,8 +18,17 @@ from levanter_infer.models.qwen3_next import (
     ropes,
     with_delta_net,
 )
+from levanter_infer.models.tensors import Tensor
 
 DENSE, EXPERTS = "qwen3_5_text", "qwen3_5_moe_text"
+_EXPERTS = "model.layers.{layer}.mlp.experts"
+_STACKED = (
+    Tensor(
+        f"{_EXPERTS}.gate_up_proj", ("layers.mlp.gate_proj.weight", "layers.mlp.up_proj.weight"), stacked_experts=True
+    ),
+    Tensor(f"{_EXPERTS}.down_proj", ("layers.mlp.down_proj.weight",), stacked_experts=True),
+)
+"""Experts as Qwen publishes them, and transformers has them in memory; its files have each expert by itself."""
 _TENSORS = (projections("in_proj_qkv", "qkv"), *(projections(f"in_proj_{part}", part) for part in "zba"))
 
 
@@ -88,6 +97,7 @@ def _with_vision(model_type: str, architecture: str, text: Family) -> Family:
         text.tensors,
         prefixes=(("model.language_model.", "model."),),
         unused=(*MTP, "model.visual."),
+        alternatives=text.alternatives,
     )
 
 
@@ -101,6 +111,7 @@ QWEN3_5_MOE = Family(
     to_hf,
     with_delta_net(QWEN2_MOE_TENSORS, *_TENSORS),
     unused=MTP,
+    alternatives=_STACKED,
 )
 QWEN3_5_WITH_VISION = _with_vision("qwen3_5", "Qwen3_5ForConditionalGeneration", QWEN3_5)
 QWEN3_5_MOE_WITH_VISION = _with_vision("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", QWEN3_5_MOE)
