@@ -171,6 +171,10 @@ class HfConfig:
             values = " or ".join(repr(value) for value in allowed)
             raise self.fail(key, f"{values}: this checkpoint needs something that is not implemented")
 
+    def ignore(self, key: str) -> None:
+        """Accept a key of a part of the model that is not read."""
+        self._read.add(key)
+
     def text_config(self, *others: str) -> dict[str, Any]:
         """The configuration of the text model within that of a multimodal parent. Args: others: keys of other parts."""
         text = self._get("text_config", None)
