@@ -81,6 +81,7 @@ class Case:
     changes: tuple[dict, ...] = ()  # config keys that neutralise one option each, with the same tensors
     length_threshold: int | None = None  # the rope changes when a sequence grows beyond this
     changes_beyond: bool = False  # and keeps changing with every token after it
+    reference: str = "transformers"  # what answers the case; "levanter": make_levanter_goldens.py
 
 
 def longrope(**keys) -> dict:
@@ -548,6 +549,46 @@ CASES |= {
         (10, 36),
         {"partial_rotary_factor": 0.5},
         changes=({"partial_rotary_factor": 0.5},),
+    ),
+}
+GRUG_MOE = {
+    "model_type": "grug_moe",
+    "architectures": ["GrugMoeForCausalLM"],
+    "vocab_size": 256,
+    "hidden_size": 56,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "max_position_embeddings": 512,
+    "sliding_window": 6,
+    "rms_norm_eps": 1e-3,
+    "initializer_range": 0.0098821,
+    "rope_theta": 100.0,
+    "tie_word_embeddings": False,
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 72,
+    "qk_mult": 1.7,
+    "grugmoe_attention_mode": "production",
+    "grugmoe_artifact_schema_version": 1,
+}
+CASES |= {
+    "grug_moe": Case(
+        GRUG_MOE,
+        (7, 60),
+        {"sliding_window": 7},
+        changes=(NO_WINDOWS, {"qk_mult": 1.0}, {"rope_theta": 1e4}, {"num_experts_per_tok": 2}),
+        reference="levanter",
+    ),
+    "grug_moe_alone": Case(
+        {**GRUG_MOE, "num_hidden_layers": 4, "num_key_value_heads": 1, "num_experts_per_tok": 1, "hidden_size": 64}
+        | {"sliding_window": 9, "qk_mult": 0.6, "head_dim": 16, "rms_norm_eps": 1e-5},
+        (9, 41),
+        {"qk_mult": 1.0},
+        changes=({"sliding_window": 500}, {"qk_mult": 1.0}, {"rope_theta": 1e4}, {"num_experts_per_tok": 2}),
+        reference="levanter",
     ),
 }
 ERNIE4_5 = {**EVERY, "model_type": "ernie4_5", "architectures": ["Ernie4_5ForCausalLM"], "pad_token_id": 0}

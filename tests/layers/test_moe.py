@@ -13,8 +13,9 @@ from haliax import Axis, NamedArray
 from levanter_infer.axes import EMBED, LAYERS, TOKEN
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.cpu.backend import CpuBackend
+from levanter_infer.kernels.xla.grouped import block_size
 from levanter_infer.layers.linear import Fusion, Linear
-from levanter_infer.layers.moe import ExpertsBlock, Moe, block_size
+from levanter_infer.layers.moe import ExpertsBlock, Moe
 from levanter_infer.layers.norm import NormConfig, RMSNorm
 from levanter_infer.layers.router import Router
 from levanter_infer.models.decoder import DecoderModel

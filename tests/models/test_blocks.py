@@ -31,6 +31,7 @@ from tests.models.test_decoder import SEQUENCES, paged_logits, plain, tokens_of
 
 HIDDEN, VOCAB = 16, 17
 NORM, PLUS_ONE, CENTERED = NormConfig(0.1), NormConfig(0.1, plus_one=True), NormConfig(0.1, center=True)
+GATED = NormConfig(0.1, gate_rank=3)
 EXPERTS = ExpertsBlock(5, 2, 12, Router(normalize=True))
 ATTENTION = AttentionBlock(num_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig(theta=100.0))
 BLOCK = Block(ATTENTION, DenseBlock(24), NORM)
@@ -61,13 +62,24 @@ def f64(named) -> np.ndarray:
 
 
 def normed(x: np.ndarray, norm, index: int | None = None) -> np.ndarray:
-    """Over as many of the last axes as the weight has."""
-    weight = f64(norm.weight) if index is None else f64(norm.weight)[index]
-    axes = tuple(range(-(norm.num_normed or weight.ndim), 0))
+    """Over as many of the last axes as the weight has; without one, over the last."""
+    weight, bias = (
+        default if part is None else f64(part) if index is None else f64(part)[index]
+        for part, default in ((norm.weight, np.ones(1)), (norm.bias, np.zeros(1)))
+    )
+    axes = tuple(range(-(len(norm.over or ()) or weight.ndim), 0))
     factor = weight + 1 if norm.config.plus_one else weight
     if norm.config.center:
         x = x - x.mean(axis=axes, keepdims=True)
-    return x / np.sqrt((x * x).mean(axis=axes, keepdims=True) + norm.config.eps) * factor
+    x = x / np.sqrt((x * x).mean(axis=axes, keepdims=True) + norm.config.eps) * factor + bias
+    return x if norm.config.gate_rank is None else gated(x, norm, index)
+
+
+def gated(x: np.ndarray, norm, index: int | None) -> np.ndarray:
+    down, up = (
+        f64(part.weight) if index is None else f64(part.weight)[index] for part in (norm.gate_down, norm.gate_up)
+    )
+    return x / (1 + np.exp(-(ACTIVATIONS[Activation.SILU](x @ down.T) @ up.T)))
 
 
 def linear(part, index: int, x: np.ndarray) -> np.ndarray:
@@ -112,7 +124,15 @@ def attention(part, mixer: AttentionBlock, index: int, x: np.ndarray) -> np.ndar
     seen = (distance >= 0) & (distance < (mixer.window or len(x)))
     weights = np.exp(np.where(seen, scores, -np.inf))
     weights /= weights.sum(axis=-1, keepdims=True)
-    return linear(part.o_proj, index, np.einsum("hgqk,khd->qhgd", weights, v))
+    attended = np.einsum("hgqk,khd->qhgd", weights, v)
+    if mixer.exclusive:
+        own = v[:, :, None]
+        attended = (
+            attended - (attended * own).sum(-1, keepdims=True) / ((own * own).sum(-1, keepdims=True) + 1e-6) * own
+        )
+    if mixer.head_gate:
+        attended = attended * 2 / (1 + np.exp(-linear(part.gate_proj, index, x)))[..., None]
+    return linear(part.o_proj, index, attended)
 
 
 ACTIVATIONS = {
@@ -172,6 +192,7 @@ def branch(part, each: Block, at: int, x: np.ndarray, before, after) -> np.ndarr
 def oracle(model: DecoderModel, tokens: np.ndarray) -> np.ndarray:
     config = model.config
     x = f64(model.embeddings.weight)[tokens] * config.embedding_multiplier
+    x = x if config.embedding_norm is None else normed(x, model.embedding_norm)
     for number, each in enumerate(config.blocks):
         stack = next(i for i, stack in enumerate(config.stacks) if number in stack.layers)
         layer, at = model.stacks[stack], config.stacks[stack].layers.index(number)
@@ -207,6 +228,12 @@ OPTIONS = {
     "query_scale": block(rope=RopeConfig(theta=100.0, original_len=2, query_beta=0.7)),
     "layer_norm": block(norm=CENTERED),
     "parallel_layer_norm": block(Placement.PARALLEL, norm=CENTERED),
+    "gated_norm": block(norm=GATED),
+    "gated_norm_before_experts": dataclasses.replace(BLOCK, feed_forward=EXPERTS, norm=GATED),
+    "exclusive": block(exclusive=True),
+    "exclusive_clipped_values": block(exclusive=True, qkv_clip=0.3, rope=None),
+    "head_gate": block(head_gate=True),
+    "exclusive_head_gate": block(exclusive=True, head_gate=True, window=3),
     "experts": dataclasses.replace(BLOCK, feed_forward=EXPERTS),
     "shares_of_experts": dataclasses.replace(BLOCK, feed_forward=dataclasses.replace(EXPERTS, router=Router())),
     "shared_expert": dataclasses.replace(BLOCK, feed_forward=dataclasses.replace(EXPERTS, shared_width=20)),
@@ -232,6 +259,8 @@ OPTIONS = {
     "ungated": block(mlp={"activation": Activation.RELU2, "gated": False, "bias": True}),
 }
 GAINS = {
+    "embedding_norm": dict(embedding_norm=NORM),
+    "gated_embedding_norm": dict(embedding_norm=GATED),
     "embeddings": dict(embedding_multiplier=2.5),
     "logits": dict(logits_divisor=3.0),
     "logits_multiplier": dict(logits_multiplier=3.0),

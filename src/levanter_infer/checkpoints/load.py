@@ -1,9 +1,9 @@
 """Load an HF checkpoint: check all tensors against the headers, then read one at a time into stacked arrays."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import haliax as hax
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from levanter_infer.checkpoints.levanter import is_levanter, levanter_tensors
 from levanter_infer.checkpoints.source import CONFIG, Source, resolve_source
 from levanter_infer.checkpoints.weights import DTYPES, StoredTensor, enumerate_names, read_tensors, stored_tensors
 from levanter_infer.layers.layout import Layout
@@ -32,20 +33,26 @@ _Bounds = tuple[tuple[int, int], ...]
 
 
 def load_model(
-    path_or_id: str | Path, *, dtype: str | None = None, revision: str | None = None
+    path_or_id: str | Path,
+    *,
+    dtype: str | None = None,
+    revision: str | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> tuple[DecoderModel, "Tokenizer | None"]:
     """Load the model and the tokenizer of a checkpoint.
 
     Args:
-        path_or_id: a directory in HF's layout, a URL of one that fsspec reads (gs://, s3://), or a hub id.
+        path_or_id: a directory in HF's layout, a URL of one that fsspec reads (gs://, s3://), or a hub id; or one step
+            of a run of Levanter's trainer (docs/loading.md).
         dtype: bfloat16 or float32; None keeps the stored one.
         revision: branch, tag or commit of the hub repository.
+        config: contents of a config.json, instead of the checkpoint's own; Levanter's trainer writes none.
     Returns: the model, and the tokenizer or None if there is no tokenizer.json.
     Raises: ValueError saying which file, key or tensor is wrong and what to do, before weights are allocated.
     """
     enable_compile_cache()
     source = resolve_source(path_or_id, revision)
-    model = load_weights(source, dtype=dtype)
+    model = load_weights(source, dtype=dtype, config=config)
     return model, load_tokenizer(source)
 
 
@@ -68,23 +75,40 @@ class StoredModel:
     the host holds one stacked parameter at a time; with several hosts, the part of it for its own devices."""
 
 
-def load_weights(source: Source, *, dtype: str | None = None) -> DecoderModel:
+def load_weights(source: Source, *, dtype: str | None = None, config: Mapping[str, Any] | None = None) -> DecoderModel:
     """The model of a checkpoint. Raises: ValueError as `load_model`."""
-    stored = open_model(source, dtype=dtype)
+    stored = open_model(source, dtype=dtype, config=config)
     with stage("reading weights"):
         return stored.read()
 
 
-def open_model(source: Source, *, dtype: str | None = None) -> StoredModel:
-    """Check a checkpoint against its headers. Raises: ValueError as `load_model`."""
+def open_model(source: Source, *, dtype: str | None = None, config: Mapping[str, Any] | None = None) -> StoredModel:
+    """Check a checkpoint against its headers. Args: as of `load_model`. Raises: ValueError as `load_model`."""
     wanted = _wanted_dtype(dtype)
-    hf_config = source.read_json(CONFIG)
+    return _open(source, wanted, config or _config_json(source))
+
+
+def _config_json(source: Source) -> dict[str, Any]:
+    if is_levanter(source) and not source.has(CONFIG):
+        raise ValueError(
+            f"{source.name} is a checkpoint of Levanter's trainer, which has no {CONFIG}: put that of the model beside "
+            "it (Levanter's config.to_hf_config(vocab_size).save_pretrained(directory) writes one), or give its "
+            "contents as config="
+        )
+    return source.read_json(CONFIG)
+
+
+def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any]) -> StoredModel:
     family = family_for(hf_config)
     config = family.config_from_hf(hf_config)
-    stored_names = stored_tensors(source)
-    tensors = {name: stored_names[stored] for name, stored in family.own_names(stored_names, hf_config).items()}
-    _check_size(config, tensors, source)
-    params = parameters(DecoderModel.types(config), family.tensors)
+    if is_levanter(source):
+        params = parameters(DecoderModel.types(config), family.tensors)
+        tensors = levanter_tensors(source, family, params)
+    else:
+        stored_names = stored_tensors(source)
+        tensors = {name: stored_names[stored] for name, stored in family.own_names(stored_names, hf_config).items()}
+        _check_size(config, tensors, source)
+        params = parameters(DecoderModel.types(config), family.table_for(tensors))
     _check_names(params, tensors, config, source)
     _check_headers(params, tensors)
     types = DecoderModel.types(config, _one_dtype(config, params, tensors, wanted))

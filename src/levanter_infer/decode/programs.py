@@ -20,6 +20,7 @@ from levanter_infer.decode.kv_offload import TableSnapshot, mark_swapped, read_p
 from levanter_infer.decode.loop import run_round
 from levanter_infer.decode.outputs import RoundOutputs
 from levanter_infer.decode.resampling import resample_samples
+from levanter_infer.decode.routing import read_routes
 from levanter_infer.decode.scoring import READ_PAGES, read_scores
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState, GenState, empty_cache
@@ -239,6 +240,7 @@ class Programs:
         self.zero_cache = program("zero_cache", donate=(0,))
         self.extend = program("extend", donate=(0,))
         self.read_scores = program("read_scores")
+        self.read_routes = program("read_routes")
         self.resample = program("resample", donate=(0,))
         self.found = program("found")
         self.on_weight_update = program("on_weight_update", donate=(0,))
@@ -262,10 +264,11 @@ class Programs:
         }
         if self._smaller is not None:
             arguments["extend"] = (self._smaller[0],)
-        if self.state_types.scores is not None:
-            places = self._layout.stacked_types(jax.ShapeDtypeStruct((READ_PAGES,), jnp.int32))
-            places = self._layout.types(places, stacked=True)
-            arguments["read_scores"] = (self.state_types.scores, places, places)
+        places = self._layout.stacked_types(jax.ShapeDtypeStruct((READ_PAGES,), jnp.int32))
+        places = self._layout.types(places, stacked=True)
+        for name, table in (("read_scores", self.state_types.scores), ("read_routes", self.state_types.routes)):
+            if table is not None:
+                arguments[name] = (table, places, places)
         return {name: (self._programs[name], types) for name, types in arguments.items()}
 
     def compile_all(self, model, admission) -> None:
@@ -377,6 +380,7 @@ def _functions(
         "zero_cache": zero_cache,
         "extend": extend,
         "read_scores": read_scores,
+        "read_routes": read_routes,
         "resample": resample,
         "found": found,
         "on_weight_update": on_weight_update,

@@ -16,6 +16,7 @@ from levanter_infer.cache.page_table import PageTable
 from levanter_infer.cache.prefix_table import PrefixTable
 from levanter_infer.cache.score_pages import ScorePages
 from levanter_infer.decode.beam_table import BeamTable, NoBeams
+from levanter_infer.decode.routing import RouteTable
 from levanter_infer.decode.sampling import SamplingTable
 from levanter_infer.decode.sequence_table import SequenceTable
 from levanter_infer.decode.shapes import Shapes
@@ -112,6 +113,8 @@ class GenState(eqx.Module):
     cache: Cache
     scores: ScorePages | None
     """None: prompts are not scored."""
+    routes: RouteTable | None
+    """None: the experts of tokens are not recorded."""
 
     @staticmethod
     def init(shapes: Shapes, cache: Cache) -> "GenState":
@@ -122,7 +125,10 @@ class GenState(eqx.Module):
             num_slots=shapes.num_slots,
             max_seq_len=shapes.max_seq_len,
         )
-        return GenState(decode=DecodeState.init(shapes), cache=cache, scores=scores)
+        routes = shapes.routing and RouteTable.init(
+            shapes.routing, num_slots=shapes.num_slots, max_seq_len=shapes.max_seq_len, page_size=shapes.page_size
+        )
+        return GenState(decode=DecodeState.init(shapes), cache=cache, scores=scores, routes=routes)
 
     def extended(self, shapes: Shapes) -> "GenState":
         """The same state, with fresh tables for the features that `shapes` adds."""

@@ -20,6 +20,7 @@ from levanter_infer.decode.codes import ERROR, LENGTH, STOP
 from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.paging import fork_when_ready, free_pages_for_finished
 from levanter_infer.decode.prefix import insert_prefix
+from levanter_infer.decode.routing import RouteTable
 from levanter_infer.decode.sampling import History, LogitStats, SampleOutput, sample, stop_match
 from levanter_infer.decode.sampling_beams import candidates, no_candidates
 from levanter_infer.decode.schedule import StepPlan, schedule
@@ -40,11 +41,11 @@ def step(model, state: GenState, ring: OutputRing, shapes: Shapes, attention: At
     """
     decode, plan, source, target = schedule(state.decode, shapes)
     cache, scores = copy_on_write(state, source, target, shapes)
-    cache, hidden = forward(model, decode, cache, plan, shapes, attention)
+    cache, routes, hidden = forward(model, decode, cache, state.routes, plan, shapes, attention)
     scores, hidden = score_prompts(model, decode, scores, hidden, plan, shapes)
     sampled = sample_rows(model, decode, hidden, plan, shapes)
     decode, ring = append(decode, ring, plan, sampled, shapes)
-    return GenState(decode, cache, scores), ring
+    return GenState(decode, cache, scores, routes), ring
 
 
 def copy_on_write(state: GenState, source: Array, target: Array, shapes: Shapes) -> tuple[Cache, ScorePages | None]:
@@ -59,13 +60,22 @@ def copy_on_write(state: GenState, source: Array, target: Array, shapes: Shapes)
     return run_if(copies, copied, (state.cache, state.scores))
 
 
-def forward(model, state: DecodeState, cache: Cache, plan: StepPlan, shapes: Shapes, attention: AttentionSpec):
+def forward(
+    model,
+    state: DecodeState,
+    cache: Cache,
+    routes: RouteTable | None,
+    plan: StepPlan,
+    shapes: Shapes,
+    attention: AttentionSpec,
+):
     """Compute the plan's tokens in the smallest bucket that holds them.
 
     Each bucket is a loop of zero or one trips and not a branch of `lax.switch`, which would copy the pools at every
     step on a CPU.
 
-    Returns: the cache with the new tokens, and the hidden states that `scoring.keep_hidden` keeps.
+    Returns: the cache with the new tokens, the table with the new tokens' experts, and the hidden states that
+        `scoring.keep_hidden` keeps.
     """
     embed = model.embed
     hidden = jnp.zeros((num_hidden(shapes), embed.size), model.activation_dtype)
@@ -73,15 +83,19 @@ def forward(model, state: DecodeState, cache: Cache, plan: StepPlan, shapes: Sha
     for lower, bucket in zip((0, *shapes.buckets), shapes.buckets, strict=False):
 
         def run(carry, bucket=bucket):
-            cache, hidden = carry
+            cache, routes, hidden = carry
             batch = whole.first(bucket, shapes.rows(bucket))
-            states, cache = model.hidden(batch, cache, attention)
+            if routes is None:
+                states, cache = model.hidden(batch, cache, attention)
+            else:
+                states, cache, chosen = model.routed(batch, cache, attention)
+                routes = routes.write(batch, chosen)
             states = keep_hidden(states.rearrange((TOKEN, embed)).array, batch.cu_q_lens.array, shapes)
-            return cache, hidden.at[: states.shape[0]].set(states)
+            return cache, routes, hidden.at[: states.shape[0]].set(states)
 
         fits = (plan.num_tokens > lower) & (plan.num_tokens <= bucket)
-        cache, hidden = run_if(fits, run, (cache, hidden))
-    return cache, hidden
+        cache, routes, hidden = run_if(fits, run, (cache, routes, hidden))
+    return cache, routes, hidden
 
 
 def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes: Shapes) -> SampleOutput:

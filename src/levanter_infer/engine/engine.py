@@ -35,6 +35,7 @@ from levanter_infer.engine.request import (
 )
 from levanter_infer.engine.request_state import RequestState, SampleState
 from levanter_infer.engine.round_loop import RoundLoop
+from levanter_infer.engine.routing import routing_shapes
 from levanter_infer.engine.runner import Runner
 from levanter_infer.engine.scheduler import Scheduler
 from levanter_infer.engine.scoring import SCORE_ONLY, score_shapes
@@ -80,6 +81,7 @@ class InferenceEngine:
         donate_model: the engine may delete the model's arrays as it lays out its own, so that the weights are in memory
             once.
         scoring: compile for `prompt_logprobs` at once, and not again with the first request that asks for them.
+        routing: compile for `return_routed_experts` at once, likewise.
         mesh: over which devices the engine runs, as sizes or as a mesh with the axes `data` and `model`. Where they
             belong to several processes, each makes an engine like this one, and calls it alike.
         hosts: processes that make engines like this one, with or without a mesh over all of them: they agree on sizes
@@ -99,6 +101,7 @@ class InferenceEngine:
         mask_mod=None,
         donate_model: bool = False,
         scoring: bool = False,
+        routing: bool = False,
         mesh: MeshConfig | Mesh | None = None,
         hosts: Hosts | None = None,
     ):
@@ -121,6 +124,7 @@ class InferenceEngine:
             hosts=hosts,
             donate_model=donate_model,
             scoring=scoring,
+            routing=routing,
             score_mod=score_mod,
             mask_mod=mask_mod,
         )
@@ -134,7 +138,8 @@ class InferenceEngine:
             self.shapes, self._eos, self.runner.num_ranks, max_round_seconds=self.config.max_round_seconds
         )
         self._rounds = RoundLoop(self.runner, self._scheduler, coordinator, self._stats, self.config.host_bytes)
-        self._intake = Intake(self.shapes, self.config, tokenizer, seed)
+        has_experts = types.config.experts is not None
+        self._intake = Intake(self.shapes, self.config, tokenizer, seed, has_experts=has_experts)
         self._turns, self._submissions = Turns(), 0
         logger.info("engine: %s", self.describe())
 
@@ -275,6 +280,8 @@ class InferenceEngine:
         changes: dict[str, Any] = {}
         if self.shapes.scoring is None and any(request.wants_scores for request in requests):
             changes["scoring"] = score_shapes(self.config, self.model)
+        if self.shapes.routing is None and any(request.params.return_routed_experts for request in requests):
+            changes["routing"] = routing_shapes(self.model.config)
         max_beams = beams_for((request.params for request in requests), self.shapes)
         if max_beams != self.shapes.max_beams:
             changes["max_beams"] = max_beams

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.kernels.call import AttentionCall, KvWrite, LinearCall, PoolShape
+from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall, PoolShape
 
 LATENT_REFUSAL = "the pages hold the latents of latent attention, which the kernel does not read"
 """Of backends whose attention is for keys and values alone."""
@@ -155,9 +155,28 @@ class Backend(ABC):
         """The results of `call`, f32[rows, out] each. Raises: ValueError for dtypes that it does not multiply."""
 
     @abstractmethod
-    def grouped_matmul(self, x: Array, weight: Array, counts: Array) -> Array:
-        """Rows of x [rows, in], `counts` i32[group] of them for each matrix of weight [group, out, in], as stored;
-        f32[rows, out]. Has a gradient."""
+    def grouped_linear(self, call: GroupedCall) -> list[Array]:
+        """The results of `call`, f32[result, out] each. A group without results costs nothing. Where the weights are no
+        stacks and as they were loaded, it has a gradient."""
+
+    @abstractmethod
+    def combine(self, values: Array, places: Array, weights: Array, num_rows: Array | None) -> Array:
+        """`sum over i of weights[row, i] · values[places[row, i]]`, one after the other: f32[row, out].
+
+        Args:
+            values: f32[n, out]
+            places: i32[row, chosen]
+            weights: f32[row, chosen]
+            num_rows: i32[], how many rows count; the others may give anything finite. None: all.
+        """
+
+    @abstractmethod
+    def by_rows(self, compute: Callable, num_rows: Array | None, *rows: Array):
+        """`compute(*rows)`, which gives arrays [row, …] for arrays [row, …] and leaves rows apart. A backend that
+        `is_batch_invariant` gives a row the same bits for any number of rows.
+
+        Args: num_rows: i32[], how many rows count; the others may give anything. None: all.
+        """
 
     @abstractmethod
     def take_rows(self, table: Array, indices: Array, num_ins: int, dtype) -> Array:

@@ -168,6 +168,39 @@ class LinearCall:
     """[rows, out], added to the result; with one weight only."""
 
 
+@dataclass(frozen=True)
+class GroupedCall:
+    """A grouped matmul: `x[rows[i]] · weight[layer, group of i]ᵀ` for each of several weights, with float32 sums.
+
+    Results lie group by group: the first `counts[0]` are of group 0. Those beyond `sum(counts)` are zeros.
+    """
+
+    x: Array
+    """[n, in]"""
+    counts: Array
+    """i32[group], results of each group."""
+    weights: Sequence[Array]
+    """Weights from `Backend.store` with leading axes of layers, if `layer` is given, and groups."""
+    num_outs: Sequence[int]
+    """Outputs of each weight."""
+    rows: Array | None = None
+    """i32[result], the row of x of each result; anything beyond `sum(counts)`. None: result i is that of row i."""
+    layer: Array | None = None
+    """i32[], which entry of each stack of weights; None: the weights are no stacks."""
+    norm: tuple[Array, float] | None = None
+    """As of `LinearCall`, and as the next only for backends that fuse it."""
+    gate: Array | None = None
+    """[n, in]; `silu(gate) · x` replaces x. Not together with `norm`."""
+
+    @property
+    def num_groups(self) -> int:
+        return self.counts.shape[0]
+
+    @property
+    def num_results(self) -> int:
+        return (self.x if self.rows is None else self.rows).shape[0]
+
+
 # Checks that all backends make before they compute an attention call
 
 

@@ -14,7 +14,7 @@ from jax.core import Tracer
 
 from levanter_infer.axes import PANEL, PANEL_SIZE
 from levanter_infer.kernels.backend import Backend, Fuse
-from levanter_infer.kernels.call import LinearCall
+from levanter_infer.kernels.call import GroupedCall, LinearCall
 from levanter_infer.kernels.xla.backend import XLA
 from levanter_infer.layers.activation import Activation, ClampedSwiglu
 from levanter_infer.layers.norm import RMSNorm
@@ -85,17 +85,6 @@ class Linear(eqx.Module):
         """The map of one layer of a stack, for x whose first `num_rows` rows count. The weight is not sliced here."""
         bias = self.bias if self.bias is None or layer is None else pick_layer(self.bias, layer)
         return dataclasses.replace(self, bias=bias, layer=layer, num_rows=num_rows)
-
-    def merged(self) -> "Linear":
-        """The same maps with the first two axes, of layers and experts, as one, in the same memory."""
-
-        def merge(named: NamedArray) -> NamedArray:
-            array, (first, second, *rest) = named.array, named.axes
-            stack = array.reshape(first.size * second.size, *array.shape[2:])
-            return NamedArray(stack, (first.resize(stack.shape[0]), *rest))  # type: ignore[arg-type]
-
-        bias = None if self.bias is None else merge(self.bias)
-        return dataclasses.replace(self, weight=merge(self.weight), bias=bias)
 
     def prepare(self, backend: Backend, *, donate: bool = False) -> "Linear":
         """The same map, stored as `backend` reads it. `donate`: the memory of this weight may be freed.
@@ -209,6 +198,45 @@ def apply(x: NamedArray, *maps: Linear, dtype=None, **fusion) -> list[NamedArray
         axes = (*rows, *part.outs)
         y = part.shard_axis.sum_in(x.dtype, y.reshape([axis.size for axis in axes]))
         results.append(outside.after(_biased(NamedArray(y, axes), part).astype(dtype)))
+    return results
+
+
+def apply_grouped(
+    x: NamedArray, *maps: Linear, axis: Axis, counts: Array, rows: Array | None = None, dtype=None, **fusion
+) -> list[NamedArray]:
+    """As `apply`, for maps whose weights have an axis of groups before the outputs, and rows of x of one group each.
+
+    Args:
+        x: [n, in...]
+        axis: of the results.
+        counts: i32[group], results of each group: the first `counts[0]` are of group 0. Results beyond all are zeros.
+        rows: i32[result], the row of x of each result; None: all rows in their order.
+    Returns: [axis, out...] each.
+    """
+    first, dtype = maps[0], x.dtype if dtype is None else dtype
+    inside, outside = Fusion(**fusion).split(first.backend.fuses)
+    assert inside.residual is None and outside.residual is None, "results of several groups belong to one row"
+    x = outside.before(x)
+    ins, before = first.ins, x.axes[: -first.num_in]
+    call = GroupedCall(
+        x=_matrix(x, before, ins),
+        counts=counts,
+        weights=[part.weight.array for part in maps],
+        num_outs=[math.prod(each.size for each in part.outs) for part in maps],
+        rows=rows,
+        layer=first.layer,
+        norm=None if inside.norm is None else inside.norm.fusable,
+        gate=None if inside.gate is None else _matrix(inside.gate, before, ins),
+    )
+    results = []
+    for part, y in zip(maps, first.backend.grouped_linear(call), strict=True):
+        axes = (axis, *part.outs)
+        y = y.reshape([each.size for each in axes])
+        if part.bias is not None:
+            ends = jnp.cumsum(counts, dtype=jnp.int32)
+            group = jnp.searchsorted(ends, jnp.arange(axis.size, dtype=jnp.int32), side="right")
+            y = y + part.bias.array.at[group].get(mode="fill", fill_value=0).astype(jnp.float32)
+        results.append(NamedArray(y, axes).astype(dtype))
     return results
 
 

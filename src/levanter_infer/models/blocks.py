@@ -76,7 +76,7 @@ class Block:
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
-        norms = len(self.placement.norms) * hidden
+        norms = len(self.placement.norms) * self.norm.num_parameters(hidden)
         return self.mixer.num_parameters(hidden) + self.feed_forward.num_parameters(hidden) + norms
 
 

@@ -34,6 +34,8 @@ class DecoderConfig:
     tie_word_embeddings: bool = False
     embedding_multiplier: float = 1.0
     """Factor of the embeddings, in the dtype of the parameters."""
+    embedding_norm: NormConfig | None = None
+    """Norm of the embeddings; None: there is none."""
     logits_divisor: float = 1.0
     logits_multiplier: float = 1.0
     logits_soft_cap: float | None = None
@@ -141,10 +143,25 @@ class DecoderConfig:
         mixers = (block.mixer for block in self.blocks)
         return next((mixer.latent_dim for mixer in mixers if isinstance(mixer, LatentAttentionBlock)), None)
 
+    def expert_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with experts."""
+        return tuple(i for i, block in enumerate(self.blocks) if isinstance(block.feed_forward, ExpertsBlock))
+
+    def expert_layer_at(self, group: Group[Block], offset: int) -> tuple[int, int]:
+        """Which layers with experts those at `offset` of a group's period are: the number of the first among all layers
+        with experts, and the distance from one to the next."""
+        period = [isinstance(block.feed_forward, ExpertsBlock) for block in group.period]
+        return self.expert_layers.index(group.first + offset), sum(period)
+
+    @property
+    def expert_blocks(self) -> tuple[ExpertsBlock, ...]:
+        """The feed-forward blocks of experts, one per layer that has one."""
+        return tuple(self.blocks[layer].feed_forward for layer in self.expert_layers)  # type: ignore[return-value]
+
     @functools.cached_property
     def experts(self) -> ExpertsBlock | None:
         """The first feed-forward block of experts; None: no layer has one."""
-        return next((b.feed_forward for b in self.blocks if isinstance(b.feed_forward, ExpertsBlock)), None)
+        return next(iter(self.expert_blocks), None)
 
     @property
     def num_experts(self) -> int | None:
@@ -165,7 +182,9 @@ class DecoderConfig:
         """Parameters of the model, from the sizes alone."""
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         counts = collections.Counter(self.blocks).items()
-        return tables + sum(n * block.num_parameters(self.hidden_size) for block, n in counts) + self.hidden_size
+        layers = sum(n * block.num_parameters(self.hidden_size) for block, n in counts)
+        norms = (norm for norm in (self.embedding_norm, self.norm) if norm is not None)
+        return tables + layers + sum(norm.num_parameters(self.hidden_size) for norm in norms)
 
     @property
     def num_expert_parameters(self) -> int:

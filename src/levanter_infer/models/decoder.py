@@ -18,6 +18,7 @@ from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.cache import Cache
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.attention import Attention, AttentionInputs, AttentionSpec
+from levanter_infer.layers.gated_norm import init_norm
 from levanter_infer.layers.latent_attention import LatentAttention, LatentAttentionBlock
 from levanter_infer.layers.layout import Layout
 from levanter_infer.layers.linear import Fusion, Linear, apply, prepare_tables, split_key
@@ -59,8 +60,10 @@ class DecoderLayer(eqx.Module):
             mlp = Mlp.init(batch, embed, feed_forward, key=mlp_key, dtype=dtype)
 
         def norm(name: str) -> RMSNorm | None:  # each an array of its own, so that a training step can donate them
-            has = name in block.placement.norms
-            return RMSNorm.init(batch, embed, config=block.norm, dtype=dtype) if has else None
+            names = block.placement.norms
+            if name not in names:
+                return None
+            return init_norm(batch, embed, block.norm, key=key, dtype=dtype, number=names.index(name))
 
         return DecoderLayer(
             input_norm=norm("input_norm"),
@@ -75,19 +78,24 @@ class DecoderLayer(eqx.Module):
         """One layer of a stack, for inputs whose first `num_rows` rows count."""
 
         def at(part):
-            if isinstance(part, NamedArray):
-                return pick_layer(part, index)
-            return part.at(index) if isinstance(part, RMSNorm) else part.at(index, num_rows)
+            return pick_layer(part, index) if isinstance(part, NamedArray) else part.at(index, num_rows)
 
         return jax.tree.map(at, self, is_leaf=lambda part: isinstance(part, Linear | RMSNorm | Moe | NamedArray))
 
-    def __call__(self, x: NamedArray, block: Block, mix: Callable[[NamedArray, Fusion], tuple[NamedArray, Any]]):
+    def __call__(
+        self,
+        x: NamedArray,
+        block: Block,
+        mix: Callable[[NamedArray, Fusion], tuple[NamedArray, Any]],
+        on_choice: Callable[[Array], None] | None = None,
+    ):
         """The layer.
 
         Args:
             x: [..., embed]
             block: what it computes.
             mix: the mixer, of the residual stream and what happens around its matmuls; gives its result and a state.
+            on_choice: called with the experts of each row, if the layer has some (`Moe`).
         Returns: [..., embed] and the mixer's state.
         """
         multiplier = block.residual_multiplier
@@ -105,7 +113,9 @@ class DecoderLayer(eqx.Module):
         mixed = added(mixed, self.mixer_out_norm, x)
         parallel = block.placement.is_parallel
         norm = self.input_norm if block.placement is Placement.PARALLEL else self.mlp_norm
-        result = self.mlp(x if parallel else mixed, around(norm, self.mlp_out_norm, mixed), block.feed_forward)  # type: ignore[arg-type]
+        observed = on_choice is not None and isinstance(self.mlp, Moe)
+        feed = functools.partial(self.mlp, on_choice=on_choice) if observed else self.mlp
+        result = feed(x if parallel else mixed, around(norm, self.mlp_out_norm, mixed), block.feed_forward)  # type: ignore[arg-type]
         return added(result, self.mlp_out_norm, mixed), state
 
 
@@ -127,6 +137,8 @@ class DecoderModel(eqx.Module):
     norm: RMSNorm
     lm_head: Linear | None
     """[vocab, embed]; None where the embeddings serve as head."""
+    embedding_norm: RMSNorm | None
+    """Norm of the embeddings."""
     config: DecoderConfig = eqx.field(static=True)
     shard_axis: ShardAxis = eqx.field(static=True, default=REPLICATED)
     """How the vocabulary is sharded."""
@@ -160,8 +172,10 @@ class DecoderModel(eqx.Module):
         return DecoderModel(
             embeddings=table(embed_key),
             stacks=tuple(stacked(i, stack) for i, stack in enumerate(config.stacks)),
-            norm=RMSNorm.init((), embed, config=config.norm, dtype=dtype),
+            norm=init_norm((), embed, config.norm, key=head_key, dtype=dtype),
             lm_head=None if config.tie_word_embeddings else table(head_key),
+            embedding_norm=config.embedding_norm
+            and init_norm((), embed, config.embedding_norm, key=embed_key, dtype=dtype),
             config=config,
         )
 
@@ -219,7 +233,7 @@ class DecoderModel(eqx.Module):
                 shared = jax.tree.map(sharded, part.shared, is_leaf=lambda each: isinstance(each, Linear))
                 axes = {"experts": layout.experts, "sums": layout.expert_sums, "inner": layout.model}
                 return dataclasses.replace(part, **axes, shared=shared)
-            if isinstance(part, RMSNorm):
+            if isinstance(part, RMSNorm) and part.weight is not None:
                 width = layout.normed_width(part.normed(part.weight.axes))
                 return part if width is None else dataclasses.replace(part, shard_axis=layout.model, width=width)
             is_sharded = isinstance(part, Linear) and layout.is_sharded(part.ins)
@@ -238,12 +252,13 @@ class DecoderModel(eqx.Module):
         if self.is_packed:
             raise ValueError("the weights are packed already; give the model as it was loaded")
         embeddings, head = prepare_tables(self.embeddings, self.lm_head, backend, donate=donate)
-        stacks = jax.tree.map(
+        parts = {"stacks": self.stacks, "norm": self.norm, "embedding_norm": self.embedding_norm}
+        stored = jax.tree.map(
             lambda part: part.prepare(backend, donate=donate) if isinstance(part, Linear) else part,
-            self.stacks,
+            parts,
             is_leaf=lambda part: isinstance(part, Linear),
         )
-        return dataclasses.replace(self, embeddings=embeddings, stacks=stacks, lm_head=head)
+        return dataclasses.replace(self, embeddings=embeddings, lm_head=head, **stored)
 
     def __call__(self, tokens: NamedArray, attention: AttentionSpec = PLAIN) -> NamedArray:
         """The plain causal forward, without a cache: for training, and as the oracle.
@@ -302,12 +317,27 @@ class DecoderModel(eqx.Module):
         Raises: ValueError where the rope depends on the length of sequences that may outgrow the original context
             and `attention.max_seq_len` does not say how long they get.
         """
+        return self._paged(batch, cache, attention, None)[:2]
+
+    def routed(
+        self, batch: PageBatchInfo, cache: Cache, attention: AttentionSpec = PLAIN
+    ) -> tuple[NamedArray, Cache, Array]:
+        """As `hidden`, and the experts of each token, i32[expert layer, token, chosen]. Requires: all layers with
+        experts choose the same number."""
+        blocks = self.config.expert_blocks
+        chosen = jnp.zeros((len(blocks), batch.tokens.array.shape[0], blocks[0].num_chosen), jnp.int32)
+        return self._paged(batch, cache, attention, chosen)
+
+    def _paged(self, batch: PageBatchInfo, cache: Cache, attention: AttentionSpec, chosen: Array | None):
+        """`hidden` and, into the array `chosen` unless it is None, `routed`."""
         inputs = self._inputs(batch.positions, attention, self._max_seq_len(batch, attention))
         num_tokens = batch.cu_q_lens.array[-1]
 
-        def run(group: Group[Block], repeat: Array, carry: tuple[NamedArray, Cache]) -> tuple[NamedArray, Cache]:
+        def run(group: Group[Block], repeat: Array, carry):
             """One period."""
-            x, cache = carry
+            x, cache, chosen = carry
+            seen: list[Array] = []
+            on_choice = None if chosen is None else seen.append
             for offset, block in enumerate(group.period):
                 stack, first, stride = self.config.stored_at(group, offset)
                 layer = self.stacks[stack].at(_index(first, stride, repeat), num_tokens)
@@ -320,11 +350,14 @@ class DecoderModel(eqx.Module):
                     layer=number,
                     batch=batch,
                 )
-                x, remembered = layer(x, block, mix)
+                x, remembered = layer(x, block, mix, on_choice)
                 cache = cache.with_pool(pool, remembered)
-            return x, cache
+                if chosen is not None and isinstance(block.feed_forward, ExpertsBlock):
+                    first, stride = self.config.expert_layer_at(group, offset)
+                    chosen = chosen.at[_index(first, stride, repeat)].set(seen.pop())
+            return x, cache, chosen
 
-        carry = self._embed(batch.tokens), cache
+        carry = self._embed(batch.tokens), cache, chosen
         for group in self.config.groups:
             body = functools.partial(run, group)
             if group.repeats > 1:
@@ -341,7 +374,7 @@ class DecoderModel(eqx.Module):
             num_rows: i32[], how many rows count; the others may give anything. None: all.
         Returns: f32[..., vocab], of this device's part of the vocabulary.
         """
-        (logits,) = apply(hidden, self._head.at(None, num_rows), norm=self.norm, dtype=jnp.float32)
+        (logits,) = apply(hidden, self._head.at(None, num_rows), norm=self.norm.at(None, num_rows), dtype=jnp.float32)
         values, config = logits.array, self.config
         if config.logits_multiplier != 1:
             values = values * jnp.float32(config.logits_multiplier)
@@ -357,7 +390,8 @@ class DecoderModel(eqx.Module):
         rows = rows.astype(self.activation_dtype)
         if self.config.embedding_multiplier != 1:
             rows = rows * jnp.asarray(self.config.embedding_multiplier, self.dtype).astype(rows.dtype)
-        return NamedArray(rows, (*tokens.axes, self.embed))
+        embedded = NamedArray(rows, (*tokens.axes, self.embed))
+        return embedded if self.embedding_norm is None else self.embedding_norm(embedded)
 
     def _inputs(self, positions: NamedArray, spec: AttentionSpec, rope_len: int) -> Callable[[Block], AttentionInputs]:
         """Inputs of attention in a layer, with the angles of each rope computed once."""

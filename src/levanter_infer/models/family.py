@@ -14,7 +14,7 @@ from levanter_infer.layers.rotary import RopeConfig
 from levanter_infer.models.blocks import Block
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.hf_config import FULL, SLIDING, HfConfig
-from levanter_infer.models.tensors import Tensor, tensor_table
+from levanter_infer.models.tensors import Tensor, replaced, tensor_table
 
 MAX_LAYERS = 10_000
 """More is taken for a broken config.json."""
@@ -37,6 +37,13 @@ class Family:
     """Starts of tensor names in a checkpoint, and what stands for them in `tensors`; other names stay."""
     unused: tuple[str, ...] = ()
     """Starts of the names of tensors that belong to other parts of a multimodal model, and are not read."""
+    alternatives: tuple[Tensor, ...] = ()
+    """Lines that a checkpoint may have instead of those of `tensors` with the same parameters."""
+
+    def table_for(self, names: Iterable[str]) -> tuple[Tensor, ...]:
+        """The lines of a checkpoint with tensors of these names."""
+        names = list(names) if self.alternatives else ()
+        return replaced(self.tensors, *(line for line in self.alternatives if any(map(line.is_for, names))))
 
     extra_layers_key: str | None = None
     """Key of the number of layers behind the last one, for multi-token prediction, whose tensors are not read."""
@@ -153,6 +160,7 @@ def read_sizes(
     tied: bool = False,
     norm_eps: float = 1e-6,
     norm_eps_key: str = "rms_norm_eps",
+    width_key: str = "intermediate_size",
     theta: float = 10000.0,
     activation: Activation = Activation.SILU,
     activation_names: tuple[str, ...] = (),
@@ -165,6 +173,7 @@ def read_sizes(
         head_dim: HF's default where the key is absent; None for hidden_size / num_attention_heads.
         max_positions, tied, norm_eps, theta: HF's defaults where the keys are absent.
         norm_eps_key: HF's name of the epsilon.
+        width_key: HF's name of the inner width of feed-forward blocks.
         activation: the one that the family has.
         activation_names: further values of `hidden_act` that mean it.
         ropes: reads the ropes of full and sliding layers, given head size and longest position; None: `HfConfig.rope`
@@ -187,7 +196,7 @@ def read_sizes(
     return Sizes(
         vocab_size=hf.count("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=hf.count("intermediate_size"),
+        intermediate_size=hf.count(width_key),
         num_layers=hf.count("num_hidden_layers", most=MAX_LAYERS),
         num_heads=heads,
         num_kv_heads=kv_heads,

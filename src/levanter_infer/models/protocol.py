@@ -49,6 +49,10 @@ class Model(Protocol):
         """One step: the last hidden states, [token, embed], and the cache (pools as `config.pools`) with the tokens."""
         ...
 
+    def routed(self, batch: PageBatchInfo, cache: Cache, attention: AttentionSpec) -> tuple[NamedArray, Cache, Any]:
+        """As `hidden`, and the experts of each token, i32[expert layer, token, chosen]; for models with experts."""
+        ...
+
     def logits(self, hidden: NamedArray, num_rows: Any = None) -> NamedArray:
         """f32[row, vocab] of hidden states [row, embed]; only the first `num_rows` rows are looked at."""
         ...

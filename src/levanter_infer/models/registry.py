@@ -17,6 +17,7 @@ from levanter_infer.models.glm4 import GLM4
 from levanter_infer.models.glm4_moe_lite import GLM4_MOE_LITE
 from levanter_infer.models.granite import GRANITE
 from levanter_infer.models.granitemoe import GRANITEMOE
+from levanter_infer.models.grug_moe import GRUG_MOE
 from levanter_infer.models.llama import LLAMA
 from levanter_infer.models.minicpm3 import MINICPM3
 from levanter_infer.models.ministral3 import MINISTRAL3
@@ -37,7 +38,7 @@ from levanter_infer.models.youtu import YOUTU
 FAMILIES = {
     family.model_type: family
     for family in (
-        *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE),
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, GRUG_MOE),
         *(OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3, PHI3, SMOLLM3, GRANITE),
         *(SEED_OSS, EXAONE4, MIXTRAL, GRANITEMOE, OLMOE, QWEN2_MOE),
         *(COHERE, COHERE2, GLM4, ERNIE4_5, MINISTRAL3),

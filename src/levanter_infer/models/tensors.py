@@ -6,6 +6,7 @@ tensor its parameters stand, so that one description reads them and, inverted, w
 
 import enum
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,11 @@ class Tensor:
     """Whether the tensor is stored [in, out]."""
     stacked_experts: bool = False
     """Whether the experts of a layer are in one tensor, along its first axis."""
+
+    def is_for(self, name: str) -> bool:
+        """Whether the tensor `name` of a checkpoint is one of this line."""
+        pattern = re.escape(self.name).replace(r"\{layer\}", r"\d+").replace(r"\{expert\}", r"\d+")
+        return re.fullmatch(pattern, name) is not None
 
 
 @dataclass(frozen=True)
@@ -145,8 +151,13 @@ class Parameter:
 
 def tensor_table(names: Mapping[str, str], *others: Tensor) -> tuple[Tensor, ...]:
     """The lines of `names` (attribute path -> HF's name of a tensor of its own), and of others in their stead."""
+    return replaced([Tensor(name, (path,)) for path, name in names.items()], *others)
+
+
+def replaced(table: Sequence[Tensor], *others: Tensor) -> tuple[Tensor, ...]:
+    """`table` with others instead of its lines that hold any of their parameters."""
     taken = {path for tensor in others for path in tensor.parameters}
-    return (*(Tensor(name, (path,)) for path, name in names.items() if path not in taken), *others)
+    return (*(line for line in table if not taken.intersection(line.parameters)), *others)
 
 
 def parameters(model: DecoderModel, table: Sequence[Tensor]) -> list[Parameter]:
@@ -202,7 +213,7 @@ def _parts(
 
 def _split(owner: Any, array: NamedArray) -> tuple[tuple[Axis, ...], tuple[int, ...]]:
     """Axes of layers and experts; and the inputs of a matrix, nothing for a vector."""
-    if isinstance(owner, RMSNorm) and owner.num_normed is not None:
+    if isinstance(owner, RMSNorm) and owner.over is not None:
         lead = tuple(axis for axis in array.axes[:1] if axis.name == LAYERS)
         return lead, tuple(axis.size for axis in owner.normed(array.axes))
     if not isinstance(owner, Linear):

@@ -55,6 +55,7 @@ class EngineSpec:
     num_eos: int = 1
     """End-of-sequence ids of the tokenizer."""
     scoring: bool = False
+    routing: bool = False
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -111,6 +112,7 @@ class EngineSpec:
             is_loaded=False,
             device_bytes=None if chip.platform == "cpu" else chip.memory_bytes,
             scoring=self.scoring,
+            routing=self.routing,
         )
         attention = backend.attention_spec(shapes, None, None)
         return Blueprint(types, backend, shapes, programs_for(config, types, backend, shapes, attention))
@@ -143,6 +145,7 @@ def spec_of(config: RunConfig, target: str, shape: str | None) -> EngineSpec:
         mesh=mesh,
         num_eos=_num_eos(config, hf_config, directory),
         scoring=config.sampling.prompt_logprobs is not None,
+        routing=config.sampling.return_routed_experts,
     )
 
 

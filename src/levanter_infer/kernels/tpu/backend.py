@@ -1,4 +1,4 @@
-"""The `tpu` backend: attention in Pallas on Mosaic, for TPUs from v4 on; matmuls are XLA's.
+"""The `tpu` backend: attention and experts in Pallas on Mosaic, for TPUs from v4 on; other matmuls are XLA's.
 
 Paged attention takes two paths: `decode` computes rows with one query, which read each key once for a few queries and
 are bound by memory; `prefill` computes rows with more, in blocks of queries, and is bound by the matrix unit. Both read
@@ -14,7 +14,8 @@ from jax import Array
 from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.backend import Platform, Task, Work
-from levanter_infer.kernels.call import AttentionCall, KvWrite, PoolShape, checked
+from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, PoolShape, checked
+from levanter_infer.kernels.tpu import grouped
 from levanter_infer.kernels.tpu.decode import decode_attention
 from levanter_infer.kernels.tpu.kv_write import write_kv
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool
@@ -38,7 +39,7 @@ class TpuBackend(XlaBackend):
 
     name = "tpu"
     home = TPU
-    kernels = frozenset({Work.ATTENTION})
+    kernels = frozenset({Work.MATMUL, Work.ATTENTION})
     options = frozenset({"tiles"})
     pool_order = (0, 1, 3, 2, 4)
 
@@ -46,12 +47,19 @@ class TpuBackend(XlaBackend):
     def refusal(cls, task: Task) -> str | None:
         if task.device.platform != "tpu":
             return f"this engine runs on {task.device.platform}"
-        if not supports_dtype(task.dtype):
+        supported = grouped.supports_dtype if task.work is Work.MATMUL else supports_dtype
+        if not supported(task.dtype):
             return f"{task.stored} are {task.dtype}, which the kernel does not take"
         return None
 
     def configured(self, **options) -> "TpuBackend":
         return dataclasses.replace(self, tiles=options["tiles"]) if "tiles" in options else self
+
+    def grouped_linear(self, call: GroupedCall) -> list[Array]:
+        """By the kernel where it takes the shapes, and in blocks by XLA's matmul otherwise."""
+        if not grouped.supports(call):
+            return super().grouped_linear(call)
+        return grouped.grouped_matmul(call, interpret=_interpreter(self.interpret))
 
     def pool_shape(self, shape: PoolShape) -> tuple[int, int, int, int, int]:
         return shape.num_layers, shape.num_pages, _layout(shape).slabs, shape.page_size, LANES
@@ -125,7 +133,7 @@ def tpu_attention(call: AttentionCall, tiles: Tiles | None = None, *, interpret:
         raise ValueError(
             f'impl="tpu" reads pages of float32, bfloat16, float8_e4m3fn or int8, not {call.kv_dtype}; use "xla"'
         )
-    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan") if interpret else False
+    params = _interpreter(interpret)
     operand = _operand_dtype(call)
     heads = call.kv_heads, call.q.shape[2], call.heads_per_kv_head
     shape = TileShape(generation(), *heads, call.page_size, call.kv_dtype.name, call.value_dim)
@@ -145,6 +153,11 @@ def tpu_attention(call: AttentionCall, tiles: Tiles | None = None, *, interpret:
         _, out = jax.lax.while_loop(lambda carry: carry[0], with_prefill, (jnp.any(q_lens > 1), out))
     live = jnp.arange(call.num_tokens, dtype=jnp.int32) < call.cu_q_lens[call.num_seqs]
     return jnp.where(live[:, None, None], out, jnp.zeros((), out.dtype))
+
+
+def _interpreter(interpret: bool) -> pltpu.InterpretParams | bool:
+    """What `pallas_call` takes for it."""
+    return pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan") if interpret else False
 
 
 def _operand_dtype(call: AttentionCall) -> jnp.dtype:

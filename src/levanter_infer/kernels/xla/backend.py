@@ -1,5 +1,7 @@
 """The `xla` backend: XLA's own code, on any platform; and `reference`, the specification of attention."""
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,10 +11,11 @@ from jax import Array
 
 from levanter_infer.kernels import int8
 from levanter_infer.kernels.backend import Backend, Task
-from levanter_infer.kernels.call import AttentionCall, KvWrite, LinearCall, PoolShape, check_pool, checked
+from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall, PoolShape, check_pool, checked
 from levanter_infer.kernels.loops import run_if
 from levanter_infer.kernels.rules import decode_bits
 from levanter_infer.kernels.xla.attention import xla_attention
+from levanter_infer.kernels.xla.grouped import in_blocks, ragged_matmul
 from levanter_infer.kernels.xla.linear import from_bits, matmul, to_bits
 from levanter_infer.kernels.xla.reference import reference_attention
 
@@ -56,9 +59,16 @@ class XlaBackend(Backend):
 
         return [one(weight, num_outs) for weight, num_outs in zip(call.weights, call.num_outs, strict=True)]
 
-    def grouped_matmul(self, x: Array, weight: Array, counts: Array) -> Array:
-        matrices = jnp.swapaxes(from_bits(weight, x.dtype), 1, 2)
-        return jax.lax.ragged_dot(x, matrices, counts, preferred_element_type=jnp.float32)
+    def grouped_linear(self, call: GroupedCall) -> list[Array]:
+        """In blocks of a group's rows out of a stack; `jax.lax.ragged_dot` without one."""
+        return ragged_matmul(call) if call.layer is None else in_blocks(call, self.linear)
+
+    def combine(self, values: Array, places: Array, weights: Array, num_rows: Array | None) -> Array:
+        terms = [weights[:, i : i + 1] * values[places[:, i]] for i in range(places.shape[1])]
+        return functools.reduce(operator.add, terms)
+
+    def by_rows(self, compute: Callable, num_rows: Array | None, *rows: Array):
+        return compute(*rows)
 
     def take_rows(self, table: Array, indices: Array, num_ins: int, dtype) -> Array:
         return from_bits(table.at[indices].get(mode="fill", fill_value=0), dtype)
