@@ -20,7 +20,7 @@ from levanter_infer.decode.kv_offload import TableSnapshot, mark_swapped, read_p
 from levanter_infer.decode.loop import run_round
 from levanter_infer.decode.outputs import RoundOutputs
 from levanter_infer.decode.resampling import resample_samples
-from levanter_infer.decode.routing import read_routes
+from levanter_infer.decode.routes import read_routes
 from levanter_infer.decode.scoring import READ_PAGES, read_scores
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState, GenState, empty_cache

@@ -16,7 +16,7 @@ from levanter_infer.cache.page_table import PageTable
 from levanter_infer.cache.prefix_table import PrefixTable
 from levanter_infer.cache.score_pages import ScorePages
 from levanter_infer.decode.beam_table import BeamTable, NoBeams
-from levanter_infer.decode.routing import RouteTable
+from levanter_infer.decode.routes import RouteTable
 from levanter_infer.decode.sampling import SamplingTable
 from levanter_infer.decode.sequence_table import SequenceTable
 from levanter_infer.decode.shapes import Shapes

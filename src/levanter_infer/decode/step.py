@@ -20,7 +20,7 @@ from levanter_infer.decode.codes import ERROR, LENGTH, STOP
 from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.paging import fork_when_ready, free_pages_for_finished
 from levanter_infer.decode.prefix import insert_prefix
-from levanter_infer.decode.routing import RouteTable
+from levanter_infer.decode.routes import RouteTable
 from levanter_infer.decode.sampling import History, LogitStats, SampleOutput, sample, stop_match
 from levanter_infer.decode.sampling_beams import candidates, no_candidates
 from levanter_infer.decode.schedule import StepPlan, schedule
@@ -74,7 +74,7 @@ def forward(
     Each bucket is a loop of zero or one trips and not a branch of `lax.switch`, which would copy the pools at every
     step on a CPU.
 
-    Returns: the cache with the new tokens, the table with the new tokens' experts, and the hidden states that
+    Returns: the cache with the new tokens, the table with their experts, and the hidden states that
         `scoring.keep_hidden` keeps.
     """
     embed = model.embed

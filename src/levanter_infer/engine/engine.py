@@ -35,7 +35,7 @@ from levanter_infer.engine.request import (
 )
 from levanter_infer.engine.request_state import RequestState, SampleState
 from levanter_infer.engine.round_loop import RoundLoop
-from levanter_infer.engine.routing import routing_shapes
+from levanter_infer.engine.routes import routing_shapes
 from levanter_infer.engine.runner import Runner
 from levanter_infer.engine.scheduler import Scheduler
 from levanter_infer.engine.scoring import SCORE_ONLY, score_shapes

@@ -29,7 +29,7 @@ from levanter_infer.decode.state import GenState
 from levanter_infer.engine.admission import nothing_to_admit
 from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
-from levanter_infer.engine.routing import routing_shapes
+from levanter_infer.engine.routes import routing_shapes
 from levanter_infer.engine.scoring import score_shapes
 from levanter_infer.engine.sizes import kv_dtype, resolve_shapes
 from levanter_infer.engine.tile_search import check_given_tiles

@@ -143,6 +143,7 @@ class DecoderConfig:
         mixers = (block.mixer for block in self.blocks)
         return next((mixer.latent_dim for mixer in mixers if isinstance(mixer, LatentAttentionBlock)), None)
 
+    @functools.cached_property
     def expert_layers(self) -> tuple[int, ...]:
         """Numbers of the layers with experts."""
         return tuple(i for i, block in enumerate(self.blocks) if isinstance(block.feed_forward, ExpertsBlock))

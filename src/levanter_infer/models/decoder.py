@@ -326,7 +326,9 @@ class DecoderModel(eqx.Module):
         experts choose the same number."""
         blocks = self.config.expert_blocks
         chosen = jnp.zeros((len(blocks), batch.tokens.array.shape[0], blocks[0].num_chosen), jnp.int32)
-        return self._paged(batch, cache, attention, chosen)
+        x, cache, chosen = self._paged(batch, cache, attention, chosen)
+        assert chosen is not None
+        return x, cache, chosen
 
     def _paged(self, batch: PageBatchInfo, cache: Cache, attention: AttentionSpec, chosen: Array | None):
         """`hidden` and, into the array `chosen` unless it is None, `routed`."""

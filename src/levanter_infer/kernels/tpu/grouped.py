@@ -33,12 +33,13 @@ def supports(call: GroupedCall) -> bool:
     return call.layer is not None and call.x.shape[1] % LANES == 0 and call.num_results > 0
 
 
-def grouped_matmul(call: GroupedCall, *, interpret=False) -> list[Array]:
+def grouped_matmul(call: GroupedCall, *, interpret: pltpu.InterpretParams | bool = False) -> list[Array]:
     """The grouped matmuls of `call`, with weights [layers, group, out, in] in the dtype of x.
 
     Args: interpret: parameters of Pallas' interpreter.
     """
-    assert call.layer is not None and call.norm is None and call.gate is None
+    layer = call.layer
+    assert layer is not None and call.norm is None and call.gate is None
     x = call.x if call.rows is None else call.x.at[call.rows].get(mode="clip")
     tile = tile_rows(call.num_results, call.num_groups)
     visits = _visits(call.counts, call.num_results, tile)
@@ -46,7 +47,7 @@ def grouped_matmul(call: GroupedCall, *, interpret=False) -> list[Array]:
 
     def one(weight: Array, outs: int) -> Array:
         stack = weight.reshape(weight.shape[0], call.num_groups, outs, x.shape[1])
-        y = _one(x, stack, call.layer, visits, tile, interpret)
+        y = _one(x, stack, layer, visits, tile, interpret)
         return jnp.where(used[:, None], y, jnp.float32(0))  # rows of no group were not computed
 
     return [one(weight, outs) for weight, outs in zip(call.weights, call.num_outs, strict=True)]
