@@ -87,7 +87,7 @@ def test_the_plain_form_agrees_and_has_a_gradient():
         one = dataclasses.replace(moe, **picked)
         axes = (Axis("batch", 2), Axis("position", 3), EMBED_AXIS)
         named = NamedArray(jnp.asarray(x).reshape(2, 3, WIDTH), axes)
-        return one(named, Fusion(norm=RMSNorm(hax.ones(EMBED_AXIS), EPS), residual=named), BLOCK).array
+        return one(named, Fusion(norm=RMSNorm(hax.ones(EMBED_AXIS), NormConfig(EPS)), residual=named), BLOCK).array
 
     @jax.jit
     def both(moe: Moe):

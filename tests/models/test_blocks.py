@@ -29,6 +29,7 @@ from tests.models.test_decoder import SEQUENCES, paged_logits, plain, tokens_of
 
 HIDDEN, VOCAB = 16, 17
 NORM, PLUS_ONE, CENTERED = NormConfig(0.1), NormConfig(0.1, plus_one=True), NormConfig(0.1, center=True)
+LAYER_NORM, WEIGHTLESS = NormConfig(0.1, center=True, bias=True), NormConfig(0.1, weight=False)
 EXPERTS = ExpertsBlock(5, 2, 12, normalize=True)
 ATTENTION = AttentionBlock(num_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig(theta=100.0))
 BLOCK = Block(ATTENTION, DenseBlock(24), NORM)
@@ -54,13 +55,16 @@ def f64(named) -> np.ndarray:
 
 
 def normed(x: np.ndarray, norm, index: int | None = None) -> np.ndarray:
-    """Over as many of the last axes as the weight has."""
-    weight = f64(norm.weight) if index is None else f64(norm.weight)[index]
-    axes = tuple(range(-(norm.num_normed or weight.ndim), 0))
-    factor = weight + 1 if norm.plus_one else weight
-    if norm.center:
+    """Over as many of the last axes as the weight has; without one, over the last."""
+    weight, bias = (
+        default if part is None else f64(part) if index is None else f64(part)[index]
+        for part, default in ((norm.weight, np.ones(1)), (norm.bias, np.zeros(1)))
+    )
+    axes = tuple(range(-(len(norm.over or ()) or weight.ndim), 0))
+    factor = weight + 1 if norm.config.plus_one else weight
+    if norm.config.center:
         x = x - x.mean(axis=axes, keepdims=True)
-    return x / np.sqrt((x * x).mean(axis=axes, keepdims=True) + norm.eps) * factor
+    return x / np.sqrt((x * x).mean(axis=axes, keepdims=True) + norm.config.eps) * factor + bias
 
 
 def linear(part, index: int, x: np.ndarray) -> np.ndarray:
@@ -117,10 +121,22 @@ ACTIVATIONS = {
 }
 
 
+def xielu(part, index: int):
+    alpha_p, alpha_n, beta, eps = (f64(each)[index] for each in (part.alpha_p, part.alpha_n, part.beta, part.eps))
+    softplus = lambda x: np.log1p(np.exp(x))  # noqa: E731
+
+    def apply(x: np.ndarray) -> np.ndarray:
+        below = (beta + softplus(alpha_n)) * (np.expm1(np.minimum(x, eps)) - x)
+        return np.where(x > 0, softplus(alpha_p) * x * x, below) + beta * x
+
+    return apply
+
+
 def feed_forward(part, dense: DenseBlock | ExpertsBlock, index: int, x: np.ndarray) -> np.ndarray:
     if isinstance(dense, ExpertsBlock):
         return experts(part, dense, index, x)
-    up, activation = linear(part.up_proj, index, x), ACTIVATIONS[dense.activation]
+    up = linear(part.up_proj, index, x)
+    activation = ACTIVATIONS[dense.activation] if part.xielu is None else xielu(part.xielu, index)
     inner = activation(linear(part.gate_proj, index, x)) * up if dense.gated else activation(up)
     return linear(part.down_proj, index, inner)
 
@@ -152,6 +168,8 @@ def branch(part, each: Block, at: int, x: np.ndarray, before, after) -> np.ndarr
 def oracle(model: DecoderModel, tokens: np.ndarray) -> np.ndarray:
     config = model.config
     x = f64(model.embeddings.weight)[tokens] * config.embedding_multiplier
+    if config.learnt_positions:
+        x = x + f64(model.position_embeddings.weight)[: len(x)]
     for number, each in enumerate(config.blocks):
         stack = next(i for i, stack in enumerate(config.stacks) if number in stack.layers)
         layer, at = model.stacks[stack], config.stacks[stack].layers.index(number)
@@ -163,8 +181,9 @@ def oracle(model: DecoderModel, tokens: np.ndarray) -> np.ndarray:
         else:
             x = x + mixed
             x = x + branch(layer.mlp, each, at, x, layer.mlp_norm, layer.mlp_out_norm)
-    head = f64((model.lm_head or model.embeddings).weight)
-    logits = normed(x, model.norm) @ head.T * config.logits_multiplier / config.logits_divisor
+    head = model.lm_head or model.embeddings
+    logits = normed(x, model.norm) @ f64(head.weight).T + (f64(head.bias) if config.head_bias else 0)
+    logits = logits * config.logits_multiplier / config.logits_divisor
     cap = config.logits_soft_cap
     return logits if cap is None else cap * np.tanh(logits / cap)
 
@@ -187,6 +206,11 @@ OPTIONS = {
     "query_scale": block(rope=RopeConfig(theta=100.0, original_len=2, query_beta=0.7)),
     "layer_norm": block(norm=CENTERED),
     "parallel_layer_norm": block(Placement.PARALLEL, norm=CENTERED),
+    "layer_norm_with_bias": block(norm=LAYER_NORM),
+    "layer_norm_without_weight": block(norm=dataclasses.replace(WEIGHTLESS, center=True)),
+    "qk_layer_norm_with_bias": block(qk_norm=LAYER_NORM),
+    "qk_layer_norm_with_bias_by_head": block(qk_norm=LAYER_NORM, qk_norm_by_head=True),
+    "qk_norm_without_weight": block(qk_norm=WEIGHTLESS),
     "experts": dataclasses.replace(BLOCK, feed_forward=EXPERTS),
     "shares_of_experts": dataclasses.replace(BLOCK, feed_forward=dataclasses.replace(EXPERTS, normalize=False)),
     "shared_expert": dataclasses.replace(BLOCK, feed_forward=dataclasses.replace(EXPERTS, shared_width=20)),
@@ -206,12 +230,17 @@ OPTIONS = {
     "gelu_tanh": block(mlp={"activation": Activation.GELU_TANH}),
     "relu": block(mlp={"activation": Activation.RELU}),
     "ungated": block(mlp={"activation": Activation.RELU2, "gated": False, "bias": True}),
+    "xielu": block(mlp={"activation": Activation.XIELU, "gated": False}),
 }
 GAINS = {
     "embeddings": dict(embedding_multiplier=2.5),
     "logits": dict(logits_divisor=3.0),
     "logits_multiplier": dict(logits_multiplier=3.0),
     "logits_cap": dict(logits_soft_cap=0.5),
+    "head_bias": dict(head_bias=True),
+    "head_bias_behind_a_multiplier": dict(head_bias=True, logits_multiplier=3.0),
+    "head_bias_tied": dict(head_bias=True, tie_word_embeddings=True),
+    "learnt_positions": dict(learnt_positions=True),
 }
 BACKENDS = [XLA, *([CpuBackend()] if cpu.available() else [])]
 
@@ -240,6 +269,7 @@ def test_an_option_of_a_block_is_computed_as_it_says(name):
 def test_a_gain_of_a_decoder_is_applied(name):
     model = model_of(BLOCK, BLOCK, **GAINS[name])
     check(model)
+    assert model.config.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(model))
     without = dataclasses.replace(model, config=model_of(BLOCK, BLOCK).config)
     assert np.abs(oracle(model, SEQUENCES[0]) - oracle(without, SEQUENCES[0])).max() > 1e-2
 

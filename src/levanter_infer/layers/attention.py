@@ -81,7 +81,8 @@ class AttentionBlock:
         """From the sizes alone. Args: hidden: width of the residual stream."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         all_heads = self.qk_norm_whole or self.qk_norm_by_head
-        norms = 0 if self.qk_norm is None else q + kv if all_heads else 2 * self.head_dim
+        normed = q + kv if all_heads else 2 * self.head_dim
+        norms = 0 if self.qk_norm is None else self.qk_norm.num_parameters(normed)
         return 2 * hidden * (q + kv) + (q + 2 * kv) * self.qkv_bias + hidden * self.out_bias + norms
 
 

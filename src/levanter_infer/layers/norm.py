@@ -1,4 +1,4 @@
-"""RMSNorm, and LayerNorm without a bias."""
+"""RMSNorm and LayerNorm, with or without weight and bias."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -23,45 +23,68 @@ class NormConfig:
     plus_one: bool = False
     """Whether the factor is 1 + weight, as in Gemma."""
     center: bool = False
-    """Whether the mean is subtracted first: LayerNorm without a bias, as in Cohere."""
+    """Whether the mean is subtracted first: LayerNorm."""
+    weight: bool = True
+    """Whether there is a factor."""
+    bias: bool = False
+    """Whether there is a summand, after the factor."""
+
+    @property
+    def unfused(self) -> str | None:
+        """Why no kernel computes this norm with its matmul; None: kernels do."""
+        reasons = {
+            "a norm with 1 + weight": self.plus_one,
+            "a norm that subtracts the mean": self.center,
+            "a norm without a weight": not self.weight,
+            "a norm with a bias": self.bias,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
+    def num_parameters(self, width: int) -> int:
+        """Of a norm over `width` numbers."""
+        return width * (self.weight + self.bias)
 
 
 class RMSNorm(eqx.Module):
-    """`x / sqrt(mean(x²) + eps) · weight` over the axes of the weight, in float32, returned in the dtype of `x`.
+    """`x / sqrt(mean(x²) + eps) · weight + bias` over some axes, in float32, returned in the dtype of `x`.
 
     With `center`, of `x - mean(x)`. Source: arXiv:1910.07467; with `center` arXiv:1607.06450.
     """
 
-    weight: NamedArray
-    """[layers, axes...]; without `layers` once a scan has picked a layer."""
-    eps: float = eqx.field(static=True)
+    weight: NamedArray | None
+    """[layers, axes...]; without `layers` once a scan has picked a layer. None: the factor is 1."""
+    config: NormConfig = eqx.field(static=True)
+    bias: NamedArray | None = None
+    """As the weight; None: nothing is added."""
     layer: Array | None = None
     """i32[], which layer of the stack is meant. None where there is no stack."""
-    plus_one: bool = eqx.field(static=True, default=False)
-    """Whether the factor is 1 + weight."""
     shard_axis: ShardAxis = eqx.field(static=True, default=REPLICATED)
     """How the normed axes are sharded: the squares are added up over all shards."""
     width: int | None = eqx.field(static=True, default=None)
-    """Numbers whose squares are averaged, in all shards; None: those of the weight."""
-    center: bool = eqx.field(static=True, default=False)
-    """Whether the mean is subtracted first."""
-    num_normed: int | None = eqx.field(static=True, default=None)
-    """The last axes of the weight over which `x` is normed; None: all."""
+    """Numbers whose squares are averaged, in all shards; None: those of the normed axes."""
+    over: tuple[str, ...] | None = eqx.field(static=True, default=None)
+    """Names of the axes over which `x` is normed; None: those of the weight."""
 
     @staticmethod
     def init(
-        batch: Sequence[Axis],
-        axes: Axis | Sequence[Axis],
-        *,
-        config: NormConfig,
-        dtype,
-        num_normed: int | None = None,
+        batch: Sequence[Axis], axes: Axis | Sequence[Axis], *, config: NormConfig, dtype, num_normed: int | None = None
     ) -> "RMSNorm":
-        """The norm that changes nothing but the scale of `x`. `batch`: axes of independent layers."""
+        """The norm that changes nothing but the scale of `x`.
+
+        Args:
+            batch: axes of independent layers.
+            axes: those of its parameters.
+            num_normed: the last of them over which `x` is normed; None: all.
+        """
         axes = (axes,) if isinstance(axes, Axis) else tuple(axes)
+        normed = axes if num_normed is None else axes[len(axes) - num_normed :]
         make = hax.zeros if config.plus_one else hax.ones
-        weight = make((*batch, *axes), dtype=dtype)
-        return RMSNorm(weight, config.eps, plus_one=config.plus_one, center=config.center, num_normed=num_normed)
+        return RMSNorm(
+            weight=make((*batch, *axes), dtype=dtype) if config.weight else None,
+            config=config,
+            bias=hax.zeros((*batch, *axes), dtype=dtype) if config.bias else None,
+            over=tuple(axis.name for axis in normed) if normed != axes or not config.weight else None,
+        )
 
     def at(self, layer: Array) -> "RMSNorm":
         """The norm of one layer of a stack."""
@@ -70,24 +93,30 @@ class RMSNorm(eqx.Module):
     @property
     def fusable(self) -> tuple[Array, float] | None:
         """Weight and epsilon as kernels take them; None where they cannot compute this norm."""
-        is_other = self.plus_one or self.center or self.num_normed is not None
-        return None if is_other or self.shard_axis != REPLICATED else (self.weight.array, self.eps)
+        is_other = self.config.unfused is not None or self.over is not None or self.shard_axis != REPLICATED
+        return None if is_other or self.weight is None else (self.weight.array, self.config.eps)
 
     def normed(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-        """Those of the weight's axes over which `x` is normed."""
-        return axes if self.num_normed is None else axes[len(axes) - self.num_normed :]
+        """Those of these axes, of the weight, over which `x` is normed."""
+        return axes if self.over is None else tuple(axis for axis in axes if axis.name in self.over)
 
     def __call__(self, x: NamedArray) -> NamedArray:
         """Args: x: any axes, among them the weight's."""
-        weight = self.weight if self.layer is None else pick_layer(self.weight, self.layer)
+        weight, bias = (self._of_layer(part) for part in (self.weight, self.bias))
         wide = x.astype(jnp.float32)
-        axes = self.normed(weight.axes)
-        if self.center:
+        axes = self.normed(x.axes if weight is None else weight.axes)
+        if self.config.center:
             wide = wide - self._mean(wide, axes)
-        normed = wide * hax.rsqrt(self._mean(wide * wide, axes) + jnp.float32(self.eps))
-        factor = weight.astype(jnp.float32)
-        factor = factor + jnp.float32(1) if self.plus_one else factor
-        return (normed * factor).rearrange(x.axes).astype(x.dtype)
+        result = wide * hax.rsqrt(self._mean(wide * wide, axes) + jnp.float32(self.config.eps))
+        if weight is not None:
+            factor = weight.astype(jnp.float32)
+            result = result * (factor + jnp.float32(1) if self.config.plus_one else factor)
+        if bias is not None:
+            result = result + bias.astype(jnp.float32)
+        return result.rearrange(x.axes).astype(x.dtype)
+
+    def _of_layer(self, parameter: NamedArray | None) -> NamedArray | None:
+        return parameter if parameter is None or self.layer is None else pick_layer(parameter, self.layer)
 
     def _mean(self, values: NamedArray, axes: tuple[Axis, ...]) -> NamedArray:
         if self.width is None:

@@ -69,8 +69,6 @@ class Block:
             "experts": not isinstance(feed_forward, DenseBlock),
             "a norm after a block": self.placement is not Placement.BEFORE,
             "a residual multiplier": self.residual_multiplier != 1,
-            "a norm with 1 + weight": self.norm.plus_one or (mixer.qk_norm is not None and mixer.qk_norm.plus_one),
-            "a norm that subtracts the mean": self.norm.center or (mixer.qk_norm is not None and mixer.qk_norm.center),
             "a norm over all heads, or a weight for each": mixer.qk_norm_whole or mixer.qk_norm_by_head,
             "queries and keys that are clipped": mixer.qkv_clip is not None,
             "a layer without a rope": mixer.rope is None,
@@ -80,11 +78,13 @@ class Block:
             "an activation other than SiLU": isinstance(feed_forward, DenseBlock)
             and not (feed_forward.gated and feed_forward.activation is Activation.SILU),
         }
-        return next((name for name, is_there in parts.items() if is_there), None)
+        norms = (norm for norm in (self.norm, mixer.qk_norm) if norm is not None)
+        unfused = next(filter(None, (norm.unfused for norm in norms)), None)
+        return next((name for name, is_there in parts.items() if is_there), unfused)
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
-        norms = len(self.placement.norms) * hidden
+        norms = len(self.placement.norms) * self.norm.num_parameters(hidden)
         return self.mixer.num_parameters(hidden) + self.feed_forward.num_parameters(hidden) + norms
 
 

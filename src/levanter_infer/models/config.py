@@ -28,6 +28,10 @@ class DecoderConfig:
     norm: NormConfig
     """Of the last hidden states, before the head."""
     tie_word_embeddings: bool = False
+    head_bias: bool = False
+    """Whether the head has a bias, even where its weight is that of the embeddings."""
+    learnt_positions: bool = False
+    """Whether each of `max_position_embeddings` positions has an embedding, added to that of its token."""
     embedding_multiplier: float = 1.0
     """Factor of the embeddings, in the dtype of the parameters."""
     logits_divisor: float = 1.0
@@ -106,6 +110,11 @@ class DecoderConfig:
         return tuple(block.mixer.window for block in self.blocks)
 
     @property
+    def position_limit(self) -> int | None:
+        """Tokens of the longest sequence that the model can compute; None: there is no limit."""
+        return self.max_position_embeddings if self.learnt_positions else None
+
+    @property
     def num_layers(self) -> int:
         return len(self.blocks)
 
@@ -146,9 +155,11 @@ class DecoderConfig:
     @property
     def num_parameters(self) -> int:
         """Parameters of the model, from the sizes alone."""
-        tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        rows = self.vocab_size * (1 if self.tie_word_embeddings else 2) + (self.position_limit or 0)
+        tables = rows * self.hidden_size + self.vocab_size * self.head_bias
         counts = collections.Counter(self.blocks).items()
-        return tables + sum(n * block.num_parameters(self.hidden_size) for block, n in counts) + self.hidden_size
+        layers = sum(n * block.num_parameters(self.hidden_size) for block, n in counts)
+        return tables + layers + self.norm.num_parameters(self.hidden_size)
 
     @property
     def num_expert_parameters(self) -> int:

@@ -17,6 +17,7 @@ from levanter_infer.axes import EMBED, LAYERS, PERIOD, POSITION, SEQ_PAGE, VOCAB
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.kernels.backend import Backend
+from levanter_infer.layers.activation import Xielu
 from levanter_infer.layers.attention import Attention, AttentionInputs, AttentionSpec
 from levanter_infer.layers.layout import Layout
 from levanter_infer.layers.linear import Fusion, Linear, apply, prepare_tables
@@ -72,9 +73,9 @@ class DecoderLayer(eqx.Module):
     def at(self, index: Array, num_rows: Array) -> "DecoderLayer":
         """One layer of a stack, for inputs whose first `num_rows` rows count."""
         return jax.tree.map(
-            lambda part: part.at(index) if isinstance(part, RMSNorm) else part.at(index, num_rows),
+            lambda part: part.at(index) if isinstance(part, RMSNorm | Xielu) else part.at(index, num_rows),
             self,
-            is_leaf=lambda part: isinstance(part, Linear | RMSNorm | Moe),
+            is_leaf=lambda part: isinstance(part, Linear | RMSNorm | Moe | Xielu),
         )
 
     def __call__(self, x: NamedArray, block: Block, mix: Callable[[NamedArray, Fusion], tuple[NamedArray, Any]]):
@@ -115,6 +116,8 @@ class DecoderModel(eqx.Module):
     norm: RMSNorm
     lm_head: Linear | None
     """[vocab, embed]; None where the embeddings serve as head."""
+    position_embeddings: Linear | None
+    """[position, embed]: its rows are added to the embeddings; None: positions are not learnt."""
     config: DecoderConfig = eqx.field(static=True)
     shard_axis: ShardAxis = eqx.field(static=True, default=REPLICATED)
     """How the vocabulary is sharded."""
@@ -124,20 +127,23 @@ class DecoderModel(eqx.Module):
         """Random parameters: embeddings and head of standard deviation 0.02, the rest as in `Linear.init`."""
         embed_key, layers_key, head_key = jax.random.split(key, 3)
         vocab, embed = Axis(VOCAB, config.vocab_size), Axis(EMBED, config.hidden_size)
+        positions = Axis(POSITION, config.max_position_embeddings)
 
-        def table(key: Array) -> Linear:
-            weight = hax.random.normal(key, (vocab, embed), dtype=jnp.float32) * jnp.float32(0.02)
-            return Linear(weight=weight.astype(dtype), bias=None, num_in=1)
+        def table(key: Array, rows: Axis = vocab, bias: bool = False) -> Linear:
+            weight = hax.random.normal(key, (rows, embed), dtype=jnp.float32) * jnp.float32(0.02)
+            zeros = hax.zeros(rows, dtype=dtype) if bias else None
+            return Linear(weight=weight.astype(dtype), bias=zeros, num_in=1)
 
         def stacked(index: int, stack: Stack) -> DecoderLayer:
             key = layers_key if index == 0 else jax.random.fold_in(layers_key, index)
             return DecoderLayer.init((Axis(LAYERS, len(stack.layers)),), embed, stack.block, key=key, dtype=dtype)
 
         return DecoderModel(
-            embeddings=table(embed_key),
+            embeddings=table(embed_key, bias=config.head_bias and config.tie_word_embeddings),
             stacks=tuple(stacked(i, stack) for i, stack in enumerate(config.stacks)),
             norm=RMSNorm.init((), embed, config=config.norm, dtype=dtype),
-            lm_head=None if config.tie_word_embeddings else table(head_key),
+            lm_head=None if config.tie_word_embeddings else table(head_key, bias=config.head_bias),
+            position_embeddings=table(jax.random.fold_in(embed_key, 1), positions) if config.learnt_positions else None,
             config=config,
         )
 
@@ -151,7 +157,7 @@ class DecoderModel(eqx.Module):
     @property
     def dtype(self) -> jnp.dtype:
         """Dtype of the parameters, in whatever form they are stored."""
-        return self.norm.weight.dtype
+        return self.embeddings.dtype
 
     @property
     def activation_dtype(self) -> jnp.dtype:
@@ -161,7 +167,7 @@ class DecoderModel(eqx.Module):
     @property
     def embed(self) -> Axis:
         """Axis of the hidden states."""
-        return self.norm.weight.axes[0]
+        return self.embeddings.ins[0]
 
     @property
     def vocab(self) -> Vocabulary:
@@ -194,7 +200,7 @@ class DecoderModel(eqx.Module):
             if isinstance(part, Moe):
                 shared = jax.tree.map(sharded, part.shared, is_leaf=lambda each: isinstance(each, Linear))
                 return dataclasses.replace(part, experts=layout.experts, sums=layout.expert_sums, shared=shared)
-            if isinstance(part, RMSNorm):
+            if isinstance(part, RMSNorm) and part.weight is not None:
                 width = layout.normed_width(part.normed(part.weight.axes))
                 return part if width is None else dataclasses.replace(part, shard_axis=layout.model, width=width)
             is_sharded = isinstance(part, Linear) and layout.is_sharded(part.ins)
@@ -236,12 +242,15 @@ class DecoderModel(eqx.Module):
             attention: `score_mod` and `mask_mod` act as in the paged forward. `max_seq_len` None is the size of the
                 position axis; only length-dependent ropes look at it (layers/rotary.py).
         Returns: [..., position, embed].
+        Raises: ValueError for more positions than a model with learnt ones has.
         """
         tokens = tokens.rearrange((..., POSITION))
-        num_positions = tokens.axis_size(POSITION)
+        num_positions, limit = tokens.axis_size(POSITION), self.config.position_limit
+        if limit is not None and num_positions > limit:
+            raise ValueError(f"a sequence of {num_positions} tokens: the model has learnt {limit} positions only")
         positions = hax.arange(tokens.resolve_axis(POSITION), dtype=jnp.int32)
         inputs = self._inputs(positions, attention, attention.max_seq_len or num_positions)
-        x = self._embed(tokens)
+        x = self._embed(tokens, positions)
         for group in self.config.groups:
             places = [self.config.stored_at(group, offset) for offset in range(len(group.period))]
             period = functools.partial(_plain_period, group=group, places=places, inputs=inputs)
@@ -291,7 +300,7 @@ class DecoderModel(eqx.Module):
                 x, kv = layer(x, block, mix)
             return x, kv
 
-        carry = self._embed(batch.tokens), kv
+        carry = self._embed(batch.tokens, batch.positions), kv
         for group in self.config.groups:
             body = functools.partial(run, group)
             if group.repeats > 1:
@@ -319,12 +328,16 @@ class DecoderModel(eqx.Module):
             values = cap * jnp.tanh(values / cap)
         return NamedArray(self.vocab.without_padding(values), logits.axes)
 
-    def _embed(self, tokens: NamedArray) -> NamedArray:
+    def _embed(self, tokens: NamedArray, positions: NamedArray) -> NamedArray:
         rows = self.shard_axis.sum(self.embeddings.take_rows(self.vocab.local(tokens.array), self.dtype))
         rows = rows.astype(self.activation_dtype)
         if self.config.embedding_multiplier != 1:
             rows = rows * jnp.asarray(self.config.embedding_multiplier, self.dtype).astype(rows.dtype)
-        return NamedArray(rows, (*tokens.axes, self.embed))
+        x = NamedArray(rows, (*tokens.axes, self.embed))
+        if self.position_embeddings is not None:
+            learnt = self.position_embeddings.take_rows(positions.array, self.dtype).astype(rows.dtype)
+            x = x + NamedArray(learnt, (*positions.axes, self.embed))
+        return x
 
     def _inputs(self, positions: NamedArray, spec: AttentionSpec, rope_len: int) -> Callable[[Block], AttentionInputs]:
         """What attention needs in a layer, with the angles of each rope computed once."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from levanter_infer.models.apertus import APERTUS
 from levanter_infer.models.cohere import COHERE
 from levanter_infer.models.cohere2 import COHERE2
 from levanter_infer.models.ernie4_5 import ERNIE4_5
@@ -12,15 +13,19 @@ from levanter_infer.models.gemma import GEMMA
 from levanter_infer.models.gemma2 import GEMMA2
 from levanter_infer.models.gemma3 import GEMMA3, GEMMA3_WITH_VISION
 from levanter_infer.models.glm4 import GLM4
+from levanter_infer.models.gpt2 import GPT2
+from levanter_infer.models.gpt_neox import GPT_NEOX
 from levanter_infer.models.granite import GRANITE
 from levanter_infer.models.granitemoe import GRANITEMOE
 from levanter_infer.models.llama import LLAMA
 from levanter_infer.models.ministral3 import MINISTRAL3
 from levanter_infer.models.mistral import MISTRAL
 from levanter_infer.models.mixtral import MIXTRAL
+from levanter_infer.models.olmo import OLMO
 from levanter_infer.models.olmo2 import OLMO2
 from levanter_infer.models.olmo3 import OLMO3
 from levanter_infer.models.olmoe import OLMOE
+from levanter_infer.models.phi import PHI
 from levanter_infer.models.phi3 import PHI3
 from levanter_infer.models.qwen2 import QWEN2
 from levanter_infer.models.qwen2_moe import QWEN2_MOE
@@ -28,6 +33,7 @@ from levanter_infer.models.qwen3 import QWEN3
 from levanter_infer.models.qwen3_moe import QWEN3_MOE
 from levanter_infer.models.seed_oss import SEED_OSS
 from levanter_infer.models.smollm3 import SMOLLM3
+from levanter_infer.models.starcoder2 import STARCODER2
 
 FAMILIES = {
     family.model_type: family
@@ -36,6 +42,7 @@ FAMILIES = {
         *(OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3, PHI3, SMOLLM3, GRANITE),
         *(SEED_OSS, EXAONE4, MIXTRAL, GRANITEMOE, OLMOE, QWEN2_MOE),
         *(COHERE, COHERE2, GLM4, ERNIE4_5, MINISTRAL3),
+        *(OLMO, APERTUS, GPT_NEOX, GPT2, PHI, STARCODER2),
     )
 }
 """Families of text models, by `model_type`."""

@@ -47,6 +47,8 @@ class Tensor:
     """Whether the tensor is stored [in, out]."""
     stacked_experts: bool = False
     """Whether the experts of a layer are in one tensor, along its first axis."""
+    scalar: bool = False
+    """Whether the tensor is a number without axes."""
 
 
 @dataclass(frozen=True)
@@ -128,12 +130,14 @@ class Parameter:
     """Where it stands in each of them."""
     num_experts: int | None = None
     """First size of the tensors, where they hold all experts of a layer."""
+    scalar: bool = False
+    """Whether the tensors are numbers without axes, seen as [1]."""
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of the tensors."""
         lead = () if self.num_experts is None else (self.num_experts,)
-        return (*lead, *self.slice.tensor_shape)
+        return () if self.scalar else (*lead, *self.slice.tensor_shape)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -192,6 +196,7 @@ def _parts(
             sources=sources,
             slice=Slice(rows, part, order, columns, tensor.transposed),
             num_experts=experts if tensor.stacked_experts else None,
+            scalar=tensor.scalar,
         )
         for part, (path, line, array) in enumerate(zip(paths, tensor.parameters, arrays, strict=True))
     )
@@ -199,7 +204,7 @@ def _parts(
 
 def _split(owner: Any, array: NamedArray) -> tuple[tuple[Axis, ...], tuple[int, ...]]:
     """Axes of layers and experts; and the inputs of a matrix, nothing for a vector."""
-    if isinstance(owner, RMSNorm) and owner.num_normed is not None:
+    if isinstance(owner, RMSNorm) and owner.over is not None:
         lead = tuple(axis for axis in array.axes[:1] if axis.name == LAYERS)
         return lead, tuple(axis.size for axis in owner.normed(array.axes))
     if not isinstance(owner, Linear):
