@@ -21,7 +21,6 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src")]
 
-import equinox as eqx  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
@@ -161,7 +160,7 @@ def program(
     if window is not None:
         raw |= {"model_type": "mistral", "sliding_window": window}
     config = family_for(raw).config_from_hf(raw)
-    types = eqx.filter_eval_shape(DecoderModel.init, config, key=jax.eval_shape(jax.random.key, 0), dtype=jnp.bfloat16)
+    types = DecoderModel.types(config, jnp.bfloat16)
     made = make_mesh(mesh)
     num_heads = Layout.of(made, config).kv_heads
     page_bytes = config.num_layers * page * 2 * num_heads * config.head_dim * jnp.dtype(kv_dtype).itemsize

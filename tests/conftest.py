@@ -67,6 +67,10 @@ MAX_MAPS = 16_000
 @pytest.fixture(autouse=True, scope="module")
 def few_memory_maps():
     yield
+    drop_programs_if_many()
+
+
+def drop_programs_if_many() -> None:
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_text().count("\n") > MAX_MAPS:
         jax.clear_caches()

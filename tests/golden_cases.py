@@ -28,10 +28,32 @@ _GAINS = {
     "down_proj": 2.0,
     "qkv_proj": 1.4,
     "gate_up_proj": 1.4,
+    **{"q_a_proj": 1.4, "q_b_proj": 1.4, "kv_a_proj_with_mqa": 1.4, "kv_b_proj": 1.0},
     **{"w1": 1.4, "w3": 1.4, "w2": 2.0, "input_linear": 1.4, "output_linear": 2.0},
     **{"query_key_value": 1.4, "dense": 2.0, "dense_h_to_4h": 1.4, "dense_4h_to_h": 2.0},
     **{"c_attn": 1.4, "c_fc": 1.4, "c_proj": 2.0, "fc1": 1.4, "fc2": 2.0},
 }
+
+_TINY = {
+    "vocab_size": 37,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "hidden_act": "silu",
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100.0,
+    "attention_bias": False,
+}
+_EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 10, "norm_topk_prob": True}
+LEVANTER_CHECKPOINTS = {
+    "llama_tied_padded": {**_TINY, "model_type": "llama", "tie_word_embeddings": True},
+    "qwen3_moe": {**_TINY, **_EXPERTS, "model_type": "qwen3_moe", "tie_word_embeddings": False},
+}
+"""config.json of the models in levanter_checkpoints.zip, which scripts/golden/make_levanter_checkpoint.py writes."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +188,9 @@ def weights_sha256(weights: dict[str, np.ndarray]) -> str:
 def _tensor(case: str, name: str, shape: tuple[int, ...], model_type: str) -> np.ndarray:
     noise = unit_noise(case, name, shape)
     module, kind = name.split(".")[-2:]
-    if kind == "bias":
+    if kind == "e_score_correction_bias":  # of the size of the scores' differences, so that it changes the choice
+        value = 0.1 * noise
+    elif kind == "bias":
         value = (0.1 if "norm" in module or module.startswith("ln_") else 0.3) * noise
     elif module.endswith("norm") or module.startswith("ln_"):
         value = 0.2 * noise + (0.0 if model_type.startswith("gemma") else 1.0)  # Gemma multiplies by 1 + weight

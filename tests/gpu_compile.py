@@ -84,7 +84,7 @@ def main() -> None:
     state = programs.state_types
     lowered = programs.trace_round(model, state, layout.types(empty_admission(shapes)))
     compiled = lowered.lower(lowering_platforms=("cuda",)).compile()
-    pool, text = state.kv.pages.array, compiled.as_text()
+    pool, text = state.cache.pools[0].pages.array, compiled.as_text()
     print(
         json.dumps(
             {

@@ -103,7 +103,7 @@ def results(engine: InferenceEngine, count: int) -> dict:
         **({} if engine.backend.spans_hosts else {"live_bytes": engine.memory()["live_bytes"]}),
         "hits": stats["prefix_hits"],
         "shards": len(engine._scheduler._ranks),
-        "pool": sorted({str(shard.data.shape) for shard in engine.state.kv.pages.array.addressable_shards}),
+        "pool": sorted({str(shard.data.shape) for shard in engine.state.cache.pools[0].pages.array.addressable_shards}),
         "weights": [
             str(linear.weight.array.addressable_shards[0].data.shape)
             for linear in (engine.model.layers.attention.o_proj, engine.model.layers.mlp.gate_proj)
@@ -331,7 +331,7 @@ def swapped(place: Place) -> dict:
         max_seqs=4, max_seq_len=length, page_size=4, max_pages=60, max_step_tokens=4, attention="xla", matmul="xla"
     )
     engine = InferenceEngine(models[0], config=config, **place)
-    before = [str(leaf.sharding) for leaf in jax.tree.leaves((engine.model, engine.state.kv))]
+    before = [str(leaf.sharding) for leaf in jax.tree.leaves((engine.model, engine.state.cache))]
     wrong, versions, tokens = 0, [], 0
     for version, policy in enumerate(("drain", "keep_kv", "recompute", "drain"), 1):
         prompts = ([version, *range(10)], [version, *range(10), 5], [3, version], [60 - version] * 9, [version] * 4)
@@ -358,7 +358,7 @@ def swapped(place: Place) -> dict:
         "tokens": tokens,
         "versions": sorted({number for numbers in versions for number in numbers}),
         "mixed": sum(len(set(numbers)) > 1 for numbers in versions),
-        "moved": before != [str(leaf.sharding) for leaf in jax.tree.leaves((engine.model, engine.state.kv))],
+        "moved": before != [str(leaf.sharding) for leaf in jax.tree.leaves((engine.model, engine.state.cache))],
         "free": [stats["pages_free"], stats["pages_total"]],
     }
 

@@ -52,8 +52,8 @@ def main(generation: str, impl: str) -> None:
     with jax.set_mesh(mesh):
         lowered = programs.trace_round(abstract(model), abstract(state), abstract(empty_admission(shapes)))
         compiled = lowered.lower(lowering_platforms=("tpu",)).compile()
-        tier = kv_offload_programs(programs, abstract(state.kv), shapes, replicated)
-    pool = state.kv.pages.array
+        tier = kv_offload_programs(programs, abstract(state.cache), shapes, replicated)
+    pool = state.cache.pools[0].pages.array
 
     def report(compiled) -> dict[str, object]:
         memory = compiled.memory_analysis()
@@ -68,7 +68,7 @@ def main(generation: str, impl: str) -> None:
     print(json.dumps({**report(compiled), "pool_bytes": pool_bytes, "kv_offload": tier_reports}))
 
 
-def kv_offload_programs(programs, kv, shapes, replicated):
+def kv_offload_programs(programs, cache, shapes, replicated):
     """The programs that move pages, compiled, with contents in pinned memory of the host."""
     import jax
     import jax.numpy as jnp
@@ -76,13 +76,13 @@ def kv_offload_programs(programs, kv, shapes, replicated):
     def array(shape, dtype, sharding=replicated):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    pool, pages = kv.pages.array, array((shapes.transfer_pages,), jnp.int32)
+    pool, pages = cache.pools[0].pages.array, array((shapes.transfer_pages,), jnp.int32)
     contents = array(
         (pool.shape[0], shapes.transfer_pages, *pool.shape[2:]), pool.dtype, replicated.with_memory_kind("pinned_host")
     )
     arguments = {
-        "read_pages": (kv, pages),
-        "write_pages": (kv, contents, array((shapes.num_pages,), jnp.int32), pages),
+        "read_pages": (cache, pages),
+        "write_pages": (cache, (contents,), array((shapes.num_pages,), jnp.int32), pages),
     }
     return {
         name: getattr(programs.tier, name).jitted.trace(*types).lower(lowering_platforms=("tpu",)).compile()

@@ -81,6 +81,7 @@ class Case:
     changes: tuple[dict, ...] = ()  # config keys that neutralise one option each, with the same tensors
     length_threshold: int | None = None  # the rope changes when a sequence grows beyond this
     changes_beyond: bool = False  # and keeps changing with every token after it
+    reference: str = "transformers"  # what answers the case; "levanter": make_levanter_goldens.py
 
 
 def longrope(**keys) -> dict:
@@ -550,6 +551,46 @@ CASES |= {
         changes=({"partial_rotary_factor": 0.5},),
     ),
 }
+GRUG_MOE = {
+    "model_type": "grug_moe",
+    "architectures": ["GrugMoeForCausalLM"],
+    "vocab_size": 256,
+    "hidden_size": 56,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "max_position_embeddings": 512,
+    "sliding_window": 6,
+    "rms_norm_eps": 1e-3,
+    "initializer_range": 0.0098821,
+    "rope_theta": 100.0,
+    "tie_word_embeddings": False,
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 72,
+    "qk_mult": 1.7,
+    "grugmoe_attention_mode": "production",
+    "grugmoe_artifact_schema_version": 1,
+}
+CASES |= {
+    "grug_moe": Case(
+        GRUG_MOE,
+        (7, 60),
+        {"sliding_window": 7},
+        changes=(NO_WINDOWS, {"qk_mult": 1.0}, {"rope_theta": 1e4}, {"num_experts_per_tok": 2}),
+        reference="levanter",
+    ),
+    "grug_moe_alone": Case(
+        {**GRUG_MOE, "num_hidden_layers": 4, "num_key_value_heads": 1, "num_experts_per_tok": 1, "hidden_size": 64}
+        | {"sliding_window": 9, "qk_mult": 0.6, "head_dim": 16, "rms_norm_eps": 1e-5},
+        (9, 41),
+        {"qk_mult": 1.0},
+        changes=({"sliding_window": 500}, {"qk_mult": 1.0}, {"rope_theta": 1e4}, {"num_experts_per_tok": 2}),
+        reference="levanter",
+    ),
+}
 ERNIE4_5 = {**EVERY, "model_type": "ernie4_5", "architectures": ["Ernie4_5ForCausalLM"], "pad_token_id": 0}
 CASES |= {
     "ernie4_5": Case(
@@ -592,6 +633,164 @@ CASES |= {
         (10, 50),
         beta_rope(1e-9, mscale=1.3, mscale_all_dim=0.6),
         changes=(beta_rope(1e-9, mscale=1.3, mscale_all_dim=0.6), beta_rope(0.8)),
+    ),
+}
+LATENT = {
+    **{k: v for k, v in EVERY.items() if k not in ("head_dim", "rope_theta")},
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 14,
+    "qk_rope_head_dim": 10,
+    "v_head_dim": 18,
+    "rope_theta": 1e4,
+    "pad_token_id": 0,
+}
+YARN_MSCALE = {**YARN, "mscale": 1.3, "mscale_all_dim": 0.6}
+OTHER_MSCALES = (
+    {"rope_scaling": {**YARN_MSCALE, "mscale": 0.6}},
+    {"rope_scaling": {**YARN_MSCALE, "mscale": 3.0, "mscale_all_dim": 3.0}},
+)
+YOUTU = {**LATENT, "model_type": "youtu", "architectures": ["YoutuForCausalLM"], "rope_interleave": True}
+CASES |= {
+    "youtu": Case(
+        {**YOUTU, "rope_scaling": YARN_MSCALE, "attention_bias": True},
+        (7, 41),
+        {"rope_interleave": False},
+        changes=({"rope_interleave": False}, *OTHER_MSCALES),
+    ),
+    "youtu_tied": Case(
+        {**YOUTU, "tie_word_embeddings": True, "q_lora_rank": None, "rope_interleave": False},
+        (9, 37),
+        {"rope_interleave": True},
+        changes=({"rope_interleave": True}, {"rope_theta": 100.0}),
+    ),
+}
+MINICPM3 = {
+    **LATENT,
+    "num_attention_heads": 7,
+    "num_key_value_heads": 7,
+    "model_type": "minicpm3",
+    "architectures": ["MiniCPM3ForCausalLM"],
+    "scale_emb": 2.5,
+    "scale_depth": 1.7,
+    "dim_model_base": 28,
+}
+CASES |= {
+    "minicpm3": Case(
+        {**MINICPM3, "rope_scaling": YARN_MSCALE, "tie_word_embeddings": True},
+        (9, 41),
+        {"scale_emb": 1.0},
+        changes=({"scale_emb": 1.0}, {"scale_depth": 2.0}, {"dim_model_base": 56}, *OTHER_MSCALES),
+    ),
+    "minicpm3_untied": Case(
+        {**MINICPM3, "q_lora_rank": None, "v_head_dim": None, "num_attention_heads": 4, "num_key_value_heads": 4},
+        (10, 36),
+        {"dim_model_base": 56},
+        changes=({"scale_emb": 1.0}, {"scale_depth": None}, {"dim_model_base": None}),
+    ),
+}
+DEEPSEEK = {
+    **LATENT,
+    "moe_intermediate_size": 36,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+DEEPSEEK_V2 = {**DEEPSEEK, "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}
+DEEPSEEK_V2 |= {"num_attention_heads": 7, "num_key_value_heads": 7}
+DEEPSEEK_V3 = {
+    **DEEPSEEK,
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.2,
+    "rope_interleave": True,
+    "num_nextn_predict_layers": 1,
+    "rope_scaling": YARN_MSCALE,
+}
+V3_CHANGES = (
+    {"rope_interleave": False},
+    {"n_group": 1, "topk_group": 1},
+    {"topk_group": 3},
+    {"norm_topk_prob": False},
+    {"routed_scaling_factor": 1.0},
+    {"num_experts_per_tok": 4},
+)
+CASES |= {
+    "deepseek_v2": Case(
+        {
+            **DEEPSEEK_V2,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 5.0,
+            "rope_scaling": YARN_MSCALE,
+        },
+        (7, 41),
+        {"topk_method": "greedy"},
+        changes=({"topk_method": "greedy"}, {"topk_group": 1}, {"routed_scaling_factor": 1.0}, *OTHER_MSCALES),
+    ),
+    "deepseek_v2_tied": Case(
+        {
+            **DEEPSEEK_V2,
+            "topk_method": "greedy",
+            "q_lora_rank": None,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "first_k_dense_replace": 0,
+            "routed_scaling_factor": 4.0,
+        },
+        (10, 36),
+        {"routed_scaling_factor": 1.0},
+        changes=({"routed_scaling_factor": 1.0}, {"num_experts_per_tok": 4}, {"rope_theta": 100.0}),
+    ),
+    "deepseek_v3": Case(DEEPSEEK_V3, (7, 41), {"rope_interleave": False}, changes=(*V3_CHANGES, *OTHER_MSCALES)),
+    "deepseek_v3_tied": Case(
+        {
+            **DEEPSEEK_V3,
+            "tie_word_embeddings": True,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 2,
+            "rope_interleave": False,
+            "rope_scaling": None,
+        },
+        (10, 36),
+        {"rope_interleave": True},
+        changes=({"rope_interleave": True}, {"norm_topk_prob": True}, {"routed_scaling_factor": 1.0}),
+    ),
+    "kimi_k2": Case(
+        {**DEEPSEEK_V3, "model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
+        (8, 41),
+        {"routed_scaling_factor": 1.0},
+        changes=({"routed_scaling_factor": 1.0}, {"norm_topk_prob": False}, *OTHER_MSCALES),
+    ),
+}
+GLM4_MOE_LITE = {
+    **{k: v for k, v in DEEPSEEK_V3.items() if k != "first_k_dense_replace"},
+    "model_type": "glm4_moe_lite",
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+    "n_shared_experts": 1,
+}
+CASES |= {
+    "glm4_moe_lite": Case(
+        {**GLM4_MOE_LITE, "tie_word_embeddings": True, "rope_scaling": None},
+        (7, 41),
+        {"rope_interleave": False},
+        changes=V3_CHANGES,
+    ),
+    "glm4_moe_lite_untied": Case(
+        {**GLM4_MOE_LITE, "n_group": 1, "topk_group": 1, "mlp_layer_types": None},
+        (10, 36),
+        {"rope_interleave": False},
+        changes=({"rope_interleave": False}, {"routed_scaling_factor": 1.0}, *OTHER_MSCALES),
     ),
 }
 OLMO = {
@@ -655,7 +854,7 @@ GPT_NEOX = {
 CASES |= {
     "gpt_neox": Case(
         {**GPT_NEOX, "rope_scaling": {"type": "linear", "factor": 4.0}},
-        (7, 60),
+        (16, 39),
         {"use_parallel_residual": False},
         changes=(
             {"use_parallel_residual": False},
@@ -705,7 +904,7 @@ GPT2 = {
 CASES |= {
     "gpt2": Case(
         GPT2,
-        (7, 60),
+        (11, 38),
         {"activation_function": "relu"},
         changes=({"activation_function": "relu"}, {"scale_attn_weights": False}),
     ),
@@ -744,7 +943,7 @@ CASES |= {
     "phi_tied": Case(
         {**PHI, "tie_word_embeddings": True, "num_key_value_heads": None, "num_attention_heads": 5}
         | {"layer_norm_eps": 0.05, "rope_theta": 100.0},
-        (9, 36),
+        (11, 38),
         {"layer_norm_eps": 1e-5},
         changes=({"partial_rotary_factor": 1.0}, {"rope_theta": 1e4}),
     ),

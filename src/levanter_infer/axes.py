@@ -14,6 +14,7 @@ PERIOD = "period"  # layers of one stack that a period of the layer loop has
 EMBED = "embed"  # width of the residual stream
 MLP = "mlp"  # inner width of the feed-forward block
 EXPERT = "expert"  # feed-forward blocks of which each token uses a few; also the mesh axis over which they are sharded
+NORM_GATE = "norm_gate"  # inner width of the gate of a norm
 SHARED_GATE = "shared_gate"  # the one number by which the result of a shared expert is multiplied
 SCALAR = "scalar"  # the one number of a parameter that is a number
 VOCAB = "vocab"  # token ids
@@ -21,6 +22,8 @@ KV_HEADS = "kv_head"  # key/value heads
 Q_HEADS_PER_GROUP = "q_heads_per_group"  # query heads that share one key/value head
 HEADS = "heads"  # all query heads, those of one key/value head side by side, in Levanter's output projections
 HEAD_SIZE = "head_size"  # width of one head
+LATENT = "latent"  # numbers from which latent attention computes the keys and values of all heads of a token
+Q_LATENT = "q_latent"  # numbers from which it computes their queries
 PANEL = "panel"  # groups of outputs whose weights a CPU reads together
 PANEL_SIZE = "panel_size"  # the weights of one panel
 

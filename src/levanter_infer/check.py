@@ -313,16 +313,19 @@ def keys_and_values_of(engine, request: Request, index: int, stored: int) -> tup
     """
     import jax.numpy as jnp
 
+    from levanter_infer.cache.cache import in_layer_order
+
     state = engine.submit(request)
     sequence, found = state.sequences[index], None
     while found is None and not state.is_done:
         engine.step_round(max_steps=1)
-        table, kv = engine.state.decode.sequences, engine.state.kv
+        table, cache = engine.state.decode.sequences, engine.state.cache
         if sequence.slot is not None and int(table.num_computed[sequence.slot]) >= stored:
             position = np.arange(stored)
             pages = np.asarray(table.page_indices)[sequence.slot, position // engine.shapes.page_size]
             offsets = position % engine.shapes.page_size
-            values = kv.values_at(jnp.asarray(pages, jnp.int32), jnp.asarray(offsets, jnp.int32))
+            places = jnp.asarray(pages, jnp.int32), jnp.asarray(offsets, jnp.int32)
+            values = in_layer_order(engine.model.config.pools, [pool.values_at(*places) for pool in cache.pools])
             tokens = np.asarray(table.tokens)[sequence.slot, :stored]
             found = tokens, np.asarray(values)
     engine.cancel(state)

@@ -36,15 +36,17 @@ TYPES = {
     "cumulative_logprob": "float64",
     "token_versions": "ints",
     "score": "float32",
+    "routed_experts": "experts",
     "prompt_logprobs": "floats",
     "prompt_top_logprobs": "tops",
     "num_cached_tokens": "int32",
     "error": "text",
 }
 """All columns in their order, each with its type: text, a number (int32, uint64, float32, float64), a list (ints,
-floats), or tops, a list of {token_id, logprob} per position."""
+floats), tops, a list of {token_id, logprob} per position, or experts, a list [position][layer][chosen] of ints."""
 OPTIONAL = (
     *("logprobs", "top_logprobs", "processed_logprobs", "cumulative_logprob", "token_versions", "score"),
+    "routed_experts",
     *("prompt_logprobs", "prompt_top_logprobs", "num_cached_tokens"),
 )
 """Columns that exist if `sampling` or `output.include` asks for them. All others always exist."""
@@ -56,7 +58,7 @@ _SURROGATES = {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}
 
 def empty(name: str) -> Any:
     """Value of a column without content."""
-    return {"text": "", "ints": [], "floats": [], "tops": []}.get(TYPES[name])
+    return {"text": "", "ints": [], "floats": [], "tops": [], "experts": []}.get(TYPES[name])
 
 
 def asked_columns(sampling: SamplingParams) -> tuple[str, ...]:
@@ -65,6 +67,7 @@ def asked_columns(sampling: SamplingParams) -> tuple[str, ...]:
         "logprobs": sampling.logprobs is not None,
         "top_logprobs": bool(sampling.logprobs),
         "score": sampling.num_beams > 1,
+        "routed_experts": sampling.return_routed_experts,
         "prompt_logprobs": sampling.prompt_logprobs is not None,
         "prompt_top_logprobs": bool(sampling.prompt_logprobs),
     }
@@ -178,6 +181,7 @@ _OF_SAMPLE: dict[str, Callable[[Completion], Any]] = {
     "cumulative_logprob": lambda c: _finite_or_null(c.cumulative_logprob),
     "token_versions": lambda c: [int(version) for version in c.token_versions],
     "score": lambda c: None if c.score is None else _number_or_null(c.score),
+    "routed_experts": lambda c: [] if c.routed_experts is None else c.routed_experts.tolist(),
     "error": lambda c: NOT_FINITE if c.finish_reason == FinishReason.ERROR else "",
 }
 

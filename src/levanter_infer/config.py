@@ -61,7 +61,8 @@ class OutputConfig:
     """A file for the engine's metrics: FILE.json, or FILE.prom in Prometheus' text format."""
     include: list[str] = dataclasses.field(default_factory=list)
     """Further columns of all rows: logprobs, top_logprobs, processed_logprobs, cumulative_logprob, token_versions,
-    score, prompt_logprobs, prompt_top_logprobs, num_cached_tokens. Columns that `sampling` asks for need no entry."""
+    score, routed_experts, prompt_logprobs, prompt_top_logprobs, num_cached_tokens. Columns that `sampling` asks for
+    need no entry."""
     carry: list[str] = dataclasses.field(default_factory=list)
     """Further columns of the rows of prompts_file, such as [source, label], that are copied to the rows of the
     output."""

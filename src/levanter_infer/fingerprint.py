@@ -33,12 +33,14 @@ def model_fingerprint(source: "Source") -> dict[str, str]:
     """SHA-256 of a checkpoint's weights, and of its configuration.
 
     For weights at a URL whose filesystem has checksums of the content (ETag, MD5), the SHA-256 of those, under another
-    name; without such checksums all weights are read.
+    name; without such checksums all weights are read. A checkpoint of Levanter's trainer is identified by the manifest
+    of its database, which names the data by random numbers, and by its metadata.
     """
+    from levanter_infer.checkpoints.levanter import identifying_files, is_levanter
     from levanter_infer.checkpoints.source import CONFIG
 
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        names = sorted(source.shards())
+        names = identifying_files(source) if is_levanter(source) else sorted(source.shards())
         found = list(pool.map(lambda name: _identity(source.file(name)), names))
     weights = "".join(f"{name} {digest}\n" for name, (digest, _) in zip(names, found, strict=True))
     of_content = all(is_sha256 for _, is_sha256 in found)

@@ -38,6 +38,7 @@ class MatmulImpl(Option):
     XLA = "xla"
     CPU = "cpu"
     GPU = "gpu"
+    TPU = "tpu"
 
 
 class CpuIsa(Option):

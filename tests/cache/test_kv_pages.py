@@ -100,11 +100,11 @@ def test_padding_tokens_are_written_nowhere():
     assert not after.any()
 
 
-def test_copy_pages_copies_all_layers_and_ignores_none():
+def test_copy_copies_all_layers_and_ignores_none():
     kv = pool("float32")
     filled = hax.named(jnp.arange(kv.pages.array.size, dtype=jnp.float32).reshape(kv.pages.array.shape), kv.pages.axes)
     kv = dataclasses.replace(kv, pages=filled)
-    after = values(kv.copy_pages(jnp.asarray([3, 10], jnp.int32), jnp.asarray([8, 10], jnp.int32)))
+    after = values(kv.copy(jnp.asarray([3, 10], jnp.int32), jnp.asarray([8, 10], jnp.int32)))
     expected = values(kv).copy()
     expected[:, 8] = expected[:, 3]
     assert np.array_equal(after, expected)

@@ -9,6 +9,7 @@ and our tokens must choose the same token at every position, and give it the sam
 import dataclasses
 import importlib.metadata
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import equinox as eqx
@@ -17,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
+from levanter.checkpoint import save_checkpoint
+from levanter.grug.sharding import compact_grug_mesh
 from levanter.layers.attention import AttentionBackend, AttentionMask
 from levanter.layers.rotary import (
     DefaultRotaryEmbeddingsConfig,
@@ -28,10 +31,12 @@ from levanter.models.mistral import MistralConfig
 from levanter.models.mixtral import MixtralConfig
 from levanter.models.qwen import Qwen3Config, QwenConfig
 from levanter.models.qwen3_moe import Qwen3MoeConfig
+from levanter.models.snowball import SnowballConfig
 from levanter.utils.mesh import MeshConfig, create_mesh_from_axis_specs
 
-from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams, from_levanter
+from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams, from_levanter, load_model
 from levanter_infer.kernels.cpu import bindings as cpu
+from levanter_infer.models.registry import FAMILIES
 
 VOCAB = Axis("vocab", 211)
 LENGTHS = (3, 17, 40, 70)
@@ -167,6 +172,56 @@ def on_meshes(name: str, model, results: Results) -> None:
             results.add(what, compare(model, outside), f", {parts} arrays in parts")
 
 
+def from_checkpoint(name: str, model, adopted) -> str:
+    """Save a trainer's state as Levanter does, read it, and compare every parameter with that of the live model."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_checkpoint({"model": model, "opt_state": {"mu": jnp.ones(3)}, "step": jnp.int32(5)}, 5, folder)
+        config = dict(FAMILIES[adopted.config.model_type].config_to_hf(adopted.config))
+        stored, _ = load_model(folder, config=config)
+    assert stored.config == adopted.config, name
+    same = [np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (stored, adopted)), strict=True)]
+    assert all(same), f"{name}: {same.count(False)} of {len(same)} parameters differ"
+    return f", {len(same)} from its checkpoint"
+
+
+SNOWBALL = SnowballConfig(
+    vocab_size=VOCAB.size, hidden_dim=64, intermediate_dim=48, shared_expert_intermediate_dim=56, num_experts=8,
+    num_experts_per_token=3, num_layers=6, num_heads=8, num_kv_heads=2, head_dim=16, max_seq_len=128, sliding_window=24,
+    initializer_std=0.1, attention_implementation="reference",
+)  # fmt: skip
+
+
+@eqx.filter_jit
+def _snowball_forward(model, tokens):
+    return (model.transformer(tokens[None])[0] @ model.transformer.output_proj).astype(jnp.float32)
+
+
+def snowball(results: Results) -> None:
+    """Levanter's Snowball on a mesh with explicit axes, with gates and router biases as training leaves them."""
+    with jax.set_mesh(compact_grug_mesh(expert_axis_size=jax.device_count())):
+        model = SNOWBALL.model_type.init(VOCAB, SNOWBALL, key=jax.random.key(7))
+        rng = np.random.default_rng(7)
+
+        def trained(path, leaf):
+            name = jax.tree_util.keystr(path)
+            scale = 0.3 if "attn_gate" in name or "router_bias" in name else 0.1 if "weight" in name else 0.0
+            return leaf + scale * rng.standard_normal(leaf.shape, np.float32) if scale else leaf
+
+        model = jax.tree_util.tree_map_with_path(trained, model)
+    sampled = ours(model, matmul="xla")
+    count, wrong, worst = 0, 0, 0.0
+    for prompt, (tokens, logprobs) in zip(prompts(), sampled, strict=True):
+        padded = np.zeros(max(LENGTHS) + MAX_TOKENS, np.int32)
+        padded[: len(prompt) + len(tokens)] = prompt + tokens
+        with jax.set_mesh(compact_grug_mesh(expert_axis_size=jax.device_count())):
+            logits = np.asarray(_snowball_forward(model, jnp.asarray(padded)))
+        logits = logits[len(prompt) - 1 : len(prompt) - 1 + len(tokens)]
+        wrong += int((logits.argmax(-1) != tokens).sum())
+        theirs = np.asarray(jax.nn.log_softmax(logits))[np.arange(len(tokens)), tokens]
+        worst, count = max(worst, float(np.abs(theirs - logprobs).max())), count + len(tokens)
+    results.add("Snowball", (count, wrong, worst), f", on {jax.device_count()} devices")
+
+
 def check_refused() -> None:
     """Experts that all tokens share are refused by name."""
     config = MixtralConfig(**{**SIZES, "num_layers": 1}, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1)
@@ -193,11 +248,14 @@ def main() -> int:
         adopted = from_levanter(model)
         kind = adopted.config.ropes[0].kind
         note = f", {shared(model, adopted)} arrays shared, {adopted.config.model_type}, rope {kind}"
+        note += from_checkpoint(name, model, adopted)
         results.add(name, compare(model, ours(model, matmul="xla")), note)
         if cpu.available() and name in WITH_CPU_KERNELS:
             results.add(f"{name}, C++ kernels", compare(model, ours(model)))
         if jax.device_count() == 2 and name in ON_MESHES:
             on_meshes(name, model, results)
+    if any(wanted in "Snowball" for wanted in sys.argv[1:] or [""]):
+        snowball(results)
     check_refused()
     print(f"in all: {results.tokens - results.wrong}/{results.tokens} tokens, {results.worst:.1e}")
     return int(results.wrong > 0 or results.worst > MAX_LOGPROB_DIFFERENCE or not results.tokens)

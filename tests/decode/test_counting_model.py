@@ -17,7 +17,7 @@ from haliax import Axis, NamedArray
 
 from levanter_infer.axes import EMBED, HEAD_SIZE, KV_HEADS, ROW, TOKEN, VOCAB
 from levanter_infer.cache.batch_info import PageBatchInfo
-from levanter_infer.cache.kv_pages import KvPages
+from levanter_infer.cache.cache import Cache
 from levanter_infer.decode import step
 from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.decode.sampling import SampleOutput
@@ -53,9 +53,9 @@ class CountingModel(eqx.Module):
     def prepare(self, backend, *, donate: bool = False) -> "CountingModel":
         return self
 
-    def hidden(self, batch: PageBatchInfo, kv: KvPages, attention) -> tuple[NamedArray, KvPages]:
+    def hidden(self, batch: PageBatchInfo, cache: Cache, attention) -> tuple[NamedArray, Cache]:
         """The count after each token, and whether there is something bad in it."""
-        tokens, positions = batch.tokens.array, batch.positions.array
+        tokens, positions, (kv,) = batch.tokens.array, batch.positions.array, cache.pools
         for layer in range(LAYERS):
             stored = jnp.stack([tokens + layer, positions], axis=1).astype(jnp.float32)[:, None, :]
             stored = hax.named(stored, (TOKEN, KV_HEADS, HEAD_SIZE))
@@ -70,7 +70,7 @@ class CountingModel(eqx.Module):
         words = read[..., 0] - jnp.arange(LAYERS, dtype=jnp.float32)[:, None, None]
         place = read[..., 1] + jnp.arange(LAYERS, dtype=jnp.float32)[:, None, None]
         count = jnp.sum(jnp.where(seen[None], (words + 1) * (place % 13 + 1), 0), axis=(0, 2)) % WORDS
-        return hax.named(jnp.stack([count, (tokens == BAD).astype(jnp.float32)], 1), (TOKEN, self.embed)), kv
+        return hax.named(jnp.stack([count, (tokens == BAD).astype(jnp.float32)], 1), (TOKEN, self.embed)), Cache((kv,))
 
     def logits(self, hidden: NamedArray, num_rows=None) -> NamedArray:
         count, bad = hidden.array[:, 0].astype(jnp.int32), hidden.array[:, 1]

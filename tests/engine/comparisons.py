@@ -1,7 +1,9 @@
 """Requests of all kinds, alone and in a batch, compared to the bit."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -12,15 +14,19 @@ from levanter_infer.engine.request import Request
 from tests.tiny_models import tiny_model
 
 _MOST_BEAMS = 3
+NONE: Mapping[str, Any] = MappingProxyType({})
 
 
-def make_engine(dtype: str = "float32", *, with_beams: bool = False, **config) -> InferenceEngine:
+def make_engine(
+    dtype: str = "float32", *, with_beams: bool = False, family: Mapping[str, Any] = NONE, **config
+) -> InferenceEngine:
     """
     Args:
         with_beams: compile for searches at once, and not again with the first one.
+        family: changes to the tiny Llama.
     """
     sizes = dict(max_seq_len=96, numerics="batch_invariant", prefix_cache=True)
-    engine = InferenceEngine(tiny_model(dtype=dtype), config=EngineConfig(**{**sizes, **config}))
+    engine = InferenceEngine(tiny_model(dtype=dtype, **family), config=EngineConfig(**{**sizes, **config}))
     if with_beams:
         sampling = SamplingParams(num_beams=_MOST_BEAMS, max_tokens=1)
         assert engine.generate([Request(prompt_token_ids=[1], sampling=sampling)])[0].error is None

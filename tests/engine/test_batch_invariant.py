@@ -10,7 +10,7 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.request import Request
 from levanter_infer.kernels.cpu import bindings as cpu
-from tests.engine.comparisons import all_kinds, expected, make_engine, serve
+from tests.engine.comparisons import all_kinds, expected, make_engine, random_requests, serve
 from tests.tiny_models import tiny_model
 
 built = pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")
@@ -43,6 +43,29 @@ def test_bits_are_those_of_the_request_alone(dtype):
     assert searches and all(done[name] > 0 for name in ("resampled", "preemptions", "prefix_hits", "offloaded_pages"))
 
 
+EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24)
+MIXTURES = {
+    "qwen3_moe": {**EXPERTS, "norm_topk_prob": True},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 20, "norm_topk_prob": False},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+}
+
+
+@built
+@pytest.mark.parametrize(("model_type", "dtype"), list(zip(MIXTURES, ("float32", "bfloat16", "bfloat16"), strict=True)))
+def test_bits_of_experts_are_those_of_the_request_alone(model_type, dtype):
+    """The router's choice and weights, the experts' grouped matmuls, and the shared expert with its gate."""
+    family = {"model_type": model_type, **MIXTURES[model_type]}
+    cases = random_requests(24, seed=7)
+    alone = make_engine(dtype, family=family, max_seqs=2, page_size=8, max_step_tokens=64, prefix_cache=False)
+    plain = [expected(alone, case, None) for case in cases]
+    engine = make_engine(dtype, family=family, max_seqs=8, page_size=4, max_step_tokens=16, max_pages=24)
+    for order in (range(24), np.random.default_rng(0).permutation(24)):
+        for i, (found, _) in zip(order, serve(engine, [cases[i] for i in order]), strict=True):
+            assert found == plain[i], i
+    assert engine.stats()["preemptions"] and engine.stats()["prefix_hits"]
+
+
 @pytest.mark.parametrize(
     "config", [{"matmul": "xla"}, {"attention": "xla"}, {"kv_dtype": "float16"}, {"kv_dtype": "int8"}]
 )
@@ -51,13 +74,9 @@ def test_it_is_refused_where_the_kernels_do_not_give_it(config):
         make_engine(**config)
 
 
-EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True)
-
-
 @pytest.mark.parametrize(
     ("model_type", "changes", "part"),
     [
-        ("qwen3_moe", EXPERTS, "experts"),
         ("olmo2", {}, "a norm after a block"),
         ("gemma", {"hidden_activation": "gelu_pytorch_tanh"}, "a norm with 1 . weight"),
         ("smollm3", {"no_rope_layer_interval": 2}, "a layer without a rope"),

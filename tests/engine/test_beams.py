@@ -106,9 +106,9 @@ def test_a_beam_that_is_not_finite_ends_its_search_and_harms_nobody(engine):
     refs = np.asarray(engine.state.decode.page_table.ref_counts)
     pages = np.asarray(table.page_indices)[[s.slot for s in first.sequences]]
     own = next(page for page in pages.ravel() if page < PAGES and refs[page] == 1)
-    pool = engine.state.kv.pages
+    pool = engine.state.cache.pools[0].pages
     poisoned = eqx.tree_at(lambda p: p.array, pool, pool.array.at[:, own].set(np.nan))
-    engine.runner.state = eqx.tree_at(lambda s: s.kv.pages, engine.state, poisoned)
+    engine.runner.state = eqx.tree_at(lambda s: s.cache.pools[0].pages, engine.state, poisoned)
     engine.drain()
     assert [c.finish_reason for c in first.completions()] == ["error"] * 3
     assert_found(second.completions(), answers()["plain"][1], CASES["plain"].ends)

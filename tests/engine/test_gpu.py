@@ -20,7 +20,7 @@ from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.runner import empty_admission
 from levanter_infer.engine.sizes import resolve_shapes
 from levanter_infer.layers.attention import AttentionSpec
-from levanter_infer.layers.layout import Layout
+from levanter_infer.layers.layout import Layout, one_device_mesh
 from tests.kernels.ragged import lowers_for_gpu
 from tests.tiny_models import tiny_model
 
@@ -28,48 +28,46 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = EngineConfig(max_seqs=4, max_seq_len=64, max_step_tokens=16)
 
 
-@pytest.fixture
-def on_gpu(monkeypatch):
-    """A machine with a GPU of the given compute capability, as far as `BackendChoice` looks at it."""
-
-    def use(capability: str) -> None:
-        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="gpu", compute_capability=capability)])
-
-    return use
+def gpu(capability: str = "9.0"):
+    """A GPU of the given compute capability, as far as `BackendChoice` looks at it."""
+    return SimpleNamespace(platform="gpu", compute_capability=capability)
 
 
-def chosen(dtype="bfloat16", **config):
-    backend = BackendChoice.choose(EngineConfig(**config), tiny_model(dtype=dtype), has_mods=True)
+def chosen(device, dtype="bfloat16", **config):
+    model, mesh = tiny_model(dtype=dtype), one_device_mesh()
+    backend = BackendChoice.choose(EngineConfig(**config), model, has_mods=True, mesh=mesh, device=device)
     return backend.attention, backend.matmul
 
 
-def test_auto_takes_the_kernels_for_gpus_where_they_can_do_the_work(on_gpu):
-    on_gpu("9.0")
-    assert chosen() == ("gpu", "gpu")
-    assert chosen("float32") == ("gpu", "xla")
-    assert chosen(attention="xla", matmul="xla") == ("xla", "xla")
+def test_auto_takes_the_kernels_for_gpus_where_they_can_do_the_work():
+    assert chosen(gpu()) == ("gpu", "gpu")
+    assert chosen(gpu(), "float32") == ("gpu", "xla")
+    assert chosen(gpu(), attention="xla", matmul="xla") == ("xla", "xla")
     for old in ("7.5", "gfx942"):
-        on_gpu(old)
-        assert chosen() == ("xla", "xla")
+        assert chosen(gpu(old)) == ("xla", "xla")
         with pytest.raises(ValueError, match=f'attention="gpu" is not possible: the device is {old}'):
-            chosen(attention="gpu")
+            chosen(gpu(old), attention="gpu")
 
 
-def test_a_jax_without_triton_imports_and_a_gpu_gets_xla(on_gpu, monkeypatch):
+def test_the_kernels_suit_the_devices_of_the_mesh(monkeypatch):
+    """And not the first device of the process, which may be a GPU beside a mesh of CPU devices."""
+    monkeypatch.setattr(jax, "devices", lambda: [gpu()])
+    backend = BackendChoice.choose(CONFIG, tiny_model(), has_mods=False, mesh=one_device_mesh(jax.local_devices()[0]))
+    assert backend.platform.name == jax.default_backend()
+
+
+def test_a_jax_without_triton_imports_and_a_gpu_gets_xla(monkeypatch):
     hidden = "import sys; sys.modules['jax.experimental.pallas.triton'] = None; "
     code = hidden + "from levanter_infer.kernels.gpu import backend; assert backend.plt is None"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
-    on_gpu("9.0")
     monkeypatch.setattr("levanter_infer.kernels.gpu.backend.plt", None)
-    assert chosen() == ("xla", "xla")
+    assert chosen(gpu()) == ("xla", "xla")
     with pytest.raises(ValueError, match='attention="gpu" is not possible: jax .* has no Triton backend'):
-        chosen(attention="gpu")
+        chosen(gpu(), attention="gpu")
 
 
-def test_a_gpu_stores_floats_and_samples_all_rows_at_once(on_gpu):
-    on_gpu("9.0")
-    backend = BackendChoice.choose(CONFIG, tiny_model(), has_mods=False)
+def test_a_gpu_stores_floats_and_samples_all_rows_at_once():
+    backend = BackendChoice.choose(CONFIG, tiny_model(), has_mods=False, mesh=one_device_mesh(), device=gpu())
     assert not backend.platform.integers_for_floats
     assert backend.adapt(resolve_shapes(CONFIG, tiny_model(), 1)).sampled_rows is None
 
@@ -80,7 +78,7 @@ def test_other_platforms_refuse_it(key):
     with pytest.raises(
         ValueError, match=f'engine.{key}="gpu" is not possible: this engine runs on {jax.default_backend()}'
     ):
-        chosen(**{key: "gpu"})
+        chosen(None, **{key: "gpu"})
 
 
 @pytest.mark.skipif(not lowers_for_gpu(), reason="jax 0.11 lowers Triton for GPUs that are there")

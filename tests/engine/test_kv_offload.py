@@ -355,13 +355,13 @@ def test_the_tables_are_read_without_a_copy_on_the_device(engine, monkeypatch):
 
 
 def test_moving_pages_copies_no_pool(engine, optimized):
-    kv, shapes = engine.state.kv, engine.shapes
+    cache, shapes = engine.state.cache, engine.shapes
     pages = jax.ShapeDtypeStruct((shapes.transfer_pages,), np.int32)
-    contents = jax.eval_shape(engine.programs.tier.read_pages.jitted, kv, pages)
-    pool = kv.pages.array
+    contents = jax.eval_shape(engine.programs.tier.read_pages.jitted, cache, pages)
+    pool = cache.pools[0].pages.array
     for program, arguments in (
-        (engine.programs.tier.read_pages, (kv, pages)),
-        (engine.programs.tier.write_pages, (kv, contents, jax.ShapeDtypeStruct((PAGES,), np.int32), pages)),
+        (engine.programs.tier.read_pages, (cache, pages)),
+        (engine.programs.tier.write_pages, (cache, contents, jax.ShapeDtypeStruct((PAGES,), np.int32), pages)),
     ):
         compiled = program.jitted.lower(*arguments).compile()
         assert pool_copies(compiled.as_text(), pool.shape, pool.dtype) == []

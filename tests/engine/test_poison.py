@@ -97,9 +97,10 @@ def run(engine: InferenceEngine, requests: list[Request], meddle=None) -> list[l
 
 def poison(engine: InferenceEngine, places: np.ndarray) -> None:
     """NaN in all keys and values at these places, bool[page, page_offset]."""
-    kv = engine.state.kv
-    pages = jnp.where(jnp.asarray(places)[None, :, :, None, None], jnp.float32(jnp.nan), kv.pages.array)
-    engine.runner.state = dataclasses.replace(engine.state, kv=replace(kv, pages=pages))
+    (pool,) = engine.state.cache.pools
+    pages = jnp.where(jnp.asarray(places)[None, :, :, None, None], jnp.float32(jnp.nan), pool.pages.array)
+    cache = engine.state.cache.with_pool(0, replace(pool, pages=pages))
+    engine.runner.state = dataclasses.replace(engine.state, cache=cache)
 
 
 def places_of(engine: InferenceEngine, slots) -> np.ndarray:

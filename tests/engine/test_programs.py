@@ -85,7 +85,7 @@ def test_the_round_program_makes_no_pool_sized_copy_on_a_cpu(dtype, optimized):
     config = EngineConfig(max_seqs=8, max_seq_len=256, max_pages=4096, max_step_tokens=64)
     engine = InferenceEngine(tiny_model(dtype=dtype), config=config)
     assert len(engine.shapes.buckets) == 3
-    pool = engine.state.kv.pages.array
+    pool = engine.state.cache.pools[0].pages.array
     compiled = engine.programs.trace_round(engine.model, engine.state, engine.runner.nothing).lower().compile()
     assert pool_copies(compiled.as_text(), pool.shape, pool.dtype) == []
     memory = compiled.memory_analysis()

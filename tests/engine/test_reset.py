@@ -19,7 +19,7 @@ def engine():
 
 
 def pool(engine: InferenceEngine) -> np.ndarray:
-    return np.array(engine.state.kv.pages.array)
+    return np.array(engine.state.cache.pools[0].pages.array)
 
 
 def test_reset_empties_the_tables_and_writes_nothing_to_the_pool(engine):

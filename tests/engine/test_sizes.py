@@ -48,7 +48,7 @@ def test_weights_that_are_not_loaded_yet_count_with_their_bytes():
 def test_pages_decide_the_pool_and_sequence_length_only_the_tables():
     def bytes_of(**sizes):
         engine = InferenceEngine(tiny_model(), config=EngineConfig(max_seqs=2, page_size=4, **sizes))
-        return engine.state.kv.pages.array.nbytes, engine.state.decode.sequences.tokens.nbytes
+        return engine.state.cache.pools[0].pages.array.nbytes, engine.state.decode.sequences.tokens.nbytes
 
     small, long, many = (
         bytes_of(max_pages=12, max_seq_len=32),

@@ -101,7 +101,8 @@ def test_a_hundred_rounds_each_with_weights_of_its_own(engine):
         engine.swap_weights(model(engine.version + 1), policy="recompute")
         if turn % 8 == 0:
             check_invariants(engine.state.decode)
-        places.add((engine.state.kv.pages.array.unsafe_buffer_pointer(), engine.state.kv.pages.array.nbytes))
+        pool = engine.state.cache.pools[0].pages.array
+        places.add((pool.unsafe_buffer_pointer(), pool.nbytes))
         done += [group for group in groups if group.is_done and group not in done]
     assert len(places) == 1
     assert engine.stats()["programs"] == programs and engine.stats()["programs"]["on_weight_update"] == 1

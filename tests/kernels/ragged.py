@@ -25,7 +25,7 @@ CALLS_MODS = tuple(impl for impl in RUNS_HERE if impl != "cpu")
 
 def attention_call(
     q, kv_pages, *, layer, page_indices, seq_lens, cu_q_lens, num_seqs, backend: Backend, kv_dtype=None, kv_heads=None,
-    sinks=None, **rules,
+    sinks=None, value_dim=None, **rules,
 ) -> AttentionCall:  # fmt: skip
     """The call for arrays by name; rules: the fields of `ScoreRules`."""
     return AttentionCall(
@@ -38,9 +38,10 @@ def attention_call(
         num_seqs=num_seqs,
         rules=ScoreRules(**rules),
         kv_dtype=jnp.dtype(kv_pages.dtype if kv_dtype is None else kv_dtype),
-        kv_heads=kv_pages.shape[-2] // 2 if kv_heads is None else kv_heads,
+        kv_heads=kv_pages.shape[-2] // (2 if value_dim is None else 1) if kv_heads is None else kv_heads,
         page_size=kv_pages.shape[backend.pool_order.index(2)],
         sinks=sinks,
+        value_dim=value_dim,
     )
 
 
@@ -72,6 +73,8 @@ class Sizes:
     """Unsigned integer that holds the bits of `dtype`."""
     sinks: bool = False
     """Whether each query head has a random attention sink, near the scores: any test runs with them by this."""
+    value_dim: int | None = None
+    """Values are the first `value_dim` numbers of keys: a pool of latents. None: it stores keys and values."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,8 @@ def make_ragged(sizes: Sizes, rows: list[tuple[int, int]], seed: int = 0) -> Rag
     assert sum(q_lens) <= sizes.tokens and len(rows) <= sizes.rows
     num_pages = sizes.rows * sizes.max_pages + 3
     is_int8 = sizes.dtype == "int8"
-    shape = LAYERS, num_pages, sizes.page_size, 2 * sizes.kv_heads, sizes.head_dim + is_int8
+    sides = 2 if sizes.value_dim is None else 1
+    shape = LAYERS, num_pages, sizes.page_size, sides * sizes.kv_heads, sizes.head_dim + is_int8
     # int8 has no NaN: the largest integers and scales.
     pool = np.full(shape, 127 if is_int8 else np.nan, np.float32)
     page_indices = np.full((sizes.rows, sizes.max_pages), num_pages, np.int32)
@@ -118,15 +122,15 @@ def make_ragged(sizes: Sizes, rows: list[tuple[int, int]], seed: int = 0) -> Rag
     queries, keys, values = [], [], []
     for row, (q_len, seq_len) in enumerate(rows):
         queries.append(rounded(q_len, sizes.q_heads, sizes.head_dim, dtype="float32"))
-        sides = [stored_and_read(seq_len, sizes.kv_heads, sizes.head_dim) for _ in range(2)]
-        keys.append(sides[0][1])
-        values.append(sides[1][1])
+        drawn = [stored_and_read(seq_len, sizes.kv_heads, sizes.head_dim) for _ in range(sides)]
+        keys.append(drawn[0][1])
+        values.append(drawn[-1][1][..., : sizes.value_dim])
         for page in range(-(-seq_len // sizes.page_size)):
             page_indices[row, page] = next(free)
         for position in range(seq_len):
             index = LAYER, page_indices[row, position // sizes.page_size], position % sizes.page_size
-            for pair in (0, 1):
-                pool[(*index, slice(pair, None, 2))] = sides[pair][0][position]
+            for side in range(sides):
+                pool[(*index, slice(side, None, sides))] = drawn[side][0][position]
     q = np.full((sizes.tokens, sizes.q_heads, sizes.head_dim), np.nan, np.float32)
     if rows:
         q[: sum(q_lens)] = np.concatenate(queries)
@@ -149,9 +153,11 @@ def make_ragged(sizes: Sizes, rows: list[tuple[int, int]], seed: int = 0) -> Rag
 def for_tpu(batch: Ragged) -> dict:
     """The batch's arrays with the pool in a TPU's layout."""
     sizes, pool = batch.sizes, batch.arrays["kv_pages"]
-    layout = TpuPool(sizes.kv_heads, sizes.head_dim, scaled=sizes.dtype == "int8")
-    tokens = pool.reshape(-1, sizes.kv_heads, 2, pool.shape[-1])
-    packed = layout.pack_stored(tokens[:, :, 0], tokens[:, :, 1]).reshape(*pool.shape[:3], layout.slabs, 128)
+    layout = TpuPool(sizes.kv_heads, sizes.head_dim, sizes.dtype == "int8", sizes.value_dim)
+    tokens = pool.reshape(-1, sizes.kv_heads, layout.sides, pool.shape[-1])
+    packed = layout.pack_stored(*(tokens[:, :, side] for side in range(layout.sides))).reshape(
+        *pool.shape[:3], layout.slabs, 128
+    )
     return {**batch.arrays, "kv_pages": packed.swapaxes(2, 3), "kv_heads": sizes.kv_heads}
 
 
@@ -186,7 +192,7 @@ def dense_attention(
     sizes = batch.sizes
     if sizes.sinks and sinks is None:
         sinks = np.asarray(batch.arrays["sinks"], np.float64)
-    out = np.zeros((sizes.tokens, sizes.q_heads, sizes.head_dim))
+    out = np.zeros((sizes.tokens, sizes.q_heads, sizes.value_dim or sizes.head_dim))
     token = 0
     for q, k, v, q_len, seq_len in zip(
         batch.queries, batch.keys, batch.values, batch.q_lens, batch.seq_lens, strict=True

@@ -31,6 +31,10 @@ SIZES = {
 KINDS = ("decode", "prompts", "chunks", "mixed")
 
 
+READ_LATENTS = tuple(impl for impl in RUNS_HERE if impl in ("reference", "xla"))
+"""Implementations that read pools of latents here; `tests/kernels/test_rpa_tpu.py` has the one for TPUs."""
+
+
 @functools.cache
 def attention(impl, kv_dtype="float32", **static):
     """The jitted entry; everything that may be traced is."""
@@ -43,6 +47,7 @@ def check(batch, impl, *, traced=None, **static):
     out = attention(impl, batch.sizes.dtype, **static)({**batch.arrays, **traced})
     # f32: scores reach 20, so that their rounding alone moves a weight by 2e-6 of itself.
     rules = {"scale": 0.3, **static, **{name: np.asarray(value) for name, value in traced.items()}}
+    rules.pop("value_dim", None)  # of the batch's own sizes
     np.testing.assert_allclose(out, dense_attention(batch, **rules), atol=1e-5, rtol=1e-5)
     return out
 
@@ -100,6 +105,41 @@ def test_chunked_attention_equals_dense_and_pages_before_the_chunk_may_be_unmapp
 def test_every_head_size_equals_dense(impl, head_dim):
     sizes = Sizes(6, 2, head_dim, 16, tokens=24, rows=4, max_pages=10, dtype="bfloat16", sinks=True)
     check(make_ragged(sizes, [(1, 140), (18, 130), (1, 5), (3, 3)]), impl, scale=head_dim**-0.5)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Sizes(6, 1, 34, 4, max_pages=40, value_dim=24),
+        Sizes(16, 1, 576, 16, tokens=24, rows=4, max_pages=10, dtype="bfloat16", stored="uint16", value_dim=512),
+        Sizes(8, 2, 40, 16, tokens=24, rows=4, max_pages=10, dtype="int8", value_dim=40, sinks=True),
+    ],
+    ids=["small", "deepseek-bits", "two-heads-int8"],
+)
+@pytest.mark.parametrize("impl", READ_LATENTS)
+def test_values_that_are_the_first_numbers_of_their_keys_equal_dense(impl, sizes):
+    for kind in KINDS:
+        batch = make_ragged(sizes, random_rows(sizes, kind, 0), 0)
+        out = check(batch, impl, value_dim=sizes.value_dim, scale=sizes.head_dim**-0.5)
+        assert out.shape == (sizes.tokens, sizes.q_heads, sizes.value_dim)
+
+
+@pytest.mark.parametrize("impl", [impl for impl in RUNS_HERE if impl not in READ_LATENTS])
+def test_implementations_that_do_not_read_latents_refuse_them(impl):
+    sizes = Sizes(6, 1, 34, 4, max_pages=40, value_dim=24)
+    with pytest.raises(ValueError, match='latents of latent attention, which the kernel does not read; use "xla"'):
+        attend(**make_ragged(sizes, [(1, 3)]).arrays, scale=1.0, value_dim=24, impl=impl)
+
+
+def test_a_pool_of_latents_is_checked():
+    sizes = Sizes(6, 1, 34, 4, max_pages=40, value_dim=24)
+    arrays = make_ragged(sizes, [(1, 3)]).arrays
+    with pytest.raises(ValueError, match="value_dim: got 35, expected 1 to 34"):
+        attend(**arrays, scale=1.0, value_dim=35, impl="xla")
+    with pytest.raises(ValueError, match="got 1 heads of latents for 6 query heads, expected kv_heads=2"):
+        attend(**arrays, scale=1.0, value_dim=24, kv_heads=2, impl="xla")
+    with pytest.raises(ValueError, match="got 1 interleaved heads"):
+        attend(**arrays, scale=1.0, kv_heads=1, impl="xla")
 
 
 @pytest.mark.parametrize("scale, soft_cap", [(1.0, None), (144**-0.5, 50.0), (-0.01, None)])

@@ -23,7 +23,7 @@ MIXED = [(1, 300), (7, 260), (1, 3), (2, 2), (30, 290), (1, 129)]
 
 def small_tiles(sizes: Sizes, *, tokens=128, slots=3, parts=1) -> Tiles:
     """Items of `tokens` keys, so that short sequences have several, and blocks of few queries."""
-    pool = TpuPool(sizes.kv_heads, sizes.head_dim)
+    pool = TpuPool(sizes.kv_heads, sizes.head_dim, value_dim=sizes.value_dim)
     pages = max(1, tokens // sizes.page_size)
     queries = max(8, align_queries(pool.heads_per_group * sizes.q_heads // sizes.kv_heads))
     return Tiles(Tile(pages, slots, parts), Tile(pages, 2, pool.groups, queries))
@@ -35,6 +35,7 @@ def run(batch, *, tiles=None, traced=None, **static):
         attend,
         kv_heads=arrays.pop("kv_heads"),
         impl="tpu_interpret",
+        value_dim=batch.sizes.value_dim,
         tiles=tiles or small_tiles(batch.sizes),
         **{"scale": 0.3, **static},
     )
@@ -66,6 +67,12 @@ def test_sinks_in_chunked_attention_equal_dense_and_pages_before_the_chunk_may_b
     check(batch, tiles=small_tiles(sizes, tokens=256), attention_chunk=96)
 
 
+def test_latents_equal_dense():
+    """Latents whose values end within a slab, in which rotated keys follow."""
+    sizes = Sizes(6, 1, 176, 32, tokens=40, rows=5, max_pages=10, dtype="bfloat16", value_dim=144)
+    check(make_ragged(sizes, [(1, 300), (7, 140), (1, 3), (20, 290)]), tiles=small_tiles(sizes, tokens=256))
+
+
 @pytest.mark.slow
 def test_a_mixed_batch_equals_dense():
     check(make_ragged(SIZES, MIXED))
@@ -88,6 +95,9 @@ def test_a_mixed_batch_equals_dense():
         Sizes(4, 4, 128, 16, tokens=40, rows=4, max_pages=20, dtype="float8_e4m3fn"),
         Sizes(8, 4, 64, 32, tokens=40, rows=4, max_pages=10, dtype="int8", sinks=True),
         Sizes(6, 2, 128, 16, tokens=40, rows=4, max_pages=20, dtype="int8"),
+        Sizes(16, 1, 576, 16, tokens=40, rows=4, max_pages=20, dtype="bfloat16", value_dim=512),
+        Sizes(5, 1, 40, 16, tokens=40, rows=4, max_pages=20, value_dim=24, sinks=True),
+        Sizes(8, 1, 576, 32, tokens=40, rows=4, max_pages=10, dtype="int8", value_dim=512),
     ],
     ids=lambda sizes: (
         f"{sizes.q_heads}-{sizes.kv_heads}-{sizes.head_dim}-page{sizes.page_size}-{sizes.dtype}"

@@ -28,10 +28,29 @@ def xla_chunked(arrays, sliding_window=None):
     )
 
 
+LATENTS = replace(SIZES, q_heads=6, kv_heads=1, head_dim=34, value_dim=24)
+
+
+@jax.jit
+def xla_of_latents(arrays, sliding_window=None):
+    return attend(**arrays, scale=0.2, kv_dtype=jnp.bfloat16, sliding_window=sliding_window, value_dim=24, impl="xla")
+
+
+@jax.jit
+def xla_of_deepseek(arrays, sliding_window=None):
+    return attend(**arrays, scale=0.07, kv_dtype=jnp.bfloat16, sliding_window=sliding_window, value_dim=512, impl="xla")
+
+
 RULES = pytest.mark.parametrize(
     "sizes, xla",
-    [(SIZES, xla), (replace(SIZES, sinks=True), xla_chunked), (replace(SIZES, head_dim=512), xla)],
-    ids=["plain", "sinks-chunk", "head-512"],
+    [
+        (SIZES, xla),
+        (replace(SIZES, sinks=True), xla_chunked),
+        (replace(SIZES, head_dim=512), xla),
+        (LATENTS, xla_of_latents),
+        (replace(LATENTS, q_heads=16, head_dim=576, value_dim=512), xla_of_deepseek),
+    ],
+    ids=["plain", "sinks-chunk", "head-512", "latents", "deepseek"],
 )
 
 

@@ -13,9 +13,11 @@ from haliax import Axis, NamedArray
 from levanter_infer.axes import EMBED, LAYERS, TOKEN
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.cpu.backend import CpuBackend
+from levanter_infer.kernels.xla.grouped import block_size
 from levanter_infer.layers.linear import Fusion, Linear
-from levanter_infer.layers.moe import ExpertsBlock, Moe, block_size
+from levanter_infer.layers.moe import ExpertsBlock, Moe
 from levanter_infer.layers.norm import NormConfig, RMSNorm
+from levanter_infer.layers.router import Router
 from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.registry import family_for
 from tests.tiny_models import LLAMA
@@ -24,7 +26,7 @@ NUM_LAYERS, EXPERTS, WIDTH, INNER, CHOSEN, EPS = 2, 8, 16, 12, 3, 1e-6
 LAYER, EMBED_AXIS = Axis(LAYERS, NUM_LAYERS), Axis(EMBED, WIDTH)
 
 
-BLOCK = ExpertsBlock(EXPERTS, CHOSEN, INNER, normalize=True)
+BLOCK = ExpertsBlock(EXPERTS, CHOSEN, INNER, Router(normalize=True))
 
 
 def block_of() -> tuple[Moe, RMSNorm]:
@@ -67,7 +69,7 @@ def one_by_one(moe: Moe, x: np.ndarray, layer: int, normalize: bool = True) -> t
 @pytest.mark.parametrize("normalize", [True, False])
 def test_blocks_give_what_a_loop_over_tokens_gives(normalize):
     (moe, norm), x = block_of(), rows_of(20)
-    block = dataclasses.replace(BLOCK, normalize=normalize)
+    block = dataclasses.replace(BLOCK, router=Router(normalize=normalize))
     for layer in range(NUM_LAYERS):
         for count in (20, 7):
             got = paged(moe, norm, x, jnp.int32(layer), jnp.int32(count), block)

@@ -16,23 +16,27 @@ from levanter_infer.axes import POSITION
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.cpu.backend import CpuBackend
 from levanter_infer.kernels.xla.backend import XLA
-from levanter_infer.layers.activation import Activation
+from levanter_infer.layers.activation import Activation, ClampedSwiglu
 from levanter_infer.layers.attention import AttentionBlock
 from levanter_infer.layers.mlp import DenseBlock
 from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.layers.norm import NormConfig
 from levanter_infer.layers.rotary import RopeConfig
+from levanter_infer.layers.router import Router, Score, SelectionBias
 from levanter_infer.models.blocks import Block, Placement, differences
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.decoder import DecoderModel
+from tests.layers.test_router import choice
 from tests.models.test_decoder import SEQUENCES, paged_logits, plain, tokens_of
 
 HIDDEN, VOCAB = 16, 17
 NORM, PLUS_ONE, CENTERED = NormConfig(0.1), NormConfig(0.1, plus_one=True), NormConfig(0.1, center=True)
 LAYER_NORM, WEIGHTLESS = NormConfig(0.1, center=True, bias=True), NormConfig(0.1, weight=False)
-EXPERTS = ExpertsBlock(5, 2, 12, normalize=True)
+GATED = NormConfig(0.1, gate_rank=3)
+EXPERTS = ExpertsBlock(5, 2, 12, Router(normalize=True))
 ATTENTION = AttentionBlock(num_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig(theta=100.0))
 BLOCK = Block(ATTENTION, DenseBlock(24), NORM)
+SIGMOID = Router(Score.SIGMOID, normalize=True, scale=2.5, selection_bias=SelectionBias.ON_SCORES, float32=True)
 
 
 def block(placement: Placement = Placement.BEFORE, mlp: dict | None = None, norm: NormConfig = NORM, **mixer) -> Block:
@@ -42,9 +46,13 @@ def block(placement: Placement = Placement.BEFORE, mlp: dict | None = None, norm
 
 def model_of(*blocks: Block, **fields) -> DecoderModel:
     config = DecoderConfig("llama", VOCAB, HIDDEN, 32, blocks, blocks[0].norm, **fields)
-    types = eqx.filter_eval_shape(DecoderModel.init, config, key=jax.eval_shape(lambda: jax.random.key(0)))
+    types = DecoderModel.types(config)
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * 0.4, jnp.float32), types)
+
+
+def experts_block(**fields) -> Block:
+    return dataclasses.replace(BLOCK, feed_forward=dataclasses.replace(EXPERTS, **fields))
 
 
 # The oracle
@@ -64,7 +72,15 @@ def normed(x: np.ndarray, norm, index: int | None = None) -> np.ndarray:
     factor = weight + 1 if norm.config.plus_one else weight
     if norm.config.center:
         x = x - x.mean(axis=axes, keepdims=True)
-    return x / np.sqrt((x * x).mean(axis=axes, keepdims=True) + norm.config.eps) * factor + bias
+    x = x / np.sqrt((x * x).mean(axis=axes, keepdims=True) + norm.config.eps) * factor + bias
+    return x if norm.config.gate_rank is None else gated(x, norm, index)
+
+
+def gated(x: np.ndarray, norm, index: int | None) -> np.ndarray:
+    down, up = (
+        f64(part.weight) if index is None else f64(part.weight)[index] for part in (norm.gate_down, norm.gate_up)
+    )
+    return x / (1 + np.exp(-(ACTIVATIONS[Activation.SILU](x @ down.T) @ up.T)))
 
 
 def linear(part, index: int, x: np.ndarray) -> np.ndarray:
@@ -109,7 +125,15 @@ def attention(part, mixer: AttentionBlock, index: int, x: np.ndarray) -> np.ndar
     seen = (distance >= 0) & (distance < (mixer.window or len(x)))
     weights = np.exp(np.where(seen, scores, -np.inf))
     weights /= weights.sum(axis=-1, keepdims=True)
-    return linear(part.o_proj, index, np.einsum("hgqk,khd->qhgd", weights, v))
+    attended = np.einsum("hgqk,khd->qhgd", weights, v)
+    if mixer.exclusive:
+        own = v[:, :, None]
+        attended = (
+            attended - (attended * own).sum(-1, keepdims=True) / ((own * own).sum(-1, keepdims=True) + 1e-6) * own
+        )
+    if mixer.head_gate:
+        attended = attended * 2 / (1 + np.exp(-linear(part.gate_proj, index, x)))[..., None]
+    return linear(part.o_proj, index, attended)
 
 
 ACTIVATIONS = {
@@ -144,19 +168,32 @@ def feed_forward(part, dense: DenseBlock | ExpertsBlock, index: int, x: np.ndarr
 def experts(part, block: ExpertsBlock, index: int, x: np.ndarray) -> np.ndarray:
     """Token by token, expert by expert, and the shared expert."""
     maps = [f64(each.weight)[index] for each in (part.gate_proj, part.up_proj, part.down_proj)]
-    shares = np.exp(linear(part.router, index, x))
-    shares /= shares.sum(axis=-1, keepdims=True)
-    result, silu = np.zeros_like(x), ACTIVATIONS[Activation.SILU]
-    for row, share in enumerate(shares):
-        chosen = np.argsort(-share)[: block.num_chosen]
-        total = share[chosen].sum() if block.normalize else 1.0
-        for expert in chosen:
-            gate, up, down = (each[expert] for each in maps)
-            result[row] += share[expert] / total * (down @ (silu(gate @ x[row]) * (up @ x[row])))
+    biases = [
+        np.zeros(block.num_experts) if each.bias is None else f64(each.bias)[index]
+        for each in (part.gate_proj, part.up_proj, part.down_proj)
+    ]
+    selection_bias = None if part.selection_bias is None else f64(part.selection_bias)[index]
+    result, logits = np.zeros_like(x), linear(part.router, index, x)
+    for row, own in enumerate(logits):
+        chosen, weights = choice(block.router, own, block.num_chosen, selection_bias)
+        for expert, weight in zip(chosen, weights, strict=True):
+            (gate, up, down), (gate_bias, up_bias, down_bias) = (
+                [each[expert] for each in all_] for all_ in (maps, biases)
+            )
+            before, after = (weight, 1.0) if block.router.weigh_inputs else (1.0, weight)
+            gated, upper = gate @ (before * x[row]) + gate_bias, up @ (before * x[row]) + up_bias
+            result[row] += after * (down @ inner(block.activation, gated, upper) + down_bias)
     if block.shared_width is None:
         return result
     shared = feed_forward(part.shared, DenseBlock(block.shared_width), index, x)
     return result + (shared / (1 + np.exp(-linear(part.shared_gate, index, x))) if block.shared_gate else shared)
+
+
+def inner(activation: Activation | ClampedSwiglu, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    if isinstance(activation, Activation):
+        return ACTIVATIONS[activation](gate) * up
+    gate, up = np.minimum(gate, activation.limit), np.clip(up, -activation.limit, activation.limit)
+    return (up + 1) * gate / (1 + np.exp(-activation.alpha * gate))
 
 
 def branch(part, each: Block, at: int, x: np.ndarray, before, after) -> np.ndarray:
@@ -170,6 +207,7 @@ def oracle(model: DecoderModel, tokens: np.ndarray) -> np.ndarray:
     x = f64(model.embeddings.weight)[tokens] * config.embedding_multiplier
     if config.learnt_positions:
         x = x + f64(model.position_embeddings.weight)[: len(x)]
+    x = x if config.embedding_norm is None else normed(x, model.embedding_norm)
     for number, each in enumerate(config.blocks):
         stack = next(i for i, stack in enumerate(config.stacks) if number in stack.layers)
         layer, at = model.stacks[stack], config.stacks[stack].layers.index(number)
@@ -211,9 +249,19 @@ OPTIONS = {
     "qk_layer_norm_with_bias": block(qk_norm=LAYER_NORM),
     "qk_layer_norm_with_bias_by_head": block(qk_norm=LAYER_NORM, qk_norm_by_head=True),
     "qk_norm_without_weight": block(qk_norm=WEIGHTLESS),
+    "gated_norm": block(norm=GATED),
+    "gated_norm_before_experts": dataclasses.replace(BLOCK, feed_forward=EXPERTS, norm=GATED),
+    "exclusive": block(exclusive=True),
+    "exclusive_clipped_values": block(exclusive=True, qkv_clip=0.3, rope=None),
+    "head_gate": block(head_gate=True),
+    "exclusive_head_gate": block(exclusive=True, head_gate=True, window=3),
     "experts": dataclasses.replace(BLOCK, feed_forward=EXPERTS),
-    "shares_of_experts": dataclasses.replace(BLOCK, feed_forward=dataclasses.replace(EXPERTS, normalize=False)),
+    "shares_of_experts": dataclasses.replace(BLOCK, feed_forward=dataclasses.replace(EXPERTS, router=Router())),
     "shared_expert": dataclasses.replace(BLOCK, feed_forward=dataclasses.replace(EXPERTS, shared_width=20)),
+    "sigmoid_router": experts_block(router=SIGMOID, shared_width=20),
+    "biases_of_experts": experts_block(bias=True, router=Router(Score.SOFTMAX_OF_CHOSEN, bias=True)),
+    "clamped_experts": experts_block(bias=True, activation=ClampedSwiglu(1.3, 0.5)),
+    "weighted_inputs": experts_block(router=Router(Score.SIGMOID, weigh_inputs=True)),
     "gated_shared_expert": dataclasses.replace(
         BLOCK, feed_forward=dataclasses.replace(EXPERTS, shared_width=20, shared_gate=True)
     ),
@@ -233,6 +281,8 @@ OPTIONS = {
     "xielu": block(mlp={"activation": Activation.XIELU, "gated": False}),
 }
 GAINS = {
+    "embedding_norm": dict(embedding_norm=NORM),
+    "gated_embedding_norm": dict(embedding_norm=GATED),
     "embeddings": dict(embedding_multiplier=2.5),
     "logits": dict(logits_divisor=3.0),
     "logits_multiplier": dict(logits_multiplier=3.0),
@@ -295,7 +345,7 @@ def test_layers_run_in_order_whatever_their_stacks_and_periods(name):
 
 
 def test_dense_and_expert_layers_stand_in_two_stacks():
-    experts = dataclasses.replace(BLOCK, feed_forward=ExpertsBlock(4, 2, 8, normalize=True))
+    experts = dataclasses.replace(BLOCK, feed_forward=ExpertsBlock(4, 2, 8, Router(normalize=True)))
     model = model_of(BLOCK, experts, experts)
     assert [stack.layers for stack in model.config.stacks] == [(0,), (1, 2)] and model.config.num_experts == 4
     assert model.config.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(model))

@@ -9,24 +9,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
 from levanter_infer.axes import POSITION, ROW, SEQ_PAGE, TOKEN
 from levanter_infer.cache.batch_info import PageBatchInfo
-from levanter_infer.cache.kv_pages import KvPages
+from levanter_infer.cache.cache import Cache
+from levanter_infer.cache.memory import FullKv, PoolSizes, WindowKv
 from levanter_infer.kernels.backend import Backend
-from levanter_infer.kernels.call import PoolShape
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.cpu.backend import CPU, CpuBackend
 from levanter_infer.kernels.registry import make_backend
 from levanter_infer.kernels.xla.backend import XLA, XlaBackend
 from levanter_infer.layers.attention import AttentionBlock, AttentionSpec
+from levanter_infer.layers.layout import Layout
 from levanter_infer.layers.mlp import DenseBlock
 from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.layers.norm import NormConfig
 from levanter_infer.layers.rotary import RopeConfig
+from levanter_infer.layers.router import Router
 from levanter_infer.models.blocks import Block
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.decoder import DecoderModel
+from levanter_infer.models.uncached import keys_and_values
 
 PAGE_SIZE, NUM_PAGES, SEQ_PAGES = 4, 16, 6
 NUM_TOKENS, NUM_ROWS = 12, 3
@@ -49,7 +53,7 @@ def tiny(dtype: str = "float32", **changes) -> DecoderModel:
     """Two layers with every option, the first with a window; weights from numpy, which compiles nothing."""
     config = config_of(**changes)
     rng = np.random.default_rng(0)
-    shapes = eqx.filter_eval_shape(DecoderModel.init, config, key=jax.eval_shape(lambda: jax.random.key(0)))
+    shapes = DecoderModel.types(config)
     return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * 0.4, dtype), shapes)
 
 
@@ -99,10 +103,9 @@ ON_CPU = XlaBackend(CPU)
 """XLA's own code on a CPU, which stores 16-bit floats as integers."""
 
 
-def pool(model: DecoderModel, backend: Backend = XLA) -> KvPages:
-    config = model.config
-    shape = PoolShape(config.num_layers, NUM_PAGES, PAGE_SIZE, config.num_kv_heads, config.head_dim, model.dtype)
-    return KvPages.init(shape, backend)
+def empty_cache(model: DecoderModel, backend: Backend = XLA) -> Cache:
+    sizes = PoolSizes(NUM_PAGES, PAGE_SIZE, num_slots=2, dtype=model.dtype, backend=backend)
+    return Cache.init(model.config.pools, sizes)
 
 
 SEQUENCES = [np.arange(9) * 5 % 17, np.arange(6) * 7 % 17]
@@ -111,8 +114,8 @@ PAGES = [[3, 0, 7], [12, 5]]
 
 def paged_logits(model, spec=PLAIN, backend: Backend = XLA):
     """Logits of every token of SEQUENCES: the first sequence in chunks of 4 and 5, the second whole."""
-    first, kv = paged(model, batch_of([SEQUENCES[0][:4]], [0], PAGES[:1]), pool(model, backend), spec)
-    second, _ = paged(model, batch_of(SEQUENCES, [4, 0], PAGES), kv, spec)
+    first, cache = paged(model, batch_of([SEQUENCES[0][:4]], [0], PAGES[:1]), empty_cache(model, backend), spec)
+    second, _ = paged(model, batch_of(SEQUENCES, [4, 0], PAGES), cache, spec)
     return [np.concatenate([first[:4], second[:5]]), np.asarray(second[5:11])]
 
 
@@ -260,17 +263,54 @@ def test_rope_that_depends_on_length_wants_to_know_it():
     assert np.abs(plain(model, tokens_of(SEQUENCES[1])) - expected).max() > 1e-3
 
 
+def test_layers_that_remember_alike_share_a_pool_in_their_order():
+    config = config_of(windows=(3, 3, None) * 3 + (3, 5))
+    memories = [(type(pool.memory), pool.memory.window, pool.layers) for pool in config.pools]
+    threes = (0, 1, 3, 4, 6, 7, 9)
+    assert memories == [(WindowKv, 3, threes), (FullKv, None, (2, 5, 8)), (WindowKv, 5, (10,))]
+    places = {}
+    for group in config.groups:
+        for offset in range(len(group.period)):
+            pool, first, stride = config.remembered_at(group, offset)
+            for repeat in range(group.repeats):
+                layer = group.first + repeat * len(group.period) + offset
+                places[layer] = pool, first + stride * repeat
+    assert places == {layer: (i, at) for i, pool in enumerate(config.pools) for at, layer in enumerate(pool.layers)}
+
+
+def test_layers_with_other_pools_may_have_other_heads():
+    config = config_of(windows=(3, 3, None) * 2)
+    full = dict(num_heads=6, num_kv_heads=3, head_dim=4)
+    blocks = [
+        b if b.mixer.window else dataclasses.replace(b, mixer=dataclasses.replace(b.mixer, **full))
+        for b in config.blocks
+    ]
+    config = dataclasses.replace(config, blocks=tuple(blocks))
+    rng = np.random.default_rng(0)
+    shapes = eqx.filter_eval_shape(DecoderModel.init, config, key=jax.eval_shape(lambda: jax.random.key(0)))
+    model = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * 0.4, "float32"), shapes)
+    assert [pool.pages.array.shape[0::3] for pool in empty_cache(model).pools] == [(4, 4), (2, 6)]
+    for logits, sequence in zip(paged_logits(model), SEQUENCES, strict=True):
+        np.testing.assert_allclose(logits, plain(model, tokens_of(sequence)), atol=2e-4)
+    mesh = AbstractMesh((2,), ("model",))
+    with pytest.raises(ValueError, match=r"mesh.model=2: layers differ in .*\(4, 2\), \(6, 3\), and tensor"):
+        Layout.of(mesh, config)
+
+
+def test_keys_and_values_of_several_pools_stand_in_the_order_of_the_layers():
+    tokens = jnp.arange(8, dtype=jnp.int32)
+    several, one = (tiny(windows=windows) for windows in ((100, None, 100, None), (None,) * 4))
+    np.testing.assert_array_equal(keys_and_values(several, tokens), keys_and_values(one, tokens))
+
+
 def test_config_refuses_sizes_that_do_not_fit():
     with pytest.raises(ValueError, match="num_attention_heads=4 is no multiple of num_key_value_heads=3"):
         config_of(num_kv_heads=3)
     with pytest.raises(ValueError, match="head_dim=7 is odd"):
         config_of(head_dim=7)
     config = tiny().config
-    first, second = config.blocks
-    wider = dataclasses.replace(second, mixer=dataclasses.replace(second.mixer, num_kv_heads=4))
-    with pytest.raises(ValueError, match=r"layers differ in \(heads, .*\(4, 2, 8\), \(4, 4, 8\); all layers share one"):
-        dataclasses.replace(config, blocks=(first, wider))
-    experts = [dataclasses.replace(first, feed_forward=ExpertsBlock(n, 2, 8, True)) for n in (4, 8)]
+    first = config.blocks[0]
+    experts = [dataclasses.replace(first, feed_forward=ExpertsBlock(n, 2, 8, Router())) for n in (4, 8)]
     with pytest.raises(ValueError, match="layers have 4 and 8 experts"):
         dataclasses.replace(config, blocks=tuple(experts))
     with pytest.raises(ValueError, match=r"9 layer bodies.*are 2 x \(mixer.window=3\), \(mixer.window=1\), "):
@@ -280,7 +320,7 @@ def test_config_refuses_sizes_that_do_not_fit():
 def test_bits_spare_a_cpu_the_conversion_of_whole_stacks():
     def converted(model: DecoderModel) -> bool:
         batch = batch_of(SEQUENCES, [0, 0], PAGES)
-        text = paged.lower(model, batch, pool(model, backend=ON_CPU), PLAIN).compile().as_text()
+        text = paged.lower(model, batch, empty_cache(model, backend=ON_CPU), PLAIN).compile().as_text()
         return any(shape in text for shape in ("f32[2,24,16]", "f32[2,16,24]", "f32[17,16]"))
 
     model = tiny("bfloat16", tie_word_embeddings=True)

@@ -29,32 +29,9 @@ from tests.golden_cases import (
 )
 
 CASES = case_names()
-# An engine's program takes seconds to compile: one case per family, those whose paged forward has the most to get
-# wrong (windows in some layers, and a rope that takes its frequencies from max_seq_len).
-ENGINE_CASES = (
-    "llama_longrope",
-    "mistral_window",
-    "qwen2_window",
-    "qwen3_layer_types",
-    "qwen3_moe",
-    "olmo3_tied",
-    "gemma2",
-    "gemma3",
-    "phi3_tied",
-    "smollm3",
-    "granite",
-    "ministral3",
-    "ernie4_5",
-    "glm4",
-    "cohere2",
-    "cohere",
-    "qwen2_moe",
-    "olmoe",
-    "granitemoe",
-    "mixtral",
-    "exaone4",
-    "seed_oss",
-)
+LONG_ROPE_CASES = ("llama_longrope", "phi3_tied")
+"""Ropes that take their frequencies from the engine's max_seq_len. Of every family tests/engine/test_families.py has a
+case."""
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # rope scalings that look at the length of the whole sequence
 
 
@@ -128,13 +105,12 @@ def test_logits_equal_hf(name, load):
         _assert_greedy(logits[steps].argmax(axis=-1).tolist(), prompt, f"{what}, greedy")
 
 
-@pytest.mark.parametrize("name", ENGINE_CASES)
+@pytest.mark.parametrize("name", LONG_ROPE_CASES)
 def test_engine_greedy_equals_hf(name, load, quick_compile):
     case = load_case(name)
-    prompts = [p for p in case.prompts if len(p.greedy)]
-    original_len = case.config.get("original_max_position_embeddings")
-    if original_len is not None:  # an engine whose sequences may grow beyond it has the long frequencies for all
-        prompts = [p for p in prompts if len(p.tokens) > original_len]
+    # An engine whose sequences may grow beyond the original length has the long frequencies for all
+    original_len = case.config["original_max_position_embeddings"]
+    prompts = [p for p in case.prompts if len(p.greedy) and len(p.tokens) > original_len]
     # Chunks smaller than the longer prompts, pages smaller than the windows.
     config = EngineConfig(page_size=4, max_pages=96, max_seqs=4, max_seq_len=160, max_step_tokens=24)
     engine = InferenceEngine(load(case), config=config)

@@ -83,7 +83,7 @@ def test_figures_are_those_of_the_engine():
     found = figures_of(EngineSpec("cpu", LLAMA, "float32", config, {}, num_eos=0))
     assert found.num_pages == engine.shapes.num_pages and found.buckets == engine.shapes.buckets
     assert found.weights_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(engine.model))
-    assert found.pool_bytes == engine.state.kv.pages.array.nbytes
+    assert found.pool_bytes == engine.state.cache.pools[0].pages.array.nbytes
     assert found.tables_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(engine.state.decode))
     assert (found.attention, found.matmul) == (engine.backend.attention, engine.backend.matmul)
 

@@ -70,8 +70,12 @@ class BatchRunConfig(RunConfig):
             for key in ("include", "carry"):
                 if getattr(self.output, key):
                     raise ValueError(f"output.{key} with batch.format: openai, whose lines lack columns; leave it out")
-            if self.sampling.prompt_logprobs is not None:
-                raise ValueError("sampling.prompt_logprobs with batch.format: openai, whose lines have no such field")
+            for key, is_asked in (
+                ("prompt_logprobs", self.sampling.prompt_logprobs is not None),
+                ("return_routed_experts", self.sampling.return_routed_experts),
+            ):
+                if is_asked:
+                    raise ValueError(f"sampling.{key} with batch.format: openai, whose lines have no such field")
         numerics = self.engine.get("numerics", Numerics.BATCH_INVARIANT)
         if "num_cached_tokens" in self.output.include and numerics == Numerics.BATCH_INVARIANT:
             raise ValueError(

@@ -224,6 +224,7 @@ def arrow_schema(names: Iterable[str]):
     types = {
         "text": pyarrow.string(),
         "ints": pyarrow.list_(pyarrow.int32()),
+        "experts": pyarrow.list_(pyarrow.list_(pyarrow.list_(pyarrow.int16()))),
         "floats": pyarrow.list_(pyarrow.float32()),
         "tops": pyarrow.list_(pyarrow.list_(top)),
         "int32": pyarrow.int32(),

@@ -324,6 +324,6 @@ def copy(trips, kv: KvPages) -> KvPages:
 
     def body(trip, kv):
         source = jnp.reshape(trip % kv.num_pages, (1,)).astype(jnp.int32)
-        return kv.copy_pages(source, (source + 1) % kv.num_pages)
+        return kv.copy(source, (source + 1) % kv.num_pages)
 
     return jax.lax.fori_loop(0, trips, body, kv)

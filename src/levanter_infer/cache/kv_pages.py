@@ -1,4 +1,4 @@
-"""`KvPages`: the one pool that stores the keys and values of all layers."""
+"""`KvPages`: the pool of layers that remember keys and values."""
 
 import dataclasses
 
@@ -11,6 +11,7 @@ from jax import Array
 from levanter_infer.axes import HEAD_SIZE, KV_HEADS, KV_PAIR, LAYERS, PAGE, PAGE_OFFSET, TOKEN
 from levanter_infer.cache.arrays import replace
 from levanter_infer.cache.batch_info import PageBatchInfo
+from levanter_infer.cache.pool import Pool
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.kernels.call import KvWrite, PoolShape, Rotation
 from levanter_infer.kernels.xla.backend import XLA
@@ -18,11 +19,11 @@ from levanter_infer.kernels.xla.backend import XLA
 _AXES = (LAYERS, PAGE, PAGE_OFFSET, KV_PAIR, HEAD_SIZE)
 
 
-class KvPages(eqx.Module):
-    """Keys and values of all layers, in pages, with the backend that reads and writes them.
+class KvPages(Pool):
+    """Keys and values of some layers, in pages, with the backend that reads and writes them.
 
     The backend decides the memory layout in `init`: the order of the axes layers, page, page_offset, kv_pair and
-    head_size, what the last two count, and the stored dtype. Kernels receive the full pool and a layer index.
+    head_size, what the last two count, and the stored dtype. Kernels receive the full pool and a layer index in it.
     """
 
     pages: NamedArray
@@ -31,6 +32,8 @@ class KvPages(eqx.Module):
     num_kv_heads: int = eqx.field(static=True)
     head_size: int = eqx.field(static=True)
     backend: Backend = eqx.field(static=True)
+    is_latent: bool = eqx.field(static=True, default=False)
+    """Whether tokens store latents (`PoolShape.is_latent`)."""
 
     @staticmethod
     def init(shape: PoolShape, backend: Backend = XLA) -> "KvPages":
@@ -38,7 +41,8 @@ class KvPages(eqx.Module):
         array = backend.init_pool(shape)
         names = [_AXES[axis] for axis in backend.pool_order]
         axes = tuple(Axis(name, size) for name, size in zip(names, array.shape, strict=True))
-        return KvPages(NamedArray(array, axes), jnp.dtype(shape.dtype), shape.kv_heads, shape.head_dim, backend)
+        sizes = jnp.dtype(shape.dtype), shape.kv_heads, shape.head_dim
+        return KvPages(NamedArray(array, axes), *sizes, backend, shape.is_latent)
 
     @property
     def num_layers(self) -> int:
@@ -49,6 +53,10 @@ class KvPages(eqx.Module):
         return self.pages.axis_size(PAGE)
 
     @property
+    def num_entries(self) -> int:
+        return self.num_pages
+
+    @property
     def page_size(self) -> int:
         """Tokens per page."""
         return self.pages.axis_size(PAGE_OFFSET)
@@ -56,7 +64,8 @@ class KvPages(eqx.Module):
     @property
     def shape(self) -> PoolShape:
         """Sizes of the pool."""
-        return PoolShape(self.num_layers, self.num_pages, self.page_size, self.num_kv_heads, self.head_size, self.dtype)
+        pages = self.num_layers, self.num_pages, self.page_size
+        return PoolShape(*pages, self.num_kv_heads, self.head_size, self.dtype, self.is_latent)
 
     def write(self, layer: Array, batch: PageBatchInfo, k: NamedArray, v: NamedArray) -> "KvPages":
         """Store the step's new keys and values of one layer, all tokens at once.
@@ -66,6 +75,13 @@ class KvPages(eqx.Module):
             k, v: [token, kv_head, head_size], already rotated.
         """
         return self._written(self._write_of(layer, batch, k, v))[1]
+
+    def write_latents(self, layer: Array, batch: PageBatchInfo, latents: Array) -> "KvPages":
+        """As `write`, into a pool of latents. Args: latents: [T, kv_head, head_size], their keys rotated."""
+        assert self.is_latent, "a pool of keys and values"
+        page, offset = batch.pages_and_offsets()
+        write = KvWrite(latents, None, layer, batch.new_token_dests.array, page, offset, self.dtype)
+        return self._written(write)[1]
 
     def rotate_and_write(
         self, layer: Array, batch: PageBatchInfo, q: Array, k: NamedArray, v: NamedArray, rotation: Rotation
@@ -90,7 +106,7 @@ class KvPages(eqx.Module):
         q, pages = self.backend.write_kv(self.pages.array, write)
         return q, replace(self, pages=pages)
 
-    def copy_pages(self, source: Array, target: Array) -> "KvPages":
+    def copy(self, source: Array, target: Array) -> "KvPages":
         """Copy whole pages, in all layers: `source[i]` to `target[i]`, i32[n]; pairs of none are ignored."""
 
         def copy_layer(layer, pages):
@@ -107,14 +123,9 @@ class KvPages(eqx.Module):
         """
         return self.backend.read_kv(self.pages.array, self.shape, pages, offsets)
 
-    def take(self, pages: Array) -> Array:
-        """Contents of `pages`, i32[n], in all layers: `[layers, n, …]` as stored. Anything where a page is none."""
-        return self.pages.array.at[:, pages].get(mode="clip")
+    def take(self, entries: Array) -> Array:
+        """As `Pool.take`: `[layers, n, …]` as stored."""
+        return self.pages.array.at[:, entries].get(mode="clip")
 
-    def put(self, pages: Array, contents: Array) -> "KvPages":
-        """Store what `take` gave into `pages`, i32[n]; entries of none are ignored."""
-        return replace(self, pages=self.pages.array.at[:, pages].set(contents, mode="drop"))
-
-    def zero(self) -> "KvPages":
-        """The same pool with every byte cleared, for debugging and for callers that must wipe."""
-        return replace(self, pages=jnp.zeros_like(self.pages.array))
+    def put(self, entries: Array, contents: Array) -> "KvPages":
+        return replace(self, pages=self.pages.array.at[:, entries].set(contents, mode="drop"))

@@ -42,7 +42,7 @@ class ScorePages(eqx.Module):
         return self.scores.shape[-1] // 2
 
     def copy_pages(self, source: Array, target: Array) -> "ScorePages":
-        """Copy pages, as `KvPages.copy_pages` does."""
+        """Copy pages, as `Cache.copy_pages` does."""
 
         def copied(array: Array) -> Array:
             return scatter(array, target, array.at[source].get(mode="clip"))

@@ -1,24 +1,24 @@
 """Load an HF checkpoint: check all tensors against the headers, then read one at a time into stacked arrays."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from levanter_infer.checkpoints.levanter import is_levanter, levanter_tensors
 from levanter_infer.checkpoints.source import CONFIG, Source, resolve_source
 from levanter_infer.checkpoints.weights import DTYPES, StoredTensor, enumerate_names, read_tensors, stored_tensors
 from levanter_infer.layers.layout import Layout
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.registry import family_for
-from levanter_infer.models.tensors import Parameter, parameters, set_parameter
+from levanter_infer.models.tensors import Parameter, get_parameter, parameters, set_parameter
 from levanter_infer.models.tensors import Source as TensorSource
 from levanter_infer.runtime.compile_cache import enable_compile_cache
 from levanter_infer.runtime.progress import stage
@@ -31,20 +31,26 @@ _Bounds = tuple[tuple[int, int], ...]
 
 
 def load_model(
-    path_or_id: str | Path, *, dtype: str | None = None, revision: str | None = None
+    path_or_id: str | Path,
+    *,
+    dtype: str | None = None,
+    revision: str | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> tuple[DecoderModel, "Tokenizer | None"]:
     """Load the model and the tokenizer of a checkpoint.
 
     Args:
-        path_or_id: a directory in HF's layout, a URL of one that fsspec reads (gs://, s3://), or a hub id.
+        path_or_id: a directory in HF's layout, a URL of one that fsspec reads (gs://, s3://), or a hub id; or one step
+            of a run of Levanter's trainer (docs/loading.md).
         dtype: bfloat16 or float32; None keeps the stored one.
         revision: branch, tag or commit of the hub repository.
+        config: contents of a config.json, instead of the checkpoint's own; Levanter's trainer writes none.
     Returns: the model, and the tokenizer or None if there is no tokenizer.json.
     Raises: ValueError saying which file, key or tensor is wrong and what to do, before weights are allocated.
     """
     enable_compile_cache()
     source = resolve_source(path_or_id, revision)
-    model = load_weights(source, dtype=dtype)
+    model = load_weights(source, dtype=dtype, config=config)
     return model, load_tokenizer(source)
 
 
@@ -67,34 +73,50 @@ class StoredModel:
     the host holds one stacked parameter at a time; with several hosts, the part of it for its own devices."""
 
 
-def load_weights(source: Source, *, dtype: str | None = None) -> DecoderModel:
+def load_weights(source: Source, *, dtype: str | None = None, config: Mapping[str, Any] | None = None) -> DecoderModel:
     """The model of a checkpoint. Raises: ValueError as `load_model`."""
-    stored = open_model(source, dtype=dtype)
+    stored = open_model(source, dtype=dtype, config=config)
     with stage("reading weights"):
         return stored.read()
 
 
-def open_model(source: Source, *, dtype: str | None = None) -> StoredModel:
-    """Check a checkpoint against its headers. Raises: ValueError as `load_model`."""
+def open_model(source: Source, *, dtype: str | None = None, config: Mapping[str, Any] | None = None) -> StoredModel:
+    """Check a checkpoint against its headers. Args: as of `load_model`. Raises: ValueError as `load_model`."""
     wanted = _wanted_dtype(dtype)
-    hf_config = source.read_json(CONFIG)
+    return _open(source, wanted, config or _config_json(source))
+
+
+def _config_json(source: Source) -> dict[str, Any]:
+    if is_levanter(source) and not source.has(CONFIG):
+        raise ValueError(
+            f"{source.name} is a checkpoint of Levanter's trainer, which has no {CONFIG}: put that of the model beside "
+            "it (Levanter's config.to_hf_config(vocab_size).save_pretrained(directory) writes one), or give its "
+            "contents as config="
+        )
+    return source.read_json(CONFIG)
+
+
+def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any]) -> StoredModel:
     family = family_for(hf_config)
     config = family.config_from_hf(hf_config)
-    stored_names = stored_tensors(source)
-    tensors = {name: stored_names[stored] for name, stored in family.own_names(stored_names).items()}
-    _check_size(config, tensors, source)
-    model = eqx.filter_eval_shape(DecoderModel.init, config, key=jax.eval_shape(jax.random.key, 0))
-    params = parameters(model, family.tensors)
+    if is_levanter(source):
+        params = parameters(DecoderModel.types(config), family.tensors)
+        tensors = levanter_tensors(source, family, params)
+    else:
+        stored_names = stored_tensors(source)
+        tensors = {name: stored_names[stored] for name, stored in family.own_names(stored_names, hf_config).items()}
+        _check_size(config, tensors, source)
+        params = parameters(DecoderModel.types(config), family.table_for(tensors))
     head = family.tensor_of("lm_head.weight") if config.tie_word_embeddings else None
     _check_names(params, tensors, head, source)
     _check_headers(params, tensors)
-    stored = _one_dtype(params, tensors, wanted)
-    types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, stored), model)
+    types = DecoderModel.types(config, _one_dtype(config, params, tensors, wanted))
 
     def read(layout: Layout | None = None) -> DecoderModel:
         model = types
         for param in params:
-            model = set_parameter(model, param.path, _read(param, tensors, stored, layout))
+            dtype = np.dtype(get_parameter(types, param.path).dtype)
+            model = set_parameter(model, param.path, _read(param, tensors, dtype, layout))
         if head in tensors:
             _check_tied(tensors[head], tensors[family.tensor_of("embeddings.weight")])
         return model if layout is None else model.shard_as(layout)
@@ -122,9 +144,7 @@ def _check_size(config: DecoderConfig, tensors: dict[str, StoredTensor], source:
         )
 
 
-def _check_names(
-    params: list[Parameter], tensors: dict[str, StoredTensor], tied: str | None, source: Source
-) -> None:
+def _check_names(params: list[Parameter], tensors: dict[str, StoredTensor], tied: str | None, source: Source) -> None:
     """Args: tied: the tensor of a head that is the embeddings, and may be there too; None: there is none."""
     expected = {name for param in params for name in param.names}
     missing = sorted(expected - set(tensors))
@@ -157,7 +177,12 @@ def _check_headers(params: list[Parameter], tensors: dict[str, StoredTensor]) ->
                 )
 
 
-def _one_dtype(params: list[Parameter], tensors: dict[str, StoredTensor], wanted: np.dtype | None) -> np.dtype:
+def _one_dtype(
+    config: DecoderConfig, params: list[Parameter], tensors: dict[str, StoredTensor], wanted: np.dtype | None
+) -> np.dtype:
+    """The dtype of all parameters but those that are float32 in every model."""
+    half = DecoderModel.types(config, jnp.bfloat16)
+    params = [param for param in params if get_parameter(half, param.path).dtype != jnp.float32]
     names = sorted({tensors[name].dtype for param in params for name in param.names})
     if wanted is None and len(names) > 1:
         raise ValueError(f"tensors are stored as {' and '.join(names)}; give dtype=bfloat16 or dtype=float32")

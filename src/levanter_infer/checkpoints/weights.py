@@ -66,6 +66,11 @@ class StoredTensor:
         """
         read_tensors([(self, out)])
 
+    @staticmethod
+    def read_all(pieces: "Sequence[tuple[StoredTensor, np.ndarray]]") -> None:
+        """`read_tensors` of tensors of this class."""
+        _read_files(pieces)
+
     def _read(self, target: np.ndarray) -> None:
         assert isinstance(self.path, Path)
         with open(self.path, "rb") as file:
@@ -78,13 +83,20 @@ class StoredTensor:
 
 
 def read_tensors(pieces: Sequence[tuple[StoredTensor, np.ndarray]]) -> None:
-    """Read tensors into contiguous arrays of their shapes; converts dtypes, and reads remote tensors in parallel.
+    """Read tensors of one checkpoint into contiguous arrays of their shapes; converts dtypes, and reads remote tensors
+    in parallel.
 
     Raises: ValueError if a file ends early.
     """
-    ranges = []
     for tensor, out in pieces:
         assert out.shape == tensor.shape and out.flags.c_contiguous
+    if pieces:
+        pieces[0][0].read_all(pieces)
+
+
+def _read_files(pieces: Sequence[tuple[StoredTensor, np.ndarray]]) -> None:
+    ranges = []
+    for tensor, out in pieces:
         stored = DTYPES[tensor.dtype]
         target = out if out.dtype == stored else np.empty(tensor.shape, stored)
         view = memoryview(target.reshape(-1).view(np.uint8))  # type: ignore[arg-type]

@@ -93,10 +93,13 @@ def make_engine(config: RunConfig, num_rows: int, hosts: Hosts | None = None) ->
         say(f"tokenizer {tokenizer.vocab_size} tokens, sha256 {tokenizer.fingerprint[:16]}")
     try:
         seed = config.sampling.seed or 0
-        scoring = config.sampling.prompt_logprobs is not None
+        asked = {
+            "scoring": config.sampling.prompt_logprobs is not None,
+            "routing": config.sampling.return_routed_experts and model.types.config.experts is not None,
+        }
         per_host = hosts is not None and config.multihost.layout == PER_HOST
         mesh = make_mesh(config.mesh, local=True) if per_host else config.mesh
-        engine = InferenceEngine(model, tokenizer, engine_config, seed=seed, scoring=scoring, mesh=mesh, hosts=hosts)
+        engine = InferenceEngine(model, tokenizer, engine_config, seed=seed, mesh=mesh, hosts=hosts, **asked)
     except JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.cache.arrays import replace, scatter
-from levanter_infer.cache.kv_pages import KvPages
+from levanter_infer.cache.cache import Cache
 from levanter_infer.decode.codes import WAITING
 from levanter_infer.decode.loop import RoundLimits, run_steps
 from levanter_infer.decode.outputs import OutputRing
@@ -35,7 +35,7 @@ class GenerateOutput(eqx.Module):
 
 def generate_all(
     model,
-    kv: KvPages,
+    cache: Cache,
     prompts: Array,
     prompt_lens: Array,
     sampling: SamplingTable,
@@ -48,13 +48,13 @@ def generate_all(
     """Sample `n` continuations of each prompt; pure and traceable.
 
     Args:
-        kv: a pool of `shapes.num_pages` pages, content irrelevant.
+        cache: of `empty_cache`, content irrelevant.
         prompts: i32[batch, length], padded on the right.
         prompt_lens: i32[batch], at least 1.
         sampling: over the slots; slot `b * n + i` is sample `i` of prompt `b`.
     Requires: `shapes.num_slots == batch * n`; each sequence fits alone into the pool and into `max_seq_len`.
     """
-    state = GenState.init(shapes, kv)
+    state = GenState.init(shapes, cache)
     table = state.decode.sequences
     slots = jnp.arange(shapes.num_slots, dtype=jnp.int32)
     # Lengths may be traced, so the host could not check them; without a pending token a sequence would never end.

@@ -14,7 +14,7 @@ from jax import Array
 from jaxtyping import Bool, Int32
 
 from levanter_infer.cache.arrays import gather, replace, scatter_add
-from levanter_infer.cache.kv_pages import KvPages
+from levanter_infer.cache.cache import Cache
 from levanter_infer.decode.admission_policy import pages_to_continue
 from levanter_infer.decode.codes import RUNNING, SWAPPED, WAITING
 from levanter_infer.decode.paging import count_taken, pages_needed, release
@@ -114,12 +114,12 @@ def _is_started(state: DecodeState) -> Array:
     return table.is_status(RUNNING) | (table.is_status(WAITING) & (table.num_computed > 0))
 
 
-def read_pages(kv: KvPages, pages: Array) -> Array:
-    """The contents of `pages`, i32[transfer_pages], in host memory."""
-    return jax.device_put(kv.take(pages), jax.memory.Space.Host)
+def read_pages(cache: Cache, pages: Array) -> tuple[Array, ...]:
+    """The contents of `pages`, i32[transfer_pages], in host memory, of each paged pool."""
+    return jax.device_put(cache.take_pages(pages), jax.memory.Space.Host)
 
 
-def write_pages(kv: KvPages, contents: Array, pages: Array, places: Array) -> KvPages:
+def write_pages(cache: Cache, contents: tuple[Array, ...], pages: Array, places: Array) -> Cache:
     """Store contents that `read_pages` has read.
 
     Args:
@@ -127,8 +127,8 @@ def write_pages(kv: KvPages, contents: Array, pages: Array, places: Array) -> Kv
         pages: i32[page], from `swap_in`.
         places: i32[transfer_pages], index into `pages` for each page of `contents`; absent: it is not stored.
     """
-    target = gather(pages, places, kv.num_pages)
-    return kv.put(target, jax.device_put(contents, jax.memory.Space.Device))
+    target = gather(pages, places, pages.shape[0])
+    return cache.put_pages(target, jax.device_put(contents, jax.memory.Space.Device))
 
 
 def mark_swapped(state: DecodeState, slots: Array, status: Array) -> DecodeState:

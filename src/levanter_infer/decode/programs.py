@@ -20,6 +20,7 @@ from levanter_infer.decode.kv_offload import TableSnapshot, mark_swapped, read_p
 from levanter_infer.decode.loop import run_round
 from levanter_infer.decode.outputs import RoundOutputs
 from levanter_infer.decode.resampling import resample_samples
+from levanter_infer.decode.routing import read_routes
 from levanter_infer.decode.scoring import READ_PAGES, read_scores
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState, GenState, empty_cache
@@ -221,7 +222,7 @@ class Programs:
         self._options, self._layout = options, layout
         self._smaller = None if smaller is None else (smaller.state_types, smaller.compilations())
         with without_callers_context():
-            functions = _spmd(_functions(shapes, model.config, layout.kv_heads, options), layout)
+            functions = _spmd(_functions(shapes, model.config, layout.local_kv_heads, options), layout)
             self.state_types = layout.types(jax.eval_shape(functions["init"]), stacked=True)
         """The types of the state, as `jax.ShapeDtypeStruct`s."""
 
@@ -239,6 +240,7 @@ class Programs:
         self.zero_cache = program("zero_cache", donate=(0,))
         self.extend = program("extend", donate=(0,))
         self.read_scores = program("read_scores")
+        self.read_routes = program("read_routes")
         self.resample = program("resample", donate=(0,))
         self.found = program("found")
         self.on_weight_update = program("on_weight_update", donate=(0,))
@@ -262,10 +264,11 @@ class Programs:
         }
         if self._smaller is not None:
             arguments["extend"] = (self._smaller[0],)
-        if self.state_types.scores is not None:
-            places = self._layout.stacked_types(jax.ShapeDtypeStruct((READ_PAGES,), jnp.int32))
-            places = self._layout.types(places, stacked=True)
-            arguments["read_scores"] = (self.state_types.scores, places, places)
+        places = self._layout.stacked_types(jax.ShapeDtypeStruct((READ_PAGES,), jnp.int32))
+        places = self._layout.types(places, stacked=True)
+        for name, table in (("read_scores", self.state_types.scores), ("read_routes", self.state_types.routes)):
+            if table is not None:
+                arguments[name] = (table, places, places)
         return {name: (self._programs[name], types) for name, types in arguments.items()}
 
     def compile_all(self, model, admission) -> None:
@@ -339,24 +342,26 @@ def _spmd(functions: dict[str, Callable], layout: Layout) -> dict[str, Callable]
     return {name: layout.spmd(function, results.get(name)) for name, function in functions.items()}
 
 
-def _functions(shapes: Shapes, config, num_kv_heads: int, options: ProgramOptions) -> dict[str, Callable]:
-    """The functions of an engine's programs by name, on a device with `num_kv_heads` key and value heads."""
+def _functions(
+    shapes: Shapes, config, local_heads: Callable[[int], int], options: ProgramOptions
+) -> dict[str, Callable]:
+    """The functions of an engine's programs by name; `local_heads` as of `empty_cache`."""
 
     def init() -> GenState:
-        cache = empty_cache(config, shapes, options.backend, dtype=options.kv_dtype, num_kv_heads=num_kv_heads)
+        cache = empty_cache(config, shapes, options.backend, dtype=options.kv_dtype, local_heads=local_heads)
         return GenState.init(shapes, cache)
 
     def one_round(model, state: GenState, admission: Admission) -> tuple[GenState, RoundOutputs]:
         return run_round(model, state, admission, shapes, options.attention)
 
     def reset(state: GenState) -> GenState:
-        return GenState.init(shapes, state.kv)
+        return GenState.init(shapes, state.cache)
 
     def zero_cache(state: GenState) -> GenState:
         decode = state.decode
         if decode.prefix is not None:  # nothing of what it names is there any more
             decode = dataclasses.replace(decode, prefix=PrefixTable.init(shapes.num_pages, shapes.page_size))
-        return dataclasses.replace(state, decode=decode, kv=state.kv.zero())
+        return dataclasses.replace(state, decode=decode, cache=state.cache.zero())
 
     def extend(state: GenState) -> GenState:
         return state.extended(shapes)
@@ -375,6 +380,7 @@ def _functions(shapes: Shapes, config, num_kv_heads: int, options: ProgramOption
         "zero_cache": zero_cache,
         "extend": extend,
         "read_scores": read_scores,
+        "read_routes": read_routes,
         "resample": resample,
         "found": found,
         "on_weight_update": on_weight_update,

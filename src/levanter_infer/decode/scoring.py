@@ -45,7 +45,7 @@ def keep_hidden(states: Array, cu_q_lens: Array, shapes: Shapes) -> Array:
 
 
 def copy_scores(scores: ScorePages | None, source: Array, target: Array) -> ScorePages | None:
-    """Copy pages of scores as `KvPages.copy_pages` copies keys and values."""
+    """Copy pages of scores as `Cache.copy_pages` copies keys and values."""
     return None if scores is None else scores.copy_pages(source, target)
 
 

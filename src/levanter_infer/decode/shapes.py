@@ -31,6 +31,17 @@ class ScoreShapes:
 
 
 @dataclasses.dataclass(frozen=True)
+class RoutingShapes:
+    """Sizes of the table of routed experts."""
+
+    num_layers: int
+    """Layers with experts."""
+    num_chosen: int
+    """Experts of each token."""
+    num_experts: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Shapes:
     """Sizes that a program is compiled for; they do not depend on what the requests look like."""
 
@@ -56,6 +67,8 @@ class Shapes:
     """Whether automatic prefix caching is on."""
     scoring: ScoreShapes | None = None
     """None: prompts are not scored."""
+    routing: RoutingShapes | None = None
+    """None: the experts of tokens are not recorded."""
     offload: bool = False
     """Whether a round ends for KV offload, instead of preempting and recomputing at once."""
     max_beams: int = 0

@@ -1,6 +1,7 @@
 """`DecodeState` and `GenState`: everything that a generation depends on, as one pytree on the device."""
 
 import dataclasses
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -9,16 +10,17 @@ from jax import Array
 from jaxtyping import Float32, Int32
 
 from levanter_infer.cache.arrays import replace
-from levanter_infer.cache.kv_pages import KvPages
+from levanter_infer.cache.cache import Cache
+from levanter_infer.cache.memory import PoolSizes
 from levanter_infer.cache.page_table import PageTable
 from levanter_infer.cache.prefix_table import PrefixTable
 from levanter_infer.cache.score_pages import ScorePages
 from levanter_infer.decode.beam_table import BeamTable, NoBeams
+from levanter_infer.decode.routing import RouteTable
 from levanter_infer.decode.sampling import SamplingTable
 from levanter_infer.decode.sequence_table import SequenceTable
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.kernels.backend import Backend
-from levanter_infer.kernels.call import PoolShape
 
 
 class Counters(eqx.Module):
@@ -90,30 +92,32 @@ def _init_beams(shapes: Shapes) -> NoBeams:
     return BeamTable.init(shapes.num_slots, shapes.max_seq_len, shapes.max_beams)
 
 
-def empty_cache(config, shapes: Shapes, backend: Backend, *, dtype, num_kv_heads: int | None = None) -> KvPages:
-    """A pool of `shapes.num_pages` pages for the model that `config` (a `DecoderConfig`) describes; `num_kv_heads`:
-    those of one device, where they are sharded."""
-    shape = PoolShape(
-        num_layers=config.num_layers,
+def empty_cache(config, shapes: Shapes, backend: Backend, *, dtype, local_heads: Callable[[int], int] = int) -> Cache:
+    """The pools of the model that `config` (a `DecoderConfig`) describes; `local_heads`: key and value heads of one
+    device from those of the model, where they are sharded."""
+    sizes = PoolSizes(
         num_pages=shapes.num_pages,
         page_size=shapes.page_size,
-        kv_heads=num_kv_heads or config.num_kv_heads,
-        head_dim=config.head_dim,
+        num_slots=shapes.num_slots,
         dtype=jnp.dtype(dtype),
+        backend=backend,
+        local_heads=local_heads,
     )
-    return KvPages.init(shape, backend)
+    return Cache.init(config.pools, sizes)
 
 
 class GenState(eqx.Module):
-    """`DecodeState` and the pool that it indexes."""
+    """`DecodeState` and the pools that it indexes."""
 
     decode: DecodeState
-    kv: KvPages
+    cache: Cache
     scores: ScorePages | None
     """None: prompts are not scored."""
+    routes: RouteTable | None
+    """None: the experts of tokens are not recorded."""
 
     @staticmethod
-    def init(shapes: Shapes, kv: KvPages) -> "GenState":
+    def init(shapes: Shapes, cache: Cache) -> "GenState":
         scores = shapes.scoring and ScorePages.init(
             **dataclasses.asdict(shapes.scoring),
             num_pages=shapes.num_pages,
@@ -121,7 +125,10 @@ class GenState(eqx.Module):
             num_slots=shapes.num_slots,
             max_seq_len=shapes.max_seq_len,
         )
-        return GenState(decode=DecodeState.init(shapes), kv=kv, scores=scores)
+        routes = shapes.routing and RouteTable.init(
+            shapes.routing, num_slots=shapes.num_slots, max_seq_len=shapes.max_seq_len, page_size=shapes.page_size
+        )
+        return GenState(decode=DecodeState.init(shapes), cache=cache, scores=scores, routes=routes)
 
     def extended(self, shapes: Shapes) -> "GenState":
         """The same state, with fresh tables for the features that `shapes` adds."""
@@ -129,5 +136,5 @@ class GenState(eqx.Module):
         def is_absent(old) -> bool:
             return old is None or type(old) is NoBeams
 
-        fresh = GenState.init(shapes, self.kv)
+        fresh = GenState.init(shapes, self.cache)
         return jax.tree.map(lambda old, new: new if is_absent(old) else old, self, fresh, is_leaf=is_absent)

@@ -10,7 +10,7 @@ from jax import Array
 from levanter_infer.axes import ROW, ROW_BOUND, SEQ_PAGE, TOKEN
 from levanter_infer.cache.arrays import gather, replace, scatter, scatter_add
 from levanter_infer.cache.batch_info import PageBatchInfo
-from levanter_infer.cache.kv_pages import KvPages
+from levanter_infer.cache.cache import Cache
 from levanter_infer.cache.page_math import offset_of, page_of, pages_for
 from levanter_infer.cache.page_table import ragged_index
 from levanter_infer.cache.score_pages import ScorePages
@@ -20,6 +20,7 @@ from levanter_infer.decode.codes import ERROR, LENGTH, STOP
 from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.paging import fork_when_ready, free_pages_for_finished
 from levanter_infer.decode.prefix import insert_prefix
+from levanter_infer.decode.routing import RouteTable
 from levanter_infer.decode.sampling import History, LogitStats, SampleOutput, sample, stop_match
 from levanter_infer.decode.sampling_beams import candidates, no_candidates
 from levanter_infer.decode.schedule import StepPlan, schedule
@@ -39,33 +40,42 @@ def step(model, state: GenState, ring: OutputRing, shapes: Shapes, attention: At
     Returns: the new state and ring.
     """
     decode, plan, source, target = schedule(state.decode, shapes)
-    kv, scores = copy_on_write(state, source, target, shapes)
-    kv, hidden = forward(model, decode, kv, plan, shapes, attention)
+    cache, scores = copy_on_write(state, source, target, shapes)
+    cache, routes, hidden = forward(model, decode, cache, state.routes, plan, shapes, attention)
     scores, hidden = score_prompts(model, decode, scores, hidden, plan, shapes)
     sampled = sample_rows(model, decode, hidden, plan, shapes)
     decode, ring = append(decode, ring, plan, sampled, shapes)
-    return GenState(decode, kv, scores), ring
+    return GenState(decode, cache, scores, routes), ring
 
 
-def copy_on_write(state: GenState, source: Array, target: Array, shapes: Shapes) -> tuple[KvPages, ScorePages | None]:
+def copy_on_write(state: GenState, source: Array, target: Array, shapes: Shapes) -> tuple[Cache, ScorePages | None]:
     """Copy the pages `source` to `target`, i32[seq] each, with their scores; absent pairs are ignored."""
 
     def copied(pools):
-        kv, scores = pools
+        cache, scores = pools
         pairs = _compact(source, target, shapes)
-        return kv.copy_pages(*pairs), copy_scores(scores, *pairs)
+        return cache.copy_pages(*pairs), copy_scores(scores, *pairs)
 
     copies = jnp.any(target < shapes.num_pages)
-    return run_if(copies, copied, (state.kv, state.scores))
+    return run_if(copies, copied, (state.cache, state.scores))
 
 
-def forward(model, state: DecodeState, kv: KvPages, plan: StepPlan, shapes: Shapes, attention: AttentionSpec):
+def forward(
+    model,
+    state: DecodeState,
+    cache: Cache,
+    routes: RouteTable | None,
+    plan: StepPlan,
+    shapes: Shapes,
+    attention: AttentionSpec,
+):
     """Compute the plan's tokens in the smallest bucket that holds them.
 
-    Each bucket is a loop of zero or one trips and not a branch of `lax.switch`, which would copy the pool at every
+    Each bucket is a loop of zero or one trips and not a branch of `lax.switch`, which would copy the pools at every
     step on a CPU.
 
-    Returns: the pool with the new K/V, and the hidden states that `scoring.keep_hidden` keeps.
+    Returns: the cache with the new tokens, the table with the new tokens' experts, and the hidden states that
+        `scoring.keep_hidden` keeps.
     """
     embed = model.embed
     hidden = jnp.zeros((num_hidden(shapes), embed.size), model.activation_dtype)
@@ -73,15 +83,19 @@ def forward(model, state: DecodeState, kv: KvPages, plan: StepPlan, shapes: Shap
     for lower, bucket in zip((0, *shapes.buckets), shapes.buckets, strict=False):
 
         def run(carry, bucket=bucket):
-            kv, hidden = carry
+            cache, routes, hidden = carry
             batch = whole.first(bucket, shapes.rows(bucket))
-            states, kv = model.hidden(batch, kv, attention)
+            if routes is None:
+                states, cache = model.hidden(batch, cache, attention)
+            else:
+                states, cache, chosen = model.routed(batch, cache, attention)
+                routes = routes.write(batch, chosen)
             states = keep_hidden(states.rearrange((TOKEN, embed)).array, batch.cu_q_lens.array, shapes)
-            return kv, hidden.at[: states.shape[0]].set(states)
+            return cache, routes, hidden.at[: states.shape[0]].set(states)
 
         fits = (plan.num_tokens > lower) & (plan.num_tokens <= bucket)
-        kv, hidden = run_if(fits, run, (kv, hidden))
-    return kv, hidden
+        cache, routes, hidden = run_if(fits, run, (cache, routes, hidden))
+    return cache, routes, hidden
 
 
 def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes: Shapes) -> SampleOutput:

@@ -12,9 +12,8 @@ from jax.sharding import Mesh
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.instructions import Choice, choose, usable_isas
-from levanter_infer.engine.sizes import kv_dtype
+from levanter_infer.engine.sizes import kv_dtype, page_bytes
 from levanter_infer.kernels.backend import Backend, Platform, Task, Work
-from levanter_infer.kernels.call import PoolShape
 from levanter_infer.kernels.registry import BACKENDS, make_backend, platform_of
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.layers.layout import Layout
@@ -55,11 +54,12 @@ class BackendChoice:
         Args:
             has_mods: whether there is a `score_mod` or a `mask_mod`, which the kernels for CPUs cannot call.
             mesh: the devices, with some of the axes `data`, `model` and `expert`; None for a mesh of one device.
-            device: a device of a topology that programs are compiled for; None: this process's first.
+            device: a device of a topology that programs are compiled for, needed with an abstract mesh; None: the first
+                of the mesh.
         Raises: ValueError if the configuration asks for something that this machine or this model does not allow.
         """
         layout = Layout.of(mesh, model.config, device)
-        device = jax.devices()[0] if device is None else device
+        device = layout.mesh.devices.flat[0] if device is None else device
 
         def task(work: Work, dtype) -> Task:
             return Task(
@@ -69,6 +69,7 @@ class BackendChoice:
                 num_devices=layout.mesh.size,
                 is_sharded=not layout.is_replicated,
                 has_mods=has_mods,
+                is_latent=model.config.value_dim is not None,
             )
 
         matmul = task(Work.MATMUL, model.dtype)
@@ -82,7 +83,7 @@ class BackendChoice:
             attention=_resolve(config.attention, attention),
         )
         chosen = chosen._configured(config, matmul.dtype, attention.dtype)
-        outside = model.config.outside_fused_kernels
+        outside = model.config.unfused
         if config.numerics == Numerics.BATCH_INVARIANT and outside is not None:
             raise ValueError(
                 f'engine.numerics="batch_invariant" is not possible for a model with {outside}: XLA computes that and '
@@ -217,11 +218,10 @@ class BackendChoice:
         mask_mod = mask_mod and (lambda q, kv, head, own=mask_mod: own(q, kv, head_index(head)))
         return AttentionSpec(score_mod=score_mod, mask_mod=mask_mod, max_seq_len=shapes.max_seq_len)
 
-    def token_values(self, config, dtype) -> int:
-        """Numbers of `dtype` that one layer stores for a token in the memory of one device; the devices of a CPU share
-        it."""
-        token = PoolShape(1, 1, 1, kv_heads=self.layout.kv_heads, head_dim=config.head_dim, dtype=dtype)
-        return math.prod(self.attention_backend.pool_shape(token)) * self._sharers
+    def page_bytes(self, config, page_size: int, dtype) -> int:
+        """Bytes of a page of `page_size` tokens, in all layers, in the memory of one device; the devices of a CPU share
+        it. Args: dtype: of keys and values."""
+        return page_bytes(config, page_size, dtype, self.attention_backend, self.layout.local_kv_heads) * self._sharers
 
     def device_bytes(self, tree) -> int:
         """Bytes that arrays of these types take in the memory of one device. The devices of a CPU share it."""

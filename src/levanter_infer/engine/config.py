@@ -57,7 +57,7 @@ class EngineConfig:
     """Tiles of the attention for TPUs: pages, slots and parts of `decode` and `prefill`, and queries of `prefill`.
     Default: those known for the shape, or proposed. `levanter_infer.plan` finds others where these do not fit."""
     matmul: str = "auto"
-    """Matmul implementation: auto, xla; on a CPU also cpu, on an NVIDIA GPU gpu."""
+    """Matmul implementation: auto, xla; on a CPU also cpu, on an NVIDIA GPU gpu, on a TPU tpu."""
     cpu_isa: str = "auto"
     """Instruction set of the kernels for CPUs: auto, avx512_bf16, avx512, avx2 or generic. `auto` is the fastest that
     the processor has, by a measurement of half a second whose record stays beside the compile cache."""

@@ -35,10 +35,11 @@ from levanter_infer.engine.request import (
 )
 from levanter_infer.engine.request_state import RequestState, SampleState
 from levanter_infer.engine.round_loop import RoundLoop
+from levanter_infer.engine.routing import routing_shapes
 from levanter_infer.engine.runner import Runner
 from levanter_infer.engine.scheduler import Scheduler
 from levanter_infer.engine.scoring import SCORE_ONLY, score_shapes
-from levanter_infer.engine.sizes import beams_for
+from levanter_infer.engine.sizes import beams_for, kv_dtype
 from levanter_infer.engine.stats import Stats
 from levanter_infer.engine.turns import Turns, exclusive, waits_for_turn
 from levanter_infer.engine.weight_updates import (
@@ -80,6 +81,7 @@ class InferenceEngine:
         donate_model: the engine may delete the model's arrays as it lays out its own, so that the weights are in memory
             once.
         scoring: compile for `prompt_logprobs` at once, and not again with the first request that asks for them.
+        routing: compile for `return_routed_experts` at once, likewise.
         mesh: over which devices the engine runs, as sizes or as a mesh with the axes `data` and `model`. Where they
             belong to several processes, each makes an engine like this one, and calls it alike.
         hosts: processes that make engines like this one, with or without a mesh over all of them: they agree on sizes
@@ -99,6 +101,7 @@ class InferenceEngine:
         mask_mod=None,
         donate_model: bool = False,
         scoring: bool = False,
+        routing: bool = False,
         mesh: MeshConfig | Mesh | None = None,
         hosts: Hosts | None = None,
     ):
@@ -121,12 +124,13 @@ class InferenceEngine:
             hosts=hosts,
             donate_model=donate_model,
             scoring=scoring,
+            routing=routing,
             score_mod=score_mod,
             mask_mod=mask_mod,
         )
         self._stats = Stats(
             pages_total=self.shapes.num_pages * backend.num_ranks,
-            pool_bytes=self.state.kv.pages.array.nbytes,
+            pool_bytes=self.state.cache.nbytes,
             weights_bytes=self.runner.weights_bytes,
             num_ranks=self.runner.num_ranks,
         )
@@ -134,7 +138,8 @@ class InferenceEngine:
             self.shapes, self._eos, self.runner.num_ranks, max_round_seconds=self.config.max_round_seconds
         )
         self._rounds = RoundLoop(self.runner, self._scheduler, coordinator, self._stats, self.config.host_bytes)
-        self._intake = Intake(self.shapes, self.config, tokenizer, seed)
+        has_experts = types.config.experts is not None
+        self._intake = Intake(self.shapes, self.config, tokenizer, seed, has_experts=has_experts)
         self._turns, self._submissions = Turns(), 0
         logger.info("engine: %s", self.describe())
 
@@ -174,22 +179,22 @@ class InferenceEngine:
         return f"InferenceEngine({', '.join(f'{name}={described[name]}' for name in shown)})"
 
     def describe(self) -> dict[str, object]:
-        """What was chosen, by name of the config key where there is one."""
-        shapes, kv = self.shapes, self.state.kv
+        """The choices that the engine made, by name of the config key where there is one."""
+        shapes, cache = self.shapes, self.state.cache
         return {
             "page_size": shapes.page_size,
             "max_pages": shapes.num_pages,
             "max_seqs": shapes.max_seqs,
             "max_seq_len": shapes.max_seq_len,
             "max_step_tokens": shapes.max_step_tokens,
-            "kv_dtype": str(kv.dtype),
+            "kv_dtype": str(kv_dtype(self.config, self.runner.types)),
             "attention": self.backend.attention,
             "matmul": self.backend.matmul,
             "cpu_isa": self.backend.isa,
             "numerics": self.config.numerics,
             "preempt": self.config.preempt,
             "step_buckets": list(shapes.buckets),
-            "pool_mb": round(kv.pages.array.nbytes / 2**20, 1),
+            "pool_mb": round(cache.nbytes / 2**20, 1),
             "mesh": self.backend.mesh_sizes,
             "device": str(self.backend.layout.mesh.local_devices[0]),
         }
@@ -275,6 +280,8 @@ class InferenceEngine:
         changes: dict[str, Any] = {}
         if self.shapes.scoring is None and any(request.wants_scores for request in requests):
             changes["scoring"] = score_shapes(self.config, self.model)
+        if self.shapes.routing is None and any(request.params.return_routed_experts for request in requests):
+            changes["routing"] = routing_shapes(self.model.config)
         max_beams = beams_for((request.params for request in requests), self.shapes)
         if max_beams != self.shapes.max_beams:
             changes["max_beams"] = max_beams

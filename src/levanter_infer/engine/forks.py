@@ -75,6 +75,11 @@ def _check_index(name: str, value, num: int) -> None:
 
 
 def _check_started(request: RequestState) -> None:
+    if request.params.return_routed_experts:
+        raise ValueError(
+            f"request {request.id!r} has return_routed_experts, which are those of samples that go on by themselves; "
+            "leave it out"
+        )
     if request.params.num_beams > 1:
         raise ValueError(
             f"request {request.id!r} has num_beams={request.params.num_beams}: a beam search resamples its beams itself"

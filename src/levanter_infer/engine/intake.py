@@ -15,6 +15,8 @@ from levanter_infer.engine.validation import RequestLimits, sampling_of, validat
 
 _CHAT_ONLY = {field.name: field.default for field in dataclasses.fields(Request) if field.name in CHAT_KEYS}
 """Fields of a request that only a chat may set, with their defaults."""
+_FIRST_OWN_ROOT = 2**28
+"""From here on numbers of roots belong to one request each."""
 _FLAGS = ("add_generation_prompt", "continue_final_message")
 
 
@@ -26,10 +28,12 @@ class Intake:
         seed: of the engine; a request without a seed derives its own from this and its id.
     """
 
-    def __init__(self, shapes: Shapes, config: EngineConfig, tokenizer, seed: int):
-        self.limits = RequestLimits.of(shapes, config, has_tokenizer=tokenizer is not None)
+    def __init__(self, shapes: Shapes, config: EngineConfig, tokenizer, seed: int, *, has_experts: bool = False):
+        has_tokenizer = tokenizer is not None
+        self.limits = RequestLimits.of(shapes, config, has_tokenizer=has_tokenizer, has_experts=has_experts)
         self._tokenizer, self._seed = tokenizer, seed
         self._roots: dict[tuple[int, str | None], int] = {}
+        self._num_own_roots = 0
         self.version = 0
         """Version of the weights: requests share pages that this version has computed only."""
 
@@ -74,8 +78,13 @@ class Intake:
         """The root in the prefix table of a request that starts now: requests of one root share pages.
 
         Each version of the weights with each salt has two roots: an odd one, and an even one for scored prompts
-        (`is_scored_root`).
+        (`is_scored_root`). A request that wants its routed experts has a root of its own, because a page that another
+        one has computed says nothing of them.
         """
+        if request.params.return_routed_experts:
+            number = _FIRST_OWN_ROOT + self._num_own_roots % _FIRST_OWN_ROOT
+            self._num_own_roots += 1
+            return DEFAULT_ROOT - 2 * number - (request.params.prompt_logprobs is not None)
         number = self._roots.setdefault((self.version, request.cache_salt), len(self._roots))
         return DEFAULT_ROOT - 2 * number - (request.params.prompt_logprobs is not None)
 

@@ -47,14 +47,14 @@ class _Record:
     """Sequences of one request that left the pool together. Pages that several of them hold are there once."""
 
     members: list[_Member]
-    contents: list[jax.Array]
+    contents: list[tuple[jax.Array, ...]]
     """Pages from `read_pages`, in host memory; empty if the pages are to be recomputed."""
     stays: bool
     """Whether it comes back only when the caller asks for it."""
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.contents)
+        return sum(array.nbytes for array in jax.tree.leaves(self.contents))
 
     def remaining(self) -> list[_Member]:
         return [member for member in self.members if member.is_there]
@@ -297,7 +297,7 @@ class KvOffload:
         self._mark_swapped(slots, status)
         return True
 
-    def _read(self, pages: np.ndarray) -> list[jax.Array] | None:
+    def _read(self, pages: np.ndarray) -> list[tuple[jax.Array, ...]] | None:
         """The contents of `pages` in host memory; None if they do not fit there."""
         if self._max_bytes is None:
             self._max_bytes = default_host_bytes()

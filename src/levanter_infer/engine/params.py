@@ -36,6 +36,7 @@ NAMES_ELSEWHERE = {
     **dict.fromkeys(("beam_width", "use_beam_search", "beam_size"), "num_beams"),
     "bad_words": "logit_bias",
     "do_sample": "temperature",
+    "enable_return_routed_experts": "return_routed_experts",
     "repeat_penalty": "repetition_penalty",
     "random_seed": "seed",
     "sequence_bias": "logit_bias",
@@ -114,6 +115,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """None: no log probabilities of the prompt; 0: of each of its tokens after the first; k: also of the k likeliest
     tokens at each of these positions."""
+    return_routed_experts: bool = False
+    """Whether each completion has `routed_experts`, the experts that its tokens went through, for a training step that
+    replays the routing. The request shares no pages with others (prefix caching)."""
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit for each time it has been generated; -2 to 2."""
     presence_penalty: float = 0.0
@@ -159,8 +163,9 @@ class SamplingParams:
             _check_int("best_of", self.best_of, self.n, _MAX_INT, "sample at least n, or leave it out")
         if self.seed is not None:
             _check_int("seed", self.seed, 0, 2**64 - 1, "use a seed of at most 64 bits, or leave it out")
-        if type(self.ignore_eos) is not bool:
-            raise ValueError(f"ignore_eos={brief(self.ignore_eos)}: expected true or false")
+        for name in ("ignore_eos", "return_routed_experts"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name}={brief(getattr(self, name))}: expected true or false")
         _check_int("min_tokens", self.min_tokens, 0, _MAX_INT, "use 0 to switch it off")
         if self.min_tokens > self.max_tokens:
             raise ValueError(
@@ -253,6 +258,8 @@ def _check_beams(params: SamplingParams) -> None:
         raise ValueError(f"stop_token_ids with {search}: only single tokens end a hypothesis; give token ids")
     if params.prompt_logprobs is not None:
         raise ValueError(f"prompt_logprobs with {search}: ask for them in a request without a search")
+    if params.return_routed_experts:
+        raise ValueError(f"return_routed_experts with {search}: ask for them in a request without a search")
     if params.logprobs:
         raise ValueError(f"logprobs={params.logprobs} with {search}: only those of its tokens are known; use 0")
 

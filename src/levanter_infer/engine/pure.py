@@ -96,10 +96,10 @@ def generate(
     table = _sampling_table(params, batch, shapes, eos_token_ids, seeds)
     pool_dtype = kv_dtype(config, model)
     check_given_tiles(config.tiles, model.config, backend.layout, page_size=shapes.page_size, kv_dtype=pool_dtype)
-    pool = empty_cache(model.config, shapes, backend.attention_backend, dtype=pool_dtype)
+    cache = empty_cache(model.config, shapes, backend.attention_backend, dtype=pool_dtype)
     result = generate_all(
         model.prepare(backend.matmul_backend),
-        pool,
+        cache,
         prompts,
         lens,
         table,
@@ -144,7 +144,7 @@ def _refuse_sharded(model) -> None:
         raise ValueError("generate was given the model of an engine on a mesh; give it the model as it was loaded")
     wanted = {}
     if isinstance(model, DecoderModel):
-        types = eqx.filter_eval_shape(DecoderModel.init, model.config, key=jax.eval_shape(jax.random.key, 0))
+        types = DecoderModel.types(model.config)
         wanted = {jax.tree_util.keystr(path): named.array.shape for path, named in _named_arrays(types)}
     for path, leaf in _named_arrays(model):
         shape = getattr(leaf.array, "shape", None)
@@ -192,6 +192,8 @@ def _refuse_what_needs_a_host(params: SamplingParams, config: EngineConfig) -> N
         raise ValueError("stop strings need a host; use stop_token_ids, or InferenceEngine")
     if params.prompt_logprobs is not None:
         raise ValueError("prompt_logprobs come from InferenceEngine only; leave it out, or use InferenceEngine.score")
+    if params.return_routed_experts:
+        raise ValueError("return_routed_experts is for InferenceEngine; leave it out here")
     if config.preempt == PreemptionPolicy.OFFLOAD:
         raise ValueError('engine.preempt="offload" needs a host; use "recompute", or InferenceEngine')
 

@@ -107,6 +107,9 @@ class Completion:
     """i32, one per generated token: the version of the weights that it was sampled with (`swap_weights`)."""
     score: float | None = None
     """Score by which a hypothesis of a beam search was chosen; None without a beam search."""
+    routed_experts: np.ndarray | None = None
+    """i16[tokens - 1, expert layer, chosen]: the experts that each token of prompt and completion went through, without
+    the last, which was never the model's input. When asked for; None for a sample that was aborted."""
     stop_reason: str | int | tuple[int, ...] | None = None
     """The stop that ended it: the string of `stop`, or the entry of `stop_token_ids`, a token id or a tuple of several.
     None for an end-of-sequence token that is not among them, and for other reasons than "stop"."""

@@ -51,6 +51,9 @@ class SampleState:
     decoder: IncrementalDecoder | None = None
     matcher: StopMatcher | None = None
     score: float | None = None
+    routes: np.ndarray | None = None
+    """i16[position, layer, chosen], experts of the tokens that its slot has computed; None until they have been read.
+    Of positions that it shares with the first sample, the first sample's count."""
     text: str = ""
 
     def extend(
@@ -125,8 +128,27 @@ class SampleState:
             seed=self.request.seed,
             token_versions=np.asarray(self.versions, np.int32),
             score=self.score,
+            routed_experts=self._routed_experts(),
             stop_reason=self.stop_reason,
         )
+
+    @property
+    def num_routed(self) -> int:
+        """Tokens whose experts are known once it has ended."""
+        return len(self.request.prompt_token_ids) + len(self.token_ids) - 1
+
+    @property
+    def awaits_routes(self) -> bool:
+        """Whether the experts of its tokens have yet to be read."""
+        wants = self.request.params.return_routed_experts
+        return wants and self.routes is None and self.finish_reason != FinishReason.ABORT
+
+    def _routed_experts(self) -> np.ndarray | None:
+        """All samples but the first begin at the last token of the prompt."""
+        if self.routes is None or self.index == 0:
+            return self.routes
+        first, shared = self.request.sequences[0].routes, len(self.request.prompt_token_ids) - 1
+        return None if first is None else np.concatenate([first[:shared], self.routes[shared:]])
 
 
 _RESULTS = ("token_ids", "logprobs", "processed_logprobs", "top_logprobs", "versions")
@@ -176,8 +198,9 @@ class RequestState:
 
     @property
     def is_done(self) -> bool:
-        """Whether all samples have finished and the prompt's scores, if any, have been read."""
-        return all(s.finish_reason is not None for s in self.sequences) and not self.awaits_scores
+        """Whether all samples have finished, and what they asked of the device's tables has been read."""
+        ended = all(s.finish_reason is not None for s in self.sequences)
+        return ended and not self.awaits_scores and not any(s.awaits_routes for s in self.sequences)
 
     def output(self) -> RequestOutput:
         """The public result. Requires: `is_done`."""
@@ -210,6 +233,6 @@ class RequestState:
 
 
 def _mean_logprob(completion: Completion) -> float:
-    """What `best_of` compares; a sample that was aborted or failed comes last."""
+    """Score that `best_of` compares; a sample that was aborted or failed comes last."""
     complete = completion.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and len(completion.logprobs) > 0
     return float(completion.logprobs.mean(dtype=np.float64)) if complete else -np.inf

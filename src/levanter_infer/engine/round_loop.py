@@ -17,6 +17,7 @@ from levanter_infer.engine.coordination import RoundCoordinator, RoundTerms
 from levanter_infer.engine.forks import continue_from
 from levanter_infer.engine.kv_offload import KvOffload
 from levanter_infer.engine.request_state import RequestState, SampleState
+from levanter_infer.engine.routing import RouteReader
 from levanter_infer.engine.runner import Runner
 from levanter_infer.engine.scheduler import Scheduler
 from levanter_infer.engine.scoring import ScoreReader
@@ -35,7 +36,7 @@ class Launched:
     """When the device could begin with it, if it had nothing else to do."""
     launch_s: float
     expected_s: float
-    """What it should take on the device."""
+    """Its expected time on the device."""
     version: int
     """Number of the weights."""
 
@@ -71,6 +72,7 @@ class RoundLoop:
 
     def _start_over(self) -> None:
         self.scores = ScoreReader(self._stats.registry, self._runner.shapes.page_size)
+        self.routes = RouteReader(self._runner.shapes.page_size)
         self.offload = KvOffload(self._runner, self._stats.registry, self._host_bytes)
         self.in_flight: Launched | None = None
         self._known: list[SampleState] = []
@@ -170,6 +172,8 @@ class RoundLoop:
         self.offload.on_round(outputs.scalars["host_call"])
         self.scores.take()
         self.scores.ask(self._runner.read_scores, self._scheduler.pop_scored())
+        self.routes.take()
+        self.routes.ask(self._runner.read_routes, self._scheduler.pop_recorded())
         self._stats.on_time(wait=ready - begin, download=end - ready, collect=time.perf_counter() - end)
         return known
 
@@ -189,7 +193,7 @@ class RoundLoop:
             sample.score = float(found.scores[row])
 
     def _agree(self, max_steps: int | None = None) -> RoundTerms:
-        """What the next round is launched with; ends what was cancelled."""
+        """The admission that the next round is launched with; ends what was cancelled."""
         terms = self.coordinator.terms(self._rounds, self._scheduler.steps(max_steps))
         for request in terms.cancelled:
             self._known += [sample for sample in request.sequences if sample.finish_reason is None]
@@ -243,6 +247,7 @@ class RoundLoop:
                 self.read(self.launch(terms.max_steps))
         with self._all_or_nothing():
             self.scores.take()
+            self.routes.take()
         self._stats.on_idle()
 
     def drain_active(self) -> None:
@@ -273,5 +278,6 @@ class RoundLoop:
         self._runner.reset()
         self._scheduler.abort_all()
         self.scores.abandon()
+        self.routes.abandon()
         self._stats.on_reset()
         self._start_over()

@@ -21,7 +21,7 @@ from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.beam_table import BeamParams, Hypotheses
 from levanter_infer.decode.kv_offload import HostTerms
 from levanter_infer.decode.outputs import RoundOutputs
-from levanter_infer.decode.programs import ProgramOptions, Programs
+from levanter_infer.decode.programs import Program, ProgramOptions, Programs
 from levanter_infer.decode.sampling_table import SamplingTable
 from levanter_infer.decode.scoring import READ_PAGES
 from levanter_infer.decode.shapes import SamplingLimits, Shapes
@@ -29,6 +29,7 @@ from levanter_infer.decode.state import GenState
 from levanter_infer.engine.admission import nothing_to_admit
 from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.routing import routing_shapes
 from levanter_infer.engine.scoring import score_shapes
 from levanter_infer.engine.sizes import kv_dtype, resolve_shapes
 from levanter_infer.engine.tile_search import check_given_tiles
@@ -57,6 +58,7 @@ class Runner:
         hosts: processes that make runners like this one; they agree on sizes and programs before the first launch.
         donate_model: the arrays of the model may be deleted as the runner lays out its own.
         scoring: compile for prompt logprobs at once.
+        routing: compile for routed experts at once.
     Raises: ValueError as `shapes_for` and `programs_for`.
     """
 
@@ -70,6 +72,7 @@ class Runner:
         hosts: Hosts | None = None,
         donate_model: bool = False,
         scoring: bool = False,
+        routing: bool = False,
         score_mod=None,
         mask_mod=None,
     ):
@@ -77,7 +80,9 @@ class Runner:
         stored = model if isinstance(model, StoredModel) else None
         types = model.types if isinstance(model, StoredModel) else model
         self.weights_bytes: int = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(types))
-        shapes = shapes_for(config, types, backend, num_eos=num_eos, is_loaded=stored is None, scoring=scoring)
+        shapes = shapes_for(
+            config, types, backend, num_eos=num_eos, is_loaded=stored is None, scoring=scoring, routing=routing
+        )
         self.shapes = self._agreed(shapes)
         attention = backend.attention_spec(self.shapes, score_mod, mask_mod)
         self.programs = programs_for(config, types, backend, self.shapes, attention, fingerprints=hosts is not None)
@@ -260,11 +265,17 @@ class Runner:
 
     def read_scores(self, ranks, slots, columns) -> "Gather":
         """Begin to fetch pages of prompt logprobs. Args: the rank, slot and column of each page."""
-        program, state = self.programs.read_scores, self.state
+        return self._read_by_page(self.programs.read_scores, self.state.scores, ranks, slots, columns)
+
+    def read_routes(self, ranks, slots, columns) -> "Gather":
+        """Begin to fetch routed experts. Args: the rank, slot and page of the slot of each."""
+        return self._read_by_page(self.programs.read_routes, self.state.routes, ranks, slots, columns)
+
+    def _read_by_page(self, program: Program, table, ranks, slots, columns) -> "Gather":
         gather = Gather(ranks, self.num_ranks, READ_PAGES)
-        none = state.decode.sequences.num_slots
+        none = self.state.decode.sequences.num_slots
         places = zip(gather.arguments(slots, fill=none), gather.arguments(columns, fill=0), strict=True)
-        gather.results = [program(state.scores, *self.backend.put(each)) for each in places]
+        gather.results = [program(table, *self.backend.put(each)) for each in places]
         return gather
 
     def read_hypotheses(self, ranks, slots) -> Hypotheses:
@@ -284,17 +295,16 @@ class Runner:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page of keys and values in all layers."""
-        kv = self.state.kv
-        return kv.pages.array.nbytes // (kv.num_pages * self.num_ranks)
+        return self.state.cache.nbytes // (self.shapes.num_pages * self.num_ranks)
 
-    def read_pages(self, pages: np.ndarray) -> jax.Array:
+    def read_pages(self, pages: np.ndarray) -> tuple[jax.Array, ...]:
         """Copy pages of the pool to host memory. Args: pages: i32[transfer_pages], filled up with `num_pages`."""
-        return self.programs.tier.read_pages(self.state.kv, self.backend.put(pages))
+        return self.programs.tier.read_pages(self.state.cache, self.backend.put(pages))
 
-    def write_pages(self, contents: jax.Array, pages: jax.Array, chunk: np.ndarray) -> None:
+    def write_pages(self, contents: tuple[jax.Array, ...], pages: jax.Array, chunk: np.ndarray) -> None:
         """Copy contents of `read_pages` into the pool. Args: pages: of `swap_in`; chunk: which of them, for each."""
-        kv = self.programs.tier.write_pages(self.state.kv, contents, pages, self.backend.put(chunk))
-        self.state = dataclasses.replace(self.state, kv=kv)
+        cache = self.programs.tier.write_pages(self.state.cache, contents, pages, self.backend.put(chunk))
+        self.state = dataclasses.replace(self.state, cache=cache)
 
     def swap_in(self, mask: np.ndarray, places: np.ndarray, computed: np.ndarray, count: int) -> jax.Array:
         """Give sequences their pages in the tables again, as `decode.kv_offload.swap_in`; returns the pages."""
@@ -404,6 +414,7 @@ def shapes_for(
     is_loaded: bool,
     device_bytes: int | None = None,
     scoring: bool = False,
+    routing: bool = False,
 ) -> Shapes:
     """The static sizes of an engine.
 
@@ -413,13 +424,15 @@ def shapes_for(
         is_loaded: whether the model is in memory already.
         device_bytes: memory of a device that is not here; None: what is free in this process's first.
         scoring: whether the round computes prompt logprobs from the start.
+        routing: whether it records routed experts from the start.
     Raises: ValueError as `resolve_shapes`.
     """
     unread = 0 if is_loaded else backend.device_bytes(backend.prepared_types(types))
-    values = backend.token_values(types.config, kv_dtype(config, types))
-    shapes = backend.adapt(resolve_shapes(config, types, num_eos, unread, values, device_bytes))
+    shapes = backend.adapt(resolve_shapes(config, types, num_eos, unread, backend.page_bytes, device_bytes))
     if scoring:
         shapes = dataclasses.replace(shapes, scoring=score_shapes(config, types))
+    if routing:
+        shapes = dataclasses.replace(shapes, routing=routing_shapes(types.config))
     return shapes
 
 

@@ -37,7 +37,7 @@ _MAX_ARRIVAL = 2**31 - 2
 
 
 class RankOutputs(Protocol):
-    """What the scheduler reads of a round on one rank, in NumPy; `decode.outputs.HostOutputs` is one."""
+    """The outputs of a round on one rank that the scheduler reads, in NumPy; `decode.outputs.HostOutputs` is one."""
 
     status: np.ndarray
     """i32[slot], `codes.Status`."""
@@ -123,9 +123,12 @@ class Scheduler:
             for sample in request.sequences:
                 sample.finish(FinishReason.ABORT)
                 sample.slot = None
+            # What had finished and was yet to be read will never be
             if request.awaits_scores:
-                # it had finished, and its scores will never be read
                 request.sequences[0].finish_reason = FinishReason.ABORT
+            for sample in request.sequences:
+                if sample.awaits_routes:
+                    sample.finish_reason = FinishReason.ABORT
         self._forget_all()
 
     def _forget_all(self) -> None:
@@ -156,7 +159,7 @@ class Scheduler:
         return self.round_length.steps(self.has_prompts, wanted)
 
     def next_admission(self, round_id: int, max_steps: int) -> HostAdmission:
-        """What the next round admits and cancels; requests that it admits have their slots then.
+        """The requests that the next round admits and cancels; those that it admits have their slots then.
 
         Args:
             round_id: its number, larger than those before.
@@ -217,6 +220,10 @@ class Scheduler:
         """
         self.round_length.on_round(prompt_steps > 0, steps, seconds)
         self.round_length.on_ranks(prompt_steps > 0, rank_steps if self.has_backlog else [])
+
+    def pop_recorded(self) -> list[tuple[SampleState, int]]:
+        """Samples that want their routed experts, and the slots that they had: freed since the last call."""
+        return [pair for rank in self._ranks for pair in rank.pop_recorded()]
 
     def pop_scored(self) -> list[tuple[RequestState, int]]:
         """Requests whose prompts were scored, and the slots that held them: freed since the last call."""
@@ -292,6 +299,7 @@ class RankSlots:
         self._cancelled: set[int] = set()
         """Slots that the next admission cancels."""
         self._scored: list[tuple[RequestState, int]] = []
+        self._recorded: list[tuple[SampleState, int]] = []
         self._arrivals = 0
 
     @property
@@ -344,10 +352,17 @@ class RankSlots:
         assert sample.slot is not None
         if sample.index == 0 and sample.request.awaits_scores:
             self._scored.append((sample.request, sample.slot))
+        if sample.awaits_routes:
+            self._recorded.append((sample, sample.slot))
         del self.active[sample.slot]
         self._cancelled.discard(sample.slot)
         self._free.append(sample.slot)
         sample.slot = None
+
+    def pop_recorded(self) -> list[tuple[SampleState, int]]:
+        """As of `Scheduler.pop_recorded`."""
+        recorded, self._recorded = self._recorded, []
+        return recorded
 
     def pop_scored(self) -> list[tuple[RequestState, int]]:
         """As of `Scheduler.pop_scored`."""

@@ -1,15 +1,16 @@
 """The static sizes that follow from an `EngineConfig`, a model and a machine."""
 
-import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import jax.numpy as jnp
 
+from levanter_infer.cache.memory import PoolSizes
 from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.params import MAX_STOP_TOKENS, SamplingParams
-from levanter_infer.kernels.call import PoolShape
+from levanter_infer.kernels.backend import Backend
 from levanter_infer.kernels.xla.backend import XLA
+from levanter_infer.models.config import DecoderConfig
 from levanter_infer.policies import PreemptionPolicy
 from levanter_infer.runtime.memory import default_pool_bytes
 
@@ -17,12 +18,25 @@ MIN_UPLOAD_TOKENS = 4096
 """Prompt tokens that one round can upload, at least; longer prompts take several rounds."""
 
 
+def page_bytes(
+    config: DecoderConfig,
+    page_size: int,
+    dtype: jnp.dtype,
+    backend: Backend = XLA,
+    local_heads: Callable[[int], int] = int,
+) -> int:
+    """Bytes of a page of `page_size` tokens in all layers. Args: dtype: of keys and values; the rest as of
+    `PoolSizes`."""
+    one = PoolSizes(1, page_size, 1, dtype, backend, local_heads)
+    return sum(spec.memory.entry_bytes(len(spec.layers), one) for spec in config.pools)
+
+
 def resolve_shapes(
     config: EngineConfig,
     model,
     num_eos: int,
     unread_bytes: int = 0,
-    token_values: int | None = None,
+    page_bytes_of: Callable[[DecoderConfig, int, jnp.dtype], int] = page_bytes,
     device_bytes: int | None = None,
 ) -> Shapes:
     """The static sizes of an engine for `model`.
@@ -30,7 +44,7 @@ def resolve_shapes(
     Args:
         num_eos: end-of-sequence ids of the model; each counts as a stop token sequence.
         unread_bytes: weights that still have to be loaded into the memory of a device.
-        token_values: numbers per layer and token in one device's memory; None: keys and values of all heads.
+        page_bytes_of: bytes of a page in one device's memory, as `page_bytes`; by default those of all heads.
         device_bytes: memory of a device elsewhere; None: the free memory of this process's first device.
     Raises: ValueError if the pool could not hold one page per running sequence, or sizes contradict each other.
     """
@@ -45,13 +59,11 @@ def resolve_shapes(
     max_step_tokens = config.max_step_tokens or max(256, 4 * config.max_seqs)
     wanted = config.max_seqs * -(-max_seq_len // page_size)
     dtype = kv_dtype(config, model)
-    token = PoolShape(1, 1, 1, kv_heads=arch.num_kv_heads, head_dim=arch.head_dim, dtype=dtype)
-    values = token_values or math.prod(XLA.pool_shape(token))
-    page_bytes = arch.num_layers * page_size * values * dtype.itemsize
-    num_pages = config.max_pages or min(wanted, default_pool_bytes(unread_bytes, device_bytes) // page_bytes)
+    each = page_bytes_of(arch, page_size, dtype)
+    num_pages = config.max_pages or min(wanted, default_pool_bytes(unread_bytes, device_bytes) // each)
     if num_pages < config.max_seqs and config.max_pages is None:
         raise ValueError(
-            f"free memory holds {num_pages} pages of {page_bytes} bytes, and {config.max_seqs} sequences need "
+            f"free memory holds {num_pages} pages of {each} bytes, and {config.max_seqs} sequences need "
             "one each; free some memory, lower engine.max_seqs, or say how many pages with engine.max_pages"
         )
     if num_pages * page_size >= 2**31:

@@ -42,6 +42,7 @@ def tile_shape(
         q_per_kv=-(-(config.num_heads // config.num_kv_heads) // copies),
         page_size=page_size,
         kv_dtype=kv_dtype.name,
+        value_dim=config.value_dim,
     )
 
 
@@ -163,6 +164,7 @@ def _compile(shape: TileShape, max_tokens: int, q_dtype: str, tiles: Tiles) -> s
             kv_dtype=jnp.dtype(shape.kv_dtype),
             kv_heads=shape.kv_heads,
             page_size=shape.page_size,
+            value_dim=shape.value_dim,
         )
         return TpuBackend(tiles=tiles).attend(call)
 

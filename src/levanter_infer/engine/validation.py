@@ -37,9 +37,12 @@ class RequestLimits:
     max_stop_sequences: int
     """Entries of `stop_token_ids` and of `stop`, without end-of-sequence ids."""
     has_tokenizer: bool = False
+    has_experts: bool = False
 
     @classmethod
-    def of(cls, shapes: Shapes, config: "EngineConfig", *, has_tokenizer: bool = False) -> "RequestLimits":
+    def of(
+        cls, shapes: Shapes, config: "EngineConfig", *, has_tokenizer: bool = False, has_experts: bool = False
+    ) -> "RequestLimits":
         """The limits of an engine with this configuration and the sizes that followed from it."""
         sizes = ("max_seqs", "num_slots", "max_seq_len", "num_pages", "page_size")
         options = ("max_logprobs", "max_prompt_logprobs", "max_logit_bias", "max_stop_sequences")
@@ -48,6 +51,7 @@ class RequestLimits:
             **{name: getattr(shapes, name) for name in sizes},
             **{name: getattr(config, name) for name in options},
             has_tokenizer=has_tokenizer,
+            has_experts=has_experts,
         )
 
     def max_len(self, prompt_len: int, max_tokens: int) -> int:
@@ -132,6 +136,8 @@ def validate_sampling(params: SamplingParams, limits: RequestLimits) -> None:
             )
         _check_vocabulary(f"stop_token_ids[{i}]", sequence, limits.vocab_size)
     _check_vocabulary("logit_bias", params.logit_bias or (), limits.vocab_size)
+    if params.return_routed_experts and not limits.has_experts:
+        raise ValueError("return_routed_experts: the model has no experts; leave it out")
 
 
 def _counted(name: str, entries: Sequence | Mapping) -> tuple[str, int]:

@@ -14,7 +14,10 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.kernels.call import AttentionCall, KvWrite, LinearCall, PoolShape
+from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall, PoolShape
+
+LATENT_REFUSAL = "the pages hold the latents of latent attention, which the kernel does not read"
+"""Of backends whose attention is for keys and values alone."""
 
 
 class Work(enum.Enum):
@@ -66,6 +69,8 @@ class Task:
     """Whether the model is sharded over the mesh."""
     has_mods: bool = False
     """Whether there is a `score_mod` or `mask_mod`."""
+    is_latent: bool = False
+    """Whether the pages are those of latent attention (`PoolShape.is_latent`)."""
 
     @property
     def stored(self) -> str:
@@ -150,9 +155,28 @@ class Backend(ABC):
         """The results of `call`, f32[rows, out] each. Raises: ValueError for dtypes that it does not multiply."""
 
     @abstractmethod
-    def grouped_matmul(self, x: Array, weight: Array, counts: Array) -> Array:
-        """Rows of x [rows, in], `counts` i32[group] of them for each matrix of weight [group, out, in], as stored;
-        f32[rows, out]. Has a gradient."""
+    def grouped_linear(self, call: GroupedCall) -> list[Array]:
+        """The results of `call`, f32[result, out] each. A group without results costs nothing. Where the weights are no
+        stacks and as they were loaded, it has a gradient."""
+
+    @abstractmethod
+    def combine(self, values: Array, places: Array, weights: Array, num_rows: Array | None) -> Array:
+        """`sum over i of weights[row, i] · values[places[row, i]]`, one after the other: f32[row, out].
+
+        Args:
+            values: f32[n, out]
+            places: i32[row, chosen]
+            weights: f32[row, chosen]
+            num_rows: i32[], how many rows count; the others may give anything finite. None: all.
+        """
+
+    @abstractmethod
+    def by_rows(self, compute: Callable, num_rows: Array | None, *rows: Array):
+        """`compute(*rows)`, which gives arrays [row, …] for arrays [row, …] and leaves rows apart. A backend that
+        `is_batch_invariant` gives a row the same bits for any number of rows.
+
+        Args: num_rows: i32[], how many rows count; the others may give anything. None: all.
+        """
 
     @abstractmethod
     def take_rows(self, table: Array, indices: Array, num_ins: int, dtype) -> Array:
@@ -187,14 +211,14 @@ class Backend(ABC):
 
     @abstractmethod
     def read_kv(self, pool: Array, shape: PoolShape, pages: Array, offsets: Array) -> Array:
-        """Stored keys and values of all layers, f32[layers, n, 2 * Hkv, D], heads interleaved k0, v0, k1, v1, …
-
+        """Stored keys and values of all layers, f32[layers, n, 2 * Hkv, D], heads interleaved k0, v0, k1, v1, …; of
+        latents f32[layers, n, Hkv, D].
         Args: pages, offsets: i32[n], where each token is stored; anything where a page is none.
         """
 
     @abstractmethod
     def attend(self, call: AttentionCall) -> Array:
-        """Attention, [T, Hq, D] in q's dtype, accumulated in f32; padding tokens give zeros.
+        """Attention, `AttentionCall.out_shape` in q's dtype, accumulated in f32; padding tokens give zeros.
 
         Raises: ValueError for shapes or dtypes that do not fit together, and for what this backend does not compute.
         """

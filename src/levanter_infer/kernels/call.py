@@ -55,6 +55,15 @@ class AttentionCall:
     sinks: Array | None = None
     """f32[Hq], attention sinks (gpt-oss): a logit of each query head that takes part in the maximum and the sum of the
     softmax and has no value; -inf for none. Under a mesh, those of the device's heads."""
+    value_dim: int | None = None
+    """The pool is one of latents (`PoolShape.is_latent`), and values are the first `value_dim` numbers of their keys;
+    results are [T, Hq, value_dim]. None: values are stored beside keys."""
+
+    @property
+    def out_shape(self) -> tuple[int, int, int]:
+        """[T, Hq, size of values] of the result."""
+        num_tokens, heads, size = self.q.shape
+        return num_tokens, heads, size if self.value_dim is None else self.value_dim
 
     @property
     def num_tokens(self) -> int:
@@ -90,6 +99,13 @@ class PoolShape:
     head_dim: int
     dtype: jnp.dtype
     """Dtype of the stored numbers. Pages of int8 also hold the code of each head's scale (`kernels.int8`)."""
+    is_latent: bool = False
+    """Whether a head stores keys alone, the first numbers of which are values too (latent attention)."""
+
+    @property
+    def heads_per_token(self) -> int:
+        """Heads that are stored of a token: keys and values of each, or keys alone."""
+        return self.kv_heads if self.is_latent else 2 * self.kv_heads
 
 
 @dataclass(frozen=True)
@@ -110,8 +126,8 @@ class KvWrite:
 
     k: Array
     """[T, Hkv, D]"""
-    v: Array
-    """[T, Hkv, D]"""
+    v: Array | None
+    """[T, Hkv, D]; None for a pool of latents."""
     layer: Array
     """i32[], may be traced."""
     dests: Array
@@ -152,6 +168,39 @@ class LinearCall:
     """[rows, out], added to the result; with one weight only."""
 
 
+@dataclass(frozen=True)
+class GroupedCall:
+    """A grouped matmul: `x[rows[i]] · weight[layer, group of i]ᵀ` for each of several weights, with float32 sums.
+
+    Results lie group by group: the first `counts[0]` are of group 0. Those beyond `sum(counts)` are zeros.
+    """
+
+    x: Array
+    """[n, in]"""
+    counts: Array
+    """i32[group], results of each group."""
+    weights: Sequence[Array]
+    """Weights from `Backend.store` with leading axes of layers, if `layer` is given, and groups."""
+    num_outs: Sequence[int]
+    """Outputs of each weight."""
+    rows: Array | None = None
+    """i32[result], the row of x of each result; anything beyond `sum(counts)`. None: result i is that of row i."""
+    layer: Array | None = None
+    """i32[], which entry of each stack of weights; None: the weights are no stacks."""
+    norm: tuple[Array, float] | None = None
+    """As of `LinearCall`, and as the next only for backends that fuse it."""
+    gate: Array | None = None
+    """[n, in]; `silu(gate) · x` replaces x. Not together with `norm`."""
+
+    @property
+    def num_groups(self) -> int:
+        return self.counts.shape[0]
+
+    @property
+    def num_results(self) -> int:
+        return (self.x if self.rows is None else self.rows).shape[0]
+
+
 # Checks that all backends make before they compute an attention call
 
 
@@ -186,7 +235,8 @@ def checked(call: AttentionCall) -> AttentionCall:
 
 
 def check_pool(call: AttentionCall) -> None:
-    """Raises: ValueError if the pool is not [layers, P, page_size, 2 * Hkv, D] of numbers or their bits."""
+    """Raises: ValueError if the pool is not [layers, P, page_size, 2 * Hkv, D] of numbers or their bits; of latents,
+    [layers, P, page_size, Hkv, D]."""
     q, kv_pages, kv_dtype = call.q, call.kv_pages, call.kv_dtype
     if kv_pages.ndim != 5:
         raise ValueError(
@@ -197,12 +247,14 @@ def check_pool(call: AttentionCall) -> None:
     expected, of = (q.shape[2] + 1, " and one for the scale") if kv_dtype == jnp.int8 else (q.shape[2], "")
     if head_dim != expected:
         raise ValueError(f"kv_pages: got head_dim {head_dim}, expected {expected} as in q{of}")
-    if pairs == 0 or pairs % 2 != 0 or q.shape[1] % (pairs // 2) != 0:
+    if call.value_dim is not None:
+        _check_latents(call)
+    elif pairs == 0 or pairs % 2 != 0 or q.shape[1] % (pairs // 2) != 0:
         raise ValueError(
             f"kv_pages: got {pairs} interleaved heads for {q.shape[1]} query heads, expected 2 * kv_heads, where "
             "kv_heads divides the query heads"
         )
-    if pairs != 2 * call.kv_heads:
+    elif pairs != 2 * call.kv_heads:
         raise ValueError(f"kv_heads: got {call.kv_heads}, expected {pairs // 2} as in kv_pages")
     if kv_pages.shape[2] != call.page_size:
         raise ValueError(f"page_size: got {call.page_size}, expected {kv_pages.shape[2]} as in kv_pages")
@@ -214,6 +266,17 @@ def check_pool(call: AttentionCall) -> None:
         raise ValueError(
             f"kv_pages: got dtype {stored}, expected {kv_dtype} or an unsigned integer of {kv_dtype.itemsize} bytes"
         )
+
+
+def _check_latents(call: AttentionCall) -> None:
+    heads, size, value_dim = call.q.shape[1], call.q.shape[2], call.value_dim
+    if call.kv_pages.shape[3] != call.kv_heads or heads % call.kv_heads:
+        raise ValueError(
+            f"kv_pages: got {call.kv_pages.shape[3]} heads of latents for {heads} query heads, expected "
+            f"kv_heads={call.kv_heads}, which has to divide the query heads"
+        )
+    if value_dim is None or not 0 < value_dim <= size:
+        raise ValueError(f"value_dim: got {value_dim}, expected 1 to {size}, the numbers of a latent")
 
 
 def _scalar(name: str, value: ArrayLike) -> Array:

@@ -3,6 +3,7 @@
 import enum
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import equinox as eqx
 import haliax as hax
@@ -28,6 +29,11 @@ class Activation(enum.Enum):
     """relu(x)²"""
     XIELU = "xielu"
     """`Xielu`, which has parameters."""
+
+    @property
+    def unfused(self) -> str | None:
+        """This activation, if no kernel fuses it with a matmul; None: kernels compute it."""
+        return None if self is Activation.SILU else "an activation other than SiLU"
 
     def __call__(self, x: Array) -> Array:
         """Elementwise, in the dtype of `x`. Not of `XIELU`."""
@@ -69,7 +75,9 @@ class Xielu(eqx.Module):
 
     def at(self, layer: Array) -> "Xielu":
         """That of one layer of a stack."""
-        return jax.tree.map(lambda part: pick_layer(part, layer), self, is_leaf=lambda part: isinstance(part, NamedArray))
+        return jax.tree.map(
+            lambda part: pick_layer(part, layer), self, is_leaf=lambda part: isinstance(part, NamedArray)
+        )
 
     def __call__(self, x: Array) -> Array:
         """Elementwise, computed in float32. Requires: one layer. Returns: as `x`."""
@@ -84,3 +92,31 @@ class Xielu(eqx.Module):
 
 def _softplus_inverse(value: float) -> float:
     return math.log(math.expm1(value))
+
+    def gated(self, gate: Array, up: Array) -> Array:
+        """The gated product, elementwise. Args: gate: not yet activated; up: the other factor."""
+        return self(gate) * up
+
+
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """gpt-oss' gate: `(up + 1) · gate · sigmoid(alpha · gate)`, of values that are clamped first."""
+
+    alpha: float = 1.702
+    limit: float = 7.0
+    """Largest gate, and largest distance of `up` from zero."""
+
+    @property
+    def value(self) -> str:
+        """The name that HF gives it."""
+        return Activation.SILU.value
+
+    @property
+    def unfused(self) -> str:
+        """As `Activation.unfused`."""
+        return "a clamped gate"
+
+    def gated(self, gate: Array, up: Array) -> Array:
+        """As `Activation.gated`."""
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)

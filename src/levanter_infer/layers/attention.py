@@ -3,8 +3,10 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
@@ -13,17 +15,21 @@ from jax import Array
 from levanter_infer.axes import HEAD_SIZE, KV_HEADS, POSITION, Q_HEADS_PER_GROUP, TOKEN
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
+from levanter_infer.cache.memory import FullKv, WindowKv
 from levanter_infer.kernels.backend import Fuse
 from levanter_infer.kernels.call import AttentionCall, Rotation
 from levanter_infer.kernels.rules import MASKED, ScoreRules
-from levanter_infer.layers.linear import Fusion, Linear, apply
+from levanter_infer.layers.linear import Fusion, Linear, apply, split_key
 from levanter_infer.layers.norm import NormConfig, RMSNorm
 from levanter_infer.layers.rotary import Rope, RopeConfig
+
+_XSA_EPS = 1e-6
+"""Added to the square of a value, by which exclusive self-attention divides."""
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What a caller adds to the model's attention; static under jit. The pool's backend computes it."""
+    """Functions and limits that a caller adds to the model's attention; static under jit."""
 
     score_mod: Callable | None = None
     """score_mod(score, q_pos, kv_pos, head) -> score, elementwise; score is the scaled dot product, f32."""
@@ -54,13 +60,17 @@ class AttentionBlock:
     out_bias: bool = False
     """Whether the output projection has a bias."""
     qk_norm: NormConfig | None = None
-    """Of queries and keys, before the rotation."""
+    """Norm of queries and keys, before the rotation; None: there is none."""
     qk_norm_whole: bool = False
     """Whether `qk_norm` is over all heads together (OLMo 2), and not over each."""
     qk_norm_by_head: bool = False
     """Whether `qk_norm`, over each head, has a weight of its own for each (Cohere)."""
     qkv_clip: float | None = None
     """Queries, keys and values are clipped to ±qkv_clip, after `qk_norm` and before the rotation."""
+    exclusive: bool = False
+    """Whether the part of a token's result along its own value is taken away (exclusive self-attention)."""
+    head_gate: bool = False
+    """Whether the result of each head is multiplied by 2 · sigmoid(gate(x)), one number (GrugMoE)."""
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -71,11 +81,38 @@ class AttentionBlock:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary embedding needs an even one")
 
     @property
+    def rope_dim(self) -> int:
+        """Numbers of a query or key that the rope is given: all."""
+        return self.head_dim
+
+    @property
     def stored(self) -> "AttentionBlock":
-        """What decides the parameters: blocks that are equal here share a stack."""
+        """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""
         return dataclasses.replace(
-            self, rope=None, window=None, attention_chunk=None, scale=None, soft_cap=None, qkv_clip=None
+            self,
+            **dict.fromkeys(("rope", "window", "attention_chunk", "scale", "soft_cap", "qkv_clip")),
+            exclusive=False,
         )
+
+    @property
+    def memory(self) -> FullKv:
+        """What the layer remembers."""
+        if self.window is not None:
+            return WindowKv(self.num_kv_heads, self.head_dim, self.window)
+        return FullKv(self.num_kv_heads, self.head_dim)
+
+    @property
+    def unfused(self) -> str | None:
+        """The part that no kernel fuses with the cache; None: there is none, as in Llama."""
+        if self.rope is None:
+            return "a layer without a rope"
+        if self.qkv_clip is not None:
+            return "queries and keys that are clipped"
+        if self.qk_norm_whole or self.qk_norm_by_head:
+            return "a norm over all heads, or a weight for each"
+        if self.exclusive or self.head_gate:
+            return "exclusive self-attention" if self.exclusive else "a gate of each head"
+        return self.rope.unfused or (self.qk_norm and self.qk_norm.unfused)
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
@@ -83,14 +120,16 @@ class AttentionBlock:
         all_heads = self.qk_norm_whole or self.qk_norm_by_head
         normed = q + kv if all_heads else 2 * self.head_dim
         norms = 0 if self.qk_norm is None else self.qk_norm.num_parameters(normed)
-        return 2 * hidden * (q + kv) + (q + 2 * kv) * self.qkv_bias + hidden * self.out_bias + norms
+        gate = hidden * self.num_heads * self.head_gate
+        return 2 * hidden * (q + kv) + (q + 2 * kv) * self.qkv_bias + hidden * self.out_bias + norms + gate
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What attention needs beside hidden states, in one layer."""
+    """Inputs of attention beside hidden states, in one layer."""
 
-    block: AttentionBlock
+    block: Any
+    """What the mixer computes: an `AttentionBlock`, or another mixer's."""
     rope: Rope | None
     """Angles of the block's rope, of each token."""
     spec: AttentionSpec
@@ -113,11 +152,13 @@ class Attention(eqx.Module):
     """[layers, embed, kv_head, q_heads_per_group, head_size]"""
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
+    gate_proj: Linear | None = None
+    """[layers, kv_head, q_heads_per_group, embed]; None: the block has no `head_gate`."""
 
     @staticmethod
-    def init(batch: Sequence[Axis], embed: Axis, block: AttentionBlock, *, key: Array, dtype) -> "Attention":
+    def init(batch: Sequence[Axis], embed: Axis, block: AttentionBlock, *, key: Array | None, dtype) -> "Attention":
         """Random projections as in `Linear.init`; `batch`: axes of independent layers."""
-        q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+        q_key, k_key, v_key, o_key = split_key(key, 4)
         kv_heads, size = Axis(KV_HEADS, block.num_kv_heads), Axis(HEAD_SIZE, block.head_dim)
         q_heads = (kv_heads, Axis(Q_HEADS_PER_GROUP, block.num_heads // block.num_kv_heads), size)
 
@@ -129,6 +170,10 @@ class Attention(eqx.Module):
             axes = axes if block.qk_norm_whole else (size,)
             return RMSNorm.init(batch, axes, config=block.qk_norm, dtype=dtype)
 
+        gate = None
+        if block.head_gate:
+            gate_key = None if key is None else jax.random.fold_in(key, 1)
+            gate = Linear.init(batch, q_heads[:2], (embed,), key=gate_key, dtype=dtype)
         return Attention(
             q_proj=Linear.init(batch, q_heads, (embed,), key=q_key, dtype=dtype, bias=block.qkv_bias),
             k_proj=Linear.init(batch, (kv_heads, size), (embed,), key=k_key, dtype=dtype, bias=block.qkv_bias),
@@ -136,6 +181,7 @@ class Attention(eqx.Module):
             o_proj=Linear.init(batch, (embed,), q_heads, key=o_key, dtype=dtype, bias=block.out_bias),
             q_norm=norm(q_heads),
             k_norm=norm((kv_heads, size)),
+            gate_proj=gate,
         )
 
     def paged(
@@ -145,11 +191,11 @@ class Attention(eqx.Module):
 
         Args:
             x: [token, embed]
-            layer: i32[], which layer of the pool.
+            layer: i32[], which layer of the pool `kv`.
         Returns: [token, embed] and the pool.
         """
-        q, k, v = apply(x, self.q_proj, self.k_proj, self.v_proj, norm=around.norm)
-        q, kv = self._rotate_and_write((q, k, v), inputs, kv, layer, batch)
+        q, k, v, *gate = apply(x, *self._projections, norm=around.norm)
+        q, v, kv = self._rotate_and_write((q, k, v), inputs, kv, layer, batch)
         num_tokens, head_dim = q.array.shape[0], q.array.shape[3]
         call = AttentionCall(
             q=q.array.reshape(num_tokens, -1, head_dim),
@@ -166,8 +212,8 @@ class Attention(eqx.Module):
             sinks=inputs.sinks,
         )
         attended = kv.backend.attend(call)
-        attended = NamedArray(attended.reshape(q.array.shape).astype(x.dtype), q.axes)
-        return apply(attended, self.o_proj, residual=around.residual)[0], kv
+        attended = _finished(NamedArray(attended.reshape(q.array.shape), q.axes), v, gate, inputs.block)
+        return apply(attended.astype(x.dtype), self.o_proj, residual=around.residual)[0], kv
 
     def dense(self, x: NamedArray, around: Fusion, inputs: AttentionInputs) -> tuple[NamedArray, None]:
         """Attention that is causal within each sequence, without a cache: the whole matrix of scores at once.
@@ -175,25 +221,20 @@ class Attention(eqx.Module):
         Args: x: [..., position, embed], position 0 first.
         Returns: [..., position, embed], and no state.
         """
-        q, k, v = apply(x, self.q_proj, self.k_proj, self.v_proj, norm=around.norm)
-        q, k, v = self._rotated(q, k, v, inputs)
+        q, k, v, *gate = apply(x, *self._projections, norm=around.norm)
+        q, k, own = self._rotated(q, k, v, inputs)
         batch = tuple(axis.name for axis in x.axes[:-2])
         q = q.rearrange((*batch, POSITION, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE))
-        k, v = (a.rearrange((*batch, POSITION, KV_HEADS, HEAD_SIZE)).array for a in (k, v))
-        f32 = jnp.float32
-        matmul = jnp.einsum("...qhgd,...khd->...hgqk", q.array, k, preferred_element_type=f32)
-        rules = self._rules(k.shape[-1], inputs)
-        q_pos, kv_pos, head = _indices(matmul)
-        seen = jnp.broadcast_to(rules.seen(q_pos, kv_pos, head), matmul.shape)
-        scores = jnp.where(seen, rules.scores(matmul, q_pos, kv_pos, head), f32(MASKED))
-        # A query that sees nothing gives zeros, as over pages.
-        weights = jnp.where(seen, jax.nn.softmax(scores, axis=-1), f32(0))
-        if inputs.sinks is not None:
-            # With e^sink in the sum as well: softmax · Σ / (Σ + e^sink).
-            total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-            weights = weights * jax.nn.sigmoid(total - inputs.sinks.astype(f32)[head])
-        attended = jnp.einsum("...hgqk,...khd->...qhgd", weights.astype(v.dtype), v, preferred_element_type=f32)
-        return apply(NamedArray(attended.astype(x.dtype), q.axes), self.o_proj, residual=around.residual)[0], None
+        k, v = (a.rearrange((*batch, POSITION, KV_HEADS, HEAD_SIZE)).array for a in (k, own))
+        attended = attend_to_all(q.array, k, v, self._rules(k.shape[-1], inputs), inputs.sinks)
+        attended = _finished(NamedArray(attended, q.axes), own, gate, inputs.block)
+        return apply(attended.astype(x.dtype), self.o_proj, residual=around.residual)[0], None
+
+    @property
+    def _projections(self) -> list[Linear]:
+        """Those of queries, keys and values, and of the gate if there is one."""
+        maps = [self.q_proj, self.k_proj, self.v_proj]
+        return maps if self.gate_proj is None else [*maps, self.gate_proj]
 
     def _rotated(
         self, q: NamedArray, k: NamedArray, v: NamedArray, inputs: AttentionInputs
@@ -213,33 +254,32 @@ class Attention(eqx.Module):
         kv: KvPages,
         layer: Array,
         batch: PageBatchInfo,
-    ) -> tuple[NamedArray, KvPages]:
+    ) -> tuple[NamedArray, NamedArray, KvPages]:
         """Norm and rotate queries and keys, and write keys and values to the pool.
 
-        Returns: q [token, kv_head, q_heads_per_group, head_size], and the pool.
+        Returns: q [token, kv_head, q_heads_per_group, head_size], the values, and the pool.
         """
         q, k, v = qkv
         order = (TOKEN, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE)
         rotation = self._rotation(inputs) if Fuse.ROTATION in kv.backend.fuses else None
         if rotation is None:
             q, k, v = self._rotated(q, k, v, inputs)
-            return q.rearrange(order), kv.write(layer, batch, k, v)
+            return q.rearrange(order), v, kv.write(layer, batch, k, v)
         q = q.rearrange(order)
         heads = q.array.reshape(q.array.shape[0], -1, q.array.shape[3])
         rotated, kv = kv.rotate_and_write(layer, batch, heads, k, v, rotation)
-        return NamedArray(rotated.reshape(q.array.shape), q.axes), kv
+        return NamedArray(rotated.reshape(q.array.shape), q.axes), v, kv
 
     def _rotation(self, inputs: AttentionInputs) -> Rotation | None:
         """Norms and rotation as a kernel takes them; None where it cannot compute them."""
-        rope, block = inputs.rope, inputs.block
-        if rope is None or not rope.fusable(block.head_dim) or block.qkv_clip is not None:
+        rope = inputs.rope
+        if rope is None or inputs.block.unfused is not None:
             return None
         cos, sin = (side.rearrange((TOKEN, HEAD_SIZE)).array for side in (rope.cos, rope.sin))
         if self.q_norm is None or self.k_norm is None:
             return Rotation(cos, sin)
         q_norm, k_norm = self.q_norm.fusable, self.k_norm.fusable
-        if block.qk_norm_whole or q_norm is None or k_norm is None:
-            return None
+        assert q_norm is not None and k_norm is not None, f"kernels do not compute {inputs.block.qk_norm}"
         return Rotation(cos, sin, (q_norm, k_norm))
 
     def _rules(self, head_dim: int, inputs: AttentionInputs) -> ScoreRules:
@@ -252,6 +292,49 @@ class Attention(eqx.Module):
             score_mod=inputs.spec.score_mod,
             mask_mod=inputs.spec.mask_mod,
         )
+
+
+def attend_to_all(q: Array, k: Array, v: Array, rules: ScoreRules, sinks: Array | None = None) -> Array:
+    """Attention over plain sequences, the whole matrix of scores at once.
+
+    Args:
+        q: [..., query, kv_head, group, D]
+        k, v: [..., key, kv_head, D] and [..., key, kv_head, size of values]
+        sinks: f32[Hq], as of `AttentionCall`.
+    Returns: f32[..., query, kv_head, group, size of values]
+    """
+    f32 = jnp.float32
+    matmul = jnp.einsum("...qhgd,...khd->...hgqk", q, k, preferred_element_type=f32)
+    q_pos, kv_pos, head = _indices(matmul)
+    seen = jnp.broadcast_to(rules.seen(q_pos, kv_pos, head), matmul.shape)
+    scores = jnp.where(seen, rules.scores(matmul, q_pos, kv_pos, head), f32(MASKED))
+    # A query that sees nothing gives zeros, as over pages.
+    weights = jnp.where(seen, jax.nn.softmax(scores, axis=-1), f32(0))
+    if sinks is not None:
+        # With e^sink in the sum as well: softmax · Σ / (Σ + e^sink).
+        total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+        weights = weights * jax.nn.sigmoid(total - sinks.astype(f32)[head])
+    return jnp.einsum("...hgqk,...khd->...qhgd", weights.astype(v.dtype), v, preferred_element_type=f32)
+
+
+def _finished(attended: NamedArray, own: NamedArray, gate: Sequence[NamedArray], block: AttentionBlock) -> NamedArray:
+    """The results of the heads as the output projection takes them.
+
+    Args:
+        attended: [..., kv_head, q_heads_per_group, head_size]
+        own: [..., kv_head, head_size], the values of the same tokens.
+        gate: [..., kv_head, q_heads_per_group], if there is one.
+    """
+    if not block.exclusive and not gate:
+        return attended
+    wide = attended.astype(jnp.float32)
+    if block.exclusive:
+        value = own.astype(jnp.float32)
+        share = hax.sum(wide * value, HEAD_SIZE) / (hax.sum(value * value, HEAD_SIZE) + jnp.float32(_XSA_EPS))
+        wide = wide - hax.broadcast_axis(share, value.resolve_axis(HEAD_SIZE)) * value
+    for each in gate:
+        wide = wide * (hax.nn.sigmoid(each.astype(jnp.float32)) * jnp.float32(2))
+    return wide.rearrange(attended.axes)
 
 
 def _indices(scores: Array) -> tuple[Array, Array, Array]:

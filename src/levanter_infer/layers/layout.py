@@ -112,7 +112,14 @@ class Layout:
         """
         mesh = one_device_mesh(device) if mesh is None else mesh
         group = config.num_heads // config.num_kv_heads
-        return Layout(mesh, config.num_kv_heads, group, config.vocab_size, config.num_experts)
+        layout = Layout(mesh, config.num_kv_heads, group, config.vocab_size, config.num_experts)
+        if layout.model.parts > 1 and len(config.head_counts) > 1:
+            raise ValueError(
+                f"mesh.model={layout.model.parts}: layers differ in (heads, key and value heads): "
+                f"{', '.join(map(str, config.head_counts))}, and tensor parallelism of such a model is not "
+                "implemented; use mesh.data"
+            )
+        return layout
 
     @property
     def model(self) -> ShardAxis:
@@ -163,7 +170,11 @@ class Layout:
     @property
     def kv_heads(self) -> int:
         """Key and value heads of one device."""
-        return self.num_kv_heads * self.kv_copies // self.model.parts
+        return self.local_kv_heads(self.num_kv_heads)
+
+    def local_kv_heads(self, num_kv_heads: int) -> int:
+        """Key and value heads of one device, of layers that have `num_kv_heads`."""
+        return num_kv_heads * self.kv_copies // self.model.parts
 
     @property
     def _padded_group(self) -> int:

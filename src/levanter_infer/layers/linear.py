@@ -14,9 +14,9 @@ from jax.core import Tracer
 
 from levanter_infer.axes import PANEL, PANEL_SIZE
 from levanter_infer.kernels.backend import Backend, Fuse
-from levanter_infer.kernels.call import LinearCall
+from levanter_infer.kernels.call import GroupedCall, LinearCall
 from levanter_infer.kernels.xla.backend import XLA
-from levanter_infer.layers.activation import Activation
+from levanter_infer.layers.activation import Activation, ClampedSwiglu
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
 from levanter_infer.layers.stack import pick_layer
@@ -40,7 +40,7 @@ class Linear(eqx.Module):
     shard_axis: ShardAxis = eqx.field(static=True, default=REPLICATED)
     """How the inputs are sharded; results are added up over all shards, in the dtype of `x`."""
     backend: Backend = eqx.field(static=True, default=XLA)
-    """What computes the matmul."""
+    """Backend that computes the matmul."""
     packed_axes: tuple[Axis, ...] | None = eqx.field(static=True, default=None)
     """The axes out..., in... of a packed weight; None: it is not packed."""
     loaded_dtype: jnp.dtype | None = eqx.field(static=True, default=None)
@@ -52,13 +52,20 @@ class Linear(eqx.Module):
 
     @staticmethod
     def init(
-        batch: Sequence[Axis], out: Sequence[Axis], ins: Sequence[Axis], *, key: Array, dtype, bias: bool = False
+        batch: Sequence[Axis], out: Sequence[Axis], ins: Sequence[Axis], *, key: Array | None, dtype, bias: bool = False
     ) -> "Linear":
-        """Normal weights of variance 1 / inputs, zero bias. `batch`: axes of independent maps, `layers` as a rule."""
-        fan_in = math.prod(axis.size for axis in ins)
-        weight = hax.random.normal(key, (*batch, *out, *ins), dtype=jnp.float32) * jnp.float32(fan_in**-0.5)
+        """Normal weights of variance 1 / inputs, zero bias. `batch`: axes of independent maps, `layers` as a rule.
+
+        Args: key: None for zeros, for which shapes are found without tracing a random generator.
+        """
+        axes = (*batch, *out, *ins)
+        if key is None:
+            weight = hax.zeros(axes, dtype=dtype)
+        else:
+            scale = math.prod(axis.size for axis in ins) ** -0.5
+            weight = (hax.random.normal(key, axes, dtype=jnp.float32) * jnp.float32(scale)).astype(dtype)
         return Linear(
-            weight=weight.astype(dtype),
+            weight=weight,
             bias=hax.zeros((*batch, *out), dtype=dtype) if bias else None,
             num_in=len(ins),
             num_out=len(out),
@@ -85,12 +92,6 @@ class Linear(eqx.Module):
         """The map of one layer of a stack, for x whose first `num_rows` rows count. The weight is not sliced here."""
         bias = self.bias if self.bias is None or layer is None else pick_layer(self.bias, layer)
         return dataclasses.replace(self, bias=bias, layer=layer, num_rows=num_rows)
-
-    def merged(self) -> "Linear":
-        """The same maps with the first two axes of the weight, of layers and experts, as one, in the same memory."""
-        array, (first, second, *rest) = self.weight.array, self.weight.axes
-        stack = array.reshape(first.size * second.size, *array.shape[2:])
-        return dataclasses.replace(self, weight=NamedArray(stack, (first.resize(stack.shape[0]), *rest)))  # type: ignore[arg-type]
 
     def prepare(self, backend: Backend, *, donate: bool = False) -> "Linear":
         """The same map, stored as `backend` reads it. `donate`: the memory of this weight may be freed.
@@ -125,6 +126,11 @@ class Linear(eqx.Module):
         return apply(x, self)[0]
 
 
+def split_key(key: Array | None, num: int) -> Sequence[Array | None]:
+    """`num` keys for the parts of a module; None stays None."""
+    return [None] * num if key is None else list(jax.random.split(key, num))
+
+
 def prepare_tables(
     embeddings: Linear, head: Linear | None, backend: Backend, *, donate: bool = False
 ) -> tuple[Linear, Linear | None]:
@@ -139,8 +145,8 @@ def prepare_tables(
 
 @dataclasses.dataclass(frozen=True)
 class Fusion:
-    """What happens around a matmul: a norm or a gate of its input (prologue), a residual (epilogue). A kernel may
-    compute it in the same call."""
+    """The prologue of a matmul, a norm or a gate of its input, and its epilogue, a residual. A kernel may compute them
+    in the same call."""
 
     norm: RMSNorm | None = None
     """The input is norm(x)."""
@@ -148,14 +154,14 @@ class Fusion:
     """The input is activation(gate) · x, as in SwiGLU."""
     residual: NamedArray | None = None
     """Added to the result."""
-    activation: Activation = Activation.SILU
-    """Of the gate."""
+    activation: Activation | ClampedSwiglu = Activation.SILU
+    """Activation of the gate."""
 
     def split(self, fused: Collection[Fuse]) -> tuple["Fusion", "Fusion"]:
-        """What a kernel that fuses these computes, and what is left for XLA."""
+        """The parts that a kernel that fuses these computes, and those that are left for XLA."""
         inside = {
             "norm": self.norm if Fuse.NORM in fused and self.norm is not None and self.norm.fusable else None,
-            "gate": self.gate if Fuse.GATE in fused and self.activation is Activation.SILU else None,
+            "gate": self.gate if Fuse.GATE in fused and self.activation.unfused is None else None,
             "residual": self.residual if Fuse.RESIDUAL in fused else None,
         }
         outside = {name: getattr(self, name) if part is None else None for name, part in inside.items()}
@@ -166,8 +172,9 @@ class Fusion:
         if self.norm is not None:
             x = self.norm(x)
         if self.gate is not None:
-            gate = NamedArray(self.activation(self.gate.array.astype(jnp.float32)), self.gate.axes)
-            x = (gate * x.astype(jnp.float32)).astype(x.dtype)
+            assert self.gate.axes == x.axes, f"gate has axes {self.gate.axes}, and its partner {x.axes}"
+            gated = self.activation.gated(self.gate.array.astype(jnp.float32), x.array.astype(jnp.float32))
+            x = NamedArray(gated.astype(x.dtype), x.axes)
         return x
 
     def after(self, y: NamedArray) -> NamedArray:
@@ -201,6 +208,45 @@ def apply(x: NamedArray, *maps: Linear, dtype=None, **fusion) -> list[NamedArray
         axes = (*rows, *part.outs)
         y = part.shard_axis.sum_in(x.dtype, y.reshape([axis.size for axis in axes]))
         results.append(outside.after(_biased(NamedArray(y, axes), part).astype(dtype)))
+    return results
+
+
+def apply_grouped(
+    x: NamedArray, *maps: Linear, axis: Axis, counts: Array, rows: Array | None = None, dtype=None, **fusion
+) -> list[NamedArray]:
+    """As `apply`, for maps whose weights have an axis of groups before the outputs, and rows of x of one group each.
+
+    Args:
+        x: [n, in...]
+        axis: of the results.
+        counts: i32[group], results of each group: the first `counts[0]` are of group 0. Results beyond all are zeros.
+        rows: i32[result], the row of x of each result; None: all rows in their order.
+    Returns: [axis, out...] each.
+    """
+    first, dtype = maps[0], x.dtype if dtype is None else dtype
+    inside, outside = Fusion(**fusion).split(first.backend.fuses)
+    assert inside.residual is None and outside.residual is None, "results of several groups belong to one row"
+    x = outside.before(x)
+    ins, before = first.ins, x.axes[: -first.num_in]
+    call = GroupedCall(
+        x=_matrix(x, before, ins),
+        counts=counts,
+        weights=[part.weight.array for part in maps],
+        num_outs=[math.prod(each.size for each in part.outs) for part in maps],
+        rows=rows,
+        layer=first.layer,
+        norm=None if inside.norm is None else inside.norm.fusable,
+        gate=None if inside.gate is None else _matrix(inside.gate, before, ins),
+    )
+    results = []
+    for part, y in zip(maps, first.backend.grouped_linear(call), strict=True):
+        axes = (axis, *part.outs)
+        y = y.reshape([each.size for each in axes])
+        if part.bias is not None:
+            ends = jnp.cumsum(counts, dtype=jnp.int32)
+            group = jnp.searchsorted(ends, jnp.arange(axis.size, dtype=jnp.int32), side="right")
+            y = y + part.bias.array.at[group].get(mode="fill", fill_value=0).astype(jnp.float32)
+        results.append(NamedArray(y, axes).astype(dtype))
     return results
 
 

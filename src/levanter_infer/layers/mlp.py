@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import equinox as eqx
-import jax
 from haliax import Axis, NamedArray
 from jax import Array
 
 from levanter_infer.axes import MLP
 from levanter_infer.layers.activation import Activation, Xielu
-from levanter_infer.layers.linear import Fusion, Linear, apply
+from levanter_infer.layers.linear import Fusion, Linear, apply, split_key
 
 
 @dataclass(frozen=True)
@@ -28,13 +27,18 @@ class DenseBlock:
 
     @property
     def stored(self) -> "DenseBlock":
-        """What decides the parameters: blocks that are equal here share a stack."""
+        """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""
         has_parameters = self.activation is Activation.XIELU
         return self if has_parameters else dataclasses.replace(self, activation=Activation.SILU)
 
     def __post_init__(self):
         if self.gated and self.activation is Activation.XIELU:
             raise ValueError("a gated block with xIELU is not implemented: no family has one")
+
+    @property
+    def unfused(self) -> str | None:
+        """The part that no kernel fuses with a matmul; None: there is none, as in Llama."""
+        return self.activation.unfused if self.gated else "a feed-forward block without a gate"
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
@@ -54,12 +58,12 @@ class Mlp(eqx.Module):
     """The activation, where it has parameters."""
 
     @staticmethod
-    def init(batch: Sequence[Axis], embed: Axis, block: DenseBlock, *, key: Array, dtype) -> "Mlp":
+    def init(batch: Sequence[Axis], embed: Axis, block: DenseBlock, *, key: Array | None, dtype) -> "Mlp":
         """Random maps as in `Linear.init`; `batch`: axes of independent layers."""
-        gate, up, down = jax.random.split(key, 3)
+        gate, up, down = split_key(key, 3)
         mlp = Axis(MLP, block.width)
 
-        def linear(out: Axis, ins: Axis, key: Array) -> Linear:
+        def linear(out: Axis, ins: Axis, key: Array | None) -> Linear:
             return Linear.init(batch, (out,), (ins,), key=key, dtype=dtype, bias=block.bias)
 
         return Mlp(

@@ -1,23 +1,26 @@
 """The feed-forward block of a mixture of experts: each token goes through the few that its router chooses."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax import Array
 
 from levanter_infer.axes import EXPERT, MLP, ROW, SHARED_GATE
-from levanter_infer.kernels import MIN_ROWS
-from levanter_infer.layers.activation import Activation
-from levanter_infer.layers.linear import Fusion, Linear, apply
+from levanter_infer.kernels.backend import Backend
+from levanter_infer.layers.activation import Activation, ClampedSwiglu
+from levanter_infer.layers.linear import Fusion, Linear, apply, apply_grouped, split_key
 from levanter_infer.layers.mlp import DenseBlock, Mlp
+from levanter_infer.layers.norm import RMSNorm
+from levanter_infer.layers.router import Router, SelectionBias
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
-
-_MAX_BLOCK = 128
+from levanter_infer.layers.stack import pick_layer
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,11 @@ class ExpertsBlock:
     """Experts of each token."""
     width: int
     """Inner width of one expert."""
-    normalize: bool
-    """Whether the weights of the chosen experts are normalized to a sum of one."""
-    activation: Activation = Activation.SILU
-    """Of the gate of each expert."""
+    router: Router
+    activation: Activation | ClampedSwiglu = Activation.SILU
+    """Activation of the gate of each expert."""
+    bias: bool = False
+    """Whether the maps of the experts have biases; the shared expert has none."""
     shared_width: int | None = None
     """Inner width of the shared expert, which every token goes through; None: there is none."""
     shared_gate: bool = False
@@ -40,23 +44,32 @@ class ExpertsBlock:
 
     @property
     def stored(self) -> "ExpertsBlock":
-        """What decides the parameters: blocks that are equal here share a stack."""
-        return dataclasses.replace(self, num_chosen=1, normalize=False, activation=Activation.SILU)
+        """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""
+        return dataclasses.replace(self, num_chosen=1, router=self.router.stored, activation=Activation.SILU)
+
+    @property
+    def unfused(self) -> str | None:
+        """The part that no kernel fuses with a matmul; None: there is none."""
+        return "experts with weighted inputs" if self.router.weigh_inputs else self.activation.unfused
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
+        router = hidden + self.router.bias + (self.router.selection_bias is not SelectionBias.NONE)
         shared = 3 * hidden * (self.shared_width or 0) + hidden * self.shared_gate
-        return self.num_experts * (3 * hidden * self.width + hidden) + shared  # and the router's weights
+        return self.num_expert_parameters(hidden) + self.num_experts * router + shared
+
+    def num_expert_parameters(self, hidden: int) -> int:
+        """Those of the experts that are chosen from, without the router. Args: as of `num_parameters`."""
+        biases = (2 * self.width + hidden) * self.bias
+        return self.num_experts * (3 * hidden * self.width + biases)
 
 
 class Moe(eqx.Module):
-    """`sum of weight · down(silu(gate(x)) · up(x))` over the experts with the largest router probabilities.
+    """`sum of weight · down(activation(gate(x)) · up(x))` over the experts that the router chooses.
 
-    Tokens are sorted by expert. In the paged forward each expert's tokens are computed in blocks of a fixed size by
-    the same matmuls as everything else, so that an expert without tokens costs nothing, and what a token gets does
-    not depend on the other tokens of its block. The plain forward leaves that to `jax.lax.ragged_dot`, which has a
-    gradient.
-    Source: sparsely gated experts, arXiv:1701.06538; softmax before the choice as in Qwen3-MoE.
+    Tokens are sorted by expert, and the backend computes a grouped matmul (`Backend.grouped_linear`), in which an
+    expert without tokens costs nothing.
+    Source: sparsely gated experts, arXiv:1701.06538.
     """
 
     router: Linear
@@ -66,80 +79,105 @@ class Moe(eqx.Module):
     """[layers, expert, mlp, embed]"""
     down_proj: Linear
     """[layers, expert, embed, mlp]"""
-    layer: Array | None = None
-    """i32[], which layer of the stack is meant; None where a scan has picked one."""
     num_rows: Array | None = None
     """i32[], how many tokens count."""
     experts: ShardAxis = eqx.field(static=True, default=REPLICATED)
     """How the experts are sharded (expert parallel): each device computes its own for the tokens that chose them."""
     sums: ShardAxis = eqx.field(static=True, default=REPLICATED)
     """Mesh axes over which results are added up: experts, and the shards of each."""
+    inner: ShardAxis = eqx.field(static=True, default=REPLICATED)
+    """How the inner width of each expert is sharded (tensor parallel)."""
     shared: Mlp | None = None
     """The shared expert."""
     shared_gate: Linear | None = None
     """[layers, shared_gate, embed], with one output."""
+    selection_bias: NamedArray | None = None
+    """f32[layers, expert], of the choice alone."""
 
     @staticmethod
-    def init(batch: Sequence[Axis], embed: Axis, block: ExpertsBlock, *, key: Array, dtype) -> "Moe":
+    def init(batch: Sequence[Axis], embed: Axis, block: ExpertsBlock, *, key: Array | None, dtype) -> "Moe":
         """Random maps as in `Linear.init`; `batch`: axes of independent layers."""
         expert, mlp = Axis(EXPERT, block.num_experts), Axis(MLP, block.width)
-        keys = jax.random.split(key, 4)
+        router, gate, up, down = split_key(key, 4)
         each = (*batch, expert)
-        shared = gate = None
+        shared = shared_gate = None
         if block.shared_width is not None:
             dense = DenseBlock(block.shared_width, block.activation)
-            shared = Mlp.init(batch, embed, dense, key=jax.random.fold_in(key, 1), dtype=dtype)
+            shared = Mlp.init(batch, embed, dense, key=_fold_in(key, 1), dtype=dtype)
         if block.shared_gate:
-            gate_key = jax.random.fold_in(key, 2)
-            gate = Linear.init(batch, (Axis(SHARED_GATE, 1),), (embed,), key=gate_key, dtype=dtype)
+            gate_key = _fold_in(key, 2)
+            shared_gate = Linear.init(batch, (Axis(SHARED_GATE, 1),), (embed,), key=gate_key, dtype=dtype)
+        has_selection_bias = block.router.selection_bias is not SelectionBias.NONE
+        router_dtype = jnp.float32 if block.router.float32 else dtype
         return Moe(
-            router=Linear.init(batch, (expert,), (embed,), key=keys[0], dtype=dtype),
-            gate_proj=Linear.init(each, (mlp,), (embed,), key=keys[1], dtype=dtype),
-            up_proj=Linear.init(each, (mlp,), (embed,), key=keys[2], dtype=dtype),
-            down_proj=Linear.init(each, (embed,), (mlp,), key=keys[3], dtype=dtype),
+            router=Linear.init(batch, (expert,), (embed,), key=router, dtype=router_dtype, bias=block.router.bias),
+            gate_proj=Linear.init(each, (mlp,), (embed,), key=gate, dtype=dtype, bias=block.bias),
+            up_proj=Linear.init(each, (mlp,), (embed,), key=up, dtype=dtype, bias=block.bias),
+            down_proj=Linear.init(each, (embed,), (mlp,), key=down, dtype=dtype, bias=block.bias),
             shared=shared,
-            shared_gate=gate,
+            shared_gate=shared_gate,
+            selection_bias=hax.zeros((*batch, expert), dtype=jnp.float32) if has_selection_bias else None,
         )
 
     def at(self, layer: Array, num_rows: Array) -> "Moe":
         """The block of one layer of a stack, for inputs whose first `num_rows` rows count. Nothing is sliced here."""
-        parts = {"router": self.router, "shared": self.shared, "shared_gate": self.shared_gate}
-        at = jax.tree.map(lambda part: part.at(layer, num_rows), parts, is_leaf=lambda part: isinstance(part, Linear))
-        return dataclasses.replace(self, **at, layer=layer, num_rows=num_rows)
+        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        maps = {name: part for name, part in parts.items() if isinstance(part, Linear | Mlp)}
+        at = jax.tree.map(lambda part: part.at(layer, num_rows), maps, is_leaf=lambda part: isinstance(part, Linear))
+        bias = None if self.selection_bias is None else pick_layer(self.selection_bias, layer)
+        return dataclasses.replace(self, **at, selection_bias=bias, num_rows=num_rows)
 
-    def __call__(self, x: NamedArray, around: Fusion, block: ExpertsBlock) -> NamedArray:
-        """Args: x: [..., embed]; around: the norm of its input, and what is added. Returns: [..., embed]."""
+    def __call__(
+        self, x: NamedArray, around: Fusion, block: ExpertsBlock, on_choice: Callable[[Array], None] | None = None
+    ) -> NamedArray:
+        """The block.
+
+        Args:
+            x: [..., embed]
+            around: the norm of its input, and what is added.
+            on_choice: called with the experts of each row, i32[row, chosen], of all devices.
+        Returns: [..., embed].
+        """
         embed = x.axes[-1]
-        normed = x if around.norm is None else around.norm(x)
-        rows = NamedArray(normed.array.reshape(-1, embed.size), (Axis(ROW, x.array.size // embed.size), embed))
-        chosen, weights = self._route(rows, block)
-        compute = self._grouped if self.layer is None else self._in_blocks
-        results = compute(rows, chosen, block.activation).reshape(*chosen.shape, embed.size)
-        # One after the other, so that the order of the sum is the same for any number of tokens
-        total = sum(weights[:, i : i + 1] * results[:, i] for i in range(1, block.num_chosen))
-        total = self.sums.sum_in(x.dtype, weights[:, :1] * results[:, 0] + total)
-        total = total.astype(x.dtype)
+        rows = NamedArray(x.array.reshape(-1, embed.size), (Axis(ROW, x.array.size // embed.size), embed))
+        chosen, weights = self._route(rows, around.norm, block)
+        if on_choice is not None:
+            on_choice(chosen)
+        total = self.sums.sum_in(x.dtype, self._compute(rows, around.norm, chosen, weights, block)).astype(x.dtype)
         if self.shared is not None:
-            total = total + self._share(self.shared, rows, block)
+            total = total + self._share(self.shared, rows, around.norm, block)
         return around.after(NamedArray(total.reshape(x.array.shape), x.axes))
 
-    def _share(self, shared: Mlp, rows: NamedArray, block: ExpertsBlock) -> Array:
+    def _share(self, shared: Mlp, rows: NamedArray, norm: RMSNorm | None, block: ExpertsBlock) -> Array:
         """Result of the shared expert [row, embed]."""
         assert block.shared_width is not None
-        result = shared(rows, Fusion(), DenseBlock(block.shared_width, block.activation)).array
+        dense = DenseBlock(block.shared_width, block.activation)
+        result = shared(rows, Fusion(norm=norm), dense).array
         if self.shared_gate is None:
             return result
-        (gate,) = apply(rows, self.shared_gate, dtype=jnp.float32)
-        return (jax.nn.sigmoid(gate.array) * result.astype(jnp.float32)).astype(result.dtype)
+        (gate,) = apply(rows, self.shared_gate, norm=norm, dtype=jnp.float32)
 
-    def _route(self, rows: NamedArray, block: ExpertsBlock) -> tuple[Array, Array]:
+        def gated(gate: Array, result: Array) -> Array:
+            return (jax.nn.sigmoid(gate) * result.astype(jnp.float32)).astype(result.dtype)
+
+        return self._backend.by_rows(gated, self.num_rows, gate.array, result)
+
+    def _route(self, rows: NamedArray, norm: RMSNorm | None, block: ExpertsBlock) -> tuple[Array, Array]:
         """Experts of each row i32[row, chosen], and their weights f32[row, chosen]."""
-        own = apply(rows, self.router)[0].rearrange((ROW, ...)).array.astype(jnp.float32)
-        logits = self.experts.all_gather(own, 1)
-        weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), block.num_chosen)
-        if block.normalize:
-            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-        return chosen.astype(jnp.int32), weights
+        router = block.router
+        if router.float32 and rows.dtype != jnp.float32:  # after the norm, whose result has the dtype of the rows
+            rows, norm = (rows if norm is None else norm(rows)).astype(jnp.float32), None
+        with jax.default_matmul_precision("highest" if router.float32 else None):
+            (own,) = apply(rows, self.router, norm=norm, dtype=jnp.float32 if router.exact_logits else None)
+        logits = self.experts.all_gather(own.rearrange((ROW, ...)).array.astype(jnp.float32), 1)
+        bias = None if self.selection_bias is None else self.experts.all_gather(self.selection_bias.array, 0)
+        return self._backend.by_rows(
+            lambda logits: router.choose(logits, block.num_chosen, bias), self.num_rows, logits
+        )
+
+    @property
+    def _backend(self) -> Backend:
+        return self.down_proj.backend
 
     @property
     def _num_experts(self) -> int:
@@ -157,49 +195,36 @@ class Moe(eqx.Module):
         counts = jnp.zeros(self._num_experts, jnp.int32).at[flat].add(1, mode="drop")
         return jnp.argsort(flat, stable=True).astype(jnp.int32), counts
 
-    def _in_blocks(self, rows: NamedArray, chosen: Array, activation: Activation) -> Array:
-        """Result of each chosen expert for its row, f32[row · chosen, embed]; zeros for rows that do not count, and for
-        experts of other devices."""
+    def _compute(
+        self, rows: NamedArray, norm: RMSNorm | None, chosen: Array, weights: Array, block: ExpertsBlock
+    ) -> Array:
+        """Weighted sum of the results of each row's experts, f32[row, embed]; zeros for experts of other devices."""
         order, counts = self._sorted(chosen)
-        num_pairs, (_, embed) = order.shape[0], rows.axes
-        size = block_size(num_pairs, self._num_experts)
-        maps = [part.merged() for part in (self.gate_proj, self.up_proj, self.down_proj)]
-        blocks = -(-counts // size)
-        ends, starts = jnp.cumsum(blocks, dtype=jnp.int32), jnp.cumsum(counts, dtype=jnp.int32) - counts
-        item = jnp.arange(size, dtype=jnp.int32)
-        assert self.layer is not None
-        first_map = self.layer * self._num_experts
+        pairs, source = Axis(ROW, order.shape[0]), order // chosen.shape[1]
+        if block.router.weigh_inputs:
+            rows, norm, source = _weighted(rows if norm is None else norm(rows), weights), None, order
+            weights = jnp.ones_like(weights)
+        grouped = functools.partial(apply_grouped, axis=pairs, counts=counts)
+        gate, up = grouped(rows, self.gate_proj, self.up_proj, rows=source, norm=norm)
+        down = self._biased_once(self.down_proj)
+        (results,) = grouped(up, down, gate=gate, activation=block.activation, dtype=jnp.float32)
+        places = jnp.zeros_like(order).at[order].set(jnp.arange(pairs.size, dtype=jnp.int32))
+        return self._backend.combine(results.array, places.reshape(chosen.shape), weights, self.num_rows)
 
-        def block(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            index, results = carry
-            expert = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
-            before = (index - ends[expert] + blocks[expert]) * size
-            used = jnp.minimum(counts[expert] - before, size)
-            place = jnp.where(item < used, starts[expert] + before + item, num_pairs)
-            pair = order.at[place].get(mode="fill", fill_value=num_pairs)
-            inputs = rows.array.at[pair // chosen.shape[1]].get(mode="fill", fill_value=0)
-            gate, up, down = (part.at(first_map + expert, used) for part in maps)
-            gated = apply(NamedArray(inputs, (Axis(ROW, size), embed)), gate, up)
-            (result,) = apply(gated[1], down, gate=gated[0], activation=activation)
-            return index + 1, results.at[pair].set(result.array.astype(jnp.float32), mode="drop")
-
-        empty = jnp.zeros((num_pairs, embed.size), jnp.float32)
-        return jax.lax.while_loop(lambda carry: carry[0] < ends[-1], block, (jnp.int32(0), empty))[1]
-
-    def _grouped(self, rows: NamedArray, chosen: Array, activation: Activation) -> Array:
-        """As `_in_blocks`, for weights [expert, out, in]."""
-        order, counts = self._sorted(chosen)
-
-        def matmul(x: Array, part: Linear) -> Array:
-            return part.backend.grouped_matmul(x, part.weight.array, counts)
-
-        inputs = rows.array[order // chosen.shape[1]]
-        gated = activation(matmul(inputs, self.gate_proj)) * matmul(inputs, self.up_proj)
-        results = matmul(gated.astype(inputs.dtype), self.down_proj)
-        return jnp.zeros_like(results).at[order].set(results)
+    def _biased_once(self, down: Linear) -> Linear:
+        """The map of one expert to the residual stream: one device of those with its shards has the bias."""
+        if down.bias is None or self.inner.parts == 1:
+            return down
+        bias = jnp.where(self.inner.index == 0, down.bias.array, 0)
+        return dataclasses.replace(down, bias=NamedArray(bias, down.bias.axes))
 
 
-def block_size(num_pairs: int, num_experts: int) -> int:
-    """Rows of a block: a power of two, about twice an expert's share of (row, expert) pairs."""
-    share = max(1, -(-2 * num_pairs // num_experts))
-    return min(max(MIN_ROWS, 1 << (share - 1).bit_length()), _MAX_BLOCK)
+def _weighted(rows: NamedArray, weights: Array) -> NamedArray:
+    """Each row times each of its weights, [row · chosen, embed]."""
+    _, embed = rows.axes
+    weighted = rows.array[:, None] * weights.astype(rows.dtype)[:, :, None]
+    return NamedArray(weighted.reshape(-1, embed.size), (Axis(ROW, weights.size), embed))
+
+
+def _fold_in(key: Array | None, data: int) -> Array | None:
+    return None if key is None else jax.random.fold_in(key, data)

@@ -28,6 +28,8 @@ class NormConfig:
     """Whether there is a factor."""
     bias: bool = False
     """Whether there is a summand, after the factor."""
+    gate_rank: int | None = None
+    """Inner width of the gate that multiplies the result (`GatedNorm`); None: there is none."""
 
     @property
     def unfused(self) -> str | None:
@@ -37,12 +39,13 @@ class NormConfig:
             "a norm that subtracts the mean": self.center,
             "a norm without a weight": not self.weight,
             "a norm with a bias": self.bias,
+            "a norm with a gate": self.gate_rank is not None,
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
     def num_parameters(self, width: int) -> int:
         """Of a norm over `width` numbers."""
-        return width * (self.weight + self.bias)
+        return width * (self.weight + self.bias + 2 * (self.gate_rank or 0))
 
 
 class RMSNorm(eqx.Module):
@@ -86,8 +89,8 @@ class RMSNorm(eqx.Module):
             over=tuple(axis.name for axis in normed) if normed != axes or not config.weight else None,
         )
 
-    def at(self, layer: Array) -> "RMSNorm":
-        """The norm of one layer of a stack."""
+    def at(self, layer: Array | None, num_rows: Array | None = None) -> "RMSNorm":
+        """The norm of one layer of a stack. `num_rows`: as for `Linear.at`; all rows are normed."""
         return dataclasses.replace(self, layer=layer)
 
     @property

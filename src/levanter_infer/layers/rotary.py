@@ -61,6 +61,13 @@ class RopeConfig:
         """Whether sequences beyond `original_len` change the frequencies of all positions."""
         return self.kind == "dynamic" or (self.kind == "longrope" and self.short_factor != self.long_factor)
 
+    @property
+    def unfused(self) -> str | None:
+        """The part that no kernel fuses with the cache; None: kernels that rotate compute this rope."""
+        if self.partial != 1 or self.interleaved:
+            return "a rope of a part of a head or of neighbours"
+        return "queries that are scaled by their position" if self.query_beta is not None else None
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -86,11 +93,6 @@ class Rope:
         if self.query_scale is None:
             return q
         return (q * self.query_scale.astype(q.dtype)).rearrange(q.axes)
-
-    def fusable(self, head_dim: int) -> bool:
-        """Whether kernels that rotate compute this."""
-        is_plain = not self.config.interleaved and self.query_scale is None
-        return is_plain and 2 * self.cos.axis_size(HEAD_SIZE) == head_dim
 
 
 def rope_at(config: RopeConfig, head_dim: int, positions: NamedArray, rope_len: int) -> Rope:

@@ -1,4 +1,4 @@
-"""What the layers of a decoder compute, as frozen values: one `Block` per layer, and where its parameters are stored.
+"""The layers of a decoder as frozen values: one `Block` per layer, and where its parameters are stored.
 
 Everything here is static: it changes shapes or code, never values.
 """
@@ -8,11 +8,14 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from levanter_infer.layers.activation import Activation
 from levanter_infer.layers.attention import AttentionBlock
+from levanter_infer.layers.latent_attention import LatentAttentionBlock
 from levanter_infer.layers.mlp import DenseBlock
 from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.layers.norm import NormConfig
+
+Mixer = AttentionBlock | LatentAttentionBlock
+"""What mixes positions."""
 
 
 class Placement(enum.Enum):
@@ -46,8 +49,8 @@ class Placement(enum.Enum):
 class Block:
     """One layer, without its parameters."""
 
-    mixer: AttentionBlock
-    """What mixes positions."""
+    mixer: Mixer
+    """Mixer of positions."""
     feed_forward: DenseBlock | ExpertsBlock
     norm: NormConfig
     """All its norms but those inside the mixer."""
@@ -57,30 +60,19 @@ class Block:
 
     @property
     def stored(self) -> "Block":
-        """What decides the parameters: layers whose blocks are equal here share a stack."""
+        """The block with neutral options that no parameter depends on: layers of equal ones share a stack."""
         mixer, feed_forward = self.mixer.stored, self.feed_forward.stored
         return dataclasses.replace(self, mixer=mixer, feed_forward=feed_forward, residual_multiplier=1.0)
 
     @property
-    def outside_fused_kernels(self) -> str | None:
-        """As `DecoderConfig.outside_fused_kernels`."""
-        mixer, feed_forward = self.mixer, self.feed_forward
-        parts = {
-            "experts": not isinstance(feed_forward, DenseBlock),
-            "a norm after a block": self.placement is not Placement.BEFORE,
-            "a residual multiplier": self.residual_multiplier != 1,
-            "a norm over all heads, or a weight for each": mixer.qk_norm_whole or mixer.qk_norm_by_head,
-            "queries and keys that are clipped": mixer.qkv_clip is not None,
-            "a layer without a rope": mixer.rope is None,
-            "a rope of a part of a head or of neighbours": mixer.rope is not None
-            and (mixer.rope.partial != 1 or mixer.rope.interleaved),
-            "queries that are scaled by their position": mixer.rope is not None and mixer.rope.query_beta is not None,
-            "an activation other than SiLU": isinstance(feed_forward, DenseBlock)
-            and not (feed_forward.gated and feed_forward.activation is Activation.SILU),
-        }
-        norms = (norm for norm in (self.norm, mixer.qk_norm) if norm is not None)
-        unfused = next(filter(None, (norm.unfused for norm in norms)), None)
-        return next((name for name, is_there in parts.items() if is_there), unfused)
+    def unfused(self) -> str | None:
+        """A part that no kernel fuses with a matmul or with the cache, so that XLA computes it: in an order of sums
+        that depends on the number of tokens. None: there is none, as in Llama."""
+        if self.placement in (Placement.AFTER, Placement.BOTH):
+            return "a norm after a block"
+        if self.residual_multiplier != 1:
+            return "a residual multiplier"
+        return self.feed_forward.unfused or self.norm.unfused or self.mixer.unfused
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
@@ -93,7 +85,7 @@ class Stack:
     """Layers whose parameters have the same shapes: they are stored in one array per parameter."""
 
     block: Block
-    """What decides the parameters (`Block.stored`)."""
+    """Block that decides the parameters (`Block.stored`)."""
     layers: tuple[int, ...]
     """Numbers of the layers, ascending."""
 

@@ -11,7 +11,7 @@ from levanter_infer.models.hf_config import HfConfig
 
 
 def read_cohere(hf: HfConfig, theta: float) -> tuple[Sizes, bool, float]:
-    """What Cohere and Cohere 2 read alike: sizes, whether maps of attention have biases, and the scale of the logits.
+    """Read the keys that Cohere and Cohere 2 share: sizes, biases of attention, and the scale of the logits.
 
     Args: theta: HF's default.
     """
@@ -34,7 +34,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def cohere_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    """What both write alike."""
+    """Keys that both write alike."""
     keys = common_to_hf(config)
     keys["layer_norm_eps"] = keys.pop("rms_norm_eps")
     return {**keys, "attention_bias": config.blocks[0].mixer.qkv_bias, "logit_scale": config.logits_multiplier}

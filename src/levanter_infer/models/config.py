@@ -3,8 +3,12 @@
 import collections
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from levanter_infer.cache.cache import PoolSpec
+from levanter_infer.cache.memory import Memory
+from levanter_infer.layers.latent_attention import LatentAttentionBlock
 from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.layers.norm import NormConfig
 from levanter_infer.layers.rotary import RopeConfig
@@ -14,7 +18,7 @@ from levanter_infer.models.periods import Group, find_periods
 
 @dataclass(frozen=True, eq=False)
 class DecoderConfig:
-    """What a checkpoint's `config.json` says about the mathematics."""
+    """The mathematics that a checkpoint's `config.json` describes."""
 
     model_type: str
     """HF's name of the family."""
@@ -26,7 +30,7 @@ class DecoderConfig:
     blocks: tuple[Block, ...]
     """One per layer."""
     norm: NormConfig
-    """Of the last hidden states, before the head."""
+    """Norm of the last hidden states, before the head."""
     tie_word_embeddings: bool = False
     head_bias: bool = False
     """Whether the head has a bias, even where its weight is that of the embeddings."""
@@ -34,19 +38,14 @@ class DecoderConfig:
     """Whether each of `max_position_embeddings` positions has an embedding, added to that of its token."""
     embedding_multiplier: float = 1.0
     """Factor of the embeddings, in the dtype of the parameters."""
+    embedding_norm: NormConfig | None = None
+    """Norm of the embeddings; None: there is none."""
     logits_divisor: float = 1.0
     logits_multiplier: float = 1.0
     logits_soft_cap: float | None = None
     """Logits become soft_cap · tanh(logit / soft_cap)."""
 
     def __post_init__(self):
-        sizes = {(b.mixer.num_heads, b.mixer.num_kv_heads, b.mixer.head_dim) for b in self.blocks}
-        if len(sizes) > 1:
-            raise ValueError(
-                "layers differ in (heads, key and value heads, head size): "
-                f"{', '.join(map(str, sorted(sizes)))}; all layers share one pool of keys and values, whose pages have "
-                "one shape, and others are not implemented"
-            )
         experts = {b.feed_forward.num_experts for b in self.blocks if isinstance(b.feed_forward, ExpertsBlock)}
         if len(experts) > 1:
             raise ValueError(f"layers have {' and '.join(map(str, sorted(experts)))} experts, expected one number")
@@ -85,19 +84,12 @@ class DecoderConfig:
         """Where the parameters of the layers are stored."""
         return find_stacks(self.blocks)
 
-    @functools.cached_property
-    def _places(self) -> dict[int, tuple[int, int]]:
-        """For every layer, its stack and its index in that."""
-        return {layer: (i, at) for i, stack in enumerate(self.stacks) for at, layer in enumerate(stack.layers)}
-
     def stored_at(self, group: Group[Block], offset: int) -> tuple[int, int, int]:
         """Where the parameters of the layers at `offset` of a group's period are stored.
 
         Returns: the stack, the index in it of the first of these layers, and the distance from one to the next.
         """
-        stacks = [self._places[group.first + i][0] for i in range(len(group.period))]
-        stack, first = self._places[group.first + offset]
-        return stack, first, stacks.count(stack)
+        return _stored_at([stack.layers for stack in self.stacks], group, offset)
 
     @functools.cached_property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -118,7 +110,29 @@ class DecoderConfig:
     def num_layers(self) -> int:
         return len(self.blocks)
 
-    # Sizes that all layers have
+    # What layers remember
+
+    @functools.cached_property
+    def pools(self) -> tuple[PoolSpec, ...]:
+        """The distinct memories of all layers, in the order of their first layers, each with its layers."""
+        layers: dict[Memory, list[int]] = {}
+        for number, block in enumerate(self.blocks):
+            layers.setdefault(block.mixer.memory, []).append(number)
+        return tuple(PoolSpec(memory, tuple(numbers)) for memory, numbers in layers.items())
+
+    def remembered_at(self, group: Group[Block], offset: int) -> tuple[int, int, int]:
+        """Where the layers at `offset` of a group's period have what they remember.
+
+        Returns: the pool, the index in it of the first of these layers, and the distance from one to the next.
+        """
+        return _stored_at([pool.layers for pool in self.pools], group, offset)
+
+    @property
+    def head_counts(self) -> tuple[tuple[int, int], ...]:
+        """(heads, key and value heads) of the layers, each pair once."""
+        return tuple(dict.fromkeys((b.mixer.num_heads, b.mixer.num_kv_heads) for b in self.blocks))
+
+    # Sizes of the first layer
 
     @property
     def num_heads(self) -> int:
@@ -133,9 +147,30 @@ class DecoderConfig:
         return self.blocks[0].mixer.head_dim
 
     @functools.cached_property
+    def value_dim(self) -> int | None:
+        """Numbers of a latent that are its value too (`AttentionCall.value_dim`); None: no layer has latents."""
+        mixers = (block.mixer for block in self.blocks)
+        return next((mixer.latent_dim for mixer in mixers if isinstance(mixer, LatentAttentionBlock)), None)
+
+    def expert_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with experts."""
+        return tuple(i for i, block in enumerate(self.blocks) if isinstance(block.feed_forward, ExpertsBlock))
+
+    def expert_layer_at(self, group: Group[Block], offset: int) -> tuple[int, int]:
+        """Which layers with experts those at `offset` of a group's period are: the number of the first among all layers
+        with experts, and the distance from one to the next."""
+        period = [isinstance(block.feed_forward, ExpertsBlock) for block in group.period]
+        return self.expert_layers.index(group.first + offset), sum(period)
+
+    @property
+    def expert_blocks(self) -> tuple[ExpertsBlock, ...]:
+        """The feed-forward blocks of experts, one per layer that has one."""
+        return tuple(self.blocks[layer].feed_forward for layer in self.expert_layers)  # type: ignore[return-value]
+
+    @functools.cached_property
     def experts(self) -> ExpertsBlock | None:
         """The first feed-forward block of experts; None: no layer has one."""
-        return next((b.feed_forward for b in self.blocks if isinstance(b.feed_forward, ExpertsBlock)), None)
+        return next(iter(self.expert_blocks), None)
 
     @property
     def num_experts(self) -> int | None:
@@ -143,10 +178,9 @@ class DecoderConfig:
         return None if self.experts is None else self.experts.num_experts
 
     @functools.cached_property
-    def outside_fused_kernels(self) -> str | None:
-        """A part of the model that no kernel fuses with its matmuls or its cache, so that XLA computes it: in an order
-        that depends on the number of tokens. None: there is none, as in Llama."""
-        return next(filter(None, (block.outside_fused_kernels for block in dict.fromkeys(self.blocks))), None) or (
+    def unfused(self) -> str | None:
+        """A part of the model that no kernel fuses (`Block.unfused`); None: there is none, as in Llama."""
+        return next(filter(None, (block.unfused for block in dict.fromkeys(self.blocks))), None) or (
             "a soft cap of logits" if self.logits_soft_cap is not None else None
         )
 
@@ -159,10 +193,25 @@ class DecoderConfig:
         tables = rows * self.hidden_size + self.vocab_size * self.head_bias
         counts = collections.Counter(self.blocks).items()
         layers = sum(n * block.num_parameters(self.hidden_size) for block, n in counts)
-        return tables + layers + self.norm.num_parameters(self.hidden_size)
+        norms = (norm for norm in (self.embedding_norm, self.norm) if norm is not None)
+        return tables + layers + sum(norm.num_parameters(self.hidden_size) for norm in norms)
 
     @property
     def num_expert_parameters(self) -> int:
         """Those of them that belong to experts, without the routers."""
         blocks = (b.feed_forward for b in self.blocks)
-        return sum(3 * b.num_experts * b.width * self.hidden_size for b in blocks if isinstance(b, ExpertsBlock))
+        return sum(b.num_expert_parameters(self.hidden_size) for b in blocks if isinstance(b, ExpertsBlock))
+
+
+def _stored_at(parts: Sequence[tuple[int, ...]], group: Group[Block], offset: int) -> tuple[int, int, int]:
+    """Where the layers at `offset` of a group's period are, of `parts` that have some layers each.
+
+    Returns: the part, the index in it of the first of these layers, and the distance from one to the next.
+    """
+
+    def part_of(layer: int) -> int:
+        return next(number for number, layers in enumerate(parts) if layer in layers)
+
+    of_period = [part_of(group.first + i) for i in range(len(group.period))]
+    part = of_period[offset]
+    return part, parts[part].index(group.first + offset), of_period.count(part)

@@ -15,18 +15,20 @@ from jax import Array
 
 from levanter_infer.axes import EMBED, LAYERS, PERIOD, POSITION, SEQ_PAGE, VOCAB
 from levanter_infer.cache.batch_info import PageBatchInfo
-from levanter_infer.cache.kv_pages import KvPages
+from levanter_infer.cache.cache import Cache
 from levanter_infer.kernels.backend import Backend
-from levanter_infer.layers.activation import Xielu
 from levanter_infer.layers.attention import Attention, AttentionInputs, AttentionSpec
+from levanter_infer.layers.gated_norm import init_norm
+from levanter_infer.layers.latent_attention import LatentAttention, LatentAttentionBlock
 from levanter_infer.layers.layout import Layout
-from levanter_infer.layers.linear import Fusion, Linear, apply, prepare_tables
+from levanter_infer.layers.linear import Fusion, Linear, apply, prepare_tables, split_key
 from levanter_infer.layers.mlp import Mlp
 from levanter_infer.layers.moe import ExpertsBlock, Moe
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.rotary import Rope, RopeConfig, rope_at
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
-from levanter_infer.models.blocks import Block, Placement, Stack
+from levanter_infer.layers.stack import pick_layer
+from levanter_infer.models.blocks import Block, Mixer, Placement, Stack
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.periods import Group
 
@@ -38,19 +40,19 @@ class DecoderLayer(eqx.Module):
     """The parameters of the layers of one stack. `Block` says what is computed with them."""
 
     input_norm: RMSNorm | None
-    """Of the input of attention."""
-    attention: Attention
+    """Norm of the input of attention."""
+    attention: Attention | LatentAttention
     mlp_norm: RMSNorm | None
-    """Of the input of the feed-forward block."""
+    """Norm of the input of the feed-forward block."""
     mlp: Mlp | Moe
     mixer_out_norm: RMSNorm | None
     mlp_out_norm: RMSNorm | None
-    """Of the outputs of attention and the feed-forward block."""
+    """Norms of the outputs of attention and the feed-forward block."""
 
     @staticmethod
-    def init(batch: tuple[Axis, ...], embed: Axis, block: Block, *, key: Array, dtype) -> "DecoderLayer":
+    def init(batch: tuple[Axis, ...], embed: Axis, block: Block, *, key: Array | None, dtype) -> "DecoderLayer":
         """`batch`: axes of independent layers."""
-        attention_key, mlp_key = jax.random.split(key)
+        attention_key, mlp_key = split_key(key, 2)
         feed_forward = block.feed_forward
         if isinstance(feed_forward, ExpertsBlock):
             mlp = Moe.init(batch, embed, feed_forward, key=mlp_key, dtype=dtype)
@@ -58,12 +60,14 @@ class DecoderLayer(eqx.Module):
             mlp = Mlp.init(batch, embed, feed_forward, key=mlp_key, dtype=dtype)
 
         def norm(name: str) -> RMSNorm | None:  # each an array of its own, so that a training step can donate them
-            has = name in block.placement.norms
-            return RMSNorm.init(batch, embed, config=block.norm, dtype=dtype) if has else None
+            names = block.placement.norms
+            if name not in names:
+                return None
+            return init_norm(batch, embed, block.norm, key=key, dtype=dtype, number=names.index(name))
 
         return DecoderLayer(
             input_norm=norm("input_norm"),
-            attention=Attention.init(batch, embed, block.mixer, key=attention_key, dtype=dtype),
+            attention=_init_mixer(batch, embed, block.mixer, key=attention_key, dtype=dtype),
             mlp_norm=norm("mlp_norm"),
             mlp=mlp,
             mixer_out_norm=norm("mixer_out_norm"),
@@ -72,19 +76,26 @@ class DecoderLayer(eqx.Module):
 
     def at(self, index: Array, num_rows: Array) -> "DecoderLayer":
         """One layer of a stack, for inputs whose first `num_rows` rows count."""
-        return jax.tree.map(
-            lambda part: part.at(index) if isinstance(part, RMSNorm | Xielu) else part.at(index, num_rows),
-            self,
-            is_leaf=lambda part: isinstance(part, Linear | RMSNorm | Moe | Xielu),
-        )
 
-    def __call__(self, x: NamedArray, block: Block, mix: Callable[[NamedArray, Fusion], tuple[NamedArray, Any]]):
+        def at(part):
+            return pick_layer(part, index) if isinstance(part, NamedArray) else part.at(index, num_rows)
+
+        return jax.tree.map(at, self, is_leaf=lambda part: isinstance(part, Linear | RMSNorm | Moe | NamedArray))
+
+    def __call__(
+        self,
+        x: NamedArray,
+        block: Block,
+        mix: Callable[[NamedArray, Fusion], tuple[NamedArray, Any]],
+        on_choice: Callable[[Array], None] | None = None,
+    ):
         """The layer.
 
         Args:
             x: [..., embed]
             block: what it computes.
             mix: the mixer, of the residual stream and what happens around its matmuls; gives its result and a state.
+            on_choice: called with the experts of each row, if the layer has some (`Moe`).
         Returns: [..., embed] and the mixer's state.
         """
         multiplier = block.residual_multiplier
@@ -102,8 +113,18 @@ class DecoderLayer(eqx.Module):
         mixed = added(mixed, self.mixer_out_norm, x)
         parallel = block.placement.is_parallel
         norm = self.input_norm if block.placement is Placement.PARALLEL else self.mlp_norm
-        result = self.mlp(x if parallel else mixed, around(norm, self.mlp_out_norm, mixed), block.feed_forward)  # type: ignore[arg-type]
+        observed = on_choice is not None and isinstance(self.mlp, Moe)
+        feed = functools.partial(self.mlp, on_choice=on_choice) if observed else self.mlp
+        result = feed(x if parallel else mixed, around(norm, self.mlp_out_norm, mixed), block.feed_forward)  # type: ignore[arg-type]
         return added(result, self.mlp_out_norm, mixed), state
+
+
+def _init_mixer(
+    batch: tuple[Axis, ...], embed: Axis, block: Mixer, *, key: Array, dtype
+) -> Attention | LatentAttention:
+    if isinstance(block, LatentAttentionBlock):
+        return LatentAttention.init(batch, embed, block, key=key, dtype=dtype)
+    return Attention.init(batch, embed, block, key=key, dtype=dtype)
 
 
 class DecoderModel(eqx.Module):
@@ -118,32 +139,48 @@ class DecoderModel(eqx.Module):
     """[vocab, embed]; None where the embeddings serve as head."""
     position_embeddings: Linear | None
     """[position, embed]: its rows are added to the embeddings; None: positions are not learnt."""
+    embedding_norm: RMSNorm | None
+    """Norm of the embeddings."""
     config: DecoderConfig = eqx.field(static=True)
     shard_axis: ShardAxis = eqx.field(static=True, default=REPLICATED)
     """How the vocabulary is sharded."""
 
     @staticmethod
-    def init(config: DecoderConfig, *, key: Array, dtype=jnp.float32) -> "DecoderModel":
-        """Random parameters: embeddings and head of standard deviation 0.02, the rest as in `Linear.init`."""
-        embed_key, layers_key, head_key = jax.random.split(key, 3)
+    def types(config: DecoderConfig, dtype=jnp.float32) -> "DecoderModel":
+        """The model of `config` with `jax.ShapeDtypeStruct`s for arrays."""
+        return eqx.filter_eval_shape(DecoderModel.init, config, key=None, dtype=dtype)
+
+    @staticmethod
+    def init(config: DecoderConfig, *, key: Array | None, dtype=jnp.float32) -> "DecoderModel":
+        """Random parameters: embeddings and head of standard deviation 0.02, the rest as in `Linear.init`.
+
+        Args: key: None for zeros.
+        """
+        embed_key, layers_key, head_key = split_key(key, 3)
         vocab, embed = Axis(VOCAB, config.vocab_size), Axis(EMBED, config.hidden_size)
         positions = Axis(POSITION, config.max_position_embeddings)
 
-        def table(key: Array, rows: Axis = vocab, bias: bool = False) -> Linear:
-            weight = hax.random.normal(key, (rows, embed), dtype=jnp.float32) * jnp.float32(0.02)
+        def table(key: Array | None, rows: Axis = vocab, bias: bool = False) -> Linear:
             zeros = hax.zeros(rows, dtype=dtype) if bias else None
+            if key is None:
+                return Linear(weight=hax.zeros((rows, embed), dtype=dtype), bias=zeros, num_in=1)
+            weight = hax.random.normal(key, (rows, embed), dtype=jnp.float32) * jnp.float32(0.02)
             return Linear(weight=weight.astype(dtype), bias=zeros, num_in=1)
 
         def stacked(index: int, stack: Stack) -> DecoderLayer:
-            key = layers_key if index == 0 else jax.random.fold_in(layers_key, index)
+            key = layers_key
+            if index > 0 and key is not None:
+                key = jax.random.fold_in(key, index)
             return DecoderLayer.init((Axis(LAYERS, len(stack.layers)),), embed, stack.block, key=key, dtype=dtype)
 
         return DecoderModel(
             embeddings=table(embed_key, bias=config.head_bias and config.tie_word_embeddings),
             stacks=tuple(stacked(i, stack) for i, stack in enumerate(config.stacks)),
-            norm=RMSNorm.init((), embed, config=config.norm, dtype=dtype),
+            norm=init_norm((), embed, config.norm, key=head_key, dtype=dtype),
             lm_head=None if config.tie_word_embeddings else table(head_key, bias=config.head_bias),
-            position_embeddings=table(jax.random.fold_in(embed_key, 1), positions) if config.learnt_positions else None,
+            position_embeddings=table(layers_key, positions) if config.learnt_positions else None,
+            embedding_norm=config.embedding_norm
+            and init_norm((), embed, config.embedding_norm, key=embed_key, dtype=dtype),
             config=config,
         )
 
@@ -186,7 +223,7 @@ class DecoderModel(eqx.Module):
 
     @property
     def backend(self) -> Backend:
-        """What computes the matmuls."""
+        """Backend that computes the matmuls."""
         return self._head.backend
 
     @property
@@ -199,7 +236,8 @@ class DecoderModel(eqx.Module):
         def sharded(part):
             if isinstance(part, Moe):
                 shared = jax.tree.map(sharded, part.shared, is_leaf=lambda each: isinstance(each, Linear))
-                return dataclasses.replace(part, experts=layout.experts, sums=layout.expert_sums, shared=shared)
+                axes = {"experts": layout.experts, "sums": layout.expert_sums, "inner": layout.model}
+                return dataclasses.replace(part, **axes, shared=shared)
             if isinstance(part, RMSNorm) and part.weight is not None:
                 width = layout.normed_width(part.normed(part.weight.axes))
                 return part if width is None else dataclasses.replace(part, shard_axis=layout.model, width=width)
@@ -219,12 +257,13 @@ class DecoderModel(eqx.Module):
         if self.is_packed:
             raise ValueError("the weights are packed already; give the model as it was loaded")
         embeddings, head = prepare_tables(self.embeddings, self.lm_head, backend, donate=donate)
-        stacks = jax.tree.map(
+        parts = {"stacks": self.stacks, "norm": self.norm, "embedding_norm": self.embedding_norm}
+        stored = jax.tree.map(
             lambda part: part.prepare(backend, donate=donate) if isinstance(part, Linear) else part,
-            self.stacks,
+            parts,
             is_leaf=lambda part: isinstance(part, Linear),
         )
-        return dataclasses.replace(self, embeddings=embeddings, stacks=stacks, lm_head=head)
+        return dataclasses.replace(self, embeddings=embeddings, lm_head=head, **stored)
 
     def __call__(self, tokens: NamedArray, attention: AttentionSpec = PLAIN) -> NamedArray:
         """The plain causal forward, without a cache: for training, and as the oracle.
@@ -276,31 +315,57 @@ class DecoderModel(eqx.Module):
                 found[stack] = _map_arrays(functools.partial(part, first, stride), self.stacks[stack])
         return found
 
-    def hidden(self, batch: PageBatchInfo, kv: KvPages, attention: AttentionSpec = PLAIN) -> tuple[NamedArray, KvPages]:
+    def hidden(self, batch: PageBatchInfo, cache: Cache, attention: AttentionSpec = PLAIN) -> tuple[NamedArray, Cache]:
         """The paged forward: write the K/V of the step's tokens and compute their last hidden states.
 
         Args:
             batch: the step's packed tokens.
-            kv: the pool; it is carried through the scan over layers whole, never sliced.
-        Returns: [token, embed] for `logits`, meaningless for padding; and the pool.
+            cache: pools as `DecoderConfig.pools`; they are carried through the scan over layers whole, never sliced.
+        Returns: [token, embed] for `logits`, meaningless for padding; and the cache.
         Raises: ValueError where the rope depends on the length of sequences that may outgrow the original context
             and `attention.max_seq_len` does not say how long they get.
         """
+        return self._paged(batch, cache, attention, None)[:2]
+
+    def routed(
+        self, batch: PageBatchInfo, cache: Cache, attention: AttentionSpec = PLAIN
+    ) -> tuple[NamedArray, Cache, Array]:
+        """As `hidden`, and the experts of each token, i32[expert layer, token, chosen]. Requires: all layers with
+        experts choose the same number."""
+        blocks = self.config.expert_blocks
+        chosen = jnp.zeros((len(blocks), batch.tokens.array.shape[0], blocks[0].num_chosen), jnp.int32)
+        return self._paged(batch, cache, attention, chosen)
+
+    def _paged(self, batch: PageBatchInfo, cache: Cache, attention: AttentionSpec, chosen: Array | None):
+        """`hidden` and, into the array `chosen` unless it is None, `routed`."""
         inputs = self._inputs(batch.positions, attention, self._max_seq_len(batch, attention))
         num_tokens = batch.cu_q_lens.array[-1]
 
-        def run(group: Group[Block], repeat: Array, carry: tuple[NamedArray, KvPages]) -> tuple[NamedArray, KvPages]:
+        def run(group: Group[Block], repeat: Array, carry):
             """One period."""
-            x, kv = carry
+            x, cache, chosen = carry
+            seen: list[Array] = []
+            on_choice = None if chosen is None else seen.append
             for offset, block in enumerate(group.period):
                 stack, first, stride = self.config.stored_at(group, offset)
                 layer = self.stacks[stack].at(_index(first, stride, repeat), num_tokens)
-                number = _index(group.first + offset, len(group.period), repeat)
-                mix = functools.partial(layer.attention.paged, inputs=inputs(block), kv=kv, layer=number, batch=batch)
-                x, kv = layer(x, block, mix)
-            return x, kv
+                pool, first, stride = self.config.remembered_at(group, offset)
+                number = _index(first, stride, repeat)
+                mix = functools.partial(
+                    layer.attention.paged,
+                    inputs=inputs(block),
+                    kv=cache.pools[pool],  # type: ignore[arg-type]
+                    layer=number,
+                    batch=batch,
+                )
+                x, remembered = layer(x, block, mix, on_choice)
+                cache = cache.with_pool(pool, remembered)
+                if chosen is not None and isinstance(block.feed_forward, ExpertsBlock):
+                    first, stride = self.config.expert_layer_at(group, offset)
+                    chosen = chosen.at[_index(first, stride, repeat)].set(seen.pop())
+            return x, cache, chosen
 
-        carry = self._embed(batch.tokens, batch.positions), kv
+        carry = self._embed(batch.tokens, batch.positions), cache, chosen
         for group in self.config.groups:
             body = functools.partial(run, group)
             if group.repeats > 1:
@@ -317,7 +382,7 @@ class DecoderModel(eqx.Module):
             num_rows: i32[], how many rows count; the others may give anything. None: all.
         Returns: f32[..., vocab], of this device's part of the vocabulary.
         """
-        (logits,) = apply(hidden, self._head.at(None, num_rows), norm=self.norm, dtype=jnp.float32)
+        (logits,) = apply(hidden, self._head.at(None, num_rows), norm=self.norm.at(None, num_rows), dtype=jnp.float32)
         values, config = logits.array, self.config
         if config.logits_multiplier != 1:
             values = values * jnp.float32(config.logits_multiplier)
@@ -333,18 +398,20 @@ class DecoderModel(eqx.Module):
         rows = rows.astype(self.activation_dtype)
         if self.config.embedding_multiplier != 1:
             rows = rows * jnp.asarray(self.config.embedding_multiplier, self.dtype).astype(rows.dtype)
-        x = NamedArray(rows, (*tokens.axes, self.embed))
+        embedded = NamedArray(rows, (*tokens.axes, self.embed))
         if self.position_embeddings is not None:
             learnt = self.position_embeddings.take_rows(positions.array, self.dtype).astype(rows.dtype)
-            x = x + NamedArray(learnt, (*positions.axes, self.embed))
-        return x
+            embedded = embedded + NamedArray(learnt, (*positions.axes, self.embed))
+        return embedded if self.embedding_norm is None else self.embedding_norm(embedded)
 
     def _inputs(self, positions: NamedArray, spec: AttentionSpec, rope_len: int) -> Callable[[Block], AttentionInputs]:
-        """What attention needs in a layer, with the angles of each rope computed once."""
-        ropes: dict[RopeConfig | None, Rope] = {
-            rope: rope_at(rope, self.config.head_dim, positions, rope_len) for rope in self.config.ropes
+        """Inputs of attention in a layer, with the angles of each rope computed once."""
+        mixers = dict.fromkeys(block.mixer for block in self.config.blocks)
+        kinds = dict.fromkeys((mixer.rope, mixer.rope_dim) for mixer in mixers)
+        ropes: dict[tuple[RopeConfig | None, int], Rope] = {
+            (rope, size): rope_at(rope, size, positions, rope_len) for rope, size in kinds if rope is not None
         }
-        return lambda block: AttentionInputs(block.mixer, ropes.get(block.mixer.rope), spec)
+        return lambda block: AttentionInputs(block.mixer, ropes.get((block.mixer.rope, block.mixer.rope_dim)), spec)
 
     def _max_seq_len(self, batch: PageBatchInfo, attention: AttentionSpec) -> int:
         capacity = batch.page_indices.axis_size(SEQ_PAGE) * batch.page_size

@@ -1,4 +1,4 @@
-"""What a model family has to say, and what those of the Llama kin share."""
+"""`Family`: the parts of one model family, and those that families of the Llama kin share."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from levanter_infer.layers.rotary import RopeConfig
 from levanter_infer.models.blocks import Block
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.hf_config import FULL, SLIDING, HfConfig
-from levanter_infer.models.tensors import Tensor, tensor_table
+from levanter_infer.models.tensors import Tensor, replaced, tensor_table
 
 MAX_LAYERS = 10_000
 """More is taken for a broken config.json."""
@@ -39,19 +39,35 @@ class Family:
     """Starts of the names of tensors that belong to other parts of a multimodal model, and are not read."""
     derived: tuple[str, ...] = ("rotary_emb.inv_freq",)
     """Ends of the names of tensors that old checkpoints carry and that are computed here."""
+    alternatives: tuple[Tensor, ...] = ()
+    """Lines that a checkpoint may have instead of those of `tensors` with the same parameters."""
 
     def tensor_of(self, parameter: str) -> str | None:
         """The tensor that holds a parameter, by its line of `tensors`; None: the family does not have it."""
         return next((tensor.name for tensor in self.tensors if parameter in tensor.parameters), None)
 
-    def own_names(self, names: Iterable[str]) -> dict[str, str]:
-        """The tensors of a checkpoint that this family reads, by the names of its table.
+    def table_for(self, names: Iterable[str]) -> tuple[Tensor, ...]:
+        """The lines of a checkpoint with tensors of these names."""
+        names = list(names) if self.alternatives else ()
+        return replaced(self.tensors, *(line for line in self.alternatives if any(map(line.is_for, names))))
+
+    extra_layers_key: str | None = None
+    """Key of the number of layers behind the last one, for multi-token prediction, whose tensors are not read."""
+
+    def unused_names(self, raw: Mapping[str, Any]) -> tuple[str, ...]:
+        """Starts of the names of tensors that are not read, with this config.json."""
+        extra = 0 if self.extra_layers_key is None else raw.get(self.extra_layers_key) or 0
+        last = raw.get("num_hidden_layers", 0)
+        return (*self.unused, *(f"model.layers.{last + i}." for i in range(extra)))
+
+    def own_names(self, names: Iterable[str], raw: Mapping[str, Any]) -> dict[str, str]:
+        """The tensors of a checkpoint that this family reads, by the names of its table. Args: raw: its config.json.
 
         Raises: ValueError if two are the same one.
         """
-        found = {}
+        found, unused = {}, self.unused_names(raw)
         for name in names:
-            if not name.startswith(self.unused) and not name.endswith(self.derived):
+            if not name.startswith(unused) and not name.endswith(self.derived):
                 prefix, instead = next((pair for pair in self.prefixes if name.startswith(pair[0])), ("", ""))
                 own = instead + name.removeprefix(prefix)
                 if own in found:
@@ -92,7 +108,6 @@ TENSOR_NAMES = {
 LLAMA_TENSORS = tensor_table(TENSOR_NAMES)
 
 
-
 def renamed_tensors(names: Mapping[str, str]) -> dict[str, str]:
     """`TENSOR_NAMES` with parts of the tensors' names replaced. Args: names: what stands for each part."""
 
@@ -115,7 +130,7 @@ PLAIN_ACTIVATIONS = tuple(activation for activation in Activation if activation 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What all families read alike from a config.json."""
+    """Values that all families read alike from a config.json."""
 
     vocab_size: int
     hidden_size: int
@@ -128,7 +143,7 @@ class Sizes:
     norm_eps: float
     rope: RopeConfig
     local_rope: RopeConfig
-    """Of layers with a window; as a rule the same."""
+    """Rope of layers with a window; as a rule the same."""
     activation: Activation
     tie_word_embeddings: bool
 
@@ -169,6 +184,7 @@ def read_sizes(
     tied: bool = False,
     norm_eps: float = 1e-6,
     norm_eps_key: str | None = "rms_norm_eps",
+    width_key: str = "intermediate_size",
     theta: float = 10000.0,
     activation: Activation = Activation.SILU,
     activation_names: tuple[str, ...] = (),
@@ -183,6 +199,7 @@ def read_sizes(
         head_dim: HF's default where the key is absent; None for hidden_size / num_attention_heads.
         max_positions, tied, norm_eps, theta: HF's defaults where the keys are absent.
         norm_eps_key: HF's name of the epsilon; None: it is `norm_eps`, whatever the file says.
+        width_key: HF's name of the inner width of feed-forward blocks.
         activation: the one that the family has, or HF's default of several.
         activation_names: further values of `hidden_act` that mean it.
         activations: those that a file may choose from; empty: `activation` alone.
@@ -210,7 +227,7 @@ def read_sizes(
     return Sizes(
         vocab_size=hf.count("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=hf.count("intermediate_size", inner, null=inner),
+        intermediate_size=hf.count(width_key, inner, null=inner),
         num_layers=hf.count("num_hidden_layers", most=MAX_LAYERS),
         num_heads=heads,
         num_kv_heads=kv_heads,

@@ -11,7 +11,7 @@ from levanter_infer.models.hf_config import HfConfig
 
 
 def read_gemma(hf: HfConfig, *, kv_heads: int, max_positions: int, **options) -> Sizes:
-    """What the three generations read alike: `hidden_act` "gelu" means its approximation with tanh."""
+    """Read the keys that the three generations share: `hidden_act` "gelu" means its approximation with tanh."""
     sizes = read_sizes(
         hf,
         kv_heads=kv_heads,

@@ -1,11 +1,11 @@
 """Gemma 2: Gemma with norms before and after, capped scores and logits, and a window in every other layer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from levanter_infer.models.blocks import Block, Placement
 from levanter_infer.models.config import DecoderConfig
-from levanter_infer.models.family import TENSOR_NAMES, Family, common_to_hf, windows_to_hf
+from levanter_infer.models.family import TENSOR_NAMES, Family, Sizes, common_to_hf, windows_to_hf
 from levanter_infer.models.gemma import read_gemma
 from levanter_infer.models.hf_config import HfConfig
 from levanter_infer.models.tensors import tensor_table
@@ -23,12 +23,20 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     hf.only("sliding_window_size", None, window)  # of older files
     windows = hf.windows(sizes.num_layers, window, lambda layer: layer % 2 == 0)
     hf.finish()
+    fields = dict(qkv_bias=bias, out_bias=bias, scale=scale, soft_cap=cap)
+    return gemma2_decoder("gemma2", sizes, windows, final_cap, **fields)
+
+
+def gemma2_decoder(
+    model_type: str, sizes: Sizes, windows: Sequence[int | None], logits_soft_cap: float | None, **attention
+) -> DecoderConfig:
+    """A decoder with Gemma 2's norms, one layer per window. `attention`: fields of `AttentionBlock`."""
     norm = sizes.norm(plus_one=True)
-    blocks = []
-    for window in windows:
-        attention = sizes.attention(qkv_bias=bias, out_bias=bias, scale=scale, soft_cap=cap, window=window)
-        blocks.append(Block(attention, sizes.dense(), norm, Placement.BOTH))
-    return sizes.decoder("gemma2", blocks, embedding_multiplier=sizes.hidden_size**0.5, logits_soft_cap=final_cap)
+    blocks = [
+        Block(sizes.attention(window=window, **attention), sizes.dense(), norm, Placement.BOTH) for window in windows
+    ]
+    multiplier = sizes.hidden_size**0.5
+    return sizes.decoder(model_type, blocks, embedding_multiplier=multiplier, logits_soft_cap=logits_soft_cap)
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
@@ -36,7 +44,7 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 
 def gemma2_keys(config: DecoderConfig) -> dict[str, Any]:
-    """What Gemma 2 and 3 have beyond Gemma."""
+    """Keys that Gemma 2 and 3 have beyond Gemma's."""
     mixer = config.blocks[0].mixer
     assert mixer.scale is not None
     return {

@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from levanter_infer.layers.rotary import RopeConfig
-from levanter_infer.models.blocks import Block, Placement
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.family import Family, common_to_hf, ropes_by_kind_to_hf
 from levanter_infer.models.gemma import read_gemma
-from levanter_infer.models.gemma2 import GEMMA2_TENSORS, gemma2_keys
+from levanter_infer.models.gemma2 import GEMMA2_TENSORS, gemma2_decoder, gemma2_keys
 from levanter_infer.models.hf_config import HfConfig
 
 
@@ -27,12 +26,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     window, pattern = hf.optional_count("sliding_window", 4096), hf.count("sliding_window_pattern", 6)
     windows = hf.windows(sizes.num_layers, window, lambda layer: (layer + 1) % pattern != 0)
     hf.finish()
-    norm = sizes.norm(plus_one=True)
-    blocks = []
-    for window in windows:
-        attention = sizes.attention(qkv_bias=bias, out_bias=bias, qk_norm=norm, scale=scale, window=window)
-        blocks.append(Block(attention, sizes.dense(), norm, Placement.BOTH))
-    return sizes.decoder("gemma3_text", blocks, embedding_multiplier=sizes.hidden_size**0.5, logits_soft_cap=final_cap)
+    fields = dict(qkv_bias=bias, out_bias=bias, qk_norm=sizes.norm(plus_one=True), scale=scale)
+    return gemma2_decoder("gemma3_text", sizes, windows, final_cap, **fields)
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:

@@ -24,7 +24,7 @@ INFORMATIONAL = frozenset(
     # Of training only.
     "attention_dropout hidden_dropout residual_dropout embedding_dropout classifier_dropout attn_pdrop resid_pdrop "
     "embd_pdrop attention_probs_dropout_prob hidden_dropout_prob router_aux_loss_coef output_router_logits "
-    "router_jitter_noise "
+    "router_jitter_noise aux_loss_alpha seq_aux embedding_initializer_range "
     # Defaults of generation; the request says what holds.
     "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature "
     "top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "

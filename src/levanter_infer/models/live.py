@@ -5,7 +5,7 @@ Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE. What this engine computes is said by
 configuration that are read here, and by nothing else; whatever does not fit is refused by name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -20,6 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from levanter_infer.axes import EMBED, EXPERT, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, MLP, Q_HEADS_PER_GROUP, VOCAB
 from levanter_infer.kernels.registry import platform_of
+from levanter_infer.models import live_grug
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.live_rope import check_rope, live_rope
@@ -62,7 +63,8 @@ _ALIASES = {"kv_heads": KV_HEADS, "layer": LAYERS, "experts": EXPERT}
 """Axis names of other releases of Levanter -> ours. Its Mistral says `layers`, its other models `layer` since 1.2."""
 _FAMILIES = "Llama, Mistral, Mixtral, Qwen2, Qwen3 or Qwen3-MoE"
 _SILU = ("silu", "swish")
-_LIVE = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+LIVE = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""`model_type` of the models that `from_levanter` takes."""
 _LIKELY = f"give the model's config.json as config=, if it is a {_FAMILIES} after all"
 
 
@@ -89,6 +91,8 @@ def from_levanter(model, config: DecoderConfig | Mapping[str, Any] | None = None
     """
     if isinstance(model, DecoderModel):
         return model
+    if _get(model, "transformer.blocks") is not None:
+        return _snowball(model, config)
     kind, names = _experts_of(model)
     if isinstance(config, DecoderConfig):
         family, decoder = FAMILIES[config.model_type], config
@@ -96,15 +100,15 @@ def from_levanter(model, config: DecoderConfig | Mapping[str, Any] | None = None
         raw = _config_json(model, kind, names) if config is None else config
         family = family_for(raw)
         decoder = family.config_from_hf(raw)
-    if family.model_type not in _LIVE:
+    if family.model_type not in LIVE:
         raise ValueError(
-            f"config= says model_type={family.model_type!r}, expected one of {', '.join(_LIVE)}; live models of other "
+            f"config= says model_type={family.model_type!r}, expected one of {', '.join(LIVE)}; live models of other "
             "families are not implemented, save it as a HF checkpoint and read that with load_model"
         )
     rotary = _get(model, f"{_LAYER}.self_attn.rot_embs")
     if config is not None and callable(rotary):
         check_rope(rotary, decoder.ropes[0], decoder.head_dim, decoder.max_position_embeddings)
-    types = eqx.filter_eval_shape(DecoderModel.init, decoder, key=jax.eval_shape(jax.random.key, 0))
+    types = DecoderModel.types(decoder)
     params = {names[param.line]: param for param in parameters(types, family.tensors)}
     arrays = {name: _with_axes(_named(model, name), param.axes, name) for name, param in params.items()}
     _check_all_used(model, set(arrays))
@@ -113,6 +117,39 @@ def from_levanter(model, config: DecoderConfig | Mapping[str, Any] | None = None
         _check_norm(model, name, decoder.norm.eps)
         types = set_parameter(types, params[name].path, array)
     return types
+
+
+def _snowball(model, config: DecoderConfig | Mapping[str, Any] | None) -> DecoderModel:
+    """As `from_levanter`, of Levanter's `SnowballLMHeadModel`. All weights are copied, for its layers are apart."""
+    raw = live_grug.config_json(_get(model, "transformer.config")) if config is None else config
+    decoder = raw if isinstance(raw, DecoderConfig) else family_for(raw).config_from_hf(raw)
+    if decoder.model_type != "grug_moe":
+        raise ValueError(
+            f"config= says model_type={decoder.model_type!r}, expected 'grug_moe' for a model with transformer.blocks"
+        )
+
+    def get(path: str):
+        found = _get(model, f"transformer.{path}")
+        if found is None:
+            raise ValueError(
+                f"{type(model).__name__} has no transformer.{path}, expected the fields of Levanter's Snowball"
+            )
+        return found
+
+    types = DecoderModel.types(decoder)
+    arrays = {}
+    for param in parameters(types, FAMILIES["grug_moe"].tensors):
+        arrays[param.path] = live_grug.parameter_of(get, decoder.num_layers, param, _without_explicit_axes)
+        types = set_parameter(types, param.path, arrays[param.path])
+    _check_all_used(model, {f"transformer.{path}" for path in live_grug.paths_of(decoder.num_layers)})
+    _check_one_dtype({path: array for path, array in arrays.items() if not path.endswith("selection_bias")})
+    live_grug.check_norms(get, types)
+    return types
+
+
+def names_of(model_type: str) -> Mapping[str, str]:
+    """Fields of Levanter's models of a family in `LIVE`, by the lines of the family's table of tensors."""
+    return next((names for kind, names in _MOE.values() if kind == model_type), _NAMES)
 
 
 def _experts_of(model) -> tuple[str | None, Mapping[str, str]]:
@@ -126,7 +163,7 @@ def _experts_of(model) -> tuple[str | None, Mapping[str, str]]:
 
 
 def _config_json(model, moe: str | None, names: Mapping[str, str]) -> dict[str, Any]:
-    """What config.json would say. Raises: ValueError for what no family here has. Args: as `_experts_of` returns."""
+    """The config.json of the model. Raises: ValueError for what no family here has. Args: as `_experts_of` returns."""
     sizes = _sizes(model, names)
     config = _get(_get(model, "transformer"), "config")
     if config is None:
@@ -246,9 +283,12 @@ def _first(owner, *names: str):
 
 
 def _get(tree, path: str):
-    """What stands at a dotted path of attributes or keys; None where anything on the way is absent."""
+    """The value at a dotted path of attributes or keys; None where anything on the way is absent."""
     for name in path.split("."):
-        tree = tree.get(name) if isinstance(tree, Mapping) else getattr(tree, name, None)
+        if isinstance(tree, Sequence):
+            tree = tree[int(name)] if int(name) < len(tree) else None
+        else:
+            tree = tree.get(name) if isinstance(tree, Mapping) else getattr(tree, name, None)
         if tree is None:
             return None
     return tree

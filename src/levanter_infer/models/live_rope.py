@@ -87,7 +87,7 @@ def _read(module, head_dim: int) -> tuple[np.ndarray, float]:
 
 
 def _called(module, vectors: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """What the module makes of f32[position, head_size]; computed at once, also while a caller is traced."""
+    """Result of the module for f32[position, head_size]; computed at once, also while a caller is traced."""
     position, size = Axis(POSITION, len(positions)), Axis(HEAD_SIZE, vectors.shape[-1])
     with jax.ensure_compile_time_eval():
         queries = hax.named(jnp.asarray(vectors, jnp.float32), (position, size))

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from levanter_infer.layers.moe import ExpertsBlock
+from levanter_infer.layers.router import Router
 from levanter_infer.models.blocks import Block
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.family import TENSOR_NAMES, Family, Sizes, common_to_hf, read_sizes
@@ -27,7 +28,7 @@ def read_local_experts(hf: HfConfig, sizes: Sizes) -> ExpertsBlock:
     experts, chosen = hf.count("num_local_experts", 8), hf.count("num_experts_per_tok", 2)
     if chosen > experts:
         raise hf.fail("num_experts_per_tok", f"at most num_local_experts={experts}")
-    return ExpertsBlock(experts, chosen, sizes.intermediate_size, normalize=True)
+    return ExpertsBlock(experts, chosen, sizes.intermediate_size, Router(normalize=True))
 
 
 def local_experts_to_hf(config: DecoderConfig) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from levanter_infer.layers.moe import ExpertsBlock
+from levanter_infer.layers.router import Router
 from levanter_infer.models.blocks import Block
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.family import Family, common_to_hf, read_sizes
@@ -18,7 +19,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     if sizes.head_dim * sizes.num_heads != sizes.hidden_size:
         raise hf.fail("head_dim", "hidden_size / num_attention_heads: HF's norms of queries have hidden_size weights")
     experts, chosen = read_num_experts(hf, 64, 8)
-    feed_forward = ExpertsBlock(experts, chosen, sizes.intermediate_size, hf.flag("norm_topk_prob", False))
+    router = Router(normalize=hf.flag("norm_topk_prob", False))
+    feed_forward = ExpertsBlock(experts, chosen, sizes.intermediate_size, router)
     bias, clip = hf.flag("attention_bias", False), hf.optional_number("clip_qkv", None)
     hf.finish()
     norm = sizes.norm()
@@ -33,7 +35,7 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
         **common_to_hf(config),
         "num_experts": experts.num_experts,
         "num_experts_per_tok": experts.num_chosen,
-        "norm_topk_prob": experts.normalize,
+        "norm_topk_prob": experts.router.normalize,
         "attention_bias": mixer.qkv_bias,
         "clip_qkv": mixer.qkv_clip,
     }

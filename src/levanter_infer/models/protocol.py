@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from levanter_infer.cache.batch_info import PageBatchInfo
-from levanter_infer.cache.kv_pages import KvPages
+from levanter_infer.cache.cache import Cache
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.layers.layout import Layout
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Model(Protocol):
-    """A decoder over paged keys and values. Its leaves are arrays, or `jax.ShapeDtypeStruct`s for its types."""
+    """A decoder over a paged cache. Its leaves are arrays, or `jax.ShapeDtypeStruct`s for its types."""
 
     @property
     def config(self) -> "DecoderConfig":
@@ -45,8 +45,12 @@ class Model(Protocol):
         """The part of the vocabulary whose logits this device computes."""
         ...
 
-    def hidden(self, batch: PageBatchInfo, kv: KvPages, attention: AttentionSpec) -> tuple[NamedArray, KvPages]:
-        """One step: the last hidden states, [token, embed], and the pool with the tokens' keys and values."""
+    def hidden(self, batch: PageBatchInfo, cache: Cache, attention: AttentionSpec) -> tuple[NamedArray, Cache]:
+        """One step: the last hidden states, [token, embed], and the cache (pools as `config.pools`) with the tokens."""
+        ...
+
+    def routed(self, batch: PageBatchInfo, cache: Cache, attention: AttentionSpec) -> tuple[NamedArray, Cache, Any]:
+        """As `hidden`, and the experts of each token, i32[expert layer, token, chosen]; for models with experts."""
         ...
 
     def logits(self, hidden: NamedArray, num_rows: Any = None) -> NamedArray:

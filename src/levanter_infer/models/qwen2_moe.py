@@ -5,6 +5,7 @@ from typing import Any
 
 from levanter_infer.layers.mlp import DenseBlock
 from levanter_infer.layers.moe import ExpertsBlock
+from levanter_infer.layers.router import Router
 from levanter_infer.models.blocks import Block
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.family import TENSOR_NAMES, Family, common_to_hf, read_sizes, windows_to_hf
@@ -20,7 +21,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     number, chosen = read_num_experts(hf, 60, 4)
     width, shared = hf.count("moe_intermediate_size", 1408), hf.count("shared_expert_intermediate_size", 5632)
     normalize = hf.flag("norm_topk_prob", False)
-    experts = ExpertsBlock(number, chosen, width, normalize, shared_width=shared, shared_gate=True)
+    experts = ExpertsBlock(number, chosen, width, Router(normalize=normalize), shared_width=shared, shared_gate=True)
     step, dense = hf.count("decoder_sparse_step", 1), hf.layers("mlp_only_layers", sizes.num_layers)
     bias = hf.flag("qkv_bias", True)
     used, window = hf.flag("use_sliding_window", False), hf.optional_count("sliding_window", 4096)
@@ -45,7 +46,7 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
         keys |= {
             "num_experts": experts.num_experts,
             "num_experts_per_tok": experts.num_chosen,
-            "norm_topk_prob": experts.normalize,
+            "norm_topk_prob": experts.router.normalize,
             "moe_intermediate_size": experts.width,
             "shared_expert_intermediate_size": experts.shared_width,
         }

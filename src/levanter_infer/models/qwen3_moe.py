@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from levanter_infer.layers.moe import ExpertsBlock
+from levanter_infer.layers.router import Router
 from levanter_infer.models.blocks import Block
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.family import TENSOR_NAMES, Family, common_to_hf, read_sizes
@@ -28,7 +29,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     hf.finish()
     norm = sizes.norm()
     attention = sizes.attention(qkv_bias=bias, out_bias=bias, qk_norm=norm)
-    block = Block(attention, ExpertsBlock(experts, chosen, width, normalize), norm)
+    block = Block(attention, ExpertsBlock(experts, chosen, width, Router(normalize=normalize)), norm)
     return sizes.decoder("qwen3_moe", [block] * sizes.num_layers)
 
 
@@ -55,7 +56,7 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
         "moe_intermediate_size": experts.width,
         "num_experts": experts.num_experts,
         "num_experts_per_tok": experts.num_chosen,
-        "norm_topk_prob": experts.normalize,
+        "norm_topk_prob": experts.router.normalize,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }

@@ -6,6 +6,8 @@ from typing import Any
 from levanter_infer.models.apertus import APERTUS
 from levanter_infer.models.cohere import COHERE
 from levanter_infer.models.cohere2 import COHERE2
+from levanter_infer.models.deepseek_v2 import DEEPSEEK_V2
+from levanter_infer.models.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from levanter_infer.models.ernie4_5 import ERNIE4_5
 from levanter_infer.models.exaone4 import EXAONE4
 from levanter_infer.models.family import Family
@@ -13,11 +15,14 @@ from levanter_infer.models.gemma import GEMMA
 from levanter_infer.models.gemma2 import GEMMA2
 from levanter_infer.models.gemma3 import GEMMA3, GEMMA3_WITH_VISION
 from levanter_infer.models.glm4 import GLM4
+from levanter_infer.models.glm4_moe_lite import GLM4_MOE_LITE
 from levanter_infer.models.gpt2 import GPT2
 from levanter_infer.models.gpt_neox import GPT_NEOX
 from levanter_infer.models.granite import GRANITE
 from levanter_infer.models.granitemoe import GRANITEMOE
+from levanter_infer.models.grug_moe import GRUG_MOE
 from levanter_infer.models.llama import LLAMA
+from levanter_infer.models.minicpm3 import MINICPM3
 from levanter_infer.models.ministral3 import MINISTRAL3
 from levanter_infer.models.mistral import MISTRAL
 from levanter_infer.models.mixtral import MIXTRAL
@@ -34,14 +39,16 @@ from levanter_infer.models.qwen3_moe import QWEN3_MOE
 from levanter_infer.models.seed_oss import SEED_OSS
 from levanter_infer.models.smollm3 import SMOLLM3
 from levanter_infer.models.starcoder2 import STARCODER2
+from levanter_infer.models.youtu import YOUTU
 
 FAMILIES = {
     family.model_type: family
     for family in (
-        *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE),
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, GRUG_MOE),
         *(OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3, PHI3, SMOLLM3, GRANITE),
         *(SEED_OSS, EXAONE4, MIXTRAL, GRANITEMOE, OLMOE, QWEN2_MOE),
         *(COHERE, COHERE2, GLM4, ERNIE4_5, MINISTRAL3),
+        *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, MINICPM3, YOUTU),
         *(OLMO, APERTUS, GPT_NEOX, GPT2, PHI, STARCODER2),
     )
 }
@@ -50,10 +57,17 @@ MULTIMODAL = {GEMMA3_WITH_VISION.model_type: GEMMA3_WITH_VISION}
 """Multimodal parents of which the text model is served; their configurations become those of `FAMILIES`."""
 
 
+_SPARSE = "its sparse attention, for which an indexer chooses the keys of each query, is not implemented"
+REFUSED = {"deepseek_v32": _SPARSE, "glm_moe_dsa": _SPARSE}
+"""Families that are near relatives of served ones, and the reason why they are not served."""
+
+
 def family_for(hf_config: Mapping[str, Any]) -> Family:
     """The family of a `config.json`. Raises: ValueError if there is none."""
     known = FAMILIES | MULTIMODAL
     model_type = hf_config.get("model_type")
+    if model_type in REFUSED:
+        raise ValueError(f"config.json: model_type={model_type!r}: {REFUSED[model_type]}")
     if not isinstance(model_type, str) or model_type not in known:
         raise ValueError(
             f"config.json: model_type={model_type!r}, expected one of {', '.join(sorted(known))}; "

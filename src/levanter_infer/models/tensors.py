@@ -6,6 +6,7 @@ tensor its parameters stand, so that one description reads them and, inverted, w
 
 import enum
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,8 @@ class Order(enum.Enum):
     """The columns of gpt-oss' `gate_up_proj`."""
     BY_KV_HEAD = "for each head of keys and values, its rows of each"
     """GPT-NeoX's `query_key_value`."""
+    BY_HEAD = "for each query head, its rows of each"
+    """DeepSeek's `kv_b_proj`."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,11 @@ class Tensor:
     """Whether the experts of a layer are in one tensor, along its first axis."""
     scalar: bool = False
     """Whether the tensor is a number without axes."""
+
+    def is_for(self, name: str) -> bool:
+        """Whether the tensor `name` of a checkpoint is one of this line."""
+        pattern = re.escape(self.name).replace(r"\{layer\}", r"\d+").replace(r"\{expert\}", r"\d+")
+        return re.fullmatch(pattern, name) is not None
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ class Slice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the parameter, in one layer or expert."""
+        """Shape of the parameter, in one layer or expert."""
         return (self.rows[self.part], *self.columns)
 
     @property
@@ -147,8 +155,13 @@ class Parameter:
 
 def tensor_table(names: Mapping[str, str], *others: Tensor) -> tuple[Tensor, ...]:
     """The lines of `names` (attribute path -> HF's name of a tensor of its own), and of others in their stead."""
+    return replaced([Tensor(name, (path,)) for path, name in names.items()], *others)
+
+
+def replaced(table: Sequence[Tensor], *others: Tensor) -> tuple[Tensor, ...]:
+    """`table` with others instead of its lines that hold any of their parameters."""
     taken = {path for tensor in others for path in tensor.parameters}
-    return (*(Tensor(name, (path,)) for path, name in names.items() if path not in taken), *others)
+    return (*(line for line in table if not taken.intersection(line.parameters)), *others)
 
 
 def parameters(model: DecoderModel, table: Sequence[Tensor]) -> list[Parameter]:
@@ -184,7 +197,8 @@ def _parts(
     if (experts is not None) != (tensor.stacked_experts or "{expert}" in tensor.name):
         return ()  # a line for dense feed-forward blocks, and one of experts, or the other way round
     rows = tuple(math.prod(axis.size for axis in array.axes[len(lead) :]) // math.prod(columns) for array in arrays)
-    order = {Order.ONE_BY_ONE: 1, Order.ALTERNATING: rows[0], Order.BY_KV_HEAD: config.num_kv_heads}[tensor.order]
+    by_head = {Order.BY_KV_HEAD: config.num_kv_heads, Order.BY_HEAD: config.num_heads}
+    order = {Order.ONE_BY_ONE: 1, Order.ALTERNATING: rows[0], **by_head}[tensor.order]
     assert not any(count % order for count in rows), f"rows {rows} in {order} groups"
     sources = tuple(_sources(tensor, layers, experts))
     return tuple(

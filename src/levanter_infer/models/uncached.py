@@ -8,8 +8,9 @@ from jax import Array
 
 from levanter_infer.axes import POSITION, ROW, ROW_BOUND, SEQ_PAGE, TOKEN
 from levanter_infer.cache.batch_info import PageBatchInfo
+from levanter_infer.cache.cache import Cache, in_layer_order
 from levanter_infer.cache.kv_pages import KvPages
-from levanter_infer.kernels.call import PoolShape
+from levanter_infer.cache.memory import PoolSizes
 from levanter_infer.kernels.xla.backend import ReferenceBackend
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.models.decoder import PLAIN, DecoderModel
@@ -19,7 +20,7 @@ BLOCK = 64
 
 
 class TokenScores(eqx.Module):
-    """What a model says of each token of a sequence but the first. Plain arrays over tokens."""
+    """Scores of each token of a sequence but the first. Plain arrays over tokens."""
 
     logprobs: Array
     """f32, of the token that stands there."""
@@ -60,12 +61,12 @@ def token_scores(model: DecoderModel, tokens: Array, attention: AttentionSpec = 
 
 
 def keys_and_values(model: DecoderModel, tokens: Array, attention: AttentionSpec = PLAIN) -> Array:
-    """What all layers store for `tokens` i32[n], computed in one piece and kept in one page by the reference attention.
+    """Keys and values of all layers for `tokens` i32[n], computed in one piece in one page by the reference attention.
 
-    Requires: n is a power of two.
+    Requires: n is a power of two; all layers have keys and values of one shape.
     Returns: [layer, n, kv_pair, head_size], in the dtype of the model.
     """
-    config, size = model.config, tokens.shape[0]
+    size = tokens.shape[0]
     index = jnp.arange(size, dtype=jnp.int32)
     batch = PageBatchInfo(
         tokens=hax.named(tokens, (TOKEN,)),
@@ -78,6 +79,7 @@ def keys_and_values(model: DecoderModel, tokens: Array, attention: AttentionSpec
         new_token_dests=hax.named(index, (TOKEN,)),
         page_size=size,
     )
-    pool = PoolShape(config.num_layers, 1, size, config.num_kv_heads, config.head_dim, model.dtype)
-    _, kv = model.hidden(batch, KvPages.init(pool, ReferenceBackend()), attention)
-    return kv.pages.array[:, 0]
+    pools = model.config.pools
+    sizes = PoolSizes(num_pages=1, page_size=size, num_slots=1, dtype=model.dtype, backend=ReferenceBackend())
+    _, cache = model.hidden(batch, Cache.init(pools, sizes), attention)
+    return in_layer_order(pools, [pool.pages.array[:, 0] for pool in cache.pools if isinstance(pool, KvPages)])

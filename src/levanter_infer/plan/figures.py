@@ -59,7 +59,7 @@ def figures_of(spec: EngineSpec) -> Figures:
     blueprint = spec.blueprint()
     shapes, backend = blueprint.shapes, blueprint.backend
     model, state, admission = blueprint.round_types
-    pool = backend.device_bytes(state.kv)
+    pool = backend.device_bytes(state.cache)
     return Figures(
         memory_bytes=spec.machine.chip.memory_bytes,
         weights_bytes=backend.device_bytes(model),

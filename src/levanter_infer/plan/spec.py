@@ -55,6 +55,7 @@ class EngineSpec:
     num_eos: int = 1
     """End-of-sequence ids of the tokenizer."""
     scoring: bool = False
+    routing: bool = False
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -111,22 +112,20 @@ class EngineSpec:
             is_loaded=False,
             device_bytes=None if chip.platform == "cpu" else chip.memory_bytes,
             scoring=self.scoring,
+            routing=self.routing,
         )
         attention = backend.attention_spec(shapes, None, None)
         return Blueprint(types, backend, shapes, programs_for(config, types, backend, shapes, attention))
 
     def model_types(self):
         """The model with a `jax.ShapeDtypeStruct` for every array. Raises: ValueError as `family_for`."""
-        import equinox as eqx
-        import jax
         import jax.numpy as jnp
 
         from levanter_infer.models.decoder import DecoderModel
         from levanter_infer.models.registry import family_for
 
         config = family_for(self.hf_config).config_from_hf(self.hf_config)
-        key = jax.eval_shape(jax.random.key, 0)
-        return eqx.filter_eval_shape(DecoderModel.init, config, key=key, dtype=jnp.dtype(self.dtype))
+        return DecoderModel.types(config, jnp.dtype(self.dtype))
 
 
 def spec_of(config: RunConfig, target: str, shape: str | None) -> EngineSpec:
@@ -146,6 +145,7 @@ def spec_of(config: RunConfig, target: str, shape: str | None) -> EngineSpec:
         mesh=mesh,
         num_eos=_num_eos(config, hf_config, directory),
         scoring=config.sampling.prompt_logprobs is not None,
+        routing=config.sampling.return_routed_experts,
     )
 
 

@@ -15,8 +15,8 @@ from jax.core import Tracer
 from jax.experimental.multihost_utils import process_allgather
 
 from levanter_infer.kernels import MIN_ROWS
-from levanter_infer.kernels.backend import Fuse, Platform, Task, Work
-from levanter_infer.kernels.call import AttentionCall, KvWrite, LinearCall
+from levanter_infer.kernels.backend import LATENT_REFUSAL, Fuse, Platform, Task, Work
+from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall
 from levanter_infer.kernels.cpu import bindings
 from levanter_infer.kernels.xla.backend import XlaBackend
 from levanter_infer.kernels.xla.linear import from_bits
@@ -51,6 +51,8 @@ class CpuBackend(XlaBackend):
             return f"the kernels cannot be used: {missing}"
         if not bindings.supports_dtype(task.dtype):
             return f"{task.stored} are {task.dtype}; the kernels read float32 and bfloat16"
+        if task.is_latent and task.work is Work.ATTENTION:
+            return LATENT_REFUSAL
         return "score_mod and mask_mod run in XLA only" if task.has_mods and task.work is Work.ATTENTION else None
 
     @classmethod
@@ -88,8 +90,28 @@ class CpuBackend(XlaBackend):
     def linear(self, call: LinearCall) -> list[Array]:
         return bindings.stacked_matmul(call, isa_name=self.isa)
 
-    def grouped_matmul(self, x: Array, weight: Array, counts: Array) -> Array:
-        raise ValueError("experts in panels are read by the paged forward only; give the model as it was loaded")
+    def grouped_linear(self, call: GroupedCall) -> list[Array]:
+        return bindings.grouped_matmul(call, isa_name=self.isa)
+
+    def combine(self, values: Array, places: Array, weights: Array, num_rows: Array | None) -> Array:
+        used = jnp.int32(places.shape[0]) if num_rows is None else num_rows
+        return bindings.weighted_sum(values, places, weights, used, isa_name=self.isa)
+
+    def by_rows(self, compute: Callable, num_rows: Array | None, *rows: Array):
+        """One row after the other, because XLA's code for many may round one as it does not round another. Rows that
+        do not count give zeros."""
+        count = rows[0].shape[0]
+
+        def one(row: Array):
+            return compute(*(jax.lax.dynamic_slice_in_dim(array, row, 1) for array in rows))
+
+        def body(row: Array, results):
+            return jax.tree.map(lambda all_, own: all_.at[row].set(own[0]), results, one(row))
+
+        zeros = jax.tree.map(
+            lambda own: jnp.zeros((count, *own.shape[1:]), own.dtype), jax.eval_shape(one, jnp.int32(0))
+        )
+        return jax.lax.fori_loop(0, count if num_rows is None else num_rows, body, zeros)
 
     def take_rows(self, table: Array, indices: Array, num_ins: int, dtype) -> Array:
         if table.shape[1] == num_ins:  # of a model with a head of its own; a panel holds rows side by side
@@ -111,6 +133,8 @@ class CpuBackend(XlaBackend):
         return bindings.place_tokens(pool, write, isa_name=self.isa)
 
     def _attend(self, call: AttentionCall) -> Array:
+        if call.value_dim is not None:
+            raise ValueError(f'attention="cpu": {LATENT_REFUSAL}; use "xla"')
         return bindings.cpu_attention(call, isa_name=self.isa)
 
 

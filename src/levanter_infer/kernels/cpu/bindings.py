@@ -25,11 +25,11 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from levanter_infer.kernels.call import AttentionCall, KvWrite, LinearCall
+from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall
 from levanter_infer.kernels.cpu import huge_pages
 
 _LIBRARY = "levanter_infer.kernels.cpu._native"
-_CALLS = ("linear", "place_tokens", "attention", "logit_stats")
+_CALLS = ("linear", "grouped_linear", "combine", "place_tokens", "attention", "logit_stats")
 _DTYPES = (jnp.float32, jnp.bfloat16)
 _REMEDY = "install a C++17 compiler (g++ or clang++) and then levanter_infer again, beside the jaxlib that is used"
 
@@ -199,6 +199,49 @@ def stacked_matmul(call: LinearCall, *, isa_name: str | None = None) -> list[Arr
             eps=np.float32(eps),
         )
     )
+
+
+def grouped_matmul(call: GroupedCall, *, isa_name: str | None = None) -> list[Array]:
+    """The grouped matmuls of `call`, accumulated in float32; x and the gate are converted to float32.
+
+    Of the stacks of panels only those of groups with results are read, each once. A result has the same bits whatever
+    the others are, and those of `stacked_matmul`.
+
+    Args:
+        call: its weights are in panels (`to_panels`).
+        isa_name: an instruction set that the processor has; by default the widest.
+    Returns: f32[results, outputs] each.
+    Raises: ValueError if the kernels were not built.
+    """
+    assert call.norm is None or call.gate is None, "a matmul has a norm or a gate, not both"
+    results = [jax.ShapeDtypeStruct((call.num_results, count), jnp.float32) for count in call.num_outs]
+    kernel = jax.ffi.ffi_call("levanter_infer_grouped_linear", results, vmap_method="sequential")
+    norm, eps = (None, 0.0) if call.norm is None else call.norm
+    gate = None if call.gate is None else call.gate.astype(jnp.float32)
+    extras = [extra for extra in (None if norm is None else _stack(norm, 2), gate) if extra is not None]
+    return list(
+        kernel(
+            call.x.astype(jnp.float32),
+            jnp.zeros(0, jnp.int32) if call.rows is None else call.rows,
+            call.counts,
+            jnp.int32(0) if call.layer is None else call.layer.astype(jnp.int32),
+            *extras,
+            *(_stack(panels, 4) for panels in call.weights),
+            isa=isa_name or isa(),
+            has_norm=norm is not None,
+            has_gate=gate is not None,
+            eps=np.float32(eps),
+        )
+    )
+
+
+def weighted_sum(
+    values: Array, places: Array, weights: Array, num_rows: Array, *, isa_name: str | None = None
+) -> Array:
+    """`Backend.combine` in C++, f32[row, size]; rows beyond `num_rows` are zeros."""
+    sums = jax.ShapeDtypeStruct((places.shape[0], values.shape[1]), jnp.float32)
+    kernel = jax.ffi.ffi_call("levanter_infer_combine", sums, vmap_method="sequential")
+    return kernel(values, places, weights, num_rows.astype(jnp.int32), isa=isa_name or isa())
 
 
 def _stack(array: Array, ndim: int) -> Array:

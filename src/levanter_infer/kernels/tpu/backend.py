@@ -1,4 +1,4 @@
-"""The `tpu` backend: attention in Pallas on Mosaic, for TPUs from v4 on; matmuls are XLA's.
+"""The `tpu` backend: attention and experts in Pallas on Mosaic, for TPUs from v4 on; other matmuls are XLA's.
 
 Paged attention takes two paths: `decode` computes rows with one query, which read each key once for a few queries and
 are bound by memory; `prefill` computes rows with more, in blocks of queries, and is bound by the matrix unit. Both read
@@ -14,7 +14,8 @@ from jax import Array
 from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.backend import Platform, Task, Work
-from levanter_infer.kernels.call import AttentionCall, KvWrite, PoolShape, checked
+from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, PoolShape, checked
+from levanter_infer.kernels.tpu import grouped
 from levanter_infer.kernels.tpu.decode import decode_attention
 from levanter_infer.kernels.tpu.kv_write import write_kv
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool
@@ -38,7 +39,7 @@ class TpuBackend(XlaBackend):
 
     name = "tpu"
     home = TPU
-    kernels = frozenset({Work.ATTENTION})
+    kernels = frozenset({Work.MATMUL, Work.ATTENTION})
     options = frozenset({"tiles"})
     pool_order = (0, 1, 3, 2, 4)
 
@@ -46,12 +47,19 @@ class TpuBackend(XlaBackend):
     def refusal(cls, task: Task) -> str | None:
         if task.device.platform != "tpu":
             return f"this engine runs on {task.device.platform}"
-        if not supports_dtype(task.dtype):
+        supported = grouped.supports_dtype if task.work is Work.MATMUL else supports_dtype
+        if not supported(task.dtype):
             return f"{task.stored} are {task.dtype}, which the kernel does not take"
         return None
 
     def configured(self, **options) -> "TpuBackend":
         return dataclasses.replace(self, tiles=options["tiles"]) if "tiles" in options else self
+
+    def grouped_linear(self, call: GroupedCall) -> list[Array]:
+        """By the kernel where it takes the shapes, and in blocks by XLA's matmul otherwise."""
+        if not grouped.supports(call):
+            return super().grouped_linear(call)
+        return grouped.grouped_matmul(call, interpret=_interpreter(self.interpret))
 
     def pool_shape(self, shape: PoolShape) -> tuple[int, int, int, int, int]:
         return shape.num_layers, shape.num_pages, _layout(shape).slabs, shape.page_size, LANES
@@ -61,8 +69,10 @@ class TpuBackend(XlaBackend):
 
     def write_kv(self, pool: Array, write: KvWrite) -> tuple[Array | None, Array]:
         # Under a `shard_map` these are the heads of one device.
-        layout = TpuPool(write.k.shape[1], write.k.shape[2], scaled=write.kv_dtype == jnp.int8)
-        sides = write.k, write.v
+        kv_heads, head_dim = write.k.shape[1:]
+        value_dim = head_dim if write.v is None else None
+        layout = TpuPool(kv_heads, head_dim, write.kv_dtype == jnp.int8, value_dim)
+        sides = (write.k,) if write.v is None else (write.k, write.v)
         packed = layout.pack(*(sides if layout.scaled else (rounded(side, write.kv_dtype) for side in sides)))
 
         def scatter(pages):
@@ -83,7 +93,8 @@ class TpuBackend(XlaBackend):
 
 
 def _layout(shape: PoolShape) -> TpuPool:
-    return TpuPool(shape.kv_heads, shape.head_dim, scaled=shape.dtype == jnp.int8)
+    value_dim = shape.head_dim if shape.is_latent else None  # how many of them does not change the layout
+    return TpuPool(shape.kv_heads, shape.head_dim, shape.dtype == jnp.int8, value_dim)
 
 
 def _check_pool(call: AttentionCall) -> None:
@@ -115,18 +126,17 @@ def tpu_attention(call: AttentionCall, tiles: Tiles | None = None, *, interpret:
     Args:
         tiles: None for those that `tiling.choose` gives.
         interpret: run in Pallas' interpreter, on a CPU, slowly, with its race detector; for tests.
-    Returns: [T, Hq, D], 0 for padding tokens.
+    Returns: `call.out_shape`, 0 for padding tokens.
     Raises: ValueError for pages of other dtypes.
     """
     if not supports_dtype(call.kv_dtype):
         raise ValueError(
             f'impl="tpu" reads pages of float32, bfloat16, float8_e4m3fn or int8, not {call.kv_dtype}; use "xla"'
         )
-    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan") if interpret else False
+    params = _interpreter(interpret)
     operand = _operand_dtype(call)
-    shape = TileShape(
-        generation(), call.kv_heads, call.q.shape[2], call.heads_per_kv_head, call.page_size, call.kv_dtype.name
-    )
+    heads = call.kv_heads, call.q.shape[2], call.heads_per_kv_head
+    shape = TileShape(generation(), *heads, call.page_size, call.kv_dtype.name, call.value_dim)
     tiles = choose(shape) if tiles is None else tiles
     out = decode_attention(call, tiles.decode, operand, interpret=params)
     q_lens = call.q_lens
@@ -143,6 +153,11 @@ def tpu_attention(call: AttentionCall, tiles: Tiles | None = None, *, interpret:
         _, out = jax.lax.while_loop(lambda carry: carry[0], with_prefill, (jnp.any(q_lens > 1), out))
     live = jnp.arange(call.num_tokens, dtype=jnp.int32) < call.cu_q_lens[call.num_seqs]
     return jnp.where(live[:, None, None], out, jnp.zeros((), out.dtype))
+
+
+def _interpreter(interpret: bool) -> pltpu.InterpretParams | bool:
+    """What `pallas_call` takes for it."""
+    return pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan") if interpret else False
 
 
 def _operand_dtype(call: AttentionCall) -> jnp.dtype:

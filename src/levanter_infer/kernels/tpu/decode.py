@@ -32,7 +32,7 @@ def decode_attention(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, int
     Args:
         operand: dtype of the matmuls' operands.
         interpret: as `pallas_call` takes it.
-    Returns: [T, Hq, D]; unspecified at the tokens of other rows.
+    Returns: `call.out_shape`; unspecified at the tokens of other rows.
     """
     pool = TpuPool.of(call)
     num_tokens, num_heads, _ = call.q.shape
@@ -56,8 +56,8 @@ def decode_attention(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, int
     q = jnp.pad(q, ((0, 0), (0, 0), (0, rows - q_rows), (0, 0), (0, 0))).swapaxes(2, 3)
     q = q.reshape(num_tokens, groups * pool.lane_tiles, rows, LANES)
     out = run_kernel(attend_decode, call, sizes, Inputs.of(call, q, by_group), interpret=interpret)
-    out = out.reshape(num_tokens, groups, pool.lane_tiles, rows, LANES).swapaxes(2, 3)[:, :, :q_rows]
-    return pool.unpack_outputs(out.reshape(num_tokens, groups, q_rows, pool.lane_tiles * LANES))
+    out = out.reshape(num_tokens, groups, pool.value_tiles, rows, LANES).swapaxes(2, 3)[:, :, :q_rows]
+    return pool.unpack_outputs(out.reshape(num_tokens, groups, q_rows, pool.value_tiles * LANES))
 
 
 def attend_decode(rows: Rows, inputs: Inputs, out_ref, scratch: Scratch, *, call: AttentionCall, sizes: Sizes):
@@ -100,6 +100,7 @@ def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, pr
     index, slot, tiles = pipeline.index(item), pipeline.slot(item), pipeline.sizes.pool.lane_tiles
     rules = dataclasses.replace(call.rules, sliding_window=pipeline.window)
     plain = rules.soft_cap is None and rules.alibi_slopes is None and rules.score_mod is None
+    value_tiles = sizes.pool.value_tiles
     is_first = pipeline.items[index, Item.IS_FIRST] == 1
     if subblock is None:
         pages, first_page = sizes.tile.pages, 0
@@ -168,12 +169,12 @@ def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, pr
         return weights.astype(sizes.operand), alpha
 
     def add_values(group, weights, alpha):
-        for t in range(tiles):
+        for t in range(value_tiles):
             values = load(sizes.values(group, t))
             if rules.mask_mod is not None:
                 seen = _seen_by_any(rules, sizes, start, q_pos[0, 0], width, functools.partial(head_of, group))
                 values = jnp.where(seen, values, jnp.zeros((), values.dtype))
-            tile = group * tiles + t
+            tile = group * value_tiles + t
             acc = jnp.where(is_first, f32(0), scratch.acc_ref[tile])
             scratch.acc_ref[tile] = acc * alpha + dot(weights, values, (((1,), (0,)), ((), ())))
 
@@ -205,7 +206,7 @@ def _seen_by_any(rules, sizes: Sizes, start, q_pos, width: int, head_of) -> Arra
 
 def _finish(sizes: Sizes, scratch: Scratch, slot) -> None:
     """Write the outputs of a query block, acc / l, into their buffer."""
-    tiles, out = sizes.pool.lane_tiles, scratch.out_buf
+    tiles, out = sizes.pool.value_tiles, scratch.out_buf
     for group in range(sizes.groups):
         denominator = jnp.sum(scratch.l_ref[group], axis=1, keepdims=True)
         scale = jnp.float32(1) / jnp.where(denominator == 0, jnp.float32(1), denominator)

@@ -183,15 +183,17 @@ def run_kernel(
             kernel's.
         q_starts: as of `Rows`.
         interpret: as `pallas_call` takes it.
-    Returns: the output, of the shape of `inputs.q`.
+    Returns: the output, of the shape of `inputs.q` but for its tiles of 128 lanes, which are those of values.
     """
     rows = Rows(call.seq_lens, call.cu_q_lens, scalars(call), has_unmapped_page(call), q_starts)
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     part = pl.BlockSpec((sizes.groups, sizes.rows, LANES), lambda part, *_: (part, 0, 0))
     per_head = {field: None if getattr(inputs, field) is None else part for field in ("sinks", "slopes")}
+    out_shape, tiles_axis = list(inputs.q.shape), 1 if sizes.tile.queries == 1 else 0
+    out_shape[tiles_axis] = sizes.out_tiles * sizes.tile.parts
     return pl.pallas_call(
         functools.partial(body, call=call, sizes=sizes),
-        out_shape=jax.ShapeDtypeStruct(inputs.q.shape, call.q.dtype),
+        out_shape=jax.ShapeDtypeStruct(out_shape, call.q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(sizes.tile.parts,),
@@ -511,18 +513,19 @@ class Pipeline:
     def _q_copy(self, index):
         slot = self.slot(self.items[index, Item.Q_BLOCKS_BEFORE])
         buf, sem = self.scratch.q_buf.at[slot], self.scratch.q_sem.at[slot]
-        return self._q_block_copy(
-            index, self.items[index, Item.NUM_QUERIES], lambda hbm, part: (hbm(self.inputs.q), part(buf), sem)
-        )
+        tokens, tiles = self.items[index, Item.NUM_QUERIES], self.sizes.q_tiles
+        return self._q_block_copy(index, tokens, tiles, lambda hbm, part: (hbm(self.inputs.q), part(buf), sem))
 
     def _out_copy(self, index, slot, tokens):
         buf, sem = self.scratch.out_buf.at[slot], self.scratch.out_sem.at[slot]
-        return self._q_block_copy(index, tokens, lambda hbm, part: (part(buf), hbm(self.out_ref), sem))
+        tiles = self.sizes.out_tiles
+        return self._q_block_copy(index, tokens, tiles, lambda hbm, part: (part(buf), hbm(self.out_ref), sem))
 
-    def _q_block_copy(self, index, tokens, ends) -> "_AsyncCopies":
-        """The copies of the queries or outputs of a query block, for this part of the heads. `ends(hbm, part)` returns
-        source, target and semaphore: `hbm` selects the query block from an array, `part` the same from a buffer."""
-        sizes, tiles, row = self.sizes, self.sizes.q_tiles, self.items[index, Item.ROW]
+    def _q_block_copy(self, index, tokens, tiles, ends) -> "_AsyncCopies":
+        """The copies of the queries or outputs of a query block, `tiles` of them for this part of the heads.
+        `ends(hbm, part)` returns source, target and semaphore: `hbm` selects the query block from an array, `part` the
+        same from a buffer."""
+        sizes, row = self.sizes, self.items[index, Item.ROW]
         own = pl.ds(self.part * tiles, tiles)
         if self.tile.queries == 1:
             whole = pltpu.make_async_copy(*ends(lambda ref: ref.at[self.q_starts[row], own], lambda buf: buf))
@@ -574,7 +577,7 @@ def zero_masked_values(pipeline: Pipeline, item: Array) -> None:
     sizes, kv, index, slot = pipeline.sizes, pipeline.kv, pipeline.index(item), pipeline.slot(item)
     first_key, end_key = pipeline.items[index, Item.FIRST_KEY], pipeline.items[index, Item.END_KEY]
     page_size, step = sizes.page_size, sizes.subblock_pages
-    slabs = [sizes.values(group, t) for group in range(sizes.groups) for t in range(sizes.pool.lane_tiles)]
+    slabs = [sizes.values(group, t) for group in range(sizes.groups) for t in range(sizes.pool.value_tiles)]
 
     def zero_page(j, _=None):
         for slab in slabs:

@@ -9,6 +9,10 @@ wider ones take several slabs.
     head_dim 64, 4 heads    k0 k1 | v0 v1 | k2 k3 | v2 v3
     head_dim 256, 1 head    k0 (0…127) | k0 (128…255) | v0 (0…127) | v0 (128…255)
 
+A pool of latents (`PoolShape.is_latent`) stores keys alone, and the first slabs of a head's keys are its values too:
+
+    576 numbers, 1 head     k0 (0…127) | k0 (128…255) | k0 (256…383) | k0 (384…511) | k0 (512…575)
+
 A pool of int8 has one slab more per page, with the codes of the scales (`kernels.int8`): lane 2 h for the keys of kv
 head h, lane 2 h + 1 for its values. It comes with the same copy.
 """
@@ -36,11 +40,13 @@ class TpuPool:
     head_dim: int
     scaled: bool = False
     """Whether the pool holds int8, with scales."""
+    value_dim: int | None = None
+    """Numbers of a key that are its value too, in a pool of latents; None: values are stored beside keys."""
 
     @staticmethod
     def of(call: AttentionCall) -> "TpuPool":
         """The layout of the pool that a call reads."""
-        return TpuPool(call.kv_heads, call.q.shape[2], scaled=call.kv_dtype == jnp.int8)
+        return TpuPool(call.kv_heads, call.q.shape[2], call.kv_dtype == jnp.int8, call.value_dim)
 
     def __post_init__(self):
         if self.scaled and 2 * self.kv_heads > LANES:
@@ -52,7 +58,7 @@ class TpuPool:
     @property
     def heads_per_group(self) -> int:
         """Kv heads that share a slab; 1 for a head_dim of 128 and more."""
-        fits = max(1, LANES // self.head_dim)
+        fits = 1 if self.value_dim is not None else max(1, LANES // self.head_dim)
         return max(n for n in range(1, fits + 1) if self.kv_heads % n == 0)
 
     @property
@@ -61,13 +67,23 @@ class TpuPool:
 
     @property
     def lane_tiles(self) -> int:
-        """Slabs per group for keys, and as many for values."""
+        """Slabs per group for keys, and as many for values that are stored."""
         return math.ceil(self.head_dim / LANES)
+
+    @property
+    def value_tiles(self) -> int:
+        """Slabs per group that are read as values."""
+        return self.lane_tiles if self.value_dim is None else math.ceil(self.value_dim / LANES)
+
+    @property
+    def sides(self) -> int:
+        """2 where keys and values are stored, 1 where keys alone are."""
+        return 2 if self.value_dim is None else 1
 
     @property
     def number_slabs(self) -> int:
         """Slabs per page that hold keys and values."""
-        return 2 * self.groups * self.lane_tiles
+        return self.sides * self.groups * self.lane_tiles
 
     @property
     def slabs(self) -> int:
@@ -78,26 +94,28 @@ class TpuPool:
         """Shape of the whole pool: [layers, page, slab, page_offset, lane]."""
         return num_layers, num_pages, self.slabs, page_size, LANES
 
-    def pack(self, k: Array, v: Array) -> Array:
+    def pack(self, *sides: Array) -> Array:
         """New keys and values in the layout of a page.
 
         Args:
-            k, v: [T, Hkv, D].
+            sides: keys and values, or keys alone, [T, Hkv, D] each.
         Returns: [T, slabs, 128], int8 if the pool is scaled; unused lanes are 0.
         """
         if self.scaled:
-            k, v = (jnp.concatenate(int8.encode(side), axis=-1) for side in (k, v))
-        return self.pack_stored(k, v)
+            sides = tuple(jnp.concatenate(int8.encode(side), axis=-1) for side in sides)
+        return self.pack_stored(*sides)
 
-    def pack_stored(self, k: Array, v: Array) -> Array:
+    def pack_stored(self, *sides: Array) -> Array:
         """`pack` for keys and values as other layouts store them: int8 with the code of the scale behind, [T, Hkv,
         D + 1]."""
-        num_tokens, codes = k.shape[0], []
+        assert len(sides) == self.sides
+        num_tokens, codes = sides[0].shape[0], []
         if self.scaled:
-            codes = jnp.stack([k[..., -1], v[..., -1]], axis=2).reshape(num_tokens, 1, 2 * self.kv_heads)
+            both = sides[0][..., -1], sides[-1][..., -1]
+            codes = jnp.stack(both, axis=2).reshape(num_tokens, 1, 2 * self.kv_heads)
             codes = [jnp.pad(codes, ((0, 0), (0, 0), (0, LANES - 2 * self.kv_heads)))]
-        sides = jnp.stack([self.pack_heads(side[..., : self.head_dim]) for side in (k, v)], axis=2)
-        return jnp.concatenate([sides.reshape(num_tokens, self.number_slabs, LANES), *codes], axis=1)
+        packed = jnp.stack([self.pack_heads(side[..., : self.head_dim]) for side in sides], axis=2)
+        return jnp.concatenate([packed.reshape(num_tokens, self.number_slabs, LANES), *codes], axis=1)
 
     def pack_heads(self, x: Array) -> Array:
         """[T, Hkv, D] -> [T, groups, lane_tiles, 128], for keys or values alone."""
@@ -107,14 +125,15 @@ class TpuPool:
         return x.reshape(x.shape[0], self.groups, self.lane_tiles, LANES)
 
     def unpack(self, tokens: Array) -> Array:
-        """The inverse of `pack`: [..., slabs, 128] -> [..., 2 * Hkv, D], heads interleaved k0, v0, k1, v1, …; int8 is
-        decoded to f32."""
-        leading = tokens.shape[:-2]
-        codes, tokens = tokens[..., -1, : 2 * self.kv_heads], tokens[..., : self.number_slabs, :]
-        sides = tokens.reshape(*leading, self.groups, 2, self.lane_tiles * LANES)
+        """The inverse of `pack`: [..., slabs, 128] -> [..., 2 * Hkv, D], heads interleaved k0, v0, k1, v1, …, or
+        of keys alone [..., Hkv, D]; int8 is decoded to f32."""
+        leading, count = tokens.shape[:-2], self.sides
+        codes = tokens[..., -1, : 2 * self.kv_heads : 2 // count]
+        tokens = tokens[..., : self.number_slabs, :]
+        sides = tokens.reshape(*leading, self.groups, count, self.lane_tiles * LANES)
         sides = sides[..., : self.heads_per_group * self.head_dim]
-        heads = sides.reshape(*leading, self.groups, 2, self.heads_per_group, self.head_dim)
-        heads = jnp.moveaxis(heads, -3, -2).reshape(*leading, 2 * self.kv_heads, self.head_dim)
+        heads = sides.reshape(*leading, self.groups, count, self.heads_per_group, self.head_dim)
+        heads = jnp.moveaxis(heads, -3, -2).reshape(*leading, count * self.kv_heads, self.head_dim)
         return int8.decode(heads, codes[..., None]) if self.scaled else heads
 
     def pack_queries(self, q: Array) -> Array:
@@ -136,9 +155,12 @@ class TpuPool:
         return q.reshape(*q.shape[:3], self.lane_tiles, LANES)
 
     def unpack_outputs(self, out: Array) -> Array:
-        """Head by head, the outputs of matmuls with slabs of values: [T, groups, rows, lane_tiles * 128] -> [T, Hq,
-        D]."""
+        """Head by head, the outputs of matmuls with slabs of values: [T, groups, rows, value_tiles * 128] -> [T, Hq,
+        size of values]."""
         num_tokens, groups, rows = out.shape[:3]
+        if self.value_dim is not None:
+            assert self.heads_per_group == 1, "latents of several heads in one slab"
+            return out.reshape(num_tokens, groups * rows, -1)[..., : self.value_dim]
         n = self.heads_per_group
         out = out[..., : n * self.head_dim].reshape(num_tokens, groups, n, rows // n, n, self.head_dim)
         own = [out[:, :, head, :, head] for head in range(n)]

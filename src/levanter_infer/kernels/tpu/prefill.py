@@ -32,7 +32,7 @@ def prefill_attention(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, in
     Args:
         operand: dtype of the matmuls' operands.
         interpret: as `pallas_call` takes it.
-    Returns: [T, Hq, D]; unspecified at the tokens of other rows.
+    Returns: `call.out_shape`; unspecified at the tokens of other rows.
     """
     pool = TpuPool.of(call)
     num_tokens, num_heads, _ = call.q.shape
@@ -58,9 +58,9 @@ def prefill_attention(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, in
         # Else XLA may put them in VMEM, where a copy is a loop of loads and stores.
         q = pltpu.with_memory_space_constraint(q, memory_space=pltpu.HBM)
     out = run_kernel(attend_prefill, call, sizes, Inputs.of(call, q, by_row), q_starts, interpret=interpret)
-    out = out.reshape(groups, pool.lane_tiles, -1, per_group, LANES).transpose(2, 0, 3, 1, 4)
+    out = out.reshape(groups, pool.value_tiles, -1, per_group, LANES).transpose(2, 0, 3, 1, 4)
     out = out.at[target].get(mode="clip")
-    return pool.unpack_outputs(out.reshape(num_tokens, groups, per_group, pool.lane_tiles * LANES))
+    return pool.unpack_outputs(out.reshape(num_tokens, groups, per_group, pool.value_tiles * LANES))
 
 
 def _aligned(call: AttentionCall, align: int) -> tuple[Array, Array, Array]:
@@ -136,6 +136,7 @@ def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, pr
     """
     sizes, inputs, scratch, f32 = pipeline.sizes, pipeline.inputs, pipeline.scratch, jnp.float32
     index, slot, tiles = pipeline.index(item), pipeline.slot(item), sizes.pool.lane_tiles
+    value_tiles = sizes.pool.value_tiles
     masked = subblock is not None
     pages, first_page = (sizes.subblock_pages, subblock * sizes.subblock_pages) if masked else (sizes.tile.pages, 0)
     width = pages * sizes.page_size
@@ -208,12 +209,12 @@ def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, pr
         return weights.astype(sizes.operand), alpha
 
     def add_values(group, stripe, weights, alpha):
-        for t in range(tiles):
+        for t in range(value_tiles):
             values = load(sizes.values(group, t))
             if rules.mask_mod is not None:
                 seen = _seen_by_any(rules, pipeline, item, group, start, width)
                 values = jnp.where(seen, values, jnp.zeros((), values.dtype))
-            at = group * tiles + t, rows_of(stripe)
+            at = group * value_tiles + t, rows_of(stripe)
             scratch.acc_ref[at] = scratch.acc_ref[at] * alpha + dot(weights, values, (((1,), (0,)), ((), ())))
 
     if masked:
@@ -256,7 +257,7 @@ def _seen_by_any(rules, pipeline: Pipeline, item, group: int, start, width: int)
 
 def _finish(sizes: Sizes, scratch: Scratch, slot) -> None:
     """Write the outputs of a query block, acc / l, into their buffer."""
-    tiles, out = sizes.pool.lane_tiles, scratch.out_buf
+    tiles, out = sizes.pool.value_tiles, scratch.out_buf
     for group in range(sizes.groups):
         denominator = jnp.sum(scratch.l_ref[group], axis=1, keepdims=True)
         scale = jnp.float32(1) / jnp.where(denominator == 0, jnp.float32(1), denominator)

@@ -37,7 +37,7 @@ class Scratch(NamedTuple):
     """Scratch memory of one grid step. `slots`, `pages` and `parts` are those of the `Tile`."""
 
     acc_ref: Any
-    """VMEM f32[q_tiles, rows, 128]: running sum of p · v."""
+    """VMEM f32[out_tiles, rows, 128]: running sum of p · v."""
     m_ref: Any
     """VMEM f32[groups, rows, 128]: running maximum, the same in all lanes."""
     page_ids_buf: Any
@@ -51,7 +51,7 @@ class Scratch(NamedTuple):
     kv_sem: Any
     """DMA semaphores [slots]; the copies of all pages of an item signal the same one."""
     out_buf: Any
-    """VMEM [OUT_SLOTS, q_tiles, rows, 128], the dtype of q: outputs of a query block."""
+    """VMEM [OUT_SLOTS, out_tiles, rows, 128], the dtype of q: outputs of a query block."""
     out_sem: Any
     """DMA semaphores [OUT_SLOTS]."""
     out_tokens: Any
@@ -104,6 +104,11 @@ class Sizes:
         return self.groups * self.pool.lane_tiles
 
     @property
+    def out_tiles(self) -> int:
+        """Tiles of 128 lanes per row of outputs of a part."""
+        return self.groups * self.pool.value_tiles
+
+    @property
     def heads_per_group(self) -> int:
         """Query heads per group."""
         return self.pool.heads_per_group * self.q_per_kv
@@ -111,7 +116,7 @@ class Sizes:
     @property
     def number_slabs(self) -> int:
         """Slabs per part that hold keys and values."""
-        return 2 * self.q_tiles
+        return self.pool.sides * self.q_tiles
 
     @property
     def slabs(self) -> int:
@@ -125,29 +130,29 @@ class Sizes:
 
     def keys(self, group: int, t: int) -> int:
         """Index of a slab of a group's keys."""
-        return 2 * group * self.pool.lane_tiles + t
+        return self.pool.sides * group * self.pool.lane_tiles + t
 
     def values(self, group: int, t: int) -> int:
         """Index of a slab of a group's values."""
-        return self.keys(group, t) + self.pool.lane_tiles
+        return self.keys(group, t) + (self.pool.sides - 1) * self.pool.lane_tiles
 
     def scratch(self, kv_dtype, q_dtype) -> Scratch:
         tile, dma = self.tile, pltpu.SemaphoreType.DMA
         page = (self.slabs, self.page_size, LANES)
-        block = (self.q_tiles, self.rows, LANES)
+        q_block, out_block = ((tiles, self.rows, LANES) for tiles in (self.q_tiles, self.out_tiles))
         per_group = pltpu.VMEM((self.groups, self.rows, LANES), jnp.float32)
         return Scratch(
-            acc_ref=pltpu.VMEM(block, jnp.float32),
+            acc_ref=pltpu.VMEM(out_block, jnp.float32),
             m_ref=per_group,
             page_ids_buf=pltpu.SMEM((tile.slots + 1, self.id_chunks, 1, LANES), jnp.int32),
             page_ids_sem=dma((tile.slots + 1,)),
             items=pltpu.SMEM((tile.slots + 1, 16), jnp.int32),
             kv_buf=pltpu.VMEM((tile.slots, tile.pages, *page), kv_dtype),
             kv_sem=dma((tile.slots,)),
-            out_buf=pltpu.VMEM((OUT_SLOTS, *block), q_dtype),
+            out_buf=pltpu.VMEM((OUT_SLOTS, *out_block), q_dtype),
             out_sem=dma((OUT_SLOTS,)),
             out_tokens=pltpu.SMEM((OUT_SLOTS,), jnp.int32),
-            q_buf=pltpu.VMEM((tile.slots, *block), self.operand),
+            q_buf=pltpu.VMEM((tile.slots, *q_block), self.operand),
             q_sem=dma((tile.slots,)),
             l_ref=per_group,
         )

@@ -50,6 +50,8 @@ class TileShape:
     q_per_kv: int
     page_size: int
     kv_dtype: str = "bfloat16"
+    value_dim: int | None = None
+    """As of `TpuPool`."""
 
     @property
     def cores(self) -> int:
@@ -57,7 +59,7 @@ class TileShape:
 
     @property
     def pool(self) -> TpuPool:
-        return TpuPool(self.kv_heads, self.head_dim, scaled=self.kv_dtype == "int8")
+        return TpuPool(self.kv_heads, self.head_dim, self.kv_dtype == "int8", self.value_dim)
 
     @property
     def page_bytes(self) -> int:

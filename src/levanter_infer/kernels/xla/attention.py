@@ -69,11 +69,11 @@ class _Blocks:
 
 
 def xla_attention(call: AttentionCall) -> Array:
-    """`ragged_paged_attention` in jnp. Returns: [T, Hq, D], 0 for padding tokens."""
+    """`ragged_paged_attention` in jnp. Returns: [T, Hq, D] (of latents [T, Hq, value_dim]), 0 for padding tokens."""
     num_tokens, num_rows, q_lens = call.num_tokens, call.num_rows, call.q_lens
     group_pages = min(-(-_GROUP_TOKENS // call.page_size), call.page_indices.shape[1])
     tiles = _Tiles(call, group_pages)
-    out = jnp.zeros_like(call.q)
+    out = jnp.zeros(call.out_shape, call.q.dtype)
     decode, prefill = lanes(num_tokens, num_rows, call.kv_heads, call.heads_per_kv_head, group_pages * call.page_size)
     passes = [(decode, q_lens == 1, num_rows)]
     if num_tokens > 1:
@@ -146,7 +146,7 @@ class _Tiles:
             row: i32[tile], row of each query block.
             q_pos: i32[tile, block_q], position of each query.
             live: bool[tile, block_q], which queries exist.
-        Returns: [tile, block_q, Hq, D].
+        Returns: [tile, block_q, Hq, size of values].
         """
         call, f32 = self.call, jnp.float32
         tile, block_q, num_heads, head_dim = queries.shape
@@ -162,7 +162,7 @@ class _Tiles:
         by_row, by_head = query.shape[:3], (tile, kv_heads, per_kv_head, block_q)
 
         def body(carry):
-            # by_row = [tile, Hkv, heads per kv head * block_q]: m and l are [*by_row, 1], acc is [*by_row, D].
+            # by_row = [tile, Hkv, heads per kv head * block_q]: m and l are [*by_row, 1], acc is [*by_row, value_dim].
             index, m_prev, l_prev, acc = carry
             kv_pos = (index * group + jnp.arange(group, dtype=jnp.int32)).reshape(1, 1, 1, 1, group)
             keys, values, mapped = self.load(row, index)
@@ -185,34 +185,39 @@ class _Tiles:
         else:
             m_init = jnp.broadcast_to(call.sinks.reshape(head.shape)[..., 0], by_head).reshape(*by_row, 1)
             l_init = jnp.ones((*by_row, 1), f32)
-        init = (start // group, m_init, l_init, jnp.zeros((*by_row, head_dim), f32))
+        value_dim = call.out_shape[2]
+        init = (start // group, m_init, l_init, jnp.zeros((*by_row, value_dim), f32))
         _, _, l_last, acc = jax.lax.while_loop(lambda carry: carry[0] * group < end, body, init)
-        result = (acc / jnp.where(l_last == 0, f32(1), l_last)).reshape(*by_head, head_dim)
-        return result.transpose(0, 3, 1, 2, 4).reshape(queries.shape).astype(queries.dtype)
+        result = (acc / jnp.where(l_last == 0, f32(1), l_last)).reshape(*by_head, value_dim)
+        result = result.transpose(0, 3, 1, 2, 4).reshape(tile, block_q, num_heads, value_dim)
+        return result.astype(queries.dtype)
 
     def load(self, row: Array, index: Array) -> tuple[Array, Array, Array]:
-        """Keys and values of page group `index` of each row, f32[tile, Hkv, tokens, D] each, and which of them are on a
-        page that is not none, bool[tile, tokens]."""
+        """Keys and values of page group `index` of each row, f32[tile, Hkv, tokens, D] each (values of latents are the
+        first numbers of their keys), and which of them are on a page that is not none, bool[tile, tokens]."""
         call = self.call
         num_pages, page_size, pairs, width = call.kv_pages.shape[1:]
         column = index * self.group_pages + jnp.arange(self.group_pages, dtype=jnp.int32)
         pages = call.page_indices.at[row[:, None], column[None, :]].get(mode="fill", fill_value=num_pages)
 
+        sides = 2 if call.value_dim is None else 1
+
         def by_head(pool, layer, pages):
             def gather(first):
-                pair = jnp.arange(first, pairs, 2, dtype=jnp.int32)[None, :, None]
+                pair = jnp.arange(first, pairs, sides, dtype=jnp.int32)[None, :, None]
                 stored = pool.at[layer, pages[:, None, :], :, pair].get(mode="clip")
-                return stored.reshape(row.shape[0], pairs // 2, -1, width)
+                return stored.reshape(row.shape[0], pairs // sides, -1, width)
 
-            return gather(0), gather(1)
+            return tuple(gather(side) for side in range(sides))
 
         def by_page(pool, layer, pages):
             stored = pool.at[layer, pages].get(mode="clip")
             stored = stored.reshape(row.shape[0], -1, pairs, width).transpose(0, 2, 1, 3)
-            return stored[:, 0::2], stored[:, 1::2]
+            return tuple(stored[:, side::sides] for side in range(sides))
 
         # Both gather from the full pool, because a slice of the layer would be a copy. `by_head` costs a third less on
         # a CPU; on a TPU it would make the compiler transpose the full pool.
-        keys, values = jax.lax.platform_dependent(call.kv_pages, call.layer, pages, cpu=by_head, default=by_page)
-        keys, values = decode_bits(keys, call.kv_dtype), decode_bits(values, call.kv_dtype)
+        stored = jax.lax.platform_dependent(call.kv_pages, call.layer, pages, cpu=by_head, default=by_page)
+        keys, *values = (decode_bits(side, call.kv_dtype) for side in stored)
+        values = values[0] if values else keys[..., : call.value_dim]
         return keys, values, jnp.repeat(pages < num_pages, page_size, axis=1)

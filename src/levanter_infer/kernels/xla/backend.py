@@ -1,5 +1,7 @@
 """The `xla` backend: XLA's own code, on any platform; and `reference`, the specification of attention."""
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,10 +11,11 @@ from jax import Array
 
 from levanter_infer.kernels import int8
 from levanter_infer.kernels.backend import Backend, Task
-from levanter_infer.kernels.call import AttentionCall, KvWrite, LinearCall, PoolShape, check_pool, checked
+from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall, PoolShape, check_pool, checked
 from levanter_infer.kernels.loops import run_if
 from levanter_infer.kernels.rules import decode_bits
 from levanter_infer.kernels.xla.attention import xla_attention
+from levanter_infer.kernels.xla.grouped import in_blocks, ragged_matmul
 from levanter_infer.kernels.xla.linear import from_bits, matmul, to_bits
 from levanter_infer.kernels.xla.reference import reference_attention
 
@@ -21,8 +24,9 @@ _BITS = {1: jnp.uint8, 2: jnp.uint16}
 
 @dataclass(frozen=True)
 class XlaBackend(Backend):
-    """Matmuls and attention in jnp. The pool is [layers, P, page_size, 2 * Hkv, D], heads interleaved k0, v0, k1, …;
-    pages of int8 are [..., D + 1], the code of each head's scale behind its integers (`kernels.int8`).
+    """Matmuls and attention in jnp. The pool is [layers, P, page_size, 2 * Hkv, D], heads interleaved k0, v0, k1, …,
+    and of latents [layers, P, page_size, Hkv, D]; pages of int8 are [..., D + 1], the code of each head's scale behind
+    its integers (`kernels.int8`).
 
     Where the platform wants integers for floats, the pool and the weights of layers hold the bits of 16- and 8-bit
     floats: XLA would convert the full pool at every scatter, and the full stack for every layer.
@@ -55,9 +59,16 @@ class XlaBackend(Backend):
 
         return [one(weight, num_outs) for weight, num_outs in zip(call.weights, call.num_outs, strict=True)]
 
-    def grouped_matmul(self, x: Array, weight: Array, counts: Array) -> Array:
-        matrices = jnp.swapaxes(from_bits(weight, x.dtype), 1, 2)
-        return jax.lax.ragged_dot(x, matrices, counts, preferred_element_type=jnp.float32)
+    def grouped_linear(self, call: GroupedCall) -> list[Array]:
+        """In blocks of a group's rows out of a stack; `jax.lax.ragged_dot` without one."""
+        return ragged_matmul(call) if call.layer is None else in_blocks(call, self.linear)
+
+    def combine(self, values: Array, places: Array, weights: Array, num_rows: Array | None) -> Array:
+        terms = [weights[:, i : i + 1] * values[places[:, i]] for i in range(places.shape[1])]
+        return functools.reduce(operator.add, terms)
+
+    def by_rows(self, compute: Callable, num_rows: Array | None, *rows: Array):
+        return compute(*rows)
 
     def take_rows(self, table: Array, indices: Array, num_ins: int, dtype) -> Array:
         return from_bits(table.at[indices].get(mode="fill", fill_value=0), dtype)
@@ -75,7 +86,7 @@ class XlaBackend(Backend):
 
     def pool_shape(self, shape: PoolShape) -> tuple[int, int, int, int, int]:
         width = shape.head_dim + (shape.dtype == jnp.int8)
-        return shape.num_layers, shape.num_pages, shape.page_size, 2 * shape.kv_heads, width
+        return shape.num_layers, shape.num_pages, shape.page_size, shape.heads_per_token, width
 
     def init_pool(self, shape: PoolShape) -> Array:
         dtype, stored = jnp.dtype(shape.dtype), jnp.dtype(shape.dtype)
@@ -85,8 +96,10 @@ class XlaBackend(Backend):
 
     def write_kv(self, pool: Array, write: KvWrite) -> tuple[Array | None, Array]:
         """One scatter of all tokens."""
-        pair = jnp.stack([write.k, write.v], axis=2)
-        flat = pair.reshape(pair.shape[0], 2 * pair.shape[1], pair.shape[3])
+        flat = write.k
+        if write.v is not None:
+            pair = jnp.stack([write.k, write.v], axis=2)
+            flat = pair.reshape(pair.shape[0], 2 * pair.shape[1], pair.shape[3])
         encoded = _encode(flat, write.kv_dtype, pool.dtype)
         return write.q, pool.at[write.layer, write.page, write.offset].set(encoded, mode="drop")
 

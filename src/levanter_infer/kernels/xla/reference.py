@@ -14,8 +14,8 @@ _TOKENS_AT_ONCE = 16
 def reference_attention(call: AttentionCall) -> tuple[Array, Array]:
     """The specification of `ragged_paged_attention`: a dense softmax.
 
-    Returns: the output [T, Hq, D], and the attention weights f32[T, Hq, max_pages * page_size]; the weights of a query
-        and head sum to 1, to less with `sinks`, to 0 where no key is seen.
+    Returns: the output [T, Hq, D], of latents [T, Hq, value_dim]; and the attention weights f32[T, Hq, max_pages *
+        page_size]; the weights of a query and head sum to 1, to less with `sinks`, to 0 where no key is seen.
     """
     num_tokens, num_q_heads, head_dim = call.q.shape
     num_pages, page_size, num_rows = call.kv_pages.shape[1], call.page_size, call.num_rows
@@ -23,7 +23,11 @@ def reference_attention(call: AttentionCall) -> tuple[Array, Array]:
     cu_q_lens, rules, sinks = call.cu_q_lens, call.rules, call.sinks
 
     gathered = call.kv_pages.at[call.layer, call.page_indices].get(mode="clip")
-    gathered = decode_bits(gathered, call.kv_dtype).reshape(num_rows, width, call.kv_heads, 2, head_dim)
+    gathered = decode_bits(gathered, call.kv_dtype).reshape(num_rows, width, call.kv_heads, -1, head_dim)
+    if call.value_dim is None:
+        stored = gathered[..., 0, :], gathered[..., 1, :]
+    else:
+        stored = gathered[..., 0, :], gathered[..., 0, : call.value_dim]
     mapped = jnp.repeat(call.page_indices < num_pages, page_size, axis=1)
 
     head = jnp.arange(num_q_heads, dtype=jnp.int32)[:, None]
@@ -39,8 +43,7 @@ def reference_attention(call: AttentionCall) -> tuple[Array, Array]:
         seen = jnp.broadcast_to(seen, (num_q_heads, width))
         # Unseen keys and values are set to 0; a weight of 0 would not suffice: 0 * NaN is NaN.
         keys, values = (
-            jnp.where(seen[:, :, None], gathered[row, :, :, pair][:, kv_head].transpose(1, 0, 2), jnp.float32(0))
-            for pair in (0, 1)
+            jnp.where(seen[:, :, None], side[row][:, kv_head].transpose(1, 0, 2), jnp.float32(0)) for side in stored
         )
         query = call.q[token].astype(jnp.float32)
         matmul = jnp.einsum("hd,hkd->hk", query, keys, precision="highest")

@@ -105,6 +105,7 @@ struct Kernels {
   void (*place_f32)(const PlaceArgs&, int64_t token, float* scratch);
   void (*place_bf16)(const PlaceArgs&, int64_t token, float* scratch);
   void (*row_stats)(const float* logits, int64_t size, float* peak, float* total, int32_t* best);
+  void (*add_weighted)(const float* x, float weight, int64_t size, bool first, float* y);
 };
 
 namespace generic {
@@ -326,6 +327,8 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
   return ffi::Error::Success();
 }
 
+#include "grouped.inc"
+
 // Arguments: q f32[tokens, query_heads, head_dim]; the pool, which the second result aliases; k, v
 // f32[tokens, kv_heads, head_dim]; cos, sin f32[tokens, head_dim / 2]; dests i32[tokens]; layer i32[]; then optionally
 // the weights [layers, head_dim] of the norms of q and of k. Results: q, and the pool.
@@ -500,6 +503,30 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_linear, levanter_infer::linear,
                                   .Attr<bool>("has_gate")
                                   .Attr<bool>("has_residual")
                                   .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_grouped_linear, levanter_infer::grouped_linear,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<std::string_view>("isa")
+                                  .Attr<bool>("has_norm")
+                                  .Attr<bool>("has_gate")
+                                  .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_combine, levanter_infer::combine,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<std::string_view>("isa"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_place_tokens, levanter_infer::place_tokens,
                               ffi::Ffi::Bind()

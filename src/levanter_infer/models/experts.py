@@ -1,0 +1,143 @@
+"""What families with experts read and write alike: which layers have experts, and DeepSeek-V3's keys and tensors."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from levanter_infer.layers.mlp import DenseBlock
+from levanter_infer.layers.moe import ExpertsBlock
+from levanter_infer.layers.router import Groups, Router, Score, SelectionBias
+from levanter_infer.models.config import DecoderConfig
+from levanter_infer.models.family import TENSOR_NAMES, Sizes
+from levanter_infer.models.hf_config import HfConfig
+from levanter_infer.models.tensors import Tensor, tensor_table
+
+
+def feed_forwards(
+    num_layers: int,
+    experts: ExpertsBlock,
+    dense: DenseBlock,
+    *,
+    first: int = 0,
+    last: int | None = None,
+    step: int = 1,
+    without: Collection[int] = (),
+) -> list[ExpertsBlock | DenseBlock]:
+    """The feed-forward block of each layer.
+
+    Args:
+        first, last: layers before the first and after the last are dense; last None: no layer is the last.
+        step: of the others, only every `step`-th layer has experts, counted from the model's first layer.
+        without: further dense layers.
+    """
+    last = num_layers - 1 if last is None else last
+
+    def has_experts(layer: int) -> bool:
+        return first <= layer <= last and (layer + 1) % step == 0 and layer not in without
+
+    return [experts if has_experts(layer) else dense for layer in range(num_layers)]
+
+
+def dense_layers(config: DecoderConfig) -> list[int]:
+    """The layers without experts."""
+    return [layer for layer, block in enumerate(config.blocks) if isinstance(block.feed_forward, DenseBlock)]
+
+
+def dense_width(config: DecoderConfig) -> int:
+    """Inner width of the layers without experts; where there is none, one that files may have all the same."""
+    parts = (block.feed_forward for block in config.blocks)
+    return next((part.width for part in parts if isinstance(part, DenseBlock)), config.hidden_size)
+
+
+def check_chosen(hf: HfConfig, key: str, chosen: int, experts: int) -> int:
+    """`chosen`, of this key. Raises: ValueError if it exceeds the number of experts."""
+    if chosen > experts:
+        raise hf.fail(key, f"at most the number of experts, {experts}")
+    return chosen
+
+
+def read_deepseek_experts(
+    hf: HfConfig, sizes: Sizes, *, experts: int, chosen: int, width: int, groups: tuple[int, int], scale: float
+) -> ExpertsBlock:
+    """Experts with DeepSeek-V3's router: sigmoids, a selection bias and groups. Args: HF's defaults."""
+    experts = hf.count("n_routed_experts", experts)
+    chosen = check_chosen(hf, "num_experts_per_tok", hf.count("num_experts_per_tok", chosen), experts)
+    width, num_shared = hf.count("moe_intermediate_size", width), hf.size("n_shared_experts", 1)
+    hf.only("scoring_func", "sigmoid")
+    hf.only("topk_method", "noaux_tc")
+    router = Router(
+        Score.SIGMOID,
+        normalize=hf.flag("norm_topk_prob", True),
+        sum_eps=1e-20,
+        scale=hf.number("routed_scaling_factor", scale),
+        selection_bias=SelectionBias.ON_SCORES,
+        groups=read_groups(hf, experts, chosen, groups),
+        exact_logits=True,
+    )
+    shared = num_shared * width or None
+    return ExpertsBlock(experts, chosen, width, router, sizes.activation, shared_width=shared)
+
+
+def read_groups(hf: HfConfig, experts: int, chosen: int, defaults: tuple[int, int]) -> Groups | None:
+    """The groups of experts; None where there is one group only. Args: defaults: HF's, of both keys."""
+    number = hf.count("n_group", defaults[0], null=1)
+    best = hf.count("topk_group", defaults[1], null=1)
+    if experts % number or best > number:
+        raise hf.fail("n_group", f"a divisor of the number of experts, {experts}, and at least topk_group={best}")
+    if experts // number * best < chosen:
+        raise hf.fail("topk_group", f"enough groups of {experts // number} experts for num_experts_per_tok={chosen}")
+    return None if best == number else Groups(number, best)
+
+
+def deepseek_experts_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """The inverse of `read_deepseek_experts`, and the number of dense layers at the beginning."""
+    keys = {"first_k_dense_replace": len(dense_layers(config)), "intermediate_size": dense_width(config)}
+    experts = config.experts
+    if experts is None:
+        return keys
+    groups = experts.router.groups or Groups(1, 1)
+    return {
+        **keys,
+        "n_routed_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_chosen,
+        "moe_intermediate_size": experts.width,
+        "n_shared_experts": (experts.shared_width or 0) // experts.width,
+        "norm_topk_prob": experts.router.normalize,
+        "routed_scaling_factor": experts.router.scale,
+        "n_group": groups.number,
+        "topk_group": groups.chosen,
+    }
+
+
+def expert_tensors(
+    block: str,
+    *others: Tensor,
+    router: str = "gate",
+    experts: str = "experts",
+    shared: str = "shared_experts",
+    names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+) -> tuple[Tensor, ...]:
+    """The lines of Llama, with experts beside the dense blocks: each in tensors of its own.
+
+    Args:
+        block: HF's name of the feed-forward block in a layer.
+        others: lines that stand for these, or beside them.
+        router, experts, shared: parts of the block.
+        names: HF's names of the maps of an expert.
+    """
+    prefix, maps = f"model.layers.{{layer}}.{block}", ("gate_proj", "up_proj", "down_proj")
+    dense = {path: name for path, name in TENSOR_NAMES.items() if path.startswith("layers.mlp.")}
+    lines = {path: name for path, name in TENSOR_NAMES.items() if path not in dense}
+    lines |= {f"layers.mlp.router.{kind}": f"{prefix}.{router}.{kind}" for kind in ("weight", "bias")}
+    lines |= {f"layers.mlp.shared.{name}.weight": f"{prefix}.{shared}.{name}.weight" for name in maps}
+    lines |= {
+        f"layers.mlp.{ours}.weight": f"{prefix}.{experts}.{{expert}}.{name}.weight"
+        for ours, name in zip(maps, names, strict=True)
+    }
+    of_dense = (Tensor(name.replace(".mlp.", f".{block}."), (path,)) for path, name in dense.items())
+    return (*of_dense, *tensor_table(lines, *others))
+
+
+SELECTION_BIAS = "layers.mlp.selection_bias"
+DEEPSEEK_EXPERT_TENSORS = expert_tensors(
+    "mlp", Tensor("model.layers.{layer}.mlp.gate.e_score_correction_bias", (SELECTION_BIAS,))
+)

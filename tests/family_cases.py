@@ -1,0 +1,94 @@
+"""One golden case for each family of the registry, and requests to serve it with."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import numpy as np
+
+from levanter_infer.checkpoints.load import load_model
+from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.engine import InferenceEngine
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import Request
+from levanter_infer.models.config import DecoderConfig
+from levanter_infer.models.decoder import DecoderModel
+from levanter_infer.models.registry import family_for
+from tests.golden_cases import NUM_GREEDY, GoldenCase, GoldenPrompt, case_names, load_case, write_checkpoint
+
+SIZES = {"page_size": 4, "max_pages": 40, "max_seqs": 4, "max_seq_len": 160, "max_step_tokens": 24}
+"""Chunks smaller than the longer prompts, pages smaller than the windows, a pool too small for all requests at once."""
+
+
+@functools.cache
+def case_of(model_type: str) -> str:
+    """The golden case of a family whose layers differ most; of several the first."""
+    names = [name for name in case_names() if load_case(name).config["model_type"] == model_type]
+    if not names:
+        raise ValueError(f"family {model_type} has no golden case; add one to scripts/golden/cases.py")
+    return max(names, key=lambda name: len(set(_config(name).blocks)))
+
+
+def _config(name: str) -> DecoderConfig:
+    raw = load_case(name).config
+    return family_for(raw).config_from_hf(raw)
+
+
+def load(case: GoldenCase, directory: Path) -> DecoderModel:
+    model, _ = load_model(write_checkpoint(directory, case), dtype="float32")
+    return model
+
+
+def make_engine(model: DecoderModel, *, mesh=None, **config) -> InferenceEngine:
+    """An engine that is batch invariant if the model can be served so, and leaves rounding to XLA otherwise."""
+    sizes = {**SIZES, **config}
+    try:
+        return InferenceEngine(model, config=EngineConfig(**sizes, numerics="batch_invariant"), mesh=mesh)
+    except ValueError as error:
+        if "batch_invariant" not in str(error):
+            raise
+    return InferenceEngine(model, config=EngineConfig(**sizes), mesh=mesh)
+
+
+def golden_prompts(case: GoldenCase) -> list[GoldenPrompt]:
+    """Prompts with a greedy continuation."""
+    return [prompt for prompt in case.prompts if len(prompt.greedy)]
+
+
+def golden_requests(case: GoldenCase) -> list[Request]:
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_GREEDY, ignore_eos=True, logprobs=0)
+    return [Request(prompt_token_ids=prompt.tokens.tolist(), sampling=greedy) for prompt in golden_prompts(case)]
+
+
+def sampled_requests(vocab_size: int) -> list[Request]:
+    """Prompts of which some begin alike, some shorter than a step and some longer, sampled."""
+    rng = np.random.default_rng(20)
+    common = rng.integers(0, vocab_size, 21).tolist()
+    made = []
+    for i, own in enumerate((5, 30, 9, 2, 17)):
+        ids = (common if i % 2 == 0 else []) + rng.integers(0, vocab_size, own).tolist()
+        sampling = SamplingParams(max_tokens=24 - 2 * i, n=1 + (i == 2), seed=i, temperature=1.0, logprobs=0)
+        made.append(Request(prompt_token_ids=ids, sampling=sampling))
+    return made
+
+
+def requests_for(case: GoldenCase, vocab_size: int) -> list[Request]:
+    """The golden prompts, and sampled requests."""
+    return golden_requests(case) + sampled_requests(vocab_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Tokens of one completion and their log probabilities."""
+
+    tokens: list[int]
+    logprobs: np.ndarray
+
+    def __getitem__(self, part: slice) -> "Sample":
+        return Sample(self.tokens[part], self.logprobs[part])
+
+
+def samples(output) -> list[Sample]:
+    """The completions of a result. Fails if it is an error."""
+    assert output.error is None, output.error
+    return [Sample(list(c.token_ids), np.asarray(c.logprobs, np.float32)) for c in output.completions]

@@ -1,0 +1,187 @@
+"""GrugMoE: each part that its config.json does not name acts, keys that are not implemented are refused, and both
+layouts of its experts are read. tests/models/test_hf_parity.py compares it with Levanter's own module."""
+
+import dataclasses
+import json
+
+import equinox as eqx
+import haliax as hax
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from levanter_infer.axes import POSITION
+from levanter_infer.checkpoints.load import load_model
+from levanter_infer.checkpoints.save import save_model
+from levanter_infer.layers.norm import NormConfig, RMSNorm
+from levanter_infer.layers.rotary import RopeConfig
+from levanter_infer.layers.router import Score, SelectionBias
+from levanter_infer.models.grug_moe import ROUTER, config_from_hf, config_to_hf
+from tests.golden_cases import load_case, make_weights, write_checkpoint
+
+CASE = load_case("grug_moe")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return load_model(write_checkpoint(tmp_path_factory.mktemp("grug"), CASE), dtype="float32")[0]
+
+
+def with_blocks(model, change):
+    config = dataclasses.replace(model.config, blocks=tuple(map(change, model.config.blocks)))
+    return dataclasses.replace(model, config=config)
+
+
+def with_mixer(**fields):
+    return lambda model: with_blocks(
+        model, lambda block: dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, **fields))
+    )
+
+
+def with_feed_forward(**fields):
+    return lambda model: with_blocks(
+        model, lambda block: dataclasses.replace(block, feed_forward=dataclasses.replace(block.feed_forward, **fields))
+    )
+
+
+def with_rope(rope: RopeConfig | None, is_long: bool):
+    def change(block):
+        ours = (block.mixer.window is None) is is_long
+        return dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, rope=rope)) if ours else block
+
+    return lambda model: with_blocks(model, change)
+
+
+def without(where):
+    """The model without a module."""
+    return lambda model: eqx.tree_at(where, model, None, is_leaf=lambda leaf: leaf is None)
+
+
+def ungated(where):
+    """The model with a norm that has lost its gate."""
+
+    def change(model):
+        gated = where(model)
+        return eqx.tree_at(where, model, RMSNorm(gated.weight, dataclasses.replace(gated.config, gate_rank=None)))
+
+    return change
+
+
+def with_qk_eps(model):
+    norm = RMSNorm(None, NormConfig(1.0, weight=False), over=("head_size",))
+    attention = lambda m: m.stacks[0].attention  # noqa: E731
+    return eqx.tree_at(lambda m: (attention(m).q_norm, attention(m).k_norm), model, (norm, norm))
+
+
+OPTIONS = {
+    "exclusive self-attention": with_mixer(exclusive=False),
+    "gate of each head": without(lambda m: m.stacks[0].attention.gate_proj),
+    "norm of queries": without(lambda m: m.stacks[0].attention.q_norm),
+    "norm of keys": with_qk_eps,
+    "half a head rotated": with_rope(RopeConfig(theta=100.0), is_long=False),
+    "no rope in long layers": with_rope(RopeConfig(theta=100.0, partial=0.5), is_long=True),
+    "gate of the embedding norm": ungated(lambda m: m.embedding_norm),
+    "embedding norm": without(lambda m: m.embedding_norm),
+    "gate of the norm before attention": ungated(lambda m: m.stacks[0].input_norm),
+    "gate of the norm before the experts": ungated(lambda m: m.stacks[0].mlp_norm),
+    "gate of the last norm": ungated(lambda m: m.norm),
+    "sigmoid": with_feed_forward(router=dataclasses.replace(ROUTER, score=Score.SOFTMAX)),
+    "sum of 2.5": with_feed_forward(router=dataclasses.replace(ROUTER, scale=1.0)),
+    "normalization": with_feed_forward(router=dataclasses.replace(ROUTER, normalize=False)),
+    "bias of the choice": without(lambda m: m.stacks[0].mlp.selection_bias),
+    "bias on logits": with_feed_forward(
+        router=dataclasses.replace(ROUTER, selection_bias=SelectionBias.ON_SCORES),
+    ),
+    "shared expert": without(lambda m: m.stacks[0].mlp.shared),
+}
+
+
+@eqx.filter_jit
+def forward(model, tokens):
+    return model(hax.named(tokens, POSITION)).array
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_part_moves_the_logits(option, model):
+    prompt = CASE.prompts[-1]
+    logits = np.asarray(forward(OPTIONS[option](model), prompt.tokens))[prompt.positions]
+    assert np.abs(logits - prompt.logits).max() > 1e-2 * prompt.scale
+
+
+def test_long_layers_are_every_fourth_and_the_last():
+    mixers = [block.mixer for block in config_from_hf(CASE.config).blocks]
+    assert [mixer.rope is None for mixer in mixers] == [False, False, False, True, False, True]
+    assert [mixer.window for mixer in mixers] == [6, 6, 6, None, 6, None]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("grugmoe_artifact_schema_version", 2, "expected 1 .Snowball.: schema 2 .Hero. is not implemented"),
+        ("grugmoe_attention_mode", "other", "grugmoe_attention_mode='other', expected 'production'"),
+        ("disable_pko", False, "disable_pko=False, expected True"),
+        ("disable_long_rope", False, "disable_long_rope=False, expected True"),
+        ("tie_word_embeddings", True, "tie_word_embeddings=True, expected False"),
+        ("rope_scaling", {"type": "linear", "factor": 2.0}, "rope_scaling=.*expected none"),
+        ("latent_dim", 64, "'latent_dim' .* is not known here"),
+        ("hidden_dim", 57, "hidden_dim=57 but hidden_size is also 56"),
+        ("num_experts_per_tok", 8, "num_experts_per_tok=8, expected at most num_experts=7"),
+    ],
+)
+def test_keys_that_are_not_implemented_are_refused_by_name(key, value, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_hf({**CASE.config, key: value})
+
+
+def test_names_of_older_exports_are_read():
+    older = {"hidden_size": "hidden_dim", "num_experts": "num_local_experts", "rms_norm_eps": "layer_norm_eps"}
+    older |= {"moe_intermediate_size": "intermediate_dim", "num_attention_heads": "num_heads"}
+    renamed = {older.get(key, key): value for key, value in CASE.config.items()}
+    assert config_from_hf(renamed) == config_from_hf(CASE.config)
+
+
+@pytest.mark.parametrize("qk_mult", [1.5703274004183786, 1.7, 0.1, 3.3333333])
+@pytest.mark.parametrize("head_dim", [24, 40, 128])
+def test_the_query_multiplier_is_written_as_it_was_read(qk_mult, head_dim):
+    config = config_from_hf({**CASE.config, "qk_mult": qk_mult, "head_dim": head_dim})
+    assert config_from_hf(config_to_hf(config)) == config
+    assert config_to_hf(config)["qk_mult"] == pytest.approx(qk_mult, rel=1e-15)
+
+
+def test_experts_apart_are_the_stacked_ones(model, tmp_path):
+    weights = make_weights(CASE.name, CASE.config)
+    apart = {}
+    for name, value in weights.items():
+        if ".experts." in name:
+            start, end = name.split(".experts.")
+            apart |= {f"{start}.experts.{i}.{end}": np.ascontiguousarray(each) for i, each in enumerate(value)}
+        else:
+            apart[name] = value
+    (tmp_path / "config.json").write_text(json.dumps(CASE.config))
+    save_file(apart, tmp_path / "model.safetensors")
+    found, _ = load_model(tmp_path)
+    assert all(np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (found, model)), strict=True))
+
+
+def test_the_bias_of_the_choice_stays_float32(tmp_path, model):
+    """As Levanter exports it beside bfloat16 weights; and it is saved so."""
+    weights = make_weights(CASE.name, CASE.config)
+    stored = {
+        name: value if name.endswith("router.bias") else value.astype(ml_dtypes.bfloat16)
+        for name, value in weights.items()
+    }
+    (tmp_path / "config.json").write_text(json.dumps(CASE.config))
+    save_file(stored, tmp_path / "model.safetensors")
+    half, _ = load_model(tmp_path)
+    bias = half.stacks[0].mlp.selection_bias.array
+    assert half.dtype == ml_dtypes.bfloat16 and bias.dtype == np.float32
+    np.testing.assert_array_equal(bias, model.stacks[0].mlp.selection_bias.array)
+    save_model(half, tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(again[name].tobytes() == value.tobytes() for name, value in stored.items())
+    # Rounding of bfloat16, through six layers and gates.
+    prompt = CASE.prompts[-1]
+    logits = np.asarray(forward(half, prompt.tokens))[prompt.positions]
+    assert np.abs(logits - prompt.logits).mean() < 0.02 * prompt.scale
