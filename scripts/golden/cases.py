@@ -829,7 +829,7 @@ CASES |= {
     ),
     "apertus_tied": Case(
         {**APERTUS, "tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 1, "head_dim": 16},
-        (9, 36),
+        (11, 38),
         {"attention_bias": False},
         changes=({"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},),
     ),
@@ -935,10 +935,10 @@ PHI = {
 }
 CASES |= {
     "phi": Case(
-        {**PHI, "partial_rotary_factor": 0.25, "qk_layernorm": True},
+        {**PHI, "qk_layernorm": True},
         (7, 41),
         {"partial_rotary_factor": 1.0},
-        changes=({"partial_rotary_factor": 0.5}, {"hidden_act": "relu"}, {"rope_theta": 10.0}),
+        changes=({"partial_rotary_factor": 1.0}, {"hidden_act": "relu"}, {"rope_theta": 10.0}),
     ),
     "phi_tied": Case(
         {**PHI, "tie_word_embeddings": True, "num_key_value_heads": None, "num_attention_heads": 5}
@@ -961,7 +961,7 @@ STARCODER2 = {
 }
 CASES |= {
     "starcoder2": Case(
-        {**STARCODER2, "tie_word_embeddings": True, "sliding_window": 6},
+        {**STARCODER2, "tie_word_embeddings": True, "sliding_window": 6, "hidden_size": 48, "num_attention_heads": 6},
         (7, 60),
         {"sliding_window": 7},
         changes=(NO_WINDOWS, {"hidden_act": "relu"}, {"rope_theta": 100.0}),

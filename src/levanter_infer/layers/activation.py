@@ -13,7 +13,6 @@ from haliax import Axis, NamedArray
 from jax import Array
 
 from levanter_infer.axes import SCALAR
-from levanter_infer.layers.stack import pick_layer
 
 
 class Activation(enum.Enum):
@@ -51,6 +50,10 @@ class Activation(enum.Enum):
             case Activation.XIELU:
                 raise AssertionError("xIELU has parameters; use Xielu")
 
+    def gated(self, gate: Array, up: Array) -> Array:
+        """The gated product, elementwise. Args: gate: not yet activated; up: the other factor."""
+        return self(gate) * up
+
 
 class Xielu(eqx.Module):
     """`a_p · x² + beta · x` above 0, and `a_n · (expm1(min(x, eps)) - x) + beta · x` below, with
@@ -73,12 +76,6 @@ class Xielu(eqx.Module):
         beta = 0.5
         return Xielu(full(_softplus_inverse(0.8)), full(_softplus_inverse(0.8 - beta)), full(beta), full(-1e-6))
 
-    def at(self, layer: Array) -> "Xielu":
-        """That of one layer of a stack."""
-        return jax.tree.map(
-            lambda part: pick_layer(part, layer), self, is_leaf=lambda part: isinstance(part, NamedArray)
-        )
-
     def __call__(self, x: Array) -> Array:
         """Elementwise, computed in float32. Requires: one layer. Returns: as `x`."""
         wide = x.astype(jnp.float32)
@@ -92,10 +89,6 @@ class Xielu(eqx.Module):
 
 def _softplus_inverse(value: float) -> float:
     return math.log(math.expm1(value))
-
-    def gated(self, gate: Array, up: Array) -> Array:
-        """The gated product, elementwise. Args: gate: not yet activated; up: the other factor."""
-        return self(gate) * up
 
 
 @dataclass(frozen=True)
