@@ -57,6 +57,8 @@ class Tensor:
     """Whether the experts of a layer are in one tensor, along its first axis."""
     unit_axis: bool = False
     """Whether the tensor has a first axis of size one beside those of its parameters."""
+    scalar: bool = False
+    """Whether the tensor is a number without axes."""
 
     def is_for(self, name: str) -> bool:
         """Whether the tensor `name` of a checkpoint is one of this line."""
@@ -145,12 +147,14 @@ class Parameter:
     """First size of the tensors, where they hold all experts of a layer."""
     unit_axis: bool = False
     """As of `Tensor`."""
+    scalar: bool = False
+    """Whether the tensors are numbers without axes, seen as [1]."""
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of the tensors."""
         lead = (1,) * self.unit_axis if self.num_experts is None else (self.num_experts,)
-        return (*lead, *self.slice.tensor_shape)
+        return () if self.scalar else (*lead, *self.slice.tensor_shape)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -213,6 +217,7 @@ def _parts(model: DecoderModel, tensor: Tensor, paths: Sequence[str], stack: Sta
             slice=Slice(rows, part, groups, columns, tensor.transposed),
             num_experts=experts if tensor.stacked_experts else None,
             unit_axis=tensor.unit_axis,
+            scalar=tensor.scalar,
         )
         for part, (path, line, array) in enumerate(zip(paths, tensor.parameters, arrays, strict=True))
     )
