@@ -120,7 +120,7 @@ def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any])
         for param in params:
             dtype = np.dtype(get_parameter(types, param.path).dtype)
             model = set_parameter(model, param.path, _read(param, tensors, dtype, layout))
-        if head in tensors:
+        if head is not None and head in tensors:
             _check_tied(tensors[head], tensors[family.tensor_of("embeddings.weight")])
         return model if layout is None else model.shard_as(layout)
 

@@ -313,8 +313,9 @@ def windows_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 def ropes_by_kind_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """`rope_parameters` with an entry for full and for sliding layers, as transformers 5 writes it."""
-    mixers = (block.mixer for block in config.blocks)
-    ropes = {FULL if mixer.window is None else SLIDING: mixer.rope for mixer in mixers if mixer.rope is not None}
+    ropes = {
+        FULL if mixer.window is None else SLIDING: mixer.rope for mixer in config.kv_attention if mixer.rope is not None
+    }
     longest = config.max_position_embeddings
     return {"rope_parameters": {kind: rope_parameters(rope, longest) for kind, rope in ropes.items()}}
 
