@@ -120,7 +120,7 @@ class DecoderLayer(eqx.Module):
 
 
 def _init_mixer(
-    batch: tuple[Axis, ...], embed: Axis, block: Mixer, *, key: Array, dtype
+    batch: tuple[Axis, ...], embed: Axis, block: Mixer, *, key: Array | None, dtype
 ) -> Attention | LatentAttention:
     if isinstance(block, LatentAttentionBlock):
         return LatentAttention.init(batch, embed, block, key=key, dtype=dtype)
