@@ -1,7 +1,8 @@
 """Programs to compile for a TPU and look at, for scripts/tpu_schedule.py and tools of its kind.
 
-`decode`, `prefill` and `mixed` are one call of the attention entry; `program` is the engine's own round, without sinks
-and attention_chunk. All take
+`experts` is one matrix of a layer of experts for all tokens of a step: tokens=, num_experts=, chosen=experts of a
+token, ins= and outs= (defaults: the gate of Qwen3-30B-A3B at 64 tokens), impl=backend. `decode`, `prefill` and `mixed`
+are one call of the attention entry; `program` is the engine's own round, without sinks and attention_chunk. These take
 
     heads=(query heads, kv heads, head size) of one chip, page=tokens of a page, seqs=sequences, context=tokens of each,
     tokens=query tokens of the step, kv_dtype=, window=, sinks=whether the heads have attention sinks,
@@ -28,7 +29,7 @@ from levanter_infer.engine.backend_choice import BackendChoice  # noqa: E402
 from levanter_infer.engine.config import EngineConfig  # noqa: E402
 from levanter_infer.engine.mesh import make_mesh  # noqa: E402
 from levanter_infer.engine.runner import programs_for, round_types, shapes_for  # noqa: E402
-from levanter_infer.kernels.call import AttentionCall, PoolShape  # noqa: E402
+from levanter_infer.kernels.call import AttentionCall, GroupedCall, PoolShape  # noqa: E402
 from levanter_infer.kernels.registry import make_backend  # noqa: E402
 from levanter_infer.kernels.rules import ScoreRules  # noqa: E402
 from levanter_infer.kernels.tpu.tiling import Tiles, TileShape, choose, generation  # noqa: E402
@@ -67,6 +68,23 @@ def prefill(mesh, *, heads=(32, 8, 128), page=64, seqs=1, context=8192, tokens=2
 def mixed(mesh, *, heads=(32, 8, 128), page=64, seqs=64, context=8192, tokens=512, **options):
     """Many sequences, some with one query and some with many."""
     return _call(heads=heads, page=page, seqs=seqs, context=context, tokens=tokens, **options)
+
+
+def experts(mesh, *, tokens=64, num_experts=128, chosen=8, ins=2048, outs=768, dtype="bfloat16", impl="tpu"):
+    """A grouped matmul out of a stack of LAYERS layers."""
+
+    def call(x, weight, counts, rows, layer):
+        arguments = GroupedCall(x, counts, [weight], [outs], rows=rows, layer=layer)
+        return make_backend(impl, "tpu").grouped_linear(arguments)
+
+    i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    return call, (
+        jax.ShapeDtypeStruct((tokens, ins), dtype),
+        jax.ShapeDtypeStruct((LAYERS, num_experts, outs, ins), dtype),
+        i32((num_experts,)),
+        i32((tokens * chosen,)),
+        i32(()),
+    )
 
 
 def _call(

@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +96,7 @@ class CpuBackend(XlaBackend):
         used = jnp.int32(places.shape[0]) if num_rows is None else num_rows
         return bindings.weighted_sum(values, places, weights, used, isa_name=self.isa)
 
-    def by_rows(self, compute: Callable, num_rows: Array | None, *rows: Array):
+    def by_rows(self, compute: Callable, num_rows: Array | None, *rows: Array) -> Any:
         """One row after the other, because XLA's code for many may round one as it does not round another. Rows that
         do not count give zeros."""
         count = rows[0].shape[0]

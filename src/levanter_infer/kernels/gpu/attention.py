@@ -209,7 +209,7 @@ def _attend(_, refs: dict, *out_refs, call: AttentionCall, tile: Tile) -> None:
         dims = [jnp.arange(_side(size), dtype=jnp.int32) for _, size in parts]
 
         def in_heads(mask: Array, part: int = 0) -> Array:
-            """The mask bool[n] broadcast to a load or store of [n, numbers of a part]; values have as many as the first."""
+            """The mask bool[n] broadcast to a load or store of [n, numbers of a part]; values are of part 0."""
             mask, dim, (_, size) = mask[:, None], dims[part], parts[part]
             return mask if dim.shape[0] == size else mask & (dim < size)[None, :]
 
