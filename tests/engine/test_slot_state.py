@@ -17,8 +17,10 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
+from levanter_infer.models.decoder import DecoderModel
+from levanter_infer.models.registry import family_for
 from tests.golden_cases import load_case
-from tests.tiny_models import tiny_model, uncached_greedy, uncached_logprobs
+from tests.tiny_models import uncached_greedy, uncached_logprobs
 
 FAMILIES = ("lfm2", "qwen3_5")
 LENGTH = 96
@@ -27,8 +29,9 @@ TOLERANCE = 1e-3
 
 @functools.cache
 def model_of(name: str):
-    config = load_case(name).config
-    model = tiny_model(**{**config, "vocab_size": 61, "initializer_range": 0.02})
+    raw = {**load_case(name).config, "vocab_size": 61}
+    model = DecoderModel.init(family_for(raw).config_from_hf(raw), key=jax.random.key(0))
+    model = jax.tree.map(lambda leaf: 3 * leaf, model)
     rng = np.random.default_rng(1)  # decays and skips other than one
 
     def moved(leaf):

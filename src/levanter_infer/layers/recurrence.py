@@ -73,14 +73,14 @@ def block(state: Array, x: TokenInputs) -> tuple[Array, Array]:
     q, k, v = (jnp.swapaxes(each, 0, 1) for each in (x.q, x.k, x.v))  # [head, token, size]
     total = jnp.cumsum(x.log_decay.T, axis=1)  # [head, token]
     num = total.shape[1]
-    later = jnp.tril(jnp.ones((num, num), bool))
+    later = jnp.tril(jnp.ones((1, num, num), bool))
     # Of differences above the diagonal the exponential may overflow, and infinity times zero is no number.
     decay = jnp.exp(jnp.where(later, total[:, :, None] - total[:, None, :], -jnp.inf))
     delta = v
     if x.beta is not None:
         beta = x.beta.T[..., None]
         remembered = jnp.exp(total)[..., None] * _matmul("htk,hkv->htv", k, state)
-        system = jnp.tril(beta * decay * _matmul("htk,hsk->hts", k, k), -1) + jnp.eye(num, dtype=jnp.float32)
+        system = jnp.tril(beta * decay * _matmul("htk,hsk->hts", k, k), -1)  # of its diagonal of ones
         delta = jax.lax.linalg.triangular_solve(
             system, beta * (v - remembered), left_side=True, lower=True, unit_diagonal=True
         )
