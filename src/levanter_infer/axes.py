@@ -16,6 +16,7 @@ MLP = "mlp"  # inner width of the feed-forward block
 EXPERT = "expert"  # feed-forward blocks of which each token uses a few; also the mesh axis over which they are sharded
 NORM_GATE = "norm_gate"  # inner width of the gate of a norm
 SHARED_GATE = "shared_gate"  # the one number by which the result of a shared expert is multiplied
+SCALAR = "scalar"  # the one number of a parameter that is a number
 VOCAB = "vocab"  # token ids
 KV_HEADS = "kv_head"  # key/value heads
 Q_HEADS_PER_GROUP = "q_heads_per_group"  # query heads that share one key/value head

@@ -9,16 +9,17 @@ from jax import Array
 
 from levanter_infer.axes import ROW, ROW_BOUND, SEQ_PAGE, TOKEN
 from levanter_infer.cache.arrays import gather, replace, scatter, scatter_add
-from levanter_infer.cache.batch_info import PageBatchInfo
+from levanter_infer.cache.batch_info import PageBatchInfo, WindowBatch
 from levanter_infer.cache.cache import Cache
 from levanter_infer.cache.page_math import offset_of, page_of, pages_for
 from levanter_infer.cache.page_table import ragged_index
 from levanter_infer.cache.score_pages import ScorePages
+from levanter_infer.cache.window_pages import WindowPages
 from levanter_infer.decode.admission_policy import update_length_estimate
 from levanter_infer.decode.beams import BeamRows, search
 from levanter_infer.decode.codes import ERROR, LENGTH, STOP
 from levanter_infer.decode.outputs import OutputRing
-from levanter_infer.decode.paging import fork_when_ready, forked_slots, free_pages_for_finished
+from levanter_infer.decode.paging import fork_when_ready, forked_slots, free_pages_for_finished, leave_behind
 from levanter_infer.decode.prefix import insert_prefix
 from levanter_infer.decode.routes import RouteTable
 from levanter_infer.decode.sampling import History, LogitStats, SampleOutput, sample, stop_match
@@ -41,7 +42,7 @@ def step(model, state: GenState, ring: OutputRing, shapes: Shapes, attention: At
     Returns: the new state and ring.
     """
     decode, plan, source, target = schedule(state.decode, shapes)
-    cache, scores = copy_on_write(state, source, target, shapes)
+    cache, scores = copy_on_write(replace(state, decode=decode), source, target, shapes)
     cache, routes, hidden = forward(model, decode, cache, state.routes, plan, shapes, attention)
     scores, hidden = score_prompts(model, decode, scores, hidden, plan, shapes)
     sampled = sample_rows(model, decode, hidden, plan, shapes)
@@ -59,12 +60,17 @@ def copy_to_forks(cache: Cache, before: SequenceTable, after: SequenceTable) -> 
 
 
 def copy_on_write(state: GenState, source: Array, target: Array, shapes: Shapes) -> tuple[Cache, ScorePages | None]:
-    """Copy the pages `source` to `target`, i32[seq] each, with their scores; absent pairs are ignored."""
+    """Copy the pages `source` to `target`, i32[seq] each, with their scores; absent pairs are ignored.
+
+    Args: state: with the tables in which the targets are allocated.
+    """
 
     def copied(pools):
         cache, scores = pools
         pairs = _compact(source, target, shapes)
-        return cache.copy_pages(*pairs), copy_scores(scores, *pairs)
+        # A copied page keeps its window page at least until the next step allocates some.
+        of_windows = [(each.of(pairs[0]), each.of(pairs[1])) for each in state.decode.windows]
+        return cache.copy_pages([pairs, *of_windows]), copy_scores(scores, *pairs)
 
     copies = jnp.any(target < shapes.num_pages)
     return run_if(copies, copied, (state.cache, state.scores))
@@ -185,6 +191,14 @@ def batch_info(state: DecodeState, plan: StepPlan, shapes: Shapes) -> PageBatchI
     dests = jnp.where(valid, page * size + offset_of(position, size), shapes.num_pages * size)
     seq_lens = gather(computed + plan.take, slots, 0)
     page_indices = gather(table.page_indices, slots, shapes.num_pages)
+
+    def of_window(each: WindowPages) -> WindowBatch:
+        column = jnp.arange(page_indices.shape[1], dtype=jnp.int32)[None, :]
+        seen = column >= each.first_column(gather(computed, slots, 0))[:, None]
+        pages = jnp.where(seen, each.of(page_indices), each.num_pages)
+        dests = jnp.where(valid, each.of(page) * size + offset_of(position, size), each.num_pages * size)
+        return WindowBatch(hax.named(pages, (ROW, SEQ_PAGE)), hax.named(dests, (TOKEN,)))
+
     return PageBatchInfo(
         tokens=hax.named(gather(table.tokens, (slot, position), 0), (TOKEN,)),
         positions=hax.named(position, (TOKEN,)),
@@ -195,6 +209,7 @@ def batch_info(state: DecodeState, plan: StepPlan, shapes: Shapes) -> PageBatchI
         num_seqs=hax.named(plan.num_rows, ()),
         new_token_dests=hax.named(dests, (TOKEN,)),
         page_size=size,
+        windows=tuple(of_window(each) for each in state.windows),
     )
 
 
@@ -229,6 +244,7 @@ def append(
     state = replace(
         state, sequences=replace(table, tokens=tokens, seq_lens=seq_lens, num_computed=computed), counters=counters
     )
+    state = leave_behind(state, table.num_computed)
     state = insert_prefix(state, shapes, may_insert(state, filled, shapes), finished & (reasons == ERROR))
     ring = ring.push(emits, slots, sampled)
     beam_rows = BeamRows(slots, searches, sampled.candidates)

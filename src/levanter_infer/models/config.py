@@ -33,6 +33,10 @@ class DecoderConfig:
     norm: NormConfig
     """Norm of the last hidden states, before the head."""
     tie_word_embeddings: bool = False
+    head_bias: bool = False
+    """Whether the head has a bias, even where its weight is that of the embeddings."""
+    learnt_positions: bool = False
+    """Whether each of `max_position_embeddings` positions has an embedding, added to that of its token."""
     embedding_multiplier: float = 1.0
     """Factor of the embeddings, in the dtype of the parameters."""
     embedding_norm: NormConfig | None = None
@@ -99,6 +103,11 @@ class DecoderConfig:
     def windows(self) -> tuple[int | None, ...]:
         """Sliding window of every layer; None sees everything, or does not attend."""
         return tuple(block.attention and block.attention.window for block in self.blocks)
+
+    @property
+    def position_limit(self) -> int | None:
+        """Tokens of the longest sequence that the model can compute; None: there is no limit."""
+        return self.max_position_embeddings if self.learnt_positions else None
 
     @property
     def num_layers(self) -> int:
@@ -188,7 +197,8 @@ class DecoderConfig:
     @property
     def num_parameters(self) -> int:
         """Parameters of the model, from the sizes alone."""
-        tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        rows = self.vocab_size * (1 if self.tie_word_embeddings else 2) + (self.position_limit or 0)
+        tables = rows * self.hidden_size + self.vocab_size * self.head_bias
         counts = collections.Counter(self.blocks).items()
         layers = sum(n * block.num_parameters(self.hidden_size) for block, n in counts)
         norms = (norm for norm in (self.embedding_norm, self.norm) if norm is not None)

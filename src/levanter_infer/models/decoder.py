@@ -165,6 +165,8 @@ class DecoderModel(eqx.Module):
     norm: RMSNorm
     lm_head: Linear | None
     """[vocab, embed]; None where the embeddings serve as head."""
+    position_embeddings: Linear | None
+    """[position, embed]: its rows are added to the embeddings; None: positions are not learnt."""
     embedding_norm: RMSNorm | None
     """Norm of the embeddings."""
     config: DecoderConfig = eqx.field(static=True)
@@ -184,12 +186,14 @@ class DecoderModel(eqx.Module):
         """
         embed_key, layers_key, head_key = split_key(key, 3)
         vocab, embed = Axis(VOCAB, config.vocab_size), Axis(EMBED, config.hidden_size)
+        positions = Axis(POSITION, config.max_position_embeddings)
 
-        def table(key: Array | None) -> Linear:
+        def table(key: Array | None, rows: Axis = vocab, bias: bool = False) -> Linear:
+            zeros = hax.zeros(rows, dtype=dtype) if bias else None
             if key is None:
-                return Linear(weight=hax.zeros((vocab, embed), dtype=dtype), bias=None, num_in=1)
-            weight = hax.random.normal(key, (vocab, embed), dtype=jnp.float32) * jnp.float32(0.02)
-            return Linear(weight=weight.astype(dtype), bias=None, num_in=1)
+                return Linear(weight=hax.zeros((rows, embed), dtype=dtype), bias=zeros, num_in=1)
+            weight = hax.random.normal(key, (rows, embed), dtype=jnp.float32) * jnp.float32(0.02)
+            return Linear(weight=weight.astype(dtype), bias=zeros, num_in=1)
 
         def stacked(index: int, stack: Stack) -> DecoderLayer:
             key = layers_key
@@ -198,10 +202,11 @@ class DecoderModel(eqx.Module):
             return DecoderLayer.init((Axis(LAYERS, len(stack.layers)),), embed, stack.block, key=key, dtype=dtype)
 
         return DecoderModel(
-            embeddings=table(embed_key),
+            embeddings=table(embed_key, bias=config.head_bias and config.tie_word_embeddings),
             stacks=tuple(stacked(i, stack) for i, stack in enumerate(config.stacks)),
             norm=init_norm((), embed, config.norm, key=head_key, dtype=dtype),
-            lm_head=None if config.tie_word_embeddings else table(head_key),
+            lm_head=None if config.tie_word_embeddings else table(head_key, bias=config.head_bias),
+            position_embeddings=table(layers_key, positions) if config.learnt_positions else None,
             embedding_norm=config.embedding_norm
             and init_norm((), embed, config.embedding_norm, key=embed_key, dtype=dtype),
             config=config,
@@ -217,7 +222,7 @@ class DecoderModel(eqx.Module):
     @property
     def dtype(self) -> jnp.dtype:
         """Dtype of the parameters, in whatever form they are stored."""
-        return self.norm.weight.dtype
+        return self.embeddings.dtype
 
     @property
     def activation_dtype(self) -> jnp.dtype:
@@ -227,7 +232,7 @@ class DecoderModel(eqx.Module):
     @property
     def embed(self) -> Axis:
         """Axis of the hidden states."""
-        return self.norm.weight.axes[0]
+        return self.embeddings.ins[0]
 
     @property
     def vocab(self) -> Vocabulary:
@@ -304,12 +309,15 @@ class DecoderModel(eqx.Module):
             attention: `score_mod` and `mask_mod` act as in the paged forward. `max_seq_len` None is the size of the
                 position axis; only length-dependent ropes look at it (layers/rotary.py).
         Returns: [..., position, embed].
+        Raises: ValueError for more positions than a model with learnt ones has.
         """
         tokens = tokens.rearrange((..., POSITION))
-        num_positions = tokens.axis_size(POSITION)
+        num_positions, limit = tokens.axis_size(POSITION), self.config.position_limit
+        if limit is not None and num_positions > limit:
+            raise ValueError(f"a sequence of {num_positions} tokens: the model has learnt {limit} positions only")
         positions = hax.arange(tokens.resolve_axis(POSITION), dtype=jnp.int32)
         inputs = self._inputs(positions, attention, attention.max_seq_len or num_positions)
-        x = self._embed(tokens)
+        x = self._embed(tokens, positions)
         for group in self.config.groups:
             places = [self.config.stored_at(group, offset) for offset in range(len(group.period))]
             period = functools.partial(_plain_period, group=group, places=places, inputs=inputs)
@@ -387,7 +395,7 @@ class DecoderModel(eqx.Module):
                     inputs=inputs(block),
                     kv=cache.pools[pool],  # type: ignore[arg-type]
                     layer=number,
-                    batch=batch,
+                    batch=batch.in_group(cache.groups[pool]),
                 )
             else:
                 mix = functools.partial(
@@ -404,7 +412,7 @@ class DecoderModel(eqx.Module):
                 chosen = chosen.at[_index(first, stride, repeat, further)].set(seen.pop())
             return x, cache, chosen
 
-        carry = self._embed(batch.tokens), cache, chosen
+        carry = self._embed(batch.tokens, batch.positions), cache, chosen
         for group in self.config.groups:
             body = functools.partial(run, group)
             if group.repeats > 1:
@@ -432,12 +440,15 @@ class DecoderModel(eqx.Module):
             values = cap * jnp.tanh(values / cap)
         return NamedArray(self.vocab.without_padding(values), logits.axes)
 
-    def _embed(self, tokens: NamedArray) -> NamedArray:
+    def _embed(self, tokens: NamedArray, positions: NamedArray) -> NamedArray:
         rows = self.shard_axis.sum(self.embeddings.take_rows(self.vocab.local(tokens.array), self.dtype))
         rows = rows.astype(self.activation_dtype)
         if self.config.embedding_multiplier != 1:
             rows = rows * jnp.asarray(self.config.embedding_multiplier, self.dtype).astype(rows.dtype)
         embedded = NamedArray(rows, (*tokens.axes, self.embed))
+        if self.position_embeddings is not None:
+            learnt = self.position_embeddings.take_rows(positions.array, self.dtype).astype(rows.dtype)
+            embedded = embedded + NamedArray(learnt, (*positions.axes, self.embed))
         return embedded if self.embedding_norm is None else self.embedding_norm(embedded)
 
     def _inputs(self, positions: NamedArray, spec: AttentionSpec, rope_len: int) -> Callable[[Block], AttentionInputs]:

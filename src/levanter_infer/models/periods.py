@@ -23,8 +23,8 @@ class Group(Generic[Item]):
     """One item per layer, in their order."""
     repeats: int
     runs: tuple[int, ...] | None = None
-    """How many equal layers, one after the other, each body of the period computes in a loop of its own; None: every
-    layer has a body."""
+    """Equal layers one after the other that each body of the period computes, in a loop of its own; None: every layer
+    has a body."""
 
     @property
     def bodies(self) -> tuple[tuple[int, int], ...]:
