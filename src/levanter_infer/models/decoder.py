@@ -499,7 +499,7 @@ def _plain_period(
         layer = stacks[stack] if stride == 1 else _map_arrays(functools.partial(_entry, seen[stack]), stacks[stack])
         seen[stack] += 1
         if layer.recurrent is None:
-            mix = functools.partial(layer.attention.dense, inputs=inputs(block))
+            mix = functools.partial(layer.attention.dense, inputs=inputs(block))  # type: ignore[union-attr]
         else:
             mix = functools.partial(layer.recurrent.dense, block=block.recurrent)
         x, _ = layer(x, block, mix)
