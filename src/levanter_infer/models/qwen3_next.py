@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from levanter_infer.layers.attention import AttentionBlock
 from levanter_infer.layers.delta_net import DeltaNetBlock
 from levanter_infer.layers.mlp import DenseBlock
 from levanter_infer.layers.moe import ExpertsBlock
@@ -73,9 +72,7 @@ def read_mixers(hf: HfConfig, sizes: Sizes) -> list:
 
 def mixers_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The keys of mixers, and those that all families have."""
-    attention = config.attention[0]
-    assert isinstance(attention, AttentionBlock)
-    keys = {"attention_bias": attention.qkv_bias}
+    keys = {"attention_bias": config.kv_attention[0].qkv_bias}
     delta_net = next((b.recurrent for b in config.blocks if isinstance(b.recurrent, DeltaNetBlock)), None)
     if delta_net is not None:
         keys |= {
