@@ -879,7 +879,7 @@ CASES |= {
         {**LFM2, "num_hidden_layers": 7, "full_attn_idxs": [2, 5]},
         (7, 60),
         {"conv_bias": False},
-        changes=({"rope_theta": 100.0}, {"norm_eps": 0.1}),
+        changes=({"rope_theta": 100.0},),
     ),
     "lfm2_untied": Case(
         {
