@@ -327,7 +327,9 @@ def keys_and_values_of(engine, request: Request, index: int, stored: int) -> tup
             pages = np.asarray(table.page_indices)[sequence.slot, position // engine.shapes.page_size]
             offsets = position % engine.shapes.page_size
             places = jnp.asarray(pages, jnp.int32), jnp.asarray(offsets, jnp.int32)
-            values = in_layer_order(engine.model.config.pools, [pool.values_at(*places) for pool in cache.pools])
+            pools = zip(engine.model.config.pools, cache.pools, strict=True)
+            stored_in = [(spec, pool.values_at(*places)) for spec, pool in pools if spec.memory.is_paged]
+            values = in_layer_order(*zip(*stored_in, strict=True))
             tokens = np.asarray(table.tokens)[sequence.slot, :stored]
             found = tokens, np.asarray(values)
     engine.cancel(state)

@@ -31,6 +31,7 @@ from tests.models.test_decoder import SEQUENCES, paged_logits, plain, tokens_of
 
 HIDDEN, VOCAB = 16, 17
 NORM, PLUS_ONE, CENTERED = NormConfig(0.1), NormConfig(0.1, plus_one=True), NormConfig(0.1, center=True)
+LAYER_NORM, WEIGHTLESS = NormConfig(0.1, center=True, bias=True), NormConfig(0.1, weight=False)
 GATED = NormConfig(0.1, gate_rank=3)
 EXPERTS = ExpertsBlock(5, 2, 12, Router(normalize=True))
 ATTENTION = AttentionBlock(num_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig(theta=100.0))
@@ -156,10 +157,22 @@ ACTIVATIONS = {
 }
 
 
+def xielu(part, index: int):
+    alpha_p, alpha_n, beta, eps = (f64(each)[index] for each in (part.alpha_p, part.alpha_n, part.beta, part.eps))
+    softplus = lambda x: np.log1p(np.exp(x))  # noqa: E731
+
+    def apply(x: np.ndarray) -> np.ndarray:
+        below = (beta + softplus(alpha_n)) * (np.expm1(np.minimum(x, eps)) - x)
+        return np.where(x > 0, softplus(alpha_p) * x * x, below) + beta * x
+
+    return apply
+
+
 def feed_forward(part, dense: DenseBlock | ExpertsBlock, index: int, x: np.ndarray) -> np.ndarray:
     if isinstance(dense, ExpertsBlock):
         return experts(part, dense, index, x)
-    up, activation = linear(part.up_proj, index, x), ACTIVATIONS[dense.activation]
+    up = linear(part.up_proj, index, x)
+    activation = ACTIVATIONS[dense.activation] if part.xielu is None else xielu(part.xielu, index)
     inner = activation(linear(part.gate_proj, index, x)) * up if dense.gated else activation(up)
     return linear(part.down_proj, index, inner)
 
@@ -204,6 +217,8 @@ def branch(part, each: Block, at: int, x: np.ndarray, before, after) -> np.ndarr
 def oracle(model: DecoderModel, tokens: np.ndarray) -> np.ndarray:
     config = model.config
     x = f64(model.embeddings.weight)[tokens] * config.embedding_multiplier
+    if config.learnt_positions:
+        x = x + f64(model.position_embeddings.weight)[: len(x)]
     x = x if config.embedding_norm is None else normed(x, model.embedding_norm)
     for number, each in enumerate(config.blocks):
         stack = next(i for i, stack in enumerate(config.stacks) if number in stack.layers)
@@ -216,8 +231,9 @@ def oracle(model: DecoderModel, tokens: np.ndarray) -> np.ndarray:
         else:
             x = x + mixed
             x = x + branch(layer.mlp, each, at, x, layer.mlp_norm, layer.mlp_out_norm)
-    head = f64((model.lm_head or model.embeddings).weight)
-    logits = normed(x, model.norm) @ head.T * config.logits_multiplier / config.logits_divisor
+    head = model.lm_head or model.embeddings
+    logits = normed(x, model.norm) @ f64(head.weight).T + (f64(head.bias) if config.head_bias else 0)
+    logits = logits * config.logits_multiplier / config.logits_divisor
     cap = config.logits_soft_cap
     return logits if cap is None else cap * np.tanh(logits / cap)
 
@@ -247,6 +263,11 @@ OPTIONS = {
     "sinks_of_a_window": block(sinks=True, window=3, soft_cap=0.8),
     "layer_norm": block(norm=CENTERED),
     "parallel_layer_norm": block(Placement.PARALLEL, norm=CENTERED),
+    "layer_norm_with_bias": block(norm=LAYER_NORM),
+    "layer_norm_without_weight": block(norm=dataclasses.replace(WEIGHTLESS, center=True)),
+    "qk_layer_norm_with_bias": block(qk_norm=LAYER_NORM),
+    "qk_layer_norm_with_bias_by_head": block(qk_norm=LAYER_NORM, qk_norm_by_head=True),
+    "qk_norm_without_weight": block(qk_norm=WEIGHTLESS),
     "gated_norm": block(norm=GATED),
     "gated_norm_before_experts": dataclasses.replace(BLOCK, feed_forward=EXPERTS, norm=GATED),
     "exclusive": block(exclusive=True),
@@ -276,6 +297,7 @@ OPTIONS = {
     "gelu_tanh": block(mlp={"activation": Activation.GELU_TANH}),
     "relu": block(mlp={"activation": Activation.RELU}),
     "ungated": block(mlp={"activation": Activation.RELU2, "gated": False, "bias": True}),
+    "xielu": block(mlp={"activation": Activation.XIELU, "gated": False}),
 }
 GAINS = {
     "embedding_norm": dict(embedding_norm=NORM),
@@ -284,6 +306,10 @@ GAINS = {
     "logits": dict(logits_divisor=3.0),
     "logits_multiplier": dict(logits_multiplier=3.0),
     "logits_cap": dict(logits_soft_cap=0.5),
+    "head_bias": dict(head_bias=True),
+    "head_bias_behind_a_multiplier": dict(head_bias=True, logits_multiplier=3.0),
+    "head_bias_tied": dict(head_bias=True, tie_word_embeddings=True),
+    "learnt_positions": dict(learnt_positions=True),
 }
 BACKENDS = [XLA, *([CpuBackend()] if cpu.available() else [])]
 
@@ -312,6 +338,7 @@ def test_an_option_of_a_block_is_computed_as_it_says(name):
 def test_a_gain_of_a_decoder_is_applied(name):
     model = model_of(BLOCK, BLOCK, **GAINS[name])
     check(model)
+    assert model.config.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(model))
     without = dataclasses.replace(model, config=model_of(BLOCK, BLOCK).config)
     assert np.abs(oracle(model, SEQUENCES[0]) - oracle(without, SEQUENCES[0])).max() > 1e-2
 

@@ -58,6 +58,17 @@ class Cache(eqx.Module):
         """The same cache with every byte cleared."""
         return self._with([pool.zero() for pool in self.pools])
 
+    # Slots
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether the entries of a pool are slots."""
+        return any(not pool.is_paged for pool in self.pools)
+
+    def copy_slots(self, source: Array, target: Array) -> "Cache":
+        """`Pool.copy` in all pools of slots: all pairs at once, so that a slot may be source and target."""
+        return Cache(tuple(pool if pool.is_paged else pool.copy(source, target) for pool in self.pools))
+
     # Pages
 
     def copy_pages(self, pairs: Sequence[tuple[Array, Array]]) -> "Cache":

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.cache.pool import Pool
+from levanter_infer.cache.slot_state import SlotState
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.kernels.call import PoolShape
 from levanter_infer.kernels.xla.backend import XLA
@@ -56,6 +57,9 @@ class Memory(ABC):
     """As `Pool.is_paged`."""
     window: int | None = None
     """A token is read by the `window` queries from its own position on, and by none later; None: by all."""
+
+    is_paged: bool = True
+    """Whether the entries of its pool are pages; else they are slots (`Pool.is_paged`)."""
 
     @abstractmethod
     def init(self, num_layers: int, sizes: PoolSizes) -> Pool:
@@ -102,3 +106,16 @@ class WindowKv(FullKv):
     """Keys and values of the last `window` tokens, for sliding-window attention."""
 
     window: int = dataclasses.field()  # without the default of `Memory`
+
+
+@dataclass(frozen=True)
+class FixedState(Memory):
+    """Arrays of a fixed size for each sequence, whatever its length: recurrences and short convolutions."""
+
+    sizes: tuple[tuple[str, tuple[int, ...]], ...]
+    """Name and shape of each array in one layer."""
+
+    is_paged = False
+
+    def init(self, num_layers: int, sizes: PoolSizes) -> SlotState:
+        return SlotState.init(num_layers, sizes.num_slots, dict(self.sizes))

@@ -238,7 +238,26 @@ def fork(state: DecodeState, children: Array, parents: Array, lens: Array) -> De
     return run_if(jnp.any(children), share, state)
 
 
-def fork_when_ready(state: DecodeState) -> DecodeState:
+def tokens_to_fork(table: SequenceTable) -> Array:
+    """Tokens that each slot may compute before its forks start, i32[seq]: all where none waits for it.
+
+    A fork needs the state of its parent after all of the prompt but the last token: a step has to end there.
+    """
+    waiting = table.is_status(WAITING) | table.is_status(RUNNING)
+    source = jnp.where(waiting, table.fork_source, table.num_slots)
+    is_parent = scatter(jnp.zeros(table.num_slots, jnp.bool_), source, True)
+    left = table.prompt_lens - 1 - table.num_computed
+    return jnp.where(is_parent & (left > 0), left, jnp.iinfo(jnp.int32).max)
+
+
+def forked_slots(before: SequenceTable, after: SequenceTable) -> tuple[Array, Array]:
+    """The parent and the slot of each fork that a step has started, i32[seq] each; none elsewhere."""
+    is_fork = (before.fork_source < before.num_slots) & (before.num_computed == 0) & (after.num_computed > 0)
+    none = before.num_slots
+    return jnp.where(is_fork, before.fork_source, none), jnp.where(is_fork, _all_slots(before), none)
+
+
+def fork_when_ready(state: DecodeState, shapes: Shapes) -> DecodeState:
     """Start the forks whose parent has computed the prompt.
 
     A child shares all of the prompt but its last token, which it computes itself, so that it samples its first
@@ -255,6 +274,9 @@ def fork_when_ready(state: DecodeState) -> DecodeState:
     if state.windows:
         gone = ready & ~can_see(state, ready, source, lens)
         ready, alone = ready & ~gone, alone | gone
+    if shapes.slot_state:  # the parent's state is no longer that after the prompt: the child computes the prompt itself
+        late = ready & (parent_computed > lens)
+        ready, alone = ready & ~late, alone | late
     state = fork(state, ready, source, lens)
     table = replace(state.sequences, fork_source=jnp.where(ready | alone, table.num_slots, source))
     return replace(state, sequences=table)

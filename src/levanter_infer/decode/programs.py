@@ -384,7 +384,9 @@ def _functions(
         return state.extended(shapes)
 
     def resample(state: GenState, mask, ancestors, sample_index, arrival) -> GenState:
-        return dataclasses.replace(state, decode=resample_samples(state.decode, mask, ancestors, sample_index, arrival))
+        decode = resample_samples(state.decode, mask, ancestors, sample_index, arrival)
+        slots = jnp.where(mask, jnp.arange(shapes.num_slots, dtype=jnp.int32), shapes.num_slots)
+        return dataclasses.replace(state, decode=decode, cache=state.cache.copy_slots(ancestors, slots))
 
     def found(state: GenState, slots) -> Hypotheses:
         assert isinstance(state.decode.beams, BeamTable), "no request has asked for beams"

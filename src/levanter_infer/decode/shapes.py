@@ -76,6 +76,9 @@ class Shapes:
     worst_case."""
     prefix_cache: bool = False
     """Whether automatic prefix caching is on."""
+    slot_state: bool = False
+    """Whether a layer remembers a state of fixed size per sequence (`cache.slot_state`): after all tokens that are
+    computed, and after no fewer. Forks start exactly there, and prefixes are not shared."""
     scoring: ScoreShapes | None = None
     """None: prompts are not scored."""
     routing: RoutingShapes | None = None

@@ -19,13 +19,14 @@ from levanter_infer.decode.admission_policy import update_length_estimate
 from levanter_infer.decode.beams import BeamRows, search
 from levanter_infer.decode.codes import ERROR, LENGTH, STOP
 from levanter_infer.decode.outputs import OutputRing
-from levanter_infer.decode.paging import fork_when_ready, free_pages_for_finished, leave_behind
+from levanter_infer.decode.paging import fork_when_ready, forked_slots, free_pages_for_finished, leave_behind
 from levanter_infer.decode.prefix import insert_prefix
 from levanter_infer.decode.routes import RouteTable
 from levanter_infer.decode.sampling import History, LogitStats, SampleOutput, sample, stop_match
 from levanter_infer.decode.sampling_beams import candidates, no_candidates
 from levanter_infer.decode.schedule import StepPlan, schedule
 from levanter_infer.decode.scoring import copy_scores, keep_hidden, may_insert, num_hidden, score_prompts
+from levanter_infer.decode.sequence_table import SequenceTable
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import Counters, DecodeState, GenState
 from levanter_infer.kernels.loops import run_if
@@ -45,8 +46,17 @@ def step(model, state: GenState, ring: OutputRing, shapes: Shapes, attention: At
     cache, routes, hidden = forward(model, decode, cache, state.routes, plan, shapes, attention)
     scores, hidden = score_prompts(model, decode, scores, hidden, plan, shapes)
     sampled = sample_rows(model, decode, hidden, plan, shapes)
+    before = decode.sequences
     decode, ring = append(decode, ring, plan, sampled, shapes)
-    return GenState(decode, cache, scores, routes), ring
+    return GenState(decode, copy_to_forks(cache, before, decode.sequences), scores, routes), ring
+
+
+def copy_to_forks(cache: Cache, before: SequenceTable, after: SequenceTable) -> Cache:
+    """Give the forks that a step has started the state of their parents, where layers remember one."""
+    if not cache.has_slots:
+        return cache
+    parents, forks = forked_slots(before, after)
+    return run_if(jnp.any(forks < before.num_slots), lambda cache: cache.copy_slots(parents, forks), cache)
 
 
 def copy_on_write(state: GenState, source: Array, target: Array, shapes: Shapes) -> tuple[Cache, ScorePages | None]:
@@ -240,7 +250,7 @@ def append(
     beam_rows = BeamRows(slots, searches, sampled.candidates)
     state, finished, reasons = search(state, shapes, beam_rows, finished, reasons)
     state = update_length_estimate(state, shapes, finished, reasons)
-    state = fork_when_ready(state)
+    state = fork_when_ready(state, shapes)
     return free_pages_for_finished(state, finished, reasons), ring
 
 

@@ -189,6 +189,7 @@ class InferenceEngine:
             "max_seqs": shapes.max_seqs,
             "max_seq_len": shapes.max_seq_len,
             "max_step_tokens": shapes.max_step_tokens,
+            "prefix_cache": shapes.prefix_cache,
             "kv_dtype": str(kv_dtype(self.config, self.runner.types)),
             "attention": self.backend.attention,
             "matmul": self.backend.matmul,

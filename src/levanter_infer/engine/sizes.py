@@ -59,7 +59,7 @@ def _window_pages(window: int, config: EngineConfig, shapes: Shapes) -> int:
     # of each sequence one more for the page that a step begins, and one for a copy
     sequences = shapes.num_slots if config.admission == AdmissionPolicy.WORST_CASE else shapes.max_seqs + 1
     needed = sequences * (reach + 2) + -(-shapes.max_step_tokens // size)
-    cached = min(needed, max(num_pages - needed, 0) // 16) if config.prefix_cache else 0
+    cached = min(needed, max(num_pages - needed, 0) // 16) if shapes.prefix_cache else 0
     return min(num_pages, needed + cached)
 
 
@@ -70,6 +70,13 @@ def _most_pages(budget: int, wanted: int, bytes_of: Callable[[int], int]) -> int
         middle = (fits + most + 1) // 2
         fits, most = (middle, most) if bytes_of(middle) <= budget else (fits, middle - 1)
     return fits
+
+
+def slots_bytes(config: DecoderConfig, num_slots: int) -> int:
+    """Bytes of the states of fixed size of `num_slots` sequences, in all layers that remember one."""
+    one = PoolSizes(1, 1, 1, jnp.dtype(jnp.float32))
+    slots = (spec for spec in config.pools if not spec.memory.is_paged)
+    return num_slots * sum(spec.memory.entry_bytes(len(spec.layers), one) for spec in slots)
 
 
 def resolve_shapes(
@@ -92,12 +99,24 @@ def resolve_shapes(
     arch = model.config
     page_size = config.page_size or 16
     max_seq_len = config.max_seq_len or min(arch.max_position_embeddings, 32768)
+    if arch.position_limit is not None and max_seq_len > arch.position_limit:
+        raise ValueError(
+            f"engine.max_seq_len={max_seq_len}: the model has learnt {arch.position_limit} positions "
+            f"(max_position_embeddings) and no others; set it to at most {arch.position_limit}"
+        )
     max_step_tokens = config.max_step_tokens or max(256, 4 * config.max_seqs)
     wanted = config.max_seqs * -(-max_seq_len // page_size)
     dtype = kv_dtype(config, model)
     each = page_bytes_of(arch, page_size, dtype)
+    num_slots, slot_state = 2 * config.max_seqs, not all(spec.memory.is_paged for spec in arch.pools)
+    if slot_state and config.prefix_cache:
+        raise ValueError(
+            "engine.prefix_cache=true: layers of this model remember a state of fixed size per sequence (a recurrence "
+            "or a short convolution), which is not kept at the ends of prefixes; leave it out"
+        )
+    unread_bytes += slots_bytes(arch, num_slots)
     shapes = Shapes(
-        num_slots=2 * config.max_seqs,
+        num_slots=num_slots,
         max_seqs=config.max_seqs,
         max_seq_len=max_seq_len,
         num_pages=config.max_pages or wanted,
@@ -105,7 +124,8 @@ def resolve_shapes(
         max_step_tokens=max_step_tokens,
         max_round_steps=config.max_round_steps,
         admission=config.admission,
-        prefix_cache=config.prefix_cache,
+        prefix_cache=not slot_state if config.prefix_cache is None else config.prefix_cache,
+        slot_state=slot_state,
         offload=config.preempt == PreemptionPolicy.OFFLOAD,
         upload_tokens=max(MIN_UPLOAD_TOKENS, max_step_tokens),
         limits=SamplingLimits(

@@ -75,6 +75,9 @@ class AttentionBlock:
     """Whether the part of a token's result along its own value is taken away (exclusive self-attention)."""
     head_gate: bool = False
     """Whether the result of each head is multiplied by 2 · sigmoid(gate(x)), one number (GrugMoE)."""
+    output_gate: bool = False
+    """Whether the result of each head is multiplied by sigmoid(gate(x)), as many numbers, before the output projection
+    (Qwen3-Next)."""
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -121,6 +124,8 @@ class AttentionBlock:
             return "a norm after the rotation"
         if self.exclusive or self.head_gate:
             return "exclusive self-attention" if self.exclusive else "a gate of each head"
+        if self.output_gate:
+            return "a gate of attention"
         return self.rope.unfused or (self.qk_norm and self.qk_norm.unfused)
 
     def num_parameters(self, hidden: int) -> int:
@@ -131,7 +136,8 @@ class AttentionBlock:
         norms = 0 if self.qk_norm is None else self.qk_norm.num_parameters(normed)
         biases = (q + 2 * kv) * self.qkv_bias + hidden * self.out_bias
         of_heads = self.num_heads * (hidden * self.head_gate + self.sinks)
-        return 2 * hidden * (q + kv) + biases + norms + of_heads
+        gate = (hidden + self.qkv_bias) * q * self.output_gate
+        return 2 * hidden * (q + kv) + biases + norms + of_heads + gate
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,8 @@ class Attention(eqx.Module):
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
     gate_proj: Linear | None = None
-    """[layers, kv_head, q_heads_per_group, embed]; None: the block has no `head_gate`."""
+    """[layers, kv_head, q_heads_per_group, embed], of an `output_gate` with head_size before embed; None: there is no
+    gate."""
     sinks: NamedArray | None = None
     """[layers, kv_head, q_heads_per_group], a logit of each query head (`AttentionCall.sinks`)."""
 
@@ -181,9 +188,10 @@ class Attention(eqx.Module):
             return RMSNorm.init(batch, axes, config=block.qk_norm, dtype=dtype)
 
         gate = None
-        if block.head_gate:
-            gate_key = None if key is None else jax.random.fold_in(key, 1)
-            gate = Linear.init(batch, q_heads[:2], (embed,), key=gate_key, dtype=dtype)
+        if block.head_gate or block.output_gate:
+            gate_key, bias = None if key is None else jax.random.fold_in(key, 1), block.qkv_bias and block.output_gate
+            gated = q_heads if block.output_gate else q_heads[:2]
+            gate = Linear.init(batch, gated, (embed,), key=gate_key, dtype=dtype, bias=bias)
         return Attention(
             q_proj=Linear.init(batch, q_heads, (embed,), key=q_key, dtype=dtype, bias=block.qkv_bias),
             k_proj=Linear.init(batch, (kv_heads, size), (embed,), key=k_key, dtype=dtype, bias=block.qkv_bias),
@@ -350,7 +358,7 @@ def _finished(attended: NamedArray, own: NamedArray, gate: Sequence[NamedArray],
     Args:
         attended: [..., kv_head, q_heads_per_group, head_size]
         own: [..., kv_head, head_size], the values of the same tokens.
-        gate: [..., kv_head, q_heads_per_group], if there is one.
+        gate: [..., kv_head, q_heads_per_group] or as `attended`, if there is one.
     """
     if not block.exclusive and not gate:
         return attended
@@ -360,7 +368,7 @@ def _finished(attended: NamedArray, own: NamedArray, gate: Sequence[NamedArray],
         share = hax.sum(wide * value, HEAD_SIZE) / (hax.sum(value * value, HEAD_SIZE) + jnp.float32(_XSA_EPS))
         wide = wide - hax.broadcast_axis(share, value.resolve_axis(HEAD_SIZE)) * value
     for each in gate:
-        wide = wide * (hax.nn.sigmoid(each.astype(jnp.float32)) * jnp.float32(2))
+        wide = wide * (hax.nn.sigmoid(each.astype(jnp.float32)) * jnp.float32(2 if block.head_gate else 1))
     return wide.rearrange(attended.axes)
 
 

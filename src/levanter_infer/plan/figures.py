@@ -110,9 +110,12 @@ def _model_sizes(spec: EngineSpec, blueprint: Blueprint) -> dict[str, Any]:
     parts, expert_parts = layout.model.parts, layout.experts.parts
     itemsize = blueprint.types.dtype.itemsize
     table_bytes = config.vocab_size * config.hidden_size * itemsize // parts
+    loops = [group for group in config.groups if group.repeats > 1]
     return {
         "parameters": config.num_parameters,
         "layers": config.num_layers,
+        "looped_layers": sum(group.num_layers for group in loops),
+        "layer_bodies": sum(len(group.period) for group in loops),
         "hidden": config.hidden_size,
         "q_heads": -(-config.num_heads // parts),
         "head_dim": config.head_dim,

@@ -130,9 +130,11 @@ def _program_line(program) -> str:
 
 def _collective_lines(plan: Plan, figures: Figures) -> list[str]:
     lines = []
+    bodies = figures.model["layer_bodies"]
+    per_layer = f"the {bodies} bodies of the loops over layers" if bodies > 1 else "each layer"
     for bucket in figures.buckets:
         sent = plan.sent_in(bucket)
-        for name, group in (("each layer", sent.per_layer), ("each step", sent.per_step)):
+        for name, group in ((per_layer, sent.per_layer), ("each step", sent.per_step)):
             lines += [f"{bucket} tokens, {name}: {_collective(each)}" for each in group]
     blocks = plan.sent_in(figures.buckets[0]).per_block
     lines += [f"each {figures.sampled_rows} rows sampled: {_collective(each)}" for each in blocks]

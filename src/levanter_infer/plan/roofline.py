@@ -235,6 +235,8 @@ class _Model:
         scale = figures.buckets[index] / compiled
         blocks = math.ceil(sampled / figures.sampled_rows)
         layers = figures.model["layers"]
+        if self.collectives is not None:  # those of all bodies, of which a loop over periods runs each for some layers
+            layers = figures.model["looped_layers"] / max(1, figures.model["layer_bodies"])
         groups = ((sent.per_layer, layers, scale), (sent.per_step, 1, scale), (sent.per_block, blocks, 1.0))
         return sum(times * send_s(each, self.chip, size) for group, times, size in groups for each in group)
 
