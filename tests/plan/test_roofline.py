@@ -19,6 +19,7 @@ MODEL = {
     "hidden": 1000,
     "q_heads": 8,
     "head_dim": 100,
+    "value_dim": 100,
     "experts": None,
     "experts_per_token": 0,
     "expert_bytes": 0,

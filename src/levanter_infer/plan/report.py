@@ -72,6 +72,9 @@ def _memory_table(plan: Plan, figures: Figures) -> Table:
 def _pages_table(figures: Figures) -> Table:
     table = _table(f"pages of each of {figures.num_ranks} data-parallel ranks", "what", "")
     table.add_row("pages", f"{figures.num_pages} of {figures.page_size} tokens, {gib(figures.page_bytes)} each")
+    for each in figures.windows:
+        name = f"pages of layers with a window of {each.window}"
+        table.add_row(name, f"{each.num_pages}, {gib(each.page_bytes)} each")
     table.add_row("tokens", str(figures.num_pages * figures.page_size))
     table.add_row("sequences of engine.max_seq_len that fit", f"{figures.full_seqs} of {figures.max_seq_len} tokens")
     table.add_row("engine.max_seqs", str(figures.max_seqs))
