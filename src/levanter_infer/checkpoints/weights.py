@@ -114,6 +114,16 @@ def _read_files(pieces: Sequence[tuple[StoredTensor, np.ndarray]]) -> None:
         read_ranges(ranges)
 
 
+def read_bytes(tensor: StoredTensor) -> np.ndarray:
+    """A tensor of bytes (U8). Raises: ValueError if the file ends early."""
+    target = np.empty(tensor.shape, np.uint8)
+    if isinstance(tensor.path, Path):
+        tensor._read(target)
+    else:
+        read_ranges([(tensor.path, tensor.offset, memoryview(target.reshape(-1)))])  # type: ignore[arg-type]
+    return target
+
+
 def stored_tensors(source: Source) -> dict[str, StoredTensor]:
     """All tensors of a checkpoint, from the headers alone; reads no tensor.
 

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.experimental.multihost_utils import process_allgather
 
 from levanter_infer.kernels import MIN_ROWS
-from levanter_infer.kernels.backend import LATENT_REFUSAL, Fuse, Platform, Task, Work
+from levanter_infer.kernels.backend import Fuse, Platform, Task, Work
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall
 from levanter_infer.kernels.cpu import bindings
 from levanter_infer.kernels.xla.backend import XlaBackend
@@ -52,8 +52,6 @@ class CpuBackend(XlaBackend):
             return f"the kernels cannot be used: {missing}"
         if not bindings.supports_dtype(task.dtype):
             return f"{task.stored} are {task.dtype}; the kernels read float32 and bfloat16"
-        if task.is_latent and task.work is Work.ATTENTION:
-            return LATENT_REFUSAL
         return "score_mod and mask_mod run in XLA only" if task.has_mods and task.work is Work.ATTENTION else None
 
     @classmethod
@@ -134,8 +132,6 @@ class CpuBackend(XlaBackend):
         return bindings.place_tokens(pool, write, isa_name=self.isa)
 
     def _attend(self, call: AttentionCall) -> Array:
-        if call.value_dim is not None:
-            raise ValueError(f'attention="cpu": {LATENT_REFUSAL}; use "xla"')
         return bindings.cpu_attention(call, isa_name=self.isa)
 
 
