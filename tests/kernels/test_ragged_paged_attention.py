@@ -87,6 +87,22 @@ def test_window_is_traced_and_equals_dense(impl, sinks):
         check(batch, impl, traced=dict(sliding_window=jnp.int32(window)))
 
 
+@pytest.mark.parametrize("impl", RUNS_HERE)
+def test_pages_behind_a_window_may_be_unmapped_and_change_no_bit(impl):
+    """Windows that end within a page and at its edge; of a prompt chunk, those of its first query."""
+    batch = make_ragged(SIZES["mqa-page4"], [(1, 140), (1, 3), (20, 150), (7, 7), (1, 128)])
+    none, pages = batch.arrays["kv_pages"].shape[1], batch.arrays["page_indices"]
+    run = attention(impl)
+    for window in (1, 5, 9, 64):
+        traced = dict(sliding_window=jnp.int32(window))
+        whole = run({**batch.arrays, "page_indices": pages, **traced})
+        for row, first_query in enumerate((139, 2, 130, 0, 127)):
+            behind = max(first_query - window + 1, 0) // 4
+            batch.arrays["page_indices"] = batch.arrays["page_indices"].at[row, :behind].set(none)
+        np.testing.assert_array_equal(check(batch, impl, traced=traced), whole)
+        batch.arrays["page_indices"] = pages
+
+
 @pytest.mark.parametrize("attention_chunk, window", [(1, None), (16, None), (100, None), (100, 20)])
 @pytest.mark.parametrize("impl", RUNS_HERE)
 def test_chunked_attention_equals_dense_and_pages_before_the_chunk_may_be_unmapped(impl, attention_chunk, window):

@@ -31,6 +31,7 @@ from tests.models.test_decoder import SEQUENCES, paged_logits, plain, tokens_of
 
 HIDDEN, VOCAB = 16, 17
 NORM, PLUS_ONE, CENTERED = NormConfig(0.1), NormConfig(0.1, plus_one=True), NormConfig(0.1, center=True)
+LAYER_NORM, WEIGHTLESS = NormConfig(0.1, center=True, bias=True), NormConfig(0.1, weight=False)
 GATED = NormConfig(0.1, gate_rank=3)
 EXPERTS = ExpertsBlock(5, 2, 12, Router(normalize=True))
 ATTENTION = AttentionBlock(num_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig(theta=100.0))
@@ -107,23 +108,35 @@ def rotated(x: np.ndarray, rope: RopeConfig | None) -> np.ndarray:
     return x
 
 
+def qk_normed(x: np.ndarray, norm, mixer: AttentionBlock, index: int) -> np.ndarray:
+    """Norms without weights are none of the parameters."""
+    if norm is not None or mixer.qk_norm is None:
+        return x if norm is None else normed(x, norm, index)
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + mixer.qk_norm.eps)
+
+
 def attention(part, mixer: AttentionBlock, index: int, x: np.ndarray) -> np.ndarray:
     q, k, v = (linear(each, index, x) for each in (part.q_proj, part.k_proj, part.v_proj))
-    if part.q_norm is not None:
-        q, k = normed(q, part.q_norm, index), normed(k, part.k_norm, index)
+    after = mixer.qk_norm_after_rope
+    if not after:
+        q, k = (qk_normed(*each, mixer, index) for each in ((q, part.q_norm), (k, part.k_norm)))
     clip = mixer.qkv_clip or np.inf
     q, k, v = (np.clip(each, -clip, clip) for each in (q, k, v))
     q, k = rotated(q, mixer.rope), rotated(k, mixer.rope)
+    if after:
+        q, k = (qk_normed(*each, mixer, index) for each in ((q, part.q_norm), (k, part.k_norm)))
     if mixer.rope is not None and mixer.rope.query_beta is not None:
-        stretches = np.log(1 + np.arange(len(x)) // mixer.rope.original_len)
+        stretches = np.log(1 + (np.arange(len(x)) + mixer.rope.query_shift) // mixer.rope.original_len)
         q = q * (1 + mixer.rope.query_beta * stretches)[:, None, None, None]
     scores = np.einsum("qhgd,khd->hgqk", q, k) * (mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale)
     if mixer.soft_cap is not None:
         scores = mixer.soft_cap * np.tanh(scores / mixer.soft_cap)
     distance = np.arange(len(x))[:, None] - np.arange(len(x))
     seen = (distance >= 0) & (distance < (mixer.window or len(x)))
-    weights = np.exp(np.where(seen, scores, -np.inf))
-    weights /= weights.sum(axis=-1, keepdims=True)
+    chunk = np.arange(len(x)) // (mixer.attention_chunk or len(x))
+    weights = np.exp(np.where(seen & (chunk[:, None] == chunk), scores, -np.inf))
+    sinks = 0.0 if part.sinks is None else np.exp(f64(part.sinks)[index])[:, :, None, None]
+    weights /= weights.sum(axis=-1, keepdims=True) + sinks
     attended = np.einsum("hgqk,khd->qhgd", weights, v)
     if mixer.exclusive:
         own = v[:, :, None]
@@ -144,10 +157,22 @@ ACTIVATIONS = {
 }
 
 
+def xielu(part, index: int):
+    alpha_p, alpha_n, beta, eps = (f64(each)[index] for each in (part.alpha_p, part.alpha_n, part.beta, part.eps))
+    softplus = lambda x: np.log1p(np.exp(x))  # noqa: E731
+
+    def apply(x: np.ndarray) -> np.ndarray:
+        below = (beta + softplus(alpha_n)) * (np.expm1(np.minimum(x, eps)) - x)
+        return np.where(x > 0, softplus(alpha_p) * x * x, below) + beta * x
+
+    return apply
+
+
 def feed_forward(part, dense: DenseBlock | ExpertsBlock, index: int, x: np.ndarray) -> np.ndarray:
     if isinstance(dense, ExpertsBlock):
         return experts(part, dense, index, x)
-    up, activation = linear(part.up_proj, index, x), ACTIVATIONS[dense.activation]
+    up = linear(part.up_proj, index, x)
+    activation = ACTIVATIONS[dense.activation] if part.xielu is None else xielu(part.xielu, index)
     inner = activation(linear(part.gate_proj, index, x)) * up if dense.gated else activation(up)
     return linear(part.down_proj, index, inner)
 
@@ -192,6 +217,8 @@ def branch(part, each: Block, at: int, x: np.ndarray, before, after) -> np.ndarr
 def oracle(model: DecoderModel, tokens: np.ndarray) -> np.ndarray:
     config = model.config
     x = f64(model.embeddings.weight)[tokens] * config.embedding_multiplier
+    if config.learnt_positions:
+        x = x + f64(model.position_embeddings.weight)[: len(x)]
     x = x if config.embedding_norm is None else normed(x, model.embedding_norm)
     for number, each in enumerate(config.blocks):
         stack = next(i for i, stack in enumerate(config.stacks) if number in stack.layers)
@@ -204,8 +231,9 @@ def oracle(model: DecoderModel, tokens: np.ndarray) -> np.ndarray:
         else:
             x = x + mixed
             x = x + branch(layer.mlp, each, at, x, layer.mlp_norm, layer.mlp_out_norm)
-    head = f64((model.lm_head or model.embeddings).weight)
-    logits = normed(x, model.norm) @ head.T * config.logits_multiplier / config.logits_divisor
+    head = model.lm_head or model.embeddings
+    logits = normed(x, model.norm) @ f64(head.weight).T + (f64(head.bias) if config.head_bias else 0)
+    logits = logits * config.logits_multiplier / config.logits_divisor
     cap = config.logits_soft_cap
     return logits if cap is None else cap * np.tanh(logits / cap)
 
@@ -226,8 +254,19 @@ OPTIONS = {
     "qkv_clip": block(qkv_clip=0.5),
     "qkv_clip_after_norms": block(qk_norm=NORM, qkv_clip=0.3),
     "query_scale": block(rope=RopeConfig(theta=100.0, original_len=2, query_beta=0.7)),
+    "query_scale_without_rotation": block(rope=RopeConfig(partial=0.0, original_len=2, query_beta=0.7, query_shift=1)),
+    "qk_norm_after_rope": block(qk_norm=NORM, qk_norm_after_rope=True),
+    "qk_norm_without_weight": block(qk_norm=NormConfig(0.1, weight=False)),
+    "qk_norm_without_weight_after_rope": block(qk_norm=NormConfig(0.1, weight=False), qk_norm_after_rope=True),
+    "attention_chunk": block(attention_chunk=4),
+    "sinks": block(sinks=True),
+    "sinks_of_a_window": block(sinks=True, window=3, soft_cap=0.8),
     "layer_norm": block(norm=CENTERED),
     "parallel_layer_norm": block(Placement.PARALLEL, norm=CENTERED),
+    "layer_norm_with_bias": block(norm=LAYER_NORM),
+    "layer_norm_without_weight": block(norm=dataclasses.replace(WEIGHTLESS, center=True)),
+    "qk_layer_norm_with_bias": block(qk_norm=LAYER_NORM),
+    "qk_layer_norm_with_bias_by_head": block(qk_norm=LAYER_NORM, qk_norm_by_head=True),
     "gated_norm": block(norm=GATED),
     "gated_norm_before_experts": dataclasses.replace(BLOCK, feed_forward=EXPERTS, norm=GATED),
     "exclusive": block(exclusive=True),
@@ -257,6 +296,7 @@ OPTIONS = {
     "gelu_tanh": block(mlp={"activation": Activation.GELU_TANH}),
     "relu": block(mlp={"activation": Activation.RELU}),
     "ungated": block(mlp={"activation": Activation.RELU2, "gated": False, "bias": True}),
+    "xielu": block(mlp={"activation": Activation.XIELU, "gated": False}),
 }
 GAINS = {
     "embedding_norm": dict(embedding_norm=NORM),
@@ -265,6 +305,10 @@ GAINS = {
     "logits": dict(logits_divisor=3.0),
     "logits_multiplier": dict(logits_multiplier=3.0),
     "logits_cap": dict(logits_soft_cap=0.5),
+    "head_bias": dict(head_bias=True),
+    "head_bias_behind_a_multiplier": dict(head_bias=True, logits_multiplier=3.0),
+    "head_bias_tied": dict(head_bias=True, tie_word_embeddings=True),
+    "learnt_positions": dict(learnt_positions=True),
 }
 BACKENDS = [XLA, *([CpuBackend()] if cpu.available() else [])]
 
@@ -293,6 +337,7 @@ def test_an_option_of_a_block_is_computed_as_it_says(name):
 def test_a_gain_of_a_decoder_is_applied(name):
     model = model_of(BLOCK, BLOCK, **GAINS[name])
     check(model)
+    assert model.config.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(model))
     without = dataclasses.replace(model, config=model_of(BLOCK, BLOCK).config)
     assert np.abs(oracle(model, SEQUENCES[0]) - oracle(without, SEQUENCES[0])).max() > 1e-2
 

@@ -12,12 +12,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from levanter_infer.checkpoints.levanter import is_levanter, levanter_tensors
+from levanter_infer.checkpoints.mxfp4 import dequantized
 from levanter_infer.checkpoints.source import CONFIG, Source, resolve_source
 from levanter_infer.checkpoints.weights import DTYPES, StoredTensor, enumerate_names, read_tensors, stored_tensors
 from levanter_infer.layers.layout import Layout
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.decoder import DecoderModel
-from levanter_infer.models.family import is_ignored
 from levanter_infer.models.registry import family_for
 from levanter_infer.models.tensors import Parameter, get_parameter, parameters, set_parameter
 from levanter_infer.models.tensors import Source as TensorSource
@@ -27,7 +27,6 @@ from levanter_infer.runtime.progress import stage
 if TYPE_CHECKING:
     from levanter_infer.checkpoints.tokenizer import Tokenizer
 
-_LM_HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 _Bounds = tuple[tuple[int, int], ...]
 """First index and one past the last, along each axis."""
 
@@ -107,9 +106,12 @@ def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any])
     else:
         stored_names = stored_tensors(source)
         tensors = {name: stored_names[stored] for name, stored in family.own_names(stored_names, hf_config).items()}
+        if (hf_config.get("quantization_config") or {}).get("quant_method") == "mxfp4":
+            tensors = dequantized(tensors)
         _check_size(config, tensors, source)
         params = parameters(DecoderModel.types(config), family.table_for(tensors))
-    _check_names(params, tensors, config, source)
+    head = family.tensor_of("lm_head.weight") if config.tie_word_embeddings else None
+    _check_names(params, tensors, head, source)
     _check_headers(params, tensors)
     types = DecoderModel.types(config, _one_dtype(config, params, tensors, wanted))
 
@@ -118,8 +120,8 @@ def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any])
         for param in params:
             dtype = np.dtype(get_parameter(types, param.path).dtype)
             model = set_parameter(model, param.path, _read(param, tensors, dtype, layout))
-        if config.tie_word_embeddings and _LM_HEAD in tensors:
-            _check_tied(tensors[_LM_HEAD], tensors[_EMBEDDINGS])
+        if head is not None and head in tensors:
+            _check_tied(tensors[head], tensors[family.tensor_of("embeddings.weight")])
         return model if layout is None else model.shard_as(layout)
 
     return StoredModel(types, read)
@@ -145,13 +147,11 @@ def _check_size(config: DecoderConfig, tensors: dict[str, StoredTensor], source:
         )
 
 
-def _check_names(
-    params: list[Parameter], tensors: dict[str, StoredTensor], config: DecoderConfig, source: Source
-) -> None:
+def _check_names(params: list[Parameter], tensors: dict[str, StoredTensor], tied: str | None, source: Source) -> None:
+    """Args: tied: the tensor of a head that is the embeddings, and may be there too; None: there is none."""
     expected = {name for param in params for name in param.names}
     missing = sorted(expected - set(tensors))
-    allowed = {_LM_HEAD} if config.tie_word_embeddings else set()
-    unexpected = sorted(name for name in set(tensors) - expected - allowed if not is_ignored(name))
+    unexpected = sorted(set(tensors) - expected - {tied})
     problems = []
     if missing:
         problems.append(f"missing tensors: {enumerate_names(missing)}")
@@ -215,6 +215,7 @@ def _read_entries(
     for source, out in entries:
         tensor = tensors[source.name]
         tensor = tensor if source.expert is None else tensor.entry(source.expert)
+        tensor = tensor if tensor.shape else dataclasses.replace(tensor, shape=(1,))
         if param.slice.row_range is not None:
             first, _ = param.slice.row_range
             pieces.append((tensor.rows(first + start, first + stop), out[start:stop]))

@@ -43,6 +43,8 @@ class Linear(eqx.Module):
     """Backend that computes the matmul."""
     packed_axes: tuple[Axis, ...] | None = eqx.field(static=True, default=None)
     """The axes out..., in... of a packed weight; None: it is not packed."""
+    loaded_dtype: jnp.dtype | None = eqx.field(static=True, default=None)
+    """Dtype of the weight before a backend stored it, as its bits or packed; None: it is as it was loaded."""
     layer: Array | None = None
     """i32[], which entry of the stack is meant; None: the weight is not one of a stack, or a scan has picked it."""
     num_rows: Array | None = None
@@ -68,6 +70,11 @@ class Linear(eqx.Module):
             num_in=len(ins),
             num_out=len(out),
         )
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of the weight, in whatever form it is stored."""
+        return self.weight.dtype if self.loaded_dtype is None else self.loaded_dtype
 
     @property
     def outs(self) -> tuple[Axis, ...]:
@@ -98,13 +105,16 @@ class Linear(eqx.Module):
 
     def stored_as(self, array: Array, backend: Backend) -> "Linear":
         """The same map with the weight that `backend` has stored."""
+        loaded = None if array.dtype == self.dtype else self.dtype
         if array.shape == self.weight.array.shape:
-            return dataclasses.replace(self, weight=NamedArray(array, self.weight.axes), backend=backend)
+            weight = NamedArray(array, self.weight.axes)
+            return dataclasses.replace(self, weight=weight, loaded_dtype=loaded, backend=backend)
         lead = self.weight.axes[: -self.num_in - self.num_out]
         axes = (*lead, Axis(PANEL, array.shape[-2]), Axis(PANEL_SIZE, array.shape[-1]))
         array = array.reshape([axis.size for axis in axes])  # a backend cannot tell a lead axis of one from others
+        packed = (*self.outs, *self.ins)
         return dataclasses.replace(
-            self, weight=NamedArray(array, axes), backend=backend, packed_axes=(*self.outs, *self.ins)
+            self, weight=NamedArray(array, axes), loaded_dtype=loaded, backend=backend, packed_axes=packed
         )
 
     def take_rows(self, indices: Array, dtype) -> Array:

@@ -9,7 +9,7 @@ from haliax import Axis, NamedArray
 from jax import Array
 
 from levanter_infer.axes import MLP
-from levanter_infer.layers.activation import Activation
+from levanter_infer.layers.activation import Activation, Xielu
 from levanter_infer.layers.linear import Fusion, Linear, apply, split_key
 
 
@@ -28,7 +28,12 @@ class DenseBlock:
     @property
     def stored(self) -> "DenseBlock":
         """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""
-        return dataclasses.replace(self, activation=Activation.SILU)
+        has_parameters = self.activation is Activation.XIELU
+        return self if has_parameters else dataclasses.replace(self, activation=Activation.SILU)
+
+    def __post_init__(self):
+        if self.gated and self.activation is Activation.XIELU:
+            raise ValueError("a gated block with xIELU is not implemented: no family has one")
 
     @property
     def unfused(self) -> str | None:
@@ -38,7 +43,8 @@ class DenseBlock:
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
         inner = 2 if self.gated else 1
-        return (inner + 1) * hidden * self.width + (inner * self.width + hidden) * self.bias
+        of_activation = 4 if self.activation is Activation.XIELU else 0
+        return (inner + 1) * hidden * self.width + (inner * self.width + hidden) * self.bias + of_activation
 
 
 class Mlp(eqx.Module):
@@ -48,6 +54,8 @@ class Mlp(eqx.Module):
     """None: the block is not gated."""
     up_proj: Linear
     down_proj: Linear
+    xielu: Xielu | None
+    """The activation, where it has parameters."""
 
     @staticmethod
     def init(batch: Sequence[Axis], embed: Axis, block: DenseBlock, *, key: Array | None, dtype) -> "Mlp":
@@ -62,13 +70,14 @@ class Mlp(eqx.Module):
             gate_proj=linear(mlp, embed, gate) if block.gated else None,
             up_proj=linear(mlp, embed, up),
             down_proj=linear(embed, mlp, down),
+            xielu=Xielu.init(batch, dtype=dtype) if block.activation is Activation.XIELU else None,
         )
 
     def __call__(self, x: NamedArray, around: Fusion, block: DenseBlock) -> NamedArray:
         """Args: x: [..., embed]; around: the norm of its input, and what is added. Returns: [..., embed]."""
         if self.gate_proj is None:
             (up,) = apply(x, self.up_proj, norm=around.norm)
-            up = NamedArray(block.activation(up.array), up.axes)
+            up = NamedArray((self.xielu or block.activation)(up.array), up.axes)
             return apply(up, self.down_proj, residual=around.residual)[0]
         gate, up = apply(x, self.gate_proj, self.up_proj, norm=around.norm)
         return apply(up, self.down_proj, gate=gate, activation=block.activation, residual=around.residual)[0]

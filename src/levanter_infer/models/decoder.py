@@ -17,16 +17,20 @@ from levanter_infer.axes import EMBED, LAYERS, PERIOD, POSITION, SEQ_PAGE, VOCAB
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.cache import Cache
 from levanter_infer.kernels.backend import Backend
-from levanter_infer.layers.attention import Attention, AttentionInputs, AttentionSpec
+from levanter_infer.layers.attention import Attention, AttentionBlock, AttentionInputs, AttentionSpec
+from levanter_infer.layers.delta_net import DeltaNet, DeltaNetBlock
 from levanter_infer.layers.gated_norm import init_norm
 from levanter_infer.layers.latent_attention import LatentAttention, LatentAttentionBlock
 from levanter_infer.layers.layout import Layout
 from levanter_infer.layers.linear import Fusion, Linear, apply, prepare_tables, split_key
+from levanter_infer.layers.mamba2 import Mamba2, Mamba2Block
 from levanter_infer.layers.mlp import Mlp
 from levanter_infer.layers.moe import ExpertsBlock, Moe
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.rotary import Rope, RopeConfig, rope_at
+from levanter_infer.layers.rows import RaggedRows
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
+from levanter_infer.layers.short_conv import ShortConv, ShortConvBlock
 from levanter_infer.layers.stack import pick_layer
 from levanter_infer.models.blocks import Block, Mixer, Placement, Stack
 from levanter_infer.models.config import DecoderConfig
@@ -36,23 +40,30 @@ PLAIN = AttentionSpec()
 """Attention as the model alone defines it."""
 
 
+Recurrent = ShortConv | DeltaNet | Mamba2
+"""The parameters of mixers that remember a state of fixed size per sequence."""
+
+
 class DecoderLayer(eqx.Module):
     """The parameters of the layers of one stack. `Block` says what is computed with them."""
 
     input_norm: RMSNorm | None
-    """Norm of the input of attention."""
-    attention: Attention | LatentAttention
+    """Norm of the input of the mixer."""
+    attention: Attention | LatentAttention | None
+    """None: the mixer is `recurrent`."""
     mlp_norm: RMSNorm | None
     """Norm of the input of the feed-forward block."""
     mlp: Mlp | Moe
     mixer_out_norm: RMSNorm | None
     mlp_out_norm: RMSNorm | None
-    """Norms of the outputs of attention and the feed-forward block."""
+    """Norms of the outputs of the mixer and the feed-forward block."""
+    recurrent: Recurrent | None = None
+    """The mixer that remembers a state of fixed size."""
 
     @staticmethod
     def init(batch: tuple[Axis, ...], embed: Axis, block: Block, *, key: Array | None, dtype) -> "DecoderLayer":
         """`batch`: axes of independent layers."""
-        attention_key, mlp_key = split_key(key, 2)
+        mixer_key, mlp_key = split_key(key, 2)
         feed_forward = block.feed_forward
         if isinstance(feed_forward, ExpertsBlock):
             mlp = Moe.init(batch, embed, feed_forward, key=mlp_key, dtype=dtype)
@@ -67,11 +78,12 @@ class DecoderLayer(eqx.Module):
 
         return DecoderLayer(
             input_norm=norm("input_norm"),
-            attention=_init_mixer(batch, embed, block.mixer, key=attention_key, dtype=dtype),
+            attention=_attention(batch, embed, block.mixer, key=mixer_key, dtype=dtype),
             mlp_norm=norm("mlp_norm"),
             mlp=mlp,
             mixer_out_norm=norm("mixer_out_norm"),
             mlp_out_norm=norm("mlp_out_norm"),
+            recurrent=_recurrent(batch, embed, block.mixer, key=mixer_key, dtype=dtype),
         )
 
     def at(self, index: Array, num_rows: Array) -> "DecoderLayer":
@@ -119,12 +131,28 @@ class DecoderLayer(eqx.Module):
         return added(result, self.mlp_out_norm, mixed), state
 
 
-def _init_mixer(
-    batch: tuple[Axis, ...], embed: Axis, block: Mixer, *, key: Array, dtype
-) -> Attention | LatentAttention:
-    if isinstance(block, LatentAttentionBlock):
-        return LatentAttention.init(batch, embed, block, key=key, dtype=dtype)
-    return Attention.init(batch, embed, block, key=key, dtype=dtype)
+def _attention(
+    batch: tuple[Axis, ...], embed: Axis, block: Mixer, *, key: Array | None, dtype
+) -> Attention | LatentAttention | None:
+    """Random parameters of the mixer, if that is attention."""
+    match block:
+        case LatentAttentionBlock():
+            return LatentAttention.init(batch, embed, block, key=key, dtype=dtype)
+        case AttentionBlock():
+            return Attention.init(batch, embed, block, key=key, dtype=dtype)
+    return None
+
+
+def _recurrent(batch: tuple[Axis, ...], embed: Axis, block: Mixer, *, key: Array | None, dtype) -> Recurrent | None:
+    """Random parameters of the mixer, if that is recurrent."""
+    match block:
+        case ShortConvBlock():
+            return ShortConv.init(batch, embed, block, key=key, dtype=dtype)
+        case DeltaNetBlock():
+            return DeltaNet.init(batch, embed, block, key=key, dtype=dtype)
+        case Mamba2Block():
+            return Mamba2.init(batch, embed, block, key=key, dtype=dtype)
+    return None
 
 
 class DecoderModel(eqx.Module):
@@ -137,6 +165,8 @@ class DecoderModel(eqx.Module):
     norm: RMSNorm
     lm_head: Linear | None
     """[vocab, embed]; None where the embeddings serve as head."""
+    position_embeddings: Linear | None
+    """[position, embed]: its rows are added to the embeddings; None: positions are not learnt."""
     embedding_norm: RMSNorm | None
     """Norm of the embeddings."""
     config: DecoderConfig = eqx.field(static=True)
@@ -156,12 +186,14 @@ class DecoderModel(eqx.Module):
         """
         embed_key, layers_key, head_key = split_key(key, 3)
         vocab, embed = Axis(VOCAB, config.vocab_size), Axis(EMBED, config.hidden_size)
+        positions = Axis(POSITION, config.max_position_embeddings)
 
-        def table(key: Array | None) -> Linear:
+        def table(key: Array | None, rows: Axis = vocab, bias: bool = False) -> Linear:
+            zeros = hax.zeros(rows, dtype=dtype) if bias else None
             if key is None:
-                return Linear(weight=hax.zeros((vocab, embed), dtype=dtype), bias=None, num_in=1)
-            weight = hax.random.normal(key, (vocab, embed), dtype=jnp.float32) * jnp.float32(0.02)
-            return Linear(weight=weight.astype(dtype), bias=None, num_in=1)
+                return Linear(weight=hax.zeros((rows, embed), dtype=dtype), bias=zeros, num_in=1)
+            weight = hax.random.normal(key, (rows, embed), dtype=jnp.float32) * jnp.float32(0.02)
+            return Linear(weight=weight.astype(dtype), bias=zeros, num_in=1)
 
         def stacked(index: int, stack: Stack) -> DecoderLayer:
             key = layers_key
@@ -170,10 +202,11 @@ class DecoderModel(eqx.Module):
             return DecoderLayer.init((Axis(LAYERS, len(stack.layers)),), embed, stack.block, key=key, dtype=dtype)
 
         return DecoderModel(
-            embeddings=table(embed_key),
+            embeddings=table(embed_key, bias=config.head_bias and config.tie_word_embeddings),
             stacks=tuple(stacked(i, stack) for i, stack in enumerate(config.stacks)),
             norm=init_norm((), embed, config.norm, key=head_key, dtype=dtype),
-            lm_head=None if config.tie_word_embeddings else table(head_key),
+            lm_head=None if config.tie_word_embeddings else table(head_key, bias=config.head_bias),
+            position_embeddings=table(layers_key, positions) if config.learnt_positions else None,
             embedding_norm=config.embedding_norm
             and init_norm((), embed, config.embedding_norm, key=embed_key, dtype=dtype),
             config=config,
@@ -189,7 +222,7 @@ class DecoderModel(eqx.Module):
     @property
     def dtype(self) -> jnp.dtype:
         """Dtype of the parameters, in whatever form they are stored."""
-        return self.norm.weight.dtype
+        return self.embeddings.dtype
 
     @property
     def activation_dtype(self) -> jnp.dtype:
@@ -199,7 +232,7 @@ class DecoderModel(eqx.Module):
     @property
     def embed(self) -> Axis:
         """Axis of the hidden states."""
-        return self.norm.weight.axes[0]
+        return self.embeddings.ins[0]
 
     @property
     def vocab(self) -> Vocabulary:
@@ -276,12 +309,15 @@ class DecoderModel(eqx.Module):
             attention: `score_mod` and `mask_mod` act as in the paged forward. `max_seq_len` None is the size of the
                 position axis; only length-dependent ropes look at it (layers/rotary.py).
         Returns: [..., position, embed].
+        Raises: ValueError for more positions than a model with learnt ones has.
         """
         tokens = tokens.rearrange((..., POSITION))
-        num_positions = tokens.axis_size(POSITION)
+        num_positions, limit = tokens.axis_size(POSITION), self.config.position_limit
+        if limit is not None and num_positions > limit:
+            raise ValueError(f"a sequence of {num_positions} tokens: the model has learnt {limit} positions only")
         positions = hax.arange(tokens.resolve_axis(POSITION), dtype=jnp.int32)
         inputs = self._inputs(positions, attention, attention.max_seq_len or num_positions)
-        x = self._embed(tokens)
+        x = self._embed(tokens, positions)
         for group in self.config.groups:
             places = [self.config.stored_at(group, offset) for offset in range(len(group.period))]
             period = functools.partial(_plain_period, group=group, places=places, inputs=inputs)
@@ -334,32 +370,49 @@ class DecoderModel(eqx.Module):
         """`hidden` and, into the array `chosen` unless it is None, `routed`."""
         inputs = self._inputs(batch.positions, attention, self._max_seq_len(batch, attention))
         num_tokens = batch.cu_q_lens.array[-1]
+        rows = RaggedRows.of(batch)
 
         def run(group: Group[Block], repeat: Array, carry):
             """One period."""
+            for offset, count in group.bodies:
+                body = functools.partial(one_layer, group, repeat, offset)
+                # Equal layers that share a body follow one another in their stack and in their pool
+                carry = body(0, carry) if count == 1 else jax.lax.fori_loop(0, count, body, carry)
+            return carry
+
+        def one_layer(group: Group[Block], repeat: Array, offset: int, further: Array | int, carry):
+            """The layer `further` behind that at `offset` of the period."""
             x, cache, chosen = carry
             seen: list[Array] = []
-            on_choice = None if chosen is None else seen.append
-            for offset, block in enumerate(group.period):
-                stack, first, stride = self.config.stored_at(group, offset)
-                layer = self.stacks[stack].at(_index(first, stride, repeat), num_tokens)
-                pool, first, stride = self.config.remembered_at(group, offset)
-                number = _index(first, stride, repeat)
+            on_choice, block = None if chosen is None else seen.append, group.period[offset]
+            stack, first, stride = self.config.stored_at(group, offset)
+            layer = self.stacks[stack].at(_index(first, stride, repeat, further), num_tokens)
+            pool, first, stride = self.config.remembered_at(group, offset)
+            number = _index(first, stride, repeat, further)
+            if layer.recurrent is None:
                 mix = functools.partial(
-                    layer.attention.paged,
+                    layer.attention.paged,  # type: ignore[union-attr]
                     inputs=inputs(block),
                     kv=cache.pools[pool],  # type: ignore[arg-type]
                     layer=number,
-                    batch=batch,
+                    batch=batch.in_group(cache.groups[pool]),
                 )
-                x, remembered = layer(x, block, mix, on_choice)
-                cache = cache.with_pool(pool, remembered)
-                if chosen is not None and isinstance(block.feed_forward, ExpertsBlock):
-                    first, stride = self.config.expert_layer_at(group, offset)
-                    chosen = chosen.at[_index(first, stride, repeat)].set(seen.pop())
+            else:
+                mix = functools.partial(
+                    layer.recurrent.paged,
+                    block=block.recurrent,  # type: ignore[arg-type]
+                    state=cache.pools[pool],  # type: ignore[arg-type]
+                    layer=number,
+                    rows=rows,
+                )
+            x, remembered = layer(x, block, mix, on_choice)
+            cache = cache.with_pool(pool, remembered)
+            if chosen is not None and isinstance(block.feed_forward, ExpertsBlock):
+                first, stride = self.config.expert_layer_at(group, offset)
+                chosen = chosen.at[_index(first, stride, repeat, further)].set(seen.pop())
             return x, cache, chosen
 
-        carry = self._embed(batch.tokens), cache, chosen
+        carry = self._embed(batch.tokens, batch.positions), cache, chosen
         for group in self.config.groups:
             body = functools.partial(run, group)
             if group.repeats > 1:
@@ -387,22 +440,30 @@ class DecoderModel(eqx.Module):
             values = cap * jnp.tanh(values / cap)
         return NamedArray(self.vocab.without_padding(values), logits.axes)
 
-    def _embed(self, tokens: NamedArray) -> NamedArray:
+    def _embed(self, tokens: NamedArray, positions: NamedArray) -> NamedArray:
         rows = self.shard_axis.sum(self.embeddings.take_rows(self.vocab.local(tokens.array), self.dtype))
         rows = rows.astype(self.activation_dtype)
         if self.config.embedding_multiplier != 1:
             rows = rows * jnp.asarray(self.config.embedding_multiplier, self.dtype).astype(rows.dtype)
         embedded = NamedArray(rows, (*tokens.axes, self.embed))
+        if self.position_embeddings is not None:
+            learnt = self.position_embeddings.take_rows(positions.array, self.dtype).astype(rows.dtype)
+            embedded = embedded + NamedArray(learnt, (*positions.axes, self.embed))
         return embedded if self.embedding_norm is None else self.embedding_norm(embedded)
 
     def _inputs(self, positions: NamedArray, spec: AttentionSpec, rope_len: int) -> Callable[[Block], AttentionInputs]:
         """Inputs of attention in a layer, with the angles of each rope computed once."""
-        mixers = dict.fromkeys(block.mixer for block in self.config.blocks)
-        kinds = dict.fromkeys((mixer.rope, mixer.rope_dim) for mixer in mixers)
+        kinds = dict.fromkeys((mixer.rope, mixer.rope_dim) for mixer in self.config.attention)
         ropes: dict[tuple[RopeConfig | None, int], Rope] = {
             (rope, size): rope_at(rope, size, positions, rope_len) for rope, size in kinds if rope is not None
         }
-        return lambda block: AttentionInputs(block.mixer, ropes.get((block.mixer.rope, block.mixer.rope_dim)), spec)
+
+        def inputs(block: Block) -> AttentionInputs:
+            mixer = block.attention
+            assert mixer is not None
+            return AttentionInputs(mixer, ropes.get((mixer.rope, mixer.rope_dim)), spec)
+
+        return inputs
 
     def _max_seq_len(self, batch: PageBatchInfo, attention: AttentionSpec) -> int:
         capacity = batch.page_indices.axis_size(SEQ_PAGE) * batch.page_size
@@ -417,9 +478,10 @@ class DecoderModel(eqx.Module):
         return capacity
 
 
-def _index(first: int, stride: int, repeat: Array) -> Array:
-    """`first + stride · repeat`, i32[]."""
+def _index(first: int, stride: int, repeat: Array, further: Array | int = 0) -> Array:
+    """`first + stride · repeat + further`, i32[]."""
     index = repeat if stride == 1 else repeat * jnp.int32(stride)
+    index = index if isinstance(further, int) and further == 0 else index + further
     return index if first == 0 else index + jnp.int32(first)
 
 
@@ -436,7 +498,12 @@ def _plain_period(
     for block, (stack, _, stride) in zip(group.period, places, strict=True):
         layer = stacks[stack] if stride == 1 else _map_arrays(functools.partial(_entry, seen[stack]), stacks[stack])
         seen[stack] += 1
-        x, _ = layer(x, block, functools.partial(layer.attention.dense, inputs=inputs(block)))
+        if layer.attention is not None:
+            mix = functools.partial(layer.attention.dense, inputs=inputs(block))
+        else:
+            assert layer.recurrent is not None
+            mix = functools.partial(layer.recurrent.dense, block=block.recurrent)
+        x, _ = layer(x, block, mix)
     return x
 
 

@@ -37,8 +37,14 @@ class Family:
     """Starts of tensor names in a checkpoint, and what stands for them in `tensors`; other names stay."""
     unused: tuple[str, ...] = ()
     """Starts of the names of tensors that belong to other parts of a multimodal model, and are not read."""
+    derived: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    """Ends of the names of tensors that old checkpoints carry and that are computed here."""
     alternatives: tuple[Tensor, ...] = ()
     """Lines that a checkpoint may have instead of those of `tensors` with the same parameters."""
+
+    def tensor_of(self, parameter: str) -> str | None:
+        """The tensor that holds a parameter, by its line of `tensors`; None: the family does not have it."""
+        return next((tensor.name for tensor in self.tensors if parameter in tensor.parameters), None)
 
     def table_for(self, names: Iterable[str]) -> tuple[Tensor, ...]:
         """The lines of a checkpoint with tensors of these names."""
@@ -61,7 +67,7 @@ class Family:
         """
         found, unused = {}, self.unused_names(raw)
         for name in names:
-            if not name.startswith(unused):
+            if not name.startswith(unused) and not name.endswith(self.derived):
                 prefix, instead = next((pair for pair in self.prefixes if name.startswith(pair[0])), ("", ""))
                 own = instead + name.removeprefix(prefix)
                 if own in found:
@@ -72,36 +78,54 @@ class Family:
 
 TENSOR_NAMES = {
     "embeddings.weight": "model.embed_tokens.weight",
-    "layers.input_norm.weight": "model.layers.{layer}.input_layernorm.weight",
     **{
         f"layers.attention.{name}_proj.{kind}": f"model.layers.{{layer}}.self_attn.{name}_proj.{kind}"
         for name in "qkvo"
         for kind in ("weight", "bias")
     },
-    "layers.attention.q_norm.weight": "model.layers.{layer}.self_attn.q_norm.weight",
-    "layers.attention.k_norm.weight": "model.layers.{layer}.self_attn.k_norm.weight",
-    "layers.mlp_norm.weight": "model.layers.{layer}.post_attention_layernorm.weight",
+    **{
+        f"layers.{norm}.{kind}": f"model.layers.{{layer}}.{name}.{kind}"
+        for norm, name in {
+            "input_norm": "input_layernorm",
+            "attention.q_norm": "self_attn.q_norm",
+            "attention.k_norm": "self_attn.k_norm",
+            "mlp_norm": "post_attention_layernorm",
+        }.items()
+        for kind in ("weight", "bias")
+    },
     **{
         f"layers.mlp.{name}_proj.{kind}": f"model.layers.{{layer}}.mlp.{name}_proj.{kind}"
         for name in ("gate", "up", "down")
         for kind in ("weight", "bias")
     },
     "norm.weight": "model.norm.weight",
+    "norm.bias": "model.norm.bias",
     "lm_head.weight": "lm_head.weight",
+    "lm_head.bias": "lm_head.bias",
+    "embeddings.bias": "lm_head.bias",
 }
-"""The names that Llama, Mistral, Qwen2 and Qwen3 share."""
+"""The names that Llama, Mistral, Qwen2 and Qwen3 share. A head that is the embeddings has a bias of its own."""
 LLAMA_TENSORS = tensor_table(TENSOR_NAMES)
 
-ACTIVATION_NAMES = {activation: (activation.value,) for activation in Activation} | {Activation.SILU: ("silu", "swish")}
+
+def renamed_tensors(names: Mapping[str, str]) -> dict[str, str]:
+    """`TENSOR_NAMES` with parts of the tensors' names replaced. Args: names: what stands for each part."""
+
+    def renamed(name: str) -> str:
+        for part, instead in names.items():
+            name = name.replace(part, instead)
+        return name
+
+    return {path: renamed(name) for path, name in TENSOR_NAMES.items()}
+
+
+ACTIVATION_NAMES = {activation: (activation.value,) for activation in Activation} | {
+    Activation.SILU: ("silu", "swish"),
+    Activation.GELU_TANH: ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
+}
 """The values of `hidden_act` that name an activation."""
-
-IGNORED_TENSORS = ("rotary_emb.inv_freq",)
-"""Ends of tensor names that old checkpoints carry and that are computed from the config."""
-
-
-def is_ignored(hf_name: str) -> bool:
-    """Whether a checkpoint may hold this tensor although no model has a use for it."""
-    return hf_name.endswith(IGNORED_TENSORS)
+PLAIN_ACTIVATIONS = tuple(activation for activation in Activation if activation is not Activation.XIELU)
+"""Those without parameters."""
 
 
 @dataclass(frozen=True)
@@ -159,11 +183,13 @@ def read_sizes(
     max_positions: int,
     tied: bool = False,
     norm_eps: float = 1e-6,
-    norm_eps_key: str = "rms_norm_eps",
+    norm_eps_key: str | None = "rms_norm_eps",
     width_key: str = "intermediate_size",
     theta: float = 10000.0,
     activation: Activation = Activation.SILU,
     activation_names: tuple[str, ...] = (),
+    activations: tuple[Activation, ...] = (),
+    inner_factor: int | None = None,
     ropes: Callable[[HfConfig, int, int], dict[str, RopeConfig]] | None = None,
 ) -> Sizes:
     """Read the keys that all families have.
@@ -172,10 +198,13 @@ def read_sizes(
         kv_heads: HF's default where the key is absent; None for as many as query heads.
         head_dim: HF's default where the key is absent; None for hidden_size / num_attention_heads.
         max_positions, tied, norm_eps, theta: HF's defaults where the keys are absent.
-        norm_eps_key: HF's name of the epsilon.
+        norm_eps_key: HF's name of the epsilon; None: it is `norm_eps`, whatever the file says.
         width_key: HF's name of the inner width of feed-forward blocks.
-        activation: the one that the family has.
+        activation: the one that the family has, or HF's default of several.
         activation_names: further values of `hidden_act` that mean it.
+        activations: those that a file may choose from; empty: `activation` alone.
+        inner_factor: intermediate_size is so many times hidden_size where the key is absent or null; None: it has to
+            be there.
         ropes: reads the ropes of full and sliding layers, given head size and longest position; None: `HfConfig.rope`
             is both.
     """
@@ -190,22 +219,24 @@ def read_sizes(
         raise hf.fail("num_attention_heads", f"a multiple of num_key_value_heads={kv_heads}")
     if head_dim % 2:
         raise hf.fail("head_dim", f"an even number, got {head_dim}")
-    hf.one_of("hidden_act", activation.value, (*ACTIVATION_NAMES[activation], *activation_names))
+    named = {name: each for each in activations or (activation,) for name in ACTIVATION_NAMES[each]}
+    named |= dict.fromkeys(activation_names, activation)
+    inner = None if inner_factor is None else inner_factor * hidden
     max_positions = hf.count("max_position_embeddings", max_positions)
     by_kind = (ropes or functools.partial(one_rope, theta=theta))(hf, head_dim, max_positions)
     return Sizes(
         vocab_size=hf.count("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=hf.count(width_key),
+        intermediate_size=hf.count(width_key, inner, null=inner),
         num_layers=hf.count("num_hidden_layers", most=MAX_LAYERS),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_positions,
-        norm_eps=hf.number(norm_eps_key, norm_eps),
+        norm_eps=norm_eps if norm_eps_key is None else hf.number(norm_eps_key, norm_eps),
         rope=by_kind[FULL],
         local_rope=by_kind[SLIDING],
-        activation=activation,
+        activation=named[hf.one_of("hidden_act", activation.value, tuple(named))],
         tie_word_embeddings=hf.flag("tie_word_embeddings", tied),
     )
 
@@ -237,6 +268,11 @@ def common_to_hf(config: DecoderConfig, ropes: Mapping[str, Any] | None = None) 
         "tie_word_embeddings": config.tie_word_embeddings,
         **(rope_to_hf(rope, config.max_position_embeddings) if ropes is None else ropes),
     }
+
+
+def renamed_keys(config: DecoderConfig, names: Mapping[str, str], drop: Sequence[str] = ()) -> dict[str, Any]:
+    """`common_to_hf` in the names of a family. Args: names: what stands for a key; drop: keys that it does not have."""
+    return {names.get(key, key): value for key, value in common_to_hf(config).items() if key not in drop}
 
 
 def rope_to_hf(rope: RopeConfig, max_position_embeddings: int) -> dict[str, Any]:
@@ -277,10 +313,14 @@ def windows_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 def ropes_by_kind_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """`rope_parameters` with an entry for full and for sliding layers, as transformers 5 writes it."""
-    mixers = (block.mixer for block in config.blocks)
-    ropes = {FULL if mixer.window is None else SLIDING: mixer.rope for mixer in mixers if mixer.rope is not None}
-    found = {}
-    for kind, rope in ropes.items():
-        keys = rope_to_hf(rope, config.max_position_embeddings)
-        found[kind] = {**(keys.pop("rope_scaling") or {"rope_type": "default"}), **keys}
-    return {"rope_parameters": found}
+    ropes = {
+        FULL if mixer.window is None else SLIDING: mixer.rope for mixer in config.kv_attention if mixer.rope is not None
+    }
+    longest = config.max_position_embeddings
+    return {"rope_parameters": {kind: rope_parameters(rope, longest) for kind, rope in ropes.items()}}
+
+
+def rope_parameters(rope: RopeConfig, max_position_embeddings: int) -> dict[str, Any]:
+    """The object `rope_parameters` of one rope."""
+    keys = rope_to_hf(rope, max_position_embeddings)
+    return {**(keys.pop("rope_scaling") or {"rope_type": "default"}), **keys}

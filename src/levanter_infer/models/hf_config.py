@@ -22,9 +22,9 @@ INFORMATIONAL = frozenset(
     "model_max_length max_sequence_length "  # of Cohere's and Meta's own files; HF goes by max_position_embeddings
     "transformers.js_config unsloth_version unsloth_fixed gradient_checkpointing is_llama_config "
     # Of training only.
-    "attention_dropout hidden_dropout residual_dropout resid_pdrop embd_pdrop router_aux_loss_coef "
-    "output_router_logits router_jitter_noise aux_loss_alpha seq_aux "
-    "embedding_initializer_range "
+    "attention_dropout hidden_dropout residual_dropout embedding_dropout classifier_dropout attn_pdrop resid_pdrop "
+    "embd_pdrop attention_probs_dropout_prob hidden_dropout_prob router_aux_loss_coef output_router_logits "
+    "router_jitter_noise aux_loss_alpha seq_aux embedding_initializer_range "
     # Defaults of generation; the request says what holds.
     "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature "
     "top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
@@ -83,16 +83,27 @@ class HfConfig:
     Errors are `ValueError`s that name the key, what it held, and what was expected.
     """
 
-    def __init__(self, raw: Mapping[str, Any]):
-        self.raw = raw
+    def __init__(self, raw: Mapping[str, Any], names: Mapping[str, str] = MappingProxyType({})):
+        """Args: names: what the files of a family call a key, by the name that other families have for it."""
+        self.raw = dict(raw)
+        self._names = names
         self._read: set[str] = set()
+        for key, own in names.items():
+            if own in raw and raw.get(key, raw[own]) != raw[own]:
+                raise ValueError(f"config.json: {own}={raw[own]!r} but {key}={raw[key]!r}; leave one out")
+            if own in raw:
+                self.raw[key] = self.raw.pop(own)
+
+    def _name(self, key: str) -> str:
+        """For messages."""
+        return self._names.get(key, key)
 
     def _get(self, key: str, default: Any) -> Any:
         self._read.add(key)
         return self.raw.get(key, default)
 
     def fail(self, key: str, expected: str) -> ValueError:
-        return ValueError(f"config.json: {key}={self.raw.get(key)!r}, expected {expected}")
+        return ValueError(f"config.json: {self._name(key)}={self.raw.get(key)!r}, expected {expected}")
 
     def count(self, key: str, default: int | None = None, *, null: int | None = None, most: int = 2**31 - 1) -> int:
         """A whole number from 1 to `most`. `null`: what an explicit null stands for."""
@@ -100,7 +111,7 @@ class HfConfig:
         if value is None and null is not None:
             return null
         if value is None and key not in self.raw:
-            raise ValueError(f"config.json: {key} is missing, expected a whole number of at least 1")
+            raise ValueError(f"config.json: {self._name(key)} is missing, expected a whole number of at least 1")
         if type(value) is not int or not 0 < value <= most:
             raise self.fail(key, f"a whole number from 1 to {most}")
         return value
@@ -112,12 +123,21 @@ class HfConfig:
         """A whole number of at least 0."""
         return 0 if self._get(key, default) == 0 else self.count(key, default)
 
+    def counts(self, key: str, num_layers: int, default: int) -> list[int]:
+        """A whole number of at least 1 for every layer, or one for all of them."""
+        value = self._get(key, default)
+        if not isinstance(value, list):
+            return [self.count(key, default)] * num_layers
+        if len(value) != num_layers or any(type(each) is not int or each < 1 for each in value):
+            raise self.fail(key, f"a whole number of at least 1, or one for each of num_hidden_layers={num_layers}")
+        return value
+
     def number(self, key: str, default: float) -> float:
         """A finite number above 0."""
-        return _number("config.json", key, self._get(key, default))
+        return _number("config.json", self._name(key), self._get(key, default))
 
     def optional_number(self, key: str, default: float | None) -> float | None:
-        return None if self._get(key, default) is None else _number("config.json", key, self._get(key, default))
+        return None if self._get(key, default) is None else self.number(key, default or 0.0)
 
     def flags(self, key: str, default: list[bool]) -> list[bool]:
         """True or false (or 1 or 0) for every entry of `default`, which stands for null. More entries are ignored."""
@@ -162,6 +182,10 @@ class HfConfig:
             values = " or ".join(repr(value) for value in allowed)
             raise self.fail(key, f"{values}: this checkpoint needs something that is not implemented")
 
+    def ignore(self, *keys: str) -> None:
+        """Accept keys that change nothing in this family."""
+        self._read.update(keys)
+
     def text_config(self, *others: str) -> dict[str, Any]:
         """The configuration of the text model within that of a multimodal parent. Args: others: keys of other parts."""
         text = self._get("text_config", None)
@@ -196,6 +220,7 @@ class HfConfig:
         query_beta: bool = False,
         original_len: int | None = None,
         aliases: Mapping[str, str] = MappingProxyType({}),
+        fixed_alpha: bool = False,
     ) -> RopeConfig:
         """The rope, from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`.
 
@@ -208,6 +233,7 @@ class HfConfig:
             original_len: HF's default of `original_max_position_embeddings`, for families that have this key even where
                 their rope has no use for it.
             aliases: other names of rope types.
+            fixed_alpha: whether a dynamic rope with an `alpha` is one of a larger theta, and nothing else (Hunyuan).
         """
         old, new = self._get("rope_scaling", None), self._get("rope_parameters", None)
         if old is not None and new is not None and old != new:
@@ -236,6 +262,9 @@ class HfConfig:
         rotated = int(head_dim * share)
         if rotated < 2 or rotated % 2:
             raise ValueError(f"config.json: partial_rotary_factor={share!r} of head_dim={head_dim} is {rotated}, odd")
+        if fixed_alpha and kind == "dynamic" and scaling.get("alpha"):
+            stretch = _number(f"config.json: {where}", "alpha", scaling["alpha"])
+            kind, theta, scaling = "default", theta * stretch ** (rotated / (rotated - 2)), {}
         rope = parse_rope(kind, float(theta), scaling, where, rotated, max_position_embeddings)
         return dataclasses.replace(rope, partial=share, interleaved=interleaved, query_beta=beta)
 
@@ -298,9 +327,11 @@ class HfConfig:
         """Take a key out of the rope object or from beside it; in both it must be the same."""
         outer, inner = self._get(key, None), scaling.pop(key, None)
         if outer is not None and inner is not None and outer != inner:
-            raise ValueError(f"config.json: {key}={outer!r} but {where}.{key}={inner!r}; they must be equal")
+            raise ValueError(
+                f"config.json: {self._name(key)}={outer!r} but {where}.{key}={inner!r}; they must be equal"
+            )
         value = inner if outer is None else outer
-        return default if value is None else _number("config.json", key, value)
+        return default if value is None else _number("config.json", self._name(key), value)
 
     def finish(self) -> None:
         """Refuse every key that is neither read, informational, nor at a neutral value."""
