@@ -71,6 +71,7 @@ levanter() {
     fail "installing us changed $(comm -23 <(sort "$folder/levanter.txt") <(sort "$folder/levanter-after.txt"))"
   export XLA_FLAGS=--xla_force_host_platform_device_count=2
   ${COMPAT_RUN:-} "$python" -W ignore tests/compat/levanter_models.py
+  ${COMPAT_RUN:-} "$python" -W ignore tests/compat/levanter_families.py
 }
 
 transformers() {

@@ -1,14 +1,15 @@
 """Programs to compile for a TPU and look at, for scripts/tpu_schedule.py and tools of its kind.
 
-`decode`, `prefill` and `mixed` are one call of the attention entry; `program` is the engine's own round, without sinks
-and attention_chunk. All take
+`experts` is one matrix of a layer of experts for all tokens of a step: tokens=, num_experts=, chosen=experts of a
+token, ins= and outs= (defaults: the gate of Qwen3-30B-A3B at 64 tokens), impl=backend. `decode`, `prefill` and `mixed`
+are one call of the attention entry; `program` is the engine's own round, without sinks and attention_chunk. These take
 
     heads=(query heads, kv heads, head size) of one chip, page=tokens of a page, seqs=sequences, context=tokens of each,
     tokens=query tokens of the step, kv_dtype=, window=, sinks=whether the heads have attention sinks,
-    attention_chunk=positions of a chunk of chunked attention, pool_pages=pages of the pool (default: as many as the
-    page tables can name, at most 2 GiB worth; the tables keep their full shape), impl=attention implementation, and
-    tiles=`kernels.tpu.tiling.Tiles`, or what differs from those of the table, such as
-    dict(decode=dict(pages=8), prefill=dict(queries=128)) (default: those of the table).
+    attention_chunk=positions of a chunk of chunked attention, value_dim=numbers of a latent that are its value,
+    pool_pages=pages of the pool (default: as many as the page tables can name, at most 2 GiB worth; the tables keep
+    their full shape), impl=attention implementation, and tiles=`kernels.tpu.tiling.Tiles`, or what differs from those
+    of the table, such as dict(decode=dict(pages=8), prefill=dict(queries=128)) (default: those of the table).
 
 A pool has LAYERS layers, of which a call reads one.
 """
@@ -28,7 +29,7 @@ from levanter_infer.engine.backend_choice import BackendChoice  # noqa: E402
 from levanter_infer.engine.config import EngineConfig  # noqa: E402
 from levanter_infer.engine.mesh import make_mesh  # noqa: E402
 from levanter_infer.engine.runner import programs_for, round_types, shapes_for  # noqa: E402
-from levanter_infer.kernels.call import AttentionCall, PoolShape  # noqa: E402
+from levanter_infer.kernels.call import AttentionCall, GroupedCall, PoolShape  # noqa: E402
 from levanter_infer.kernels.registry import make_backend  # noqa: E402
 from levanter_infer.kernels.rules import ScoreRules  # noqa: E402
 from levanter_infer.kernels.tpu.tiling import Tiles, TileShape, choose, generation  # noqa: E402
@@ -69,6 +70,23 @@ def mixed(mesh, *, heads=(32, 8, 128), page=64, seqs=64, context=8192, tokens=51
     return _call(heads=heads, page=page, seqs=seqs, context=context, tokens=tokens, **options)
 
 
+def experts(mesh, *, tokens=64, num_experts=128, chosen=8, ins=2048, outs=768, dtype="bfloat16", impl="tpu"):
+    """A grouped matmul out of a stack of LAYERS layers."""
+
+    def call(x, weight, counts, rows, layer):
+        arguments = GroupedCall(x, counts, [weight], [outs], rows=rows, layer=layer)
+        return make_backend(impl, "tpu").grouped_linear(arguments)
+
+    i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    return call, (
+        jax.ShapeDtypeStruct((tokens, ins), dtype),
+        jax.ShapeDtypeStruct((LAYERS, num_experts, outs, ins), dtype),
+        i32((num_experts,)),
+        i32((tokens * chosen,)),
+        i32(()),
+    )
+
+
 def _call(
     *,
     heads,
@@ -80,6 +98,7 @@ def _call(
     window=None,
     sinks=False,
     attention_chunk=None,
+    value_dim=None,
     pool_pages=None,
     impl="tpu",
     tiles=None,
@@ -87,14 +106,14 @@ def _call(
     num_q_heads, num_kv_heads, head_dim = heads
     kv_dtype = jnp.dtype(kv_dtype)
     seq_pages = -(-context // page)
-    pool_shape = functools.partial(_pool_shape, impl, num_kv_heads, head_dim, page, kv_dtype)
+    pool_shape = functools.partial(_pool_shape, impl, num_kv_heads, head_dim, page, kv_dtype, value_dim is not None)
     page_bytes = math.prod(pool_shape(1)) * kv_dtype.itemsize
     pool_pages = pool_pages or max(1, min(seqs * seq_pages, MAX_POOL_BYTES // page_bytes))
 
     def call(*arrays):
         rules = ScoreRules(scale=head_dim**-0.5, sliding_window=window, attention_chunk=attention_chunk)
-        arguments = AttentionCall(*arrays[:7], rules, kv_dtype, num_kv_heads, page, *arrays[7:])
-        return make_backend(impl).configured(tiles=_tiles(tiles, heads, page, kv_dtype)).attend(arguments)
+        arguments = AttentionCall(*arrays[:7], rules, kv_dtype, num_kv_heads, page, *arrays[7:], value_dim=value_dim)
+        return make_backend(impl).configured(tiles=_tiles(tiles, heads, page, kv_dtype, value_dim)).attend(arguments)
 
     i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     arguments = (
@@ -109,21 +128,24 @@ def _call(
     return call, (*arguments, jax.ShapeDtypeStruct((num_q_heads,), jnp.float32)) if sinks else arguments
 
 
-def _tiles(changes, heads, page: int, kv_dtype) -> Tiles | None:
+def _tiles(changes, heads, page: int, kv_dtype, value_dim: int | None) -> Tiles | None:
     """Those of the table with `changes`, a mapping; what is given, if it is none. While tracing: they depend on the
     device."""
     if not isinstance(changes, dict):
         return changes
     num_q_heads, num_kv_heads, head_dim = heads
-    shape = TileShape(generation(), num_kv_heads, head_dim, num_q_heads // num_kv_heads, page, kv_dtype.name)
+    shape = TileShape(generation(), num_kv_heads, head_dim, num_q_heads // num_kv_heads, page, kv_dtype.name, value_dim)
     tiles = choose(shape)
     return dataclasses.replace(
         tiles, **{path: dataclasses.replace(getattr(tiles, path), **sizes) for path, sizes in changes.items()}
     )
 
 
-def _pool_shape(impl: str, num_kv_heads: int, head_dim: int, page: int, kv_dtype, num_pages: int) -> tuple[int, ...]:
-    return make_backend(impl).pool_shape(PoolShape(LAYERS, num_pages, page, num_kv_heads, head_dim, kv_dtype))
+def _pool_shape(
+    impl: str, num_kv_heads: int, head_dim: int, page: int, kv_dtype, is_latent: bool, num_pages: int
+) -> tuple[int, ...]:
+    shape = PoolShape(LAYERS, num_pages, page, num_kv_heads, head_dim, kv_dtype, is_latent)
+    return make_backend(impl).pool_shape(shape)
 
 
 def program(

@@ -30,9 +30,15 @@ _GAINS = {
     "gate_up_proj": 1.4,
     **{"q_a_proj": 1.4, "q_b_proj": 1.4, "kv_a_proj_with_mqa": 1.4, "kv_b_proj": 1.0},
     **{"w1": 1.4, "w3": 1.4, "w2": 2.0, "input_linear": 1.4, "output_linear": 2.0},
+    **{"in_proj": 1.4, "out_proj": 2.0, "in_proj_qkvz": 1.4, "in_proj_qkv": 1.4, "in_proj_z": 1.4},
+    **{"in_proj_ba": 1.0, "in_proj_b": 1.0, "in_proj_a": 1.0},
     **{"query_key_value": 1.4, "dense": 2.0, "dense_h_to_4h": 1.4, "dense_4h_to_h": 2.0},
     **{"c_attn": 1.4, "c_fc": 1.4, "c_proj": 2.0, "fc1": 1.4, "fc2": 2.0},
 }
+_SPREADS = {"sinks": 1.5, "e_score_correction_bias": 0.1, "gate_up_proj_bias": 0.5, "down_proj_bias": 0.3}
+"""Of parameters that are no matrices."""
+_RECURRENCE = {"A_log": -2.0, "dt_bias": 0.5, "D": 0.5}
+_PLUS_ONE = ("gemma", "qwen3_next", "qwen3_5")  # families whose norms multiply by 1 + weight
 
 _TINY = {
     "vocab_size": 37,
@@ -85,6 +91,7 @@ class GoldenCase:
     name: str
     config: dict  # what stands in config.json
     changes: tuple[dict, ...]  # keys that neutralise one option each
+    zeroed: tuple[str, ...]  # ends of the names of tensors that are options of their own
     weights_sha256: str  # of the weights that HF was given
     prompts: tuple[GoldenPrompt, ...]
 
@@ -102,7 +109,8 @@ def load_case(name: str) -> GoldenCase:
             GoldenPrompt(scale=float(arrays[f"scale_{i}"]), **{f: arrays[f"{f}_{i}"] for f in fields})
             for i in range(count)
         )
-    return GoldenCase(name, entry["config"], tuple(entry.get("changes", ())), entry["weights_sha256"], prompts)
+    options = (tuple(entry.get(key, ())) for key in ("changes", "zeroed"))
+    return GoldenCase(name, entry["config"], *options, entry["weights_sha256"], prompts)
 
 
 def save_case(directory: Path, name: str, prompts: list[GoldenPrompt]) -> None:
@@ -188,12 +196,19 @@ def weights_sha256(weights: dict[str, np.ndarray]) -> str:
 def _tensor(case: str, name: str, shape: tuple[int, ...], model_type: str) -> np.ndarray:
     noise = unit_noise(case, name, shape)
     module, kind = name.split(".")[-2:]
-    if kind == "e_score_correction_bias":  # of the size of the scores' differences, so that it changes the choice
-        value = 0.1 * noise
+    if kind in _SPREADS:
+        value = noise * _SPREADS[kind]
+    elif kind in _RECURRENCE:  # decays of e^-0.1 a token: what is remembered matters over tens of tokens
+        value = 0.5 * noise + _RECURRENCE[kind]
+    elif len(shape) == 3 and module.startswith("conv"):
+        value = 0.8 * noise
+    elif kind in ("gate_up_proj", "down_proj"):  # all experts of a layer, inputs first
+        value = noise * (_GAINS[kind] / np.sqrt(shape[1]))
     elif kind == "bias":
         value = (0.1 if "norm" in module or module.startswith("ln_") else 0.3) * noise
     elif module.endswith("norm") or module.startswith("ln_"):
-        value = 0.2 * noise + (0.0 if model_type.startswith("gemma") else 1.0)  # Gemma multiplies by 1 + weight
+        is_centred = model_type.startswith(_PLUS_ONE) and not name.endswith("linear_attn.norm.weight")
+        value = 0.2 * noise + (0.0 if is_centred else 1.0)
     elif module == "act_fn":  # of xIELU
         value = {"beta": 0.5, "eps": -0.3}.get(kind, 0.0) + noise * {"eps": 0.1}.get(kind, 0.2)
     elif module in _GAINS:

@@ -52,6 +52,13 @@ WHOLE_NORM = {"model_type": "olmo2", "num_attention_heads": 12, "num_key_value_h
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
            "norm_topk_prob": True}  # fmt: skip
 
+BIASED = {"model_type": "glm4_moe", "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+          "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0, "attention_bias": True}  # fmt: skip
+"""The choice of experts has a bias and groups; and there is a shared expert."""
+SINKS = {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 5, "head_dim": 8,
+         "intermediate_size": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}  # fmt: skip
+"""Maps of experts and the router have biases, and query heads have sinks."""
+
 
 def requests(count: int) -> list[Request]:
     """Prompts that partly begin alike, with parameters of every kind."""
@@ -82,9 +89,17 @@ def run(place: Place, count: int, model_changes: Mapping[str, Any] | None = None
     """Tokens and log probabilities of `requests`, and what the engine says."""
     from tests.tiny_models import tiny_model
 
-    model = tiny_model(**model_changes or {})
+    model = without_zeros(tiny_model(**model_changes or {}))
     engine = InferenceEngine(model, config=EngineConfig(**SIZES), score_mod=score_mod, **place)
     return results(engine, count)
+
+
+def without_zeros(model):
+    """The model with random numbers for parameters that are zero in new models, such as biases."""
+    rng = np.random.default_rng(9)
+    return jax.tree.map(
+        lambda leaf: leaf if leaf.any() else jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), model
+    )
 
 
 def results(engine: InferenceEngine, count: int) -> dict:
@@ -410,6 +425,9 @@ KINDS: dict[str, Callable[[Place], dict]] = {
     "heads": lambda place: run(place, 8, EIGHT_HEADS, by_head),
     "wholenorm": lambda place: run(place, 8, WHOLE_NORM),
     "experts": lambda place: run(place, 16, EXPERTS),
+    "biased": lambda place: run(place, 16, BIASED),
+    "sinks": lambda place: run(place, 16, SINKS),
+    "loadedsinks": lambda place: loaded(place, SINKS),
     "loaded": lambda place: loaded(place, EIGHT_HEADS),
     "loadedexperts": lambda place: loaded(place, EXPERTS),
     "tied": lambda place: run(place, 8, {"tie_word_embeddings": True, "dtype": "bfloat16"}),

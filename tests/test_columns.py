@@ -54,7 +54,8 @@ def test_optional_columns_are_there_if_sampling_or_include_asks():
     scored = dataclasses.replace(
         OUTPUT, prompt_logprobs=np.asarray([-0.1], np.float32), prompt_top_logprobs=TOP[:1], num_cached_tokens=7
     )
-    scored.completions = [completion(top_logprobs=TOP, score=-1.5, logprobs=np.asarray([-0.5, -1.0], np.float32))]
+    logprobs, routed = np.asarray([-0.5, -1.0], np.float32), np.asarray([[[4, 0]], [[1, 3]], [[2, 1]]], np.int16)
+    scored.completions = [completion(top_logprobs=TOP, score=-1.5, logprobs=logprobs, routed_experts=routed)]
     entries = [[{"token_id": 7, "logprob": -0.5}, {"token_id": 9, "logprob": None}], [{"token_id": 8, "logprob": -1.0}]]
     expected = {
         "logprobs": [-0.5, -1.0],
@@ -63,6 +64,7 @@ def test_optional_columns_are_there_if_sampling_or_include_asks():
         "cumulative_logprob": -1.5,
         "token_versions": [3, 4],
         "score": -1.5,
+        "routed_experts": [[[4, 0]], [[1, 3]], [[2, 1]]],
         "prompt_logprobs": [-0.1],
         "prompt_top_logprobs": entries[:1],
         "num_cached_tokens": 7,
@@ -74,6 +76,7 @@ def test_optional_columns_are_there_if_sampling_or_include_asks():
     assert set(one(scored, logprobs=1)) == {*ALWAYS, "logprobs", "top_logprobs"}
     assert set(one(scored, prompt_logprobs=1)) == {*ALWAYS, "prompt_logprobs", "prompt_top_logprobs"}
     assert set(one(scored, num_beams=2)) == {*ALWAYS, "score"}
+    assert set(one(scored, return_routed_experts=True)) == {*ALWAYS, "routed_experts"}
     assert list(one(scored, *OPTIONAL)) == list(TYPES)
 
 
@@ -98,7 +101,7 @@ def test_failed_request_has_a_row_of_the_same_columns_and_types():
     assert list(failed) == list(TYPES) and (failed["error"], failed["finish_reason"]) == ("too long", "error")
     assert (failed["index"], failed["seed"], failed["seed_str"], failed["text"]) == (None, None, "", "")
     for name, kind in TYPES.items():
-        if kind in ("text", "ints", "floats", "tops"):
+        if kind in ("text", "ints", "floats", "tops", "experts"):
             assert failed[name] is not None
     broken = one(dataclasses.replace(OUTPUT, completions=[completion(finish_reason="error")]))
     assert broken["error"] == "the model's logits are not finite" and broken["token_ids"] == [5, 6]

@@ -46,6 +46,17 @@ def with_mixers(config: DecoderConfig, **changes) -> DecoderConfig:
     return dataclasses.replace(config, blocks=blocks)
 
 
+@functools.lru_cache
+def windowed_model(windows: tuple[int | None, ...], dtype: str = "float32") -> DecoderModel:
+    """`tiny_model` with a layer for each of `windows`: tokens that it sees, or None for all."""
+    model = tiny_model(dtype=dtype, num_hidden_layers=len(windows))
+    blocks = tuple(
+        dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, window=window))
+        for block, window in zip(model.config.blocks, windows, strict=True)
+    )
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, blocks=blocks))
+
+
 def uncached_logprobs(model: DecoderModel, tokens: list[int], length: int) -> np.ndarray:
     """The oracle: log probability of everything that may follow each token, f64[tokens, vocab].
 

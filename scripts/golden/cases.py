@@ -79,6 +79,7 @@ class Case:
     prompt_lens: tuple[int, ...]
     without: dict = field(default_factory=dict)  # config keys that switch the case's feature off
     changes: tuple[dict, ...] = ()  # config keys that neutralise one option each, with the same tensors
+    zeroed: tuple[str, ...] = ()  # ends of the names of tensors that are options of their own, neutral at zero
     length_threshold: int | None = None  # the rope changes when a sequence grows beyond this
     changes_beyond: bool = False  # and keeps changing with every token after it
     reference: str = "transformers"  # what answers the case; "levanter": make_levanter_goldens.py
@@ -633,6 +634,413 @@ CASES |= {
         (10, 50),
         beta_rope(1e-9, mscale=1.3, mscale_all_dim=0.6),
         changes=(beta_rope(1e-9, mscale=1.3, mscale_all_dim=0.6), beta_rope(0.8)),
+    ),
+}
+GPT_OSS = {
+    **{k: v for k, v in EVERY.items() if k != "rope_theta"},
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "intermediate_size": 40,
+    "num_local_experts": 7,
+    "num_experts_per_tok": 3,
+    "sliding_window": 6,
+    "swiglu_limit": 0.8,
+    "swiglu_alpha": 1.3,
+    "router_aux_loss_coef": 0.9,
+    "pad_token_id": 0,
+}
+GPT_OSS_YARN = {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+CASES |= {
+    "gpt_oss": Case(
+        {**GPT_OSS, "rope_theta": 150000.0, "rope_scaling": GPT_OSS_YARN, "max_position_embeddings": 128},
+        (7, 60),
+        {"sliding_window": 7},
+        changes=(
+            NO_WINDOWS,
+            {"rope_scaling": None},
+            {"swiglu_limit": 7.0},
+            {"swiglu_alpha": 1.0},
+            {"num_experts_per_tok": 2},
+        ),
+        zeroed=("sinks", "router.bias", "gate_up_proj_bias", "down_proj_bias"),
+    ),
+    "gpt_oss_tied": Case(
+        {**GPT_OSS, "tie_word_embeddings": True, "attention_bias": False, "num_experts_per_tok": 2, "rope_theta": 1e4}
+        | {"layer_types": ["full_attention", "full_attention", "sliding_attention", "sliding_attention"]}
+        | {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        (10, 36),
+        {"layer_types": None},
+        changes=({"layer_types": None}, {"swiglu_limit": 7.0}),
+        zeroed=("sinks", "down_proj_bias"),
+    ),
+}
+GLM4_MOE = {
+    **EVERY,
+    "model_type": "glm4_moe",
+    "architectures": ["Glm4MoeForCausalLM"],
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 1.7,
+    "n_group": 4,
+    "topk_group": 2,
+    "use_qk_norm": True,
+    "attention_bias": True,
+    "num_nextn_predict_layers": 0,
+    "pad_token_id": 0,
+}
+CASES |= {
+    "glm4_moe": Case(
+        {**GLM4_MOE, "first_k_dense_replace": 2, "num_hidden_layers": 5},
+        (7, 60),
+        {"routed_scaling_factor": 1.0},
+        changes=(
+            {"routed_scaling_factor": 1.0},
+            {"norm_topk_prob": False},
+            {"n_group": 1, "topk_group": 1},
+            {"partial_rotary_factor": 1.0},
+            {"num_experts_per_tok": 2},
+        ),
+        zeroed=("e_score_correction_bias", "shared_experts.down_proj.weight"),
+    ),
+    "glm4_moe_tied": Case(
+        {**GLM4_MOE, "tie_word_embeddings": True, "norm_topk_prob": False, "n_group": 1, "topk_group": 1}
+        | {"use_qk_norm": False, "attention_bias": False, "n_shared_experts": 1, "n_routed_experts": 7}
+        | {"partial_rotary_factor": 0.25},
+        (10, 36),
+        {"partial_rotary_factor": 0.5},
+        changes=({"norm_topk_prob": True}, {"partial_rotary_factor": 0.5}, {"routed_scaling_factor": 1.0}),
+        zeroed=("e_score_correction_bias",),
+    ),
+}
+MINIMAX_M2 = {
+    **{k: v for k, v in EVERY.items() if k != "rope_theta"},
+    "model_type": "minimax_m2",
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "intermediate_size": 40,
+    "num_local_experts": 7,
+    "num_experts_per_tok": 3,
+    "rotary_dim": 8,
+    "pad_token_id": 0,
+}
+CASES |= {
+    "minimax_m2": Case(
+        {**MINIMAX_M2, "rope_theta": 1e4, "scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer"},
+        (7, 41),
+        {"rotary_dim": 16},
+        changes=({"rotary_dim": 16}, {"num_experts_per_tok": 2}, {"rope_theta": 100.0}),
+        zeroed=("e_score_correction_bias",),
+    ),
+    "minimax_m2_tied": Case(
+        {**MINIMAX_M2, "tie_word_embeddings": True, "num_key_value_heads": 1, "rotary_dim": 4, "num_local_experts": 6},
+        (10, 36),
+        {"rotary_dim": 8},
+        changes=({"rotary_dim": 8}, {"rope_theta": 100.0}),
+        zeroed=("e_score_correction_bias",),
+    ),
+}
+ERNIE4_5_MOE = {
+    **{k: v for k, v in EVERY.items() if k != "head_dim"},
+    "model_type": "ernie4_5_moe",
+    "architectures": ["Ernie4_5_MoeForCausalLM"],
+    "hidden_size": 64,
+    "moe_intermediate_size": 40,
+    "moe_num_experts": 7,
+    "moe_k": 3,
+    "moe_num_shared_experts": 2,
+    "pad_token_id": 0,
+}
+CASES |= {
+    "ernie4_5_moe": Case(
+        {**ERNIE4_5_MOE, "num_hidden_layers": 5, "moe_layer_start_index": 1, "moe_layer_end_index": 3}
+        | {"tie_word_embeddings": True, "moe_norm_min": 0.8},
+        (7, 41),
+        {"moe_norm_min": 1e-12},
+        changes=({"moe_norm_min": 1e-12}, {"moe_k": 2}, {"rope_theta": 100.0}),
+        zeroed=("e_score_correction_bias", "shared_experts.down_proj.weight"),
+    ),
+    "ernie4_5_moe_untied": Case(
+        {**ERNIE4_5_MOE, "num_hidden_layers": 4, "moe_layer_interval": 2, "moe_num_shared_experts": 0}
+        | {"moe_num_experts": 6, "moe_k": 2, "moe_layer_end_index": -1, "num_key_value_heads": 1},
+        (10, 36),
+        {"rope_theta": 100.0},
+        changes=({"moe_k": 3}, {"rope_theta": 100.0}),
+        zeroed=("e_score_correction_bias",),
+    ),
+}
+HUNYUAN = {**EVERY, "model_type": "hunyuan_v1_dense", "architectures": ["HunYuanDenseV1ForCausalLM"], "pad_token_id": 0}
+ALPHA = {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1}
+HUNYUAN_MOE = {
+    **{**HUNYUAN, "model_type": "hunyuan_v1_moe", "architectures": ["HunYuanMoEV1ForCausalLM"]},
+    "intermediate_size": 40,
+    "num_experts": 7,
+    "moe_topk": 3,
+}
+CASES |= {
+    "hunyuan_v1_dense": Case(
+        {**HUNYUAN, "rope_scaling": ALPHA, "attention_bias": True},
+        (7, 60),
+        {"rope_scaling": None},
+        changes=({"rope_scaling": None},),
+        zeroed=("query_layernorm.weight",),
+    ),
+    "hunyuan_v1_dense_tied": Case(
+        {**HUNYUAN, "tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 24},
+        (10, 36),
+        {"rope_theta": 100.0},
+        changes=({"rope_theta": 100.0},),
+    ),
+    "hunyuan_v1_moe": Case(
+        {**HUNYUAN_MOE, "rope_scaling": ALPHA, "moe_topk": [3, 2, 3, 2]},
+        (7, 60),
+        {"rope_scaling": None},
+        changes=({"rope_scaling": None}, {"moe_topk": 3}),
+        zeroed=("shared_mlp.down_proj.weight",),
+    ),
+    "hunyuan_v1_moe_tied": Case(
+        {**HUNYUAN_MOE, "tie_word_embeddings": True, "attention_bias": True, "num_experts": 6},
+        (10, 36),
+        {"rope_theta": 100.0},
+        changes=({"rope_theta": 100.0}, {"moe_topk": 2}),
+    ),
+}
+CASES |= {
+    "granitemoeshared": Case(
+        {**GRANITEMOE, "model_type": "granitemoeshared", "architectures": ["GraniteMoeSharedForCausalLM"]}
+        | {"shared_intermediate_size": 72},
+        (7, 41),
+        {"residual_multiplier": 1.0},
+        changes=(*GRANITE_CHANGES, {"num_experts_per_tok": 2}),
+        zeroed=("shared_mlp.output_linear.weight",),
+    ),
+    "granitemoeshared_tied": Case(
+        {**GRANITEMOE, "model_type": "granitemoeshared", "architectures": ["GraniteMoeSharedForCausalLM"]}
+        | {"tie_word_embeddings": True, "attention_bias": True, "num_local_experts": 6, "embedding_multiplier": 0.5},
+        (12, 29),
+        {"attention_bias": False},
+        changes=GRANITE_CHANGES,
+    ),
+}
+LLAMA4 = {
+    **{k: v for k, v in EVERY.items() if k != "rope_theta"},
+    "model_type": "llama4_text",
+    "architectures": ["Llama4ForCausalLM"],
+    "intermediate_size": 40,
+    "intermediate_size_mlp": 72,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 1,
+    "no_rope_layer_interval": 3,
+    "attention_chunk_size": 12,
+    "attn_temperature_tuning": True,
+    "attn_scale": 0.9,
+    "floor_scale": 8,
+    "num_hidden_layers": 6,
+    "pad_token_id": 0,
+}
+CASES |= {
+    "llama4": Case(
+        {**LLAMA4, "interleave_moe_layer_step": 2, "rope_theta": 1e4, "rope_scaling": LLAMA3_ROPE},
+        (7, 60),
+        {"attention_chunk_size": 13},
+        changes=(
+            {"attention_chunk_size": 500},
+            {"attn_temperature_tuning": False},
+            {"attn_scale": 0.1},
+            {"use_qk_norm": False},
+            {"no_rope_layer_interval": 4},
+            {"rope_scaling": None},
+        ),
+        zeroed=("shared_expert.down_proj.weight",),
+    ),
+    "llama4_tied": Case(
+        {**LLAMA4, "tie_word_embeddings": True, "moe_layers": [0, 2, 3], "num_experts_per_tok": 2, "rope_theta": 1e4}
+        | {"no_rope_layers": [1, 0, 1, 0, 1, 1], "use_qk_norm": False, "attention_bias": True, "floor_scale": 4},
+        (10, 40),
+        {"attention_bias": False},
+        changes=({"num_experts_per_tok": 1}, {"floor_scale": 500}, {"attention_chunk_size": 500}),
+    ),
+}
+LFM2 = {
+    **{k: v for k, v in EVERY.items() if k not in ("rms_norm_eps", "rope_theta", "hidden_act")},
+    "model_type": "lfm2",
+    "architectures": ["Lfm2ForCausalLM"],
+    "norm_eps": 1e-3,
+    "block_multiple_of": 8,
+    "block_ffn_dim_multiplier": 1.3,
+    "block_auto_adjust_ff_dim": True,
+    "conv_L_cache": 3,
+    "conv_bias": True,
+    "pad_token_id": 0,
+    "tie_word_embeddings": True,
+}
+CASES |= {
+    "lfm2": Case(
+        {**LFM2, "num_hidden_layers": 7, "full_attn_idxs": [2, 5]},
+        (7, 60),
+        {"conv_bias": False},
+        changes=({"rope_theta": 100.0}, {"norm_eps": 0.1}),
+    ),
+    "lfm2_untied": Case(
+        {
+            **{k: v for k, v in LFM2.items() if k != "head_dim"},
+            "tie_word_embeddings": False,
+            "conv_bias": False,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "num_key_value_heads": 1,
+            "layer_types": ["conv", "full_attention", "full_attention", "conv"],
+            "rope_theta": 300.0,
+        },
+        (2, 41),
+        {"norm_eps": 0.1},
+        changes=({"rope_theta": 1e4},),
+    ),
+}
+DELTA_NET = {
+    "head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+}
+QWEN3_NEXT = {
+    **{k: v for k, v in QWEN2_MOE.items() if k not in ("use_sliding_window", "sliding_window", "max_window_layers")},
+    **DELTA_NET,
+    "model_type": "qwen3_next",
+    "architectures": ["Qwen3NextForCausalLM"],
+    "num_hidden_layers": 5,
+}
+CASES |= {
+    "qwen3_next": Case(
+        {**QWEN3_NEXT, "mlp_only_layers": [1], "attention_bias": True, "full_attention_interval": 2},
+        (7, 100),
+        {"attention_bias": False},
+        changes=(
+            {"norm_topk_prob": True},
+            {"num_experts_per_tok": 2},
+            {"partial_rotary_factor": 1.0},
+            {"rope_theta": 100.0, "partial_rotary_factor": 0.5},
+        ),
+    ),
+    "qwen3_next_tied": Case(
+        {
+            **QWEN3_NEXT,
+            "tie_word_embeddings": True,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+            "partial_rotary_factor": 0.5,
+            "linear_conv_kernel_dim": 3,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+        },
+        (3, 70),
+        {"rope_theta": 100.0},
+        changes=({"norm_topk_prob": False}, {"partial_rotary_factor": 0.25}),
+    ),
+}
+QWEN3_5 = {**EVERY, **DELTA_NET, "model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]}
+
+
+def mrope(theta: float, partial: float) -> dict:
+    """`rope_parameters` of Qwen3.5."""
+    rope = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": partial}
+    return {"rope_parameters": {**rope, "mrope_section": [1, 1, 0], "mrope_interleaved": True}}
+
+
+CASES |= {
+    "qwen3_5": Case(
+        {**{k: v for k, v in QWEN3_5.items() if k != "rope_theta"}, **mrope(300.0, 0.25), "num_hidden_layers": 6}
+        | {"full_attention_interval": 3},
+        (7, 100),
+        mrope(1e4, 0.5),
+        changes=(mrope(300.0, 1.0), mrope(5.0, 0.5)),
+    ),
+    "qwen3_5_tied": Case(
+        {
+            **QWEN3_5,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"],
+            "linear_conv_kernel_dim": 2,
+            "linear_num_key_heads": 1,
+            "num_key_value_heads": 4,
+        },
+        (2, 40),
+        {"attention_bias": False},
+        changes=({"partial_rotary_factor": 0.75},),
+    ),
+}
+QWEN3_5_MOE = {
+    **{k: v for k, v in QWEN3_NEXT.items() if k not in ("norm_topk_prob", "mlp_only_layers", "decoder_sparse_step")},
+    "model_type": "qwen3_5_moe_text",
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "num_hidden_layers": 4,
+}
+CASES |= {
+    "qwen3_5_moe": Case(
+        QWEN3_5_MOE,
+        (7, 100),
+        {"num_experts_per_tok": 2},
+        changes=({"num_experts_per_tok": 2}, {"partial_rotary_factor": 1.0}),
+    ),
+    "qwen3_5_moe_tied": Case(
+        {**QWEN3_5_MOE, "tie_word_embeddings": True, "attention_bias": True, "num_experts": 5, "head_dim": 24}
+        | {"full_attention_interval": 2, "linear_num_value_heads": 2},
+        (5, 50),
+        {"attention_bias": False},
+        changes=({"num_experts_per_tok": 4}, {"partial_rotary_factor": 0.5}),
+    ),
+}
+GRANITEMOEHYBRID = {
+    **GRANITEMOE,
+    "model_type": "granitemoehybrid",
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "num_hidden_layers": 5,
+    "layer_types": ["mamba", "mamba", "attention", "mamba", "attention"],
+    "shared_intermediate_size": 72,
+    "mamba_expand": 2,
+    "mamba_n_heads": 16,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 16,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": True,
+    "position_embedding_type": "rope",
+    "pad_token_id": 0,
+}
+CASES |= {
+    "granitemoehybrid": Case(
+        GRANITEMOEHYBRID,
+        (7, 100),
+        {"mamba_conv_bias": False},
+        changes=(*GRANITE_CHANGES, {"num_experts_per_tok": 2}, {"position_embedding_type": None}),
+    ),
+    "granitemoehybrid_tied": Case(
+        {
+            **{k: v for k, v in GRANITEMOEHYBRID.items() if k != "rope_theta"},
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "num_local_experts": 0,
+            "position_embedding_type": "nope",
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": False,
+            "mamba_n_groups": 1,
+            "mamba_n_heads": 8,
+            "mamba_d_head": "auto",
+            "mamba_d_conv": 2,
+            "layer_types": ["attention", "mamba", "mamba", "mamba"],
+            "num_hidden_layers": 4,
+            "embedding_multiplier": 0.5,
+        },
+        (5, 60),
+        {"attention_bias": False},
+        changes=(*GRANITE_CHANGES, {"position_embedding_type": "rope"}),
     ),
 }
 LATENT = {

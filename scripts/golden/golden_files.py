@@ -19,8 +19,9 @@ from tests.golden_cases import (
 VISIBLE = 50
 """How far a feature that is switched off must move a logit, times the bound of the tests."""
 Logits = Callable[..., np.ndarray]
-"""`logits(name, config, tokens, strict=True)`: f32[len(tokens), vocab] of the reference with the case's weights;
-`strict=False` leaves out tensors that a changed config has no use for."""
+"""`logits(name, config, tokens, strict=True, zeroed=None)`: f32[len(tokens), vocab] of the reference with the case's
+weights; `strict=False` leaves out tensors that a changed config has no use for, and tensors whose names end with
+`zeroed` are zeros."""
 Greedy = Callable[[str, dict, np.ndarray], np.ndarray]
 """`greedy(name, config, prompt)`: the reference's NUM_GREEDY tokens."""
 
@@ -35,8 +36,8 @@ def write_goldens(
     """Write the golden file of a case and its entry in cases.json.
 
     The golden must be able to fail: with the case's feature switched off (`without`), the logits must move by at least
-    50 times the bound that the tests allow, and with any option neutralised (`changes`), by more than a hundredth of
-    their scale.
+    50 times the bound that the tests allow, and with any option neutralised (`changes`, `zeroed`), by more than a
+    hundredth of their scale.
 
     Args:
         shapes: tensors of the reference's own model; None: `golden_cases.tensor_shapes` knows them.
@@ -54,6 +55,7 @@ def write_goldens(
     entries[name] = {
         "config": case.config,
         **({"changes": case.changes} if case.changes else {}),
+        **({"zeroed": case.zeroed} if case.zeroed else {}),
         **({"tensors": [f"{key} {' '.join(map(str, shape))}" for key, shape in shapes.items()]} if shapes else {}),
         "weights_sha256": weights_sha256(make_weights(name, case.config, dict(shapes) if shapes else None)),
         **({} if reference is None else {"reference": reference}),
@@ -98,11 +100,12 @@ def _checked(name: str, case: Case, prompts: list[GoldenPrompt], logits_of: Logi
     moved = float(np.abs(changed[longest.positions] - longest.logits).max()) / longest.bound
     distinct = min((len(set(p.greedy.tolist())) for p in prompts if len(p.greedy)), default=0)
     gap = min((float(p.greedy_gaps.min()) / p.bound for p in prompts if len(p.greedy)), default=np.inf)
-    for change in case.changes:
-        other = logits_of(name, {**case.config, **change}, longest.tokens)
+    others = [(change, {}) for change in case.changes] + [({}, {"zeroed": end}) for end in case.zeroed]
+    for change, options in others:
+        other = logits_of(name, {**case.config, **change}, longest.tokens, **options)
         share = float(np.abs(other[longest.positions] - longest.logits).max()) / longest.scale
         if share < 0.01:
-            raise ValueError(f"{name}: {change} moves the logits by {share:.2g} of their scale only")
+            raise ValueError(f"{name}: {change or options} moves the logits by {share:.2g} of their scale only")
     line = f"{name:22s} moved {moved:8.0f}x  distinct {distinct:2d}  gap {gap:7.1f}x  scale {longest.scale:5.1f}"
     if moved < VISIBLE:
         raise ValueError(f"{line}: without={case.without} moves no logit by {VISIBLE}x the bound {RELATIVE_BOUND}")

@@ -41,9 +41,15 @@ def hf_config(config: dict):
     return AutoConfig.for_model(**known_to_hf(config))
 
 
-def build_model(name: str, config: dict, *, strict: bool = True) -> torch.nn.Module:
-    """The HF model with the case's weights; `strict=False` leaves out tensors that a changed config has no use for."""
+def build_model(name: str, config: dict, *, strict: bool = True, zeroed: str | None = None) -> torch.nn.Module:
+    """The HF model with the case's weights; `strict=False` leaves out tensors that a changed config has no use for,
+    and tensors whose names end with `zeroed` are zeros."""
     weights = make_weights(name, CASES[name].config, SHAPES.get(name))
+    if zeroed is not None:
+        found = [key for key in weights if key.endswith(zeroed)]
+        if not found:
+            raise ValueError(f"{name}: no tensor is named ...{zeroed}")
+        weights |= {key: np.zeros_like(weights[key]) for key in found}
     if config["model_type"] in READ_FROM_FILES:
         return read_model(name, config, weights, strict=strict)
     model = AutoModelForCausalLM.from_config(hf_config(config), attn_implementation="eager", dtype=torch.float32).eval()
@@ -59,8 +65,9 @@ def build_model(name: str, config: dict, *, strict: bool = True) -> torch.nn.Mod
 
 
 READ_FROM_FILES = (
-    *("mixtral", "granitemoe", "olmoe", "qwen2_moe"),
-    *("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"),
+    *("mixtral", "granitemoe", "olmoe", "qwen2_moe", "glm4_moe", "minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe"),
+    *("granitemoeshared", "deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"),
+    *("qwen3_next", "qwen3_5_moe_text", "granitemoehybrid"),
 )
 """Families whose experts are other tensors in transformers' memory than in its files."""
 
@@ -113,9 +120,9 @@ def fused(weights: dict, wanted: dict) -> dict:
 
 
 @torch.no_grad()
-def full_logits(name: str, config: dict, tokens: np.ndarray, *, strict: bool = True) -> np.ndarray:
+def full_logits(name: str, config: dict, tokens: np.ndarray, **options) -> np.ndarray:
     """f32[len(tokens), vocab] of a fresh model: a dynamic rope remembers the longest sequence that it has seen."""
-    model = build_model(name, config, strict=strict)
+    model = build_model(name, config, **options)
     return model(input_ids=torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[0].numpy()
 
 

@@ -22,6 +22,13 @@ KV_HEADS = "kv_head"  # key/value heads
 Q_HEADS_PER_GROUP = "q_heads_per_group"  # query heads that share one key/value head
 HEADS = "heads"  # all query heads, those of one key/value head side by side, in Levanter's output projections
 HEAD_SIZE = "head_size"  # width of one head
+CHANNEL = "channel"  # one of a short convolution, which mixes positions and no channels
+TAP = "tap"  # weights of one channel of a short convolution, the latest input last
+PART = "part"  # the two gates and the input of a short convolution, which one matmul computes
+STATE_HEAD = "state_head"  # heads of a recurrence, each with a matrix of its own
+STATE_GROUP = "state_group"  # heads of Mamba-2 that share what its state is written and read with
+KEY_SIZE = "key_size"  # rows of that matrix: the width of a key and of a query
+VALUE_SIZE = "value_size"  # its columns
 LATENT = "latent"  # numbers from which latent attention computes the keys and values of all heads of a token
 Q_LATENT = "q_latent"  # numbers from which it computes their queries
 PANEL = "panel"  # groups of outputs whose weights a CPU reads together
@@ -36,6 +43,7 @@ TOKEN = "token"  # packed token of the current step
 
 # Pages
 PAGE = "page"  # the pool
+STATE = "state"  # start of the names of the axes of what a recurrent layer remembers of one sequence
 SEQ_PAGE = "seq_page"  # the pages of one sequence, in logical order
 PAGE_OFFSET = "page_offset"  # token within a page
 BUCKET = "bucket"  # buckets of the table by which full pages are found

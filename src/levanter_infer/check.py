@@ -297,7 +297,7 @@ def default_gate(about: Mapping[str, Any]) -> float:
 def look_inside(config: RunConfig, suspect: Pair, stored: int) -> str:
     """Run the request of a suspect sample again, alone, and compare what it stores, layer by layer."""
     rows = [row.request for row in read_rows(config) if row.id == suspect.id and row.request is not None]
-    engine = make_engine(config, 1)
+    engine = make_engine(dataclasses.replace(config, engine={**config.engine, "window_cache": False}), 1)
     found = keys_and_values_of(engine, rows[0], suspect.index, stored)
     page_size, max_seq_len = engine.shapes.page_size, engine.shapes.max_seq_len
     del engine
@@ -307,6 +307,8 @@ def look_inside(config: RunConfig, suspect: Pair, stored: int) -> str:
 
 def keys_and_values_of(engine, request: Request, index: int, stored: int) -> tuple[np.ndarray, np.ndarray] | None:
     """Sample a request alone until `stored` tokens of sample `index` are stored, and read these.
+
+    Requires: all layers keep all pages (`engine.window_cache` is false where there are sliding windows).
 
     Returns: the tokens i32[stored], and their keys and values f32[layer, stored, kv_pair, head_size]; None if the
         sample ends before.
@@ -325,7 +327,9 @@ def keys_and_values_of(engine, request: Request, index: int, stored: int) -> tup
             pages = np.asarray(table.page_indices)[sequence.slot, position // engine.shapes.page_size]
             offsets = position % engine.shapes.page_size
             places = jnp.asarray(pages, jnp.int32), jnp.asarray(offsets, jnp.int32)
-            values = in_layer_order(engine.model.config.pools, [pool.values_at(*places) for pool in cache.pools])
+            pools = zip(engine.model.config.pools, cache.pools, strict=True)
+            stored_in = [(spec, pool.values_at(*places)) for spec, pool in pools if spec.memory.is_paged]
+            values = in_layer_order(*zip(*stored_in, strict=True))
             tokens = np.asarray(table.tokens)[sequence.slot, :stored]
             found = tokens, np.asarray(values)
     engine.cancel(state)

@@ -6,6 +6,7 @@ import os
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
@@ -14,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from levanter_infer.checkpoints import load as load_module
 from levanter_infer.checkpoints import source as source_module
 from levanter_infer.checkpoints.load import _own_rows, _read_entries, load_model, open_model
+from levanter_infer.checkpoints.save import save_model
 from levanter_infer.checkpoints.source import resolve_source
 from levanter_infer.checkpoints.weights import StoredTensor, stored_tensors
 from levanter_infer.layers.layout import Layout
@@ -373,6 +375,38 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_read_alone(tmp_path, prefi
     (directory / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     with pytest.raises(ValueError, match="tie_word_embeddings=True, expected False, as in text_config"):
         load_model(directory)
+
+
+def test_layers_for_multi_token_prediction_are_skipped_by_their_number(tmp_path):
+    """GLM-4.5 has them behind the last layer, and `num_nextn_predict_layers` of them."""
+    case = load_case("glm4_moe")
+    directory = write_checkpoint(tmp_path, case)
+    tensors = load_file(directory / "model.safetensors")
+    last = case.config["num_hidden_layers"]
+    extra = {f"model.layers.{last}.{name}": np.ones((2, 3), np.float32) for name in ("eh_proj.weight", "enorm.weight")}
+    save_file({**tensors, **extra}, directory / "model.safetensors")
+    with pytest.raises(ValueError, match=f"tensors that config.json has no use for: 'model.layers.{last}.eh_proj"):
+        open_model(resolve_source(directory))
+    (directory / "config.json").write_text(json.dumps({**case.config, "num_nextn_predict_layers": 1}))
+    model, _ = load_model(directory)
+    assert model.config.num_layers == last
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "ernie4_5_moe"])
+def test_parameters_of_the_choice_of_experts_stay_float32(name, tmp_path):
+    """Beside weights of bfloat16, which is how such models are published; and they are saved as they were."""
+    case = load_case(name)
+    directory = write_checkpoint(tmp_path / "given", case)
+    kept = ("e_score_correction_bias", *(["mlp.gate.weight"] if name == "ernie4_5_moe" else []))
+    given = load_file(directory / "model.safetensors")
+    given = {key: value if key.endswith(kept) else value.astype(ml_dtypes.bfloat16) for key, value in given.items()}
+    save_file(given, directory / "model.safetensors")
+    model, _ = load_model(directory)
+    assert model.dtype == jnp.bfloat16
+    save_model(model, tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert {key: value.dtype for key, value in saved.items()} == {key: value.dtype for key, value in given.items()}
+    assert all(saved[key].tobytes() == given[key].tobytes() for key in given)
 
 
 @pytest.mark.parametrize("heads, devices, expected", [(2, 2, (0, 4)), (1, 2, (0, 8)), (2, 4, (0, 4))])

@@ -95,10 +95,64 @@ class PrefixModel:
                 self.pages[text], self.parents[page] = page, before
 
 
+class WindowModel:
+    """The pages of layers with a sliding window: one for each page that a window reaches into."""
+
+    def __init__(self, window: int, num_pages: int, page_size: int):
+        self.window, self.page_size = window, page_size
+        self.free = list(range(num_pages))
+        self.refs = [0] * num_pages
+        self.attached: dict[int, int] = {}  # page -> its window page
+
+    def first(self, computed: int) -> int:
+        return max(computed - self.window + 1, 0) // self.page_size
+
+    def seen(self, slot: Slot) -> list[int]:
+        """Pages whose window pages a slot holds."""
+        return slot.pages[self.first(slot.computed) :]
+
+    def attach(self, pages: list[int]) -> None:
+        for page in pages:
+            self.attached.pop(page, None)
+        for page in pages:
+            own = self.free.pop(0)
+            assert self.refs[own] == 0
+            self.attached = {other: each for other, each in self.attached.items() if each != own}
+            self.attached[page], self.refs[own] = own, 1
+
+    def share(self, pages: list[int]) -> None:
+        for own in (self.attached[page] for page in pages):
+            if self.refs[own] == 0:
+                self.free.remove(own)
+            self.refs[own] += 1
+
+    def drop(self, pages: list[int]) -> None:
+        for own in (self.attached[page] for page in pages):
+            self.refs[own] -= 1
+            assert self.refs[own] >= 0
+            if self.refs[own] == 0:
+                self.free.append(own)
+
+    def has(self, pages: list[int]) -> bool:
+        return all(page in self.attached for page in pages)
+
+    def reaches(self, pages: list[int]) -> bool:
+        """Whether a sequence of these full pages has all that it sees of them."""
+        return self.has(pages[self.first(len(pages) * self.page_size) :])
+
+
 class AllocatorModel:
     def __init__(
-        self, num_slots: int, max_seqs: int, num_pages: int, page_size: int, budget: int, prefix_cache: bool = False
+        self,
+        num_slots: int,
+        max_seqs: int,
+        num_pages: int,
+        page_size: int,
+        budget: int,
+        prefix_cache: bool = False,
+        windows: list[tuple[int, int]] | None = None,
     ):
+        self.windows = [WindowModel(*each, page_size) for each in windows or []]
         self.max_seqs, self.page_size, self.budget = max_seqs, page_size, budget
         self.slots = [Slot() for _ in range(num_slots)]
         self.free = list(range(num_pages))
@@ -144,12 +198,30 @@ class AllocatorModel:
             self.slots[i].computed, self.slots[i].status = computed[i], WAITING
             for page in self.slots[i].pages:
                 self.refs[page] += 1
+        for window in self.windows:
+            seen = [page for i in places for page in window.seen(self.slots[i])]
+            window.attach(sorted(set(seen)))
+            for page in seen:
+                window.refs[window.attached[page]] += 1
+            for page in set(seen):
+                window.refs[window.attached[page]] -= 1
+
+    def fits_windows(self, members) -> bool:
+        """Whether there are window pages for slots that come back. Args: members: pages and computed tokens of each."""
+        return all(
+            len({page for held, computed in members for page in held[window.first(computed) :]}) <= len(window.free)
+            for window in self.windows
+        )
+
+    @property
+    def num_free(self) -> int:
+        return min(len(each.free) for each in [self, *self.windows])
 
     def host_call(self, return_pages: int, max_new_pages: int) -> int:
         """0 nothing, 1 pages run short, 2 the first that was offloaded fits again or no other sequence runs."""
         running = [i for i, s in enumerate(self.slots) if s.status == RUNNING]
         need = [self._need(i, min(len(self.slots[i].tokens) - self.slots[i].computed, self.budget)) for i in running]
-        if min(sum(need), max_new_pages) > len(self.free):
+        if min(sum(need), max_new_pages) > self.num_free:
             return 1
         if not any(s.status == SWAPPED for s in self.slots) or self._starters():
             return 0
@@ -178,6 +250,11 @@ class AllocatorModel:
             self.slots[i].arrival = arrivals[i]
         for page in given_back:
             self._drop(page)
+        for window in self.windows:
+            for i in moves:
+                window.share(window.seen(moves[i]))
+            for i in moves:
+                window.drop(window.seen(before[i])[::-1])
         for i, slot in enumerate(self.slots):
             if i in moves or slot.source in moves:
                 slot.source = None
@@ -250,17 +327,32 @@ class AllocatorModel:
         running = [i for i in self._order() if self.slots[i].status == RUNNING]
         ready = self._ready()[:1] if len(running) < self.max_seqs else []
         held = {page for page, count in enumerate(self.refs) if count}
+        before = [(slot.computed, list(slot.pages)) for slot in self.slots]
         for slot in (self.slots[i] for i in self._order() if i in running + ready):
             while slot.computed % self.page_size == 0 and self._shareable(slot) > 0:
                 page = self.prefix.find(slot, slot.computed // self.page_size)
                 if page is None or (slot.status != RUNNING and page not in held):
                     break
+                slot.pages.append(page)
+                slot.computed += self.page_size
+        moved = {i: old for i, old in enumerate(before) if self.slots[i].computed > old[0]}
+        for i, (computed, pages) in list(moved.items()):
+            slot = self.slots[i]
+            while slot.computed > computed and not all(each.reaches(slot.pages) for each in self.windows):
+                slot.pages.pop()
+                slot.computed -= self.page_size
+            for page in slot.pages[len(pages) :]:
                 if page in self.free:
                     self.free.remove(page)
                 self.refs[page] += 1
-                slot.pages.append(page)
-                slot.computed += self.page_size
                 self.hits += 1
+            if slot.computed == computed:
+                del moved[i]
+        for window in self.windows:
+            for i, (_, pages) in moved.items():
+                window.share(self.slots[i].pages[max(window.first(self.slots[i].computed), len(pages)) :])
+            for i, (computed, pages) in moved.items():
+                window.drop(pages[window.first(computed) : window.first(self.slots[i].computed)][::-1])
 
     def _waits(self) -> set[int]:
         """Slots at the start of a page that another one has partly computed, or that an older one starts too."""
@@ -286,6 +378,10 @@ class AllocatorModel:
             slot.computed += take[i]
             if columns:
                 filled[i] = columns
+        for window in self.windows:
+            for i in sorted(take):
+                first, end = (window.first(self.slots[i].computed - n) for n in (take[i], 0))
+                window.drop(self.slots[i].pages[first:end][::-1])
         return filled
 
     def _register(self, filled: dict[int, list[int]], failed: set[int]) -> None:
@@ -318,13 +414,18 @@ class AllocatorModel:
     def _preempt(self, take: dict[int, int]) -> dict[int, int]:
         order = self._order()
         need = {i: self._need(i, take.get(i, 0)) for i in order}
-        if sum(need.values()) <= len(self.free):
+        if sum(need.values()) <= self.num_free:
             return take
 
         def fits(k: int) -> bool:
             kept = {page for i in order[:k] for page in self.slots[i].pages}
             released = {page for i in order[k:] for page in self.slots[i].pages} - kept
-            return sum(need[i] for i in order[:k]) <= len(self.free) + len(released)
+            wanted = sum(need[i] for i in order[:k])
+            for window in self.windows:
+                seen = [{page for i in part for page in window.seen(self.slots[i])} for part in (order[:k], order[k:])]
+                if wanted > len(window.free) + len(seen[1] - seen[0]):
+                    return False
+            return wanted <= len(self.free) + len(released)
 
         survivors = max([k for k in range(1, len(order) + 1) if fits(k)], default=1)
         victims = sorted(i for i in order[survivors:] if self.slots[i].status in (WAITING, RUNNING))
@@ -344,15 +445,21 @@ class AllocatorModel:
             keeper = slots[0] if len(slots) == self.refs[page] else None
             copies |= {i: page for i in slots if i != keeper}
         self.copies = []
+        taken = []
         for i in sorted(take):
             state = self.slots[i]
             new = self._pages_for(state.computed + take[i]) - self._pages_for(state.computed)
             if i in copies:
                 state.pages[-1] = self._pop()
                 self.copies.append((copies[i], state.pages[-1]))
+                taken.append(state.pages[-1])
             state.pages += [self._pop() for _ in range(new)]
+            taken += state.pages[len(state.pages) - new :]
         for page in copies.values():
             self.refs[page] -= 1
+        for window in self.windows:
+            window.attach(taken)
+            window.drop([copies[i] for i in sorted(copies)])
         self.copied += len(copies)
 
     def _rows(self, take: dict[int, int]) -> list[int]:
@@ -370,13 +477,16 @@ class AllocatorModel:
             if lens == 0:
                 alone.append(i)
             elif parent.status == RUNNING and parent.computed >= lens:
-                ready.append(i)
+                held = parent.pages[: self._pages_for(lens)]
+                (ready if all(each.has(held[each.first(lens) :]) for each in self.windows) else alone).append(i)
         for i in ready:
             state = self.slots[i]
             state.computed = state.prompt_len - 1
             state.pages = self.slots[state.source].pages[: self._pages_for(state.computed)]  # type: ignore[index]
             for page in state.pages:
                 self.refs[page] += 1
+            for window in self.windows:
+                window.share(window.seen(state))
         for i in ready + alone:
             self.slots[i].source = None
         self.forks += len(ready)
@@ -392,6 +502,8 @@ class AllocatorModel:
     def _release(self, i: int) -> None:
         for page in reversed(self.slots[i].pages):
             self._drop(page)
+        for window in self.windows:
+            window.drop(window.seen(self.slots[i])[::-1])
         self.slots[i].pages, self.slots[i].computed = [], 0
 
     def _drop(self, page: int) -> None:

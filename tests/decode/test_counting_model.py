@@ -70,7 +70,8 @@ class CountingModel(eqx.Module):
         words = read[..., 0] - jnp.arange(LAYERS, dtype=jnp.float32)[:, None, None]
         place = read[..., 1] + jnp.arange(LAYERS, dtype=jnp.float32)[:, None, None]
         count = jnp.sum(jnp.where(seen[None], (words + 1) * (place % 13 + 1), 0), axis=(0, 2)) % WORDS
-        return hax.named(jnp.stack([count, (tokens == BAD).astype(jnp.float32)], 1), (TOKEN, self.embed)), Cache((kv,))
+        states = jnp.stack([count, (tokens == BAD).astype(jnp.float32)], 1)
+        return hax.named(states, (TOKEN, self.embed)), cache.with_pool(0, kv)
 
     def logits(self, hidden: NamedArray, num_rows=None) -> NamedArray:
         count, bad = hidden.array[:, 0].astype(jnp.int32), hidden.array[:, 1]

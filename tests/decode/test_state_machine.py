@@ -1,19 +1,22 @@
 """Random operations on the tables, against the plain Python model of them."""
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from tests.decode.driver import SHAPES, VOCAB, Driver, random_operation
+from tests.decode.driver import SHAPES, VOCAB, WINDOWED, Driver, random_operation
 
 EXAMPLES = 400
 
 
 class Tables(RuleBasedStateMachine):
+    shapes = SHAPES
+
     def __init__(self):
         super().__init__()
-        self.driver = Driver()
+        self.driver = Driver(self.shapes)
 
     @rule(
         prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9),
@@ -68,11 +71,16 @@ class Tables(RuleBasedStateMachine):
         self.driver.finish()
 
 
-def test_device_tables_equal_the_model_under_random_operations():
+class WindowedTables(Tables):
+    shapes = WINDOWED
+
+
+@pytest.mark.parametrize("tables, examples", [(Tables, EXAMPLES), (WindowedTables, EXAMPLES // 4)])
+def test_device_tables_equal_the_model_under_random_operations(tables, examples):
     run_state_machine_as_test(
-        Tables,
+        tables,
         settings=settings(
-            max_examples=EXAMPLES,
+            max_examples=examples,
             stateful_step_count=8,
             deadline=None,
             derandomize=True,
@@ -82,9 +90,10 @@ def test_device_tables_equal_the_model_under_random_operations():
     )
 
 
-def test_random_operations_reach_preemption_forks_and_copies():
+@pytest.mark.parametrize("shapes", [SHAPES, WINDOWED], ids=["", "windows"])
+def test_random_operations_reach_preemption_forks_and_copies(shapes):
     """The comparison above means little if the interesting cases are not reached."""
-    driver, rng = Driver(), np.random.default_rng(0)
+    driver, rng = Driver(shapes), np.random.default_rng(0)
     reached = np.zeros(3, int)
     for _ in range(2000):
         before = np.array([driver.model.preemptions, driver.model.copied, driver.model.forks])

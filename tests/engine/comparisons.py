@@ -18,15 +18,16 @@ NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def make_engine(
-    dtype: str = "float32", *, with_beams: bool = False, family: Mapping[str, Any] = NONE, **config
+    dtype: str = "float32", *, model=None, with_beams: bool = False, family: Mapping[str, Any] = NONE, **config
 ) -> InferenceEngine:
     """
     Args:
+        model: None for the tiny one of `dtype`.
         with_beams: compile for searches at once, and not again with the first one.
         family: changes to the tiny Llama.
     """
     sizes = dict(max_seq_len=96, numerics="batch_invariant", prefix_cache=True)
-    engine = InferenceEngine(tiny_model(dtype=dtype, **family), config=EngineConfig(**{**sizes, **config}))
+    engine = InferenceEngine(model or tiny_model(dtype=dtype, **family), config=EngineConfig(**{**sizes, **config}))
     if with_beams:
         sampling = SamplingParams(num_beams=_MOST_BEAMS, max_tokens=1)
         assert engine.generate([Request(prompt_token_ids=[1], sampling=sampling)])[0].error is None

@@ -180,9 +180,8 @@ def test_a_sequence_moved_by_hand_waits_holds_nothing_and_goes_on_as_if_nothing_
     stats, known = engine.stats(), len(sequence.token_ids)
     assert pages == pages_for(9 + known - 1, 4) and free_pages(engine) == PAGES
     assert stats["offloaded_sequences"] == 1 and stats["offloaded_bytes"] >= pages * stats["page_bytes"]
-    assert {array.sharding.memory_kind for record in engine._rounds.offload._records for array in record.contents} == {
-        "pinned_host"
-    }
+    contents = [record.contents for record in engine._rounds.offload._records]
+    assert {array.sharding.memory_kind for array in jax.tree.leaves(contents)} == {"pinned_host"}
     other_group = engine.submit(other)
     while not other_group.is_done:
         engine.step_round()

@@ -121,6 +121,15 @@ def test_experts_on_devices_of_their_own_give_the_tokens_of_one_device(case):
     assert (layers, experts) == (2, 8 // int(case[-1])) and width == (24 if case == "experts_expert4" else 12)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["biased", "sinks"])
+def test_biases_of_experts_and_of_their_choice_act_once_on_a_mesh(kind):
+    cases = [f"{kind}_{mesh}" for mesh in ("expert2", "model2", "model2_expert2")]
+    one, *many = runs(f"{kind}_one", *cases).values()
+    for found in many:
+        check_same(one, found)
+
+
 def check_swapped(found: dict) -> None:
     assert found["wrong"] == 0 and found["tokens"] == 4 * 5 * 12
     assert found["versions"] == [0, 1, 2, 3] and found["mixed"] > 3

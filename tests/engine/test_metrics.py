@@ -220,7 +220,7 @@ def test_the_times_of_the_host_make_up_its_rounds(engine):
 
 
 def test_a_step_with_a_prompt_chunk_counts_as_no_cheaper_than_one_without():
-    stats = Stats(pages_total=1, pool_bytes=1, weights_bytes=1)
+    stats = Stats(pages_total=1, page_bytes=1, pool_bytes=1, weights_bytes=1)
     stats._decode.seconds, stats._decode.steps, stats._decode.generated = 3.0, 10, 30
     mixed = stats._mixed
     mixed.seconds, mixed.steps, mixed.prompt_steps, mixed.prompt_tokens = 1.0, 10, 5, 120

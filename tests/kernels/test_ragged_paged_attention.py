@@ -31,7 +31,7 @@ SIZES = {
 KINDS = ("decode", "prompts", "chunks", "mixed")
 
 
-READ_LATENTS = tuple(impl for impl in RUNS_HERE if impl in ("reference", "xla"))
+READ_LATENTS = tuple(impl for impl in RUNS_HERE if impl in ("reference", "xla", "cpu"))
 """Implementations that read pools of latents here; `tests/kernels/test_rpa_tpu.py` has the one for TPUs."""
 
 
@@ -87,6 +87,22 @@ def test_window_is_traced_and_equals_dense(impl, sinks):
         check(batch, impl, traced=dict(sliding_window=jnp.int32(window)))
 
 
+@pytest.mark.parametrize("impl", RUNS_HERE)
+def test_pages_behind_a_window_may_be_unmapped_and_change_no_bit(impl):
+    """Windows that end within a page and at its edge; of a prompt chunk, those of its first query."""
+    batch = make_ragged(SIZES["mqa-page4"], [(1, 140), (1, 3), (20, 150), (7, 7), (1, 128)])
+    none, pages = batch.arrays["kv_pages"].shape[1], batch.arrays["page_indices"]
+    run = attention(impl)
+    for window in (1, 5, 9, 64):
+        traced = dict(sliding_window=jnp.int32(window))
+        whole = run({**batch.arrays, "page_indices": pages, **traced})
+        for row, first_query in enumerate((139, 2, 130, 0, 127)):
+            behind = max(first_query - window + 1, 0) // 4
+            batch.arrays["page_indices"] = batch.arrays["page_indices"].at[row, :behind].set(none)
+        np.testing.assert_array_equal(check(batch, impl, traced=traced), whole)
+        batch.arrays["page_indices"] = pages
+
+
 @pytest.mark.parametrize("attention_chunk, window", [(1, None), (16, None), (100, None), (100, 20)])
 @pytest.mark.parametrize("impl", RUNS_HERE)
 def test_chunked_attention_equals_dense_and_pages_before_the_chunk_may_be_unmapped(impl, attention_chunk, window):
@@ -112,12 +128,18 @@ def test_every_head_size_equals_dense(impl, head_dim):
     [
         Sizes(6, 1, 34, 4, max_pages=40, value_dim=24),
         Sizes(16, 1, 576, 16, tokens=24, rows=4, max_pages=10, dtype="bfloat16", stored="uint16", value_dim=512),
+        Sizes(3, 1, 96, 16, tokens=24, rows=4, max_pages=10, value_dim=64, sinks=True),
         Sizes(8, 2, 40, 16, tokens=24, rows=4, max_pages=10, dtype="int8", value_dim=40, sinks=True),
     ],
-    ids=["small", "deepseek-bits", "two-heads-int8"],
+    ids=["small", "deepseek-bits", "few-rows", "two-heads-int8"],
 )
 @pytest.mark.parametrize("impl", READ_LATENTS)
 def test_values_that_are_the_first_numbers_of_their_keys_equal_dense(impl, sizes):
+    if impl == "cpu" and sizes.kv_heads > 1:
+        with pytest.raises(ValueError, match="latents of one head, not of 2"):
+            batch = make_ragged(dataclasses.replace(sizes, dtype="float32"), [(1, 3)])
+            attend(**batch.arrays, scale=1.0, value_dim=40, impl=impl)
+        return
     for kind in KINDS:
         batch = make_ragged(sizes, random_rows(sizes, kind, 0), 0)
         out = check(batch, impl, value_dim=sizes.value_dim, scale=sizes.head_dim**-0.5)

@@ -108,23 +108,35 @@ def rotated(x: np.ndarray, rope: RopeConfig | None) -> np.ndarray:
     return x
 
 
+def qk_normed(x: np.ndarray, norm, mixer: AttentionBlock, index: int) -> np.ndarray:
+    """Norms without weights are none of the parameters."""
+    if norm is not None or mixer.qk_norm is None:
+        return x if norm is None else normed(x, norm, index)
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + mixer.qk_norm.eps)
+
+
 def attention(part, mixer: AttentionBlock, index: int, x: np.ndarray) -> np.ndarray:
     q, k, v = (linear(each, index, x) for each in (part.q_proj, part.k_proj, part.v_proj))
-    if part.q_norm is not None:
-        q, k = normed(q, part.q_norm, index), normed(k, part.k_norm, index)
+    after = mixer.qk_norm_after_rope
+    if not after:
+        q, k = (qk_normed(*each, mixer, index) for each in ((q, part.q_norm), (k, part.k_norm)))
     clip = mixer.qkv_clip or np.inf
     q, k, v = (np.clip(each, -clip, clip) for each in (q, k, v))
     q, k = rotated(q, mixer.rope), rotated(k, mixer.rope)
+    if after:
+        q, k = (qk_normed(*each, mixer, index) for each in ((q, part.q_norm), (k, part.k_norm)))
     if mixer.rope is not None and mixer.rope.query_beta is not None:
-        stretches = np.log(1 + np.arange(len(x)) // mixer.rope.original_len)
+        stretches = np.log(1 + (np.arange(len(x)) + mixer.rope.query_shift) // mixer.rope.original_len)
         q = q * (1 + mixer.rope.query_beta * stretches)[:, None, None, None]
     scores = np.einsum("qhgd,khd->hgqk", q, k) * (mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale)
     if mixer.soft_cap is not None:
         scores = mixer.soft_cap * np.tanh(scores / mixer.soft_cap)
     distance = np.arange(len(x))[:, None] - np.arange(len(x))
     seen = (distance >= 0) & (distance < (mixer.window or len(x)))
-    weights = np.exp(np.where(seen, scores, -np.inf))
-    weights /= weights.sum(axis=-1, keepdims=True)
+    chunk = np.arange(len(x)) // (mixer.attention_chunk or len(x))
+    weights = np.exp(np.where(seen & (chunk[:, None] == chunk), scores, -np.inf))
+    sinks = 0.0 if part.sinks is None else np.exp(f64(part.sinks)[index])[:, :, None, None]
+    weights /= weights.sum(axis=-1, keepdims=True) + sinks
     attended = np.einsum("hgqk,khd->qhgd", weights, v)
     if mixer.exclusive:
         own = v[:, :, None]
@@ -242,6 +254,13 @@ OPTIONS = {
     "qkv_clip": block(qkv_clip=0.5),
     "qkv_clip_after_norms": block(qk_norm=NORM, qkv_clip=0.3),
     "query_scale": block(rope=RopeConfig(theta=100.0, original_len=2, query_beta=0.7)),
+    "query_scale_without_rotation": block(rope=RopeConfig(partial=0.0, original_len=2, query_beta=0.7, query_shift=1)),
+    "qk_norm_after_rope": block(qk_norm=NORM, qk_norm_after_rope=True),
+    "qk_norm_without_weight": block(qk_norm=NormConfig(0.1, weight=False)),
+    "qk_norm_without_weight_after_rope": block(qk_norm=NormConfig(0.1, weight=False), qk_norm_after_rope=True),
+    "attention_chunk": block(attention_chunk=4),
+    "sinks": block(sinks=True),
+    "sinks_of_a_window": block(sinks=True, window=3, soft_cap=0.8),
     "layer_norm": block(norm=CENTERED),
     "parallel_layer_norm": block(Placement.PARALLEL, norm=CENTERED),
     "layer_norm_with_bias": block(norm=LAYER_NORM),

@@ -16,6 +16,7 @@ from levanter_infer.axes import POSITION
 from levanter_infer.checkpoints.load import load_model
 from levanter_infer.checkpoints.save import save_model
 from levanter_infer.models.registry import FAMILIES, family_for
+from levanter_infer.models.tensors import get_parameter, parameters, set_parameter
 from tests.golden_cases import (
     NUM_GREEDY,
     GoldenCase,
@@ -136,6 +137,20 @@ def test_every_option_moves_the_logits(name, load):
         config = family_for(case.config).config_from_hf({**case.config, **change})
         logits = np.asarray(_forward(dataclasses.replace(model, config=config), tokens))[prompt.positions]
         assert np.abs(logits - prompt.logits).max() > 1e-2 * prompt.scale, f"{name}: {change} changes nothing"
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if load_case(name).zeroed])
+def test_every_tensor_that_is_an_option_moves_the_logits(name, load):
+    """As above, for options that no key of config.json switches off."""
+    case = load_case(name)
+    prompt, tensors = case.prompts[-1], family_for(case.config).tensors
+    for end in case.zeroed:
+        model = load(case)
+        found = [each for each in parameters(model, tensors) if each.names[0].endswith(end)]
+        for path in [each.path for each in found]:
+            model = set_parameter(model, path, hax.zeros_like(get_parameter(model, path)))
+        logits = np.asarray(_forward(model, hax.named(prompt.tokens, POSITION)))[prompt.positions]
+        assert found and np.abs(logits - prompt.logits).max() > 1e-2 * prompt.scale, f"{name}: {end} changes nothing"
 
 
 @pytest.mark.parametrize("name", CASES)

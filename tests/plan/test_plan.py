@@ -88,6 +88,34 @@ def test_figures_are_those_of_the_engine():
     assert (found.attention, found.matmul) == (engine.backend.attention, engine.backend.matmul)
 
 
+def test_a_gemma_3_at_32k_tokens_holds_its_full_layers_and_a_window_of_the_others():
+    """The real shape, on a chip: 1 layer in 6 sees everything, the others 1024 tokens."""
+    spec = EngineSpec("v5p-8", GEMMA_3_27B, "bfloat16", {"max_seqs": 16, "max_seq_len": 32768}, {"model": 4})
+    whole = dataclasses.replace(spec, engine=spec.engine | {"window_cache": False})
+    found, all_full = figures_of(spec), figures_of(whole)
+    (window,) = found.windows
+    assert all_full.windows == () and all_full.num_pages == found.num_pages == 16 * 2048
+    assert found.page_bytes + window.page_bytes == all_full.page_bytes
+    assert found.pool_bytes == found.num_pages * found.page_bytes + window.num_pages * window.page_bytes
+    full_share = found.page_bytes / all_full.page_bytes
+    assert full_share == 10 / 62
+    # One sequence: its pages of the full layers, and of the others those that a window and the page it grows into touch
+    held = 2048 * found.page_bytes + (1024 // 16 + 2) * window.page_bytes
+    assert held <= (full_share + (1024 + 2 * 16) / 32768) * 2048 * all_full.page_bytes
+    # The pools: the windows of all sequences, as many again for cached prefixes, and the tokens of a step
+    windows = 2 * (17 * (1024 + 3 * 16) + 256) / (16 * 32768)
+    assert found.pool_bytes <= (full_share + windows) * all_full.pool_bytes
+
+
+GEMMA_3_27B = {
+    "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "vocab_size": 262208, "hidden_size": 5376,
+    "intermediate_size": 21504, "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16,
+    "head_dim": 128, "sliding_window": 1024, "sliding_window_pattern": 6, "query_pre_attn_scalar": 168,
+    "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+}  # fmt: skip
+
+
 def test_heads_that_a_tpu_fills_up_to_its_lanes_count_as_they_lie():
     raw = shape("llama-3.2-1b")  # 8 heads of 64, which share 128 lanes in pairs
     jobs = [EngineSpec("v5e-16", raw, "bfloat16", {"max_seq_len": 1024}, {"model": model}) for model in (1, 8)]

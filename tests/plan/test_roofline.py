@@ -14,9 +14,12 @@ GB = 10**9
 MODEL = {
     "parameters": 4 * 10**9,
     "layers": 10,
+    "looped_layers": 10,
+    "layer_bodies": 1,
     "hidden": 1000,
     "q_heads": 8,
     "head_dim": 100,
+    "value_dim": 100,
     "experts": None,
     "experts_per_token": 0,
     "expert_bytes": 0,
@@ -96,6 +99,16 @@ def test_collectives_cost_their_bytes_and_their_hops():
     assert send_s(each, CHIP) == pytest.approx(2 * 0.75 * 40_000 / 1e11 + 4e-6)
     gather = dataclasses.replace(each, operation="all-gather", count=2)
     assert send_s(gather, CHIP, scale=2.0) == pytest.approx(2 * (0.75 * 80_000 / 1e11 + 4e-6))
+
+
+def test_collectives_of_a_period_run_once_for_each_of_its_layers():
+    """Six bodies with two all-reduces each, in a loop that runs ten times."""
+    chip = dataclasses.replace(CHIP, hop_us=0)
+    each = Collective("all-reduce", "bf16[20,1000]", 40_000, parts=4, depth=3, count=12)
+    model = MODEL | {"parts": 4, "layers": 62, "looped_layers": 60, "layer_bodies": 6}
+    figures = dataclasses.replace(FIGURES, model=model)
+    found = model_speed(figures, chip, Workload(600, 400), (each,)).decode.collectives_s
+    assert found == pytest.approx(60 * 2 * 2 * 0.75 * 40_000 / 1e11)
 
 
 HLO = """

@@ -242,12 +242,12 @@ def summary(
         return len(each.slot_pages) * size / 2 + slack
 
     held = [each for each in audits if each.pages_in_use]
-    at_top = top.metrics(page_bytes=page_bytes, weights_bytes=weights_bytes)
+    at_top = top.metrics(page_bytes=[page_bytes], weights_bytes=weights_bytes)
     one_by_one = sum(top.slot_pages.values())
     return {
         **measured(
             **{name: at_top[name] for name in ("reserved_bytes", "live_bytes", "wasted_bytes", "table_bytes")},
-            memory_overhead=round(top.overhead(page_bytes=page_bytes, weights_bytes=weights_bytes), 4),
+            memory_overhead=round(top.overhead(page_bytes=[page_bytes], weights_bytes=weights_bytes), 4),
         ),
         "weights_bytes": weights_bytes,
         "pool_bytes": engine.shapes.num_pages * page_bytes,
@@ -255,13 +255,13 @@ def summary(
         "overhead_limit": _MAX_OVERHEAD,
         "wasted_limit_bytes": int(allowed(top) * page_bytes / size),
         "within_limits": bool(
-            top.overhead(page_bytes=page_bytes, weights_bytes=weights_bytes) < _MAX_OVERHEAD
+            top.overhead(page_bytes=[page_bytes], weights_bytes=weights_bytes) < _MAX_OVERHEAD
             and top.wasted_tokens <= allowed(top)
         ),
         "audits": len(audits),
         "audits_within_wasted_limit": sum(each.wasted_tokens <= allowed(each) for each in audits),
         "largest_overhead": round(
-            max(each.overhead(page_bytes=page_bytes, weights_bytes=weights_bytes) for each in audits), 4
+            max(each.overhead(page_bytes=[page_bytes], weights_bytes=weights_bytes) for each in audits), 4
         ),
         "wasted_percent": round(
             100 * sum(each.wasted_tokens for each in held) / sum(each.pages_in_use * size for each in held), 2

@@ -208,7 +208,7 @@ def chat(args) -> Iterator[dict]:
         yield {
             "turn": turn,
             "history": len(history),
-            "prefix_cache": engine.config.prefix_cache,
+            "prefix_cache": engine.shapes.prefix_cache,
             "prompt_tokens_computed": computed,
             "note": "the whole history was computed again" if computed >= len(history) - 1 else "pages were reused",
             **measured(

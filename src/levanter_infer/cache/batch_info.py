@@ -1,5 +1,7 @@
 """`PageBatchInfo`: the packed batch of one step, as the model and paged attention see it."""
 
+import dataclasses
+
 import equinox as eqx
 import haliax.haxtyping as ht
 import jax
@@ -8,6 +10,14 @@ from jax import Array
 
 from levanter_infer.axes import ROW, ROW_BOUND, TOKEN
 from levanter_infer.cache.page_math import offset_of, page_of
+
+
+class WindowBatch(eqx.Module):
+    """Pages of a step in the pools of layers with a sliding window: ids of its window pages."""
+
+    page_indices: ht.i32[NamedArray, "row seq_page"]
+    """As of `PageBatchInfo`; none before the first page that the row's first query sees."""
+    new_token_dests: ht.i32[NamedArray, " token"]
 
 
 class PageBatchInfo(eqx.Module):
@@ -33,6 +43,15 @@ class PageBatchInfo(eqx.Module):
     new_token_dests: ht.i32[NamedArray, " token"]
     """Destination of each token's K/V: `page * page_size + page offset`; none is `num_pages * page_size`."""
     page_size: int = eqx.field(static=True)
+    windows: tuple[WindowBatch, ...] = ()
+    """As `Shapes.windows`, for pools of layers whose window has pages of its own."""
+
+    def in_group(self, group: int) -> "PageBatchInfo":
+        """The batch for the pools of one numbering of pages: 0 is the tables', `i` that of `windows[i - 1]`."""
+        if group == 0:
+            return self
+        own = self.windows[group - 1]
+        return dataclasses.replace(self, page_indices=own.page_indices, new_token_dests=own.new_token_dests, windows=())
 
     def first(self, tokens: int, rows: int) -> "PageBatchInfo":
         """The batch cut to its first `tokens` tokens and `rows` rows. Requires: it holds no others."""

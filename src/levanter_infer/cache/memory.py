@@ -1,4 +1,4 @@
-"""What one layer remembers of each sequence, as frozen values: a mixer block names its own (`AttentionBlock.memory`).
+"""`Memory`: what one layer remembers of each sequence, a frozen value that its mixer block names.
 
 Layers with equal memories share a pool (`DecoderConfig.pools`), and `Cache` holds the pools of a model. A new kind of
 memory is a subclass of `Memory` here and a subclass of `Pool` in a module next to this one; the contract of both is
@@ -9,12 +9,14 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.cache.pool import Pool
+from levanter_infer.cache.slot_state import SlotState
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.kernels.call import PoolShape
 from levanter_infer.kernels.xla.backend import XLA
@@ -25,6 +27,7 @@ class PoolSizes:
     """Sizes and storage that the pools of one cache share; each kind of memory uses those that concern it."""
 
     num_pages: int
+    """Pages of the tables."""
     page_size: int
     """Tokens per page: one number for all pools."""
     num_slots: int
@@ -35,13 +38,28 @@ class PoolSizes:
     """Stores, writes and reads keys and values."""
     local_heads: Callable[[int], int] = int
     """Key and value heads of one device, from those of the model."""
+    windows: tuple[tuple[int, int], ...] = ()
+    """(window, pages) of each sliding window whose layers have pages of their own."""
+
+    def group_of(self, memory: "Memory") -> int:
+        """The numbering of the pages of a memory's pool: 0 is the tables', `i` that of `windows[i - 1]`."""
+        return next((i + 1 for i, (window, _) in enumerate(self.windows) if window == memory.window), 0)
+
+    def pages_of(self, group: int) -> int:
+        """Pages of a pool of this numbering."""
+        return self.windows[group - 1][1] if group else self.num_pages
 
 
 class Memory(ABC):
-    """What one layer remembers of each sequence. Subclasses are frozen dataclasses: equal values share a pool."""
+    """A kind of memory of one layer, of each sequence. Subclasses are frozen dataclasses: equal values share a pool."""
 
+    is_paged: ClassVar[bool] = True
+    """As `Pool.is_paged`."""
     window: int | None = None
     """A token is read by the `window` queries from its own position on, and by none later; None: by all."""
+
+    is_paged: bool = True
+    """Whether the entries of its pool are pages; else they are slots (`Pool.is_paged`)."""
 
     @abstractmethod
     def init(self, num_layers: int, sizes: PoolSizes) -> Pool:
@@ -49,7 +67,7 @@ class Memory(ABC):
 
     def entry_bytes(self, num_layers: int, sizes: PoolSizes) -> int:
         """Bytes of one entry of that pool (a page, or a slot) in all its layers, on one device."""
-        one = dataclasses.replace(sizes, num_pages=1, num_slots=1)
+        one = dataclasses.replace(sizes, num_pages=1, num_slots=1, windows=())
         return jax.eval_shape(lambda: self.init(num_layers, one)).nbytes
 
 
@@ -62,7 +80,8 @@ class FullKv(Memory):
 
     def init(self, num_layers: int, sizes: PoolSizes) -> KvPages:
         heads = sizes.local_heads(self.kv_heads)
-        shape = PoolShape(num_layers, sizes.num_pages, sizes.page_size, heads, self.head_dim, jnp.dtype(sizes.dtype))
+        num_pages = sizes.pages_of(sizes.group_of(self))
+        shape = PoolShape(num_layers, num_pages, sizes.page_size, heads, self.head_dim, jnp.dtype(sizes.dtype))
         return KvPages.init(shape, sizes.backend)
 
 
@@ -87,3 +106,16 @@ class WindowKv(FullKv):
     """Keys and values of the last `window` tokens, for sliding-window attention."""
 
     window: int = dataclasses.field()  # without the default of `Memory`
+
+
+@dataclass(frozen=True)
+class FixedState(Memory):
+    """Arrays of a fixed size for each sequence, whatever its length: recurrences and short convolutions."""
+
+    sizes: tuple[tuple[str, tuple[int, ...]], ...]
+    """Name and shape of each array in one layer."""
+
+    is_paged = False
+
+    def init(self, num_layers: int, sizes: PoolSizes) -> SlotState:
+        return SlotState.init(num_layers, sizes.num_slots, dict(self.sizes))

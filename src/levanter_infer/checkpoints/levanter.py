@@ -107,8 +107,9 @@ def levanter_tensors(source: Source, family: Family, params: Sequence[Parameter]
         for index, part in zip(np.ndindex(*lead), param.sources, strict=True):
             of_one = view[index] if index else view
             size = math.prod(param.tensor_shape) * dtype.itemsize
-            where = Path(source.where(path))
-            found[part.name] = LevanterTensor(where, part.name, _NAMES[dtype], param.tensor_shape, 0, size, of_one)
+            found[part.name] = LevanterTensor(
+                source.where(path), part.name, _NAMES[dtype], param.tensor_shape, 0, size, of_one
+            )
     return found
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from levanter_infer.checkpoints.levanter import is_levanter, levanter_tensors
+from levanter_infer.checkpoints.mxfp4 import dequantized
 from levanter_infer.checkpoints.source import CONFIG, Source, resolve_source
 from levanter_infer.checkpoints.weights import DTYPES, StoredTensor, enumerate_names, read_tensors, stored_tensors
 from levanter_infer.layers.layout import Layout
@@ -105,6 +106,8 @@ def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any])
     else:
         stored_names = stored_tensors(source)
         tensors = {name: stored_names[stored] for name, stored in family.own_names(stored_names, hf_config).items()}
+        if (hf_config.get("quantization_config") or {}).get("quant_method") == "mxfp4":
+            tensors = dequantized(tensors)
         _check_size(config, tensors, source)
         params = parameters(DecoderModel.types(config), family.table_for(tensors))
     head = family.tensor_of("lm_head.weight") if config.tie_word_embeddings else None

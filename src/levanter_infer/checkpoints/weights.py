@@ -38,7 +38,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class StoredTensor:
     """The offset, shape and dtype of a tensor in a file, from the file's header."""
 
-    path: Path | RemoteFile
+    path: Path | RemoteFile | str
+    """Text: the place of an array that is in no file of its own."""
     name: str
     dtype: str
     """safetensors' name of the dtype, such as BF16."""
@@ -97,6 +98,7 @@ def read_tensors(pieces: Sequence[tuple[StoredTensor, np.ndarray]]) -> None:
 def _read_files(pieces: Sequence[tuple[StoredTensor, np.ndarray]]) -> None:
     ranges = []
     for tensor, out in pieces:
+        assert not isinstance(tensor.path, str)
         stored = DTYPES[tensor.dtype]
         target = out if out.dtype == stored else np.empty(tensor.shape, stored)
         view = memoryview(target.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
@@ -110,6 +112,16 @@ def _read_files(pieces: Sequence[tuple[StoredTensor, np.ndarray]]) -> None:
             out[...] = target.astype(out.dtype)
     if ranges:
         read_ranges(ranges)
+
+
+def read_bytes(tensor: StoredTensor) -> np.ndarray:
+    """A tensor of bytes (U8). Raises: ValueError if the file ends early."""
+    target = np.empty(tensor.shape, np.uint8)
+    if isinstance(tensor.path, Path):
+        tensor._read(target)
+    else:
+        read_ranges([(tensor.path, tensor.offset, memoryview(target.reshape(-1)))])  # type: ignore[arg-type]
+    return target
 
 
 def stored_tensors(source: Source) -> dict[str, StoredTensor]:

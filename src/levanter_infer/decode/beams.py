@@ -74,18 +74,18 @@ def search(
     num_slots = state.sequences.num_slots
 
     def step(carry):
-        table, page_table, beams, _, _ = carry
-        before = replace(state, sequences=table, page_table=page_table, beams=beams)
+        table, page_table, windows, beams, _, _ = carry
+        before = replace(state, sequences=table, page_table=page_table, windows=windows, beams=beams)
         after, ended = _step(before, shapes, rows)
         found = _beams(after).found_reasons
         # Without any possible token there are fewer hypotheses than beams
         found = jnp.where(found == NOT_FINISHED, ERROR, found)
-        return after.sequences, after.page_table, after.beams, ended, found
+        return after.sequences, after.page_table, after.windows, after.beams, ended, found
 
     none, nothing = jnp.zeros(num_slots, jnp.bool_), jnp.zeros(num_slots, jnp.int32)
-    carry = (state.sequences, state.page_table, state.beams, none, nothing)
-    table, page_table, beams, ended, found = run_if(jnp.any(rows.samples), step, carry)
-    state = replace(state, sequences=table, page_table=page_table, beams=beams)
+    carry = (state.sequences, state.page_table, state.windows, state.beams, none, nothing)
+    table, page_table, windows, beams, ended, found = run_if(jnp.any(rows.samples), step, carry)
+    state = replace(state, sequences=table, page_table=page_table, windows=windows, beams=beams)
     return state, finished | ended, jnp.where(ended, found, reasons)
 
 

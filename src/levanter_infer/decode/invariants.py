@@ -7,9 +7,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.cache.arrays import gather, scatter_add, scatter_min
+from levanter_infer.cache.page_table import PageTable
 from levanter_infer.cache.prefix_table import UNKNOWN
+from levanter_infer.cache.window_pages import WindowPages
 from levanter_infer.decode.beam_table import BeamTable
 from levanter_infer.decode.codes import FINISHED, FREE, LOADING, RUNNING, SWAPPED, WAITING, is_private_root
+from levanter_infer.decode.paging import window_pages_held
 from levanter_infer.decode.programs import compile_program, without_callers_context
 from levanter_infer.decode.state import DecodeState
 
@@ -54,9 +57,12 @@ def violations(state: DecodeState) -> dict[str, Array]:
         "no more is stored than known": live & (computed > lens),
         "a sequence that can run has work": ((status == RUNNING) | (status == WAITING)) & (computed >= lens),
         "lengths stay within their limits": live & ((lens > table.max_lens) | (lens < table.prompt_lens)),
-        "the free ring holds exactly the free pages": _ring_differs(state),
+        "the free ring holds exactly the free pages": _ring_differs(pages),
         "free and held pages make up the pool": pages.num_free + jnp.sum(counts > 0, dtype=jnp.int32) != num_pages,
     }
+    for each in state.windows:
+        for name, bad in _window_violations(state, each, holds).items():
+            counted[name] = counted.get(name, 0) + jnp.sum(bad, dtype=jnp.int32)
     if state.prefix is not None:
         counted["pages that can be found hold what the table says"] = _contents_differ(state, holds)
     if isinstance(state.beams, BeamTable):
@@ -113,8 +119,30 @@ def _contents_differ(state: DecodeState, holds: Array) -> Array:
     return (serials != UNKNOWN) & (wrong | elsewhere)
 
 
-def _ring_differs(state: DecodeState) -> Array:
-    pages = state.page_table
+def _window_violations(state: DecodeState, window: WindowPages, holds: Array) -> dict[str, Array]:
+    """Violations in one `WindowPages`. Args: holds: bool[seq, seq_page], columns of pages that slots hold."""
+    num_pages, num_window_pages = window.attached.shape[0], window.num_pages
+    held = jnp.where(holds, window_pages_held(state.sequences, window), num_window_pages)
+    column = jnp.arange(holds.shape[1], dtype=jnp.int32)[None, :]
+    seen = holds & (column >= window.first_column(state.sequences.num_computed)[:, None])
+    counts = window.table.ref_counts
+    back = gather(window.owner, window.attached, num_pages)
+    forth = gather(window.attached, window.owner, num_window_pages)
+    own = jnp.arange(num_window_pages, dtype=jnp.int32)
+    page = jnp.arange(num_pages, dtype=jnp.int32)
+    num_held = jnp.sum(counts > 0, dtype=jnp.int32)
+    return {
+        "pages that a window reaches into have a window page": seen & (held >= num_window_pages),
+        "window pages are counted by the slots whose window reaches them": counts
+        != scatter_add(jnp.zeros_like(counts), held, 1),
+        "a window page and its page name each other": (window.attached < num_window_pages) & (back != page),
+        "a page and its window page name each other": (window.owner < num_pages) & (forth != own),
+        "the free ring holds exactly the free window pages": _ring_differs(window.table),
+        "free and held window pages make up their pool": window.num_free + num_held != num_window_pages,
+    }
+
+
+def _ring_differs(pages: PageTable) -> Array:
     index = jnp.arange(pages.num_pages, dtype=jnp.int32)
     place = (pages.ring_head + index) % pages.num_pages
     listed = jnp.where(index < pages.num_free, pages.free_ring[place], pages.num_pages)

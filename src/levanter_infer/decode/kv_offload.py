@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Int32
 
-from levanter_infer.cache.arrays import gather, replace, scatter_add
+from levanter_infer.cache.arrays import full, gather, replace, scatter, scatter_add
 from levanter_infer.cache.cache import Cache
+from levanter_infer.cache.window_pages import WindowPages
 from levanter_infer.decode.admission_policy import pages_to_continue
 from levanter_infer.decode.codes import RUNNING, SWAPPED, WAITING
 from levanter_infer.decode.paging import count_taken, pages_needed, release
@@ -55,7 +56,7 @@ def host_call(state: DecodeState, shapes: Shapes, terms: HostTerms | None) -> Ar
     pending = jnp.where(running, table.seq_lens - table.num_computed, 0)
     new, copies = pages_needed(state, jnp.minimum(pending, shapes.max_step_tokens))
     need = jnp.sum(new, dtype=jnp.int32) + jnp.sum(copies, dtype=jnp.int32)
-    short = jnp.minimum(need, shapes.max_new_pages) > free
+    short = jnp.minimum(need, shapes.max_new_pages) > state.num_free
 
     first = jnp.any(table.is_status(SWAPPED)) & ~jnp.any(is_ready(table) & precede(table, SWAPPED))
     num_running = jnp.sum(running, dtype=jnp.int32)
@@ -72,6 +73,15 @@ def unless_called(steps_on: Array, state: DecodeState, shapes: Shapes, terms: Ho
         return steps_on
     called = host_call(state, shapes, terms) != NO_CALL
     return steps_on & ~(called & (terms.yields | ~jnp.any(state.sequences.is_status(RUNNING))))
+
+
+class WindowSnapshot(eqx.Module):
+    """The columns of one `WindowPages` that the host reads."""
+
+    attached: Array
+    """i32[page]"""
+    ref_counts: Array
+    """i32[window_page]"""
 
 
 class TableSnapshot(eqx.Module):
@@ -93,6 +103,8 @@ class TableSnapshot(eqx.Module):
     """i32[seq, seq_page]"""
     ref_counts: Array
     """i32[page]"""
+    windows: tuple[WindowSnapshot, ...]
+    """As `Shapes.windows`."""
 
 
 def snapshot(state: DecodeState, shapes: Shapes) -> TableSnapshot:
@@ -106,6 +118,7 @@ def snapshot(state: DecodeState, shapes: Shapes) -> TableSnapshot:
         growth=pages_to_continue(state, shapes),
         page_indices=table.page_indices,
         ref_counts=state.page_table.ref_counts,
+        windows=tuple(WindowSnapshot(each.attached, each.table.ref_counts) for each in state.windows),
     )
 
 
@@ -129,6 +142,20 @@ def write_pages(cache: Cache, contents: tuple[Array, ...], pages: Array, places:
     """
     target = gather(pages, places, pages.shape[0])
     return cache.put_pages(target, jax.device_put(contents, jax.memory.Space.Device))
+
+
+def read_window_pages(cache: Cache, attached: Array, pages: Array, *, group: int) -> tuple[Array, ...]:
+    """As `read_pages`, of the pools of one window's layers: the window pages `attached` i32[page] to `pages`."""
+    target = gather(attached, pages, cache.paged(group)[0].num_entries)
+    return jax.device_put(cache.take_pages(target, group), jax.memory.Space.Host)
+
+
+def write_window_pages(
+    cache: Cache, attached: Array, contents: tuple[Array, ...], pages: Array, places: Array, *, group: int
+) -> Cache:
+    """As `write_pages`, of the pools of one window's layers."""
+    target = gather(attached, gather(pages, places, pages.shape[0]), cache.paged(group)[0].num_entries)
+    return cache.put_pages(target, jax.device_put(contents, jax.memory.Space.Device), group)
 
 
 def mark_swapped(state: DecodeState, slots: Array, status: Array) -> DecodeState:
@@ -165,4 +192,24 @@ def swap_in(
         status=jnp.where(slots, WAITING, table.status),
     )
     state = replace(state, sequences=table, page_table=replace(page_table, ref_counts=counts))
+    state = replace(state, windows=tuple(_with_window_pages(table, each, slots) for each in state.windows))
     return count_taken(state, pages), pages
+
+
+def _with_window_pages(table: SequenceTable, window: WindowPages, slots: Array) -> WindowPages:
+    """With window pages for the pages that slots have just got, of those that they still see. Args: slots: bool[seq].
+
+    Requires: as many free window pages.
+    """
+    num_pages = window.attached.shape[0]
+    column = jnp.arange(table.page_indices.shape[1], dtype=jnp.int32)[None, :]
+    seen = slots[:, None] & (column >= window.first_column(table.num_computed)[:, None])
+    own = jnp.where(seen, table.page_indices, num_pages)
+    is_seen = scatter(jnp.zeros(num_pages, jnp.bool_), own, True)
+    rank = jnp.cumsum(is_seen, dtype=jnp.int32)
+    page = jnp.arange(num_pages, dtype=jnp.int32)
+    width = min(num_pages, window.num_pages)
+    pages = scatter(full(width, num_pages), jnp.where(is_seen, rank - 1, width), page)
+    window = window.attach(pages, rank[-1])
+    counts = scatter_add(window.table.share(window.of(own)).ref_counts, window.of(pages), -1)
+    return replace(window, table=replace(window.table, ref_counts=counts))

@@ -1,4 +1,8 @@
-"""Pages of sequences: allocation, copy-on-write, preemption, forks, release. Running out of pages is never an error."""
+"""Pages of sequences: allocation, copy-on-write, preemption, forks, release. Running out of pages is never an error.
+
+Where layers with a sliding window have pages of their own (`DecodeState.windows`), each operation moves the references
+to the window pages along: a slot that has computed n tokens holds those of its columns from `first_column(n)` on.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +11,7 @@ from jax import Array
 from levanter_infer.cache.arrays import gather, replace, scatter, scatter_add, scatter_max, scatter_min
 from levanter_infer.cache.page_math import offset_of, page_of, pages_for
 from levanter_infer.cache.page_table import PageTable, ragged_index
+from levanter_infer.cache.window_pages import WindowPages
 from levanter_infer.decode.codes import FINISHED, RUNNING, WAITING
 from levanter_infer.decode.sequence_table import SequenceTable
 from levanter_infer.decode.shapes import Shapes
@@ -41,16 +46,18 @@ def preempt(state: DecodeState, order: Array, take: Array) -> tuple[DecodeState,
     """
     new, copies = pages_needed(state, take)
     need = new + copies.astype(jnp.int32)
-    short = jnp.sum(need, dtype=jnp.int32) > state.page_table.num_free
+    short = jnp.sum(need, dtype=jnp.int32) > state.num_free
 
     def body(carry):
         state, take = carry
         table = state.sequences
         rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32))
-        released = _released_by_suffix(table, state.page_table, rank)
+        released = _released_by_suffix(table.page_indices, state.page_table, rank)
         needed = jnp.cumsum(need[order], dtype=jnp.int32)
         # The first k survive. Their needs grow with k, and fewer pages are released by the others.
         fits = needed <= state.page_table.num_free + released
+        for each in state.windows:
+            fits &= needed <= each.num_free + _released_by_suffix(window_pages_held(table, each), each.table, rank)
         survivors = jnp.maximum(jnp.sum(fits, dtype=jnp.int32), 1)
         survivors = state.beams.num_survivors(table, order, survivors)
         live = (table.status == RUNNING) | (table.status == WAITING)
@@ -86,7 +93,8 @@ def allocate_pages(state: DecodeState, shapes: Shapes, take: Array) -> tuple[Dec
     copies = shared & ~run_if(jnp.any(shared), lambda _: _keeps_page(page_table, source), jnp.zeros_like(shared))
 
     counts = new + copies.astype(jnp.int32)
-    page_table, pages = page_table.allocate(jnp.sum(counts, dtype=jnp.int32), shapes.max_new_pages)
+    total = jnp.sum(counts, dtype=jnp.int32)
+    page_table, pages = page_table.allocate(total, shapes.max_new_pages)
     slot, item, valid = ragged_index(counts, jnp.int32(0), shapes.max_new_pages)
     held = pages_for(table.num_computed, size)
     begin = jnp.where(copies, first, held)
@@ -101,6 +109,7 @@ def allocate_pages(state: DecodeState, shapes: Shapes, take: Array) -> tuple[Dec
         state,
         sequences=replace(table, page_indices=page_indices),
         page_table=page_table,
+        windows=tuple(_attached(each, pages, total, source) for each in state.windows),
         counters=state.counters.plus(copied_pages=jnp.sum(copies, dtype=jnp.int32)),
     )
     return count_taken(state, pages), source, target
@@ -128,39 +137,52 @@ def release(state: DecodeState, slots: Array) -> DecodeState:
         table, page_table = state.sequences, state.page_table
         held = jnp.where(slots, table.num_held(page_table.page_size), 0)
         page_table = release_tails(page_table, table.page_indices, jnp.zeros_like(held), held)
+        windows = tuple(
+            replace(each, table=release_tails(each.table, table.page_indices, _first(table, each), held, each))
+            for each in state.windows
+        )
         page_indices = jnp.where(slots[:, None], page_table.num_pages, table.page_indices)
         table = replace(table, page_indices=page_indices, num_computed=jnp.where(slots, 0, table.num_computed))
-        return replace(state, sequences=table, page_table=page_table)
+        return replace(state, sequences=table, page_table=page_table, windows=windows)
 
     return run_if(jnp.any(slots & (state.sequences.num_computed > 0)), release_all, state)
 
 
-def release_tails(page_table: PageTable, page_indices: Array, begin: Array, end: Array) -> PageTable:
+def release_tails(
+    page_table: PageTable, page_indices: Array, begin: Array, end: Array, window: WindowPages | None = None
+) -> PageTable:
     """Drop a reference to the pages at columns `begin … end - 1` of each row, the last ones first.
 
     Args:
         page_indices: i32[row, seq_page]
         begin, end: i32[row]
+        window: the reference is to the window pages of these pages, and `page_table` is theirs.
     """
-    return _in_blocks(
-        page_table, page_indices, jnp.maximum(end - begin, 0), lambda item: -1 - item, end, PageTable.release
-    )
+    counts = jnp.maximum(end - begin, 0)
+    return _in_blocks(page_table, page_indices, counts, lambda item: -1 - item, end, PageTable.release, window)
 
 
-def share_tails(page_table: PageTable, page_indices: Array, begin: Array, end: Array) -> PageTable:
+def share_tails(
+    page_table: PageTable, page_indices: Array, begin: Array, end: Array, window: WindowPages | None = None
+) -> PageTable:
     """Add a reference to the pages at columns `begin … end - 1` of each row; arguments as of `release_tails`."""
-    return _in_blocks(page_table, page_indices, jnp.maximum(end - begin, 0), lambda item: item, begin, PageTable.share)
+    counts = jnp.maximum(end - begin, 0)
+    return _in_blocks(page_table, page_indices, counts, lambda item: item, begin, PageTable.share, window)
 
 
-def _in_blocks(page_table: PageTable, page_indices: Array, counts: Array, offset, origin: Array, change) -> PageTable:
+def _in_blocks(
+    page_table: PageTable, page_indices: Array, counts: Array, offset, origin: Array, change, window: WindowPages | None
+) -> PageTable:
     """`change(page_table, pages)` for `counts` i32[row] pages of each row, at columns `origin + offset(item)`."""
     total = jnp.sum(counts, dtype=jnp.int32)
+    none = page_table.num_pages if window is None else window.attached.shape[0]
 
     def block(carry):
         start, page_table = carry
         row, item, valid = ragged_index(counts, start, _BLOCK)
         column = gather(origin, row, 0) + offset(item)
-        page = gather(page_indices, (row, column), page_table.num_pages)
+        page = gather(page_indices, (row, column), none)
+        page = page if window is None else window.of(page)
         return start + _BLOCK, change(page_table, jnp.where(valid, page, page_table.num_pages))
 
     return jax.lax.while_loop(lambda carry: carry[0] < total, block, (jnp.int32(0), page_table))[1]
@@ -191,7 +213,8 @@ def fork(state: DecodeState, children: Array, parents: Array, lens: Array) -> De
         children: bool[seq], slots that hold no pages.
         parents: i32[seq], the slot whose pages each child shares.
         lens: i32[seq], tokens to share; at most the parent's `num_computed`.
-    Requires: child and parent have the same first `lens` tokens.
+    Requires: child and parent have the same first `lens` tokens; what the children can see of them is there
+        (`can_see`).
     """
 
     def share(state: DecodeState) -> DecodeState:
@@ -207,12 +230,34 @@ def fork(state: DecodeState, children: Array, parents: Array, lens: Array) -> De
             num_computed=jnp.where(children, lens, table.num_computed),
         )
         counters = state.counters.plus(forks=jnp.sum(children, dtype=jnp.int32))
-        return replace(state, sequences=table, page_table=page_table.share(pages), counters=counters)
+        windows = tuple(
+            _reclaimed(each, jnp.where(_is_seen(each, lens, column), pages, none)) for each in state.windows
+        )
+        return replace(state, sequences=table, page_table=page_table.share(pages), counters=counters, windows=windows)
 
     return run_if(jnp.any(children), share, state)
 
 
-def fork_when_ready(state: DecodeState) -> DecodeState:
+def tokens_to_fork(table: SequenceTable) -> Array:
+    """Tokens that each slot may compute before its forks start, i32[seq]: all where none waits for it.
+
+    A fork needs the state of its parent after all of the prompt but the last token: a step has to end there.
+    """
+    waiting = table.is_status(WAITING) | table.is_status(RUNNING)
+    source = jnp.where(waiting, table.fork_source, table.num_slots)
+    is_parent = scatter(jnp.zeros(table.num_slots, jnp.bool_), source, True)
+    left = table.prompt_lens - 1 - table.num_computed
+    return jnp.where(is_parent & (left > 0), left, jnp.iinfo(jnp.int32).max)
+
+
+def forked_slots(before: SequenceTable, after: SequenceTable) -> tuple[Array, Array]:
+    """The parent and the slot of each fork that a step has started, i32[seq] each; none elsewhere."""
+    is_fork = (before.fork_source < before.num_slots) & (before.num_computed == 0) & (after.num_computed > 0)
+    none = before.num_slots
+    return jnp.where(is_fork, before.fork_source, none), jnp.where(is_fork, _all_slots(before), none)
+
+
+def fork_when_ready(state: DecodeState, shapes: Shapes) -> DecodeState:
     """Start the forks whose parent has computed the prompt.
 
     A child shares all of the prompt but its last token, which it computes itself, so that it samples its first
@@ -226,6 +271,12 @@ def fork_when_ready(state: DecodeState) -> DecodeState:
     parent_computed = gather(table.num_computed, source, 0)
     ready = waiting & (parent_status == RUNNING) & (parent_computed >= lens) & (lens > 0)
     alone = waiting & (lens == 0)
+    if state.windows:
+        gone = ready & ~can_see(state, ready, source, lens)
+        ready, alone = ready & ~gone, alone | gone
+    if shapes.slot_state:  # the parent's state is no longer that after the prompt: the child computes the prompt itself
+        late = ready & (parent_computed > lens)
+        ready, alone = ready & ~late, alone | late
     state = fork(state, ready, source, lens)
     table = replace(state.sequences, fork_source=jnp.where(ready | alone, table.num_slots, source))
     return replace(state, sequences=table)
@@ -239,6 +290,74 @@ def page_at(table: SequenceTable, slots: Array, column: Array) -> Array:
     none = jnp.iinfo(jnp.int32).max  # past the end of any pool, as columns past the end of the table are
     page = gather(table.page_indices, (slots, column), none)
     return jnp.where(column < 0, none, page)
+
+
+def leave_behind(state: DecodeState, before: Array) -> DecodeState:
+    """Release the window pages that windows have passed since slots had computed `before` i32[seq] tokens."""
+
+    def changed(each: WindowPages) -> WindowPages:
+        table = state.sequences
+        begin, end = each.first_column(before), _first(table, each)
+
+        def left_behind(page_table: PageTable) -> PageTable:
+            return release_tails(page_table, table.page_indices, begin, end, each)
+
+        return replace(each, table=run_if(jnp.any(end > begin), left_behind, each.table))
+
+    return replace(state, windows=tuple(changed(each) for each in state.windows))
+
+
+def window_pages_held(table: SequenceTable, window: WindowPages) -> Array:
+    """The window pages that each slot holds, at their columns, i32[seq, seq_page]; none elsewhere."""
+    column = jnp.arange(table.page_indices.shape[1], dtype=jnp.int32)
+    seen = _is_seen(window, table.num_computed, column)
+    return jnp.where(seen, window.of(table.page_indices), window.num_pages)
+
+
+def can_see(state: DecodeState, slots: Array, parents: Array, lens: Array) -> Array:
+    """Whether all window pages that a sequence with the first `lens` tokens of its parent sees are there, bool[seq];
+    true outside of the mask `slots`.
+
+    A parent that is far ahead holds others, and what it does not hold may have been overwritten.
+    """
+    table = state.sequences
+    there = jnp.ones_like(slots)
+    column = jnp.arange(table.page_indices.shape[1], dtype=jnp.int32)
+    for each in state.windows:
+        ahead = slots & (each.first_column(gather(table.num_computed, parents, 0)) > each.first_column(lens))
+
+        def look(there: Array, each=each) -> Array:
+            held = column[None, :] < pages_for(lens, each.table.page_size)[:, None]
+            pages = gather(table.page_indices, parents, each.attached.shape[0])
+            missing = _is_seen(each, lens, column) & held & (each.of(pages) >= each.num_pages)
+            return there & ~(slots & jnp.any(missing, axis=1))
+
+        there = run_if(jnp.any(ahead), look, there)
+    return there
+
+
+def _is_seen(window: WindowPages, computed: Array, column: Array) -> Array:
+    """Columns, i32[seq_page], that a sequence with `computed` i32[seq] tokens still sees, bool[seq, seq_page]."""
+    return column[None, :] >= window.first_column(computed)[:, None]
+
+
+def _first(table: SequenceTable, window: WindowPages) -> Array:
+    """Column of the first window page that each slot holds, i32[seq]."""
+    return window.first_column(table.num_computed)
+
+
+def _reclaimed(window: WindowPages, pages: Array) -> WindowPages:
+    """A reference more to the window page of each of `pages`, of any shape; none entries are ignored."""
+    return replace(window, table=window.table.reclaim(window.of(pages)))
+
+
+def _attached(window: WindowPages, pages: Array, count: Array, copied: Array) -> WindowPages:
+    """With window pages for the new `pages`, and a reference less to those of the `copied` ones, i32[seq]."""
+    before = window.of(copied)
+    window = window.attach(pages, count)
+    # Other holders may have left a copied page behind, so that its window page becomes free, unlike the page itself.
+    is_any = jnp.any(before < window.num_pages)
+    return replace(window, table=run_if(is_any, lambda table: table.release(before), window.table))
 
 
 def _all_slots(table: SequenceTable) -> Array:
@@ -259,14 +378,14 @@ def _keeps_page(page_table: PageTable, source: Array) -> Array:
     return all_write & (gather(first, source, 0) == place)
 
 
-def _released_by_suffix(table: SequenceTable, page_table: PageTable, rank: Array) -> Array:
+def _released_by_suffix(pages: Array, page_table: PageTable, rank: Array) -> Array:
     """Pages that become free if all slots after the first k + 1 release theirs, i32[k].
 
     Args:
+        pages: i32[seq, seq_page], pages of the table that each slot holds; none elsewhere.
         rank: i32[seq], rank of each slot in the order.
     """
-    num_slots, num_pages = table.num_slots, page_table.num_pages
-    pages = table.page_indices
+    num_slots, num_pages = rank.shape[0], page_table.num_pages
     holder = jnp.broadcast_to(rank[:, None], pages.shape)
     first = scatter_min(jnp.full(num_pages, num_slots, jnp.int32), pages, holder)
     freed = scatter_add(jnp.zeros(num_slots, jnp.int32), first, 1)

@@ -6,6 +6,9 @@ fewer free pages to start.
 No table records which sequence computes which page. In each step, a sequence at the start of a page that others can
 share looks it up; if another sequence is computing the same page, it waits. Should that one end, the next sequence
 that looks finds none ahead of it, and computes the page itself.
+
+Layers with a sliding window need of a prefix only what the window before its end holds. A prefix is taken over as far
+as that is still there (`_as_far_as_seen`); their window pages stay attached to cached pages until they are reused.
 """
 
 import jax
@@ -16,8 +19,9 @@ from levanter_infer.cache.arrays import gather, replace, scatter, scatter_add
 from levanter_infer.cache.page_math import offset_of, page_of
 from levanter_infer.cache.page_table import ragged_index
 from levanter_infer.cache.prefix_table import UNKNOWN, PrefixTable, chained, content_hashes
+from levanter_infer.cache.window_pages import WindowPages
 from levanter_infer.decode.codes import DEFAULT_ROOT, RUNNING, is_private_root
-from levanter_infer.decode.paging import page_at
+from levanter_infer.decode.paging import page_at, release_tails
 from levanter_infer.decode.sequence_table import SequenceTable, is_ready
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
@@ -39,25 +43,65 @@ def match_prefix(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Deco
 
     # Loops carry what they change and nothing else: everything that is carried costs time to compile.
     def share(carry):
-        page_indices, before, page_table, hits, _ = carry
+        page_indices, before, page_table, windows, hits, _ = carry
         _, page_indices, computed = jax.lax.while_loop(
             lambda carry: carry[0],
             lambda carry: _take_window(_with(state, *carry[1:]), shapes, order, seekers),
             (jnp.asarray(True), page_indices, before),
         )
+        page_indices, computed = _as_far_as_seen(state, page_indices, before, computed)
         column = jnp.arange(page_indices.shape[1], dtype=jnp.int32)[None, :]
         found = (column >= page_of(before, size)[:, None]) & (column < page_of(computed, size)[:, None])
         page_table = page_table.reclaim(jnp.where(found, page_indices, shapes.num_pages))
+        windows = tuple(_moved_on(each, page_indices, before, computed) for each in windows)
         hits = hits + jnp.sum(found, dtype=jnp.int32)
-        return page_indices, computed, page_table, hits, _waits(_with(state, page_indices, computed), shapes, order)
+        waits = _waits(_with(state, page_indices, computed), shapes, order)
+        return page_indices, computed, page_table, windows, hits, waits
 
     table, counters = state.sequences, state.counters
     seekers = _seekers(table, shapes, order)
-    carry = (table.page_indices, table.num_computed, state.page_table, counters.prefix_hits, none)
-    page_indices, computed, page_table, hits, waits = run_if(jnp.any(_shareable(state, seekers) > 0), share, carry)
-    state = replace(state, sequences=_count_cached(table, computed))
+    carry = (table.page_indices, table.num_computed, state.page_table, state.windows, counters.prefix_hits, none)
+    found = run_if(jnp.any(_shareable(state, seekers) > 0), share, carry)
+    page_indices, computed, page_table, windows, hits, waits = found
+    state = replace(state, sequences=_count_cached(table, computed), windows=windows)
     state = _with(state, page_indices, computed)
     return replace(state, page_table=page_table, counters=replace(counters, prefix_hits=hits)), waits
+
+
+def _as_far_as_seen(state: DecodeState, page_indices: Array, before: Array, found: Array) -> tuple[Array, Array]:
+    """The longest part of what each slot has found whose last window is there, for every window.
+
+    Args:
+        page_indices: i32[seq, seq_page], with the pages that were found.
+        before, found: i32[seq], tokens computed so far, and with these pages.
+    Returns: `page_indices` without the pages beyond, and the tokens computed with it.
+    """
+    if not state.windows:
+        return page_indices, found
+    size, width = state.page_table.page_size, page_indices.shape[1]
+    column = jnp.arange(width, dtype=jnp.int32)[None, :]
+    fits = jnp.ones(page_indices.shape, jnp.bool_)  # whether the prefix that ends with a column's page can be taken
+    for each in state.windows:
+        missing = jnp.where(each.of(page_indices) < each.num_pages, -1, column)
+        fits &= jax.lax.cummax(missing, axis=1) < each.first_column((column + 1) * size)
+    fits &= (column >= page_of(before, size)[:, None]) & (column < page_of(found, size)[:, None])
+    pages = jnp.max(jnp.where(fits, column + 1, 0), axis=1)
+    computed = jnp.where(found > before, jnp.maximum(before, pages * size), before)
+    beyond = (column >= page_of(computed, size)[:, None]) & (column < page_of(found, size)[:, None])
+    return jnp.where(beyond, state.page_table.num_pages, page_indices), computed
+
+
+def _moved_on(window: WindowPages, page_indices: Array, before: Array, computed: Array) -> WindowPages:
+    """The references of slots that have gone from `before` to `computed` tokens, i32[seq] each, by pages that they have
+    found."""
+    size = window.table.page_size
+    column = jnp.arange(page_indices.shape[1], dtype=jnp.int32)[None, :]
+    first, moves = window.first_column(computed), computed > before
+    new = moves[:, None] & (column >= jnp.maximum(first, page_of(before, size))[:, None])
+    new &= column < page_of(computed, size)[:, None]
+    table = window.table.reclaim(window.of(jnp.where(new, page_indices, window.attached.shape[0])))
+    end = jnp.where(moves, jnp.minimum(first, page_of(before, size)), 0)
+    return replace(window, table=release_tails(table, page_indices, window.first_column(before), end, window))
 
 
 def _count_cached(table: SequenceTable, found: Array) -> SequenceTable:

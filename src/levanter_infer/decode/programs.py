@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import inspect
 import re
@@ -16,11 +17,20 @@ from jax.sharding import Mesh
 from levanter_infer.cache.prefix_table import PrefixTable
 from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.beam_table import BeamTable, Hypotheses, hypotheses
-from levanter_infer.decode.kv_offload import TableSnapshot, mark_swapped, read_pages, snapshot, swap_in, write_pages
+from levanter_infer.decode.kv_offload import (
+    TableSnapshot,
+    mark_swapped,
+    read_pages,
+    read_window_pages,
+    snapshot,
+    swap_in,
+    write_pages,
+    write_window_pages,
+)
 from levanter_infer.decode.loop import run_round
 from levanter_infer.decode.outputs import RoundOutputs
 from levanter_infer.decode.resampling import resample_samples
-from levanter_infer.decode.routing import read_routes
+from levanter_infer.decode.routes import read_routes
 from levanter_infer.decode.scoring import READ_PAGES, read_scores
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState, GenState, empty_cache
@@ -172,8 +182,15 @@ class OffloadPrograms:
 
         self.snapshot = Program(take_snapshot)
         self.read_pages, self.write_pages = Program(read_pages), Program(write_pages, donate=(0,))
+        groups = range(1, len(shapes.windows) + 1)
+        self.read_window_pages = [Program(functools.partial(read_window_pages, group=group)) for group in groups]
+        self.write_window_pages = [
+            Program(functools.partial(write_window_pages, group=group), donate=(0,)) for group in groups
+        ]
         self.mark_swapped, self.swap_in = Program(mark_swapped, donate=(0,)), Program(swap_in, donate=(0,))
-        self._programs = dict(vars(self))
+        self._programs = {name: each for name, each in vars(self).items() if isinstance(each, Program)}
+        for name in ("read_window_pages", "write_window_pages"):
+            self._programs |= {f"{name}_{i}": each for i, each in enumerate(getattr(self, name))}
 
     def compilations(self) -> dict[str, int]:
         """Compilations of each program that has been called."""
@@ -367,7 +384,9 @@ def _functions(
         return state.extended(shapes)
 
     def resample(state: GenState, mask, ancestors, sample_index, arrival) -> GenState:
-        return dataclasses.replace(state, decode=resample_samples(state.decode, mask, ancestors, sample_index, arrival))
+        decode = resample_samples(state.decode, mask, ancestors, sample_index, arrival)
+        slots = jnp.where(mask, jnp.arange(shapes.num_slots, dtype=jnp.int32), shapes.num_slots)
+        return dataclasses.replace(state, decode=decode, cache=state.cache.copy_slots(ancestors, slots))
 
     def found(state: GenState, slots) -> Hypotheses:
         assert isinstance(state.decode.beams, BeamTable), "no request has asked for beams"

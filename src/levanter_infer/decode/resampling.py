@@ -6,6 +6,7 @@ from jax import Array
 
 from levanter_infer.cache.arrays import gather, replace
 from levanter_infer.cache.page_table import PageTable
+from levanter_infer.cache.window_pages import WindowPages
 from levanter_infer.decode.codes import FINISHED, FREE, WAITING
 from levanter_infer.decode.paging import release_tails, share_tails
 from levanter_infer.decode.sequence_table import SequenceTable
@@ -33,9 +34,10 @@ def resample(state: DecodeState, mask: Array, ancestors: Array) -> DecodeState:
     """
     slots = jnp.arange(state.sequences.num_slots, dtype=jnp.int32)
     ancestors = jnp.where(mask, ancestors, slots)
-    tables = (state.sequences, state.page_table)
-    table, page_table = run_if(jnp.any(ancestors != slots), lambda tables: _moved(tables, ancestors), tables)
-    return replace(state, sequences=table, page_table=page_table)
+    tables = (state.sequences, state.page_table, state.windows)
+    moved = run_if(jnp.any(ancestors != slots), lambda tables: _moved(tables, ancestors), tables)
+    table, page_table, windows = moved
+    return replace(state, sequences=table, page_table=page_table, windows=windows)
 
 
 def resample_samples(
@@ -56,8 +58,11 @@ def resample_samples(
     return replace(state, sequences=table, sampling=replace(state.sampling, **columns))
 
 
-def _moved(tables: tuple[SequenceTable, PageTable], ancestors: Array) -> tuple[SequenceTable, PageTable]:
-    table, page_table = tables
+_Tables = tuple[SequenceTable, PageTable, tuple[WindowPages, ...]]
+
+
+def _moved(tables: _Tables, ancestors: Array) -> _Tables:
+    table, page_table, windows = tables
     slots = jnp.arange(table.num_slots, dtype=jnp.int32)
     moves = ancestors != slots
 
@@ -69,6 +74,13 @@ def _moved(tables: tuple[SequenceTable, PageTable], ancestors: Array) -> tuple[S
     page_table = share_tails(page_table, new, first, jnp.where(moves, held[ancestors], 0))
     page_table = release_tails(page_table, old, first, jnp.where(moves, held, 0))
 
+    def moved_window(each: WindowPages) -> WindowPages:
+        """Of the pages that both hold, each sees its own part."""
+        begin = each.first_column(table.num_computed)
+        shared = share_tails(each.table, new, begin[ancestors], jnp.where(moves, held[ancestors], 0), each)
+        return replace(each, table=release_tails(shared, old, begin, jnp.where(moves, held, 0), each))
+
+    windows = tuple(moved_window(each) for each in windows)
     status = table.status
     lives = (status > FREE) & (status < FINISHED)
     inherited = status[ancestors]
@@ -85,7 +97,7 @@ def _moved(tables: tuple[SequenceTable, PageTable], ancestors: Array) -> tuple[S
         fork_source=jnp.where(alone, table.num_slots, source),
         **{name: getattr(table, name)[ancestors] for name in followed},
     )
-    return table, page_table
+    return table, page_table, windows
 
 
 def moved_rows(rows: Array, ancestors: Array, longest: Array, others: Array | None = None) -> Array:

@@ -12,7 +12,7 @@ from levanter_infer.cache.arrays import full, gather, replace, scatter
 from levanter_infer.decode.admission_policy import pages_to_continue
 from levanter_infer.decode.codes import RUNNING
 from levanter_infer.decode.kv_offload import may_start
-from levanter_infer.decode.paging import allocate_pages, preempt
+from levanter_infer.decode.paging import allocate_pages, preempt, tokens_to_fork
 from levanter_infer.decode.prefix import match_prefix
 from levanter_infer.decode.sequence_table import in_order, is_ready
 from levanter_infer.decode.shapes import Shapes
@@ -80,6 +80,8 @@ def choose_tokens(state: DecodeState, shapes: Shapes, order: Array, waits: Array
     table = state.sequences
     pending = jnp.where(table.is_status(RUNNING) & ~waits, state.beams.pending(table), 0)
     decodes = pending == 1
+    if shapes.slot_state:
+        pending = jnp.minimum(pending, tokens_to_fork(table))
     budget = shapes.max_step_tokens - jnp.sum(decodes, dtype=jnp.int32)
     wanted = jnp.where(decodes, 0, pending)[order]
     before = jnp.cumsum(wanted, dtype=jnp.int32) - wanted

@@ -31,6 +31,16 @@ class ScoreShapes:
 
 
 @dataclasses.dataclass(frozen=True)
+class WindowShape:
+    """Sizes of the pages of layers with one sliding window (`cache.window_pages`)."""
+
+    window: int
+    """Tokens that a query sees, its own included."""
+    num_pages: int
+    """Window pages."""
+
+
+@dataclasses.dataclass(frozen=True)
 class RoutingShapes:
     """Sizes of the table of routed experts."""
 
@@ -52,6 +62,7 @@ class Shapes:
     max_seq_len: int
     """Prompt and generated tokens of one sequence."""
     num_pages: int
+    """Pages that the tables know: of the layers that see everything, and at most as many for those with a window."""
     page_size: int
     max_step_tokens: int
     """Token budget of one step; at least `max_seqs`."""
@@ -65,6 +76,9 @@ class Shapes:
     worst_case."""
     prefix_cache: bool = False
     """Whether automatic prefix caching is on."""
+    slot_state: bool = False
+    """Whether a layer remembers a state of fixed size per sequence (`cache.slot_state`): after all tokens that are
+    computed, and after no fewer. Forks start exactly there, and prefixes are not shared."""
     scoring: ScoreShapes | None = None
     """None: prompts are not scored."""
     routing: RoutingShapes | None = None
@@ -73,6 +87,8 @@ class Shapes:
     """Whether a round ends for KV offload, instead of preempting and recomputing at once."""
     max_beams: int = 0
     """Most beams of one search; 0: there is no beam search."""
+    windows: tuple[WindowShape, ...] = ()
+    """One for each sliding window whose layers have pages of their own. The other layers have all `num_pages`."""
     sampled_rows: int | None = MIN_ROWS
     """Rows that are sampled together; None: all. Few suit a CPU: sampling is compiled once, for a shape that suits one
     sequence and, a few rows after another, any number; it is batch-invariant because the shape is fixed. Where a loop

@@ -15,8 +15,9 @@ from levanter_infer.cache.memory import PoolSizes
 from levanter_infer.cache.page_table import PageTable
 from levanter_infer.cache.prefix_table import PrefixTable
 from levanter_infer.cache.score_pages import ScorePages
+from levanter_infer.cache.window_pages import WindowPages
 from levanter_infer.decode.beam_table import BeamTable, NoBeams
-from levanter_infer.decode.routing import RouteTable
+from levanter_infer.decode.routes import RouteTable
 from levanter_infer.decode.sampling import SamplingTable
 from levanter_infer.decode.sequence_table import SequenceTable
 from levanter_infer.decode.shapes import Shapes
@@ -72,9 +73,12 @@ class DecodeState(eqx.Module):
     generated_share: Float32[Array, ""]
     """Share of the tokens it may generate that a sequence does generate: mean over recent ones; 1 at first."""
     counters: Counters
+    windows: tuple[WindowPages, ...] = ()
+    """As `Shapes.windows`."""
 
     @staticmethod
     def init(shapes: Shapes) -> "DecodeState":
+        num_pages, size = shapes.num_pages, shapes.page_size
         return DecodeState(
             sequences=SequenceTable.init(shapes.num_slots, shapes.max_seq_len, shapes.num_pages, shapes.page_size),
             sampling=SamplingTable.empty(shapes.num_slots, shapes.limits),
@@ -83,7 +87,16 @@ class DecodeState(eqx.Module):
             beams=_init_beams(shapes),
             generated_share=jnp.float32(1.0),
             counters=Counters.init(),
+            windows=tuple(WindowPages.init(each.window, each.num_pages, num_pages, size) for each in shapes.windows),
         )
+
+    @property
+    def num_free(self) -> Array:
+        """Pages that can be allocated, i32[]: each needs a window page of every window."""
+        free = self.page_table.num_free
+        for each in self.windows:
+            free = jnp.minimum(free, each.num_free)
+        return free
 
 
 def _init_beams(shapes: Shapes) -> NoBeams:
@@ -102,6 +115,7 @@ def empty_cache(config, shapes: Shapes, backend: Backend, *, dtype, local_heads:
         dtype=jnp.dtype(dtype),
         backend=backend,
         local_heads=local_heads,
+        windows=tuple((each.window, each.num_pages) for each in shapes.windows),
     )
     return Cache.init(config.pools, sizes)
 

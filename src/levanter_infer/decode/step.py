@@ -9,22 +9,24 @@ from jax import Array
 
 from levanter_infer.axes import ROW, ROW_BOUND, SEQ_PAGE, TOKEN
 from levanter_infer.cache.arrays import gather, replace, scatter, scatter_add
-from levanter_infer.cache.batch_info import PageBatchInfo
+from levanter_infer.cache.batch_info import PageBatchInfo, WindowBatch
 from levanter_infer.cache.cache import Cache
 from levanter_infer.cache.page_math import offset_of, page_of, pages_for
 from levanter_infer.cache.page_table import ragged_index
 from levanter_infer.cache.score_pages import ScorePages
+from levanter_infer.cache.window_pages import WindowPages
 from levanter_infer.decode.admission_policy import update_length_estimate
 from levanter_infer.decode.beams import BeamRows, search
 from levanter_infer.decode.codes import ERROR, LENGTH, STOP
 from levanter_infer.decode.outputs import OutputRing
-from levanter_infer.decode.paging import fork_when_ready, free_pages_for_finished
+from levanter_infer.decode.paging import fork_when_ready, forked_slots, free_pages_for_finished, leave_behind
 from levanter_infer.decode.prefix import insert_prefix
-from levanter_infer.decode.routing import RouteTable
+from levanter_infer.decode.routes import RouteTable
 from levanter_infer.decode.sampling import History, LogitStats, SampleOutput, sample, stop_match
 from levanter_infer.decode.sampling_beams import candidates, no_candidates
 from levanter_infer.decode.schedule import StepPlan, schedule
 from levanter_infer.decode.scoring import copy_scores, keep_hidden, may_insert, num_hidden, score_prompts
+from levanter_infer.decode.sequence_table import SequenceTable
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import Counters, DecodeState, GenState
 from levanter_infer.kernels.loops import run_if
@@ -40,21 +42,35 @@ def step(model, state: GenState, ring: OutputRing, shapes: Shapes, attention: At
     Returns: the new state and ring.
     """
     decode, plan, source, target = schedule(state.decode, shapes)
-    cache, scores = copy_on_write(state, source, target, shapes)
+    cache, scores = copy_on_write(replace(state, decode=decode), source, target, shapes)
     cache, routes, hidden = forward(model, decode, cache, state.routes, plan, shapes, attention)
     scores, hidden = score_prompts(model, decode, scores, hidden, plan, shapes)
     sampled = sample_rows(model, decode, hidden, plan, shapes)
+    before = decode.sequences
     decode, ring = append(decode, ring, plan, sampled, shapes)
-    return GenState(decode, cache, scores, routes), ring
+    return GenState(decode, copy_to_forks(cache, before, decode.sequences), scores, routes), ring
+
+
+def copy_to_forks(cache: Cache, before: SequenceTable, after: SequenceTable) -> Cache:
+    """Give the forks that a step has started the state of their parents, where layers remember one."""
+    if not cache.has_slots:
+        return cache
+    parents, forks = forked_slots(before, after)
+    return run_if(jnp.any(forks < before.num_slots), lambda cache: cache.copy_slots(parents, forks), cache)
 
 
 def copy_on_write(state: GenState, source: Array, target: Array, shapes: Shapes) -> tuple[Cache, ScorePages | None]:
-    """Copy the pages `source` to `target`, i32[seq] each, with their scores; absent pairs are ignored."""
+    """Copy the pages `source` to `target`, i32[seq] each, with their scores; absent pairs are ignored.
+
+    Args: state: with the tables in which the targets are allocated.
+    """
 
     def copied(pools):
         cache, scores = pools
         pairs = _compact(source, target, shapes)
-        return cache.copy_pages(*pairs), copy_scores(scores, *pairs)
+        # A copied page keeps its window page at least until the next step allocates some.
+        of_windows = [(each.of(pairs[0]), each.of(pairs[1])) for each in state.decode.windows]
+        return cache.copy_pages([pairs, *of_windows]), copy_scores(scores, *pairs)
 
     copies = jnp.any(target < shapes.num_pages)
     return run_if(copies, copied, (state.cache, state.scores))
@@ -74,7 +90,7 @@ def forward(
     Each bucket is a loop of zero or one trips and not a branch of `lax.switch`, which would copy the pools at every
     step on a CPU.
 
-    Returns: the cache with the new tokens, the table with the new tokens' experts, and the hidden states that
+    Returns: the cache with the new tokens, the table with their experts, and the hidden states that
         `scoring.keep_hidden` keeps.
     """
     embed = model.embed
@@ -175,6 +191,14 @@ def batch_info(state: DecodeState, plan: StepPlan, shapes: Shapes) -> PageBatchI
     dests = jnp.where(valid, page * size + offset_of(position, size), shapes.num_pages * size)
     seq_lens = gather(computed + plan.take, slots, 0)
     page_indices = gather(table.page_indices, slots, shapes.num_pages)
+
+    def of_window(each: WindowPages) -> WindowBatch:
+        column = jnp.arange(page_indices.shape[1], dtype=jnp.int32)[None, :]
+        seen = column >= each.first_column(gather(computed, slots, 0))[:, None]
+        pages = jnp.where(seen, each.of(page_indices), each.num_pages)
+        dests = jnp.where(valid, each.of(page) * size + offset_of(position, size), each.num_pages * size)
+        return WindowBatch(hax.named(pages, (ROW, SEQ_PAGE)), hax.named(dests, (TOKEN,)))
+
     return PageBatchInfo(
         tokens=hax.named(gather(table.tokens, (slot, position), 0), (TOKEN,)),
         positions=hax.named(position, (TOKEN,)),
@@ -185,6 +209,7 @@ def batch_info(state: DecodeState, plan: StepPlan, shapes: Shapes) -> PageBatchI
         num_seqs=hax.named(plan.num_rows, ()),
         new_token_dests=hax.named(dests, (TOKEN,)),
         page_size=size,
+        windows=tuple(of_window(each) for each in state.windows),
     )
 
 
@@ -219,12 +244,13 @@ def append(
     state = replace(
         state, sequences=replace(table, tokens=tokens, seq_lens=seq_lens, num_computed=computed), counters=counters
     )
+    state = leave_behind(state, table.num_computed)
     state = insert_prefix(state, shapes, may_insert(state, filled, shapes), finished & (reasons == ERROR))
     ring = ring.push(emits, slots, sampled)
     beam_rows = BeamRows(slots, searches, sampled.candidates)
     state, finished, reasons = search(state, shapes, beam_rows, finished, reasons)
     state = update_length_estimate(state, shapes, finished, reasons)
-    state = fork_when_ready(state)
+    state = fork_when_ready(state, shapes)
     return free_pages_for_finished(state, finished, reasons), ring
 
 

@@ -218,10 +218,10 @@ class BackendChoice:
         mask_mod = mask_mod and (lambda q, kv, head, own=mask_mod: own(q, kv, head_index(head)))
         return AttentionSpec(score_mod=score_mod, mask_mod=mask_mod, max_seq_len=shapes.max_seq_len)
 
-    def page_bytes(self, config, page_size: int, dtype) -> int:
-        """Bytes of a page of `page_size` tokens, in all layers, in the memory of one device; the devices of a CPU share
-        it. Args: dtype: of keys and values."""
-        return page_bytes(config, page_size, dtype, self.attention_backend, self.layout.local_kv_heads) * self._sharers
+    def page_bytes(self, config, page_size: int, dtype) -> dict[int | None, int]:
+        """`sizes.page_bytes` in the memory of one device; the devices of a CPU share it."""
+        found = page_bytes(config, page_size, dtype, self.attention_backend, self.layout.local_kv_heads)
+        return {window: each * self._sharers for window, each in found.items()}
 
     def device_bytes(self, tree) -> int:
         """Bytes that arrays of these types take in the memory of one device. The devices of a CPU share it."""

@@ -41,7 +41,8 @@ class EngineConfig:
     page_size: int | None = None
     """Tokens per page, a power of two. Default 16."""
     max_pages: int | None = None
-    """Pages in the pool. Default: enough for `max_seqs` sequences of `max_seq_len`, within free memory."""
+    """Pages in the pool. Default: enough for `max_seqs` sequences of `max_seq_len`, within free memory. Layers with a
+    sliding window have fewer pages, if the windows of all sequences need fewer (`window_cache`)."""
     max_seqs: int = 64
     """Sequences that run at once; the same number may wait on the device."""
     max_seq_len: int | None = None
@@ -61,9 +62,12 @@ class EngineConfig:
     cpu_isa: str = "auto"
     """Instruction set of the kernels for CPUs: auto, avx512_bf16, avx512, avx2 or generic. `auto` is the fastest that
     the processor has, by a measurement of half a second whose record stays beside the compile cache."""
-    prefix_cache: bool = True
+    prefix_cache: bool | None = None
     """Automatic prefix caching: the pages of a shared prefix are computed once, for requests in the same batch and for
-    later ones until the pages are reused."""
+    later ones until the pages are reused. Default: on, unless layers remember a state of fixed size per sequence."""
+    window_cache: bool = True
+    """Whether layers with a sliding window keep only the pages that the window reaches into, and release those behind
+    it (docs/architecture.md). false: they keep all pages, like layers without."""
     admission: str = "optimistic"
     """Free pages that a sequence needs to start. `optimistic`: pages for its known tokens; preemption frees more later.
     `expected`: also for the share of their `max_tokens` that recent sequences have generated. `worst_case`: for all
@@ -111,8 +115,9 @@ class EngineConfig:
             )
         if self.page_size is not None and self.page_size & (self.page_size - 1):
             raise ValueError(f"engine.page_size={self.page_size} is not a power of two; use one of 8, 16, 32, 64, 128")
-        if not isinstance(self.prefix_cache, bool):
-            raise ValueError(f"engine.prefix_cache={brief(self.prefix_cache)}: expected true or false")
+        for name, kind in (("prefix_cache", bool | None), ("window_cache", bool)):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"engine.{name}={brief(getattr(self, name))}: expected true or false")
         for name, kind in _POLICIES.items():
             if getattr(self, name) is not None or name != "kv_dtype":
                 object.__setattr__(self, name, _policy(name, kind, getattr(self, name)))

@@ -35,7 +35,7 @@ from levanter_infer.engine.request import (
 )
 from levanter_infer.engine.request_state import RequestState, SampleState
 from levanter_infer.engine.round_loop import RoundLoop
-from levanter_infer.engine.routing import routing_shapes
+from levanter_infer.engine.routes import routing_shapes
 from levanter_infer.engine.runner import Runner
 from levanter_infer.engine.scheduler import Scheduler
 from levanter_infer.engine.scoring import SCORE_ONLY, score_shapes
@@ -130,6 +130,7 @@ class InferenceEngine:
         )
         self._stats = Stats(
             pages_total=self.shapes.num_pages * backend.num_ranks,
+            page_bytes=sum(self.runner.page_bytes),
             pool_bytes=self.state.cache.nbytes,
             weights_bytes=self.runner.weights_bytes,
             num_ranks=self.runner.num_ranks,
@@ -184,9 +185,11 @@ class InferenceEngine:
         return {
             "page_size": shapes.page_size,
             "max_pages": shapes.num_pages,
+            "window_pages": {each.window: each.num_pages for each in shapes.windows},
             "max_seqs": shapes.max_seqs,
             "max_seq_len": shapes.max_seq_len,
             "max_step_tokens": shapes.max_step_tokens,
+            "prefix_cache": shapes.prefix_cache,
             "kv_dtype": str(kv_dtype(self.config, self.runner.types)),
             "attention": self.backend.attention,
             "matmul": self.backend.matmul,

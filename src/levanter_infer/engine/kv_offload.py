@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from levanter_infer.cache.page_math import pages_for
+from levanter_infer.cache.page_math import page_of, pages_for
 from levanter_infer.decode.codes import FINISHED, FREE, LOADING, RUNNING, SWAPPED, WAITING
-from levanter_infer.decode.kv_offload import NO_CALL, SHORT, HostTerms
+from levanter_infer.decode.kv_offload import NO_CALL, SHORT, HostTerms, WindowSnapshot
 from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.request_state import RequestState, SampleState
 from levanter_infer.engine.runner import Runner, host_terms
@@ -42,6 +42,16 @@ class _Member:
         return self.computed >= len(self.sequence.request.prompt_token_ids)
 
 
+@dataclasses.dataclass
+class _WindowContents:
+    """Pages of a record in the layers with one sliding window."""
+
+    places: np.ndarray
+    """Indices among the record's pages, of those that the windows of its sequences reach into."""
+    contents: list[tuple[jax.Array, ...]]
+    """Window pages of these, from `read_window_pages`, in host memory."""
+
+
 @dataclasses.dataclass(eq=False)
 class _Record:
     """Sequences of one request that left the pool together. Pages that several of them hold are there once."""
@@ -51,10 +61,13 @@ class _Record:
     """Pages from `read_pages`, in host memory; empty if the pages are to be recomputed."""
     stays: bool
     """Whether it comes back only when the caller asks for it."""
+    windows: list["_WindowContents"]
+    """As `Shapes.windows`."""
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in jax.tree.leaves(self.contents))
+        arrays = [self.contents, [each.contents for each in self.windows]]
+        return sum(array.nbytes for array in jax.tree.leaves(arrays))
 
     def remaining(self) -> list[_Member]:
         return [member for member in self.members if member.is_there]
@@ -78,8 +91,10 @@ class _Tables:
     def __init__(self, runner: Runner):
         for name, array in runner.table_snapshot().items():
             setattr(self, name, array)
+        self.shapes = runner.shapes
         self.page_size = runner.shapes.page_size
         self.free = int((self.ref_counts == 0).sum())
+        self.free_of_windows = [int((each.ref_counts == 0).sum()) for each in self.windows]
 
     status: np.ndarray
     rank: np.ndarray
@@ -89,6 +104,8 @@ class _Tables:
     growth: np.ndarray
     page_indices: np.ndarray
     ref_counts: np.ndarray
+    windows: tuple[WindowSnapshot, ...]
+    """With NumPy arrays."""
 
     @property
     def spare(self) -> int:
@@ -102,18 +119,33 @@ class _Tables:
     def pages_of(self, slot: int) -> np.ndarray:
         return self.page_indices[slot, : pages_for(int(self.computed[slot]), self.page_size)]
 
+    def seen(self, number: int, computed: int) -> int:
+        """The first column that the window of this number reaches into, of a sequence with `computed` tokens."""
+        return page_of(max(computed - (self.shapes.windows[number].window - 1), 0), self.page_size)
+
     def release(self, slots: list[int], status: int) -> None:
         for slot in slots:
             pages = self.pages_of(slot)
             self.ref_counts[pages] -= 1
             self.free += int((self.ref_counts[pages] == 0).sum())
+            for number, each in enumerate(self.windows):
+                own = each.attached[pages[self.seen(number, int(self.computed[slot])) :]]
+                each.ref_counts[own] -= 1
+                self.free_of_windows[number] += int((each.ref_counts[own] == 0).sum())
         self.computed[slots], self.goes_on[slots], self.status[slots] = 0, False, status
 
     def fits(self, record: _Record, max_seqs: int) -> bool:
         """Whether a record can come back and go on; if no other sequence runs, it may be without pages to grow."""
+        for number, free in enumerate(self.free_of_windows):
+            if record.contents and len(self.window_places(record.remaining(), number)) > free:
+                return False
         if self.num_running == 0:
             return len(record.used()) <= self.free
         return record.return_pages() <= self.spare and self.num_running < max_seqs
+
+    def window_places(self, members: list[_Member], number: int) -> np.ndarray:
+        """Indices among a record's pages of those that the windows of `members` reach into, in order."""
+        return np.unique(np.concatenate([each.places[self.seen(number, each.computed) :] for each in members]))
 
 
 class KvOffload:
@@ -286,10 +318,11 @@ class KvOffload:
         ]
         # Scores are not moved, so a prompt that is scored is recomputed
         anew = any(member.sequence.request.awaits_scores and not member.has_prompt for member in members)
-        contents = [] if anew else self._read(pages)
-        if contents is None:
+        of_windows = [tables.window_places(members, number) for number in range(len(tables.windows))]
+        found = ([], []) if anew else self._read(pages, of_windows)
+        if found is None:
             return False
-        self._records.append(_Record(members, contents, stays))
+        self._records.append(_Record(members, found[0], stays, found[1]))
         status = LOADING if stays else SWAPPED
         tables.release(slots, status)
         self._registry.add("offloaded_pages", 0 if anew else len(pages))
@@ -297,16 +330,22 @@ class KvOffload:
         self._mark_swapped(slots, status)
         return True
 
-    def _read(self, pages: np.ndarray) -> list[tuple[jax.Array, ...]] | None:
-        """The contents of `pages` in host memory; None if they do not fit there."""
+    def _read(
+        self, pages: np.ndarray, of_windows: list[np.ndarray]
+    ) -> tuple[list[tuple[jax.Array, ...]], list[_WindowContents]] | None:
+        """The contents of `pages` in host memory, and of those at `of_windows` in the layers of each window; None if
+        they do not fit there."""
         if self._max_bytes is None:
             self._max_bytes = default_host_bytes()
-        width = self._shapes.transfer_pages
-        chunks = _chunks(pages, width, self._shapes.num_pages)
-        if self._used_bytes() + len(chunks) * width * self._runner.page_bytes > self._max_bytes:
+        width, none = self._shapes.transfer_pages, self._shapes.num_pages
+        parts = [_chunks(part, width, none) for part in (pages, *(pages[places] for places in of_windows))]
+        sizes = zip(parts, self._runner.page_bytes, strict=True)
+        if self._used_bytes() + sum(len(chunks) * width * each for chunks, each in sizes) > self._max_bytes:
             return None
         try:
-            return [self._runner.read_pages(chunk) for chunk in chunks]
+            contents = [[self._runner.read_pages(chunk, group) for chunk in part] for group, part in enumerate(parts)]
+            windows = [_WindowContents(*pair) for pair in zip(of_windows, contents[1:], strict=True)]
+            return contents[0], windows
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -323,8 +362,16 @@ class KvOffload:
         new = np.full(len(record.contents) * self._shapes.transfer_pages, none, np.int32)
         new[used] = np.arange(len(used), dtype=np.int32)
         pages = self._swap_in_tables(tables, record.remaining(), new, len(used))
-        for contents, chunk in zip(record.contents, _chunks(new, self._shapes.transfer_pages, none), strict=True):
+        width = self._shapes.transfer_pages
+        for contents, chunk in zip(record.contents, _chunks(new, width, none), strict=True):
             self._runner.write_pages(contents, pages, chunk)
+        for number, window in enumerate(record.windows):
+            seen = tables.window_places(record.remaining(), number)
+            # What only sequences that have ended meanwhile could see stays behind.
+            places = np.where(np.isin(window.places, seen), new[window.places], none)
+            for contents, chunk in zip(window.contents, _chunks(places, width, none), strict=True):
+                self._runner.write_pages(contents, pages, chunk, number + 1)
+            tables.free_of_windows[number] -= len(seen)
         self._drop(tables, record, RUNNING)
         tables.free -= len(used)
         self._registry.add("prefetched_pages", len(used))

@@ -1,10 +1,12 @@
 """`audit`: pages of the pool that sequences hold, and how much of them is filled."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
+from levanter_infer.cache.window_pages import WindowPages
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.engine.metrics import Value
 
@@ -25,36 +27,56 @@ class MemoryAudit:
     """Pages per slot that holds any."""
     slot_tokens: dict[int, int]
     """Known tokens per slot that holds pages, stored or not."""
+    windows: tuple["WindowAudit", ...] = ()
+    """Audits of the pages of layers with a sliding window, as `Shapes.windows`."""
 
     @property
     def wasted_tokens(self) -> int:
         """Unfilled tokens of pages in use."""
         return self.pages_in_use * self.page_size - self.live_tokens
 
-    def overhead(self, *, page_bytes: int, weights_bytes: int) -> float:
-        """Memory in use over the theoretical minimum, which is weights and stored K/V; less 1."""
-        token_bytes = page_bytes / self.page_size
-        used = weights_bytes + self.table_bytes + self.pages_in_use * page_bytes
-        return used / (weights_bytes + self.live_tokens * token_bytes) - 1
+    def reserved_bytes(self, page_bytes: Sequence[int]) -> int:
+        """Bytes of the pages in use. Args: page_bytes: as of `metrics`."""
+        in_use = (self.pages_in_use, *(each.pages_in_use for each in self.windows))
+        return sum(pages * each for pages, each in zip(in_use, page_bytes, strict=True))
 
-    def metrics(self, *, page_bytes: int, weights_bytes: int) -> dict[str, Value]:
+    def live_bytes(self, page_bytes: Sequence[int]) -> int:
+        """Bytes of the tokens that they store. Args: page_bytes: as of `metrics`."""
+        live = (self.live_tokens, *(each.live_tokens for each in self.windows))
+        return sum(tokens * each // self.page_size for tokens, each in zip(live, page_bytes, strict=True))
+
+    def overhead(self, *, page_bytes: Sequence[int], weights_bytes: int) -> float:
+        """Memory in use over the theoretical minimum, which is weights and stored K/V; less 1."""
+        used = weights_bytes + self.table_bytes + self.reserved_bytes(page_bytes)
+        return used / (weights_bytes + self.live_bytes(page_bytes)) - 1
+
+    def metrics(self, *, page_bytes: Sequence[int], weights_bytes: int) -> dict[str, Value]:
         """Values of the "state" metrics.
 
         Args:
-            page_bytes: bytes per page, all layers.
+            page_bytes: bytes per page in all layers that store it, and per window page of each window.
             weights_bytes: bytes of the model.
         """
-        token_bytes = page_bytes // self.page_size
+        reserved, live = self.reserved_bytes(page_bytes), self.live_bytes(page_bytes)
         return {
-            "reserved_bytes": self.pages_in_use * page_bytes,
-            "live_bytes": self.live_tokens * token_bytes,
-            "wasted_bytes": self.wasted_tokens * token_bytes,
+            "reserved_bytes": reserved,
+            "live_bytes": live,
+            "wasted_bytes": reserved - live,
             "table_bytes": self.table_bytes,
             "memory_overhead": self.overhead(page_bytes=page_bytes, weights_bytes=weights_bytes),
             "refcount_histogram": {str(count): pages for count, pages in self.refcounts.items()},
             "slot_pages": {str(slot): pages for slot, pages in self.slot_pages.items()},
             "slot_tokens": {str(slot): tokens for slot, tokens in self.slot_tokens.items()},
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowAudit:
+    """Window pages that sequences hold."""
+
+    pages_in_use: int
+    live_tokens: int
+    """Tokens that these store; those that several sequences share count once."""
 
 
 def audit(state: DecodeState) -> MemoryAudit:
@@ -86,4 +108,16 @@ def audit(state: DecodeState) -> MemoryAudit:
         refcounts=dict(zip(references.tolist(), times.tolist(), strict=True)),
         slot_pages={slot: int(num_held[slot]) for slot in holders},
         slot_tokens={slot: int(lens[slot]) for slot in holders},
+        windows=tuple(_audit_window(each, most) for each in state.windows),
     )
+
+
+def _audit_window(window: WindowPages, filled: np.ndarray) -> WindowAudit:
+    """Args: filled: tokens that each page of the tables stores, those of all ranks concatenated."""
+    counts, attached = np.asarray(window.table.ref_counts), np.asarray(window.attached)
+    if attached.ndim == 2:
+        num, rank = counts.shape[1], np.arange(len(attached))[:, None]
+        attached = np.where(attached < num, attached + rank * num, num * len(attached))
+    counts, attached = counts.reshape(-1), attached.reshape(-1)
+    held = np.append(counts > 0, False)[np.minimum(attached, len(counts))]
+    return WindowAudit(pages_in_use=int((counts > 0).sum()), live_tokens=int(filled[held].sum()))

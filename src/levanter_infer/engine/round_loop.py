@@ -17,7 +17,7 @@ from levanter_infer.engine.coordination import RoundCoordinator, RoundTerms
 from levanter_infer.engine.forks import continue_from
 from levanter_infer.engine.kv_offload import KvOffload
 from levanter_infer.engine.request_state import RequestState, SampleState
-from levanter_infer.engine.routing import RouteReader
+from levanter_infer.engine.routes import RouteReader
 from levanter_infer.engine.runner import Runner
 from levanter_infer.engine.scheduler import Scheduler
 from levanter_infer.engine.scoring import ScoreReader

@@ -1,72 +1,59 @@
-"""Routed experts on the host: what they need of the engine, and how they come back from the device."""
+"""Routing of requests to data-parallel ranks: a function of the requests alone, the same on every host."""
 
-from collections.abc import Callable
+import collections
+import heapq
+from collections.abc import Sequence
 
-import numpy as np
+from levanter_infer.engine.request_state import RequestState
 
-from levanter_infer.cache.page_math import pages_for
-from levanter_infer.decode.shapes import RoutingShapes
-from levanter_infer.engine.request_state import SampleState
-from levanter_infer.engine.scoring import Fetched
-from levanter_infer.policies import FinishReason
+_PARTS_PER_RANK = 4
+"""Requests with a common prefix stay on one rank, except sets heavier than this fraction of a rank's share, which are
+cut: computing a common prefix once more costs less than a rank that waits for the others."""
 
 
-def routing_shapes(config) -> RoutingShapes:
-    """Sizes for a model.
+def expected_tokens(request: RequestState) -> int:
+    """Tokens that a request may compute: its prompt once, and what each of its samples may generate."""
+    generated = request.max_len - len(request.prompt_token_ids)
+    return len(request.prompt_token_ids) + generated * max(1, len(request.sequences))
+
+
+def route(requests: Sequence[RequestState], loads: Sequence[int], page_size: int) -> list[int]:
+    """The rank of each request.
+
+    Requests whose prompts share the first page go to one rank. The heaviest such set goes first, to the rank with the
+    least load (arXiv:1005.5123 calls it LPT: at most 4/3 of the optimum).
 
     Args:
-        config: of the model.
-    Raises: ValueError if it has no experts, or layers choose different numbers of them.
+        loads: expected tokens that each rank has still to compute.
+        page_size: length of the shortest prefix that two prompts can share.
     """
-    blocks = config.expert_blocks
-    chosen = {block.num_chosen for block in blocks}
-    if len(chosen) != 1:
-        had = f"layers choose {' or '.join(map(str, sorted(chosen)))} experts" if chosen else "the model has no experts"
-        raise ValueError(f"return_routed_experts: {had}; leave it out")
-    return RoutingShapes(num_layers=len(blocks), num_chosen=chosen.pop(), num_experts=blocks[0].num_experts)
+    weights = [expected_tokens(request) for request in requests]
+    limit = max(1, (sum(loads) + sum(weights)) // (len(loads) * _PARTS_PER_RANK))
+    sets: dict[tuple, list[int]] = collections.defaultdict(list)
+    for i, request in enumerate(requests):
+        prefix = tuple(request.prompt_token_ids[:page_size])
+        sets[(request.root, prefix) if len(prefix) == page_size else (i,)].append(i)
+    parts = [part for members in sets.values() for part in _cut(members, weights, limit)]
+    parts.sort(key=lambda part: (-sum(weights[i] for i in part), part[0]))
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    ranks = [0] * len(requests)
+    for part in parts:
+        load, rank = heapq.heappop(heap)
+        for i in part:
+            ranks[i] = rank
+        heapq.heappush(heap, (load + sum(weights[i] for i in part), rank))
+    return ranks
 
 
-class RouteReader:
-    """Fetches the routed experts of samples that have ended.
-
-    They are asked for when the sample gives its slot back, and taken when the next round is read, as scores are.
-    """
-
-    def __init__(self, page_size: int):
-        self._page_size = page_size
-        self._asked: list[tuple[list[SampleState], Fetched]] = []
-
-    def ask(self, read: Callable[..., Fetched], leaving: list[tuple[SampleState, int]]) -> None:
-        """Begin to fetch.
-
-        Args:
-            read: `Runner.read_routes`.
-            leaving: samples, and the slots that they had and that no other sample has been given yet.
-        """
-        if not leaving:
-            return
-        samples, held = zip(*leaving, strict=True)
-        counts = [self._num_pages(sample) for sample in samples]
-        columns = np.concatenate([np.arange(count) for count in counts])
-        ranks = np.repeat([sample.request.rank or 0 for sample in samples], counts)
-        self._asked.append((list(samples), read(ranks, np.repeat(held, counts), columns)))
-
-    def take(self) -> None:
-        """Give the samples what was asked for."""
-        asked, self._asked = self._asked, []
-        for samples, fetched in asked:
-            pages, begin = fetched.rows(), 0
-            for sample in samples:
-                end = begin + self._num_pages(sample)
-                tokens = pages[begin:end].reshape(-1, *pages.shape[2:])
-                sample.routes, begin = tokens[: sample.num_routed].astype(np.int16), end
-
-    def _num_pages(self, sample: SampleState) -> int:
-        return max(1, pages_for(sample.num_routed, self._page_size))
-
-    def abandon(self) -> None:
-        """End the samples whose experts are on their way with reason "abort": they will not be taken."""
-        for samples, _ in self._asked:
-            for sample in samples:
-                sample.finish_reason = FinishReason.ABORT
-        self._asked = []
+def _cut(members: list[int], weights: list[int], limit: int) -> list[list[int]]:
+    """The members in order, in parts of a weight of at most `limit`, or of one member."""
+    parts: list[list[int]] = [[]]
+    weight = 0
+    for i in members:
+        if parts[-1] and weight + weights[i] > limit:
+            parts.append([])
+            weight = 0
+        parts[-1].append(i)
+        weight += weights[i]
+    return parts

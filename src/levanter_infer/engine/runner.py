@@ -29,11 +29,12 @@ from levanter_infer.decode.state import GenState
 from levanter_infer.engine.admission import nothing_to_admit
 from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
-from levanter_infer.engine.routing import routing_shapes
+from levanter_infer.engine.routes import routing_shapes
 from levanter_infer.engine.scoring import score_shapes
-from levanter_infer.engine.sizes import kv_dtype, resolve_shapes
+from levanter_infer.engine.sizes import kv_dtype, resolve_shapes, window_shapes
 from levanter_infer.engine.tile_search import check_given_tiles
 from levanter_infer.layers.attention import AttentionSpec
+from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.protocol import Model
 from levanter_infer.policies import Recompilation
 from levanter_infer.runtime.garbage_collection import gc_disabled
@@ -83,7 +84,7 @@ class Runner:
         shapes = shapes_for(
             config, types, backend, num_eos=num_eos, is_loaded=stored is None, scoring=scoring, routing=routing
         )
-        self.shapes = self._agreed(shapes)
+        self.shapes = self._agreed(shapes, types.config)
         attention = backend.attention_spec(self.shapes, score_mod, mask_mod)
         self.programs = programs_for(config, types, backend, self.shapes, attention, fingerprints=hosts is not None)
         self._enter_nothing(backend.put(empty_admission(self.shapes, self.num_ranks)))
@@ -102,13 +103,14 @@ class Runner:
                 agree(hosts, "programs", self.programs.fingerprints())
         self.state: GenState = self.programs.init()
 
-    def _agreed(self, shapes: Shapes) -> Shapes:
+    def _agreed(self, shapes: Shapes, arch: DecoderConfig) -> Shapes:
         """The smallest pool of all processes, and the same sizes in all others."""
         if self._hosts is None:
             return shapes
         with stage("waiting for the other processes to size their pools"):
             least = agree_min(self._hosts, "max_pages", {"max_pages": shapes.num_pages})
         shapes = dataclasses.replace(shapes, num_pages=least["max_pages"])
+        shapes = dataclasses.replace(shapes, windows=window_shapes(self._config, arch, shapes))
         backend = self.backend
         plan = {**dataclasses.asdict(shapes), "mesh": backend.mesh_sizes, "platform": backend.platform.name}
         agree(self._hosts, "sizes", {name: str(value) for name, value in plan.items()})
@@ -287,24 +289,38 @@ class Runner:
 
     # KV offload, between launches and with none in flight
 
-    def table_snapshot(self) -> dict[str, np.ndarray]:
-        """Copies of the arrays of `TableSnapshot`, by name."""
-        found = jax.device_get(vars(self.programs.tier.snapshot(self.state.decode)))
-        return {name: np.array(array) for name, array in found.items()}
+    def table_snapshot(self) -> dict[str, Any]:
+        """The fields of `TableSnapshot`, by name, with copies of the arrays."""
+        return jax.tree.map(np.array, jax.device_get(vars(self.programs.tier.snapshot(self.state.decode))))
 
     @property
-    def page_bytes(self) -> int:
-        """Bytes of one page of keys and values in all layers."""
-        return self.state.cache.nbytes // (self.shapes.num_pages * self.num_ranks)
+    def page_bytes(self) -> tuple[int, ...]:
+        """Bytes of one page of the tables in all layers that store it, and of one window page of each window."""
+        cache = self.state.cache
+        groups = [cache.paged(group) for group in range(1 + len(self.shapes.windows))]
+        return tuple(sum(pool.nbytes // (pool.num_entries * self.num_ranks) for pool in pools) for pools in groups)
 
-    def read_pages(self, pages: np.ndarray) -> tuple[jax.Array, ...]:
-        """Copy pages of the pool to host memory. Args: pages: i32[transfer_pages], filled up with `num_pages`."""
-        return self.programs.tier.read_pages(self.state.cache, self.backend.put(pages))
+    def read_pages(self, pages: np.ndarray, group: int = 0) -> tuple[jax.Array, ...]:
+        """Copy pages to host memory.
 
-    def write_pages(self, contents: tuple[jax.Array, ...], pages: jax.Array, chunk: np.ndarray) -> None:
-        """Copy contents of `read_pages` into the pool. Args: pages: of `swap_in`; chunk: which of them, for each."""
-        cache = self.programs.tier.write_pages(self.state.cache, contents, pages, self.backend.put(chunk))
-        self.state = dataclasses.replace(self.state, cache=cache)
+        Args:
+            pages: i32[transfer_pages], filled up with `num_pages`.
+            group: 0 for the layers that store every page; i for their window pages in the layers of window i - 1.
+        """
+        state, tier, chunk = self.state, self.programs.tier, self.backend.put(pages)
+        if group == 0:
+            return tier.read_pages(state.cache, chunk)
+        return tier.read_window_pages[group - 1](state.cache, state.decode.windows[group - 1].attached, chunk)
+
+    def write_pages(self, contents: tuple[jax.Array, ...], pages: jax.Array, chunk: np.ndarray, group: int = 0) -> None:
+        """Copy contents of `read_pages` into the pools. Args: pages: of `swap_in`; chunk: which of them, for each."""
+        state, tier, places = self.state, self.programs.tier, self.backend.put(chunk)
+        if group == 0:
+            cache = tier.write_pages(state.cache, contents, pages, places)
+        else:
+            attached = state.decode.windows[group - 1].attached
+            cache = tier.write_window_pages[group - 1](state.cache, attached, contents, pages, places)
+        self.state = dataclasses.replace(state, cache=cache)
 
     def swap_in(self, mask: np.ndarray, places: np.ndarray, computed: np.ndarray, count: int) -> jax.Array:
         """Give sequences their pages in the tables again, as `decode.kv_offload.swap_in`; returns the pages."""

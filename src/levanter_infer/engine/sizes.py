@@ -1,17 +1,18 @@
 """The static sizes that follow from an `EngineConfig`, a model and a machine."""
 
-from collections.abc import Callable, Iterable
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 
 import jax.numpy as jnp
 
 from levanter_infer.cache.memory import PoolSizes
-from levanter_infer.decode.shapes import SamplingLimits, Shapes
+from levanter_infer.decode.shapes import SamplingLimits, Shapes, WindowShape
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.params import MAX_STOP_TOKENS, SamplingParams
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.kernels.xla.backend import XLA
 from levanter_infer.models.config import DecoderConfig
-from levanter_infer.policies import PreemptionPolicy
+from levanter_infer.policies import AdmissionPolicy, PreemptionPolicy
 from levanter_infer.runtime.memory import default_pool_bytes
 
 MIN_UPLOAD_TOKENS = 4096
@@ -24,11 +25,58 @@ def page_bytes(
     dtype: jnp.dtype,
     backend: Backend = XLA,
     local_heads: Callable[[int], int] = int,
-) -> int:
-    """Bytes of a page of `page_size` tokens in all layers. Args: dtype: of keys and values; the rest as of
-    `PoolSizes`."""
+) -> dict[int | None, int]:
+    """Bytes of a page of `page_size` tokens in the layers of each sliding window; None: in those without one.
+
+    Args: dtype: of keys and values; the rest as of `PoolSizes`.
+    """
     one = PoolSizes(1, page_size, 1, dtype, backend, local_heads)
-    return sum(spec.memory.entry_bytes(len(spec.layers), one) for spec in config.pools)
+    found: dict[int | None, int] = {}
+    for spec in (spec for spec in config.pools if spec.memory.is_paged):
+        window, each = spec.memory.window, spec.memory.entry_bytes(len(spec.layers), one)
+        found[window] = found.get(window, 0) + each
+    return found
+
+
+def window_shapes(config: EngineConfig, arch: DecoderConfig, shapes: Shapes) -> tuple[WindowShape, ...]:
+    """`Shapes.windows` of an engine whose other sizes are `shapes`: of the windows whose layers need fewer pages than
+    there are."""
+    windows = dict.fromkeys(spec.memory.window for spec in arch.pools)
+    found = [
+        WindowShape(window, _window_pages(window, config, shapes))
+        for window in windows
+        if window is not None and window < shapes.max_seq_len and config.window_cache
+    ]
+    return tuple(each for each in found if each.num_pages < shapes.num_pages)
+
+
+def _window_pages(window: int, config: EngineConfig, shapes: Shapes) -> int:
+    """Window pages that suffice for `max_seqs` sequences and the next one, whatever their lengths; with admission
+    `worst_case`, where none is ever preempted, for every slot. With prefix caching a sixteenth of the other pages
+    besides, up to as many again: for the last windows of cached prefixes. At most as many as pages."""
+    size, num_pages = shapes.page_size, shapes.num_pages
+    reach = (window + size - 2) // size + 1  # pages that a window touches, however it lies
+    # of each sequence one more for the page that a step begins, and one for a copy
+    sequences = shapes.num_slots if config.admission == AdmissionPolicy.WORST_CASE else shapes.max_seqs + 1
+    needed = sequences * (reach + 2) + -(-shapes.max_step_tokens // size)
+    cached = min(needed, max(num_pages - needed, 0) // 16) if shapes.prefix_cache else 0
+    return min(num_pages, needed + cached)
+
+
+def _most_pages(budget: int, wanted: int, bytes_of: Callable[[int], int]) -> int:
+    """The most pages, at most `wanted`, whose `bytes_of` (which grows with them) is within the budget."""
+    fits, most = 0, wanted
+    while fits < most:
+        middle = (fits + most + 1) // 2
+        fits, most = (middle, most) if bytes_of(middle) <= budget else (fits, middle - 1)
+    return fits
+
+
+def slots_bytes(config: DecoderConfig, num_slots: int) -> int:
+    """Bytes of the states of fixed size of `num_slots` sequences, in all layers that remember one."""
+    one = PoolSizes(1, 1, 1, jnp.dtype(jnp.float32))
+    slots = (spec for spec in config.pools if not spec.memory.is_paged)
+    return num_slots * sum(spec.memory.entry_bytes(len(spec.layers), one) for spec in slots)
 
 
 def resolve_shapes(
@@ -36,7 +84,7 @@ def resolve_shapes(
     model,
     num_eos: int,
     unread_bytes: int = 0,
-    page_bytes_of: Callable[[DecoderConfig, int, jnp.dtype], int] = page_bytes,
+    page_bytes_of: Callable[[DecoderConfig, int, jnp.dtype], dict[int | None, int]] = page_bytes,
     device_bytes: int | None = None,
 ) -> Shapes:
     """The static sizes of an engine for `model`.
@@ -60,24 +108,24 @@ def resolve_shapes(
     wanted = config.max_seqs * -(-max_seq_len // page_size)
     dtype = kv_dtype(config, model)
     each = page_bytes_of(arch, page_size, dtype)
-    num_pages = config.max_pages or min(wanted, default_pool_bytes(unread_bytes, device_bytes) // each)
-    if num_pages < config.max_seqs and config.max_pages is None:
+    num_slots, slot_state = 2 * config.max_seqs, not all(spec.memory.is_paged for spec in arch.pools)
+    if slot_state and config.prefix_cache:
         raise ValueError(
-            f"free memory holds {num_pages} pages of {each} bytes, and {config.max_seqs} sequences need "
-            "one each; free some memory, lower engine.max_seqs, or say how many pages with engine.max_pages"
+            "engine.prefix_cache=true: layers of this model remember a state of fixed size per sequence (a recurrence "
+            "or a short convolution), which is not kept at the ends of prefixes; leave it out"
         )
-    if num_pages * page_size >= 2**31:
-        raise ValueError(f"a pool of {num_pages} pages of {page_size} tokens exceeds 2^31 tokens; lower max_pages")
-    return Shapes(
-        num_slots=2 * config.max_seqs,
+    unread_bytes += slots_bytes(arch, num_slots)
+    shapes = Shapes(
+        num_slots=num_slots,
         max_seqs=config.max_seqs,
         max_seq_len=max_seq_len,
-        num_pages=num_pages,
+        num_pages=config.max_pages or wanted,
         page_size=page_size,
         max_step_tokens=max_step_tokens,
         max_round_steps=config.max_round_steps,
         admission=config.admission,
-        prefix_cache=config.prefix_cache,
+        prefix_cache=not slot_state if config.prefix_cache is None else config.prefix_cache,
+        slot_state=slot_state,
         offload=config.preempt == PreemptionPolicy.OFFLOAD,
         upload_tokens=max(MIN_UPLOAD_TOKENS, max_step_tokens),
         limits=SamplingLimits(
@@ -88,6 +136,28 @@ def resolve_shapes(
             max_stop_tokens=MAX_STOP_TOKENS,
         ),
     )
+
+    def of_pages(num_pages: int) -> Shapes:
+        sized = dataclasses.replace(shapes, num_pages=num_pages)
+        return dataclasses.replace(sized, windows=window_shapes(config, arch, sized))
+
+    num_pages = config.max_pages or _most_pages(
+        default_pool_bytes(unread_bytes, device_bytes), wanted, lambda pages: pool_bytes(of_pages(pages), each)
+    )
+    if num_pages < config.max_seqs and config.max_pages is None:
+        raise ValueError(
+            f"free memory holds {num_pages} pages of {sum(each.values())} bytes, and {config.max_seqs} sequences need "
+            "one each; free some memory, lower engine.max_seqs, or say how many pages with engine.max_pages"
+        )
+    if num_pages * page_size >= 2**31:
+        raise ValueError(f"a pool of {num_pages} pages of {page_size} tokens exceeds 2^31 tokens; lower max_pages")
+    return of_pages(num_pages)
+
+
+def pool_bytes(shapes: Shapes, page_bytes: Mapping[int | None, int]) -> int:
+    """Bytes of all pools. Args: page_bytes: of `page_bytes`."""
+    pages: dict[int | None, int] = {each.window: each.num_pages for each in shapes.windows}
+    return sum(pages.get(window, shapes.num_pages) * each for window, each in page_bytes.items())
 
 
 def kv_dtype(config: EngineConfig, model) -> jnp.dtype:

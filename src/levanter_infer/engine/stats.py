@@ -32,11 +32,11 @@ class Stats:
     prompt was computed; what the other rounds took beyond their decode steps counts as prefill.
     """
 
-    def __init__(self, *, pages_total: int, pool_bytes: int, weights_bytes: int, num_ranks: int = 1):
+    def __init__(self, *, pages_total: int, page_bytes: int, pool_bytes: int, weights_bytes: int, num_ranks: int = 1):
         self.registry = Registry()
         self._ranks = RankSteps(num_ranks) if num_ranks > 1 else None
         self._last: dict[str, int] = dict.fromkeys(_TOTALS, 0)
-        self._pages_total, self._page_bytes = pages_total, pool_bytes // pages_total
+        self._pages_total, self._page_bytes = pages_total, page_bytes
         self._pages_peak = 0
         self._submitted: float | None = None
         self._decode = _Phase()

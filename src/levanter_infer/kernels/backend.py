@@ -171,7 +171,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def by_rows(self, compute: Callable, num_rows: Array | None, *rows: Array):
+    def by_rows(self, compute: Callable, num_rows: Array | None, *rows: Array) -> Any:
         """`compute(*rows)`, which gives arrays [row, …] for arrays [row, …] and leaves rows apart. A backend that
         `is_batch_invariant` gives a row the same bits for any number of rows.
 

@@ -65,12 +65,19 @@ class AttentionBlock:
     """Whether `qk_norm` is over all heads together (OLMo 2), and not over each."""
     qk_norm_by_head: bool = False
     """Whether `qk_norm`, over each head, has a weight of its own for each (Cohere)."""
+    qk_norm_after_rope: bool = False
+    """Whether `qk_norm` follows the rotation (Hunyuan, Llama 4)."""
     qkv_clip: float | None = None
     """Queries, keys and values are clipped to ±qkv_clip, after `qk_norm` and before the rotation."""
+    sinks: bool = False
+    """Whether each query head has an attention sink (`AttentionCall.sinks`)."""
     exclusive: bool = False
     """Whether the part of a token's result along its own value is taken away (exclusive self-attention)."""
     head_gate: bool = False
     """Whether the result of each head is multiplied by 2 · sigmoid(gate(x)), one number (GrugMoE)."""
+    output_gate: bool = False
+    """Whether the result of each head is multiplied by sigmoid(gate(x)), as many numbers, before the output projection
+    (Qwen3-Next)."""
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -88,9 +95,12 @@ class AttentionBlock:
     @property
     def stored(self) -> "AttentionBlock":
         """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""
+        has_weights = self.qk_norm is not None and self.qk_norm.num_parameters(self.head_dim) > 0
         return dataclasses.replace(
             self,
             **dict.fromkeys(("rope", "window", "attention_chunk", "scale", "soft_cap", "qkv_clip")),
+            qk_norm=self.qk_norm if has_weights else None,
+            qk_norm_after_rope=False,
             exclusive=False,
         )
 
@@ -110,8 +120,12 @@ class AttentionBlock:
             return "queries and keys that are clipped"
         if self.qk_norm_whole or self.qk_norm_by_head:
             return "a norm over all heads, or a weight for each"
+        if self.qk_norm is not None and self.qk_norm_after_rope:
+            return "a norm after the rotation"
         if self.exclusive or self.head_gate:
             return "exclusive self-attention" if self.exclusive else "a gate of each head"
+        if self.output_gate:
+            return "a gate of attention"
         return self.rope.unfused or (self.qk_norm and self.qk_norm.unfused)
 
     def num_parameters(self, hidden: int) -> int:
@@ -120,8 +134,10 @@ class AttentionBlock:
         all_heads = self.qk_norm_whole or self.qk_norm_by_head
         normed = q + kv if all_heads else 2 * self.head_dim
         norms = 0 if self.qk_norm is None else self.qk_norm.num_parameters(normed)
-        gate = hidden * self.num_heads * self.head_gate
-        return 2 * hidden * (q + kv) + (q + 2 * kv) * self.qkv_bias + hidden * self.out_bias + norms + gate
+        biases = (q + 2 * kv) * self.qkv_bias + hidden * self.out_bias
+        of_heads = self.num_heads * (hidden * self.head_gate + self.sinks)
+        gate = (hidden + self.qkv_bias) * q * self.output_gate
+        return 2 * hidden * (q + kv) + biases + norms + of_heads + gate
 
 
 @dataclass(frozen=True)
@@ -133,8 +149,6 @@ class AttentionInputs:
     rope: Rope | None
     """Angles of the block's rope, of each token."""
     spec: AttentionSpec
-    sinks: Array | None = None
-    """f32[Hq], attention sinks of the layer (`AttentionCall.sinks`); None: there are none."""
 
 
 class Attention(eqx.Module):
@@ -153,7 +167,10 @@ class Attention(eqx.Module):
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
     gate_proj: Linear | None = None
-    """[layers, kv_head, q_heads_per_group, embed]; None: the block has no `head_gate`."""
+    """[layers, kv_head, q_heads_per_group, embed], of an `output_gate` with head_size before embed; None: there is no
+    gate."""
+    sinks: NamedArray | None = None
+    """[layers, kv_head, q_heads_per_group], a logit of each query head (`AttentionCall.sinks`)."""
 
     @staticmethod
     def init(batch: Sequence[Axis], embed: Axis, block: AttentionBlock, *, key: Array | None, dtype) -> "Attention":
@@ -171,9 +188,10 @@ class Attention(eqx.Module):
             return RMSNorm.init(batch, axes, config=block.qk_norm, dtype=dtype)
 
         gate = None
-        if block.head_gate:
-            gate_key = None if key is None else jax.random.fold_in(key, 1)
-            gate = Linear.init(batch, q_heads[:2], (embed,), key=gate_key, dtype=dtype)
+        if block.head_gate or block.output_gate:
+            gate_key, bias = None if key is None else jax.random.fold_in(key, 1), block.qkv_bias and block.output_gate
+            gated = q_heads if block.output_gate else q_heads[:2]
+            gate = Linear.init(batch, gated, (embed,), key=gate_key, dtype=dtype, bias=bias)
         return Attention(
             q_proj=Linear.init(batch, q_heads, (embed,), key=q_key, dtype=dtype, bias=block.qkv_bias),
             k_proj=Linear.init(batch, (kv_heads, size), (embed,), key=k_key, dtype=dtype, bias=block.qkv_bias),
@@ -182,6 +200,7 @@ class Attention(eqx.Module):
             q_norm=norm(q_heads),
             k_norm=norm((kv_heads, size)),
             gate_proj=gate,
+            sinks=hax.zeros((*batch, *q_heads[:2]), dtype=dtype) if block.sinks else None,
         )
 
     def paged(
@@ -209,7 +228,7 @@ class Attention(eqx.Module):
             kv_dtype=kv.dtype,
             kv_heads=k.axis_size(KV_HEADS),
             page_size=batch.page_size,
-            sinks=inputs.sinks,
+            sinks=None if self.sinks is None else self.sinks.array.reshape(-1),
         )
         attended = kv.backend.attend(call)
         attended = _finished(NamedArray(attended.reshape(q.array.shape), q.axes), v, gate, inputs.block)
@@ -226,7 +245,8 @@ class Attention(eqx.Module):
         batch = tuple(axis.name for axis in x.axes[:-2])
         q = q.rearrange((*batch, POSITION, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE))
         k, v = (a.rearrange((*batch, POSITION, KV_HEADS, HEAD_SIZE)).array for a in (k, own))
-        attended = attend_to_all(q.array, k, v, self._rules(k.shape[-1], inputs), inputs.sinks)
+        sinks = None if self.sinks is None else self.sinks.array.reshape(-1)
+        attended = attend_to_all(q.array, k, v, self._rules(k.shape[-1], inputs), sinks)
         attended = _finished(NamedArray(attended, q.axes), own, gate, inputs.block)
         return apply(attended.astype(x.dtype), self.o_proj, residual=around.residual)[0], None
 
@@ -240,12 +260,27 @@ class Attention(eqx.Module):
         self, q: NamedArray, k: NamedArray, v: NamedArray, inputs: AttentionInputs
     ) -> tuple[NamedArray, NamedArray, NamedArray]:
         """Queries, keys and values with the norms, the clipping and the rotation."""
-        rope, clip = inputs.rope, inputs.block.qkv_clip
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        rope, clip, after = inputs.rope, inputs.block.qkv_clip, inputs.block.qk_norm_after_rope
+        norms = self._norms(inputs.block)
+        if norms is not None and not after:
+            q, k = norms[0](q), norms[1](k)
         if clip is not None:
             q, k, v = (NamedArray(jnp.clip(each.array, -clip, clip), each.axes) for each in (q, k, v))
-        return (q, k, v) if rope is None else (rope.scale_queries(rope.rotate(q)), rope.rotate(k), v)
+        if rope is not None:
+            q, k = rope.rotate(q), rope.rotate(k)
+        if norms is not None and after:
+            q, k = norms[0](q), norms[1](k)
+        return (q if rope is None else rope.scale_queries(q)), k, v
+
+    def _norms(self, block: AttentionBlock) -> tuple[RMSNorm, RMSNorm] | None:
+        """Of queries and keys. Those without weights are not stored."""
+        if self.q_norm is not None and self.k_norm is not None:
+            return self.q_norm, self.k_norm
+        if block.qk_norm is None:
+            return None
+        assert not block.qk_norm_whole, "a norm over all heads without a weight is not implemented: no family has one"
+        norm = RMSNorm(weight=None, config=block.qk_norm, over=(HEAD_SIZE,))
+        return norm, norm
 
     def _rotate_and_write(
         self,
@@ -323,7 +358,7 @@ def _finished(attended: NamedArray, own: NamedArray, gate: Sequence[NamedArray],
     Args:
         attended: [..., kv_head, q_heads_per_group, head_size]
         own: [..., kv_head, head_size], the values of the same tokens.
-        gate: [..., kv_head, q_heads_per_group], if there is one.
+        gate: [..., kv_head, q_heads_per_group] or as `attended`, if there is one.
     """
     if not block.exclusive and not gate:
         return attended
@@ -333,7 +368,7 @@ def _finished(attended: NamedArray, own: NamedArray, gate: Sequence[NamedArray],
         share = hax.sum(wide * value, HEAD_SIZE) / (hax.sum(value * value, HEAD_SIZE) + jnp.float32(_XSA_EPS))
         wide = wide - hax.broadcast_axis(share, value.resolve_axis(HEAD_SIZE)) * value
     for each in gate:
-        wide = wide * (hax.nn.sigmoid(each.astype(jnp.float32)) * jnp.float32(2))
+        wide = wide * (hax.nn.sigmoid(each.astype(jnp.float32)) * jnp.float32(2 if block.head_gate else 1))
     return wide.rearrange(attended.axes)
 
 

@@ -11,10 +11,12 @@ and a query `[q_nope, q_pe]`. Two forms give the same numbers:
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax import Array
@@ -128,12 +130,19 @@ class PerHeadLinear(Linear):
 
     def _per_head(self, x: Array, matmul: str) -> Array:
         weight = self.weight if self.layer is None else pick_layer(self.weight, self.layer)
-        array = from_bits(weight.array, self.float_dtype).astype(x.dtype)
+        array = from_bits(weight.array, self.float_dtype)
         array = array.reshape(-1, *array.shape[-2:])
         count = x.shape[0]
         if count < MIN_ROWS:
             x = jnp.pad(x, [(0, MIN_ROWS - count), (0, 0), (0, 0)])
-        return jnp.einsum(matmul, x, array, preferred_element_type=jnp.float32)[:count].astype(x.dtype)
+
+        def compute(x: Array, array: Array, dtype) -> Array:
+            parts = x.astype(dtype), array.astype(dtype)
+            return jnp.einsum(matmul, *parts, preferred_element_type=jnp.float32)
+
+        # XLA's CPU backend has no matmul of 16-bit floats for several heads.
+        wide, own = (functools.partial(compute, dtype=dtype) for dtype in (jnp.float32, x.dtype))
+        return jax.lax.platform_dependent(x, array, cpu=wide, default=own)[:count].astype(x.dtype)
 
 
 class LatentAttention(eqx.Module):

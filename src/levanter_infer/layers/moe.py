@@ -48,6 +48,12 @@ class ExpertsBlock:
         return dataclasses.replace(self, num_chosen=1, router=self.router.stored, activation=Activation.SILU)
 
     @property
+    def shared(self) -> DenseBlock:
+        """The shared expert as a block of its own. Requires: there is one."""
+        assert self.shared_width is not None and isinstance(self.activation, Activation)
+        return DenseBlock(self.shared_width, self.activation)
+
+    @property
     def unfused(self) -> str | None:
         """The part that no kernel fuses with a matmul; None: there is none."""
         return "experts with weighted inputs" if self.router.weigh_inputs else self.activation.unfused
@@ -102,8 +108,7 @@ class Moe(eqx.Module):
         each = (*batch, expert)
         shared = shared_gate = None
         if block.shared_width is not None:
-            dense = DenseBlock(block.shared_width, block.activation)
-            shared = Mlp.init(batch, embed, dense, key=_fold_in(key, 1), dtype=dtype)
+            shared = Mlp.init(batch, embed, block.shared, key=_fold_in(key, 1), dtype=dtype)
         if block.shared_gate:
             gate_key = _fold_in(key, 2)
             shared_gate = Linear.init(batch, (Axis(SHARED_GATE, 1),), (embed,), key=gate_key, dtype=dtype)
@@ -150,9 +155,7 @@ class Moe(eqx.Module):
 
     def _share(self, shared: Mlp, rows: NamedArray, norm: RMSNorm | None, block: ExpertsBlock) -> Array:
         """Result of the shared expert [row, embed]."""
-        assert block.shared_width is not None
-        dense = DenseBlock(block.shared_width, block.activation)
-        result = shared(rows, Fusion(norm=norm), dense).array
+        result = shared(rows, Fusion(norm=norm), block.shared).array
         if self.shared_gate is None:
             return result
         (gate,) = apply(rows, self.shared_gate, norm=norm, dtype=jnp.float32)

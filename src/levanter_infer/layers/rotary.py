@@ -50,11 +50,14 @@ class RopeConfig:
     long_factor: tuple[float, ...] | None = None
     """longrope: a divisor for each frequency, half as many as there are rotated numbers."""
     partial: float = 1.0
-    """Share of a head that is rotated, its first numbers; the others pass."""
+    """Share of a head that is rotated, its first numbers; the others pass. 0: none, and only queries are scaled."""
     interleaved: bool = False
     """Whether pairs are neighbours (x[2i], x[2i + 1]), and not (x[i], x[i + half])."""
     query_beta: float | None = None
-    """Queries are also multiplied by 1 + query_beta · ln(1 + ⌊position / original_len⌋) (Ministral 3)."""
+    """Queries are also multiplied by 1 + query_beta · ln(1 + ⌊(position + query_shift) / original_len⌋), as in
+    Ministral 3."""
+    query_shift: int = 0
+    """1 in Llama 4, which counts positions from one here."""
 
     @property
     def depends_on_length(self) -> bool:
@@ -83,6 +86,8 @@ class Rope:
     def rotate(self, x: NamedArray) -> NamedArray:
         """Rotate the pairs of x [..., head_size] by the angles, in float32. Returns: as `x`."""
         rotated = 2 * self.cos.axis_size(HEAD_SIZE)
+        if rotated == 0:
+            return x
         if rotated == x.axis_size(HEAD_SIZE):
             return rotate(x, self.cos, self.sin, interleaved=self.config.interleaved)
         first = rotate(x[HEAD_SIZE, :rotated], self.cos, self.sin, interleaved=self.config.interleaved)
@@ -104,7 +109,8 @@ def rope_at(config: RopeConfig, head_dim: int, positions: NamedArray, rope_len: 
 def _query_scale(config: RopeConfig, positions: NamedArray) -> NamedArray | None:
     if config.query_beta is None:
         return None
-    stretches = jnp.log1p((positions.array // _need(config, "original_len")).astype(jnp.float32))
+    counted = positions.array + config.query_shift if config.query_shift else positions.array
+    stretches = jnp.log1p((counted // _need(config, "original_len")).astype(jnp.float32))
     return NamedArray(1 + jnp.float32(config.query_beta) * stretches, positions.axes)
 
 

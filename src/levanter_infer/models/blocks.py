@@ -9,12 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from levanter_infer.layers.attention import AttentionBlock
+from levanter_infer.layers.delta_net import DeltaNetBlock
 from levanter_infer.layers.latent_attention import LatentAttentionBlock
+from levanter_infer.layers.mamba2 import Mamba2Block
 from levanter_infer.layers.mlp import DenseBlock
 from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.layers.norm import NormConfig
+from levanter_infer.layers.short_conv import ShortConvBlock
 
-Mixer = AttentionBlock | LatentAttentionBlock
+RecurrentBlock = ShortConvBlock | DeltaNetBlock | Mamba2Block
+"""Mixers that remember a state of fixed size per sequence (`SlotState`)."""
+
+Mixer = AttentionBlock | LatentAttentionBlock | RecurrentBlock
 """What mixes positions."""
 
 
@@ -63,6 +69,16 @@ class Block:
         """The block with neutral options that no parameter depends on: layers of equal ones share a stack."""
         mixer, feed_forward = self.mixer.stored, self.feed_forward.stored
         return dataclasses.replace(self, mixer=mixer, feed_forward=feed_forward, residual_multiplier=1.0)
+
+    @property
+    def attention(self) -> AttentionBlock | LatentAttentionBlock | None:
+        """The mixer, if it is attention."""
+        return self.mixer if isinstance(self.mixer, AttentionBlock | LatentAttentionBlock) else None
+
+    @property
+    def recurrent(self) -> RecurrentBlock | None:
+        """The mixer, if it remembers a state of fixed size."""
+        return None if isinstance(self.mixer, AttentionBlock | LatentAttentionBlock) else self.mixer
 
     @property
     def unfused(self) -> str | None:

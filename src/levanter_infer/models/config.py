@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from levanter_infer.cache.cache import PoolSpec
 from levanter_infer.cache.memory import Memory
+from levanter_infer.layers.attention import AttentionBlock
 from levanter_infer.layers.latent_attention import LatentAttentionBlock
 from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.layers.norm import NormConfig
@@ -46,6 +47,8 @@ class DecoderConfig:
     """Logits become soft_cap · tanh(logit / soft_cap)."""
 
     def __post_init__(self):
+        if not self.attention:
+            raise ValueError("no layer attends, expected at least one with attention; others are not implemented")
         experts = {b.feed_forward.num_experts for b in self.blocks if isinstance(b.feed_forward, ExpertsBlock)}
         if len(experts) > 1:
             raise ValueError(f"layers have {' and '.join(map(str, sorted(experts)))} experts, expected one number")
@@ -94,12 +97,12 @@ class DecoderConfig:
     @functools.cached_property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The rotary embeddings of all layers, each once."""
-        return tuple(dict.fromkeys(b.mixer.rope for b in self.blocks if b.mixer.rope is not None))
+        return tuple(dict.fromkeys(mixer.rope for mixer in self.attention if mixer.rope is not None))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Sliding window of every layer; None sees everything."""
-        return tuple(block.mixer.window for block in self.blocks)
+        """Sliding window of every layer; None sees everything, or does not attend."""
+        return tuple(block.attention and block.attention.window for block in self.blocks)
 
     @property
     def position_limit(self) -> int | None:
@@ -109,6 +112,11 @@ class DecoderConfig:
     @property
     def num_layers(self) -> int:
         return len(self.blocks)
+
+    @functools.cached_property
+    def attention(self) -> tuple[AttentionBlock | LatentAttentionBlock, ...]:
+        """The attention of the layers that have it, in order."""
+        return tuple(block.attention for block in self.blocks if block.attention is not None)
 
     # What layers remember
 
@@ -130,28 +138,28 @@ class DecoderConfig:
     @property
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """(heads, key and value heads) of the layers, each pair once."""
-        return tuple(dict.fromkeys((b.mixer.num_heads, b.mixer.num_kv_heads) for b in self.blocks))
+        return tuple(dict.fromkeys((mixer.num_heads, mixer.num_kv_heads) for mixer in self.attention))
 
-    # Sizes of the first layer
+    # Sizes of the first layer with attention
 
     @property
     def num_heads(self) -> int:
-        return self.blocks[0].mixer.num_heads
+        return self.attention[0].num_heads
 
     @property
     def num_kv_heads(self) -> int:
-        return self.blocks[0].mixer.num_kv_heads
+        return self.attention[0].num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        return self.blocks[0].mixer.head_dim
+        return self.attention[0].head_dim
 
     @functools.cached_property
     def value_dim(self) -> int | None:
         """Numbers of a latent that are its value too (`AttentionCall.value_dim`); None: no layer has latents."""
-        mixers = (block.mixer for block in self.blocks)
-        return next((mixer.latent_dim for mixer in mixers if isinstance(mixer, LatentAttentionBlock)), None)
+        return next((mixer.latent_dim for mixer in self.attention if isinstance(mixer, LatentAttentionBlock)), None)
 
+    @functools.cached_property
     def expert_layers(self) -> tuple[int, ...]:
         """Numbers of the layers with experts."""
         return tuple(i for i, block in enumerate(self.blocks) if isinstance(block.feed_forward, ExpertsBlock))

@@ -17,16 +17,20 @@ from levanter_infer.axes import EMBED, LAYERS, PERIOD, POSITION, SEQ_PAGE, VOCAB
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.cache import Cache
 from levanter_infer.kernels.backend import Backend
-from levanter_infer.layers.attention import Attention, AttentionInputs, AttentionSpec
+from levanter_infer.layers.attention import Attention, AttentionBlock, AttentionInputs, AttentionSpec
+from levanter_infer.layers.delta_net import DeltaNet, DeltaNetBlock
 from levanter_infer.layers.gated_norm import init_norm
 from levanter_infer.layers.latent_attention import LatentAttention, LatentAttentionBlock
 from levanter_infer.layers.layout import Layout
 from levanter_infer.layers.linear import Fusion, Linear, apply, prepare_tables, split_key
+from levanter_infer.layers.mamba2 import Mamba2, Mamba2Block
 from levanter_infer.layers.mlp import Mlp
 from levanter_infer.layers.moe import ExpertsBlock, Moe
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.rotary import Rope, RopeConfig, rope_at
+from levanter_infer.layers.rows import RaggedRows
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
+from levanter_infer.layers.short_conv import ShortConv, ShortConvBlock
 from levanter_infer.layers.stack import pick_layer
 from levanter_infer.models.blocks import Block, Mixer, Placement, Stack
 from levanter_infer.models.config import DecoderConfig
@@ -36,23 +40,30 @@ PLAIN = AttentionSpec()
 """Attention as the model alone defines it."""
 
 
+Recurrent = ShortConv | DeltaNet | Mamba2
+"""The parameters of mixers that remember a state of fixed size per sequence."""
+
+
 class DecoderLayer(eqx.Module):
     """The parameters of the layers of one stack. `Block` says what is computed with them."""
 
     input_norm: RMSNorm | None
-    """Norm of the input of attention."""
-    attention: Attention | LatentAttention
+    """Norm of the input of the mixer."""
+    attention: Attention | LatentAttention | None
+    """None: the mixer is `recurrent`."""
     mlp_norm: RMSNorm | None
     """Norm of the input of the feed-forward block."""
     mlp: Mlp | Moe
     mixer_out_norm: RMSNorm | None
     mlp_out_norm: RMSNorm | None
-    """Norms of the outputs of attention and the feed-forward block."""
+    """Norms of the outputs of the mixer and the feed-forward block."""
+    recurrent: Recurrent | None = None
+    """The mixer that remembers a state of fixed size."""
 
     @staticmethod
     def init(batch: tuple[Axis, ...], embed: Axis, block: Block, *, key: Array | None, dtype) -> "DecoderLayer":
         """`batch`: axes of independent layers."""
-        attention_key, mlp_key = split_key(key, 2)
+        mixer_key, mlp_key = split_key(key, 2)
         feed_forward = block.feed_forward
         if isinstance(feed_forward, ExpertsBlock):
             mlp = Moe.init(batch, embed, feed_forward, key=mlp_key, dtype=dtype)
@@ -67,11 +78,12 @@ class DecoderLayer(eqx.Module):
 
         return DecoderLayer(
             input_norm=norm("input_norm"),
-            attention=_init_mixer(batch, embed, block.mixer, key=attention_key, dtype=dtype),
+            attention=_attention(batch, embed, block.mixer, key=mixer_key, dtype=dtype),
             mlp_norm=norm("mlp_norm"),
             mlp=mlp,
             mixer_out_norm=norm("mixer_out_norm"),
             mlp_out_norm=norm("mlp_out_norm"),
+            recurrent=_recurrent(batch, embed, block.mixer, key=mixer_key, dtype=dtype),
         )
 
     def at(self, index: Array, num_rows: Array) -> "DecoderLayer":
@@ -119,12 +131,28 @@ class DecoderLayer(eqx.Module):
         return added(result, self.mlp_out_norm, mixed), state
 
 
-def _init_mixer(
-    batch: tuple[Axis, ...], embed: Axis, block: Mixer, *, key: Array, dtype
-) -> Attention | LatentAttention:
-    if isinstance(block, LatentAttentionBlock):
-        return LatentAttention.init(batch, embed, block, key=key, dtype=dtype)
-    return Attention.init(batch, embed, block, key=key, dtype=dtype)
+def _attention(
+    batch: tuple[Axis, ...], embed: Axis, block: Mixer, *, key: Array | None, dtype
+) -> Attention | LatentAttention | None:
+    """Random parameters of the mixer, if that is attention."""
+    match block:
+        case LatentAttentionBlock():
+            return LatentAttention.init(batch, embed, block, key=key, dtype=dtype)
+        case AttentionBlock():
+            return Attention.init(batch, embed, block, key=key, dtype=dtype)
+    return None
+
+
+def _recurrent(batch: tuple[Axis, ...], embed: Axis, block: Mixer, *, key: Array | None, dtype) -> Recurrent | None:
+    """Random parameters of the mixer, if that is recurrent."""
+    match block:
+        case ShortConvBlock():
+            return ShortConv.init(batch, embed, block, key=key, dtype=dtype)
+        case DeltaNetBlock():
+            return DeltaNet.init(batch, embed, block, key=key, dtype=dtype)
+        case Mamba2Block():
+            return Mamba2.init(batch, embed, block, key=key, dtype=dtype)
+    return None
 
 
 class DecoderModel(eqx.Module):
@@ -334,35 +362,54 @@ class DecoderModel(eqx.Module):
         experts choose the same number."""
         blocks = self.config.expert_blocks
         chosen = jnp.zeros((len(blocks), batch.tokens.array.shape[0], blocks[0].num_chosen), jnp.int32)
-        return self._paged(batch, cache, attention, chosen)
+        x, cache, chosen = self._paged(batch, cache, attention, chosen)
+        assert chosen is not None
+        return x, cache, chosen
 
     def _paged(self, batch: PageBatchInfo, cache: Cache, attention: AttentionSpec, chosen: Array | None):
         """`hidden` and, into the array `chosen` unless it is None, `routed`."""
         inputs = self._inputs(batch.positions, attention, self._max_seq_len(batch, attention))
         num_tokens = batch.cu_q_lens.array[-1]
+        rows = RaggedRows.of(batch)
 
         def run(group: Group[Block], repeat: Array, carry):
             """One period."""
+            for offset, count in group.bodies:
+                body = functools.partial(one_layer, group, repeat, offset)
+                # Equal layers that share a body follow one another in their stack and in their pool
+                carry = body(0, carry) if count == 1 else jax.lax.fori_loop(0, count, body, carry)
+            return carry
+
+        def one_layer(group: Group[Block], repeat: Array, offset: int, further: Array | int, carry):
+            """The layer `further` behind that at `offset` of the period."""
             x, cache, chosen = carry
             seen: list[Array] = []
-            on_choice = None if chosen is None else seen.append
-            for offset, block in enumerate(group.period):
-                stack, first, stride = self.config.stored_at(group, offset)
-                layer = self.stacks[stack].at(_index(first, stride, repeat), num_tokens)
-                pool, first, stride = self.config.remembered_at(group, offset)
-                number = _index(first, stride, repeat)
+            on_choice, block = None if chosen is None else seen.append, group.period[offset]
+            stack, first, stride = self.config.stored_at(group, offset)
+            layer = self.stacks[stack].at(_index(first, stride, repeat, further), num_tokens)
+            pool, first, stride = self.config.remembered_at(group, offset)
+            number = _index(first, stride, repeat, further)
+            if layer.recurrent is None:
                 mix = functools.partial(
-                    layer.attention.paged,
+                    layer.attention.paged,  # type: ignore[union-attr]
                     inputs=inputs(block),
                     kv=cache.pools[pool],  # type: ignore[arg-type]
                     layer=number,
-                    batch=batch,
+                    batch=batch.in_group(cache.groups[pool]),
                 )
-                x, remembered = layer(x, block, mix, on_choice)
-                cache = cache.with_pool(pool, remembered)
-                if chosen is not None and isinstance(block.feed_forward, ExpertsBlock):
-                    first, stride = self.config.expert_layer_at(group, offset)
-                    chosen = chosen.at[_index(first, stride, repeat)].set(seen.pop())
+            else:
+                mix = functools.partial(
+                    layer.recurrent.paged,
+                    block=block.recurrent,  # type: ignore[arg-type]
+                    state=cache.pools[pool],  # type: ignore[arg-type]
+                    layer=number,
+                    rows=rows,
+                )
+            x, remembered = layer(x, block, mix, on_choice)
+            cache = cache.with_pool(pool, remembered)
+            if chosen is not None and isinstance(block.feed_forward, ExpertsBlock):
+                first, stride = self.config.expert_layer_at(group, offset)
+                chosen = chosen.at[_index(first, stride, repeat, further)].set(seen.pop())
             return x, cache, chosen
 
         carry = self._embed(batch.tokens, batch.positions), cache, chosen
@@ -406,12 +453,17 @@ class DecoderModel(eqx.Module):
 
     def _inputs(self, positions: NamedArray, spec: AttentionSpec, rope_len: int) -> Callable[[Block], AttentionInputs]:
         """Inputs of attention in a layer, with the angles of each rope computed once."""
-        mixers = dict.fromkeys(block.mixer for block in self.config.blocks)
-        kinds = dict.fromkeys((mixer.rope, mixer.rope_dim) for mixer in mixers)
+        kinds = dict.fromkeys((mixer.rope, mixer.rope_dim) for mixer in self.config.attention)
         ropes: dict[tuple[RopeConfig | None, int], Rope] = {
             (rope, size): rope_at(rope, size, positions, rope_len) for rope, size in kinds if rope is not None
         }
-        return lambda block: AttentionInputs(block.mixer, ropes.get((block.mixer.rope, block.mixer.rope_dim)), spec)
+
+        def inputs(block: Block) -> AttentionInputs:
+            mixer = block.attention
+            assert mixer is not None
+            return AttentionInputs(mixer, ropes.get((mixer.rope, mixer.rope_dim)), spec)
+
+        return inputs
 
     def _max_seq_len(self, batch: PageBatchInfo, attention: AttentionSpec) -> int:
         capacity = batch.page_indices.axis_size(SEQ_PAGE) * batch.page_size
@@ -426,9 +478,10 @@ class DecoderModel(eqx.Module):
         return capacity
 
 
-def _index(first: int, stride: int, repeat: Array) -> Array:
-    """`first + stride · repeat`, i32[]."""
+def _index(first: int, stride: int, repeat: Array, further: Array | int = 0) -> Array:
+    """`first + stride · repeat + further`, i32[]."""
     index = repeat if stride == 1 else repeat * jnp.int32(stride)
+    index = index if isinstance(further, int) and further == 0 else index + further
     return index if first == 0 else index + jnp.int32(first)
 
 
@@ -445,7 +498,11 @@ def _plain_period(
     for block, (stack, _, stride) in zip(group.period, places, strict=True):
         layer = stacks[stack] if stride == 1 else _map_arrays(functools.partial(_entry, seen[stack]), stacks[stack])
         seen[stack] += 1
-        x, _ = layer(x, block, functools.partial(layer.attention.dense, inputs=inputs(block)))
+        if layer.recurrent is None:
+            mix = functools.partial(layer.attention.dense, inputs=inputs(block))
+        else:
+            mix = functools.partial(layer.recurrent.dense, block=block.recurrent)
+        x, _ = layer(x, block, mix)
     return x
 
 

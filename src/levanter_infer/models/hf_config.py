@@ -123,6 +123,15 @@ class HfConfig:
         """A whole number of at least 0."""
         return 0 if self._get(key, default) == 0 else self.count(key, default)
 
+    def counts(self, key: str, num_layers: int, default: int) -> list[int]:
+        """A whole number of at least 1 for every layer, or one for all of them."""
+        value = self._get(key, default)
+        if not isinstance(value, list):
+            return [self.count(key, default)] * num_layers
+        if len(value) != num_layers or any(type(each) is not int or each < 1 for each in value):
+            raise self.fail(key, f"a whole number of at least 1, or one for each of num_hidden_layers={num_layers}")
+        return value
+
     def number(self, key: str, default: float) -> float:
         """A finite number above 0."""
         return _number("config.json", self._name(key), self._get(key, default))
@@ -211,6 +220,7 @@ class HfConfig:
         query_beta: bool = False,
         original_len: int | None = None,
         aliases: Mapping[str, str] = MappingProxyType({}),
+        fixed_alpha: bool = False,
     ) -> RopeConfig:
         """The rope, from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`.
 
@@ -223,6 +233,7 @@ class HfConfig:
             original_len: HF's default of `original_max_position_embeddings`, for families that have this key even where
                 their rope has no use for it.
             aliases: other names of rope types.
+            fixed_alpha: whether a dynamic rope with an `alpha` is one of a larger theta, and nothing else (Hunyuan).
         """
         old, new = self._get("rope_scaling", None), self._get("rope_parameters", None)
         if old is not None and new is not None and old != new:
@@ -251,6 +262,9 @@ class HfConfig:
         rotated = int(head_dim * share)
         if rotated < 2 or rotated % 2:
             raise ValueError(f"config.json: partial_rotary_factor={share!r} of head_dim={head_dim} is {rotated}, odd")
+        if fixed_alpha and kind == "dynamic" and scaling.get("alpha"):
+            stretch = _number(f"config.json: {where}", "alpha", scaling["alpha"])
+            kind, theta, scaling = "default", theta * stretch ** (rotated / (rotated - 2)), {}
         rope = parse_rope(kind, float(theta), scaling, where, rotated, max_position_embeddings)
         return dataclasses.replace(rope, partial=share, interleaved=interleaved, query_beta=beta)
 

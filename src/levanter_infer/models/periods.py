@@ -15,13 +15,22 @@ Item = TypeVar("Item", bound=Hashable)
 
 @dataclass(frozen=True)
 class Group(Generic[Item]):
-    """Consecutive layers that one loop computes: `repeats` trips over the bodies of `period`."""
+    """Consecutive layers that one loop computes: `repeats` trips over the layers of `period`."""
 
     first: int
     """Number of the group's first layer."""
     period: tuple[Item, ...]
-    """One item per body, in the order of the layers."""
+    """One item per layer, in their order."""
     repeats: int
+    runs: tuple[int, ...] | None = None
+    """Equal layers one after the other that each body of the period computes, in a loop of its own; None: every layer
+    has a body."""
+
+    @property
+    def bodies(self) -> tuple[tuple[int, int], ...]:
+        """Of each body, the offset of its first layer within the period, and the number of its layers."""
+        runs = self.runs or (1,) * len(self.period)
+        return tuple(zip(itertools.accumulate(runs, initial=0), runs, strict=False))
 
     @property
     def num_layers(self) -> int:
@@ -34,7 +43,8 @@ def find_periods(
     """The groups that cover `layers` in order with the fewest bodies and loops: the sum of both is minimal.
 
     48 equal layers are one group with a period of 1. 62 layers of the pattern LLLLLG are ten repeats of a period of 6
-    and two repeats of L. A first layer of another kind is a group of its own.
+    and two repeats of L. A first layer of another kind is a group of its own. Where the bodies are too many, equal
+    neighbours share one: four times MMMMMMMMMA is a period of the two bodies 9 M and A.
 
     Args:
         layers: one hashable item per layer; equal items have equal bodies.
@@ -43,6 +53,25 @@ def find_periods(
     """
     if not layers:
         raise ValueError("a stack of no layers, expected at least one")
+    groups = _groups(layers)
+    if _num_bodies(groups) > MAX_BODIES:
+        groups = _groups_of_runs(layers)
+    bodies = _num_bodies(groups)
+    if bodies > MAX_BODIES:
+        codes = set(layers)
+        raise ValueError(
+            f"{len(layers)} layers of {len(codes)} kinds need {bodies} layer bodies, expected at most {MAX_BODIES}: "
+            f"their pattern repeats too little. The layers are {run_lengths(describe(layers))}"
+        )
+    return tuple(groups)
+
+
+def _num_bodies(groups: Sequence[Group]) -> int:
+    return sum(len(group.bodies) for group in groups)
+
+
+def _groups(layers: Sequence[Item]) -> list[Group[Item]]:
+    """The cheapest groups in which every layer of a period has a body."""
     codes: dict[Item, int] = {}
     kinds = [codes.setdefault(layer, len(codes)) for layer in layers]
     groups: list[Group[Item]] = []
@@ -52,13 +81,22 @@ def find_periods(
             groups[-1] = replace(groups[-1], repeats=groups[-1].repeats + 1)
         else:
             groups.append(Group(first, period, 1))
-    bodies = sum(len(group.period) for group in groups)
-    if bodies > MAX_BODIES:
-        raise ValueError(
-            f"{len(layers)} layers of {len(codes)} kinds need {bodies} layer bodies, expected at most {MAX_BODIES}: "
-            f"their pattern repeats too little. The layers are {run_lengths(describe(layers))}"
-        )
-    return tuple(groups)
+    return groups
+
+
+def _groups_of_runs(layers: Sequence[Item]) -> list[Group[Item]]:
+    """The cheapest groups in which equal neighbours have one body."""
+    runs = [(layer, len(list(equal))) for layer, equal in itertools.groupby(layers)]
+    starts = list(itertools.accumulate((count for _, count in runs), initial=0))
+    groups: list[Group[Item]] = []
+    for group in _groups(runs):
+        first, counts = starts[group.first], tuple(count for _, count in group.period)
+        if len(counts) == 1 and group.repeats == 1:
+            groups.append(Group(first, (group.period[0][0],), counts[0]))
+        else:
+            period = tuple(layer for layer, count in group.period for _ in range(count))
+            groups.append(Group(first, period, group.repeats, counts))
+    return groups
 
 
 def run_lengths(names: Iterable[str]) -> str:

@@ -9,20 +9,30 @@ from levanter_infer.models.cohere2 import COHERE2
 from levanter_infer.models.deepseek_v2 import DEEPSEEK_V2
 from levanter_infer.models.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from levanter_infer.models.ernie4_5 import ERNIE4_5
+from levanter_infer.models.ernie4_5_moe import ERNIE4_5_MOE
 from levanter_infer.models.exaone4 import EXAONE4
 from levanter_infer.models.family import Family
 from levanter_infer.models.gemma import GEMMA
 from levanter_infer.models.gemma2 import GEMMA2
 from levanter_infer.models.gemma3 import GEMMA3, GEMMA3_WITH_VISION
 from levanter_infer.models.glm4 import GLM4
+from levanter_infer.models.glm4_moe import GLM4_MOE
 from levanter_infer.models.glm4_moe_lite import GLM4_MOE_LITE
 from levanter_infer.models.gpt2 import GPT2
 from levanter_infer.models.gpt_neox import GPT_NEOX
+from levanter_infer.models.gpt_oss import GPT_OSS
 from levanter_infer.models.granite import GRANITE
 from levanter_infer.models.granitemoe import GRANITEMOE
+from levanter_infer.models.granitemoehybrid import GRANITEMOEHYBRID
+from levanter_infer.models.granitemoeshared import GRANITEMOESHARED
 from levanter_infer.models.grug_moe import GRUG_MOE
+from levanter_infer.models.hunyuan_v1_dense import HUNYUAN_V1_DENSE
+from levanter_infer.models.hunyuan_v1_moe import HUNYUAN_V1_MOE
+from levanter_infer.models.lfm2 import LFM2
 from levanter_infer.models.llama import LLAMA
+from levanter_infer.models.llama4 import LLAMA4, LLAMA4_WITH_VISION
 from levanter_infer.models.minicpm3 import MINICPM3
+from levanter_infer.models.minimax_m2 import MINIMAX_M2
 from levanter_infer.models.ministral3 import MINISTRAL3
 from levanter_infer.models.mistral import MISTRAL
 from levanter_infer.models.mixtral import MIXTRAL
@@ -35,7 +45,14 @@ from levanter_infer.models.phi3 import PHI3
 from levanter_infer.models.qwen2 import QWEN2
 from levanter_infer.models.qwen2_moe import QWEN2_MOE
 from levanter_infer.models.qwen3 import QWEN3
+from levanter_infer.models.qwen3_5 import (
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_WITH_VISION,
+    QWEN3_5_WITH_VISION,
+)
 from levanter_infer.models.qwen3_moe import QWEN3_MOE
+from levanter_infer.models.qwen3_next import QWEN3_NEXT
 from levanter_infer.models.seed_oss import SEED_OSS
 from levanter_infer.models.smollm3 import SMOLLM3
 from levanter_infer.models.starcoder2 import STARCODER2
@@ -48,12 +65,18 @@ FAMILIES = {
         *(OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3, PHI3, SMOLLM3, GRANITE),
         *(SEED_OSS, EXAONE4, MIXTRAL, GRANITEMOE, OLMOE, QWEN2_MOE),
         *(COHERE, COHERE2, GLM4, ERNIE4_5, MINISTRAL3),
+        *(GPT_OSS, GLM4_MOE, MINIMAX_M2, ERNIE4_5_MOE, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, GRANITEMOESHARED),
+        LLAMA4,
+        *(LFM2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GRANITEMOEHYBRID),
         *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, MINICPM3, YOUTU),
         *(OLMO, APERTUS, GPT_NEOX, GPT2, PHI, STARCODER2),
     )
 }
 """Families of text models, by `model_type`."""
-MULTIMODAL = {GEMMA3_WITH_VISION.model_type: GEMMA3_WITH_VISION}
+MULTIMODAL = {
+    family.model_type: family
+    for family in (GEMMA3_WITH_VISION, LLAMA4_WITH_VISION, QWEN3_5_WITH_VISION, QWEN3_5_MOE_WITH_VISION)
+}
 """Multimodal parents of which the text model is served; their configurations become those of `FAMILIES`."""
 
 

@@ -16,9 +16,12 @@ import numpy as np
 from haliax import Axis, NamedArray
 
 from levanter_infer.axes import EXPERT, LAYERS
+from levanter_infer.layers.attention import AttentionBlock
+from levanter_infer.layers.causal_conv import CausalConv
+from levanter_infer.layers.delta_net import DeltaNetBlock
 from levanter_infer.layers.linear import Linear
 from levanter_infer.layers.norm import RMSNorm
-from levanter_infer.models.config import DecoderConfig
+from levanter_infer.models.blocks import Stack
 from levanter_infer.models.decoder import DecoderModel
 
 _STACK = "layers."
@@ -34,7 +37,9 @@ class Order(enum.Enum):
     BY_KV_HEAD = "for each head of keys and values, its rows of each"
     """GPT-NeoX's `query_key_value`."""
     BY_HEAD = "for each query head, its rows of each"
-    """DeepSeek's `kv_b_proj`."""
+    """Qwen3-Next's `q_proj`, DeepSeek's `kv_b_proj`."""
+    BY_KEY_HEAD = "for each head of keys of gated DeltaNet, its rows of each"
+    """Qwen3-Next's `in_proj_qkvz`."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,8 @@ class Tensor:
     """Whether the tensor is stored [in, out]."""
     stacked_experts: bool = False
     """Whether the experts of a layer are in one tensor, along its first axis."""
+    unit_axis: bool = False
+    """Whether the tensor has a first axis of size one beside those of its parameters."""
     scalar: bool = False
     """Whether the tensor is a number without axes."""
 
@@ -70,7 +77,7 @@ class Slice:
     groups: int
     """Rows alternate between the parameters this often."""
     columns: tuple[int, ...]
-    """The inputs of a matrix; empty for a vector."""
+    """The inputs of a matrix; empty for a vector; of a convolution, one and its taps."""
     transposed: bool
 
     @property
@@ -138,13 +145,15 @@ class Parameter:
     """Where it stands in each of them."""
     num_experts: int | None = None
     """First size of the tensors, where they hold all experts of a layer."""
+    unit_axis: bool = False
+    """As of `Tensor`."""
     scalar: bool = False
     """Whether the tensors are numbers without axes, seen as [1]."""
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of the tensors."""
-        lead = () if self.num_experts is None else (self.num_experts,)
+        lead = (1,) * self.unit_axis if self.num_experts is None else (self.num_experts,)
         return () if self.scalar else (*lead, *self.slice.tensor_shape)
 
     @property
@@ -175,17 +184,15 @@ def fused_parameters(model: DecoderModel, table: Sequence[Tensor]) -> list[tuple
     lines = []
     for tensor in table:
         if not tensor.parameters[0].startswith(_STACK):
-            lines.append(_parts(model, tensor, tensor.parameters, None, config))
+            lines.append(_parts(model, tensor, tensor.parameters, None))
             continue
         for number, stack in enumerate(config.stacks):
             paths = tuple(f"stacks.{number}.{path.removeprefix(_STACK)}" for path in tensor.parameters)
-            lines.append(_parts(model, tensor, paths, stack.layers, config))
+            lines.append(_parts(model, tensor, paths, stack))
     return [parts for parts in lines if parts]
 
 
-def _parts(
-    model: DecoderModel, tensor: Tensor, paths: Sequence[str], layers: Sequence[int] | None, config: DecoderConfig
-) -> tuple[Parameter, ...]:
+def _parts(model: DecoderModel, tensor: Tensor, paths: Sequence[str], stack: Stack | None) -> tuple[Parameter, ...]:
     """The parameters of a line in one stack; none where the stack does not have them."""
     found = [_resolve(model, path) for path in paths]
     arrays = [array for _, array in found if array is not None]
@@ -197,10 +204,9 @@ def _parts(
     if (experts is not None) != (tensor.stacked_experts or "{expert}" in tensor.name):
         return ()  # a line for dense feed-forward blocks, and one of experts, or the other way round
     rows = tuple(math.prod(axis.size for axis in array.axes[len(lead) :]) // math.prod(columns) for array in arrays)
-    by_head = {Order.BY_KV_HEAD: config.num_kv_heads, Order.BY_HEAD: config.num_heads}
-    order = {Order.ONE_BY_ONE: 1, Order.ALTERNATING: rows[0], **by_head}[tensor.order]
-    assert not any(count % order for count in rows), f"rows {rows} in {order} groups"
-    sources = tuple(_sources(tensor, layers, experts))
+    groups = _groups(tensor.order, rows, stack)
+    assert not any(count % groups for count in rows), f"rows {rows} in {groups} groups"
+    sources = tuple(_sources(tensor, stack and stack.layers, experts))
     return tuple(
         Parameter(
             path=path,
@@ -208,12 +214,28 @@ def _parts(
             axes=array.axes,
             num_stacked=len(lead),
             sources=sources,
-            slice=Slice(rows, part, order, columns, tensor.transposed),
+            slice=Slice(rows, part, groups, columns, tensor.transposed),
             num_experts=experts if tensor.stacked_experts else None,
+            unit_axis=tensor.unit_axis,
             scalar=tensor.scalar,
         )
         for part, (path, line, array) in enumerate(zip(paths, tensor.parameters, arrays, strict=True))
     )
+
+
+def _groups(order: Order, rows: tuple[int, ...], stack: Stack | None) -> int:
+    """How often rows alternate between the parameters of a tensor."""
+    mixer = stack and stack.block.mixer
+    match order:
+        case Order.ALTERNATING:
+            return rows[0]
+        case Order.BY_KV_HEAD if isinstance(mixer, AttentionBlock):
+            return mixer.num_kv_heads
+        case Order.BY_HEAD if isinstance(mixer, AttentionBlock):
+            return mixer.num_heads
+        case Order.BY_KEY_HEAD if isinstance(mixer, DeltaNetBlock):
+            return mixer.num_key_heads
+    return 1
 
 
 def _split(owner: Any, array: NamedArray) -> tuple[tuple[Axis, ...], tuple[int, ...]]:
@@ -221,6 +243,8 @@ def _split(owner: Any, array: NamedArray) -> tuple[tuple[Axis, ...], tuple[int, 
     if isinstance(owner, RMSNorm) and owner.over is not None:
         lead = tuple(axis for axis in array.axes[:1] if axis.name == LAYERS)
         return lead, tuple(axis.size for axis in owner.normed(array.axes))
+    if isinstance(owner, CausalConv) and array is owner.weight:
+        return array.axes[:1], (1, owner.num_taps)
     if not isinstance(owner, Linear):
         return tuple(axis for axis in array.axes[:1] if axis.name == LAYERS), ()
     if array is owner.bias:
@@ -233,7 +257,7 @@ def _sources(tensor: Tensor, layers: Sequence[int] | None, experts: int | None):
     for layer in [None] if layers is None else layers:
         for expert in [None] if experts is None else range(experts):
             name = tensor.name.format(layer=layer, expert=expert)
-            yield Source(name, expert if tensor.stacked_experts else None)
+            yield Source(name, expert if tensor.stacked_experts else 0 if tensor.unit_axis else None)
 
 
 def set_parameter(model: DecoderModel, path: str, array: NamedArray) -> DecoderModel:

@@ -61,9 +61,10 @@ def token_scores(model: DecoderModel, tokens: Array, attention: AttentionSpec = 
 
 
 def keys_and_values(model: DecoderModel, tokens: Array, attention: AttentionSpec = PLAIN) -> Array:
-    """Keys and values of all layers for `tokens` i32[n], computed in one piece in one page by the reference attention.
+    """Keys and values of `tokens` i32[n] in the layers that have them, computed in one piece, and kept in one page by
+    the reference attention.
 
-    Requires: n is a power of two; all layers have keys and values of one shape.
+    Requires: n is a power of two; these layers have keys and values of one shape.
     Returns: [layer, n, kv_pair, head_size], in the dtype of the model.
     """
     size = tokens.shape[0]
@@ -82,4 +83,5 @@ def keys_and_values(model: DecoderModel, tokens: Array, attention: AttentionSpec
     pools = model.config.pools
     sizes = PoolSizes(num_pages=1, page_size=size, num_slots=1, dtype=model.dtype, backend=ReferenceBackend())
     _, cache = model.hidden(batch, Cache.init(pools, sizes), attention)
-    return in_layer_order(pools, [pool.pages.array[:, 0] for pool in cache.pools if isinstance(pool, KvPages)])
+    stored = [(s, p.pages.array[:, 0]) for s, p in zip(pools, cache.pools, strict=True) if isinstance(p, KvPages)]
+    return in_layer_order(*zip(*stored, strict=True))

@@ -10,6 +10,17 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
+class WindowFigures:
+    """Sizes of the pages of layers with one sliding window, per device."""
+
+    window: int
+    """Tokens that a query sees."""
+    num_pages: int
+    """Window pages of a data-parallel rank."""
+    page_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Figures:
     """Sizes per device, unless noted. The devices of a CPU share their memory: there, sizes of all devices together."""
 
@@ -22,6 +33,7 @@ class Figures:
     upload_bytes: int
     """Uploads of two admissions: of the running round and of the next."""
     page_bytes: int
+    """Bytes of a page in the layers that store every page: all but those of `windows`."""
     page_size: int
     num_pages: int
     """Pages of a data-parallel rank; `max_seqs` and `max_step_tokens` are per rank, too."""
@@ -42,6 +54,8 @@ class Figures:
     """Tiles of the TPU attention, for decode and prompt chunks; empty for other attention."""
     model: dict[str, Any]
     """Sizes of a device's part of the model, for `roofline`."""
+    windows: tuple[WindowFigures, ...] = ()
+    """One for each sliding window whose layers have pages of their own."""
 
     @property
     def known_bytes(self) -> int:
@@ -60,13 +74,17 @@ def figures_of(spec: EngineSpec) -> Figures:
     shapes, backend = blueprint.shapes, blueprint.backend
     model, state, admission = blueprint.round_types
     pool = backend.device_bytes(state.cache)
+    page_bytes = [
+        sum(backend.device_bytes(pool) // pool.num_entries for pool in state.cache.paged(group))
+        for group in range(1 + len(shapes.windows))
+    ]
     return Figures(
         memory_bytes=spec.machine.chip.memory_bytes,
         weights_bytes=backend.device_bytes(model),
         pool_bytes=pool,
         tables_bytes=backend.device_bytes(state) - pool,
         upload_bytes=2 * backend.device_bytes(admission),
-        page_bytes=pool // shapes.num_pages,
+        page_bytes=page_bytes[0],
         page_size=shapes.page_size,
         num_pages=shapes.num_pages,
         seq_pages=-(-shapes.max_seq_len // shapes.page_size),
@@ -80,6 +98,10 @@ def figures_of(spec: EngineSpec) -> Figures:
         matmul=backend.matmul,
         tiles=_tiles(spec, blueprint) if "tiles" in backend.attention_backend.options else {},
         model=_model_sizes(spec, blueprint),
+        windows=tuple(
+            WindowFigures(each.window, each.num_pages, own)
+            for each, own in zip(shapes.windows, page_bytes[1:], strict=True)
+        ),
     )
 
 
@@ -88,12 +110,16 @@ def _model_sizes(spec: EngineSpec, blueprint: Blueprint) -> dict[str, Any]:
     parts, expert_parts = layout.model.parts, layout.experts.parts
     itemsize = blueprint.types.dtype.itemsize
     table_bytes = config.vocab_size * config.hidden_size * itemsize // parts
+    loops = [group for group in config.groups if group.repeats > 1]
     return {
         "parameters": config.num_parameters,
         "layers": config.num_layers,
+        "looped_layers": sum(group.num_layers for group in loops),
+        "layer_bodies": sum(len(group.period) for group in loops),
         "hidden": config.hidden_size,
         "q_heads": -(-config.num_heads // parts),
         "head_dim": config.head_dim,
+        "value_dim": config.head_dim if config.value_dim is None else config.value_dim,
         "experts": config.num_experts,
         "experts_per_token": config.experts.num_chosen if config.experts else 0,
         "expert_bytes": config.num_expert_parameters * itemsize // (parts * expert_parts),

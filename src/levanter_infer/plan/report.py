@@ -72,6 +72,9 @@ def _memory_table(plan: Plan, figures: Figures) -> Table:
 def _pages_table(figures: Figures) -> Table:
     table = _table(f"pages of each of {figures.num_ranks} data-parallel ranks", "what", "")
     table.add_row("pages", f"{figures.num_pages} of {figures.page_size} tokens, {gib(figures.page_bytes)} each")
+    for each in figures.windows:
+        name = f"pages of layers with a window of {each.window}"
+        table.add_row(name, f"{each.num_pages}, {gib(each.page_bytes)} each")
     table.add_row("tokens", str(figures.num_pages * figures.page_size))
     table.add_row("sequences of engine.max_seq_len that fit", f"{figures.full_seqs} of {figures.max_seq_len} tokens")
     table.add_row("engine.max_seqs", str(figures.max_seqs))
@@ -127,9 +130,11 @@ def _program_line(program) -> str:
 
 def _collective_lines(plan: Plan, figures: Figures) -> list[str]:
     lines = []
+    bodies = figures.model["layer_bodies"]
+    per_layer = f"the {bodies} bodies of the loops over layers" if bodies > 1 else "each layer"
     for bucket in figures.buckets:
         sent = plan.sent_in(bucket)
-        for name, group in (("each layer", sent.per_layer), ("each step", sent.per_step)):
+        for name, group in ((per_layer, sent.per_layer), ("each step", sent.per_step)):
             lines += [f"{bucket} tokens, {name}: {_collective(each)}" for each in group]
     blocks = plan.sent_in(figures.buckets[0]).per_block
     lines += [f"each {figures.sampled_rows} rows sampled: {_collective(each)}" for each in blocks]

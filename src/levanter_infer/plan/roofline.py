@@ -200,7 +200,8 @@ class _Model:
     @property
     def _attention_flops(self) -> float:
         """Operations of one query and one key in all layers, on one device."""
-        return 4.0 * self.figures.model["q_heads"] * self.figures.model["head_dim"] * self.figures.model["layers"]
+        model = self.figures.model
+        return 2.0 * model["q_heads"] * (model["head_dim"] + model["value_dim"]) * model["layers"]
 
     def _step(self, tokens: int, context: float, sampled: int) -> StepTime:
         """Time of a step of `tokens` that reads keys and values of `context` tokens for each running sequence."""
@@ -216,10 +217,12 @@ class _Model:
         flops += 2.0 * sampled * model["head_bytes"] / itemsize
         flops += self.sequences * context * self._attention_flops
         bandwidth = self.chip.memory_gbps * 1e9
-        token_bytes = figures.page_bytes / figures.page_size
+        kinds = [(context, figures.page_bytes)]
+        kinds += [(min(context, each.window), each.page_bytes) for each in figures.windows]
+        read_bytes = sum(tokens * each / figures.page_size for tokens, each in kinds)
         return StepTime(
             weights_s=(matrices - (1 - touched) * model["expert_bytes"]) / bandwidth,
-            kv_s=self.sequences * context * token_bytes / bandwidth,
+            kv_s=self.sequences * read_bytes / bandwidth,
             compute_s=flops / self._flops_per_s,
             collectives_s=self._send_s(index, sampled),
         )
@@ -232,6 +235,8 @@ class _Model:
         scale = figures.buckets[index] / compiled
         blocks = math.ceil(sampled / figures.sampled_rows)
         layers = figures.model["layers"]
+        if self.collectives is not None:  # those of all bodies, of which a loop over periods runs each for some layers
+            layers = figures.model["looped_layers"] / max(1, figures.model["layer_bodies"])
         groups = ((sent.per_layer, layers, scale), (sent.per_step, 1, scale), (sent.per_block, blocks, 1.0))
         return sum(times * send_s(each, self.chip, size) for group, times, size in groups for each in group)
 

@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax.core import Tracer
 from jax.experimental.multihost_utils import process_allgather
 
 from levanter_infer.kernels import MIN_ROWS
-from levanter_infer.kernels.backend import LATENT_REFUSAL, Fuse, Platform, Task, Work
+from levanter_infer.kernels.backend import Fuse, Platform, Task, Work
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall
 from levanter_infer.kernels.cpu import bindings
 from levanter_infer.kernels.xla.backend import XlaBackend
@@ -51,8 +52,6 @@ class CpuBackend(XlaBackend):
             return f"the kernels cannot be used: {missing}"
         if not bindings.supports_dtype(task.dtype):
             return f"{task.stored} are {task.dtype}; the kernels read float32 and bfloat16"
-        if task.is_latent and task.work is Work.ATTENTION:
-            return LATENT_REFUSAL
         return "score_mod and mask_mod run in XLA only" if task.has_mods and task.work is Work.ATTENTION else None
 
     @classmethod
@@ -97,7 +96,7 @@ class CpuBackend(XlaBackend):
         used = jnp.int32(places.shape[0]) if num_rows is None else num_rows
         return bindings.weighted_sum(values, places, weights, used, isa_name=self.isa)
 
-    def by_rows(self, compute: Callable, num_rows: Array | None, *rows: Array):
+    def by_rows(self, compute: Callable, num_rows: Array | None, *rows: Array) -> Any:
         """One row after the other, because XLA's code for many may round one as it does not round another. Rows that
         do not count give zeros."""
         count = rows[0].shape[0]
@@ -133,8 +132,6 @@ class CpuBackend(XlaBackend):
         return bindings.place_tokens(pool, write, isa_name=self.isa)
 
     def _attend(self, call: AttentionCall) -> Array:
-        if call.value_dim is not None:
-            raise ValueError(f'attention="cpu": {LATENT_REFUSAL}; use "xla"')
         return bindings.cpu_attention(call, isa_name=self.isa)
 
 

@@ -280,19 +280,22 @@ def place_tokens(pool: Array, write: KvWrite, *, isa_name: str | None = None) ->
 
 
 def cpu_attention(call: AttentionCall, *, isa_name: str | None = None) -> Array:
-    """`Backend.attend` in C++. Returns: [T, Hq, D], 0 for padding tokens.
+    """`Backend.attend` in C++. Returns: `call.out_shape`, 0 for padding tokens.
 
-    Raises: ValueError for what only other implementations support: `score_mod`, `mask_mod`, pages of other dtypes.
+    Raises: ValueError for what only other implementations support: `score_mod`, `mask_mod`, pages of other dtypes,
+            latents of several heads.
     """
     rules, sinks = call.rules, call.sinks
     if rules.score_mod is not None or rules.mask_mod is not None:
         raise ValueError('impl="cpu" cannot call score_mod or mask_mod; use "xla"')
     if not supports_dtype(call.kv_dtype):
         raise ValueError(f'impl="cpu" reads pages of float32 or bfloat16, not {call.kv_dtype}; use "xla"')
+    if call.value_dim is not None and call.kv_heads != 1:
+        raise ValueError(f'impl="cpu" reads latents of one head, not of {call.kv_heads}; use "xla"')
     f32, num_heads = jnp.float32, call.q.shape[1]
     far = jnp.int32(2**31 - 1)
     slopes = jnp.zeros(num_heads, f32) if rules.alibi_slopes is None else rules.alibi_slopes
-    out = jax.ShapeDtypeStruct(call.q.shape, f32)
+    out = jax.ShapeDtypeStruct(call.out_shape, f32)
     result = jax.ffi.ffi_call("levanter_infer_attention", out, vmap_method="sequential")(
         call.q.astype(f32),
         call.kv_pages,

@@ -17,8 +17,9 @@ from jax.experimental.pallas import tpu as pltpu
 from levanter_infer.kernels.call import GroupedCall
 from levanter_infer.kernels.tpu.pool import LANES
 
-_MIN_TILE, _MAX_TILE = 16, 256
-"""Rows of a tile: bfloat16 lies in VMEM in rows of 16; more than 256 would rarely all belong to one group."""
+_TILE, _ROWS = 128, 16
+"""Rows of a tile, at most: more tiles cut more groups in two, which are visited twice, and larger ones cost each visit
+more than they save. And the rows in which bfloat16 lies in VMEM."""
 _BLOCK_BYTES = 2 * 2**20
 """Bytes of a matrix that are copied at once, at most: two of them, two tiles and the results fit VMEM."""
 
@@ -33,29 +34,24 @@ def supports(call: GroupedCall) -> bool:
     return call.layer is not None and call.x.shape[1] % LANES == 0 and call.num_results > 0
 
 
-def grouped_matmul(call: GroupedCall, *, interpret=False) -> list[Array]:
+def grouped_matmul(call: GroupedCall, *, interpret: pltpu.InterpretParams | bool = False) -> list[Array]:
     """The grouped matmuls of `call`, with weights [layers, group, out, in] in the dtype of x.
 
     Args: interpret: parameters of Pallas' interpreter.
     """
-    assert call.layer is not None and call.norm is None and call.gate is None
+    layer = call.layer
+    assert layer is not None and call.norm is None and call.gate is None
     x = call.x if call.rows is None else call.x.at[call.rows].get(mode="clip")
-    tile = tile_rows(call.num_results, call.num_groups)
+    tile = min(_TILE, pl.cdiv(call.num_results, _ROWS) * _ROWS)
     visits = _visits(call.counts, call.num_results, tile)
     used = jnp.arange(call.num_results, dtype=jnp.int32) < jnp.sum(call.counts)
 
     def one(weight: Array, outs: int) -> Array:
         stack = weight.reshape(weight.shape[0], call.num_groups, outs, x.shape[1])
-        y = _one(x, stack, call.layer, visits, tile, interpret)
+        y = _one(x, stack, layer, visits, tile, interpret)
         return jnp.where(used[:, None], y, jnp.float32(0))  # rows of no group were not computed
 
     return [one(weight, outs) for weight, outs in zip(call.weights, call.num_outs, strict=True)]
-
-
-def tile_rows(num_results: int, num_groups: int) -> int:
-    """Rows of a tile: a power of two, about twice a group's share of the results."""
-    share = max(1, -(-2 * num_results // num_groups))
-    return min(max(_MIN_TILE, 1 << (share - 1).bit_length()), _MAX_TILE)
 
 
 def block_outs(outs: int, ins: int, itemsize: int) -> int:

@@ -4,6 +4,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +68,7 @@ class XlaBackend(Backend):
         terms = [weights[:, i : i + 1] * values[places[:, i]] for i in range(places.shape[1])]
         return functools.reduce(operator.add, terms)
 
-    def by_rows(self, compute: Callable, num_rows: Array | None, *rows: Array):
+    def by_rows(self, compute: Callable, num_rows: Array | None, *rows: Array) -> Any:
         return compute(*rows)
 
     def take_rows(self, table: Array, indices: Array, num_ins: int, dtype) -> Array:

@@ -37,10 +37,11 @@ struct LinearArgs {
 
 struct AttentionArgs {
   const float* q;    // [tokens, query_heads, head_dim]
-  const void* pool;  // [layers, num_pages, page_size, 2 * kv_heads, head_dim]
+  const void* pool;  // [layers, num_pages, page_size, sides * kv_heads, head_dim]
   const int32_t *page_indices, *seq_lens, *cu_q_lens;
-  float* out;  // as q
+  float* out;  // [tokens, query_heads, value_dim]
   int64_t layer, query_heads, kv_heads, head_dim, num_pages, page_size, max_pages, window;
+  int64_t sides, value_dim;      // sides 1: values are the first value_dim numbers of keys, and not stored beside them
   int64_t chunk;                 // positions of an attention chunk; 0: none
   int64_t num_rows, ahead;       // rows in use; a thread's next row is probably this many rows on
   float scale, soft_cap;         // soft_cap 0: none
@@ -374,7 +375,7 @@ ffi::Error place_tokens(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::A
   return ffi::Error::Success();
 }
 
-// `ragged_paged_attention`; q and the result in f32.
+// `ragged_paged_attention`; q and the result in f32. A pool with one head per token is one of latents.
 ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer pool,
                      ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> page_indices, ffi::Buffer<ffi::S32> seq_lens,
                      ffi::Buffer<ffi::S32> cu_q_lens, ffi::Buffer<ffi::S32> num_seqs, ffi::Buffer<ffi::S32> window,
@@ -397,7 +398,11 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
   args.head_dim = q.dimensions()[2];
   args.num_pages = shape[1];
   args.page_size = shape[2];
-  args.kv_heads = shape[3] / 2;
+  args.sides = shape[3] == 1 ? 1 : 2;
+  args.kv_heads = shape[3] / args.sides;
+  args.value_dim = out->dimensions()[2];
+  if (args.value_dim > args.head_dim || (args.sides == 2 && args.value_dim != args.head_dim))
+    return invalid("attention: the result has other numbers of a head than values have");
   args.max_pages = page_indices.dimensions()[1];
   args.window = *window.typed_data();
   args.scale = scale;
@@ -435,7 +440,7 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
   }
   const Kernels& kernels = kernels_for(isa);
   const int64_t used = rows == 0 ? 0 : std::min<int64_t>(args.cu_q_lens[rows], tokens);
-  const int64_t token_size = args.query_heads * args.head_dim;
+  const int64_t token_size = args.query_heads * args.value_dim;
   std::fill(args.out + used * token_size, args.out + tokens * token_size, 0.0f);
   const int64_t width = (args.head_dim + kernels.panel - 1) / kernels.panel * kernels.panel;
   const int64_t query_rows = QUERIES * (args.query_heads / args.kv_heads);

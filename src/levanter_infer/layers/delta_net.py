@@ -1,0 +1,181 @@
+"""Gated DeltaNet as a mixer (Qwen3-Next, Qwen3.5): a matrix per head, which each token corrects by the delta rule."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from jax import Array
+
+from levanter_infer.axes import KEY_SIZE, STATE_HEAD, VALUE_SIZE
+from levanter_infer.cache.memory import FixedState
+from levanter_infer.cache.slot_state import SlotState
+from levanter_infer.layers.causal_conv import CausalConv
+from levanter_infer.layers.linear import Fusion, Linear, apply, split_key
+from levanter_infer.layers.norm import NormConfig, RMSNorm
+from levanter_infer.layers.recurrence import TokenInputs, ragged, repeated, scan
+from levanter_infer.layers.rows import RaggedRows
+
+_L2_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class DeltaNetBlock:
+    """Gated DeltaNet, without its parameters."""
+
+    num_key_heads: int
+    """Heads of queries and keys; each serves as many heads of values, one after the other."""
+    num_value_heads: int
+    key_size: int
+    value_size: int
+    taps: int
+    """Inputs that an output of the convolution of queries, keys and values sees."""
+    norm_eps: float
+    """Of the norm of each head's result."""
+
+    unfused = "a recurrence"
+
+    def __post_init__(self):
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"linear_num_value_heads={self.num_value_heads} is no multiple of "
+                f"linear_num_key_heads={self.num_key_heads}"
+            )
+
+    @property
+    def stored(self) -> "DeltaNetBlock":
+        """What decides the parameters: blocks that are equal here share a stack."""
+        return self
+
+    @property
+    def channels(self) -> int:
+        """Those of the convolution: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_size + self.num_value_heads * self.value_size
+
+    @property
+    def memory(self) -> FixedState:
+        """What a layer remembers of each sequence."""
+        memory = (self.num_value_heads, self.key_size, self.value_size)
+        return FixedState((("conv", (self.taps - 1, self.channels)), ("memory", memory)))
+
+    def num_parameters(self, hidden: int) -> int:
+        """From the sizes alone. Args: hidden: width of the residual stream."""
+        values = self.num_value_heads * self.value_size
+        maps = hidden * (self.channels + 2 * values + 2 * self.num_value_heads)
+        return maps + self.channels * self.taps + 2 * self.num_value_heads + self.value_size
+
+
+class DeltaNet(eqx.Module):
+    """`out(norm(o) · silu(z))`, where o is the gated delta rule (`layers.recurrence`) of queries, keys and values that
+    passed a short convolution and SiLU; queries and keys have unit length, and queries are divided by √key_size.
+
+    Source: arXiv:2412.06464.
+    """
+
+    q_proj: Linear
+    k_proj: Linear
+    """[layers, state_head, key_size, embed]"""
+    v_proj: Linear
+    z_proj: Linear
+    """[layers, state_head, value_size, embed]; z is the gate of the result."""
+    b_proj: Linear
+    a_proj: Linear
+    """[layers, state_head, embed]; β = sigmoid(b), and the decay comes from a."""
+    conv: CausalConv
+    """Of queries, keys and values, in this order."""
+    a_log: NamedArray
+    dt_bias: NamedArray
+    """f32[layers, state_head]; the logarithm of the decay is -exp(a_log) · softplus(a + dt_bias)."""
+    norm: RMSNorm
+    """f32[layers, value_size]"""
+    out_proj: Linear
+    """[layers, embed, state_head, value_size]"""
+
+    @staticmethod
+    def init(batch: Sequence[Axis], embed: Axis, block: DeltaNetBlock, *, key: Array | None, dtype) -> "DeltaNet":
+        """Random maps as in `Linear.init`, no decay bias; `batch`: axes of independent layers."""
+        keys = iter(split_key(key, 8))
+        k_heads = (Axis(STATE_HEAD, block.num_key_heads), Axis(KEY_SIZE, block.key_size))
+        head, value = Axis(STATE_HEAD, block.num_value_heads), Axis(VALUE_SIZE, block.value_size)
+
+        def linear(*outs: Axis) -> Linear:
+            return Linear.init(batch, outs, (embed,), key=next(keys), dtype=dtype)
+
+        return DeltaNet(
+            q_proj=linear(*k_heads),
+            k_proj=linear(*k_heads),
+            v_proj=linear(head, value),
+            z_proj=linear(head, value),
+            b_proj=linear(head),
+            a_proj=linear(head),
+            conv=CausalConv.init(batch, block.channels, block.taps, key=next(keys), dtype=dtype),
+            a_log=hax.zeros((*batch, head)),
+            dt_bias=hax.zeros((*batch, head)),
+            norm=RMSNorm.init(batch, value, config=NormConfig(block.norm_eps), dtype=jnp.float32),
+            out_proj=Linear.init(batch, (embed,), (head, value), key=next(keys), dtype=dtype),
+        )
+
+    def dense(self, x: NamedArray, around: Fusion, block: DeltaNetBlock) -> tuple[NamedArray, None]:
+        """Args: x: [..., position, embed], position 0 first. Returns: [..., position, embed], and no state."""
+        return self._mixed(x, around, block, self.conv.dense, scan), None
+
+    def paged(
+        self,
+        x: NamedArray,
+        around: Fusion,
+        block: DeltaNetBlock,
+        state: SlotState,
+        layer: Array,
+        rows: RaggedRows,
+    ) -> tuple[NamedArray, SlotState]:
+        """The packed tokens of a step, [token, embed], after the state of each row in `layer` of the pool, i32[]."""
+        stored, new = state.read(layer, rows.slots, rows.is_new), {}
+
+        def convolved(inputs: Array) -> Array:
+            result, new["conv"] = self.conv.ragged(inputs, stored["conv"], rows)
+            return result
+
+        def recurred(tokens: TokenInputs) -> Array:
+            new["memory"], result = ragged(stored["memory"], tokens, rows)
+            return result
+
+        mixed = self._mixed(x, around, block, convolved, recurred)
+        return mixed, state.write(layer, rows.slots, new)
+
+    def _mixed(
+        self,
+        x: NamedArray,
+        around: Fusion,
+        block: DeltaNetBlock,
+        convolve: Callable[[Array], Array],
+        recur: Callable[[TokenInputs], Array],
+    ) -> NamedArray:
+        maps = (self.q_proj, self.k_proj, self.v_proj, self.z_proj, self.b_proj, self.a_proj)
+        q, k, v, z, b, a = apply(x, *maps, norm=around.norm)
+        lead = x.array.shape[:-1]
+        flat = jnp.concatenate([each.array.reshape(*lead, -1) for each in (q, k, v)], axis=-1)
+        flat = jax.nn.silu(convolve(flat))
+        keys = block.num_key_heads * block.key_size
+        q_flat, k_flat, v_flat = jnp.split(flat, [keys, 2 * keys], axis=-1)
+        q_unit, k_unit = (_unit(each.reshape(q.array.shape)) for each in (q_flat, k_flat))
+        tokens = TokenInputs(
+            q=repeated(q_unit * jnp.float32(block.key_size**-0.5), block.num_value_heads),
+            k=repeated(k_unit, block.num_value_heads),
+            v=v_flat.reshape(v.array.shape),
+            log_decay=self._log_decay(a.array),
+            beta=jax.nn.sigmoid(b.array.astype(jnp.float32)),
+        )
+        result = self.norm(NamedArray(recur(tokens), v.axes)).array * jax.nn.silu(z.array.astype(jnp.float32))
+        return apply(NamedArray(result.astype(x.dtype), v.axes), self.out_proj, residual=around.residual)[0]
+
+    def _log_decay(self, a: Array) -> Array:
+        rate, bias = (each.array.astype(jnp.float32) for each in (self.a_log, self.dt_bias))
+        return -jnp.exp(rate) * jax.nn.softplus(a.astype(jnp.float32) + bias)
+
+
+def _unit(x: Array) -> Array:
+    """Vectors of unit length, along the last axis."""
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + jnp.float32(_L2_EPS))

@@ -1,0 +1,186 @@
+"""Mamba-2 as a mixer (Granite 4, Nemotron-H, Falcon-H1): a matrix per head that decays and gathers what tokens add."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from jax import Array
+
+from levanter_infer.axes import KEY_SIZE, STATE_GROUP, STATE_HEAD, VALUE_SIZE
+from levanter_infer.cache.memory import FixedState
+from levanter_infer.cache.slot_state import SlotState
+from levanter_infer.layers.causal_conv import CausalConv
+from levanter_infer.layers.linear import Fusion, Linear, apply, split_key
+from levanter_infer.layers.recurrence import TokenInputs, ragged, repeated, scan
+from levanter_infer.layers.rows import RaggedRows
+
+
+@dataclass(frozen=True)
+class Mamba2Block:
+    """Mamba-2, without its parameters."""
+
+    num_heads: int
+    head_size: int
+    num_groups: int
+    """Groups of heads that share what the state is written and read with (B and C); also the groups of the norm."""
+    state_size: int
+    """Numbers of B and of C, in each group."""
+    taps: int
+    """Inputs that an output of the convolution sees."""
+    norm_eps: float
+    """Of the norm of the gated result, over each group."""
+    conv_bias: bool = True
+    bias: bool = False
+    """Whether the projections have one."""
+
+    unfused = "a recurrence"
+
+    def __post_init__(self):
+        if self.num_heads % self.num_groups:
+            raise ValueError(f"mamba heads={self.num_heads} is no multiple of mamba groups={self.num_groups}")
+
+    @property
+    def stored(self) -> "Mamba2Block":
+        """What decides the parameters: blocks that are equal here share a stack."""
+        return self
+
+    @property
+    def width(self) -> int:
+        """Numbers of all heads."""
+        return self.num_heads * self.head_size
+
+    @property
+    def channels(self) -> int:
+        """Those of the convolution: x, B and C."""
+        return self.width + 2 * self.num_groups * self.state_size
+
+    @property
+    def memory(self) -> FixedState:
+        """What a layer remembers of each sequence."""
+        memory = (self.num_heads, self.state_size, self.head_size)
+        return FixedState((("conv", (self.taps - 1, self.channels)), ("memory", memory)))
+
+    def num_parameters(self, hidden: int) -> int:
+        """From the sizes alone. Args: hidden: width of the residual stream."""
+        rows = self.width + self.channels + self.num_heads
+        conv = self.channels * (self.taps + self.conv_bias)
+        return (hidden + self.bias) * rows + hidden * (self.width + self.bias) + conv + 3 * self.num_heads + self.width
+
+
+class Mamba2(eqx.Module):
+    """`out(norm(y · silu(z)))` with `S_t = e^{a·dt} S_{t-1} + B_t (dt_t x_t)ᵀ` and `y_t = S_tᵀ C_t + d · x_t`, where x,
+    B and C have passed a short convolution and SiLU, `dt = softplus(dt + dt_bias)` and `a = -exp(a_log)`.
+
+    Source: arXiv:2405.21060.
+    """
+
+    z_proj: Linear
+    x_proj: Linear
+    """[layers, state_head, value_size, embed]"""
+    b_proj: Linear
+    c_proj: Linear
+    """[layers, state_group, key_size, embed]"""
+    dt_proj: Linear
+    """[layers, state_head, embed]"""
+    conv: CausalConv
+    """Of x, B and C, in this order."""
+    a_log: NamedArray
+    dt_bias: NamedArray
+    skip: NamedArray
+    """f32[layers, state_head]; skip is d."""
+    norm_weight: NamedArray
+    """[layers, state_head, value_size]"""
+    out_proj: Linear
+    """[layers, embed, state_head, value_size]"""
+
+    @staticmethod
+    def init(batch: Sequence[Axis], embed: Axis, block: Mamba2Block, *, key: Array | None, dtype) -> "Mamba2":
+        """Random maps as in `Linear.init`, a decay of e^-dt; `batch`: axes of independent layers."""
+        keys = iter(split_key(key, 7))
+        head = Axis(STATE_HEAD, block.num_heads)
+        value = (head, Axis(VALUE_SIZE, block.head_size))
+        shared = (Axis(STATE_GROUP, block.num_groups), Axis(KEY_SIZE, block.state_size))
+
+        def linear(*outs: Axis) -> Linear:
+            return Linear.init(batch, outs, (embed,), key=next(keys), dtype=dtype, bias=block.bias)
+
+        conv = CausalConv.init(batch, block.channels, block.taps, key=next(keys), dtype=dtype, bias=block.conv_bias)
+        return Mamba2(
+            z_proj=linear(*value),
+            x_proj=linear(*value),
+            b_proj=linear(*shared),
+            c_proj=linear(*shared),
+            dt_proj=linear(head),
+            conv=conv,
+            a_log=hax.zeros((*batch, head)),
+            dt_bias=hax.zeros((*batch, head)),
+            skip=hax.ones((*batch, head)),
+            norm_weight=hax.ones((*batch, *value), dtype=dtype),
+            out_proj=Linear.init(batch, (embed,), value, key=next(keys), dtype=dtype, bias=block.bias),
+        )
+
+    def dense(self, x: NamedArray, around: Fusion, block: Mamba2Block) -> tuple[NamedArray, None]:
+        """Args: x: [..., position, embed], position 0 first. Returns: [..., position, embed], and no state."""
+        return self._mixed(x, around, block, self.conv.dense, scan), None
+
+    def paged(
+        self,
+        x: NamedArray,
+        around: Fusion,
+        block: Mamba2Block,
+        state: SlotState,
+        layer: Array,
+        rows: RaggedRows,
+    ) -> tuple[NamedArray, SlotState]:
+        """The packed tokens of a step, [token, embed], after the state of each row in `layer` of the pool, i32[]."""
+        stored, new = state.read(layer, rows.slots, rows.is_new), {}
+
+        def convolved(inputs: Array) -> Array:
+            result, new["conv"] = self.conv.ragged(inputs, stored["conv"], rows)
+            return result
+
+        def recurred(tokens: TokenInputs) -> Array:
+            new["memory"], result = ragged(stored["memory"], tokens, rows)
+            return result
+
+        mixed = self._mixed(x, around, block, convolved, recurred)
+        return mixed, state.write(layer, rows.slots, new)
+
+    def _mixed(
+        self,
+        x: NamedArray,
+        around: Fusion,
+        block: Mamba2Block,
+        convolve: Callable[[Array], Array],
+        recur: Callable[[TokenInputs], Array],
+    ) -> NamedArray:
+        maps = (self.z_proj, self.x_proj, self.b_proj, self.c_proj, self.dt_proj)
+        z, inputs, b, c, dt = apply(x, *maps, norm=around.norm)
+        lead = x.array.shape[:-1]
+        flat = jnp.concatenate([each.array.reshape(*lead, -1) for each in (inputs, b, c)], axis=-1)
+        flat = jax.nn.silu(convolve(flat))
+        sizes = [block.width, block.width + block.num_groups * block.state_size]
+        x_flat, b_flat, c_flat = jnp.split(flat, sizes, axis=-1)
+        values = x_flat.reshape(inputs.array.shape)
+        rate, bias, skip = (each.array.astype(jnp.float32) for each in (self.a_log, self.dt_bias, self.skip))
+        step = jax.nn.softplus(dt.array.astype(jnp.float32) + bias)
+        tokens = TokenInputs(
+            q=repeated(c_flat.reshape(c.array.shape), block.num_heads),
+            k=repeated(b_flat.reshape(b.array.shape), block.num_heads),
+            v=step[..., None] * values,
+            log_decay=-jnp.exp(rate) * step,
+            beta=None,
+        )
+        result = recur(tokens) + skip[:, None] * values
+        result = self._normed(result * jax.nn.silu(z.array.astype(jnp.float32)), block)
+        return apply(NamedArray(result.astype(x.dtype), z.axes), self.out_proj, residual=around.residual)[0]
+
+    def _normed(self, gated: Array, block: Mamba2Block) -> Array:
+        """RMSNorm over the heads of each group."""
+        groups = gated.reshape(*gated.shape[:-2], block.num_groups, -1)
+        scale = jax.lax.rsqrt(jnp.mean(groups * groups, axis=-1, keepdims=True) + jnp.float32(block.norm_eps))
+        return (groups * scale).reshape(gated.shape) * self.norm_weight.array.astype(jnp.float32)

@@ -1,0 +1,133 @@
+"""Gated linear recurrences over a matrix per head: gated DeltaNet, and Mamba-2 without the delta rule.
+
+    S_t = e^{g_t} S_{t-1} + k_t δ_tᵀ,    o_t = S_tᵀ q_t
+    δ_t = v_t, or with the delta rule β_t (v_t - (e^{g_t} S_{t-1})ᵀ k_t)
+
+The same mathematics in three forms: `scan` a token at a time over plain sequences, which is the oracle; one token of
+each row; and blocks of `BLOCK` tokens of one row by matmuls. `ragged` composes the last two over a packed batch. All
+numbers are float32. Sources: Gated DeltaNet, arXiv:2412.06464; state space duality, arXiv:2405.21060.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from levanter_infer.layers.rows import RaggedRows
+
+BLOCK = 64
+"""Tokens of a row that are computed together."""
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+
+class TokenInputs(eqx.Module):
+    """What the recurrence takes from each token. f32, the leading axes are any."""
+
+    q: Array
+    """[..., head, key_size]"""
+    k: Array
+    v: Array
+    """[..., head, value_size]"""
+    log_decay: Array
+    """[..., head], at most 0."""
+    beta: Array | None
+    """[..., head], share of the old value that the new one replaces; None: there is no delta rule."""
+
+    def map(self, function) -> "TokenInputs":
+        return jax.tree.map(function, self)
+
+
+def one_token(state: Array, x: TokenInputs) -> tuple[Array, Array]:
+    """Args: state: f32[..., head, key_size, value_size]. Returns: the new state, and f32[..., head, value_size]."""
+    state = jnp.exp(x.log_decay)[..., None, None] * state
+    delta = x.v
+    if x.beta is not None:
+        delta = x.beta[..., None] * (x.v - jnp.sum(state * x.k[..., None], axis=-2))
+    state = state + x.k[..., None] * delta[..., None, :]
+    return state, jnp.sum(state * x.q[..., None], axis=-2)
+
+
+def scan(x: TokenInputs) -> Array:
+    """A token at a time from the zero state.
+
+    Args: x: [..., position, head, …]
+    Returns: f32[..., position, head, value_size].
+    """
+    axis = x.log_decay.ndim - 2
+    by_position = x.map(lambda array: jnp.moveaxis(array, axis, 0))
+    zeros = jnp.zeros((*by_position.k.shape[1:], x.v.shape[-1]), jnp.float32)
+    return jnp.moveaxis(jax.lax.scan(one_token, zeros, by_position)[1], 0, axis)
+
+
+def block(state: Array, x: TokenInputs) -> tuple[Array, Array]:
+    """Consecutive tokens of one row, by matmuls.
+
+    The delta rule is a triangular system for all δ of the block (the WY form). A token with k = v = 0 and log_decay = 0
+    changes nothing.
+
+    Args:
+        state: f32[head, key_size, value_size], before the first of them.
+        x: [token, head, …]
+    Returns: the state after the last, and f32[token, head, value_size].
+    """
+    q, k, v = (jnp.swapaxes(each, 0, 1) for each in (x.q, x.k, x.v))  # [head, token, size]
+    total = jnp.cumsum(x.log_decay.T, axis=1)  # [head, token]
+    num = total.shape[1]
+    later = jnp.tril(jnp.ones((num, num), bool))
+    # Of differences above the diagonal the exponential may overflow, and infinity times zero is no number.
+    decay = jnp.exp(jnp.where(later, total[:, :, None] - total[:, None, :], -jnp.inf))
+    delta = v
+    if x.beta is not None:
+        beta = x.beta.T[..., None]
+        remembered = jnp.exp(total)[..., None] * _matmul("htk,hkv->htv", k, state)
+        system = jnp.tril(beta * decay * _matmul("htk,hsk->hts", k, k), -1) + jnp.eye(num, dtype=jnp.float32)
+        delta = jax.lax.linalg.triangular_solve(
+            system, beta * (v - remembered), left_side=True, lower=True, unit_diagonal=True
+        )
+    result = jnp.exp(total)[..., None] * _matmul("htk,hkv->htv", q, state)
+    result = result + _matmul("hts,hsv->htv", decay * _matmul("htk,hsk->hts", q, k), delta)
+    left = jnp.exp(total[:, -1:] - total)[..., None] * k
+    state = jnp.exp(total[:, -1])[:, None, None] * state + _matmul("htk,htv->hkv", left, delta)
+    return state, jnp.swapaxes(result, 0, 1)
+
+
+def ragged(state: Array, x: TokenInputs, rows: RaggedRows) -> tuple[Array, Array]:
+    """The packed tokens of a step: rows of one token all at once, the tokens of others block by block.
+
+    Args:
+        state: f32[row, head, key_size, value_size], before each row's first token.
+        x: [token, head, …]
+    Returns: the state after each row's last token, and f32[token, head, value_size], zeros for padding.
+    """
+    num_tokens = x.v.shape[0]
+    first = x.map(lambda array: array.at[rows.starts].get(mode="fill", fill_value=0))
+    stepped, results = one_token(state, first)
+    is_single = rows.lens == 1
+    state = jnp.where(is_single[:, None, None, None], stepped, state)
+    place = jnp.where(is_single, rows.starts, num_tokens)
+    result = jnp.zeros(x.v.shape, jnp.float32).at[place].set(results, mode="drop")
+
+    size = min(BLOCK, num_tokens)
+    counts = jnp.where(rows.lens > 1, -(-rows.lens // size), 0)
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    item = jnp.arange(size, dtype=jnp.int32)
+
+    def body(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        index, state, result = carry
+        row = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
+        begin = (index - ends[row] + counts[row]) * size
+        place = jnp.where(item < rows.lens[row] - begin, rows.starts[row] + begin + item, num_tokens)
+        tokens = x.map(lambda array: array.at[place].get(mode="fill", fill_value=0))
+        new, results = block(state[row], tokens)
+        return index + 1, state.at[row].set(new), result.at[place].set(results, mode="drop")
+
+    return jax.lax.while_loop(lambda carry: carry[0] < ends[-1], body, (jnp.int32(0), state, result))[1:]
+
+
+def _matmul(spec: str, left: Array, right: Array) -> Array:
+    return jnp.einsum(spec, left, right, precision=_HIGHEST, preferred_element_type=jnp.float32)
+
+
+def repeated(heads: Array, num_heads: int) -> Array:
+    """[..., group, size] for every head: each group serves as many heads, one after the other."""
+    return jnp.repeat(heads, num_heads // heads.shape[-2], axis=-2)

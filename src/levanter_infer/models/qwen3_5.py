@@ -1,0 +1,117 @@
+"""Qwen3.5, its text models: the layers of Qwen3-Next, dense or with experts, in tensors of their own."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from levanter_infer.models.blocks import Block
+from levanter_infer.models.config import DecoderConfig
+from levanter_infer.models.family import LLAMA_TENSORS, Family, read_sizes
+from levanter_infer.models.hf_config import HfConfig
+from levanter_infer.models.qwen2_moe import QWEN2_MOE_TENSORS
+from levanter_infer.models.qwen3_next import (
+    MTP,
+    experts_to_hf,
+    mixers_to_hf,
+    projections,
+    read_experts,
+    read_mixers,
+    ropes,
+    with_delta_net,
+)
+from levanter_infer.models.tensors import Tensor
+
+DENSE, EXPERTS = "qwen3_5_text", "qwen3_5_moe_text"
+_EXPERTS = "model.layers.{layer}.mlp.experts"
+_STACKED = (
+    Tensor(
+        f"{_EXPERTS}.gate_up_proj", ("layers.mlp.gate_proj.weight", "layers.mlp.up_proj.weight"), stacked_experts=True
+    ),
+    Tensor(f"{_EXPERTS}.down_proj", ("layers.mlp.down_proj.weight",), stacked_experts=True),
+)
+"""Experts as Qwen publishes them, and transformers has them in memory; its files have each expert by itself."""
+_TENSORS = (projections("in_proj_qkv", "qkv"), *(projections(f"in_proj_{part}", part) for part in "zba"))
+
+
+def _read(raw: Mapping[str, Any]) -> HfConfig:
+    """The keys, without those of ropes over several axes: in text all of a token's positions are the same."""
+    raw = {"intermediate_size": 12288, **raw}
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(raw.get(key), dict):
+            raw[key] = {k: v for k, v in raw[key].items() if k not in ("mrope_section", "mrope_interleaved")}
+    hf = HfConfig(raw)
+    for key in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):
+        hf.ignore(key)
+    return hf
+
+
+def dense_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Raises: ValueError naming the key that is unknown, malformed or not implemented."""
+    hf = _read(raw)
+    sizes = read_sizes(hf, kv_heads=4, head_dim=256, max_positions=32768, ropes=ropes)
+    mixers = read_mixers(hf, sizes)
+    hf.only("mlp_only_layers", None, [])
+    hf.finish()
+    norm = sizes.norm(plus_one=True)
+    return sizes.decoder(DENSE, [Block(mixer, sizes.dense(), norm) for mixer in mixers])
+
+
+def experts_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Raises: ValueError naming the key that is unknown, malformed or not implemented."""
+    hf = _read(raw)
+    sizes = read_sizes(hf, kv_heads=2, head_dim=256, max_positions=32768, ropes=ropes)
+    mixers, experts = read_mixers(hf, sizes), read_experts(hf, 256, 8, True)
+    hf.only("norm_topk_prob", True, None)
+    hf.only("decoder_sparse_step", 1, None)
+    hf.only("mlp_only_layers", None, [])
+    hf.finish()
+    norm = sizes.norm(plus_one=True)
+    return sizes.decoder(EXPERTS, [Block(mixer, experts, norm) for mixer in mixers])
+
+
+def to_hf(config: DecoderConfig) -> dict[str, Any]:
+    keys = {**mixers_to_hf(config), **experts_to_hf(config)}
+    return keys if config.experts is None else {k: v for k, v in keys.items() if k != "intermediate_size"}
+
+
+def _parent_from_hf(of_text: Callable[[Mapping[str, Any]], DecoderConfig]):
+    def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+        """The text model of a checkpoint with vision."""
+        hf = HfConfig(raw)
+        text = hf.text_config(
+            *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+            "language_model_only",
+        )
+        hf.finish()
+        return of_text(text)
+
+    return config_from_hf
+
+
+def _with_vision(model_type: str, architecture: str, text: Family) -> Family:
+    """The multimodal parent of a text model, read as that and saved as that."""
+    return Family(
+        model_type,
+        architecture,
+        _parent_from_hf(text.config_from_hf),
+        text.config_to_hf,
+        text.tensors,
+        prefixes=(("model.language_model.", "model."),),
+        unused=(*MTP, "model.visual."),
+        alternatives=text.alternatives,
+    )
+
+
+QWEN3_5 = Family(
+    DENSE, "Qwen3_5ForCausalLM", dense_from_hf, to_hf, with_delta_net(LLAMA_TENSORS, *_TENSORS), unused=MTP
+)
+QWEN3_5_MOE = Family(
+    EXPERTS,
+    "Qwen3_5MoeForCausalLM",
+    experts_from_hf,
+    to_hf,
+    with_delta_net(QWEN2_MOE_TENSORS, *_TENSORS),
+    unused=MTP,
+    alternatives=_STACKED,
+)
+QWEN3_5_WITH_VISION = _with_vision("qwen3_5", "Qwen3_5ForConditionalGeneration", QWEN3_5)
+QWEN3_5_MOE_WITH_VISION = _with_vision("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", QWEN3_5_MOE)

@@ -1,0 +1,155 @@
+"""Models that remember a state of fixed size per sequence: forks and descendants take it along.
+
+Tokens and logprobs are compared with the uncached forward, the latter with a tolerance: a chunk of tokens is computed
+by matmuls, a token alone by sums, which round differently. test_families.py has chunks, batches, preemption, offload.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levanter_infer import generate
+from levanter_infer.decode.invariants import check_invariants
+from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.engine import InferenceEngine
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import Request
+from tests.golden_cases import load_case
+from tests.tiny_models import tiny_model, uncached_greedy, uncached_logprobs
+
+FAMILIES = ("lfm2", "qwen3_5")
+LENGTH = 96
+TOLERANCE = 1e-3
+
+
+@functools.cache
+def model_of(name: str):
+    config = load_case(name).config
+    model = tiny_model(**{**config, "vocab_size": 61, "initializer_range": 0.02})
+    rng = np.random.default_rng(1)  # decays and skips other than one
+
+    def moved(leaf):
+        return leaf + jnp.asarray(0.1 * rng.standard_normal(leaf.shape), leaf.dtype) if leaf.ndim == 2 else leaf
+
+    return jax.tree.map(moved, model)
+
+
+def make_engine(name: str, **config) -> InferenceEngine:
+    sizes = dict(max_seqs=3, max_seq_len=LENGTH, page_size=4, max_pages=60, max_step_tokens=13)
+    return InferenceEngine(model_of(name), config=EngineConfig(**{**sizes, **config}))
+
+
+@functools.cache
+def shared_engine(name: str) -> InferenceEngine:
+    return make_engine(name, max_pages=34)
+
+
+@pytest.fixture(params=FAMILIES)
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def engine(name):
+    engine = shared_engine(name)
+    engine.reset()
+    return engine
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 61, length).tolist()
+
+
+def request(ids: list[int], max_tokens: int = 8, temperature: float = 0.0, **sampling) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True, logprobs=0, **sampling)
+    return Request(prompt_token_ids=ids, sampling=params)
+
+
+def check_logprobs(name: str, prompt: list[int], completion) -> None:
+    """Those of its tokens are the uncached forward's."""
+    tokens = [*prompt, *completion.token_ids]
+    expected = uncached_logprobs(model_of(name), tokens, LENGTH)
+    steps = np.arange(len(prompt) - 1, len(tokens) - 1)
+    np.testing.assert_allclose(completion.logprobs, expected[steps, completion.token_ids], atol=TOLERANCE)
+
+
+def run(name: str, engine: InferenceEngine, *requests: Request) -> dict[str, float]:
+    """Sample the requests greedily, compare them with the uncached forward, and give what the engine counted."""
+    before = engine.stats()
+    outputs = engine.generate(list(requests))
+    for asked, output in zip(requests, outputs, strict=True):
+        assert output.error is None, output.error
+        prompt = list(asked.prompt_token_ids)
+        expected = uncached_greedy(model_of(name), prompt, asked.sampling.max_tokens)
+        assert [list(c.token_ids) for c in output.completions] == [expected] * asked.sampling.n
+        for completion in output.completions:
+            check_logprobs(name, prompt, completion)
+    check_invariants(engine.state.decode)
+    after = engine.stats()
+    return {key: after[key] - before[key] for key in ("preemptions", "forks", "recomputed_tokens") if key in after}
+
+
+@pytest.mark.parametrize("length", [1, 2, 12, 13, 14, 29])
+def test_samples_of_one_prompt_fork_with_the_state(name, engine, length):
+    """The prompt's last chunk stops where the forks start; with one token there is nothing to share."""
+    counted = run(name, engine, request(text(length), n=3))
+    assert counted["forks"] == (2 if length > 1 else 0)
+
+
+def test_forks_of_a_parent_that_went_on_compute_the_prompt(name):
+    """Fewer sequences run at once than there are samples, and they diverge."""
+    engine = make_engine(name, max_seqs=2)
+    asked = request(text(17), max_tokens=6, temperature=1.0, n=4, seed=3)
+    (output,) = engine.generate([asked])
+    assert len({tuple(c.token_ids) for c in output.completions}) > 1
+    for completion in output.completions:
+        check_logprobs(name, list(asked.prompt_token_ids), completion)
+
+
+def test_resampled_sequences_take_the_state_along(name, engine):
+    asked = request(text(15), max_tokens=20, temperature=1.0, n=3, seed=5)
+    state = engine.submit(asked)
+    for _ in range(6):
+        engine.step_round(max_steps=1)
+    engine.resample(state, [1, 2, 1])  # 1 is source and target
+    for _ in range(3):
+        engine.step_round(max_steps=1)
+    engine.fork(state, 0)
+    engine.drain()
+    output = state.output()
+    assert len(output.completions) == 4
+    for completion in output.completions:
+        check_logprobs(name, list(asked.prompt_token_ids), completion)
+
+
+def test_prompt_logprobs_are_those_of_the_uncached_forward(name, engine):
+    prompt = text(31)
+    (output,) = engine.generate([request(prompt, max_tokens=2, prompt_logprobs=0)])
+    expected = uncached_logprobs(model_of(name), prompt, LENGTH)
+    got = [float(entry) for entry in output.prompt_logprobs[1:]]
+    np.testing.assert_allclose(got, expected[np.arange(30), prompt[1:]], atol=TOLERANCE)
+
+
+def test_the_pure_function_forks_and_samples(name):
+    prompts = np.zeros((2, 9), np.int32)
+    prompts[0], prompts[1, :4] = text(9), text(4, seed=1)
+    sampling = SamplingParams(max_tokens=5, temperature=0.0, n=2, ignore_eos=True)
+    made = generate(model_of(name), prompts, np.asarray([9, 4]), sampling=sampling, config=EngineConfig(page_size=4))
+    for row, length in enumerate((9, 4)):
+        expected = uncached_greedy(model_of(name), prompts[row, :length].tolist(), 5)
+        assert made.token_ids[row].tolist() == [expected] * 2
+
+
+def test_what_needs_a_kept_state_is_refused_by_name(engine):
+    assert engine.describe()["prefix_cache"] is False
+    for config, message in (
+        ({"prefix_cache": True}, "engine.prefix_cache=true: layers of this model remember a state"),
+        ({"numerics": "batch_invariant"}, 'engine.numerics="batch_invariant" is not possible for a model with a'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            InferenceEngine(engine.model, config=EngineConfig(max_seqs=2, max_seq_len=32, **config))
+    (output,) = engine.generate([request(text(4), num_beams=2)])
+    assert "num_beams=2: layers of this model remember a state" in (output.error or "")

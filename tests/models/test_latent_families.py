@@ -1,0 +1,124 @@
+"""Families with latent attention: published configurations, refusals, and tensors that are not read."""
+
+import json
+import math
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from levanter_infer.cache.memory import Latents
+from levanter_infer.checkpoints.load import load_weights
+from levanter_infer.checkpoints.source import resolve_source
+from levanter_infer.layers.latent_attention import LatentAttentionBlock
+from levanter_infer.models.registry import family_for
+from tests.golden_cases import load_case, write_checkpoint
+
+DEEPSEEK_V3 = json.loads((Path(__file__).parents[2] / "configs/shapes/deepseek-v3.json").read_text())
+KIMI_K2 = {
+    **DEEPSEEK_V3,
+    "model_type": "kimi_k2",
+    "vocab_size": 163840,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_routed_experts": 384,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+    "num_nextn_predict_layers": 0,
+    "aux_loss_alpha": 0.001,
+    "seq_aux": True,
+}
+DEEPSEEK_V2_LITE = {
+    "model_type": "deepseek_v2",
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "aux_loss_alpha": 0.001,
+    "seq_aux": True,
+    "max_position_embeddings": 163840,
+    "rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "mscale": 0.707, "mscale_all_dim": 0.707},
+    "auto_map": DEEPSEEK_V3["auto_map"],
+}
+
+
+def parse(raw, **changes):
+    config = {**raw, **changes}
+    return family_for(config).config_from_hf(config)
+
+
+def test_published_sizes():
+    v3, k2, lite = map(parse, (DEEPSEEK_V3, KIMI_K2, DEEPSEEK_V2_LITE))
+    assert v3.num_parameters == 671_026_419_200
+    assert round(k2.num_parameters / 1e9) == 1026 and lite.num_parameters == 15_706_484_224
+    assert [pool.memory for pool in v3.pools] == [Latents(576)] and v3.value_dim == 512
+    assert [(group.first, group.repeats) for group in v3.groups] == [(0, 3), (3, 58)]
+    assert (v3.num_heads, v3.num_kv_heads, v3.head_dim) == (128, 1, 576)
+
+
+def test_the_scale_has_the_square_of_mscale_where_yarn_names_all_dimensions():
+    def scale(raw, **changes):
+        mixer = parse(raw, **changes).blocks[0].mixer
+        assert isinstance(mixer, LatentAttentionBlock)
+        return mixer.scale
+
+    assert scale(DEEPSEEK_V3) == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    assert scale(DEEPSEEK_V2_LITE) == pytest.approx(192**-0.5 * (0.0707 * math.log(40) + 1) ** 2)
+    no_mscale = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+    assert scale(DEEPSEEK_V3, rope_scaling=no_mscale) == scale(DEEPSEEK_V3, rope_scaling=None) == 192**-0.5
+
+
+@pytest.mark.parametrize(
+    "raw, changes, message",
+    [
+        (DEEPSEEK_V3, {"num_key_value_heads": 8}, "num_key_value_heads=8, expected num_attention_heads=128"),
+        (DEEPSEEK_V3, {"head_dim": 128}, "head_dim=128, expected qk_rope_head_dim=64"),
+        (DEEPSEEK_V3, {"qk_head_dim": 128}, "qk_head_dim=128, expected None or 192"),
+        (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func='softmax', expected 'sigmoid'"),
+        (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method='greedy', expected 'noaux_tc'"),
+        (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq=2, expected 1"),
+        (DEEPSEEK_V3, {"n_group": 7}, "n_group=7, expected a divisor of the number of experts, 256"),
+        (DEEPSEEK_V3, {"topk_group": 9}, "at least topk_group=9"),
+        (DEEPSEEK_V3, {"num_experts_per_tok": 257}, "num_experts_per_tok=257, expected at most"),
+        (DEEPSEEK_V3, {"auto_map": {"AutoModel": "evil.Model"}}, "auto_map=.*modeling_deepseek"),
+        (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.*expected None"),
+        (DEEPSEEK_V3, {"index_topk": 2048}, "'index_topk'"),
+        (DEEPSEEK_V2_LITE, {"norm_topk_prob": True}, "norm_topk_prob=True, expected False"),
+        (DEEPSEEK_V2_LITE, {"num_experts_per_tok": None}, "num_experts_per_tok=None, expected a whole number"),
+        (DEEPSEEK_V3, {"model_type": "deepseek_v32"}, "deepseek_v32': its sparse attention.*is not implemented"),
+        (DEEPSEEK_V3, {"model_type": "glm_moe_dsa"}, "glm_moe_dsa': its sparse attention.*is not implemented"),
+    ],
+)
+def test_config_refuses_by_name(raw, changes, message):
+    with pytest.raises(ValueError, match=message):
+        parse(raw, **changes)
+
+
+def test_layers_for_multi_token_prediction_are_not_read(tmp_path):
+    case = load_case("deepseek_v3")
+    directory, last = write_checkpoint(tmp_path / "model", case), case.config["num_hidden_layers"]
+    tensors = load_file(directory / "model.safetensors")
+    extra = {name.replace("layers.1.", f"layers.{last}."): tensors[name] for name in tensors if ".layers.1." in name}
+    extra[f"model.layers.{last}.eh_proj.weight"] = tensors["model.norm.weight"]
+    save_file({**tensors, **extra}, directory / "model.safetensors", metadata={"format": "pt"})
+    assert load_weights(resolve_source(str(directory))).dtype == jnp.float32
+    (directory / "config.json").write_text(json.dumps({**case.config, "num_nextn_predict_layers": 0}))
+    with pytest.raises(ValueError, match=rf"tensors that config.json has no use for: .*layers\.{last}\."):
+        load_weights(resolve_source(str(directory)))

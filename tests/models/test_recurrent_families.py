@@ -1,0 +1,214 @@
+"""Families with recurrences: configurations as they are published, and tensors that only published files have."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from levanter_infer.checkpoints.load import load_model
+from levanter_infer.layers.delta_net import DeltaNetBlock
+from levanter_infer.layers.mamba2 import Mamba2Block
+from levanter_infer.layers.short_conv import ShortConvBlock
+from levanter_infer.models.registry import family_for
+from tests.golden_cases import load_case, write_checkpoint
+
+LFM2_1B = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "block_auto_adjust_ff_dim": True,
+    "block_dim": 2048,
+    "block_ff_dim": 12288,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_mlp_init_scale": 1.0,
+    "block_multiple_of": 256,
+    "block_norm_eps": 1e-05,
+    "block_out_init_scale": 1.0,
+    "block_use_swiglu": True,
+    "block_use_xavier_init": True,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "conv_dim": 2048,
+    "conv_dim_out": 2048,
+    "conv_use_xavier_init": True,
+    "eos_token_id": 7,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "hidden_size": 2048,
+    "max_position_embeddings": 128000,
+    "model_type": "lfm2",
+    "norm_eps": 1e-05,
+    "num_attention_heads": 32,
+    "num_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "rope_theta": 1000000.0,
+    "use_pos_enc": True,
+    "vocab_size": 65536,
+}
+QWEN3_NEXT_80B = {
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "vocab_size": 151936,
+}
+QWEN3_5_35B = {
+    "model_type": "qwen3_5_moe",
+    "image_token_id": 248056,
+    "tie_word_embeddings": False,
+    "vision_config": {"depth": 27},
+    "text_config": {
+        **{key: value for key, value in QWEN3_NEXT_80B.items() if key not in ("decoder_sparse_step", "rope_theta")},
+        "model_type": "qwen3_5_moe_text",
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "rope_scaling": None,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+    },
+}
+GRANITE_4_TINY = {
+    "model_type": "granitemoehybrid",
+    "attention_bias": False,
+    "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12,
+    "hidden_act": "silu",
+    "hidden_size": 1536,
+    "init_method": "mup",
+    "intermediate_size": 512,
+    "layer_types": [*(["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4],
+    "logits_scaling": 6,
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 48,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 131072,
+    "normalization_function": "rmsnorm",
+    "num_attention_heads": 12,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 4,
+    "num_local_experts": 62,
+    "position_embedding_type": "nope",
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "shared_intermediate_size": 1024,
+    "tie_word_embeddings": True,
+    "time_step_limit": [0.0, float("inf")],
+    "vocab_size": 100352,
+}
+
+
+def config_of(raw: dict):
+    return family_for(raw).config_from_hf(raw)
+
+
+def test_published_configurations_are_read():
+    lfm2 = config_of(LFM2_1B)
+    assert [block.attention is not None for block in lfm2.blocks] == [i in LFM2_1B["full_attn_idxs"] for i in range(16)]
+    assert lfm2.blocks[0].feed_forward.width == 8192 and lfm2.blocks[0].recurrent == ShortConvBlock(2048, 3)
+    assert lfm2.tie_word_embeddings and round(lfm2.num_parameters / 1e8) == 12
+
+    following = config_of(QWEN3_NEXT_80B)
+    assert [len(group.period) for group in following.groups] == [4] and round(following.num_parameters / 1e9) == 80
+    assert following.blocks[0].recurrent == DeltaNetBlock(16, 32, 128, 128, 4, 1e-6)
+    text = config_of(QWEN3_5_35B)
+    assert text.model_type == "qwen3_5_moe_text" and text.ropes[0].theta == 1e7 and text.ropes[0].partial == 0.25
+    assert [block.mixer for block in text.blocks] == [block.mixer for block in following.blocks]
+
+    granite = config_of(GRANITE_4_TINY)
+    assert granite.blocks[0].recurrent == Mamba2Block(48, 64, 1, 128, 4, 1e-5) and granite.attention[0].rope is None
+    assert round(granite.num_parameters / 1e8) in range(66, 73)
+
+
+@pytest.mark.parametrize(
+    "raw, change, message",
+    [
+        (LFM2_1B, {"conv_dim": 1024}, "conv_dim=1024, expected 2048"),
+        (LFM2_1B, {"layer_types": ["conv"] * 3}, "one entry for each of num_hidden_layers=16"),
+        (LFM2_1B, {"full_attn_idxs": []}, "no layer attends"),
+        (QWEN3_NEXT_80B, {"attn_output_gate": False}, "attn_output_gate=False, expected True"),
+        (QWEN3_NEXT_80B, {"linear_num_key_heads": 5}, "linear_num_value_heads=32 is no multiple"),
+        (QWEN3_NEXT_80B, {"layer_types": ["mamba"] * 48}, "a list of full_attention and linear_attention"),
+        (GRANITE_4_TINY, {"time_step_limit": [0.001, 0.1]}, "time_step_limit"),
+        (GRANITE_4_TINY, {"mamba_n_heads": 47}, "mamba_n_heads=47, expected with mamba_d_head=64"),
+        (GRANITE_4_TINY, {"position_embedding_type": "learned"}, "position_embedding_type='learned'"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_its_key(raw, change, message):
+    with pytest.raises(ValueError, match=message):
+        config_of({**raw, **change})
+
+
+def test_published_files_of_qwen3_5_are_read(tmp_path):
+    """The text model within a multimodal one: experts stacked, a vision tower, layers that predict several tokens, and
+    decays in float32 beside weights in another dtype."""
+    case = load_case("qwen3_5_moe")
+    plain, _ = load_model(write_checkpoint(tmp_path / "plain", case), dtype="float32")
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    experts, published = case.config["num_experts"], {}
+    for name, tensor in tensors.items():
+        if ".mlp.experts." not in name:
+            published[name.replace("model.", "model.language_model.", 1)] = tensor
+    for layer in range(case.config["num_hidden_layers"]):
+        start = f"model.layers.{layer}.mlp.experts"
+        own = [
+            {part: tensors[f"{start}.{expert}.{part}_proj.weight"] for part in ("gate", "up", "down")}
+            for expert in range(experts)
+        ]
+        start = start.replace("model.", "model.language_model.", 1)
+        published[f"{start}.gate_up_proj"] = np.stack([np.concatenate([e["gate"], e["up"]]) for e in own])
+        published[f"{start}.down_proj"] = np.stack([each["down"] for each in own])
+    exact = (".A_log", ".dt_bias", ".linear_attn.norm.weight")
+    published = {k: v if k.endswith(exact) else v.astype(np.float16) for k, v in published.items()}
+    published |= {"model.visual.patch_embed.weight": np.zeros(3), "mtp.fc.weight": np.zeros(3)}
+    (tmp_path / "published").mkdir()
+    save_file(published, tmp_path / "published" / "model.safetensors", metadata={"format": "pt"})
+    config = {"model_type": "qwen3_5_moe", "vision_config": {}, "text_config": case.config}
+    (tmp_path / "published" / "config.json").write_text(json.dumps(config))
+    model, _ = load_model(tmp_path / "published")
+    assert model.config == plain.config
+    for got, want in zip(model.stacks, plain.stacks, strict=True):
+        assert got.mlp.gate_proj.weight.array.dtype == np.float16
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            want_part = np.asarray(getattr(want.mlp, part).weight.array).astype(np.float16)
+            assert (np.asarray(getattr(got.mlp, part).weight.array) == want_part).all(), part
+        if want.recurrent is not None:
+            assert (np.asarray(got.recurrent.a_log.array) == np.asarray(want.recurrent.a_log.array)).all()
