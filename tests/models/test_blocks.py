@@ -267,7 +267,6 @@ OPTIONS = {
     "layer_norm_without_weight": block(norm=dataclasses.replace(WEIGHTLESS, center=True)),
     "qk_layer_norm_with_bias": block(qk_norm=LAYER_NORM),
     "qk_layer_norm_with_bias_by_head": block(qk_norm=LAYER_NORM, qk_norm_by_head=True),
-    "qk_norm_without_weight": block(qk_norm=WEIGHTLESS),
     "gated_norm": block(norm=GATED),
     "gated_norm_before_experts": dataclasses.replace(BLOCK, feed_forward=EXPERTS, norm=GATED),
     "exclusive": block(exclusive=True),
