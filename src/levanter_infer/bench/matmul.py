@@ -20,6 +20,7 @@ from levanter_infer.bench.workload import add_model_arguments, model_sizes, numb
 from levanter_infer.decode.programs import compile_program
 from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
+from levanter_infer.layers.attention import Attention
 from levanter_infer.layers.linear import apply
 from levanter_infer.models.decoder import DecoderModel
 
@@ -145,7 +146,9 @@ def inputs_of(model: DecoderModel, rows: int) -> dict[str, Sequence[NamedArray]]
 
 
 def _q_axes(model: DecoderModel) -> tuple[Axis, ...]:
-    return model.layers.attention.q_proj.outs
+    attention = model.layers.attention
+    assert isinstance(attention, Attention)
+    return attention.q_proj.outs
 
 
 MATMULS: dict[str, Callable] = {

@@ -67,7 +67,7 @@ class Cache(eqx.Module):
 
     def copy_slots(self, source: Array, target: Array) -> "Cache":
         """`Pool.copy` in all pools of slots: all pairs at once, so that a slot may be source and target."""
-        return Cache(tuple(pool if pool.is_paged else pool.copy(source, target) for pool in self.pools))
+        return self._with([pool if pool.is_paged else pool.copy(source, target) for pool in self.pools])
 
     # Pages
 

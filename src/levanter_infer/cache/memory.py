@@ -54,12 +54,9 @@ class Memory(ABC):
     """A kind of memory of one layer, of each sequence. Subclasses are frozen dataclasses: equal values share a pool."""
 
     is_paged: ClassVar[bool] = True
-    """As `Pool.is_paged`."""
+    """Whether the entries of its pool are pages; else they are slots (`Pool.is_paged`)."""
     window: int | None = None
     """A token is read by the `window` queries from its own position on, and by none later; None: by all."""
-
-    is_paged: bool = True
-    """Whether the entries of its pool are pages; else they are slots (`Pool.is_paged`)."""
 
     @abstractmethod
     def init(self, num_layers: int, sizes: PoolSizes) -> Pool:

@@ -111,6 +111,7 @@ def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any])
         _check_size(config, tensors, source)
         params = parameters(DecoderModel.types(config), family.table_for(tensors))
     head = family.tensor_of("lm_head.weight") if config.tie_word_embeddings else None
+    embeddings = family.tensor_of("embeddings.weight")
     _check_names(params, tensors, head, source)
     _check_headers(params, tensors)
     types = DecoderModel.types(config, _one_dtype(config, params, tensors, wanted))
@@ -120,8 +121,8 @@ def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any])
         for param in params:
             dtype = np.dtype(get_parameter(types, param.path).dtype)
             model = set_parameter(model, param.path, _read(param, tensors, dtype, layout))
-        if head in tensors:
-            _check_tied(tensors[head], tensors[family.tensor_of("embeddings.weight")])
+        if head is not None and head in tensors and embeddings is not None:
+            _check_tied(tensors[head], tensors[embeddings])
         return model if layout is None else model.shard_as(layout)
 
     return StoredModel(types, read)

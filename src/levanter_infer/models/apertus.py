@@ -40,7 +40,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     rope = {"rope_parameters": rope_parameters(config.ropes[0], config.max_position_embeddings)}
-    return {**common_to_hf(config, rope), "attention_bias": config.blocks[0].mixer.qkv_bias}
+    return {**common_to_hf(config, rope), "attention_bias": config.kv_attention[0].qkv_bias}
 
 
 _NAMES = {"input_layernorm": "attention_layernorm", "post_attention_layernorm": "feedforward_layernorm"}

@@ -37,11 +37,11 @@ def cohere_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """Keys that both write alike."""
     keys = common_to_hf(config)
     keys["layer_norm_eps"] = keys.pop("rms_norm_eps")
-    return {**keys, "attention_bias": config.blocks[0].mixer.qkv_bias, "logit_scale": config.logits_multiplier}
+    return {**keys, "attention_bias": config.kv_attention[0].qkv_bias, "logit_scale": config.logits_multiplier}
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    return {**cohere_to_hf(config), "use_qk_norm": config.blocks[0].mixer.qk_norm is not None}
+    return {**cohere_to_hf(config), "use_qk_norm": config.kv_attention[0].qk_norm is not None}
 
 
 COHERE = Family("cohere", "CohereForCausalLM", config_from_hf, config_to_hf, LLAMA_TENSORS)

@@ -118,6 +118,11 @@ class DecoderConfig:
         """The attention of the layers that have it, in order."""
         return tuple(block.attention for block in self.blocks if block.attention is not None)
 
+    @functools.cached_property
+    def kv_attention(self) -> tuple[AttentionBlock, ...]:
+        """The attention with keys and values of the layers that have it, in order."""
+        return tuple(block.mixer for block in self.blocks if isinstance(block.mixer, AttentionBlock))
+
     # What layers remember
 
     @functools.cached_property

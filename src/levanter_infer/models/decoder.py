@@ -499,9 +499,10 @@ def _plain_period(
     for block, (stack, _, stride) in zip(group.period, places, strict=True):
         layer = stacks[stack] if stride == 1 else _map_arrays(functools.partial(_entry, seen[stack]), stacks[stack])
         seen[stack] += 1
-        if layer.recurrent is None:
+        if layer.attention is not None:
             mix = functools.partial(layer.attention.dense, inputs=inputs(block))
         else:
+            assert layer.recurrent is not None
             mix = functools.partial(layer.recurrent.dense, block=block.recurrent)
         x, _ = layer(x, block, mix)
     return x

@@ -23,7 +23,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    return {**common_to_hf(config), "use_bias": config.blocks[0].mixer.qkv_bias}
+    return {**common_to_hf(config), "use_bias": config.kv_attention[0].qkv_bias}
 
 
 ERNIE4_5 = Family("ernie4_5", "Ernie4_5ForCausalLM", config_from_hf, config_to_hf, LLAMA_TENSORS)

@@ -41,6 +41,8 @@ class Family:
     """Ends of the names of tensors that old checkpoints carry and that are computed here."""
     alternatives: tuple[Tensor, ...] = ()
     """Lines that a checkpoint may have instead of those of `tensors` with the same parameters."""
+    extra_layers_key: str | None = None
+    """Key of the number of layers behind the last one, for multi-token prediction, whose tensors are not read."""
 
     def tensor_of(self, parameter: str) -> str | None:
         """The tensor that holds a parameter, by its line of `tensors`; None: the family does not have it."""
@@ -50,9 +52,6 @@ class Family:
         """The lines of a checkpoint with tensors of these names."""
         names = list(names) if self.alternatives else ()
         return replaced(self.tensors, *(line for line in self.alternatives if any(map(line.is_for, names))))
-
-    extra_layers_key: str | None = None
-    """Key of the number of layers behind the last one, for multi-token prediction, whose tensors are not read."""
 
     def unused_names(self, raw: Mapping[str, Any]) -> tuple[str, ...]:
         """Starts of the names of tensors that are not read, with this config.json."""
@@ -313,8 +312,9 @@ def windows_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 def ropes_by_kind_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """`rope_parameters` with an entry for full and for sliding layers, as transformers 5 writes it."""
-    mixers = (block.mixer for block in config.blocks)
-    ropes = {FULL if mixer.window is None else SLIDING: mixer.rope for mixer in mixers if mixer.rope is not None}
+    ropes = {
+        FULL if mixer.window is None else SLIDING: mixer.rope for mixer in config.kv_attention if mixer.rope is not None
+    }
     longest = config.max_position_embeddings
     return {"rope_parameters": {kind: rope_parameters(rope, longest) for kind, rope in ropes.items()}}
 

@@ -39,7 +39,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    return {**common_to_hf(config), "attention_bias": config.blocks[0].mixer.qkv_bias}
+    return {**common_to_hf(config), "attention_bias": config.kv_attention[0].qkv_bias}
 
 
 GEMMA = Family("gemma", "GemmaForCausalLM", config_from_hf, config_to_hf, LLAMA_TENSORS)

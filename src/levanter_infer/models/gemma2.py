@@ -45,7 +45,7 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 def gemma2_keys(config: DecoderConfig) -> dict[str, Any]:
     """Keys that Gemma 2 and 3 have beyond Gemma's."""
-    mixer = config.blocks[0].mixer
+    mixer = config.kv_attention[0]
     assert mixer.scale is not None
     return {
         "hidden_activation": "gelu_pytorch_tanh",

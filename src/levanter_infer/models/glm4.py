@@ -24,7 +24,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    keys = {"partial_rotary_factor": config.ropes[0].partial, "attention_bias": config.blocks[0].mixer.qkv_bias}
+    keys = {"partial_rotary_factor": config.ropes[0].partial, "attention_bias": config.kv_attention[0].qkv_bias}
     return {**common_to_hf(config), **keys}
 
 

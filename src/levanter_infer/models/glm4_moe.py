@@ -33,7 +33,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    mixer = config.blocks[0].mixer
+    mixer = config.kv_attention[0]
     return {
         **common_to_hf(config),
         **deepseek_experts_to_hf(config),

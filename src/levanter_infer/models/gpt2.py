@@ -48,7 +48,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     names = {**_KEYS, "rms_norm_eps": "layer_norm_epsilon"}
     keys = renamed_keys(config, names, drop=("num_key_value_heads", "head_dim", "rope_theta", "rope_scaling"))
-    return {**keys, "scale_attn_weights": config.blocks[0].mixer.scale is None}
+    return {**keys, "scale_attn_weights": config.kv_attention[0].scale is None}
 
 
 _LAYER = "transformer.h.{layer}"

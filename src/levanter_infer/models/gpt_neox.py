@@ -42,8 +42,8 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     block = config.blocks[0]
     return {
         **renamed_keys(config, {**_KEYS, "rms_norm_eps": "layer_norm_eps"}, drop=("num_key_value_heads", "head_dim")),
-        "rotary_pct": block.mixer.rope.partial,
-        "attention_bias": block.mixer.qkv_bias,
+        "rotary_pct": config.ropes[0].partial,
+        "attention_bias": config.kv_attention[0].qkv_bias,
         "use_parallel_residual": block.placement.is_parallel,
     }
 

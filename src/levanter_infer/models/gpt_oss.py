@@ -58,7 +58,7 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
         **common_to_hf(config, rope),
         **windows_to_hf(config),
         **local_experts_to_hf(config),
-        "attention_bias": config.blocks[0].mixer.qkv_bias,
+        "attention_bias": config.kv_attention[0].qkv_bias,
         "swiglu_alpha": experts.activation.alpha,
         "swiglu_limit": experts.activation.limit,
     }

@@ -40,8 +40,8 @@ def multipliers_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The keys of `read_decoder`."""
     block = config.blocks[0]
     return {
-        "attention_bias": block.mixer.qkv_bias,
-        "attention_multiplier": block.mixer.scale,
+        "attention_bias": config.kv_attention[0].qkv_bias,
+        "attention_multiplier": config.kv_attention[0].scale,
         "residual_multiplier": block.residual_multiplier,
         "embedding_multiplier": config.embedding_multiplier,
         "logits_scaling": config.logits_divisor,

@@ -79,7 +79,7 @@ def _feed_forward(hf: HfConfig, sizes: Sizes) -> DenseBlock | ExpertsBlock:
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    block, attention = config.blocks[0], config.attention[0]
+    block, attention = config.blocks[0], config.kv_attention[0]
     mamba = next((b.recurrent for b in config.blocks if isinstance(b.recurrent, Mamba2Block)), None)
     experts = config.experts
     keys = {

@@ -89,7 +89,7 @@ def _with_own_names(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    experts, mixer = config.experts, config.blocks[0].mixer
+    experts, mixer = config.experts, config.kv_attention[0]
     assert experts is not None and mixer.scale is not None
     left_out = ("intermediate_size", "hidden_act", "rope_scaling", "partial_rotary_factor")
     return {

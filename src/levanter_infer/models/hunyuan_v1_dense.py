@@ -44,7 +44,7 @@ def read_attention(hf: HfConfig, sizes: Sizes) -> AttentionBlock:
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    return {**common_to_hf(config), "attention_bias": config.blocks[0].mixer.qkv_bias}
+    return {**common_to_hf(config), "attention_bias": config.kv_attention[0].qkv_bias}
 
 
 NORM_NAMES = {

@@ -44,7 +44,7 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     parts = [block.feed_forward for block in config.blocks]
     return {
         **common_to_hf(config),
-        "attention_bias": config.blocks[0].mixer.qkv_bias,
+        "attention_bias": config.kv_attention[0].qkv_bias,
         "num_experts": config.num_experts,
         "moe_topk": [part.num_chosen for part in parts if isinstance(part, ExpertsBlock)],
     }

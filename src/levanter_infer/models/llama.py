@@ -24,7 +24,11 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     block = config.blocks[0]
     assert isinstance(block.feed_forward, DenseBlock)
-    return {**common_to_hf(config), "attention_bias": block.mixer.qkv_bias, "mlp_bias": block.feed_forward.bias}
+    return {
+        **common_to_hf(config),
+        "attention_bias": config.kv_attention[0].qkv_bias,
+        "mlp_bias": block.feed_forward.bias,
+    }
 
 
 LLAMA = Family("llama", "LlamaForCausalLM", config_from_hf, config_to_hf, LLAMA_TENSORS)

@@ -69,7 +69,7 @@ def read_attention(hf: HfConfig, sizes: Sizes) -> list[AttentionBlock]:
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    mixers, experts, dense = [block.mixer for block in config.blocks], config.experts, dense_layers(config)
+    mixers, experts, dense = config.kv_attention, config.experts, dense_layers(config)
     rotated = [mixer.rope is not None and mixer.rope.partial > 0 for mixer in mixers]
     ropes_ = [mixer.rope for mixer, has in zip(mixers, rotated, strict=True) if has]
     scaled = next((m.rope for m, has in zip(mixers, rotated, strict=True) if not has and m.rope is not None), None)

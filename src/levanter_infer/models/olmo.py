@@ -21,7 +21,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    mixer = config.blocks[0].mixer
+    mixer = config.kv_attention[0]
     keys = renamed_keys(config, {}, drop=("rms_norm_eps",))
     return {**keys, "attention_bias": mixer.qkv_bias, "clip_qkv": mixer.qkv_clip}
 

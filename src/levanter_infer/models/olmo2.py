@@ -23,7 +23,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    return {**common_to_hf(config), "attention_bias": config.blocks[0].mixer.qkv_bias}
+    return {**common_to_hf(config), "attention_bias": config.kv_attention[0].qkv_bias}
 
 
 OLMO2_TENSORS = tensor_table(

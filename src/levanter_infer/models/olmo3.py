@@ -33,7 +33,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     keys = {**common_to_hf(config, ropes_by_kind_to_hf(config)), **windows_to_hf(config)}
-    return {**keys, "attention_bias": config.blocks[0].mixer.qkv_bias}
+    return {**keys, "attention_bias": config.kv_attention[0].qkv_bias}
 
 
 OLMO3 = Family("olmo3", "Olmo3ForCausalLM", config_from_hf, config_to_hf, OLMO2_TENSORS)

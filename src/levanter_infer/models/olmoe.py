@@ -29,7 +29,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    experts, mixer = config.experts, config.blocks[0].mixer
+    experts, mixer = config.experts, config.kv_attention[0]
     assert experts is not None
     return {
         **common_to_hf(config),

@@ -30,9 +30,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    mixer = config.blocks[0].mixer
+    mixer = config.kv_attention[0]
     keys = renamed_keys(config, {"rms_norm_eps": "layer_norm_eps"})
-    return {**keys, "partial_rotary_factor": mixer.rope.partial, "qk_layernorm": mixer.qk_norm is not None}
+    return {**keys, "partial_rotary_factor": config.ropes[0].partial, "qk_layernorm": mixer.qk_norm is not None}
 
 
 _NAMES = {

@@ -51,7 +51,7 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
             "shared_expert_intermediate_size": experts.shared_width,
         }
     dense = [layer for layer, part in enumerate(parts) if isinstance(part, DenseBlock)]
-    return {**keys, "intermediate_size": width, "mlp_only_layers": dense, "qkv_bias": config.blocks[0].mixer.qkv_bias}
+    return {**keys, "intermediate_size": width, "mlp_only_layers": dense, "qkv_bias": config.kv_attention[0].qkv_bias}
 
 
 _MLP = "model.layers.{layer}.mlp"

@@ -24,7 +24,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    return {**common_to_hf(config), "attention_bias": config.blocks[0].mixer.qkv_bias, **qwen_windows_to_hf(config)}
+    return {**common_to_hf(config), "attention_bias": config.kv_attention[0].qkv_bias, **qwen_windows_to_hf(config)}
 
 
 QWEN3 = Family("qwen3", "Qwen3ForCausalLM", config_from_hf, config_to_hf, LLAMA_TENSORS)

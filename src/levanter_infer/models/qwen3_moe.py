@@ -52,7 +52,7 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     assert experts is not None
     return {
         **common_to_hf(config),
-        "attention_bias": config.blocks[0].mixer.qkv_bias,
+        "attention_bias": config.kv_attention[0].qkv_bias,
         "moe_intermediate_size": experts.width,
         "num_experts": experts.num_experts,
         "num_experts_per_tok": experts.num_chosen,

@@ -72,7 +72,7 @@ def read_mixers(hf: HfConfig, sizes: Sizes) -> list:
 
 def mixers_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The keys of mixers, and those that all families have."""
-    keys = {"attention_bias": config.attention[0].qkv_bias}
+    keys = {"attention_bias": config.kv_attention[0].qkv_bias}
     delta_net = next((b.recurrent for b in config.blocks if isinstance(b.recurrent, DeltaNetBlock)), None)
     if delta_net is not None:
         keys |= {

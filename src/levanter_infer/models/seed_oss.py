@@ -26,8 +26,8 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     assert isinstance(block.feed_forward, DenseBlock)
     return {
         **common_to_hf(config),
-        "attention_bias": block.mixer.qkv_bias,
-        "attention_out_bias": block.mixer.out_bias,
+        "attention_bias": config.kv_attention[0].qkv_bias,
+        "attention_out_bias": config.kv_attention[0].out_bias,
         "mlp_bias": block.feed_forward.bias,
     }
 

@@ -39,8 +39,8 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
         **common_to_hf(config),
         **keys,
         "use_sliding_window": keys["sliding_window"] is not None,
-        "no_rope_layers": [int(each.mixer.rope is not None) for each in config.blocks],
-        "attention_bias": block.mixer.qkv_bias,
+        "no_rope_layers": [int(each.rope is not None) for each in config.kv_attention],
+        "attention_bias": config.kv_attention[0].qkv_bias,
         "mlp_bias": block.feed_forward.bias,
     }
 

@@ -28,7 +28,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    mixer = config.blocks[0].mixer
+    mixer = config.kv_attention[0]
     keys = renamed_keys(config, {"rms_norm_eps": "norm_epsilon"})
     return {**keys, "use_bias": mixer.qkv_bias, "sliding_window": mixer.window}
 

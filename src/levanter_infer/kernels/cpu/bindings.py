@@ -265,6 +265,7 @@ def place_tokens(pool: Array, write: KvWrite, *, isa_name: str | None = None) ->
     """
     rotation = write.rotation
     assert write.q is not None and rotation is not None, "queries and their rotation are stored with the keys"
+    assert write.v is not None, "latents are not rotated with the write"
     q, k, v = (side.astype(jnp.float32) for side in (write.q, write.k, write.v))
     results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (q, pool)]
     kernel = jax.ffi.ffi_call(
