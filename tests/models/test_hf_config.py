@@ -49,7 +49,7 @@ def parse(raw=LLAMA, **changes):
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan, expected a finite number"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes', expected true or false"),
         ({"attention_bias": None}, "attention_bias=None, expected true or false"),
-        ({"model_type": "gpt2"}, r"model_type='gpt2', expected one of .*gemma, .* llama, .*mistral, "),
+        ({"model_type": "bert"}, r"model_type='bert', expected one of .*gemma, .* llama, .*mistral, "),
     ],
 )
 def test_config_refuses_by_name(changes, message):
