@@ -298,7 +298,11 @@ class DecoderModel(eqx.Module):
 
         Args: as of `plain_hidden`.
         Returns: f32[..., position, vocab].
+        Raises: ValueError for more positions than a model with learnt ones has.
         """
+        num_positions, limit = tokens.axis_size(POSITION), self.config.position_limit
+        if limit is not None and num_positions > limit:
+            raise ValueError(f"a sequence of {num_positions} tokens: the model has learnt {limit} positions only")
         return self.logits(self.plain_hidden(tokens, attention))
 
     def plain_hidden(self, tokens: NamedArray, attention: AttentionSpec = PLAIN) -> NamedArray:
@@ -308,13 +312,10 @@ class DecoderModel(eqx.Module):
             tokens: i32[..., position], position 0 first.
             attention: `score_mod` and `mask_mod` act as in the paged forward. `max_seq_len` None is the size of the
                 position axis; only length-dependent ropes look at it (layers/rotary.py).
-        Returns: [..., position, embed].
-        Raises: ValueError for more positions than a model with learnt ones has.
+        Returns: [..., position, embed]; meaningless beyond learnt positions.
         """
         tokens = tokens.rearrange((..., POSITION))
-        num_positions, limit = tokens.axis_size(POSITION), self.config.position_limit
-        if limit is not None and num_positions > limit:
-            raise ValueError(f"a sequence of {num_positions} tokens: the model has learnt {limit} positions only")
+        num_positions = tokens.axis_size(POSITION)
         positions = hax.arange(tokens.resolve_axis(POSITION), dtype=jnp.int32)
         inputs = self._inputs(positions, attention, attention.max_seq_len or num_positions)
         x = self._embed(tokens, positions)
