@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.registry import family_for
 from tests.golden_cases import NUM_GREEDY, GoldenCase, GoldenPrompt, case_names, load_case, write_checkpoint
 
-SIZES = {"page_size": 4, "max_pages": 40, "max_seqs": 4, "max_seq_len": 160, "max_step_tokens": 24}
+SIZES: dict[str, Any] = {"page_size": 4, "max_pages": 40, "max_seqs": 4, "max_seq_len": 160, "max_step_tokens": 24}
 """Chunks smaller than the longer prompts, pages smaller than the windows, a pool too small for all requests at once."""
 
 

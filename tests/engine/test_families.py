@@ -130,6 +130,8 @@ def test_batched_is_alone(served):
 
 
 def test_cached_is_cold(served):
+    if not served.engine.shapes.prefix_cache:
+        pytest.skip("layers that remember a state per sequence have no prefix cache")
     for request, expected in zip(served.requests[-5:], served.expected[-5:], strict=True):
         served.engine.reset()
         served.serve([request])
