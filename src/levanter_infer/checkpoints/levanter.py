@@ -16,7 +16,7 @@ import numpy as np
 
 from levanter_infer.axes import HEADS, KV_HEADS, Q_HEADS_PER_GROUP, VOCAB
 from levanter_infer.checkpoints.remote import IN_FLIGHT
-from levanter_infer.checkpoints.source import RemoteSource, Source
+from levanter_infer.checkpoints.source import INDEX, SINGLE, RemoteSource, Source
 from levanter_infer.checkpoints.weights import DTYPES, StoredTensor, enumerate_names
 from levanter_infer.models.family import Family
 from levanter_infer.models.live import LIVE, names_of
@@ -36,7 +36,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def is_levanter(source: Source) -> bool:
     """Whether this is a checkpoint of Levanter's trainer."""
-    return source.has(METADATA) and not source.has("model.safetensors")
+    return source.has(METADATA) and not source.has(SINGLE) and not source.has(INDEX)
 
 
 def identifying_files(source: Source) -> list[str]:
