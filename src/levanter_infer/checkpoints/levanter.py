@@ -1,8 +1,8 @@
 """Checkpoints that Levanter's trainer writes, seen as the HF tensors that they hold.
 
 Levanter stores one array per parameter, of all layers, under the path of its field: in an OCDBT database of zarr
-arrays, and before 1.3 in a directory of zarr arrays. It stores no configuration. The library `tensorstore` reads both;
-it is imported here alone.
+arrays, and in older releases in a directory of zarr arrays. It stores no configuration. The library `tensorstore`
+reads both; it is imported here alone.
 """
 
 import math
