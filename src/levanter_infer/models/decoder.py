@@ -298,7 +298,11 @@ class DecoderModel(eqx.Module):
 
         Args: as of `plain_hidden`.
         Returns: f32[..., position, vocab].
+        Raises: ValueError for more positions than a model with learnt ones has.
         """
+        num_positions, limit = tokens.axis_size(POSITION), self.config.position_limit
+        if limit is not None and num_positions > limit:
+            raise ValueError(f"a sequence of {num_positions} tokens: the model has learnt {limit} positions only")
         return self.logits(self.plain_hidden(tokens, attention))
 
     def plain_hidden(self, tokens: NamedArray, attention: AttentionSpec = PLAIN) -> NamedArray:
@@ -308,13 +312,10 @@ class DecoderModel(eqx.Module):
             tokens: i32[..., position], position 0 first.
             attention: `score_mod` and `mask_mod` act as in the paged forward. `max_seq_len` None is the size of the
                 position axis; only length-dependent ropes look at it (layers/rotary.py).
-        Returns: [..., position, embed].
-        Raises: ValueError for more positions than a model with learnt ones has.
+        Returns: [..., position, embed]; meaningless beyond learnt positions.
         """
         tokens = tokens.rearrange((..., POSITION))
-        num_positions, limit = tokens.axis_size(POSITION), self.config.position_limit
-        if limit is not None and num_positions > limit:
-            raise ValueError(f"a sequence of {num_positions} tokens: the model has learnt {limit} positions only")
+        num_positions = tokens.axis_size(POSITION)
         positions = hax.arange(tokens.resolve_axis(POSITION), dtype=jnp.int32)
         inputs = self._inputs(positions, attention, attention.max_seq_len or num_positions)
         x = self._embed(tokens, positions)
@@ -370,7 +371,7 @@ class DecoderModel(eqx.Module):
         """`hidden` and, into the array `chosen` unless it is None, `routed`."""
         inputs = self._inputs(batch.positions, attention, self._max_seq_len(batch, attention))
         num_tokens = batch.cu_q_lens.array[-1]
-        rows = RaggedRows.of(batch)
+        rows = RaggedRows.of(batch) if cache.has_slots else None
 
         def run(group: Group[Block], repeat: Array, carry):
             """One period."""
@@ -403,7 +404,7 @@ class DecoderModel(eqx.Module):
                     block=block.recurrent,  # type: ignore[arg-type]
                     state=cache.pools[pool],  # type: ignore[arg-type]
                     layer=number,
-                    rows=rows,
+                    rows=rows,  # type: ignore[arg-type]
                 )
             x, remembered = layer(x, block, mix, on_choice)
             cache = cache.with_pool(pool, remembered)
