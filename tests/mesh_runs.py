@@ -4,6 +4,7 @@ A process of its own, because the number of devices is decided before JAX starts
 `many_data2_model4`, or `many_one` for one device without a mesh; or samples of parts and a vocabulary, `sample_4_61`.
 """
 
+import dataclasses
 import json
 import os
 import re
@@ -94,6 +95,20 @@ def run(place: Place, count: int, model_changes: Mapping[str, Any] | None = None
     model = without_zeros(tiny_model(**model_changes or {}))
     engine = InferenceEngine(model, config=EngineConfig(**SIZES), score_mod=score_mod, **place)
     return results(engine, count)
+
+
+def routed(place: Place) -> dict:
+    """Tokens, and the experts that they went through."""
+    from tests.tiny_models import tiny_model
+
+    engine = InferenceEngine(tiny_model(**EXPERTS), config=EngineConfig(**SIZES), **place)
+    sampling = SamplingParams(max_tokens=7, n=2, return_routed_experts=True)
+    outputs = engine.generate([dataclasses.replace(request, sampling=sampling) for request in requests(8)])
+    completions = [completion for output in outputs for completion in output.completions]
+    return {
+        "tokens": [completion.token_ids for completion in completions],
+        "experts": [completion.routed_experts.tolist() for completion in completions],
+    }
 
 
 def without_zeros(model):
@@ -427,6 +442,7 @@ KINDS: dict[str, Callable[[Place], dict]] = {
     "heads": lambda place: run(place, 8, EIGHT_HEADS, by_head),
     "wholenorm": lambda place: run(place, 8, WHOLE_NORM),
     "experts": lambda place: run(place, 16, EXPERTS),
+    "routed": routed,
     "latents": lambda place: run(place, 8, LATENTS, by_head),
     "biased": lambda place: run(place, 16, BIASED),
     "sinks": lambda place: run(place, 16, SINKS),

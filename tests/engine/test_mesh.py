@@ -131,6 +131,13 @@ def test_experts_on_devices_of_their_own_give_the_tokens_of_one_device(case):
 
 
 @pytest.mark.slow
+def test_routed_experts_are_those_of_one_device():
+    one, *many = runs("routed_one", "routed_expert4", "routed_data2_model2").values()
+    assert {expert for sample in one["experts"] for expert in np.asarray(sample).flat} == {*range(8)}
+    assert many == [one, one]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["biased", "sinks"])
 def test_biases_of_experts_and_of_their_choice_act_once_on_a_mesh(kind):
     cases = [f"{kind}_{mesh}" for mesh in ("expert2", "model2", "model2_expert2")]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
 from levanter_infer.engine.instructions import usable_isas
 from levanter_infer.kernels.backend import Fuse
@@ -84,6 +85,18 @@ def test_every_backend_gives_what_a_loop_over_results_gives(name, counts):
     for result, expected in zip(got, one_by_one(x, rows, counts, weights), strict=True):
         np.testing.assert_allclose(result, expected, atol=2e-5)
         assert not np.any(np.asarray(result)[sum(counts) :])  # exactly zero, whatever those rows hold
+
+
+@pytest.mark.parametrize("counts", [(0, 3, 0, 1, 14), (60, 0, 2, 0, 100), (0, 0, 0, 0, 0)])
+def test_a_tpu_cuts_rows_into_tiles_and_matrices_into_blocks(counts):
+    """With its detector of races; groups that share a tile, groups of several, and outputs that fill no block."""
+    backend = make_backend("tpu_interpret")
+    x, rows, weights = arrays(counts, inputs=136, outs=(300,))
+    got = computed(backend, (300,), x, rows, jnp.asarray(counts, jnp.int32), stored(backend, weights))
+    (expected,) = one_by_one(x, rows, counts, weights)
+    np.testing.assert_allclose(got[0], expected, atol=2e-5)
+    races = interpret_pallas_call.races
+    assert races is not None and not races.races_found
 
 
 @needs_cpu
