@@ -26,7 +26,7 @@ from levanter_infer.axes import EMBED, EXPERT, LAYERS, MLP, TOKEN  # noqa: E402
 from levanter_infer.kernels.cpu.backend import CpuBackend  # noqa: E402
 from levanter_infer.layers.linear import Fusion, Linear  # noqa: E402
 from levanter_infer.layers.moe import ExpertsBlock, Moe  # noqa: E402
-from levanter_infer.layers.norm import RMSNorm  # noqa: E402
+from levanter_infer.layers.norm import NormConfig, RMSNorm  # noqa: E402
 from levanter_infer.layers.router import Router  # noqa: E402
 
 LAYER = Axis(LAYERS, 1)
@@ -63,7 +63,7 @@ def main() -> None:
         up_proj=linear(mlp, embed, (LAYER, expert), backend),
         down_proj=linear(embed, mlp, (LAYER, expert), backend),
     )
-    norm = RMSNorm(NamedArray(jnp.ones((1, hidden), jnp.bfloat16), (LAYER, embed)), 1e-6)
+    norm = RMSNorm.init((LAYER,), embed, config=NormConfig(1e-6), dtype=jnp.bfloat16)
     block = ExpertsBlock(experts, chosen, width, Router(normalize=True))
 
     def program(trips, tokens, moe: Moe, norm: RMSNorm, rows):

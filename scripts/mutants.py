@@ -79,6 +79,8 @@ TESTS = {
     ),
     "runtime/compile_cache.py": (_R + "test_compile_cache.py",),
     "runtime/multihost.py": (_R + "test_multihost.py",),
+    "layers/": ("tests/layers",),
+    "decode/paging.py": (_E + "test_slot_state.py",),
     "bench/": ("tests/bench",),
     "runtime/": (_R.rstrip("/"),),
 }  # fmt: skip

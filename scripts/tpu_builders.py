@@ -50,6 +50,19 @@ LLAMA = {
 MODELS = {
     "8b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32),
     "70b": dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64),
+    "30b-a3b": dict(
+        model_type="qwen3_moe",
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+    ),
 }
 LAYERS = 2
 MAX_POOL_BYTES = 2**31
@@ -163,12 +176,12 @@ def program(
     impl="tpu",
     tiles=None,
 ):
-    """The round that an engine on these devices runs, over the mesh axes `data` and `model`.
+    """The round that an engine on these devices runs, over the mesh axes `data`, `model` and `expert`.
 
     Backends, sizes and programs are chosen as the engine chooses them.
 
     Args:
-        model: 8b or 70b, of the shapes of Llama 3.
+        model: 8b or 70b, of the shapes of Llama 3; 30b-a3b, of Qwen3-MoE's.
         heads: instead of the model's, of the whole model.
         tokens: of a step with prompts, at most.
         window: of all layers.

@@ -47,14 +47,20 @@ _TINY = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 6,
+    "head_dim": 4,
     "hidden_act": "silu",
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5,
     "rope_theta": 100.0,
     "attention_bias": False,
 }
-_EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 10, "norm_topk_prob": True}
+_EXPERTS = {
+    "head_dim": 6,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 10,
+    "norm_topk_prob": True,
+}
 LEVANTER_CHECKPOINTS = {
     "llama_tied_padded": {**_TINY, "model_type": "llama", "tie_word_embeddings": True},
     "qwen3_moe": {**_TINY, **_EXPERTS, "model_type": "qwen3_moe", "tie_word_embeddings": False},

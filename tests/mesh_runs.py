@@ -45,6 +45,8 @@ SIZES: dict[str, Any] = {
     **{"max_seqs": 4, "max_seq_len": 64, "page_size": 4, "max_pages": 60, "max_step_tokens": 4},
     **{"attention": "xla", "matmul": "xla"},
 }
+LATENTS = {"model_type": "youtu", "num_attention_heads": 6, "num_key_value_heads": 6, "q_lora_rank": 12,
+           "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}  # fmt: skip
 EIGHT_HEADS = {"num_attention_heads": 12, "num_key_value_heads": 2, "hidden_size": 48, "head_dim": 8}
 """Groups of 6 query heads that 4 devices share unevenly: 2 copies of each head of keys and values, of 3 query heads."""
 WHOLE_NORM = {"model_type": "olmo2", "num_attention_heads": 12, "num_key_value_heads": 2, "hidden_size": 48}
@@ -425,10 +427,12 @@ KINDS: dict[str, Callable[[Place], dict]] = {
     "heads": lambda place: run(place, 8, EIGHT_HEADS, by_head),
     "wholenorm": lambda place: run(place, 8, WHOLE_NORM),
     "experts": lambda place: run(place, 16, EXPERTS),
+    "latents": lambda place: run(place, 8, LATENTS, by_head),
     "biased": lambda place: run(place, 16, BIASED),
     "sinks": lambda place: run(place, 16, SINKS),
     "loadedsinks": lambda place: loaded(place, SINKS),
     "loaded": lambda place: loaded(place, EIGHT_HEADS),
+    "loadedlatents": lambda place: loaded(place, LATENTS),
     "loadedexperts": lambda place: loaded(place, EXPERTS),
     "tied": lambda place: run(place, 8, {"tie_word_embeddings": True, "dtype": "bfloat16"}),
     "swapped": swapped,

@@ -108,7 +108,7 @@ def fused(weights: dict, wanted: dict) -> dict:
     """The weights with those of experts in one tensor a layer, where the installed transformers has them so."""
     weights = dict(weights)
     for name in wanted:
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        if name not in weights and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             prefix, kind = name.rsplit(".", 1)
             kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
             each = [

@@ -49,9 +49,11 @@ def fresh_model(config: SnowballConfig) -> SnowballLMHeadModel:
     return SnowballLMHeadModel.init(Axis("vocab", config.vocab_size), config, key=jax.random.key(0))
 
 
-def build_model(name: str, config: dict) -> SnowballLMHeadModel:
-    """Levanter's model with the case's weights."""
-    return fresh_model(frozen(config)).from_state_dict(make_weights(name, CASES[name].config, shapes(name)))
+def build_model(name: str, config: dict, zeroed: str | None = None) -> SnowballLMHeadModel:
+    """Levanter's model with the case's weights; tensors whose names end with `zeroed` are zeros."""
+    weights = make_weights(name, CASES[name].config, shapes(name))
+    weights = {key: value * 0 if zeroed and key.endswith(zeroed) else value for key, value in weights.items()}
+    return fresh_model(frozen(config)).from_state_dict(weights)
 
 
 @eqx.filter_jit
@@ -65,8 +67,10 @@ def logits_of(model: SnowballLMHeadModel, tokens: np.ndarray) -> np.ndarray:
     return np.asarray(forward(model, padded))[: len(tokens)]
 
 
-def full_logits(name: str, config: dict, tokens: np.ndarray, *, strict: bool = True) -> np.ndarray:
-    return logits_of(build_model(name, config), tokens)
+def full_logits(
+    name: str, config: dict, tokens: np.ndarray, *, strict: bool = True, zeroed: str | None = None
+) -> np.ndarray:
+    return logits_of(build_model(name, config, zeroed), tokens)
 
 
 def greedy_tokens(name: str, config: dict, prompt: np.ndarray) -> np.ndarray:

@@ -126,6 +126,26 @@ def test_without_the_library_the_error_names_it(step, monkeypatch):
         load_model(step(NAMES[0]))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_directories_of_zarr_arrays_are_read(name, step, tmp_path):
+    """The form that Levanter wrote before it took OCDBT: one zarr array in a directory of its own per parameter."""
+    import tensorstore
+
+    directory, older = step(name), tmp_path / "older"
+    older.mkdir()
+    for file in ("config.json", "metadata.json"):
+        shutil.copy(directory / file, older / file)
+    base = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{directory}/"}}
+    keys = tensorstore.KvStore.open(base).result().list().result()
+    for path in (key.decode().removesuffix("zarr.json") for key in keys if key.endswith(b"zarr.json")):
+        array = tensorstore.open({"driver": "zarr3", "kvstore": {**base, "path": path}}).result()
+        kvstore = {"driver": "file", "path": f"{older}/{path}"}
+        spec = {"driver": "zarr", "kvstore": kvstore, "metadata": {"compressor": {"id": "gzip"}}}
+        copy = tensorstore.open(spec, create=True, dtype=array.dtype, shape=array.shape).result()
+        copy.write(array.read().result()).result()
+    assert_same(load_model(older)[0], from_hf(name, tmp_path / "hf").read())
+
+
 def test_urls_become_stores_of_tensorstore():
     assert kvstore_spec("gs://bucket/run/step-7/") == {"driver": "gcs", "bucket": "bucket", "path": "run/step-7/"}
     assert kvstore_spec("s3://bucket/run") == {"driver": "s3", "bucket": "bucket", "path": "run/"}

@@ -89,9 +89,10 @@ def test_two_hundred_requests_get_the_tokens_of_one_device(mesh):
 @pytest.mark.slow
 def test_a_checkpoint_is_read_into_its_parts():
     cases = ["loaded_data2_model4", "loaded_model2", "loadedexperts_model2_expert2", "loadedexperts_data2_expert4"]
+    cases += ["loadedlatents_data2_model4", "loadedlatents_model2"]
     found = runs(*cases)
     check_loaded(*found.values())
-    assert [each["experts"] for each in found.values()] == [[], [], list(range(8)), list(range(8))]
+    assert [each["experts"] for each in found.values()] == [[], [], list(range(8)), list(range(8)), [], []]
 
 
 def check_loaded(*found: dict) -> None:
@@ -103,6 +104,14 @@ def test_groups_that_devices_share_unevenly_and_functions_of_the_head():
     found = runs("heads_one", "heads_model4")
     check_same(found["heads_one"], found["heads_model4"])
     assert found["heads_model4"]["weights"][0] == "(2, 48, 1, 3, 8)"
+
+
+@pytest.mark.slow
+def test_latents_are_on_every_device_and_query_heads_are_sharded():
+    """Six heads over two and over four devices, with a `score_mod` that sees their numbers in the model."""
+    found = runs("latents_one", "latents_model2", "latents_model4")
+    for mesh in ("model2", "model4"):
+        check_same(found["latents_one"], found[f"latents_{mesh}"])
 
 
 @pytest.mark.slow

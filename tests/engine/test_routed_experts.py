@@ -47,8 +47,9 @@ def routes(tokens: list[int]) -> np.ndarray:
 @jax.jit
 def _plain(model, tokens):
     named = hax.named(tokens, (POSITION,))
-    inputs = model._inputs(hax.arange(named.axes[0], dtype=jnp.int32), PLAIN, 96)
-    x, seen = model._embed(named), []
+    positions = hax.arange(named.axes[0], dtype=jnp.int32)
+    inputs = model._inputs(positions, PLAIN, 96)
+    x, seen = model._embed(named, positions), []
     for number, block in enumerate(model.config.blocks):
         stack = next(i for i, stack in enumerate(model.config.stacks) if number in stack.layers)
         at = model.config.stacks[stack].layers.index(number)

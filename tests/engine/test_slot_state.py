@@ -17,8 +17,11 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
+from levanter_infer.models import periods
+from levanter_infer.models.decoder import DecoderModel
+from levanter_infer.models.registry import family_for
 from tests.golden_cases import load_case
-from tests.tiny_models import tiny_model, uncached_greedy, uncached_logprobs
+from tests.tiny_models import uncached_greedy, uncached_logprobs
 
 FAMILIES = ("lfm2", "qwen3_5")
 LENGTH = 96
@@ -27,8 +30,9 @@ TOLERANCE = 1e-3
 
 @functools.cache
 def model_of(name: str):
-    config = load_case(name).config
-    model = tiny_model(**{**config, "vocab_size": 61, "initializer_range": 0.02})
+    raw = {**load_case(name).config, "vocab_size": 61}
+    model = DecoderModel.init(family_for(raw).config_from_hf(raw), key=jax.random.key(0))
+    model = jax.tree.map(lambda leaf: 3 * leaf, model)
     rng = np.random.default_rng(1)  # decays and skips other than one
 
     def moved(leaf):
@@ -129,7 +133,7 @@ def test_prompt_logprobs_are_those_of_the_uncached_forward(name, engine):
     prompt = text(31)
     (output,) = engine.generate([request(prompt, max_tokens=2, prompt_logprobs=0)])
     expected = uncached_logprobs(model_of(name), prompt, LENGTH)
-    got = [float(entry) for entry in output.prompt_logprobs[1:]]
+    got = [float(entry) for entry in output.prompt_logprobs]
     np.testing.assert_allclose(got, expected[np.arange(30), prompt[1:]], atol=TOLERANCE)
 
 
@@ -153,3 +157,15 @@ def test_what_needs_a_kept_state_is_refused_by_name(engine):
             InferenceEngine(engine.model, config=EngineConfig(max_seqs=2, max_seq_len=32, **config))
     (output,) = engine.generate([request(text(4), num_beams=2)])
     assert "num_beams=2: layers of this model remember a state" in (output.error or "")
+
+
+def test_equal_neighbours_that_share_a_body_are_all_computed(monkeypatch):
+    """Where the bodies are too many (Granite 4: nine layers of Mamba-2 between two of attention)."""
+    monkeypatch.setattr(periods, "MAX_BODIES", 2)
+    raw = {**load_case("lfm2").config, "vocab_size": 61, "num_hidden_layers": 8, "full_attn_idxs": [3, 7]}
+    config = family_for(raw).config_from_hf(raw)
+    assert [(group.runs, group.repeats) for group in config.groups] == [((3, 1), 2)]
+    model = jax.tree.map(lambda leaf: 3 * leaf, DecoderModel.init(config, key=jax.random.key(2)))
+    engine = InferenceEngine(model, config=EngineConfig(max_seqs=2, max_seq_len=48, page_size=4, max_step_tokens=9))
+    (output,) = engine.generate([request(text(20))])
+    assert list(output.completions[0].token_ids) == uncached_greedy(model, text(20), 8)

@@ -44,11 +44,12 @@ def test_sequences_of_many_windows_give_the_tokens_of_the_uncached_forward(backe
     (window,) = engine.state.decode.windows
     assert (window.window, window.num_pages) == (7, engine.shapes.windows[0].num_pages) and window.num_pages < 72
     requests = [greedy(text(length, seed=i), 30) for i, length in enumerate((40, 1, 66, 5, 23, 40, 61))]
-    for _ in range(2):  # cold, and with all prompts in the prefix cache
-        for request, output in zip(requests, engine.generate(requests), strict=True):
+    before = engine.stats()["prefix_hits"]
+    for served in (requests, requests[-2:]):  # in pages that others have left, and in cached ones
+        for request, output in zip(served, engine.generate(served), strict=True):
             assert output.completions[0].token_ids == uncached_greedy(engine_model(), request.prompt_token_ids, 30)
         check_invariants(engine.state.decode)
-    assert engine.stats()["prefix_hits"] > 0
+    assert engine.stats()["prefix_hits"] > before
 
 
 def engine_model():
@@ -106,9 +107,9 @@ def test_a_prefix_whose_window_is_gone_is_computed_again():
     engine.reset()
     common = text(40, seed=20)
     engine.generate([greedy(common + text(3, seed=21), 2)])
-    before = engine.stats()["prefix_hits"]
+    before, evictions = (engine.stats()[name] for name in ("prefix_hits", "prefix_evictions"))
     engine.generate([greedy(text(60, seed=30 + i), 30) for i in range(2)])
-    assert engine.stats()["prefix_evictions"] == 0  # but every window page has other contents by now
+    assert engine.stats()["prefix_evictions"] == evictions  # but every window page has other contents by now
     again = greedy(common + text(3, seed=22), 8)
     (output,) = engine.generate([again])
     assert output.completions[0].token_ids == uncached_greedy(engine_model(), again.prompt_token_ids, 8)

@@ -31,10 +31,6 @@ SIZES = {
 KINDS = ("decode", "prompts", "chunks", "mixed")
 
 
-READ_LATENTS = tuple(impl for impl in RUNS_HERE if impl in ("reference", "xla", "cpu"))
-"""Implementations that read pools of latents here; `tests/kernels/test_rpa_tpu.py` has the one for TPUs."""
-
-
 @functools.cache
 def attention(impl, kv_dtype="float32", **static):
     """The jitted entry; everything that may be traced is."""
@@ -133,7 +129,7 @@ def test_every_head_size_equals_dense(impl, head_dim):
     ],
     ids=["small", "deepseek-bits", "few-rows", "two-heads-int8"],
 )
-@pytest.mark.parametrize("impl", READ_LATENTS)
+@pytest.mark.parametrize("impl", RUNS_HERE)
 def test_values_that_are_the_first_numbers_of_their_keys_equal_dense(impl, sizes):
     if impl == "cpu" and sizes.kv_heads > 1:
         with pytest.raises(ValueError, match="latents of one head, not of 2"):
@@ -144,13 +140,6 @@ def test_values_that_are_the_first_numbers_of_their_keys_equal_dense(impl, sizes
         batch = make_ragged(sizes, random_rows(sizes, kind, 0), 0)
         out = check(batch, impl, value_dim=sizes.value_dim, scale=sizes.head_dim**-0.5)
         assert out.shape == (sizes.tokens, sizes.q_heads, sizes.value_dim)
-
-
-@pytest.mark.parametrize("impl", [impl for impl in RUNS_HERE if impl not in READ_LATENTS])
-def test_implementations_that_do_not_read_latents_refuse_them(impl):
-    sizes = Sizes(6, 1, 34, 4, max_pages=40, value_dim=24)
-    with pytest.raises(ValueError, match='latents of latent attention, which the kernel does not read; use "xla"'):
-        attend(**make_ragged(sizes, [(1, 3)]).arrays, scale=1.0, value_dim=24, impl=impl)
 
 
 def test_a_pool_of_latents_is_checked():

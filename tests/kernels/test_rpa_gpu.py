@@ -153,6 +153,8 @@ def _stripes(q_pos, kv_pos, head):
         (Sizes(6, 2, 192, 16), dict(attention_chunk=64, window=True)),
         (Sizes(16, 2, 512, 16, max_pages=80, dtype="bfloat16"), {}),
         (Sizes(16, 2, 512, 16), {}),
+        (Sizes(128, 1, 576, 64, max_pages=80, dtype="bfloat16", value_dim=512), {}),
+        (Sizes(6, 1, 34, 16, max_pages=80, value_dim=24), dict(score_mod=_bend, mask_mod=_stripes)),
     ],
 )
 def test_every_option_is_lowered_for_a_gpu(sizes, options):
@@ -164,7 +166,7 @@ def test_every_option_is_lowered_for_a_gpu(sizes, options):
         arrays["alibi_slopes"] = jnp.ones(sizes.q_heads)
     if options.pop("window", False):
         arrays["sliding_window"] = jnp.int32(100)
-    static = dict(scale=0.1, kv_dtype=jnp.dtype(sizes.dtype), impl="gpu", **options)
+    static = dict(scale=0.1, kv_dtype=jnp.dtype(sizes.dtype), value_dim=sizes.value_dim, impl="gpu", **options)
     traced = jax.jit(lambda arrays: attend(**arrays, **static)).trace(arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     splits = sizes.max_pages * sizes.page_size > rpa_gpu.MIN_SPLIT_TOKENS

@@ -52,7 +52,7 @@ OPTIONS = {
         dataclasses.replace(ON_SCORES, groups=Groups(4, 2)),
     ),
     "left_out_in_part": (
-        dataclasses.replace(ON_SCORES, groups=Groups(6, 2, left_out=0.6)),
+        dataclasses.replace(ON_SCORES, groups=Groups(6, 2, left_out=1.2)),
         dataclasses.replace(ON_SCORES, groups=Groups(6, 2)),
     ),
     "every_group": (dataclasses.replace(ON_SCORES, groups=Groups(4, 4)), Router(Score.SIGMOID)),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from levanter_infer import from_levanter
 from levanter_infer.axes import POSITION
 from levanter_infer.checkpoints.load import load_model
 from levanter_infer.checkpoints.save import save_model
@@ -185,3 +186,74 @@ def test_the_bias_of_the_choice_stays_float32(tmp_path, model):
     prompt = CASE.prompts[-1]
     logits = np.asarray(forward(half, prompt.tokens))[prompt.positions]
     assert np.abs(logits - prompt.logits).mean() < 0.02 * prompt.scale
+
+
+def live(weights: dict[str, np.ndarray]) -> dict:
+    """Parameters with the names of Levanter's `SnowballLMHeadModel`, which tests/compat/levanter_models.py takes."""
+
+    def own(*names: str) -> np.ndarray:
+        value = weights[".".join(names)]
+        return np.ascontiguousarray(np.swapaxes(value, -1, -2)) if value.ndim > 1 else value
+
+    def gate(name: str) -> dict:
+        return {"w_down": own(name, "down_proj.weight"), "w_up": own(name, "up_proj.weight")}
+
+    def swiglu(name: str) -> dict:
+        return {f"w_{kind}": own(name, f"{kind}_proj.weight") for kind in ("gate", "up", "down")}
+
+    def layer(name: str) -> dict:
+        return {
+            "rms_attn": {"weight": own(name, "input_layernorm.weight")},
+            "attn_gated_norm": gate(f"{name}.attn_gated_norm"),
+            "attn": {f"w_{each}": own(name, f"self_attn.{each}_proj.weight") for each in "qkvo"}
+            | {"attn_gate": own(name, "self_attn.attn_gate.weight")},
+            "rms_mlp": {"weight": own(name, "post_attention_layernorm.weight")},
+            "mlp_gated_norm": gate(f"{name}.mlp_gated_norm"),
+            "mlp": {
+                "router": own(name, "mlp.router.weight"),
+                "router_bias": own(name, "mlp.router.bias"),
+                "expert_mlp": swiglu(f"{name}.mlp.experts"),
+            },
+            "shared": swiglu(f"{name}.shared_expert"),
+        }
+
+    transformer = {
+        "token_embed": weights["model.embed_tokens.weight"],
+        "embed_norm": {"weight": own("model.embed_norm.weight")},
+        "embed_gated_norm": gate("model.embed_gated_norm"),
+        "output_proj": own("lm_head.weight"),
+        "blocks": tuple(layer(f"model.layers.{i}") for i in range(CASE.config["num_hidden_layers"])),
+        "final_norm": {"weight": own("model.norm.weight")},
+        "final_gated_norm": gate("model.final_gated_norm"),
+    }
+    return {"transformer": transformer}
+
+
+def test_a_live_snowball_is_the_model_of_its_checkpoint(model):
+    own = jax.tree.map(jax.numpy.asarray, live(make_weights(CASE.name, CASE.config)))
+    for found in (from_levanter(own, CASE.config), jax.jit(lambda own: from_levanter(own, CASE.config))(own)):
+        assert found.config == model.config
+        assert all(np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (found, model)), strict=True))
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), own)
+    assert jax.tree.map(lambda leaf: leaf.shape, from_levanter(shapes, CASE.config)) == jax.tree.map(
+        lambda leaf: leaf.shape, model
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 7}, "has no transformer.blocks.6.rms_attn.weight"),
+        ({"num_hidden_layers": 5}, "no place for: transformer.blocks.5.attn.attn_gate, .* and 13 more"),
+        ({"num_attention_heads": 4}, r"transformer.blocks.0.attn.w_q has shape \[56, 144\], expected \[56, 96\]"),
+        ({"num_experts": 8}, "expected"),
+        ({"model_type": "llama"}, "expected 'grug_moe' for a model with transformer.blocks"),
+    ],
+)
+def test_a_live_snowball_of_other_sizes_is_refused(change, message):
+    config = {**CASE.config, **change}
+    if "model_type" in change:
+        config = load_case("llama1").config
+    own = jax.tree.map(jax.numpy.asarray, live(make_weights(CASE.name, CASE.config)))
+    with pytest.raises(ValueError, match=message):
+        from_levanter(own, config)

@@ -214,6 +214,23 @@ def test_keys_that_change_nothing_are_accepted():
         ("olmoe", {"head_dim": 16}, "head_dim=16, expected hidden_size / num_attention_heads"),
         ("qwen2_moe", {"mlp_only_layers": [2]}, "mlp_only_layers=.2., expected .* less than num_hidden_layers=2"),
         ("ministral3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "expected llama_4_scaling_beta"),
+        ("gpt_oss", {"experts_per_token": 2}, "experts_per_token=2, expected 4"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "quantization_config=.*awq.*, expected None"),
+        ("gpt_oss", {"sliding_window": None}, "no 'sliding_attention' without a sliding_window"),
+        ("glm4_moe", {"n_group": 3}, "n_group=3, expected a divisor of the number of experts, 128"),
+        ("glm4_moe", {"n_group": 64, "topk_group": 2}, "topk_group=2, expected enough groups of 2 experts"),
+        ("glm4_moe", {"num_experts_per_tok": 200}, "num_experts_per_tok=200, expected at most .* 128"),
+        ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func='softmax', expected 'sigmoid'"),
+        ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list=.1, 0., expected None or .1, 1."),
+        ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size=8, expected 0"),
+        ("minimax_m2", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.*fp8.*, expected None"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias=True, expected False"),
+        ("ernie4_5_moe", {"moe_k": 65}, "moe_k=65, expected at most the number of experts, 64"),
+        ("hunyuan_v1_moe", {"num_experts": [4, 8]}, "num_experts=.4, 8., expected one number for all layers"),
+        ("hunyuan_v1_moe", {"moe_topk": [1]}, "moe_topk=.1., expected a whole number of at least 1, or one for each"),
+        ("hunyuan_v1_dense", {"use_cla": True}, "use_cla=True, expected False"),
+        ("llama4_text", {"layer_types": ["full_attention"]}, "one entry for each of num_hidden_layers=2"),
+        ("llama4_text", {"moe_layers": [2]}, "moe_layers=.2., expected .* less than num_hidden_layers=2"),
         ("cohere2", {"use_parallel_block": False, "rms_norm_eps": None}, "use_parallel_block=False, expected True"),
     ],
 )
@@ -239,6 +256,59 @@ def test_published_files_with_older_keys_are_read():
     assert [block.mixer.rope is None for block in smollm3.blocks] == [False, True] and smollm3.ropes[0].theta == 2e6
     olmo3 = parse(model_type="olmo3", rope_scaling={"rope_type": "linear", "factor": 2.0}, num_hidden_layers=4)
     assert [block.mixer.rope.kind for block in olmo3.blocks] == ["default"] * 3 + ["linear"]
+
+
+PUBLISHED = {
+    "gpt_oss": {
+        "initial_context_length": 4096, "experts_per_token": 4, "num_local_experts": 32, "swiglu_limit": 7.0,
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        },
+        "rope_theta": 150000, "router_aux_loss_coef": 0.9,
+    },
+    "glm4_moe": {
+        "n_routed_experts": 160, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1, "use_qk_norm": True, "partial_rotary_factor": 0.5, "head_dim": 8,
+    },
+    "minimax_m2": {
+        "attn_type_list": [1, 1], "head_dim": 8, "mtp_transformer_layers": 1, "num_mtp_modules": 3, "use_mtp": True,
+        "auto_map": {"AutoConfig": "configuration_minimax_m2.MiniMaxM2Config"}, "qk_norm_type": "per_layer",
+        "rotary_dim": 4, "scoring_func": "sigmoid", "shared_intermediate_size": 0, "use_routing_bias": True,
+    },
+    "ernie4_5_moe": {
+        "moe_capacity": [64, 64, 64], "moe_gate": "topk", "moe_use_aux_free": True, "moe_num_experts": 64, "moe_k": 6,
+        "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1, "use_bias": False,
+    },
+    "hunyuan_v1_moe": {
+        "moe_intermediate_size": [24, 24], "moe_topk": [8, 8], "num_experts": 64, "num_shared_expert": [1, 1],
+        "rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"}, "use_cla": False, "use_qk_norm": True,
+        "use_mixed_mlp_moe": True, "attention_head_dim": 4, "mlp_bias": False,
+    },
+    "llama4_text": {
+        "attn_temperature_tuning": 4, "for_llm_compressor": False, "no_rope_layers": [], "moe_layers": [0, 1],
+        "floor_scale": 8192, "attn_scale": 0.1, "intermediate_size_mlp": 48, "cache_implementation": "hybrid",
+    },
+}  # fmt: skip
+"""Keys of published files, beyond those that all families read, with their values or smaller ones."""
+
+
+@pytest.mark.parametrize("model_type", PUBLISHED)
+def test_published_files_with_experts_are_read(model_type):
+    config = parse(model_type=model_type, num_key_value_heads=2, **PUBLISHED[model_type])
+    assert config.model_type == model_type and config.experts is not None
+    family = family_for({"model_type": model_type})
+    assert family.config_from_hf(family.config_to_hf(config)) == config
+
+
+def test_the_text_model_of_llama_4_is_read_from_its_parent():
+    keys = {"model_type": "llama4_text", "num_key_value_heads": 2, "tie_word_embeddings": False}
+    text = {**LLAMA, **keys, **PUBLISHED["llama4_text"]}
+    parent = {"model_type": "llama4", "text_config": text, "vision_config": {}, "image_token_index": 200092}
+    assert parse(parent) == parse(text)
+    names = ("language_model.model.norm.weight", "vision_model.patch.weight", "multi_modal_projector.linear_1.weight")
+    assert family_for(parent).own_names(names, parent) == {"model.norm.weight": names[0]}
 
 
 EXPERTS = {**QWEN2, "model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 12}

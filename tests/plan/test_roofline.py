@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from levanter_infer.plan.figures import Figures
+from levanter_infer.plan.figures import Figures, WindowFigures
 from levanter_infer.plan.hlo import Collective, collectives_of
 from levanter_infer.plan.roofline import Workload, model_speed, send_s, step_collectives
 from levanter_infer.plan.targets import Chip
@@ -62,6 +62,12 @@ def test_a_step_that_reads_weights_takes_their_time_at_the_bandwidth():
     assert speed.decode_tokens_per_s == pytest.approx(2 * 20 / speed.decode.total_s)
     assert speed.prompt_s == pytest.approx(6 * 8e-3 + 4 * 8 * 100 * 10 * 600**2 / 2 / 1e14)
     assert speed.tokens_per_s == pytest.approx(2 * 20 / (speed.decode.total_s + 20 / 400 * speed.prompt_s))
+
+
+def test_layers_with_a_window_read_no_more_than_that():
+    windowed = dataclasses.replace(FIGURES, page_bytes=4 * 10**5, windows=(WindowFigures(100, 300, 12 * 10**5),))
+    speed = model_speed(windowed, CHIP, Workload(600, 400), ())
+    assert speed.decode.kv_s == pytest.approx(20 * (800 * 0.25e5 + 100 * 0.75e5) / 1e12)
 
 
 LONG = Workload(600, 400)

@@ -69,7 +69,7 @@ class SlotState(Pool):
             return array.at[layer, target].set(array.at[layer, source].get(mode="clip"), mode="drop")
 
         # All layers at once would need memory for everything that is copied.
-        return self._changed(lambda _, array: jax.lax.fori_loop(0, array.shape[0], copy_layer, array))
+        return self._changed(lambda _, array: jax.lax.fori_loop(0, self.num_layers, copy_layer, array))
 
     def take(self, entries: Array) -> dict[str, Array]:
         """As `Pool.take`: f32[layers, n, …] by name."""

@@ -1,6 +1,7 @@
 """`WindowPages`: where the layers with a sliding window have stored a page, and the pages that are free for them."""
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int32
@@ -59,6 +60,29 @@ class WindowPages(eqx.Module):
     def of(self, pages: Array) -> Array:
         """The window page of each of `pages`, of any shape; none where there is none."""
         return gather(self.attached, pages, self.num_pages)
+
+    def seen_from(self, page_indices: Array, computed: Array, most: int) -> Array:
+        """The window pages at the columns that rows see, i32[row, seq_page]; none at the others.
+
+        Only those columns are looked up: a few of a long sequence, whose lookups one by one would cost a TPU more than
+        a layer.
+
+        Args:
+            page_indices: i32[row, seq_page]
+            computed: i32[row], position of each row's first query.
+            most: static bound of the queries of a row.
+        """
+        width = min(self.most_columns(most), page_indices.shape[1])
+        first = self.first_column(computed)
+        padded = jnp.pad(page_indices, ((0, 0), (0, width)), constant_values=self.attached.shape[0])
+        seen = jax.vmap(lambda row, at: jax.lax.dynamic_slice(row, (at,), (width,)))(padded, first)
+        none = jnp.full_like(padded, self.num_pages)
+        pages = jax.vmap(lambda row, own, at: jax.lax.dynamic_update_slice(row, own, (at,)))(none, self.of(seen), first)
+        return pages[:, : page_indices.shape[1]]
+
+    def most_columns(self, queries: int) -> int:
+        """Columns that `queries` consecutive queries see together, at most."""
+        return (self.window + queries + self.table.page_size - 3) // self.table.page_size + 1
 
     def attach(self, pages: Array, count: Array) -> "WindowPages":
         """Allocate a window page for each of `pages` i32[n], of which the first `count` are not none, with a reference.

@@ -15,6 +15,7 @@ from urllib.parse import urlparse
 import numpy as np
 
 from levanter_infer.axes import HEADS, KV_HEADS, Q_HEADS_PER_GROUP, VOCAB
+from levanter_infer.checkpoints.remote import IN_FLIGHT
 from levanter_infer.checkpoints.source import RemoteSource, Source
 from levanter_infer.checkpoints.weights import DTYPES, StoredTensor, enumerate_names
 from levanter_infer.models.family import Family
@@ -62,13 +63,15 @@ class LevanterTensor(StoredTensor):
 
     @staticmethod
     def read_all(pieces: Sequence[tuple["LevanterTensor", np.ndarray]]) -> None:
-        """As `read_tensors`, all at once."""
-        futures = [tensor.view.read() for tensor, _ in pieces]
-        for (tensor, out), future in zip(pieces, futures, strict=True):
-            try:
-                out[...] = np.asarray(future.result()).reshape(out.shape).astype(out.dtype, copy=False)
-            except ValueError as error:
-                raise ValueError(f"{tensor.path}: cannot read {tensor.name!r}: {error}; copy it again") from error
+        """As `read_tensors`, a few at once: each has a temporary copy."""
+        for start in range(0, len(pieces), IN_FLIGHT):
+            some = pieces[start : start + IN_FLIGHT]
+            futures = [tensor.view.read() for tensor, _ in some]
+            for (tensor, out), future in zip(some, futures, strict=True):
+                try:
+                    out[...] = np.asarray(future.result()).reshape(out.shape).astype(out.dtype, copy=False)
+                except ValueError as error:
+                    raise ValueError(f"{tensor.path}: cannot read {tensor.name!r}: {error}; copy it again") from error
 
 
 def levanter_tensors(source: Source, family: Family, params: Sequence[Parameter]) -> dict[str, StoredTensor]:

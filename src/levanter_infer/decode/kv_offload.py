@@ -144,14 +144,14 @@ def write_pages(cache: Cache, contents: tuple[Array, ...], pages: Array, places:
     return cache.put_pages(target, jax.device_put(contents, jax.memory.Space.Device))
 
 
-def read_window_pages(cache: Cache, attached: Array, pages: Array, *, group: int) -> tuple[Array, ...]:
+def read_window_pages(cache: Cache, attached: Array, pages: Array, group: int) -> tuple[Array, ...]:
     """As `read_pages`, of the pools of one window's layers: the window pages `attached` i32[page] to `pages`."""
     target = gather(attached, pages, cache.paged(group)[0].num_entries)
     return jax.device_put(cache.take_pages(target, group), jax.memory.Space.Host)
 
 
 def write_window_pages(
-    cache: Cache, attached: Array, contents: tuple[Array, ...], pages: Array, places: Array, *, group: int
+    cache: Cache, attached: Array, contents: tuple[Array, ...], pages: Array, places: Array, group: int
 ) -> Cache:
     """As `write_pages`, of the pools of one window's layers."""
     target = gather(attached, gather(pages, places, pages.shape[0]), cache.paged(group)[0].num_entries)

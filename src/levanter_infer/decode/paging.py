@@ -20,6 +20,8 @@ from levanter_infer.kernels.loops import run_if
 
 _BLOCK = 1024
 """Pages shared or released per trip of a loop: usually there is one trip."""
+_BEHIND = 128
+"""Window pages left behind per trip: those of one step."""
 
 
 def pages_needed(state: DecodeState, take: Array) -> tuple[Array, Array]:
@@ -149,7 +151,12 @@ def release(state: DecodeState, slots: Array) -> DecodeState:
 
 
 def release_tails(
-    page_table: PageTable, page_indices: Array, begin: Array, end: Array, window: WindowPages | None = None
+    page_table: PageTable,
+    page_indices: Array,
+    begin: Array,
+    end: Array,
+    window: WindowPages | None = None,
+    block: int = _BLOCK,
 ) -> PageTable:
     """Drop a reference to the pages at columns `begin … end - 1` of each row, the last ones first.
 
@@ -157,9 +164,10 @@ def release_tails(
         page_indices: i32[row, seq_page]
         begin, end: i32[row]
         window: the reference is to the window pages of these pages, and `page_table` is theirs.
+        block: pages per trip of a loop.
     """
     counts = jnp.maximum(end - begin, 0)
-    return _in_blocks(page_table, page_indices, counts, lambda item: -1 - item, end, PageTable.release, window)
+    return _in_blocks(page_table, page_indices, counts, lambda item: -1 - item, end, PageTable.release, window, block)
 
 
 def share_tails(
@@ -171,7 +179,14 @@ def share_tails(
 
 
 def _in_blocks(
-    page_table: PageTable, page_indices: Array, counts: Array, offset, origin: Array, change, window: WindowPages | None
+    page_table: PageTable,
+    page_indices: Array,
+    counts: Array,
+    offset,
+    origin: Array,
+    change,
+    window: WindowPages | None,
+    size: int = _BLOCK,
 ) -> PageTable:
     """`change(page_table, pages)` for `counts` i32[row] pages of each row, at columns `origin + offset(item)`."""
     total = jnp.sum(counts, dtype=jnp.int32)
@@ -179,11 +194,11 @@ def _in_blocks(
 
     def block(carry):
         start, page_table = carry
-        row, item, valid = ragged_index(counts, start, _BLOCK)
+        row, item, valid = ragged_index(counts, start, size)
         column = gather(origin, row, 0) + offset(item)
         page = gather(page_indices, (row, column), none)
         page = page if window is None else window.of(page)
-        return start + _BLOCK, change(page_table, jnp.where(valid, page, page_table.num_pages))
+        return start + size, change(page_table, jnp.where(valid, page, page_table.num_pages))
 
     return jax.lax.while_loop(lambda carry: carry[0] < total, block, (jnp.int32(0), page_table))[1]
 
@@ -300,7 +315,7 @@ def leave_behind(state: DecodeState, before: Array) -> DecodeState:
         begin, end = each.first_column(before), _first(table, each)
 
         def left_behind(page_table: PageTable) -> PageTable:
-            return release_tails(page_table, table.page_indices, begin, end, each)
+            return release_tails(page_table, table.page_indices, begin, end, each, _BEHIND)
 
         return replace(each, table=run_if(jnp.any(end > begin), left_behind, each.table))
 

@@ -49,11 +49,15 @@ def match_prefix(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Deco
             lambda carry: _take_window(_with(state, *carry[1:]), shapes, order, seekers),
             (jnp.asarray(True), page_indices, before),
         )
-        page_indices, computed = _as_far_as_seen(state, page_indices, before, computed)
+        if state.windows:
+            page_indices, computed, windows = run_if(
+                jnp.any(computed > before),
+                lambda carry: _within_windows(state, before, *carry),
+                (page_indices, computed, windows),
+            )
         column = jnp.arange(page_indices.shape[1], dtype=jnp.int32)[None, :]
         found = (column >= page_of(before, size)[:, None]) & (column < page_of(computed, size)[:, None])
         page_table = page_table.reclaim(jnp.where(found, page_indices, shapes.num_pages))
-        windows = tuple(_moved_on(each, page_indices, before, computed) for each in windows)
         hits = hits + jnp.sum(found, dtype=jnp.int32)
         waits = _waits(_with(state, page_indices, computed), shapes, order)
         return page_indices, computed, page_table, windows, hits, waits
@@ -68,6 +72,14 @@ def match_prefix(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Deco
     return replace(state, page_table=page_table, counters=replace(counters, prefix_hits=hits)), waits
 
 
+def _within_windows(
+    state: DecodeState, before: Array, page_indices: Array, found: Array, windows: tuple[WindowPages, ...]
+) -> tuple[Array, Array, tuple[WindowPages, ...]]:
+    """`_as_far_as_seen`, with the references to window pages moved along."""
+    page_indices, computed = _as_far_as_seen(state, page_indices, before, found)
+    return page_indices, computed, tuple(_moved_on(each, page_indices, before, computed) for each in windows)
+
+
 def _as_far_as_seen(state: DecodeState, page_indices: Array, before: Array, found: Array) -> tuple[Array, Array]:
     """The longest part of what each slot has found whose last window is there, for every window.
 
@@ -76,8 +88,6 @@ def _as_far_as_seen(state: DecodeState, page_indices: Array, before: Array, foun
         before, found: i32[seq], tokens computed so far, and with these pages.
     Returns: `page_indices` without the pages beyond, and the tokens computed with it.
     """
-    if not state.windows:
-        return page_indices, found
     size, width = state.page_table.page_size, page_indices.shape[1]
     column = jnp.arange(width, dtype=jnp.int32)[None, :]
     fits = jnp.ones(page_indices.shape, jnp.bool_)  # whether the prefix that ends with a column's page can be taken

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import inspect
 import re
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from levanter_infer.cache.cache import Cache
 from levanter_infer.cache.prefix_table import PrefixTable
 from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.beam_table import BeamTable, Hypotheses, hypotheses
@@ -182,11 +182,11 @@ class OffloadPrograms:
 
         self.snapshot = Program(take_snapshot)
         self.read_pages, self.write_pages = Program(read_pages), Program(write_pages, donate=(0,))
-        groups = range(1, len(shapes.windows) + 1)
-        self.read_window_pages = [Program(functools.partial(read_window_pages, group=group)) for group in groups]
-        self.write_window_pages = [
-            Program(functools.partial(write_window_pages, group=group), donate=(0,)) for group in groups
-        ]
+        self.read_window_pages, self.write_window_pages = [], []
+        for group in range(1, len(shapes.windows) + 1):
+            read, write = _window_functions(group)
+            self.read_window_pages.append(Program(read))
+            self.write_window_pages.append(Program(write, donate=(0,)))
         self.mark_swapped, self.swap_in = Program(mark_swapped, donate=(0,)), Program(swap_in, donate=(0,))
         self._programs = {name: each for name, each in vars(self).items() if isinstance(each, Program)}
         for name in ("read_window_pages", "write_window_pages"):
@@ -195,6 +195,18 @@ class OffloadPrograms:
     def compilations(self) -> dict[str, int]:
         """Compilations of each program that has been called."""
         return {name: program.compilations for name, program in self._programs.items() if program.is_begun}
+
+
+def _window_functions(group: int) -> tuple[Callable, Callable]:
+    """`read_window_pages` and `write_window_pages` of one numbering of pages."""
+
+    def read(cache: Cache, attached, pages):
+        return read_window_pages(cache, attached, pages, group)
+
+    def write(cache: Cache, attached, contents, pages, places) -> Cache:
+        return write_window_pages(cache, attached, contents, pages, places, group)
+
+    return read, write
 
 
 @dataclasses.dataclass(frozen=True)

@@ -193,9 +193,7 @@ def batch_info(state: DecodeState, plan: StepPlan, shapes: Shapes) -> PageBatchI
     page_indices = gather(table.page_indices, slots, shapes.num_pages)
 
     def of_window(each: WindowPages) -> WindowBatch:
-        column = jnp.arange(page_indices.shape[1], dtype=jnp.int32)[None, :]
-        seen = column >= each.first_column(gather(computed, slots, 0))[:, None]
-        pages = jnp.where(seen, each.of(page_indices), each.num_pages)
+        pages = each.seen_from(page_indices, gather(computed, slots, 0), shapes.max_step_tokens)
         dests = jnp.where(valid, each.of(page) * size + offset_of(position, size), each.num_pages * size)
         return WindowBatch(hax.named(pages, (ROW, SEQ_PAGE)), hax.named(dests, (TOKEN,)))
 

@@ -69,7 +69,6 @@ class BackendChoice:
                 num_devices=layout.mesh.size,
                 is_sharded=not layout.is_replicated,
                 has_mods=has_mods,
-                is_latent=model.config.value_dim is not None,
             )
 
         matmul = task(Work.MATMUL, model.dtype)

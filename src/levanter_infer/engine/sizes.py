@@ -55,7 +55,7 @@ def _window_pages(window: int, config: EngineConfig, shapes: Shapes) -> int:
     `worst_case`, where none is ever preempted, for every slot. With prefix caching a sixteenth of the other pages
     besides, up to as many again: for the last windows of cached prefixes. At most as many as pages."""
     size, num_pages = shapes.page_size, shapes.num_pages
-    reach = (window + size - 2) // size + 1  # pages that a window touches, however it lies
+    reach = (window + size - 2) // size + 1  # pages that a window touches, wherever it begins
     # of each sequence one more for the page that a step begins, and one for a copy
     sequences = shapes.num_slots if config.admission == AdmissionPolicy.WORST_CASE else shapes.max_seqs + 1
     needed = sequences * (reach + 2) + -(-shapes.max_step_tokens // size)

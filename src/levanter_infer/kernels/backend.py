@@ -16,9 +16,6 @@ from jax import Array
 
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall, PoolShape
 
-LATENT_REFUSAL = "the pages hold the latents of latent attention, which the kernel does not read"
-"""Of backends whose attention is for keys and values alone."""
-
 
 class Work(enum.Enum):
     """Kinds of computation of a backend."""
@@ -69,8 +66,6 @@ class Task:
     """Whether the model is sharded over the mesh."""
     has_mods: bool = False
     """Whether there is a `score_mod` or `mask_mod`."""
-    is_latent: bool = False
-    """Whether the pages are those of latent attention (`PoolShape.is_latent`)."""
 
     @property
     def stored(self) -> str:

@@ -273,7 +273,7 @@ class Attention(eqx.Module):
         return (q if rope is None else rope.scale_queries(q)), k, v
 
     def _norms(self, block: AttentionBlock) -> tuple[RMSNorm, RMSNorm] | None:
-        """Of queries and keys. Those without weights are not stored."""
+        """Norms of queries and keys; those without weights are not stored."""
         if self.q_norm is not None and self.k_norm is not None:
             return self.q_norm, self.k_norm
         if block.qk_norm is None:

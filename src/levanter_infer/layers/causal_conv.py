@@ -69,6 +69,8 @@ class CausalConv(eqx.Module):
 
     def _weighted(self, inputs: list[Array]) -> Array:
         """Sum over taps, in their order."""
+        lead = (1,) * (inputs[0].ndim - 1)
         weight = self.weight.array.astype(jnp.float32)
-        total = sum(weight[:, tap] * each for tap, each in enumerate(inputs))
-        return total if self.bias is None else total + self.bias.array.astype(jnp.float32)  # type: ignore[return-value]
+        total = sum(weight[:, tap].reshape(*lead, -1) * each for tap, each in enumerate(inputs))
+        assert not isinstance(total, int)
+        return total if self.bias is None else total + self.bias.array.astype(jnp.float32).reshape(*lead, -1)

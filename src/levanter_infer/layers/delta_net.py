@@ -172,7 +172,7 @@ class DeltaNet(eqx.Module):
         return apply(NamedArray(result.astype(x.dtype), v.axes), self.out_proj, residual=around.residual)[0]
 
     def _log_decay(self, a: Array) -> Array:
-        rate, bias = (each.array.astype(jnp.float32) for each in (self.a_log, self.dt_bias))
+        rate, bias = (each.array.reshape(*(1,) * (a.ndim - 1), -1) for each in (self.a_log, self.dt_bias))
         return -jnp.exp(rate) * jax.nn.softplus(a.astype(jnp.float32) + bias)
 
 

@@ -166,7 +166,8 @@ class Mamba2(eqx.Module):
         sizes = [block.width, block.width + block.num_groups * block.state_size]
         x_flat, b_flat, c_flat = jnp.split(flat, sizes, axis=-1)
         values = x_flat.reshape(inputs.array.shape)
-        rate, bias, skip = (each.array.astype(jnp.float32) for each in (self.a_log, self.dt_bias, self.skip))
+        of_heads = (*(1,) * len(lead), -1)
+        rate, bias, skip = (each.array.reshape(of_heads) for each in (self.a_log, self.dt_bias, self.skip))
         step = jax.nn.softplus(dt.array.astype(jnp.float32) + bias)
         tokens = TokenInputs(
             q=repeated(c_flat.reshape(c.array.shape), block.num_heads),
@@ -175,7 +176,7 @@ class Mamba2(eqx.Module):
             log_decay=-jnp.exp(rate) * step,
             beta=None,
         )
-        result = recur(tokens) + skip[:, None] * values
+        result = recur(tokens) + skip[..., None] * values
         result = self._normed(result * jax.nn.silu(z.array.astype(jnp.float32)), block)
         return apply(NamedArray(result.astype(x.dtype), z.axes), self.out_proj, residual=around.residual)[0]
 
@@ -183,4 +184,5 @@ class Mamba2(eqx.Module):
         """RMSNorm over the heads of each group."""
         groups = gated.reshape(*gated.shape[:-2], block.num_groups, -1)
         scale = jax.lax.rsqrt(jnp.mean(groups * groups, axis=-1, keepdims=True) + jnp.float32(block.norm_eps))
-        return (groups * scale).reshape(gated.shape) * self.norm_weight.array.astype(jnp.float32)
+        weight = self.norm_weight.array.astype(jnp.float32)
+        return (groups * scale).reshape(gated.shape) * weight.reshape(*(1,) * (gated.ndim - 2), *weight.shape)

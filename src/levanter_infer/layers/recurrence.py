@@ -73,20 +73,21 @@ def block(state: Array, x: TokenInputs) -> tuple[Array, Array]:
     q, k, v = (jnp.swapaxes(each, 0, 1) for each in (x.q, x.k, x.v))  # [head, token, size]
     total = jnp.cumsum(x.log_decay.T, axis=1)  # [head, token]
     num = total.shape[1]
-    later = jnp.tril(jnp.ones((num, num), bool))
-    # Of differences above the diagonal the exponential may overflow, and infinity times zero is no number.
-    decay = jnp.exp(jnp.where(later, total[:, :, None] - total[:, None, :], -jnp.inf))
+    # The decay from each token to each later one, of sums of its own: differences of `total` would lose their digits.
+    after = jnp.tril(jnp.ones((1, num, num), bool), -1)
+    between = jnp.cumsum(jnp.where(after, x.log_decay.T[:, :, None], 0), axis=1)
+    decay = jnp.tril(jnp.exp(between))  # [head, token, earlier token]
     delta = v
     if x.beta is not None:
         beta = x.beta.T[..., None]
         remembered = jnp.exp(total)[..., None] * _matmul("htk,hkv->htv", k, state)
-        system = jnp.tril(beta * decay * _matmul("htk,hsk->hts", k, k), -1) + jnp.eye(num, dtype=jnp.float32)
+        system = jnp.tril(beta * decay * _matmul("htk,hsk->hts", k, k), -1)  # of its diagonal of ones
         delta = jax.lax.linalg.triangular_solve(
             system, beta * (v - remembered), left_side=True, lower=True, unit_diagonal=True
         )
     result = jnp.exp(total)[..., None] * _matmul("htk,hkv->htv", q, state)
     result = result + _matmul("hts,hsv->htv", decay * _matmul("htk,hsk->hts", q, k), delta)
-    left = jnp.exp(total[:, -1:] - total)[..., None] * k
+    left = decay[:, -1, :, None] * k
     state = jnp.exp(total[:, -1])[:, None, None] * state + _matmul("htk,htv->hkv", left, delta)
     return state, jnp.swapaxes(result, 0, 1)
 

@@ -371,7 +371,7 @@ class DecoderModel(eqx.Module):
         """`hidden` and, into the array `chosen` unless it is None, `routed`."""
         inputs = self._inputs(batch.positions, attention, self._max_seq_len(batch, attention))
         num_tokens = batch.cu_q_lens.array[-1]
-        rows = RaggedRows.of(batch)
+        rows = RaggedRows.of(batch) if cache.has_slots else None
 
         def run(group: Group[Block], repeat: Array, carry):
             """One period."""
@@ -404,7 +404,7 @@ class DecoderModel(eqx.Module):
                     block=block.recurrent,  # type: ignore[arg-type]
                     state=cache.pools[pool],  # type: ignore[arg-type]
                     layer=number,
-                    rows=rows,
+                    rows=rows,  # type: ignore[arg-type]
                 )
             x, remembered = layer(x, block, mix, on_choice)
             cache = cache.with_pool(pool, remembered)

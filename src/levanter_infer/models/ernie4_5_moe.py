@@ -33,6 +33,11 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         last = hf.size("moe_layer_end_index", 0)
     parts = feed_forwards(sizes.num_layers, experts, sizes.dense(), first=first, last=last, step=step)
     hf.only("use_bias", False)
+    # Of Baidu's own files; the capacity is one of training.
+    hf.only("moe_use_aux_free", True)
+    hf.only("moe_gate_act", "softmax")
+    for key in ("moe_gate", "moe_capacity", "num_nextn_predict_layers"):
+        hf.only(key, raw.get(key))
     hf.finish()
     return sizes.decoder("ernie4_5_moe", [Block(sizes.attention(), part, sizes.norm()) for part in parts])
 

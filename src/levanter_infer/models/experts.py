@@ -1,4 +1,4 @@
-"""What families with experts read and write alike: which layers have experts, and DeepSeek-V3's keys and tensors."""
+"""Parts that families with experts share: the layers that have experts, DeepSeek-V3's keys, tables of tensors."""
 
 from collections.abc import Collection, Sequence
 from typing import Any

@@ -7,6 +7,9 @@ queries, a program reads all keys that its queries see. In the decode lane a row
 would read long histories; they are cut into splits (flash decoding), whose m, l and acc a second kernel combines. The
 splits depend on the sequence's own length alone, so the bits of a row do not depend on batch composition.
 
+Latents, whose first numbers are values too, are loaded in two parts, these and the rotated rest: powers of two, as a
+rule, and the first part serves both matmuls.
+
 A program finds its query block itself, from `cu_q_lens`: to compute a table of blocks before the kernel would be ten
 launches per layer. The grid is large enough for the worst division of the tokens into rows, and programs without work
 end at once.
@@ -95,18 +98,18 @@ def gpu_attention(call: AttentionCall, *, interpret: bool = False) -> Array:
 
     Args:
         interpret: run in Pallas' interpreter, on any platform, slowly; for tests.
-    Returns: [T, Hq, D], 0 for padding tokens.
+    Returns: `call.out_shape`, 0 for padding tokens.
     Raises: ValueError for pages of a dtype that the tensor cores do not take.
     """
     if not supports_dtype(call.kv_dtype):
         raise ValueError(f'impl="gpu" reads pages of float32, bfloat16 or float16, not {call.kv_dtype}; use "xla"')
     decode, prefill = lanes(
         heads_per_kv_head=call.heads_per_kv_head,
-        head_dim=call.q.shape[2],
+        head_dim=call.out_shape[2],
         itemsize=_operand_dtype(call).itemsize,
         max_tokens=call.page_indices.shape[1] * call.page_size,
     )
-    out = jnp.zeros_like(call.q)
+    out = jnp.zeros(call.out_shape, call.q.dtype)
     if call.num_tokens > 1:
         out = _run(call, prefill, out, interpret)
     return _run(call, decode, out, interpret)
@@ -116,7 +119,7 @@ class _Splits(NamedTuple):
     """Partial results of the splits of the decode lane, f32 in global memory."""
 
     acc: Any
-    """[blocks, splits, Hq, D]: sum of p · v."""
+    """[blocks, splits, Hq, size of values]: sum of p · v."""
     m: Any
     """[blocks, splits, Hq]: maximum of the scores."""
     l: Any  # noqa: E741
@@ -175,12 +178,13 @@ def _attend(_, refs: dict, *out_refs, call: AttentionCall, tile: Tile) -> None:
 
     Args:
         refs: cu_q_lens i32[R + 1], seq_lens i32[R], num_seqs i32[1], window i32[1] or None, q [T, Hq, D],
-            kv [layers, P, page_size, 2 * Hkv, D], layer i32[1], pages i32[R, max_pages], slopes and sinks f32[Hq] or
-            None.
-        out_refs: the output [T, Hq, D], which the first argument aliases; for several splits those of `_Splits`.
+            kv [layers, P, page_size, 2 * Hkv, D] (of latents Hkv), layer i32[1], pages i32[R, max_pages], slopes and
+            sinks f32[Hq] or None.
+        out_refs: the output [T, Hq, size of values], which the first argument aliases; for several splits those of
+            `_Splits`.
     """
     block, split = pl.program_id(1), pl.program_id(2)
-    per_kv_head, head_dim = call.heads_per_kv_head, call.q.shape[2]
+    per_kv_head, parts = call.heads_per_kv_head, _parts(call)
     num_pages, operand, f32 = call.kv_pages.shape[1], _operand_dtype(call), jnp.float32
     tile_heads = min(per_kv_head, tile.rows)
     head_blocks = -(-per_kv_head // tile.rows)
@@ -202,14 +206,23 @@ def _attend(_, refs: dict, *out_refs, call: AttentionCall, tile: Tile) -> None:
         head = kv_head * per_kv_head + jnp.minimum(head, per_kv_head - 1)
         stored_head = jnp.where(live, head, call.q.shape[1])
         token, q_pos = first_token + query, first_pos + query
-        dim = jnp.arange(_side(head_dim), dtype=jnp.int32)
+        dims = [jnp.arange(_side(size), dtype=jnp.int32) for _, size in parts]
 
-        def in_heads(mask: Array) -> Array:
-            """The mask bool[n] broadcast to a load or store of [n, head_dim]."""
-            mask = mask[:, None]
-            return mask if dim.shape[0] == head_dim else mask & (dim < head_dim)[None, :]
+        def in_heads(mask: Array, part: int = 0) -> Array:
+            """The mask bool[n] broadcast to a load or store of [n, numbers of a part]; values are of part 0."""
+            mask, dim, (_, size) = mask[:, None], dims[part], parts[part]
+            return mask if dim.shape[0] == size else mask & (dim < size)[None, :]
 
-        q = _load(refs["q"].at[token[:, None], head[:, None], dim[None, :]], in_heads(live)).astype(operand)
+        def numbers(part: int) -> Array:
+            """Where the numbers of a part are in a key: i32[1, numbers]."""
+            first, _ = parts[part]
+            return (dims[part] if first == 0 else dims[part] + first)[None, :]
+
+        def load_queries(part: int) -> Array:
+            index = token[:, None], head[:, None], numbers(part)
+            return _load(refs["q"].at[index], in_heads(live, part)).astype(operand)
+
+        queries = [load_queries(part) for part in range(len(parts))]
 
         def turn(index: Array, carry):
             m_prev, l_prev, acc = carry  # f32[rows], f32[rows], f32[rows, head_dim]
@@ -223,27 +236,33 @@ def _attend(_, refs: dict, *out_refs, call: AttentionCall, tile: Tile) -> None:
                 # is NaN. Without `mask_mod` these are the keys that are not in range.
                 mapped = jnp.sum(seen.astype(jnp.int32), axis=0) > 0
 
-            def load(pair: Array) -> Array:
-                index = layer, page[:, None], (kv_pos % call.page_size)[:, None], pair, dim[None, :]
-                values = _load(refs["kv"].at[index], in_heads(mapped))
+            def load(pair: Array, part: int = 0) -> Array:
+                index = layer, page[:, None], (kv_pos % call.page_size)[:, None], pair, numbers(part)
+                values = _load(refs["kv"].at[index], in_heads(mapped, part))
                 if values.dtype != call.kv_dtype:
                     values = jax.lax.bitcast_convert_type(values, call.kv_dtype)
                 return values.astype(operand)
 
-            matmul = _dot(q, load(2 * kv_head), transpose=True)
+            sides = 2 if call.value_dim is None else 1
+            keys = [load(sides * kv_head, part) for part in range(len(parts))]
+            matmul = functools.reduce(
+                jnp.add, [_dot(q, own, transpose=True) for q, own in zip(queries, keys, strict=True)]
+            )
             scores = rules.scores(matmul, q_pos[:, None], kv_pos[None, :], head[:, None])
             scores = jnp.where(seen, scores, f32(MASKED))
             m_new = jnp.maximum(m_prev, jnp.max(scores, axis=1))
             weights = _exp(scores - m_new[:, None])
             alpha = _exp(m_prev - m_new)
             l_new = l_prev * alpha + jnp.sum(weights, axis=1)
-            acc = acc * alpha[:, None] + _dot(weights.astype(operand), load(2 * kv_head + 1))
+            values = load(2 * kv_head + 1) if call.value_dim is None else keys[0]
+            acc = acc * alpha[:, None] + _dot(weights.astype(operand), values)
             return m_new, l_new, acc
 
         if tile.splits == 1 and call.sinks is not None:
             m_init, l_init = refs["sinks"][head], jnp.ones(tile.rows, f32)
         else:
             m_init, l_init = jnp.full(tile.rows, NOTHING_SEEN, f32), jnp.zeros(tile.rows, f32)
+        dim = dims[0]
         acc = jnp.zeros((tile.rows, dim.shape[0]), f32)
         first = split * per_split
         last = jnp.minimum(first + per_split, turns)
@@ -269,7 +288,7 @@ def _attend(_, refs: dict, *out_refs, call: AttentionCall, tile: Tile) -> None:
 def _combine(_, splits: _Splits, refs: dict, out_ref, *, call: AttentionCall, tile: Tile) -> None:
     """Combine the splits of one query block and query head of the decode lane. `refs`: as in `_attend`."""
     head, block = pl.program_id(0), pl.program_id(1)
-    head_dim, f32 = call.q.shape[2], jnp.float32
+    head_dim, f32 = call.out_shape[2], jnp.float32
 
     _, token, num_queries, first_pos = _block(call, tile, refs, block)
 
@@ -291,6 +310,12 @@ def _combine(_, splits: _Splits, refs: dict, out_ref, *, call: AttentionCall, ti
         acc = _load(splits.acc.at[block, split[:, None], head, dim[None, :]], exists)
         result = jnp.sum(acc * alpha[:, None], axis=0) / jnp.where(l_all == 0, f32(1), l_all)
         plt.store(out_ref.at[token, head, dim], result.astype(out_ref.dtype), mask=dim < head_dim)
+
+
+def _parts(call: AttentionCall) -> list[tuple[int, int]]:
+    """First number and size of each part of a key: all of it; of a latent, the value and the rest."""
+    size, value_dim = call.q.shape[2], call.value_dim
+    return [(0, size)] if value_dim in (None, size) else [(0, value_dim), (value_dim, size - value_dim)]
 
 
 def _block_q(call: AttentionCall, tile: Tile) -> int:

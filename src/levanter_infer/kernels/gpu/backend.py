@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 from jax import Array
 
-from levanter_infer.kernels.backend import LATENT_REFUSAL, Platform, Task, Work
+from levanter_infer.kernels.backend import Platform, Task, Work
 from levanter_infer.kernels.call import AttentionCall, LinearCall
 from levanter_infer.kernels.gpu import attention, linear, plt
 from levanter_infer.kernels.xla.backend import XlaBackend
@@ -39,8 +39,6 @@ class GpuBackend(XlaBackend):
             return (
                 f"the device is {capability}; the kernel needs NVIDIA's compute capability {attention.MIN_CAPABILITY}"
             )
-        if task.is_latent and task.work is Work.ATTENTION:
-            return LATENT_REFUSAL
         kernel = linear if task.work is Work.MATMUL else attention
         return (
             None
@@ -53,6 +51,4 @@ class GpuBackend(XlaBackend):
         return super().linear(call) if call.layer is None else linear.stacked_matmul(call, interpret=self.interpret)
 
     def _attend(self, call: AttentionCall) -> Array:
-        if call.value_dim is not None:
-            raise ValueError(f'attention="gpu": {LATENT_REFUSAL}; use "xla"')
         return attention.gpu_attention(call, interpret=self.interpret)
