@@ -270,7 +270,7 @@ class FakeEngine:
     """What the scenarios ask of an engine: 10 bytes a token, 5 pages of 16 at most."""
 
     shapes = types.SimpleNamespace(page_size=16)
-    config = types.SimpleNamespace(prefix_cache=True)
+    config = shapes = types.SimpleNamespace(prefix_cache=True)
 
     def __init__(self):
         self.computed = 0
