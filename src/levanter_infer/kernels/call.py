@@ -118,6 +118,8 @@ class Rotation:
     """f32[T, D / 2]"""
     norms: tuple[tuple[Array, float], tuple[Array, float]] | None = None
     """Weight [layers, D] and eps of the norm of queries and of the norm of keys; None: no norms."""
+    norm_layer: Array | None = None
+    """i32[], which layer of these weights is meant; None: that of the pool which is written."""
 
 
 @dataclass(frozen=True)

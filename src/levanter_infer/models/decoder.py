@@ -387,9 +387,11 @@ class DecoderModel(eqx.Module):
             seen: list[Array] = []
             on_choice, block = None if chosen is None else seen.append, group.period[offset]
             stack, first, stride = self.config.stored_at(group, offset)
-            layer = self.stacks[stack].at(_index(first, stride, repeat, further), num_tokens)
-            pool, first, stride = self.config.remembered_at(group, offset)
-            number = _index(first, stride, repeat, further)
+            place = _index(first, stride, repeat, further)
+            layer = self.stacks[stack].at(place, num_tokens)
+            pool, *in_pool = self.config.remembered_at(group, offset)
+            # One and the same value where both are: kernels then look up weights and pages by one number
+            number = place if in_pool == [first, stride] else _index(*in_pool, repeat, further)
             if layer.recurrent is None:
                 mix = functools.partial(
                     layer.attention.paged,  # type: ignore[union-attr]
