@@ -390,8 +390,8 @@ class DecoderModel(eqx.Module):
             place = _index(first, stride, repeat, further)
             layer = self.stacks[stack].at(place, num_tokens)
             pool, *in_pool = self.config.remembered_at(group, offset)
-            # One and the same value where both are: kernels then look up weights and pages by one number
-            number = place if in_pool == [first, stride] else _index(*in_pool, repeat, further)
+            # One value where both numbers are equal: kernels look up weights and pages by it
+            number = place if in_pool == [first, stride] else _index(in_pool[0], in_pool[1], repeat, further)
             if layer.recurrent is None:
                 mix = functools.partial(
                     layer.attention.paged,  # type: ignore[union-attr]

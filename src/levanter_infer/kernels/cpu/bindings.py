@@ -274,7 +274,7 @@ def place_tokens(pool: Array, write: KvWrite, *, isa_name: str | None = None) ->
     weights, (q_eps, k_eps) = ((), (0.0, 0.0)) if rotation.norms is None else zip(*rotation.norms, strict=True)
     eps = {"q_eps": np.float32(q_eps), "k_eps": np.float32(k_eps)}
     if rotation.norm_layer is not None and rotation.norm_layer is not write.layer:
-        # The kernel looks up norms and pages of one number: the layer has others among the stored norms and in the pool.
+        # The kernel looks up norms and pages by one number, and the layer has one among the norms and one in the pool.
         own = (jax.lax.dynamic_index_in_dim(weight, rotation.norm_layer, keepdims=False) for weight in weights)
         weights = [jnp.broadcast_to(weight, (pool.shape[0], *weight.shape)) for weight in own]
     layer = write.layer.astype(jnp.int32)
