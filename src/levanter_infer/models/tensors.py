@@ -230,7 +230,7 @@ def _groups(order: Order, rows: tuple[int, ...], stack: Stack | None) -> int:
     match order:
         case Order.ALTERNATING:
             return rows[0]
-        case Order.BY_KV_HEAD if isinstance(mixer, AttentionBlock):
+        case Order.BY_KV_HEAD if isinstance(mixer, AttentionBlock | LatentAttentionBlock):
             return mixer.num_kv_heads
         case Order.BY_HEAD if isinstance(mixer, AttentionBlock | LatentAttentionBlock):
             return mixer.num_heads
