@@ -106,7 +106,21 @@ def test_paged_and_chunked_is_hf(served):
             assert prompt.greedy_gaps[differing[0]] < prompt.bound
 
 
+MEMORIES = ("llama", "gemma3_text", "deepseek_v3", "qwen3_next", "gpt2")
+"""Families that keep all keys and values, those in windows, latents, states; and one with learnt positions."""
+
+
+@pytest.mark.parametrize("served", MEMORIES, indirect=True)
 def test_perplexity_over_pages_is_that_of_the_uncached_forward(served):
+    check_perplexity(served)
+
+
+@pytest.mark.slow
+def test_perplexity_of_every_family_is_that_of_the_uncached_forward(served):
+    check_perplexity(served)
+
+
+def check_perplexity(served) -> None:
     """Of a prompt and what follows, scored in chunks on pages, and by HF's forward over all of it at once."""
     prompt = max(golden_prompts(served.case), key=lambda prompt: len(prompt.tokens))
     scoring = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=1)
