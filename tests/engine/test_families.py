@@ -28,6 +28,7 @@ from tests.family_cases import (
     golden_prompts,
     load,
     make_engine,
+    one_per_memory,
     requests_for,
     samples,
 )
@@ -106,18 +107,6 @@ def test_paged_and_chunked_is_hf(served):
             assert prompt.greedy_gaps[differing[0]] < prompt.bound
 
 
-def test_perplexity_over_pages_is_that_of_the_uncached_forward(served):
-    """Of a prompt and what follows, scored in chunks on pages, and by HF's forward over all of it at once."""
-    prompt = max(golden_prompts(served.case), key=lambda prompt: len(prompt.tokens))
-    scoring = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=1)
-    request = Request(prompt_token_ids=[*prompt.tokens.tolist(), *prompt.greedy.tolist()], sampling=scoring)
-    (output,) = served.engine.generate([request])
-    assert output.error is None, output.error
-    uncached = np.concatenate([prompt.prompt_logprobs, prompt.greedy_logprobs])
-    paged, expected = (np.exp(-np.mean(each, dtype=np.float64)) for each in (output.prompt_logprobs, uncached))
-    assert paged == pytest.approx(expected, rel=1e-4)
-
-
 def test_batched_is_alone(served):
     """More requests than run at once, in pages that others have left. Prompts that fill one step alone are in chunks
     here, because they share steps."""
@@ -130,6 +119,8 @@ def test_batched_is_alone(served):
 
 
 def test_cached_is_cold(served):
+    if not served.engine.shapes.prefix_cache:
+        pytest.skip("layers that remember a state per sequence have no prefix cache")
     for request, expected in zip(served.requests[-5:], served.expected[-5:], strict=True):
         served.engine.reset()
         served.serve([request])
@@ -183,6 +174,23 @@ def begun(engine, group, count: int) -> None:
     while any(len(sequence.token_ids) < count for sequence in group.sequences):
         engine.step_round(max_steps=1)
         engine.flush()
+
+
+SCORED = [pytest.param(name, marks=() if name in one_per_memory() else pytest.mark.slow) for name in sorted(FAMILIES)]
+"""For every kind of memory one family, and all of them nightly: scoring compiles the round again."""
+
+
+@pytest.mark.parametrize("served", SCORED, indirect=True)
+def test_perplexity_over_pages_is_that_of_the_uncached_forward(served):
+    """Of a prompt and what follows, scored in chunks on pages, and by HF's forward over all of it at once."""
+    prompt = max(golden_prompts(served.case), key=lambda prompt: len(prompt.tokens))
+    scoring = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=1)
+    request = Request(prompt_token_ids=[*prompt.tokens.tolist(), *prompt.greedy.tolist()], sampling=scoring)
+    (output,) = served.engine.generate([request])
+    assert output.error is None, output.error
+    uncached = np.concatenate([prompt.prompt_logprobs, prompt.greedy_logprobs])
+    paged, expected = (np.exp(-np.mean(each, dtype=np.float64)) for each in (output.prompt_logprobs, uncached))
+    assert paged == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from levanter_infer.models import periods
 from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.registry import family_for
 from tests.golden_cases import load_case
+from tests.hlo import pool_copies
 from tests.tiny_models import uncached_greedy, uncached_logprobs
 
 FAMILIES = ("lfm2", "qwen3_5")
@@ -169,3 +170,12 @@ def test_equal_neighbours_that_share_a_body_are_all_computed(monkeypatch):
     engine = InferenceEngine(model, config=EngineConfig(max_seqs=2, max_seq_len=48, page_size=4, max_step_tokens=9))
     (output,) = engine.generate([request(text(20))])
     assert list(output.completions[0].token_ids) == uncached_greedy(model, text(20), 8)
+
+
+def test_the_round_makes_no_copy_of_the_states(optimized):
+    """But of one layer where forks start, which copy the states of their parents."""
+    engine = make_engine("qwen3_5")
+    compiled = engine.programs.trace_round(engine.model, engine.state, engine.runner.nothing).lower().compile()
+    (pool,) = (pool for pool in engine.state.cache.pools if not pool.is_paged)
+    for named in pool.arrays.values():
+        assert pool_copies(compiled.as_text(), (1, named.array.size), named.array.dtype) == []

@@ -14,7 +14,7 @@ from levanter_infer.plan.compiled import compile_programs
 from levanter_infer.plan.spec import EngineSpec
 from tests.jaxprs import LOOPS, body, equations
 from tests.models.test_blocks import BLOCK, block, model_of
-from tests.models.test_decoder import PAGES, PLAIN, SEQUENCES, batch_of, pool
+from tests.models.test_decoder import PAGES, PLAIN, SEQUENCES, batch_of, empty_cache
 
 MOVES = {
     "reshape", "transpose", "squeeze", "slice", "dynamic_slice", "broadcast_in_dim", "convert_element_type",
@@ -27,8 +27,8 @@ INDEXING = {"add", "sub", "and", "min", "max", "lt", "shift_right_arithmetic"}
 def loop_bodies(blocks: list[Block], backend: Backend) -> list[collections.Counter]:
     """Operations in each loop over layers of the paged forward, by name."""
     model = model_of(*blocks).prepare(backend)
-    traced = jax.make_jaxpr(lambda *arguments: model.hidden(*arguments, PLAIN))(
-        batch_of(SEQUENCES, [0, 0], PAGES), pool(model, backend)
+    traced = jax.make_jaxpr(lambda batch, cache: model.hidden(batch, cache, PLAIN))(
+        batch_of(SEQUENCES, [0, 0], PAGES), empty_cache(model, backend)
     )
     loops = [eqn for eqn in equations(traced.jaxpr, into_loops=False) if eqn.primitive.name in LOOPS]
     return [collections.Counter(eqn.primitive.name for eqn in equations(body(loop))) for loop in loops]

@@ -1,8 +1,8 @@
 """Checkpoints that Levanter's trainer writes, seen as the HF tensors that they hold.
 
 Levanter stores one array per parameter, of all layers, under the path of its field: in an OCDBT database of zarr
-arrays, and before 1.3 in a directory of zarr arrays. It stores no configuration. The library `tensorstore` reads both;
-it is imported here alone.
+arrays, and in older releases in a directory of zarr arrays. It stores no configuration. The library `tensorstore`
+reads both; it is imported here alone.
 """
 
 import math
@@ -16,7 +16,7 @@ import numpy as np
 
 from levanter_infer.axes import HEADS, KV_HEADS, Q_HEADS_PER_GROUP, VOCAB
 from levanter_infer.checkpoints.remote import IN_FLIGHT
-from levanter_infer.checkpoints.source import RemoteSource, Source
+from levanter_infer.checkpoints.source import INDEX, SINGLE, RemoteSource, Source
 from levanter_infer.checkpoints.weights import DTYPES, StoredTensor, enumerate_names
 from levanter_infer.models.family import Family
 from levanter_infer.models.live import LIVE, names_of
@@ -36,7 +36,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def is_levanter(source: Source) -> bool:
     """Whether this is a checkpoint of Levanter's trainer."""
-    return source.has(METADATA) and not source.has("model.safetensors")
+    return source.has(METADATA) and not source.has(SINGLE) and not source.has(INDEX)
 
 
 def identifying_files(source: Source) -> list[str]:

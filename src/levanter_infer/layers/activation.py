@@ -51,7 +51,7 @@ class Activation(enum.Enum):
                 raise AssertionError("xIELU has parameters; use Xielu")
 
     def gated(self, gate: Array, up: Array) -> Array:
-        """The gated product, elementwise. Args: gate: not yet activated; up: the other factor."""
+        """The activated gate times the other map, elementwise. Args: gate: before the activation."""
         return self(gate) * up
 
 

@@ -89,7 +89,7 @@ def read_groups(hf: HfConfig, experts: int, chosen: int, defaults: tuple[int, in
 
 
 def deepseek_experts_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    """The inverse of `read_deepseek_experts`, and the number of dense layers at the beginning."""
+    """The inverse of `read_deepseek_experts`, and the number of dense layers before them."""
     keys = {"first_k_dense_replace": len(dense_layers(config)), "intermediate_size": dense_width(config)}
     experts = config.experts
     if experts is None:

