@@ -223,8 +223,7 @@ def _tensor(case: str, name: str, shape: tuple[int, ...], model_type: str) -> np
     elif kind == "bias":
         value = (0.1 if "norm" in module or module.startswith("ln_") else 0.3) * noise
     elif module.endswith("norm") or module.startswith("ln_"):
-        is_plus_one = model_type.startswith(_PLUS_ONE) or model_type == "nemotron"
-        is_centred = is_plus_one and not name.endswith("linear_attn.norm.weight")
+        is_centred = model_type.startswith(_PLUS_ONE) and not name.endswith("linear_attn.norm.weight")
         value = 0.2 * noise + (0.0 if is_centred else 1.0)
     elif module == "act_fn":  # of xIELU
         value = {"beta": 0.5, "eps": -0.3}.get(kind, 0.0) + noise * {"eps": 0.1}.get(kind, 0.2)
