@@ -33,7 +33,7 @@ def case_of(model_type: str) -> str:
     """The golden case of a family whose layers differ most; of several the first."""
     configs = {name: config for name, config in _configs().items() if config.model_type == model_type}
     if not configs:
-        raise ValueError(f"family {model_type} has no golden case; add one to scripts/golden/cases.py")
+        raise ValueError(f"family {model_type} has no golden case; add one to scripts/golden/cases")
     return max(configs, key=lambda name: len(set(configs[name].blocks)))
 
 

@@ -122,7 +122,7 @@ def test_norm_and_gate_are_fused_on_a_cpu(isa, inputs):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_result_has_the_bits_of_the_dense_matmul(isa, dtype):
-    """Whichever and however many rows its group has, and so in any company."""
+    """Whichever and however many rows its group has: bits are batch-invariant."""
     if not usable(isa):
         pytest.skip(f"the processor has no {isa}")
     backend, inputs, outs = CpuBackend(isa=isa), 2056, 45

@@ -174,7 +174,7 @@ class LinearCall:
 class GroupedCall:
     """A grouped matmul: `x[rows[i]] · weight[layer, group of i]ᵀ` for each of several weights, with float32 sums.
 
-    Results lie group by group: the first `counts[0]` are of group 0. Those beyond `sum(counts)` are zeros.
+    Results are stored group by group: the first `counts[0]` are of group 0. Those beyond `sum(counts)` are zeros.
     """
 
     x: Array

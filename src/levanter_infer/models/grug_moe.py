@@ -105,10 +105,10 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def _factor(product: float, other: float) -> float:
-    """The factor with which `other` gives exactly `product`, so that a saved model is the loaded one to the bit."""
-    near = product / other
-    return next(f for f in (near, math.nextafter(near, 0), math.nextafter(near, math.inf)) if f * other == product)
+def _factor(scaled: float, other: float) -> float:
+    """The factor with which `other` gives exactly `scaled`, so that a saved model is the loaded one to the bit."""
+    near = scaled / other
+    return next(f for f in (near, math.nextafter(near, 0), math.nextafter(near, math.inf)) if f * other == scaled)
 
 
 _LAYER = "model.layers.{layer}"

@@ -19,7 +19,7 @@ from levanter_infer.kernels.tpu.pool import LANES
 
 _TILE, _ROWS = 128, 16
 """Rows of a tile, at most: more tiles cut more groups in two, which are visited twice, and larger ones cost each visit
-more than they save. And the rows in which bfloat16 lies in VMEM."""
+more than they save. And the rows in which VMEM stores bfloat16."""
 _BLOCK_BYTES = 2 * 2**20
 """Bytes of a matrix that are copied at once, at most: two of them, two tiles and the results fit VMEM."""
 

@@ -1,0 +1,185 @@
+"""Golden cases of further dense families."""
+
+from scripts.golden.cases.base import EVERY, LLAMA3_ROPE, NO_WINDOWS, YARN, Case
+
+CASES: dict[str, Case] = {}
+OLMO = {
+    **{k: v for k, v in EVERY.items() if k not in ("rms_norm_eps", "head_dim")},
+    "model_type": "olmo",
+    "architectures": ["OlmoForCausalLM"],
+    "pad_token_id": 0,
+}
+CASES |= {
+    "olmo": Case(
+        {**OLMO, "clip_qkv": 0.7, "rope_scaling": YARN},
+        (7, 41),
+        {"clip_qkv": None},
+        changes=({"clip_qkv": None}, {"rope_scaling": None}),
+    ),
+    "olmo_tied": Case(
+        {**OLMO, "tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 4, "head_dim": 24},
+        (11, 38),
+        {"attention_bias": False},
+        changes=({"rope_theta": 100.0}, {"clip_qkv": 0.7}),
+    ),
+}
+APERTUS = {
+    **{k: v for k, v in EVERY.items() if k not in ("head_dim", "rope_theta")},
+    "model_type": "apertus",
+    "architectures": ["ApertusForCausalLM"],
+    "hidden_act": "xielu",
+    "pad_token_id": 0,
+}
+CASES |= {
+    "apertus": Case(
+        {**APERTUS, "rope_scaling": LLAMA3_ROPE, "rope_theta": 2e4},
+        (7, 60),
+        {"rope_scaling": None, "rope_theta": 12e6},
+        changes=({"rope_scaling": {**LLAMA3_ROPE, "factor": 1.0}}, {"rope_theta": 100.0}),
+    ),
+    "apertus_tied": Case(
+        {**APERTUS, "tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 1, "head_dim": 16},
+        (11, 38),
+        {"attention_bias": False},
+        changes=({"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},),
+    ),
+}
+GPT_NEOX = {
+    **{
+        k: v
+        for k, v in EVERY.items()
+        if k not in ("rms_norm_eps", "head_dim", "rope_theta", "num_key_value_heads", "attention_dropout")
+    },
+    "model_type": "gpt_neox",
+    "architectures": ["GPTNeoXForCausalLM"],
+    "hidden_size": 80,
+    "num_attention_heads": 5,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-3,
+    "rotary_pct": 0.25,
+    "rotary_emb_base": 10000,
+    "use_parallel_residual": True,
+    "classifier_dropout": 0.1,
+}
+CASES |= {
+    "gpt_neox": Case(
+        {**GPT_NEOX, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        (16, 39),
+        {"use_parallel_residual": False},
+        changes=(
+            {"use_parallel_residual": False},
+            {"rotary_pct": 1.0},
+            {"rotary_emb_base": 10},
+            {"hidden_act": "relu"},
+            {"rope_scaling": None},
+        ),
+    ),
+    "gpt_neox_tied": Case(
+        {
+            **GPT_NEOX,
+            "tie_word_embeddings": True,
+            "use_parallel_residual": False,
+            "rotary_pct": 0.5,
+            "rotary_emb_base": 100,
+            "hidden_act": "gelu_fast",
+            "attention_bias": False,
+            "layer_norm_eps": 0.05,
+        },
+        (9, 36),
+        {"layer_norm_eps": 1e-5},
+        changes=({"use_parallel_residual": True}, {"rotary_pct": 0.25}, {"rotary_emb_base": 10000}),
+    ),
+}
+GPT2 = {
+    "vocab_size": 256,
+    "n_embd": 60,
+    "n_inner": None,
+    "n_layer": 3,
+    "n_head": 5,
+    "n_positions": 192,
+    "n_ctx": 192,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-3,
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "attn_pdrop": 0.1,
+    "embd_pdrop": 0.1,
+    "resid_pdrop": 0.1,
+    "summary_type": "cls_index",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+CASES |= {
+    "gpt2": Case(
+        GPT2,
+        (13, 44),
+        {"activation_function": "relu"},
+        changes=({"activation_function": "relu"}, {"scale_attn_weights": False}),
+    ),
+    "gpt2_untied": Case(
+        {
+            **GPT2,
+            "tie_word_embeddings": False,
+            "n_inner": 88,
+            "n_layer": 4,
+            "activation_function": "silu",
+            "scale_attn_weights": False,
+            "layer_norm_epsilon": 0.05,
+        },
+        (9, 36),
+        {"layer_norm_epsilon": 1e-5},
+        changes=({"scale_attn_weights": True}, {"activation_function": "gelu"}),
+    ),
+}
+PHI = {
+    **{k: v for k, v in EVERY.items() if k not in ("rms_norm_eps", "head_dim")},
+    "model_type": "phi",
+    "architectures": ["PhiForCausalLM"],
+    "hidden_size": 80,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 5,
+    "hidden_act": "gelu_new",
+    "layer_norm_eps": 1e-3,
+}
+CASES |= {
+    "phi": Case(
+        {**PHI, "qk_layernorm": True},
+        (8, 45),
+        {"partial_rotary_factor": 1.0},
+        changes=({"partial_rotary_factor": 1.0}, {"hidden_act": "relu"}, {"rope_theta": 10.0}),
+    ),
+    "phi_tied": Case(
+        {**PHI, "tie_word_embeddings": True, "num_key_value_heads": None, "num_attention_heads": 5}
+        | {"layer_norm_eps": 0.05, "rope_theta": 100.0},
+        (11, 38),
+        {"layer_norm_eps": 1e-5},
+        changes=({"partial_rotary_factor": 1.0}, {"rope_theta": 1e4}),
+    ),
+}
+STARCODER2 = {
+    **{k: v for k, v in EVERY.items() if k not in ("rms_norm_eps", "head_dim")},
+    "model_type": "starcoder2",
+    "architectures": ["Starcoder2ForCausalLM"],
+    "hidden_act": "gelu_pytorch_tanh",
+    "norm_epsilon": 1e-3,
+    "norm_type": "layer_norm",
+    "mlp_type": "default",
+    "residual_dropout": 0.1,
+    "embedding_dropout": 0.1,
+}
+CASES |= {
+    "starcoder2": Case(
+        {**STARCODER2, "tie_word_embeddings": True, "sliding_window": 6, "hidden_size": 48, "num_attention_heads": 6},
+        (14, 29),
+        {"sliding_window": 7},
+        changes=(NO_WINDOWS, {"hidden_act": "relu"}, {"rope_theta": 100.0}),
+    ),
+    "starcoder2_untied": Case(
+        {**STARCODER2, "use_bias": False, "num_attention_heads": 7, "num_key_value_heads": 1, "norm_epsilon": 0.05},
+        (10, 36),
+        {"norm_epsilon": 1e-5},
+        changes=({"rope_theta": 100.0}, {"sliding_window": 6}),
+    ),
+}

@@ -1,0 +1,187 @@
+"""Golden cases of families with a state of fixed size."""
+
+from scripts.golden.cases.base import EVERY, GRANITE_CHANGES, GRANITEMOE, QWEN2_MOE, Case
+
+CASES: dict[str, Case] = {}
+LFM2 = {
+    **{k: v for k, v in EVERY.items() if k not in ("rms_norm_eps", "rope_theta", "hidden_act")},
+    "model_type": "lfm2",
+    "architectures": ["Lfm2ForCausalLM"],
+    "norm_eps": 1e-3,
+    "block_multiple_of": 8,
+    "block_ffn_dim_multiplier": 1.3,
+    "block_auto_adjust_ff_dim": True,
+    "conv_L_cache": 3,
+    "conv_bias": True,
+    "pad_token_id": 0,
+    "tie_word_embeddings": True,
+}
+CASES |= {
+    "lfm2": Case(
+        {**LFM2, "num_hidden_layers": 7, "full_attn_idxs": [2, 5]},
+        (7, 60),
+        {"conv_bias": False},
+        changes=({"rope_theta": 100.0},),
+    ),
+    "lfm2_untied": Case(
+        {
+            **{k: v for k, v in LFM2.items() if k != "head_dim"},
+            "tie_word_embeddings": False,
+            "conv_bias": False,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "num_key_value_heads": 1,
+            "layer_types": ["conv", "full_attention", "full_attention", "conv"],
+            "rope_theta": 300.0,
+        },
+        (2, 41),
+        {"norm_eps": 0.1},
+        changes=({"rope_theta": 1e4},),
+    ),
+}
+DELTA_NET = {
+    "head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+}
+QWEN3_NEXT = {
+    **{k: v for k, v in QWEN2_MOE.items() if k not in ("use_sliding_window", "sliding_window", "max_window_layers")},
+    **DELTA_NET,
+    "model_type": "qwen3_next",
+    "architectures": ["Qwen3NextForCausalLM"],
+    "num_hidden_layers": 5,
+}
+CASES |= {
+    "qwen3_next": Case(
+        {**QWEN3_NEXT, "mlp_only_layers": [1], "attention_bias": True, "full_attention_interval": 2},
+        (7, 100),
+        {"attention_bias": False},
+        changes=(
+            {"norm_topk_prob": True},
+            {"num_experts_per_tok": 2},
+            {"partial_rotary_factor": 1.0},
+            {"rope_theta": 100.0, "partial_rotary_factor": 0.5},
+        ),
+    ),
+    "qwen3_next_tied": Case(
+        {
+            **QWEN3_NEXT,
+            "tie_word_embeddings": True,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+            "partial_rotary_factor": 0.5,
+            "linear_conv_kernel_dim": 3,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+        },
+        (3, 70),
+        {"rope_theta": 100.0},
+        changes=({"norm_topk_prob": False}, {"partial_rotary_factor": 0.25}),
+    ),
+}
+QWEN3_5 = {**EVERY, **DELTA_NET, "model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]}
+
+
+def mrope(theta: float, partial: float) -> dict:
+    """`rope_parameters` of Qwen3.5."""
+    rope = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": partial}
+    return {"rope_parameters": {**rope, "mrope_section": [1, 1, 0], "mrope_interleaved": True}}
+
+
+CASES |= {
+    "qwen3_5": Case(
+        {**{k: v for k, v in QWEN3_5.items() if k != "rope_theta"}, **mrope(300.0, 0.25), "num_hidden_layers": 6}
+        | {"full_attention_interval": 3},
+        (7, 100),
+        mrope(1e4, 0.5),
+        changes=(mrope(300.0, 1.0), mrope(5.0, 0.5)),
+    ),
+    "qwen3_5_tied": Case(
+        {
+            **QWEN3_5,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"],
+            "linear_conv_kernel_dim": 2,
+            "linear_num_key_heads": 1,
+            "num_key_value_heads": 4,
+        },
+        (2, 40),
+        {"attention_bias": False},
+        changes=({"partial_rotary_factor": 0.75},),
+    ),
+}
+QWEN3_5_MOE = {
+    **{k: v for k, v in QWEN3_NEXT.items() if k not in ("norm_topk_prob", "mlp_only_layers", "decoder_sparse_step")},
+    "model_type": "qwen3_5_moe_text",
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "num_hidden_layers": 4,
+}
+CASES |= {
+    "qwen3_5_moe": Case(
+        QWEN3_5_MOE,
+        (7, 100),
+        {"num_experts_per_tok": 2},
+        changes=({"num_experts_per_tok": 2}, {"partial_rotary_factor": 1.0}),
+    ),
+    "qwen3_5_moe_tied": Case(
+        {**QWEN3_5_MOE, "tie_word_embeddings": True, "attention_bias": True, "num_experts": 5, "head_dim": 24}
+        | {"full_attention_interval": 2, "linear_num_value_heads": 2},
+        (5, 50),
+        {"attention_bias": False},
+        changes=({"num_experts_per_tok": 4}, {"partial_rotary_factor": 0.5}),
+    ),
+}
+GRANITEMOEHYBRID = {
+    **GRANITEMOE,
+    "model_type": "granitemoehybrid",
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "num_hidden_layers": 5,
+    "layer_types": ["mamba", "mamba", "attention", "mamba", "attention"],
+    "shared_intermediate_size": 72,
+    "mamba_expand": 2,
+    "mamba_n_heads": 16,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 16,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": True,
+    "position_embedding_type": "rope",
+    "pad_token_id": 0,
+}
+CASES |= {
+    "granitemoehybrid": Case(
+        GRANITEMOEHYBRID,
+        (7, 100),
+        {"mamba_conv_bias": False},
+        changes=(*GRANITE_CHANGES, {"num_experts_per_tok": 2}, {"position_embedding_type": None}),
+    ),
+    "granitemoehybrid_tied": Case(
+        {
+            **{k: v for k, v in GRANITEMOEHYBRID.items() if k != "rope_theta"},
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "num_local_experts": 0,
+            "position_embedding_type": "nope",
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": False,
+            "mamba_n_groups": 1,
+            "mamba_n_heads": 8,
+            "mamba_d_head": "auto",
+            "mamba_d_conv": 2,
+            "layer_types": ["attention", "mamba", "mamba", "mamba"],
+            "num_hidden_layers": 4,
+            "embedding_multiplier": 0.5,
+        },
+        (5, 60),
+        {"attention_bias": False},
+        changes=(*GRANITE_CHANGES, {"position_embedding_type": "rope"}),
+    ),
+}
