@@ -78,7 +78,14 @@ class Served:
         assert stats["pages_free"] == stats["pages_total"] and stats["offloaded_bytes"] == 0
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+QUICK = {*one_per_memory(), "exaone4", "gpt_oss", "qwen3_next"}
+"""Families of CI: one for every combination of memories, and some with the most to get wrong. The others are nightly."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(FAMILIES)],
+)
 def served(request, tmp_path_factory):
     yield Served(request.param, tmp_path_factory.mktemp(request.param))
     drop_programs_if_many()
@@ -176,11 +183,6 @@ def begun(engine, group, count: int) -> None:
         engine.flush()
 
 
-SCORED = [pytest.param(name, marks=() if name in one_per_memory() else pytest.mark.slow) for name in sorted(FAMILIES)]
-"""For every kind of memory one family, and all of them nightly: scoring compiles the round again."""
-
-
-@pytest.mark.parametrize("served", SCORED, indirect=True)
 def test_perplexity_over_pages_is_that_of_the_uncached_forward(served):
     """Of a prompt and what follows, scored in chunks on pages, and by HF's forward over all of it at once."""
     prompt = max(golden_prompts(served.case), key=lambda prompt: len(prompt.tokens))
