@@ -79,7 +79,7 @@ class Served:
 
 
 QUICK = {*one_per_memory(), "exaone4", "gpt_oss", "qwen3_next"}
-"""Families of CI: one for every combination of memories, and some with the most to get wrong. The others are nightly."""
+"""Families of CI: one for every combination of memories, and some with much to get wrong. The others are nightly."""
 
 
 @pytest.fixture(
