@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +16,34 @@ from levanter_infer.engine.request import Request
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.registry import family_for
-from tests.golden_cases import NUM_GREEDY, GoldenCase, GoldenPrompt, case_names, load_case, write_checkpoint
+from tests.golden_cases import GOLDEN_DIR, NUM_GREEDY, GoldenCase, GoldenPrompt, write_checkpoint
 
 SIZES: dict[str, Any] = {"page_size": 4, "max_pages": 40, "max_seqs": 4, "max_seq_len": 160, "max_step_tokens": 24}
 """Chunks smaller than the longer prompts, pages smaller than the windows, a pool too small for all requests at once."""
 
 
 @functools.cache
+def _configs() -> dict[str, DecoderConfig]:
+    """The configurations of all golden cases."""
+    entries = json.loads((GOLDEN_DIR / "cases.json").read_text())
+    return {name: family_for(entry["config"]).config_from_hf(entry["config"]) for name, entry in entries.items()}
+
+
 def case_of(model_type: str) -> str:
     """The golden case of a family whose layers differ most; of several the first."""
-    names = [name for name in case_names() if load_case(name).config["model_type"] == model_type]
-    if not names:
+    configs = {name: config for name, config in _configs().items() if config.model_type == model_type}
+    if not configs:
         raise ValueError(f"family {model_type} has no golden case; add one to scripts/golden/cases.py")
-    return max(names, key=lambda name: len(set(_config(name).blocks)))
+    return max(configs, key=lambda name: len(set(configs[name].blocks)))
 
 
-def _config(name: str) -> DecoderConfig:
-    raw = load_case(name).config
-    return family_for(raw).config_from_hf(raw)
+def one_per_memory() -> list[str]:
+    """For every combination of what layers remember, the first family that has it."""
+    first: dict[frozenset, str] = {}
+    for model_type in sorted({config.model_type for config in _configs().values()}):
+        memories = frozenset(type(pool.memory) for pool in _configs()[case_of(model_type)].pools)
+        first.setdefault(memories, model_type)
+    return list(first.values())
 
 
 def load(case: GoldenCase, directory: Path) -> DecoderModel:

@@ -269,8 +269,7 @@ def output(ids: list[int]) -> RequestOutput:
 class FakeEngine:
     """What the scenarios ask of an engine: 10 bytes a token, 5 pages of 16 at most."""
 
-    shapes = types.SimpleNamespace(page_size=16)
-    config = types.SimpleNamespace(prefix_cache=True)
+    shapes = types.SimpleNamespace(page_size=16, prefix_cache=True)
 
     def __init__(self):
         self.computed = 0

@@ -26,7 +26,7 @@ def contents(cache: Cache) -> list[np.ndarray]:
 
 def test_a_copied_page_is_copied_in_every_pool_and_none_is_ignored():
     cache = filled()
-    after = contents(cache.copy_pages(jnp.asarray([3, 5], jnp.int32), jnp.asarray([1, 5], jnp.int32)))
+    after = contents(cache.copy_pages([(jnp.asarray([3, 5], jnp.int32), jnp.asarray([1, 5], jnp.int32))]))
     for old, new in zip(contents(cache), after, strict=True):
         np.testing.assert_array_equal(new[:, 1], old[:, 3])
         np.testing.assert_array_equal(np.delete(new, 1, axis=1), np.delete(old, 1, axis=1))

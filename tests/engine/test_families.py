@@ -28,6 +28,7 @@ from tests.family_cases import (
     golden_prompts,
     load,
     make_engine,
+    one_per_memory,
     requests_for,
     samples,
 )
@@ -77,7 +78,14 @@ class Served:
         assert stats["pages_free"] == stats["pages_total"] and stats["offloaded_bytes"] == 0
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+QUICK = {*one_per_memory(), "exaone4", "gpt_oss", "qwen3_next"}
+"""Families of CI: one for every combination of memories, and some with much to get wrong. The others are nightly."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(FAMILIES)],
+)
 def served(request, tmp_path_factory):
     yield Served(request.param, tmp_path_factory.mktemp(request.param))
     drop_programs_if_many()
@@ -104,18 +112,6 @@ def test_paged_and_chunked_is_hf(served):
             np.testing.assert_allclose(sample.logprobs, prompt.greedy_logprobs, rtol=0, atol=2 * prompt.bound)
         else:  # HF's two best logits are closer there than what counts as equal
             assert prompt.greedy_gaps[differing[0]] < prompt.bound
-
-
-def test_perplexity_over_pages_is_that_of_the_uncached_forward(served):
-    """Of a prompt and what follows, scored in chunks on pages, and by HF's forward over all of it at once."""
-    prompt = max(golden_prompts(served.case), key=lambda prompt: len(prompt.tokens))
-    scoring = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=1)
-    request = Request(prompt_token_ids=[*prompt.tokens.tolist(), *prompt.greedy.tolist()], sampling=scoring)
-    (output,) = served.engine.generate([request])
-    assert output.error is None, output.error
-    uncached = np.concatenate([prompt.prompt_logprobs, prompt.greedy_logprobs])
-    paged, expected = (np.exp(-np.mean(each, dtype=np.float64)) for each in (output.prompt_logprobs, uncached))
-    assert paged == pytest.approx(expected, rel=1e-4)
 
 
 def test_batched_is_alone(served):
@@ -185,6 +181,18 @@ def begun(engine, group, count: int) -> None:
     while any(len(sequence.token_ids) < count for sequence in group.sequences):
         engine.step_round(max_steps=1)
         engine.flush()
+
+
+def test_perplexity_over_pages_is_that_of_the_uncached_forward(served):
+    """Of a prompt and what follows, scored in chunks on pages, and by HF's forward over all of it at once."""
+    prompt = max(golden_prompts(served.case), key=lambda prompt: len(prompt.tokens))
+    scoring = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=1)
+    request = Request(prompt_token_ids=[*prompt.tokens.tolist(), *prompt.greedy.tolist()], sampling=scoring)
+    (output,) = served.engine.generate([request])
+    assert output.error is None, output.error
+    uncached = np.concatenate([prompt.prompt_logprobs, prompt.greedy_logprobs])
+    paged, expected = (np.exp(-np.mean(each, dtype=np.float64)) for each in (output.prompt_logprobs, uncached))
+    assert paged == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.slow

@@ -153,7 +153,7 @@ class ARecord:
 )
 def test_a_group_comes_back_when_those_who_run_keep_the_room_that_they_need(free, statuses, max_seqs, fits):
     tables = object.__new__(_Tables)
-    tables.free, tables.status = free, np.asarray(statuses)
+    tables.free, tables.free_of_windows, tables.status = free, [], np.asarray(statuses)
     tables.goes_on, tables.growth = tables.status == RUNNING, np.full(len(statuses), 2)
     assert tables.fits(ARecord(), max_seqs) == fits  # type: ignore[arg-type]
 

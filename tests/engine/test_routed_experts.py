@@ -24,7 +24,7 @@ FAMILY = dict(
     model_type="qwen2_moe", num_hidden_layers=4, mlp_only_layers=[1], num_experts=7, num_experts_per_tok=CHOSEN,
     moe_intermediate_size=12, shared_expert_intermediate_size=8, norm_topk_prob=True,
 )  # fmt: skip
-SIZES = dict(max_seqs=4, max_seq_len=96, page_size=4, max_step_tokens=16, max_pages=40)
+SIZES = dict(max_seqs=4, max_seq_len=96, page_size=4, max_step_tokens=16, max_pages=24)
 ASKED = SamplingParams(max_tokens=9, temperature=1.0, return_routed_experts=True)
 
 

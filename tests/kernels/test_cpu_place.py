@@ -13,6 +13,8 @@ from levanter_infer.kernels.cpu import bindings as cpu
 from tests.kernels.test_cpu import built, each_isa
 
 LAYERS, PAGES, PAGE_SIZE, Q_HEADS, KV_HEADS = 2, 3, 4, 6, 2
+NORM_LAYER = np.int32(0)
+"""Another one than that of the pool: layers with and without a window have pools of their own, and norms together."""
 NONE = PAGES * PAGE_SIZE
 EPS = (1e-5, 1e-3)
 
@@ -50,9 +52,8 @@ def _compiled(isa, eps):
 
 
 def place_tokens(layer, norms, isa=None, *, q, k, v, pool, dests, cos, sin):
-    write = KvWrite(
-        k, v, layer, dests, dests // PAGE_SIZE, dests % PAGE_SIZE, pool.dtype, q=q, rotation=Rotation(cos, sin, norms)
-    )
+    rotation = Rotation(cos, sin, norms, NORM_LAYER)
+    write = KvWrite(k, v, layer, dests, dests // PAGE_SIZE, dests % PAGE_SIZE, pool.dtype, q=q, rotation=rotation)
     return cpu.place_tokens(pool, write, isa_name=isa)
 
 
@@ -62,11 +63,11 @@ def floats(stored):
     )
 
 
-def rotated(x, cos, sin, norm, layer):
+def rotated(x, cos, sin, norm):
     """In float64."""
     x, half = np.asarray(x, np.float64), x.shape[-1] // 2
     if norm is not None:
-        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + norm[1]) * np.asarray(norm[0][layer], np.float64)
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + norm[1]) * np.asarray(norm[0][NORM_LAYER], np.float64)
     cos, sin = np.asarray(cos, np.float64)[:, None], np.asarray(sin, np.float64)[:, None]
     a, b = x[..., :half], x[..., half:]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
@@ -79,10 +80,10 @@ def test_rotated_queries_and_stored_keys_and_values_equal_numpy(isa, size, dtype
     given = problem(11, size, dtype, with_norms)
     norms = given["norms"] or (None, None)
     q, pool = rotate_and_store(1, isa, **given)
-    expected = rotated(given["q"], given["cos"], given["sin"], norms[0], 1)
+    expected = rotated(given["q"], given["cos"], given["sin"], norms[0])
     np.testing.assert_allclose(np.asarray(q), expected, rtol=2e-6, atol=2e-6)
     stored = floats(given["pool"]).reshape(LAYERS, NONE, KV_HEADS, 2, size)
-    keys, values = rotated(given["k"], given["cos"], given["sin"], norms[1], 1), np.asarray(given["v"])
+    keys, values = rotated(given["k"], given["cos"], given["sin"], norms[1]), np.asarray(given["v"])
     stored[1, np.asarray(given["dests"])] = np.stack([keys, values], axis=2)
     step = 2**-8 if dtype == "bfloat16" else 2e-6  # half of the last bit that is stored
     np.testing.assert_allclose(floats(pool).reshape(stored.shape), stored, rtol=1.01 * step, atol=2e-6)

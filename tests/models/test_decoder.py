@@ -155,6 +155,15 @@ def test_bits_of_bf16_weights_and_pages_give_the_same_bits():
 
 
 @pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")
+@pytest.mark.parametrize("windows", [(3, None, 3), (None, 3, 5, None)])
+def test_a_layers_norms_are_its_own_whatever_its_number_in_the_pool(windows):
+    """The kernel that rotates looks up norms by layer; layers with a window have another number in their pool."""
+    model = tiny(windows=windows)
+    for logits, other in zip(paged_logits(model, backend=CpuBackend()), paged_logits(model), strict=True):
+        np.testing.assert_allclose(logits, other, atol=2e-4)
+
+
+@pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")
 def test_attention_in_float32_is_followed_by_matmuls_of_bf16_bits():
     model = tiny("bfloat16").prepare(ON_CPU)
     for logits, other in zip(paged_logits(model, backend=CpuBackend()), paged_logits(model), strict=True):

@@ -127,6 +127,7 @@ def test_engine_greedy_equals_hf(name, load, quick_compile):
             _assert_close(logprobs, prompt.greedy_logprobs, 2 * prompt.bound, f"{what}, logprobs")
 
 
+@pytest.mark.slow  # looks at the golden cases more than at the code
 @pytest.mark.parametrize("name", [name for name in CASES if load_case(name).changes])
 def test_every_option_moves_the_logits(name, load):
     """Each is off its neutral value in the case, and makeshift goldens would not notice one that is ignored."""
@@ -139,6 +140,7 @@ def test_every_option_moves_the_logits(name, load):
         assert np.abs(logits - prompt.logits).max() > 1e-2 * prompt.scale, f"{name}: {change} changes nothing"
 
 
+@pytest.mark.slow  # looks at the golden cases more than at the code
 @pytest.mark.parametrize("name", [name for name in CASES if load_case(name).zeroed])
 def test_every_tensor_that_is_an_option_moves_the_logits(name, load):
     """As above, for options that no key of config.json switches off."""

@@ -36,6 +36,7 @@ from levanter_infer.bench.workload import (
     random_prompts,
     round_up,
 )
+from levanter_infer.cache.cache import Cache
 from levanter_infer.decode.programs import compile_program
 from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
@@ -364,7 +365,7 @@ def layer(args) -> Iterator[dict]:
             kv, batch, *_ = inputs(case, backend.attention_backend, layers=layers)
             step = functools.partial(_model_steps, batch=batch, spec=spec)
             start = jnp.zeros((args.batch, config.hidden_size), model.activation_dtype)
-            times, (states, _) = clock.per_trip(step, (start, kv), model, donate=True)
+            times, (states, _) = clock.per_trip(step, (start, Cache((kv,), (0,))), model, donate=True)
             yield {
                 "target": target,
                 "batch": args.batch,
@@ -385,11 +386,11 @@ def step_flops(model: DecoderModel, batch: int, live_tokens: float) -> float:
 
 
 def _model_steps(trips, carry, model: DecoderModel, *, batch, spec: AttentionSpec):
-    """Decode the same tokens `trips` times. Carry: their hidden states, and the pool."""
+    """Decode the same tokens `trips` times. Carry: their hidden states, and the cache."""
 
     def body(_, carry):
-        states, kv = model.hidden(batch, carry[1], spec)
-        return states.array, kv
+        states, cache = model.hidden(batch, carry[1], spec)
+        return states.array, cache
 
     return jax.lax.fori_loop(0, trips, body, carry)
 

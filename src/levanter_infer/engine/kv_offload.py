@@ -61,7 +61,7 @@ class _Record:
     """Pages from `read_pages`, in host memory; empty if the pages are to be recomputed."""
     stays: bool
     """Whether it comes back only when the caller asks for it."""
-    windows: list["_WindowContents"]
+    windows: list["_WindowContents"] = dataclasses.field(default_factory=list)
     """As `Shapes.windows`."""
 
     @property

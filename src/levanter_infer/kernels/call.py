@@ -118,6 +118,8 @@ class Rotation:
     """f32[T, D / 2]"""
     norms: tuple[tuple[Array, float], tuple[Array, float]] | None = None
     """Weight [layers, D] and eps of the norm of queries and of the norm of keys; None: no norms."""
+    norm_layer: Array | None = None
+    """i32[], layer of these weights, which may be another one than that of the pool; needed with norms."""
 
 
 @dataclass(frozen=True)

@@ -315,7 +315,7 @@ class Attention(eqx.Module):
             return Rotation(cos, sin)
         q_norm, k_norm = self.q_norm.fusable, self.k_norm.fusable
         assert q_norm is not None and k_norm is not None, f"kernels do not compute {inputs.block.qk_norm}"
-        return Rotation(cos, sin, (q_norm, k_norm))
+        return Rotation(cos, sin, (q_norm, k_norm), self.q_norm.layer)
 
     def _rules(self, head_dim: int, inputs: AttentionInputs) -> ScoreRules:
         block = inputs.block

@@ -88,7 +88,7 @@ class Block:
             return "a norm after a block"
         if self.residual_multiplier != 1:
             return "a residual multiplier"
-        return self.feed_forward.unfused or self.norm.unfused or self.mixer.unfused
+        return self.norm.unfused or self.mixer.unfused or self.feed_forward.unfused
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""

@@ -19,6 +19,7 @@ from levanter_infer.axes import EXPERT, LAYERS
 from levanter_infer.layers.attention import AttentionBlock
 from levanter_infer.layers.causal_conv import CausalConv
 from levanter_infer.layers.delta_net import DeltaNetBlock
+from levanter_infer.layers.latent_attention import LatentAttentionBlock
 from levanter_infer.layers.linear import Linear
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.models.blocks import Stack
@@ -229,12 +230,13 @@ def _groups(order: Order, rows: tuple[int, ...], stack: Stack | None) -> int:
     match order:
         case Order.ALTERNATING:
             return rows[0]
-        case Order.BY_KV_HEAD if isinstance(mixer, AttentionBlock):
+        case Order.BY_KV_HEAD if isinstance(mixer, AttentionBlock | LatentAttentionBlock):
             return mixer.num_kv_heads
-        case Order.BY_HEAD if isinstance(mixer, AttentionBlock):
+        case Order.BY_HEAD if isinstance(mixer, AttentionBlock | LatentAttentionBlock):
             return mixer.num_heads
         case Order.BY_KEY_HEAD if isinstance(mixer, DeltaNetBlock):
             return mixer.num_key_heads
+    assert order is Order.ONE_BY_ONE, f"{mixer} has no rows {order.value!r}"
     return 1
 
 

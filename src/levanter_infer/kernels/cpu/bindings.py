@@ -271,11 +271,15 @@ def place_tokens(pool: Array, write: KvWrite, *, isa_name: str | None = None) ->
     kernel = jax.ffi.ffi_call(
         "levanter_infer_place_tokens", results, vmap_method="sequential", input_output_aliases={1: 1}
     )
-    weights, (q_eps, k_eps) = ((), (0.0, 0.0)) if rotation.norms is None else zip(*rotation.norms, strict=True)
+    norms, (q_eps, k_eps) = (), (0.0, 0.0)
+    if rotation.norms is not None:
+        assert rotation.norm_layer is not None, "norms are stacks of layers"
+        weights, (q_eps, k_eps) = zip(*rotation.norms, strict=True)
+        norms = (*weights, rotation.norm_layer.astype(jnp.int32))
     eps = {"q_eps": np.float32(q_eps), "k_eps": np.float32(k_eps)}
     layer = write.layer.astype(jnp.int32)
     rotated, stored = kernel(
-        q, pool, k, v, rotation.cos, rotation.sin, write.dests, layer, *weights, isa=isa_name or isa(), **eps
+        q, pool, k, v, rotation.cos, rotation.sin, write.dests, layer, *norms, isa=isa_name or isa(), **eps
     )
     return rotated, stored
 

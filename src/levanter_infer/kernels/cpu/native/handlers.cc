@@ -332,7 +332,7 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
 
 // Arguments: q f32[tokens, query_heads, head_dim]; the pool, which the second result aliases; k, v
 // f32[tokens, kv_heads, head_dim]; cos, sin f32[tokens, head_dim / 2]; dests i32[tokens]; layer i32[]; then optionally
-// the weights [layers, head_dim] of the norms of q and of k. Results: q, and the pool.
+// the weights [layers, head_dim] of the norms of q and of k, and their layer i32[]. Results: q, and the pool.
 ffi::Error place_tokens(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer pool, ffi::Buffer<ffi::F32> k,
                         ffi::Buffer<ffi::F32> v, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
                         ffi::Buffer<ffi::S32> dests, ffi::Buffer<ffi::S32> layer, ffi::RemainingArgs norms,
@@ -355,9 +355,13 @@ ffi::Error place_tokens(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::A
   const int64_t index = *layer.typed_data();
   if (index < 0 || index >= shape[0]) return invalid("place_tokens: there is no such layer");
   std::vector<float> norm[2];
-  for (size_t i = 0; i < norms.size(); ++i) {
-    norm[i] = norm_of(norms.get<ffi::AnyBuffer>(i), index, size);
-    if (norms.size() != 2 || norm[i].empty()) return invalid("place_tokens: the norms do not fit");
+  if (norms.size() > 0) {
+    const auto norm_layer = norms.get<ffi::Buffer<ffi::S32>>(2);
+    if (norms.size() != 3 || !norm_layer.has_value()) return invalid("place_tokens: the norms do not fit");
+    for (size_t i = 0; i < 2; ++i) {
+      norm[i] = norm_of(norms.get<ffi::AnyBuffer>(i), *norm_layer->typed_data(), size);
+      if (norm[i].empty()) return invalid("place_tokens: the norms do not fit, or have no such layer");
+    }
   }
   const PlaceArgs args{
       q.typed_data(), rotated->typed_data(), k.typed_data(), v.typed_data(), cos.typed_data(), sin.typed_data(),
