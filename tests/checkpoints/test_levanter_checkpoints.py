@@ -81,7 +81,7 @@ def test_the_configuration_can_be_given_and_the_dtype_chosen(stored):
 
 
 CHANGES = {
-    "num_hidden_layers": (4, r"shape \[3, 16\], config.json expects \[4, 16\]"),
+    "num_hidden_layers": (4, r"shape \[3, 2, 2, 4, 16\], config.json expects \[4, 2, 2, 4, 16\]"),
     "intermediate_size": (25, r"shape \[3, 24, 16\], config.json expects \[3, 25, 16\]"),
     "vocab_size": (41, r"shape \[40, 16\], config.json expects \[41, 16\]"),
     "tie_word_embeddings": (False, "lacks 'model/lm_head/weight'"),

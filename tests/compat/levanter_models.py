@@ -192,13 +192,19 @@ SNOWBALL = SnowballConfig(
 
 
 @eqx.filter_jit
-def _snowball_forward(model, tokens):
-    return (model.transformer(tokens[None])[0] @ model.transformer.output_proj).astype(jnp.float32)
+def _snowball_hidden(model, tokens):
+    return model.transformer(tokens)
+
+
+def _snowball_forward(model, tokens: np.ndarray) -> np.ndarray:
+    """Logits of one sequence; each device of the mesh computes a copy of it."""
+    hidden = _snowball_hidden(model, jnp.asarray(np.stack([tokens] * jax.device_count())))
+    return np.asarray(hidden)[0].astype(np.float32) @ np.asarray(model.transformer.output_proj)
 
 
 def snowball(results: Results) -> None:
     """Levanter's Snowball on a mesh with explicit axes, with gates and router biases as training leaves them."""
-    with jax.set_mesh(compact_grug_mesh(expert_axis_size=jax.device_count())):
+    with jax.set_mesh(compact_grug_mesh()):
         model = SNOWBALL.model_type.init(VOCAB, SNOWBALL, key=jax.random.key(7))
         rng = np.random.default_rng(7)
 
@@ -213,8 +219,8 @@ def snowball(results: Results) -> None:
     for prompt, (tokens, logprobs) in zip(prompts(), sampled, strict=True):
         padded = np.zeros(max(LENGTHS) + MAX_TOKENS, np.int32)
         padded[: len(prompt) + len(tokens)] = prompt + tokens
-        with jax.set_mesh(compact_grug_mesh(expert_axis_size=jax.device_count())):
-            logits = np.asarray(_snowball_forward(model, jnp.asarray(padded)))
+        with jax.set_mesh(compact_grug_mesh()):
+            logits = _snowball_forward(model, padded)
         logits = logits[len(prompt) - 1 : len(prompt) - 1 + len(tokens)]
         wrong += int((logits.argmax(-1) != tokens).sum())
         theirs = np.asarray(jax.nn.log_softmax(logits))[np.arange(len(tokens)), tokens]

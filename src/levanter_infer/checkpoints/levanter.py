@@ -158,12 +158,13 @@ class _Store:
     def arrays(self) -> set[str]:
         """Paths of the model's arrays."""
         spec = {"driver": "ocdbt", "base": self._base} if self._is_ocdbt else self._base
-        kvstore = self._ts.KvStore.open(spec, context=self._context).result()
         prefix = self._ts.KvStore.KeyRange(_MODEL, _MODEL[:-1] + chr(ord("/") + 1))
-        keys = (key.decode() for key in kvstore.list(prefix).result())
-        found = {
-            folder for folder, _, file in (key.rpartition("/") for key in keys) if file in ("zarr.json", ".zarray")
-        }
+        try:
+            keys = self._ts.KvStore.open(spec, context=self._context).result().list(prefix).result()
+        except ValueError as error:
+            raise ValueError(f"{self._source.name}: cannot list its arrays: {error}; copy it again") from error
+        split = (key.decode().rpartition("/") for key in keys)
+        found = {folder for folder, _, file in split if file in ("zarr.json", ".zarray")}
         if not found:
             raise ValueError(
                 f"{self._source.name} has {METADATA} but no arrays below {_MODEL}; give the directory of one step of a "
