@@ -185,6 +185,16 @@ def make_weights(case: str, config: dict, shapes: dict[str, tuple[int, ...]] | N
     return {name: _tensor(case, name, shape, config["model_type"]) for name, shape in shapes.items()}
 
 
+NAMES_IN_FILES = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
+"""Tensors that transformers renames when it reads and writes files, by family."""
+
+
+def checkpoint_weights(case: GoldenCase) -> dict[str, np.ndarray]:
+    """`make_weights` of a case, by the names that its checkpoint has."""
+    names = NAMES_IN_FILES.get(case.config["model_type"], {})
+    return {names.get(name, name): value for name, value in make_weights(case.name, case.config).items()}
+
+
 def recorded_shapes(case: str) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of HF's model, as make_goldens.py found them; empty for older cases."""
     lines = json.loads((GOLDEN_DIR / "cases.json").read_text()).get(case, {}).get("tensors", [])
@@ -213,8 +223,7 @@ def _tensor(case: str, name: str, shape: tuple[int, ...], model_type: str) -> np
     elif kind == "bias":
         value = (0.1 if "norm" in module or module.startswith("ln_") else 0.3) * noise
     elif module.endswith("norm") or module.startswith("ln_"):
-        is_plus_one = model_type.startswith(_PLUS_ONE) or model_type == "nemotron"
-        is_centred = is_plus_one and not name.endswith("linear_attn.norm.weight")
+        is_centred = model_type.startswith(_PLUS_ONE) and not name.endswith("linear_attn.norm.weight")
         value = 0.2 * noise + (0.0 if is_centred else 1.0)
     elif module == "act_fn":  # of xIELU
         value = {"beta": 0.5, "eps": -0.3}.get(kind, 0.0) + noise * {"eps": 0.1}.get(kind, 0.2)
@@ -233,5 +242,5 @@ def write_checkpoint(directory: Path, case: GoldenCase) -> Path:
 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(case.config))
-    save_file(make_weights(case.name, case.config), directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(checkpoint_weights(case), directory / "model.safetensors", metadata={"format": "pt"})
     return directory

@@ -67,9 +67,9 @@ def build_model(name: str, config: dict, *, strict: bool = True, zeroed: str | N
 READ_FROM_FILES = (
     *("mixtral", "granitemoe", "olmoe", "qwen2_moe", "glm4_moe", "minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe"),
     *("granitemoeshared", "deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"),
-    *("qwen3_next", "qwen3_5_moe_text", "granitemoehybrid", "gpt_neox"),
+    *("qwen3_next", "qwen3_5_moe_text", "granitemoehybrid"),
 )
-"""Families whose tensors, of experts as a rule, are others in transformers' memory than in its files."""
+"""Families whose experts are other tensors in transformers' memory than in its files."""
 
 
 def read_model(name: str, config: dict, weights: dict[str, np.ndarray], *, strict: bool) -> torch.nn.Module:

@@ -80,7 +80,7 @@ def compare(checkpoint: Path) -> int:
     engine = InferenceEngine(model, tokenizer, config=config)
     # transformers forbids the end of a sequence before NUM_TOKENS
     ends = json.loads((checkpoint / "generation_config.json").read_text())["eos_token_id"]
-    bias = dict.fromkeys([ends] if isinstance(ends, int) else ends, float("-inf"))
+    bias = dict.fromkeys([ends] if isinstance(ends, int) else ends, -1e9)
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logit_bias=bias)
     outputs = engine.generate([Request(prompt=answer["prompt"], sampling=sampling) for answer in answers])
     equal = 0

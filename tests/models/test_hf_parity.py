@@ -22,6 +22,7 @@ from tests.golden_cases import (
     GoldenCase,
     GoldenPrompt,
     case_names,
+    checkpoint_weights,
     load_case,
     make_weights,
     unit_noise,
@@ -159,7 +160,7 @@ def test_every_tensor_that_is_an_option_moves_the_logits(name, load):
 def test_a_checkpoint_saved_again_has_the_same_tensors_and_mathematics(name, load, tmp_path):
     case = load_case(name)
     save_model(load(case), tmp_path)
-    weights, saved = make_weights(case.name, case.config), load_file(tmp_path / "model.safetensors")
+    weights, saved = checkpoint_weights(case), load_file(tmp_path / "model.safetensors")
     assert set(saved) == set(weights)
     assert all(saved[key].tobytes() == weights[key].tobytes() for key in weights)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -115,7 +115,7 @@ def _model_sizes(spec: EngineSpec, blueprint: Blueprint) -> dict[str, Any]:
         "parameters": config.num_parameters,
         "layers": config.num_layers,
         "looped_layers": sum(group.num_layers for group in loops),
-        "layer_bodies": sum(len(group.period) for group in loops),
+        "layer_bodies": sum(len(group.bodies) for group in loops),
         "hidden": config.hidden_size,
         "q_heads": -(-config.num_heads // parts),
         "head_dim": config.head_dim,

@@ -15,7 +15,7 @@ from levanter_infer.plan.targets import Chip
 
 _DIMS = re.compile(r"\[([\d,]*)\]")
 _LAYER_DEPTH = 3
-"""Loop depth of a layer's collectives: steps, buckets, layers."""
+"""Least loop depth of a layer's collectives: steps, buckets, layers, and perhaps equal layers that share a body."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +89,8 @@ def step_collectives(found: tuple[Collective, ...], figures: Figures, bucket: in
     own = [each for each in found if dims(each) == activations]
     rest = [each for each in found if each.depth > 0 and not is_activations(each)]
     return StepCollectives(
-        per_layer=tuple(each for each in own if each.depth == _LAYER_DEPTH),
-        per_step=tuple(each for each in own if each.depth != _LAYER_DEPTH)
+        per_layer=tuple(each for each in own if each.depth >= _LAYER_DEPTH),
+        per_step=tuple(each for each in own if each.depth < _LAYER_DEPTH)
         + tuple(each for each in rest if each.depth == 1),
         per_block=tuple(each for each in rest if each.depth > 1),
     )
