@@ -73,6 +73,7 @@ TESTS = {
     "checkpoints/": (_C + "test_load.py", _C + "test_save.py", "tests/models/test_hf_parity.py"),
     "kernels/cpu/bindings.py": (_K + "test_cpu.py", _K + "test_cpu_place.py"),
     "kernels/int8.py": (_K + "test_int8.py",),
+    "kernels/xla/backend.py": ("tests/cache/test_kv_pages.py", _K + "test_attention.py"),
     "kernels/": tuple(
         _K + f"test_{name}.py"
         for name in ("attention", "ragged_paged_attention", "rpa_xla", "int8", "page_walk", "rpa_tpu")
