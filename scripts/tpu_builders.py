@@ -165,6 +165,7 @@ def program(
     mesh,
     *,
     model="8b",
+    layers=None,
     heads=None,
     page=64,
     seqs=64,
@@ -182,12 +183,13 @@ def program(
 
     Args:
         model: 8b or 70b, of the shapes of Llama 3; 30b-a3b, of Qwen3-MoE's.
+        layers: instead of the model's.
         heads: instead of the model's, of the whole model.
         tokens: of a step with prompts, at most.
         window: of all layers.
         tiles: `kernels.tpu.tiling.Tiles`; None for those of the table.
     """
-    sizes = MODELS[model]
+    sizes = MODELS[model] | ({} if layers is None else {"num_hidden_layers": layers})
     if heads is not None:
         names = ("num_attention_heads", "num_key_value_heads", "head_dim")
         sizes = sizes | dict(zip(names, heads, strict=True))
