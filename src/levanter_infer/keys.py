@@ -76,7 +76,6 @@ REMARKS = {
     "mem_fraction_static": "the KV cache takes the free memory of the device, or engine.max_pages pages",
     "enable_chunked_prefill": "chunked prefill is always on, with prompt chunks of at most engine.max_step_tokens",
     "disable_hybrid_kv_cache_manager": "engine.window_cache: false lets layers with a sliding window keep all pages",
-    "enable_return_routed_experts": "requests ask for it: sampling.return_routed_experts",
     "disable_radix_cache": "prefix caching is switched off with engine.prefix_cache: false",
     "do_sample": "sampling.temperature: 0 is greedy, any other value samples",
     "enforce_eager": "there is one compiled program and no other way to run it; leave it out",
