@@ -178,7 +178,7 @@ def test_mistake_is_named(tmp_path, text, message):
             {"kv_dtype": "int4"},
             "engine.kv_dtype='int4': expected one of float32, bfloat16, float16, int8, float8_e4m3fn",
         ),
-        ({"matmul": "fast"}, "engine.matmul='fast' is not available; use auto, xla, cpu or gpu"),
+        ({"matmul": "fast"}, "engine.matmul='fast' is not available; use auto, xla, cpu, gpu or tpu"),
         ({"tiles": 5}, "engine.tiles is 5; expected a mapping of keys to values"),
     ],
 )

@@ -136,6 +136,8 @@ def test_values_that_are_the_first_numbers_of_their_keys_equal_dense(impl, sizes
             batch = make_ragged(dataclasses.replace(sizes, dtype="float32"), [(1, 3)])
             attend(**batch.arrays, scale=1.0, value_dim=40, impl=impl)
         return
+    if impl.startswith("gpu") and sizes.dtype == "int8":
+        pytest.skip("kernels for GPUs read no pages of int8")
     for kind in KINDS:
         batch = make_ragged(sizes, random_rows(sizes, kind, 0), 0)
         out = check(batch, impl, value_dim=sizes.value_dim, scale=sizes.head_dim**-0.5)

@@ -42,13 +42,21 @@ def layer() -> tuple[Attention, RMSNorm, NamedArray]:
 
 def inputs(rules: dict) -> AttentionInputs:
     """Without a rotation."""
-    block = dataclasses.replace(BLOCK, attention_chunk=rules.get("attention_chunk"))
-    return AttentionInputs(block, None, AttentionSpec(), rules.get("sinks"))
+    block = dataclasses.replace(BLOCK, attention_chunk=rules.get("attention_chunk"), sinks="sinks" in rules)
+    return AttentionInputs(block, None, AttentionSpec())
+
+
+def with_sinks(attention: Attention, rules: dict) -> Attention:
+    if "sinks" not in rules:
+        return attention
+    heads = (Axis(KV_HEADS, KV), Axis(Q_HEADS_PER_GROUP, GROUP))
+    return dataclasses.replace(attention, sinks=NamedArray(rules["sinks"].reshape(KV, GROUP), heads))
 
 
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 def test_attention_over_a_sequence_and_over_pages_equals_attention_in_f64(layer, rules):
     attention, norm, x = layer
+    attention = with_sinks(attention, rules)
     dense, _ = attention.dense(x, Fusion(norm=norm), inputs(rules))
     q, k, v = (
         np.asarray(part.array).reshape(LENGTH, -1, SIZE)
@@ -66,7 +74,9 @@ def test_attention_over_a_sequence_and_over_pages_equals_attention_in_f64(layer,
 
 def test_sinks_and_chunks_matter(layer):
     attention, norm, x = layer
-    neither, *others = (attention.dense(x, Fusion(norm=norm), inputs(rules))[0].array for rules in RULES.values())
+    neither, *others = (
+        with_sinks(attention, rules).dense(x, Fusion(norm=norm), inputs(rules))[0].array for rules in RULES.values()
+    )
     assert all(np.abs(other - neither).max() > 0.01 * np.abs(neither).max() for other in others)
 
 

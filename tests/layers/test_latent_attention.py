@@ -56,7 +56,11 @@ def pick(layer: LatentAttention, index: int) -> LatentAttention:
 def inputs(block: LatentAttentionBlock, axis: str) -> AttentionInputs:
     positions = NamedArray(jnp.arange(LENGTH, dtype=jnp.int32), (Axis(axis, LENGTH),))
     rope = None if block.rope is None else rope_at(block.rope, block.rope_dim, positions, LENGTH)
-    return AttentionInputs(block, rope, AttentionSpec(score_mod=lambda score, q, k, head: score + 0.1 * head))
+    return AttentionInputs(
+        block,
+        rope,
+        AttentionSpec(score_mod=lambda score, q, k, head: score + jnp.float32(0.1) * head.astype(jnp.float32)),
+    )
 
 
 def attend_to_pages(block, layer, x, backend, dtype=jnp.float32):

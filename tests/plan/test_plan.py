@@ -36,6 +36,7 @@ PLANNED = [
     ("llama-1b-gpu.yaml", "h100", "llama-3.2-1b.json"),
     ("llama-8b-v5e-16.yaml", "v5e-16", "llama-3.1-8b.json"),
     ("llama-70b-v5p-16.yaml", "v5p-16", "llama-3.1-70b.json"),
+    ("deepseek-v3-v5p-64.yaml", "v5p-64", "deepseek-v3.json"),
 ]
 
 

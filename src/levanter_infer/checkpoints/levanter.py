@@ -147,7 +147,7 @@ class _Store:
         except ImportError as error:
             raise ValueError(
                 f"{source.name} is a checkpoint of Levanter's trainer, which needs the library tensorstore: "
-                "pip install 'levanter-infer[tensorstore]'"
+                "in a checkout pip install '.[tensorstore]'"
             ) from error
         self._ts = tensorstore
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
