@@ -183,6 +183,11 @@ def begun(engine, group, count: int) -> None:
         engine.flush()
 
 
+SCORED = [pytest.param(name, marks=() if name in one_per_memory() else pytest.mark.slow) for name in sorted(FAMILIES)]
+"""For every combination of memories one family, and all of them nightly: scoring compiles the round again."""
+
+
+@pytest.mark.parametrize("served", SCORED, indirect=True)
 def test_perplexity_over_pages_is_that_of_the_uncached_forward(served):
     """Of a prompt and what follows, scored in chunks on pages, and by HF's forward over all of it at once."""
     prompt = max(golden_prompts(served.case), key=lambda prompt: len(prompt.tokens))
