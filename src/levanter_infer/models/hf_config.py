@@ -15,7 +15,7 @@ INFORMATIONAL = frozenset(
     # About the file, the tokenizer or the library.
     "_name_or_path _commit_hash architectures transformers_version model_type torch_dtype dtype use_cache "
     "cache_implementation "
-    "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class "
+    "bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id tokenizer_class "
     "initializer_range return_dict output_hidden_states output_attentions torchscript use_bfloat16 "
     "tf_legacy_loss id2label label2id num_labels problem_type finetuning_task task_specific_params prefix "
     "_attn_implementation attn_implementation _attn_implementation_autoset _flash_attn_2_enabled "
