@@ -75,7 +75,7 @@ def _moved(tables: _Tables, ancestors: Array) -> _Tables:
     page_table = release_tails(page_table, old, first, jnp.where(moves, held, 0))
 
     def moved_window(each: WindowPages) -> WindowPages:
-        """Of the pages that both hold, each sees its own part."""
+        """Both hold these pages, and each sees its own part of them."""
         begin = each.first_column(table.num_computed)
         shared = share_tails(each.table, new, begin[ancestors], jnp.where(moves, held[ancestors], 0), each)
         return replace(each, table=release_tails(shared, old, begin, jnp.where(moves, held, 0), each))

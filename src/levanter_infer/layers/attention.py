@@ -19,7 +19,7 @@ from levanter_infer.cache.memory import FullKv, WindowKv
 from levanter_infer.kernels.backend import Fuse
 from levanter_infer.kernels.call import AttentionCall, Rotation
 from levanter_infer.kernels.rules import MASKED, ScoreRules
-from levanter_infer.layers.linear import Fusion, Linear, apply, split_key
+from levanter_infer.layers.linear import Fusion, Linear, apply, fold_key, split_key
 from levanter_infer.layers.norm import NormConfig, RMSNorm
 from levanter_infer.layers.rotary import Rope, RopeConfig
 
@@ -106,7 +106,7 @@ class AttentionBlock:
 
     @property
     def memory(self) -> FullKv:
-        """What the layer remembers."""
+        """Memory of the layer, for each sequence."""
         if self.window is not None:
             return WindowKv(self.num_kv_heads, self.head_dim, self.window)
         return FullKv(self.num_kv_heads, self.head_dim)
@@ -145,7 +145,7 @@ class AttentionInputs:
     """Inputs of attention beside hidden states, in one layer."""
 
     block: Any
-    """What the mixer computes: an `AttentionBlock`, or another mixer's."""
+    """The mixer without its parameters: an `AttentionBlock`, or another mixer's."""
     rope: Rope | None
     """Angles of the block's rope, of each token."""
     spec: AttentionSpec
@@ -189,7 +189,7 @@ class Attention(eqx.Module):
 
         gate = None
         if block.head_gate or block.output_gate:
-            gate_key, bias = None if key is None else jax.random.fold_in(key, 1), block.qkv_bias and block.output_gate
+            gate_key, bias = fold_key(key, 1), block.qkv_bias and block.output_gate
             gated = q_heads if block.output_gate else q_heads[:2]
             gate = Linear.init(batch, gated, (embed,), key=gate_key, dtype=dtype, bias=bias)
         return Attention(

@@ -9,6 +9,7 @@ from haliax import Axis, NamedArray
 from jax import Array
 
 from levanter_infer.axes import CHANNEL, TAP
+from levanter_infer.layers.linear import random_weight
 from levanter_infer.layers.rows import RaggedRows
 
 
@@ -29,11 +30,9 @@ class CausalConv(eqx.Module):
     ) -> "CausalConv":
         """Normal weights of variance 1 / taps, zero bias; `batch`: axes of independent layers. Zeros without a key."""
         axes = (*batch, Axis(CHANNEL, channels), Axis(TAP, taps))
-        if key is None:
-            weight = hax.zeros(axes, dtype=dtype)
-        else:
-            weight = (hax.random.normal(key, axes, dtype=jnp.float32) * jnp.float32(taps**-0.5)).astype(dtype)
-        return CausalConv(weight, hax.zeros(axes[:-1], dtype=dtype) if bias else None)
+        return CausalConv(
+            random_weight(key, axes, taps**-0.5, dtype), hax.zeros(axes[:-1], dtype=dtype) if bias else None
+        )
 
     @property
     def num_taps(self) -> int:

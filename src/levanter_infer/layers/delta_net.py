@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -12,12 +11,10 @@ from jax import Array
 
 from levanter_infer.axes import KEY_SIZE, STATE_HEAD, VALUE_SIZE
 from levanter_infer.cache.memory import FixedState
-from levanter_infer.cache.slot_state import SlotState
 from levanter_infer.layers.causal_conv import CausalConv
 from levanter_infer.layers.linear import Fusion, Linear, apply, split_key
 from levanter_infer.layers.norm import NormConfig, RMSNorm
-from levanter_infer.layers.recurrence import TokenInputs, ragged, repeated, scan
-from levanter_infer.layers.rows import RaggedRows
+from levanter_infer.layers.recurrence import RecurrentMixer, TokenInputs, repeated
 
 _L2_EPS = 1e-6
 
@@ -34,7 +31,7 @@ class DeltaNetBlock:
     taps: int
     """Inputs that an output of the convolution of queries, keys and values sees."""
     norm_eps: float
-    """Of the norm of each head's result."""
+    """Epsilon of the norm of each head's result."""
 
     unfused = "a recurrence"
 
@@ -47,7 +44,7 @@ class DeltaNetBlock:
 
     @property
     def stored(self) -> "DeltaNetBlock":
-        """What decides the parameters: blocks that are equal here share a stack."""
+        """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""
         return self
 
     @property
@@ -57,7 +54,7 @@ class DeltaNetBlock:
 
     @property
     def memory(self) -> FixedState:
-        """What a layer remembers of each sequence."""
+        """Memory of a layer, for each sequence."""
         memory = (self.num_value_heads, self.key_size, self.value_size)
         return FixedState((("conv", (self.taps - 1, self.channels)), ("memory", memory)))
 
@@ -68,7 +65,7 @@ class DeltaNetBlock:
         return maps + self.channels * self.taps + 2 * self.num_value_heads + self.value_size
 
 
-class DeltaNet(eqx.Module):
+class DeltaNet(RecurrentMixer):
     """`out(norm(o) · silu(z))`, where o is the gated delta rule (`layers.recurrence`) of queries, keys and values that
     passed a short convolution and SiLU; queries and keys have unit length, and queries are divided by √key_size.
 
@@ -85,7 +82,7 @@ class DeltaNet(eqx.Module):
     a_proj: Linear
     """[layers, state_head, embed]; β = sigmoid(b), and the decay comes from a."""
     conv: CausalConv
-    """Of queries, keys and values, in this order."""
+    """Channels of queries, keys and values, in this order."""
     a_log: NamedArray
     dt_bias: NamedArray
     """f32[layers, state_head]; the logarithm of the decay is -exp(a_log) · softplus(a + dt_bias)."""
@@ -117,33 +114,6 @@ class DeltaNet(eqx.Module):
             norm=RMSNorm.init(batch, value, config=NormConfig(block.norm_eps), dtype=jnp.float32),
             out_proj=Linear.init(batch, (embed,), (head, value), key=next(keys), dtype=dtype),
         )
-
-    def dense(self, x: NamedArray, around: Fusion, block: DeltaNetBlock) -> tuple[NamedArray, None]:
-        """Args: x: [..., position, embed], position 0 first. Returns: [..., position, embed], and no state."""
-        return self._mixed(x, around, block, self.conv.dense, scan), None
-
-    def paged(
-        self,
-        x: NamedArray,
-        around: Fusion,
-        block: DeltaNetBlock,
-        state: SlotState,
-        layer: Array,
-        rows: RaggedRows,
-    ) -> tuple[NamedArray, SlotState]:
-        """The packed tokens of a step, [token, embed], after the state of each row in `layer` of the pool, i32[]."""
-        stored, new = state.read(layer, rows.slots, rows.is_new), {}
-
-        def convolved(inputs: Array) -> Array:
-            result, new["conv"] = self.conv.ragged(inputs, stored["conv"], rows)
-            return result
-
-        def recurred(tokens: TokenInputs) -> Array:
-            new["memory"], result = ragged(stored["memory"], tokens, rows)
-            return result
-
-        mixed = self._mixed(x, around, block, convolved, recurred)
-        return mixed, state.write(layer, rows.slots, new)
 
     def _mixed(
         self,

@@ -10,7 +10,7 @@ from haliax import Axis, NamedArray
 from jax import Array
 
 from levanter_infer.axes import NORM_GATE
-from levanter_infer.layers.linear import Linear, apply, split_key
+from levanter_infer.layers.linear import Linear, apply, fold_key, split_key
 from levanter_infer.layers.norm import NormConfig, RMSNorm
 
 
@@ -54,7 +54,7 @@ def init_norm(
     if config.gate_rank is None:
         return norm
     rank = Axis(NORM_GATE, config.gate_rank)
-    down_key, up_key = split_key(None if key is None else jax.random.fold_in(key, 100 + number), 2)
+    down_key, up_key = split_key(fold_key(key, 100 + number), 2)
     return GatedNorm(
         **{field.name: getattr(norm, field.name) for field in dataclasses.fields(norm)},
         gate_down=Linear.init(batch, (rank,), (embed,), key=down_key, dtype=dtype),

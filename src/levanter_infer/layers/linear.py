@@ -58,14 +58,9 @@ class Linear(eqx.Module):
 
         Args: key: None for zeros, for which shapes are found without tracing a random generator.
         """
-        axes = (*batch, *out, *ins)
-        if key is None:
-            weight = hax.zeros(axes, dtype=dtype)
-        else:
-            scale = math.prod(axis.size for axis in ins) ** -0.5
-            weight = (hax.random.normal(key, axes, dtype=jnp.float32) * jnp.float32(scale)).astype(dtype)
+        scale = math.prod(axis.size for axis in ins) ** -0.5
         return Linear(
-            weight=weight,
+            weight=random_weight(key, (*batch, *out, *ins), scale, dtype),
             bias=hax.zeros((*batch, *out), dtype=dtype) if bias else None,
             num_in=len(ins),
             num_out=len(out),
@@ -129,6 +124,18 @@ class Linear(eqx.Module):
 def split_key(key: Array | None, num: int) -> Sequence[Array | None]:
     """`num` keys for the parts of a module; None stays None."""
     return [None] * num if key is None else list(jax.random.split(key, num))
+
+
+def fold_key(key: Array | None, data: int) -> Array | None:
+    """A key for another part of a module; None stays None."""
+    return None if key is None else jax.random.fold_in(key, data)
+
+
+def random_weight(key: Array | None, axes: Sequence[Axis], scale: float, dtype) -> NamedArray:
+    """Normal numbers of a standard deviation; zeros without a key."""
+    if key is None:
+        return hax.zeros(axes, dtype=dtype)
+    return (hax.random.normal(key, axes, dtype=jnp.float32) * jnp.float32(scale)).astype(dtype)
 
 
 def prepare_tables(

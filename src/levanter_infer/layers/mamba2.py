@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -12,11 +11,9 @@ from jax import Array
 
 from levanter_infer.axes import KEY_SIZE, STATE_GROUP, STATE_HEAD, VALUE_SIZE
 from levanter_infer.cache.memory import FixedState
-from levanter_infer.cache.slot_state import SlotState
 from levanter_infer.layers.causal_conv import CausalConv
 from levanter_infer.layers.linear import Fusion, Linear, apply, split_key
-from levanter_infer.layers.recurrence import TokenInputs, ragged, repeated, scan
-from levanter_infer.layers.rows import RaggedRows
+from levanter_infer.layers.recurrence import RecurrentMixer, TokenInputs, repeated
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class Mamba2Block:
     taps: int
     """Inputs that an output of the convolution sees."""
     norm_eps: float
-    """Of the norm of the gated result, over each group."""
+    """Epsilon of the norm of the gated result, over each group."""
     conv_bias: bool = True
     bias: bool = False
     """Whether the projections have one."""
@@ -45,7 +42,7 @@ class Mamba2Block:
 
     @property
     def stored(self) -> "Mamba2Block":
-        """What decides the parameters: blocks that are equal here share a stack."""
+        """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""
         return self
 
     @property
@@ -60,7 +57,7 @@ class Mamba2Block:
 
     @property
     def memory(self) -> FixedState:
-        """What a layer remembers of each sequence."""
+        """Memory of a layer, for each sequence."""
         memory = (self.num_heads, self.state_size, self.head_size)
         return FixedState((("conv", (self.taps - 1, self.channels)), ("memory", memory)))
 
@@ -71,7 +68,7 @@ class Mamba2Block:
         return (hidden + self.bias) * rows + hidden * (self.width + self.bias) + conv + 3 * self.num_heads + self.width
 
 
-class Mamba2(eqx.Module):
+class Mamba2(RecurrentMixer):
     """`out(norm(y · silu(z)))` with `S_t = e^{a·dt} S_{t-1} + B_t (dt_t x_t)ᵀ` and `y_t = S_tᵀ C_t + d · x_t`, where x,
     B and C have passed a short convolution and SiLU, `dt = softplus(dt + dt_bias)` and `a = -exp(a_log)`.
 
@@ -87,7 +84,7 @@ class Mamba2(eqx.Module):
     dt_proj: Linear
     """[layers, state_head, embed]"""
     conv: CausalConv
-    """Of x, B and C, in this order."""
+    """Channels of x, B and C, in this order."""
     a_log: NamedArray
     dt_bias: NamedArray
     skip: NamedArray
@@ -122,33 +119,6 @@ class Mamba2(eqx.Module):
             norm_weight=hax.ones((*batch, *value), dtype=dtype),
             out_proj=Linear.init(batch, (embed,), value, key=next(keys), dtype=dtype, bias=block.bias),
         )
-
-    def dense(self, x: NamedArray, around: Fusion, block: Mamba2Block) -> tuple[NamedArray, None]:
-        """Args: x: [..., position, embed], position 0 first. Returns: [..., position, embed], and no state."""
-        return self._mixed(x, around, block, self.conv.dense, scan), None
-
-    def paged(
-        self,
-        x: NamedArray,
-        around: Fusion,
-        block: Mamba2Block,
-        state: SlotState,
-        layer: Array,
-        rows: RaggedRows,
-    ) -> tuple[NamedArray, SlotState]:
-        """The packed tokens of a step, [token, embed], after the state of each row in `layer` of the pool, i32[]."""
-        stored, new = state.read(layer, rows.slots, rows.is_new), {}
-
-        def convolved(inputs: Array) -> Array:
-            result, new["conv"] = self.conv.ragged(inputs, stored["conv"], rows)
-            return result
-
-        def recurred(tokens: TokenInputs) -> Array:
-            new["memory"], result = ragged(stored["memory"], tokens, rows)
-            return result
-
-        mixed = self._mixed(x, around, block, convolved, recurred)
-        return mixed, state.write(layer, rows.slots, new)
 
     def _mixed(
         self,

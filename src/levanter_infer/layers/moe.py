@@ -15,7 +15,7 @@ from jax import Array
 from levanter_infer.axes import EXPERT, MLP, ROW, SHARED_GATE
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.activation import Activation, ClampedSwiglu
-from levanter_infer.layers.linear import Fusion, Linear, apply, apply_grouped, split_key
+from levanter_infer.layers.linear import Fusion, Linear, apply, apply_grouped, fold_key, split_key
 from levanter_infer.layers.mlp import DenseBlock, Mlp
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.router import Router, SelectionBias
@@ -108,9 +108,9 @@ class Moe(eqx.Module):
         each = (*batch, expert)
         shared = shared_gate = None
         if block.shared_width is not None:
-            shared = Mlp.init(batch, embed, block.shared, key=_fold_in(key, 1), dtype=dtype)
+            shared = Mlp.init(batch, embed, block.shared, key=fold_key(key, 1), dtype=dtype)
         if block.shared_gate:
-            gate_key = _fold_in(key, 2)
+            gate_key = fold_key(key, 2)
             shared_gate = Linear.init(batch, (Axis(SHARED_GATE, 1),), (embed,), key=gate_key, dtype=dtype)
         has_selection_bias = block.router.selection_bias is not SelectionBias.NONE
         router_dtype = jnp.float32 if block.router.float32 else dtype
@@ -227,7 +227,3 @@ def _weighted(rows: NamedArray, weights: Array) -> NamedArray:
     _, embed = rows.axes
     weighted = rows.array[:, None] * weights.astype(rows.dtype)[:, :, None]
     return NamedArray(weighted.reshape(-1, embed.size), (Axis(ROW, weights.size), embed))
-
-
-def _fold_in(key: Array | None, data: int) -> Array | None:
-    return None if key is None else jax.random.fold_in(key, data)

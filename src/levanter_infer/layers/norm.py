@@ -44,7 +44,7 @@ class NormConfig:
         return next((reason for reason, holds in reasons.items() if holds), None)
 
     def num_parameters(self, width: int) -> int:
-        """Of a norm over `width` numbers."""
+        """Parameters of a norm over `width` numbers."""
         return width * (self.weight + self.bias + 2 * (self.gate_rank or 0))
 
 

@@ -8,11 +8,19 @@ each row; and blocks of `BLOCK` tokens of one row by matmuls. `ragged` composes 
 numbers are float32. Sources: Gated DeltaNet, arXiv:2412.06464; state space duality, arXiv:2405.21060.
 """
 
+import abc
+from collections.abc import Callable
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from haliax import NamedArray
 from jax import Array
 
+from levanter_infer.cache.slot_state import SlotState
+from levanter_infer.layers.causal_conv import CausalConv
+from levanter_infer.layers.linear import Fusion
 from levanter_infer.layers.rows import RaggedRows
 
 BLOCK = 64
@@ -21,7 +29,7 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 
 
 class TokenInputs(eqx.Module):
-    """What the recurrence takes from each token. f32, the leading axes are any."""
+    """Inputs of the recurrence, of each token. f32, the leading axes are any."""
 
     q: Array
     """[..., head, key_size]"""
@@ -132,3 +140,47 @@ def _matmul(spec: str, left: Array, right: Array) -> Array:
 def repeated(heads: Array, num_heads: int) -> Array:
     """[..., group, size] for every head: each group serves as many heads, one after the other."""
     return jnp.repeat(heads, num_heads // heads.shape[-2], axis=-2)
+
+
+class RecurrentMixer(eqx.Module):
+    """A mixer of a short convolution and then a recurrence. Subclasses say what stands around both."""
+
+    conv: eqx.AbstractVar[CausalConv]
+
+    @abc.abstractmethod
+    def _mixed(
+        self,
+        x: NamedArray,
+        around: Fusion,
+        block: Any,
+        convolve: Callable[[Array], Array],
+        recur: Callable[[TokenInputs], Array],
+    ) -> NamedArray:
+        """The mixer of x [..., embed], with the convolution and the recurrence in the form that x needs."""
+
+    def dense(self, x: NamedArray, around: Fusion, block: Any) -> tuple[NamedArray, None]:
+        """Args: x: [..., position, embed], position 0 first. Returns: [..., position, embed], and no state."""
+        return self._mixed(x, around, block, self.conv.dense, scan), None
+
+    def paged(
+        self,
+        x: NamedArray,
+        around: Fusion,
+        block: Any,
+        state: SlotState,
+        layer: Array,
+        rows: RaggedRows,
+    ) -> tuple[NamedArray, SlotState]:
+        """The packed tokens of a step, [token, embed], after the state of each row in `layer` of the pool, i32[]."""
+        stored, new = state.read(layer, rows.slots, rows.is_new), {}
+
+        def convolved(inputs: Array) -> Array:
+            result, new["conv"] = self.conv.ragged(inputs, stored["conv"], rows)
+            return result
+
+        def recurred(tokens: TokenInputs) -> Array:
+            new["memory"], result = ragged(stored["memory"], tokens, rows)
+            return result
+
+        mixed = self._mixed(x, around, block, convolved, recurred)
+        return mixed, state.write(layer, rows.slots, new)

@@ -29,12 +29,12 @@ class ShortConvBlock:
 
     @property
     def stored(self) -> "ShortConvBlock":
-        """What decides the parameters: blocks that are equal here share a stack."""
+        """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""
         return self
 
     @property
     def memory(self) -> FixedState:
-        """What a layer remembers of each sequence."""
+        """Memory of a layer, for each sequence."""
         return FixedState((("conv", (self.taps - 1, self.channels)),))
 
     def num_parameters(self, hidden: int) -> int:

@@ -21,7 +21,7 @@ RecurrentBlock = ShortConvBlock | DeltaNetBlock | Mamba2Block
 """Mixers that remember a state of fixed size per sequence (`SlotState`)."""
 
 Mixer = AttentionBlock | LatentAttentionBlock | RecurrentBlock
-"""What mixes positions."""
+"""Mixers of positions."""
 
 
 class Placement(enum.Enum):

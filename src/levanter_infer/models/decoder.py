@@ -22,7 +22,7 @@ from levanter_infer.layers.delta_net import DeltaNet, DeltaNetBlock
 from levanter_infer.layers.gated_norm import init_norm
 from levanter_infer.layers.latent_attention import LatentAttention, LatentAttentionBlock
 from levanter_infer.layers.layout import Layout
-from levanter_infer.layers.linear import Fusion, Linear, apply, prepare_tables, split_key
+from levanter_infer.layers.linear import Fusion, Linear, apply, fold_key, prepare_tables, random_weight, split_key
 from levanter_infer.layers.mamba2 import Mamba2, Mamba2Block
 from levanter_infer.layers.mlp import Mlp
 from levanter_infer.layers.moe import ExpertsBlock, Moe
@@ -190,15 +190,10 @@ class DecoderModel(eqx.Module):
 
         def table(key: Array | None, rows: Axis = vocab, bias: bool = False) -> Linear:
             zeros = hax.zeros(rows, dtype=dtype) if bias else None
-            if key is None:
-                return Linear(weight=hax.zeros((rows, embed), dtype=dtype), bias=zeros, num_in=1)
-            weight = hax.random.normal(key, (rows, embed), dtype=jnp.float32) * jnp.float32(0.02)
-            return Linear(weight=weight.astype(dtype), bias=zeros, num_in=1)
+            return Linear(weight=random_weight(key, (rows, embed), 0.02, dtype), bias=zeros, num_in=1)
 
         def stacked(index: int, stack: Stack) -> DecoderLayer:
-            key = layers_key
-            if index > 0 and key is not None:
-                key = jax.random.fold_in(key, index)
+            key = layers_key if index == 0 else fold_key(layers_key, index)
             return DecoderLayer.init((Axis(LAYERS, len(stack.layers)),), embed, stack.block, key=key, dtype=dtype)
 
         return DecoderModel(

@@ -1,4 +1,4 @@
-"""What the families with multi-head latent attention share: its keys, its scale and its tensors."""
+"""Multi-head latent attention as its families share it: its keys, its scale and its tensors."""
 
 import functools
 import math

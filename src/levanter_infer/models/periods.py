@@ -28,7 +28,7 @@ class Group(Generic[Item]):
 
     @property
     def bodies(self) -> tuple[tuple[int, int], ...]:
-        """Of each body, the offset of its first layer within the period, and the number of its layers."""
+        """For each body, the offset of its first layer within the period, and the number of its layers."""
         runs = self.runs or (1,) * len(self.period)
         return tuple(zip(itertools.accumulate(runs, initial=0), runs, strict=False))
 

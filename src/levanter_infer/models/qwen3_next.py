@@ -37,7 +37,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def ropes(hf: HfConfig, head_dim: int, max_positions: int) -> dict:
-    """Of full and sliding layers."""
+    """Ropes of full and sliding layers."""
     return {kind: hf.rope(head_dim, max_positions, partial=True, default_partial=0.25) for kind in (FULL, SLIDING)}
 
 

@@ -156,7 +156,7 @@ def tpu_attention(call: AttentionCall, tiles: Tiles | None = None, *, interpret:
 
 
 def _interpreter(interpret: bool) -> pltpu.InterpretParams | bool:
-    """What `pallas_call` takes for it."""
+    """The argument of `pallas_call` for it."""
     return pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan") if interpret else False
 
 
