@@ -8,6 +8,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from levanter_infer.cache.memory import Memory
 from levanter_infer.layers.attention import AttentionBlock
 from levanter_infer.layers.delta_net import DeltaNetBlock
 from levanter_infer.layers.latent_attention import LatentAttentionBlock
@@ -20,8 +21,50 @@ from levanter_infer.layers.short_conv import ShortConvBlock
 RecurrentBlock = ShortConvBlock | DeltaNetBlock | Mamba2Block
 """Mixers that remember a state of fixed size per sequence (`SlotState`)."""
 
-Mixer = AttentionBlock | LatentAttentionBlock | RecurrentBlock
-"""Mixers of positions."""
+
+@dataclass(frozen=True)
+class ParallelMixer:
+    """Attention and a recurrence of the same input side by side, whose results are added (Falcon-H1)."""
+
+    plain_attention: AttentionBlock
+    """Attention without the multipliers."""
+    recurrent: Mamba2Block
+    attention_in: float = 1.0
+    """Factor of what attention sees."""
+    key_multiplier: float = 1.0
+    attention_out: float = 1.0
+    recurrent_out: float = 1.0
+    """Factors of the results."""
+
+    @property
+    def attention(self) -> AttentionBlock:
+        """Attention with the factors of queries and keys in its scale; there is no bias unless `attention_in` is 1."""
+        plain = self.plain_attention
+        scale = plain.head_dim**-0.5 if plain.scale is None else plain.scale
+        return dataclasses.replace(plain, scale=scale * self.key_multiplier * self.attention_in**2)
+
+    @property
+    def attention_multiplier(self) -> float:
+        """Factor of what attention gives, with that of its values."""
+        return self.attention_in * self.attention_out
+
+    @property
+    def unfused(self) -> str:
+        """The part that no kernel fuses with a matmul or with the cache."""
+        return self.recurrent.unfused
+
+    @property
+    def stored(self) -> "ParallelMixer":
+        """What decides the parameters: blocks that are equal here share a stack."""
+        return ParallelMixer(self.plain_attention.stored, self.recurrent.stored)
+
+    def num_parameters(self, hidden: int) -> int:
+        """From the sizes alone. Args: hidden: width of the residual stream."""
+        return self.plain_attention.num_parameters(hidden) + self.recurrent.num_parameters(hidden)
+
+
+Mixer = AttentionBlock | LatentAttentionBlock | RecurrentBlock | ParallelMixer
+"""What mixes positions."""
 
 
 class Placement(enum.Enum):
@@ -72,13 +115,22 @@ class Block:
 
     @property
     def attention(self) -> AttentionBlock | LatentAttentionBlock | None:
-        """The mixer, if it is attention."""
+        """The mixer, if it is attention, or the attention in it."""
+        if isinstance(self.mixer, ParallelMixer):
+            return self.mixer.attention
         return self.mixer if isinstance(self.mixer, AttentionBlock | LatentAttentionBlock) else None
 
     @property
     def recurrent(self) -> RecurrentBlock | None:
-        """The mixer, if it remembers a state of fixed size."""
+        """The mixer, if it remembers a state of fixed size, or the recurrence in it."""
+        if isinstance(self.mixer, ParallelMixer):
+            return self.mixer.recurrent
         return None if isinstance(self.mixer, AttentionBlock | LatentAttentionBlock) else self.mixer
+
+    @property
+    def memories(self) -> tuple[Memory, ...]:
+        """Everything that the layer remembers: at most one memory with pages, and one with slots."""
+        return tuple(part.memory for part in (self.attention, self.recurrent) if part is not None)
 
     @property
     def unfused(self) -> str | None:
