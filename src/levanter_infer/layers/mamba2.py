@@ -19,7 +19,7 @@ from levanter_infer.layers.recurrence import RecurrentMixer, TokenInputs, repeat
 
 
 class GatedNorm(enum.Enum):
-    """Where the norm of the result stands, y the result and z the gate."""
+    """Place of the norm of the result y and its gate z."""
 
     AFTER = "norm(y · silu(z))"
     """Granite 4."""
@@ -47,6 +47,7 @@ class Mamba2Block:
     bias: bool = False
     """Whether the projections of the input have one."""
     out_bias: bool = False
+    """Whether the projection of the result has one."""
     norm: GatedNorm = GatedNorm.AFTER
     multipliers: tuple[float, ...] = (1.0,) * 5
     """Factors of z, x, B, C and dt."""

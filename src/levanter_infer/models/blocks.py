@@ -26,27 +26,20 @@ RecurrentBlock = ShortConvBlock | DeltaNetBlock | Mamba2Block
 class ParallelMixer:
     """Attention and a recurrence of the same input side by side, whose results are added (Falcon-H1)."""
 
-    plain_attention: AttentionBlock
-    """Attention without the multipliers."""
-    recurrent: Mamba2Block
-    attention_in: float = 1.0
-    """Factor of what attention sees."""
+    unscaled_attention: AttentionBlock
+    """Attention without `key_multiplier`."""
+    recurrent: RecurrentBlock
     key_multiplier: float = 1.0
-    attention_out: float = 1.0
-    recurrent_out: float = 1.0
+    """Factor of the keys, which is one of the scale."""
+    attention_multiplier: float = 1.0
+    recurrent_multiplier: float = 1.0
     """Factors of the results."""
 
     @property
     def attention(self) -> AttentionBlock:
-        """Attention with the factors of queries and keys in its scale; there is no bias unless `attention_in` is 1."""
-        plain = self.plain_attention
+        plain = self.unscaled_attention
         scale = plain.head_dim**-0.5 if plain.scale is None else plain.scale
-        return dataclasses.replace(plain, scale=scale * self.key_multiplier * self.attention_in**2)
-
-    @property
-    def attention_multiplier(self) -> float:
-        """Factor of what attention gives, with that of its values."""
-        return self.attention_in * self.attention_out
+        return dataclasses.replace(plain, scale=scale * self.key_multiplier)
 
     @property
     def unfused(self) -> str:
@@ -55,16 +48,16 @@ class ParallelMixer:
 
     @property
     def stored(self) -> "ParallelMixer":
-        """What decides the parameters: blocks that are equal here share a stack."""
-        return ParallelMixer(self.plain_attention.stored, self.recurrent.stored)
+        """The mixer with neutral options that no parameter depends on: layers of equal ones share a stack."""
+        return ParallelMixer(self.unscaled_attention.stored, self.recurrent.stored)
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
-        return self.plain_attention.num_parameters(hidden) + self.recurrent.num_parameters(hidden)
+        return self.unscaled_attention.num_parameters(hidden) + self.recurrent.num_parameters(hidden)
 
 
 Mixer = AttentionBlock | LatentAttentionBlock | RecurrentBlock | ParallelMixer
-"""What mixes positions."""
+"""Mixers of positions."""
 
 
 class Placement(enum.Enum):
@@ -115,21 +108,21 @@ class Block:
 
     @property
     def attention(self) -> AttentionBlock | LatentAttentionBlock | None:
-        """The mixer, if it is attention, or the attention in it."""
+        """The mixer, if it is attention, or its attention."""
         if isinstance(self.mixer, ParallelMixer):
             return self.mixer.attention
         return self.mixer if isinstance(self.mixer, AttentionBlock | LatentAttentionBlock) else None
 
     @property
     def recurrent(self) -> RecurrentBlock | None:
-        """The mixer, if it remembers a state of fixed size, or the recurrence in it."""
+        """The mixer, if it remembers a state of fixed size, or its recurrence."""
         if isinstance(self.mixer, ParallelMixer):
             return self.mixer.recurrent
         return None if isinstance(self.mixer, AttentionBlock | LatentAttentionBlock) else self.mixer
 
     @property
     def memories(self) -> tuple[Memory, ...]:
-        """Everything that the layer remembers: at most one memory with pages, and one with slots."""
+        """The memories of the layer: at most one with pages, and one with slots."""
         return tuple(part.memory for part in (self.attention, self.recurrent) if part is not None)
 
     @property

@@ -481,19 +481,15 @@ class DecoderModel(eqx.Module):
 
 
 def _mix(block: Block, mixers: Sequence[Callable[[NamedArray, Fusion], tuple[NamedArray, Any]]]):
-    """The mixer of a layer, of its attention or recurrence or of both; gives its result and a state for each."""
-    if not isinstance(block.mixer, ParallelMixer):
-        (alone,) = mixers
-
-        def mix_alone(x: NamedArray, around: Fusion) -> tuple[NamedArray, tuple]:
-            result, state = alone(x, around)
-            return result, (state,)
-
-        return mix_alone
-    factors = (block.mixer.attention_multiplier, block.mixer.recurrent_out)
+    """The mixer of a layer: its attention, its recurrence, or both side by side. It gives a result and their states."""
 
     def mix(x: NamedArray, around: Fusion) -> tuple[NamedArray, tuple]:
-        results, states = zip(*(each(x, Fusion(norm=around.norm)) for each in mixers), strict=True)
+        both = block.mixer if isinstance(block.mixer, ParallelMixer) else None
+        inner = around if both is None else Fusion(norm=around.norm)
+        results, states = zip(*(mixer(x, inner) for mixer in mixers), strict=True)
+        if both is None:
+            return results[0], states
+        factors = both.attention_multiplier, both.recurrent_multiplier
         first, second = (each * jnp.asarray(factor, each.dtype) for each, factor in zip(results, factors, strict=True))
         return around.after(first + second), states
 

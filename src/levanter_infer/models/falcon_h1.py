@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from levanter_infer.layers.mamba2 import GatedNorm
+from levanter_infer.layers.mamba2 import GatedNorm, Mamba2Block
+from levanter_infer.layers.mlp import DenseBlock
 from levanter_infer.models.blocks import Block, ParallelMixer
 from levanter_infer.models.config import DecoderConfig
-from levanter_infer.models.family import TENSOR_NAMES, Family, common_to_hf, read_sizes
+from levanter_infer.models.family import Family, common_to_hf, read_sizes, renamed_tensors
 from levanter_infer.models.granitemoehybrid import mamba_tensors, mamba_to_hf, read_mamba
 from levanter_infer.models.hf_config import HfConfig
 from levanter_infer.models.tensors import tensor_table
@@ -27,19 +28,19 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         norm=(GatedNorm.BEFORE if before else GatedNorm.AFTER) if normed else GatedNorm.NONE,
         multipliers=tuple(into * factor for factor in factors),
     )
+    attention_in = hf.number("attention_in_multiplier", 1.0)  # of queries, keys and values
     mixer = ParallelMixer(
         sizes.attention(qkv_bias=bias, out_bias=bias),
         mamba,
-        attention_in=hf.number("attention_in_multiplier", 1.0),
-        key_multiplier=hf.number("key_multiplier", 1.0),
-        attention_out=hf.number("attention_out_multiplier", 1.0),
-        recurrent_out=hf.number("ssm_out_multiplier", 1.0),
+        key_multiplier=hf.number("key_multiplier", 1.0) * attention_in**2,
+        attention_multiplier=hf.number("attention_out_multiplier", 1.0) * attention_in,
+        recurrent_multiplier=hf.number("ssm_out_multiplier", 1.0),
     )
-    for name, has_bias in (
-        ("attention_in_multiplier", bias),
-        ("ssm_in_multiplier", mamba.bias),
+    for name, factor, has_bias in (
+        ("attention_in_multiplier", attention_in, bias),
+        ("ssm_in_multiplier", into, mamba.bias),
     ):
-        if has_bias and hf.number(name, 1.0) != 1:
+        if has_bias and factor != 1:
             raise hf.fail(name, "1.0 with a bias behind it: the bias is not multiplied")
     gate, out = hf.numbers("mlp_multipliers", 2)
     feed_forward = sizes.dense(bias=hf.flag("mlp_bias", False), gate_multiplier=gate, out_multiplier=out)
@@ -54,20 +55,21 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     block = config.blocks[0]
     mixer, dense = block.mixer, block.feed_forward
-    assert isinstance(mixer, ParallelMixer)
+    assert isinstance(mixer, ParallelMixer) and isinstance(dense, DenseBlock)
+    mamba = mixer.recurrent
+    assert isinstance(mamba, Mamba2Block)
     return {
         **common_to_hf(config),
-        **mamba_to_hf(mixer.recurrent),
-        "mamba_d_ssm": mixer.recurrent.width,
-        "mamba_rms_norm": mixer.recurrent.norm is not GatedNorm.NONE,
-        "mamba_norm_before_gate": mixer.recurrent.norm is GatedNorm.BEFORE,
-        "projectors_bias": mixer.recurrent.out_bias,
-        "ssm_multipliers": list(mixer.recurrent.multipliers),
-        "ssm_out_multiplier": mixer.recurrent_out,
-        "attention_in_multiplier": mixer.attention_in,
-        "attention_out_multiplier": mixer.attention_out,
+        **mamba_to_hf(mamba),
+        "mamba_d_ssm": mamba.width,
+        "mamba_rms_norm": mamba.norm is not GatedNorm.NONE,
+        "mamba_norm_before_gate": mamba.norm is GatedNorm.BEFORE,
+        "projectors_bias": mamba.out_bias,
+        "ssm_multipliers": list(mamba.multipliers),
+        "ssm_out_multiplier": mixer.recurrent_multiplier,
+        "attention_out_multiplier": mixer.attention_multiplier,
         "key_multiplier": mixer.key_multiplier,
-        "attention_bias": mixer.plain_attention.qkv_bias,
+        "attention_bias": mixer.unscaled_attention.qkv_bias,
         "mlp_bias": dense.bias,
         "mlp_multipliers": [dense.gate_multiplier, dense.out_multiplier],
         "embedding_multiplier": config.embedding_multiplier,
@@ -75,21 +77,15 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-_LAYER = "model.layers.{layer}"
 _NAMES = {
-    **TENSOR_NAMES,
-    "layers.mlp_norm.weight": f"{_LAYER}.pre_ff_layernorm.weight",
-    **{
-        f"layers.mlp.{name}_proj.{kind}": f"{_LAYER}.feed_forward.{name}_proj.{kind}"
-        for name in ("gate", "up", "down")
-        for kind in ("weight", "bias")
-    },
-    "norm.weight": "model.final_layernorm.weight",
+    "post_attention_layernorm": "pre_ff_layernorm",
+    ".mlp.": ".feed_forward.",
+    "model.norm": "model.final_layernorm",
 }
 FALCON_H1 = Family(
     "falcon_h1",
     "FalconH1ForCausalLM",
     config_from_hf,
     config_to_hf,
-    (*tensor_table(_NAMES), *mamba_tensors(f"{_LAYER}.mamba")),
+    (*tensor_table(renamed_tensors(_NAMES)), *mamba_tensors("model.layers.{layer}.mamba")),
 )
