@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from levanter_infer.cache.memory import Memory
 from levanter_infer.layers.attention import AttentionBlock
 from levanter_infer.layers.delta_net import DeltaNetBlock
+from levanter_infer.layers.kimi_delta import KimiDeltaBlock
 from levanter_infer.layers.latent_attention import LatentAttentionBlock
 from levanter_infer.layers.mamba2 import Mamba2Block
 from levanter_infer.layers.mlp import DenseBlock
@@ -18,7 +19,7 @@ from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.layers.norm import NormConfig
 from levanter_infer.layers.short_conv import ShortConvBlock
 
-RecurrentBlock = ShortConvBlock | DeltaNetBlock | Mamba2Block
+RecurrentBlock = ShortConvBlock | DeltaNetBlock | KimiDeltaBlock | Mamba2Block
 """Mixers that remember a state of fixed size per sequence (`SlotState`)."""
 
 

@@ -20,6 +20,7 @@ from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.attention import Attention, AttentionBlock, AttentionInputs, AttentionSpec
 from levanter_infer.layers.delta_net import DeltaNet, DeltaNetBlock
 from levanter_infer.layers.gated_norm import init_norm
+from levanter_infer.layers.kimi_delta import KimiDelta, KimiDeltaBlock
 from levanter_infer.layers.latent_attention import LatentAttention, LatentAttentionBlock
 from levanter_infer.layers.layout import Layout
 from levanter_infer.layers.linear import Fusion, Linear, apply, fold_key, prepare_tables, random_weight, split_key
@@ -40,7 +41,7 @@ PLAIN = AttentionSpec()
 """Attention as the model alone defines it."""
 
 
-Recurrent = ShortConv | DeltaNet | Mamba2
+Recurrent = ShortConv | DeltaNet | KimiDelta | Mamba2
 """The parameters of mixers that remember a state of fixed size per sequence."""
 
 
@@ -152,6 +153,8 @@ def _recurrent(
             return ShortConv.init(batch, embed, block, key=key, dtype=dtype)
         case DeltaNetBlock():
             return DeltaNet.init(batch, embed, block, key=key, dtype=dtype)
+        case KimiDeltaBlock():
+            return KimiDelta.init(batch, embed, block, key=key, dtype=dtype)
         case Mamba2Block():
             return Mamba2.init(batch, embed, block, key=key, dtype=dtype)
     return None
