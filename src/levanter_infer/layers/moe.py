@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax import Array
 
-from levanter_infer.axes import EXPERT, MLP, ROW, SHARED_GATE
+from levanter_infer.axes import EXPERT, EXPERT_LATENT, MLP, ROW, SHARED_GATE
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.activation import Activation, ClampedSwiglu
 from levanter_infer.layers.linear import Fusion, Linear, apply, apply_grouped, fold_key, split_key
@@ -41,6 +41,10 @@ class ExpertsBlock:
     """Inner width of the shared expert, which every token goes through; None: there is none."""
     shared_gate: bool = False
     """Whether the result of the shared expert is multiplied by sigmoid(shared_gate(x)), one number per token."""
+    gated: bool = True
+    """As of `DenseBlock`: whether the experts, the shared one too, have a gate."""
+    latent_width: int | None = None
+    """Width of the latents that are the input and the result of the experts; None: these are hidden states."""
 
     @property
     def stored(self) -> "ExpertsBlock":
@@ -51,27 +55,35 @@ class ExpertsBlock:
     def shared(self) -> DenseBlock:
         """The shared expert as a block of its own. Requires: there is one."""
         assert self.shared_width is not None and isinstance(self.activation, Activation)
-        return DenseBlock(self.shared_width, self.activation)
+        return DenseBlock(self.shared_width, self.activation, gated=self.gated)
 
     @property
     def unfused(self) -> str | None:
         """The part that no kernel fuses with a matmul; None: there is none."""
+        if not self.gated:
+            return "experts without a gate"
         return "experts with weighted inputs" if self.router.weigh_inputs else self.activation.unfused
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
         router = hidden + self.router.bias + (self.router.selection_bias is not SelectionBias.NONE)
-        shared = 3 * hidden * (self.shared_width or 0) + hidden * self.shared_gate
-        return self.num_expert_parameters(hidden) + self.num_experts * router + shared
+        shared = self._num_maps * hidden * (self.shared_width or 0) + hidden * self.shared_gate
+        latent = 2 * hidden * (self.latent_width or 0)
+        return self.num_expert_parameters(hidden) + self.num_experts * router + shared + latent
 
     def num_expert_parameters(self, hidden: int) -> int:
         """Those of the experts that are chosen from, without the router. Args: as of `num_parameters`."""
-        biases = (2 * self.width + hidden) * self.bias
-        return self.num_experts * (3 * hidden * self.width + biases)
+        width = self.latent_width or hidden
+        biases = ((self._num_maps - 1) * self.width + width) * self.bias
+        return self.num_experts * (self._num_maps * width * self.width + biases)
+
+    @property
+    def _num_maps(self) -> int:
+        return 3 if self.gated else 2
 
 
 class Moe(eqx.Module):
-    """`sum of weight · down(activation(gate(x)) · up(x))` over the experts that the router chooses.
+    """`sum of weight · down(activation(gate(x)) · up(x))` over the experts that the router chooses, or without a gate.
 
     Tokens are sorted by expert, and the backend computes a grouped matmul (`Backend.grouped_linear`), in which an
     expert without tokens costs nothing.
@@ -80,9 +92,10 @@ class Moe(eqx.Module):
 
     router: Linear
     """[layers, expert, embed]"""
-    gate_proj: Linear
+    gate_proj: Linear | None
+    """None: the experts are not gated."""
     up_proj: Linear
-    """[layers, expert, mlp, embed]"""
+    """[layers, expert, mlp, embed], here and below with the latent for embed, if there is one."""
     down_proj: Linear
     """[layers, expert, embed, mlp]"""
     num_rows: Array | None = None
@@ -99,6 +112,10 @@ class Moe(eqx.Module):
     """[layers, shared_gate, embed], with one output."""
     selection_bias: NamedArray | None = None
     """f32[layers, expert], of the choice alone."""
+    latent_down: Linear | None = None
+    """[layers, expert_latent, embed]"""
+    latent_up: Linear | None = None
+    """[layers, embed, expert_latent]"""
 
     @staticmethod
     def init(batch: Sequence[Axis], embed: Axis, block: ExpertsBlock, *, key: Array | None, dtype) -> "Moe":
@@ -112,13 +129,24 @@ class Moe(eqx.Module):
         if block.shared_gate:
             gate_key = fold_key(key, 2)
             shared_gate = Linear.init(batch, (Axis(SHARED_GATE, 1),), (embed,), key=gate_key, dtype=dtype)
+        inner, latent_down, latent_up = embed, None, None
+        if block.latent_width is not None:
+            inner = Axis(EXPERT_LATENT, block.latent_width)
+            latent_down = Linear.init(batch, (inner,), (embed,), key=fold_key(key, 3), dtype=dtype)
+            latent_up = Linear.init(batch, (embed,), (inner,), key=fold_key(key, 4), dtype=dtype)
+
+        def expert_map(out: Axis, into: Axis, key: Array | None) -> Linear:
+            return Linear.init(each, (out,), (into,), key=key, dtype=dtype, bias=block.bias)
+
         has_selection_bias = block.router.selection_bias is not SelectionBias.NONE
         router_dtype = jnp.float32 if block.router.float32 else dtype
         return Moe(
             router=Linear.init(batch, (expert,), (embed,), key=router, dtype=router_dtype, bias=block.router.bias),
-            gate_proj=Linear.init(each, (mlp,), (embed,), key=gate, dtype=dtype, bias=block.bias),
-            up_proj=Linear.init(each, (mlp,), (embed,), key=up, dtype=dtype, bias=block.bias),
-            down_proj=Linear.init(each, (embed,), (mlp,), key=down, dtype=dtype, bias=block.bias),
+            gate_proj=expert_map(mlp, inner, gate) if block.gated else None,
+            up_proj=expert_map(mlp, inner, up),
+            down_proj=expert_map(inner, mlp, down),
+            latent_down=latent_down,
+            latent_up=latent_up,
             shared=shared,
             shared_gate=shared_gate,
             selection_bias=hax.zeros((*batch, expert), dtype=jnp.float32) if has_selection_bias else None,
@@ -148,7 +176,12 @@ class Moe(eqx.Module):
         chosen, weights = self._route(rows, around.norm, block)
         if on_choice is not None:
             on_choice(chosen)
-        total = self.sums.sum_in(x.dtype, self._compute(rows, around.norm, chosen, weights, block)).astype(x.dtype)
+        inputs, norm = rows, around.norm
+        if self.latent_down is not None:
+            (inputs,), norm = apply(rows, self.latent_down, norm=norm), None
+        total = self.sums.sum_in(x.dtype, self._compute(inputs, norm, chosen, weights, block)).astype(x.dtype)
+        if self.latent_up is not None:
+            total = apply(NamedArray(total, inputs.axes), self.latent_up)[0].array
         if self.shared is not None:
             total = total + self._share(self.shared, rows, around.norm, block)
         return around.after(NamedArray(total.reshape(x.array.shape), x.axes))
@@ -208,7 +241,13 @@ class Moe(eqx.Module):
             rows, norm, source = _weighted(rows if norm is None else norm(rows), weights), None, order
             weights = jnp.ones_like(weights)
         grouped = functools.partial(apply_grouped, axis=pairs, counts=counts)
-        gate, up = grouped(rows, self.gate_proj, self.up_proj, rows=source, norm=norm)
+        gate = None
+        if self.gate_proj is not None:
+            gate, up = grouped(rows, self.gate_proj, self.up_proj, rows=source, norm=norm)
+        else:
+            assert isinstance(block.activation, Activation)
+            (up,) = grouped(rows, self.up_proj, rows=source, norm=norm)
+            up = NamedArray(block.activation(up.array), up.axes)
         down = self._biased_once(self.down_proj)
         (results,) = grouped(up, down, gate=gate, activation=block.activation, dtype=jnp.float32)
         places = jnp.zeros_like(order).at[order].set(jnp.arange(pairs.size, dtype=jnp.int32))

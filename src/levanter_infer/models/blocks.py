@@ -92,19 +92,36 @@ class Placement(enum.Enum):
 class Block:
     """One layer, without its parameters."""
 
-    mixer: Mixer
-    """Mixer of positions."""
-    feed_forward: DenseBlock | ExpertsBlock
+    mixer: Mixer | None
+    """Mixer of positions; None: the layer has none."""
+    feed_forward: DenseBlock | ExpertsBlock | None
+    """None: the layer is its mixer alone."""
     norm: NormConfig
     """All its norms but those inside the mixer."""
     placement: Placement = Placement.BEFORE
     residual_multiplier: float = 1.0
     """Factor of what the mixer and the feed-forward block add to the residual stream."""
 
+    def __post_init__(self):
+        if len(self.parts) < 1 + self.placement.is_parallel:
+            raise ValueError(f"a layer has {len(self.parts)} of a mixer and a feed-forward block, expected more")
+
+    @property
+    def parts(self) -> tuple[Mixer | DenseBlock | ExpertsBlock, ...]:
+        """The mixer and the feed-forward block, as far as the layer has them."""
+        return tuple(part for part in (self.mixer, self.feed_forward) if part is not None)
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The norms of the layer, by the names of `DecoderLayer`."""
+        missing = ("input_norm", "mixer_out_norm") if self.mixer is None else ()
+        missing = ("mlp_norm", "mlp_out_norm") if self.feed_forward is None else missing
+        return tuple(name for name in self.placement.norms if name not in missing)
+
     @property
     def stored(self) -> "Block":
         """The block with neutral options that no parameter depends on: layers of equal ones share a stack."""
-        mixer, feed_forward = self.mixer.stored, self.feed_forward.stored
+        mixer, feed_forward = self.mixer and self.mixer.stored, self.feed_forward and self.feed_forward.stored
         return dataclasses.replace(self, mixer=mixer, feed_forward=feed_forward, residual_multiplier=1.0)
 
     @property
@@ -119,7 +136,7 @@ class Block:
         """The mixer, if it remembers a state of fixed size, or its recurrence."""
         if isinstance(self.mixer, ParallelMixer):
             return self.mixer.recurrent
-        return None if isinstance(self.mixer, AttentionBlock | LatentAttentionBlock) else self.mixer
+        return self.mixer if isinstance(self.mixer, RecurrentBlock) else None
 
     @property
     def memories(self) -> tuple[Memory, ...]:
@@ -134,12 +151,12 @@ class Block:
             return "a norm after a block"
         if self.residual_multiplier != 1:
             return "a residual multiplier"
-        return self.norm.unfused or self.mixer.unfused or self.feed_forward.unfused
+        return self.norm.unfused or next(filter(None, (part.unfused for part in self.parts)), None)
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
-        norms = len(self.placement.norms) * self.norm.num_parameters(hidden)
-        return self.mixer.num_parameters(hidden) + self.feed_forward.num_parameters(hidden) + norms
+        norms = len(self.norms) * self.norm.num_parameters(hidden)
+        return sum(part.num_parameters(hidden) for part in self.parts) + norms
 
 
 @dataclass(frozen=True)

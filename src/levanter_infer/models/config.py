@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -94,6 +95,13 @@ class DecoderConfig:
     @functools.cached_property
     def _stored(self) -> dict[int, tuple[int, int]]:
         return _places([stack.layers for stack in self.stacks])
+
+    @functools.cached_property
+    def part_numbers(self) -> tuple[tuple[int, int], ...]:
+        """For every layer the numbers of its mixer and of its feed-forward block, counted together through all layers:
+        Nemotron-H calls each of them a layer."""
+        ends = itertools.accumulate(len(block.parts) for block in self.blocks)
+        return tuple((end - len(block.parts), end - 1) for end, block in zip(ends, self.blocks, strict=True))
 
     @functools.cached_property
     def ropes(self) -> tuple[RopeConfig, ...]:

@@ -51,10 +51,11 @@ class DecoderLayer(eqx.Module):
     input_norm: RMSNorm | None
     """Norm of the input of the mixer."""
     attention: Attention | LatentAttention | None
-    """None: the mixer is `recurrent`."""
+    """None: the mixer is `recurrent`, or there is none."""
     mlp_norm: RMSNorm | None
     """Norm of the input of the feed-forward block."""
-    mlp: Mlp | Moe
+    mlp: Mlp | Moe | None
+    """None: there is no feed-forward block."""
     mixer_out_norm: RMSNorm | None
     mlp_out_norm: RMSNorm | None
     """Norms of the outputs of the mixer and the feed-forward block."""
@@ -66,13 +67,14 @@ class DecoderLayer(eqx.Module):
         """`batch`: axes of independent layers."""
         mixer_key, mlp_key = split_key(key, 2)
         feed_forward = block.feed_forward
+        mlp = None
         if isinstance(feed_forward, ExpertsBlock):
             mlp = Moe.init(batch, embed, feed_forward, key=mlp_key, dtype=dtype)
-        else:
+        elif feed_forward is not None:
             mlp = Mlp.init(batch, embed, feed_forward, key=mlp_key, dtype=dtype)
 
         def norm(name: str) -> RMSNorm | None:  # each an array of its own, so that a training step can donate them
-            names = block.placement.norms
+            names = block.norms
             if name not in names:
                 return None
             return init_norm(batch, embed, block.norm, key=key, dtype=dtype, number=names.index(name))
@@ -99,7 +101,7 @@ class DecoderLayer(eqx.Module):
         self,
         x: NamedArray,
         block: Block,
-        mix: Callable[[NamedArray, Fusion], tuple[NamedArray, Any]],
+        mix: Callable[[NamedArray, Fusion], tuple[NamedArray, tuple]],
         on_choice: Callable[[Array], None] | None = None,
     ):
         """The layer.
@@ -107,9 +109,9 @@ class DecoderLayer(eqx.Module):
         Args:
             x: [..., embed]
             block: what it computes.
-            mix: the mixer, of the residual stream and what happens around its matmuls; gives its result and a state.
+            mix: the mixer, of the residual stream and what happens around its matmuls; gives its result and its states.
             on_choice: called with the experts of each row, if the layer has some (`Moe`).
-        Returns: [..., embed] and the mixer's state.
+        Returns: [..., embed] and the mixer's states.
         """
         multiplier = block.residual_multiplier
 
@@ -122,14 +124,18 @@ class DecoderLayer(eqx.Module):
             result = result if after is None else after(result)
             return onto + (result if multiplier == 1 else result * jnp.asarray(multiplier, result.dtype))
 
-        mixed, state = mix(x, around(self.input_norm, self.mixer_out_norm, x))
-        mixed = added(mixed, self.mixer_out_norm, x)
+        mixed, states = x, ()
+        if block.mixer is not None:
+            mixed, states = mix(x, around(self.input_norm, self.mixer_out_norm, x))
+            mixed = added(mixed, self.mixer_out_norm, x)
+        if self.mlp is None:
+            return mixed, states
         parallel = block.placement.is_parallel
         norm = self.input_norm if block.placement is Placement.PARALLEL else self.mlp_norm
         observed = on_choice is not None and isinstance(self.mlp, Moe)
         feed = functools.partial(self.mlp, on_choice=on_choice) if observed else self.mlp
         result = feed(x if parallel else mixed, around(norm, self.mlp_out_norm, mixed), block.feed_forward)  # type: ignore[arg-type]
-        return added(result, self.mlp_out_norm, mixed), state
+        return added(result, self.mlp_out_norm, mixed), states
 
 
 def _attention(
