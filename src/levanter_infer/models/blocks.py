@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from levanter_infer.cache.memory import Memory
 from levanter_infer.layers.attention import AttentionBlock
+from levanter_infer.layers.branch_conv import BranchConvBlock
 from levanter_infer.layers.delta_net import DeltaNetBlock
 from levanter_infer.layers.kimi_delta import KimiDeltaBlock
 from levanter_infer.layers.latent_attention import LatentAttentionBlock
@@ -101,8 +102,12 @@ class Block:
     placement: Placement = Placement.BEFORE
     residual_multiplier: float = 1.0
     """Factor of what the mixer and the feed-forward block add to the residual stream."""
+    convs: BranchConvBlock | None = None
+    """Short convolutions of keys and of what is added to the residual stream; None: there are none."""
 
     def __post_init__(self):
+        if self.convs is not None and (self.recurrent is not None or len(self.parts) < 2):
+            raise ValueError("short convolutions beside a recurrence, or in half a layer, are not implemented")
         if len(self.parts) < 1 + self.placement.is_parallel:
             raise ValueError(f"a layer has {len(self.parts)} of a mixer and a feed-forward block, expected more")
 
@@ -141,7 +146,7 @@ class Block:
     @property
     def memories(self) -> tuple[Memory, ...]:
         """The memories of the layer: at most one with pages, and one with slots."""
-        return tuple(part.memory for part in (self.attention, self.recurrent) if part is not None)
+        return tuple(part.memory for part in (self.attention, self.recurrent, self.convs) if part is not None)
 
     @property
     def unfused(self) -> str | None:
@@ -151,12 +156,15 @@ class Block:
             return "a norm after a block"
         if self.residual_multiplier != 1:
             return "a residual multiplier"
+        if self.convs is not None:
+            return "short convolutions"
         return self.norm.unfused or next(filter(None, (part.unfused for part in self.parts)), None)
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
         norms = len(self.norms) * self.norm.num_parameters(hidden)
-        return sum(part.num_parameters(hidden) for part in self.parts) + norms
+        convs = 0 if self.convs is None else self.convs.num_parameters()
+        return sum(part.num_parameters(hidden) for part in self.parts) + norms + convs
 
 
 @dataclass(frozen=True)

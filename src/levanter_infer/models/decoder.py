@@ -16,8 +16,10 @@ from jax import Array
 from levanter_infer.axes import EMBED, LAYERS, PERIOD, POSITION, SEQ_PAGE, VOCAB
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.cache import Cache
+from levanter_infer.cache.slot_state import SlotState
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.attention import Attention, AttentionBlock, AttentionInputs, AttentionSpec
+from levanter_infer.layers.branch_conv import FEED_FORWARD, KEYS, MIXER, BranchConvs, Convolve
 from levanter_infer.layers.delta_net import DeltaNet, DeltaNetBlock
 from levanter_infer.layers.gated_norm import init_norm
 from levanter_infer.layers.kimi_delta import KimiDelta, KimiDeltaBlock
@@ -61,6 +63,8 @@ class DecoderLayer(eqx.Module):
     """Norms of the outputs of the mixer and the feed-forward block."""
     recurrent: Recurrent | None = None
     """The mixer that remembers a state of fixed size."""
+    convs: BranchConvs | None = None
+    """Short convolutions of keys and of what is added to the residual stream."""
 
     @staticmethod
     def init(batch: tuple[Axis, ...], embed: Axis, block: Block, *, key: Array | None, dtype) -> "DecoderLayer":
@@ -87,6 +91,7 @@ class DecoderLayer(eqx.Module):
             mixer_out_norm=norm("mixer_out_norm"),
             mlp_out_norm=norm("mlp_out_norm"),
             recurrent=_recurrent(batch, embed, block.recurrent, key=mixer_key, dtype=dtype),
+            convs=block.convs and BranchConvs.init(batch, block.convs, key=fold_key(mixer_key, 2), dtype=dtype),
         )
 
     def at(self, index: Array, num_rows: Array) -> "DecoderLayer":
@@ -103,6 +108,7 @@ class DecoderLayer(eqx.Module):
         block: Block,
         mix: Callable[[NamedArray, Fusion], tuple[NamedArray, tuple]],
         on_choice: Callable[[Array], None] | None = None,
+        convolve: Convolve | None = None,
     ):
         """The layer.
 
@@ -111,14 +117,19 @@ class DecoderLayer(eqx.Module):
             block: what it computes.
             mix: the mixer, of the residual stream and what happens around its matmuls; gives its result and its states.
             on_choice: called with the experts of each row, if the layer has some (`Moe`).
+            convolve: its short convolutions, if it has some.
         Returns: [..., embed] and the mixer's states.
         """
         multiplier = block.residual_multiplier
+        mixer_after, mlp_after = self.mixer_out_norm, self.mlp_out_norm
+        if convolve is not None:
+            assert mixer_after is None and mlp_after is None, "no family has norms and convolutions of its results"
+            mixer_after, mlp_after = (functools.partial(convolve, site) for site in (MIXER, FEED_FORWARD))
 
-        def around(norm: RMSNorm | None, after: RMSNorm | None, onto: NamedArray) -> Fusion:
+        def around(norm: RMSNorm | None, after: Callable | None, onto: NamedArray) -> Fusion:
             return Fusion(norm=norm, residual=onto if after is None and multiplier == 1 else None)
 
-        def added(result: NamedArray, after: RMSNorm | None, onto: NamedArray) -> NamedArray:
+        def added(result: NamedArray, after: Callable | None, onto: NamedArray) -> NamedArray:
             if after is None and multiplier == 1:
                 return result  # with the residual in it
             result = result if after is None else after(result)
@@ -126,16 +137,16 @@ class DecoderLayer(eqx.Module):
 
         mixed, states = x, ()
         if block.mixer is not None:
-            mixed, states = mix(x, around(self.input_norm, self.mixer_out_norm, x))
-            mixed = added(mixed, self.mixer_out_norm, x)
+            mixed, states = mix(x, around(self.input_norm, mixer_after, x))
+            mixed = added(mixed, mixer_after, x)
         if self.mlp is None:
             return mixed, states
         parallel = block.placement.is_parallel
         norm = self.input_norm if block.placement is Placement.PARALLEL else self.mlp_norm
         observed = on_choice is not None and isinstance(self.mlp, Moe)
         feed = functools.partial(self.mlp, on_choice=on_choice) if observed else self.mlp
-        result = feed(x if parallel else mixed, around(norm, self.mlp_out_norm, mixed), block.feed_forward)  # type: ignore[arg-type]
-        return added(result, self.mlp_out_norm, mixed), states
+        result = feed(x if parallel else mixed, around(norm, mlp_after, mixed), block.feed_forward)  # type: ignore[arg-type]
+        return added(result, mlp_after, mixed), states
 
 
 def _attention(
@@ -269,9 +280,11 @@ class DecoderModel(eqx.Module):
 
         def sharded(part):
             if isinstance(part, Moe):
-                shared = jax.tree.map(sharded, part.shared, is_leaf=lambda each: isinstance(each, Linear))
+                shared, several = jax.tree.map(
+                    sharded, (part.shared, part.shared_experts), is_leaf=lambda each: isinstance(each, Linear)
+                )
                 axes = {"experts": layout.experts, "sums": layout.expert_sums, "inner": layout.model}
-                return dataclasses.replace(part, **axes, shared=shared)
+                return dataclasses.replace(part, **axes, shared=shared, shared_experts=several)
             if isinstance(part, RMSNorm) and part.weight is not None:
                 width = layout.normed_width(part.normed(part.weight.axes))
                 return part if width is None else dataclasses.replace(part, shard_axis=layout.model, width=width)
@@ -403,12 +416,17 @@ class DecoderModel(eqx.Module):
             on_choice, block = None if chosen is None else seen.append, body.item
             stack, index = at(self.config.stored_at)
             layer = self.stacks[stack].at(index, num_tokens)
-            pools, mixers = [], []
+            pools, mixers, convolve = [], [], None
+            if layer.convs is not None:
+                slots, number = at(functools.partial(self.config.remembered_at, is_paged=False))
+                state = cache.pools[slots]
+                assert isinstance(state, SlotState) and rows is not None
+                convolve = Convolve(layer.convs, state.read(number, rows.slots, rows.is_new), rows)
             if layer.attention is not None:
                 pool, index = at(functools.partial(self.config.remembered_at, is_paged=True))
                 attend = functools.partial(
                     layer.attention.paged,
-                    inputs=inputs(block),
+                    inputs=_with_convolution(inputs(block), convolve),
                     kv=cache.pools[pool],  # type: ignore[arg-type]
                     layer=index,
                     batch=batch.in_group(cache.groups[pool]),
@@ -424,9 +442,11 @@ class DecoderModel(eqx.Module):
                     rows=rows,  # type: ignore[arg-type]
                 )
                 pools, mixers = [*pools, pool], [*mixers, recur]
-            x, remembered = layer(x, block, _mix(block, mixers), on_choice)
+            x, remembered = layer(x, block, _mix(block, mixers), on_choice, convolve)
             for pool, new in zip(pools, remembered, strict=True):
                 cache = cache.with_pool(pool, new)
+            if convolve is not None:
+                cache = cache.with_pool(slots, state.write(number, rows.slots, convolve.state))
             if chosen is not None and isinstance(block.feed_forward, ExpertsBlock):
                 numbers = [self.config.expert_layers.index(layer) for layer in body.starts]
                 chosen = chosen.at[_index(numbers, trip, further)].set(seen.pop())
@@ -498,6 +518,11 @@ class DecoderModel(eqx.Module):
         return capacity
 
 
+def _with_convolution(inputs: AttentionInputs, convolve: Convolve | None) -> AttentionInputs:
+    """Inputs of attention whose keys pass a convolution, if the layer has one."""
+    return inputs if convolve is None else dataclasses.replace(inputs, convolve_keys=functools.partial(convolve, KEYS))
+
+
 def _mix(block: Block, mixers: Sequence[Callable[[NamedArray, Fusion], tuple[NamedArray, Any]]]):
     """The mixer of a layer: its attention, its recurrence, or both side by side. It gives a result and their states."""
 
@@ -540,12 +565,13 @@ def _plain_period(
         several = strides[stack] > 1
         layer = _map_arrays(functools.partial(_entry, seen[stack]), stacks[stack]) if several else stacks[stack]
         seen[stack] += 1
-        mixers = []
+        mixers, convolve = [], None if layer.convs is None else Convolve(layer.convs)
         if layer.attention is not None:
-            mixers.append(functools.partial(layer.attention.dense, inputs=inputs(block)))
+            with_convolution = _with_convolution(inputs(block), convolve)
+            mixers.append(functools.partial(layer.attention.dense, inputs=with_convolution))
         if layer.recurrent is not None:
             mixers.append(functools.partial(layer.recurrent.dense, block=block.recurrent))  # type: ignore[arg-type]
-        x, _ = layer(x, block, _mix(block, mixers))
+        x, _ = layer(x, block, _mix(block, mixers), convolve=convolve)
     return x
 
 

@@ -82,7 +82,7 @@ def _experts(hf: HfConfig, sizes: Sizes) -> ExpertsBlock:
     experts = read_deepseek_experts(hf, sizes, experts=8, chosen=2, width=7688, groups=(1, 1), scale=1.0)
     hf.only("n_shared_experts", 1)
     shared, latent = hf.count("moe_shared_expert_intermediate_size", 7688), hf.optional_count("moe_latent_size")
-    return dataclasses.replace(experts, gated=False, shared_width=shared, latent_width=latent)
+    return dataclasses.replace(experts, gated=False, shared_width=shared, latent_dim=latent)
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
         keys |= {NAMES.get(key, key): value for key, value in mamba_to_hf(mamba).items()}
     if experts is not None:
         shared = {"n_shared_experts": 1, "moe_shared_expert_intermediate_size": experts.shared_width}
-        keys |= {**router_to_hf(experts), **shared, "moe_latent_size": experts.latent_width}
+        keys |= {**router_to_hf(experts), **shared, "moe_latent_size": experts.latent_dim}
     return keys
 
 
