@@ -59,7 +59,7 @@ class Tensor:
     unit_axis: bool = False
     """Whether the tensor has a first axis of size one beside those of its parameters."""
     scalar: bool = False
-    """Whether the tensor is a number without axes."""
+    """Whether the tensor is a number without axes; it is also read with one axis of size one, as Levanter writes it."""
 
     def is_for(self, name: str) -> bool:
         """Whether the tensor `name` of a checkpoint is one of this line."""
@@ -156,6 +156,10 @@ class Parameter:
         """Shape of the tensors."""
         lead = (1,) * self.unit_axis if self.num_experts is None else (self.num_experts,)
         return () if self.scalar else (*lead, *self.slice.tensor_shape)
+
+    def is_stored_as(self, shape: tuple[int, ...]) -> bool:
+        """Whether tensors of this shape can be read."""
+        return shape == self.tensor_shape or (self.scalar and shape == (1,))
 
     @property
     def names(self) -> tuple[str, ...]:
