@@ -33,7 +33,10 @@ def error(case: GoldenCase) -> float:
         full = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
     full.load_state_dict({name: value.float() for name, value in half.state_dict().items()})
     logits = [
-        [model(torch.from_numpy(tokens)[None].long(), use_cache=False).logits[0].float().numpy() for model in (half, full)]
+        [
+            model(torch.from_numpy(tokens)[None].long(), use_cache=False).logits[0].float().numpy()
+            for model in (half, full)
+        ]
         for tokens in case.sequences
     ]
     return float(np.mean(np.concatenate([relative_errors(*pair) for pair in logits])))
