@@ -330,8 +330,10 @@ def test_experts_are_counted_under_the_names_of_transformers_4_and_5():
         parse(EXPERTS, num_local_experts="8")
 
 
-def test_what_transformers_adds_beside_the_ropes_of_each_kind_means_nothing():
+def test_keys_that_libraries_write_and_do_not_read_change_nothing():
     kinds = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}
     gemma3 = functools.partial(parse, model_type="gemma3_text", head_dim=8, num_key_value_heads=2, rope_theta=None)
     plain = gemma3(rope_parameters=kinds)
-    assert gemma3(rope_parameters={**kinds, "rope_type": "default", "rope_theta": None}) == plain
+    beside = {"rope_parameters": {**kinds, "rope_type": "default", "rope_theta": None}, "_sliding_window_pattern": 2}
+    beside["use_qk_norm"] = True
+    assert gemma3(**beside) == plain
