@@ -17,7 +17,7 @@ from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.activation import Activation, ClampedSwiglu
 from levanter_infer.layers.linear import Fusion, Linear, apply, apply_grouped, fold_key, split_key
 from levanter_infer.layers.mlp import DenseBlock, Mlp
-from levanter_infer.layers.norm import RMSNorm
+from levanter_infer.layers.norm import NormConfig, RMSNorm
 from levanter_infer.layers.router import Router, SelectionBias
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
 from levanter_infer.layers.stack import pick_layer
@@ -39,6 +39,9 @@ class ExpertsBlock:
     """Whether the maps of the experts have biases; the shared expert has none."""
     shared_width: int | None = None
     """Inner width of the shared expert, which every token goes through; None: there is none."""
+    norms: NormConfig | None = None
+    """Norms of the input and of the result of the experts, and of the result of the shared expert (Gemma 4); the norm
+    of the feed-forward block is that of the input of the shared expert alone. None: there are none."""
     shared_gate: bool = False
     """Whether the result of the shared expert is multiplied by sigmoid(shared_gate(x)), one number per token."""
 
@@ -56,13 +59,17 @@ class ExpertsBlock:
     @property
     def unfused(self) -> str | None:
         """The part that no kernel fuses with a matmul; None: there is none."""
+        if self.norms is not None or self.router.norm is not None:
+            return "norms within a block of experts"
         return "experts with weighted inputs" if self.router.weigh_inputs else self.activation.unfused
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
         router = hidden + self.router.bias + (self.router.selection_bias is not SelectionBias.NONE)
         shared = 3 * hidden * (self.shared_width or 0) + hidden * self.shared_gate
-        return self.num_expert_parameters(hidden) + self.num_experts * router + shared
+        norms = sum(norm.num_parameters(hidden) for norm in (self.router.norm, *[self.norms] * 3) if norm is not None)
+        router += self.router.expert_scale
+        return self.num_expert_parameters(hidden) + self.num_experts * router + shared + norms
 
     def num_expert_parameters(self, hidden: int) -> int:
         """Those of the experts that are chosen from, without the router. Args: as of `num_parameters`."""
@@ -99,6 +106,14 @@ class Moe(eqx.Module):
     """[layers, shared_gate, embed], with one output."""
     selection_bias: NamedArray | None = None
     """f32[layers, expert], of the choice alone."""
+    router_norm: RMSNorm | None = None
+    """Norm of the router's input, if it has one of its own."""
+    expert_scale: NamedArray | None = None
+    """[layers, expert], factors of the weights."""
+    in_norm: RMSNorm | None = None
+    out_norm: RMSNorm | None = None
+    shared_out_norm: RMSNorm | None = None
+    """As `ExpertsBlock.norms`."""
 
     @staticmethod
     def init(batch: Sequence[Axis], embed: Axis, block: ExpertsBlock, *, key: Array | None, dtype) -> "Moe":
@@ -113,6 +128,12 @@ class Moe(eqx.Module):
             gate_key = fold_key(key, 2)
             shared_gate = Linear.init(batch, (Axis(SHARED_GATE, 1),), (embed,), key=gate_key, dtype=dtype)
         has_selection_bias = block.router.selection_bias is not SelectionBias.NONE
+        norms: dict[str, RMSNorm] = {}
+        if block.router.norm is not None:
+            norms["router_norm"] = RMSNorm.init(batch, embed, config=block.router.norm, dtype=dtype)
+        if block.norms is not None:
+            for name in ("in_norm", "out_norm", "shared_out_norm"):
+                norms[name] = RMSNorm.init(batch, embed, config=block.norms, dtype=dtype)
         router_dtype = jnp.float32 if block.router.float32 else dtype
         return Moe(
             router=Linear.init(batch, (expert,), (embed,), key=router, dtype=router_dtype, bias=block.router.bias),
@@ -122,15 +143,20 @@ class Moe(eqx.Module):
             shared=shared,
             shared_gate=shared_gate,
             selection_bias=hax.zeros((*batch, expert), dtype=jnp.float32) if has_selection_bias else None,
+            expert_scale=hax.ones((*batch, expert), dtype=dtype) if block.router.expert_scale else None,
+            **norms,
         )
 
     def at(self, layer: Array, num_rows: Array) -> "Moe":
         """The block of one layer of a stack, for inputs whose first `num_rows` rows count. Nothing is sliced here."""
         parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        maps = {name: part for name, part in parts.items() if isinstance(part, Linear | Mlp)}
-        at = jax.tree.map(lambda part: part.at(layer, num_rows), maps, is_leaf=lambda part: isinstance(part, Linear))
-        bias = None if self.selection_bias is None else pick_layer(self.selection_bias, layer)
-        return dataclasses.replace(self, **at, selection_bias=bias, num_rows=num_rows)
+        maps = {name: part for name, part in parts.items() if isinstance(part, Linear | Mlp | RMSNorm)}
+        at = jax.tree.map(
+            lambda part: part.at(layer, num_rows), maps, is_leaf=lambda part: isinstance(part, Linear | RMSNorm)
+        )
+        numbers = {"selection_bias": self.selection_bias, "expert_scale": self.expert_scale}
+        at |= {name: pick_layer(part, layer) for name, part in numbers.items() if part is not None}
+        return dataclasses.replace(self, **at, num_rows=num_rows)
 
     def __call__(
         self, x: NamedArray, around: Fusion, block: ExpertsBlock, on_choice: Callable[[Array], None] | None = None
@@ -145,12 +171,14 @@ class Moe(eqx.Module):
         """
         embed = x.axes[-1]
         rows = NamedArray(x.array.reshape(-1, embed.size), (Axis(ROW, x.array.size // embed.size), embed))
-        chosen, weights = self._route(rows, around.norm, block)
+        in_norm = around.norm if self.in_norm is None else self.in_norm
+        chosen, weights = self._route(rows, in_norm if self.router_norm is None else self.router_norm, block)
         if on_choice is not None:
             on_choice(chosen)
-        total = self.sums.sum_in(x.dtype, self._compute(rows, around.norm, chosen, weights, block)).astype(x.dtype)
+        total = self.sums.sum_in(x.dtype, self._compute(rows, in_norm, chosen, weights, block)).astype(x.dtype)
+        total = _normed(self.out_norm, total, embed)
         if self.shared is not None:
-            total = total + self._share(self.shared, rows, around.norm, block)
+            total = total + _normed(self.shared_out_norm, self._share(self.shared, rows, around.norm, block), embed)
         return around.after(NamedArray(total.reshape(x.array.shape), x.axes))
 
     def _share(self, shared: Mlp, rows: NamedArray, norm: RMSNorm | None, block: ExpertsBlock) -> Array:
@@ -173,9 +201,12 @@ class Moe(eqx.Module):
         with jax.default_matmul_precision("highest" if router.float32 else None):
             (own,) = apply(rows, self.router, norm=norm, dtype=jnp.float32 if router.exact_logits else None)
         logits = self.experts.all_gather(own.rearrange((ROW, ...)).array.astype(jnp.float32), 1)
-        bias = None if self.selection_bias is None else self.experts.all_gather(self.selection_bias.array, 0)
+        bias, scale = (
+            None if part is None else self.experts.all_gather(part.array.astype(jnp.float32), 0)
+            for part in (self.selection_bias, self.expert_scale)
+        )
         return self._backend.by_rows(
-            lambda logits: router.choose(logits, block.num_chosen, bias), self.num_rows, logits
+            lambda logits: router.choose(logits, block.num_chosen, bias, scale), self.num_rows, logits
         )
 
     @property
@@ -220,6 +251,11 @@ class Moe(eqx.Module):
             return down
         bias = jnp.where(self.inner.index == 0, down.bias.array, 0)
         return dataclasses.replace(down, bias=NamedArray(bias, down.bias.axes))
+
+
+def _normed(norm: RMSNorm | None, rows: Array, embed: Axis) -> Array:
+    """[row, embed], with the norm if there is one."""
+    return rows if norm is None else norm(NamedArray(rows, (Axis(ROW, rows.shape[0]), embed))).array
 
 
 def _weighted(rows: NamedArray, weights: Array) -> NamedArray:

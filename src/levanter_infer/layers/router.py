@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from levanter_infer.layers.norm import NormConfig
+
 
 class Score(enum.Enum):
     """Function of the logits that gives experts their weights."""
@@ -72,6 +74,12 @@ class Router:
     """Whether logits stay in float32, and are not rounded to the dtype of the hidden states."""
     float32: bool = False
     """Whether the router's weights are float32 in a model of any dtype."""
+    norm: NormConfig | None = None
+    """A norm of the router's own, of the residual stream, instead of that of the experts; None: it has none."""
+    logits_scale: float = 1.0
+    """Factor of the logits."""
+    expert_scale: bool = False
+    """Whether the weight of each chosen expert is multiplied by a learnt number of the expert."""
     weigh_inputs: bool = False
     """Whether weights multiply the inputs of the experts (Llama 4), and not their results."""
 
@@ -80,17 +88,20 @@ class Router:
         """The router with neutral options that no parameter depends on."""
         has_bias = self.selection_bias is not SelectionBias.NONE
         selection_bias = SelectionBias.ON_SCORES if has_bias else SelectionBias.NONE
-        return Router(selection_bias=selection_bias, bias=self.bias, float32=self.float32)
+        own = dict(bias=self.bias, float32=self.float32, norm=self.norm, expert_scale=self.expert_scale)
+        return Router(selection_bias=selection_bias, **own)
 
-    def choose(self, logits: Array, num_chosen: int, selection_bias: Array | None) -> tuple[Array, Array]:
+    def choose(
+        self, logits: Array, num_chosen: int, selection_bias: Array | None, expert_scale: Array | None = None
+    ) -> tuple[Array, Array]:
         """The experts of each row, and their weights.
 
         Args:
             logits: f32[row, expert]
-            selection_bias: f32[expert]; None: there is none.
+            selection_bias, expert_scale: f32[expert]; None: there is none.
         Returns: i32[row, chosen] and f32[row, chosen].
         """
-        scores = self._scores(logits)
+        scores = self._scores(logits if self.logits_scale == 1 else logits * jnp.float32(self.logits_scale))
         choice = logits if self.selection_bias is SelectionBias.ON_LOGITS else scores
         if selection_bias is not None:
             choice = choice + selection_bias[None]
@@ -101,7 +112,10 @@ class Router:
             weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if self.score is Score.SOFTMAX_OF_CHOSEN:
             weights = jax.nn.softmax(weights, axis=-1)
-        return chosen.astype(jnp.int32), self._normalized(weights)
+        weights = self._normalized(weights)
+        if expert_scale is not None:
+            weights = weights * expert_scale[chosen]
+        return chosen.astype(jnp.int32), weights
 
     def _scores(self, logits: Array) -> Array:
         match self.score:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from levanter_infer.layers.attention import AttentionBlock
 from levanter_infer.layers.delta_net import DeltaNetBlock
 from levanter_infer.layers.latent_attention import LatentAttentionBlock
+from levanter_infer.layers.layer_input import LayerInputBlock
 from levanter_infer.layers.mamba2 import Mamba2Block
 from levanter_infer.layers.mlp import DenseBlock
 from levanter_infer.layers.moe import ExpertsBlock
@@ -63,17 +64,28 @@ class Block:
     placement: Placement = Placement.BEFORE
     residual_multiplier: float = 1.0
     """Factor of what the mixer and the feed-forward block add to the residual stream."""
+    layer_input: LayerInputBlock | None = None
+    """The layer's own input beside the residual stream (`LayerInput`); None: it has none."""
+    layer_scalar: bool = False
+    """Whether the residual stream is multiplied by a learnt number after the layer (Gemma 4)."""
 
     @property
     def stored(self) -> "Block":
         """The block with neutral options that no parameter depends on: layers of equal ones share a stack."""
         mixer, feed_forward = self.mixer.stored, self.feed_forward.stored
-        return dataclasses.replace(self, mixer=mixer, feed_forward=feed_forward, residual_multiplier=1.0)
+        own = self.layer_input and self.layer_input.stored
+        neutral = dict(mixer=mixer, feed_forward=feed_forward, layer_input=own)
+        return dataclasses.replace(self, **neutral, residual_multiplier=1.0)
 
     @property
     def attention(self) -> AttentionBlock | LatentAttentionBlock | None:
         """The mixer, if it is attention."""
         return self.mixer if isinstance(self.mixer, AttentionBlock | LatentAttentionBlock) else None
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether the layer attends to keys and values of an earlier one (`AttentionBlock.shares_kv`)."""
+        return isinstance(self.attention, AttentionBlock) and self.attention.shares_kv
 
     @property
     def recurrent(self) -> RecurrentBlock | None:
@@ -88,12 +100,16 @@ class Block:
             return "a norm after a block"
         if self.residual_multiplier != 1:
             return "a residual multiplier"
+        if self.layer_input is not None or self.layer_scalar:
+            return "an input of each layer" if self.layer_input is not None else "a factor of each layer"
         return self.norm.unfused or self.mixer.unfused or self.feed_forward.unfused
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
         norms = len(self.placement.norms) * self.norm.num_parameters(hidden)
-        return self.mixer.num_parameters(hidden) + self.feed_forward.num_parameters(hidden) + norms
+        own = 0 if self.layer_input is None else self.layer_input.num_parameters(hidden, self.norm)
+        blocks = self.mixer.num_parameters(hidden) + self.feed_forward.num_parameters(hidden)
+        return blocks + norms + own + self.layer_scalar
 
 
 @dataclass(frozen=True)

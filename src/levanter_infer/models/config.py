@@ -1,5 +1,6 @@
 """`DecoderConfig`: a whole decoder, without its parameters, in one form for all families."""
 
+import bisect
 import collections
 import dataclasses
 import functools
@@ -52,6 +53,11 @@ class DecoderConfig:
         experts = {b.feed_forward.num_experts for b in self.blocks if isinstance(b.feed_forward, ExpertsBlock)}
         if len(experts) > 1:
             raise ValueError(f"layers have {' and '.join(map(str, sorted(experts)))} experts, expected one number")
+        if len({block.layer_input for block in self.blocks}) > 1:
+            raise ValueError("layers have different inputs of their own, expected the same; others are not implemented")
+        for number, block in enumerate(self.blocks):
+            if block.shares_kv and self.pools[self._pool_of(block)].layers[0] > number:
+                raise ValueError(f"layer {number} shares keys and values, expected an earlier layer that has them")
         _ = self.groups  # raises where the layers repeat too little
 
     # Both are asked for at every launch of a program, so neither looks at every layer.
@@ -127,18 +133,40 @@ class DecoderConfig:
 
     @functools.cached_property
     def pools(self) -> tuple[PoolSpec, ...]:
-        """The distinct memories of all layers, in the order of their first layers, each with its layers."""
+        """The distinct memories of all layers, in the order of their first layers, each with the layers that have it;
+        those that share an earlier layer's keys and values have none."""
         layers: dict[Memory, list[int]] = {}
         for number, block in enumerate(self.blocks):
-            layers.setdefault(block.mixer.memory, []).append(number)
+            if not block.shares_kv:
+                layers.setdefault(block.mixer.memory, []).append(number)
         return tuple(PoolSpec(memory, tuple(numbers)) for memory, numbers in layers.items())
 
     def remembered_at(self, group: Group[Block], offset: int) -> tuple[int, int, int]:
-        """Where the layers at `offset` of a group's period have what they remember.
+        """Where the layers at `offset` of a group's period have what they remember, or the layers whose keys and values
+        they share.
 
         Returns: the pool, the index in it of the first of these layers, and the distance from one to the next.
         """
-        return _stored_at([pool.layers for pool in self.pools], group, offset)
+        block = group.period[offset]
+        if not block.shares_kv:
+            return _stored_at([pool.layers for pool in self.pools], group, offset)
+        pool = self._pool_of(block)
+        layers = self.pools[pool].layers
+        owners = sum(group.first <= layer < group.first + len(group.period) for layer in layers)
+        return pool, bisect.bisect(layers, group.first + offset) - 1, owners
+
+    def _pool_of(self, block: Block) -> int:
+        """The pool of a block's memory. Raises: ValueError if no layer has it."""
+        memory = block.mixer.memory
+        for number, pool in enumerate(self.pools):
+            if pool.memory == memory:
+                return number
+        raise ValueError(f"a layer shares the keys and values of an earlier one with {memory}, and there is none")
+
+    @functools.cached_property
+    def shared_pools(self) -> tuple[int, ...]:
+        """The pools that layers without keys and values of their own read."""
+        return tuple(sorted({self._pool_of(block) for block in self.blocks if block.shares_kv}))
 
     @property
     def head_counts(self) -> tuple[tuple[int, int], ...]:
@@ -207,7 +235,15 @@ class DecoderConfig:
         counts = collections.Counter(self.blocks).items()
         layers = sum(n * block.num_parameters(self.hidden_size) for block, n in counts)
         norms = (norm for norm in (self.embedding_norm, self.norm) if norm is not None)
-        return tables + layers + sum(norm.num_parameters(self.hidden_size) for norm in norms)
+        inputs = (self.vocab_size + self.hidden_size) * self.num_layers * self.layer_input_width
+        of_inputs = inputs + self.norm.num_parameters(self.layer_input_width)
+        return tables + layers + of_inputs + sum(norm.num_parameters(self.hidden_size) for norm in norms)
+
+    @functools.cached_property
+    def layer_input_width(self) -> int:
+        """Numbers of each layer's own input; 0: layers have none."""
+        own = self.blocks[0].layer_input
+        return 0 if own is None else own.width
 
     @property
     def num_expert_parameters(self) -> int:
@@ -222,9 +258,10 @@ def _stored_at(parts: Sequence[tuple[int, ...]], group: Group[Block], offset: in
     Returns: the part, the index in it of the first of these layers, and the distance from one to the next.
     """
 
-    def part_of(layer: int) -> int:
-        return next(number for number, layers in enumerate(parts) if layer in layers)
+    def part_of(layer: int) -> int | None:
+        return next((number for number, layers in enumerate(parts) if layer in layers), None)
 
     of_period = [part_of(group.first + i) for i in range(len(group.period))]
     part = of_period[offset]
+    assert part is not None
     return part, parts[part].index(group.first + offset), of_period.count(part)

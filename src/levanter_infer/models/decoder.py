@@ -13,7 +13,18 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax import Array
 
-from levanter_infer.axes import EMBED, LAYERS, PERIOD, POSITION, SEQ_PAGE, VOCAB
+from levanter_infer.axes import (
+    DEPTH,
+    EMBED,
+    HEAD_SIZE,
+    KV_HEADS,
+    LAYERS,
+    PERIOD,
+    POSITION,
+    SCALAR,
+    SEQ_PAGE,
+    VOCAB,
+)
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.cache import Cache
 from levanter_infer.kernels.backend import Backend
@@ -21,6 +32,7 @@ from levanter_infer.layers.attention import Attention, AttentionBlock, Attention
 from levanter_infer.layers.delta_net import DeltaNet, DeltaNetBlock
 from levanter_infer.layers.gated_norm import init_norm
 from levanter_infer.layers.latent_attention import LatentAttention, LatentAttentionBlock
+from levanter_infer.layers.layer_input import LayerInput, LayerInputs
 from levanter_infer.layers.layout import Layout
 from levanter_infer.layers.linear import Fusion, Linear, apply, fold_key, prepare_tables, random_weight, split_key
 from levanter_infer.layers.mamba2 import Mamba2, Mamba2Block
@@ -59,6 +71,10 @@ class DecoderLayer(eqx.Module):
     """Norms of the outputs of the mixer and the feed-forward block."""
     recurrent: Recurrent | None = None
     """The mixer that remembers a state of fixed size."""
+    layer_input: LayerInput | None = None
+    """What adds the layer's own input to its result."""
+    layer_scalar: NamedArray | None = None
+    """[layers, scalar], a factor of the residual stream after the layer."""
 
     @staticmethod
     def init(batch: tuple[Axis, ...], embed: Axis, block: Block, *, key: Array | None, dtype) -> "DecoderLayer":
@@ -84,6 +100,9 @@ class DecoderLayer(eqx.Module):
             mixer_out_norm=norm("mixer_out_norm"),
             mlp_out_norm=norm("mlp_out_norm"),
             recurrent=_recurrent(batch, embed, block.mixer, key=mixer_key, dtype=dtype),
+            layer_input=block.layer_input
+            and LayerInput.init(batch, embed, block.layer_input, block.norm, key=mlp_key, dtype=dtype),
+            layer_scalar=hax.ones((*batch, Axis(SCALAR, 1)), dtype=dtype) if block.layer_scalar else None,
         )
 
     def at(self, index: Array, num_rows: Array) -> "DecoderLayer":
@@ -100,6 +119,7 @@ class DecoderLayer(eqx.Module):
         block: Block,
         mix: Callable[[NamedArray, Fusion], tuple[NamedArray, Any]],
         on_choice: Callable[[Array], None] | None = None,
+        own_input: NamedArray | None = None,
     ):
         """The layer.
 
@@ -108,6 +128,7 @@ class DecoderLayer(eqx.Module):
             block: what it computes.
             mix: the mixer, of the residual stream and what happens around its matmuls; gives its result and a state.
             on_choice: called with the experts of each row, if the layer has some (`Moe`).
+            own_input: [..., layer_input], the layer's own input, if it has one.
         Returns: [..., embed] and the mixer's state.
         """
         multiplier = block.residual_multiplier
@@ -128,7 +149,13 @@ class DecoderLayer(eqx.Module):
         observed = on_choice is not None and isinstance(self.mlp, Moe)
         feed = functools.partial(self.mlp, on_choice=on_choice) if observed else self.mlp
         result = feed(x if parallel else mixed, around(norm, self.mlp_out_norm, mixed), block.feed_forward)  # type: ignore[arg-type]
-        return added(result, self.mlp_out_norm, mixed), state
+        result = added(result, self.mlp_out_norm, mixed)
+        if self.layer_input is not None:
+            assert own_input is not None and block.layer_input is not None
+            result = self.layer_input(result, own_input, block.layer_input)
+        if self.layer_scalar is not None:
+            result = result * self.layer_scalar.array.reshape(()).astype(result.dtype)
+        return result, state
 
 
 def _attention(
@@ -169,6 +196,8 @@ class DecoderModel(eqx.Module):
     """[position, embed]: its rows are added to the embeddings; None: positions are not learnt."""
     embedding_norm: RMSNorm | None
     """Norm of the embeddings."""
+    layer_inputs: LayerInputs | None = eqx.field(kw_only=True, default=None)
+    """What gives each layer an input of its own; None: they have none."""
     config: DecoderConfig = eqx.field(static=True)
     shard_axis: ShardAxis = eqx.field(static=True, default=REPLICATED)
     """How the vocabulary is sharded."""
@@ -204,6 +233,11 @@ class DecoderModel(eqx.Module):
             position_embeddings=table(layers_key, positions) if config.learnt_positions else None,
             embedding_norm=config.embedding_norm
             and init_norm((), embed, config.embedding_norm, key=embed_key, dtype=dtype),
+            layer_inputs=LayerInputs.init(
+                vocab, config.num_layers, config.layer_input_width, embed, config.norm, key=embed_key, dtype=dtype
+            )
+            if config.layer_input_width
+            else None,
             config=config,
         )
 
@@ -286,6 +320,8 @@ class DecoderModel(eqx.Module):
             parts,
             is_leaf=lambda part: isinstance(part, Linear),
         )
+        if self.layer_inputs is not None:
+            stored["layer_inputs"] = self.layer_inputs.prepare(backend, donate=donate)
         return dataclasses.replace(self, embeddings=embeddings, lm_head=head, **stored)
 
     def __call__(self, tokens: NamedArray, attention: AttentionSpec = PLAIN) -> NamedArray:
@@ -314,11 +350,25 @@ class DecoderModel(eqx.Module):
         positions = hax.arange(tokens.resolve_axis(POSITION), dtype=jnp.int32)
         inputs = self._inputs(positions, attention, attention.max_seq_len or num_positions)
         x = self._embed(tokens, positions)
+        own_inputs = self._layer_inputs(tokens, x)
+        carry = x, self._unshared_kv(tokens)
         for group in self.config.groups:
             places = [self.config.stored_at(group, offset) for offset in range(len(group.period))]
-            period = functools.partial(_plain_period, group=group, places=places, inputs=inputs)
-            x = hax.fold(period, LAYERS)(x, self._periods(group, places))
-        return x
+            period = functools.partial(_plain_period, group=group, places=places, inputs=inputs, config=self.config)
+            own = None if own_inputs is None else _by_period(own_inputs, group)
+            carry = hax.fold(period, LAYERS)(carry, self._periods(group, places), own)
+        return carry[0]
+
+    def _unshared_kv(self, tokens: NamedArray) -> dict[int, tuple[NamedArray, NamedArray]]:
+        """For each pool of which layers share keys and values, zeros in the stead of those."""
+        found = {}
+        for pool in self.config.shared_pools:
+            block = next(block for i, block in enumerate(self.config.blocks) if i in self.config.pools[pool].layers)
+            assert isinstance(block.mixer, AttentionBlock)
+            heads, size = Axis(KV_HEADS, block.mixer.num_kv_heads), Axis(HEAD_SIZE, block.mixer.head_dim)
+            zeros = hax.zeros((*tokens.axes, heads, size), dtype=self.activation_dtype)
+            found[pool] = zeros, zeros
+        return found
 
     def _periods(self, group: Group[Block], places: Sequence[tuple[int, int, int]]) -> dict[int, DecoderLayer]:
         """By stack, the layers that a group runs, with an axis of repeats and, where a period has several layers of the
@@ -384,7 +434,8 @@ class DecoderModel(eqx.Module):
             stack, first, stride = self.config.stored_at(group, offset)
             layer = self.stacks[stack].at(_index(first, stride, repeat, further), num_tokens)
             pool, first, stride = self.config.remembered_at(group, offset)
-            number = _index(first, stride, repeat, further)
+            # Neighbours that share keys and values share those of one layer
+            number = _index(first, stride, repeat, 0 if block.shares_kv else further)
             if layer.recurrent is None:
                 mix = functools.partial(
                     layer.attention.paged,  # type: ignore[union-attr]
@@ -401,14 +452,19 @@ class DecoderModel(eqx.Module):
                     layer=number,
                     rows=rows,  # type: ignore[arg-type]
                 )
-            x, remembered = layer(x, block, mix, on_choice)
+            own = None
+            if own_inputs is not None:
+                own = pick_layer(own_inputs, _index(group.first + offset, len(group.period), repeat, further))
+            x, remembered = layer(x, block, mix, on_choice, own)
             cache = cache.with_pool(pool, remembered)
             if chosen is not None and isinstance(block.feed_forward, ExpertsBlock):
                 first, stride = self.config.expert_layer_at(group, offset)
                 chosen = chosen.at[_index(first, stride, repeat, further)].set(seen.pop())
             return x, cache, chosen
 
-        carry = self._embed(batch.tokens, batch.positions), cache, chosen
+        x = self._embed(batch.tokens, batch.positions)
+        own_inputs = self._layer_inputs(batch.tokens, x)
+        carry = x, cache, chosen
         for group in self.config.groups:
             body = functools.partial(run, group)
             if group.repeats > 1:
@@ -436,9 +492,19 @@ class DecoderModel(eqx.Module):
             values = cap * jnp.tanh(values / cap)
         return NamedArray(self.vocab.without_padding(values), logits.axes)
 
+    def _take_rows(self, table: Linear, tokens: NamedArray) -> Array:
+        """Rows of a table of the vocabulary, [..., in], in the dtype of the residual stream."""
+        rows = self.shard_axis.sum(table.take_rows(self.vocab.local(tokens.array), self.dtype))
+        return rows.astype(self.activation_dtype)
+
+    def _layer_inputs(self, tokens: NamedArray, embedded: NamedArray) -> NamedArray | None:
+        """The own inputs of all layers, [depth, ..., layer_input]; None: they have none."""
+        if self.layer_inputs is None:
+            return None
+        return self.layer_inputs(embedded, lambda table: self._take_rows(table, tokens))
+
     def _embed(self, tokens: NamedArray, positions: NamedArray) -> NamedArray:
-        rows = self.shard_axis.sum(self.embeddings.take_rows(self.vocab.local(tokens.array), self.dtype))
-        rows = rows.astype(self.activation_dtype)
+        rows = self._take_rows(self.embeddings, tokens)
         if self.config.embedding_multiplier != 1:
             rows = rows * jnp.asarray(self.config.embedding_multiplier, self.dtype).astype(rows.dtype)
         embedded = NamedArray(rows, (*tokens.axes, self.embed))
@@ -474,33 +540,54 @@ class DecoderModel(eqx.Module):
         return capacity
 
 
+def _by_period(own_inputs: NamedArray, group: Group[Block]) -> NamedArray:
+    """The own inputs of a group's layers, [layers, period, ..., layer_input]. Args: own_inputs: [depth, ...]."""
+    part = own_inputs[DEPTH, group.first : group.first + group.num_layers]
+    return part.unflatten_axis(DEPTH, (Axis(LAYERS, group.repeats), Axis(PERIOD, len(group.period))))
+
+
 def _index(first: int, stride: int, repeat: Array, further: Array | int = 0) -> Array:
     """`first + stride · repeat + further`, i32[]."""
+    if stride == 0:  # in words from which XLA does not see that it is a constant
+        repeat, stride = jnp.minimum(repeat, 0), 1
     index = repeat if stride == 1 else repeat * jnp.int32(stride)
     index = index if isinstance(further, int) and further == 0 else index + further
     return index if first == 0 else index + jnp.int32(first)
 
 
+PlainCarry = tuple[NamedArray, dict[int, tuple[NamedArray, NamedArray]]]
+"""The residual stream, and by pool the keys and values that later layers share."""
+
+
 def _plain_period(
-    x: NamedArray,
+    carry: PlainCarry,
     stacks: dict[int, DecoderLayer],
+    own_inputs: NamedArray | None,
     *,
     group: Group[Block],
     places: Sequence[tuple[int, int, int]],
     inputs: Callable[[Block], AttentionInputs],
-) -> NamedArray:
+    config: DecoderConfig,
+) -> PlainCarry:
     """One period of the plain forward, of what `DecoderModel._periods` gives for one repeat."""
+    x, shared = carry
     seen: collections.Counter[int] = collections.Counter()
-    for block, (stack, _, stride) in zip(group.period, places, strict=True):
+    for offset, (block, (stack, _, stride)) in enumerate(zip(group.period, places, strict=True)):
         layer = stacks[stack] if stride == 1 else _map_arrays(functools.partial(_entry, seen[stack]), stacks[stack])
         seen[stack] += 1
         if layer.attention is not None:
             mix = functools.partial(layer.attention.dense, inputs=inputs(block))
+            if block.shares_kv:
+                mix = functools.partial(mix, shared=shared[config.remembered_at(group, offset)[0]])
         else:
             assert layer.recurrent is not None
             mix = functools.partial(layer.recurrent.dense, block=block.recurrent)
-        x, _ = layer(x, block, mix)
-    return x
+        own = None if own_inputs is None else own_inputs[PERIOD, offset]
+        x, state = layer(x, block, mix, own_input=own)
+        pool = config.remembered_at(group, offset)[0]
+        if pool in shared and not block.shares_kv:
+            shared = {**shared, pool: state}
+    return x, shared
 
 
 def _map_arrays(function: Callable[[NamedArray], NamedArray], tree):

@@ -15,6 +15,7 @@ from levanter_infer.models.family import Family
 from levanter_infer.models.gemma import GEMMA
 from levanter_infer.models.gemma2 import GEMMA2
 from levanter_infer.models.gemma3 import GEMMA3, GEMMA3_WITH_VISION
+from levanter_infer.models.gemma4 import GEMMA4, GEMMA4_WITH_VISION
 from levanter_infer.models.glm4 import GLM4
 from levanter_infer.models.glm4_moe import GLM4_MOE
 from levanter_infer.models.glm4_moe_lite import GLM4_MOE_LITE
@@ -66,7 +67,7 @@ FAMILIES = {
         *(SEED_OSS, EXAONE4, MIXTRAL, GRANITEMOE, OLMOE, QWEN2_MOE),
         *(COHERE, COHERE2, GLM4, ERNIE4_5, MINISTRAL3),
         *(GPT_OSS, GLM4_MOE, MINIMAX_M2, ERNIE4_5_MOE, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, GRANITEMOESHARED),
-        LLAMA4,
+        *(LLAMA4, GEMMA4),
         *(LFM2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GRANITEMOEHYBRID),
         *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, MINICPM3, YOUTU),
         *(OLMO, APERTUS, GPT_NEOX, GPT2, PHI, STARCODER2),
@@ -75,7 +76,13 @@ FAMILIES = {
 """Families of text models, by `model_type`."""
 MULTIMODAL = {
     family.model_type: family
-    for family in (GEMMA3_WITH_VISION, LLAMA4_WITH_VISION, QWEN3_5_WITH_VISION, QWEN3_5_MOE_WITH_VISION)
+    for family in (
+        GEMMA3_WITH_VISION,
+        GEMMA4_WITH_VISION,
+        LLAMA4_WITH_VISION,
+        QWEN3_5_WITH_VISION,
+        QWEN3_5_MOE_WITH_VISION,
+    )
 }
 """Multimodal parents of which the text model is served; their configurations become those of `FAMILIES`."""
 
