@@ -56,7 +56,7 @@ class DecoderConfig:
         if len({block.layer_input for block in self.blocks}) > 1:
             raise ValueError("layers have different inputs of their own, expected the same; others are not implemented")
         for number, block in enumerate(self.blocks):
-            if block.shares_kv and self.pools[self._pool_of(block)].layers[0] > number:
+            if block.shares_kv and self.pools[self._shared_pool(block)].layers[0] > number:
                 raise ValueError(f"layer {number} shares keys and values, expected an earlier layer that has them")
         _ = self.groups  # raises where the layers repeat too little
 
@@ -127,7 +127,7 @@ class DecoderConfig:
     @functools.cached_property
     def kv_attention(self) -> tuple[AttentionBlock, ...]:
         """The attention with keys and values of the layers that have it, in order."""
-        return tuple(block.mixer for block in self.blocks if isinstance(block.mixer, AttentionBlock))
+        return tuple(mixer for mixer in self.attention if isinstance(mixer, AttentionBlock))
 
     # What layers remember
 
@@ -137,27 +137,29 @@ class DecoderConfig:
         those that share an earlier layer's keys and values have none."""
         layers: dict[Memory, list[int]] = {}
         for number, block in enumerate(self.blocks):
-            if not block.shares_kv:
-                layers.setdefault(block.mixer.memory, []).append(number)
+            for memory in block.memories:
+                layers.setdefault(memory, []).append(number)
         return tuple(PoolSpec(memory, tuple(numbers)) for memory, numbers in layers.items())
 
-    def remembered_at(self, group: Group[Block], offset: int) -> tuple[int, int, int]:
-        """Where the layers at `offset` of a group's period have what they remember, or the layers whose keys and values
-        they share.
+    def remembered_at(self, group: Group[Block], offset: int, *, is_paged: bool = True) -> tuple[int, int, int]:
+        """Where the layers at `offset` of a group's period have what they remember in pages, or else in slots; or where
+        the layers have it whose keys and values they share.
 
         Returns: the pool, the index in it of the first of these layers, and the distance from one to the next.
         """
         block = group.period[offset]
-        if not block.shares_kv:
-            return _stored_at([pool.layers for pool in self.pools], group, offset)
-        pool = self._pool_of(block)
-        layers = self.pools[pool].layers
-        owners = sum(group.first <= layer < group.first + len(group.period) for layer in layers)
-        return pool, bisect.bisect(layers, group.first + offset) - 1, owners
+        if block.shares_kv and is_paged:
+            pool = self._shared_pool(block)
+            layers = self.pools[pool].layers
+            owners = sum(group.first <= layer < group.first + len(group.period) for layer in layers)
+            return pool, bisect.bisect(layers, group.first + offset) - 1, owners
+        pools = [pool.layers if pool.memory.is_paged == is_paged else () for pool in self.pools]
+        return _stored_at(pools, group, offset)
 
-    def _pool_of(self, block: Block) -> int:
-        """The pool of a block's memory. Raises: ValueError if no layer has it."""
-        memory = block.mixer.memory
+    def _shared_pool(self, block: Block) -> int:
+        """The pool of keys and values that a block shares. Raises: ValueError if there is none."""
+        assert block.attention is not None
+        memory = block.attention.memory
         for number, pool in enumerate(self.pools):
             if pool.memory == memory:
                 return number
@@ -166,7 +168,7 @@ class DecoderConfig:
     @functools.cached_property
     def shared_pools(self) -> tuple[int, ...]:
         """The pools that layers without keys and values of their own read."""
-        return tuple(sorted({self._pool_of(block) for block in self.blocks if block.shares_kv}))
+        return tuple(sorted({self._shared_pool(block) for block in self.blocks if block.shares_kv}))
 
     @property
     def head_counts(self) -> tuple[tuple[int, int], ...]:
