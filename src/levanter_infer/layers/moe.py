@@ -128,12 +128,10 @@ class Moe(eqx.Module):
             gate_key = fold_key(key, 2)
             shared_gate = Linear.init(batch, (Axis(SHARED_GATE, 1),), (embed,), key=gate_key, dtype=dtype)
         has_selection_bias = block.router.selection_bias is not SelectionBias.NONE
-        norms: dict[str, RMSNorm] = {}
-        if block.router.norm is not None:
-            norms["router_norm"] = RMSNorm.init(batch, embed, config=block.router.norm, dtype=dtype)
-        if block.norms is not None:
-            for name in ("in_norm", "out_norm", "shared_out_norm"):
-                norms[name] = RMSNorm.init(batch, embed, config=block.norms, dtype=dtype)
+
+        def norm(config: NormConfig | None) -> RMSNorm | None:
+            return None if config is None else RMSNorm.init(batch, embed, config=config, dtype=dtype)
+
         router_dtype = jnp.float32 if block.router.float32 else dtype
         return Moe(
             router=Linear.init(batch, (expert,), (embed,), key=router, dtype=router_dtype, bias=block.router.bias),
@@ -144,7 +142,10 @@ class Moe(eqx.Module):
             shared_gate=shared_gate,
             selection_bias=hax.zeros((*batch, expert), dtype=jnp.float32) if has_selection_bias else None,
             expert_scale=hax.ones((*batch, expert), dtype=dtype) if block.router.expert_scale else None,
-            **norms,
+            router_norm=norm(block.router.norm),
+            in_norm=norm(block.norms),
+            out_norm=norm(block.norms),
+            shared_out_norm=norm(block.norms),
         )
 
     def at(self, layer: Array, num_rows: Array) -> "Moe":

@@ -88,8 +88,13 @@ class Router:
         """The router with neutral options that no parameter depends on."""
         has_bias = self.selection_bias is not SelectionBias.NONE
         selection_bias = SelectionBias.ON_SCORES if has_bias else SelectionBias.NONE
-        own = dict(bias=self.bias, float32=self.float32, norm=self.norm, expert_scale=self.expert_scale)
-        return Router(selection_bias=selection_bias, **own)
+        return Router(
+            selection_bias=selection_bias,
+            bias=self.bias,
+            float32=self.float32,
+            norm=self.norm,
+            expert_scale=self.expert_scale,
+        )
 
     def choose(
         self, logits: Array, num_chosen: int, selection_bias: Array | None, expert_scale: Array | None = None
