@@ -40,9 +40,10 @@ _GAINS = {
 _SPREADS = {"sinks": 1.5, "e_score_correction_bias": 0.1, "gate_up_proj_bias": 0.5, "down_proj_bias": 0.3}
 """Of parameters that are no matrices."""
 _FACTORS = {"layer_scalar": 0.3, "scale": 0.2, "per_expert_scale": 0.5}
-"""Spreads of parameters that are factors, around one."""
+"""Standard deviations of parameters that are factors, around one."""
 _RECURRENCE = {"A_log": -2.0, "dt_bias": 0.5, "D": 0.5}
-_PLUS_ONE = ("gemma", "qwen3_next", "qwen3_5")  # families whose norms multiply by 1 + weight
+_PLUS_ONE = ("gemma", "nemotron", "qwen3_next", "qwen3_5")  # families whose norms multiply by 1 + weight
+_PLAIN = ("gemma4", "nemotron_h")  # and those that begin alike, and do not
 
 _TINY = {
     "vocab_size": 37,
@@ -232,7 +233,7 @@ def _tensor(case: str, name: str, shape: tuple[int, ...], model_type: str) -> np
         value = (0.1 if "norm" in module or module.startswith("ln_") else 0.3) * noise
     elif module.rstrip("_12").endswith("norm") or module.startswith("ln_"):
         is_centred = model_type.startswith(_PLUS_ONE) and not name.endswith("linear_attn.norm.weight")
-        is_centred = is_centred and not model_type.startswith("gemma4")
+        is_centred = is_centred and not model_type.startswith(_PLAIN)
         value = 0.2 * noise + (0.0 if is_centred else 1.0)
     elif module == "act_fn":  # of xIELU
         value = {"beta": 0.5, "eps": -0.3}.get(kind, 0.0) + noise * {"eps": 0.1}.get(kind, 0.2)

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -115,6 +118,24 @@ def test_paged_is_hf(name, tmp_path):
         (sample,) = samples(output)
         assert sample.tokens == prompt.greedy.tolist()
         np.testing.assert_allclose(sample.logprobs, prompt.greedy_logprobs, rtol=0, atol=2 * prompt.bound)
+
+
+@pytest.mark.slow
+def test_tensor_parallelism_with_heads_by_kind_is_hf():
+    """Two heads of keys and values in windows, one in full layers; experts with norms of their own."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.family_runs", "gemma4_moe", "model2"],
+        cwd=Path(__file__).resolve().parents[2],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    outputs = json.loads(done.stdout.splitlines()[-1])["model2"]
+    for prompt, ((tokens, logprobs),) in zip(golden_prompts(load_case("gemma4_moe")), outputs, strict=False):
+        assert tokens == prompt.greedy.tolist()
+        np.testing.assert_allclose(logprobs, prompt.greedy_logprobs, rtol=0, atol=2 * prompt.bound)
 
 
 def test_the_31b_shape_splits_bytes_by_kind():

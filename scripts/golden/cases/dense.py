@@ -1,6 +1,6 @@
 """Golden cases of further dense families."""
 
-from scripts.golden.cases.base import EVERY, LLAMA3_ROPE, NO_WINDOWS, YARN, Case
+from scripts.golden.cases.base import EVERY, GLM4, LLAMA3_ROPE, NO_WINDOWS, YARN, Case
 
 CASES: dict[str, Case] = {}
 OLMO = {
@@ -301,5 +301,101 @@ CASES |= {
         {"top_k_experts": 3},
         changes=({"top_k_experts": 1}, NO_WINDOWS),
         zeroed=("layer_scalar",),
+    ),
+}
+GLM = {**GLM4, "model_type": "glm", "architectures": ["GlmForCausalLM"]}
+CASES |= {
+    "glm": Case(
+        GLM,
+        (7, 41),
+        {"partial_rotary_factor": 1.0},
+        changes=({"partial_rotary_factor": 1.0}, {"rope_theta": 100.0}),
+    ),
+    "glm_tied": Case(
+        {**GLM, "tie_word_embeddings": True, "attention_bias": False, "partial_rotary_factor": 0.25},
+        (10, 36),
+        {"partial_rotary_factor": 0.5},
+        changes=({"partial_rotary_factor": 0.5},),
+    ),
+}
+HELIUM = {
+    **{k: v for k, v in EVERY.items() if k != "head_dim"},
+    "model_type": "helium",
+    "architectures": ["HeliumForCausalLM"],
+    "hidden_size": 64,
+    "head_dim": 16,
+    "pad_token_id": 0,
+}
+CASES |= {
+    "helium": Case(
+        {**HELIUM, "attention_bias": True, "mlp_bias": True, "rope_scaling": LLAMA3_ROPE},
+        (7, 60),
+        {"attention_bias": False},
+        changes=({"rope_scaling": None}, {"rope_theta": 100.0}),
+    ),
+    "helium_tied": Case(
+        {**{k: v for k, v in HELIUM.items() if k != "rope_theta"}, "tie_word_embeddings": True, "rms_norm_eps": 0.02},
+        (10, 36),
+        {"rms_norm_eps": 1e-5},
+        changes=({"rope_theta": 100.0},),
+    ),
+}
+ARCEE = {**EVERY, "model_type": "arcee", "architectures": ["ArceeForCausalLM"], "hidden_act": "relu2"}
+CASES |= {
+    "arcee": Case(
+        {**ARCEE, "attention_bias": True, "mlp_bias": True, "rope_scaling": YARN},
+        (7, 60),
+        {"mlp_bias": False},
+        changes=({"rope_scaling": None}, {"hidden_act": "silu"}),
+    ),
+    "arcee_tied": Case(
+        {**ARCEE, "tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 24},
+        (10, 36),
+        {"hidden_act": "relu"},
+        changes=({"hidden_act": "relu"}, {"rope_theta": 100.0}),
+    ),
+}
+NEMOTRON = {
+    **{k: v for k, v in EVERY.items() if k != "rms_norm_eps"},
+    "model_type": "nemotron",
+    "architectures": ["NemotronForCausalLM"],
+    "hidden_act": "relu2",
+    "norm_eps": 1e-3,
+}
+CASES |= {
+    "nemotron": Case(
+        {**NEMOTRON, "attention_bias": True, "mlp_bias": True},
+        (7, 41),
+        {"partial_rotary_factor": 1.0},
+        changes=({"partial_rotary_factor": 1.0}, {"hidden_act": "silu"}, {"rope_theta": 10.0}),
+    ),
+    "nemotron_tied": Case(
+        {**NEMOTRON, "tie_word_embeddings": True, "partial_rotary_factor": 1.0, "norm_eps": 0.05},
+        (9, 50),
+        {"norm_eps": 1e-5},
+        changes=({"partial_rotary_factor": 0.5}, {"rope_theta": 100.0}),
+    ),
+}
+STABLELM = {
+    **{k: v for k, v in EVERY.items() if k not in ("rms_norm_eps", "head_dim")},
+    "model_type": "stablelm",
+    "architectures": ["StableLmForCausalLM"],
+    "hidden_size": 80,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+    "layer_norm_eps": 1e-3,
+}
+CASES |= {
+    "stablelm": Case(
+        {**STABLELM, "use_qkv_bias": True, "partial_rotary_factor": 0.5, "num_key_value_heads": 5},
+        (7, 41),
+        {"use_qkv_bias": False},
+        changes=({"partial_rotary_factor": 1.0}, {"rope_theta": 10.0}),
+    ),
+    "stablelm_tied": Case(
+        {**STABLELM, "tie_word_embeddings": True, "use_parallel_residual": True, "layer_norm_eps": 0.05},
+        (10, 36),
+        {"layer_norm_eps": 1e-5},
+        changes=({"partial_rotary_factor": 1.0}, {"rope_theta": 10.0}),
     ),
 }

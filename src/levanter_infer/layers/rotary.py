@@ -38,6 +38,8 @@ class RopeConfig:
     """Tokens of context before scaling; all kinds but default, linear and proportional."""
     attention_factor: float | None = None
     """Multiplies cos and sin; yarn and longrope, derived from `factor` where None."""
+    long_attention_factor: float | None = None
+    """longrope: the attention factor beyond the original length; None: it is the same there."""
     beta_fast: float | None = None
     beta_slow: float | None = None
     mscale: float | None = None
@@ -65,7 +67,9 @@ class RopeConfig:
     @property
     def depends_on_length(self) -> bool:
         """Whether sequences beyond `original_len` change the frequencies of all positions."""
-        return self.kind == "dynamic" or (self.kind == "longrope" and self.short_factor != self.long_factor)
+        long = self.attention_factor if self.long_attention_factor is None else self.long_attention_factor
+        differs = self.short_factor != self.long_factor or self.attention_factor != long
+        return self.kind == "dynamic" or (self.kind == "longrope" and differs)
 
     @property
     def unfused(self) -> str | None:
@@ -186,7 +190,9 @@ def frequencies(config: RopeConfig, head_dim: int, rope_len: int) -> tuple[np.nd
     if config.kind == "longrope":
         beyond = rope_len > _need(config, "original_len")
         divisors = _need(config, "long_factor" if beyond else "short_factor")
-        return _reciprocal(np.asarray(divisors, np.float32) * periods), _longrope_attention_factor(config)
+        own = config.long_attention_factor if beyond else None
+        scaling = _longrope_attention_factor(config) if own is None else own
+        return _reciprocal(np.asarray(divisors, np.float32) * periods), scaling
     if config.kind == "llama3":
         return _llama3(config, _reciprocal(periods)), 1.0
     if config.kind == "proportional":

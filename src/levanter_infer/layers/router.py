@@ -20,6 +20,8 @@ class Score(enum.Enum):
     """gpt-oss. The choice is by logits."""
     SIGMOID = "sigmoid of each logit"
     """DeepSeek-V3."""
+    SPARSEMIXER = "for each of two experts in turn, softmax over those of the others that come close"
+    """Phi-3.5-MoE. The choice is by logits. Source: arXiv:2409.12136, as it is evaluated."""
 
 
 class SelectionBias(enum.Enum):
@@ -66,6 +68,9 @@ class Router:
     """The least number by which weights are divided."""
     scale: float = 1.0
     """Factor of the weights: where they are normalized, the total of a token's weights."""
+    sparsity: float | None = None
+    """SparseMixer: an expert comes close whose logit is less than the best by at most this, as a share of the larger of
+    its magnitude and the best."""
     selection_bias: SelectionBias = SelectionBias.NONE
     groups: Groups | None = None
     bias: bool = False
@@ -106,6 +111,9 @@ class Router:
             selection_bias, expert_scale: f32[expert]; None: there is none.
         Returns: i32[row, chosen] and f32[row, chosen].
         """
+        if self.score is Score.SPARSEMIXER:
+            assert num_chosen == 2 and self.sparsity is not None and selection_bias is expert_scale is None
+            return _sparsemixer(logits, self.sparsity)
         scores = self._scores(logits if self.logits_scale == 1 else logits * jnp.float32(self.logits_scale))
         choice = logits if self.selection_bias is SelectionBias.ON_LOGITS else scores
         if selection_bias is not None:
@@ -126,7 +134,7 @@ class Router:
         match self.score:
             case Score.SOFTMAX:
                 return jax.nn.softmax(logits, axis=-1)
-            case Score.SOFTMAX_OF_CHOSEN:
+            case Score.SOFTMAX_OF_CHOSEN | Score.SPARSEMIXER:
                 return logits
             case Score.SIGMOID:
                 return jax.nn.sigmoid(logits)
@@ -137,6 +145,20 @@ class Router:
             total = total + jnp.float32(self.sum_eps) if self.sum_eps else total
             weights = weights / (jnp.maximum(total, jnp.float32(self.sum_min)) if self.sum_min else total)
         return weights if self.scale == 1 else weights * jnp.float32(self.scale)
+
+
+def _sparsemixer(logits: Array, sparsity: float) -> tuple[Array, Array]:
+    """As `Router.choose`: the two best experts, each weighed among those that come close to it; the second without the
+    first."""
+    chosen, weights = [], []
+    left = logits
+    for _ in range(2):
+        best, expert = jnp.max(left, axis=-1, keepdims=True), jnp.argmax(left, axis=-1)[:, None]
+        far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > jnp.float32(sparsity)
+        shares = jax.nn.softmax(jnp.where(far, -jnp.inf, left), axis=-1)
+        chosen, weights = [*chosen, expert], [*weights, jnp.take_along_axis(shares, expert, axis=-1)]
+        left = jnp.where(jnp.arange(left.shape[-1])[None] == expert, -jnp.inf, left)
+    return jnp.concatenate(chosen, axis=-1).astype(jnp.int32), jnp.concatenate(weights, axis=-1)
 
 
 def _of_best_groups(choice: Array, groups: Groups) -> Array:
