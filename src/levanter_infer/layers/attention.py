@@ -48,6 +48,9 @@ class AttentionBlock:
     head_dim: int
     rope: RopeConfig | None
     """None: queries and keys carry no positions (NoPE)."""
+    unused_kv_heads: int = 0
+    """Heads of keys and values that are projected, behind the others, and then left out: a model whose layers use
+    different numbers of them may store as many for all (GrugMoE 2)."""
     window: int | None = None
     """Keys with q_pos - k_pos < window are seen; None: all."""
     attention_chunk: int | None = None
@@ -113,6 +116,8 @@ class AttentionBlock:
             qk_norm=self.qk_norm if has_weights else None,
             qk_norm_after_rope=False,
             exclusive=False,
+            num_kv_heads=self.num_kv_heads + self.unused_kv_heads,
+            unused_kv_heads=0,
         )
 
     @property
@@ -145,7 +150,7 @@ class AttentionBlock:
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        q, kv = self.num_heads * self.head_dim, (self.num_kv_heads + self.unused_kv_heads) * self.head_dim
         all_heads = self.qk_norm_whole or self.qk_norm_by_head
         sides = 0 if self.shares_kv else 1 if self.values_from_keys else 2
         normed = [q, kv] if all_heads else [self.head_dim] * 2
@@ -166,6 +171,8 @@ class AttentionInputs:
     rope: Rope | None
     """Angles of the block's rope, of each token."""
     spec: AttentionSpec
+    convolve_keys: Callable[[NamedArray], NamedArray] | None = None
+    """Short convolution of keys [..., kv_head, head_size], before their norm; None: there is none."""
 
 
 class Attention(eqx.Module):
@@ -233,7 +240,7 @@ class Attention(eqx.Module):
             layer: i32[], which layer of the pool `kv`.
         Returns: [token, embed] and the pool.
         """
-        q, k, v, gate = self._projected(x, around)
+        q, k, v, gate = self._projected(x, around, inputs)
         if k is None or v is None:
             q = self._rotated_queries(q, inputs).rearrange((TOKEN, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE))
         else:
@@ -255,6 +262,7 @@ class Attention(eqx.Module):
         )
         attended = kv.backend.attend(call)
         attended = _finished(NamedArray(attended.reshape(q.array.shape), q.axes), v, gate, inputs.block)
+        attended = _grouped(attended, self.o_proj.ins[0].size)
         return apply(attended.astype(x.dtype), self.o_proj, residual=around.residual)[0], kv
 
     def dense(
@@ -271,7 +279,7 @@ class Attention(eqx.Module):
             shared: keys and values of another layer, of a block that `shares_kv`.
         Returns: [..., position, embed], and keys and values [..., position, kv_head, head_size].
         """
-        q, k, own, gate = self._projected(x, around)
+        q, k, own, gate = self._projected(x, around, inputs)
         batch = tuple(axis.name for axis in x.axes[:-2])
         if k is None or own is None:
             assert shared is not None, "a block that shares keys and values needs those of another layer"
@@ -284,15 +292,23 @@ class Attention(eqx.Module):
         sinks = None if self.sinks is None else self.sinks.array.reshape(-1)
         attended = attend_to_all(q.array, k, v, self._rules(k.shape[-1], inputs), sinks)
         attended = _finished(NamedArray(attended, q.axes), own, gate, inputs.block)
+        attended = _grouped(attended, self.o_proj.ins[0].size)
         return apply(attended.astype(x.dtype), self.o_proj, residual=around.residual)[0], (keys, values)
 
     def _projected(
-        self, x: NamedArray, around: Fusion
+        self, x: NamedArray, around: Fusion, inputs: AttentionInputs
     ) -> tuple[NamedArray, NamedArray | None, NamedArray | None, list[NamedArray]]:
-        """Queries, keys, values, and the gate if there is one; no keys and values where they are another layer's."""
+        """Queries, keys, values, and the gate if there is one, of the heads that the layer uses; no keys and values
+        where they are another layer's."""
         maps = {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj, "gate": self.gate_proj}
         maps = {name: part for name, part in maps.items() if part is not None}
         found = dict(zip(maps, apply(x, *maps.values(), norm=around.norm), strict=True))
+        if inputs.convolve_keys is not None:
+            found["k"] = inputs.convolve_keys(found["k"])
+        if inputs.block.unused_kv_heads:
+            heads = inputs.block.num_kv_heads
+            for name, part in found.items():
+                found[name] = part[KV_HEADS, :heads] if name in ("k", "v") else _grouped(part, heads)
         keys = found.get("k")
         return found["q"], keys, found.get("v", keys), [found["gate"]] if "gate" in found else []
 
@@ -402,6 +418,15 @@ def attend_to_all(q: Array, k: Array, v: Array, rules: ScoreRules, sinks: Array 
         total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
         weights = weights * jax.nn.sigmoid(total - sinks.astype(f32)[head])
     return jnp.einsum("...hgqk,...khd->...qhgd", weights.astype(v.dtype), v, preferred_element_type=f32)
+
+
+def _grouped(heads: NamedArray, num_kv_heads: int) -> NamedArray:
+    """[..., kv_head, q_heads_per_group, ...], the same query heads in so many groups."""
+    axes = list(heads.axes)
+    place = next(i for i, axis in enumerate(axes) if axis.name == KV_HEADS)
+    total = axes[place].size * axes[place + 1].size
+    axes[place : place + 2] = axes[place].resize(num_kv_heads), axes[place + 1].resize(total // num_kv_heads)
+    return NamedArray(heads.array.reshape([axis.size for axis in axes]), tuple(axes))
 
 
 def _finished(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from levanter_infer.cache.memory import Memory
 from levanter_infer.layers.attention import AttentionBlock
+from levanter_infer.layers.branch_conv import BranchConvBlock
 from levanter_infer.layers.delta_net import DeltaNetBlock
 from levanter_infer.layers.kimi_delta import KimiDeltaBlock
 from levanter_infer.layers.latent_attention import LatentAttentionBlock
@@ -105,6 +106,12 @@ class Block:
     """The layer's own input beside the residual stream (`LayerInput`); None: it has none."""
     layer_scalar: bool = False
     """Whether the residual stream is multiplied by a learnt number after the layer (Gemma 4)."""
+    convs: BranchConvBlock | None = None
+    """Short convolutions of keys and of what is added to the residual stream; None: there are none."""
+
+    def __post_init__(self):
+        if self.convs is not None and self.recurrent is not None:
+            raise ValueError("short convolutions beside a recurrence in one layer are not implemented")
 
     @property
     def stored(self) -> "Block":
@@ -136,7 +143,7 @@ class Block:
     @property
     def memories(self) -> tuple[Memory, ...]:
         """The memories of the layer: at most one with pages, unless that is an earlier layer's, and one with slots."""
-        parts = (None if self.shares_kv else self.attention, self.recurrent)
+        parts = (None if self.shares_kv else self.attention, self.recurrent, self.convs)
         return tuple(part.memory for part in parts if part is not None)
 
     @property
@@ -149,14 +156,17 @@ class Block:
             return "a residual multiplier"
         if self.layer_input is not None or self.layer_scalar:
             return "an input of each layer" if self.layer_input is not None else "a factor of each layer"
+        if self.convs is not None:
+            return "short convolutions"
         return self.norm.unfused or self.mixer.unfused or self.feed_forward.unfused
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
         norms = len(self.placement.norms) * self.norm.num_parameters(hidden)
         own = 0 if self.layer_input is None else self.layer_input.num_parameters(hidden, self.norm)
+        convs = 0 if self.convs is None else self.convs.num_parameters()
         blocks = self.mixer.num_parameters(hidden) + self.feed_forward.num_parameters(hidden)
-        return blocks + norms + own + self.layer_scalar
+        return blocks + norms + convs + own + self.layer_scalar
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,10 @@ from levanter_infer.axes import (
 )
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.cache import Cache
+from levanter_infer.cache.slot_state import SlotState
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.attention import Attention, AttentionBlock, AttentionInputs, AttentionSpec
+from levanter_infer.layers.branch_conv import FEED_FORWARD, KEYS, MIXER, BranchConvs, Convolve
 from levanter_infer.layers.delta_net import DeltaNet, DeltaNetBlock
 from levanter_infer.layers.gated_norm import init_norm
 from levanter_infer.layers.kimi_delta import KimiDelta, KimiDeltaBlock
@@ -47,7 +49,7 @@ from levanter_infer.layers.short_conv import ShortConv, ShortConvBlock
 from levanter_infer.layers.stack import pick_layer
 from levanter_infer.models.blocks import Block, Mixer, ParallelMixer, Placement, Stack
 from levanter_infer.models.config import DecoderConfig
-from levanter_infer.models.periods import Group
+from levanter_infer.models.periods import Body, Group
 
 PLAIN = AttentionSpec()
 """Attention as the model alone defines it."""
@@ -76,6 +78,8 @@ class DecoderLayer(eqx.Module):
     """What adds the layer's own input to its result."""
     layer_scalar: NamedArray | None = None
     """[layers, scalar], a factor of the residual stream after the layer."""
+    convs: BranchConvs | None = None
+    """Short convolutions of keys and of what is added to the residual stream."""
 
     @staticmethod
     def init(batch: tuple[Axis, ...], embed: Axis, block: Block, *, key: Array | None, dtype) -> "DecoderLayer":
@@ -104,6 +108,7 @@ class DecoderLayer(eqx.Module):
             layer_input=block.layer_input
             and LayerInput.init(batch, embed, block.layer_input, block.norm, key=mlp_key, dtype=dtype),
             layer_scalar=hax.ones((*batch, Axis(SCALAR, 1)), dtype=dtype) if block.layer_scalar else None,
+            convs=block.convs and BranchConvs.init(batch, block.convs, key=fold_key(mixer_key, 2), dtype=dtype),
         )
 
     def at(self, index: Array, num_rows: Array) -> "DecoderLayer":
@@ -121,6 +126,7 @@ class DecoderLayer(eqx.Module):
         mix: Callable[[NamedArray, Fusion], tuple[NamedArray, Any]],
         on_choice: Callable[[Array], None] | None = None,
         own_input: NamedArray | None = None,
+        convolve: Convolve | None = None,
     ):
         """The layer.
 
@@ -130,27 +136,32 @@ class DecoderLayer(eqx.Module):
             mix: the mixer, of the residual stream and what happens around its matmuls; gives its result and a state.
             on_choice: called with the experts of each row, if the layer has some (`Moe`).
             own_input: [..., layer_input], the layer's own input, if it has one.
+            convolve: its short convolutions, if it has some.
         Returns: [..., embed] and the mixer's state.
         """
         multiplier = block.residual_multiplier
+        mixer_after, mlp_after = self.mixer_out_norm, self.mlp_out_norm
+        if convolve is not None:
+            assert mixer_after is None and mlp_after is None, "no family has norms and convolutions of its results"
+            mixer_after, mlp_after = (functools.partial(convolve, site) for site in (MIXER, FEED_FORWARD))
 
-        def around(norm: RMSNorm | None, after: RMSNorm | None, onto: NamedArray) -> Fusion:
+        def around(norm: RMSNorm | None, after: Callable | None, onto: NamedArray) -> Fusion:
             return Fusion(norm=norm, residual=onto if after is None and multiplier == 1 else None)
 
-        def added(result: NamedArray, after: RMSNorm | None, onto: NamedArray) -> NamedArray:
+        def added(result: NamedArray, after: Callable | None, onto: NamedArray) -> NamedArray:
             if after is None and multiplier == 1:
                 return result  # with the residual in it
             result = result if after is None else after(result)
             return onto + (result if multiplier == 1 else result * jnp.asarray(multiplier, result.dtype))
 
-        mixed, state = mix(x, around(self.input_norm, self.mixer_out_norm, x))
-        mixed = added(mixed, self.mixer_out_norm, x)
+        mixed, state = mix(x, around(self.input_norm, mixer_after, x))
+        mixed = added(mixed, mixer_after, x)
         parallel = block.placement.is_parallel
         norm = self.input_norm if block.placement is Placement.PARALLEL else self.mlp_norm
         observed = on_choice is not None and isinstance(self.mlp, Moe)
         feed = functools.partial(self.mlp, on_choice=on_choice) if observed else self.mlp
-        result = feed(x if parallel else mixed, around(norm, self.mlp_out_norm, mixed), block.feed_forward)  # type: ignore[arg-type]
-        result = added(result, self.mlp_out_norm, mixed)
+        result = feed(x if parallel else mixed, around(norm, mlp_after, mixed), block.feed_forward)  # type: ignore[arg-type]
+        result = added(result, mlp_after, mixed)
         if self.layer_input is not None:
             assert own_input is not None and block.layer_input is not None
             result = self.layer_input(result, own_input, block.layer_input)
@@ -297,9 +308,11 @@ class DecoderModel(eqx.Module):
 
         def sharded(part):
             if isinstance(part, Moe):
-                shared = jax.tree.map(sharded, part.shared, is_leaf=lambda each: isinstance(each, Linear))
+                shared, several = jax.tree.map(
+                    sharded, (part.shared, part.shared_experts), is_leaf=lambda each: isinstance(each, Linear)
+                )
                 axes = {"experts": layout.experts, "sums": layout.expert_sums, "inner": layout.model}
-                return dataclasses.replace(part, **axes, shared=shared)
+                return dataclasses.replace(part, **axes, shared=shared, shared_experts=several)
             if isinstance(part, RMSNorm) and part.weight is not None:
                 width = layout.normed_width(part.normed(part.weight.axes))
                 return part if width is None else dataclasses.replace(part, shard_axis=layout.model, width=width)
@@ -358,7 +371,7 @@ class DecoderModel(eqx.Module):
         own_inputs = self._layer_inputs(tokens, x)
         carry = x, self._unshared_kv(tokens)
         for group in self.config.groups:
-            places = [self.config.stored_at(group, offset) for offset in range(len(group.period))]
+            places = [self.config.stored_at(group.first + offset) for offset in range(len(group.period))]
             period = functools.partial(_plain_period, group=group, places=places, inputs=inputs, config=self.config)
             own = None if own_inputs is None else _by_period(own_inputs, group)
             carry = hax.fold(period, LAYERS)(carry, self._periods(group, places), own)
@@ -375,9 +388,10 @@ class DecoderModel(eqx.Module):
             found[pool] = zeros, zeros
         return found
 
-    def _periods(self, group: Group[Block], places: Sequence[tuple[int, int, int]]) -> dict[int, DecoderLayer]:
+    def _periods(self, group: Group[Block], places: Sequence[tuple[int, int]]) -> dict[int, DecoderLayer]:
         """By stack, the layers that a group runs, with an axis of repeats and, where a period has several layers of the
-        stack, one of those."""
+        stack, one of those. Args: places: the stack and the index of each layer of the first period."""
+        strides = collections.Counter(stack for stack, _ in places)
 
         def part(first: int, stride: int, named: NamedArray) -> NamedArray:
             array, repeats = named.array, group.repeats
@@ -389,9 +403,9 @@ class DecoderModel(eqx.Module):
             return NamedArray(array, (Axis(LAYERS, repeats), Axis(PERIOD, stride), *named.axes[1:]))
 
         found: dict[int, DecoderLayer] = {}
-        for stack, first, stride in places:
+        for stack, first in places:
             if stack not in found:
-                found[stack] = _map_arrays(functools.partial(part, first, stride), self.stacks[stack])
+                found[stack] = _map_arrays(functools.partial(part, first, strides[stack]), self.stacks[stack])
         return found
 
     def hidden(self, batch: PageBatchInfo, cache: Cache, attention: AttentionSpec = PLAIN) -> tuple[NamedArray, Cache]:
@@ -423,63 +437,79 @@ class DecoderModel(eqx.Module):
         num_tokens = batch.cu_q_lens.array[-1]
         rows = RaggedRows.of(batch) if cache.has_slots else None
 
-        def run(group: Group[Block], repeat: Array, carry):
-            """One period."""
-            for offset, count in group.bodies:
-                body = functools.partial(one_layer, group, repeat, offset)
-                # Equal layers that share a body follow one another in their stack and in their pool
-                carry = body(0, carry) if count == 1 else jax.lax.fori_loop(0, count, body, carry)
+        def run(group: Group[Block], trip: Array, carry):
+            """One trip of a group's loop."""
+            for body in group.bodies:
+                compute = functools.partial(one_layer, body, trip)
+                # Equal layers that share a body follow one another in their stack and in their pools
+                counts = set(body.counts)
+                count = _index(body.counts, trip) if len(counts) > 1 else body.counts[0]
+                carry = compute(0, carry) if counts == {1} else jax.lax.fori_loop(0, count, compute, carry)
             return carry
 
-        def one_layer(group: Group[Block], repeat: Array, offset: int, further: Array | int, carry):
-            """The layer `further` behind that at `offset` of the period."""
+        def one_layer(body: Body[Block], trip: Array, further: Array | int, carry):
+            """The layer `further` behind the first one of a trip."""
+
+            def at(place: Callable[[int], tuple[int, int]], further: Array | int = further) -> tuple[int, Array]:
+                """The stack or pool, and the index in it."""
+                parts, indices = zip(*map(place, body.starts), strict=True)
+                return parts[0], _index(indices, trip, further)
+
             x, cache, chosen = carry
             seen: list[Array] = []
-            on_choice, block = None if chosen is None else seen.append, group.period[offset]
-            stack, first, stride = self.config.stored_at(group, offset)
-            layer = self.stacks[stack].at(_index(first, stride, repeat, further), num_tokens)
-            pools, mixers = [], []
+            on_choice, block = None if chosen is None else seen.append, body.item
+            stack, index = at(self.config.stored_at)
+            layer = self.stacks[stack].at(index, num_tokens)
+            pools, mixers, convolve = [], [], None
+            if layer.convs is not None:
+                slots, number = at(functools.partial(self.config.remembered_at, is_paged=False))
+                state = cache.pools[slots]
+                assert isinstance(state, SlotState) and rows is not None
+                convolve = Convolve(layer.convs, state.read(number, rows.slots, rows.is_new), rows)
             if layer.attention is not None:
-                pool, first, stride = self.config.remembered_at(group, offset, is_paged=True)
+                # Neighbours that share keys and values share those of one layer
+                place = functools.partial(self.config.remembered_at, is_paged=True)
+                pool, index = at(place, 0 if block.shares_kv else further)
                 attend = functools.partial(
                     layer.attention.paged,
-                    inputs=inputs(block),
+                    inputs=_with_convolution(inputs(block), convolve),
                     kv=cache.pools[pool],  # type: ignore[arg-type]
-                    # Neighbours that share keys and values share those of one layer
-                    layer=_index(first, stride, repeat, 0 if block.shares_kv else further),
+                    layer=index,
                     batch=batch.in_group(cache.groups[pool]),
                 )
                 pools, mixers = [*pools, pool], [*mixers, attend]
             if layer.recurrent is not None:
-                pool, first, stride = self.config.remembered_at(group, offset, is_paged=False)
+                pool, index = at(functools.partial(self.config.remembered_at, is_paged=False))
                 recur = functools.partial(
                     layer.recurrent.paged,
                     block=block.recurrent,  # type: ignore[arg-type]
                     state=cache.pools[pool],  # type: ignore[arg-type]
-                    layer=_index(first, stride, repeat, further),
+                    layer=index,
                     rows=rows,  # type: ignore[arg-type]
                 )
                 pools, mixers = [*pools, pool], [*mixers, recur]
             own = None
             if own_inputs is not None:
-                own = pick_layer(own_inputs, _index(group.first + offset, len(group.period), repeat, further))
-            x, remembered = layer(x, block, _mix(block, mixers), on_choice, own)
+                own = pick_layer(own_inputs, _index(body.starts, trip, further))
+            x, remembered = layer(x, block, _mix(block, mixers), on_choice, own, convolve)
             for pool, new in zip(pools, remembered, strict=True):
                 cache = cache.with_pool(pool, new)
+            if convolve is not None:
+                cache = cache.with_pool(slots, state.write(number, rows.slots, convolve.state))
             if chosen is not None and isinstance(block.feed_forward, ExpertsBlock):
-                first, stride = self.config.expert_layer_at(group, offset)
-                chosen = chosen.at[_index(first, stride, repeat, further)].set(seen.pop())
+                numbers = [self.config.expert_layers.index(layer) for layer in body.starts]
+                chosen = chosen.at[_index(numbers, trip, further)].set(seen.pop())
             return x, cache, chosen
 
         x = self._embed(batch.tokens, batch.positions)
         own_inputs = self._layer_inputs(batch.tokens, x)
         carry = x, cache, chosen
         for group in self.config.groups:
-            body = functools.partial(run, group)
-            if group.repeats > 1:
-                carry = jax.lax.fori_loop(0, group.repeats, body, carry)
+            trip = functools.partial(run, group)
+            if group.trips > 1:
+                carry = jax.lax.fori_loop(0, group.trips, trip, carry)
             else:  # of an index that XLA knows it would copy the layer's weights, once and for all steps
-                carry = body(jnp.minimum(num_tokens, 0), carry)
+                carry = trip(jnp.minimum(num_tokens, 0), carry)
         return carry
 
     def logits(self, hidden: NamedArray, num_rows: Array | None = None) -> NamedArray:
@@ -555,6 +585,11 @@ def _by_period(own_inputs: NamedArray, group: Group[Block]) -> NamedArray:
     return part.unflatten_axis(DEPTH, (Axis(LAYERS, group.repeats), Axis(PERIOD, len(group.period))))
 
 
+def _with_convolution(inputs: AttentionInputs, convolve: Convolve | None) -> AttentionInputs:
+    """Inputs of attention whose keys pass a convolution, if the layer has one."""
+    return inputs if convolve is None else dataclasses.replace(inputs, convolve_keys=functools.partial(convolve, KEYS))
+
+
 def _mix(block: Block, mixers: Sequence[Callable[[NamedArray, Fusion], tuple[NamedArray, Any]]]):
     """The mixer of a layer: its attention, its recurrence, or both side by side. It gives a result and their states."""
 
@@ -571,13 +606,15 @@ def _mix(block: Block, mixers: Sequence[Callable[[NamedArray, Fusion], tuple[Nam
     return mix
 
 
-def _index(first: int, stride: int, repeat: Array, further: Array | int = 0) -> Array:
-    """`first + stride · repeat + further`, i32[]."""
-    if stride == 0:  # in words from which XLA does not see that it is a constant
-        repeat, stride = jnp.minimum(repeat, 0), 1
-    index = repeat if stride == 1 else repeat * jnp.int32(stride)
-    index = index if isinstance(further, int) and further == 0 else index + further
-    return index if first == 0 else index + jnp.int32(first)
+def _index(indices: Sequence[int], trip: Array, further: Array | int = 0) -> Array:
+    """`indices[trip] + further`, i32[]."""
+    first, stride = indices[0], indices[1] - indices[0] if len(indices) > 1 else 1
+    if any(index != first + stride * i for i, index in enumerate(indices)):
+        index = jnp.asarray(indices, jnp.int32)[trip]
+    else:
+        index = trip if stride == 1 else trip * jnp.int32(stride)
+        index = index if first == 0 else index + jnp.int32(first)
+    return index if isinstance(further, int) and further == 0 else index + further
 
 
 PlainCarry = tuple[NamedArray, dict[int, tuple[NamedArray, NamedArray]]]
@@ -590,28 +627,30 @@ def _plain_period(
     own_inputs: NamedArray | None,
     *,
     group: Group[Block],
-    places: Sequence[tuple[int, int, int]],
+    places: Sequence[tuple[int, int]],
     inputs: Callable[[Block], AttentionInputs],
     config: DecoderConfig,
 ) -> PlainCarry:
     """One period of the plain forward, of what `DecoderModel._periods` gives for one repeat."""
     x, shared = carry
     seen: collections.Counter[int] = collections.Counter()
-    for offset, (block, (stack, _, stride)) in enumerate(zip(group.period, places, strict=True)):
-        layer = stacks[stack] if stride == 1 else _map_arrays(functools.partial(_entry, seen[stack]), stacks[stack])
+    strides = collections.Counter(stack for stack, _ in places)
+    for offset, (block, (stack, _)) in enumerate(zip(group.period, places, strict=True)):
+        number, several = group.first + offset, strides[stack] > 1
+        layer = _map_arrays(functools.partial(_entry, seen[stack]), stacks[stack]) if several else stacks[stack]
         seen[stack] += 1
-        mixers = []
+        mixers, convolve = [], None if layer.convs is None else Convolve(layer.convs)
         if layer.attention is not None:
-            attend = functools.partial(layer.attention.dense, inputs=inputs(block))
+            attend = functools.partial(layer.attention.dense, inputs=_with_convolution(inputs(block), convolve))
             if block.shares_kv:
-                attend = functools.partial(attend, shared=shared[config.remembered_at(group, offset)[0]])
+                attend = functools.partial(attend, shared=shared[config.remembered_at(number, is_paged=True)[0]])
             mixers.append(attend)
         if layer.recurrent is not None:
             mixers.append(functools.partial(layer.recurrent.dense, block=block.recurrent))  # type: ignore[arg-type]
         own = None if own_inputs is None else own_inputs[PERIOD, offset]
-        x, states = layer(x, block, _mix(block, mixers), own_input=own)
+        x, states = layer(x, block, _mix(block, mixers), own_input=own, convolve=convolve)
         if shared and block.attention is not None and not block.shares_kv:
-            pool = config.remembered_at(group, offset)[0]
+            pool = config.remembered_at(number, is_paged=True)[0]
             shared = {**shared, pool: states[0]} if pool in shared else shared
     return x, shared
 
