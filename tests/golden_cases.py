@@ -234,7 +234,7 @@ def _tensor(case: str, name: str, shape: tuple[int, ...], model_type: str) -> np
         value = noise * (_GAINS[kind] / np.sqrt(shape[1]))
     elif kind == "bias":
         value = (0.1 if "norm" in module or module.startswith("ln_") else 0.3) * noise
-    elif module.rstrip("_12").endswith("norm") or module.startswith("ln_"):
+    elif module.rstrip("_12f").endswith("norm") or module.startswith("ln_"):
         is_centred = model_type.startswith(_PLUS_ONE) and not name.endswith("linear_attn.norm.weight")
         is_centred = is_centred and not model_type.startswith(_PLAIN)
         value = 0.2 * noise + (0.0 if is_centred else 1.0)
