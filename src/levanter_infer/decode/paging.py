@@ -265,11 +265,10 @@ def tokens_to_fork(table: SequenceTable) -> Array:
     return jnp.where(is_parent & (left > 0), left, jnp.iinfo(jnp.int32).max)
 
 
-def forked_slots(before: SequenceTable, after: SequenceTable) -> tuple[Array, Array]:
-    """The parent and the slot of each fork that a step has started, i32[seq] each; none elsewhere."""
+def fork_origins(before: SequenceTable, after: SequenceTable, origins: Array) -> Array:
+    """`origins`, i32[seq], with the parents of the forks that have started between two tables."""
     is_fork = (before.fork_source < before.num_slots) & (before.num_computed == 0) & (after.num_computed > 0)
-    none = before.num_slots
-    return jnp.where(is_fork, before.fork_source, none), jnp.where(is_fork, _all_slots(before), none)
+    return jnp.where(is_fork, before.fork_source, origins)
 
 
 def fork_when_ready(state: DecodeState, shapes: Shapes) -> DecodeState:
