@@ -118,14 +118,18 @@ def allocate_pages(state: DecodeState, shapes: Shapes, take: Array) -> tuple[Dec
 
 
 def count_taken(state: DecodeState, pages: Array) -> DecodeState:
-    """Forget the prefix-cache entries of `pages` (any shape; none entries are ignored), which have a new owner."""
+    """Forget the prefix-cache entries and snapshots of `pages` (any shape; none entries are ignored), which have a new
+    owner."""
     page_table, prefix, counters = state.page_table, state.prefix, state.counters
     if prefix is not None:
         counters = counters.plus(prefix_evictions=jnp.sum(prefix.findable(pages), dtype=jnp.int32))
         prefix = prefix.forget(pages)
+    snapshots = state.snapshots
+    if snapshots is not None:
+        snapshots = snapshots.detach(pages)
     held_now = page_table.num_pages - page_table.num_free
     counters = replace(counters, pages_peak=jnp.maximum(counters.pages_peak, held_now))
-    return replace(state, prefix=prefix, counters=counters)
+    return replace(state, prefix=prefix, snapshots=snapshots, counters=counters)
 
 
 def release(state: DecodeState, slots: Array) -> DecodeState:
