@@ -43,13 +43,22 @@ def restore_states(cache: Cache, plan: StatePlan | None) -> Cache:
     return run_if(jnp.any(is_any), lambda cache: cache.restore_states(plan.restored, slots), cache)
 
 
-def store_states(cache: Cache, kept: Array | None) -> Cache:
-    """Copy the state of each slot into its snapshot, i32[seq] of `keep_states`."""
+def store_states(cache: Cache, kept: Array | None, origins: Array) -> tuple[Cache, Array]:
+    """Copy the state of each slot into its snapshot, i32[seq] of `keep_states`.
+
+    Returns: the cache, and `origins`, of any type, as values that depend on it: what changes states by them comes after
+        these reads, so that XLA needs no copy of the states.
+    """
     if kept is None:
-        return cache
+        return cache, origins
     slots = jnp.arange(kept.shape[0], dtype=jnp.int32)
     is_any = jnp.any(kept < cache.snapshots[0].num_entries)
-    return run_if(is_any, lambda cache: cache.keep_states(slots, kept), cache)
+
+    def store(carry: tuple[Array, Cache]) -> tuple[Array, Cache]:
+        return carry[0] + 1, carry[1].keep_states(slots, kept)
+
+    times, cache = run_if(is_any, store, (jnp.int32(0), cache))
+    return cache, jnp.where(times >= 0, origins, 0)
 
 
 def tokens_to_bound(table: SequenceTable, plan: StatePlan, page_size: int) -> Array:

@@ -59,7 +59,7 @@ def step(model, state: GenState, ring: OutputRing, shapes: Shapes, attention: At
     scores, hidden = score_prompts(model, decode, scores, hidden, plan, shapes)
     sampled = sample_rows(model, decode, hidden, plan, shapes)
     decode, ring, moves = append(decode, ring, plan, sampled, shapes)
-    cache = copy_states(store_states(cache, moves.kept), moves.origins)
+    cache = copy_states(*store_states(cache, moves.kept, moves.origins))
     return GenState(decode, cache, scores, routes), ring
 
 
