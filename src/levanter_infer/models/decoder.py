@@ -20,6 +20,7 @@ from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.attention import Attention, AttentionBlock, AttentionInputs, AttentionSpec
 from levanter_infer.layers.delta_net import DeltaNet, DeltaNetBlock
 from levanter_infer.layers.gated_norm import init_norm
+from levanter_infer.layers.kimi_delta import KimiDelta, KimiDeltaBlock
 from levanter_infer.layers.latent_attention import LatentAttention, LatentAttentionBlock
 from levanter_infer.layers.layout import Layout
 from levanter_infer.layers.linear import Fusion, Linear, apply, fold_key, prepare_tables, random_weight, split_key
@@ -32,7 +33,7 @@ from levanter_infer.layers.rows import RaggedRows
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
 from levanter_infer.layers.short_conv import ShortConv, ShortConvBlock
 from levanter_infer.layers.stack import pick_layer
-from levanter_infer.models.blocks import Block, Mixer, Placement, Stack
+from levanter_infer.models.blocks import Block, Mixer, ParallelMixer, Placement, Stack
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.periods import Group
 
@@ -40,7 +41,7 @@ PLAIN = AttentionSpec()
 """Attention as the model alone defines it."""
 
 
-Recurrent = ShortConv | DeltaNet | Mamba2
+Recurrent = ShortConv | DeltaNet | KimiDelta | Mamba2
 """The parameters of mixers that remember a state of fixed size per sequence."""
 
 
@@ -78,12 +79,12 @@ class DecoderLayer(eqx.Module):
 
         return DecoderLayer(
             input_norm=norm("input_norm"),
-            attention=_attention(batch, embed, block.mixer, key=mixer_key, dtype=dtype),
+            attention=_attention(batch, embed, block.attention, key=mixer_key, dtype=dtype),
             mlp_norm=norm("mlp_norm"),
             mlp=mlp,
             mixer_out_norm=norm("mixer_out_norm"),
             mlp_out_norm=norm("mlp_out_norm"),
-            recurrent=_recurrent(batch, embed, block.mixer, key=mixer_key, dtype=dtype),
+            recurrent=_recurrent(batch, embed, block.recurrent, key=mixer_key, dtype=dtype),
         )
 
     def at(self, index: Array, num_rows: Array) -> "DecoderLayer":
@@ -132,7 +133,7 @@ class DecoderLayer(eqx.Module):
 
 
 def _attention(
-    batch: tuple[Axis, ...], embed: Axis, block: Mixer, *, key: Array | None, dtype
+    batch: tuple[Axis, ...], embed: Axis, block: Mixer | None, *, key: Array | None, dtype
 ) -> Attention | LatentAttention | None:
     """Random parameters of the mixer, if that is attention."""
     match block:
@@ -143,13 +144,17 @@ def _attention(
     return None
 
 
-def _recurrent(batch: tuple[Axis, ...], embed: Axis, block: Mixer, *, key: Array | None, dtype) -> Recurrent | None:
+def _recurrent(
+    batch: tuple[Axis, ...], embed: Axis, block: Mixer | None, *, key: Array | None, dtype
+) -> Recurrent | None:
     """Random parameters of the mixer, if that is recurrent."""
     match block:
         case ShortConvBlock():
             return ShortConv.init(batch, embed, block, key=key, dtype=dtype)
         case DeltaNetBlock():
             return DeltaNet.init(batch, embed, block, key=key, dtype=dtype)
+        case KimiDeltaBlock():
+            return KimiDelta.init(batch, embed, block, key=key, dtype=dtype)
         case Mamba2Block():
             return Mamba2.init(batch, embed, block, key=key, dtype=dtype)
     return None
@@ -383,26 +388,30 @@ class DecoderModel(eqx.Module):
             on_choice, block = None if chosen is None else seen.append, group.period[offset]
             stack, first, stride = self.config.stored_at(group, offset)
             layer = self.stacks[stack].at(_index(first, stride, repeat, further), num_tokens)
-            pool, first, stride = self.config.remembered_at(group, offset)
-            number = _index(first, stride, repeat, further)
-            if layer.recurrent is None:
-                mix = functools.partial(
-                    layer.attention.paged,  # type: ignore[union-attr]
+            pools, mixers = [], []
+            if layer.attention is not None:
+                pool, first, stride = self.config.remembered_at(group, offset, is_paged=True)
+                attend = functools.partial(
+                    layer.attention.paged,
                     inputs=inputs(block),
                     kv=cache.pools[pool],  # type: ignore[arg-type]
-                    layer=number,
+                    layer=_index(first, stride, repeat, further),
                     batch=batch.in_group(cache.groups[pool]),
                 )
-            else:
-                mix = functools.partial(
+                pools, mixers = [*pools, pool], [*mixers, attend]
+            if layer.recurrent is not None:
+                pool, first, stride = self.config.remembered_at(group, offset, is_paged=False)
+                recur = functools.partial(
                     layer.recurrent.paged,
                     block=block.recurrent,  # type: ignore[arg-type]
                     state=cache.pools[pool],  # type: ignore[arg-type]
-                    layer=number,
+                    layer=_index(first, stride, repeat, further),
                     rows=rows,  # type: ignore[arg-type]
                 )
-            x, remembered = layer(x, block, mix, on_choice)
-            cache = cache.with_pool(pool, remembered)
+                pools, mixers = [*pools, pool], [*mixers, recur]
+            x, remembered = layer(x, block, _mix(block, mixers), on_choice)
+            for pool, new in zip(pools, remembered, strict=True):
+                cache = cache.with_pool(pool, new)
             if chosen is not None and isinstance(block.feed_forward, ExpertsBlock):
                 first, stride = self.config.expert_layer_at(group, offset)
                 chosen = chosen.at[_index(first, stride, repeat, further)].set(seen.pop())
@@ -474,6 +483,22 @@ class DecoderModel(eqx.Module):
         return capacity
 
 
+def _mix(block: Block, mixers: Sequence[Callable[[NamedArray, Fusion], tuple[NamedArray, Any]]]):
+    """The mixer of a layer: its attention, its recurrence, or both side by side. It gives a result and their states."""
+
+    def mix(x: NamedArray, around: Fusion) -> tuple[NamedArray, tuple]:
+        both = block.mixer if isinstance(block.mixer, ParallelMixer) else None
+        inner = around if both is None else Fusion(norm=around.norm)
+        results, states = zip(*(mixer(x, inner) for mixer in mixers), strict=True)
+        if both is None:
+            return results[0], states
+        factors = both.attention_multiplier, both.recurrent_multiplier
+        first, second = (each * jnp.asarray(factor, each.dtype) for each, factor in zip(results, factors, strict=True))
+        return around.after(first + second), states
+
+    return mix
+
+
 def _index(first: int, stride: int, repeat: Array, further: Array | int = 0) -> Array:
     """`first + stride · repeat + further`, i32[]."""
     index = repeat if stride == 1 else repeat * jnp.int32(stride)
@@ -494,12 +519,12 @@ def _plain_period(
     for block, (stack, _, stride) in zip(group.period, places, strict=True):
         layer = stacks[stack] if stride == 1 else _map_arrays(functools.partial(_entry, seen[stack]), stacks[stack])
         seen[stack] += 1
+        mixers = []
         if layer.attention is not None:
-            mix = functools.partial(layer.attention.dense, inputs=inputs(block))
-        else:
-            assert layer.recurrent is not None
-            mix = functools.partial(layer.recurrent.dense, block=block.recurrent)
-        x, _ = layer(x, block, mix)
+            mixers.append(functools.partial(layer.attention.dense, inputs=inputs(block)))
+        if layer.recurrent is not None:
+            mixers.append(functools.partial(layer.recurrent.dense, block=block.recurrent))  # type: ignore[arg-type]
+        x, _ = layer(x, block, _mix(block, mixers))
     return x
 
 
