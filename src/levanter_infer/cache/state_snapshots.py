@@ -128,7 +128,7 @@ class StateSnapshots(eqx.Module):
         return self.promote(snapshots, jnp.where(kind == PROMPT, SHARED, kind)).touch(snapshots)
 
     def pass_by(self, snapshots: Array) -> "StateSnapshots":
-        """Sequences have made their next snapshots after `snapshots`, i32[n]: of these, PASSED ones are left behind."""
+        """Sequences make their next snapshots after `snapshots`, i32[n]: of these, PASSED ones are left behind."""
         first = self._mask(snapshots) & (self.kind == PASSED)
         return self._reordered(first, jnp.zeros(self.num_snapshots, jnp.bool_))
 

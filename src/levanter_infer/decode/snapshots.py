@@ -111,6 +111,7 @@ def keep_states(
 
     def keep(carry):
         snapshots, counters, _ = carry
+        snapshots = snapshots.pass_by(snapshots.of(before))
         present = snapshots.of(page)
         missing = at_bound & (present >= shapes.num_snapshots)
         first = jnp.cumsum(missing & lasting, dtype=jnp.int32)
@@ -120,7 +121,6 @@ def keep_states(
         evicted = jnp.sum(gather(snapshots.is_used(state.prefix), taken, False), dtype=jnp.int32)
         kept = jnp.where(missing, gather(taken, rank, shapes.num_snapshots), shapes.num_snapshots)
         snapshots = snapshots.attach(kept, page, kind).promote(present, kind).touch(present)
-        snapshots = snapshots.pass_by(snapshots.of(before))
         counters = counters.plus(snapshots_kept=count, snapshot_evictions=evicted)
         return snapshots, counters, kept
 
