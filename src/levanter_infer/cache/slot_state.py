@@ -12,7 +12,7 @@ from levanter_infer.axes import LAYERS, SEQ, STATE
 from levanter_infer.cache.arrays import full, gather, scatter
 from levanter_infer.cache.pool import Pool
 
-_PAIRS = 8
+_PAIRS = 4
 """States that are copied together between pools: mostly there are few."""
 
 

@@ -8,7 +8,7 @@ share looks it up; if another sequence is computing the same page, it waits. Sho
 that looks finds none ahead of it, and computes the page itself.
 
 Layers with a sliding window need of a prefix only what the window before its end holds. A prefix is taken over as far
-as that is still there (`_as_far_as_served`); their window pages stay attached to cached pages until they are reused.
+as that is still there (`_usable_prefix`); their window pages stay attached to cached pages until they are reused.
 
 Layers with a state of fixed size need the state at the end of a prefix. A prefix is taken over as far as a snapshot of
 it is there, which the sequence goes on from. Where it found more pages than that, its state is kept when it gets there
@@ -64,7 +64,7 @@ def match_prefix(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Deco
             found = computed
             page_indices, computed, windows = run_if(
                 jnp.any(found > before),
-                lambda carry: _within_windows(state, before, *carry),
+                lambda carry: _cut_to_usable(state, before, *carry),
                 (page_indices, found, windows),
             )
         if plan is not None:
@@ -93,16 +93,17 @@ def match_prefix(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Deco
     return replace(state, page_table=page_table, counters=counters), waits, plan
 
 
-def _within_windows(
+def _cut_to_usable(
     state: DecodeState, before: Array, page_indices: Array, found: Array, windows: tuple[WindowPages, ...]
 ) -> tuple[Array, Array, tuple[WindowPages, ...]]:
-    """`_as_far_as_served`, with the references to window pages moved along."""
-    page_indices, computed = _as_far_as_served(state, page_indices, before, found)
+    """`_usable_prefix`, with the references to window pages moved along."""
+    page_indices, computed = _usable_prefix(state, page_indices, before, found)
     return page_indices, computed, tuple(_moved_on(each, page_indices, before, computed) for each in windows)
 
 
-def _as_far_as_served(state: DecodeState, page_indices: Array, before: Array, found: Array) -> tuple[Array, Array]:
-    """The longest part of what each slot has found whose last window is there, for every window, and whose state.
+def _usable_prefix(state: DecodeState, page_indices: Array, before: Array, found: Array) -> tuple[Array, Array]:
+    """The longest part of what each slot has found that it can go on from: its last window is there, for every window,
+    and its state.
 
     Args:
         page_indices: i32[seq, seq_page], with the pages that were found.
