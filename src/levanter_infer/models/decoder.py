@@ -259,8 +259,9 @@ class DecoderModel(eqx.Module):
         def sharded(part):
             if isinstance(part, Moe):
                 shared = jax.tree.map(sharded, part.shared, is_leaf=lambda each: isinstance(each, Linear))
-                axes = {"experts": layout.experts, "sums": layout.expert_sums, "inner": layout.model}
-                return dataclasses.replace(part, **axes, shared=shared)
+                axes = {"experts": layout.experts, "sums": layout.expert_sums}
+                down = dataclasses.replace(part.down_proj, shard_axis=layout.model)
+                return dataclasses.replace(part, **axes, shared=shared, down_proj=down)
             if isinstance(part, RMSNorm) and part.weight is not None:
                 width = layout.normed_width(part.normed(part.weight.axes))
                 return part if width is None else dataclasses.replace(part, shard_axis=layout.model, width=width)
