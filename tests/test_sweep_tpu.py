@@ -2,12 +2,16 @@
 
 import jax
 import pytest
+from jax.sharding import AbstractMesh
+from scripts.family_shapes import SHAPES, AttentionShape, family_shapes
 from scripts.kernel_tables import replace
 from scripts.search_tiles import variants
 from scripts.sweep_tpu import Case, Row, all_cases, kernel_digest, other_cases, read, sweep, write
 from scripts.tpu_builders import mixed
 
 from levanter_infer.kernels.tpu.sizes import Tile
+from levanter_infer.layers.layout import Layout
+from levanter_infer.models.registry import FAMILIES
 from levanter_infer.runtime.libtpu import TARGETS
 
 HEADS = (2, 1, 128)
@@ -38,6 +42,23 @@ def test_heads_of_64_to_512_sinks_and_chunks_compile_with_proposed_tiles(generat
     assert any(case.sinks for case in cases) and any(case.attention_chunk for case in cases)
     rows = list(sweep(generation, cases, None))
     assert [row.case for row in rows if row.how != "compiled"] == [] and len(rows) == len(cases)
+
+
+def test_each_family_has_the_shapes_of_its_models():
+    """A new family gets a line in scripts/family_shapes.py: its attention is then compiled for every TPU."""
+    assert set(FAMILIES) <= set(SHAPES)
+    shapes = family_shapes()
+    assert len(shapes) == len(set(shapes)) and AttentionShape((16, 1, 576), value_dim=512) in shapes
+
+
+def test_shapes_of_a_device_are_those_of_the_layout():
+    for heads, parts in [((32, 8, 128), 4), ((9, 3, 64), 8), ((14, 2, 64), 8), ((12, 12, 64), 8), ((64, 8, 64), 8)]:
+        num_q_heads, num_kv_heads, head_dim = heads
+        layout = Layout(AbstractMesh((parts,), ("model",)), num_kv_heads, num_q_heads // num_kv_heads, 64)
+        group = layout._padded_group // layout.kv_copies
+        assert AttentionShape(heads).share(parts).heads == (layout.kv_heads * group, layout.kv_heads, head_dim)
+    gpt_oss = AttentionShape((64, 8, 64), window=128, sinks=True)
+    assert gpt_oss.share(8) == AttentionShape((8, 1, 64), window=128, sinks=True)
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path):
