@@ -124,5 +124,10 @@ PARTS = (1, 8)
 
 def family_shapes() -> list[AttentionShape]:
     """The distinct shapes of a device. All windows count as one, because their size is data to the kernels."""
+
+    def kernel(shape: AttentionShape) -> tuple:
+        rules = shape.soft_cap, shape.sinks, shape.attention_chunk, shape.value_dim
+        return shape.heads, shape.window is None, *rules
+
     shapes = [shape.share(parts) for family in SHAPES.values() for shape in family for parts in PARTS]
-    return list({(shape.heads, shape.window is None, shape.soft_cap, shape.sinks, shape.attention_chunk, shape.value_dim): shape for shape in shapes}.values())
+    return list({kernel(shape): shape for shape in shapes}.values())

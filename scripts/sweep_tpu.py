@@ -8,8 +8,10 @@ is data to the kernels. So the largest case of the twelve that differ only there
 smallest are traced and compared with its own: if they are the same, all twelve have the same (`same` in the record,
 beside `compiled`); if not, each is compiled. `--all` compiles every case.
 
-`--others` compiles shapes that are on no list instead, odd in heads, sizes and pages, and `--families` those of the
-released models of each family (scripts/family_shapes.py), on one chip and on each of eight; neither is recorded.
+`--others` compiles shapes that are on no list instead, odd in heads, sizes and pages, and keeps no record of them;
+`--families` those of the
+released models of each family (scripts/family_shapes.py), on one chip and on each of eight, with a record of their own,
+docs/tpu_families.csv.
 
 Cases that the record holds for these sources are left out, and kernels that it holds are not compiled again.
 Compiling happens in a process of its own, because the compiler may end it; then the case counts as failed and another
@@ -17,6 +19,7 @@ process goes on.
 """
 
 import argparse
+import ast
 import csv
 import dataclasses
 import hashlib
@@ -62,7 +65,7 @@ RULES = ("window", "sinks", "attention_chunk", "soft_cap", "value_dim")
 TOKENS = 512
 MOST_COMPILED = 30
 """Compilations per process, about: each leaks 70 MB."""
-RECORD = ROOT / "docs" / "tpu_sweep.csv"
+RECORD, FAMILIES_RECORD = ROOT / "docs" / "tpu_sweep.csv", ROOT / "docs" / "tpu_families.csv"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,17 +104,19 @@ class Row:
     error: str = ""
 
     FIELDS = ("gen", "q_heads", "kv_heads", "head_dim", "page", "context", "seqs", "how", "kernels", "sources",
-              "seconds", "error")  # fmt: skip
+              "seconds", "error", "rules")  # fmt: skip
 
     def values(self) -> list:
         case = self.case
         return [case.gen, *case.heads, case.page, case.context, case.seqs, self.how, self.kernels, self.sources,
-                self.seconds, self.error]  # fmt: skip
+                self.seconds, self.error, " ".join(options_of(case))]  # fmt: skip
 
     @staticmethod
     def read(values: dict[str, str]) -> "Row":
         q_heads, kv_heads, head_dim, page, context, seqs = (int(values[name]) for name in Row.FIELDS[1:7])
-        case = Case(values["gen"], (q_heads, kv_heads, head_dim), page, context, seqs)
+        pairs = (rule.split("=") for rule in values["rules"].split())
+        rules = {name: ast.literal_eval(value) for name, value in pairs}
+        case = Case(values["gen"], (q_heads, kv_heads, head_dim), page, context, seqs, **rules)
         how, kernels, sources = (values[name] for name in Row.FIELDS[7:10])
         return Row(case, how, kernels, sources, float(values["seconds"]), values["error"])
 
@@ -155,14 +160,14 @@ def read(path: Path) -> dict[Case, Row]:
     return {row.case: row for row in rows}
 
 
-def write(path: Path, rows: dict[Case, Row]) -> None:
-    """All rows, in the order of the cases."""
-    order = {case: place for place, case in enumerate(all_cases(TARGETS))}
+def write(path: Path, rows: dict[Case, Row], cases: Iterable[Case]) -> None:
+    """All rows, in the order of `cases`; those of others are left out."""
+    order = {case: place for place, case in enumerate(cases)}
     temporary = path.with_suffix(".new")
     with temporary.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(Row.FIELDS)
-        writer.writerows(rows[case].values() for case in sorted(rows, key=lambda case: order[case]))
+        writer.writerows(rows[case].values() for case in sorted(rows.keys() & order, key=lambda case: order[case]))
     temporary.replace(path)
 
 
@@ -294,7 +299,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gens", default=",".join(TARGETS))
     parser.add_argument("--every", type=int, default=1, help="take each Nth case")
-    parser.add_argument("--out", type=Path, default=RECORD)
+    parser.add_argument("--out", type=Path, help="the record, if not that in docs/")
     parser.add_argument("--all", action="store_true", help="compile every case by itself")
     parser.add_argument("--others", action="store_true", help="shapes that are on no list")
     parser.add_argument("--families", action="store_true", help="shapes of the released models of each family")
@@ -303,8 +308,8 @@ def main() -> None:
     if options.child:
         return _compile(options.child)
     listed = other_cases if options.others else family_cases if options.families else all_cases
-    records = listed is all_cases
-    rows, stamp = read(options.out) if records else {}, sources()
+    record = options.out or {all_cases: RECORD, family_cases: FAMILIES_RECORD}.get(listed)
+    rows, stamp = {} if record is None else read(record), sources()
     good = {"compiled"} if options.all else {"compiled", "same"}
     gens = options.gens.split(",")
     wanted = listed(gens)[:: options.every]
@@ -316,12 +321,12 @@ def main() -> None:
             if before is not None and (row.how, row.kernels, before.how) == ("same", before.kernels, "compiled"):
                 row = dataclasses.replace(row, how="compiled", seconds=before.seconds)  # it was, with other sources
             rows[row.case] = row
-            if records:
-                write(options.out, rows)
-            print(*row.values(), *options_of(row.case), flush=True)
+            if record is not None:
+                write(record, rows, listed(TARGETS))
+            print(*row.values(), flush=True)
     failed = [rows[case] for case in wanted if rows[case].how == "failed"]
     for row in failed:
-        print(*row.values(), *options_of(row.case))
+        print(*row.values())
     print(f"{len(wanted)} cases, {len(failed)} failed")
     sys.exit(bool(failed))
 

@@ -6,7 +6,7 @@ from jax.sharding import AbstractMesh
 from scripts.family_shapes import SHAPES, AttentionShape, family_shapes
 from scripts.kernel_tables import replace
 from scripts.search_tiles import variants
-from scripts.sweep_tpu import Case, Row, all_cases, kernel_digest, other_cases, read, sweep, write
+from scripts.sweep_tpu import Case, Row, all_cases, family_cases, kernel_digest, other_cases, read, sweep, write
 from scripts.tpu_builders import mixed
 
 from levanter_infer.kernels.tpu.sizes import Tile
@@ -68,9 +68,12 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
         Row(cases[700], "failed", "", "abc", 1.5, "ValueError: a, b"),
         Row(Case("v4", (32, 8, 128), 16, 2048, 16), "compiled", "123", "abc", 0.0),
     ]
-    write(tmp_path / "record.csv", {row.case: row for row in rows})
+    write(tmp_path / "record.csv", {row.case: row for row in rows}, cases)
     assert list(read(tmp_path / "record.csv").values()) == rows[::-1]
     assert read(tmp_path / "none.csv") == {}
+    ruled = [Row(case, "same", "123", "abc", 0.0) for case in family_cases(["v5e"]) if case.sinks or case.value_dim]
+    write(tmp_path / "rules.csv", {row.case: row for row in ruled}, family_cases(["v4", "v5e"]))
+    assert list(read(tmp_path / "rules.csv").values()) == ruled and len(ruled) > 9
 
 
 def test_variants_of_a_tile_differ():

@@ -123,7 +123,9 @@ def test_a_mixed_batch_equals_dense():
     ),
 )
 def test_every_shape_equals_dense(sizes):
-    check(make_ragged(sizes, [(1, 300), (20, 270), (1, 17), (3, 3)]))
+    # Scores of 576 numbers would reach 100 with a scale of 0.3, and float32 round them by more than the tolerance.
+    scale = 0.3 if sizes.head_dim <= 512 else sizes.head_dim**-0.5
+    check(make_ragged(sizes, [(1, 300), (20, 270), (1, 17), (3, 3)]), scale=scale)
 
 
 @pytest.mark.slow
