@@ -9,7 +9,8 @@ are one call of the attention entry; `program` is the engine's own round, withou
     attention_chunk=positions of a chunk of chunked attention, soft_cap=bound of scores, value_dim=numbers of a latent
     that are its value, pool_pages=pages of the pool (default: as many as the page tables can name, at most 2 GiB
     worth; the tables keep their full shape), impl=attention implementation, and tiles=`kernels.tpu.tiling.Tiles`, or
-    what differs from those of the table, such as dict(decode=dict(pages=8), prefill=dict(queries=128)) (default: those of the table).
+    what differs from those of the table, such as dict(decode=dict(pages=8), prefill=dict(queries=128)) (default: those
+    of the table).
 
 A pool has LAYERS layers, of which a call reads one.
 """

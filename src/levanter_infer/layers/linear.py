@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -291,7 +292,7 @@ def _biased(y: NamedArray, part: Linear) -> NamedArray:
 def _fill_parts(array: Array, parts: int, size: int) -> Array:
     """Fill each of the equal parts of the last axis with zeros up to `size`. A sharded array stays sharded so."""
 
-    def fill(array):
+    def fill(array) -> Any:
         xp = np if isinstance(array, np.ndarray) else jnp
         split = array.reshape(*array.shape[:-1], parts, -1)
         behind = [(0, 0)] * array.ndim + [(0, size - split.shape[-1])]
