@@ -120,8 +120,6 @@ class Moe(eqx.Module):
     """How the experts are sharded (expert parallel): each device computes its own for the tokens that chose them."""
     sums: ShardAxis = eqx.field(static=True, default=REPLICATED)
     """Mesh axes over which results are added up: experts, and the shards of each."""
-    inner: ShardAxis = eqx.field(static=True, default=REPLICATED)
-    """How the inner width of each expert is sharded (tensor parallel)."""
     shared: Mlp | None = None
     """The shared expert."""
     shared_gate: Linear | None = None
@@ -311,9 +309,9 @@ class Moe(eqx.Module):
 
     def _biased_once(self, down: Linear) -> Linear:
         """The map of one expert to the residual stream: one device of those with its shards has the bias."""
-        if down.bias is None or self.inner.parts == 1:
+        if down.bias is None or down.shard_axis.parts == 1:
             return down
-        bias = jnp.where(self.inner.index == 0, down.bias.array, 0)
+        bias = jnp.where(down.shard_axis.index == 0, down.bias.array, 0)
         return dataclasses.replace(down, bias=NamedArray(bias, down.bias.axes))
 
 

@@ -317,8 +317,9 @@ class DecoderModel(eqx.Module):
                 shared, several = jax.tree.map(
                     sharded, (part.shared, part.shared_experts), is_leaf=lambda each: isinstance(each, Linear)
                 )
-                axes = {"experts": layout.experts, "sums": layout.expert_sums, "inner": layout.model}
-                return dataclasses.replace(part, **axes, shared=shared, shared_experts=several)
+                axes = {"experts": layout.experts, "sums": layout.expert_sums}
+                down = dataclasses.replace(part.down_proj, shard_axis=layout.model)
+                return dataclasses.replace(part, **axes, shared=shared, shared_experts=several, down_proj=down)
             if isinstance(part, RMSNorm) and part.weight is not None:
                 width = layout.normed_width(part.normed(part.weight.axes))
                 return part if width is None else dataclasses.replace(part, shard_axis=layout.model, width=width)
