@@ -61,7 +61,7 @@ class Tensor:
     unit_axes: tuple[int, int] = (0, 0)
     """Axes of size one that the tensor has before and after those of its parameters."""
     scalar: bool = False
-    """Whether the tensor is a number without axes."""
+    """Whether the tensor is a number without axes; it is also read with one axis of size one, as Levanter writes it."""
 
     def is_for(self, name: str) -> bool:
         """Whether the tensor `name` of a checkpoint is one of this line."""
@@ -159,6 +159,10 @@ class Parameter:
         before, after = self.unit_axes
         lead = (1,) * before if self.num_experts is None else (self.num_experts,)
         return () if self.scalar else (*lead, *self.slice.tensor_shape, *(1,) * after)
+
+    def is_stored_as(self, shape: tuple[int, ...]) -> bool:
+        """Whether tensors of this shape can be read."""
+        return shape == self.tensor_shape or (self.scalar and shape == (1,))
 
     @property
     def names(self) -> tuple[str, ...]:
