@@ -156,18 +156,19 @@ class DecoderLayer(eqx.Module):
             result = result if after is None else after(result)
             return onto + (result if multiplier == 1 else result * jnp.asarray(multiplier, result.dtype))
 
-        mixed, states = x, tuple[Any, ...]()
+        mixed = x
+        states: tuple[Any, ...] = ()
         if block.mixer is not None:
             mixed, states = mix(x, around(self.input_norm, mixer_after, x))
             mixed = added(mixed, mixer_after, x)
-        if self.mlp is None:
-            return mixed, states
-        parallel = block.placement.is_parallel
-        norm = self.input_norm if block.placement is Placement.PARALLEL else self.mlp_norm
-        observed = on_choice is not None and isinstance(self.mlp, Moe)
-        feed = functools.partial(self.mlp, on_choice=on_choice) if observed else self.mlp
-        result = feed(x if parallel else mixed, around(norm, mlp_after, mixed), block.feed_forward)  # type: ignore[arg-type]
-        result = added(result, mlp_after, mixed)
+        result = mixed
+        if self.mlp is not None:
+            parallel = block.placement.is_parallel
+            norm = self.input_norm if block.placement is Placement.PARALLEL else self.mlp_norm
+            observed = on_choice is not None and isinstance(self.mlp, Moe)
+            feed = functools.partial(self.mlp, on_choice=on_choice) if observed else self.mlp
+            result = feed(x if parallel else mixed, around(norm, mlp_after, mixed), block.feed_forward)  # type: ignore[arg-type]
+            result = added(result, mlp_after, mixed)
         if self.layer_input is not None:
             assert own_input is not None and block.layer_input is not None
             result = self.layer_input(result, own_input, block.layer_input)
