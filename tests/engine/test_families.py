@@ -18,7 +18,6 @@ import pytest
 from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from levanter_infer.models.registry import FAMILIES
 from levanter_infer.policies import Numerics
 from tests.conftest import drop_programs_if_many
 from tests.family_cases import (
@@ -31,6 +30,7 @@ from tests.family_cases import (
     one_per_memory,
     requests_for,
     samples,
+    served_names,
 )
 from tests.golden_cases import load_case
 
@@ -84,7 +84,7 @@ QUICK = {*one_per_memory(), "exaone4", "gpt_oss", "qwen3_next"}
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(FAMILIES)],
+    params=[pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in served_names()],
 )
 def served(request, tmp_path_factory):
     yield Served(request.param, tmp_path_factory.mktemp(request.param))
@@ -183,7 +183,7 @@ def begun(engine, group, count: int) -> None:
         engine.flush()
 
 
-SCORED = [pytest.param(name, marks=() if name in one_per_memory() else pytest.mark.slow) for name in sorted(FAMILIES)]
+SCORED = [pytest.param(name, marks=() if name in one_per_memory() else pytest.mark.slow) for name in served_names()]
 """For every combination of memories one family, and all of them nightly: scoring compiles the round again."""
 
 
@@ -209,8 +209,9 @@ def test_other_chunks_and_pages_are_the_same(served):
 
 @pytest.mark.slow
 def test_meshes_are_one_device(served):
-    experts = served.model.config.num_experts
-    meshes = ["data2", "model2", *(["expert2"] if experts and experts % 2 == 0 else [])]
+    config = served.model.config
+    experts, sharded = config.num_experts, len(config.head_counts) == 1 and not config.convolves_keys
+    meshes = ["data2", *["model2"] * sharded, *(["expert2"] if experts and experts % 2 == 0 else [])]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.family_runs", served.case.name, *meshes],
         cwd=Path(__file__).resolve().parents[2],
