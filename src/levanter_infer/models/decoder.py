@@ -37,7 +37,7 @@ from levanter_infer.layers.short_conv import ShortConv, ShortConvBlock
 from levanter_infer.layers.stack import pick_layer
 from levanter_infer.models.blocks import Block, Mixer, ParallelMixer, Placement, Stack
 from levanter_infer.models.config import DecoderConfig
-from levanter_infer.models.periods import Group
+from levanter_infer.models.periods import Body, Group
 
 PLAIN = AttentionSpec()
 """Attention as the model alone defines it."""
@@ -333,14 +333,15 @@ class DecoderModel(eqx.Module):
         inputs = self._inputs(positions, attention, attention.max_seq_len or num_positions)
         x = self._embed(tokens, positions)
         for group in self.config.groups:
-            places = [self.config.stored_at(group, offset) for offset in range(len(group.period))]
+            places = [self.config.stored_at(group.first + offset) for offset in range(len(group.period))]
             period = functools.partial(_plain_period, group=group, places=places, inputs=inputs)
             x = hax.fold(period, LAYERS)(x, self._periods(group, places))
         return x
 
-    def _periods(self, group: Group[Block], places: Sequence[tuple[int, int, int]]) -> dict[int, DecoderLayer]:
+    def _periods(self, group: Group[Block], places: Sequence[tuple[int, int]]) -> dict[int, DecoderLayer]:
         """By stack, the layers that a group runs, with an axis of repeats and, where a period has several layers of the
-        stack, one of those."""
+        stack, one of those. Args: places: the stack and the index of each layer of the first period."""
+        strides = collections.Counter(stack for stack, _ in places)
 
         def part(first: int, stride: int, named: NamedArray) -> NamedArray:
             array, repeats = named.array, group.repeats
@@ -352,9 +353,9 @@ class DecoderModel(eqx.Module):
             return NamedArray(array, (Axis(LAYERS, repeats), Axis(PERIOD, stride), *named.axes[1:]))
 
         found: dict[int, DecoderLayer] = {}
-        for stack, first, stride in places:
+        for stack, first in places:
             if stack not in found:
-                found[stack] = _map_arrays(functools.partial(part, first, stride), self.stacks[stack])
+                found[stack] = _map_arrays(functools.partial(part, first, strides[stack]), self.stacks[stack])
         return found
 
     def hidden(self, batch: PageBatchInfo, cache: Cache, attention: AttentionSpec = PLAIN) -> tuple[NamedArray, Cache]:
@@ -386,44 +387,52 @@ class DecoderModel(eqx.Module):
         num_tokens = batch.cu_q_lens.array[-1]
         rows = RaggedRows.of(batch) if cache.has_slots else None
 
-        def run(group: Group[Block], repeat: Array, carry):
-            """One period."""
-            for offset, count in group.bodies:
-                body = functools.partial(one_layer, group, repeat, offset)
-                # Equal layers that share a body follow one another in their stack and in their pool
-                carry = body(0, carry) if count == 1 else jax.lax.fori_loop(0, count, body, carry)
+        def run(group: Group[Block], trip: Array, carry):
+            """One trip of a group's loop."""
+            for body in group.bodies:
+                compute = functools.partial(one_layer, body, trip)
+                # Equal layers that share a body follow one another in their stack and in their pools
+                counts = set(body.counts)
+                count = _index(body.counts, trip) if len(counts) > 1 else body.counts[0]
+                carry = compute(0, carry) if counts == {1} else jax.lax.fori_loop(0, count, compute, carry)
             return carry
 
-        def one_layer(group: Group[Block], repeat: Array, offset: int, further: Array | int, carry):
-            """The layer `further` behind that at `offset` of the period."""
+        def one_layer(body: Body[Block], trip: Array, further: Array | int, carry):
+            """The layer `further` behind the first one of a trip."""
+
+            def at(place: Callable[[int], tuple[int, int]]) -> tuple[int, Array]:
+                """The stack or pool, and the index in it."""
+                parts, indices = zip(*map(place, body.starts), strict=True)
+                return parts[0], _index(indices, trip, further)
+
             x, cache, chosen = carry
             seen: list[Array] = []
-            on_choice, block = None if chosen is None else seen.append, group.period[offset]
-            stack, first, stride = self.config.stored_at(group, offset)
-            layer = self.stacks[stack].at(_index(first, stride, repeat, further), num_tokens)
+            on_choice, block = None if chosen is None else seen.append, body.item
+            stack, index = at(self.config.stored_at)
+            layer = self.stacks[stack].at(index, num_tokens)
             pools, mixers, convolve = [], [], None
             if layer.convs is not None:
-                slots, first, stride = self.config.remembered_at(group, offset, is_paged=False)
-                state, number = cache.pools[slots], _index(first, stride, repeat, further)
+                slots, number = at(functools.partial(self.config.remembered_at, is_paged=False))
+                state = cache.pools[slots]
                 assert isinstance(state, SlotState) and rows is not None
                 convolve = Convolve(layer.convs, state.read(number, rows.slots, rows.is_new), rows)
             if layer.attention is not None:
-                pool, first, stride = self.config.remembered_at(group, offset, is_paged=True)
+                pool, index = at(functools.partial(self.config.remembered_at, is_paged=True))
                 attend = functools.partial(
                     layer.attention.paged,
                     inputs=_with_convolution(inputs(block), convolve),
                     kv=cache.pools[pool],  # type: ignore[arg-type]
-                    layer=_index(first, stride, repeat, further),
+                    layer=index,
                     batch=batch.in_group(cache.groups[pool]),
                 )
                 pools, mixers = [*pools, pool], [*mixers, attend]
             if layer.recurrent is not None:
-                pool, first, stride = self.config.remembered_at(group, offset, is_paged=False)
+                pool, index = at(functools.partial(self.config.remembered_at, is_paged=False))
                 recur = functools.partial(
                     layer.recurrent.paged,
                     block=block.recurrent,  # type: ignore[arg-type]
                     state=cache.pools[pool],  # type: ignore[arg-type]
-                    layer=_index(first, stride, repeat, further),
+                    layer=index,
                     rows=rows,  # type: ignore[arg-type]
                 )
                 pools, mixers = [*pools, pool], [*mixers, recur]
@@ -433,17 +442,17 @@ class DecoderModel(eqx.Module):
             if convolve is not None:
                 cache = cache.with_pool(slots, state.write(number, rows.slots, convolve.state))
             if chosen is not None and isinstance(block.feed_forward, ExpertsBlock):
-                first, stride = self.config.expert_layer_at(group, offset)
-                chosen = chosen.at[_index(first, stride, repeat, further)].set(seen.pop())
+                numbers = [self.config.expert_layers.index(layer) for layer in body.starts]
+                chosen = chosen.at[_index(numbers, trip, further)].set(seen.pop())
             return x, cache, chosen
 
         carry = self._embed(batch.tokens, batch.positions), cache, chosen
         for group in self.config.groups:
-            body = functools.partial(run, group)
-            if group.repeats > 1:
-                carry = jax.lax.fori_loop(0, group.repeats, body, carry)
+            trip = functools.partial(run, group)
+            if group.trips > 1:
+                carry = jax.lax.fori_loop(0, group.trips, trip, carry)
             else:  # of an index that XLA knows it would copy the layer's weights, once and for all steps
-                carry = body(jnp.minimum(num_tokens, 0), carry)
+                carry = trip(jnp.minimum(num_tokens, 0), carry)
         return carry
 
     def logits(self, hidden: NamedArray, num_rows: Array | None = None) -> NamedArray:
@@ -524,11 +533,15 @@ def _mix(block: Block, mixers: Sequence[Callable[[NamedArray, Fusion], tuple[Nam
     return mix
 
 
-def _index(first: int, stride: int, repeat: Array, further: Array | int = 0) -> Array:
-    """`first + stride · repeat + further`, i32[]."""
-    index = repeat if stride == 1 else repeat * jnp.int32(stride)
-    index = index if isinstance(further, int) and further == 0 else index + further
-    return index if first == 0 else index + jnp.int32(first)
+def _index(indices: Sequence[int], trip: Array, further: Array | int = 0) -> Array:
+    """`indices[trip] + further`, i32[]."""
+    first, stride = indices[0], indices[1] - indices[0] if len(indices) > 1 else 1
+    if any(index != first + stride * i for i, index in enumerate(indices)):
+        index = jnp.asarray(indices, jnp.int32)[trip]
+    else:
+        index = trip if stride == 1 else trip * jnp.int32(stride)
+        index = index if first == 0 else index + jnp.int32(first)
+    return index if isinstance(further, int) and further == 0 else index + further
 
 
 def _plain_period(
@@ -536,13 +549,15 @@ def _plain_period(
     stacks: dict[int, DecoderLayer],
     *,
     group: Group[Block],
-    places: Sequence[tuple[int, int, int]],
+    places: Sequence[tuple[int, int]],
     inputs: Callable[[Block], AttentionInputs],
 ) -> NamedArray:
     """One period of the plain forward, of what `DecoderModel._periods` gives for one repeat."""
     seen: collections.Counter[int] = collections.Counter()
-    for block, (stack, _, stride) in zip(group.period, places, strict=True):
-        layer = stacks[stack] if stride == 1 else _map_arrays(functools.partial(_entry, seen[stack]), stacks[stack])
+    strides = collections.Counter(stack for stack, _ in places)
+    for block, (stack, _) in zip(group.period, places, strict=True):
+        several = strides[stack] > 1
+        layer = _map_arrays(functools.partial(_entry, seen[stack]), stacks[stack]) if several else stacks[stack]
         seen[stack] += 1
         mixers, convolve = [], None if layer.convs is None else Convolve(layer.convs)
         if layer.attention is not None:
