@@ -151,9 +151,11 @@ class DecoderConfig:
         return tuple(dict.fromkeys((mixer.num_heads, mixer.num_kv_heads) for mixer in self.attention))
 
     @property
-    def convolves_keys(self) -> bool:
-        """Whether the keys of a layer pass a short convolution."""
-        return any(KEYS in dict(block.convs.channels) for block in self.blocks if block.convs is not None)
+    def unsharded_heads(self) -> str | None:
+        """Why the heads of keys and values cannot be sharded over devices; None: they can."""
+        if any(KEYS in dict(block.convs.channels) for block in self.blocks if block.convs is not None):
+            return "keys pass a short convolution"
+        return "layers leave out some heads of keys" if any(a.unused_kv_heads for a in self.kv_attention) else None
 
     # Sizes of the first layer with attention
 
