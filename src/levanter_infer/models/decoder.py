@@ -440,7 +440,7 @@ class DecoderModel(eqx.Module):
             for pool, new in zip(pools, remembered, strict=True):
                 cache = cache.with_pool(pool, new)
             if convolve is not None:
-                cache = cache.with_pool(slots, state.write(number, rows.slots, convolve.state))
+                cache = cache.with_pool(slots, state.write(number, rows.slots, convolve.state))  # type: ignore[union-attr]
             if chosen is not None and isinstance(block.feed_forward, ExpertsBlock):
                 numbers = [self.config.expert_layers.index(layer) for layer in body.starts]
                 chosen = chosen.at[_index(numbers, trip, further)].set(seen.pop())
