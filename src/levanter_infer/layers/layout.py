@@ -118,12 +118,12 @@ class Layout:
         group = config.num_heads // config.num_kv_heads
         equal = len(config.head_counts) == 1
         layout = Layout(mesh, config.num_kv_heads, group, config.vocab_size, config.num_experts, equal)
-        across = any(mixer.qk_norm_whole or mixer.unused_kv_heads for mixer in config.kv_attention)
+        across = any(mixer.qk_norm_whole for mixer in config.kv_attention)
         if layout.model.parts > 1 and not equal and across:
             raise ValueError(
                 f"mesh.model={layout.model.parts}: layers differ in (heads, key and value heads): "
                 f"{', '.join(map(str, config.head_counts))}, and tensor parallelism of such a model with norms over "
-                "all heads, or with heads that some layers leave out, is not implemented; use mesh.data"
+                "all heads is not implemented; use mesh.data"
             )
         if layout.model.parts > 1 and config.unsharded_heads is not None:
             raise ValueError(
