@@ -1,7 +1,9 @@
 """Families with recurrences: configurations as they are published, and tensors that only published files have."""
 
 import json
+import math
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -13,6 +15,7 @@ from levanter_infer.layers.latent_attention import LatentAttentionBlock
 from levanter_infer.layers.mamba2 import GatedNorm, Mamba2Block
 from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.layers.short_conv import ShortConvBlock
+from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.registry import family_for
 from tests.golden_cases import load_case, write_checkpoint
 
@@ -359,3 +362,9 @@ def test_layers_of_kimi_linear_without_a_list_are_those_of_transformers():
     found = parse({**config, "linear_num_heads": 4, "linear_head_dim": 16, "linear_conv_kernel_dim": 3})
     assert [i for i, block in enumerate(found.blocks) if block.attention is not None] == [4, 8, 12, 16, 20, 24]
     assert found.blocks[0].mixer == KimiDeltaBlock(num_heads=4, head_dim=16, taps=3, norm_eps=1e-5)
+
+
+@pytest.mark.parametrize("name", ["kimi_linear", "kimi_linear_biased", "grug_moe_hero", "grug_moe_hero_plain"])
+def test_the_number_of_parameters_is_that_of_the_arrays(name):
+    config = parse(load_case(name).config)
+    assert config.num_parameters == sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(DecoderModel.types(config)))
