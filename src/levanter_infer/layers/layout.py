@@ -129,8 +129,9 @@ class Layout:
             used, unused = mixer.num_kv_heads, mixer.unused_kv_heads
             if unused and any(mixer.num_heads // heads % layout.copies_of(heads) for heads in (used, used + unused)):
                 raise ValueError(
-                    f"mesh.model={layout.model.parts}: layers use {used} of {used + unused} stored key and value heads, "
-                    f"and their {mixer.num_heads} query heads cannot be shared out; use fewer devices, or mesh.expert"
+                    f"mesh.model={layout.model.parts}: layers use {used} of {used + unused} stored key and value "
+                    f"heads, and their {mixer.num_heads} query heads cannot be shared out; use fewer devices, or "
+                    "mesh.expert"
                 )
         return layout
 
