@@ -428,6 +428,8 @@ def test_kimi_linear_48b_is_read():
     [
         ({"linear_attn_config": {"use_full_rank_gate": True}}, r"linear_attn_config has \['use_full_rank_gate'\]"),
         ({"linear_attn_config": {"kda_layers": [1]}}, "expected each of the layers 1 to 27 once"),
+        ({"linear_attn_config": {"kda_layers": 3}}, "kda_layers=3, expected each of the layers 1 to 27 once"),
+        ({"linear_attn_config": {"kda_layers": ["1"], "full_attn_layers": [2]}}, "expected each of the layers 1 to 27"),
         ({"linear_attn_config": [1]}, "linear_attn_config=.*expected an object"),
         ({"mla_use_nope": False}, "mla_use_nope=False, expected True"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings=True, expected False"),
