@@ -65,10 +65,11 @@ class DecoderLayer(eqx.Module):
     input_norm: RMSNorm | None
     """Norm of the input of the mixer."""
     attention: Attention | LatentAttention | None
-    """None: the mixer is `recurrent`."""
+    """None: the mixer is `recurrent`, or there is none."""
     mlp_norm: RMSNorm | None
     """Norm of the input of the feed-forward block."""
-    mlp: Mlp | Moe
+    mlp: Mlp | Moe | None
+    """None: there is no feed-forward block."""
     mixer_out_norm: RMSNorm | None
     mlp_out_norm: RMSNorm | None
     """Norms of the outputs of the mixer and the feed-forward block."""
@@ -86,13 +87,14 @@ class DecoderLayer(eqx.Module):
         """`batch`: axes of independent layers."""
         mixer_key, mlp_key = split_key(key, 2)
         feed_forward = block.feed_forward
+        mlp = None
         if isinstance(feed_forward, ExpertsBlock):
             mlp = Moe.init(batch, embed, feed_forward, key=mlp_key, dtype=dtype)
-        else:
+        elif feed_forward is not None:
             mlp = Mlp.init(batch, embed, feed_forward, key=mlp_key, dtype=dtype)
 
         def norm(name: str) -> RMSNorm | None:  # each an array of its own, so that a training step can donate them
-            names = block.placement.norms
+            names = block.norms
             if name not in names:
                 return None
             return init_norm(batch, embed, block.norm, key=key, dtype=dtype, number=names.index(name))
@@ -123,7 +125,7 @@ class DecoderLayer(eqx.Module):
         self,
         x: NamedArray,
         block: Block,
-        mix: Callable[[NamedArray, Fusion], tuple[NamedArray, Any]],
+        mix: Callable[[NamedArray, Fusion], tuple[NamedArray, tuple[Any, ...]]],
         on_choice: Callable[[Array], None] | None = None,
         own_input: NamedArray | None = None,
         convolve: Convolve | None = None,
@@ -133,11 +135,11 @@ class DecoderLayer(eqx.Module):
         Args:
             x: [..., embed]
             block: what it computes.
-            mix: the mixer, of the residual stream and what happens around its matmuls; gives its result and a state.
+            mix: the mixer, of the residual stream and what happens around its matmuls; gives its result and its states.
             on_choice: called with the experts of each row, if the layer has some (`Moe`).
             own_input: [..., layer_input], the layer's own input, if it has one.
             convolve: its short convolutions, if it has some.
-        Returns: [..., embed] and the mixer's state.
+        Returns: [..., embed] and the mixer's states.
         """
         multiplier = block.residual_multiplier
         mixer_after, mlp_after = self.mixer_out_norm, self.mlp_out_norm
@@ -154,8 +156,12 @@ class DecoderLayer(eqx.Module):
             result = result if after is None else after(result)
             return onto + (result if multiplier == 1 else result * jnp.asarray(multiplier, result.dtype))
 
-        mixed, state = mix(x, around(self.input_norm, mixer_after, x))
-        mixed = added(mixed, mixer_after, x)
+        mixed, states = x, tuple[Any, ...]()
+        if block.mixer is not None:
+            mixed, states = mix(x, around(self.input_norm, mixer_after, x))
+            mixed = added(mixed, mixer_after, x)
+        if self.mlp is None:
+            return mixed, states
         parallel = block.placement.is_parallel
         norm = self.input_norm if block.placement is Placement.PARALLEL else self.mlp_norm
         observed = on_choice is not None and isinstance(self.mlp, Moe)
@@ -167,7 +173,7 @@ class DecoderLayer(eqx.Module):
             result = self.layer_input(result, own_input, block.layer_input)
         if self.layer_scalar is not None:
             result = result * self.layer_scalar.array.reshape(()).astype(result.dtype)
-        return result, state
+        return result, states
 
 
 def _attention(
@@ -311,8 +317,9 @@ class DecoderModel(eqx.Module):
                 shared, several = jax.tree.map(
                     sharded, (part.shared, part.shared_experts), is_leaf=lambda each: isinstance(each, Linear)
                 )
-                axes = {"experts": layout.experts, "sums": layout.expert_sums, "inner": layout.model}
-                return dataclasses.replace(part, **axes, shared=shared, shared_experts=several)
+                axes = {"experts": layout.experts, "sums": layout.expert_sums}
+                down = dataclasses.replace(part.down_proj, shard_axis=layout.model)
+                return dataclasses.replace(part, **axes, shared=shared, shared_experts=several, down_proj=down)
             if isinstance(part, RMSNorm) and part.weight is not None:
                 width = layout.normed_width(part.normed(part.weight.axes))
                 return part if width is None else dataclasses.replace(part, shard_axis=layout.model, width=width)
@@ -466,6 +473,7 @@ class DecoderModel(eqx.Module):
                 state = cache.pools[slots]
                 assert isinstance(state, SlotState) and rows is not None
                 convolve = Convolve(layer.convs, state.read(number, rows.slots, rows.is_new), rows)
+                remember = functools.partial(state.write, number, rows.slots)
             if layer.attention is not None:
                 # Neighbours that share keys and values share those of one layer
                 place = functools.partial(self.config.remembered_at, is_paged=True)
@@ -495,7 +503,7 @@ class DecoderModel(eqx.Module):
             for pool, new in zip(pools, remembered, strict=True):
                 cache = cache.with_pool(pool, new)
             if convolve is not None:
-                cache = cache.with_pool(slots, state.write(number, rows.slots, convolve.state))
+                cache = cache.with_pool(slots, remember(convolve.state))
             if chosen is not None and isinstance(block.feed_forward, ExpertsBlock):
                 numbers = [self.config.expert_layers.index(layer) for layer in body.starts]
                 chosen = chosen.at[_index(numbers, trip, further)].set(seen.pop())
@@ -593,7 +601,7 @@ def _with_convolution(inputs: AttentionInputs, convolve: Convolve | None) -> Att
 def _mix(block: Block, mixers: Sequence[Callable[[NamedArray, Fusion], tuple[NamedArray, Any]]]):
     """The mixer of a layer: its attention, its recurrence, or both side by side. It gives a result and their states."""
 
-    def mix(x: NamedArray, around: Fusion) -> tuple[NamedArray, tuple]:
+    def mix(x: NamedArray, around: Fusion) -> tuple[NamedArray, tuple[Any, ...]]:
         both = block.mixer if isinstance(block.mixer, ParallelMixer) else None
         inner = around if both is None else Fusion(norm=around.norm)
         results, states = zip(*(mixer(x, inner) for mixer in mixers), strict=True)
