@@ -23,6 +23,7 @@ from levanter_infer.layers.latent_attention import LatentAttentionBlock
 from levanter_infer.layers.linear import Linear
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.models.blocks import Stack
+from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.decoder import DecoderModel
 
 _STACK = "layers."
@@ -48,7 +49,8 @@ class Tensor:
     """A line of a family's table: a tensor and the parameters that it holds."""
 
     name: str
-    """HF's name, with `{layer}` for one per layer and `{expert}` for one per expert."""
+    """HF's name, with `{layer}` for one per layer and `{expert}` for one per expert. `{mixer}` and `{feed_forward}`
+    stand for a layer by the number of that part of it (`DecoderConfig.part_numbers`)."""
     parameters: tuple[str, ...]
     """Attribute paths in `DecoderModel`, where `layers.` stands for the stack of a layer."""
     order: Order = Order.ONE_BY_ONE
@@ -56,14 +58,14 @@ class Tensor:
     """Whether the tensor is stored [in, out]."""
     stacked_experts: bool = False
     """Whether the experts of a layer are in one tensor, along its first axis."""
-    unit_axis: bool = False
-    """Whether the tensor has a first axis of size one beside those of its parameters."""
+    unit_axes: tuple[int, int] = (0, 0)
+    """Axes of size one that the tensor has before and after those of its parameters."""
     scalar: bool = False
-    """Whether the tensor is a number without axes."""
+    """Whether the tensor is a number without axes; it is also read with one axis of size one, as Levanter writes it."""
 
     def is_for(self, name: str) -> bool:
         """Whether the tensor `name` of a checkpoint is one of this line."""
-        pattern = re.escape(self.name).replace(r"\{layer\}", r"\d+").replace(r"\{expert\}", r"\d+")
+        pattern = re.sub(r"\\{(layer|mixer|feed_forward|expert)\\}", r"\\d+", re.escape(self.name))
         return re.fullmatch(pattern, name) is not None
 
 
@@ -78,7 +80,7 @@ class Slice:
     groups: int
     """Rows alternate between the parameters this often."""
     columns: tuple[int, ...]
-    """The inputs of a matrix; empty for a vector; of a convolution, one and its taps."""
+    """The inputs of a matrix; empty for a vector; of a convolution its taps, as a rule behind an axis of size one."""
     transposed: bool
 
     @property
@@ -146,7 +148,7 @@ class Parameter:
     """Where it stands in each of them."""
     num_experts: int | None = None
     """First size of the tensors, where they hold all experts of a layer."""
-    unit_axis: bool = False
+    unit_axes: tuple[int, int] = (0, 0)
     """As of `Tensor`."""
     scalar: bool = False
     """Whether the tensors are numbers without axes, seen as [1]."""
@@ -154,8 +156,13 @@ class Parameter:
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of the tensors."""
-        lead = (1,) * self.unit_axis if self.num_experts is None else (self.num_experts,)
-        return () if self.scalar else (*lead, *self.slice.tensor_shape)
+        before, after = self.unit_axes
+        lead = (1,) * before if self.num_experts is None else (self.num_experts,)
+        return () if self.scalar else (*lead, *self.slice.tensor_shape, *(1,) * after)
+
+    def is_stored_as(self, shape: tuple[int, ...]) -> bool:
+        """Whether tensors of this shape can be read."""
+        return shape == self.tensor_shape or (self.scalar and shape == (1,))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -207,7 +214,7 @@ def _parts(model: DecoderModel, tensor: Tensor, paths: Sequence[str], stack: Sta
     rows = tuple(math.prod(axis.size for axis in array.axes[len(lead) :]) // math.prod(columns) for array in arrays)
     groups = _groups(tensor.order, rows, stack)
     assert not any(count % groups for count in rows), f"rows {rows} in {groups} groups"
-    sources = tuple(_sources(tensor, stack and stack.layers, experts))
+    sources = tuple(_sources(tensor, model.config, stack and stack.layers, experts))
     return tuple(
         Parameter(
             path=path,
@@ -217,7 +224,7 @@ def _parts(model: DecoderModel, tensor: Tensor, paths: Sequence[str], stack: Sta
             sources=sources,
             slice=Slice(rows, part, groups, columns, tensor.transposed),
             num_experts=experts if tensor.stacked_experts else None,
-            unit_axis=tensor.unit_axis,
+            unit_axes=tensor.unit_axes,
             scalar=tensor.scalar,
         )
         for part, (path, line, array) in enumerate(zip(paths, tensor.parameters, arrays, strict=True))
@@ -246,7 +253,7 @@ def _split(owner: Any, array: NamedArray) -> tuple[tuple[Axis, ...], tuple[int, 
         lead = tuple(axis for axis in array.axes[:1] if axis.name == LAYERS)
         return lead, tuple(axis.size for axis in owner.normed(array.axes))
     if isinstance(owner, CausalConv) and array is owner.weight:
-        return array.axes[:1], (1, owner.num_taps)
+        return array.axes[:1], (owner.num_taps,) if owner.latest_first else (1, owner.num_taps)
     if not isinstance(owner, Linear):
         return tuple(axis for axis in array.axes[:1] if axis.name == LAYERS), ()
     if array is owner.bias:
@@ -255,11 +262,12 @@ def _split(owner: Any, array: NamedArray) -> tuple[tuple[Axis, ...], tuple[int, 
     return array.axes[: -owner.num_in - owner.num_out], (ins,)
 
 
-def _sources(tensor: Tensor, layers: Sequence[int] | None, experts: int | None):
+def _sources(tensor: Tensor, config: DecoderConfig, layers: Sequence[int] | None, experts: int | None):
     for layer in [None] if layers is None else layers:
+        mixer, feed_forward = (None, None) if layer is None else config.part_numbers[layer]
         for expert in [None] if experts is None else range(experts):
-            name = tensor.name.format(layer=layer, expert=expert)
-            yield Source(name, expert if tensor.stacked_experts else 0 if tensor.unit_axis else None)
+            name = tensor.name.format(layer=layer, mixer=mixer, feed_forward=feed_forward, expert=expert)
+            yield Source(name, expert if tensor.stacked_experts else None)
 
 
 def set_parameter(model: DecoderModel, path: str, array: NamedArray) -> DecoderModel:
@@ -278,5 +286,8 @@ def _resolve(model: DecoderModel, path: str) -> tuple[Any, Any]:
     for name in path.split("."):
         if array is None:
             return None, None
-        owner, array = array, array[int(name)] if name.isdigit() else getattr(array, name, None)
+        if name.isdigit():
+            owner, array = array, array[int(name)] if int(name) < len(array) else None
+        else:
+            owner, array = array, getattr(array, name, None)
     return owner, array
