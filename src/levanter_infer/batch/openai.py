@@ -128,8 +128,9 @@ def _messages(value: Any) -> Any:
 
 
 def _call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    text = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
+        return call
+    text = function.get("arguments")
     if not isinstance(text, str):
         return call
     try:
