@@ -130,6 +130,11 @@ def get_weather(city: str):
             {"chat_template": "{{ x }}"},
             r"has no chat template '{{ x }}'; its templates are default: choose one",
         ),
+        (
+            [USER],
+            {"chat_template": ["rag"]},
+            "chat_template is list; expected the name of one of the model's templates",
+        ),
         ([USER], {"tokenize": False}, "'tokenize' is no variable of a template; the text is returned"),
         ([USER], {"x": object()}, "JSON values only: object is not serializable"),
     ],
