@@ -1,6 +1,7 @@
 """Grouped-query attention over pages, and over a plain sequence."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -231,7 +232,7 @@ class Attention(eqx.Module):
             sinks=None if self.sinks is None else self.sinks.array.reshape(-1),
         )
         attended = kv.backend.attend(call)
-        attended = _finished(NamedArray(attended.reshape(q.array.shape), q.axes), v, gate, inputs.block)
+        attended = self._finished(NamedArray(attended.reshape(q.array.shape), q.axes), v, gate, inputs.block)
         return apply(attended.astype(x.dtype), self.o_proj, residual=around.residual)[0], kv
 
     def dense(self, x: NamedArray, around: Fusion, inputs: AttentionInputs) -> tuple[NamedArray, None]:
@@ -247,7 +248,7 @@ class Attention(eqx.Module):
         k, v = (a.rearrange((*batch, POSITION, KV_HEADS, HEAD_SIZE)).array for a in (k, own))
         sinks = None if self.sinks is None else self.sinks.array.reshape(-1)
         attended = attend_to_all(q.array, k, v, self._rules(k.shape[-1], inputs), sinks)
-        attended = _finished(NamedArray(attended, q.axes), own, gate, inputs.block)
+        attended = self._finished(NamedArray(attended, q.axes), own, gate, inputs.block)
         return apply(attended.astype(x.dtype), self.o_proj, residual=around.residual)[0], None
 
     @property
@@ -260,22 +261,34 @@ class Attention(eqx.Module):
         self, q: NamedArray, k: NamedArray, v: NamedArray, inputs: AttentionInputs
     ) -> tuple[NamedArray, NamedArray, NamedArray]:
         """Queries, keys and values with the norms, the clipping and the rotation."""
-        rope, clip, after = inputs.rope, inputs.block.qkv_clip, inputs.block.qk_norm_after_rope
+        clip, after = inputs.block.qkv_clip, inputs.block.qk_norm_after_rope
         norms = self._norms(inputs.block)
-        if norms is not None and not after:
-            q, k = norms[0](q), norms[1](k)
-        if clip is not None:
-            q, k, v = (NamedArray(jnp.clip(each.array, -clip, clip), each.axes) for each in (q, k, v))
-        if rope is not None:
-            q, k = rope.rotate(q), rope.rotate(k)
-        if norms is not None and after:
-            q, k = norms[0](q), norms[1](k)
-        return (q if rope is None else rope.scale_queries(q)), k, v
+
+        def rotated(q: NamedArray, k: NamedArray, *angles: NamedArray) -> tuple[NamedArray, NamedArray]:
+            rope = None if inputs.rope is None else inputs.rope.of(angles)
+            if norms is not None and not after:
+                q, k = norms[0](q), norms[1](k)
+            if clip is not None:
+                q, k = clipped(q), clipped(k)
+            if rope is not None:
+                q, k = rope.rotate(q), rope.rotate(k)
+            if norms is not None and after:
+                q, k = norms[0](q), norms[1](k)
+            return q if rope is None else rope.scale_queries(q), k
+
+        def clipped(values: NamedArray) -> NamedArray:
+            return values if clip is None else NamedArray(jnp.clip(values.array, -clip, clip), values.axes)
+
+        if norms is not None or inputs.rope is not None:
+            q, k = self.q_proj.by_rows(rotated, q, k, *(inputs.rope.angles if inputs.rope is not None else ()))
+        elif clip is not None:
+            q, k = clipped(q), clipped(k)
+        return q, k, clipped(v)
 
     def _norms(self, block: AttentionBlock) -> tuple[RMSNorm, RMSNorm] | None:
         """Norms of queries and keys; those without weights are not stored."""
         if self.q_norm is not None and self.k_norm is not None:
-            return self.q_norm, self.k_norm
+            return self.q_norm.picked(), self.k_norm.picked()
         if block.qk_norm is None:
             return None
         assert not block.qk_norm_whole, "a norm over all heads without a weight is not implemented: no family has one"
@@ -317,6 +330,14 @@ class Attention(eqx.Module):
         assert q_norm is not None and k_norm is not None, f"kernels do not compute {inputs.block.qk_norm}"
         return Rotation(cos, sin, (q_norm, k_norm), self.q_norm.layer)
 
+    def _finished(
+        self, attended: NamedArray, own: NamedArray, gate: Sequence[NamedArray], block: AttentionBlock
+    ) -> NamedArray:
+        """`_finished` of every token."""
+        if not block.exclusive and not gate:
+            return attended
+        return self.o_proj.by_rows(functools.partial(_finished, block=block), attended, own, *gate)
+
     def _rules(self, head_dim: int, inputs: AttentionInputs) -> ScoreRules:
         block = inputs.block
         return ScoreRules(
@@ -352,7 +373,7 @@ def attend_to_all(q: Array, k: Array, v: Array, rules: ScoreRules, sinks: Array 
     return jnp.einsum("...hgqk,...khd->...qhgd", weights.astype(v.dtype), v, preferred_element_type=f32)
 
 
-def _finished(attended: NamedArray, own: NamedArray, gate: Sequence[NamedArray], block: AttentionBlock) -> NamedArray:
+def _finished(attended: NamedArray, own: NamedArray, *gate: NamedArray, block: AttentionBlock) -> NamedArray:
     """The results of the heads as the output projection takes them.
 
     Args:
@@ -360,8 +381,6 @@ def _finished(attended: NamedArray, own: NamedArray, gate: Sequence[NamedArray],
         own: [..., kv_head, head_size], the values of the same tokens.
         gate: [..., kv_head, q_heads_per_group] or as `attended`, if there is one.
     """
-    if not block.exclusive and not gate:
-        return attended
     wide = attended.astype(jnp.float32)
     if block.exclusive:
         value = own.astype(jnp.float32)

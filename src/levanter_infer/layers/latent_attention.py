@@ -129,6 +129,9 @@ class PerHeadLinear(Linear):
         return self._per_head(x, "thl,hdl->thd")
 
     def _per_head(self, x: Array, matmul: str) -> Array:
+        return self.backend.by_rows(lambda x: [self._matmul(x, matmul)], self.num_rows, x)[0]
+
+    def _matmul(self, x: Array, matmul: str) -> Array:
         weight = self.weight if self.layer is None else pick_layer(self.weight, self.layer)
         array = from_bits(weight.array, self.float_dtype)
         array = array.reshape(-1, *array.shape[-2:])
@@ -265,10 +268,18 @@ class LatentAttention(eqx.Module):
             (q,) = apply(q, self.q_b_proj, norm=self.q_a_norm)
         block = inputs.block
         assert isinstance(block, LatentAttentionBlock)
-        c = self.kv_a_norm(down[LATENT, : block.latent_dim])
-        q_pe, k_pe = q[HEAD_SIZE, block.nope_dim :], down[LATENT, block.latent_dim :].rename({LATENT: HEAD_SIZE})
-        if inputs.rope is not None:
-            q_pe, k_pe = inputs.rope.rotate(q_pe), inputs.rope.rotate(k_pe)
+        norm = self.kv_a_norm.picked()
+
+        def rotated(c: NamedArray, q_pe: NamedArray, k_pe: NamedArray, *angles: NamedArray) -> tuple[NamedArray, ...]:
+            if inputs.rope is not None:
+                rope = inputs.rope.of(angles)
+                q_pe, k_pe = rope.rotate(q_pe), rope.rotate(k_pe)
+            return norm(c), q_pe, k_pe
+
+        c, q_pe = down[LATENT, : block.latent_dim], q[HEAD_SIZE, block.nope_dim :]
+        k_pe = down[LATENT, block.latent_dim :].rename({LATENT: HEAD_SIZE})
+        angles = () if inputs.rope is None else inputs.rope.angles
+        c, q_pe, k_pe = self.kv_a_proj.by_rows(rotated, c, q_pe, k_pe, *angles)
         return q.array[..., : block.nope_dim], q_pe.array, c.array, k_pe.array
 
     def _rules(self, inputs: AttentionInputs) -> ScoreRules:

@@ -77,7 +77,8 @@ class Mlp(eqx.Module):
         """Args: x: [..., embed]; around: the norm of its input, and what is added. Returns: [..., embed]."""
         if self.gate_proj is None:
             (up,) = apply(x, self.up_proj, norm=around.norm)
-            up = NamedArray((self.xielu or block.activation)(up.array), up.axes)
+            activation = self.xielu or block.activation
+            up = self.up_proj.by_rows(lambda up: NamedArray(activation(up.array), up.axes), up)
             return apply(up, self.down_proj, residual=around.residual)[0]
         gate, up = apply(x, self.gate_proj, self.up_proj, norm=around.norm)
         return apply(up, self.down_proj, gate=gate, activation=block.activation, residual=around.residual)[0]

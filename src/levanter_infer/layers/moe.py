@@ -160,23 +160,24 @@ class Moe(eqx.Module):
             return result
         (gate,) = apply(rows, self.shared_gate, norm=norm, dtype=jnp.float32)
 
-        def gated(gate: Array, result: Array) -> Array:
-            return (jax.nn.sigmoid(gate) * result.astype(jnp.float32)).astype(result.dtype)
+        def gated(gate: Array, result: Array) -> list[Array]:
+            return [(jax.nn.sigmoid(gate) * result.astype(jnp.float32)).astype(result.dtype)]
 
-        return self._backend.by_rows(gated, self.num_rows, gate.array, result)
+        return self._backend.by_rows(gated, self.num_rows, gate.array, result)[0]
 
     def _route(self, rows: NamedArray, norm: RMSNorm | None, block: ExpertsBlock) -> tuple[Array, Array]:
         """Experts of each row i32[row, chosen], and their weights f32[row, chosen]."""
         router = block.router
         if router.float32 and rows.dtype != jnp.float32:  # after the norm, whose result has the dtype of the rows
-            rows, norm = (rows if norm is None else norm(rows)).astype(jnp.float32), None
+            rows, norm = (rows if norm is None else norm.by_rows(rows, self.router.by_rows)).astype(jnp.float32), None
         with jax.default_matmul_precision("highest" if router.float32 else None):
             (own,) = apply(rows, self.router, norm=norm, dtype=jnp.float32 if router.exact_logits else None)
         logits = self.experts.all_gather(own.rearrange((ROW, ...)).array.astype(jnp.float32), 1)
         bias = None if self.selection_bias is None else self.experts.all_gather(self.selection_bias.array, 0)
-        return self._backend.by_rows(
-            lambda logits: router.choose(logits, block.num_chosen, bias), self.num_rows, logits
+        chosen, weights = self._backend.by_rows(
+            lambda logits: list(router.choose(logits, block.num_chosen, bias)), self.num_rows, logits
         )
+        return chosen, weights
 
     @property
     def _backend(self) -> Backend:
@@ -205,7 +206,8 @@ class Moe(eqx.Module):
         order, counts = self._sorted(chosen)
         pairs, source = Axis(ROW, order.shape[0]), order // chosen.shape[1]
         if block.router.weigh_inputs:
-            rows, norm, source = _weighted(rows if norm is None else norm(rows), weights), None, order
+            normed = rows if norm is None else norm.by_rows(rows, self.router.by_rows)
+            rows, norm, source = _weighted(normed, weights), None, order
             weights = jnp.ones_like(weights)
         grouped = functools.partial(apply_grouped, axis=pairs, counts=counts)
         gate, up = grouped(rows, self.gate_proj, self.up_proj, rows=source, norm=norm)

@@ -118,8 +118,11 @@ class DecoderLayer(eqx.Module):
         def added(result: NamedArray, after: RMSNorm | None, onto: NamedArray) -> NamedArray:
             if after is None and multiplier == 1:
                 return result  # with the residual in it
-            result = result if after is None else after(result)
-            return onto + (result if multiplier == 1 else result * jnp.asarray(multiplier, result.dtype))
+            rows = self.mlp.down_proj.by_rows
+            result = result if after is None else after.by_rows(result, rows)
+            if multiplier == 1:
+                return onto + result
+            return rows(lambda onto, result: onto + result * jnp.asarray(multiplier, result.dtype), onto, result)
 
         mixed, state = mix(x, around(self.input_norm, self.mixer_out_norm, x))
         mixed = added(mixed, self.mixer_out_norm, x)
