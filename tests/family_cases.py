@@ -38,10 +38,11 @@ def case_of(model_type: str) -> str:
 
 
 def one_per_memory() -> list[str]:
-    """For every combination of what layers remember, the first family that has it."""
+    """For every combination of memories, within a layer and among layers, the first family that has it."""
     first: dict[frozenset, str] = {}
     for model_type in sorted({config.model_type for config in _configs().values()}):
-        memories = frozenset(type(pool.memory) for pool in _configs()[case_of(model_type)].pools)
+        blocks = _configs()[case_of(model_type)].blocks
+        memories = frozenset(tuple(type(memory) for memory in block.memories) for block in blocks)
         first.setdefault(memories, model_type)
     return list(first.values())
 

@@ -59,7 +59,7 @@ BIASED = {"model_type": "glm4_moe", "n_routed_experts": 8, "num_experts_per_tok"
           "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0, "attention_bias": True}  # fmt: skip
 """The choice of experts has a bias and groups; and there is a shared expert."""
 SINKS = {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 5, "head_dim": 8,
-         "intermediate_size": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}  # fmt: skip
+         "intermediate_size": 24, "rope_theta": 1e4}  # fmt: skip
 """Maps of experts and the router have biases, and query heads have sinks."""
 
 

@@ -12,6 +12,7 @@ written by transformers 4.57.6, the others by 5.23.0, which gives the same for t
 """
 
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -67,7 +68,7 @@ def build_model(name: str, config: dict, *, strict: bool = True, zeroed: str | N
 READ_FROM_FILES = (
     *("mixtral", "granitemoe", "olmoe", "qwen2_moe", "glm4_moe", "minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe"),
     *("granitemoeshared", "deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"),
-    *("qwen3_next", "qwen3_5_moe_text", "granitemoehybrid"),
+    *("qwen3_next", "qwen3_5_moe_text", "granitemoehybrid", "kimi_linear"),
 )
 """Families whose experts are other tensors in transformers' memory than in its files."""
 
@@ -86,6 +87,7 @@ def read_model(name: str, config: dict, weights: dict[str, np.ndarray], *, stric
     return model.eval()
 
 
+_DENSE = re.compile(r"\.block_sparse_moe\.((gate|up|down)_proj)")
 SHAPES: dict[str, dict[str, tuple[int, ...]]] = {}
 """Tensors of HF's own models, for families whose tensors `golden_cases.tensor_shapes` does not know."""
 
@@ -98,7 +100,10 @@ def found_shapes(name: str) -> dict[str, tuple[int, ...]] | None:
     if config["model_type"] in READ_FROM_FILES:
         with tempfile.TemporaryDirectory() as directory:
             model.save_pretrained(directory)
-            return {key: value.shape for key, value in load_file(Path(directory) / "model.safetensors").items()}
+            found = load_file(Path(directory) / "model.safetensors")
+        # transformers writes the dense blocks of Kimi-Linear under the name of its experts
+        names = {name: _DENSE.sub(r".mlp.\1", name) for name in found}
+        return {names[name]: value.shape for name, value in found.items()}
     state = model.state_dict()
     tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
     return {key: tuple(value.shape) for key, value in state.items() if key not in tied}

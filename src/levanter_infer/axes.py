@@ -29,6 +29,7 @@ STATE_HEAD = "state_head"  # heads of a recurrence, each with a matrix of its ow
 STATE_GROUP = "state_group"  # heads of Mamba-2 that share what its state is written and read with
 KEY_SIZE = "key_size"  # rows of that matrix: the width of a key and of a query
 VALUE_SIZE = "value_size"  # its columns
+GATE_RANK = "gate_rank"  # numbers from which Kimi delta attention computes the decays, or the gate, of all channels
 LATENT = "latent"  # numbers from which latent attention computes the keys and values of all heads of a token
 Q_LATENT = "q_latent"  # numbers from which it computes their queries
 PANEL = "panel"  # groups of outputs whose weights a CPU reads together

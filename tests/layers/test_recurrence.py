@@ -15,6 +15,7 @@ from levanter_infer.cache.slot_state import SlotState
 from levanter_infer.layers import recurrence
 from levanter_infer.layers.causal_conv import CausalConv
 from levanter_infer.layers.delta_net import DeltaNet, DeltaNetBlock
+from levanter_infer.layers.kimi_delta import KimiDelta, KimiDeltaBlock
 from levanter_infer.layers.linear import Fusion
 from levanter_infer.layers.recurrence import TokenInputs
 from levanter_infer.layers.rows import RaggedRows
@@ -25,11 +26,12 @@ EMBED_AXIS = Axis(EMBED, 12)
 BLOCKS = {
     "short_conv": ShortConvBlock(channels=7, taps=4, bias=True),
     "delta_net": DeltaNetBlock(2, 4, key_size=6, value_size=5, taps=3, norm_eps=1e-5),
+    "kimi_delta": KimiDeltaBlock(3, head_dim=6, taps=3, norm_eps=1e-5),
 }
-MIXERS = {"short_conv": ShortConv, "delta_net": DeltaNet}
+MIXERS = {"short_conv": ShortConv, "delta_net": DeltaNet, "kimi_delta": KimiDelta}
 
 
-def token_inputs(num: int, *, delta: bool, seed: int = 0, decay: float = 0.3) -> TokenInputs:
+def token_inputs(num: int, *, delta: bool, seed: int = 0, decay: float = 0.3, by_channel: bool = False) -> TokenInputs:
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
@@ -40,7 +42,7 @@ def token_inputs(num: int, *, delta: bool, seed: int = 0, decay: float = 0.3) ->
         q=normal(KEY),
         k=k / jnp.linalg.norm(k, axis=-1, keepdims=True),
         v=normal(VALUE),
-        log_decay=-decay * jnp.abs(normal()),
+        log_decay=-decay * jnp.abs(normal(*[KEY] * by_channel)),
         beta=jax.nn.sigmoid(normal()) if delta else None,
     )
 
@@ -52,7 +54,7 @@ def by_hand(state: np.ndarray, x: TokenInputs) -> tuple[np.ndarray, np.ndarray]:
     for t in range(q.shape[0]):
         rows = []
         for h in range(HEADS):
-            decayed = np.exp(g[t, h]) * state[h]
+            decayed = np.exp(g[t, h])[..., None] * state[h]
             delta = v[t, h] if x.beta is None else float(x.beta[t, h]) * (v[t, h] - decayed.T @ k[t, h])
             state[h] = decayed + np.outer(k[t, h], delta)
             rows.append(state[h].T @ q[t, h])
@@ -86,10 +88,10 @@ def rows_of(rows: list[tuple[int, int, int]], num_tokens: int, num_rows: int = 4
     return RaggedRows.of(batch_of(rows, num_tokens, num_rows, num_slots))
 
 
-@pytest.mark.parametrize("delta", [True, False])
+@pytest.mark.parametrize(("delta", "by_channel"), [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize("decay", [0.3, 40.0])  # e^-40 a token: differences of the sums would overflow
-def test_every_form_of_the_recurrence_gives_its_definition(delta, decay):
-    x = token_inputs(37, delta=delta, decay=decay)
+def test_every_form_of_the_recurrence_gives_its_definition(delta, by_channel, decay):
+    x = token_inputs(37, delta=delta, decay=decay, by_channel=by_channel)
     start = np.random.default_rng(1).standard_normal((HEADS, KEY, VALUE)).astype(np.float32)
     want_state, want = by_hand(start, x)
     state, results = jax.lax.scan(recurrence.one_token, jnp.asarray(start), x)
@@ -109,11 +111,12 @@ def test_a_block_of_equal_keys_stays_exact():
     np.testing.assert_allclose(recurrence.block(jnp.asarray(zeros), x)[1], by_hand(zeros, x)[1], atol=2e-5)
 
 
-def test_rows_of_a_packed_batch_do_not_see_each_other():
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_rows_of_a_packed_batch_do_not_see_each_other(by_channel):
     """One row of many tokens (over two blocks), one of a single token, one of two, and padding."""
     counts = [recurrence.BLOCK + 6, 1, 2]
     num_tokens = sum(counts) + 3
-    x = token_inputs(num_tokens, delta=True)
+    x = token_inputs(num_tokens, delta=True, by_channel=by_channel)
     start = np.random.default_rng(1).standard_normal((4, HEADS, KEY, VALUE)).astype(np.float32)
     rows = rows_of([(3, 5, counts[0]), (0, 9, counts[1]), (2, 0, counts[2])], num_tokens)
     state, results = jax.jit(recurrence.ragged)(jnp.asarray(start), x, rows)

@@ -8,7 +8,7 @@ from safetensors.numpy import load_file, save_file
 
 from levanter_infer.checkpoints.load import load_model
 from levanter_infer.layers.delta_net import DeltaNetBlock
-from levanter_infer.layers.mamba2 import Mamba2Block
+from levanter_infer.layers.mamba2 import GatedNorm, Mamba2Block
 from levanter_infer.layers.short_conv import ShortConvBlock
 from levanter_infer.models.registry import family_for
 from tests.golden_cases import load_case, write_checkpoint
@@ -135,6 +135,47 @@ GRANITE_4_TINY = {
     "vocab_size": 100352,
 }
 
+FALCON_H1_HALF_B = {
+    "model_type": "falcon_h1",
+    "attention_bias": False,
+    "attention_in_multiplier": 1.0,
+    "attention_out_multiplier": 0.9375,
+    "embedding_multiplier": 5.656854249492381,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "key_multiplier": 0.390625,
+    "lm_head_multiplier": 0.0390625,
+    "mamba_chunk_size": 128,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_ssm": 1536,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 24,
+    "mamba_norm_before_gate": False,
+    "mamba_proj_bias": False,
+    "mamba_rms_norm": False,
+    "max_position_embeddings": 16384,
+    "mlp_bias": False,
+    "mlp_multipliers": [0.8838834764831844, 0.5859375],
+    "num_attention_heads": 8,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 2,
+    "num_logits_to_keep": 1,
+    "projectors_bias": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 100000000000.0,
+    "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+    "ssm_out_multiplier": 0.23570226039551587,
+    "tie_word_embeddings": False,
+    "vocab_size": 32784,
+}
+
 
 def config_of(raw: dict):
     return family_for(raw).config_from_hf(raw)
@@ -157,6 +198,12 @@ def test_published_configurations_are_read():
     assert granite.blocks[0].recurrent == Mamba2Block(48, 64, 1, 128, 4, 1e-5) and granite.attention[0].rope is None
     assert round(granite.num_parameters / 1e8) in range(66, 73)
 
+    falcon = config_of(FALCON_H1_HALF_B)
+    mixer = falcon.blocks[0].mixer
+    assert mixer.recurrent.norm is GatedNorm.NONE and mixer.recurrent.multipliers[3] == 0.5 * 1.25
+    assert mixer.attention.scale == 64**-0.5 * 0.390625 and mixer.attention_multiplier == 0.9375
+    assert [pool.memory.is_paged for pool in falcon.pools] == [True, False] and round(falcon.num_parameters / 1e7) == 52
+
 
 @pytest.mark.parametrize(
     "raw, change, message",
@@ -169,6 +216,8 @@ def test_published_configurations_are_read():
         (QWEN3_NEXT_80B, {"layer_types": ["mamba"] * 48}, "a list of full_attention and linear_attention"),
         (GRANITE_4_TINY, {"time_step_limit": [0.001, 0.1]}, "time_step_limit"),
         (GRANITE_4_TINY, {"mamba_n_heads": 47}, "mamba_n_heads=47, expected with mamba_d_head=64"),
+        (FALCON_H1_HALF_B, {"attention_bias": True, "attention_in_multiplier": 2.0}, "1.0 with a bias behind it"),
+        (FALCON_H1_HALF_B, {"ssm_multipliers": [1.0] * 4}, "a list of 5 numbers"),
         (GRANITE_4_TINY, {"position_embedding_type": "learned"}, "position_embedding_type='learned'"),
     ],
 )

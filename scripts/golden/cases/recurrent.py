@@ -1,6 +1,7 @@
 """Golden cases of families with a state of fixed size."""
 
 from scripts.golden.cases.base import EVERY, GRANITE_CHANGES, GRANITEMOE, QWEN2_MOE, Case
+from scripts.golden.cases.latent import LATENT
 
 CASES: dict[str, Case] = {}
 LFM2 = {
@@ -183,5 +184,129 @@ CASES |= {
         (5, 60),
         {"attention_bias": False},
         changes=(*GRANITE_CHANGES, {"position_embedding_type": "rope"}),
+    ),
+}
+FALCON_H1 = {
+    **{k: v for k, v in EVERY.items() if k != "head_dim"},
+    "model_type": "falcon_h1",
+    "architectures": ["FalconH1ForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 12,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 10,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 16,
+    "mamba_rms_norm": False,
+    "embedding_multiplier": 1.7,
+    "lm_head_multiplier": 0.6,
+    "key_multiplier": 3.0,
+    "attention_in_multiplier": 1.4,
+    "attention_out_multiplier": 2.5,
+    "ssm_in_multiplier": 1.4,
+    "ssm_out_multiplier": 0.7,
+    "ssm_multipliers": [0.6, 1.5, 0.7, 1.3, 0.8],
+    "mlp_multipliers": [0.7, 1.4],
+    "pad_token_id": 0,
+}
+FALCON_CHANGES = (
+    *({f"{key}_multiplier": 1.0} for key in ("embedding", "lm_head", "key", "attention_in", "attention_out")),
+    *({f"{key}_multiplier": 1.0} for key in ("ssm_in", "ssm_out")),
+    *({"ssm_multipliers": [1.0 if i == j else m for j, m in enumerate([0.6, 1.5, 0.7, 1.3, 0.8])]} for i in range(5)),
+    {"mlp_multipliers": [1.0, 1.4]},
+    {"mlp_multipliers": [0.7, 1.0]},
+)
+CASES |= {
+    "falcon_h1": Case(FALCON_H1, (7, 100), {"key_multiplier": 1.0}, changes=FALCON_CHANGES),
+    "falcon_h1_tied": Case(
+        {
+            **FALCON_H1,
+            "tie_word_embeddings": True,
+            "embedding_multiplier": 0.4,
+            "mlp_multipliers": [2.5, 1.4],
+            "ssm_out_multiplier": 2.0,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": True,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "key_multiplier": 1.0,
+            "attention_in_multiplier": 1.0,
+            "ssm_in_multiplier": 1.0,
+            "ssm_multipliers": None,
+            "mamba_d_ssm": None,
+            "mamba_expand": 2,
+            "mamba_d_head": "auto",
+            "mamba_n_heads": 16,
+        },
+        (5, 60),
+        {"mlp_bias": False},
+        changes=({"mamba_norm_before_gate": False}, {"mlp_multipliers": None}, {"ssm_out_multiplier": 1.0}),
+    ),
+}
+KIMI_LINEAR = {
+    **{k: v for k, v in LATENT.items() if k not in ("rope_theta", "max_position_embeddings")},
+    "model_type": "kimi_linear",
+    "architectures": ["KimiLinearForCausalLM"],
+    "model_max_length": 512,
+    "num_hidden_layers": 6,
+    "q_lora_rank": None,
+    "moe_intermediate_size": 36,
+    "num_experts": 12,
+    "num_experts_per_token": 3,
+    "num_shared_experts": 2,
+    "num_expert_group": 3,
+    "topk_group": 2,
+    "moe_renormalize": True,
+    "routed_scaling_factor": 1.7,
+    "first_k_dense_replace": 1,
+}
+KIMI_CHANGES = (
+    {"topk_group": 3},
+    {"num_experts_per_token": 2},
+    {"moe_renormalize": False},
+    {"routed_scaling_factor": 1.0},
+)
+CASES |= {
+    "kimi_linear": Case(
+        {
+            **KIMI_LINEAR,
+            "linear_attn_config": {
+                "full_attn_layers": [4, 6],
+                "kda_layers": [1, 2, 3, 5],
+                "head_dim": 12,
+                "num_heads": 5,
+                "short_conv_kernel_size": 4,
+            },
+        },
+        (8, 100),
+        {"topk_group": 3},
+        changes=KIMI_CHANGES,
+        zeroed=("e_score_correction_bias", "dt_bias", "A_log", "f_b_proj.weight", "g_b_proj.weight"),
+    ),
+    "kimi_linear_biased": Case(
+        {
+            **KIMI_LINEAR,
+            "q_lora_rank": 20,
+            "attention_bias": True,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+            "num_hidden_layers": 4,
+            "linear_head_dim": 10,
+            "linear_num_heads": 3,
+            "linear_conv_kernel_dim": 3,
+            "num_shared_experts": 1,
+            "moe_renormalize": False,
+            "num_expert_group": 1,
+            "topk_group": 1,
+            "rms_norm_eps": 1e-3,
+        },
+        (5, 60),
+        {"attention_bias": False},
+        changes=({"moe_renormalize": True}, {"routed_scaling_factor": 1.0}, {"num_experts_per_token": 2}),
+        zeroed=("shared_experts.down_proj.weight", "q_conv1d.weight"),
     ),
 }

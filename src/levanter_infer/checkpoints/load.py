@@ -216,7 +216,8 @@ def _read_entries(
     for source, out in entries:
         tensor = tensors[source.name]
         tensor = tensor if source.expert is None else tensor.entry(source.expert)
-        tensor = tensor if tensor.shape else dataclasses.replace(tensor, shape=(1,))
+        if tensor.shape != param.slice.tensor_shape:  # without its axes of size one
+            tensor = dataclasses.replace(tensor, shape=param.slice.tensor_shape)
         if param.slice.row_range is not None:
             first, _ = param.slice.row_range
             pieces.append((tensor.rows(first + start, first + stop), out[start:stop]))

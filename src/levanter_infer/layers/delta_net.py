@@ -14,9 +14,7 @@ from levanter_infer.cache.memory import FixedState
 from levanter_infer.layers.causal_conv import CausalConv
 from levanter_infer.layers.linear import Fusion, Linear, apply, split_key
 from levanter_infer.layers.norm import NormConfig, RMSNorm
-from levanter_infer.layers.recurrence import RecurrentMixer, TokenInputs, repeated
-
-_L2_EPS = 1e-6
+from levanter_infer.layers.recurrence import RecurrentMixer, TokenInputs, repeated, unit
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ class DeltaNet(RecurrentMixer):
         def inputs(flat: Array, a: Array, b: Array) -> list[Array]:
             lead = flat.shape[:-1]
             q_flat, k_flat, v_flat = jnp.split(jax.nn.silu(flat), [keys, 2 * keys], axis=-1)
-            q_unit, k_unit = (_unit(each.reshape(*lead, *q.array.shape[-2:])) for each in (q_flat, k_flat))
+            q_unit, k_unit = (unit(each.reshape(*lead, *q.array.shape[-2:])) for each in (q_flat, k_flat))
             q_heads = repeated(q_unit * jnp.float32(block.key_size**-0.5), block.num_value_heads)
             k_heads = repeated(k_unit, block.num_value_heads)
             beta = jax.nn.sigmoid(b.astype(jnp.float32))
@@ -150,8 +148,3 @@ class DeltaNet(RecurrentMixer):
     def _log_decay(self, a: Array) -> Array:
         rate, bias = (each.array.reshape(*(1,) * (a.ndim - 1), -1) for each in (self.a_log, self.dt_bias))
         return -jnp.exp(rate) * jax.nn.softplus(a.astype(jnp.float32) + bias)
-
-
-def _unit(x: Array) -> Array:
-    """Vectors of unit length, along the last axis."""
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + jnp.float32(_L2_EPS))

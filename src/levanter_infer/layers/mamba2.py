@@ -1,5 +1,7 @@
 """Mamba-2 as a mixer (Granite 4, Nemotron-H, Falcon-H1): a matrix per head that decays and gathers what tokens add."""
 
+import dataclasses
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +18,17 @@ from levanter_infer.layers.linear import Fusion, Linear, apply, split_key
 from levanter_infer.layers.recurrence import RecurrentMixer, TokenInputs, repeated
 
 
+class GatedNorm(enum.Enum):
+    """Place of the norm of the result y and its gate z."""
+
+    AFTER = "norm(y · silu(z))"
+    """Granite 4."""
+    BEFORE = "norm(y) · silu(z)"
+    """Falcon-H1."""
+    NONE = "y · silu(z)"
+    """Falcon-H1, most sizes."""
+
+
 @dataclass(frozen=True)
 class Mamba2Block:
     """Mamba-2, without its parameters."""
@@ -29,10 +42,15 @@ class Mamba2Block:
     taps: int
     """Inputs that an output of the convolution sees."""
     norm_eps: float
-    """Epsilon of the norm of the gated result, over each group."""
+    """Epsilon of the norm of the result, over each group."""
     conv_bias: bool = True
     bias: bool = False
-    """Whether the projections have one."""
+    """Whether the projections of the input have one."""
+    out_bias: bool = False
+    """Whether the projection of the result has one."""
+    norm: GatedNorm = GatedNorm.AFTER
+    multipliers: tuple[float, ...] = (1.0,) * 5
+    """Factors of z, x, B, C and dt."""
 
     unfused = "a recurrence"
 
@@ -43,7 +61,8 @@ class Mamba2Block:
     @property
     def stored(self) -> "Mamba2Block":
         """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""
-        return self
+        norm = self.norm if self.norm is GatedNorm.NONE else GatedNorm.AFTER
+        return dataclasses.replace(self, multipliers=(1.0,) * 5, norm=norm)
 
     @property
     def width(self) -> int:
@@ -65,7 +84,9 @@ class Mamba2Block:
         """From the sizes alone. Args: hidden: width of the residual stream."""
         rows = self.width + self.channels + self.num_heads
         conv = self.channels * (self.taps + self.conv_bias)
-        return (hidden + self.bias) * rows + hidden * (self.width + self.bias) + conv + 3 * self.num_heads + self.width
+        norm = self.width * (self.norm is not GatedNorm.NONE)
+        projections = (hidden + self.bias) * rows + hidden * (self.width + self.out_bias)
+        return projections + conv + 3 * self.num_heads + norm
 
 
 class Mamba2(RecurrentMixer):
@@ -89,7 +110,7 @@ class Mamba2(RecurrentMixer):
     dt_bias: NamedArray
     skip: NamedArray
     """f32[layers, state_head]; skip is d."""
-    norm_weight: NamedArray
+    norm_weight: NamedArray | None
     """[layers, state_head, value_size]"""
     out_proj: Linear
     """[layers, embed, state_head, value_size]"""
@@ -116,8 +137,8 @@ class Mamba2(RecurrentMixer):
             a_log=hax.zeros((*batch, head)),
             dt_bias=hax.zeros((*batch, head)),
             skip=hax.ones((*batch, head)),
-            norm_weight=hax.ones((*batch, *value), dtype=dtype),
-            out_proj=Linear.init(batch, (embed,), value, key=next(keys), dtype=dtype, bias=block.bias),
+            norm_weight=None if block.norm is GatedNorm.NONE else hax.ones((*batch, *value), dtype=dtype),
+            out_proj=Linear.init(batch, (embed,), value, key=next(keys), dtype=dtype, bias=block.out_bias),
         )
 
     def _mixed(
@@ -129,7 +150,11 @@ class Mamba2(RecurrentMixer):
         recur: Callable[[TokenInputs], Array],
     ) -> NamedArray:
         maps = (self.z_proj, self.x_proj, self.b_proj, self.c_proj, self.dt_proj)
-        z, inputs, b, c, dt = apply(x, *maps, norm=around.norm)
+        projected = apply(x, *maps, norm=around.norm)
+        z, inputs, b, c, dt = (
+            each if factor == 1 else each * jnp.asarray(factor, each.dtype)
+            for each, factor in zip(projected, block.multipliers, strict=True)
+        )
         lead = x.array.shape[:-1]
         flat = jnp.concatenate([each.array.reshape(*lead, -1) for each in (inputs, b, c)], axis=-1)
         sizes = [block.width, block.width + block.num_groups * block.state_size]
@@ -149,7 +174,12 @@ class Mamba2(RecurrentMixer):
 
         def gated(result: Array, values: Array, z: Array) -> list[Array]:
             result = result + skip[..., None] * values
-            return [self._normed(result * jax.nn.silu(z.astype(jnp.float32)), block).astype(x.dtype)]
+            gate = jax.nn.silu(z.astype(jnp.float32))
+            if block.norm is GatedNorm.BEFORE:
+                result = self._normed(result, block) * gate
+            else:
+                result = self._normed(result * gate, block)
+            return [result.astype(x.dtype)]
 
         out = self.out_proj
         *tokens, values = out.backend.by_rows(token_inputs, out.num_rows, convolve(flat), dt.array)
@@ -158,7 +188,9 @@ class Mamba2(RecurrentMixer):
         return apply(NamedArray(result, z.axes), out, residual=around.residual)[0]
 
     def _normed(self, gated: Array, block: Mamba2Block) -> Array:
-        """RMSNorm over the heads of each group."""
+        """RMSNorm over the heads of each group, if the block has one."""
+        if self.norm_weight is None:
+            return gated
         groups = gated.reshape(*gated.shape[:-2], block.num_groups, -1)
         scale = jax.lax.rsqrt(jnp.mean(groups * groups, axis=-1, keepdims=True) + jnp.float32(block.norm_eps))
         weight = self.norm_weight.array.astype(jnp.float32)

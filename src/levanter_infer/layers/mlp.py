@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import equinox as eqx
+import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax import Array
 
@@ -24,12 +25,17 @@ class DenseBlock:
     """`down(activation(gate(x)) · up(x))`; else `down(activation(up(x)))`."""
     bias: bool = False
     """Whether all its maps have one."""
+    gate_multiplier: float = 1.0
+    """Factor of the gate, before the activation."""
+    out_multiplier: float = 1.0
+    """Factor of the result."""
 
     @property
     def stored(self) -> "DenseBlock":
         """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""
         has_parameters = self.activation is Activation.XIELU
-        return self if has_parameters else dataclasses.replace(self, activation=Activation.SILU)
+        own = self if has_parameters else dataclasses.replace(self, activation=Activation.SILU)
+        return dataclasses.replace(own, gate_multiplier=1.0, out_multiplier=1.0)
 
     def __post_init__(self):
         if self.gated and self.activation is Activation.XIELU:
@@ -38,6 +44,8 @@ class DenseBlock:
     @property
     def unfused(self) -> str | None:
         """The part that no kernel fuses with a matmul; None: there is none, as in Llama."""
+        if self.gate_multiplier != 1 or self.out_multiplier != 1:
+            return "multipliers of a feed-forward block"
         return self.activation.unfused if self.gated else "a feed-forward block without a gate"
 
     def num_parameters(self, hidden: int) -> int:
@@ -81,4 +89,10 @@ class Mlp(eqx.Module):
             up = self.up_proj.by_rows(lambda up: NamedArray(activation(up.array), up.axes), up)
             return apply(up, self.down_proj, residual=around.residual)[0]
         gate, up = apply(x, self.gate_proj, self.up_proj, norm=around.norm)
+        if block.gate_multiplier != 1:
+            gate = self.gate_proj.by_rows(lambda gate: gate * jnp.asarray(block.gate_multiplier, gate.dtype), gate)
+        if block.out_multiplier != 1:
+            (result,) = apply(up, self.down_proj, gate=gate, activation=block.activation)
+            factor = jnp.asarray(block.out_multiplier, result.dtype)
+            return around.after(self.down_proj.by_rows(lambda result: result * factor, result))
         return apply(up, self.down_proj, gate=gate, activation=block.activation, residual=around.residual)[0]

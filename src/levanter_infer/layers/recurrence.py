@@ -1,11 +1,15 @@
-"""Gated linear recurrences over a matrix per head: gated DeltaNet, and Mamba-2 without the delta rule.
+"""Gated linear recurrences over a matrix per head: gated DeltaNet, Kimi delta attention, and Mamba-2 without the delta
+rule.
 
     S_t = e^{g_t} S_{t-1} + k_t δ_tᵀ,    o_t = S_tᵀ q_t
     δ_t = v_t, or with the delta rule β_t (v_t - (e^{g_t} S_{t-1})ᵀ k_t)
 
+The decay e^{g_t} is one number for a head, or in Kimi delta attention one for each channel of its keys (a row of S).
+
 The same mathematics in three forms: `scan` a token at a time over plain sequences, which is the oracle; one token of
 each row; and blocks of `BLOCK` tokens of one row by matmuls. `ragged` composes the last two over a packed batch, and
-`ragged_scan` is of the first form, for equal bits whatever the batch. All numbers are float32. Sources: Gated DeltaNet, arXiv:2412.06464; state space duality, arXiv:2405.21060.
+`ragged_scan` has the first form there, for equal bits whatever the batch. All numbers are float32. Sources: Gated
+DeltaNet, arXiv:2412.06464; Kimi delta attention, arXiv:2510.26692; state space duality, arXiv:2405.21060.
 """
 
 import abc
@@ -26,6 +30,9 @@ from levanter_infer.layers.rows import RaggedRows
 
 BLOCK = 64
 """Tokens of a row that are computed together."""
+CHANNEL_BLOCK = 16
+"""The same where channels decay by themselves: a block has a decay of each channel between any two of its tokens."""
+_L2_EPS = 1e-6
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
@@ -38,17 +45,27 @@ class TokenInputs(eqx.Module):
     v: Array
     """[..., head, value_size]"""
     log_decay: Array
-    """[..., head], at most 0."""
+    """[..., head], or [..., head, key_size] of each channel; at most 0."""
     beta: Array | None
     """[..., head], share of the old value that the new one replaces; None: there is no delta rule."""
 
     def map(self, function) -> "TokenInputs":
         return jax.tree.map(function, self)
 
+    @property
+    def is_by_channel(self) -> bool:
+        """Whether every channel of the keys has a decay of its own."""
+        return self.log_decay.ndim == self.k.ndim
+
+    @property
+    def channel_log_decay(self) -> Array:
+        """[..., head, key_size], or of size one where all channels decay alike."""
+        return self.log_decay if self.is_by_channel else self.log_decay[..., None]
+
 
 def one_token(state: Array, x: TokenInputs) -> tuple[Array, Array]:
     """Args: state: f32[..., head, key_size, value_size]. Returns: the new state, and f32[..., head, value_size]."""
-    state = jnp.exp(x.log_decay)[..., None, None] * state
+    state = jnp.exp(x.channel_log_decay)[..., None] * state
     delta = x.v
     if x.beta is not None:
         delta = x.beta[..., None] * (x.v - jnp.sum(state * x.k[..., None], axis=-2))
@@ -62,7 +79,7 @@ def scan(x: TokenInputs) -> Array:
     Args: x: [..., position, head, …]
     Returns: f32[..., position, head, value_size].
     """
-    axis = x.log_decay.ndim - 2
+    axis = x.v.ndim - 3
     by_position = x.map(lambda array: jnp.moveaxis(array, axis, 0))
     zeros = jnp.zeros((*by_position.k.shape[1:], x.v.shape[-1]), jnp.float32)
     return jnp.moveaxis(jax.lax.scan(one_token, zeros, by_position)[1], 0, axis)
@@ -79,25 +96,33 @@ def block(state: Array, x: TokenInputs) -> tuple[Array, Array]:
         x: [token, head, …]
     Returns: the state after the last, and f32[token, head, value_size].
     """
-    q, k, v = (jnp.swapaxes(each, 0, 1) for each in (x.q, x.k, x.v))  # [head, token, size]
-    total = jnp.cumsum(x.log_decay.T, axis=1)  # [head, token]
+    parts = (x.q, x.k, x.v, x.channel_log_decay)
+    q, k, v, log_decay = (jnp.swapaxes(each, 0, 1) for each in parts)  # [head, token, size]
+    total = jnp.cumsum(log_decay, axis=1)
     num = total.shape[1]
-    # The decay from each token to each later one, of sums of its own: differences of `total` would lose their digits.
+    # The decay from each token to each later one, of sums of its own: differences of `total` would lose their digits,
+    # and quotients of their exponentials would overflow.
     after = jnp.tril(jnp.ones((1, num, num), bool), -1)
-    between = jnp.cumsum(jnp.where(after, x.log_decay.T[:, :, None], 0), axis=1)
-    decay = jnp.tril(jnp.exp(between))  # [head, token, earlier token]
+    between = jnp.cumsum(jnp.where(after[..., None], log_decay[:, :, None], 0), axis=1)
+    decay = jnp.exp(between)  # [head, token, earlier token, key_size or 1]
+
+    def products(left: Array) -> Array:
+        """Of each token with each, whose key has decayed in between; anything for later ones."""
+        if x.is_by_channel:
+            return jnp.sum(left[:, :, None] * k[:, None] * decay, axis=-1)
+        return decay[..., 0] * _matmul("htk,hsk->hts", left, k)
+
     delta = v
     if x.beta is not None:
         beta = x.beta.T[..., None]
-        remembered = jnp.exp(total)[..., None] * _matmul("htk,hkv->htv", k, state)
-        system = jnp.tril(beta * decay * _matmul("htk,hsk->hts", k, k), -1)  # of its diagonal of ones
+        remembered = _matmul("htk,hkv->htv", jnp.exp(total) * k, state)
+        system = jnp.tril(beta * products(k), -1)  # of its diagonal of ones
         delta = jax.lax.linalg.triangular_solve(
             system, beta * (v - remembered), left_side=True, lower=True, unit_diagonal=True
         )
-    result = jnp.exp(total)[..., None] * _matmul("htk,hkv->htv", q, state)
-    result = result + _matmul("hts,hsv->htv", decay * _matmul("htk,hsk->hts", q, k), delta)
-    left = decay[:, -1, :, None] * k
-    state = jnp.exp(total[:, -1])[:, None, None] * state + _matmul("htk,htv->hkv", left, delta)
+    result = _matmul("htk,hkv->htv", jnp.exp(total) * q, state)
+    result = result + _matmul("hts,hsv->htv", jnp.tril(products(q)), delta)
+    state = jnp.exp(total[:, -1])[..., None] * state + _matmul("htk,htv->hkv", decay[:, -1] * k, delta)
     return state, jnp.swapaxes(result, 0, 1)
 
 
@@ -142,7 +167,7 @@ def ragged(state: Array, x: TokenInputs, rows: RaggedRows) -> tuple[Array, Array
     place = jnp.where(is_single, rows.starts, num_tokens)
     result = jnp.zeros(x.v.shape, jnp.float32).at[place].set(results, mode="drop")
 
-    size = min(BLOCK, num_tokens)
+    size = min(CHANNEL_BLOCK if x.is_by_channel else BLOCK, num_tokens)
     counts = jnp.where(rows.lens > 1, -(-rows.lens // size), 0)
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     item = jnp.arange(size, dtype=jnp.int32)
@@ -161,6 +186,11 @@ def ragged(state: Array, x: TokenInputs, rows: RaggedRows) -> tuple[Array, Array
 
 def _matmul(spec: str, left: Array, right: Array) -> Array:
     return jnp.einsum(spec, left, right, precision=_HIGHEST, preferred_element_type=jnp.float32)
+
+
+def unit(x: Array) -> Array:
+    """Vectors of unit length, along the last axis."""
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + jnp.float32(_L2_EPS))
 
 
 def repeated(heads: Array, num_heads: int) -> Array:

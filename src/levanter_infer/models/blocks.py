@@ -8,8 +8,10 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from levanter_infer.cache.memory import Memory
 from levanter_infer.layers.attention import AttentionBlock
 from levanter_infer.layers.delta_net import DeltaNetBlock
+from levanter_infer.layers.kimi_delta import KimiDeltaBlock
 from levanter_infer.layers.latent_attention import LatentAttentionBlock
 from levanter_infer.layers.mamba2 import Mamba2Block
 from levanter_infer.layers.mlp import DenseBlock
@@ -17,10 +19,45 @@ from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.layers.norm import NormConfig
 from levanter_infer.layers.short_conv import ShortConvBlock
 
-RecurrentBlock = ShortConvBlock | DeltaNetBlock | Mamba2Block
+RecurrentBlock = ShortConvBlock | DeltaNetBlock | KimiDeltaBlock | Mamba2Block
 """Mixers that remember a state of fixed size per sequence (`SlotState`)."""
 
-Mixer = AttentionBlock | LatentAttentionBlock | RecurrentBlock
+
+@dataclass(frozen=True)
+class ParallelMixer:
+    """Attention and a recurrence of the same input side by side, whose results are added (Falcon-H1)."""
+
+    unscaled_attention: AttentionBlock
+    """Attention without `key_multiplier`."""
+    recurrent: RecurrentBlock
+    key_multiplier: float = 1.0
+    """Factor of the keys, which is one of the scale."""
+    attention_multiplier: float = 1.0
+    recurrent_multiplier: float = 1.0
+    """Factors of the results."""
+
+    @property
+    def attention(self) -> AttentionBlock:
+        plain = self.unscaled_attention
+        scale = plain.head_dim**-0.5 if plain.scale is None else plain.scale
+        return dataclasses.replace(plain, scale=scale * self.key_multiplier)
+
+    @property
+    def unfused(self) -> str:
+        """The part that no kernel fuses with a matmul or with the cache."""
+        return self.recurrent.unfused
+
+    @property
+    def stored(self) -> "ParallelMixer":
+        """The mixer with neutral options that no parameter depends on: layers of equal ones share a stack."""
+        return ParallelMixer(self.unscaled_attention.stored, self.recurrent.stored)
+
+    def num_parameters(self, hidden: int) -> int:
+        """From the sizes alone. Args: hidden: width of the residual stream."""
+        return self.unscaled_attention.num_parameters(hidden) + self.recurrent.num_parameters(hidden)
+
+
+Mixer = AttentionBlock | LatentAttentionBlock | RecurrentBlock | ParallelMixer
 """Mixers of positions."""
 
 
@@ -72,13 +109,22 @@ class Block:
 
     @property
     def attention(self) -> AttentionBlock | LatentAttentionBlock | None:
-        """The mixer, if it is attention."""
+        """The mixer, if it is attention, or its attention."""
+        if isinstance(self.mixer, ParallelMixer):
+            return self.mixer.attention
         return self.mixer if isinstance(self.mixer, AttentionBlock | LatentAttentionBlock) else None
 
     @property
     def recurrent(self) -> RecurrentBlock | None:
-        """The mixer, if it remembers a state of fixed size."""
+        """The mixer, if it remembers a state of fixed size, or its recurrence."""
+        if isinstance(self.mixer, ParallelMixer):
+            return self.mixer.recurrent
         return None if isinstance(self.mixer, AttentionBlock | LatentAttentionBlock) else self.mixer
+
+    @property
+    def memories(self) -> tuple[Memory, ...]:
+        """The memories of the layer: at most one with pages, and one with slots."""
+        return tuple(part.memory for part in (self.attention, self.recurrent) if part is not None)
 
     @property
     def unfused(self) -> str | None:

@@ -121,7 +121,7 @@ class DecoderConfig:
     @functools.cached_property
     def kv_attention(self) -> tuple[AttentionBlock, ...]:
         """The attention with keys and values of the layers that have it, in order."""
-        return tuple(block.mixer for block in self.blocks if isinstance(block.mixer, AttentionBlock))
+        return tuple(mixer for mixer in self.attention if isinstance(mixer, AttentionBlock))
 
     # What layers remember
 
@@ -130,15 +130,17 @@ class DecoderConfig:
         """The distinct memories of all layers, in the order of their first layers, each with its layers."""
         layers: dict[Memory, list[int]] = {}
         for number, block in enumerate(self.blocks):
-            layers.setdefault(block.mixer.memory, []).append(number)
+            for memory in block.memories:
+                layers.setdefault(memory, []).append(number)
         return tuple(PoolSpec(memory, tuple(numbers)) for memory, numbers in layers.items())
 
-    def remembered_at(self, group: Group[Block], offset: int) -> tuple[int, int, int]:
-        """Where the layers at `offset` of a group's period have what they remember.
+    def remembered_at(self, group: Group[Block], offset: int, *, is_paged: bool = True) -> tuple[int, int, int]:
+        """Where the layers at `offset` of a group's period have what they remember in pages, or else in slots.
 
         Returns: the pool, the index in it of the first of these layers, and the distance from one to the next.
         """
-        return _stored_at([pool.layers for pool in self.pools], group, offset)
+        pools = [pool.layers if pool.memory.is_paged == is_paged else () for pool in self.pools]
+        return _stored_at(pools, group, offset)
 
     @property
     def head_counts(self) -> tuple[tuple[int, int], ...]:
@@ -222,9 +224,10 @@ def _stored_at(parts: Sequence[tuple[int, ...]], group: Group[Block], offset: in
     Returns: the part, the index in it of the first of these layers, and the distance from one to the next.
     """
 
-    def part_of(layer: int) -> int:
-        return next(number for number, layers in enumerate(parts) if layer in layers)
+    def part_of(layer: int) -> int | None:
+        return next((number for number, layers in enumerate(parts) if layer in layers), None)
 
     of_period = [part_of(group.first + i) for i in range(len(group.period))]
     part = of_period[offset]
+    assert part is not None
     return part, parts[part].index(group.first + offset), of_period.count(part)

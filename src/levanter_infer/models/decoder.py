@@ -20,9 +20,10 @@ from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.attention import Attention, AttentionBlock, AttentionInputs, AttentionSpec
 from levanter_infer.layers.delta_net import DeltaNet, DeltaNetBlock
 from levanter_infer.layers.gated_norm import init_norm
+from levanter_infer.layers.kimi_delta import KimiDelta, KimiDeltaBlock
 from levanter_infer.layers.latent_attention import LatentAttention, LatentAttentionBlock
 from levanter_infer.layers.layout import Layout
-from levanter_infer.layers.linear import Fusion, Linear, apply, fold_key, prepare_tables, random_weight, split_key
+from levanter_infer.layers.linear import Fusion, Linear, apply, by_rows, fold_key, prepare_tables, random_weight, split_key
 from levanter_infer.layers.mamba2 import Mamba2, Mamba2Block
 from levanter_infer.layers.mlp import Mlp
 from levanter_infer.layers.moe import ExpertsBlock, Moe
@@ -32,7 +33,7 @@ from levanter_infer.layers.rows import RaggedRows
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
 from levanter_infer.layers.short_conv import ShortConv, ShortConvBlock
 from levanter_infer.layers.stack import pick_layer
-from levanter_infer.models.blocks import Block, Mixer, Placement, Stack
+from levanter_infer.models.blocks import Block, Mixer, ParallelMixer, Placement, Stack
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.periods import Group
 
@@ -40,7 +41,7 @@ PLAIN = AttentionSpec()
 """Attention as the model alone defines it."""
 
 
-Recurrent = ShortConv | DeltaNet | Mamba2
+Recurrent = ShortConv | DeltaNet | KimiDelta | Mamba2
 """The parameters of mixers that remember a state of fixed size per sequence."""
 
 
@@ -78,12 +79,12 @@ class DecoderLayer(eqx.Module):
 
         return DecoderLayer(
             input_norm=norm("input_norm"),
-            attention=_attention(batch, embed, block.mixer, key=mixer_key, dtype=dtype),
+            attention=_attention(batch, embed, block.attention, key=mixer_key, dtype=dtype),
             mlp_norm=norm("mlp_norm"),
             mlp=mlp,
             mixer_out_norm=norm("mixer_out_norm"),
             mlp_out_norm=norm("mlp_out_norm"),
-            recurrent=_recurrent(batch, embed, block.mixer, key=mixer_key, dtype=dtype),
+            recurrent=_recurrent(batch, embed, block.recurrent, key=mixer_key, dtype=dtype),
         )
 
     def at(self, index: Array, num_rows: Array) -> "DecoderLayer":
@@ -135,7 +136,7 @@ class DecoderLayer(eqx.Module):
 
 
 def _attention(
-    batch: tuple[Axis, ...], embed: Axis, block: Mixer, *, key: Array | None, dtype
+    batch: tuple[Axis, ...], embed: Axis, block: Mixer | None, *, key: Array | None, dtype
 ) -> Attention | LatentAttention | None:
     """Random parameters of the mixer, if that is attention."""
     match block:
@@ -146,13 +147,17 @@ def _attention(
     return None
 
 
-def _recurrent(batch: tuple[Axis, ...], embed: Axis, block: Mixer, *, key: Array | None, dtype) -> Recurrent | None:
+def _recurrent(
+    batch: tuple[Axis, ...], embed: Axis, block: Mixer | None, *, key: Array | None, dtype
+) -> Recurrent | None:
     """Random parameters of the mixer, if that is recurrent."""
     match block:
         case ShortConvBlock():
             return ShortConv.init(batch, embed, block, key=key, dtype=dtype)
         case DeltaNetBlock():
             return DeltaNet.init(batch, embed, block, key=key, dtype=dtype)
+        case KimiDeltaBlock():
+            return KimiDelta.init(batch, embed, block, key=key, dtype=dtype)
         case Mamba2Block():
             return Mamba2.init(batch, embed, block, key=key, dtype=dtype)
     return None
@@ -315,8 +320,8 @@ class DecoderModel(eqx.Module):
         tokens = tokens.rearrange((..., POSITION))
         num_positions = tokens.axis_size(POSITION)
         positions = hax.arange(tokens.resolve_axis(POSITION), dtype=jnp.int32)
-        inputs = self._inputs(positions, attention, attention.max_seq_len or num_positions)
-        x = self._embed(tokens, positions)
+        inputs = self._inputs(positions, attention, attention.max_seq_len or num_positions, None)
+        x = self._embed(tokens, positions, None)
         for group in self.config.groups:
             places = [self.config.stored_at(group, offset) for offset in range(len(group.period))]
             period = functools.partial(_plain_period, group=group, places=places, inputs=inputs)
@@ -367,8 +372,8 @@ class DecoderModel(eqx.Module):
 
     def _paged(self, batch: PageBatchInfo, cache: Cache, attention: AttentionSpec, chosen: Array | None):
         """`hidden` and, into the array `chosen` unless it is None, `routed`."""
-        inputs = self._inputs(batch.positions, attention, self._max_seq_len(batch, attention))
         num_tokens = batch.cu_q_lens.array[-1]
+        inputs = self._inputs(batch.positions, attention, self._max_seq_len(batch, attention), num_tokens)
         rows = RaggedRows.of(batch) if cache.has_slots else None
 
         def run(group: Group[Block], repeat: Array, carry):
@@ -386,32 +391,36 @@ class DecoderModel(eqx.Module):
             on_choice, block = None if chosen is None else seen.append, group.period[offset]
             stack, first, stride = self.config.stored_at(group, offset)
             layer = self.stacks[stack].at(_index(first, stride, repeat, further), num_tokens)
-            pool, first, stride = self.config.remembered_at(group, offset)
-            number = _index(first, stride, repeat, further)
-            if layer.recurrent is None:
-                mix = functools.partial(
-                    layer.attention.paged,  # type: ignore[union-attr]
+            pools, mixers = [], []
+            if layer.attention is not None:
+                pool, first, stride = self.config.remembered_at(group, offset, is_paged=True)
+                attend = functools.partial(
+                    layer.attention.paged,
                     inputs=inputs(block),
                     kv=cache.pools[pool],  # type: ignore[arg-type]
-                    layer=number,
+                    layer=_index(first, stride, repeat, further),
                     batch=batch.in_group(cache.groups[pool]),
                 )
-            else:
-                mix = functools.partial(
+                pools, mixers = [*pools, pool], [*mixers, attend]
+            if layer.recurrent is not None:
+                pool, first, stride = self.config.remembered_at(group, offset, is_paged=False)
+                recur = functools.partial(
                     layer.recurrent.paged,
                     block=block.recurrent,  # type: ignore[arg-type]
                     state=cache.pools[pool],  # type: ignore[arg-type]
-                    layer=number,
+                    layer=_index(first, stride, repeat, further),
                     rows=rows,  # type: ignore[arg-type]
                 )
-            x, remembered = layer(x, block, mix, on_choice)
-            cache = cache.with_pool(pool, remembered)
+                pools, mixers = [*pools, pool], [*mixers, recur]
+            x, remembered = layer(x, block, _mix(block, mixers, layer.mlp.down_proj), on_choice)
+            for pool, new in zip(pools, remembered, strict=True):
+                cache = cache.with_pool(pool, new)
             if chosen is not None and isinstance(block.feed_forward, ExpertsBlock):
                 first, stride = self.config.expert_layer_at(group, offset)
                 chosen = chosen.at[_index(first, stride, repeat, further)].set(seen.pop())
             return x, cache, chosen
 
-        carry = self._embed(batch.tokens, batch.positions), cache, chosen
+        carry = self._embed(batch.tokens, batch.positions, num_tokens), cache, chosen
         for group in self.config.groups:
             body = functools.partial(run, group)
             if group.repeats > 1:
@@ -428,34 +437,50 @@ class DecoderModel(eqx.Module):
             num_rows: i32[], how many rows count; the others may give anything. None: all.
         Returns: f32[..., vocab], of this device's part of the vocabulary.
         """
-        (logits,) = apply(hidden, self._head.at(None, num_rows), norm=self.norm.at(None, num_rows), dtype=jnp.float32)
-        values, config = logits.array, self.config
-        if config.logits_multiplier != 1:
-            values = values * jnp.float32(config.logits_multiplier)
-        if config.logits_divisor != 1:
-            values = values / jnp.float32(config.logits_divisor)
-        if config.logits_soft_cap is not None:
-            cap = jnp.float32(config.logits_soft_cap)
-            values = cap * jnp.tanh(values / cap)
-        return NamedArray(self.vocab.without_padding(values), logits.axes)
+        head, config = self._head.at(None, num_rows), self.config
+        (logits,) = apply(hidden, head, norm=self.norm.at(None, num_rows), dtype=jnp.float32)
 
-    def _embed(self, tokens: NamedArray, positions: NamedArray) -> NamedArray:
-        rows = self.shard_axis.sum(self.embeddings.take_rows(self.vocab.local(tokens.array), self.dtype))
-        rows = rows.astype(self.activation_dtype)
+        def scaled(logits: NamedArray) -> NamedArray:
+            values = logits.array
+            if config.logits_multiplier != 1:
+                values = values * jnp.float32(config.logits_multiplier)
+            if config.logits_divisor != 1:
+                values = values / jnp.float32(config.logits_divisor)
+            if config.logits_soft_cap is not None:
+                cap = jnp.float32(config.logits_soft_cap)
+                values = cap * jnp.tanh(values / cap)
+            return NamedArray(values, logits.axes)
+
+        if (config.logits_multiplier, config.logits_divisor, config.logits_soft_cap) != (1, 1, None):
+            logits = head.by_rows(scaled, logits)
+        return NamedArray(self.vocab.without_padding(logits.array), logits.axes)
+
+    def _embed(self, tokens: NamedArray, positions: NamedArray, num_rows: Array | None) -> NamedArray:
+        rows = functools.partial(by_rows, self.backend, num_rows)
+        embedded = self.shard_axis.sum(self.embeddings.take_rows(self.vocab.local(tokens.array), self.dtype))
+        embedded = NamedArray(embedded.astype(self.activation_dtype), (*tokens.axes, self.embed))
         if self.config.embedding_multiplier != 1:
-            rows = rows * jnp.asarray(self.config.embedding_multiplier, self.dtype).astype(rows.dtype)
-        embedded = NamedArray(rows, (*tokens.axes, self.embed))
+            factor = jnp.asarray(self.config.embedding_multiplier, self.dtype).astype(embedded.dtype)
+            embedded = rows(lambda embedded: embedded * factor, embedded)
         if self.position_embeddings is not None:
-            learnt = self.position_embeddings.take_rows(positions.array, self.dtype).astype(rows.dtype)
+            learnt = self.position_embeddings.take_rows(positions.array, self.dtype).astype(embedded.dtype)
             embedded = embedded + NamedArray(learnt, (*positions.axes, self.embed))
-        return embedded if self.embedding_norm is None else self.embedding_norm(embedded)
+        norm = self.embedding_norm
+        return embedded if norm is None else norm.at(None, num_rows).by_rows(embedded, rows)
 
-    def _inputs(self, positions: NamedArray, spec: AttentionSpec, rope_len: int) -> Callable[[Block], AttentionInputs]:
+    def _inputs(
+        self, positions: NamedArray, spec: AttentionSpec, rope_len: int, num_rows: Array | None
+    ) -> Callable[[Block], AttentionInputs]:
         """Inputs of attention in a layer, with the angles of each rope computed once."""
         kinds = dict.fromkeys((mixer.rope, mixer.rope_dim) for mixer in self.config.attention)
-        ropes: dict[tuple[RopeConfig | None, int], Rope] = {
-            (rope, size): rope_at(rope, size, positions, rope_len) for rope, size in kinds if rope is not None
-        }
+
+        def rope_of(rope: RopeConfig, size: int) -> Rope:
+            def angles(positions: NamedArray) -> tuple[NamedArray, ...]:
+                return rope_at(rope, size, positions, rope_len).angles
+
+            return Rope(rope, *by_rows(self.backend, num_rows, angles, positions))
+
+        ropes = {(rope, size): rope_of(rope, size) for rope, size in kinds if rope is not None}
 
         def inputs(block: Block) -> AttentionInputs:
             mixer = block.attention
@@ -475,6 +500,30 @@ class DecoderModel(eqx.Module):
                     f"beyond the original {rope.original_len}; give AttentionSpec(max_seq_len=...)"
                 )
         return capacity
+
+
+def _mix(block: Block, mixers: Sequence[Callable[[NamedArray, Fusion], tuple[NamedArray, Any]]], part: Linear):
+    """The mixer of a layer: its attention, its recurrence, or both side by side. It gives a result and their states.
+
+    Args: part: a map of the layer, whose backend computes.
+    """
+
+    def mix(x: NamedArray, around: Fusion) -> tuple[NamedArray, tuple]:
+        both = block.mixer if isinstance(block.mixer, ParallelMixer) else None
+        inner = around if both is None else Fusion(norm=around.norm)
+        results, states = zip(*(mixer(x, inner) for mixer in mixers), strict=True)
+        if both is None:
+            return results[0], states
+
+        def added(first: NamedArray, second: NamedArray) -> NamedArray:
+            factors = both.attention_multiplier, both.recurrent_multiplier
+            pairs = zip((first, second), factors, strict=True)
+            first, second = (each * jnp.asarray(factor, each.dtype) for each, factor in pairs)
+            return first + second
+
+        return around.after(part.by_rows(added, *results)), states
+
+    return mix
 
 
 def _index(first: int, stride: int, repeat: Array, further: Array | int = 0) -> Array:
@@ -497,12 +546,12 @@ def _plain_period(
     for block, (stack, _, stride) in zip(group.period, places, strict=True):
         layer = stacks[stack] if stride == 1 else _map_arrays(functools.partial(_entry, seen[stack]), stacks[stack])
         seen[stack] += 1
+        mixers = []
         if layer.attention is not None:
-            mix = functools.partial(layer.attention.dense, inputs=inputs(block))
-        else:
-            assert layer.recurrent is not None
-            mix = functools.partial(layer.recurrent.dense, block=block.recurrent)
-        x, _ = layer(x, block, mix)
+            mixers.append(functools.partial(layer.attention.dense, inputs=inputs(block)))
+        if layer.recurrent is not None:
+            mixers.append(functools.partial(layer.recurrent.dense, block=block.recurrent))  # type: ignore[arg-type]
+        x, _ = layer(x, block, _mix(block, mixers, layer.mlp.down_proj))
     return x
 
 

@@ -75,7 +75,7 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-_BIAS = Tensor("model.layers.{layer}.mlp.moe_statics.e_score_correction_bias", (SELECTION_BIAS,), unit_axis=True)
+_BIAS = Tensor("model.layers.{layer}.mlp.moe_statics.e_score_correction_bias", (SELECTION_BIAS,), unit_axes=(1, 0))
 ERNIE4_5_MOE = Family(
     "ernie4_5_moe",
     "Ernie4_5_MoeForCausalLM",

@@ -88,6 +88,28 @@ def read_groups(hf: HfConfig, experts: int, chosen: int, defaults: tuple[int, in
     return None if best == number else Groups(number, best)
 
 
+DENSE, SPARSE = "dense", "sparse"
+"""Entries of `mlp_layer_types`."""
+
+
+def read_sparse_layers(hf: HfConfig, experts: ExpertsBlock, dense: DenseBlock, num_layers: int) -> list:
+    """The feed-forward block of each layer, from `mlp_layer_types` or, in files before transformers 5, from
+    `first_k_dense_replace`."""
+    first = hf.size("first_k_dense_replace", 1)
+    kinds = hf.names("mlp_layer_types", (DENSE, SPARSE))
+    if kinds is None:
+        return feed_forwards(num_layers, experts, dense, first=first)
+    if len(kinds) != num_layers:
+        raise hf.fail("mlp_layer_types", f"one entry for each of num_hidden_layers={num_layers}")
+    return [experts if kind == SPARSE else dense for kind in kinds]
+
+
+def sparse_layers_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """The inverse of `read_sparse_layers`."""
+    dense = dense_layers(config)
+    return {"mlp_layer_types": [DENSE if layer in dense else SPARSE for layer in range(config.num_layers)]}
+
+
 def deepseek_experts_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The inverse of `read_deepseek_experts`, and the number of dense layers before them."""
     keys = {"first_k_dense_replace": len(dense_layers(config)), "intermediate_size": dense_width(config)}
@@ -111,6 +133,7 @@ def deepseek_experts_to_hf(config: DecoderConfig) -> dict[str, Any]:
 def expert_tensors(
     block: str,
     *others: Tensor,
+    dense: str | None = None,
     router: str = "gate",
     experts: str = "experts",
     shared: str = "shared_experts",
@@ -121,19 +144,20 @@ def expert_tensors(
     Args:
         block: HF's name of the feed-forward block in a layer.
         others: lines that stand for these, or beside them.
+        dense: HF's name of the block in layers without experts; None: the same.
         router, experts, shared: parts of the block.
         names: HF's names of the maps of an expert.
     """
     prefix, maps = f"model.layers.{{layer}}.{block}", ("gate_proj", "up_proj", "down_proj")
-    dense = {path: name for path, name in TENSOR_NAMES.items() if path.startswith("layers.mlp.")}
-    lines = {path: name for path, name in TENSOR_NAMES.items() if path not in dense}
+    of_mlp = {path: name for path, name in TENSOR_NAMES.items() if path.startswith("layers.mlp.")}
+    lines = {path: name for path, name in TENSOR_NAMES.items() if path not in of_mlp}
     lines |= {f"layers.mlp.router.{kind}": f"{prefix}.{router}.{kind}" for kind in ("weight", "bias")}
     lines |= {f"layers.mlp.shared.{name}.weight": f"{prefix}.{shared}.{name}.weight" for name in maps}
     lines |= {
         f"layers.mlp.{ours}.weight": f"{prefix}.{experts}.{{expert}}.{name}.weight"
         for ours, name in zip(maps, names, strict=True)
     }
-    of_dense = (Tensor(name.replace(".mlp.", f".{block}."), (path,)) for path, name in dense.items())
+    of_dense = (Tensor(name.replace(".mlp.", f".{dense or block}."), (path,)) for path, name in of_mlp.items())
     return (*of_dense, *tensor_table(lines, *others))
 
 

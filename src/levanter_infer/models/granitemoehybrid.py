@@ -43,8 +43,14 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return sizes.decoder("granitemoehybrid", blocks, embedding_multiplier=embedding, logits_divisor=divisor)
 
 
-def read_mamba(hf: HfConfig, sizes: Sizes, width: int) -> Mamba2Block:
-    """Mamba-2 from the keys that begin with `mamba_`. Args: width: numbers of all its heads."""
+def read_mamba(hf: HfConfig, sizes: Sizes, width: int, out_bias: bool | None = None) -> Mamba2Block:
+    """Mamba-2 from the keys that begin with `mamba_`.
+
+    Args:
+        width: numbers of all its heads.
+        out_bias: None: as the projections of the input.
+    """
+    bias = hf.flag("mamba_proj_bias", False)
     heads = hf.count("mamba_n_heads", 128)
     size = width // heads
     if hf.raw.get("mamba_d_head", "auto") == "auto":
@@ -64,7 +70,8 @@ def read_mamba(hf: HfConfig, sizes: Sizes, width: int) -> Mamba2Block:
         taps=hf.count("mamba_d_conv", 4),
         norm_eps=sizes.norm_eps,
         conv_bias=hf.flag("mamba_conv_bias", True),
-        bias=hf.flag("mamba_proj_bias", False),
+        bias=bias,
+        out_bias=bias if out_bias is None else out_bias,
     )
 
 

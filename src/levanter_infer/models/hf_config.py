@@ -139,6 +139,15 @@ class HfConfig:
     def optional_number(self, key: str, default: float | None) -> float | None:
         return None if self._get(key, default) is None else self.number(key, default or 0.0)
 
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """A list of finite numbers above 0; ones where the key is absent or null."""
+        value = self._get(key, None)
+        if value is None:
+            return (1.0,) * count
+        if not isinstance(value, list) or len(value) != count:
+            raise self.fail(key, f"a list of {count} numbers")
+        return tuple(_number("config.json", key, each) for each in value)
+
     def flags(self, key: str, default: list[bool]) -> list[bool]:
         """True or false (or 1 or 0) for every entry of `default`, which stands for null. More entries are ignored."""
         value = self._get(key, None)

@@ -77,8 +77,8 @@ def attention_scale(size: int, rope: RopeConfig) -> float:
 
 def latent_attention_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The keys that these families write alike."""
-    block = config.blocks[0].mixer
-    assert isinstance(block, LatentAttentionBlock) and block.rope is not None
+    block = config.attention[0]
+    assert isinstance(block, LatentAttentionBlock)
     return {
         **common_to_hf(config),
         "num_key_value_heads": block.num_heads,

@@ -11,6 +11,7 @@ from levanter_infer.models.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from levanter_infer.models.ernie4_5 import ERNIE4_5
 from levanter_infer.models.ernie4_5_moe import ERNIE4_5_MOE
 from levanter_infer.models.exaone4 import EXAONE4
+from levanter_infer.models.falcon_h1 import FALCON_H1
 from levanter_infer.models.family import Family
 from levanter_infer.models.gemma import GEMMA
 from levanter_infer.models.gemma2 import GEMMA2
@@ -28,6 +29,7 @@ from levanter_infer.models.granitemoeshared import GRANITEMOESHARED
 from levanter_infer.models.grug_moe import GRUG_MOE
 from levanter_infer.models.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from levanter_infer.models.hunyuan_v1_moe import HUNYUAN_V1_MOE
+from levanter_infer.models.kimi_linear import KIMI_LINEAR
 from levanter_infer.models.lfm2 import LFM2
 from levanter_infer.models.llama import LLAMA
 from levanter_infer.models.llama4 import LLAMA4, LLAMA4_WITH_VISION
@@ -67,7 +69,7 @@ FAMILIES = {
         *(COHERE, COHERE2, GLM4, ERNIE4_5, MINISTRAL3),
         *(GPT_OSS, GLM4_MOE, MINIMAX_M2, ERNIE4_5_MOE, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, GRANITEMOESHARED),
         LLAMA4,
-        *(LFM2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GRANITEMOEHYBRID),
+        *(LFM2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GRANITEMOEHYBRID, FALCON_H1, KIMI_LINEAR),
         *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, MINICPM3, YOUTU),
         *(OLMO, APERTUS, GPT_NEOX, GPT2, PHI, STARCODER2),
     )

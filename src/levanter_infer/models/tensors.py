@@ -56,8 +56,8 @@ class Tensor:
     """Whether the tensor is stored [in, out]."""
     stacked_experts: bool = False
     """Whether the experts of a layer are in one tensor, along its first axis."""
-    unit_axis: bool = False
-    """Whether the tensor has a first axis of size one beside those of its parameters."""
+    unit_axes: tuple[int, int] = (0, 0)
+    """Axes of size one that the tensor has before and after those of its parameters."""
     scalar: bool = False
     """Whether the tensor is a number without axes."""
 
@@ -146,7 +146,7 @@ class Parameter:
     """Where it stands in each of them."""
     num_experts: int | None = None
     """First size of the tensors, where they hold all experts of a layer."""
-    unit_axis: bool = False
+    unit_axes: tuple[int, int] = (0, 0)
     """As of `Tensor`."""
     scalar: bool = False
     """Whether the tensors are numbers without axes, seen as [1]."""
@@ -154,8 +154,9 @@ class Parameter:
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of the tensors."""
-        lead = (1,) * self.unit_axis if self.num_experts is None else (self.num_experts,)
-        return () if self.scalar else (*lead, *self.slice.tensor_shape)
+        before, after = self.unit_axes
+        lead = (1,) * before if self.num_experts is None else (self.num_experts,)
+        return () if self.scalar else (*lead, *self.slice.tensor_shape, *(1,) * after)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -217,7 +218,7 @@ def _parts(model: DecoderModel, tensor: Tensor, paths: Sequence[str], stack: Sta
             sources=sources,
             slice=Slice(rows, part, groups, columns, tensor.transposed),
             num_experts=experts if tensor.stacked_experts else None,
-            unit_axis=tensor.unit_axis,
+            unit_axes=tensor.unit_axes,
             scalar=tensor.scalar,
         )
         for part, (path, line, array) in enumerate(zip(paths, tensor.parameters, arrays, strict=True))
@@ -259,7 +260,7 @@ def _sources(tensor: Tensor, layers: Sequence[int] | None, experts: int | None):
     for layer in [None] if layers is None else layers:
         for expert in [None] if experts is None else range(experts):
             name = tensor.name.format(layer=layer, expert=expert)
-            yield Source(name, expert if tensor.stacked_experts else 0 if tensor.unit_axis else None)
+            yield Source(name, expert if tensor.stacked_experts else None)
 
 
 def set_parameter(model: DecoderModel, path: str, array: NamedArray) -> DecoderModel:
