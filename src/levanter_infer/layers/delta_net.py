@@ -31,8 +31,6 @@ class DeltaNetBlock:
     norm_eps: float
     """Epsilon of the norm of each head's result."""
 
-    unfused = "a recurrence"
-
     def __post_init__(self):
         if self.num_value_heads % self.num_key_heads:
             raise ValueError(

@@ -29,8 +29,6 @@ class KimiDeltaBlock:
     norm_eps: float
     """Epsilon of the norm of each head's result."""
 
-    unfused = "a recurrence"
-
     @property
     def stored(self) -> "KimiDeltaBlock":
         """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""

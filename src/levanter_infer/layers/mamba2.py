@@ -52,8 +52,6 @@ class Mamba2Block:
     multipliers: tuple[float, ...] = (1.0,) * 5
     """Factors of z, x, B, C and dt."""
 
-    unfused = "a recurrence"
-
     def __post_init__(self):
         if self.num_heads % self.num_groups:
             raise ValueError(f"mamba heads={self.num_heads} is no multiple of mamba groups={self.num_groups}")

@@ -41,13 +41,6 @@ class DenseBlock:
         if self.gated and self.activation is Activation.XIELU:
             raise ValueError("a gated block with xIELU is not implemented: no family has one")
 
-    @property
-    def unfused(self) -> str | None:
-        """The part that no kernel fuses with a matmul; None: there is none, as in Llama."""
-        if self.gate_multiplier != 1 or self.out_multiplier != 1:
-            return "multipliers of a feed-forward block"
-        return self.activation.unfused if self.gated else "a feed-forward block without a gate"
-
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
         inner = 2 if self.gated else 1

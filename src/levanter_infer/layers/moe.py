@@ -53,11 +53,6 @@ class ExpertsBlock:
         assert self.shared_width is not None and isinstance(self.activation, Activation)
         return DenseBlock(self.shared_width, self.activation)
 
-    @property
-    def unfused(self) -> str | None:
-        """The part that no kernel fuses with a matmul; None: there is none."""
-        return "experts with weighted inputs" if self.router.weigh_inputs else self.activation.unfused
-
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
         router = hidden + self.router.bias + (self.router.selection_bias is not SelectionBias.NONE)

@@ -14,7 +14,6 @@ from jax import Array
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
 from levanter_infer.layers.stack import pick_layer
 
-
 ByRows = Callable[..., Any]
 """`by_rows(compute, *rows)` gives `compute(*rows)`, row by row where the backend has them apart
 (`layers.linear.by_rows`)."""

@@ -25,8 +25,6 @@ class ShortConvBlock:
     bias: bool = False
     """Whether the convolution and both projections have one."""
 
-    unfused = "a short convolution"
-
     @property
     def stored(self) -> "ShortConvBlock":
         """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""

@@ -43,11 +43,6 @@ class ParallelMixer:
         return dataclasses.replace(plain, scale=scale * self.key_multiplier)
 
     @property
-    def unfused(self) -> str:
-        """The part that no kernel fuses with a matmul or with the cache."""
-        return self.recurrent.unfused
-
-    @property
     def stored(self) -> "ParallelMixer":
         """The mixer with neutral options that no parameter depends on: layers of equal ones share a stack."""
         return ParallelMixer(self.unscaled_attention.stored, self.recurrent.stored)
@@ -125,16 +120,6 @@ class Block:
     def memories(self) -> tuple[Memory, ...]:
         """The memories of the layer: at most one with pages, and one with slots."""
         return tuple(part.memory for part in (self.attention, self.recurrent) if part is not None)
-
-    @property
-    def unfused(self) -> str | None:
-        """A part that no kernel fuses with a matmul or with the cache, so that XLA computes it: in an order of sums
-        that depends on the number of tokens. None: there is none, as in Llama."""
-        if self.placement in (Placement.AFTER, Placement.BOTH):
-            return "a norm after a block"
-        if self.residual_multiplier != 1:
-            return "a residual multiplier"
-        return self.norm.unfused or self.mixer.unfused or self.feed_forward.unfused
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""

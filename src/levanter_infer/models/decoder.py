@@ -23,7 +23,16 @@ from levanter_infer.layers.gated_norm import init_norm
 from levanter_infer.layers.kimi_delta import KimiDelta, KimiDeltaBlock
 from levanter_infer.layers.latent_attention import LatentAttention, LatentAttentionBlock
 from levanter_infer.layers.layout import Layout
-from levanter_infer.layers.linear import Fusion, Linear, apply, by_rows, fold_key, prepare_tables, random_weight, split_key
+from levanter_infer.layers.linear import (
+    Fusion,
+    Linear,
+    apply,
+    by_rows,
+    fold_key,
+    prepare_tables,
+    random_weight,
+    split_key,
+)
 from levanter_infer.layers.mamba2 import Mamba2, Mamba2Block
 from levanter_infer.layers.mlp import Mlp
 from levanter_infer.layers.moe import ExpertsBlock, Moe
