@@ -32,6 +32,7 @@ _GAINS = {
     **{"w1": 1.4, "w3": 1.4, "w2": 2.0, "input_linear": 1.4, "output_linear": 2.0},
     **{"in_proj": 1.4, "out_proj": 2.0, "in_proj_qkvz": 1.4, "in_proj_qkv": 1.4, "in_proj_z": 1.4},
     **{"in_proj_ba": 1.0, "in_proj_b": 1.0, "in_proj_a": 1.0},
+    **{"latent_down_proj": 1.4, "latent_up_proj": 2.0},
     **{"b_proj": 1.4, "f_a_proj": 1.4, "f_b_proj": 1.4, "g_a_proj": 1.4, "g_b_proj": 1.4},
     **{"query_key_value": 1.4, "dense": 2.0, "dense_h_to_4h": 1.4, "dense_4h_to_h": 2.0},
     **{"c_attn": 1.4, "c_fc": 1.4, "c_proj": 2.0, "fc1": 1.4, "fc2": 2.0},
@@ -217,6 +218,8 @@ def _tensor(case: str, name: str, shape: tuple[int, ...], model_type: str) -> np
         value = noise * _SPREADS[kind]
     elif kind in _RECURRENCE:  # decays of e^-0.1 a token: what is remembered matters over tens of tokens
         value = 0.5 * noise + _RECURRENCE[kind]
+    elif module.startswith("sconv"):  # [tap, channel], the latest input first
+        value = noise * np.array([1.0, 0.6, 0.5, 0.4])[: shape[0], None]
     elif len(shape) == 3 and "conv" in module:
         value = 0.8 * noise
     elif kind in ("gate_up_proj", "down_proj"):  # all experts of a layer, inputs first

@@ -21,6 +21,12 @@ from haliax import Axis
 from levanter.grug.sharding import compact_grug_mesh
 from levanter.models.snowball import GrugMoeHfConfig, SnowballConfig, SnowballLMHeadModel
 
+try:
+    from levanter.models.hero import HeroConfig
+    from levanter.models.hero_model import HeroLMHeadModel
+except ImportError:  # a release without Hero answers the cases of schema 1
+    HeroConfig = HeroLMHeadModel = None
+
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from scripts.golden.cases import CASES
 from scripts.golden.golden_files import write_goldens
@@ -40,16 +46,21 @@ def shapes(name: str) -> dict[str, tuple[int, ...]]:
     return {key: value.shape for key, value in state.items()}
 
 
-def frozen(config: dict) -> SnowballConfig:
-    own = SnowballConfig.from_hf_config(GrugMoeHfConfig(**config))
+def frozen(config: dict):
+    """Levanter's configuration: of Snowball (schema 1) or of Hero (schema 2)."""
+    kind = SnowballConfig if config["grugmoe_artifact_schema_version"] == 1 else HeroConfig
+    if kind is None:
+        raise ImportError("the installed levanter has no levanter.models.hero")
+    own = kind.from_hf_config(GrugMoeHfConfig(**config))
     return dataclasses.replace(own, attention_implementation="reference")
 
 
-def fresh_model(config: SnowballConfig) -> SnowballLMHeadModel:
-    return SnowballLMHeadModel.init(Axis("vocab", config.vocab_size), config, key=jax.random.key(0))
+def fresh_model(config):
+    kind = SnowballLMHeadModel if isinstance(config, SnowballConfig) else HeroLMHeadModel
+    return kind.init(Axis("vocab", config.vocab_size), config, key=jax.random.key(0))
 
 
-def build_model(name: str, config: dict, zeroed: str | None = None) -> SnowballLMHeadModel:
+def build_model(name: str, config: dict, zeroed: str | None = None):
     """Levanter's model with the case's weights; tensors whose names end with `zeroed` are zeros."""
     weights = make_weights(name, CASES[name].config, shapes(name))
     weights = {key: value * 0 if zeroed and key.endswith(zeroed) else value for key, value in weights.items()}
@@ -57,11 +68,11 @@ def build_model(name: str, config: dict, zeroed: str | None = None) -> SnowballL
 
 
 @eqx.filter_jit
-def forward(model: SnowballLMHeadModel, tokens: jax.Array) -> jax.Array:
+def forward(model, tokens: jax.Array) -> jax.Array:
     return model.transformer(tokens[None])[0] @ model.transformer.output_proj
 
 
-def logits_of(model: SnowballLMHeadModel, tokens: np.ndarray) -> np.ndarray:
+def logits_of(model, tokens: np.ndarray) -> np.ndarray:
     padded = np.zeros(POSITIONS, np.int32)
     padded[: len(tokens)] = tokens
     return np.asarray(forward(model, padded))[: len(tokens)]

@@ -160,12 +160,20 @@ def test_what_needs_a_kept_state_is_refused_by_name(engine):
     assert "num_beams=2: layers of this model remember a state" in (output.error or "")
 
 
-def test_equal_neighbours_that_share_a_body_are_all_computed(monkeypatch):
-    """Where the bodies are too many (Granite 4: nine layers of Mamba-2 between two of attention)."""
+@pytest.mark.parametrize(
+    "attends, counts",
+    [
+        ([3, 7], [(3, 3), (1, 1)]),  # Granite 4: nine layers of Mamba-2 between two of attention
+        ([1, 2, 5, 7], [(1, 2, 1), (2, 1, 1)]),  # a pattern that does not repeat
+        ([2, 5, 6], [(2, 2, 1), (1, 2, 0)]),
+    ],
+)
+def test_equal_neighbours_that_share_a_body_are_all_computed(monkeypatch, attends, counts):
+    """Where the bodies are too many."""
     monkeypatch.setattr(periods, "MAX_BODIES", 2)
-    raw = {**load_case("lfm2").config, "vocab_size": 61, "num_hidden_layers": 8, "full_attn_idxs": [3, 7]}
+    raw = {**load_case("lfm2").config, "vocab_size": 61, "num_hidden_layers": 8, "full_attn_idxs": attends}
     config = family_for(raw).config_from_hf(raw)
-    assert [(group.runs, group.repeats) for group in config.groups] == [((3, 1), 2)]
+    assert [body.counts for group in config.groups for body in group.bodies] == counts
     model = jax.tree.map(lambda leaf: 3 * leaf, DecoderModel.init(config, key=jax.random.key(2)))
     engine = InferenceEngine(model, config=EngineConfig(max_seqs=2, max_seq_len=48, page_size=4, max_step_tokens=9))
     (output,) = engine.generate([request(text(20))])

@@ -277,13 +277,7 @@ def test_layers_that_remember_alike_share_a_pool_in_their_order():
     memories = [(type(pool.memory), pool.memory.window, pool.layers) for pool in config.pools]
     threes = (0, 1, 3, 4, 6, 7, 9)
     assert memories == [(WindowKv, 3, threes), (FullKv, None, (2, 5, 8)), (WindowKv, 5, (10,))]
-    places = {}
-    for group in config.groups:
-        for offset in range(len(group.period)):
-            pool, first, stride = config.remembered_at(group, offset)
-            for repeat in range(group.repeats):
-                layer = group.first + repeat * len(group.period) + offset
-                places[layer] = pool, first + stride * repeat
+    places = {layer: config.remembered_at(layer, is_paged=True) for layer in range(11)}
     assert places == {layer: (i, at) for i, pool in enumerate(config.pools) for at, layer in enumerate(pool.layers)}
 
 

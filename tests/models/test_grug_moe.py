@@ -114,7 +114,8 @@ def test_long_layers_are_every_fourth_and_the_last():
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("grugmoe_artifact_schema_version", 2, "expected 1 .Snowball.: schema 2 .Hero. is not implemented"),
+        ("grugmoe_artifact_schema_version", 3, "grugmoe_artifact_schema_version=3, expected 1 .Snowball. or 2 .Hero."),
+        ("grugmoe_artifact_schema_version", 2, "num_shared_experts, latent_dim, .* missing, expected in"),
         ("grugmoe_attention_mode", "other", "grugmoe_attention_mode='other', expected 'production'"),
         ("disable_pko", False, "disable_pko=False, expected True"),
         ("disable_long_rope", False, "disable_long_rope=False, expected True"),

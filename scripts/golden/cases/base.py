@@ -593,6 +593,69 @@ CASES |= {
         reference="levanter",
     ),
 }
+GRUG_MOE_2 = {
+    **GRUG_MOE,
+    "grugmoe_artifact_schema_version": 2,
+    "hidden_size": 48,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "local_kv_heads": 4,
+    "global_kv_heads": 2,
+    "global_every": 3,
+    "head_dim": 16,
+    "shared_expert_intermediate_size": 40,
+    "num_shared_experts": 2,
+    "latent_dim": 28,
+    "rope_fused": True,
+    "sconv": True,
+    "sconv_kernel": 4,
+    "sconv_sites": ["k", "attn", "mlp"],
+}
+CASES |= {
+    "grug_moe_hero": Case(
+        GRUG_MOE_2,
+        (7, 60),
+        {"sliding_window": 7},
+        changes=(
+            NO_WINDOWS,
+            {"qk_mult": 1.0},
+            {"rope_theta": 1e4},
+            {"rope_fused": False},
+            {"num_experts_per_tok": 2},
+            {"global_kv_heads": 4},
+            {"global_every": 7},
+        ),
+        zeroed=(
+            *("router.bias", "shared_experts.0.down_proj.weight", "shared_experts.1.down_proj.weight"),
+            *("attn_gate.weight", "latent_up_proj.weight", "sconv_k.weight", "sconv_attn.weight", "sconv_mlp.weight"),
+        ),
+        reference="levanter",
+    ),
+    "grug_moe_hero_plain": Case(
+        {
+            **GRUG_MOE_2,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 3,
+            "local_kv_heads": None,
+            "global_kv_heads": None,
+            "global_every": 2,
+            "latent_dim": None,
+            "num_shared_experts": 1,
+            "num_experts_per_tok": 1,
+            "rope_fused": False,
+            "sconv_kernel": 3,
+            "sconv_sites": ["mlp"],
+            "sliding_window": 9,
+            "rms_norm_eps": 1e-5,
+        },
+        (7, 60),
+        {"qk_mult": 1.0},
+        changes=({"sliding_window": 500}, {"rope_fused": True}, {"global_every": 3}, {"rope_theta": 1e4}),
+        zeroed=("sconv_mlp.weight", "shared_experts.0.down_proj.weight"),
+        reference="levanter",
+    ),
+}
 ERNIE4_5 = {**EVERY, "model_type": "ernie4_5", "architectures": ["Ernie4_5ForCausalLM"], "pad_token_id": 0}
 CASES |= {
     "ernie4_5": Case(

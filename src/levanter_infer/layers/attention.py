@@ -49,6 +49,9 @@ class AttentionBlock:
     head_dim: int
     rope: RopeConfig | None
     """None: queries and keys carry no positions (NoPE)."""
+    unused_kv_heads: int = 0
+    """Heads of keys and values that are projected, behind the others, and then left out: a model whose layers use
+    different numbers of them may store as many for all (GrugMoE 2)."""
     window: int | None = None
     """Keys with q_pos - k_pos < window are seen; None: all."""
     attention_chunk: int | None = None
@@ -103,6 +106,8 @@ class AttentionBlock:
             qk_norm=self.qk_norm if has_weights else None,
             qk_norm_after_rope=False,
             exclusive=False,
+            num_kv_heads=self.num_kv_heads + self.unused_kv_heads,
+            unused_kv_heads=0,
         )
 
     @property
@@ -131,7 +136,7 @@ class AttentionBlock:
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        q, kv = self.num_heads * self.head_dim, (self.num_kv_heads + self.unused_kv_heads) * self.head_dim
         all_heads = self.qk_norm_whole or self.qk_norm_by_head
         normed = q + kv if all_heads else 2 * self.head_dim
         norms = 0 if self.qk_norm is None else self.qk_norm.num_parameters(normed)
@@ -150,6 +155,8 @@ class AttentionInputs:
     rope: Rope | None
     """Angles of the block's rope, of each token."""
     spec: AttentionSpec
+    convolve_keys: Callable[[NamedArray], NamedArray] | None = None
+    """Short convolution of keys [..., kv_head, head_size], before their norm; None: there is none."""
 
 
 class Attention(eqx.Module):
@@ -214,7 +221,7 @@ class Attention(eqx.Module):
             layer: i32[], which layer of the pool `kv`.
         Returns: [token, embed] and the pool.
         """
-        q, k, v, *gate = apply(x, *self._projections, norm=around.norm)
+        q, k, v, *gate = self._projected(x, around, inputs)
         q, v, kv = self._rotate_and_write((q, k, v), inputs, kv, layer, batch)
         num_tokens, head_dim = q.array.shape[0], q.array.shape[3]
         call = AttentionCall(
@@ -233,6 +240,7 @@ class Attention(eqx.Module):
         )
         attended = kv.backend.attend(call)
         attended = self._finished(NamedArray(attended.reshape(q.array.shape), q.axes), v, gate, inputs.block)
+        attended = _grouped(attended, self.o_proj.ins[0].size)
         return apply(attended.astype(x.dtype), self.o_proj, residual=around.residual)[0], kv
 
     def dense(self, x: NamedArray, around: Fusion, inputs: AttentionInputs) -> tuple[NamedArray, None]:
@@ -241,7 +249,7 @@ class Attention(eqx.Module):
         Args: x: [..., position, embed], position 0 first.
         Returns: [..., position, embed], and no state.
         """
-        q, k, v, *gate = apply(x, *self._projections, norm=around.norm)
+        q, k, v, *gate = self._projected(x, around, inputs)
         q, k, own = self._rotated(q, k, v, inputs)
         batch = tuple(axis.name for axis in x.axes[:-2])
         q = q.rearrange((*batch, POSITION, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE))
@@ -249,6 +257,7 @@ class Attention(eqx.Module):
         sinks = None if self.sinks is None else self.sinks.array.reshape(-1)
         attended = attend_to_all(q.array, k, v, self._rules(k.shape[-1], inputs), sinks)
         attended = self._finished(NamedArray(attended, q.axes), own, gate, inputs.block)
+        attended = _grouped(attended, self.o_proj.ins[0].size)
         return apply(attended.astype(x.dtype), self.o_proj, residual=around.residual)[0], None
 
     @property
@@ -256,6 +265,17 @@ class Attention(eqx.Module):
         """Those of queries, keys and values, and of the gate if there is one."""
         maps = [self.q_proj, self.k_proj, self.v_proj]
         return maps if self.gate_proj is None else [*maps, self.gate_proj]
+
+    def _projected(self, x: NamedArray, around: Fusion, inputs: AttentionInputs) -> list[NamedArray]:
+        """Queries, keys and values, and the gate if there is one, of the heads that the layer uses."""
+        q, k, v, *gate = apply(x, *self._projections, norm=around.norm)
+        if inputs.convolve_keys is not None:
+            k = inputs.convolve_keys(k)
+        if inputs.block.unused_kv_heads:
+            heads = inputs.block.num_kv_heads
+            k, v = k[KV_HEADS, :heads], v[KV_HEADS, :heads]
+            q, *gate = (_grouped(each, heads) for each in (q, *gate))
+        return [q, k, v, *gate]
 
     def _rotated(
         self, q: NamedArray, k: NamedArray, v: NamedArray, inputs: AttentionInputs
@@ -371,6 +391,15 @@ def attend_to_all(q: Array, k: Array, v: Array, rules: ScoreRules, sinks: Array 
         total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
         weights = weights * jax.nn.sigmoid(total - sinks.astype(f32)[head])
     return jnp.einsum("...hgqk,...khd->...qhgd", weights.astype(v.dtype), v, preferred_element_type=f32)
+
+
+def _grouped(heads: NamedArray, num_kv_heads: int) -> NamedArray:
+    """[..., kv_head, q_heads_per_group, ...], the same query heads in so many groups."""
+    axes = list(heads.axes)
+    place = next(i for i, axis in enumerate(axes) if axis.name == KV_HEADS)
+    total = axes[place].size * axes[place + 1].size
+    axes[place : place + 2] = axes[place].resize(num_kv_heads), axes[place + 1].resize(total // num_kv_heads)
+    return NamedArray(heads.array.reshape([axis.size for axis in axes]), tuple(axes))
 
 
 def _finished(attended: NamedArray, own: NamedArray, *gate: NamedArray, block: AttentionBlock) -> NamedArray:

@@ -23,16 +23,24 @@ class CausalConv(eqx.Module):
     """[layers, channel, tap]"""
     bias: NamedArray | None
     """[layers, channel]"""
+    latest_first: bool = eqx.field(static=True, default=False)
+    """Whether the weights of a channel begin with that of the latest input, and not of the earliest."""
 
     @staticmethod
     def init(
-        batch: Sequence[Axis], channels: int, taps: int, *, key: Array | None, dtype, bias: bool = False
+        batch: Sequence[Axis],
+        channels: int,
+        taps: int,
+        *,
+        key: Array | None,
+        dtype,
+        bias: bool = False,
+        latest_first: bool = False,
     ) -> "CausalConv":
         """Normal weights of variance 1 / taps, zero bias; `batch`: axes of independent layers. Zeros without a key."""
         axes = (*batch, Axis(CHANNEL, channels), Axis(TAP, taps))
-        return CausalConv(
-            random_weight(key, axes, taps**-0.5, dtype), hax.zeros(axes[:-1], dtype=dtype) if bias else None
-        )
+        weight = random_weight(key, axes, taps**-0.5, dtype)
+        return CausalConv(weight, hax.zeros(axes[:-1], dtype=dtype) if bias else None, latest_first)
 
     @property
     def num_taps(self) -> int:
@@ -72,6 +80,7 @@ class CausalConv(eqx.Module):
         """Sum over taps, in their order."""
         lead = (1,) * (inputs[0].ndim - 1)
         weight = self.weight.array.astype(jnp.float32)
+        weight = weight[:, ::-1] if self.latest_first else weight
         total = sum(weight[:, tap].reshape(*lead, -1) * each for tap, each in enumerate(inputs))
         assert not isinstance(total, int)
         return total if self.bias is None else total + self.bias.array.astype(jnp.float32).reshape(*lead, -1)

@@ -119,6 +119,11 @@ class Layout:
                 f"{', '.join(map(str, config.head_counts))}, and tensor parallelism of such a model is not "
                 "implemented; use mesh.data"
             )
+        if layout.model.parts > 1 and config.convolves_keys:
+            raise ValueError(
+                f"mesh.model={layout.model.parts}: keys pass a short convolution, and tensor parallelism of such a "
+                "model is not implemented; use mesh.data or mesh.expert"
+            )
         return layout
 
     @property

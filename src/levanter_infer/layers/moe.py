@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -12,12 +13,12 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax import Array
 
-from levanter_infer.axes import EXPERT, MLP, ROW, SHARED_GATE
+from levanter_infer.axes import EXPERT, EXPERT_LATENT, MLP, ROW, SHARED_GATE
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.activation import Activation, ClampedSwiglu
 from levanter_infer.layers.linear import Fusion, Linear, apply, apply_grouped, fold_key, split_key
 from levanter_infer.layers.mlp import DenseBlock, Mlp
-from levanter_infer.layers.norm import RMSNorm
+from levanter_infer.layers.norm import NormConfig, RMSNorm
 from levanter_infer.layers.router import Router, SelectionBias
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
 from levanter_infer.layers.stack import pick_layer
@@ -39,6 +40,13 @@ class ExpertsBlock:
     """Whether the maps of the experts have biases; the shared expert has none."""
     shared_width: int | None = None
     """Inner width of the shared expert, which every token goes through; None: there is none."""
+    num_shared: int | None = None
+    """Shared experts of that width, each of its own tensors (GrugMoE 2); None: there is one at most."""
+    latent_dim: int | None = None
+    """Numbers of the latent of a token that the experts map to one of their result (GrugMoE 2); None: they see the
+    residual stream."""
+    latent_norm: NormConfig | None = None
+    """Norm of the latent that the experts see."""
     shared_gate: bool = False
     """Whether the result of the shared expert is multiplied by sigmoid(shared_gate(x)), one number per token."""
 
@@ -56,13 +64,18 @@ class ExpertsBlock:
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
         router = hidden + self.router.bias + (self.router.selection_bias is not SelectionBias.NONE)
-        shared = 3 * hidden * (self.shared_width or 0) + hidden * self.shared_gate
-        return self.num_expert_parameters(hidden) + self.num_experts * router + shared
+        num_shared = 1 if self.num_shared is None else self.num_shared
+        shared = 3 * hidden * (self.shared_width or 0) * num_shared + hidden * self.shared_gate
+        latent = 2 * hidden * (self.latent_dim or 0)
+        if self.latent_norm is not None:
+            latent += self.latent_norm.num_parameters(self.latent_dim or 0)
+        return self.num_expert_parameters(hidden) + self.num_experts * router + shared + latent
 
     def num_expert_parameters(self, hidden: int) -> int:
         """Those of the experts that are chosen from, without the router. Args: as of `num_parameters`."""
-        biases = (2 * self.width + hidden) * self.bias
-        return self.num_experts * (3 * hidden * self.width + biases)
+        size = self.latent_dim or hidden
+        biases = (2 * self.width + size) * self.bias
+        return self.num_experts * (3 * size * self.width + biases)
 
 
 class Moe(eqx.Module):
@@ -77,9 +90,9 @@ class Moe(eqx.Module):
     """[layers, expert, embed]"""
     gate_proj: Linear
     up_proj: Linear
-    """[layers, expert, mlp, embed]"""
+    """[layers, expert, mlp, embed], of experts of latents with those in the stead of embed."""
     down_proj: Linear
-    """[layers, expert, embed, mlp]"""
+    """[layers, expert, embed, mlp], as these."""
     num_rows: Array | None = None
     """i32[], how many tokens count."""
     experts: ShardAxis = eqx.field(static=True, default=REPLICATED)
@@ -94,15 +107,33 @@ class Moe(eqx.Module):
     """[layers, shared_gate, embed], with one output."""
     selection_bias: NamedArray | None = None
     """f32[layers, expert], of the choice alone."""
+    shared_experts: tuple[Mlp, ...] = ()
+    """The shared experts, where a block has several."""
+    latent_down: Linear | None = None
+    """[layers, expert_latent, embed]"""
+    latent_norm: RMSNorm | None = None
+    """[layers, expert_latent]"""
+    latent_up: Linear | None = None
+    """[layers, embed, expert_latent]"""
 
     @staticmethod
     def init(batch: Sequence[Axis], embed: Axis, block: ExpertsBlock, *, key: Array | None, dtype) -> "Moe":
         """Random maps as in `Linear.init`; `batch`: axes of independent layers."""
         expert, mlp = Axis(EXPERT, block.num_experts), Axis(MLP, block.width)
         router, gate, up, down = split_key(key, 4)
-        each = (*batch, expert)
-        shared = shared_gate = None
-        if block.shared_width is not None:
+        each, inner = (*batch, expert), embed
+        latent: dict[str, Any] = {}
+        if block.latent_dim is not None:
+            assert block.latent_norm is not None
+            inner, (up_key, down_key) = Axis(EXPERT_LATENT, block.latent_dim), split_key(fold_key(key, 3), 2)
+            latent["latent_down"] = Linear.init(batch, (inner,), (embed,), key=down_key, dtype=dtype)
+            latent["latent_norm"] = RMSNorm.init(batch, inner, config=block.latent_norm, dtype=dtype)
+            latent["latent_up"] = Linear.init(batch, (embed,), (inner,), key=up_key, dtype=dtype)
+        shared, shared_gate, several = None, None, ()
+        if block.shared_width is not None and block.num_shared is not None:
+            shared_keys = split_key(fold_key(key, 1), block.num_shared)
+            several = tuple(Mlp.init(batch, embed, block.shared, key=one, dtype=dtype) for one in shared_keys)
+        elif block.shared_width is not None:
             shared = Mlp.init(batch, embed, block.shared, key=fold_key(key, 1), dtype=dtype)
         if block.shared_gate:
             gate_key = fold_key(key, 2)
@@ -111,19 +142,23 @@ class Moe(eqx.Module):
         router_dtype = jnp.float32 if block.router.float32 else dtype
         return Moe(
             router=Linear.init(batch, (expert,), (embed,), key=router, dtype=router_dtype, bias=block.router.bias),
-            gate_proj=Linear.init(each, (mlp,), (embed,), key=gate, dtype=dtype, bias=block.bias),
-            up_proj=Linear.init(each, (mlp,), (embed,), key=up, dtype=dtype, bias=block.bias),
-            down_proj=Linear.init(each, (embed,), (mlp,), key=down, dtype=dtype, bias=block.bias),
+            gate_proj=Linear.init(each, (mlp,), (inner,), key=gate, dtype=dtype, bias=block.bias),
+            up_proj=Linear.init(each, (mlp,), (inner,), key=up, dtype=dtype, bias=block.bias),
+            down_proj=Linear.init(each, (inner,), (mlp,), key=down, dtype=dtype, bias=block.bias),
             shared=shared,
             shared_gate=shared_gate,
             selection_bias=hax.zeros((*batch, expert), dtype=jnp.float32) if has_selection_bias else None,
+            shared_experts=several,
+            **latent,
         )
 
     def at(self, layer: Array, num_rows: Array) -> "Moe":
         """The block of one layer of a stack, for inputs whose first `num_rows` rows count. Nothing is sliced here."""
         parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        maps = {name: part for name, part in parts.items() if isinstance(part, Linear | Mlp)}
-        at = jax.tree.map(lambda part: part.at(layer, num_rows), maps, is_leaf=lambda part: isinstance(part, Linear))
+        maps = {name: part for name, part in parts.items() if isinstance(part, Linear | Mlp | RMSNorm | tuple)}
+        at = jax.tree.map(
+            lambda part: part.at(layer, num_rows), maps, is_leaf=lambda part: isinstance(part, Linear | RMSNorm)
+        )
         bias = None if self.selection_bias is None else pick_layer(self.selection_bias, layer)
         return dataclasses.replace(self, **at, selection_bias=bias, num_rows=num_rows)
 
@@ -143,10 +178,20 @@ class Moe(eqx.Module):
         chosen, weights = self._route(rows, around.norm, block)
         if on_choice is not None:
             on_choice(chosen)
-        total = self.sums.sum_in(x.dtype, self._compute(rows, around.norm, chosen, weights, block)).astype(x.dtype)
-        if self.shared is not None:
-            total = total + self._share(self.shared, rows, around.norm, block)
+        seen, norm = self._latents(rows, around.norm), around.norm if self.latent_down is None else None
+        total = self.sums.sum_in(x.dtype, self._compute(seen, norm, chosen, weights, block)).astype(x.dtype)
+        if self.latent_up is not None:
+            total = apply(NamedArray(total, seen.axes), self.latent_up)[0].array
+        for shared in (*([] if self.shared is None else [self.shared]), *self.shared_experts):
+            total = total + self._share(shared, rows, around.norm, block)
         return around.after(NamedArray(total.reshape(x.array.shape), x.axes))
+
+    def _latents(self, rows: NamedArray, norm: RMSNorm | None) -> NamedArray:
+        """Inputs of the experts, before the norm if they are the rows [row, embed] themselves."""
+        if self.latent_down is None or self.latent_norm is None:
+            return rows
+        (latents,) = apply(rows, self.latent_down, norm=norm)
+        return self.latent_norm.by_rows(latents, self.latent_down.by_rows)
 
     def _share(self, shared: Mlp, rows: NamedArray, norm: RMSNorm | None, block: ExpertsBlock) -> Array:
         """Result of the shared expert [row, embed]."""
@@ -197,7 +242,7 @@ class Moe(eqx.Module):
     def _compute(
         self, rows: NamedArray, norm: RMSNorm | None, chosen: Array, weights: Array, block: ExpertsBlock
     ) -> Array:
-        """Weighted sum of the results of each row's experts, f32[row, embed]; zeros for experts of other devices."""
+        """Weighted sum of the results of each row's experts, f32 like `rows`; zeros for experts of other devices."""
         order, counts = self._sorted(chosen)
         pairs, source = Axis(ROW, order.shape[0]), order // chosen.shape[1]
         if block.router.weigh_inputs:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from levanter_infer.cache.memory import Memory
 from levanter_infer.layers.attention import AttentionBlock
+from levanter_infer.layers.branch_conv import BranchConvBlock
 from levanter_infer.layers.delta_net import DeltaNetBlock
 from levanter_infer.layers.kimi_delta import KimiDeltaBlock
 from levanter_infer.layers.latent_attention import LatentAttentionBlock
@@ -95,6 +96,12 @@ class Block:
     placement: Placement = Placement.BEFORE
     residual_multiplier: float = 1.0
     """Factor of what the mixer and the feed-forward block add to the residual stream."""
+    convs: BranchConvBlock | None = None
+    """Short convolutions of keys and of what is added to the residual stream; None: there are none."""
+
+    def __post_init__(self):
+        if self.convs is not None and self.recurrent is not None:
+            raise ValueError("short convolutions beside a recurrence in one layer are not implemented")
 
     @property
     def stored(self) -> "Block":
@@ -119,12 +126,13 @@ class Block:
     @property
     def memories(self) -> tuple[Memory, ...]:
         """The memories of the layer: at most one with pages, and one with slots."""
-        return tuple(part.memory for part in (self.attention, self.recurrent) if part is not None)
+        return tuple(part.memory for part in (self.attention, self.recurrent, self.convs) if part is not None)
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
         norms = len(self.placement.norms) * self.norm.num_parameters(hidden)
-        return self.mixer.num_parameters(hidden) + self.feed_forward.num_parameters(hidden) + norms
+        convs = 0 if self.convs is None else self.convs.num_parameters()
+        return self.mixer.num_parameters(hidden) + self.feed_forward.num_parameters(hidden) + norms + convs
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from levanter_infer.cache.cache import PoolSpec
 from levanter_infer.cache.memory import Memory
 from levanter_infer.layers.attention import AttentionBlock
+from levanter_infer.layers.branch_conv import KEYS
 from levanter_infer.layers.latent_attention import LatentAttentionBlock
 from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.layers.norm import NormConfig
@@ -52,7 +53,7 @@ class DecoderConfig:
         experts = {b.feed_forward.num_experts for b in self.blocks if isinstance(b.feed_forward, ExpertsBlock)}
         if len(experts) > 1:
             raise ValueError(f"layers have {' and '.join(map(str, sorted(experts)))} experts, expected one number")
-        _ = self.groups  # raises where the layers repeat too little
+        _ = self.groups  # raises where the layers are of too many kinds
 
     # Both are asked for at every launch of a program, so neither looks at every layer.
 
@@ -79,7 +80,7 @@ class DecoderConfig:
 
     @functools.cached_property
     def groups(self) -> tuple[Group[Block], ...]:
-        """The loops that run the layers. Raises: ValueError if they need too many bodies."""
+        """The loops that run the layers. Raises: ValueError if they are of too many kinds."""
         return find_periods(self.blocks, describe)
 
     @functools.cached_property
@@ -87,12 +88,13 @@ class DecoderConfig:
         """Where the parameters of the layers are stored."""
         return find_stacks(self.blocks)
 
-    def stored_at(self, group: Group[Block], offset: int) -> tuple[int, int, int]:
-        """Where the parameters of the layers at `offset` of a group's period are stored.
+    def stored_at(self, layer: int) -> tuple[int, int]:
+        """The stack with the parameters of a layer, and the layer's index in it."""
+        return self._stored[layer]
 
-        Returns: the stack, the index in it of the first of these layers, and the distance from one to the next.
-        """
-        return _stored_at([stack.layers for stack in self.stacks], group, offset)
+    @functools.cached_property
+    def _stored(self) -> dict[int, tuple[int, int]]:
+        return _places([stack.layers for stack in self.stacks])
 
     @functools.cached_property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -134,18 +136,24 @@ class DecoderConfig:
                 layers.setdefault(memory, []).append(number)
         return tuple(PoolSpec(memory, tuple(numbers)) for memory, numbers in layers.items())
 
-    def remembered_at(self, group: Group[Block], offset: int, *, is_paged: bool = True) -> tuple[int, int, int]:
-        """Where the layers at `offset` of a group's period have what they remember in pages, or else in slots.
+    def remembered_at(self, layer: int, *, is_paged: bool) -> tuple[int, int]:
+        """The pool with what a layer remembers in pages, or else in slots, and the layer's index in it."""
+        return self._remembered[is_paged][layer]
 
-        Returns: the pool, the index in it of the first of these layers, and the distance from one to the next.
-        """
-        pools = [pool.layers if pool.memory.is_paged == is_paged else () for pool in self.pools]
-        return _stored_at(pools, group, offset)
+    @functools.cached_property
+    def _remembered(self) -> tuple[dict[int, tuple[int, int]], ...]:
+        kinds = (False, True)
+        return tuple(_places([p.layers if p.memory.is_paged == kind else () for p in self.pools]) for kind in kinds)
 
     @property
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """(heads, key and value heads) of the layers, each pair once."""
         return tuple(dict.fromkeys((mixer.num_heads, mixer.num_kv_heads) for mixer in self.attention))
+
+    @property
+    def convolves_keys(self) -> bool:
+        """Whether the keys of a layer pass a short convolution."""
+        return any(KEYS in dict(block.convs.channels) for block in self.blocks if block.convs is not None)
 
     # Sizes of the first layer with attention
 
@@ -170,12 +178,6 @@ class DecoderConfig:
     def expert_layers(self) -> tuple[int, ...]:
         """Numbers of the layers with experts."""
         return tuple(i for i, block in enumerate(self.blocks) if isinstance(block.feed_forward, ExpertsBlock))
-
-    def expert_layer_at(self, group: Group[Block], offset: int) -> tuple[int, int]:
-        """Which layers with experts those at `offset` of a group's period are: the number of the first among all layers
-        with experts, and the distance from one to the next."""
-        period = [isinstance(block.feed_forward, ExpertsBlock) for block in group.period]
-        return self.expert_layers.index(group.first + offset), sum(period)
 
     @property
     def expert_blocks(self) -> tuple[ExpertsBlock, ...]:
@@ -211,16 +213,6 @@ class DecoderConfig:
         return sum(b.num_expert_parameters(self.hidden_size) for b in blocks if isinstance(b, ExpertsBlock))
 
 
-def _stored_at(parts: Sequence[tuple[int, ...]], group: Group[Block], offset: int) -> tuple[int, int, int]:
-    """Where the layers at `offset` of a group's period are, of `parts` that have some layers each.
-
-    Returns: the part, the index in it of the first of these layers, and the distance from one to the next.
-    """
-
-    def part_of(layer: int) -> int | None:
-        return next((number for number, layers in enumerate(parts) if layer in layers), None)
-
-    of_period = [part_of(group.first + i) for i in range(len(group.period))]
-    part = of_period[offset]
-    assert part is not None
-    return part, parts[part].index(group.first + offset), of_period.count(part)
+def _places(parts: Sequence[tuple[int, ...]]) -> dict[int, tuple[int, int]]:
+    """For the layers of `parts`, which have some layers each: the part, and the index in it."""
+    return {layer: (number, index) for number, layers in enumerate(parts) for index, layer in enumerate(layers)}

@@ -16,8 +16,10 @@ from jax import Array
 from levanter_infer.axes import EMBED, LAYERS, PERIOD, POSITION, SEQ_PAGE, VOCAB
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.cache import Cache
+from levanter_infer.cache.slot_state import SlotState
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.attention import Attention, AttentionBlock, AttentionInputs, AttentionSpec
+from levanter_infer.layers.branch_conv import FEED_FORWARD, KEYS, MIXER, BranchConvs, Convolve
 from levanter_infer.layers.delta_net import DeltaNet, DeltaNetBlock
 from levanter_infer.layers.gated_norm import init_norm
 from levanter_infer.layers.kimi_delta import KimiDelta, KimiDeltaBlock
@@ -44,7 +46,7 @@ from levanter_infer.layers.short_conv import ShortConv, ShortConvBlock
 from levanter_infer.layers.stack import pick_layer
 from levanter_infer.models.blocks import Block, Mixer, ParallelMixer, Placement, Stack
 from levanter_infer.models.config import DecoderConfig
-from levanter_infer.models.periods import Group
+from levanter_infer.models.periods import Body, Group
 
 PLAIN = AttentionSpec()
 """Attention as the model alone defines it."""
@@ -69,6 +71,8 @@ class DecoderLayer(eqx.Module):
     """Norms of the outputs of the mixer and the feed-forward block."""
     recurrent: Recurrent | None = None
     """The mixer that remembers a state of fixed size."""
+    convs: BranchConvs | None = None
+    """Short convolutions of keys and of what is added to the residual stream."""
 
     @staticmethod
     def init(batch: tuple[Axis, ...], embed: Axis, block: Block, *, key: Array | None, dtype) -> "DecoderLayer":
@@ -94,6 +98,7 @@ class DecoderLayer(eqx.Module):
             mixer_out_norm=norm("mixer_out_norm"),
             mlp_out_norm=norm("mlp_out_norm"),
             recurrent=_recurrent(batch, embed, block.recurrent, key=mixer_key, dtype=dtype),
+            convs=block.convs and BranchConvs.init(batch, block.convs, key=fold_key(mixer_key, 2), dtype=dtype),
         )
 
     def at(self, index: Array, num_rows: Array) -> "DecoderLayer":
@@ -110,6 +115,7 @@ class DecoderLayer(eqx.Module):
         block: Block,
         mix: Callable[[NamedArray, Fusion], tuple[NamedArray, Any]],
         on_choice: Callable[[Array], None] | None = None,
+        convolve: Convolve | None = None,
     ):
         """The layer.
 
@@ -118,30 +124,37 @@ class DecoderLayer(eqx.Module):
             block: what it computes.
             mix: the mixer, of the residual stream and what happens around its matmuls; gives its result and a state.
             on_choice: called with the experts of each row, if the layer has some (`Moe`).
+            convolve: its short convolutions, if it has some.
         Returns: [..., embed] and the mixer's state.
         """
         multiplier = block.residual_multiplier
+        rows, norms = self.mlp.down_proj.by_rows, (self.mixer_out_norm, self.mlp_out_norm)
+        mixer_after, mlp_after = (
+            None if norm is None else functools.partial(norm.by_rows, rows=rows) for norm in norms
+        )
+        if convolve is not None:
+            assert not any(norms), "no family has norms and convolutions of its results"
+            mixer_after, mlp_after = (functools.partial(convolve, site) for site in (MIXER, FEED_FORWARD))
 
-        def around(norm: RMSNorm | None, after: RMSNorm | None, onto: NamedArray) -> Fusion:
+        def around(norm: RMSNorm | None, after: Callable | None, onto: NamedArray) -> Fusion:
             return Fusion(norm=norm, residual=onto if after is None and multiplier == 1 else None)
 
-        def added(result: NamedArray, after: RMSNorm | None, onto: NamedArray) -> NamedArray:
+        def added(result: NamedArray, after: Callable | None, onto: NamedArray) -> NamedArray:
             if after is None and multiplier == 1:
                 return result  # with the residual in it
-            rows = self.mlp.down_proj.by_rows
-            result = result if after is None else after.by_rows(result, rows)
+            result = result if after is None else after(result)
             if multiplier == 1:
                 return onto + result
             return rows(lambda onto, result: onto + result * jnp.asarray(multiplier, result.dtype), onto, result)
 
-        mixed, state = mix(x, around(self.input_norm, self.mixer_out_norm, x))
-        mixed = added(mixed, self.mixer_out_norm, x)
+        mixed, state = mix(x, around(self.input_norm, mixer_after, x))
+        mixed = added(mixed, mixer_after, x)
         parallel = block.placement.is_parallel
         norm = self.input_norm if block.placement is Placement.PARALLEL else self.mlp_norm
         observed = on_choice is not None and isinstance(self.mlp, Moe)
         feed = functools.partial(self.mlp, on_choice=on_choice) if observed else self.mlp
-        result = feed(x if parallel else mixed, around(norm, self.mlp_out_norm, mixed), block.feed_forward)  # type: ignore[arg-type]
-        return added(result, self.mlp_out_norm, mixed), state
+        result = feed(x if parallel else mixed, around(norm, mlp_after, mixed), block.feed_forward)  # type: ignore[arg-type]
+        return added(result, mlp_after, mixed), state
 
 
 def _attention(
@@ -275,9 +288,11 @@ class DecoderModel(eqx.Module):
 
         def sharded(part):
             if isinstance(part, Moe):
-                shared = jax.tree.map(sharded, part.shared, is_leaf=lambda each: isinstance(each, Linear))
+                shared, several = jax.tree.map(
+                    sharded, (part.shared, part.shared_experts), is_leaf=lambda each: isinstance(each, Linear)
+                )
                 axes = {"experts": layout.experts, "sums": layout.expert_sums, "inner": layout.model}
-                return dataclasses.replace(part, **axes, shared=shared)
+                return dataclasses.replace(part, **axes, shared=shared, shared_experts=several)
             if isinstance(part, RMSNorm) and part.weight is not None:
                 width = layout.normed_width(part.normed(part.weight.axes))
                 return part if width is None else dataclasses.replace(part, shard_axis=layout.model, width=width)
@@ -332,14 +347,15 @@ class DecoderModel(eqx.Module):
         inputs = self._inputs(positions, attention, attention.max_seq_len or num_positions, None)
         x = self._embed(tokens, positions, None)
         for group in self.config.groups:
-            places = [self.config.stored_at(group, offset) for offset in range(len(group.period))]
+            places = [self.config.stored_at(group.first + offset) for offset in range(len(group.period))]
             period = functools.partial(_plain_period, group=group, places=places, inputs=inputs)
             x = hax.fold(period, LAYERS)(x, self._periods(group, places))
         return x
 
-    def _periods(self, group: Group[Block], places: Sequence[tuple[int, int, int]]) -> dict[int, DecoderLayer]:
+    def _periods(self, group: Group[Block], places: Sequence[tuple[int, int]]) -> dict[int, DecoderLayer]:
         """By stack, the layers that a group runs, with an axis of repeats and, where a period has several layers of the
-        stack, one of those."""
+        stack, one of those. Args: places: the stack and the index of each layer of the first period."""
+        strides = collections.Counter(stack for stack, _ in places)
 
         def part(first: int, stride: int, named: NamedArray) -> NamedArray:
             array, repeats = named.array, group.repeats
@@ -351,9 +367,9 @@ class DecoderModel(eqx.Module):
             return NamedArray(array, (Axis(LAYERS, repeats), Axis(PERIOD, stride), *named.axes[1:]))
 
         found: dict[int, DecoderLayer] = {}
-        for stack, first, stride in places:
+        for stack, first in places:
             if stack not in found:
-                found[stack] = _map_arrays(functools.partial(part, first, stride), self.stacks[stack])
+                found[stack] = _map_arrays(functools.partial(part, first, strides[stack]), self.stacks[stack])
         return found
 
     def hidden(self, batch: PageBatchInfo, cache: Cache, attention: AttentionSpec = PLAIN) -> tuple[NamedArray, Cache]:
@@ -385,57 +401,72 @@ class DecoderModel(eqx.Module):
         inputs = self._inputs(batch.positions, attention, self._max_seq_len(batch, attention), num_tokens)
         rows = RaggedRows.of(batch) if cache.has_slots else None
 
-        def run(group: Group[Block], repeat: Array, carry):
-            """One period."""
-            for offset, count in group.bodies:
-                body = functools.partial(one_layer, group, repeat, offset)
-                # Equal layers that share a body follow one another in their stack and in their pool
-                carry = body(0, carry) if count == 1 else jax.lax.fori_loop(0, count, body, carry)
+        def run(group: Group[Block], trip: Array, carry):
+            """One trip of a group's loop."""
+            for body in group.bodies:
+                compute = functools.partial(one_layer, body, trip)
+                # Equal layers that share a body follow one another in their stack and in their pools
+                counts = set(body.counts)
+                count = _index(body.counts, trip) if len(counts) > 1 else body.counts[0]
+                carry = compute(0, carry) if counts == {1} else jax.lax.fori_loop(0, count, compute, carry)
             return carry
 
-        def one_layer(group: Group[Block], repeat: Array, offset: int, further: Array | int, carry):
-            """The layer `further` behind that at `offset` of the period."""
+        def one_layer(body: Body[Block], trip: Array, further: Array | int, carry):
+            """The layer `further` behind the first one of a trip."""
+
+            def at(place: Callable[[int], tuple[int, int]]) -> tuple[int, Array]:
+                """The stack or pool, and the index in it."""
+                parts, indices = zip(*map(place, body.starts), strict=True)
+                return parts[0], _index(indices, trip, further)
+
             x, cache, chosen = carry
             seen: list[Array] = []
-            on_choice, block = None if chosen is None else seen.append, group.period[offset]
-            stack, first, stride = self.config.stored_at(group, offset)
-            layer = self.stacks[stack].at(_index(first, stride, repeat, further), num_tokens)
-            pools, mixers = [], []
+            on_choice, block = None if chosen is None else seen.append, body.item
+            stack, index = at(self.config.stored_at)
+            layer = self.stacks[stack].at(index, num_tokens)
+            pools, mixers, convolve = [], [], None
+            if layer.convs is not None:
+                slots, number = at(functools.partial(self.config.remembered_at, is_paged=False))
+                state = cache.pools[slots]
+                assert isinstance(state, SlotState) and rows is not None
+                convolve = Convolve(layer.convs, state.read(number, rows.slots, rows.is_new), rows, layer.mlp.down_proj)
             if layer.attention is not None:
-                pool, first, stride = self.config.remembered_at(group, offset, is_paged=True)
+                pool, index = at(functools.partial(self.config.remembered_at, is_paged=True))
                 attend = functools.partial(
                     layer.attention.paged,
-                    inputs=inputs(block),
+                    inputs=_with_convolution(inputs(block), convolve),
                     kv=cache.pools[pool],  # type: ignore[arg-type]
-                    layer=_index(first, stride, repeat, further),
+                    layer=index,
                     batch=batch.in_group(cache.groups[pool]),
                 )
                 pools, mixers = [*pools, pool], [*mixers, attend]
             if layer.recurrent is not None:
-                pool, first, stride = self.config.remembered_at(group, offset, is_paged=False)
+                pool, index = at(functools.partial(self.config.remembered_at, is_paged=False))
                 recur = functools.partial(
                     layer.recurrent.paged,
                     block=block.recurrent,  # type: ignore[arg-type]
                     state=cache.pools[pool],  # type: ignore[arg-type]
-                    layer=_index(first, stride, repeat, further),
+                    layer=index,
                     rows=rows,  # type: ignore[arg-type]
                 )
                 pools, mixers = [*pools, pool], [*mixers, recur]
-            x, remembered = layer(x, block, _mix(block, mixers, layer.mlp.down_proj), on_choice)
+            x, remembered = layer(x, block, _mix(block, mixers, layer.mlp.down_proj), on_choice, convolve)
             for pool, new in zip(pools, remembered, strict=True):
                 cache = cache.with_pool(pool, new)
+            if convolve is not None:
+                cache = cache.with_pool(slots, state.write(number, rows.slots, convolve.state))
             if chosen is not None and isinstance(block.feed_forward, ExpertsBlock):
-                first, stride = self.config.expert_layer_at(group, offset)
-                chosen = chosen.at[_index(first, stride, repeat, further)].set(seen.pop())
+                numbers = [self.config.expert_layers.index(layer) for layer in body.starts]
+                chosen = chosen.at[_index(numbers, trip, further)].set(seen.pop())
             return x, cache, chosen
 
         carry = self._embed(batch.tokens, batch.positions, num_tokens), cache, chosen
         for group in self.config.groups:
-            body = functools.partial(run, group)
-            if group.repeats > 1:
-                carry = jax.lax.fori_loop(0, group.repeats, body, carry)
+            trip = functools.partial(run, group)
+            if group.trips > 1:
+                carry = jax.lax.fori_loop(0, group.trips, trip, carry)
             else:  # of an index that XLA knows it would copy the layer's weights, once and for all steps
-                carry = body(jnp.minimum(num_tokens, 0), carry)
+                carry = trip(jnp.minimum(num_tokens, 0), carry)
         return carry
 
     def logits(self, hidden: NamedArray, num_rows: Array | None = None) -> NamedArray:
@@ -511,6 +542,11 @@ class DecoderModel(eqx.Module):
         return capacity
 
 
+def _with_convolution(inputs: AttentionInputs, convolve: Convolve | None) -> AttentionInputs:
+    """Inputs of attention whose keys pass a convolution, if the layer has one."""
+    return inputs if convolve is None else dataclasses.replace(inputs, convolve_keys=functools.partial(convolve, KEYS))
+
+
 def _mix(block: Block, mixers: Sequence[Callable[[NamedArray, Fusion], tuple[NamedArray, Any]]], part: Linear):
     """The mixer of a layer: its attention, its recurrence, or both side by side. It gives a result and their states.
 
@@ -535,11 +571,15 @@ def _mix(block: Block, mixers: Sequence[Callable[[NamedArray, Fusion], tuple[Nam
     return mix
 
 
-def _index(first: int, stride: int, repeat: Array, further: Array | int = 0) -> Array:
-    """`first + stride · repeat + further`, i32[]."""
-    index = repeat if stride == 1 else repeat * jnp.int32(stride)
-    index = index if isinstance(further, int) and further == 0 else index + further
-    return index if first == 0 else index + jnp.int32(first)
+def _index(indices: Sequence[int], trip: Array, further: Array | int = 0) -> Array:
+    """`indices[trip] + further`, i32[]."""
+    first, stride = indices[0], indices[1] - indices[0] if len(indices) > 1 else 1
+    if any(index != first + stride * i for i, index in enumerate(indices)):
+        index = jnp.asarray(indices, jnp.int32)[trip]
+    else:
+        index = trip if stride == 1 else trip * jnp.int32(stride)
+        index = index if first == 0 else index + jnp.int32(first)
+    return index if isinstance(further, int) and further == 0 else index + further
 
 
 def _plain_period(
@@ -547,20 +587,23 @@ def _plain_period(
     stacks: dict[int, DecoderLayer],
     *,
     group: Group[Block],
-    places: Sequence[tuple[int, int, int]],
+    places: Sequence[tuple[int, int]],
     inputs: Callable[[Block], AttentionInputs],
 ) -> NamedArray:
     """One period of the plain forward, of what `DecoderModel._periods` gives for one repeat."""
     seen: collections.Counter[int] = collections.Counter()
-    for block, (stack, _, stride) in zip(group.period, places, strict=True):
-        layer = stacks[stack] if stride == 1 else _map_arrays(functools.partial(_entry, seen[stack]), stacks[stack])
+    strides = collections.Counter(stack for stack, _ in places)
+    for block, (stack, _) in zip(group.period, places, strict=True):
+        several = strides[stack] > 1
+        layer = _map_arrays(functools.partial(_entry, seen[stack]), stacks[stack]) if several else stacks[stack]
         seen[stack] += 1
-        mixers = []
+        mixers, convolve = [], None if layer.convs is None else Convolve(layer.convs)
         if layer.attention is not None:
-            mixers.append(functools.partial(layer.attention.dense, inputs=inputs(block)))
+            with_convolution = _with_convolution(inputs(block), convolve)
+            mixers.append(functools.partial(layer.attention.dense, inputs=with_convolution))
         if layer.recurrent is not None:
             mixers.append(functools.partial(layer.recurrent.dense, block=block.recurrent))  # type: ignore[arg-type]
-        x, _ = layer(x, block, _mix(block, mixers, layer.mlp.down_proj))
+        x, _ = layer(x, block, _mix(block, mixers, layer.mlp.down_proj), convolve=convolve)
     return x
 
 

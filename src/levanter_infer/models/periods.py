@@ -1,5 +1,6 @@
 """The repeating pattern of a list of layers: which layers run in one loop, and the bodies that the loop unrolls."""
 
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +15,19 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 @dataclass(frozen=True)
+class Body(Generic[Item]):
+    """Equal layers with one compiled body: in every trip of a loop, some consecutive ones of them."""
+
+    item: Item
+    starts: tuple[int, ...]
+    """For each trip the number of its first layer; for a trip without layers, that of another trip."""
+    counts: tuple[int, ...]
+    """For each trip the number of its layers."""
+
+
+@dataclass(frozen=True)
 class Group(Generic[Item]):
-    """Consecutive layers that one loop computes: `repeats` trips over the layers of `period`."""
+    """Consecutive layers that one loop computes: `repeats` times those of `period`."""
 
     first: int
     """Number of the group's first layer."""
@@ -25,12 +37,26 @@ class Group(Generic[Item]):
     runs: tuple[int, ...] | None = None
     """Equal layers one after the other that each body of the period computes, in a loop of its own; None: every layer
     has a body."""
+    cycle: tuple[Item, ...] | None = None
+    """The kinds of layers, each with one body, of a period that is run once; in every trip of the loop each body
+    computes as many layers as follow, or none. None: the bodies are those of `runs`."""
+
+    @functools.cached_property
+    def bodies(self) -> tuple[Body[Item], ...]:
+        """The bodies in the order in which a trip runs them."""
+        if self.cycle is not None:
+            return _bodies_of_cycle(self.first, self.period, self.cycle)
+        runs = self.runs or (1,) * len(self.period)
+        stop = self.first + self.num_layers
+        return tuple(
+            Body(self.period[offset], tuple(range(self.first + offset, stop, len(self.period))), (run,) * self.repeats)
+            for offset, run in zip(itertools.accumulate(runs, initial=0), runs, strict=False)
+        )
 
     @property
-    def bodies(self) -> tuple[tuple[int, int], ...]:
-        """For each body, the offset of its first layer within the period, and the number of its layers."""
-        runs = self.runs or (1,) * len(self.period)
-        return tuple(zip(itertools.accumulate(runs, initial=0), runs, strict=False))
+    def trips(self) -> int:
+        """Trips of the loop."""
+        return len(self.bodies[0].counts)
 
     @property
     def num_layers(self) -> int:
@@ -44,30 +70,48 @@ def find_periods(
 
     48 equal layers are one group with a period of 1. 62 layers of the pattern LLLLLG are ten repeats of a period of 6
     and two repeats of L. A first layer of another kind is a group of its own. Where the bodies are too many, equal
-    neighbours share one: four times MMMMMMMMMA is a period of the two bodies 9 M and A.
+    neighbours share one: four times MMMMMMMMMA is a period of the two bodies 9 M and A. Where these are too many, the
+    pattern repeats too little: every kind has one body, and each trip runs as many layers of each kind as follow.
 
     Args:
         layers: one hashable item per layer; equal items have equal bodies.
         describe: the layers in words, for the error.
-    Raises: ValueError if there is no layer, or if the bodies of all groups are more than `MAX_BODIES`.
+    Raises: ValueError if there is no layer, or if there are more than `MAX_BODIES` kinds.
     """
     if not layers:
         raise ValueError("a stack of no layers, expected at least one")
     groups = _groups(layers)
     if _num_bodies(groups) > MAX_BODIES:
         groups = _groups_of_runs(layers)
-    bodies = _num_bodies(groups)
-    if bodies > MAX_BODIES:
-        codes = set(layers)
-        raise ValueError(
-            f"{len(layers)} layers of {len(codes)} kinds need {bodies} layer bodies, expected at most {MAX_BODIES}: "
-            f"their pattern repeats too little. The layers are {run_lengths(describe(layers))}"
-        )
+    if _num_bodies(groups) > MAX_BODIES:
+        kinds = tuple(dict.fromkeys(layers))
+        if len(kinds) > MAX_BODIES:
+            raise ValueError(
+                f"{len(layers)} layers of {len(kinds)} kinds need {len(kinds)} layer bodies, expected at most "
+                f"{MAX_BODIES}. The layers are {run_lengths(describe(layers))}"
+            )
+        groups = [Group(0, tuple(layers), 1, cycle=kinds)]
     return tuple(groups)
 
 
 def _num_bodies(groups: Sequence[Group]) -> int:
     return sum(len(group.bodies) for group in groups)
+
+
+def _bodies_of_cycle(first: int, layers: Sequence[Item], cycle: Sequence[Item]) -> tuple[Body[Item], ...]:
+    """For each kind of `cycle`, the body of its layers: in every trip those that follow."""
+    trips: dict[Item, list[tuple[int, int]]] = {item: [] for item in cycle}
+    runs = [(item, len(list(equal))) for item, equal in itertools.groupby(layers)]
+    while runs:
+        for item, found in trips.items():
+            count = runs.pop(0)[1] if runs and runs[0][0] == item else 0
+            found.append((first, count))
+            first += count
+    bodies = []
+    for item, found in trips.items():
+        some = next(start for start, count in found if count)
+        bodies.append(Body(item, tuple(start if n else some for start, n in found), tuple(n for _, n in found)))
+    return tuple(bodies)
 
 
 def _groups(layers: Sequence[Item]) -> list[Group[Item]]:

@@ -78,7 +78,7 @@ class Slice:
     groups: int
     """Rows alternate between the parameters this often."""
     columns: tuple[int, ...]
-    """The inputs of a matrix; empty for a vector; of a convolution, one and its taps."""
+    """The inputs of a matrix; empty for a vector; of a convolution its taps, as a rule behind an axis of size one."""
     transposed: bool
 
     @property
@@ -247,7 +247,7 @@ def _split(owner: Any, array: NamedArray) -> tuple[tuple[Axis, ...], tuple[int, 
         lead = tuple(axis for axis in array.axes[:1] if axis.name == LAYERS)
         return lead, tuple(axis.size for axis in owner.normed(array.axes))
     if isinstance(owner, CausalConv) and array is owner.weight:
-        return array.axes[:1], (1, owner.num_taps)
+        return array.axes[:1], (owner.num_taps,) if owner.latest_first else (1, owner.num_taps)
     if not isinstance(owner, Linear):
         return tuple(axis for axis in array.axes[:1] if axis.name == LAYERS), ()
     if array is owner.bias:
@@ -279,5 +279,8 @@ def _resolve(model: DecoderModel, path: str) -> tuple[Any, Any]:
     for name in path.split("."):
         if array is None:
             return None, None
-        owner, array = array, array[int(name)] if name.isdigit() else getattr(array, name, None)
+        if name.isdigit():
+            owner, array = array, array[int(name)] if int(name) < len(array) else None
+        else:
+            owner, array = array, getattr(array, name, None)
     return owner, array

@@ -110,7 +110,7 @@ def _model_sizes(spec: EngineSpec, blueprint: Blueprint) -> dict[str, Any]:
     parts, expert_parts = layout.model.parts, layout.experts.parts
     itemsize = blueprint.types.dtype.itemsize
     table_bytes = config.vocab_size * config.hidden_size * itemsize // parts
-    loops = [group for group in config.groups if group.repeats > 1]
+    loops = [group for group in config.groups if group.trips > 1]
     return {
         "parameters": config.num_parameters,
         "layers": config.num_layers,
