@@ -141,11 +141,11 @@ def test_it_is_refused_for_what_is_computed_for_all_tokens_together(monkeypatch)
     joint_arithmetic.cache_clear()
 
 
-def test_a_product_that_is_added_counts_and_a_sum_does_not():
+def test_a_number_that_is_multiplied_and_added_counts_and_a_sum_does_not():
     def traced(function):
         return next(_joint(jax.make_jaxpr(function)(np.ones(3, np.float32), np.ones(3, np.float32)).jaxpr, set()), None)
 
     assert traced(lambda x, y: x + y) is None and traced(lambda x, y: (x + y) * y) is None
-    assert traced(lambda x, y: x + jnp.where(y > 0, x * y, y)).startswith("add of a product")
+    assert traced(lambda x, y: x + jnp.where(y > 0, x * y, y)).startswith("add of what was multiplied")
     assert traced(lambda x, y: jnp.sum(x) * y).startswith("reduce_sum")
     assert traced(lambda x, y: jax.lax.fori_loop(0, 3, lambda _, z: jnp.exp(z), x)).startswith("exp")

@@ -2,7 +2,7 @@
 
 `numerics: batch_invariant` promises bits that do not. Kernels keep that promise, and so does what is computed row by
 row (`kernels.loops.one_by_one`). The rest XLA rounds by the shapes of the step: it chooses the order of sums, computes
-vectors by one formula and the numbers at their ends by another, and may add a product before it is rounded. A model is
+vectors by one formula and the numbers at their ends by another, and may multiply and add with one rounding. A model is
 served in that mode if its program has nothing of the kind, which is read from the program and not from a list.
 """
 
@@ -17,7 +17,6 @@ from haliax import NamedArray
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-import levanter_infer
 from levanter_infer.axes import ROW, ROW_BOUND, SEQ_PAGE, TOKEN
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.cache import Cache
@@ -33,14 +32,14 @@ _MOVED = {
     "expand_dims", "gather", "optimization_barrier", "pad", "reshape", "rev", "select_n", "slice", "split", "squeeze",
     "stack", "transpose",
 }  # fmt: skip
-"""Operations whose results are numbers of their operands: a product stays one."""
+"""Operations whose results are numbers of their operands."""
 _EXACT = {
     "abs", "clamp", "convert_element_type", "div", "ffi_call", "floor", "iota", "max", "min", "neg", "round", "scatter",
     "sign", "top_k",
 }  # fmt: skip
 """Operations with one right result for every number, or of a kernel."""
 _SUMS = {"add", "sub", "add_any"}
-"""Operations that are exact too, unless one operand is a product: XLA may round both together."""
+"""Operations that are exact too, unless a number was multiplied before: XLA may round both operations together."""
 _TOKENS, _ROWS, _PAGE = 16, 4, 4
 
 
@@ -80,13 +79,13 @@ def _forward(model: DecoderModel, cache: Cache, some: Array):
     return model.logits(hidden.rename({TOKEN: ROW}), batch.num_seqs.array).array, cache
 
 
-def _joint(jaxpr: Jaxpr, products: set) -> Iterator[str]:
-    """Such operations in a program. Args: products: its variables that are products, which is extended."""
+def _joint(jaxpr: Jaxpr, multiplied: set) -> Iterator[str]:
+    """Such operations in a program. Args: multiplied: its variables that were multiplied last, which are added to."""
     for equation in jaxpr.eqns:
         if BY_ROWS in str(equation.source_info.name_stack):
             continue
         name, results = equation.primitive.name, equation.outvars
-        found = [each for each in equation.invars if not hasattr(each, "val") and each in products]
+        found = [each for each in equation.invars if not hasattr(each, "val") and each in multiplied]
         inner = list(_programs(equation.params.values()))
         if inner:
             is_call = len(inner) == 1 and len(inner[0].invars) == len(equation.invars) and name not in ("while", "scan")
@@ -94,13 +93,13 @@ def _joint(jaxpr: Jaxpr, products: set) -> Iterator[str]:
             for program in inner:
                 yield from _joint(program, own)
             if is_call:
-                products.update(b for a, b in zip(inner[0].outvars, results, strict=True) if a in own)
-        elif not any(jnp.issubdtype(each.aval.dtype, jnp.floating) for each in results):
+                multiplied.update(b for a, b in zip(inner[0].outvars, results, strict=True) if a in own)
+        elif not any(jnp.issubdtype(_dtype(each), jnp.floating) for each in results):
             continue
         elif name == "mul" or (name in _MOVED and found):
-            products.update(results)
+            multiplied.update(results)
         elif name not in _MOVED | _EXACT | _SUMS or (name in _SUMS and found):
-            yield f"{name}{' of a product' if name in _SUMS else ''} ({_place(equation)})"
+            yield f"{name}{' of what was multiplied' if name in _SUMS else ''} ({_place(equation)})"
 
 
 def _programs(values) -> Iterator[Jaxpr]:
@@ -114,9 +113,13 @@ def _programs(values) -> Iterator[Jaxpr]:
             yield from _programs(value)
 
 
+def _dtype(variable):
+    return getattr(variable.aval, "dtype", jnp.dtype(bool))
+
+
 def _place(equation) -> str:
     """The line of this package that an operation comes from."""
-    home = Path(levanter_infer.__file__).parent
+    home = Path(__file__).parents[1]
     for frame in equation.source_info.traceback.frames if equation.source_info.traceback else ():
         if Path(frame.file_name).is_relative_to(home):
             return f"{Path(frame.file_name).relative_to(home)}:{frame.line_num}"

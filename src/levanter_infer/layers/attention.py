@@ -284,7 +284,7 @@ class Attention(eqx.Module):
         clip, after = inputs.block.qkv_clip, inputs.block.qk_norm_after_rope
         norms = self._norms(inputs.block)
 
-        def rotated(q: NamedArray, k: NamedArray, *angles: NamedArray) -> tuple[NamedArray, NamedArray]:
+        def rotated(q: NamedArray, k: NamedArray, *angles: NamedArray) -> tuple[NamedArray, ...]:
             rope = None if inputs.rope is None else inputs.rope.of(angles)
             if norms is not None and not after:
                 q, k = norms[0](q), norms[1](k)

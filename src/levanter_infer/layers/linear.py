@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
 import equinox as eqx
 import haliax as hax
@@ -21,6 +22,8 @@ from levanter_infer.layers.activation import Activation, ClampedSwiglu
 from levanter_infer.layers.norm import ByRows, RMSNorm
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
 from levanter_infer.layers.stack import pick_layer
+
+Rows = TypeVar("Rows", bound=NamedArray | tuple[NamedArray, ...])
 
 
 class Linear(eqx.Module):
@@ -121,12 +124,12 @@ class Linear(eqx.Module):
         """Args: x: [..., in...], the input axes last and in the order of the weight's."""
         return apply(x, self)[0]
 
-    def by_rows(self, compute: Callable, *rows: NamedArray):
+    def by_rows(self, compute: Callable[..., Rows], *rows: NamedArray) -> Rows:
         """`compute(*rows)`, as `by_rows` of this map's backend, for the rows that count here."""
         return by_rows(self.backend, self.num_rows, compute, *rows)
 
 
-def by_rows(backend: Backend, num_rows: Array | None, compute: Callable, *rows: NamedArray):
+def by_rows(backend: Backend, num_rows: Array | None, compute: Callable[..., Rows], *rows: NamedArray) -> Rows:
     """`compute(*rows)`, a named array or a tuple of them, by `Backend.by_rows`: everything that XLA computes of the
     tokens of a step, except for matmuls, goes through here.
 
@@ -142,9 +145,9 @@ def by_rows(backend: Backend, num_rows: Array | None, compute: Callable, *rows: 
         nonlocal is_alone
         parts = zip(rows, arrays, strict=True)
         named = [NamedArray(a, (old.axes[0].resize(a.shape[0]), *old.axes[1:])) for old, a in parts]
-        results = compute(*named)
-        is_alone = isinstance(results, NamedArray)
-        results = [results] if is_alone else results
+        made = compute(*named)
+        is_alone = isinstance(made, NamedArray)
+        results = [made] if isinstance(made, NamedArray) else list(made)
         results = [each if each.axes[0].name == first else each.rearrange((first, ...)) for each in results]
         found[:] = [each.axes for each in results]
         return [each.array for each in results]
@@ -154,7 +157,7 @@ def by_rows(backend: Backend, num_rows: Array | None, compute: Callable, *rows: 
         NamedArray(array, (axes[0].resize(array.shape[0]), *axes[1:]))
         for array, axes in zip(arrays, found, strict=True)
     ]
-    return named[0] if is_alone else tuple(named)
+    return named[0] if is_alone else tuple(named)  # type: ignore[return-value]
 
 
 def split_key(key: Array | None, num: int) -> Sequence[Array | None]:

@@ -520,7 +520,9 @@ class DecoderModel(eqx.Module):
 
             return Rope(rope, *by_rows(self.backend, num_rows, angles, positions))
 
-        ropes = {(rope, size): rope_of(rope, size) for rope, size in kinds if rope is not None}
+        ropes: dict[tuple[RopeConfig | None, int], Rope] = {
+            (rope, size): rope_of(rope, size) for rope, size in kinds if rope is not None
+        }
 
         def inputs(block: Block) -> AttentionInputs:
             mixer = block.attention
