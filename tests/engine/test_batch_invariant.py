@@ -107,7 +107,7 @@ def test_bits_of_a_family_are_those_of_the_request_alone(model_type, tmp_path):
     """Parts that no kernel computes: XLA computes them row by row."""
     model = load(load_case(case_of(model_type)), tmp_path)
     cases = random_requests(20, seed=11)
-    alone = make_engine(model=model, max_seqs=1, page_size=8, max_step_tokens=128, prefix_cache=False)
+    alone = make_engine(model=model, max_seqs=4, page_size=8, max_step_tokens=128, prefix_cache=False)
     plain = [expected(alone, case, None) for case in cases]
     preemptions = 0
     for config in FAMILY_ENGINES:
