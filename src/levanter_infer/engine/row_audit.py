@@ -28,15 +28,12 @@ from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.decoder import DecoderModel
 
 _MOVED = {
-    "bitcast_convert_type", "broadcast_in_dim", "concatenate", "copy", "dynamic_slice", "dynamic_update_slice",
-    "expand_dims", "gather", "optimization_barrier", "pad", "reshape", "rev", "select_n", "slice", "split", "squeeze",
-    "stack", "transpose",
+    "bitcast_convert_type", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice",
+    "dynamic_update_slice", "expand_dims", "gather", "neg", "optimization_barrier", "pad", "reshape", "rev", "select_n",
+    "slice", "split", "squeeze", "stack", "transpose",
 }  # fmt: skip
-"""Operations whose results are numbers of their operands."""
-_EXACT = {
-    "abs", "clamp", "convert_element_type", "div", "ffi_call", "floor", "iota", "max", "min", "neg", "round", "scatter",
-    "sign", "top_k",
-}  # fmt: skip
+"""Operations that only move, convert or negate numbers: XLA sees through them when it merges operations."""
+_EXACT = {"abs", "clamp", "div", "ffi_call", "floor", "iota", "max", "min", "round", "scatter", "sign", "top_k"}
 """Operations with one right result for every number, or of a kernel."""
 _SUMS = {"add", "sub", "add_any"}
 """Operations that are exact too, unless a number was multiplied before: XLA may round both operations together."""
