@@ -91,7 +91,7 @@ def test_it_is_refused_where_the_kernels_do_not_give_it(config):
 
 
 FAMILY_ENGINES: tuple[dict, ...] = (
-    dict(max_seqs=6, page_size=4, max_step_tokens=13, max_pages=60),
+    dict(max_seqs=6, page_size=4, max_step_tokens=13, max_pages=26),
     dict(max_seqs=9, page_size=8, max_step_tokens=70),
 )
 """Chunks and buckets of other sizes than alone, and a pool in which sequences are preempted."""

@@ -159,7 +159,7 @@ def test_a_convolution_in_chunks_gives_the_whole_to_the_bit(taps):
     padded = np.concatenate([np.zeros((taps - 1, 5)), x])
     want = sum(padded[j : j + 11] * np.asarray(conv.weight.array)[:, j] for j in range(taps))
     np.testing.assert_allclose(whole, want, atol=1e-6)
-    part = Linear.init((), (EMBED_AXIS,), (EMBED_AXIS,), key=None, dtype=jnp.float32)
+    part = Linear.init((), (EMBED_AXIS,), (Axis("mlp", 4),), key=None, dtype=jnp.float32)
     tail, done = jnp.zeros((1, taps - 1, 5)), 0
     for count in (1, 2, 5, 1, 2):  # shorter and longer than the tail
         rows = rows_of([(0, done, count)], 8, num_rows=1)
