@@ -31,7 +31,7 @@ from tests.golden_cases import (
 )
 
 CASES = case_names()
-LONG_ROPE_CASES = ("llama_longrope", "phi3_tied")
+LONG_ROPE_CASES = ("llama_longrope", "phi3_tied", "phimoe_tied")
 """Ropes that take their frequencies from the engine's max_seq_len. Of every family tests/engine/test_families.py has a
 case."""
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # rope scalings that look at the length of the whole sequence

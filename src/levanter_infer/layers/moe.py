@@ -40,6 +40,9 @@ class ExpertsBlock:
     """Whether the maps of the experts have biases; the shared expert has none."""
     shared_width: int | None = None
     """Inner width of the shared expert, which every token goes through; None: there is none."""
+    norms: NormConfig | None = None
+    """Norms of the input and of the result of the experts, and of the result of the shared expert (Gemma 4); the norm
+    of the feed-forward block is that of the input of the shared expert alone. None: there are none."""
     num_shared: int | None = None
     """Shared experts of that width, each of its own tensors (GrugMoE 2); None: there is one at most."""
     latent_dim: int | None = None
@@ -69,7 +72,9 @@ class ExpertsBlock:
         latent = 2 * hidden * (self.latent_dim or 0)
         if self.latent_norm is not None:
             latent += self.latent_norm.num_parameters(self.latent_dim or 0)
-        return self.num_expert_parameters(hidden) + self.num_experts * router + shared + latent
+        norms = sum(norm.num_parameters(hidden) for norm in (self.router.norm, *[self.norms] * 3) if norm is not None)
+        router += self.router.expert_scale
+        return self.num_expert_parameters(hidden) + self.num_experts * router + shared + latent + norms
 
     def num_expert_parameters(self, hidden: int) -> int:
         """Those of the experts that are chosen from, without the router. Args: as of `num_parameters`."""
@@ -107,6 +112,14 @@ class Moe(eqx.Module):
     """[layers, shared_gate, embed], with one output."""
     selection_bias: NamedArray | None = None
     """f32[layers, expert], of the choice alone."""
+    router_norm: RMSNorm | None = None
+    """Norm of the router's input, if it has one of its own."""
+    expert_scale: NamedArray | None = None
+    """[layers, expert], factors of the weights."""
+    in_norm: RMSNorm | None = None
+    out_norm: RMSNorm | None = None
+    shared_out_norm: RMSNorm | None = None
+    """As `ExpertsBlock.norms`."""
     shared_experts: tuple[Mlp, ...] = ()
     """The shared experts, where a block has several."""
     latent_down: Linear | None = None
@@ -139,6 +152,10 @@ class Moe(eqx.Module):
             gate_key = fold_key(key, 2)
             shared_gate = Linear.init(batch, (Axis(SHARED_GATE, 1),), (embed,), key=gate_key, dtype=dtype)
         has_selection_bias = block.router.selection_bias is not SelectionBias.NONE
+
+        def norm(config: NormConfig | None) -> RMSNorm | None:
+            return None if config is None else RMSNorm.init(batch, embed, config=config, dtype=dtype)
+
         router_dtype = jnp.float32 if block.router.float32 else dtype
         return Moe(
             router=Linear.init(batch, (expert,), (embed,), key=router, dtype=router_dtype, bias=block.router.bias),
@@ -148,6 +165,11 @@ class Moe(eqx.Module):
             shared=shared,
             shared_gate=shared_gate,
             selection_bias=hax.zeros((*batch, expert), dtype=jnp.float32) if has_selection_bias else None,
+            expert_scale=hax.ones((*batch, expert), dtype=dtype) if block.router.expert_scale else None,
+            router_norm=norm(block.router.norm),
+            in_norm=norm(block.norms),
+            out_norm=norm(block.norms),
+            shared_out_norm=norm(block.norms),
             shared_experts=several,
             **latent,
         )
@@ -159,8 +181,9 @@ class Moe(eqx.Module):
         at = jax.tree.map(
             lambda part: part.at(layer, num_rows), maps, is_leaf=lambda part: isinstance(part, Linear | RMSNorm)
         )
-        bias = None if self.selection_bias is None else pick_layer(self.selection_bias, layer)
-        return dataclasses.replace(self, **at, selection_bias=bias, num_rows=num_rows)
+        numbers = {"selection_bias": self.selection_bias, "expert_scale": self.expert_scale}
+        at |= {name: pick_layer(part, layer) for name, part in numbers.items() if part is not None}
+        return dataclasses.replace(self, **at, num_rows=num_rows)
 
     def __call__(
         self, x: NamedArray, around: Fusion, block: ExpertsBlock, on_choice: Callable[[Array], None] | None = None
@@ -175,16 +198,25 @@ class Moe(eqx.Module):
         """
         embed = x.axes[-1]
         rows = NamedArray(x.array.reshape(-1, embed.size), (Axis(ROW, x.array.size // embed.size), embed))
-        chosen, weights = self._route(rows, around.norm, block)
+        in_norm = around.norm if self.in_norm is None else self.in_norm
+        chosen, weights = self._route(rows, in_norm if self.router_norm is None else self.router_norm, block)
         if on_choice is not None:
             on_choice(chosen)
-        seen, norm = self._latents(rows, around.norm), around.norm if self.latent_down is None else None
+        seen, norm = self._latents(rows, in_norm), in_norm if self.latent_down is None else None
         total = self.sums.sum_in(x.dtype, self._compute(seen, norm, chosen, weights, block)).astype(x.dtype)
         if self.latent_up is not None:
             total = apply(NamedArray(total, seen.axes), self.latent_up)[0].array
+        total = self._normed(self.out_norm, total, embed)
         for shared in (*([] if self.shared is None else [self.shared]), *self.shared_experts):
-            total = total + self._share(shared, rows, around.norm, block)
+            result = self._share(shared, rows, around.norm, block)
+            total = total + self._normed(self.shared_out_norm, result, embed)
         return around.after(NamedArray(total.reshape(x.array.shape), x.axes))
+
+    def _normed(self, norm: RMSNorm | None, rows: Array, embed: Axis) -> Array:
+        """Rows [row, embed] with a norm, if there is one."""
+        if norm is None:
+            return rows
+        return norm.by_rows(NamedArray(rows, (Axis(ROW, rows.shape[0]), embed)), self.router.by_rows).array
 
     def _latents(self, rows: NamedArray, norm: RMSNorm | None) -> NamedArray:
         """Inputs of the experts, before the norm if they are the rows [row, embed] themselves."""
@@ -213,9 +245,12 @@ class Moe(eqx.Module):
         with jax.default_matmul_precision("highest" if router.float32 else None):
             (own,) = apply(rows, self.router, norm=norm, dtype=jnp.float32 if router.exact_logits else None)
         logits = self.experts.all_gather(own.rearrange((ROW, ...)).array.astype(jnp.float32), 1)
-        bias = None if self.selection_bias is None else self.experts.all_gather(self.selection_bias.array, 0)
+        bias, scale = (
+            None if part is None else self.experts.all_gather(part.array.astype(jnp.float32), 0)
+            for part in (self.selection_bias, self.expert_scale)
+        )
         chosen, weights = self._backend.by_rows(
-            lambda logits: list(router.choose(logits, block.num_chosen, bias)), self.num_rows, logits
+            lambda logits: list(router.choose(logits, block.num_chosen, bias, scale)), self.num_rows, logits
         )
         return chosen, weights
 

@@ -14,6 +14,7 @@ from levanter_infer.layers.branch_conv import BranchConvBlock
 from levanter_infer.layers.delta_net import DeltaNetBlock
 from levanter_infer.layers.kimi_delta import KimiDeltaBlock
 from levanter_infer.layers.latent_attention import LatentAttentionBlock
+from levanter_infer.layers.layer_input import LayerInputBlock
 from levanter_infer.layers.mamba2 import Mamba2Block
 from levanter_infer.layers.mlp import DenseBlock
 from levanter_infer.layers.moe import ExpertsBlock
@@ -96,6 +97,10 @@ class Block:
     placement: Placement = Placement.BEFORE
     residual_multiplier: float = 1.0
     """Factor of what the mixer and the feed-forward block add to the residual stream."""
+    layer_input: LayerInputBlock | None = None
+    """The layer's own input beside the residual stream (`LayerInput`); None: it has none."""
+    layer_scalar: bool = False
+    """Whether the residual stream is multiplied by a learnt number after the layer (Gemma 4)."""
     convs: BranchConvBlock | None = None
     """Short convolutions of keys and of what is added to the residual stream; None: there are none."""
 
@@ -107,7 +112,9 @@ class Block:
     def stored(self) -> "Block":
         """The block with neutral options that no parameter depends on: layers of equal ones share a stack."""
         mixer, feed_forward = self.mixer.stored, self.feed_forward.stored
-        return dataclasses.replace(self, mixer=mixer, feed_forward=feed_forward, residual_multiplier=1.0)
+        own = self.layer_input and self.layer_input.stored
+        neutral = dict(mixer=mixer, feed_forward=feed_forward, layer_input=own)
+        return dataclasses.replace(self, **neutral, residual_multiplier=1.0)
 
     @property
     def attention(self) -> AttentionBlock | LatentAttentionBlock | None:
@@ -115,6 +122,11 @@ class Block:
         if isinstance(self.mixer, ParallelMixer):
             return self.mixer.attention
         return self.mixer if isinstance(self.mixer, AttentionBlock | LatentAttentionBlock) else None
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether the layer attends to keys and values of an earlier one (`AttentionBlock.shares_kv`)."""
+        return isinstance(self.attention, AttentionBlock) and self.attention.shares_kv
 
     @property
     def recurrent(self) -> RecurrentBlock | None:
@@ -125,14 +137,17 @@ class Block:
 
     @property
     def memories(self) -> tuple[Memory, ...]:
-        """The memories of the layer: at most one with pages, and one with slots."""
-        return tuple(part.memory for part in (self.attention, self.recurrent, self.convs) if part is not None)
+        """The memories of the layer: at most one with pages, unless that is an earlier layer's, and one with slots."""
+        parts = (None if self.shares_kv else self.attention, self.recurrent, self.convs)
+        return tuple(part.memory for part in parts if part is not None)
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
         norms = len(self.placement.norms) * self.norm.num_parameters(hidden)
+        own = 0 if self.layer_input is None else self.layer_input.num_parameters(hidden, self.norm)
         convs = 0 if self.convs is None else self.convs.num_parameters()
-        return self.mixer.num_parameters(hidden) + self.feed_forward.num_parameters(hidden) + norms + convs
+        blocks = self.mixer.num_parameters(hidden) + self.feed_forward.num_parameters(hidden)
+        return blocks + norms + convs + own + self.layer_scalar
 
 
 @dataclass(frozen=True)

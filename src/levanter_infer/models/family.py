@@ -44,6 +44,9 @@ class Family:
     extra_layers_key: str | None = None
     """Key of the number of layers behind the last one, for multi-token prediction, whose tensors are not read."""
 
+    unread: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda raw: ()
+    """Starts of names of `tensors` that a checkpoint with this config.json may have and that are not read."""
+
     def tensor_of(self, parameter: str) -> str | None:
         """The tensor that holds a parameter, by its line of `tensors`; None: the family does not have it."""
         return next((tensor.name for tensor in self.tensors if parameter in tensor.parameters), None)
@@ -64,14 +67,15 @@ class Family:
 
         Raises: ValueError if two are the same one.
         """
-        found, unused = {}, self.unused_names(raw)
+        found, unused, unread = {}, self.unused_names(raw), self.unread(raw)
         for name in names:
             if not name.startswith(unused) and not name.endswith(self.derived):
                 prefix, instead = next((pair for pair in self.prefixes if name.startswith(pair[0])), ("", ""))
                 own = instead + name.removeprefix(prefix)
                 if own in found:
                     raise ValueError(f"tensors {found[own]!r} and {name!r} are both {own!r}; leave one out")
-                found[own] = name
+                if not own.startswith(unread):
+                    found[own] = name
         return found
 
 
