@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,6 +24,7 @@ from scripts.sweep_tpu import RECORD, read, sources  # noqa: E402
 from scripts.tpu.bundles import Kernel  # noqa: E402
 from scripts.tpu_schedule import compile_builder  # noqa: E402
 
+from levanter_infer.kernels.tpu.pool import LANES  # noqa: E402
 from levanter_infer.kernels.tpu.sizes import Sizes  # noqa: E402
 from levanter_infer.kernels.tpu.tiling import TileShape, choose  # noqa: E402
 from levanter_infer.runtime.libtpu import TARGETS  # noqa: E402
@@ -44,6 +46,7 @@ class Shape:
     heads: tuple[int, int, int]
     page: int
     dtype: str = "bfloat16"
+    value_dim: int | None = None
 
     def __str__(self) -> str:
         dtype = "" if self.dtype == "bfloat16" else f", {self.dtype}"
@@ -51,7 +54,7 @@ class Shape:
 
     def tile_shape(self, gen: str) -> TileShape:
         q_heads, kv_heads, head_dim = self.heads
-        return TileShape(gen, kv_heads, head_dim, q_heads // kv_heads, self.page, self.dtype)
+        return TileShape(gen, kv_heads, head_dim, q_heads // kv_heads, self.page, self.dtype, self.value_dim)
 
 
 SHAPES = (
@@ -65,12 +68,21 @@ SHAPES = (
     Shape("prefill", (32, 8, 128), 128),
     Shape("prefill", (8, 4, 256), 128),
 )
+LATENTS = tuple(
+    Shape(path, (heads, 1, 576), page, value_dim=512)
+    for path in ("decode", "prefill")
+    for heads in (128, 16)
+    for page in (64, 16)
+)
+"""DeepSeek-V3's, on one chip and on each of eight."""
 
 
 def compile_loop(shape: Shape, gen: str) -> dict:
     """The loop over items that are seen whole, of one kernel; or why there is none."""
     sizes = dict(seqs=1, tokens=1) if shape.path == "decode" else dict(seqs=1, tokens=256)
     builder = f"{BUILDERS}:{shape.path}"
+    if shape.value_dim is not None:
+        sizes["value_dim"] = shape.value_dim
     schedule = compile_builder(builder, gen, heads=shape.heads, page=shape.page, kv_dtype=shape.dtype, **sizes)
     if schedule.error is not None:
         return {"error": str(schedule.short_of or schedule.error[:200])}
@@ -115,22 +127,32 @@ def figures(shape: Shape, gen: str, loop: dict) -> str:
     counts = loop["bundles"], loop["cycles"]
     if shape.path == "prefill":
         rows = min(tile.queries, 256) * shape.heads[0] // shape.heads[1]
-        flops = 4 * rows * tokens * heads * shape.heads[2] / FLOPS_PER_CYCLE[gen]
+        flops = 2 * rows * tokens * heads * _depth(shape) / FLOPS_PER_CYCLE[gen]
         return f"{flops / counts[0]:.0%} ({flops / counts[1]:.0%}); {_memory(loop)}"
     per_head = [count / (tokens * heads) for count in counts]
-    bytes_per_s = HBM_BYTES_PER_S[gen] / min(shape.tile_shape(gen).cores, tile.parts)
+    bytes_per_s = HBM_BYTES_PER_S[gen] / min(shape.tile_shape(gen).cores, tile.parts * tile.row_shares)
     item = shape.tile_shape(gen).page_bytes * tile.pages / tile.parts
-    over = [count / (item / bytes_per_s * CLOCK[gen]) for count in counts]
+    least = item / bytes_per_s * CLOCK[gen]
+    if shape.value_dim is not None:
+        least = max(least, 2 * shape.heads[0] * tokens * _depth(shape) / FLOPS_PER_CYCLE[gen])
+    over = [count / least for count in counts]
     return f"{per_head[0]:.3f} ({per_head[1]:.3f}); {over[0]:.2f} ({over[1]:.2f}); {_memory(loop)}; {loop['short']}"
+
+
+def _depth(shape: Shape) -> int:
+    """Multiplications for a query and a key: those of the score, and those with the value; of whole lanes for
+    latents."""
+    head_dim = shape.heads[2]
+    return 2 * head_dim if shape.value_dim is None else -(-head_dim // LANES) * LANES + shape.value_dim
 
 
 def _memory(loop: dict) -> str:
     return f"{loop['spills'] / loop['bundles']:.1%}; {loop['vmem'] / 2**20:.1f}"
 
 
-def loops_table(loops: dict, gens: list[str]) -> str:
+def loops_table(loops: dict, gens: list[str], shapes: Sequence[Shape]) -> str:
     lines = [f"| | {' | '.join(gens)} |", "|---" * (len(gens) + 1) + "|"]
-    for shape in SHAPES:
+    for shape in shapes:
         loop = {gen: loops.get(gen, {}).get(str(shape)) for gen in gens}
         cells = ["–" if loop[gen] is None else figures(shape, gen, loop[gen]) for gen in gens]
         lines.append(f"| {shape} | {' | '.join(cells)} |")
@@ -164,14 +186,15 @@ def main() -> None:
     loops = json.loads(LOOPS.read_text()) if LOOPS.exists() else {}
     stamp = sources()
     for gen in options.gens.split(","):
-        for shape in SHAPES:
+        for shape in (*SHAPES, *LATENTS):
             known = loops.setdefault(gen, {}).get(str(shape))
             if known is None or options.again or known["sources"] != stamp:
                 loops[gen][str(shape)] = compile_loop(shape, gen) | {"sources": stamp}
                 print(gen, shape, loops[gen][str(shape)], flush=True)
                 LOOPS.write_text(json.dumps(loops, indent=1) + "\n")
     gens = list(TARGETS)
-    text = replace(DOCUMENT.read_text(), "loops", loops_table(loops, gens))
+    text = replace(DOCUMENT.read_text(), "loops", loops_table(loops, gens, SHAPES))
+    text = replace(text, "latents", loops_table(loops, gens, LATENTS))
     DOCUMENT.write_text(replace(text, "sweep", sweep_table(gens)))
 
 

@@ -1,6 +1,6 @@
 """Compiles the attention of TPUs for 1200 shapes, without a TPU, and keeps a record in docs/tpu_sweep.csv.
 
-    python scripts/sweep_tpu.py [--gens v4,v5e,v5p,v6e] [--every N] [--out FILE] [--all] [--others]
+    python scripts/sweep_tpu.py [--gens v4,v5e,v5p,v6e] [--every N] [--out FILE] [--all] [--others | --families]
 
 5 models × 5 page sizes × 4 context lengths × 3 numbers of sequences on 4 generations; each case is one program with
 both paths, and tiles chosen automatically. How long the page tables are, how many sequences and how large the pool is,
@@ -8,7 +8,10 @@ is data to the kernels. So the largest case of the twelve that differ only there
 smallest are traced and compared with its own: if they are the same, all twelve have the same (`same` in the record,
 beside `compiled`); if not, each is compiled. `--all` compiles every case.
 
-`--others` compiles shapes that are on no list instead, odd in heads, sizes and pages, and keeps no record of them.
+`--others` compiles shapes that are on no list instead, odd in heads, sizes and pages, and keeps no record of them;
+`--families` those of the
+released models of each family (scripts/family_shapes.py), on one chip and on each of eight, with a record of their own,
+docs/tpu_families.csv.
 
 Cases that the record holds for these sources are left out, and kernels that it holds are not compiled again.
 Compiling happens in a process of its own, because the compiler may end it; then the case counts as failed and another
@@ -16,6 +19,7 @@ process goes on.
 """
 
 import argparse
+import ast
 import csv
 import dataclasses
 import hashlib
@@ -31,6 +35,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+from scripts.family_shapes import family_shapes  # noqa: E402
 
 from levanter_infer.runtime.libtpu import TARGETS, compiler_environment, short_of  # noqa: E402
 
@@ -54,10 +60,12 @@ OTHERS: tuple[tuple[tuple[int, int, int], int, dict], ...] = (
 )
 """Heads, page and rules of `--others`: head sizes of 96 to 512, one query head for a kv head, 5, 7, 16 and 32, one kv
 head and 32, pages of 8; gpt-oss and Llama 4, each on one chip and a share of one in eight."""
+RULES = ("window", "sinks", "attention_chunk", "soft_cap", "value_dim")
+"""Fields of a `Case` that are neutral in the recorded ones."""
 TOKENS = 512
 MOST_COMPILED = 30
 """Compilations per process, about: each leaks 70 MB."""
-RECORD = ROOT / "docs" / "tpu_sweep.csv"
+RECORD, FAMILIES_RECORD = ROOT / "docs" / "tpu_sweep.csv", ROOT / "docs" / "tpu_families.csv"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +80,13 @@ class Case:
     window: int | None = None
     sinks: bool = False
     attention_chunk: int | None = None
+    soft_cap: float | None = None
+    value_dim: int | None = None
 
     @property
     def kernel_shape(self) -> tuple:
         """Parameters on which the kernels depend."""
-        return self.gen, self.heads, self.page, self.window, self.sinks, self.attention_chunk
+        return (self.gen, self.heads, self.page, *(getattr(self, name) for name in RULES))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,17 +104,19 @@ class Row:
     error: str = ""
 
     FIELDS = ("gen", "q_heads", "kv_heads", "head_dim", "page", "context", "seqs", "how", "kernels", "sources",
-              "seconds", "error")  # fmt: skip
+              "seconds", "error", "rules")  # fmt: skip
 
     def values(self) -> list:
         case = self.case
         return [case.gen, *case.heads, case.page, case.context, case.seqs, self.how, self.kernels, self.sources,
-                self.seconds, self.error]  # fmt: skip
+                self.seconds, self.error, " ".join(options_of(case))]  # fmt: skip
 
     @staticmethod
     def read(values: dict[str, str]) -> "Row":
         q_heads, kv_heads, head_dim, page, context, seqs = (int(values[name]) for name in Row.FIELDS[1:7])
-        case = Case(values["gen"], (q_heads, kv_heads, head_dim), page, context, seqs)
+        pairs = (rule.split("=") for rule in values["rules"].split())
+        rules = {name: ast.literal_eval(value) for name, value in pairs}
+        case = Case(values["gen"], (q_heads, kv_heads, head_dim), page, context, seqs, **rules)
         how, kernels, sources = (values[name] for name in Row.FIELDS[7:10])
         return Row(case, how, kernels, sources, float(values["seconds"]), values["error"])
 
@@ -117,9 +129,13 @@ def other_cases(gens: Iterable[str]) -> list[Case]:
     return [Case(gen, heads, page, 8192, 64, **rules) for gen in gens for heads, page, rules in OTHERS]
 
 
+def family_cases(gens: Iterable[str]) -> list[Case]:
+    return [Case(gen, page=64, context=8192, seqs=64, **vars(shape)) for gen in gens for shape in family_shapes()]
+
+
 def options_of(case: Case) -> list[str]:
     """The rules of a case that are not neutral, as NAME=VALUE."""
-    rules = {name: getattr(case, name) for name in ("window", "sinks", "attention_chunk")}
+    rules = {name: getattr(case, name) for name in RULES}
     return [f"{name}={value}" for name, value in rules.items() if value]
 
 
@@ -144,14 +160,14 @@ def read(path: Path) -> dict[Case, Row]:
     return {row.case: row for row in rows}
 
 
-def write(path: Path, rows: dict[Case, Row]) -> None:
-    """All rows, in the order of the cases."""
-    order = {case: place for place, case in enumerate(all_cases(TARGETS))}
+def write(path: Path, rows: dict[Case, Row], cases: Iterable[Case]) -> None:
+    """All rows, in the order of `cases`; those of others are left out."""
+    order = {case: place for place, case in enumerate(cases)}
     temporary = path.with_suffix(".new")
     with temporary.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(Row.FIELDS)
-        writer.writerows(rows[case].values() for case in sorted(rows, key=lambda case: order[case]))
+        writer.writerows(rows[case].values() for case in sorted(rows.keys() & order, key=lambda case: order[case]))
     temporary.replace(path)
 
 
@@ -283,28 +299,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gens", default=",".join(TARGETS))
     parser.add_argument("--every", type=int, default=1, help="take each Nth case")
-    parser.add_argument("--out", type=Path, default=RECORD)
+    parser.add_argument("--out", type=Path, help="the record, if not that in docs/")
     parser.add_argument("--all", action="store_true", help="compile every case by itself")
     parser.add_argument("--others", action="store_true", help="shapes that are on no list")
+    parser.add_argument("--families", action="store_true", help="shapes of the released models of each family")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         return _compile(options.child)
-    rows, stamp = {} if options.others else read(options.out), sources()
+    listed = other_cases if options.others else family_cases if options.families else all_cases
+    record = options.out or {all_cases: RECORD, family_cases: FAMILIES_RECORD}.get(listed)
+    rows, stamp = {} if record is None else read(record), sources()
     good = {"compiled"} if options.all else {"compiled", "same"}
     gens = options.gens.split(",")
-    wanted = (other_cases if options.others else all_cases)(gens)[:: options.every]
+    wanted = listed(gens)[:: options.every]
     left = [case for case in wanted if case not in rows or rows[case].sources != stamp or rows[case].how not in good]
     known = None if options.all else {row.kernels for row in rows.values() if row.how == "compiled"}
     for gen in gens:
         for row in sweep(gen, [case for case in left if case.gen == gen], known):
+            before = rows.get(row.case)
+            if before is not None and (row.how, row.kernels, before.how) == ("same", before.kernels, "compiled"):
+                row = dataclasses.replace(row, how="compiled", seconds=before.seconds)  # it was, with other sources
             rows[row.case] = row
-            if not options.others:
-                write(options.out, rows)
-            print(*row.values(), *options_of(row.case), flush=True)
+            if record is not None:
+                write(record, rows, listed(TARGETS))
+            print(*row.values(), flush=True)
     failed = [rows[case] for case in wanted if rows[case].how == "failed"]
     for row in failed:
-        print(*row.values(), *options_of(row.case))
+        print(*row.values())
     print(f"{len(wanted)} cases, {len(failed)} failed")
     sys.exit(bool(failed))
 

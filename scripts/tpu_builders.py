@@ -6,10 +6,11 @@ are one call of the attention entry; `program` is the engine's own round, withou
 
     heads=(query heads, kv heads, head size) of one chip, page=tokens of a page, seqs=sequences, context=tokens of each,
     tokens=query tokens of the step, kv_dtype=, window=, sinks=whether the heads have attention sinks,
-    attention_chunk=positions of a chunk of chunked attention, value_dim=numbers of a latent that are its value,
-    pool_pages=pages of the pool (default: as many as the page tables can name, at most 2 GiB worth; the tables keep
-    their full shape), impl=attention implementation, and tiles=`kernels.tpu.tiling.Tiles`, or what differs from those
-    of the table, such as dict(decode=dict(pages=8), prefill=dict(queries=128)) (default: those of the table).
+    attention_chunk=positions of a chunk of chunked attention, soft_cap=bound of scores, value_dim=numbers of a latent
+    that are its value, pool_pages=pages of the pool (default: as many as the page tables can name, at most 2 GiB
+    worth; the tables keep their full shape), impl=attention implementation, and tiles=`kernels.tpu.tiling.Tiles`, or
+    what differs from those of the table, such as dict(decode=dict(pages=8), prefill=dict(queries=128)) (default: those
+    of the table).
 
 A pool has LAYERS layers, of which a call reads one.
 """
@@ -111,6 +112,7 @@ def _call(
     window=None,
     sinks=False,
     attention_chunk=None,
+    soft_cap=None,
     value_dim=None,
     pool_pages=None,
     impl="tpu",
@@ -124,7 +126,8 @@ def _call(
     pool_pages = pool_pages or max(1, min(seqs * seq_pages, MAX_POOL_BYTES // page_bytes))
 
     def call(*arrays):
-        rules = ScoreRules(scale=head_dim**-0.5, sliding_window=window, attention_chunk=attention_chunk)
+        own = dict(sliding_window=window, attention_chunk=attention_chunk, soft_cap=soft_cap)
+        rules = ScoreRules(scale=head_dim**-0.5, **own)
         arguments = AttentionCall(*arrays[:7], rules, kv_dtype, num_kv_heads, page, *arrays[7:], value_dim=value_dim)
         return make_backend(impl).configured(tiles=_tiles(tiles, heads, page, kv_dtype, value_dim)).attend(arguments)
 

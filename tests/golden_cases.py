@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 
 GOLDEN_DIR = Path(__file__).parent / "golden"
+BFLOAT16_ERRORS = GOLDEN_DIR / "bfloat16.json"
+"""Written by scripts/golden/make_bfloat16.py."""
 RELATIVE_BOUND = 2e-4  # of the logit scale, the largest |logit| that HF gave for the prompt
 NUM_GREEDY = 32
 
@@ -106,6 +108,16 @@ class GoldenCase:
     zeroed: tuple[str, ...]  # ends of the names of tensors that are options of their own
     weights_sha256: str  # of the weights that HF was given
     prompts: tuple[GoldenPrompt, ...]
+
+    @property
+    def sequences(self) -> list[np.ndarray]:
+        """The tokens of each prompt and of its greedy continuation, i32."""
+        return [np.concatenate([p.tokens, p.greedy[:-1]]).astype(np.int32) for p in self.prompts]
+
+
+def relative_errors(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+    """The differences of logits, as a part of the largest one, in one row."""
+    return (np.abs(got - want) / np.abs(want).max()).ravel()
 
 
 def case_names() -> list[str]:
@@ -234,7 +246,7 @@ def _tensor(case: str, name: str, shape: tuple[int, ...], model_type: str) -> np
         value = noise * (_GAINS[kind] / np.sqrt(shape[1]))
     elif kind == "bias":
         value = (0.1 if "norm" in module or module.startswith("ln_") else 0.3) * noise
-    elif module.rstrip("_12").endswith("norm") or module.startswith("ln_"):
+    elif module.rstrip("_12f").endswith("norm") or module.startswith("ln_"):
         is_centred = model_type.startswith(_PLUS_ONE) and not name.endswith("linear_attn.norm.weight")
         is_centred = is_centred and not model_type.startswith(_PLAIN)
         value = 0.2 * noise + (0.0 if is_centred else 1.0)

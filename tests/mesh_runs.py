@@ -34,6 +34,7 @@ from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.mesh import MeshConfig, make_mesh
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
+from levanter_infer.kernels.xla.backend import XlaBackend
 from levanter_infer.layers.layout import Layout
 from levanter_infer.layers.shard_axis import ShardAxis, Vocabulary
 from levanter_infer.models.uncached import next_token
@@ -95,6 +96,15 @@ def run(place: Place, count: int, model_changes: Mapping[str, Any] | None = None
     model = without_zeros(tiny_model(**model_changes or {}))
     engine = InferenceEngine(model, config=EngineConfig(**SIZES), score_mod=score_mod, **place)
     return results(engine, count)
+
+
+def filled(place: Place) -> dict:
+    """As `sinks`, with the inputs of experts filled up on each device."""
+    before, XlaBackend.grouped_ins = XlaBackend.grouped_ins, 20
+    try:
+        return run(place, 16, SINKS)
+    finally:
+        XlaBackend.grouped_ins = before
 
 
 def routed(place: Place) -> dict:
@@ -446,6 +456,7 @@ KINDS: dict[str, Callable[[Place], dict]] = {
     "latents": lambda place: run(place, 8, LATENTS, by_head),
     "biased": lambda place: run(place, 16, BIASED),
     "sinks": lambda place: run(place, 16, SINKS),
+    "filled": filled,
     "loadedsinks": lambda place: loaded(place, SINKS),
     "loaded": lambda place: loaded(place, EIGHT_HEADS),
     "loadedlatents": lambda place: loaded(place, LATENTS),

@@ -2,12 +2,16 @@
 
 import jax
 import pytest
+from jax.sharding import AbstractMesh
+from scripts.family_shapes import SHAPES, AttentionShape, family_shapes
 from scripts.kernel_tables import replace
 from scripts.search_tiles import variants
-from scripts.sweep_tpu import Case, Row, all_cases, kernel_digest, other_cases, read, sweep, write
+from scripts.sweep_tpu import Case, Row, all_cases, family_cases, kernel_digest, other_cases, read, sweep, write
 from scripts.tpu_builders import mixed
 
 from levanter_infer.kernels.tpu.sizes import Tile
+from levanter_infer.layers.layout import Layout
+from levanter_infer.models.registry import FAMILIES
 from levanter_infer.runtime.libtpu import TARGETS
 
 HEADS = (2, 1, 128)
@@ -40,6 +44,23 @@ def test_heads_of_64_to_512_sinks_and_chunks_compile_with_proposed_tiles(generat
     assert [row.case for row in rows if row.how != "compiled"] == [] and len(rows) == len(cases)
 
 
+def test_each_family_has_the_shapes_of_its_models():
+    """A new family gets a line in scripts/family_shapes.py: its attention is then compiled for every TPU."""
+    assert set(FAMILIES) <= set(SHAPES)
+    shapes = family_shapes()
+    assert len(shapes) == len(set(shapes)) and AttentionShape((16, 1, 576), value_dim=512) in shapes
+
+
+def test_shapes_of_a_device_are_those_of_the_layout():
+    for heads, parts in [((32, 8, 128), 4), ((9, 3, 64), 8), ((14, 2, 64), 8), ((12, 12, 64), 8), ((64, 8, 64), 8)]:
+        num_q_heads, num_kv_heads, head_dim = heads
+        layout = Layout(AbstractMesh((parts,), ("model",)), num_kv_heads, num_q_heads // num_kv_heads, 64)
+        group = layout._padded_group // layout.kv_copies
+        assert AttentionShape(heads).share(parts).heads == (layout.kv_heads * group, layout.kv_heads, head_dim)
+    gpt_oss = AttentionShape((64, 8, 64), window=128, sinks=True)
+    assert gpt_oss.share(8) == AttentionShape((8, 1, 64), window=128, sinks=True)
+
+
 def test_a_record_is_read_as_it_was_written(tmp_path):
     cases = all_cases(["v4", "v5e", "v5p", "v6e"])
     assert len(cases) == len(set(cases)) == 1200
@@ -47,9 +68,12 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
         Row(cases[700], "failed", "", "abc", 1.5, "ValueError: a, b"),
         Row(Case("v4", (32, 8, 128), 16, 2048, 16), "compiled", "123", "abc", 0.0),
     ]
-    write(tmp_path / "record.csv", {row.case: row for row in rows})
+    write(tmp_path / "record.csv", {row.case: row for row in rows}, cases)
     assert list(read(tmp_path / "record.csv").values()) == rows[::-1]
     assert read(tmp_path / "none.csv") == {}
+    ruled = [Row(case, "same", "123", "abc", 0.0) for case in family_cases(["v5e"]) if case.sinks or case.value_dim]
+    write(tmp_path / "rules.csv", {row.case: row for row in ruled}, family_cases(["v4", "v5e"]))
+    assert list(read(tmp_path / "rules.csv").values()) == ruled and len(ruled) > 9
 
 
 def test_variants_of_a_tile_differ():

@@ -48,6 +48,7 @@ TOKEN = "token"  # packed token of the current step
 # Pages
 PAGE = "page"  # the pool
 WINDOW_PAGE = "window_page"  # the pool of the layers with one sliding window
+SNAPSHOT = "snapshot"  # states of fixed size that prefix caching keeps
 STATE = "state"  # start of the names of the axes of what a recurrent layer remembers of one sequence
 SEQ_PAGE = "seq_page"  # the pages of one sequence, in logical order
 PAGE_OFFSET = "page_offset"  # token within a page

@@ -146,6 +146,14 @@ def test_biases_of_experts_and_of_their_choice_act_once_on_a_mesh(kind):
         check_same(one, found)
 
 
+@pytest.mark.slow
+def test_experts_whose_inputs_are_filled_up_on_each_device_give_the_tokens_of_one():
+    one, *many = runs("sinks_one", "filled_one", "filled_model2", "filled_model2_expert2").values()
+    for found, experts, width in zip(many, (8, 8, 4), (24, 12, 12), strict=True):
+        check_same(one, found)
+        assert found["weights"][1] == f"(2, {experts}, {width}, 40)"  # of 32 inputs
+
+
 def check_swapped(found: dict) -> None:
     assert found["wrong"] == 0 and found["tokens"] == 4 * 5 * 12
     assert found["versions"] == [0, 1, 2, 3] and found["mixed"] > 3

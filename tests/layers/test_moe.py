@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from haliax import Axis, NamedArray
 
-from levanter_infer.axes import EMBED, LAYERS, TOKEN
+from levanter_infer.axes import EMBED, EXPERT, LAYERS, MLP, TOKEN
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.cpu.backend import CpuBackend
+from levanter_infer.kernels.registry import make_backend
+from levanter_infer.kernels.xla.backend import XlaBackend
 from levanter_infer.kernels.xla.grouped import block_size
 from levanter_infer.layers.linear import Fusion, Linear
 from levanter_infer.layers.moe import ExpertsBlock, Moe
@@ -75,6 +77,34 @@ def test_blocks_give_what_a_loop_over_tokens_gives(normalize):
             got = paged(moe, norm, x, jnp.int32(layer), jnp.int32(count), block)
             np.testing.assert_allclose(got[:count], one_by_one(moe, x[:count], layer, normalize)[0], atol=2e-6)
             assert (got[count:] == x[count:]).all()  # rows that do not count go through no expert
+
+
+class FilledBackend(XlaBackend):
+    grouped_ins = 10
+
+
+@pytest.mark.parametrize("backend", [FilledBackend(), make_backend("tpu_interpret")], ids=lambda each: each.name)
+def test_stacks_are_stored_with_their_inputs_filled_up(backend):
+    (moe, norm), x = block_of(), rows_of(20)
+    stored = jax.tree.map(
+        lambda part: part.prepare(backend) if isinstance(part, Linear) else part,
+        moe,
+        is_leaf=lambda part: isinstance(part, Linear),
+    )
+    multiple = backend.grouped_ins
+    embed, inner = (-(-size // multiple) * multiple for size in (WIDTH, INNER))
+    assert embed > WIDTH and inner > INNER
+    assert stored.gate_proj.weight.array.shape == (NUM_LAYERS, EXPERTS, INNER, embed)
+    assert stored.down_proj.weight.array.shape == (NUM_LAYERS, EXPERTS, WIDTH, inner)
+    assert stored.router.weight.array.shape == moe.router.weight.array.shape  # no stack of experts
+    got = paged(stored, norm, x, jnp.int32(1), jnp.int32(20))
+    np.testing.assert_allclose(got, one_by_one(moe, x, 1)[0], atol=2e-6)
+
+
+def test_a_stack_that_fills_its_lanes_is_stored_as_it_is():
+    weight = Linear.init((LAYER, Axis(EXPERT, 2)), (EMBED_AXIS,), (Axis(MLP, 128),), key=None, dtype=jnp.float32)
+    stored = weight.prepare(make_backend("tpu_interpret"))
+    assert stored.weight.array is weight.weight.array and stored.unpadded_in is None
 
 
 def test_the_plain_form_agrees_and_has_a_gradient():

@@ -176,6 +176,57 @@ FALCON_H1_HALF_B = {
     "vocab_size": 32784,
 }
 
+NEMOTRON_3_NANO = {
+    "model_type": "nemotron_h",
+    "attention_bias": False,
+    "auto_map": {"AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"},
+    "chunk_size": 128,
+    "conv_kernel": 4,
+    "expand": 2,
+    "head_dim": 128,
+    "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "intermediate_size": 1856,
+    "layer_norm_epsilon": 1e-05,
+    "mamba_head_dim": 64,
+    "mamba_hidden_act": "silu",
+    "mamba_num_heads": 64,
+    "mamba_proj_bias": False,
+    "mamba_ssm_cache_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_group": 1,
+    "n_groups": 8,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_eps": 1e-05,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 52,
+    "num_key_value_heads": 2,
+    "num_logits_to_keep": 1,
+    "partial_rotary_factor": 1.0,
+    "rescale_prenorm_residual": True,
+    "residual_in_fp32": False,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "sliding_window": None,
+    "ssm_state_size": 128,
+    "tie_word_embeddings": False,
+    "time_step_floor": 0.0001,
+    "time_step_max": 0.1,
+    "time_step_min": 0.001,
+    "topk_group": 1,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "use_mamba_kernels": True,
+    "vocab_size": 131072,
+}
+
 
 def config_of(raw: dict):
     return family_for(raw).config_from_hf(raw)
@@ -204,6 +255,34 @@ def test_published_configurations_are_read():
     assert mixer.attention.scale == 64**-0.5 * 0.390625 and mixer.attention_multiplier == 0.9375
     assert [pool.memory.is_paged for pool in falcon.pools] == [True, False] and round(falcon.num_parameters / 1e7) == 52
 
+    nemotron = config_of(NEMOTRON_3_NANO)
+    assert [len(pool.layers) for pool in nemotron.pools] == [23, 6] and len(nemotron.expert_layers) == 23
+    assert nemotron.part_numbers[2:4] == ((4, 4), (5, 6)) and nemotron.ropes == ()
+    assert round(nemotron.num_parameters / 1e7) == 3158
+
+
+@pytest.mark.parametrize(
+    "pattern, num_layers, num_bodies",
+    [
+        ("M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", 28, 7),  # 8B
+        (f"M-M-M-M*-{'M-M-M-M-M*-' * 9}M-M-M-M-M-", 64, 7),  # 56B
+        (
+            "M-M-M-M-M-M-M-M-M*-M-M-M-M-M-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-M-M---MM---M-M*-M-M-M-M-M-",
+            54,
+            4,
+        ),  # 47B
+        ("M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", 31, 3),  # Nano 9B v2
+        (f"{'MEMEMEM*E' * 3}{'MEMEMEMEM*E' * 4}MEMEMEM*EMEMEMEME", 48, 3),  # 3 Super
+    ],
+)
+def test_published_patterns_of_nemotron_h_have_few_bodies(pattern, num_layers, num_bodies):
+    raw = {**NEMOTRON_3_NANO, "hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)}
+    config = config_of(raw)
+    assert config.num_layers == num_layers and sum(len(group.bodies) for group in config.groups) == num_bodies
+    numbers = [number for pair in config.part_numbers for number in sorted({*pair})]
+    assert numbers == list(range(len(pattern)))
+    assert family_for(raw).config_to_hf(config)["hybrid_override_pattern"] == pattern
+
 
 @pytest.mark.parametrize(
     "raw, change, message",
@@ -218,6 +297,12 @@ def test_published_configurations_are_read():
         (GRANITE_4_TINY, {"mamba_n_heads": 47}, "mamba_n_heads=47, expected with mamba_d_head=64"),
         (FALCON_H1_HALF_B, {"attention_bias": True, "attention_in_multiplier": 2.0}, "1.0 with a bias behind it"),
         (FALCON_H1_HALF_B, {"ssm_multipliers": [1.0] * 4}, "a list of 5 numbers"),
+        (NEMOTRON_3_NANO, {"mlp_bias": True}, "false where layers have experts"),
+        (NEMOTRON_3_NANO, {"hybrid_override_pattern": "MX"}, r"expected letters M, \*, - and E"),
+        (NEMOTRON_3_NANO, {"layers_block_type": ["mamba"] * 52}, "leave one out"),
+        (NEMOTRON_3_NANO, {"num_hidden_layers": 51}, "num_hidden_layers=51, expected 52"),
+        (NEMOTRON_3_NANO, {"residual_in_fp32": True}, "residual_in_fp32=True, expected False"),
+        (NEMOTRON_3_NANO, {"n_shared_experts": 2}, "n_shared_experts=2, expected 1"),
         (GRANITE_4_TINY, {"position_embedding_type": "learned"}, "position_embedding_type='learned'"),
     ],
 )

@@ -19,7 +19,9 @@ import sys
 from datetime import datetime
 
 MAX_SEQUENCE = 1_000_000
-"""Largest number of characters or items in the result of an operator."""
+"""Largest number of characters or items in the result of an operator other than `+`."""
+MAX_SUM = 8_000_000
+"""Largest number of characters or items in the result of `+`, by which templates put marks around long contents."""
 MAX_INT_BITS = 4096
 """Largest number of bits in the integer result of an operator."""
 MAX_FORMAT_WIDTH = 1000
@@ -258,8 +260,8 @@ def check_operands(operator: str, left, right) -> None:
             if left.bit_length() + right.bit_length() > MAX_INT_BITS:
                 raise ValueError(f"'{operator}' of integers beyond {MAX_INT_BITS} bits")
         elif operator == "+":
-            if None not in sizes and sum(filter(None, sizes)) > MAX_SEQUENCE:
-                raise ValueError(f"'+' gives more than {MAX_SEQUENCE} items")
+            if None not in sizes and sum(filter(None, sizes)) > MAX_SUM:
+                raise ValueError(f"'+' gives more than {MAX_SUM} items")
         else:
             repeats = [x for x in (left, right) if isinstance(x, int)]
             size = next((s for s in sizes if s is not None), 0)

@@ -66,6 +66,8 @@ def check_tiles(shape: TileShape, tiles: Tiles) -> None:
             problems.append(f"engine.tiles.{path}.pages={tile.pages}: expected a power of two")
         if tile.slots < 2:
             problems.append(f"engine.tiles.{path}.slots={tile.slots}: expected 2 or more")
+        if tile.row_shares < 1:
+            problems.append(f"engine.tiles.{path}.row_shares={tile.row_shares}: expected 1 or more")
         if tile.parts < 1 or groups % tile.parts:
             problems.append(
                 f"engine.tiles.{path}.parts={tile.parts}: expected a divisor of the {groups} groups of kv heads that a "

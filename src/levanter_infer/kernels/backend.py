@@ -90,6 +90,8 @@ class Backend(ABC):
     """Fields of the engine's configuration that are for this backend alone."""
     fuses: ClassVar[frozenset[Fuse]] = frozenset()
     """Computations that its kernels fuse; the layers compute the rest in XLA."""
+    grouped_ins: ClassVar[int] = 1
+    """`grouped_linear` reads weights whose inputs are filled up with zeros to a multiple of this, on each device."""
     is_batch_invariant: ClassVar[bool] = False
     """Whether what a sequence gets depends on it alone, to the bit (docs/numerics.md)."""
     pool_order: ClassVar[tuple[int, ...]] = (0, 1, 2, 3, 4)

@@ -4,17 +4,18 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import Axis, NamedArray
 from jax import Array
 from jax.core import Tracer
 
-from levanter_infer.axes import PANEL, PANEL_SIZE
+from levanter_infer.axes import EXPERT, PANEL, PANEL_SIZE
 from levanter_infer.kernels.backend import Backend, Fuse
 from levanter_infer.kernels.call import GroupedCall, LinearCall
 from levanter_infer.kernels.xla.backend import XLA, XlaBackend
@@ -42,13 +43,15 @@ class Linear(eqx.Module):
     num_out: int = eqx.field(static=True, default=1)
     """Number of the axes before them that are outputs."""
     shard_axis: ShardAxis = eqx.field(static=True, default=REPLICATED)
-    """How the inputs are sharded; results are added up over all shards, in the dtype of `x`."""
+    """How the inputs are sharded; `apply` adds up results over all shards, in the dtype of `x`."""
     backend: Backend = eqx.field(static=True, default=XLA)
     """Backend that computes the matmul."""
     packed_axes: tuple[Axis, ...] | None = eqx.field(static=True, default=None)
     """The axes out..., in... of a packed weight; None: it is not packed."""
     loaded_dtype: jnp.dtype | None = eqx.field(static=True, default=None)
     """Dtype of the weight before a backend stored it, as its bits or packed; None: it is as it was loaded."""
+    unpadded_in: int | None = eqx.field(static=True, default=None)
+    """Inputs of one device without the zeros that are stored behind them; None: there are none."""
     layer: Array | None = None
     """i32[], which entry of the stack is meant; None: the weight is not one of a stack, or a scan has picked it."""
     num_rows: Array | None = None
@@ -85,7 +88,8 @@ class Linear(eqx.Module):
     def ins(self) -> tuple[Axis, ...]:
         """Axes of the inputs."""
         axes = self.weight.axes if self.packed_axes is None else self.packed_axes
-        return axes[len(axes) - self.num_in :]
+        ins = axes[len(axes) - self.num_in :]
+        return ins if self.unpadded_in is None else (ins[0].resize(self.unpadded_in),)
 
     def at(self, layer: Array | None, num_rows: Array | None) -> "Linear":
         """The map of one layer of a stack, for x whose first `num_rows` rows count. The weight is not sliced here."""
@@ -97,10 +101,26 @@ class Linear(eqx.Module):
 
         Raises: ValueError if the backend cannot read weights of this dtype.
         """
-        sizes = (math.prod(axis.size for axis in axes) for axes in (self.outs, self.ins))
-        stored = self.stored_as(backend.store(self.weight.array, *sizes), backend)
-        _free([self.weight.array], [stored.weight.array], donate)
+        given = self
+        if any(axis.name == EXPERT for axis in self.weight.axes[: -self.num_in - self.num_out]):
+            given = self.with_filled_ins(backend.grouped_ins)
+        sizes = (math.prod(axis.size for axis in axes) for axes in (given.outs, given.weight.axes[-self.num_in :]))
+        stored = given.stored_as(backend.store(given.weight.array, *sizes), backend)
+        _free([self.weight.array, given.weight.array], [stored.weight.array], donate)
         return stored
+
+    def with_filled_ins(self, multiple: int) -> "Linear":
+        """The same map with zeros behind the inputs of each device, up to a multiple of so many."""
+        *lead, last = self.weight.axes
+        parts = self.shard_axis.parts
+        size = last.size // parts
+        filled = -(-size // multiple) * multiple
+        if filled == size:
+            return self
+        assert self.num_in == 1 and self.packed_axes is None and self.unpadded_in is None
+        array = _fill_parts(self.weight.array, parts, filled)
+        weight = NamedArray(array, (*lead, last.resize(filled * parts)))
+        return dataclasses.replace(self, weight=weight, unpadded_in=size)
 
     def stored_as(self, array: Array, backend: Backend) -> "Linear":
         """The same map with the weight that `backend` has stored."""
@@ -279,7 +299,7 @@ def apply_grouped(
         axis: of the results.
         counts: i32[group], results of each group: the first `counts[0]` are of group 0. Results beyond all are zeros.
         rows: i32[result], the row of x of each result; None: all rows in their order.
-    Returns: [axis, out...] each.
+    Returns: [axis, out...] each; where the inputs are sharded, the share of this device.
     """
     first, dtype = maps[0], x.dtype if dtype is None else dtype
     inside, outside = Fusion(**fusion).split(first.backend.fuses)
@@ -287,8 +307,9 @@ def apply_grouped(
     num_rows = jnp.sum(counts) if rows is None and first.num_rows is not None else first.num_rows
     x = outside.before(x, functools.partial(by_rows, first.backend, num_rows))
     ins, before = first.ins, x.axes[: -first.num_in]
+    unfilled = 0 if first.unpadded_in is None else first.weight.axes[-1].size - first.unpadded_in
     call = GroupedCall(
-        x=_matrix(x, before, ins),
+        x=jnp.pad(_matrix(x, before, ins), ((0, 0), (0, unfilled))),
         counts=counts,
         weights=[part.weight.array for part in maps],
         num_outs=[math.prod(each.size for each in part.outs) for part in maps],
@@ -317,6 +338,19 @@ def _matrix(x: NamedArray, rows: tuple[Axis, ...], last: tuple[Axis, ...]) -> Ar
 
 def _biased(y: NamedArray, part: Linear) -> NamedArray:
     return y if part.bias is None else y + part.bias.astype(jnp.float32)
+
+
+def _fill_parts(array: Array, parts: int, size: int) -> Array:
+    """Fill each of the equal parts of the last axis with zeros up to `size`. A sharded array stays sharded so."""
+
+    def fill(array) -> Any:
+        xp = np if isinstance(array, np.ndarray) else jnp
+        split = array.reshape(*array.shape[:-1], parts, -1)
+        behind = [(0, 0)] * array.ndim + [(0, size - split.shape[-1])]
+        return xp.pad(split, behind).reshape(*array.shape[:-1], parts * size)
+
+    is_placed = isinstance(array, jax.Array) and not isinstance(array, Tracer)
+    return jax.jit(fill, out_shardings=array.sharding)(array) if is_placed else fill(array)
 
 
 def _free(old: Sequence[Array], new: Sequence[Array], donate: bool) -> None:

@@ -16,7 +16,7 @@ from jax import Array
 from levanter_infer.axes import EXPERT, EXPERT_LATENT, MLP, ROW, SHARED_GATE
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.activation import Activation, ClampedSwiglu
-from levanter_infer.layers.linear import Fusion, Linear, apply, apply_grouped, fold_key, split_key
+from levanter_infer.layers.linear import Fusion, Linear, apply, apply_grouped, by_rows, fold_key, split_key
 from levanter_infer.layers.mlp import DenseBlock, Mlp
 from levanter_infer.layers.norm import NormConfig, RMSNorm
 from levanter_infer.layers.router import Router, SelectionBias
@@ -49,9 +49,11 @@ class ExpertsBlock:
     """Numbers of the latent of a token that the experts map to one of their result (GrugMoE 2); None: they see the
     residual stream."""
     latent_norm: NormConfig | None = None
-    """Norm of the latent that the experts see."""
+    """Norm of the latent that the experts see; None: there is none (Nemotron 3 Super)."""
     shared_gate: bool = False
     """Whether the result of the shared expert is multiplied by sigmoid(shared_gate(x)), one number per token."""
+    gated: bool = True
+    """As of `DenseBlock`: whether the experts, the shared one too, have a gate."""
 
     @property
     def stored(self) -> "ExpertsBlock":
@@ -62,13 +64,13 @@ class ExpertsBlock:
     def shared(self) -> DenseBlock:
         """The shared expert as a block of its own. Requires: there is one."""
         assert self.shared_width is not None and isinstance(self.activation, Activation)
-        return DenseBlock(self.shared_width, self.activation)
+        return DenseBlock(self.shared_width, self.activation, gated=self.gated)
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
         router = hidden + self.router.bias + (self.router.selection_bias is not SelectionBias.NONE)
         num_shared = 1 if self.num_shared is None else self.num_shared
-        shared = 3 * hidden * (self.shared_width or 0) * num_shared + hidden * self.shared_gate
+        shared = self._num_maps * hidden * (self.shared_width or 0) * num_shared + hidden * self.shared_gate
         latent = 2 * hidden * (self.latent_dim or 0)
         if self.latent_norm is not None:
             latent += self.latent_norm.num_parameters(self.latent_dim or 0)
@@ -79,12 +81,16 @@ class ExpertsBlock:
     def num_expert_parameters(self, hidden: int) -> int:
         """Those of the experts that are chosen from, without the router. Args: as of `num_parameters`."""
         size = self.latent_dim or hidden
-        biases = (2 * self.width + size) * self.bias
-        return self.num_experts * (3 * size * self.width + biases)
+        biases = ((self._num_maps - 1) * self.width + size) * self.bias
+        return self.num_experts * (self._num_maps * size * self.width + biases)
+
+    @property
+    def _num_maps(self) -> int:
+        return 3 if self.gated else 2
 
 
 class Moe(eqx.Module):
-    """`sum of weight · down(activation(gate(x)) · up(x))` over the experts that the router chooses.
+    """`sum of weight · down(activation(gate(x)) · up(x))` over the experts that the router chooses, or without a gate.
 
     Tokens are sorted by expert, and the backend computes a grouped matmul (`Backend.grouped_linear`), in which an
     expert without tokens costs nothing.
@@ -93,7 +99,8 @@ class Moe(eqx.Module):
 
     router: Linear
     """[layers, expert, embed]"""
-    gate_proj: Linear
+    gate_proj: Linear | None
+    """None: the experts are not gated."""
     up_proj: Linear
     """[layers, expert, mlp, embed], of experts of latents with those in the stead of embed."""
     down_proj: Linear
@@ -104,8 +111,6 @@ class Moe(eqx.Module):
     """How the experts are sharded (expert parallel): each device computes its own for the tokens that chose them."""
     sums: ShardAxis = eqx.field(static=True, default=REPLICATED)
     """Mesh axes over which results are added up: experts, and the shards of each."""
-    inner: ShardAxis = eqx.field(static=True, default=REPLICATED)
-    """How the inner width of each expert is sharded (tensor parallel)."""
     shared: Mlp | None = None
     """The shared expert."""
     shared_gate: Linear | None = None
@@ -137,10 +142,10 @@ class Moe(eqx.Module):
         each, inner = (*batch, expert), embed
         latent: dict[str, Any] = {}
         if block.latent_dim is not None:
-            assert block.latent_norm is not None
             inner, (up_key, down_key) = Axis(EXPERT_LATENT, block.latent_dim), split_key(fold_key(key, 3), 2)
             latent["latent_down"] = Linear.init(batch, (inner,), (embed,), key=down_key, dtype=dtype)
-            latent["latent_norm"] = RMSNorm.init(batch, inner, config=block.latent_norm, dtype=dtype)
+            if block.latent_norm is not None:
+                latent["latent_norm"] = RMSNorm.init(batch, inner, config=block.latent_norm, dtype=dtype)
             latent["latent_up"] = Linear.init(batch, (embed,), (inner,), key=up_key, dtype=dtype)
         shared, shared_gate, several = None, None, ()
         if block.shared_width is not None and block.num_shared is not None:
@@ -151,6 +156,10 @@ class Moe(eqx.Module):
         if block.shared_gate:
             gate_key = fold_key(key, 2)
             shared_gate = Linear.init(batch, (Axis(SHARED_GATE, 1),), (embed,), key=gate_key, dtype=dtype)
+
+        def expert_map(out: Axis, into: Axis, key: Array | None) -> Linear:
+            return Linear.init(each, (out,), (into,), key=key, dtype=dtype, bias=block.bias)
+
         has_selection_bias = block.router.selection_bias is not SelectionBias.NONE
 
         def norm(config: NormConfig | None) -> RMSNorm | None:
@@ -159,9 +168,9 @@ class Moe(eqx.Module):
         router_dtype = jnp.float32 if block.router.float32 else dtype
         return Moe(
             router=Linear.init(batch, (expert,), (embed,), key=router, dtype=router_dtype, bias=block.router.bias),
-            gate_proj=Linear.init(each, (mlp,), (inner,), key=gate, dtype=dtype, bias=block.bias),
-            up_proj=Linear.init(each, (mlp,), (inner,), key=up, dtype=dtype, bias=block.bias),
-            down_proj=Linear.init(each, (inner,), (mlp,), key=down, dtype=dtype, bias=block.bias),
+            gate_proj=expert_map(mlp, inner, gate) if block.gated else None,
+            up_proj=expert_map(mlp, inner, up),
+            down_proj=expert_map(inner, mlp, down),
             shared=shared,
             shared_gate=shared_gate,
             selection_bias=hax.zeros((*batch, expert), dtype=jnp.float32) if has_selection_bias else None,
@@ -220,10 +229,11 @@ class Moe(eqx.Module):
 
     def _latents(self, rows: NamedArray, norm: RMSNorm | None) -> NamedArray:
         """Inputs of the experts, before the norm if they are the rows [row, embed] themselves."""
-        if self.latent_down is None or self.latent_norm is None:
+        if self.latent_down is None:
             return rows
         (latents,) = apply(rows, self.latent_down, norm=norm)
-        return self.latent_norm.by_rows(latents, self.latent_down.by_rows)
+        norm = self.latent_norm
+        return latents if norm is None else norm.by_rows(latents, self.latent_down.by_rows)
 
     def _share(self, shared: Mlp, rows: NamedArray, norm: RMSNorm | None, block: ExpertsBlock) -> Array:
         """Result of the shared expert [row, embed]."""
@@ -285,7 +295,15 @@ class Moe(eqx.Module):
             rows, norm, source = _weighted(normed, weights), None, order
             weights = jnp.ones_like(weights)
         grouped = functools.partial(apply_grouped, axis=pairs, counts=counts)
-        gate, up = grouped(rows, self.gate_proj, self.up_proj, rows=source, norm=norm)
+        gate = None
+        if self.gate_proj is not None:
+            gate, up = grouped(rows, self.gate_proj, self.up_proj, rows=source, norm=norm)
+        else:
+            activation = block.activation
+            assert isinstance(activation, Activation)
+            (up,) = grouped(rows, self.up_proj, rows=source, norm=norm)
+            used = None if self.num_rows is None else jnp.sum(counts)
+            up = by_rows(self._backend, used, lambda up: NamedArray(activation(up.array), up.axes), up)
         down = self._biased_once(self.down_proj)
         (results,) = grouped(up, down, gate=gate, activation=block.activation, dtype=jnp.float32)
         places = jnp.zeros_like(order).at[order].set(jnp.arange(pairs.size, dtype=jnp.int32))
@@ -293,9 +311,9 @@ class Moe(eqx.Module):
 
     def _biased_once(self, down: Linear) -> Linear:
         """The map of one expert to the residual stream: one device of those with its shards has the bias."""
-        if down.bias is None or self.inner.parts == 1:
+        if down.bias is None or down.shard_axis.parts == 1:
             return down
-        bias = jnp.where(self.inner.index == 0, down.bias.array, 0)
+        bias = jnp.where(down.shard_axis.index == 0, down.bias.array, 0)
         return dataclasses.replace(down, bias=NamedArray(bias, down.bias.axes))
 
 

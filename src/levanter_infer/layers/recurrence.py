@@ -68,9 +68,22 @@ def one_token(state: Array, x: TokenInputs) -> tuple[Array, Array]:
     state = jnp.exp(x.channel_log_decay)[..., None] * state
     delta = x.v
     if x.beta is not None:
-        delta = x.beta[..., None] * (x.v - jnp.sum(state * x.k[..., None], axis=-2))
+        delta = x.beta[..., None] * (x.v - _applied(state, x.k))
     state = state + x.k[..., None] * delta[..., None, :]
-    return state, jnp.sum(state * x.q[..., None], axis=-2)
+    return state, _applied(state, x.q)
+
+
+def _applied(state: Array, vector: Array) -> Array:
+    """`stateᵀ vector` of each head, [..., head, value_size]."""
+
+    def as_matmul(state: Array, vector: Array) -> Array:
+        return _matmul("...kv,...k->...v", state, vector)
+
+    def as_sum(state: Array, vector: Array) -> Array:
+        return jnp.sum(state * vector[..., None], axis=-2)
+
+    # XLA's CPU backend has no vectors for a sum over an axis before the last
+    return jax.lax.platform_dependent(state, vector, cpu=as_matmul, default=as_sum)
 
 
 def scan(x: TokenInputs) -> Array:

@@ -22,8 +22,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    block = config.blocks[0]
-    biases = {"attention_bias": config.kv_attention[0].qkv_bias, "mlp_bias": block.feed_forward.bias}
+    biases = {"attention_bias": config.kv_attention[0].qkv_bias, "mlp_bias": config.feed_forward.bias}
     return {**common_to_hf(config), **biases}
 
 

@@ -89,9 +89,10 @@ class Placement(enum.Enum):
 class Block:
     """One layer, without its parameters."""
 
-    mixer: Mixer
-    """Mixer of positions."""
-    feed_forward: DenseBlock | ExpertsBlock
+    mixer: Mixer | None
+    """Mixer of positions; None: the layer has none."""
+    feed_forward: DenseBlock | ExpertsBlock | None
+    """None: the layer is its mixer alone."""
     norm: NormConfig
     """All its norms but those inside the mixer."""
     placement: Placement = Placement.BEFORE
@@ -105,13 +106,27 @@ class Block:
     """Short convolutions of keys and of what is added to the residual stream; None: there are none."""
 
     def __post_init__(self):
-        if self.convs is not None and self.recurrent is not None:
-            raise ValueError("short convolutions beside a recurrence in one layer are not implemented")
+        if self.convs is not None and (self.recurrent is not None or len(self.parts) < 2):
+            raise ValueError("short convolutions beside a recurrence, or in half a layer, are not implemented")
+        if len(self.parts) < 1 + self.placement.is_parallel:
+            raise ValueError(f"a layer has {len(self.parts)} of a mixer and a feed-forward block, expected more")
+
+    @property
+    def parts(self) -> tuple[Mixer | DenseBlock | ExpertsBlock, ...]:
+        """The mixer and the feed-forward block, as far as the layer has them."""
+        return tuple(part for part in (self.mixer, self.feed_forward) if part is not None)
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The norms of the layer, by the names of `DecoderLayer`."""
+        missing = ("input_norm", "mixer_out_norm") if self.mixer is None else ()
+        missing = ("mlp_norm", "mlp_out_norm") if self.feed_forward is None else missing
+        return tuple(name for name in self.placement.norms if name not in missing)
 
     @property
     def stored(self) -> "Block":
         """The block with neutral options that no parameter depends on: layers of equal ones share a stack."""
-        mixer, feed_forward = self.mixer.stored, self.feed_forward.stored
+        mixer, feed_forward = self.mixer and self.mixer.stored, self.feed_forward and self.feed_forward.stored
         own = self.layer_input and self.layer_input.stored
         neutral = dict(mixer=mixer, feed_forward=feed_forward, layer_input=own)
         return dataclasses.replace(self, **neutral, residual_multiplier=1.0)
@@ -133,7 +148,7 @@ class Block:
         """The mixer, if it remembers a state of fixed size, or its recurrence."""
         if isinstance(self.mixer, ParallelMixer):
             return self.mixer.recurrent
-        return None if isinstance(self.mixer, AttentionBlock | LatentAttentionBlock) else self.mixer
+        return self.mixer if isinstance(self.mixer, RecurrentBlock) else None
 
     @property
     def memories(self) -> tuple[Memory, ...]:
@@ -143,10 +158,10 @@ class Block:
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
-        norms = len(self.placement.norms) * self.norm.num_parameters(hidden)
+        norms = len(self.norms) * self.norm.num_parameters(hidden)
         own = 0 if self.layer_input is None else self.layer_input.num_parameters(hidden, self.norm)
         convs = 0 if self.convs is None else self.convs.num_parameters()
-        blocks = self.mixer.num_parameters(hidden) + self.feed_forward.num_parameters(hidden)
+        blocks = sum(part.num_parameters(hidden) for part in self.parts)
         return blocks + norms + convs + own + self.layer_scalar
 
 

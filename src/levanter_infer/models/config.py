@@ -4,6 +4,7 @@ import bisect
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from levanter_infer.cache.memory import Memory
 from levanter_infer.layers.attention import AttentionBlock
 from levanter_infer.layers.branch_conv import KEYS
 from levanter_infer.layers.latent_attention import LatentAttentionBlock
+from levanter_infer.layers.mlp import DenseBlock
 from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.layers.norm import NormConfig
 from levanter_infer.layers.rotary import RopeConfig
@@ -103,6 +105,13 @@ class DecoderConfig:
         return _places([stack.layers for stack in self.stacks])
 
     @functools.cached_property
+    def part_numbers(self) -> tuple[tuple[int, int], ...]:
+        """For every layer the numbers of its mixer and of its feed-forward block, counted together through all layers:
+        Nemotron-H calls each of them a layer."""
+        ends = itertools.accumulate(len(block.parts) for block in self.blocks)
+        return tuple((end - len(block.parts), end - 1) for end, block in zip(ends, self.blocks, strict=True))
+
+    @functools.cached_property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The rotary embeddings of all layers, each once."""
         return tuple(dict.fromkeys(mixer.rope for mixer in self.attention if mixer.rope is not None))
@@ -130,6 +139,11 @@ class DecoderConfig:
     def kv_attention(self) -> tuple[AttentionBlock, ...]:
         """The attention with keys and values of the layers that have it, in order."""
         return tuple(mixer for mixer in self.attention if isinstance(mixer, AttentionBlock))
+
+    @functools.cached_property
+    def feed_forward(self) -> DenseBlock | ExpertsBlock:
+        """The feed-forward block of the first layer that has one."""
+        return next(block.feed_forward for block in self.blocks if block.feed_forward is not None)
 
     # What layers remember
 

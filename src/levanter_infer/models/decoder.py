@@ -74,10 +74,11 @@ class DecoderLayer(eqx.Module):
     input_norm: RMSNorm | None
     """Norm of the input of the mixer."""
     attention: Attention | LatentAttention | None
-    """None: the mixer is `recurrent`."""
+    """None: the mixer is `recurrent`, or there is none."""
     mlp_norm: RMSNorm | None
     """Norm of the input of the feed-forward block."""
-    mlp: Mlp | Moe
+    mlp: Mlp | Moe | None
+    """None: there is no feed-forward block."""
     mixer_out_norm: RMSNorm | None
     mlp_out_norm: RMSNorm | None
     """Norms of the outputs of the mixer and the feed-forward block."""
@@ -95,13 +96,14 @@ class DecoderLayer(eqx.Module):
         """`batch`: axes of independent layers."""
         mixer_key, mlp_key = split_key(key, 2)
         feed_forward = block.feed_forward
+        mlp = None
         if isinstance(feed_forward, ExpertsBlock):
             mlp = Moe.init(batch, embed, feed_forward, key=mlp_key, dtype=dtype)
-        else:
+        elif feed_forward is not None:
             mlp = Mlp.init(batch, embed, feed_forward, key=mlp_key, dtype=dtype)
 
         def norm(name: str) -> RMSNorm | None:  # each an array of its own, so that a training step can donate them
-            names = block.placement.norms
+            names = block.norms
             if name not in names:
                 return None
             return init_norm(batch, embed, block.norm, key=key, dtype=dtype, number=names.index(name))
@@ -120,6 +122,16 @@ class DecoderLayer(eqx.Module):
             convs=block.convs and BranchConvs.init(batch, block.convs, key=fold_key(mixer_key, 2), dtype=dtype),
         )
 
+    @property
+    def some_map(self) -> Linear:
+        """A map of the layer, whose backend computes what stands between its parts."""
+        if self.mlp is not None:
+            return self.mlp.down_proj
+        if self.attention is not None:
+            return self.attention.o_proj
+        assert self.recurrent is not None
+        return self.recurrent.out_proj
+
     def at(self, index: Array, num_rows: Array) -> "DecoderLayer":
         """One layer of a stack, for inputs whose first `num_rows` rows count."""
 
@@ -132,7 +144,7 @@ class DecoderLayer(eqx.Module):
         self,
         x: NamedArray,
         block: Block,
-        mix: Callable[[NamedArray, Fusion], tuple[NamedArray, Any]],
+        mix: Callable[[NamedArray, Fusion], tuple[NamedArray, tuple[Any, ...]]],
         on_choice: Callable[[Array], None] | None = None,
         own_input: NamedArray | None = None,
         convolve: Convolve | None = None,
@@ -142,14 +154,14 @@ class DecoderLayer(eqx.Module):
         Args:
             x: [..., embed]
             block: what it computes.
-            mix: the mixer, of the residual stream and what happens around its matmuls; gives its result and a state.
+            mix: the mixer, of the residual stream and what happens around its matmuls; gives its result and its states.
             on_choice: called with the experts of each row, if the layer has some (`Moe`).
             own_input: [..., layer_input], the layer's own input, if it has one.
             convolve: its short convolutions, if it has some.
-        Returns: [..., embed] and the mixer's state.
+        Returns: [..., embed] and the mixer's states.
         """
         multiplier = block.residual_multiplier
-        rows, norms = self.mlp.down_proj.by_rows, (self.mixer_out_norm, self.mlp_out_norm)
+        rows, norms = self.some_map.by_rows, (self.mixer_out_norm, self.mlp_out_norm)
         mixer_after, mlp_after = (
             None if norm is None else functools.partial(norm.by_rows, rows=rows) for norm in norms
         )
@@ -168,8 +180,12 @@ class DecoderLayer(eqx.Module):
                 return onto + result
             return rows(lambda onto, result: onto + result * jnp.asarray(multiplier, result.dtype), onto, result)
 
-        mixed, state = mix(x, around(self.input_norm, mixer_after, x))
-        mixed = added(mixed, mixer_after, x)
+        mixed, states = x, tuple[Any, ...]()
+        if block.mixer is not None:
+            mixed, states = mix(x, around(self.input_norm, mixer_after, x))
+            mixed = added(mixed, mixer_after, x)
+        if self.mlp is None:
+            return mixed, states
         parallel = block.placement.is_parallel
         norm = self.input_norm if block.placement is Placement.PARALLEL else self.mlp_norm
         observed = on_choice is not None and isinstance(self.mlp, Moe)
@@ -182,7 +198,7 @@ class DecoderLayer(eqx.Module):
         if self.layer_scalar is not None:
             scalar = self.layer_scalar.array.reshape(()).astype(result.dtype)
             result = rows(lambda result: result * scalar, result)
-        return result, state
+        return result, states
 
 
 def _attention(
@@ -326,8 +342,9 @@ class DecoderModel(eqx.Module):
                 shared, several = jax.tree.map(
                     sharded, (part.shared, part.shared_experts), is_leaf=lambda each: isinstance(each, Linear)
                 )
-                axes = {"experts": layout.experts, "sums": layout.expert_sums, "inner": layout.model}
-                return dataclasses.replace(part, **axes, shared=shared, shared_experts=several)
+                axes = {"experts": layout.experts, "sums": layout.expert_sums}
+                down = dataclasses.replace(part.down_proj, shard_axis=layout.model)
+                return dataclasses.replace(part, **axes, shared=shared, shared_experts=several, down_proj=down)
             if isinstance(part, RMSNorm) and part.weight is not None:
                 width = layout.normed_width(part.normed(part.weight.axes))
                 return part if width is None else dataclasses.replace(part, shard_axis=layout.model, width=width)
@@ -480,7 +497,8 @@ class DecoderModel(eqx.Module):
                 slots, number = at(functools.partial(self.config.remembered_at, is_paged=False))
                 state = cache.pools[slots]
                 assert isinstance(state, SlotState) and rows is not None
-                convolve = Convolve(layer.convs, state.read(number, rows.slots, rows.is_new), rows, layer.mlp.down_proj)
+                convolve = Convolve(layer.convs, state.read(number, rows.slots, rows.is_new), rows, layer.some_map)
+                remember = functools.partial(state.write, number, rows.slots)
             if layer.attention is not None:
                 # Neighbours that share keys and values share those of one layer
                 place = functools.partial(self.config.remembered_at, is_paged=True)
@@ -506,11 +524,11 @@ class DecoderModel(eqx.Module):
             own = None
             if own_inputs is not None:
                 own = pick_layer(own_inputs, _index(body.starts, trip, further))
-            x, remembered = layer(x, block, _mix(block, mixers, layer.mlp.down_proj), on_choice, own, convolve)
+            x, remembered = layer(x, block, _mix(block, mixers, layer.some_map), on_choice, own, convolve)
             for pool, new in zip(pools, remembered, strict=True):
                 cache = cache.with_pool(pool, new)
             if convolve is not None:
-                cache = cache.with_pool(slots, state.write(number, rows.slots, convolve.state))
+                cache = cache.with_pool(slots, remember(convolve.state))
             if chosen is not None and isinstance(block.feed_forward, ExpertsBlock):
                 numbers = [self.config.expert_layers.index(layer) for layer in body.starts]
                 chosen = chosen.at[_index(numbers, trip, further)].set(seen.pop())
@@ -629,7 +647,7 @@ def _mix(block: Block, mixers: Sequence[Callable[[NamedArray, Fusion], tuple[Nam
     Args: part: a map of the layer, whose backend computes.
     """
 
-    def mix(x: NamedArray, around: Fusion) -> tuple[NamedArray, tuple]:
+    def mix(x: NamedArray, around: Fusion) -> tuple[NamedArray, tuple[Any, ...]]:
         both = block.mixer if isinstance(block.mixer, ParallelMixer) else None
         inner = around if both is None else Fusion(norm=around.norm)
         results, states = zip(*(mixer(x, inner) for mixer in mixers), strict=True)
@@ -689,7 +707,7 @@ def _plain_period(
         if layer.recurrent is not None:
             mixers.append(functools.partial(layer.recurrent.dense, block=block.recurrent))  # type: ignore[arg-type]
         own = None if own_inputs is None else own_inputs[PERIOD, offset]
-        x, states = layer(x, block, _mix(block, mixers, layer.mlp.down_proj), own_input=own, convolve=convolve)
+        x, states = layer(x, block, _mix(block, mixers, layer.some_map), own_input=own, convolve=convolve)
         if shared and block.attention is not None and not block.shares_kv:
             pool = config.remembered_at(number, is_paged=True)[0]
             shared = {**shared, pool: states[0]} if pool in shared else shared

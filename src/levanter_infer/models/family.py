@@ -254,18 +254,18 @@ def common_to_hf(config: DecoderConfig, ropes: Mapping[str, Any] | None = None) 
 
     Args: ropes: the keys of the ropes, for families that have several.
     """
-    block = config.blocks[0]
+    feed_forward = config.feed_forward
     rope = config.ropes[0] if config.ropes else RopeConfig()
     return {
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": block.feed_forward.width,
+        "intermediate_size": feed_forward.width,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": block.feed_forward.activation.value,
+        "hidden_act": feed_forward.activation.value,
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.norm.eps,
         "tie_word_embeddings": config.tie_word_embeddings,

@@ -164,9 +164,8 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _dense_width(block: Block) -> int:
-    width = (
-        block.feed_forward.shared_width if isinstance(block.feed_forward, ExpertsBlock) else block.feed_forward.width
-    )
+    dense = block.feed_forward
+    width = dense.shared_width if isinstance(dense, ExpertsBlock) else dense and dense.width
     assert width is not None
     return width
 

@@ -312,8 +312,9 @@ class HfConfig:
         if isinstance(new, dict) and set(new) & {FULL, SLIDING}:
             for key in ("rope_theta", "rope_scaling", "rope_local_base_freq"):
                 self.only(key, None)
+            neutral = {"rope_type": "default", "rope_theta": None}  # what transformers adds beside the kinds
             for key in new:
-                if key not in (FULL, SLIDING):
+                if key not in (FULL, SLIDING) and not (key in neutral and new[key] == neutral[key]):
                     raise _unknown(f"config.json: rope_parameters.{key}={new[key]!r}", key, (FULL, SLIDING))
             parts = {kind: HfConfig({"rope_parameters": new.get(kind)}) for kind in (FULL, SLIDING)}
             kinds = {FULL: (full_head_dim or head_dim, theta), SLIDING: (head_dim, default_local)}

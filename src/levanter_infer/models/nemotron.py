@@ -37,7 +37,7 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
         **renamed_keys(config, {"rms_norm_eps": "norm_eps"}),
         "partial_rotary_factor": config.ropes[0].partial,
         "attention_bias": config.kv_attention[0].qkv_bias,
-        "mlp_bias": config.blocks[0].feed_forward.bias,
+        "mlp_bias": config.feed_forward.bias,
     }
 
 

@@ -43,6 +43,7 @@ from levanter_infer.models.ministral3 import MINISTRAL3
 from levanter_infer.models.mistral import MISTRAL
 from levanter_infer.models.mixtral import MIXTRAL
 from levanter_infer.models.nemotron import NEMOTRON
+from levanter_infer.models.nemotron_h import NEMOTRON_H
 from levanter_infer.models.olmo import OLMO
 from levanter_infer.models.olmo2 import OLMO2
 from levanter_infer.models.olmo3 import OLMO3
@@ -76,7 +77,7 @@ FAMILIES = {
         *(COHERE, COHERE2, GLM4, ERNIE4_5, MINISTRAL3),
         *(GPT_OSS, GLM4_MOE, MINIMAX_M2, ERNIE4_5_MOE, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, GRANITEMOESHARED),
         *(LLAMA4, GEMMA4, PHIMOE),
-        *(LFM2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GRANITEMOEHYBRID, FALCON_H1, KIMI_LINEAR),
+        *(LFM2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GRANITEMOEHYBRID, FALCON_H1, NEMOTRON_H, KIMI_LINEAR),
         *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, MINICPM3, YOUTU),
         *(OLMO, APERTUS, GPT_NEOX, GPT2, PHI, STARCODER2),
         *(GLM, HELIUM, ARCEE, NEMOTRON, STABLELM),

@@ -41,6 +41,9 @@ class TpuBackend(XlaBackend):
     home = TPU
     kernels = frozenset({Work.MATMUL, Work.ATTENTION})
     options = frozenset({"tiles"})
+    grouped_ins = LANES
+    """Else XLA stores the stacks with their experts in lanes, which need no padding, and every round copies them into
+    the order that the kernel reads."""
     pool_order = (0, 1, 3, 2, 4)
 
     @classmethod

@@ -18,12 +18,14 @@ from jax.experimental import pallas as pl
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
 from levanter_infer.kernels.tpu.pipeline import LOG2_E, Inputs, Item, Pipeline, Rows, mask_unmapped, run_kernel
-from levanter_infer.kernels.tpu.pool import LANES, TpuPool
+from levanter_infer.kernels.tpu.pool import LANES, TpuPool, apart, pairs, side_by_side
 from levanter_infer.kernels.tpu.scales import KEYS, VALUES, load_scales, scales_of_rows
 from levanter_infer.kernels.tpu.sizes import Scratch, Sizes, Tile
 
 MANY_PAGES = 32
 """Pages of a KV block beyond which the copies of a later block are started at two places of the schedule."""
+STRETCHES = 2
+"""Stretches of a KV block that one group of heads computes side by side, as several groups do."""
 
 
 def decode_attention(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, interpret) -> Array:
@@ -107,37 +109,44 @@ def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, pr
     else:
         pages = sizes.subblock_pages
         first_page, is_first = subblock[0] * pages, is_first & subblock[1]
+    stretches = STRETCHES if subblock is None and sizes.groups == 1 and pages % STRETCHES == 0 else 1
+    pages //= stretches
     width = pages * sizes.page_size
     start = pipeline.items[index, Item.KV_BLOCK] * sizes.tokens + first_page * sizes.page_size
     q_row = jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, 1), 0)
-    kv_pos = start + jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, width), 1)
+    first_kv_pos = start + jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, width), 1)
     q_pos = jnp.full((sizes.rows, 1), pipeline.seq_lens[pipeline.items[index, Item.ROW]] - 1)
-    mapped = None if subblock is None else mask_unmapped(pipeline, item, kv_pos)
-    scales = load_scales(pipeline, slot, first_page, pages)
+    mapped = None if subblock is None else mask_unmapped(pipeline, item, first_kv_pos)
+    scales = [load_scales(pipeline, slot, first_page + i * pages, pages) for i in range(stretches)]
     dot = functools.partial(
         jax.lax.dot_general,
         preferred_element_type=f32,
         precision=None if sizes.operand.itemsize < 4 else jax.lax.Precision.HIGHEST,
     )
 
-    def load(slab):
-        return pipeline.kv[slot, pl.ds(first_page, pages), slab].reshape(width, LANES).astype(sizes.operand)
+    def load(slab, stretch):
+        own = pl.ds(first_page + stretch * pages, pages)
+        return pipeline.kv[slot, own, slab].reshape(width, LANES).astype(sizes.operand)
 
     def head_of(group, row):
         """Query head of each row; padded rows repeat the last."""
         per_group = sizes.heads_per_group
         return (pipeline.part * sizes.groups + group) * per_group + jnp.minimum(row, per_group - 1)
 
-    def scores_of(group):
+    def scores_of(group, stretch):
         """f32[rows, width]"""
         matmul = [
-            dot(scratch.q_buf[q_slot, group * tiles + t], load(sizes.keys(group, t)), (((1,), (1,)), ((), ())))
-            for t in range(tiles)
+            dot(
+                side_by_side([scratch.q_buf[q_slot, group * tiles + t] for t in pair]),
+                side_by_side([load(sizes.keys(group, t), stretch) for t in pair]),
+                (((1,), (1,)), ((), ())),
+            )
+            for pair in pairs(tiles)
         ]
         matmul = functools.reduce(jnp.add, matmul)
-        head = head_of(group, q_row)
-        if scales is not None:
-            matmul = matmul * scales_of_rows(pipeline, scales, group, KEYS, head)
+        head, kv_pos = head_of(group, q_row), first_kv_pos + stretch * width if stretch else first_kv_pos
+        if scales[stretch] is not None:
+            matmul = matmul * scales_of_rows(pipeline, scales[stretch], group, KEYS, head)
         if plain:
             scores = matmul * f32(rules.scale * LOG2_E)
         else:
@@ -147,14 +156,18 @@ def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, pr
             return scores
         return jnp.where(rules.seen(q_pos, kv_pos, head) & mapped, scores, f32(MASKED))
 
-    def weights_of(group, scores):
+    def carried(value, stretch, init):
+        """What the keys before a stretch have left."""
+        return jnp.where(is_first, init, value) if stretch == 0 else value
+
+    def weights_of(group, stretch, scores):
         """The weights [rows, width] and alpha; updates m and l."""
         m_init, l_init = f32(NOTHING_SEEN), f32(0)
         if inputs.sinks is not None:
             lane = jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, LANES), 1)
             m_init, l_init = inputs.sinks[group], jnp.where(lane == 0, f32(1), f32(0))
-        m_prev = jnp.where(is_first, m_init, scratch.m_ref[group])
-        l_prev = jnp.where(is_first, l_init, scratch.l_ref[group])
+        m_prev = carried(scratch.m_ref[group], stretch, m_init)
+        l_prev = carried(scratch.l_ref[group], stretch, l_init)
         m_new = jnp.maximum(m_prev, jnp.max(scores, axis=1, keepdims=True))
         weights = jnp.exp2(scores - m_new[:, :1])
         alpha = jnp.exp2(m_prev - m_new)
@@ -164,32 +177,35 @@ def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, pr
         if width % LANES:
             columns[-1] = jnp.pad(columns[-1], ((0, 0), (0, LANES - width % LANES)))
         scratch.l_ref[group] = l_prev * alpha + functools.reduce(jnp.add, columns)
-        if scales is not None:
-            weights = weights * scales_of_rows(pipeline, scales, group, VALUES, head_of(group, q_row))
+        if scales[stretch] is not None:
+            weights = weights * scales_of_rows(pipeline, scales[stretch], group, VALUES, head_of(group, q_row))
         return weights.astype(sizes.operand), alpha
 
-    def add_values(group, weights, alpha):
-        for t in range(value_tiles):
-            values = load(sizes.values(group, t))
+    def add_values(group, stretch, weights, alpha):
+        for pair in pairs(value_tiles):
+            loaded = [load(sizes.values(group, t), stretch) for t in pair]
             if rules.mask_mod is not None:
                 seen = _seen_by_any(rules, sizes, start, q_pos[0, 0], width, functools.partial(head_of, group))
-                values = jnp.where(seen, values, jnp.zeros((), values.dtype))
-            tile = group * value_tiles + t
-            acc = jnp.where(is_first, f32(0), scratch.acc_ref[tile])
-            scratch.acc_ref[tile] = acc * alpha + dot(weights, values, (((1,), (0,)), ((), ())))
+                loaded = [jnp.where(seen, values, jnp.zeros((), values.dtype)) for values in loaded]
+            at = [group * value_tiles + t for t in pair]
+            before = [carried(scratch.acc_ref[tile], stretch, f32(0)) * alpha for tile in at]
+            sums = apart(dot(weights, side_by_side(loaded), (((1,), (0,)), ((), ()))))
+            for tile, old, new in zip(at, before, sums, strict=True):
+                scratch.acc_ref[tile] = old + new
 
     # As far as the compiler knows a copy may fill what a load reads, so that neither passes the other: where they
     # alternate, it loads too early and spills. So all copies are started at one place, when half of the matmuls with
     # keys have been issued and overlap with them; many, of small pages, take so long that two places are better.
+    units = [(group, stretch) for group in range(sizes.groups) for stretch in range(stretches)]
     count, places, scores = sizes.tile.pages, 1 if sizes.tile.pages <= MANY_PAGES else 2, []
-    for group in range(sizes.groups):
-        scores.append(scores_of(group))
+    for number, unit in enumerate(units, 1):
+        scores.append(scores_of(*unit))
         for place in range(places):
-            if prefetch is not None and group + 1 == -(-sizes.groups * (place + 1) // (places + 1)):
+            if prefetch is not None and number == -(-len(units) * (place + 1) // (places + 1)):
                 prefetch(range(count * place // places, count * (place + 1) // places))
-    weighted = [weights_of(group, scores[group]) for group in range(sizes.groups)]
-    for group in range(sizes.groups):
-        add_values(group, *weighted[group])
+    weighted = [weights_of(*unit, own) for unit, own in zip(units, scores, strict=True)]
+    for unit, own in zip(units, weighted, strict=True):
+        add_values(*unit, *own)
 
 
 def _seen_by_any(rules, sizes: Sizes, start, q_pos, width: int, head_of) -> Array:

@@ -137,6 +137,11 @@ def _rem(x, size: int) -> Array:
     return x & (size - 1) if size & (size - 1) == 0 else jax.lax.rem(x, jnp.int32(size))
 
 
+def _part_and_share(step, shares: int) -> tuple[Any, Any]:
+    """The part of the heads and the share of the rows of a grid step."""
+    return (step, jnp.int32(0)) if shares == 1 else (_div(step, shares), _rem(step, shares))
+
+
 def page_id_chunks(page_indices: Array) -> Array:
     """The page table in chunks that can be copied one by one: [R, max_pages] -> [R * chunks, 1, 128]."""
     num_rows, max_pages = page_indices.shape
@@ -187,7 +192,8 @@ def run_kernel(
     """
     rows = Rows(call.seq_lens, call.cu_q_lens, scalars(call), has_unmapped_page(call), q_starts)
     hbm = pl.BlockSpec(memory_space=pl.ANY)
-    part = pl.BlockSpec((sizes.groups, sizes.rows, LANES), lambda part, *_: (part, 0, 0))
+    shares = sizes.tile.row_shares
+    part = pl.BlockSpec((sizes.groups, sizes.rows, LANES), lambda step, *_: (_part_and_share(step, shares)[0], 0, 0))
     per_head = {field: None if getattr(inputs, field) is None else part for field in ("sinks", "slopes")}
     out_shape, tiles_axis = list(inputs.q.shape), 1 if sizes.tile.queries == 1 else 0
     out_shape[tiles_axis] = sizes.out_tiles * sizes.tile.parts
@@ -196,7 +202,7 @@ def run_kernel(
         out_shape=jax.ShapeDtypeStruct(out_shape, call.q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(sizes.tile.parts,),
+            grid=(sizes.tile.parts * shares,),
             in_specs=[Inputs(page_ids=hbm, kv=hbm, q=hbm, **per_head)],
             out_specs=hbm,
             scratch_shapes=[sizes.scratch(inputs.kv.dtype, call.q.dtype)],
@@ -224,7 +230,8 @@ class Pipeline:
         self.q_starts = rows.cu_q_lens if rows.q_starts is None else rows.q_starts
         self.inputs, self.out_ref, self.scratch = inputs, out_ref, scratch
         self.items, self.page_ids, self.kv = scratch.items, scratch.page_ids_buf, scratch.kv_buf
-        self.part = pl.program_id(0)
+        self.shares = self.tile.row_shares
+        self.part, self.share = _part_and_share(pl.program_id(0), self.shares)
         self.ahead, self.num_items = self.tile.slots - 1, self.tile.slots + 1
 
     def index(self, item: Array) -> Array:
@@ -260,17 +267,32 @@ class Pipeline:
         return first
 
     def next_row(self, row: Array) -> Array:
-        """The first row from `row` on that this path computes."""
+        """The first row from `row` on of which this path and this share of the rows compute something."""
 
-        def other_path(r):
+        def is_of_others(r):
             q_len = self.q_len(jnp.minimum(r, self.num_rows - 1))
-            return (r < self.num_rows) & ((q_len != 1) if self.tile.queries == 1 else (q_len < 2))
+            if self.tile.queries == 1:
+                of_others = q_len != 1
+                if self.shares > 1:
+                    of_others = of_others | (_rem(r, self.shares) != self.share)
+            else:
+                of_others = q_len < 2
+                if self.shares > 1:
+                    of_others = of_others | (self._first_q_block(r) * self.tile.queries >= q_len)
+            return (r < self.num_rows) & of_others
 
-        return jax.lax.while_loop(other_path, lambda r: r + 1, row)
+        return jax.lax.while_loop(is_of_others, lambda r: r + 1, row)
+
+    def _first_q_block(self, row: Array) -> Array:
+        """The first query block of a row that belongs to this share: every `shares`-th one does."""
+        if self.shares == 1 or self.tile.queries == 1:
+            return jnp.int32(0)
+        return _rem(row + self.share, self.shares)
 
     def start(self) -> Cursor:
         row = self.next_row(jnp.int32(0))
-        return Cursor(jnp.int32(0), row, jnp.int32(0), self._first_kv_block(row, jnp.int32(0)), jnp.int32(0))
+        q_block = self._first_q_block(row)
+        return Cursor(jnp.int32(0), row, q_block, self._first_kv_block(row, q_block), jnp.int32(0))
 
     def _first_kv_block(self, row, q_block):
         row = jnp.minimum(row, self.last_row)
@@ -321,11 +343,13 @@ class Pipeline:
 
         new_q_block, row_ends = q_block, is_last
         if self.tile.queries > 1:
-            more = (q_block + 1) * self.tile.queries < self.q_len(row)
-            new_q_block = jnp.where(is_last, jnp.where(more, q_block + 1, 0), q_block)
+            more = (q_block + self.shares) * self.tile.queries < self.q_len(row)
+            new_q_block = jnp.where(is_last, jnp.where(more, q_block + self.shares, 0), q_block)
             row_ends = is_last & ~more
         # Where no row ends, or beyond the last row, the loop over rows ends at once.
         new_row = self.next_row(next_row + row_ends.astype(jnp.int32))
+        if self.tile.queries > 1 and self.shares > 1:
+            new_q_block = jnp.where(row_ends, self._first_q_block(new_row), new_q_block)
         new_kv_block = jnp.where(is_last, self._first_kv_block(new_row, new_q_block), kv_block + 1)
         following = Cursor(num_items + 1, new_row, new_q_block, new_kv_block, num_q_blocks + is_last.astype(jnp.int32))
         return Cursor(*(jnp.where(exists, new, old) for new, old in zip(following, cursor, strict=True)))

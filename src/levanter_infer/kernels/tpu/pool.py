@@ -165,3 +165,21 @@ class TpuPool:
         out = out[..., : n * self.head_dim].reshape(num_tokens, groups, n, rows // n, n, self.head_dim)
         own = [out[:, :, head, :, head] for head in range(n)]
         return jnp.stack(own, axis=2).reshape(num_tokens, groups * rows, self.head_dim)
+
+
+def pairs(tiles: int) -> list[range]:
+    """The tiles of 128 lanes of a head that one matmul takes: two fill a matrix unit of 256, as v6e has, and spare
+    others a sum."""
+    return [range(first, min(first + 2, tiles)) for first in range(0, tiles, 2)]
+
+
+def side_by_side(tiles: list[Array]) -> Array:
+    """[n, 128] each -> [n, 128 * tiles]"""
+    return tiles[0] if len(tiles) == 1 else jnp.concatenate(tiles, axis=1)
+
+
+def apart(columns: Array) -> list[Array]:
+    """The inverse of `side_by_side`."""
+    if columns.shape[1] == LANES:
+        return [columns]
+    return [columns[:, first : first + LANES] for first in range(0, columns.shape[1], LANES)]

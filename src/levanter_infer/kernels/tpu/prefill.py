@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
 from levanter_infer.kernels.tpu.pipeline import LOG2_E, Inputs, Item, Pipeline, Rows, mask_unmapped, run_kernel
-from levanter_infer.kernels.tpu.pool import LANES, TpuPool
+from levanter_infer.kernels.tpu.pool import LANES, TpuPool, apart, pairs, side_by_side
 from levanter_infer.kernels.tpu.scales import KEYS, VALUES, load_scales, scales_of_rows
 from levanter_infer.kernels.tpu.sizes import Scratch, Sizes, Tile, align_queries
 
@@ -173,11 +173,11 @@ def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, pr
         """f32[stripe_rows, width]"""
         matmul = [
             dot(
-                scratch.q_buf[q_slot, group * tiles + t, rows_of(stripe)],
-                load(sizes.keys(group, t)),
+                side_by_side([scratch.q_buf[q_slot, group * tiles + t, rows_of(stripe)] for t in pair]),
+                side_by_side([load(sizes.keys(group, t)) for t in pair]),
                 (((1,), (1,)), ((), ())),
             )
-            for t in range(tiles)
+            for pair in pairs(tiles)
         ]
         matmul = functools.reduce(jnp.add, matmul)
         q_pos, head = positions(group, stripe)
@@ -209,13 +209,16 @@ def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, pr
         return weights.astype(sizes.operand), alpha
 
     def add_values(group, stripe, weights, alpha):
-        for t in range(value_tiles):
-            values = load(sizes.values(group, t))
+        for pair in pairs(value_tiles):
+            loaded = [load(sizes.values(group, t)) for t in pair]
             if rules.mask_mod is not None:
                 seen = _seen_by_any(rules, pipeline, item, group, start, width)
-                values = jnp.where(seen, values, jnp.zeros((), values.dtype))
-            at = group * value_tiles + t, rows_of(stripe)
-            scratch.acc_ref[at] = scratch.acc_ref[at] * alpha + dot(weights, values, (((1,), (0,)), ((), ())))
+                loaded = [jnp.where(seen, values, jnp.zeros((), values.dtype)) for values in loaded]
+            places = [(group * value_tiles + t, rows_of(stripe)) for t in pair]
+            before = [scratch.acc_ref[at] * alpha for at in places]
+            sums = apart(dot(weights, side_by_side(loaded), (((1,), (0,)), ((), ()))))
+            for at, old, new in zip(places, before, sums, strict=True):
+                scratch.acc_ref[at] = old + new
 
     if masked:
         for group in range(sizes.groups):

@@ -31,6 +31,8 @@ class Tile:
     cores runs two of them at once."""
     queries: int = 1
     """Queries of a query block: 1 for decode; else a power of two times `align_queries`."""
+    row_shares: int = 1
+    """Grid steps that share the rows of each part, or their query blocks: every so-manyth is one step's."""
 
 
 class Scratch(NamedTuple):

@@ -22,6 +22,9 @@ _DECODE_BYTES = 12 << 20
 _DECODE_TILES = 64
 """Tiles of 128 keys, all heads together, per KV block of the decode path: enough that their latencies hide behind each
 other."""
+_LATENT_TOKENS = 2048
+"""Keys per KV block of the decode path for latents, at least: many query heads share them, and the latencies of their
+softmax weigh less with more keys."""
 _PREFILL_ROWS = 1024
 """Rows, pairs of query and head, per query block of the prefill path."""
 _PREFILL_TOKENS = 1024
@@ -81,6 +84,8 @@ def propose(shape: TileShape) -> Tiles:
         parts *= 2
     groups = pool.groups // parts * pool.lane_tiles
     tokens = min(max(_DECODE_TILES // groups, 1) * LANES, 4096)
+    if shape.value_dim is not None:
+        tokens = max(tokens, _LATENT_TOKENS)
     pages = _floor_power(max(1, tokens // page_size))
     while pages > 1 and 3 * pages * page_bytes > _DECODE_BYTES * parts:
         pages //= 2
@@ -93,9 +98,20 @@ def propose(shape: TileShape) -> Tiles:
     queries = align * _floor_power(max(1, rows // per_group // align))
     prefill_pages = _floor_power(max(1, _PREFILL_TOKENS // wide // page_size))
     return Tiles(
-        decode=Tile(pages=pages, slots=slots, parts=parts),
-        prefill=Tile(pages=prefill_pages, slots=3, parts=pool.groups, queries=max(queries, 2)),
+        decode=Tile(pages=pages, slots=slots, parts=parts, row_shares=_row_shares(shape, parts)),
+        prefill=Tile(
+            pages=prefill_pages,
+            slots=3,
+            parts=pool.groups,
+            queries=max(queries, 2),
+            row_shares=_row_shares(shape, pool.groups),
+        ),
     )
+
+
+def _row_shares(shape: TileShape, parts: int) -> int:
+    """One per core where the parts of the heads cannot be shared evenly."""
+    return 1 if parts % shape.cores == 0 else shape.cores
 
 
 _FOUND: list[tuple[tuple, tuple, tuple]] = []
