@@ -168,6 +168,19 @@ def test_equal_neighbours_that_share_a_body_are_all_computed(monkeypatch, attend
     assert list(output.completions[0].token_ids) == uncached_greedy(model, text(20), 8)
 
 
+def test_layers_without_a_mixer_or_a_feed_forward_block_are_served():
+    """Nemotron-H, in a pattern that repeats too little: bodies that some trips skip."""
+    case = load_case("nemotron_h_dense")
+    config = family_for(case.config).config_from_hf(case.config)
+    (group,) = config.groups
+    assert group.cycle is not None and {len(block.parts) for block in group.cycle} == {1, 2}
+    assert any(block.mixer is None for block in group.cycle) and any(0 in body.counts for body in group.bodies)
+    model = jax.tree.map(lambda leaf: 2 * leaf, DecoderModel.init(config, key=jax.random.key(2)))
+    engine = InferenceEngine(model, config=EngineConfig(max_seqs=2, max_seq_len=48, page_size=4, max_step_tokens=9))
+    (output,) = engine.generate([request(text(20))])
+    assert list(output.completions[0].token_ids) == uncached_greedy(model, text(20), 8)
+
+
 def test_the_round_makes_no_copy_of_the_states(optimized):
     """But of one layer where forks start, which copy the states of their parents."""
     engine = make_engine("qwen3_5")

@@ -134,6 +134,7 @@ def _model_sizes(spec: EngineSpec, blueprint: Blueprint) -> dict[str, Any]:
     parts, expert_parts = layout.model.parts, layout.experts.parts
     itemsize = blueprint.types.dtype.itemsize
     table_bytes = config.vocab_size * config.hidden_size * itemsize // parts
+    layer_input_bytes = config.vocab_size * config.num_layers * config.layer_input_width * itemsize // parts
     loops = [group for group in config.groups if group.trips > 1]
     return {
         "parameters": config.num_parameters,
@@ -147,7 +148,7 @@ def _model_sizes(spec: EngineSpec, blueprint: Blueprint) -> dict[str, Any]:
         "experts": config.num_experts,
         "experts_per_token": config.experts.num_chosen if config.experts else 0,
         "expert_bytes": config.num_expert_parameters * itemsize // (parts * expert_parts),
-        "embedding_bytes": 0 if config.tie_word_embeddings else table_bytes,
+        "embedding_bytes": (0 if config.tie_word_embeddings else table_bytes) + layer_input_bytes,
         "head_bytes": table_bytes,
         "itemsize": itemsize,
         "parts": parts,
