@@ -30,7 +30,7 @@ from levanter_infer.cache.cache import Cache
 from levanter_infer.cache.slot_state import SlotState
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.attention import Attention, AttentionBlock, AttentionInputs, AttentionSpec
-from levanter_infer.layers.branch_conv import FEED_FORWARD, KEYS, MIXER, BranchConvs, Convolve
+from levanter_infer.layers.branch_conv import FEED_FORWARD, MIXER, BranchConvs, Convolve
 from levanter_infer.layers.delta_net import DeltaNet, DeltaNetBlock
 from levanter_infer.layers.gated_norm import init_norm
 from levanter_infer.layers.kimi_delta import KimiDelta, KimiDeltaBlock
@@ -56,8 +56,9 @@ from levanter_infer.layers.rows import RaggedRows
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
 from levanter_infer.layers.short_conv import ShortConv, ShortConvBlock
 from levanter_infer.layers.stack import pick_layer
-from levanter_infer.models.blocks import Block, Mixer, ParallelMixer, Placement, Stack
+from levanter_infer.models.blocks import Block, Mixer, Placement, Stack
 from levanter_infer.models.config import DecoderConfig
+from levanter_infer.models.mixing import mixer_of, with_convolution
 from levanter_infer.models.periods import Body, Group
 
 PLAIN = AttentionSpec()
@@ -511,7 +512,7 @@ class DecoderModel(eqx.Module):
                 pool, index = at(place, 0 if block.shares_kv else further)
                 attend = functools.partial(
                     layer.attention.paged,
-                    inputs=_with_convolution(inputs(block), convolve),
+                    inputs=with_convolution(inputs(block), convolve),
                     kv=cache.pools[pool],  # type: ignore[arg-type]
                     layer=index,
                     batch=batch.in_group(cache.groups[pool]),
@@ -530,7 +531,7 @@ class DecoderModel(eqx.Module):
             own = None
             if own_inputs is not None:
                 own = pick_layer(own_inputs, _index(body.starts, trip, further))
-            x, remembered = layer(x, block, _mix(block, mixers, layer.some_map), on_choice, own, convolve)
+            x, remembered = layer(x, block, mixer_of(block, mixers, layer.some_map), on_choice, own, convolve)
             for pool, new in zip(pools, remembered, strict=True):
                 cache = cache.with_pool(pool, new)
             if convolve is not None:
@@ -607,9 +608,7 @@ class DecoderModel(eqx.Module):
         kinds = dict.fromkeys((mixer.rope, mixer.rope_dim) for mixer in self.config.attention)
 
         def rope_of(rope: RopeConfig, size: int) -> Rope:
-            def angles(positions: NamedArray) -> tuple[NamedArray, ...]:
-                return rope_at(rope, size, positions, rope_len).angles
-
+            angles = lambda positions: rope_at(rope, size, positions, rope_len).angles  # noqa: E731
             return Rope(rope, *by_rows(self.backend, num_rows, angles, positions))
 
         ropes: dict[tuple[RopeConfig | None, int], Rope] = {
@@ -640,35 +639,6 @@ def _by_period(own_inputs: NamedArray, group: Group[Block]) -> NamedArray:
     """The own inputs of a group's layers, [layers, period, ..., layer_input]. Args: own_inputs: [depth, ...]."""
     part = own_inputs[DEPTH, group.first : group.first + group.num_layers]
     return part.unflatten_axis(DEPTH, (Axis(LAYERS, group.repeats), Axis(PERIOD, len(group.period))))
-
-
-def _with_convolution(inputs: AttentionInputs, convolve: Convolve | None) -> AttentionInputs:
-    """Inputs of attention whose keys pass a convolution, if the layer has one."""
-    return inputs if convolve is None else dataclasses.replace(inputs, convolve_keys=functools.partial(convolve, KEYS))
-
-
-def _mix(block: Block, mixers: Sequence[Callable[[NamedArray, Fusion], tuple[NamedArray, Any]]], part: Linear):
-    """The mixer of a layer: its attention, its recurrence, or both side by side. It gives a result and their states.
-
-    Args: part: a map of the layer, whose backend computes.
-    """
-
-    def mix(x: NamedArray, around: Fusion) -> tuple[NamedArray, tuple[Any, ...]]:
-        both = block.mixer if isinstance(block.mixer, ParallelMixer) else None
-        inner = around if both is None else Fusion(norm=around.norm)
-        results, states = zip(*(mixer(x, inner) for mixer in mixers), strict=True)
-        if both is None:
-            return results[0], states
-
-        def added(first: NamedArray, second: NamedArray) -> NamedArray:
-            factors = both.attention_multiplier, both.recurrent_multiplier
-            pairs = zip((first, second), factors, strict=True)
-            first, second = (each * jnp.asarray(factor, each.dtype) for each, factor in pairs)
-            return first + second
-
-        return around.after(part.by_rows(added, *results)), states
-
-    return mix
 
 
 def _index(indices: Sequence[int], trip: Array, further: Array | int = 0) -> Array:
@@ -706,14 +676,14 @@ def _plain_period(
         seen[stack] += 1
         mixers, convolve = [], None if layer.convs is None else Convolve(layer.convs)
         if layer.attention is not None:
-            attend = functools.partial(layer.attention.dense, inputs=_with_convolution(inputs(block), convolve))
+            attend = functools.partial(layer.attention.dense, inputs=with_convolution(inputs(block), convolve))
             if block.shares_kv:
                 attend = functools.partial(attend, shared=shared[config.remembered_at(number, is_paged=True)[0]])
             mixers.append(attend)
         if layer.recurrent is not None:
             mixers.append(functools.partial(layer.recurrent.dense, block=block.recurrent))  # type: ignore[arg-type]
         own = None if own_inputs is None else own_inputs[PERIOD, offset]
-        x, states = layer(x, block, _mix(block, mixers, layer.some_map), own_input=own, convolve=convolve)
+        x, states = layer(x, block, mixer_of(block, mixers, layer.some_map), own_input=own, convolve=convolve)
         if shared and block.attention is not None and not block.shares_kv:
             pool = config.remembered_at(number, is_paged=True)[0]
             shared = {**shared, pool: states[0]} if pool in shared else shared
