@@ -1,9 +1,10 @@
 """Linear maps whose weights are stored outputs first, `[layers, out..., in...]`, or as their backend reads them."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
 
 import equinox as eqx
 import haliax as hax
@@ -19,9 +20,11 @@ from levanter_infer.kernels.backend import Backend, Fuse
 from levanter_infer.kernels.call import GroupedCall, LinearCall
 from levanter_infer.kernels.xla.backend import XLA, XlaBackend
 from levanter_infer.layers.activation import Activation, ClampedSwiglu
-from levanter_infer.layers.norm import RMSNorm
+from levanter_infer.layers.norm import ByRows, RMSNorm
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
 from levanter_infer.layers.stack import pick_layer
+
+Rows = TypeVar("Rows", bound=NamedArray | tuple[NamedArray, ...])
 
 
 class Linear(eqx.Module):
@@ -141,6 +144,41 @@ class Linear(eqx.Module):
         """Args: x: [..., in...], the input axes last and in the order of the weight's."""
         return apply(x, self)[0]
 
+    def by_rows(self, compute: Callable[..., Rows], *rows: NamedArray) -> Rows:
+        """`compute(*rows)`, as `by_rows` of this map's backend, for the rows that count here."""
+        return by_rows(self.backend, self.num_rows, compute, *rows)
+
+
+def by_rows(backend: Backend, num_rows: Array | None, compute: Callable[..., Rows], *rows: NamedArray) -> Rows:
+    """`compute(*rows)`, a named array or a tuple of them, by `Backend.by_rows`: everything that XLA computes of the
+    tokens of a step, except for matmuls, goes through here.
+
+    Args:
+        rows: [row, ...] each, the row first; of the plain forward (`num_rows` None) any axes.
+        compute: of one row as of all; its results have the axis of the first of `rows`.
+    """
+    first = rows[0].axes[0].name
+    found: list[tuple[Axis, ...]] = []
+    is_alone = True
+
+    def on_arrays(*arrays: Array) -> list[Array]:
+        nonlocal is_alone
+        parts = zip(rows, arrays, strict=True)
+        named = [NamedArray(a, (old.axes[0].resize(a.shape[0]), *old.axes[1:])) for old, a in parts]
+        made = compute(*named)
+        is_alone = isinstance(made, NamedArray)
+        results = [made] if isinstance(made, NamedArray) else list(made)
+        results = [each if each.axes[0].name == first else each.rearrange((first, ...)) for each in results]
+        found[:] = [each.axes for each in results]
+        return [each.array for each in results]
+
+    arrays = backend.by_rows(on_arrays, num_rows, *(each.array for each in rows))
+    named = [
+        NamedArray(array, (axes[0].resize(array.shape[0]), *axes[1:]))
+        for array, axes in zip(arrays, found, strict=True)
+    ]
+    return named[0] if is_alone else tuple(named)  # type: ignore[return-value]
+
 
 def split_key(key: Array | None, num: int) -> Sequence[Array | None]:
     """`num` keys for the parts of a module; None stays None."""
@@ -203,14 +241,18 @@ class Fusion:
         outside = {name: getattr(self, name) if part is None else None for name, part in inside.items()}
         return Fusion(**inside), Fusion(**outside, activation=self.activation)
 
-    def before(self, x: NamedArray) -> NamedArray:
-        """The input of the matmul, in the dtype of `x`."""
+    def before(self, x: NamedArray, rows: ByRows) -> NamedArray:
+        """The input of the matmul, in the dtype of `x`. Args: rows: `by_rows` for those of `x`."""
+
+        def gated(gate: NamedArray, x: NamedArray) -> NamedArray:
+            wide = self.activation.gated(gate.array.astype(jnp.float32), x.array.astype(jnp.float32))
+            return NamedArray(wide.astype(x.dtype), x.axes)
+
         if self.norm is not None:
-            x = self.norm(x)
+            x = self.norm.by_rows(x, rows)
         if self.gate is not None:
             assert self.gate.axes == x.axes, f"gate has axes {self.gate.axes}, and its partner {x.axes}"
-            gated = self.activation.gated(self.gate.array.astype(jnp.float32), x.array.astype(jnp.float32))
-            x = NamedArray(gated.astype(x.dtype), x.axes)
+            x = rows(gated, self.gate, x)
         return x
 
     def after(self, y: NamedArray) -> NamedArray:
@@ -227,7 +269,7 @@ def apply(x: NamedArray, *maps: Linear, dtype=None, **fusion) -> list[NamedArray
     """
     first, dtype = maps[0], x.dtype if dtype is None else dtype
     inside, outside = Fusion(**fusion).split(first.backend.fuses)
-    x = outside.before(x)
+    x = outside.before(x, first.by_rows)
     ins, rows = first.ins, x.axes[: -first.num_in]
     call = LinearCall(
         x=_matrix(x, rows, ins),
@@ -262,7 +304,8 @@ def apply_grouped(
     first, dtype = maps[0], x.dtype if dtype is None else dtype
     inside, outside = Fusion(**fusion).split(first.backend.fuses)
     assert inside.residual is None and outside.residual is None, "results of several groups belong to one row"
-    x = outside.before(x)
+    num_rows = jnp.sum(counts) if rows is None and first.num_rows is not None else first.num_rows
+    x = outside.before(x, functools.partial(by_rows, first.backend, num_rows))
     ins, before = first.ins, x.axes[: -first.num_in]
     unfilled = 0 if first.unpadded_in is None else first.weight.axes[-1].size - first.unpadded_in
     call = GroupedCall(
