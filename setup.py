@@ -1,6 +1,7 @@
 """Builds the optional C++ kernels for CPUs; everything else is in pyproject.toml."""
 
 import importlib.util
+import runpy
 import sys
 from pathlib import Path
 
@@ -13,11 +14,13 @@ def native_kernels() -> list[Extension]:
     jaxlib = importlib.util.find_spec("jaxlib")
     if sys.platform == "win32" or jaxlib is None or jaxlib.origin is None:
         return []
+    digest = runpy.run_path(str(NATIVE.parent / "sources.py"))["digest"]
     return [
         Extension(
             "levanter_infer.kernels.cpu._native",
             sources=[str(NATIVE / "handlers.cc")],
             depends=[str(path) for path in sorted(NATIVE.iterdir())],
+            define_macros=[("LEVANTER_INFER_SOURCES", f'"{digest(NATIVE)}"')],
             include_dirs=[str(Path(jaxlib.origin).parent / "include")],
             extra_compile_args=[
                 "-std=c++17",

@@ -44,6 +44,14 @@ CASES = {
     "one_end": BeamCase(2, ends=(38,)),
 }
 
+STATE_MODELS = ("lfm2", "qwen3_next")
+"""Models whose layers remember a state of fixed size: of a short convolution, of a recurrence."""
+STATE_CASES = {
+    "endless": BeamCase(2, ends=()),
+    "wide": BeamCase(4, ends=()),
+    "ends": BeamCase(3, length_penalty=0.3, ends=tuple(range(40))),
+}
+
 
 def prompt(length: int) -> list[int]:
     noise = unit_noise("beams", f"prompt {length}", (length,))
@@ -53,3 +61,8 @@ def prompt(length: int) -> list[int]:
 def answers() -> dict[str, list[list[dict]]]:
     """By case, for each prompt its hypotheses, the best first: `tokens` and `score`."""
     return json.loads((GOLDEN_DIR / "beams.json").read_text())
+
+
+def state_answers() -> dict[str, dict[str, list[list[dict]]]]:
+    """As `answers`, of `STATE_CASES`, by model."""
+    return json.loads((GOLDEN_DIR / "beams_state.json").read_text())

@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 
 GOLDEN_DIR = Path(__file__).parent / "golden"
+BFLOAT16_ERRORS = GOLDEN_DIR / "bfloat16.json"
+"""Written by scripts/golden/make_bfloat16.py."""
 RELATIVE_BOUND = 2e-4  # of the logit scale, the largest |logit| that HF gave for the prompt
 NUM_GREEDY = 32
 
@@ -36,11 +38,15 @@ _GAINS = {
     **{"b_proj": 1.4, "f_a_proj": 1.4, "f_b_proj": 1.4, "g_a_proj": 1.4, "g_b_proj": 1.4},
     **{"query_key_value": 1.4, "dense": 2.0, "dense_h_to_4h": 1.4, "dense_4h_to_h": 2.0},
     **{"c_attn": 1.4, "c_fc": 1.4, "c_proj": 2.0, "fc1": 1.4, "fc2": 2.0},
+    **{"per_layer_input_gate": 1.4, "per_layer_projection": 2.0, "per_layer_model_projection": 1.0, "proj": 3.0},
 }
 _SPREADS = {"sinks": 1.5, "e_score_correction_bias": 0.1, "gate_up_proj_bias": 0.5, "down_proj_bias": 0.3}
 """Of parameters that are no matrices."""
+_FACTORS = {"layer_scalar": 0.3, "scale": 0.2, "per_expert_scale": 0.5}
+"""Standard deviations of parameters that are factors, around one."""
 _RECURRENCE = {"A_log": -2.0, "dt_bias": 0.5, "D": 0.5}
-_PLUS_ONE = ("gemma", "qwen3_next", "qwen3_5")  # families whose norms multiply by 1 + weight
+_PLUS_ONE = ("gemma", "nemotron", "qwen3_next", "qwen3_5")  # families whose norms multiply by 1 + weight
+_PLAIN = ("gemma4", "nemotron_h")  # and those that begin alike, and do not
 
 _TINY = {
     "vocab_size": 37,
@@ -102,6 +108,16 @@ class GoldenCase:
     zeroed: tuple[str, ...]  # ends of the names of tensors that are options of their own
     weights_sha256: str  # of the weights that HF was given
     prompts: tuple[GoldenPrompt, ...]
+
+    @property
+    def sequences(self) -> list[np.ndarray]:
+        """The tokens of each prompt and of its greedy continuation, i32."""
+        return [np.concatenate([p.tokens, p.greedy[:-1]]).astype(np.int32) for p in self.prompts]
+
+
+def relative_errors(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+    """The differences of logits, as a part of the largest one, in one row."""
+    return (np.abs(got - want) / np.abs(want).max()).ravel()
 
 
 def case_names() -> list[str]:
@@ -216,6 +232,10 @@ def _tensor(case: str, name: str, shape: tuple[int, ...], model_type: str) -> np
     module, kind = name.split(".")[-2:]
     if kind in _SPREADS:
         value = noise * _SPREADS[kind]
+    elif kind in _FACTORS:
+        value = 1.0 + noise * _FACTORS[kind]
+    elif module == "embed_tokens_per_layer":
+        value = 0.4 * noise
     elif kind in _RECURRENCE:  # decays of e^-0.1 a token: what is remembered matters over tens of tokens
         value = 0.5 * noise + _RECURRENCE[kind]
     elif module.startswith("sconv"):  # [tap, channel], the latest input first
@@ -226,8 +246,9 @@ def _tensor(case: str, name: str, shape: tuple[int, ...], model_type: str) -> np
         value = noise * (_GAINS[kind] / np.sqrt(shape[1]))
     elif kind == "bias":
         value = (0.1 if "norm" in module or module.startswith("ln_") else 0.3) * noise
-    elif module.endswith("norm") or module.startswith("ln_"):
+    elif module.rstrip("_12f").endswith("norm") or module.startswith("ln_"):
         is_centred = model_type.startswith(_PLUS_ONE) and not name.endswith("linear_attn.norm.weight")
+        is_centred = is_centred and not model_type.startswith(_PLAIN)
         value = 0.2 * noise + (0.0 if is_centred else 1.0)
     elif module == "act_fn":  # of xIELU
         value = {"beta": 0.5, "eps": -0.3}.get(kind, 0.0) + noise * {"eps": 0.1}.get(kind, 0.2)

@@ -1,4 +1,4 @@
-"""Write tests/golden/beams.json: what HF transformers' beam search finds on a small random checkpoint.
+"""Write tests/golden/beams.json: what HF transformers' beam search finds on small random checkpoints.
 
 Run from the repository root in the environment of make_goldens.py:
 
@@ -18,7 +18,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from scripts.golden.cases import CASES as MODELS
 from scripts.golden.make_goldens import build_model
-from tests.beam_cases import CASES, MAX_TOKENS, MODEL, PROMPT_LENS, BeamCase, prompt
+from tests.beam_cases import CASES, MAX_TOKENS, MODEL, PROMPT_LENS, STATE_CASES, STATE_MODELS, BeamCase, prompt
 from tests.golden_cases import GOLDEN_DIR
 
 NOISE = 1e-3
@@ -62,10 +62,18 @@ def search(model, case: BeamCase, ids: list[int], noise: int | None = None) -> l
 
 def main() -> None:
     torch.set_num_threads(1)
-    model = build_model(MODEL, MODELS[MODEL].config)
+    answers = answers_of(MODEL, CASES)
+    check(answers)
+    (GOLDEN_DIR / "beams.json").write_text(json.dumps(answers) + "\n")
+    answers = {name: answers_of(name, STATE_CASES) for name in STATE_MODELS}
+    (GOLDEN_DIR / "beams_state.json").write_text(json.dumps(answers) + "\n")
+
+
+def answers_of(model_name: str, cases: dict[str, BeamCase]) -> dict[str, list[list[dict]]]:
+    model = build_model(model_name, MODELS[model_name].config)
     model.generation_config.eos_token_id = None
     answers = {}
-    for name, case in CASES.items():
+    for name, case in cases.items():
         answers[name] = []
         for length in PROMPT_LENS:
             found = search(model, case, prompt(length))
@@ -74,10 +82,10 @@ def main() -> None:
                 if [f["tokens"] for f in noisy] != [f["tokens"] for f in found]:
                     raise ValueError(f"{name}, prompt of {length}: a close call; change the case\n{found}\n{noisy}")
             lens = [len(f["tokens"]) for f in found]
-            print(f"{name:12s} prompt {length:2d} lengths {lens} scores {[round(f['score'], 3) for f in found]}")
+            scores = [round(f["score"], 3) for f in found]
+            print(f"{model_name} {name:12s} prompt {length:2d} lengths {lens} scores {scores}")
             answers[name].append(found)
-    check(answers)
-    (GOLDEN_DIR / "beams.json").write_text(json.dumps(answers) + "\n")
+    return answers
 
 
 def check(answers: dict) -> None:

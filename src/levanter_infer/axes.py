@@ -11,10 +11,12 @@ MODEL = "model"  # devices that hold a model's weights and heads together
 # Weights
 LAYERS = "layers"  # decoder layers, the leading axis of stacked parameters and of the page pool
 PERIOD = "period"  # layers of one stack that a period of the layer loop has
+DEPTH = "depth"  # decoder layers, where what is stored is not stacked by layers
 EMBED = "embed"  # width of the residual stream
 MLP = "mlp"  # inner width of the feed-forward block
 EXPERT = "expert"  # feed-forward blocks of which each token uses a few; also the mesh axis over which they are sharded
 EXPERT_LATENT = "expert_latent"  # numbers to which a token is reduced before its experts, where they see no more
+LAYER_INPUT = "layer_input"  # numbers of a token that one layer gets beside the residual stream
 NORM_GATE = "norm_gate"  # inner width of the gate of a norm
 SHARED_GATE = "shared_gate"  # the one number by which the result of a shared expert is multiplied
 SCALAR = "scalar"  # the one number of a parameter that is a number
@@ -46,6 +48,7 @@ TOKEN = "token"  # packed token of the current step
 # Pages
 PAGE = "page"  # the pool
 WINDOW_PAGE = "window_page"  # the pool of the layers with one sliding window
+SNAPSHOT = "snapshot"  # states of fixed size that prefix caching keeps
 STATE = "state"  # start of the names of the axes of what a recurrent layer remembers of one sequence
 SEQ_PAGE = "seq_page"  # the pages of one sequence, in logical order
 PAGE_OFFSET = "page_offset"  # token within a page

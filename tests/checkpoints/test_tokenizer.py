@@ -166,6 +166,9 @@ def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
     [
         ({"generation_config": {"eos_token_id": [2, 1, 2]}, "config": {"eos_token_id": 0}}, (2, 1)),
         ({"generation_config": {"bos_token_id": 0}, "config": {"eos_token_id": 0}}, (0,)),
+        ({"generation_config": {"eos_token_id": [2]}, "tokenizer_config": {"eos_token": "<|eos|>"}}, (2,)),
+        ({"config": {"text_config": {"eos_token_id": [2, 0]}}, "tokenizer_config": {"eos_token": "<|eos|>"}}, (2, 0)),
+        ({"config": {"eos_token_id": 1, "text_config": {"eos_token_id": 2}}}, (1,)),
         ({"tokenizer_config": {"eos_token": "<|eos|>"}}, (1,)),
         ({"special_tokens_map": {"eos_token": {"content": "<|im_end|>"}}}, (2,)),
         ({}, ()),
@@ -271,7 +274,11 @@ def break_file(directory, name, content):
         ("tokenizer_config.json", b"[" * 100_000, "tokenizer_config.json is not JSON"),
         ("tokenizer_config.json", b"[]", "tokenizer_config.json holds a list; expected a JSON object"),
         ("tokenizer_config.json", b'{"chat_template": 3}', "chat_template is int, expected a string"),
-        ("tokenizer_config.json", b'{"chat_template": [{"name": "a"}]}', "expected one named default"),
+        (
+            "tokenizer_config.json",
+            b'{"chat_template": [{"name": "a"}]}',
+            "chat_template is NoneType, expected a string",
+        ),
         ("generation_config.json", b'{"eos_token_id": "</s>"}', "eos_token_id is '</s>'; expected a token id"),
         ("generation_config.json", b'{"eos_token_id": "' + b"x" * 10**5 + b'"}', r"eos_token_id is 'x{79}; expected"),
         (
@@ -279,7 +286,11 @@ def break_file(directory, name, content):
             b'{"eos_token_id": [' + b"1, " * 64 + b"2]}",
             "65 eos_token_id; expected at most 64",
         ),
-        ("tokenizer_config.json", b'{"chat_template": [{"name": [1]}]}', "expected one named default"),
+        (
+            "tokenizer_config.json",
+            b'{"chat_template": [{"name": [1]}]}',
+            "chat_template is NoneType, expected a string",
+        ),
         ("generation_config.json", b'{"eos_token_id": [true]}', "eos_token_id is .True.; expected a token id"),
         ("config.json", b"nope", "config.json is not JSON"),
         ("chat_template.jinja", b"\xff", "chat_template.jinja is not UTF-8"),

@@ -29,18 +29,22 @@ from levanter_models import MAX_LOGPROB_DIFFERENCE, SIZES, VOCAB, Results, _deci
 from levanter_infer import load_model
 from levanter_infer.models.registry import FAMILIES
 
-GEMMA = dict(SIZES, head_dim=16, vocab_size=VOCAB.size)
+OLMO = dict(SIZES, use_flash_attention=False)
+GEMMA = dict(SIZES, head_dim=SIZES["hidden_dim"] // SIZES["num_heads"], vocab_size=VOCAB.size)
+"""Levanter's Gemmas export `head_dim`, `query_pre_attn_scalar` and `final_logit_softcapping`, and compute with the
+quotient of the sizes and without a cap: they are compared where this is the same."""
+GEMMA_2 = dict(GEMMA, query_pre_attn_scalar=GEMMA["head_dim"], final_logit_softcapping=None)
 GPT2 = {key: SIZES[key] for key in ("max_seq_len", "hidden_dim", "num_layers", "num_heads", "attn_backend")}
 
 
 def models() -> Iterator[tuple[str, eqx.Module, dict]]:
     configs = {
-        "OLMo 2": Olmo2Config(**SIZES),
-        "OLMo 3": Olmo3Config(**{**SIZES, "num_layers": 4}, sliding_window=24),
-        "OLMo 3, tied": Olmo3Config(**SIZES, sliding_window=24, tie_word_embeddings=True),
+        "OLMo 2": Olmo2Config(**OLMO),
+        "OLMo 3": Olmo3Config(**{**OLMO, "num_layers": 4}, sliding_window=24),
+        "OLMo 3, tied": Olmo3Config(**OLMO, sliding_window=24, tie_word_embeddings=True),
         "Gemma": GemmaConfig(**GEMMA),
-        "Gemma 2": Gemma2Config(**GEMMA, query_pre_attn_scalar=24),
-        "Gemma 3": Gemma3Config(**GEMMA, query_pre_attn_scalar=24, rope=DefaultRotaryEmbeddingsConfig(theta=1e4)),
+        "Gemma 2": Gemma2Config(**GEMMA_2),
+        "Gemma 3": Gemma3Config(**GEMMA_2, rope=DefaultRotaryEmbeddingsConfig(theta=1e4)),
         "Apertus": ApertusConfig(**SIZES),
         "GPT-2": Gpt2Config(**GPT2),
     }

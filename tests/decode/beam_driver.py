@@ -60,7 +60,7 @@ def programs():
             empty_sample(SHAPES), tokens=jnp.argmax(rows, axis=1).astype(jnp.int32), candidates=offered
         )
         ring = OutputRing.init(SHAPES.ring_size, SHAPES.limits.max_logprobs)
-        state, ring = append(state, ring, plan, sampled, SHAPES)
+        state, ring, _ = append(state, ring, plan, sampled, SHAPES)
         assert isinstance(state.beams, BeamTable)
         found = hypotheses(state.beams, jnp.arange(SHAPES.num_slots))
         return state, pack_outputs(state, ring, jnp.int32(NO_CALL)), violations(state), found

@@ -59,7 +59,7 @@ def programs(shapes: Shapes = SHAPES):
         state, plan, source, target = schedule(state_of(leaves), shapes)
         sampled = dataclasses.replace(empty_sample(shapes), tokens=tokens, finite=finite)
         ring = OutputRing.init(shapes.ring_size, 1)
-        state, _ = append(state, ring, plan, sampled, shapes)
+        state, _, _ = append(state, ring, plan, sampled, shapes)
         # One array, because every array that leaves the device costs more than all that it holds.
         return jax.tree.leaves(state), jnp.concatenate([plan.slot_ids, source, target, flat(seen(state, shapes))])
 

@@ -84,7 +84,7 @@ def _program():
             state, plan, _, _ = schedule(state, SHAPES)
             loses = state.sequences.num_computed < before
             twice += jnp.sum(loses & gave_way, dtype=jnp.int32)
-            state, _ = append(state, OutputRing.init(SHAPES.ring_size, 0), plan, sampled, SHAPES)
+            state, _, _ = append(state, OutputRing.init(SHAPES.ring_size, 0), plan, sampled, SHAPES)
             some_end = jnp.any(state.sequences.is_status(FINISHED) & ~ended)
             return steps + 1, state, (gave_way | loses) & ~some_end, twice
 

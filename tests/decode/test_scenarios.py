@@ -44,7 +44,7 @@ def programs():
         state, plan, _, _ = schedule(state, SHAPES)
         batch = batch_info(state, plan, SHAPES)
         sampled = dataclasses.replace(empty_sample(SHAPES), tokens=tokens)
-        state, _ = append(state, OutputRing.init(SHAPES.ring_size, 1), plan, sampled, SHAPES)
+        state, _, _ = append(state, OutputRing.init(SHAPES.ring_size, 1), plan, sampled, SHAPES)
         return state, batch
 
     return jax.jit(step), jax.jit(admit), jax.jit(lambda state, wanted: has_work(state, SHAPES, wanted))

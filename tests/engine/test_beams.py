@@ -10,7 +10,18 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from tests.beam_cases import CASES, MAX_TOKENS, MODEL, PROMPT_LENS, answers, prompt
+from tests.beam_cases import (
+    CASES,
+    MAX_TOKENS,
+    MODEL,
+    PROMPT_LENS,
+    STATE_CASES,
+    STATE_MODELS,
+    BeamCase,
+    answers,
+    prompt,
+    state_answers,
+)
 from tests.golden_cases import load_case, write_checkpoint
 
 PAGES = 20
@@ -32,7 +43,10 @@ def engine(shared):
 
 
 def request(name: str, length: int, **changes) -> Request:
-    case = CASES[name]
+    return request_of(CASES[name], length, **changes)
+
+
+def request_of(case: BeamCase, length: int, **changes) -> Request:
     params = {
         "num_beams": case.num_beams, "n": case.num_beams, "length_penalty": case.length_penalty,
         "early_stopping": case.early_stopping, "repetition_penalty": case.repetition_penalty,
@@ -75,6 +89,23 @@ def test_a_search_alone_keeps_its_invariants_at_every_step_and_returns_its_best_
     for completion in group.completions():  # the score is made of these
         assert len(completion.logprobs) == len(completion.token_ids)
         assert np.isclose(completion.logprobs.mean(), completion.score, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", STATE_MODELS)
+def test_beams_go_on_with_the_state_of_those_that_they_continue(name, tmp_path):
+    """Layers that remember a state of fixed size per sequence: all searches together, preempted too."""
+    model, _ = load_model(write_checkpoint(tmp_path, load_case(name)), dtype="float32")
+    sizes = dict(max_seqs=6, max_seq_len=32, page_size=4, max_pages=PAGES, max_step_tokens=16)
+    engine = InferenceEngine(model, config=EngineConfig(**sizes, max_stop_sequences=40))
+    asked = [(case, i) for case in STATE_CASES for i in range(len(PROMPT_LENS))]
+    outputs = engine.generate([request_of(STATE_CASES[case], PROMPT_LENS[i]) for case, i in asked])
+    expected = state_answers()[name]
+    for (case, i), output in zip(asked, outputs, strict=True):
+        assert output.error is None, output.error
+        assert_found(output.completions, expected[case][i], STATE_CASES[case].ends)
+    check_invariants(engine.state.decode)
+    stats = engine.stats()
+    assert stats["preemptions"] > 0 and stats["pages_free"] == PAGES
 
 
 def in_mid_search(engine):

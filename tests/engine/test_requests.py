@@ -419,6 +419,26 @@ def test_an_end_of_sequence_token_is_no_stop_that_was_asked_for(engine, tokenize
     assert (asked.finish_reason, asked.stop_reason) == ("stop", eos)
 
 
+def test_a_chat_ends_at_each_id_of_generation_config_and_at_no_other(engine, tmp_path):
+    """As gpt-oss, Gemma, Llama 3 and GLM need it: the end of a turn is not the eos of tokenizer_config.json."""
+    files = {"chat_template": tokenizer_files.CHATML, "generation_config": {"eos_token_id": [2, 40, 41]}}
+    config = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+    raw = tokenizer_files.byte_level(bos=True)
+    own = Tokenizer.from_directory(tokenizer_files.write(tmp_path, raw, tokenizer_config=config, **files))
+    engine = InferenceEngine(tiny_model(vocab_size=300), own, engine.config)
+    ids = {"<|bos|>": 0, "<|eos|>": 1, "<|im_end|>": 2, "other": 40, "another": 41}
+    sampling = [SamplingParams(max_tokens=4, temperature=0.0, logit_bias={i: 1e9}) for i in ids.values()]
+    outputs = engine.generate([Request(messages=[{"role": "user", "content": "hello"}])] * len(ids), sampling)
+    found = {name: output.completions[0] for name, output in zip(ids, outputs, strict=True)}
+    assert {name: (c.finish_reason, len(c.token_ids)) for name, c in found.items()} == {
+        **dict.fromkeys(("<|bos|>", "<|eos|>"), ("length", 4)),
+        **dict.fromkeys(("<|im_end|>", "other", "another"), ("stop", 1)),
+    }
+    assert (
+        outputs[0].prompt_token_ids == own.encode(own.apply_chat_template([{"role": "user", "content": "hello"}]))[1:]
+    )
+
+
 def test_cumulative_logprob_is_the_sum_of_the_models(engine):
     (completion,) = engine.generate("the cat", SamplingParams(max_tokens=9, seed=3))[0].completions
     assert completion.cumulative_logprob == pytest.approx(float(np.sum(completion.logprobs, dtype=np.float64)))

@@ -330,6 +330,7 @@ LATER = """
 const char* levanter_infer_isa() { return "generic"; }
 int levanter_infer_panel(const char* isa) { return 8; }
 int levanter_infer_ffi_api() { return 9000; }
+const char* levanter_infer_sources() { return ""; }
 XLA_FFI_Error* NAME0(XLA_FFI_CallFrame* frame) {
   __auto_type extension = frame->extension_start;
   if (extension != NULL && extension->type == XLA_FFI_Extension_Metadata) {
@@ -351,6 +352,20 @@ def test_kernels_built_for_a_newer_jaxlib_are_refused_before_xla_knows_them(monk
     monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: pytest.fail("registered"))
     why = cpu._load.__wrapped__()
     assert isinstance(why, str) and "XLA's FFI" in why and f"0.{built % 1000 - 1}" in why
+
+
+@built
+def test_kernels_built_from_other_sources_are_refused(tmp_path, monkeypatch):
+    assert not isinstance(cpu._load.__wrapped__(), str)
+    changed = tmp_path / "native"
+    shutil.copytree(cpu._SOURCES, changed)
+    with (changed / "linear.inc").open("a") as file:
+        file.write("\n")
+    monkeypatch.setattr(cpu, "_SOURCES", changed)
+    why = cpu._load.__wrapped__()
+    assert isinstance(why, str) and "built from other sources than this checkout has" in why
+    monkeypatch.setattr(cpu, "_SOURCES", tmp_path / "none")  # an installed package
+    assert not isinstance(cpu._load.__wrapped__(), str)
 
 
 @built

@@ -296,8 +296,18 @@ def test_layers_with_other_pools_may_have_other_heads():
     for logits, sequence in zip(paged_logits(model), SEQUENCES, strict=True):
         np.testing.assert_allclose(logits, plain(model, tokens_of(sequence)), atol=2e-4)
     mesh = AbstractMesh((2,), ("model",))
+    layout = Layout.of(mesh, config)
+    assert (layout.local_kv_heads(2), layout.local_kv_heads(3)) == (1, 3)  # of three each device has a copy
+    shapes = [fitted.attention.q_proj.weight.array.shape[1:4] for fitted in layout.fit_model(shapes).stacks]
+    assert shapes == [(2, 2, 4), (6, 1, 4)]
+    with pytest.raises(ValueError, match="mesh.model=2: layers differ in their heads, and score_mod"):
+        layout.head_index(0)
+    whole = [
+        dataclasses.replace(b, mixer=dataclasses.replace(b.mixer, qk_norm=b.norm, qk_norm_whole=True))
+        for b in config.blocks
+    ]
     with pytest.raises(ValueError, match=r"mesh.model=2: layers differ in .*\(4, 2\), \(6, 3\), and tensor"):
-        Layout.of(mesh, config)
+        Layout.of(mesh, dataclasses.replace(config, blocks=tuple(whole)))
 
 
 def test_keys_and_values_of_several_pools_stand_in_the_order_of_the_layers():

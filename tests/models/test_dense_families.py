@@ -135,3 +135,16 @@ def test_the_tensors_of_the_activation_are_numbers_and_vectors(tmp_path):
         assert found.shape == (case.config["num_hidden_layers"], 1)
         assert found[1, 0] == tensors[f"model.layers.1.mlp.act_fn.{name}"].reshape(-1)[0]
     assert json.loads((tmp_path / "config.json").read_text())["hidden_act"] == "xielu"
+
+
+def test_scalars_with_one_axis_are_read_as_levanter_exports_them(tmp_path):
+    expected, _ = load_model(write_checkpoint(tmp_path / "plain", load_case("apertus")))
+    path = write_checkpoint(tmp_path / "exported", load_case("apertus")) / "model.safetensors"
+    tensors = load_file(path)
+    scalars = {name: value.reshape(1) for name, value in tensors.items() if value.ndim == 0}
+    assert any(name.endswith("act_fn.beta") for name in scalars)
+    save_file(tensors | scalars, path)
+    assert_equal(load_model(path.parent)[0], expected)
+    save_file(tensors | {name: value.reshape(1, 1) for name, value in scalars.items()}, path)
+    with pytest.raises(ValueError, match=r"has shape \[1, 1\], config.json expects \[\]"):
+        load_model(path.parent)

@@ -1,5 +1,7 @@
 """`config.json` is read strictly: what changes the mathematics is honoured or refused by name."""
 
+import functools
+
 import pytest
 
 from levanter_infer.layers.rotary import RopeConfig
@@ -192,6 +194,11 @@ def test_keys_that_change_nothing_are_accepted():
         ("gemma3_text", {"rope_parameters": {"full_attention": {}, "ful": {}}}, "rope_parameters.ful={} is not known"),
         (
             "gemma3_text",
+            {"rope_parameters": {"full_attention": {}, "rope_type": "linear"}},
+            "rope_parameters.rope_type='linear' is not known",
+        ),
+        (
+            "gemma3_text",
             {"rope_parameters": {"full_attention": {}}, "rope_theta": 5.0},
             "rope_theta=5.0, expected None",
         ),
@@ -321,3 +328,12 @@ def test_experts_are_counted_under_the_names_of_transformers_4_and_5():
         parse(EXPERTS, num_local_experts=6, num_experts=8)
     with pytest.raises(ValueError, match="num_local_experts='8', expected a whole number"):
         parse(EXPERTS, num_local_experts="8")
+
+
+def test_keys_that_libraries_write_and_do_not_read_change_nothing():
+    kinds = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}
+    gemma3 = functools.partial(parse, model_type="gemma3_text", head_dim=8, num_key_value_heads=2, rope_theta=None)
+    plain = gemma3(rope_parameters=kinds)
+    beside = {"rope_parameters": {**kinds, "rope_type": "default", "rope_theta": None}, "_sliding_window_pattern": 2}
+    beside["use_qk_norm"] = True
+    assert gemma3(**beside) == plain

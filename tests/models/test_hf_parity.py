@@ -31,7 +31,7 @@ from tests.golden_cases import (
 )
 
 CASES = case_names()
-LONG_ROPE_CASES = ("llama_longrope", "phi3_tied")
+LONG_ROPE_CASES = ("llama_longrope", "phi3_tied", "phimoe_tied")
 """Ropes that take their frequencies from the engine's max_seq_len. Of every family tests/engine/test_families.py has a
 case."""
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # rope scalings that look at the length of the whole sequence
@@ -64,9 +64,9 @@ def _forward(model, tokens):
     return model(tokens).array
 
 
-def _logits(model, case: GoldenCase) -> list[np.ndarray]:
+def uncached_logits(model, case: GoldenCase) -> list[np.ndarray]:
     """Per prompt, f32[P + greedy - 1, vocab] of the uncached forward over prompt and golden continuation."""
-    sequences = [np.concatenate([p.tokens, p.greedy[:-1]]).astype(np.int32) for p in case.prompts]
+    sequences = case.sequences
     if (case.config.get("rope_scaling") or {}).get("rope_type") in LENGTH_DEPENDENT:
         return [np.asarray(_forward(model, hax.named(tokens, POSITION))) for tokens in sequences]
     longest = max(len(tokens) for tokens in sequences)
@@ -94,7 +94,7 @@ def _assert_greedy(tokens: list[int], prompt: GoldenPrompt, what: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_hf(name, load):
     case = load_case(name)
-    for prompt, logits in zip(case.prompts, _logits(load(case), case), strict=True):
+    for prompt, logits in zip(case.prompts, uncached_logits(load(case), case), strict=True):
         what = f"{name}, prompt of {len(prompt.tokens)}"
         _assert_close(logits[prompt.positions], prompt.logits, prompt.bound, what)
         logprobs = np.asarray(jax.nn.log_softmax(logits.astype(np.float32), axis=-1))

@@ -25,6 +25,7 @@ from levanter_infer.plan.roofline import Workload
 from levanter_infer.plan.search import misfit, smallest_changes
 from levanter_infer.plan.spec import EngineSpec
 from levanter_infer.plan.targets import parse_target
+from tests.golden_cases import load_case
 from tests.tiny_models import LLAMA, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +107,34 @@ def test_a_gemma_3_at_32k_tokens_holds_its_full_layers_and_a_window_of_the_other
     # The pools: the windows of all sequences, as many again for cached prefixes, and the tokens of a step
     windows = 2 * (17 * (1024 + 3 * 16) + 256) / (16 * 32768)
     assert found.pool_bytes <= (full_share + windows) * all_full.pool_bytes
+
+
+def test_states_of_fixed_size_and_their_snapshots_are_counted():
+    """With none, few and the default number of them."""
+    raw, engine = load_case("qwen3_next").config, {"max_seqs": 4, "max_seq_len": 64, "max_pages": 40}
+    found, few, none = (
+        figures_of(EngineSpec("cpu", raw, "float32", engine | more, {}))
+        for more in ({}, {"state_snapshots": 3}, {"prefix_cache": False})
+    )
+    assert [each.states.num_snapshots for each in (found, few, none)] == [8, 3, 0]
+    assert found.states.num_slots == 8 and found.states.state_bytes == none.states.state_bytes
+    for each in (found, few):
+        assert each.pool_bytes - none.pool_bytes == each.states.num_snapshots * each.states.state_bytes
+    assert none.pool_bytes == 40 * none.page_bytes + 8 * none.states.state_bytes
+
+
+def test_snapshots_take_a_quarter_of_the_memory_for_pools():
+    """Without `max_pages`: what they take is not there for pages."""
+    raw = load_case("qwen3_next").config
+    engine = {"max_seqs": 64, "max_seq_len": 32768, "page_size": 64}
+    spec = EngineSpec("h100", raw | {"num_hidden_layers": 48, "linear_num_value_heads": 64, "linear_num_key_heads": 32,
+                      "linear_key_head_dim": 128, "linear_value_head_dim": 128}, "bfloat16", engine, {})  # fmt: skip
+    found = figures_of(spec)
+    none = figures_of(dataclasses.replace(spec, engine=engine | {"prefix_cache": False}))
+    kept = found.states.num_snapshots * found.states.state_bytes
+    assert 0 < found.states.num_snapshots <= 128 and kept <= found.memory_bytes / 4
+    assert none.num_pages * none.page_bytes - found.num_pages * found.page_bytes >= 0
+    assert found.known_bytes <= found.memory_bytes
 
 
 GEMMA_3_27B = {

@@ -1,6 +1,17 @@
 """Golden cases of families with experts: gpt-oss and those after it."""
 
-from scripts.golden.cases.base import EVERY, GRANITE_CHANGES, GRANITEMOE, LLAMA3_ROPE, NO_WINDOWS, YARN, Case
+from scripts.golden.cases.base import (
+    EVERY,
+    GRANITE_CHANGES,
+    GRANITEMOE,
+    LLAMA3_ROPE,
+    LONG_FACTOR,
+    NO_WINDOWS,
+    SHORT_FACTOR,
+    YARN,
+    Case,
+    longrope,
+)
 
 CASES: dict[str, Case] = {}
 GPT_OSS = {
@@ -226,5 +237,53 @@ CASES |= {
         (10, 40),
         {"attention_bias": False},
         changes=({"num_experts_per_tok": 1}, {"floor_scale": 500}, {"attention_chunk_size": 500}),
+    ),
+}
+PHIMOE = {
+    **{k: v for k, v in EVERY.items() if k not in ("head_dim", "rms_norm_eps")},
+    "model_type": "phimoe",
+    "architectures": ["PhimoeForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 40,
+    "num_local_experts": 7,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-3,
+    "router_jitter_noise": 0.3,
+    "input_jitter_noise": 0.01,
+}
+
+
+def phimoe_rope(short: float, long: float, original: int = 96, **keys) -> dict:
+    keys = {"short_mscale": short, "long_mscale": long, "original_max_position_embeddings": original, **keys}
+    return {"rope_scaling": longrope(**keys), "original_max_position_embeddings": original}
+
+
+PHIMOE_MSCALES = phimoe_rope(1.2, 1.7, 48, long_factor=SHORT_FACTOR)
+PHIMOE_ONE_MSCALE = phimoe_rope(1.2, 1.2, 48, long_factor=SHORT_FACTOR)
+
+
+CASES |= {
+    "phimoe": Case(
+        {**PHIMOE, "sliding_window": 12, "attention_bias": True, "lm_head_bias": True, **phimoe_rope(1.3, 1.6)},
+        (7, 47),
+        {"router_jitter_noise": 0.01},
+        changes=(
+            {"router_jitter_noise": 1e-6},
+            {"router_jitter_noise": 100.0},
+            {"sliding_window": 500},
+            phimoe_rope(1.0, 1.6),
+            phimoe_rope(1.3, 1.6, short_factor=LONG_FACTOR),
+        ),
+    ),
+    "phimoe_tied": Case(  # beyond the original length transformers keeps the short divisors
+        {
+            **PHIMOE,
+            "tie_word_embeddings": True,
+            **PHIMOE_MSCALES,
+        },
+        (14, 49, 100),
+        PHIMOE_ONE_MSCALE,
+        changes=(PHIMOE_ONE_MSCALE, {"router_jitter_noise": 1e-6}),
+        length_threshold=48,
     ),
 }

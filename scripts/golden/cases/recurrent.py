@@ -310,3 +310,53 @@ CASES |= {
         zeroed=("shared_experts.down_proj.weight", "q_conv1d.weight"),
     ),
 }
+NEMOTRON_H = {
+    **{k: v for k, v in EVERY.items() if k not in ("num_hidden_layers", "rms_norm_eps", "rope_theta", "hidden_act")},
+    "model_type": "nemotron_h",
+    "architectures": ["NemotronHForCausalLM"],
+    "layer_norm_epsilon": 1e-3,
+    "mlp_hidden_act": "relu2",
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 10,
+    "conv_kernel": 4,
+    "chunk_size": 16,
+    "pad_token_id": 0,
+}
+NEMOTRON_EXPERTS = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 56,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+}
+CASES |= {
+    "nemotron_h": Case(
+        {**NEMOTRON_H, **NEMOTRON_EXPERTS, "hybrid_override_pattern": "ME*EMM-*M-", "num_hidden_layers": 10}
+        | {"use_bias": True, "moe_latent_size": 24, "n_group": 3, "topk_group": 2},
+        (7, 100),
+        {"use_bias": False},
+        changes=(
+            {"norm_topk_prob": False},
+            {"routed_scaling_factor": 1.0},
+            {"num_experts_per_tok": 1},
+            {"topk_group": 3},
+        ),
+        zeroed=("e_score_correction_bias",),
+    ),
+    "nemotron_h_nano": Case(
+        {**NEMOTRON_H, **NEMOTRON_EXPERTS, "layers_block_type": ["mamba", "moe", "mamba", "attention", "moe"]}
+        | {"n_groups": 1, "use_conv_bias": False},
+        (5, 60),
+        {"layer_norm_epsilon": 0.1},
+        changes=({"norm_topk_prob": False}, {"num_experts_per_tok": 3}),
+    ),
+    "nemotron_h_dense": Case(
+        {**NEMOTRON_H, "hybrid_override_pattern": "M-M-MM-*-M-M*--M*M-", "mlp_bias": True, "num_hidden_layers": 19}
+        | {"conv_kernel": 2, "mamba_num_heads": 4, "mamba_head_dim": 12},
+        (2, 40),
+        {"mlp_bias": False},
+    ),
+}

@@ -157,7 +157,7 @@ def control_loop(state: DecodeState, shapes: Shapes, steps: int) -> DecodeState:
         state, plan, _, _ = schedule(state, shapes)
         ring = replace(ring, count=jnp.zeros((), jnp.int32))
         batch = batch_info(state, plan, shapes)
-        state, ring = append(state, ring, plan, _instead_of_a_model(batch, sampled), shapes)
+        state, ring, _ = append(state, ring, plan, _instead_of_a_model(batch, sampled), shapes)
         return step + 1, _recycle(state), ring
 
     ring = OutputRing.init(shapes.ring_size, shapes.limits.max_logprobs)

@@ -121,15 +121,15 @@ def parameters_of(model: DecoderModel) -> dict[str, int]:
     return {
         "qkv": c.hidden_size * (q + 2 * kv),
         "out": c.hidden_size * q,
-        "gate_up": 2 * c.hidden_size * c.blocks[0].feed_forward.width,
-        "down": c.hidden_size * c.blocks[0].feed_forward.width,
+        "gate_up": 2 * c.hidden_size * c.feed_forward.width,
+        "down": c.hidden_size * c.feed_forward.width,
         "head": c.hidden_size * c.vocab_size,
     }
 
 
 def inputs_of(model: DecoderModel, rows: int) -> dict[str, Sequence[NamedArray]]:
     """Random inputs of each matmul, with its gate and residual."""
-    token, mlp = Axis(TOKEN, rows), Axis(MLP, model.config.blocks[0].feed_forward.width)
+    token, mlp = Axis(TOKEN, rows), Axis(MLP, model.config.feed_forward.width)
     heads = _q_axes(model)
 
     def random(seed: int, *axes: Axis) -> NamedArray:

@@ -1,5 +1,6 @@
 """`Cache`: everything that a model remembers of all sequences, one pool for each kind of memory."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from jax import Array
 
 from levanter_infer.cache.memory import Memory, PoolSizes
 from levanter_infer.cache.pool import Pool
+from levanter_infer.cache.slot_state import SlotState
 
 
 @dataclass(frozen=True)
@@ -35,28 +37,37 @@ class Cache(eqx.Module):
     """As `DecoderConfig.pools`."""
     groups: tuple[int, ...] = eqx.field(static=True)
     """The numbering of each pool's pages: 0 is that of the tables, `i` that of `DecodeState.windows[i - 1]`."""
+    snapshots: tuple[SlotState, ...] = ()
+    """The states that prefix caching keeps (`DecodeState.snapshots`): for each pool of slots, in order, one whose
+    entries are snapshots. Empty: none are kept."""
 
     @staticmethod
     def init(pools: Sequence[PoolSpec], sizes: PoolSizes) -> "Cache":
         """Pools of zeros."""
         found = tuple(spec.memory.init(len(spec.layers), sizes) for spec in pools)
-        return Cache(found, tuple(sizes.group_of(spec.memory) for spec in pools))
+        groups = tuple(sizes.group_of(spec.memory) for spec in pools)
+        if not sizes.num_snapshots:
+            return Cache(found, groups)
+        kept = dataclasses.replace(sizes, num_slots=sizes.num_snapshots)
+        snapshots = [spec.memory.init(len(spec.layers), kept) for spec in pools if not spec.memory.is_paged]
+        return Cache(found, groups, tuple(pool for pool in snapshots if isinstance(pool, SlotState)))
 
     def with_pool(self, number: int, pool: Pool) -> "Cache":
         """The cache with a new value of one pool."""
         return self._with((*self.pools[:number], pool, *self.pools[number + 1 :]))
 
     def _with(self, pools: Sequence[Pool]) -> "Cache":
-        return Cache(tuple(pools), self.groups)
+        return dataclasses.replace(self, pools=tuple(pools))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pools."""
-        return sum(pool.nbytes for pool in self.pools)
+        """Bytes of all pools and snapshots."""
+        return sum(pool.nbytes for pool in (*self.pools, *self.snapshots))
 
     def zero(self) -> "Cache":
         """The same cache with every byte cleared."""
-        return self._with([pool.zero() for pool in self.pools])
+        zeros = self._with([pool.zero() for pool in self.pools])
+        return zeros.with_snapshots(tuple(pool.zero() for pool in self.snapshots))
 
     # Slots
 
@@ -68,6 +79,28 @@ class Cache(eqx.Module):
     def copy_slots(self, source: Array, target: Array) -> "Cache":
         """`Pool.copy` in all pools of slots: all pairs at once, so that a slot may be source and target."""
         return self._with([pool if pool.is_paged else pool.copy(source, target) for pool in self.pools])
+
+    def with_snapshots(self, snapshots: tuple[SlotState, ...]) -> "Cache":
+        """The cache with other snapshots, or with none: what does not use them need not carry them."""
+        return dataclasses.replace(self, snapshots=snapshots)
+
+    def keep_states(self, slots: Array, snapshots: Array) -> "Cache":
+        """Copy the states of `slots` to `snapshots`, i32[n] each; pairs with an absent snapshot are ignored."""
+        pairs = zip(self.snapshots, self._states, strict=True)
+        return self.with_snapshots(tuple(kept.copy_from(pool, slots, snapshots) for kept, pool in pairs))
+
+    def restore_states(self, snapshots: Array, slots: Array) -> "Cache":
+        """Copy the states in `snapshots` to `slots`, i32[n] each; pairs with an absent slot are ignored."""
+        kept = iter(self.snapshots)
+
+        def restored(pool: Pool) -> Pool:
+            return pool.copy_from(next(kept), snapshots, slots) if isinstance(pool, SlotState) else pool
+
+        return self._with([restored(pool) for pool in self.pools])
+
+    @property
+    def _states(self) -> list[SlotState]:
+        return [pool for pool in self.pools if isinstance(pool, SlotState)]
 
     # Pages
 

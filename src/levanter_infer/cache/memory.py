@@ -32,6 +32,8 @@ class PoolSizes:
     """Tokens per page: one number for all pools."""
     num_slots: int
     """Sequences of the tables: entries of a pool whose entries are slots."""
+    num_snapshots: int = dataclasses.field(default=0, kw_only=True)
+    """States of fixed size that prefix caching keeps."""
     dtype: jnp.dtype
     """Dtype of the stored keys and values."""
     backend: Backend = XLA

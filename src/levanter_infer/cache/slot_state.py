@@ -9,7 +9,11 @@ from haliax import Axis, NamedArray
 from jax import Array
 
 from levanter_infer.axes import LAYERS, SEQ, STATE
+from levanter_infer.cache.arrays import full, gather, scatter
 from levanter_infer.cache.pool import Pool
+
+_PAIRS = 4
+"""States that are copied together between pools: mostly there are few."""
 
 
 class SlotState(Pool):
@@ -19,6 +23,8 @@ class SlotState(Pool):
     A slot's state is that after the tokens which are computed, `num_computed` of them. It is never cleared: a sequence
     whose first token is computed starts from zeros whatever is stored, so that release, preemption and reuse of a slot
     write nothing.
+
+    The states that prefix caching keeps (`StateSnapshots`) are another such pool, whose entries are snapshots.
     """
 
     is_paged: ClassVar[bool] = False
@@ -70,6 +76,29 @@ class SlotState(Pool):
 
         # All layers at once would need memory for everything that is copied.
         return self._changed(lambda _, array: jax.lax.fori_loop(0, self.num_layers, copy_layer, array))
+
+    def copy_from(self, other: "SlotState", source: Array, target: Array) -> "SlotState":
+        """Copy entries of another pool of the same layers: `source[i]` to `target[i]`, i32[n], a few pairs after
+        another; pairs with an absent target are ignored."""
+        used = target < self.num_entries
+        place = jnp.where(used, jnp.cumsum(used, dtype=jnp.int32) - 1, target.shape[0] + _PAIRS)
+        count = jnp.sum(used, dtype=jnp.int32)
+        # Behind the last pair there are absent ones enough to fill a block
+        source = scatter(full(target.shape[0] + _PAIRS, 0), place, source)
+        target = scatter(full(target.shape[0] + _PAIRS, self.num_entries), place, target)
+
+        def copy_block(carry):
+            start, pool = carry
+            item = start + jnp.arange(_PAIRS, dtype=jnp.int32)
+            left, right = gather(source, item, 0), gather(target, item, self.num_entries)
+
+            def copy_layer(layer, pool: "SlotState") -> "SlotState":
+                none = jnp.zeros(_PAIRS, jnp.bool_)
+                return pool.write(layer, right, other.read(layer, left, none))
+
+            return start + _PAIRS, jax.lax.fori_loop(0, self.num_layers, copy_layer, pool)
+
+        return jax.lax.while_loop(lambda carry: carry[0] < count, copy_block, (jnp.int32(0), self))[1]
 
     def take(self, entries: Array) -> dict[str, Array]:
         """As `Pool.take`: f32[layers, n, …] by name."""

@@ -17,7 +17,7 @@ _RESERVED = {
         ("messages", "tools", "add_generation_prompt", "continue_final_message"),
         "is a parameter of its own; give it beside chat_template_kwargs",
     ),
-    **dict.fromkeys(("chat_template", "conversation"), "cannot be replaced; the template is the model's own"),
+    "conversation": "is given as messages",
     **dict.fromkeys(
         ("tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length", "tokenizer_kwargs"),
         "is no variable of a template; the text is returned, to be encoded afterwards",
@@ -55,7 +55,7 @@ def check_end(add_generation_prompt: object, continue_final_message: object, pat
 
 
 def check_template_kwargs(kwargs: Any, path: str = "") -> None:
-    """Check variables that a caller adds to a chat template.
+    """Check variables that a caller adds to a chat template, and `chat_template`, the name of a template.
 
     Raises: ValueError naming a key that is no variable name, or is reserved.
     """
@@ -67,6 +67,9 @@ def check_template_kwargs(kwargs: Any, path: str = "") -> None:
             raise ValueError(f"{where} has the key {reprlib.repr(name)}; expected the name of a template's variable")
         if name in _RESERVED:
             raise ValueError(f"{where}: {name!r} {_RESERVED[name]}")
+        if name == "chat_template" and not isinstance(kwargs[name], str | None):
+            kind = type(kwargs[name]).__name__
+            raise ValueError(f"{where}: chat_template is {kind}; expected the name of one of the model's templates")
 
 
 # Messages

@@ -169,7 +169,7 @@ def _check_headers(params: list[Parameter], tensors: dict[str, StoredTensor]) ->
     for param in params:
         for name in param.names:
             tensor = tensors[name]
-            if tensor.shape != param.tensor_shape:
+            if not param.is_stored_as(tensor.shape):
                 raise ValueError(
                     f"{tensor.path}: tensor {name!r} has shape {list(tensor.shape)}, config.json expects "
                     f"{list(param.tensor_shape)}; they do not belong together"

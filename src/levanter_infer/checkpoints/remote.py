@@ -107,10 +107,11 @@ class RemoteDirectory:
             )
         return data
 
-    def names(self) -> list[str]:
-        """Names of the files, for messages; empty if the filesystem does not list."""
+    def names(self, folder: str = "") -> list[str]:
+        """Names of the files, or of those in a folder; empty if the filesystem does not list it."""
+        path = self._path(folder) if folder else self.root
         try:
-            return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in self.fs.ls(self.root, detail=False))
+            return sorted(str(name).rstrip("/").rsplit("/", 1)[-1] for name in self.fs.ls(path, detail=False))
         except Exception:
             return []
 

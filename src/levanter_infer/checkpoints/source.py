@@ -17,7 +17,7 @@ GENERATION = "generation_config.json"
 _TEXT_FILES = (
     *(CONFIG, INDEX, GENERATION, "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
-    "additional_chat_templates/tool_use.jinja",
+    "additional_chat_templates/*.jinja",
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _SHARD = re.compile(r"[A-Za-z0-9][\w.-]*\.safetensors")
@@ -54,9 +54,10 @@ class Source:
         """A file of the checkpoint, or its directory, for messages."""
         return str(self.directory / name)
 
-    def names(self) -> list[str]:
-        """Names of the files in the directory."""
-        return sorted(path.name for path in self.directory.iterdir())
+    def names(self, folder: str = "") -> list[str]:
+        """Names of the files in the directory, or in a folder of it; none if there is no such folder."""
+        path = self.directory / folder
+        return sorted(path.name for path in path.iterdir()) if path.is_dir() else []
 
     def read_bytes(self, name: str, limit: int) -> bytes:
         """A small file. Raises: ValueError if it is absent, longer than `limit` bytes, or cannot be read."""
@@ -118,8 +119,8 @@ class RemoteSource(Source):
     def where(self, name: str = "") -> str:
         return self.remote.where(name)
 
-    def names(self) -> list[str]:
-        return self.remote.names()
+    def names(self, folder: str = "") -> list[str]:
+        return self.remote.names(folder)
 
 
 def check_inside(path: Path, directory: Path) -> None:

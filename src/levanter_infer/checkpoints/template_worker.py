@@ -19,7 +19,9 @@ import sys
 from datetime import datetime
 
 MAX_SEQUENCE = 1_000_000
-"""Largest number of characters or items in the result of an operator."""
+"""Largest number of characters or items in the result of an operator other than `+`."""
+MAX_SUM = 8_000_000
+"""Largest number of characters or items in the result of `+`, by which templates put marks around long contents."""
 MAX_INT_BITS = 4096
 """Largest number of bits in the integer result of an operator."""
 MAX_FORMAT_WIDTH = 1000
@@ -38,14 +40,7 @@ def main() -> None:
     template, answer = guarded(jinja2, limits["cpu_s"], lambda: compiled(setup["template"]))
     send(answers, answer)
     while template is not None and (line := sys.stdin.readline()):
-        _, answer = guarded(
-            jinja2,
-            limits["cpu_s"],
-            lambda line=line: (
-                None,
-                {"text": render(template, json.loads(line)["variables"], limits["max_chars"])},
-            ),
-        )
+        _, answer = guarded(jinja2, limits["cpu_s"], lambda line=line: answered(template, line, limits))
         send(answers, answer)
         if answer.get("kind") == "memory":
             return
@@ -69,6 +64,13 @@ def guarded(jinja2, cpu_s: float, function):
     finally:
         limit_time(0)
     return None, {"kind": kind, "error": error[:500]}
+
+
+def answered(template, line: str, limits: dict):
+    """None, and the answer to one line; each message adds to the processor time that the rendering may take."""
+    variables = json.loads(line)["variables"]
+    limit_time(limits["cpu_s"] + limits["message_cpu_s"] * len(variables["messages"]))
+    return None, {"text": render(template, variables, limits["max_chars"])}
 
 
 def send(answers, answer: dict) -> None:
@@ -258,8 +260,8 @@ def check_operands(operator: str, left, right) -> None:
             if left.bit_length() + right.bit_length() > MAX_INT_BITS:
                 raise ValueError(f"'{operator}' of integers beyond {MAX_INT_BITS} bits")
         elif operator == "+":
-            if None not in sizes and sum(filter(None, sizes)) > MAX_SEQUENCE:
-                raise ValueError(f"'+' gives more than {MAX_SEQUENCE} items")
+            if None not in sizes and sum(filter(None, sizes)) > MAX_SUM:
+                raise ValueError(f"'+' gives more than {MAX_SUM} items")
         else:
             repeats = [x for x in (left, right) if isinstance(x, int)]
             size = next((s for s in sizes if s is not None), 0)

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import logging
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,10 @@ _FILES = (
     "generation_config.json",
     "chat_template.jinja",
     "additional_chat_templates/tool_use.jinja",
+    "chat_template.json",
 )
+_NAMED_TEMPLATES = "additional_chat_templates"
+_MAX_TEMPLATES = 64
 _MAX_FILE_BYTES = 2**28
 _MAX_EOS = 64
 """Largest number of end-of-sequence ids: each takes an entry in the tables of every request."""
@@ -101,7 +105,12 @@ class Tokenizer:
     def from_source(cls, source: Source) -> "Tokenizer":
         """Read the files of a checkpoint. Raises: ValueError naming the file that is missing or broken."""
         with concurrent.futures.ThreadPoolExecutor(len(_FILES) + 1) as pool:  # remote files take a round trip each
-            names = (*_FILES, "config.json")
+            templates = [f"{_NAMED_TEMPLATES}/{n}" for n in source.names(_NAMED_TEMPLATES) if n.endswith(".jinja")]
+            if len(templates) > _MAX_TEMPLATES:
+                raise ValueError(
+                    f"{source.where(_NAMED_TEMPLATES)}: {len(templates)} templates; expected at most {_MAX_TEMPLATES}"
+                )
+            names = list(dict.fromkeys((*_FILES, "config.json", *templates)))
             there = [name for name, has in zip(names, pool.map(source.has, names), strict=True) if has]
             contents = pool.map(lambda name: source.read_bytes(name, _MAX_FILE_BYTES), there)
             files = dict(zip(there, contents, strict=True))
@@ -172,12 +181,16 @@ class Tokenizer:
         return bool(self._template_sources)
 
     def _template(self, name: str) -> ChatTemplate:
-        """The template with this name, or the default one."""
+        """The template with this name. Raises: ValueError if there is none."""
+        where = self._where or "the model"
         if not self._template_sources:
+            raise ValueError(f"{where} has no chat template, so it takes no messages; give a prompt instead")
+        if name not in self._template_sources:
+            names = ", ".join(sorted(self._template_sources))[:200]
             raise ValueError(
-                f"{self._where or 'the model'} has no chat template, so it takes no messages; give a prompt instead"
+                f"{where} has no chat template {reprlib.repr(name)}; its templates are {names}: choose one by "
+                "chat_template, a name"
             )
-        name = name if name in self._template_sources else "default"
         if name not in self._templates:
             self._templates[name] = ChatTemplate(self._template_sources[name])
         return self._templates[name]
@@ -189,6 +202,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | str = False,
+        chat_template: str | None = None,
         **chat_template_kwargs: object,
     ) -> str:
         """The prompt text of a conversation, as transformers 5 renders it.
@@ -204,14 +218,18 @@ class Tokenizer:
                 `continue_final_message` is given; the two exclude each other.
             continue_final_message: end within the last message, so that the model continues it. A string is the key of
                 the entry that is continued, such as "reasoning_content".
+            chat_template: name of one of the model's templates, such as "rag". Default: "tool_use" for chats with tools
+                if there is one, else "default".
             chat_template_kwargs: further variables of the template, such as `enable_thinking` or `documents`. A warning
                 names one that the template does not read.
         Raises: ValueError if there is no template, it fails, or it refuses the messages.
         """
-        check_template_kwargs(chat_template_kwargs)
+        check_template_kwargs({**chat_template_kwargs, "chat_template": chat_template})
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
-        template = self._template("default" if tools is None else "tool_use")
+        if chat_template is None:
+            chat_template = "tool_use" if tools is not None and "tool_use" in self._template_sources else "default"
+        template = self._template(chat_template)
         variables = {"documents": None, **self._named_tokens, **chat_template_kwargs}
         text = template.render(
             messages,
@@ -262,7 +280,10 @@ class Tokenizer:
             )
 
     def _find_eos(self, generation: Mapping, model_config: Mapping) -> tuple[int, ...]:
-        for source, config in (("generation_config.json", generation), ("config.json", model_config)):
+        text_config = model_config.get("text_config")
+        sources = [("generation_config.json", generation), ("config.json", model_config)]
+        sources += [("config.json: text_config", text_config)] if isinstance(text_config, Mapping) else []
+        for source, config in sources:
             value = config.get("eos_token_id")
             if value is None:
                 continue
@@ -324,37 +345,36 @@ def _named_tokens(config: Mapping, tokens_map: Mapping) -> dict[str, object]:
 
 
 def _template_sources(files: Mapping[str, bytes], config: Mapping, where: str) -> dict[str, str]:
-    """Templates by name: "default" and, for chats with tools, perhaps "tool_use"."""
+    """Templates by name: files of their own, else those of tokenizer_config.json, else that of a processor."""
     texts = {}
-    for name, file in (("default", "chat_template.jinja"), ("tool_use", "additional_chat_templates/tool_use.jinja")):
-        if file in files:
+    for file, content in files.items():
+        if file == "chat_template.jinja" or file.startswith(f"{_NAMED_TEMPLATES}/"):
             try:
-                texts[name] = files[file].decode("utf-8")
+                texts[_template_name(file)] = content.decode("utf-8")
             except UnicodeDecodeError as e:
                 raise ValueError(f"{where}/{file} is not UTF-8: {e}") from e
     if "default" in texts:
         return texts
-    template = config.get("chat_template")
+    template, file = config.get("chat_template"), "tokenizer_config.json"
+    if template is None and not texts:
+        file = "chat_template.json"
+        template = _parse_json(files, file, where).get("chat_template")
+    named = {"default": template} if template is not None else {}
     if isinstance(template, list):
         named = {str(t.get("name")): t.get("template") for t in template if isinstance(t, dict)}
-        if "default" not in named:
-            raise ValueError(
-                f"{where}/tokenizer_config.json: chat_template has {str(sorted(named))[:80]}; "
-                "expected one named default"
-            )
-        templates = {name: named[name] for name in ("default", "tool_use") if name in named}
-    else:
-        templates = {} if template is None else {"default": template}
-    for source in templates.values():
+    for source in named.values():
         if not isinstance(source, str):
-            kind = type(source).__name__
-            raise ValueError(f"{where}/tokenizer_config.json: chat_template is {kind}, expected a string")
-    return {name: source for name, source in {**texts, **templates}.items() if source}
+            raise ValueError(f"{where}/{file}: chat_template is {type(source).__name__}, expected a string")
+    return {name: source for name, source in {**named, **texts}.items() if source}
+
+
+def _template_name(file: str) -> str:
+    return "default" if file == "chat_template.jinja" else Path(file).name.removesuffix(".jinja")
 
 
 def _fingerprint(files: Mapping[str, bytes]) -> str:
     digest = hashlib.sha256()
-    for name in _FILES:
+    for name in (*_FILES, *sorted(set(files) - set(_FILES))):
         if name in files:
             digest.update(f"{name} {len(files[name])}\n".encode())
             digest.update(files[name])

@@ -62,31 +62,33 @@ class BeamRows(NamedTuple):
 
 def search(
     state: DecodeState, shapes: Shapes, rows: BeamRows, finished: Array, reasons: Array
-) -> tuple[DecodeState, Array, Array]:
+) -> tuple[DecodeState, Array, Array, Array]:
     """Continue the searches whose beams sample in this step.
 
     Args:
         finished, reasons: bool[seq] and i32[seq], slots that end.
-    Returns: the new state, and `finished` and `reasons` with the groups that have ended.
+    Returns: the new state, `finished` and `reasons` with the groups that have ended, and the slot that each slot goes
+        on from, i32[seq]: where that is another one, a beam continues it.
     """
-    if rows.candidates is None:
-        return state, finished, reasons
     num_slots = state.sequences.num_slots
+    slots = jnp.arange(num_slots, dtype=jnp.int32)
+    if rows.candidates is None:
+        return state, finished, reasons, slots
 
     def step(carry):
-        table, page_table, windows, beams, _, _ = carry
+        table, page_table, windows, beams, *_ = carry
         before = replace(state, sequences=table, page_table=page_table, windows=windows, beams=beams)
-        after, ended = _step(before, shapes, rows)
+        after, ended, ancestors = _step(before, shapes, rows)
         found = _beams(after).found_reasons
         # Without any possible token there are fewer hypotheses than beams
         found = jnp.where(found == NOT_FINISHED, ERROR, found)
-        return after.sequences, after.page_table, after.windows, after.beams, ended, found
+        return after.sequences, after.page_table, after.windows, after.beams, ended, found, ancestors
 
     none, nothing = jnp.zeros(num_slots, jnp.bool_), jnp.zeros(num_slots, jnp.int32)
-    carry = (state.sequences, state.page_table, state.windows, state.beams, none, nothing)
-    table, page_table, windows, beams, ended, found = run_if(jnp.any(rows.samples), step, carry)
+    carry = (state.sequences, state.page_table, state.windows, state.beams, none, nothing, slots)
+    table, page_table, windows, beams, ended, found, ancestors = run_if(jnp.any(rows.samples), step, carry)
     state = replace(state, sequences=table, page_table=page_table, windows=windows, beams=beams)
-    return state, finished | ended, jnp.where(ended, found, reasons)
+    return state, finished | ended, jnp.where(ended, found, reasons), ancestors
 
 
 def _beams(state: DecodeState) -> BeamTable:
@@ -94,8 +96,8 @@ def _beams(state: DecodeState) -> BeamTable:
     return state.beams
 
 
-def _step(state: DecodeState, shapes: Shapes, beam_rows: BeamRows) -> tuple[DecodeState, Array]:
-    """Returns: the new state, and the slots of groups that have ended, bool[seq]."""
+def _step(state: DecodeState, shapes: Shapes, beam_rows: BeamRows) -> tuple[DecodeState, Array, Array]:
+    """Returns: the new state, the slots of groups that have ended, bool[seq], and the ancestors of all slots."""
     beams, (slots, samples, candidates) = _beams(state), beam_rows
     assert candidates is not None
     num_rows, offered = candidates.ids.shape
@@ -121,9 +123,9 @@ def _step(state: DecodeState, shapes: Shapes, beam_rows: BeamRows) -> tuple[Deco
     ends, continues = best(scores), best(jnp.where(stops[None, :], -jnp.inf, scores))
     state = _found(state, groups, ends)
     done = _is_done(state, groups, continues.scores[:, 0])
-    state = _continue(state, groups, continues, ~done)
+    state, ancestors = _continue(state, groups, continues, ~done)
     ended = jnp.zeros(shapes.num_slots, jnp.bool_)
-    return state, scatter(ended, jnp.where(done[:, None], members, shapes.num_slots), True)
+    return state, scatter(ended, jnp.where(done[:, None], members, shapes.num_slots), True), ancestors
 
 
 def _groups(state: DecodeState, shapes: Shapes, takes_part: Array) -> _Groups:
@@ -206,8 +208,11 @@ def _is_done(state: DecodeState, groups: _Groups, best_running: Array) -> Array:
     return groups.at_end | ~(possible > worst) | ((early == EARLY) & all_found)
 
 
-def _continue(state: DecodeState, groups: _Groups, continues: _Choice, stays: Array) -> DecodeState:
-    """Continue the groups in the mask `stays`, bool[group], with their new beams and tokens."""
+def _continue(state: DecodeState, groups: _Groups, continues: _Choice, stays: Array) -> tuple[DecodeState, Array]:
+    """Continue the groups in the mask `stays`, bool[group], with their new beams and tokens.
+
+    Returns: the new state, and the slot that each slot goes on from, i32[seq].
+    """
     beams = _beams(state)
     num_slots = state.sequences.num_slots
     members = jnp.where(stays[:, None], groups.members, num_slots)
@@ -231,4 +236,4 @@ def _continue(state: DecodeState, groups: _Groups, continues: _Choice, stays: Ar
     )
     logprobs = moved_rows(beams.logprobs, ancestors, jnp.max(groups.lens))
     beams = replace(beams, logprobs=add(logprobs, continues.logprobs), scores=put(beams.scores, continues.scores))
-    return replace(state, sequences=table, beams=beams)
+    return replace(state, sequences=table, beams=beams), ancestors

@@ -9,6 +9,7 @@ from jax import Array
 from levanter_infer.cache.arrays import gather, scatter_add, scatter_min
 from levanter_infer.cache.page_table import PageTable
 from levanter_infer.cache.prefix_table import UNKNOWN
+from levanter_infer.cache.state_snapshots import StateSnapshots
 from levanter_infer.cache.window_pages import WindowPages
 from levanter_infer.decode.beam_table import BeamTable
 from levanter_infer.decode.codes import FINISHED, FREE, LOADING, RUNNING, SWAPPED, WAITING, is_private_root
@@ -63,6 +64,8 @@ def violations(state: DecodeState) -> dict[str, Array]:
     for each in state.windows:
         for name, bad in _window_violations(state, each, holds).items():
             counted[name] = counted.get(name, 0) + jnp.sum(bad, dtype=jnp.int32)
+    if state.snapshots is not None:
+        counted |= _snapshot_violations(state.snapshots)
     if state.prefix is not None:
         counted["pages that can be found hold what the table says"] = _contents_differ(state, holds)
     if isinstance(state.beams, BeamTable):
@@ -139,6 +142,19 @@ def _window_violations(state: DecodeState, window: WindowPages, holds: Array) ->
         "a page and its window page name each other": (window.owner < num_pages) & (forth != own),
         "the free ring holds exactly the free window pages": _ring_differs(window.table),
         "free and held window pages make up their pool": window.num_free + num_held != num_window_pages,
+    }
+
+
+def _snapshot_violations(snapshots: StateSnapshots) -> dict[str, Array]:
+    num_pages, num_snapshots = snapshots.attached.shape[0], snapshots.num_snapshots
+    page, own = jnp.arange(num_pages, dtype=jnp.int32), jnp.arange(num_snapshots, dtype=jnp.int32)
+    back = gather(snapshots.owner, snapshots.attached, num_pages)
+    forth = gather(snapshots.attached, snapshots.owner, num_snapshots)
+    times = scatter_add(jnp.zeros(num_snapshots, jnp.int32), snapshots.order, 1)
+    return {
+        "a state snapshot and its page name each other": (snapshots.attached < num_snapshots) & (back != page),
+        "a page and its state snapshot name each other": (snapshots.owner < num_pages) & (forth != own),
+        "the order of state snapshots holds each of them once": times != 1,
     }
 
 

@@ -118,14 +118,18 @@ def allocate_pages(state: DecodeState, shapes: Shapes, take: Array) -> tuple[Dec
 
 
 def count_taken(state: DecodeState, pages: Array) -> DecodeState:
-    """Forget the prefix-cache entries of `pages` (any shape; none entries are ignored), which have a new owner."""
+    """Forget the prefix-cache entries and snapshots of `pages` (any shape; none entries are ignored), which have a new
+    owner."""
     page_table, prefix, counters = state.page_table, state.prefix, state.counters
     if prefix is not None:
         counters = counters.plus(prefix_evictions=jnp.sum(prefix.findable(pages), dtype=jnp.int32))
         prefix = prefix.forget(pages)
+    snapshots = state.snapshots
+    if snapshots is not None:
+        snapshots = snapshots.detach(pages)
     held_now = page_table.num_pages - page_table.num_free
     counters = replace(counters, pages_peak=jnp.maximum(counters.pages_peak, held_now))
-    return replace(state, prefix=prefix, counters=counters)
+    return replace(state, prefix=prefix, snapshots=snapshots, counters=counters)
 
 
 def release(state: DecodeState, slots: Array) -> DecodeState:
@@ -265,11 +269,10 @@ def tokens_to_fork(table: SequenceTable) -> Array:
     return jnp.where(is_parent & (left > 0), left, jnp.iinfo(jnp.int32).max)
 
 
-def forked_slots(before: SequenceTable, after: SequenceTable) -> tuple[Array, Array]:
-    """The parent and the slot of each fork that a step has started, i32[seq] each; none elsewhere."""
+def fork_origins(before: SequenceTable, after: SequenceTable, origins: Array) -> Array:
+    """`origins`, i32[seq], with the parents of the forks that have started between two tables."""
     is_fork = (before.fork_source < before.num_slots) & (before.num_computed == 0) & (after.num_computed > 0)
-    none = before.num_slots
-    return jnp.where(is_fork, before.fork_source, none), jnp.where(is_fork, _all_slots(before), none)
+    return jnp.where(is_fork, before.fork_source, origins)
 
 
 def fork_when_ready(state: DecodeState, shapes: Shapes) -> DecodeState:

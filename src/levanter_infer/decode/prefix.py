@@ -8,22 +8,29 @@ share looks it up; if another sequence is computing the same page, it waits. Sho
 that looks finds none ahead of it, and computes the page itself.
 
 Layers with a sliding window need of a prefix only what the window before its end holds. A prefix is taken over as far
-as that is still there (`_as_far_as_seen`); their window pages stay attached to cached pages until they are reused.
+as that is still there (`_usable_prefix`); their window pages stay attached to cached pages until they are reused.
+
+Layers with a state of fixed size need the state at the end of a prefix. A prefix is taken over as far as a snapshot of
+it is there, which the sequence goes on from. Where it found more pages than that, its state is kept when it gets there
+(`StatePlan.bounds`): its prefix and that of another sequence part there. So do those of sequences that wait for one
+another, as far as the text of the step shows (`_partings`), so that what they share is computed once.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.cache.arrays import gather, replace, scatter, scatter_add
+from levanter_infer.cache.arrays import full, gather, replace, scatter, scatter_add, scatter_min
 from levanter_infer.cache.page_math import offset_of, page_of
 from levanter_infer.cache.page_table import ragged_index
 from levanter_infer.cache.prefix_table import UNKNOWN, PrefixTable, chained, content_hashes
+from levanter_infer.cache.state_snapshots import StateSnapshots
 from levanter_infer.cache.window_pages import WindowPages
 from levanter_infer.decode.codes import DEFAULT_ROOT, RUNNING, is_private_root
 from levanter_infer.decode.paging import page_at, release_tails
 from levanter_infer.decode.sequence_table import SequenceTable, is_ready
 from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.snapshots import NOWHERE, StatePlan
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.kernels.loops import run_if
 
@@ -31,57 +38,72 @@ _WINDOW = 32
 """Pages that a sequence looks up at once."""
 
 
-def match_prefix(state: DecodeState, shapes: Shapes, order: Array) -> tuple[DecodeState, Array]:
+def match_prefix(state: DecodeState, shapes: Shapes, order: Array) -> tuple[DecodeState, Array, StatePlan | None]:
     """Let running sequences, and the next one to start, share the cached pages of the tokens they would compute next.
 
-    Returns: the new state, and the slots that wait because another one is computing their next page, bool[seq].
+    Returns: the new state; the slots that wait because another one is computing their next page, bool[seq]; and what
+        this asks of states of fixed size, None where none are kept.
     """
     none = jnp.zeros(state.sequences.num_slots, jnp.bool_)
+    plan = None
     if state.prefix is None:
-        return state, none
+        return state, none, plan
+    if state.snapshots is not None:
+        plan = StatePlan(full(none.shape, shapes.num_snapshots), full(none.shape, NOWHERE))
     size = state.page_table.page_size
 
     # Loops carry what they change and nothing else: everything that is carried costs time to compile.
     def share(carry):
-        page_indices, before, page_table, windows, hits, _ = carry
+        page_indices, before, page_table, windows, hits, _, snapshots, plan = carry
         _, page_indices, computed = jax.lax.while_loop(
             lambda carry: carry[0],
             lambda carry: _take_window(_with(state, *carry[1:]), shapes, order, seekers),
             (jnp.asarray(True), page_indices, before),
         )
-        if state.windows:
+        if state.windows or plan is not None:
+            found = computed
             page_indices, computed, windows = run_if(
-                jnp.any(computed > before),
-                lambda carry: _within_windows(state, before, *carry),
-                (page_indices, computed, windows),
+                jnp.any(found > before),
+                lambda carry: _cut_to_usable(state, before, *carry),
+                (page_indices, found, windows),
             )
+        if plan is not None:
+            snapshots, plan = _restored(_with(state, page_indices, computed), shapes, before, found)
         column = jnp.arange(page_indices.shape[1], dtype=jnp.int32)[None, :]
         found = (column >= page_of(before, size)[:, None]) & (column < page_of(computed, size)[:, None])
         page_table = page_table.reclaim(jnp.where(found, page_indices, shapes.num_pages))
         hits = hits + jnp.sum(found, dtype=jnp.int32)
-        waits = _waits(_with(state, page_indices, computed), shapes, order)
-        return page_indices, computed, page_table, windows, hits, waits
+        waits, leaders = _waits(_with(state, page_indices, computed), shapes, order)
+        if plan is not None:
+            partings = _partings(_with(state, page_indices, computed), shapes, waits, leaders)
+            plan = replace(plan, bounds=jnp.minimum(plan.bounds, partings))
+        return page_indices, computed, page_table, windows, hits, waits, snapshots, plan
 
     table, counters = state.sequences, state.counters
     seekers = _seekers(table, shapes, order)
     carry = (table.page_indices, table.num_computed, state.page_table, state.windows, counters.prefix_hits, none)
-    found = run_if(jnp.any(_shareable(state, seekers) > 0), share, carry)
-    page_indices, computed, page_table, windows, hits, waits = found
-    state = replace(state, sequences=_count_cached(table, computed), windows=windows)
+    found = run_if(jnp.any(_shareable(state, seekers) > 0), share, (*carry, state.snapshots, plan))
+    page_indices, computed, page_table, windows, hits, waits, snapshots, plan = found
+    counters = replace(counters, prefix_hits=hits)
+    if plan is not None:
+        restored = jnp.sum(plan.restored < shapes.num_snapshots, dtype=jnp.int32)
+        counters = counters.plus(snapshots_restored=restored)
+    state = replace(state, sequences=_count_cached(table, computed), windows=windows, snapshots=snapshots)
     state = _with(state, page_indices, computed)
-    return replace(state, page_table=page_table, counters=replace(counters, prefix_hits=hits)), waits
+    return replace(state, page_table=page_table, counters=counters), waits, plan
 
 
-def _within_windows(
+def _cut_to_usable(
     state: DecodeState, before: Array, page_indices: Array, found: Array, windows: tuple[WindowPages, ...]
 ) -> tuple[Array, Array, tuple[WindowPages, ...]]:
-    """`_as_far_as_seen`, with the references to window pages moved along."""
-    page_indices, computed = _as_far_as_seen(state, page_indices, before, found)
+    """`_usable_prefix`, with the references to window pages moved along."""
+    page_indices, computed = _usable_prefix(state, page_indices, before, found)
     return page_indices, computed, tuple(_moved_on(each, page_indices, before, computed) for each in windows)
 
 
-def _as_far_as_seen(state: DecodeState, page_indices: Array, before: Array, found: Array) -> tuple[Array, Array]:
-    """The longest part of what each slot has found whose last window is there, for every window.
+def _usable_prefix(state: DecodeState, page_indices: Array, before: Array, found: Array) -> tuple[Array, Array]:
+    """The longest part of what each slot has found that it can go on from: its last window is there, for every window,
+    and its state.
 
     Args:
         page_indices: i32[seq, seq_page], with the pages that were found.
@@ -94,11 +116,25 @@ def _as_far_as_seen(state: DecodeState, page_indices: Array, before: Array, foun
     for each in state.windows:
         missing = jnp.where(each.of(page_indices) < each.num_pages, -1, column)
         fits &= jax.lax.cummax(missing, axis=1) < each.first_column((column + 1) * size)
+    if state.snapshots is not None:
+        fits &= state.snapshots.of(page_indices) < state.snapshots.num_snapshots
     fits &= (column >= page_of(before, size)[:, None]) & (column < page_of(found, size)[:, None])
     pages = jnp.max(jnp.where(fits, column + 1, 0), axis=1)
     computed = jnp.where(found > before, jnp.maximum(before, pages * size), before)
     beyond = (column >= page_of(computed, size)[:, None]) & (column < page_of(found, size)[:, None])
     return jnp.where(beyond, state.page_table.num_pages, page_indices), computed
+
+
+def _restored(state: DecodeState, shapes: Shapes, before: Array, found: Array) -> tuple[StateSnapshots, StatePlan]:
+    """The snapshots that slots go on from which have gone on from `before` tokens, i32[seq]; their states are wanted
+    at the end of what they have `found`."""
+    table, snapshots = state.sequences, state.snapshots
+    assert snapshots is not None
+    computed = table.num_computed
+    slots = jnp.arange(table.num_slots, dtype=jnp.int32)
+    own = snapshots.of(page_at(table, slots, page_of(computed, shapes.page_size) - 1))
+    restored = jnp.where(computed > before, own, shapes.num_snapshots)
+    return snapshots.restore(restored), StatePlan(restored, jnp.where(found > computed, found, NOWHERE))
 
 
 def _moved_on(window: WindowPages, page_indices: Array, before: Array, computed: Array) -> WindowPages:
@@ -139,11 +175,15 @@ def insert_prefix(state: DecodeState, shapes: Shapes, filled: Array, failed: Arr
         return state
     counts = jnp.where(failed | is_private_root(state.sequences.roots), 0, filled)
 
-    def insert(prefix: PrefixTable) -> PrefixTable:
-        prefix = _insert_pages(replace(state, prefix=prefix), shapes, counts)
-        return prefix.hide(jnp.where(failed[:, None], state.sequences.page_indices, prefix.num_pages))
+    def insert(carry: tuple[PrefixTable, StateSnapshots | None]) -> tuple[PrefixTable, StateSnapshots | None]:
+        prefix, snapshots = carry
+        prefix, pages = _insert_pages(replace(state, prefix=prefix), shapes, counts)
+        if snapshots is not None:
+            snapshots = snapshots.follow(prefix, pages)
+        return prefix.hide(jnp.where(failed[:, None], state.sequences.page_indices, prefix.num_pages)), snapshots
 
-    return replace(state, prefix=run_if(jnp.any((counts > 0) | failed), insert, state.prefix))
+    prefix, snapshots = run_if(jnp.any((counts > 0) | failed), insert, (state.prefix, state.snapshots))
+    return replace(state, prefix=prefix, snapshots=snapshots)
 
 
 def _seekers(table: SequenceTable, shapes: Shapes, order: Array) -> Array:
@@ -213,8 +253,9 @@ def _take_window(state: DecodeState, shapes: Shapes, order: Array, seekers: Arra
     return jnp.any(found == width), page_indices, scatter_add(table.num_computed, slots, found * size)
 
 
-def _waits(state: DecodeState, shapes: Shapes, order: Array) -> Array:
-    """Slots whose next page another one is computing, which has computed a part of it or is older. bool[seq]"""
+def _waits(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Array, Array]:
+    """Slots whose next page another one is computing, which has computed a part of it or is older, bool[seq]; and that
+    other one, i32[seq]."""
     table, size = state.sequences, state.page_table.page_size
     slots = _rows(shapes, order, _shareable(state, _computes(table)) > 0)
     serials, hashes, tokens = _next_pages(state, slots, 1)
@@ -225,10 +266,36 @@ def _waits(state: DecodeState, shapes: Shapes, order: Array) -> Array:
     same &= (serials != UNKNOWN)[:, None] & (slots < table.num_slots)[None, :]
     ahead = (offset[None, :] > 0) | (index[None, :] < index[:, None])
     waits = jnp.any(same & ahead, axis=1) & (offset == 0)
-    return scatter(jnp.zeros(table.num_slots, jnp.bool_), slots, waits)
+    leaders = gather(slots, jnp.argmax(same & ahead, axis=1), table.num_slots)
+    no_leaders = full(table.num_slots, table.num_slots)
+    return scatter(jnp.zeros(table.num_slots, jnp.bool_), slots, waits), scatter(no_leaders, slots, leaders)
 
 
-def _insert_pages(state: DecodeState, shapes: Shapes, counts: Array) -> PrefixTable:
+def _partings(state: DecodeState, shapes: Shapes, waits: Array, leaders: Array) -> Array:
+    """The first page bound after which a slot goes on differently from one that waits for it, i32[seq]: within the
+    tokens of a step, else NOWHERE.
+
+    Args: waits, leaders: of `_waits`.
+    """
+    table, size = state.sequences, state.page_table.page_size
+    width = min(shapes.max_step_tokens, table.max_seq_len)
+
+    def part(_: Array) -> Array:
+        slots = jnp.arange(table.num_slots, dtype=jnp.int32)
+        start = table.num_computed  # of a slot that waits: a page bound
+        position = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
+        own, other = (gather(table.tokens, (each[:, None], position), 0) for each in (slots, leaders))
+        last = jnp.minimum(table.seq_lens, gather(table.seq_lens, leaders, 0)) - 1
+        equal = jnp.cumprod((own == other) & (position < last[:, None]), axis=1, dtype=jnp.int32)
+        pages = page_of(jnp.sum(equal, axis=1, dtype=jnp.int32), size)
+        bound = jnp.where((pages > 0) & (pages < page_of(width, size)), start + pages * size, NOWHERE)
+        return scatter_min(full(waits.shape, NOWHERE), jnp.where(waits, leaders, table.num_slots), bound)
+
+    return run_if(jnp.any(waits), part, full(waits.shape, NOWHERE))
+
+
+def _insert_pages(state: DecodeState, shapes: Shapes, counts: Array) -> tuple[PrefixTable, Array]:
+    """Returns: the table with the last `counts` i32[seq] full pages of each slot, and these pages, i32[n]."""
     table, size = state.sequences, state.page_table.page_size
     assert state.prefix is not None
     slot, item, valid = ragged_index(counts, jnp.int32(0), shapes.max_full_pages)
@@ -236,12 +303,13 @@ def _insert_pages(state: DecodeState, shapes: Shapes, counts: Array) -> PrefixTa
     first = gather(page_of(table.num_computed, size) - counts, slot, 0)
     column = first + item
     none = state.prefix.num_pages
-    pages = gather(table.page_indices, (slot, column), none)
+    pages = jnp.where(valid, gather(table.page_indices, (slot, column), none), none)
     position = column[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None, :]
-    return state.prefix.register(
-        jnp.where(valid, pages, none),
+    prefix = state.prefix.register(
+        pages,
         page_at(table, slot, first - 1),
         gather(table.roots, slot, DEFAULT_ROOT),
         jnp.where(valid, item, 0),
         gather(table.tokens, (slot[:, None], position), 0),
     )
+    return prefix, pages

@@ -14,7 +14,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from levanter_infer.cache.cache import Cache
-from levanter_infer.cache.prefix_table import PrefixTable
 from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.beam_table import BeamTable, Hypotheses, hypotheses
 from levanter_infer.decode.kv_offload import (
@@ -389,7 +388,8 @@ def _functions(
     def zero_cache(state: GenState) -> GenState:
         decode = state.decode
         if decode.prefix is not None:  # nothing of what it names is there any more
-            decode = dataclasses.replace(decode, prefix=PrefixTable.init(shapes.num_pages, shapes.page_size))
+            fresh = DecodeState.init(shapes)
+            decode = dataclasses.replace(decode, prefix=fresh.prefix, snapshots=fresh.snapshots)
         return dataclasses.replace(state, decode=decode, cache=state.cache.zero())
 
     def extend(state: GenState) -> GenState:

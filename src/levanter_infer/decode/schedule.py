@@ -16,6 +16,7 @@ from levanter_infer.decode.paging import allocate_pages, preempt, tokens_to_fork
 from levanter_infer.decode.prefix import match_prefix
 from levanter_infer.decode.sequence_table import in_order, is_ready
 from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.snapshots import StatePlan, tokens_to_bound, whole_pages
 from levanter_infer.decode.state import DecodeState
 
 
@@ -30,6 +31,8 @@ class StepPlan(eqx.Module):
     """[row + 1] bounds of each row's tokens."""
     num_rows: Array
     num_tokens: Array
+    states: StatePlan | None = None
+    """None: no states of fixed size are kept."""
 
 
 def schedule(state: DecodeState, shapes: Shapes) -> tuple[DecodeState, StepPlan, Array, Array]:
@@ -39,11 +42,11 @@ def schedule(state: DecodeState, shapes: Shapes) -> tuple[DecodeState, StepPlan,
     """
     order = in_order(state.sequences)
     state = start_waiting(state, shapes, order)
-    state, waits = match_prefix(state, shapes, order)
-    take = choose_tokens(state, shapes, order, waits)
+    state, waits, states = match_prefix(state, shapes, order)
+    take = choose_tokens(state, shapes, order, waits, states)
     state, take = preempt(state, order, take)
     state, source, target = allocate_pages(state, shapes, take)
-    return state, pack(state, shapes, order, take), source, target
+    return state, replace(pack(state, shapes, order, take), states=states), source, target
 
 
 def start_waiting(state: DecodeState, shapes: Shapes, order: Array) -> DecodeState:
@@ -70,22 +73,30 @@ def start_waiting(state: DecodeState, shapes: Shapes, order: Array) -> DecodeSta
     return replace(state, sequences=replace(table, status=jnp.where(starts, RUNNING, table.status)))
 
 
-def choose_tokens(state: DecodeState, shapes: Shapes, order: Array, waits: Array) -> Array:
+def choose_tokens(
+    state: DecodeState, shapes: Shapes, order: Array, waits: Array, states: StatePlan | None = None
+) -> Array:
     """Tokens that each slot computes in this step, i32[seq]; none for those in the mask `waits`.
 
     Every running sequence with one pending token decodes; the rest of the token budget goes to prompts in order, of
     the last one to a chunk (chunked prefill). Decoding never waits for prompts. Prompts are not starved either: each
     running one is among `max_seqs <= max_step_tokens` sequences, so at least one token of the budget is left for it.
+
+    Where states of fixed size are kept, chunks end where one is wanted, and else at the end of a page if they have one.
     """
     table = state.sequences
     pending = jnp.where(table.is_status(RUNNING) & ~waits, state.beams.pending(table), 0)
     decodes = pending == 1
     if shapes.slot_state:
         pending = jnp.minimum(pending, tokens_to_fork(table))
+    if states is not None:
+        pending = jnp.minimum(pending, tokens_to_bound(table, states, shapes.page_size))
     budget = shapes.max_step_tokens - jnp.sum(decodes, dtype=jnp.int32)
     wanted = jnp.where(decodes, 0, pending)[order]
     before = jnp.cumsum(wanted, dtype=jnp.int32) - wanted
     chunk = jnp.clip(budget - before, 0, wanted)
+    if states is not None:
+        chunk = whole_pages(table.num_computed[order], chunk, chunk < wanted, shapes.page_size)
     return jnp.where(decodes, 1, jnp.zeros_like(pending).at[order].set(chunk))
 
 

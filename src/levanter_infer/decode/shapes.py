@@ -78,7 +78,9 @@ class Shapes:
     """Whether automatic prefix caching is on."""
     slot_state: bool = False
     """Whether a layer remembers a state of fixed size per sequence (`cache.slot_state`): after all tokens that are
-    computed, and after no fewer. Forks start exactly there, and prefixes are not shared."""
+    computed, and after no fewer. Forks start exactly there."""
+    num_snapshots: int = 0
+    """States of fixed size that prefix caching keeps (`cache.state_snapshots`); 0 unless both are there."""
     scoring: ScoreShapes | None = None
     """None: prompts are not scored."""
     routing: RoutingShapes | None = None

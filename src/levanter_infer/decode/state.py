@@ -15,6 +15,7 @@ from levanter_infer.cache.memory import PoolSizes
 from levanter_infer.cache.page_table import PageTable
 from levanter_infer.cache.prefix_table import PrefixTable
 from levanter_infer.cache.score_pages import ScorePages
+from levanter_infer.cache.state_snapshots import StateSnapshots
 from levanter_infer.cache.window_pages import WindowPages
 from levanter_infer.decode.beam_table import BeamTable, NoBeams
 from levanter_infer.decode.routes import RouteTable
@@ -46,6 +47,12 @@ class Counters(eqx.Module):
     """Full pages that were computed in chunks of more than one token."""
     prefix_evictions: Int32[Array, ""]
     """Pages with a new owner whose contents could still be found."""
+    snapshots_kept: Int32[Array, ""]
+    """States of fixed size that were kept for prefix caching."""
+    snapshots_restored: Int32[Array, ""]
+    """Sequences that went on from one of them."""
+    snapshot_evictions: Int32[Array, ""]
+    """Snapshots that were replaced while their page could still be found."""
     pages_touched: Int32[Array, ""]
     """Pages that attention reads: those of the context of every row, added up over steps."""
     pages_peak: Int32[Array, ""]
@@ -75,6 +82,8 @@ class DecodeState(eqx.Module):
     counters: Counters
     windows: tuple[WindowPages, ...] = ()
     """As `Shapes.windows`."""
+    snapshots: StateSnapshots | None = None
+    """None: no states of fixed size are kept."""
 
     @staticmethod
     def init(shapes: Shapes) -> "DecodeState":
@@ -88,6 +97,7 @@ class DecodeState(eqx.Module):
             generated_share=jnp.float32(1.0),
             counters=Counters.init(),
             windows=tuple(WindowPages.init(each.window, each.num_pages, num_pages, size) for each in shapes.windows),
+            snapshots=StateSnapshots.init(shapes.num_snapshots, num_pages) if shapes.num_snapshots else None,
         )
 
     @property
@@ -112,6 +122,7 @@ def empty_cache(config, shapes: Shapes, backend: Backend, *, dtype, local_heads:
         num_pages=shapes.num_pages,
         page_size=shapes.page_size,
         num_slots=shapes.num_slots,
+        num_snapshots=shapes.num_snapshots,
         dtype=jnp.dtype(dtype),
         backend=backend,
         local_heads=local_heads,

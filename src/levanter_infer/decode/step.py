@@ -1,6 +1,7 @@
 """One step of all running sequences: schedule, copy on write, forward, sample, append."""
 
 import dataclasses
+from typing import NamedTuple
 
 import haliax as hax
 import jax
@@ -19,18 +20,28 @@ from levanter_infer.decode.admission_policy import update_length_estimate
 from levanter_infer.decode.beams import BeamRows, search
 from levanter_infer.decode.codes import ERROR, LENGTH, STOP
 from levanter_infer.decode.outputs import OutputRing
-from levanter_infer.decode.paging import fork_when_ready, forked_slots, free_pages_for_finished, leave_behind
+from levanter_infer.decode.paging import fork_origins, fork_when_ready, free_pages_for_finished, leave_behind
 from levanter_infer.decode.prefix import insert_prefix
 from levanter_infer.decode.routes import RouteTable
 from levanter_infer.decode.sampling import History, LogitStats, SampleOutput, sample, stop_match
 from levanter_infer.decode.sampling_beams import candidates, no_candidates
 from levanter_infer.decode.schedule import StepPlan, schedule
 from levanter_infer.decode.scoring import copy_scores, keep_hidden, may_insert, num_hidden, score_prompts
-from levanter_infer.decode.sequence_table import SequenceTable
 from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.snapshots import keep_states, restore_states, store_states
 from levanter_infer.decode.state import Counters, DecodeState, GenState
 from levanter_infer.kernels.loops import run_if
 from levanter_infer.layers.attention import AttentionSpec
+
+
+class StateMoves(NamedTuple):
+    """What becomes of states of fixed size at the end of a step."""
+
+    kept: Array | None
+    """Of `keep_states`."""
+    origins: Array
+    """i32[seq], the slot that each slot goes on from: another one for a fork that has started, and for a beam that
+    continues another."""
 
 
 def step(model, state: GenState, ring: OutputRing, shapes: Shapes, attention: AttentionSpec):
@@ -43,20 +54,25 @@ def step(model, state: GenState, ring: OutputRing, shapes: Shapes, attention: At
     """
     decode, plan, source, target = schedule(state.decode, shapes)
     cache, scores = copy_on_write(replace(state, decode=decode), source, target, shapes)
+    cache = restore_states(cache, plan.states)
     cache, routes, hidden = forward(model, decode, cache, state.routes, plan, shapes, attention)
     scores, hidden = score_prompts(model, decode, scores, hidden, plan, shapes)
     sampled = sample_rows(model, decode, hidden, plan, shapes)
-    before = decode.sequences
-    decode, ring = append(decode, ring, plan, sampled, shapes)
-    return GenState(decode, copy_to_forks(cache, before, decode.sequences), scores, routes), ring
+    decode, ring, moves = append(decode, ring, plan, sampled, shapes)
+    cache = copy_states(*store_states(cache, moves.kept, moves.origins))
+    return GenState(decode, cache, scores, routes), ring
 
 
-def copy_to_forks(cache: Cache, before: SequenceTable, after: SequenceTable) -> Cache:
-    """Give the forks that a step has started the state of their parents, where layers remember one."""
+def copy_states(cache: Cache, origins: Array) -> Cache:
+    """Give each slot the state of the slot that it goes on from, i32[seq], where layers remember one: forks and beams
+    go on from others."""
     if not cache.has_slots:
         return cache
-    parents, forks = forked_slots(before, after)
-    return run_if(jnp.any(forks < before.num_slots), lambda cache: cache.copy_slots(parents, forks), cache)
+    num_slots = origins.shape[0]
+    slots = jnp.arange(num_slots, dtype=jnp.int32)
+    moves = origins != slots
+    target = jnp.where(moves, slots, num_slots)
+    return run_if(jnp.any(moves), lambda cache: cache.copy_slots(origins, target), cache)
 
 
 def copy_on_write(state: GenState, source: Array, target: Array, shapes: Shapes) -> tuple[Cache, ScorePages | None]:
@@ -96,6 +112,7 @@ def forward(
     embed = model.embed
     hidden = jnp.zeros((num_hidden(shapes), embed.size), model.activation_dtype)
     whole = batch_info(state, plan, shapes)
+    snapshots, cache = cache.snapshots, cache.with_snapshots(())
     for lower, bucket in zip((0, *shapes.buckets), shapes.buckets, strict=False):
 
         def run(carry, bucket=bucket):
@@ -111,7 +128,7 @@ def forward(
 
         fits = (plan.num_tokens > lower) & (plan.num_tokens <= bucket)
         cache, routes, hidden = run_if(fits, run, (cache, routes, hidden))
-    return cache, routes, hidden
+    return cache.with_snapshots(snapshots), routes, hidden
 
 
 def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes: Shapes) -> SampleOutput:
@@ -213,8 +230,11 @@ def batch_info(state: DecodeState, plan: StepPlan, shapes: Shapes) -> PageBatchI
 
 def append(
     state: DecodeState, ring: OutputRing, plan: StepPlan, sampled: SampleOutput, shapes: Shapes
-) -> tuple[DecodeState, OutputRing]:
-    """Store the sampled tokens, end the sequences that are done, release their pages, and start forks."""
+) -> tuple[DecodeState, OutputRing, StateMoves]:
+    """Store the sampled tokens, end the sequences that are done, release their pages, and start forks.
+
+    Returns: the new state and ring, and what becomes of states of fixed size.
+    """
     table = state.sequences
     num_slots = table.num_slots
     computed = table.num_computed + plan.take
@@ -245,11 +265,14 @@ def append(
     state = leave_behind(state, table.num_computed)
     state = insert_prefix(state, shapes, may_insert(state, filled, shapes), finished & (reasons == ERROR))
     ring = ring.push(emits, slots, sampled)
+    state, kept = keep_states(state, shapes, plan.states, plan.take)
     beam_rows = BeamRows(slots, searches, sampled.candidates)
-    state, finished, reasons = search(state, shapes, beam_rows, finished, reasons)
+    state, finished, reasons, origins = search(state, shapes, beam_rows, finished, reasons)
     state = update_length_estimate(state, shapes, finished, reasons)
+    before = state.sequences
     state = fork_when_ready(state, shapes)
-    return free_pages_for_finished(state, finished, reasons), ring
+    origins = fork_origins(before, state.sequences, origins)
+    return free_pages_for_finished(state, finished, reasons), ring, StateMoves(kept, origins)
 
 
 def _counted(state: DecodeState, plan: StepPlan, computed: Array, filled: Array, generates: Array) -> Counters:

@@ -64,7 +64,10 @@ class EngineConfig:
     the processor has, by a measurement of half a second whose record stays beside the compile cache."""
     prefix_cache: bool | None = None
     """Automatic prefix caching: the pages of a shared prefix are computed once, for requests in the same batch and for
-    later ones until the pages are reused. Default: on, unless layers remember a state of fixed size per sequence."""
+    later ones until the pages are reused. Default: on."""
+    state_snapshots: int | None = None
+    """States that prefix caching keeps at the ends of prefixes, where layers remember a state of fixed size per
+    sequence (docs/architecture.md). Default: 2 * max_seqs, within a quarter of the memory left for pools."""
     window_cache: bool = True
     """Whether layers with a sliding window keep only the pages that the window reaches into, and release those behind
     it (docs/architecture.md). false: they keep all pages, like layers without."""
@@ -98,7 +101,7 @@ class EngineConfig:
     """Entries of a request's `stop_token_ids` (of up to 16 tokens each) and of its `stop`, at most."""
 
     def __post_init__(self):
-        for name in ("page_size", "max_pages", "max_seq_len", "max_step_tokens"):
+        for name in ("page_size", "max_pages", "max_seq_len", "max_step_tokens", "state_snapshots"):
             if getattr(self, name) is not None:
                 _check_whole(name, getattr(self, name), 1)
         for name in ("max_seqs", "max_round_steps"):

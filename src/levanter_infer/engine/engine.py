@@ -186,6 +186,7 @@ class InferenceEngine:
             "page_size": shapes.page_size,
             "max_pages": shapes.num_pages,
             "window_pages": {each.window: each.num_pages for each in shapes.windows},
+            "state_snapshots": shapes.num_snapshots,
             "max_seqs": shapes.max_seqs,
             "max_seq_len": shapes.max_seq_len,
             "max_step_tokens": shapes.max_step_tokens,

@@ -87,6 +87,9 @@ _DECLARED = (
     _round("prefix_misses", "pages", "filled by prompt chunks", "prefix_misses"),
     _round("prefix_hit_rate", "ratio", "hits over hits and misses", kind="gauge"),
     _round("prefix_evictions", "pages", "reused while the prefix cache could still find them", "prefix_evictions"),
+    _round("snapshots_kept", "states", "of fixed size kept at the ends of prefixes", "snapshots_kept"),
+    _round("snapshots_restored", "sequences", "that went on from such a state", "snapshots_restored"),
+    _round("snapshot_evictions", "states", "replaced while their prefix could be found", "snapshot_evictions"),
     _round("cached_pages", "pages", "in the prefix cache, in use or not", kind="gauge"),
     # Sequences and pages as the last round left them
     _round("running", "sequences", "running", kind="gauge"),

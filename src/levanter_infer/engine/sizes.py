@@ -79,6 +79,22 @@ def slots_bytes(config: DecoderConfig, num_slots: int) -> int:
     return num_slots * sum(spec.memory.entry_bytes(len(spec.layers), one) for spec in slots)
 
 
+def _num_snapshots(config: EngineConfig, arch: DecoderConfig, free_bytes: Callable[[], int]) -> int:
+    """`Shapes.num_snapshots`: by default one for each slot, within a quarter of the memory that is left for pools.
+
+    Raises: ValueError if they are configured and there is no use for them.
+    """
+    has_state, asked = not all(spec.memory.is_paged for spec in arch.pools), config.state_snapshots
+    if asked is not None and (not has_state or config.prefix_cache is False):
+        reason = "prefix_cache is false" if has_state else "no layer of this model remembers a state of fixed size"
+        raise ValueError(f"engine.state_snapshots={asked}: {reason}, so that no states are kept; leave it out")
+    if not has_state or config.prefix_cache is False:
+        return 0
+    if asked is not None:
+        return asked
+    return max(1, min(2 * config.max_seqs, free_bytes() // 4 // slots_bytes(arch, 1)))
+
+
 def resolve_shapes(
     config: EngineConfig,
     model,
@@ -109,12 +125,9 @@ def resolve_shapes(
     dtype = kv_dtype(config, model)
     each = page_bytes_of(arch, page_size, dtype)
     num_slots, slot_state = 2 * config.max_seqs, not all(spec.memory.is_paged for spec in arch.pools)
-    if slot_state and config.prefix_cache:
-        raise ValueError(
-            "engine.prefix_cache=true: layers of this model remember a state of fixed size per sequence (a recurrence "
-            "or a short convolution), which is not kept at the ends of prefixes; leave it out"
-        )
     unread_bytes += slots_bytes(arch, num_slots)
+    num_snapshots = _num_snapshots(config, arch, lambda: default_pool_bytes(unread_bytes, device_bytes))
+    snapshot_bytes = slots_bytes(arch, num_snapshots)
     shapes = Shapes(
         num_slots=num_slots,
         max_seqs=config.max_seqs,
@@ -124,8 +137,9 @@ def resolve_shapes(
         max_step_tokens=max_step_tokens,
         max_round_steps=config.max_round_steps,
         admission=config.admission,
-        prefix_cache=not slot_state if config.prefix_cache is None else config.prefix_cache,
+        prefix_cache=config.prefix_cache is not False,
         slot_state=slot_state,
+        num_snapshots=num_snapshots,
         offload=config.preempt == PreemptionPolicy.OFFLOAD,
         upload_tokens=max(MIN_UPLOAD_TOKENS, max_step_tokens),
         limits=SamplingLimits(
@@ -142,7 +156,9 @@ def resolve_shapes(
         return dataclasses.replace(sized, windows=window_shapes(config, arch, sized))
 
     num_pages = config.max_pages or _most_pages(
-        default_pool_bytes(unread_bytes, device_bytes), wanted, lambda pages: pool_bytes(of_pages(pages), each)
+        default_pool_bytes(unread_bytes, device_bytes) - snapshot_bytes,
+        wanted,
+        lambda pages: pool_bytes(of_pages(pages), each),
     )
     if num_pages < config.max_seqs and config.max_pages is None:
         raise ValueError(

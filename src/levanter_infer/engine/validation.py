@@ -38,15 +38,13 @@ class RequestLimits:
     """Entries of `stop_token_ids` and of `stop`, without end-of-sequence ids."""
     has_tokenizer: bool = False
     has_experts: bool = False
-    slot_state: bool = False
-    """As of `Shapes`."""
 
     @classmethod
     def of(
         cls, shapes: Shapes, config: "EngineConfig", *, has_tokenizer: bool = False, has_experts: bool = False
     ) -> "RequestLimits":
         """The limits of an engine with this configuration and the sizes that followed from it."""
-        sizes = ("max_seqs", "num_slots", "max_seq_len", "num_pages", "page_size", "slot_state")
+        sizes = ("max_seqs", "num_slots", "max_seq_len", "num_pages", "page_size")
         options = ("max_logprobs", "max_prompt_logprobs", "max_logit_bias", "max_stop_sequences")
         return cls(
             vocab_size=shapes.limits.vocab_size,
@@ -228,11 +226,6 @@ def _check_capacity(params: SamplingParams, prompt_len: int, limits: RequestLimi
 
 def _check_beams(num_beams: int, prompt_len: int, max_len: int, limits: RequestLimits) -> None:
     """Raises: ValueError unless a search fits alone: its beams run together, and may share the prompt's pages only."""
-    if limits.slot_state:
-        raise ValueError(
-            f"num_beams={num_beams}: layers of this model remember a state of fixed size per sequence (a recurrence or "
-            "a short convolution), and beams that continue one another share pages only; use n or best_of"
-        )
     if num_beams > limits.max_seqs:
         raise ValueError(
             f"num_beams={num_beams} exceeds engine.max_seqs={limits.max_seqs}: beams run together; raise "

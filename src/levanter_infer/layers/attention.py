@@ -1,6 +1,7 @@
 """Grouped-query attention over pages, and over a plain sequence."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from levanter_infer.kernels.rules import MASKED, ScoreRules
 from levanter_infer.layers.linear import Fusion, Linear, apply, fold_key, split_key
 from levanter_infer.layers.norm import NormConfig, RMSNorm
 from levanter_infer.layers.rotary import Rope, RopeConfig
+from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
 
 _XSA_EPS = 1e-6
 """Added to the square of a value, by which exclusive self-attention divides."""
@@ -72,6 +74,13 @@ class AttentionBlock:
     """Whether `qk_norm` follows the rotation (Hunyuan, Llama 4)."""
     qkv_clip: float | None = None
     """Queries, keys and values are clipped to ±qkv_clip, after `qk_norm` and before the rotation."""
+    v_norm: NormConfig | None = None
+    """Norm of the values of each head, without a weight; None: there is none."""
+    values_from_keys: bool = False
+    """Whether values are the projections of keys, before norm and rotation (Gemma 4)."""
+    shares_kv: bool = False
+    """Whether keys and values are those of the last earlier layer with the same memory that has its own (Gemma 4):
+    this layer projects, writes and stores none."""
     sinks: bool = False
     """Whether each query head has an attention sink (`AttentionCall.sinks`)."""
     exclusive: bool = False
@@ -89,6 +98,10 @@ class AttentionBlock:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary embedding needs an even one")
+        if self.v_norm is not None and (self.v_norm.weight or self.v_norm.bias):
+            raise ValueError("a norm of values with parameters is not implemented: no family has one")
+        if self.shares_kv and self.exclusive:
+            raise ValueError("exclusive self-attention with keys and values of another layer is not implemented")
 
     @property
     def rope_dim(self) -> int:
@@ -101,7 +114,7 @@ class AttentionBlock:
         has_weights = self.qk_norm is not None and self.qk_norm.num_parameters(self.head_dim) > 0
         return dataclasses.replace(
             self,
-            **dict.fromkeys(("rope", "window", "attention_chunk", "scale", "soft_cap", "qkv_clip")),
+            **dict.fromkeys(("rope", "window", "attention_chunk", "scale", "soft_cap", "qkv_clip", "v_norm")),
             qk_norm=self.qk_norm if has_weights else None,
             qk_norm_after_rope=False,
             exclusive=False,
@@ -111,7 +124,7 @@ class AttentionBlock:
 
     @property
     def memory(self) -> FullKv:
-        """Memory of the layer, for each sequence."""
+        """Memory of the layer, for each sequence; where it `shares_kv`, of the layer that has it."""
         if self.window is not None:
             return WindowKv(self.num_kv_heads, self.head_dim, self.window)
         return FullKv(self.num_kv_heads, self.head_dim)
@@ -127,6 +140,10 @@ class AttentionBlock:
             return "a norm over all heads, or a weight for each"
         if self.qk_norm is not None and self.qk_norm_after_rope:
             return "a norm after the rotation"
+        if self.v_norm is not None:
+            return "a norm of values"
+        if self.shares_kv:
+            return "keys and values of another layer"
         if self.exclusive or self.head_gate:
             return "exclusive self-attention" if self.exclusive else "a gate of each head"
         if self.output_gate:
@@ -137,12 +154,14 @@ class AttentionBlock:
         """From the sizes alone. Args: hidden: width of the residual stream."""
         q, kv = self.num_heads * self.head_dim, (self.num_kv_heads + self.unused_kv_heads) * self.head_dim
         all_heads = self.qk_norm_whole or self.qk_norm_by_head
-        normed = q + kv if all_heads else 2 * self.head_dim
-        norms = 0 if self.qk_norm is None else self.qk_norm.num_parameters(normed)
-        biases = (q + 2 * kv) * self.qkv_bias + hidden * self.out_bias
+        sides = 0 if self.shares_kv else 1 if self.values_from_keys else 2
+        normed = [q, kv] if all_heads else [self.head_dim] * 2
+        normed = normed[:1] if self.shares_kv else normed
+        norms = 0 if self.qk_norm is None else self.qk_norm.num_parameters(sum(normed))
+        biases = (q + sides * kv) * self.qkv_bias + hidden * self.out_bias
         of_heads = self.num_heads * (hidden * self.head_gate + self.sinks)
         gate = (hidden + self.qkv_bias) * q * self.output_gate
-        return 2 * hidden * (q + kv) + biases + norms + of_heads + gate
+        return hidden * (2 * q + sides * kv) + biases + norms + of_heads + gate
 
 
 @dataclass(frozen=True)
@@ -166,9 +185,9 @@ class Attention(eqx.Module):
 
     q_proj: Linear
     """[layers, kv_head, q_heads_per_group, head_size, embed]"""
-    k_proj: Linear
-    v_proj: Linear
-    """[layers, kv_head, head_size, embed]"""
+    k_proj: Linear | None
+    v_proj: Linear | None
+    """[layers, kv_head, head_size, embed]; None: values are those of `k_proj`, or both sides are another layer's."""
     o_proj: Linear
     """[layers, embed, kv_head, q_heads_per_group, head_size]"""
     q_norm: RMSNorm | None
@@ -178,6 +197,8 @@ class Attention(eqx.Module):
     gate."""
     sinks: NamedArray | None = None
     """[layers, kv_head, q_heads_per_group], a logit of each query head (`AttentionCall.sinks`)."""
+    shard_axis: ShardAxis = eqx.field(static=True, default=REPLICATED)
+    """How the heads are sharded."""
 
     @staticmethod
     def init(batch: Sequence[Axis], embed: Axis, block: AttentionBlock, *, key: Array | None, dtype) -> "Attention":
@@ -194,6 +215,9 @@ class Attention(eqx.Module):
             axes = axes if block.qk_norm_whole else (size,)
             return RMSNorm.init(batch, axes, config=block.qk_norm, dtype=dtype)
 
+        def side(key: Array | None) -> Linear:
+            return Linear.init(batch, (kv_heads, size), (embed,), key=key, dtype=dtype, bias=block.qkv_bias)
+
         gate = None
         if block.head_gate or block.output_gate:
             gate_key, bias = fold_key(key, 1), block.qkv_bias and block.output_gate
@@ -201,11 +225,11 @@ class Attention(eqx.Module):
             gate = Linear.init(batch, gated, (embed,), key=gate_key, dtype=dtype, bias=bias)
         return Attention(
             q_proj=Linear.init(batch, q_heads, (embed,), key=q_key, dtype=dtype, bias=block.qkv_bias),
-            k_proj=Linear.init(batch, (kv_heads, size), (embed,), key=k_key, dtype=dtype, bias=block.qkv_bias),
-            v_proj=Linear.init(batch, (kv_heads, size), (embed,), key=v_key, dtype=dtype, bias=block.qkv_bias),
+            k_proj=None if block.shares_kv else side(k_key),
+            v_proj=None if block.shares_kv or block.values_from_keys else side(v_key),
             o_proj=Linear.init(batch, (embed,), q_heads, key=o_key, dtype=dtype, bias=block.out_bias),
             q_norm=norm(q_heads),
-            k_norm=norm((kv_heads, size)),
+            k_norm=None if block.shares_kv else norm((kv_heads, size)),
             gate_proj=gate,
             sinks=hax.zeros((*batch, *q_heads[:2]), dtype=dtype) if block.sinks else None,
         )
@@ -213,15 +237,18 @@ class Attention(eqx.Module):
     def paged(
         self, x: NamedArray, around: Fusion, inputs: AttentionInputs, kv: KvPages, layer: Array, batch: PageBatchInfo
     ) -> tuple[NamedArray, KvPages]:
-        """Write the step's keys and values, then attend over the pages of each row.
+        """Write the step's keys and values, unless they are another layer's, then attend over the pages of each row.
 
         Args:
             x: [token, embed]
             layer: i32[], which layer of the pool `kv`.
         Returns: [token, embed] and the pool.
         """
-        q, k, v, *gate = self._projected(x, around, inputs)
-        q, v, kv = self._rotate_and_write((q, k, v), inputs, kv, layer, batch)
+        q, k, v, gate = self._projected(x, around, inputs)
+        if k is None or v is None:
+            q = self._rotated_queries(q, inputs).rearrange((TOKEN, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE))
+        else:
+            q, v, kv = self._rotate_and_write((q, k, v), inputs, kv, layer, batch)
         num_tokens, head_dim = q.array.shape[0], q.array.shape[3]
         call = AttentionCall(
             q=q.array.reshape(num_tokens, -1, head_dim),
@@ -233,7 +260,7 @@ class Attention(eqx.Module):
             num_seqs=batch.num_seqs.array,
             rules=self._rules(head_dim, inputs),
             kv_dtype=kv.dtype,
-            kv_heads=k.axis_size(KV_HEADS),
+            kv_heads=q.axis_size(KV_HEADS),
             page_size=batch.page_size,
             sinks=None if self.sinks is None else self.sinks.array.reshape(-1),
         )
@@ -242,65 +269,96 @@ class Attention(eqx.Module):
         attended = _grouped(attended, self.o_proj.ins[0].size)
         return apply(attended.astype(x.dtype), self.o_proj, residual=around.residual)[0], kv
 
-    def dense(self, x: NamedArray, around: Fusion, inputs: AttentionInputs) -> tuple[NamedArray, None]:
+    def dense(
+        self,
+        x: NamedArray,
+        around: Fusion,
+        inputs: AttentionInputs,
+        shared: tuple[NamedArray, NamedArray] | None = None,
+    ) -> tuple[NamedArray, tuple[NamedArray, NamedArray]]:
         """Attention that is causal within each sequence, without a cache: the whole matrix of scores at once.
 
-        Args: x: [..., position, embed], position 0 first.
-        Returns: [..., position, embed], and no state.
+        Args:
+            x: [..., position, embed], position 0 first.
+            shared: keys and values of another layer, of a block that `shares_kv`.
+        Returns: [..., position, embed], and keys and values [..., position, kv_head, head_size].
         """
-        q, k, v, *gate = self._projected(x, around, inputs)
-        q, k, own = self._rotated(q, k, v, inputs)
+        q, k, own, gate = self._projected(x, around, inputs)
         batch = tuple(axis.name for axis in x.axes[:-2])
+        if k is None or own is None:
+            assert shared is not None, "a block that shares keys and values needs those of another layer"
+            q, (keys, values) = self._rotated_queries(q, inputs), shared
+        else:
+            q, k, own = self._rotated(q, k, own, inputs)
+            keys, values = (a.rearrange((*batch, POSITION, KV_HEADS, HEAD_SIZE)) for a in (k, own))
         q = q.rearrange((*batch, POSITION, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE))
-        k, v = (a.rearrange((*batch, POSITION, KV_HEADS, HEAD_SIZE)).array for a in (k, own))
+        k, v = keys.array, values.array
         sinks = None if self.sinks is None else self.sinks.array.reshape(-1)
         attended = attend_to_all(q.array, k, v, self._rules(k.shape[-1], inputs), sinks)
         attended = _finished(NamedArray(attended, q.axes), own, gate, inputs.block)
         attended = _grouped(attended, self.o_proj.ins[0].size)
-        return apply(attended.astype(x.dtype), self.o_proj, residual=around.residual)[0], None
+        return apply(attended.astype(x.dtype), self.o_proj, residual=around.residual)[0], (keys, values)
 
-    @property
-    def _projections(self) -> list[Linear]:
-        """Those of queries, keys and values, and of the gate if there is one."""
-        maps = [self.q_proj, self.k_proj, self.v_proj]
-        return maps if self.gate_proj is None else [*maps, self.gate_proj]
+    def _projected(
+        self, x: NamedArray, around: Fusion, inputs: AttentionInputs
+    ) -> tuple[NamedArray, NamedArray | None, NamedArray | None, list[NamedArray]]:
+        """Queries, keys, values, and the gate if there is one, of the heads that the layer uses; no keys and values
+        where they are another layer's."""
+        maps = {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj, "gate": self.gate_proj}
+        maps = {name: part for name, part in maps.items() if part is not None}
+        found = dict(zip(maps, apply(x, *maps.values(), norm=around.norm), strict=True))
+        unused = inputs.block.unused_kv_heads
+        if unused or inputs.convolve_keys is not None:
+            found["k"] = self._used(found["k"], inputs.block, inputs.convolve_keys)
+        if unused:
+            found["v"] = self._used(found["v"], inputs.block)
+            for name in {"q", "gate"} & found.keys():
+                found[name] = _grouped(found[name], found["k"].axis_size(KV_HEADS))
+        keys = found.get("k")
+        return found["q"], keys, found.get("v", keys), [found["gate"]] if "gate" in found else []
 
-    def _projected(self, x: NamedArray, around: Fusion, inputs: AttentionInputs) -> list[NamedArray]:
-        """Queries, keys and values, and the gate if there is one, of the heads that the layer uses."""
-        q, k, v, *gate = apply(x, *self._projections, norm=around.norm)
-        if inputs.convolve_keys is not None:
-            k = inputs.convolve_keys(k)
-        if inputs.block.unused_kv_heads:
-            heads = inputs.block.num_kv_heads
-            k, v = k[KV_HEADS, :heads], v[KV_HEADS, :heads]
-            q, *gate = (_grouped(each, heads) for each in (q, *gate))
-        return [q, k, v, *gate]
+    def _used(
+        self, part: NamedArray, block: AttentionBlock, convolve: Callable[[NamedArray], NamedArray] | None = None
+    ) -> NamedArray:
+        """Keys or values of this device's heads among those that the layer uses, by way of all heads that are stored,
+        which every device gathers: a convolution remembers all of them everywhere.
+
+        Args: part: [..., kv_head, head_size], of the heads that this device stores.
+        """
+        *lead, heads, size = part.axes
+        assert heads.name == KV_HEADS
+        stored, used, parts = block.num_kv_heads + block.unused_kv_heads, block.num_kv_heads, self.shard_axis.parts
+        whole = self.shard_axis.all_gather(part.array, len(lead))
+        whole = NamedArray(whole[..., :: whole.shape[-2] // stored, :], (*lead, heads.resize(stored), size))
+        array = (whole if convolve is None else convolve(whole)).array[..., :used, :]
+        if parts > 1:
+            copies = parts // math.gcd(used, parts)
+            count = used * copies // parts
+            array = jnp.repeat(array, copies, axis=-2)
+            array = jax.lax.dynamic_slice_in_dim(array, self.shard_axis.index * count, count, axis=len(lead))
+        return NamedArray(array, (*lead, heads.resize(array.shape[-2]), size))
 
     def _rotated(
         self, q: NamedArray, k: NamedArray, v: NamedArray, inputs: AttentionInputs
     ) -> tuple[NamedArray, NamedArray, NamedArray]:
         """Queries, keys and values with the norms, the clipping and the rotation."""
-        rope, clip, after = inputs.rope, inputs.block.qkv_clip, inputs.block.qk_norm_after_rope
-        norms = self._norms(inputs.block)
-        if norms is not None and not after:
-            q, k = norms[0](q), norms[1](k)
-        if clip is not None:
-            q, k, v = (NamedArray(jnp.clip(each.array, -clip, clip), each.axes) for each in (q, k, v))
-        if rope is not None:
-            q, k = rope.rotate(q), rope.rotate(k)
-        if norms is not None and after:
-            q, k = norms[0](q), norms[1](k)
-        return (q if rope is None else rope.scale_queries(q)), k, v
+        block = inputs.block
+        if block.v_norm is not None:
+            v = RMSNorm(weight=None, config=block.v_norm, over=(HEAD_SIZE,))(v)
+        k = _placed(k, self._norm(self.k_norm, block), inputs)
+        return self._rotated_queries(q, inputs), k, _clipped(v, block)
 
-    def _norms(self, block: AttentionBlock) -> tuple[RMSNorm, RMSNorm] | None:
-        """Norms of queries and keys; those without weights are not stored."""
-        if self.q_norm is not None and self.k_norm is not None:
-            return self.q_norm, self.k_norm
-        if block.qk_norm is None:
-            return None
+    def _rotated_queries(self, q: NamedArray, inputs: AttentionInputs) -> NamedArray:
+        """Queries with the norm, the clipping, the rotation and the factor of their positions."""
+        q = _placed(q, self._norm(self.q_norm, inputs.block), inputs)
+        return q if inputs.rope is None else inputs.rope.scale_queries(q)
+
+    def _norm(self, own: RMSNorm | None, block: AttentionBlock) -> RMSNorm | None:
+        """The norm of queries or keys; those without weights are not stored."""
+        if own is not None or block.qk_norm is None:
+            return own
         assert not block.qk_norm_whole, "a norm over all heads without a weight is not implemented: no family has one"
-        norm = RMSNorm(weight=None, config=block.qk_norm, over=(HEAD_SIZE,))
-        return norm, norm
+        return RMSNorm(weight=None, config=block.qk_norm, over=(HEAD_SIZE,))
 
     def _rotate_and_write(
         self,
@@ -349,6 +407,22 @@ class Attention(eqx.Module):
         )
 
 
+def _placed(side: NamedArray, norm: RMSNorm | None, inputs: AttentionInputs) -> NamedArray:
+    """Queries or keys with their norm, clipped and rotated."""
+    after = inputs.block.qk_norm_after_rope
+    if norm is not None and not after:
+        side = norm(side)
+    side = _clipped(side, inputs.block)
+    side = side if inputs.rope is None else inputs.rope.rotate(side)
+    return norm(side) if norm is not None and after else side
+
+
+def _clipped(side: NamedArray, block: AttentionBlock) -> NamedArray:
+    """Queries, keys or values within the block's limit."""
+    clip = block.qkv_clip
+    return side if clip is None else NamedArray(jnp.clip(side.array, -clip, clip), side.axes)
+
+
 def attend_to_all(q: Array, k: Array, v: Array, rules: ScoreRules, sinks: Array | None = None) -> Array:
     """Attention over plain sequences, the whole matrix of scores at once.
 
@@ -381,18 +455,21 @@ def _grouped(heads: NamedArray, num_kv_heads: int) -> NamedArray:
     return NamedArray(heads.array.reshape([axis.size for axis in axes]), tuple(axes))
 
 
-def _finished(attended: NamedArray, own: NamedArray, gate: Sequence[NamedArray], block: AttentionBlock) -> NamedArray:
+def _finished(
+    attended: NamedArray, own: NamedArray | None, gate: Sequence[NamedArray], block: AttentionBlock
+) -> NamedArray:
     """The results of the heads as the output projection takes them.
 
     Args:
         attended: [..., kv_head, q_heads_per_group, head_size]
-        own: [..., kv_head, head_size], the values of the same tokens.
+        own: [..., kv_head, head_size], the values of the same tokens; None: they are another layer's.
         gate: [..., kv_head, q_heads_per_group] or as `attended`, if there is one.
     """
     if not block.exclusive and not gate:
         return attended
     wide = attended.astype(jnp.float32)
     if block.exclusive:
+        assert own is not None
         value = own.astype(jnp.float32)
         share = hax.sum(wide * value, HEAD_SIZE) / (hax.sum(value * value, HEAD_SIZE) + jnp.float32(_XSA_EPS))
         wide = wide - hax.broadcast_axis(share, value.resolve_axis(HEAD_SIZE)) * value

@@ -84,15 +84,19 @@ class Layout:
     """The sharding of a model with `num_kv_heads` heads of keys and values and `vocab_size` tokens over a mesh.
 
     Key and value heads that are fewer than the devices of `model`, or no multiple of them, are there several times, and
-    each copy serves a part of the query heads of its group.
+    each copy serves a part of the query heads of its group. Layers may have different heads: those of a weight are the
+    sizes of its axes.
     """
 
     mesh: Mesh
     """With some of the axes `data`, `model` and `expert`; arrays are whole along any others."""
     num_kv_heads: int
     q_heads_per_group: int
+    """Of the first layer with attention."""
     vocab_size: int
     num_experts: int | None = None
+    equal_heads: bool = True
+    """Whether all layers with attention have as many heads as the first."""
 
     def __post_init__(self):
         parts = self.experts.parts
@@ -112,18 +116,23 @@ class Layout:
         """
         mesh = one_device_mesh(device) if mesh is None else mesh
         group = config.num_heads // config.num_kv_heads
-        layout = Layout(mesh, config.num_kv_heads, group, config.vocab_size, config.num_experts)
-        if layout.model.parts > 1 and len(config.head_counts) > 1:
+        equal = len(config.head_counts) == 1
+        layout = Layout(mesh, config.num_kv_heads, group, config.vocab_size, config.num_experts, equal)
+        across = any(mixer.qk_norm_whole for mixer in config.kv_attention)
+        if layout.model.parts > 1 and not equal and across:
             raise ValueError(
                 f"mesh.model={layout.model.parts}: layers differ in (heads, key and value heads): "
-                f"{', '.join(map(str, config.head_counts))}, and tensor parallelism of such a model is not "
-                "implemented; use mesh.data"
+                f"{', '.join(map(str, config.head_counts))}, and tensor parallelism of such a model with norms over "
+                "all heads is not implemented; use mesh.data"
             )
-        if layout.model.parts > 1 and config.convolves_keys:
-            raise ValueError(
-                f"mesh.model={layout.model.parts}: keys pass a short convolution, and tensor parallelism of such a "
-                "model is not implemented; use mesh.data or mesh.expert"
-            )
+        for mixer in config.kv_attention:
+            used, unused = mixer.num_kv_heads, mixer.unused_kv_heads
+            if unused and any(mixer.num_heads // heads % layout.copies_of(heads) for heads in (used, used + unused)):
+                raise ValueError(
+                    f"mesh.model={layout.model.parts}: layers use {used} of {used + unused} stored key and value "
+                    f"heads, and their {mixer.num_heads} query heads cannot be shared out; use fewer devices, or "
+                    "mesh.expert"
+                )
         return layout
 
     @property
@@ -169,28 +178,36 @@ class Layout:
 
     @property
     def kv_copies(self) -> int:
-        """How often each key and value head is there."""
-        return self.model.parts // math.gcd(self.num_kv_heads, self.model.parts)
+        """How often each key and value head of the first layer with attention is there."""
+        return self.copies_of(self.num_kv_heads)
+
+    def copies_of(self, num_kv_heads: int) -> int:
+        """How often each key and value head is there, of layers that have `num_kv_heads`."""
+        return self.model.parts // math.gcd(num_kv_heads, self.model.parts)
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads of one device."""
+        """Key and value heads of one device, in the first layer with attention."""
         return self.local_kv_heads(self.num_kv_heads)
 
     def local_kv_heads(self, num_kv_heads: int) -> int:
         """Key and value heads of one device, of layers that have `num_kv_heads`."""
-        return num_kv_heads * self.kv_copies // self.model.parts
-
-    @property
-    def _padded_group(self) -> int:
-        return -(-self.q_heads_per_group // self.kv_copies) * self.kv_copies
+        return num_kv_heads * self.copies_of(num_kv_heads) // self.model.parts
 
     def head_index(self, head):
         """Which query head of the model is head `head` of this device, i32; used where a head's number has a meaning.
-        Heads that fill up a group count as the last of it."""
+        Heads that fill up a group count as the last of it.
+
+        Raises: ValueError if layers differ in their heads.
+        """
         if self.model.parts == 1:
             return head
-        per_copy = self._padded_group // self.kv_copies
+        if not self.equal_heads:
+            raise ValueError(
+                f"mesh.model={self.model.parts}: layers differ in their heads, and score_mod and mask_mod with tensor "
+                "parallelism of such a model are not implemented; leave them out, or use mesh.data"
+            )
+        per_copy = -(-self.q_heads_per_group // self.kv_copies)
         kv_head, place = self.model.index * self.kv_heads + head // per_copy, head % per_copy
         place = jnp.minimum((kv_head % self.kv_copies) * per_copy + place, self.q_heads_per_group - 1)
         return (kv_head // self.kv_copies) * self.q_heads_per_group + place
@@ -209,17 +226,19 @@ class Layout:
                 array = xp.pad(array, [(0, size - axes[place].size if i == place else 0) for i in range(array.ndim)])
                 axes[place] = axes[place].resize(size)
 
-        if KV_HEADS in names and self.kv_copies > 1:
-            heads, copies = names.index(KV_HEADS), self.kv_copies
+        num_kv_heads = axes[names.index(KV_HEADS)].size if KV_HEADS in names else self.num_kv_heads
+        if KV_HEADS in names and (copies := self.copies_of(num_kv_heads)) > 1:
+            heads = names.index(KV_HEADS)
             if Q_HEADS_PER_GROUP in names:
                 assert names.index(Q_HEADS_PER_GROUP) == heads + 1
-                fill(heads + 1, self._padded_group)
-                sizes = self.num_kv_heads * copies, self._padded_group // copies
+                per_copy = -(-axes[heads + 1].size // copies)
+                fill(heads + 1, per_copy * copies)
+                sizes = num_kv_heads * copies, per_copy
                 array = array.reshape(*array.shape[:heads], *sizes, *array.shape[heads + 2 :])
                 axes[heads + 1] = axes[heads + 1].resize(sizes[1])
             else:
                 array = xp.repeat(array, copies, axis=heads)
-            axes[heads] = axes[heads].resize(self.num_kv_heads * copies)
+            axes[heads] = axes[heads].resize(num_kv_heads * copies)
         if VOCAB in names:
             fill(names.index(VOCAB), self.vocab.padded_size)
         if MLP in names:
@@ -229,7 +248,7 @@ class Layout:
 
     def stored_range(self, axis: Axis, start: int, stop: int) -> tuple[int, int]:
         """The entries of a weight's `axis` that `fitted` puts at `start` to `stop` of it."""
-        copies = self.kv_copies if axis.name == KV_HEADS else 1
+        copies = self.copies_of(axis.size) if axis.name == KV_HEADS else 1
         return min(start // copies, axis.size), min(-(-stop // copies), axis.size)
 
     def spec(self, axes: tuple[Axis, ...]) -> PartitionSpec:

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from levanter_infer.axes import EXPERT, PANEL, PANEL_SIZE
 from levanter_infer.kernels.backend import Backend, Fuse
 from levanter_infer.kernels.call import GroupedCall, LinearCall
-from levanter_infer.kernels.xla.backend import XLA
+from levanter_infer.kernels.xla.backend import XLA, XlaBackend
 from levanter_infer.layers.activation import Activation, ClampedSwiglu
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
@@ -190,6 +190,14 @@ def prepare_tables(
     return embeddings.stored_as(rows, backend), None if logits is None else (head or embeddings).stored_as(
         logits, backend
     )
+
+
+def prepare_rows(table: Linear, backend: Backend, *, donate: bool = False) -> Linear:
+    """A table of which rows are taken and nothing else, as XLA takes them on the platform of `backend`."""
+    xla = XlaBackend(backend.platform)
+    array = xla.store(table.weight.array, *(math.prod(axis.size for axis in axes) for axes in (table.outs, table.ins)))
+    _free([table.weight.array], [array], donate)
+    return table.stored_as(array, xla)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,15 +40,20 @@ class ExpertsBlock:
     """Whether the maps of the experts have biases; the shared expert has none."""
     shared_width: int | None = None
     """Inner width of the shared expert, which every token goes through; None: there is none."""
+    norms: NormConfig | None = None
+    """Norms of the input and of the result of the experts, and of the result of the shared expert (Gemma 4); the norm
+    of the feed-forward block is that of the input of the shared expert alone. None: there are none."""
     num_shared: int | None = None
     """Shared experts of that width, each of its own tensors (GrugMoE 2); None: there is one at most."""
     latent_dim: int | None = None
     """Numbers of the latent of a token that the experts map to one of their result (GrugMoE 2); None: they see the
     residual stream."""
     latent_norm: NormConfig | None = None
-    """Norm of the latent that the experts see."""
+    """Norm of the latent that the experts see; None: there is none (Nemotron 3 Super)."""
     shared_gate: bool = False
     """Whether the result of the shared expert is multiplied by sigmoid(shared_gate(x)), one number per token."""
+    gated: bool = True
+    """As of `DenseBlock`: whether the experts, the shared one too, have a gate."""
 
     @property
     def stored(self) -> "ExpertsBlock":
@@ -59,32 +64,42 @@ class ExpertsBlock:
     def shared(self) -> DenseBlock:
         """The shared expert as a block of its own. Requires: there is one."""
         assert self.shared_width is not None and isinstance(self.activation, Activation)
-        return DenseBlock(self.shared_width, self.activation)
+        return DenseBlock(self.shared_width, self.activation, gated=self.gated)
 
     @property
     def unfused(self) -> str | None:
         """The part that no kernel fuses with a matmul; None: there is none."""
+        if self.norms is not None or self.router.norm is not None:
+            return "norms within a block of experts"
+        if not self.gated:
+            return "experts without a gate"
         return "experts with weighted inputs" if self.router.weigh_inputs else self.activation.unfused
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
         router = hidden + self.router.bias + (self.router.selection_bias is not SelectionBias.NONE)
         num_shared = 1 if self.num_shared is None else self.num_shared
-        shared = 3 * hidden * (self.shared_width or 0) * num_shared + hidden * self.shared_gate
+        shared = self._num_maps * hidden * (self.shared_width or 0) * num_shared + hidden * self.shared_gate
         latent = 2 * hidden * (self.latent_dim or 0)
         if self.latent_norm is not None:
             latent += self.latent_norm.num_parameters(self.latent_dim or 0)
-        return self.num_expert_parameters(hidden) + self.num_experts * router + shared + latent
+        norms = sum(norm.num_parameters(hidden) for norm in (self.router.norm, *[self.norms] * 3) if norm is not None)
+        router += self.router.expert_scale
+        return self.num_expert_parameters(hidden) + self.num_experts * router + shared + latent + norms
 
     def num_expert_parameters(self, hidden: int) -> int:
         """Those of the experts that are chosen from, without the router. Args: as of `num_parameters`."""
         size = self.latent_dim or hidden
-        biases = (2 * self.width + size) * self.bias
-        return self.num_experts * (3 * size * self.width + biases)
+        biases = ((self._num_maps - 1) * self.width + size) * self.bias
+        return self.num_experts * (self._num_maps * size * self.width + biases)
+
+    @property
+    def _num_maps(self) -> int:
+        return 3 if self.gated else 2
 
 
 class Moe(eqx.Module):
-    """`sum of weight · down(activation(gate(x)) · up(x))` over the experts that the router chooses.
+    """`sum of weight · down(activation(gate(x)) · up(x))` over the experts that the router chooses, or without a gate.
 
     Tokens are sorted by expert, and the backend computes a grouped matmul (`Backend.grouped_linear`), in which an
     expert without tokens costs nothing.
@@ -93,7 +108,8 @@ class Moe(eqx.Module):
 
     router: Linear
     """[layers, expert, embed]"""
-    gate_proj: Linear
+    gate_proj: Linear | None
+    """None: the experts are not gated."""
     up_proj: Linear
     """[layers, expert, mlp, embed], of experts of latents with those in the stead of embed."""
     down_proj: Linear
@@ -110,6 +126,14 @@ class Moe(eqx.Module):
     """[layers, shared_gate, embed], with one output."""
     selection_bias: NamedArray | None = None
     """f32[layers, expert], of the choice alone."""
+    router_norm: RMSNorm | None = None
+    """Norm of the router's input, if it has one of its own."""
+    expert_scale: NamedArray | None = None
+    """[layers, expert], factors of the weights."""
+    in_norm: RMSNorm | None = None
+    out_norm: RMSNorm | None = None
+    shared_out_norm: RMSNorm | None = None
+    """As `ExpertsBlock.norms`."""
     shared_experts: tuple[Mlp, ...] = ()
     """The shared experts, where a block has several."""
     latent_down: Linear | None = None
@@ -127,10 +151,10 @@ class Moe(eqx.Module):
         each, inner = (*batch, expert), embed
         latent: dict[str, Any] = {}
         if block.latent_dim is not None:
-            assert block.latent_norm is not None
             inner, (up_key, down_key) = Axis(EXPERT_LATENT, block.latent_dim), split_key(fold_key(key, 3), 2)
             latent["latent_down"] = Linear.init(batch, (inner,), (embed,), key=down_key, dtype=dtype)
-            latent["latent_norm"] = RMSNorm.init(batch, inner, config=block.latent_norm, dtype=dtype)
+            if block.latent_norm is not None:
+                latent["latent_norm"] = RMSNorm.init(batch, inner, config=block.latent_norm, dtype=dtype)
             latent["latent_up"] = Linear.init(batch, (embed,), (inner,), key=up_key, dtype=dtype)
         shared, shared_gate, several = None, None, ()
         if block.shared_width is not None and block.num_shared is not None:
@@ -141,16 +165,29 @@ class Moe(eqx.Module):
         if block.shared_gate:
             gate_key = fold_key(key, 2)
             shared_gate = Linear.init(batch, (Axis(SHARED_GATE, 1),), (embed,), key=gate_key, dtype=dtype)
+
+        def expert_map(out: Axis, into: Axis, key: Array | None) -> Linear:
+            return Linear.init(each, (out,), (into,), key=key, dtype=dtype, bias=block.bias)
+
         has_selection_bias = block.router.selection_bias is not SelectionBias.NONE
+
+        def norm(config: NormConfig | None) -> RMSNorm | None:
+            return None if config is None else RMSNorm.init(batch, embed, config=config, dtype=dtype)
+
         router_dtype = jnp.float32 if block.router.float32 else dtype
         return Moe(
             router=Linear.init(batch, (expert,), (embed,), key=router, dtype=router_dtype, bias=block.router.bias),
-            gate_proj=Linear.init(each, (mlp,), (inner,), key=gate, dtype=dtype, bias=block.bias),
-            up_proj=Linear.init(each, (mlp,), (inner,), key=up, dtype=dtype, bias=block.bias),
-            down_proj=Linear.init(each, (inner,), (mlp,), key=down, dtype=dtype, bias=block.bias),
+            gate_proj=expert_map(mlp, inner, gate) if block.gated else None,
+            up_proj=expert_map(mlp, inner, up),
+            down_proj=expert_map(inner, mlp, down),
             shared=shared,
             shared_gate=shared_gate,
             selection_bias=hax.zeros((*batch, expert), dtype=jnp.float32) if has_selection_bias else None,
+            expert_scale=hax.ones((*batch, expert), dtype=dtype) if block.router.expert_scale else None,
+            router_norm=norm(block.router.norm),
+            in_norm=norm(block.norms),
+            out_norm=norm(block.norms),
+            shared_out_norm=norm(block.norms),
             shared_experts=several,
             **latent,
         )
@@ -162,8 +199,9 @@ class Moe(eqx.Module):
         at = jax.tree.map(
             lambda part: part.at(layer, num_rows), maps, is_leaf=lambda part: isinstance(part, Linear | RMSNorm)
         )
-        bias = None if self.selection_bias is None else pick_layer(self.selection_bias, layer)
-        return dataclasses.replace(self, **at, selection_bias=bias, num_rows=num_rows)
+        numbers = {"selection_bias": self.selection_bias, "expert_scale": self.expert_scale}
+        at |= {name: pick_layer(part, layer) for name, part in numbers.items() if part is not None}
+        return dataclasses.replace(self, **at, num_rows=num_rows)
 
     def __call__(
         self, x: NamedArray, around: Fusion, block: ExpertsBlock, on_choice: Callable[[Array], None] | None = None
@@ -178,22 +216,26 @@ class Moe(eqx.Module):
         """
         embed = x.axes[-1]
         rows = NamedArray(x.array.reshape(-1, embed.size), (Axis(ROW, x.array.size // embed.size), embed))
-        chosen, weights = self._route(rows, around.norm, block)
+        in_norm = around.norm if self.in_norm is None else self.in_norm
+        chosen, weights = self._route(rows, in_norm if self.router_norm is None else self.router_norm, block)
         if on_choice is not None:
             on_choice(chosen)
-        seen, norm = self._latents(rows, around.norm), around.norm if self.latent_down is None else None
+        seen, norm = self._latents(rows, in_norm), in_norm if self.latent_down is None else None
         total = self.sums.sum_in(x.dtype, self._compute(seen, norm, chosen, weights, block)).astype(x.dtype)
         if self.latent_up is not None:
             total = apply(NamedArray(total, seen.axes), self.latent_up)[0].array
+        total = _normed(self.out_norm, total, embed)
         for shared in (*([] if self.shared is None else [self.shared]), *self.shared_experts):
-            total = total + self._share(shared, rows, around.norm, block)
+            result = self._share(shared, rows, around.norm, block)
+            total = total + _normed(self.shared_out_norm, result, embed)
         return around.after(NamedArray(total.reshape(x.array.shape), x.axes))
 
     def _latents(self, rows: NamedArray, norm: RMSNorm | None) -> NamedArray:
         """Inputs of the experts, before the norm if they are the rows [row, embed] themselves."""
-        if self.latent_down is None or self.latent_norm is None:
+        if self.latent_down is None:
             return rows
-        return self.latent_norm(apply(rows, self.latent_down, norm=norm)[0])
+        (latents,) = apply(rows, self.latent_down, norm=norm)
+        return latents if self.latent_norm is None else self.latent_norm(latents)
 
     def _share(self, shared: Mlp, rows: NamedArray, norm: RMSNorm | None, block: ExpertsBlock) -> Array:
         """Result of the shared expert [row, embed]."""
@@ -215,9 +257,12 @@ class Moe(eqx.Module):
         with jax.default_matmul_precision("highest" if router.float32 else None):
             (own,) = apply(rows, self.router, norm=norm, dtype=jnp.float32 if router.exact_logits else None)
         logits = self.experts.all_gather(own.rearrange((ROW, ...)).array.astype(jnp.float32), 1)
-        bias = None if self.selection_bias is None else self.experts.all_gather(self.selection_bias.array, 0)
+        bias, scale = (
+            None if part is None else self.experts.all_gather(part.array.astype(jnp.float32), 0)
+            for part in (self.selection_bias, self.expert_scale)
+        )
         return self._backend.by_rows(
-            lambda logits: router.choose(logits, block.num_chosen, bias), self.num_rows, logits
+            lambda logits: router.choose(logits, block.num_chosen, bias, scale), self.num_rows, logits
         )
 
     @property
@@ -250,7 +295,13 @@ class Moe(eqx.Module):
             rows, norm, source = _weighted(rows if norm is None else norm(rows), weights), None, order
             weights = jnp.ones_like(weights)
         grouped = functools.partial(apply_grouped, axis=pairs, counts=counts)
-        gate, up = grouped(rows, self.gate_proj, self.up_proj, rows=source, norm=norm)
+        gate = None
+        if self.gate_proj is not None:
+            gate, up = grouped(rows, self.gate_proj, self.up_proj, rows=source, norm=norm)
+        else:
+            assert isinstance(block.activation, Activation)
+            (up,) = grouped(rows, self.up_proj, rows=source, norm=norm)
+            up = NamedArray(block.activation(up.array), up.axes)
         down = self._biased_once(self.down_proj)
         (results,) = grouped(up, down, gate=gate, activation=block.activation, dtype=jnp.float32)
         places = jnp.zeros_like(order).at[order].set(jnp.arange(pairs.size, dtype=jnp.int32))
@@ -262,6 +313,11 @@ class Moe(eqx.Module):
             return down
         bias = jnp.where(down.shard_axis.index == 0, down.bias.array, 0)
         return dataclasses.replace(down, bias=NamedArray(bias, down.bias.axes))
+
+
+def _normed(norm: RMSNorm | None, rows: Array, embed: Axis) -> Array:
+    """[row, embed], with the norm if there is one."""
+    return rows if norm is None else norm(NamedArray(rows, (Axis(ROW, rows.shape[0]), embed))).array
 
 
 def _weighted(rows: NamedArray, weights: Array) -> NamedArray:

@@ -21,7 +21,7 @@ from haliax import NamedArray
 
 from levanter_infer.axes import HEAD_SIZE
 
-ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,14 @@ class RopeConfig:
     """One of `ROPE_KINDS`."""
     theta: float = 10000.0
     factor: float | None = None
-    """How far the context is stretched; all kinds but default (longrope: for the attention factor)."""
+    """How far the context is stretched; all kinds but default (longrope: for the attention factor; proportional: None
+    is 1)."""
     original_len: int | None = None
-    """Tokens of context before scaling; all kinds but default and linear."""
+    """Tokens of context before scaling; all kinds but default, linear and proportional."""
     attention_factor: float | None = None
     """Multiplies cos and sin; yarn and longrope, derived from `factor` where None."""
+    long_attention_factor: float | None = None
+    """longrope: the attention factor beyond the original length; None: it is the same there."""
     beta_fast: float | None = None
     beta_slow: float | None = None
     mscale: float | None = None
@@ -50,7 +53,9 @@ class RopeConfig:
     long_factor: tuple[float, ...] | None = None
     """longrope: a divisor for each frequency, half as many as there are rotated numbers."""
     partial: float = 1.0
-    """Share of a head that is rotated, its first numbers; the others pass. 0: none, and only queries are scaled."""
+    """Share of a head that is rotated, its first numbers; the others pass. 0: none, and only queries are scaled.
+    proportional: share of the frequencies of the whole head, the fastest; the others are zero, so that their pairs of
+    numbers, which are of the whole head, pass."""
     interleaved: bool = False
     """Whether pairs are neighbours (x[2i], x[2i + 1]), and not (x[i], x[i + half])."""
     query_beta: float | None = None
@@ -62,12 +67,14 @@ class RopeConfig:
     @property
     def depends_on_length(self) -> bool:
         """Whether sequences beyond `original_len` change the frequencies of all positions."""
-        return self.kind == "dynamic" or (self.kind == "longrope" and self.short_factor != self.long_factor)
+        long = self.attention_factor if self.long_attention_factor is None else self.long_attention_factor
+        differs = self.short_factor != self.long_factor or self.attention_factor != long
+        return self.kind == "dynamic" or (self.kind == "longrope" and differs)
 
     @property
     def unfused(self) -> str | None:
         """The part that no kernel fuses with the cache; None: kernels that rotate compute this rope."""
-        if self.partial != 1 or self.interleaved:
+        if rotated_share(self) != 1 or self.interleaved:
             return "a rope of a part of a head or of neighbours"
         return "queries that are scaled by their position" if self.query_beta is not None else None
 
@@ -116,7 +123,12 @@ def _query_scale(config: RopeConfig, positions: NamedArray) -> NamedArray | None
 
 def rotated_size(config: RopeConfig, head_dim: int) -> int:
     """Numbers of a head that are rotated."""
-    return int(head_dim * config.partial)
+    return int(head_dim * rotated_share(config))
+
+
+def rotated_share(config: RopeConfig) -> float:
+    """Share of a head whose numbers are pairs with a frequency, be it zero."""
+    return 1.0 if config.kind == "proportional" else config.partial
 
 
 def rotary_tables(
@@ -178,9 +190,14 @@ def frequencies(config: RopeConfig, head_dim: int, rope_len: int) -> tuple[np.nd
     if config.kind == "longrope":
         beyond = rope_len > _need(config, "original_len")
         divisors = _need(config, "long_factor" if beyond else "short_factor")
-        return _reciprocal(np.asarray(divisors, np.float32) * periods), _longrope_attention_factor(config)
+        own = config.long_attention_factor if beyond else None
+        scaling = _longrope_attention_factor(config) if own is None else own
+        return _reciprocal(np.asarray(divisors, np.float32) * periods), scaling
     if config.kind == "llama3":
         return _llama3(config, _reciprocal(periods)), 1.0
+    if config.kind == "proportional":
+        rotated = np.arange(head_dim // 2) < int(config.partial * head_dim // 2)
+        return np.where(rotated, _reciprocal(periods) / np.float32(config.factor or 1), np.float32(0)), 1.0
     return _reciprocal(periods), 1.0
 
 

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from levanter_infer.layers.norm import NormConfig
+
 
 class Score(enum.Enum):
     """Function of the logits that gives experts their weights."""
@@ -18,6 +20,8 @@ class Score(enum.Enum):
     """gpt-oss. The choice is by logits."""
     SIGMOID = "sigmoid of each logit"
     """DeepSeek-V3."""
+    SPARSEMIXER = "for each of two experts in turn, softmax over those of the others that come close"
+    """Phi-3.5-MoE. The choice is by logits. Source: arXiv:2409.12136, as it is evaluated."""
 
 
 class SelectionBias(enum.Enum):
@@ -64,6 +68,9 @@ class Router:
     """The least number by which weights are divided."""
     scale: float = 1.0
     """Factor of the weights: where they are normalized, the total of a token's weights."""
+    sparsity: float | None = None
+    """SparseMixer: an expert comes close whose logit is less than the best by at most this, as a share of the larger of
+    its magnitude and the best."""
     selection_bias: SelectionBias = SelectionBias.NONE
     groups: Groups | None = None
     bias: bool = False
@@ -72,6 +79,12 @@ class Router:
     """Whether logits stay in float32, and are not rounded to the dtype of the hidden states."""
     float32: bool = False
     """Whether the router's weights are float32 in a model of any dtype."""
+    norm: NormConfig | None = None
+    """A norm of the router's own, of the residual stream, instead of that of the experts; None: it has none."""
+    logits_scale: float = 1.0
+    """Factor of the logits."""
+    expert_scale: bool = False
+    """Whether the weight of each chosen expert is multiplied by a learnt number of the expert."""
     weigh_inputs: bool = False
     """Whether weights multiply the inputs of the experts (Llama 4), and not their results."""
 
@@ -80,17 +93,28 @@ class Router:
         """The router with neutral options that no parameter depends on."""
         has_bias = self.selection_bias is not SelectionBias.NONE
         selection_bias = SelectionBias.ON_SCORES if has_bias else SelectionBias.NONE
-        return Router(selection_bias=selection_bias, bias=self.bias, float32=self.float32)
+        return Router(
+            selection_bias=selection_bias,
+            bias=self.bias,
+            float32=self.float32,
+            norm=self.norm,
+            expert_scale=self.expert_scale,
+        )
 
-    def choose(self, logits: Array, num_chosen: int, selection_bias: Array | None) -> tuple[Array, Array]:
+    def choose(
+        self, logits: Array, num_chosen: int, selection_bias: Array | None, expert_scale: Array | None = None
+    ) -> tuple[Array, Array]:
         """The experts of each row, and their weights.
 
         Args:
             logits: f32[row, expert]
-            selection_bias: f32[expert]; None: there is none.
+            selection_bias, expert_scale: f32[expert]; None: there is none.
         Returns: i32[row, chosen] and f32[row, chosen].
         """
-        scores = self._scores(logits)
+        if self.score is Score.SPARSEMIXER:
+            assert num_chosen == 2 and self.sparsity is not None and selection_bias is expert_scale is None
+            return _sparsemixer(logits, self.sparsity)
+        scores = self._scores(logits if self.logits_scale == 1 else logits * jnp.float32(self.logits_scale))
         choice = logits if self.selection_bias is SelectionBias.ON_LOGITS else scores
         if selection_bias is not None:
             choice = choice + selection_bias[None]
@@ -101,13 +125,16 @@ class Router:
             weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if self.score is Score.SOFTMAX_OF_CHOSEN:
             weights = jax.nn.softmax(weights, axis=-1)
-        return chosen.astype(jnp.int32), self._normalized(weights)
+        weights = self._normalized(weights)
+        if expert_scale is not None:
+            weights = weights * expert_scale[chosen]
+        return chosen.astype(jnp.int32), weights
 
     def _scores(self, logits: Array) -> Array:
         match self.score:
             case Score.SOFTMAX:
                 return jax.nn.softmax(logits, axis=-1)
-            case Score.SOFTMAX_OF_CHOSEN:
+            case Score.SOFTMAX_OF_CHOSEN | Score.SPARSEMIXER:
                 return logits
             case Score.SIGMOID:
                 return jax.nn.sigmoid(logits)
@@ -118,6 +145,20 @@ class Router:
             total = total + jnp.float32(self.sum_eps) if self.sum_eps else total
             weights = weights / (jnp.maximum(total, jnp.float32(self.sum_min)) if self.sum_min else total)
         return weights if self.scale == 1 else weights * jnp.float32(self.scale)
+
+
+def _sparsemixer(logits: Array, sparsity: float) -> tuple[Array, Array]:
+    """As `Router.choose`: the two best experts, each weighed among those that come close to it; the second without the
+    first."""
+    chosen, weights = [], []
+    left = logits
+    for _ in range(2):
+        best, expert = jnp.max(left, axis=-1, keepdims=True), jnp.argmax(left, axis=-1)[:, None]
+        far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > jnp.float32(sparsity)
+        shares = jax.nn.softmax(jnp.where(far, -jnp.inf, left), axis=-1)
+        chosen, weights = [*chosen, expert], [*weights, jnp.take_along_axis(shares, expert, axis=-1)]
+        left = jnp.where(jnp.arange(left.shape[-1])[None] == expert, -jnp.inf, left)
+    return jnp.concatenate(chosen, axis=-1).astype(jnp.int32), jnp.concatenate(weights, axis=-1)
 
 
 def _of_best_groups(choice: Array, groups: Groups) -> Array:

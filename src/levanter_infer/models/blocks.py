@@ -14,6 +14,7 @@ from levanter_infer.layers.branch_conv import BranchConvBlock
 from levanter_infer.layers.delta_net import DeltaNetBlock
 from levanter_infer.layers.kimi_delta import KimiDeltaBlock
 from levanter_infer.layers.latent_attention import LatentAttentionBlock
+from levanter_infer.layers.layer_input import LayerInputBlock
 from levanter_infer.layers.mamba2 import Mamba2Block
 from levanter_infer.layers.mlp import DenseBlock
 from levanter_infer.layers.moe import ExpertsBlock
@@ -93,26 +94,47 @@ class Placement(enum.Enum):
 class Block:
     """One layer, without its parameters."""
 
-    mixer: Mixer
-    """Mixer of positions."""
-    feed_forward: DenseBlock | ExpertsBlock
+    mixer: Mixer | None
+    """Mixer of positions; None: the layer has none."""
+    feed_forward: DenseBlock | ExpertsBlock | None
+    """None: the layer is its mixer alone."""
     norm: NormConfig
     """All its norms but those inside the mixer."""
     placement: Placement = Placement.BEFORE
     residual_multiplier: float = 1.0
     """Factor of what the mixer and the feed-forward block add to the residual stream."""
+    layer_input: LayerInputBlock | None = None
+    """The layer's own input beside the residual stream (`LayerInput`); None: it has none."""
+    layer_scalar: bool = False
+    """Whether the residual stream is multiplied by a learnt number after the layer (Gemma 4)."""
     convs: BranchConvBlock | None = None
     """Short convolutions of keys and of what is added to the residual stream; None: there are none."""
 
     def __post_init__(self):
-        if self.convs is not None and self.recurrent is not None:
-            raise ValueError("short convolutions beside a recurrence in one layer are not implemented")
+        if self.convs is not None and (self.recurrent is not None or len(self.parts) < 2):
+            raise ValueError("short convolutions beside a recurrence, or in half a layer, are not implemented")
+        if len(self.parts) < 1 + self.placement.is_parallel:
+            raise ValueError(f"a layer has {len(self.parts)} of a mixer and a feed-forward block, expected more")
+
+    @property
+    def parts(self) -> tuple[Mixer | DenseBlock | ExpertsBlock, ...]:
+        """The mixer and the feed-forward block, as far as the layer has them."""
+        return tuple(part for part in (self.mixer, self.feed_forward) if part is not None)
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The norms of the layer, by the names of `DecoderLayer`."""
+        missing = ("input_norm", "mixer_out_norm") if self.mixer is None else ()
+        missing = ("mlp_norm", "mlp_out_norm") if self.feed_forward is None else missing
+        return tuple(name for name in self.placement.norms if name not in missing)
 
     @property
     def stored(self) -> "Block":
         """The block with neutral options that no parameter depends on: layers of equal ones share a stack."""
-        mixer, feed_forward = self.mixer.stored, self.feed_forward.stored
-        return dataclasses.replace(self, mixer=mixer, feed_forward=feed_forward, residual_multiplier=1.0)
+        mixer, feed_forward = self.mixer and self.mixer.stored, self.feed_forward and self.feed_forward.stored
+        own = self.layer_input and self.layer_input.stored
+        neutral = dict(mixer=mixer, feed_forward=feed_forward, layer_input=own)
+        return dataclasses.replace(self, **neutral, residual_multiplier=1.0)
 
     @property
     def attention(self) -> AttentionBlock | LatentAttentionBlock | None:
@@ -122,16 +144,22 @@ class Block:
         return self.mixer if isinstance(self.mixer, AttentionBlock | LatentAttentionBlock) else None
 
     @property
+    def shares_kv(self) -> bool:
+        """Whether the layer attends to keys and values of an earlier one (`AttentionBlock.shares_kv`)."""
+        return isinstance(self.attention, AttentionBlock) and self.attention.shares_kv
+
+    @property
     def recurrent(self) -> RecurrentBlock | None:
         """The mixer, if it remembers a state of fixed size, or its recurrence."""
         if isinstance(self.mixer, ParallelMixer):
             return self.mixer.recurrent
-        return None if isinstance(self.mixer, AttentionBlock | LatentAttentionBlock) else self.mixer
+        return self.mixer if isinstance(self.mixer, RecurrentBlock) else None
 
     @property
     def memories(self) -> tuple[Memory, ...]:
-        """The memories of the layer: at most one with pages, and one with slots."""
-        return tuple(part.memory for part in (self.attention, self.recurrent, self.convs) if part is not None)
+        """The memories of the layer: at most one with pages, unless that is an earlier layer's, and one with slots."""
+        parts = (None if self.shares_kv else self.attention, self.recurrent, self.convs)
+        return tuple(part.memory for part in parts if part is not None)
 
     @property
     def unfused(self) -> str | None:
@@ -141,15 +169,19 @@ class Block:
             return "a norm after a block"
         if self.residual_multiplier != 1:
             return "a residual multiplier"
+        if self.layer_input is not None or self.layer_scalar:
+            return "an input of each layer" if self.layer_input is not None else "a factor of each layer"
         if self.convs is not None:
             return "short convolutions"
-        return self.norm.unfused or self.mixer.unfused or self.feed_forward.unfused
+        return self.norm.unfused or next(filter(None, (part.unfused for part in self.parts)), None)
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
-        norms = len(self.placement.norms) * self.norm.num_parameters(hidden)
+        norms = len(self.norms) * self.norm.num_parameters(hidden)
+        own = 0 if self.layer_input is None else self.layer_input.num_parameters(hidden, self.norm)
         convs = 0 if self.convs is None else self.convs.num_parameters()
-        return self.mixer.num_parameters(hidden) + self.feed_forward.num_parameters(hidden) + norms + convs
+        blocks = sum(part.num_parameters(hidden) for part in self.parts)
+        return blocks + norms + convs + own + self.layer_scalar
 
 
 @dataclass(frozen=True)

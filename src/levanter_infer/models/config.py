@@ -1,16 +1,18 @@
 """`DecoderConfig`: a whole decoder, without its parameters, in one form for all families."""
 
+import bisect
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from levanter_infer.cache.cache import PoolSpec
 from levanter_infer.cache.memory import Memory
 from levanter_infer.layers.attention import AttentionBlock
-from levanter_infer.layers.branch_conv import KEYS
 from levanter_infer.layers.latent_attention import LatentAttentionBlock
+from levanter_infer.layers.mlp import DenseBlock
 from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.layers.norm import NormConfig
 from levanter_infer.layers.rotary import RopeConfig
@@ -53,6 +55,11 @@ class DecoderConfig:
         experts = {b.feed_forward.num_experts for b in self.blocks if isinstance(b.feed_forward, ExpertsBlock)}
         if len(experts) > 1:
             raise ValueError(f"layers have {' and '.join(map(str, sorted(experts)))} experts, expected one number")
+        if len({block.layer_input for block in self.blocks}) > 1:
+            raise ValueError("layers have different inputs of their own, expected the same; others are not implemented")
+        for number, block in enumerate(self.blocks):
+            if block.shares_kv and self.pools[self._shared_pool(block)].layers[0] > number:
+                raise ValueError(f"layer {number} shares keys and values, expected an earlier layer that has them")
         _ = self.groups  # raises where the layers are of too many kinds
 
     # Both are asked for at every launch of a program, so neither looks at every layer.
@@ -97,6 +104,13 @@ class DecoderConfig:
         return _places([stack.layers for stack in self.stacks])
 
     @functools.cached_property
+    def part_numbers(self) -> tuple[tuple[int, int], ...]:
+        """For every layer the numbers of its mixer and of its feed-forward block, counted together through all layers:
+        Nemotron-H calls each of them a layer."""
+        ends = itertools.accumulate(len(block.parts) for block in self.blocks)
+        return tuple((end - len(block.parts), end - 1) for end, block in zip(ends, self.blocks, strict=True))
+
+    @functools.cached_property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The rotary embeddings of all layers, each once."""
         return tuple(dict.fromkeys(mixer.rope for mixer in self.attention if mixer.rope is not None))
@@ -125,11 +139,17 @@ class DecoderConfig:
         """The attention with keys and values of the layers that have it, in order."""
         return tuple(mixer for mixer in self.attention if isinstance(mixer, AttentionBlock))
 
+    @functools.cached_property
+    def feed_forward(self) -> DenseBlock | ExpertsBlock:
+        """The feed-forward block of the first layer that has one."""
+        return next(block.feed_forward for block in self.blocks if block.feed_forward is not None)
+
     # What layers remember
 
     @functools.cached_property
     def pools(self) -> tuple[PoolSpec, ...]:
-        """The distinct memories of all layers, in the order of their first layers, each with its layers."""
+        """The distinct memories of all layers, in the order of their first layers, each with the layers that have it;
+        those that share an earlier layer's keys and values have none."""
         layers: dict[Memory, list[int]] = {}
         for number, block in enumerate(self.blocks):
             for memory in block.memories:
@@ -137,23 +157,38 @@ class DecoderConfig:
         return tuple(PoolSpec(memory, tuple(numbers)) for memory, numbers in layers.items())
 
     def remembered_at(self, layer: int, *, is_paged: bool) -> tuple[int, int]:
-        """The pool with what a layer remembers in pages, or else in slots, and the layer's index in it."""
+        """The pool with what a layer remembers in pages, or else in slots, and the layer's index in it; of a layer that
+        shares keys and values, those of the last earlier layer that has them."""
         return self._remembered[is_paged][layer]
 
     @functools.cached_property
     def _remembered(self) -> tuple[dict[int, tuple[int, int]], ...]:
         kinds = (False, True)
-        return tuple(_places([p.layers if p.memory.is_paged == kind else () for p in self.pools]) for kind in kinds)
+        slots, pages = (_places([p.layers if p.memory.is_paged == kind else () for p in self.pools]) for kind in kinds)
+        for number, block in enumerate(self.blocks):
+            if block.shares_kv:
+                pool = self._shared_pool(block)
+                pages[number] = pool, bisect.bisect(self.pools[pool].layers, number) - 1
+        return slots, pages
+
+    def _shared_pool(self, block: Block) -> int:
+        """The pool of keys and values that a block shares. Raises: ValueError if there is none."""
+        assert block.attention is not None
+        memory = block.attention.memory
+        for number, pool in enumerate(self.pools):
+            if pool.memory == memory:
+                return number
+        raise ValueError(f"a layer shares the keys and values of an earlier one with {memory}, and there is none")
+
+    @functools.cached_property
+    def shared_pools(self) -> tuple[int, ...]:
+        """The pools that layers without keys and values of their own read."""
+        return tuple(sorted({self._shared_pool(block) for block in self.blocks if block.shares_kv}))
 
     @property
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """(heads, key and value heads) of the layers, each pair once."""
         return tuple(dict.fromkeys((mixer.num_heads, mixer.num_kv_heads) for mixer in self.attention))
-
-    @property
-    def convolves_keys(self) -> bool:
-        """Whether the keys of a layer pass a short convolution."""
-        return any(KEYS in dict(block.convs.channels) for block in self.blocks if block.convs is not None)
 
     # Sizes of the first layer with attention
 
@@ -211,7 +246,15 @@ class DecoderConfig:
         counts = collections.Counter(self.blocks).items()
         layers = sum(n * block.num_parameters(self.hidden_size) for block, n in counts)
         norms = (norm for norm in (self.embedding_norm, self.norm) if norm is not None)
-        return tables + layers + sum(norm.num_parameters(self.hidden_size) for norm in norms)
+        inputs = (self.vocab_size + self.hidden_size) * self.num_layers * self.layer_input_width
+        of_inputs = inputs + self.norm.num_parameters(self.layer_input_width)
+        return tables + layers + of_inputs + sum(norm.num_parameters(self.hidden_size) for norm in norms)
+
+    @functools.cached_property
+    def layer_input_width(self) -> int:
+        """Numbers of each layer's own input; 0: layers have none."""
+        own = self.blocks[0].layer_input
+        return 0 if own is None else own.width
 
     @property
     def num_expert_parameters(self) -> int:

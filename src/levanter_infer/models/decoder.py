@@ -13,7 +13,18 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax import Array
 
-from levanter_infer.axes import EMBED, LAYERS, PERIOD, POSITION, SEQ_PAGE, VOCAB
+from levanter_infer.axes import (
+    DEPTH,
+    EMBED,
+    HEAD_SIZE,
+    KV_HEADS,
+    LAYERS,
+    PERIOD,
+    POSITION,
+    SCALAR,
+    SEQ_PAGE,
+    VOCAB,
+)
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.cache import Cache
 from levanter_infer.cache.slot_state import SlotState
@@ -24,6 +35,7 @@ from levanter_infer.layers.delta_net import DeltaNet, DeltaNetBlock
 from levanter_infer.layers.gated_norm import init_norm
 from levanter_infer.layers.kimi_delta import KimiDelta, KimiDeltaBlock
 from levanter_infer.layers.latent_attention import LatentAttention, LatentAttentionBlock
+from levanter_infer.layers.layer_input import LayerInput, LayerInputs
 from levanter_infer.layers.layout import Layout
 from levanter_infer.layers.linear import Fusion, Linear, apply, fold_key, prepare_tables, random_weight, split_key
 from levanter_infer.layers.mamba2 import Mamba2, Mamba2Block
@@ -53,15 +65,20 @@ class DecoderLayer(eqx.Module):
     input_norm: RMSNorm | None
     """Norm of the input of the mixer."""
     attention: Attention | LatentAttention | None
-    """None: the mixer is `recurrent`."""
+    """None: the mixer is `recurrent`, or there is none."""
     mlp_norm: RMSNorm | None
     """Norm of the input of the feed-forward block."""
-    mlp: Mlp | Moe
+    mlp: Mlp | Moe | None
+    """None: there is no feed-forward block."""
     mixer_out_norm: RMSNorm | None
     mlp_out_norm: RMSNorm | None
     """Norms of the outputs of the mixer and the feed-forward block."""
     recurrent: Recurrent | None = None
     """The mixer that remembers a state of fixed size."""
+    layer_input: LayerInput | None = None
+    """What adds the layer's own input to its result."""
+    layer_scalar: NamedArray | None = None
+    """[layers, scalar], a factor of the residual stream after the layer."""
     convs: BranchConvs | None = None
     """Short convolutions of keys and of what is added to the residual stream."""
 
@@ -70,13 +87,14 @@ class DecoderLayer(eqx.Module):
         """`batch`: axes of independent layers."""
         mixer_key, mlp_key = split_key(key, 2)
         feed_forward = block.feed_forward
+        mlp = None
         if isinstance(feed_forward, ExpertsBlock):
             mlp = Moe.init(batch, embed, feed_forward, key=mlp_key, dtype=dtype)
-        else:
+        elif feed_forward is not None:
             mlp = Mlp.init(batch, embed, feed_forward, key=mlp_key, dtype=dtype)
 
         def norm(name: str) -> RMSNorm | None:  # each an array of its own, so that a training step can donate them
-            names = block.placement.norms
+            names = block.norms
             if name not in names:
                 return None
             return init_norm(batch, embed, block.norm, key=key, dtype=dtype, number=names.index(name))
@@ -89,6 +107,9 @@ class DecoderLayer(eqx.Module):
             mixer_out_norm=norm("mixer_out_norm"),
             mlp_out_norm=norm("mlp_out_norm"),
             recurrent=_recurrent(batch, embed, block.recurrent, key=mixer_key, dtype=dtype),
+            layer_input=block.layer_input
+            and LayerInput.init(batch, embed, block.layer_input, block.norm, key=mlp_key, dtype=dtype),
+            layer_scalar=hax.ones((*batch, Axis(SCALAR, 1)), dtype=dtype) if block.layer_scalar else None,
             convs=block.convs and BranchConvs.init(batch, block.convs, key=fold_key(mixer_key, 2), dtype=dtype),
         )
 
@@ -104,8 +125,9 @@ class DecoderLayer(eqx.Module):
         self,
         x: NamedArray,
         block: Block,
-        mix: Callable[[NamedArray, Fusion], tuple[NamedArray, Any]],
+        mix: Callable[[NamedArray, Fusion], tuple[NamedArray, tuple[Any, ...]]],
         on_choice: Callable[[Array], None] | None = None,
+        own_input: NamedArray | None = None,
         convolve: Convolve | None = None,
     ):
         """The layer.
@@ -113,10 +135,11 @@ class DecoderLayer(eqx.Module):
         Args:
             x: [..., embed]
             block: what it computes.
-            mix: the mixer, of the residual stream and what happens around its matmuls; gives its result and a state.
+            mix: the mixer, of the residual stream and what happens around its matmuls; gives its result and its states.
             on_choice: called with the experts of each row, if the layer has some (`Moe`).
+            own_input: [..., layer_input], the layer's own input, if it has one.
             convolve: its short convolutions, if it has some.
-        Returns: [..., embed] and the mixer's state.
+        Returns: [..., embed] and the mixer's states.
         """
         multiplier = block.residual_multiplier
         mixer_after, mlp_after = self.mixer_out_norm, self.mlp_out_norm
@@ -133,14 +156,24 @@ class DecoderLayer(eqx.Module):
             result = result if after is None else after(result)
             return onto + (result if multiplier == 1 else result * jnp.asarray(multiplier, result.dtype))
 
-        mixed, state = mix(x, around(self.input_norm, mixer_after, x))
-        mixed = added(mixed, mixer_after, x)
+        mixed, states = x, tuple[Any, ...]()
+        if block.mixer is not None:
+            mixed, states = mix(x, around(self.input_norm, mixer_after, x))
+            mixed = added(mixed, mixer_after, x)
+        if self.mlp is None:
+            return mixed, states
         parallel = block.placement.is_parallel
         norm = self.input_norm if block.placement is Placement.PARALLEL else self.mlp_norm
         observed = on_choice is not None and isinstance(self.mlp, Moe)
         feed = functools.partial(self.mlp, on_choice=on_choice) if observed else self.mlp
         result = feed(x if parallel else mixed, around(norm, mlp_after, mixed), block.feed_forward)  # type: ignore[arg-type]
-        return added(result, mlp_after, mixed), state
+        result = added(result, mlp_after, mixed)
+        if self.layer_input is not None:
+            assert own_input is not None and block.layer_input is not None
+            result = self.layer_input(result, own_input, block.layer_input)
+        if self.layer_scalar is not None:
+            result = result * self.layer_scalar.array.reshape(()).astype(result.dtype)
+        return result, states
 
 
 def _attention(
@@ -185,6 +218,8 @@ class DecoderModel(eqx.Module):
     """[position, embed]: its rows are added to the embeddings; None: positions are not learnt."""
     embedding_norm: RMSNorm | None
     """Norm of the embeddings."""
+    layer_inputs: LayerInputs | None = eqx.field(kw_only=True, default=None)
+    """What gives each layer an input of its own; None: they have none."""
     config: DecoderConfig = eqx.field(static=True)
     shard_axis: ShardAxis = eqx.field(static=True, default=REPLICATED)
     """How the vocabulary is sharded."""
@@ -220,6 +255,11 @@ class DecoderModel(eqx.Module):
             position_embeddings=table(layers_key, positions) if config.learnt_positions else None,
             embedding_norm=config.embedding_norm
             and init_norm((), embed, config.embedding_norm, key=embed_key, dtype=dtype),
+            layer_inputs=LayerInputs.init(
+                vocab, config.num_layers, config.layer_input_width, embed, config.norm, key=embed_key, dtype=dtype
+            )
+            if config.layer_input_width
+            else None,
             config=config,
         )
 
@@ -287,6 +327,12 @@ class DecoderModel(eqx.Module):
             return dataclasses.replace(part, shard_axis=layout.model) if is_sharded else part
 
         stacks = jax.tree.map(sharded, self.stacks, is_leaf=lambda part: isinstance(part, Linear | Moe | RMSNorm))
+        stacks = tuple(
+            dataclasses.replace(stack, attention=dataclasses.replace(stack.attention, shard_axis=layout.model))
+            if isinstance(stack.attention, Attention)
+            else stack
+            for stack in stacks
+        )
         return dataclasses.replace(self, stacks=stacks, shard_axis=layout.model)
 
     def prepare(self, backend: Backend, *, donate: bool = False) -> "DecoderModel":
@@ -305,6 +351,8 @@ class DecoderModel(eqx.Module):
             parts,
             is_leaf=lambda part: isinstance(part, Linear),
         )
+        if self.layer_inputs is not None:
+            stored["layer_inputs"] = self.layer_inputs.prepare(backend, donate=donate)
         return dataclasses.replace(self, embeddings=embeddings, lm_head=head, **stored)
 
     def __call__(self, tokens: NamedArray, attention: AttentionSpec = PLAIN) -> NamedArray:
@@ -333,11 +381,25 @@ class DecoderModel(eqx.Module):
         positions = hax.arange(tokens.resolve_axis(POSITION), dtype=jnp.int32)
         inputs = self._inputs(positions, attention, attention.max_seq_len or num_positions)
         x = self._embed(tokens, positions)
+        own_inputs = self._layer_inputs(tokens, x)
+        carry = x, self._unshared_kv(tokens)
         for group in self.config.groups:
             places = [self.config.stored_at(group.first + offset) for offset in range(len(group.period))]
-            period = functools.partial(_plain_period, group=group, places=places, inputs=inputs)
-            x = hax.fold(period, LAYERS)(x, self._periods(group, places))
-        return x
+            period = functools.partial(_plain_period, group=group, places=places, inputs=inputs, config=self.config)
+            own = None if own_inputs is None else _by_period(own_inputs, group)
+            carry = hax.fold(period, LAYERS)(carry, self._periods(group, places), own)
+        return carry[0]
+
+    def _unshared_kv(self, tokens: NamedArray) -> dict[int, tuple[NamedArray, NamedArray]]:
+        """For each pool of which layers share keys and values, zeros in the stead of those."""
+        found = {}
+        for pool in self.config.shared_pools:
+            block = next(block for i, block in enumerate(self.config.blocks) if i in self.config.pools[pool].layers)
+            assert isinstance(block.mixer, AttentionBlock)
+            heads, size = Axis(KV_HEADS, block.mixer.num_kv_heads), Axis(HEAD_SIZE, block.mixer.head_dim)
+            zeros = hax.zeros((*tokens.axes, heads, size), dtype=self.activation_dtype)
+            found[pool] = zeros, zeros
+        return found
 
     def _periods(self, group: Group[Block], places: Sequence[tuple[int, int]]) -> dict[int, DecoderLayer]:
         """By stack, the layers that a group runs, with an axis of repeats and, where a period has several layers of the
@@ -401,7 +463,7 @@ class DecoderModel(eqx.Module):
         def one_layer(body: Body[Block], trip: Array, further: Array | int, carry):
             """The layer `further` behind the first one of a trip."""
 
-            def at(place: Callable[[int], tuple[int, int]]) -> tuple[int, Array]:
+            def at(place: Callable[[int], tuple[int, int]], further: Array | int = further) -> tuple[int, Array]:
                 """The stack or pool, and the index in it."""
                 parts, indices = zip(*map(place, body.starts), strict=True)
                 return parts[0], _index(indices, trip, further)
@@ -417,8 +479,11 @@ class DecoderModel(eqx.Module):
                 state = cache.pools[slots]
                 assert isinstance(state, SlotState) and rows is not None
                 convolve = Convolve(layer.convs, state.read(number, rows.slots, rows.is_new), rows)
+                remember = functools.partial(state.write, number, rows.slots)
             if layer.attention is not None:
-                pool, index = at(functools.partial(self.config.remembered_at, is_paged=True))
+                # Neighbours that share keys and values share those of one layer
+                place = functools.partial(self.config.remembered_at, is_paged=True)
+                pool, index = at(place, 0 if block.shares_kv else further)
                 attend = functools.partial(
                     layer.attention.paged,
                     inputs=_with_convolution(inputs(block), convolve),
@@ -437,17 +502,22 @@ class DecoderModel(eqx.Module):
                     rows=rows,  # type: ignore[arg-type]
                 )
                 pools, mixers = [*pools, pool], [*mixers, recur]
-            x, remembered = layer(x, block, _mix(block, mixers), on_choice, convolve)
+            own = None
+            if own_inputs is not None:
+                own = pick_layer(own_inputs, _index(body.starts, trip, further))
+            x, remembered = layer(x, block, _mix(block, mixers), on_choice, own, convolve)
             for pool, new in zip(pools, remembered, strict=True):
                 cache = cache.with_pool(pool, new)
             if convolve is not None:
-                cache = cache.with_pool(slots, state.write(number, rows.slots, convolve.state))
+                cache = cache.with_pool(slots, remember(convolve.state))
             if chosen is not None and isinstance(block.feed_forward, ExpertsBlock):
                 numbers = [self.config.expert_layers.index(layer) for layer in body.starts]
                 chosen = chosen.at[_index(numbers, trip, further)].set(seen.pop())
             return x, cache, chosen
 
-        carry = self._embed(batch.tokens, batch.positions), cache, chosen
+        x = self._embed(batch.tokens, batch.positions)
+        own_inputs = self._layer_inputs(batch.tokens, x)
+        carry = x, cache, chosen
         for group in self.config.groups:
             trip = functools.partial(run, group)
             if group.trips > 1:
@@ -475,9 +545,19 @@ class DecoderModel(eqx.Module):
             values = cap * jnp.tanh(values / cap)
         return NamedArray(self.vocab.without_padding(values), logits.axes)
 
+    def _take_rows(self, table: Linear, tokens: NamedArray) -> Array:
+        """Rows of a table of the vocabulary, [..., in], in the dtype of the residual stream."""
+        rows = self.shard_axis.sum(table.take_rows(self.vocab.local(tokens.array), self.dtype))
+        return rows.astype(self.activation_dtype)
+
+    def _layer_inputs(self, tokens: NamedArray, embedded: NamedArray) -> NamedArray | None:
+        """The own inputs of all layers, [depth, ..., layer_input]; None: they have none."""
+        if self.layer_inputs is None:
+            return None
+        return self.layer_inputs(embedded, lambda table: self._take_rows(table, tokens))
+
     def _embed(self, tokens: NamedArray, positions: NamedArray) -> NamedArray:
-        rows = self.shard_axis.sum(self.embeddings.take_rows(self.vocab.local(tokens.array), self.dtype))
-        rows = rows.astype(self.activation_dtype)
+        rows = self._take_rows(self.embeddings, tokens)
         if self.config.embedding_multiplier != 1:
             rows = rows * jnp.asarray(self.config.embedding_multiplier, self.dtype).astype(rows.dtype)
         embedded = NamedArray(rows, (*tokens.axes, self.embed))
@@ -513,6 +593,12 @@ class DecoderModel(eqx.Module):
         return capacity
 
 
+def _by_period(own_inputs: NamedArray, group: Group[Block]) -> NamedArray:
+    """The own inputs of a group's layers, [layers, period, ..., layer_input]. Args: own_inputs: [depth, ...]."""
+    part = own_inputs[DEPTH, group.first : group.first + group.num_layers]
+    return part.unflatten_axis(DEPTH, (Axis(LAYERS, group.repeats), Axis(PERIOD, len(group.period))))
+
+
 def _with_convolution(inputs: AttentionInputs, convolve: Convolve | None) -> AttentionInputs:
     """Inputs of attention whose keys pass a convolution, if the layer has one."""
     return inputs if convolve is None else dataclasses.replace(inputs, convolve_keys=functools.partial(convolve, KEYS))
@@ -521,7 +607,7 @@ def _with_convolution(inputs: AttentionInputs, convolve: Convolve | None) -> Att
 def _mix(block: Block, mixers: Sequence[Callable[[NamedArray, Fusion], tuple[NamedArray, Any]]]):
     """The mixer of a layer: its attention, its recurrence, or both side by side. It gives a result and their states."""
 
-    def mix(x: NamedArray, around: Fusion) -> tuple[NamedArray, tuple]:
+    def mix(x: NamedArray, around: Fusion) -> tuple[NamedArray, tuple[Any, ...]]:
         both = block.mixer if isinstance(block.mixer, ParallelMixer) else None
         inner = around if both is None else Fusion(norm=around.norm)
         results, states = zip(*(mixer(x, inner) for mixer in mixers), strict=True)
@@ -545,29 +631,42 @@ def _index(indices: Sequence[int], trip: Array, further: Array | int = 0) -> Arr
     return index if isinstance(further, int) and further == 0 else index + further
 
 
+PlainCarry = tuple[NamedArray, dict[int, tuple[NamedArray, NamedArray]]]
+"""The residual stream, and by pool the keys and values that later layers share."""
+
+
 def _plain_period(
-    x: NamedArray,
+    carry: PlainCarry,
     stacks: dict[int, DecoderLayer],
+    own_inputs: NamedArray | None,
     *,
     group: Group[Block],
     places: Sequence[tuple[int, int]],
     inputs: Callable[[Block], AttentionInputs],
-) -> NamedArray:
+    config: DecoderConfig,
+) -> PlainCarry:
     """One period of the plain forward, of what `DecoderModel._periods` gives for one repeat."""
+    x, shared = carry
     seen: collections.Counter[int] = collections.Counter()
     strides = collections.Counter(stack for stack, _ in places)
-    for block, (stack, _) in zip(group.period, places, strict=True):
-        several = strides[stack] > 1
+    for offset, (block, (stack, _)) in enumerate(zip(group.period, places, strict=True)):
+        number, several = group.first + offset, strides[stack] > 1
         layer = _map_arrays(functools.partial(_entry, seen[stack]), stacks[stack]) if several else stacks[stack]
         seen[stack] += 1
         mixers, convolve = [], None if layer.convs is None else Convolve(layer.convs)
         if layer.attention is not None:
-            with_convolution = _with_convolution(inputs(block), convolve)
-            mixers.append(functools.partial(layer.attention.dense, inputs=with_convolution))
+            attend = functools.partial(layer.attention.dense, inputs=_with_convolution(inputs(block), convolve))
+            if block.shares_kv:
+                attend = functools.partial(attend, shared=shared[config.remembered_at(number, is_paged=True)[0]])
+            mixers.append(attend)
         if layer.recurrent is not None:
             mixers.append(functools.partial(layer.recurrent.dense, block=block.recurrent))  # type: ignore[arg-type]
-        x, _ = layer(x, block, _mix(block, mixers), convolve=convolve)
-    return x
+        own = None if own_inputs is None else own_inputs[PERIOD, offset]
+        x, states = layer(x, block, _mix(block, mixers), own_input=own, convolve=convolve)
+        if shared and block.attention is not None and not block.shares_kv:
+            pool = config.remembered_at(number, is_paged=True)[0]
+            shared = {**shared, pool: states[0]} if pool in shared else shared
+    return x, shared
 
 
 def _map_arrays(function: Callable[[NamedArray], NamedArray], tree):

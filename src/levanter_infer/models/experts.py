@@ -111,14 +111,15 @@ def sparse_layers_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 
 def deepseek_experts_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    """The inverse of `read_deepseek_experts`, and the number of dense layers before them."""
+    """The keys of all feed-forward blocks: of the experts, and of the dense layers before them."""
     keys = {"first_k_dense_replace": len(dense_layers(config)), "intermediate_size": dense_width(config)}
-    experts = config.experts
-    if experts is None:
-        return keys
+    return keys if config.experts is None else {**keys, **router_to_hf(config.experts)}
+
+
+def router_to_hf(experts: ExpertsBlock) -> dict[str, Any]:
+    """The inverse of `read_deepseek_experts`."""
     groups = experts.router.groups or Groups(1, 1)
     return {
-        **keys,
         "n_routed_experts": experts.num_experts,
         "num_experts_per_tok": experts.num_chosen,
         "moe_intermediate_size": experts.width,

@@ -44,6 +44,9 @@ class Family:
     extra_layers_key: str | None = None
     """Key of the number of layers behind the last one, for multi-token prediction, whose tensors are not read."""
 
+    unread: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda raw: ()
+    """Starts of names of `tensors` that a checkpoint with this config.json may have and that are not read."""
+
     def tensor_of(self, parameter: str) -> str | None:
         """The tensor that holds a parameter, by its line of `tensors`; None: the family does not have it."""
         return next((tensor.name for tensor in self.tensors if parameter in tensor.parameters), None)
@@ -64,14 +67,15 @@ class Family:
 
         Raises: ValueError if two are the same one.
         """
-        found, unused = {}, self.unused_names(raw)
+        found, unused, unread = {}, self.unused_names(raw), self.unread(raw)
         for name in names:
             if not name.startswith(unused) and not name.endswith(self.derived):
                 prefix, instead = next((pair for pair in self.prefixes if name.startswith(pair[0])), ("", ""))
                 own = instead + name.removeprefix(prefix)
                 if own in found:
                     raise ValueError(f"tensors {found[own]!r} and {name!r} are both {own!r}; leave one out")
-                found[own] = name
+                if not own.startswith(unread):
+                    found[own] = name
         return found
 
 
@@ -250,18 +254,18 @@ def common_to_hf(config: DecoderConfig, ropes: Mapping[str, Any] | None = None) 
 
     Args: ropes: the keys of the ropes, for families that have several.
     """
-    block = config.blocks[0]
+    feed_forward = config.feed_forward
     rope = config.ropes[0] if config.ropes else RopeConfig()
     return {
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": block.feed_forward.width,
+        "intermediate_size": feed_forward.width,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": block.feed_forward.activation.value,
+        "hidden_act": feed_forward.activation.value,
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.norm.eps,
         "tie_word_embeddings": config.tie_word_embeddings,

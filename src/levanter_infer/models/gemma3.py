@@ -24,6 +24,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     hf.only("attn_logit_softcapping", None)  # HF's Gemma 3 does not apply it
     final_cap = hf.optional_number("final_logit_softcapping", None)
     window, pattern = hf.optional_count("sliding_window", 4096), hf.count("sliding_window_pattern", 6)
+    hf.only("use_qk_norm", True)  # Levanter writes it
+    hf.count("_sliding_window_pattern", 6)  # transformers writes it, and reads the other
     windows = hf.windows(sizes.num_layers, window, lambda layer: (layer + 1) % pattern != 0)
     hf.finish()
     fields = dict(qkv_bias=bias, out_bias=bias, qk_norm=sizes.norm(plus_one=True), scale=scale)

@@ -89,6 +89,7 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     block, attention = config.blocks[0], config.kv_attention[0]
     mamba = next((b.recurrent for b in config.blocks if isinstance(b.recurrent, Mamba2Block)), None)
     experts = config.experts
+    assert block.feed_forward is not None
     keys = {
         "attention_bias": attention.qkv_bias,
         "attention_multiplier": attention.scale,

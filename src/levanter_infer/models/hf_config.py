@@ -69,6 +69,7 @@ _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("factor", "attention_factor", "original_max_position_embeddings"),
     ),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "proportional": ((), ("factor",)),
 }
 """Per rope kind, the keys that it must and may have."""
 
@@ -255,20 +256,21 @@ class HfConfig:
         theta = self._shared(scaling, where, "rope_theta", theta)
         original = self._shared(scaling, where, "original_max_position_embeddings", original_len)
         share = self._shared(scaling, where, "partial_rotary_factor", default_partial)
+        beta = self._query_beta(scaling, where, original) if query_beta else None
+        kind = _rope_kind(scaling, where, aliases)
+        partial = partial or kind == "proportional"
         if share != 1 and not partial or share > 1:
             raise ValueError(
                 f"config.json: partial_rotary_factor={share!r}, expected 1{' or less' if partial else ''}: this family "
                 "rotates whole heads"
             )
-        beta = self._query_beta(scaling, where, original) if query_beta else None
-        kind = _rope_kind(scaling, where, aliases)
         if original_len is not None and kind != "longrope":
             original = None
         elif kind != "longrope" and self.raw.get("original_max_position_embeddings") is not None:
             raise self.fail("original_max_position_embeddings", f"none with rope type {kind!r}")
         if original is not None:
             scaling["original_max_position_embeddings"] = original
-        rotated = int(head_dim * share)
+        rotated = head_dim if kind == "proportional" else int(head_dim * share)
         if rotated < 2 or rotated % 2:
             raise ValueError(f"config.json: partial_rotary_factor={share!r} of head_dim={head_dim} is {rotated}, odd")
         if fixed_alpha and kind == "dynamic" and scaling.get("alpha"):
@@ -288,7 +290,13 @@ class HfConfig:
         return _number(f"config.json: {where}", "llama_4_scaling_beta", scaling.pop("llama_4_scaling_beta"))
 
     def ropes_by_kind(
-        self, head_dim: int, max_position_embeddings: int, *, theta: float, local_theta: float | None
+        self,
+        head_dim: int,
+        max_position_embeddings: int,
+        *,
+        theta: float,
+        local_theta: float | None,
+        full_head_dim: int | None = None,
     ) -> dict[str, RopeConfig]:
         """The ropes of full and of sliding layers, by the names of `layer_types`: from `rope_parameters` with an entry
         for each; or from `rope_theta` and `rope_scaling`, which then scales full layers only.
@@ -297,18 +305,20 @@ class HfConfig:
             theta: HF's default of full layers.
             local_theta: HF's default of sliding layers, whose key is `rope_local_base_freq`; None: they have that of
                 full layers.
+            full_head_dim: head size of full layers; None: they have that of sliding ones.
         """
         new = self._get("rope_parameters", None)
         default_local = theta if local_theta is None else local_theta
         if isinstance(new, dict) and set(new) & {FULL, SLIDING}:
             for key in ("rope_theta", "rope_scaling", "rope_local_base_freq"):
                 self.only(key, None)
+            neutral = {"rope_type": "default", "rope_theta": None}  # what transformers adds beside the kinds
             for key in new:
-                if key not in (FULL, SLIDING):
+                if key not in (FULL, SLIDING) and not (key in neutral and new[key] == neutral[key]):
                     raise _unknown(f"config.json: rope_parameters.{key}={new[key]!r}", key, (FULL, SLIDING))
             parts = {kind: HfConfig({"rope_parameters": new.get(kind)}) for kind in (FULL, SLIDING)}
-            thetas = {FULL: theta, SLIDING: default_local}
-            return {kind: parts[kind].rope(head_dim, max_position_embeddings, theta=thetas[kind]) for kind in parts}
+            kinds = {FULL: (full_head_dim or head_dim, theta), SLIDING: (head_dim, default_local)}
+            return {k: parts[k].rope(d, max_position_embeddings, theta=theta) for k, (d, theta) in kinds.items()}
         full = self.rope(head_dim, max_position_embeddings, theta=theta)
         local = full.theta if local_theta is None else self.number("rope_local_base_freq", local_theta)
         return {FULL: full, SLIDING: RopeConfig(theta=local)}
@@ -396,7 +406,7 @@ def parse_rope(
 
 
 def _original_len(kind: str, given, where: str, max_position_embeddings: int) -> int | None:
-    if kind in ("default", "linear"):
+    if kind in ("default", "linear", "proportional"):
         return None
     if given is None:
         return max_position_embeddings

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from levanter_infer.models.apertus import APERTUS
+from levanter_infer.models.arcee import ARCEE
 from levanter_infer.models.cohere import COHERE
 from levanter_infer.models.cohere2 import COHERE2
 from levanter_infer.models.deepseek_v2 import DEEPSEEK_V2
@@ -16,6 +17,8 @@ from levanter_infer.models.family import Family
 from levanter_infer.models.gemma import GEMMA
 from levanter_infer.models.gemma2 import GEMMA2
 from levanter_infer.models.gemma3 import GEMMA3, GEMMA3_WITH_VISION
+from levanter_infer.models.gemma4 import GEMMA4, GEMMA4_WITH_VISION
+from levanter_infer.models.glm import GLM
 from levanter_infer.models.glm4 import GLM4
 from levanter_infer.models.glm4_moe import GLM4_MOE
 from levanter_infer.models.glm4_moe_lite import GLM4_MOE_LITE
@@ -27,6 +30,7 @@ from levanter_infer.models.granitemoe import GRANITEMOE
 from levanter_infer.models.granitemoehybrid import GRANITEMOEHYBRID
 from levanter_infer.models.granitemoeshared import GRANITEMOESHARED
 from levanter_infer.models.grug_moe import GRUG_MOE
+from levanter_infer.models.helium import HELIUM
 from levanter_infer.models.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from levanter_infer.models.hunyuan_v1_moe import HUNYUAN_V1_MOE
 from levanter_infer.models.kimi_linear import KIMI_LINEAR
@@ -38,12 +42,15 @@ from levanter_infer.models.minimax_m2 import MINIMAX_M2
 from levanter_infer.models.ministral3 import MINISTRAL3
 from levanter_infer.models.mistral import MISTRAL
 from levanter_infer.models.mixtral import MIXTRAL
+from levanter_infer.models.nemotron import NEMOTRON
+from levanter_infer.models.nemotron_h import NEMOTRON_H
 from levanter_infer.models.olmo import OLMO
 from levanter_infer.models.olmo2 import OLMO2
 from levanter_infer.models.olmo3 import OLMO3
 from levanter_infer.models.olmoe import OLMOE
 from levanter_infer.models.phi import PHI
 from levanter_infer.models.phi3 import PHI3
+from levanter_infer.models.phimoe import PHIMOE
 from levanter_infer.models.qwen2 import QWEN2
 from levanter_infer.models.qwen2_moe import QWEN2_MOE
 from levanter_infer.models.qwen3 import QWEN3
@@ -57,6 +64,7 @@ from levanter_infer.models.qwen3_moe import QWEN3_MOE
 from levanter_infer.models.qwen3_next import QWEN3_NEXT
 from levanter_infer.models.seed_oss import SEED_OSS
 from levanter_infer.models.smollm3 import SMOLLM3
+from levanter_infer.models.stablelm import STABLELM
 from levanter_infer.models.starcoder2 import STARCODER2
 from levanter_infer.models.youtu import YOUTU
 
@@ -68,16 +76,23 @@ FAMILIES = {
         *(SEED_OSS, EXAONE4, MIXTRAL, GRANITEMOE, OLMOE, QWEN2_MOE),
         *(COHERE, COHERE2, GLM4, ERNIE4_5, MINISTRAL3),
         *(GPT_OSS, GLM4_MOE, MINIMAX_M2, ERNIE4_5_MOE, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, GRANITEMOESHARED),
-        LLAMA4,
-        *(LFM2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GRANITEMOEHYBRID, FALCON_H1, KIMI_LINEAR),
+        *(LLAMA4, GEMMA4, PHIMOE),
+        *(LFM2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GRANITEMOEHYBRID, FALCON_H1, NEMOTRON_H, KIMI_LINEAR),
         *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, MINICPM3, YOUTU),
         *(OLMO, APERTUS, GPT_NEOX, GPT2, PHI, STARCODER2),
+        *(GLM, HELIUM, ARCEE, NEMOTRON, STABLELM),
     )
 }
 """Families of text models, by `model_type`."""
 MULTIMODAL = {
     family.model_type: family
-    for family in (GEMMA3_WITH_VISION, LLAMA4_WITH_VISION, QWEN3_5_WITH_VISION, QWEN3_5_MOE_WITH_VISION)
+    for family in (
+        GEMMA3_WITH_VISION,
+        GEMMA4_WITH_VISION,
+        LLAMA4_WITH_VISION,
+        QWEN3_5_WITH_VISION,
+        QWEN3_5_MOE_WITH_VISION,
+    )
 }
 """Multimodal parents of which the text model is served; their configurations become those of `FAMILIES`."""
 

@@ -23,6 +23,7 @@ from levanter_infer.layers.latent_attention import LatentAttentionBlock
 from levanter_infer.layers.linear import Linear
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.models.blocks import Stack
+from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.decoder import DecoderModel
 
 _STACK = "layers."
@@ -48,7 +49,8 @@ class Tensor:
     """A line of a family's table: a tensor and the parameters that it holds."""
 
     name: str
-    """HF's name, with `{layer}` for one per layer and `{expert}` for one per expert."""
+    """HF's name, with `{layer}` for one per layer and `{expert}` for one per expert. `{mixer}` and `{feed_forward}`
+    stand for a layer by the number of that part of it (`DecoderConfig.part_numbers`)."""
     parameters: tuple[str, ...]
     """Attribute paths in `DecoderModel`, where `layers.` stands for the stack of a layer."""
     order: Order = Order.ONE_BY_ONE
@@ -59,11 +61,11 @@ class Tensor:
     unit_axes: tuple[int, int] = (0, 0)
     """Axes of size one that the tensor has before and after those of its parameters."""
     scalar: bool = False
-    """Whether the tensor is a number without axes."""
+    """Whether the tensor is a number without axes; it is also read with one axis of size one, as Levanter writes it."""
 
     def is_for(self, name: str) -> bool:
         """Whether the tensor `name` of a checkpoint is one of this line."""
-        pattern = re.escape(self.name).replace(r"\{layer\}", r"\d+").replace(r"\{expert\}", r"\d+")
+        pattern = re.sub(r"\\{(layer|mixer|feed_forward|expert)\\}", r"\\d+", re.escape(self.name))
         return re.fullmatch(pattern, name) is not None
 
 
@@ -158,6 +160,10 @@ class Parameter:
         lead = (1,) * before if self.num_experts is None else (self.num_experts,)
         return () if self.scalar else (*lead, *self.slice.tensor_shape, *(1,) * after)
 
+    def is_stored_as(self, shape: tuple[int, ...]) -> bool:
+        """Whether tensors of this shape can be read."""
+        return shape == self.tensor_shape or (self.scalar and shape == (1,))
+
     @property
     def names(self) -> tuple[str, ...]:
         """The tensors, each once."""
@@ -208,7 +214,7 @@ def _parts(model: DecoderModel, tensor: Tensor, paths: Sequence[str], stack: Sta
     rows = tuple(math.prod(axis.size for axis in array.axes[len(lead) :]) // math.prod(columns) for array in arrays)
     groups = _groups(tensor.order, rows, stack)
     assert not any(count % groups for count in rows), f"rows {rows} in {groups} groups"
-    sources = tuple(_sources(tensor, stack and stack.layers, experts))
+    sources = tuple(_sources(tensor, model.config, stack and stack.layers, experts))
     return tuple(
         Parameter(
             path=path,
@@ -256,10 +262,11 @@ def _split(owner: Any, array: NamedArray) -> tuple[tuple[Axis, ...], tuple[int, 
     return array.axes[: -owner.num_in - owner.num_out], (ins,)
 
 
-def _sources(tensor: Tensor, layers: Sequence[int] | None, experts: int | None):
+def _sources(tensor: Tensor, config: DecoderConfig, layers: Sequence[int] | None, experts: int | None):
     for layer in [None] if layers is None else layers:
+        mixer, feed_forward = (None, None) if layer is None else config.part_numbers[layer]
         for expert in [None] if experts is None else range(experts):
-            name = tensor.name.format(layer=layer, expert=expert)
+            name = tensor.name.format(layer=layer, mixer=mixer, feed_forward=feed_forward, expert=expert)
             yield Source(name, expert if tensor.stacked_experts else None)
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from levanter_infer.plan.spec import Blueprint, EngineSpec
 
 if TYPE_CHECKING:
+    from levanter_infer.cache.cache import Cache
     from levanter_infer.kernels.tpu.tiling import TileShape
 
 
@@ -18,6 +19,18 @@ class WindowFigures:
     num_pages: int
     """Window pages of a data-parallel rank."""
     page_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StateFigures:
+    """Sizes of the states of fixed size per sequence, per device."""
+
+    num_slots: int
+    """States of sequences, running or waiting, of a data-parallel rank."""
+    num_snapshots: int
+    """States that prefix caching keeps."""
+    state_bytes: int
+    """Bytes of one of them, in all layers that remember one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +69,8 @@ class Figures:
     """Sizes of a device's part of the model, for `roofline`."""
     windows: tuple[WindowFigures, ...] = ()
     """One for each sliding window whose layers have pages of their own."""
+    states: StateFigures | None = None
+    """None: no layer remembers a state of fixed size."""
 
     @property
     def known_bytes(self) -> int:
@@ -102,7 +117,16 @@ def figures_of(spec: EngineSpec) -> Figures:
             WindowFigures(each.window, each.num_pages, own)
             for each, own in zip(shapes.windows, page_bytes[1:], strict=True)
         ),
+        states=_state_figures(blueprint, state.cache),
     )
+
+
+def _state_figures(blueprint: Blueprint, cache: "Cache") -> StateFigures | None:
+    shapes, pools = blueprint.shapes, [pool for pool in cache.pools if not pool.is_paged]
+    if not pools:
+        return None
+    state_bytes = sum(blueprint.backend.device_bytes(pool) // pool.num_entries for pool in pools)
+    return StateFigures(shapes.num_slots, shapes.num_snapshots, state_bytes)
 
 
 def _model_sizes(spec: EngineSpec, blueprint: Blueprint) -> dict[str, Any]:
@@ -110,6 +134,7 @@ def _model_sizes(spec: EngineSpec, blueprint: Blueprint) -> dict[str, Any]:
     parts, expert_parts = layout.model.parts, layout.experts.parts
     itemsize = blueprint.types.dtype.itemsize
     table_bytes = config.vocab_size * config.hidden_size * itemsize // parts
+    layer_input_bytes = config.vocab_size * config.num_layers * config.layer_input_width * itemsize // parts
     loops = [group for group in config.groups if group.trips > 1]
     return {
         "parameters": config.num_parameters,
@@ -123,7 +148,7 @@ def _model_sizes(spec: EngineSpec, blueprint: Blueprint) -> dict[str, Any]:
         "experts": config.num_experts,
         "experts_per_token": config.experts.num_chosen if config.experts else 0,
         "expert_bytes": config.num_expert_parameters * itemsize // (parts * expert_parts),
-        "embedding_bytes": 0 if config.tie_word_embeddings else table_bytes,
+        "embedding_bytes": (0 if config.tie_word_embeddings else table_bytes) + layer_input_bytes,
         "head_bytes": table_bytes,
         "itemsize": itemsize,
         "parts": parts,

@@ -57,7 +57,7 @@ def _memory_table(plan: Plan, figures: Figures) -> Table:
         table.add_row(name, gib(size), f"{size / figures.memory_bytes:.1%}")
 
     row("weights", figures.weights_bytes)
-    row("pages of keys and values", figures.pool_bytes)
+    row("pages of keys and values" + ", states" * (figures.states is not None), figures.pool_bytes)
     row("tables", figures.tables_bytes)
     row("uploads", figures.upload_bytes)
     if plan.programs:
@@ -75,6 +75,12 @@ def _pages_table(figures: Figures) -> Table:
     for each in figures.windows:
         name = f"pages of layers with a window of {each.window}"
         table.add_row(name, f"{each.num_pages}, {gib(each.page_bytes)} each")
+    if figures.states is not None:
+        states = figures.states
+        found = (
+            f"{states.num_slots} of slots, {states.num_snapshots} for prefix caching, {gib(states.state_bytes)} each"
+        )
+        table.add_row("states of fixed size", found)
     table.add_row("tokens", str(figures.num_pages * figures.page_size))
     table.add_row("sequences of engine.max_seq_len that fit", f"{figures.full_seqs} of {figures.max_seq_len} tokens")
     table.add_row("engine.max_seqs", str(figures.max_seqs))

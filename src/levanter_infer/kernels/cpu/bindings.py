@@ -17,6 +17,7 @@ import importlib.metadata
 import importlib.resources
 import importlib.util
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +27,13 @@ from jax import Array
 from jax.core import Tracer
 
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall
-from levanter_infer.kernels.cpu import huge_pages
+from levanter_infer.kernels.cpu import huge_pages, sources
 
 _LIBRARY = "levanter_infer.kernels.cpu._native"
 _CALLS = ("linear", "grouped_linear", "combine", "place_tokens", "attention", "logit_stats")
 _DTYPES = (jnp.float32, jnp.bfloat16)
+_SOURCES = Path(__file__).parent / "native"
+"""Sources of the kernels, which only a checkout has."""
 _REMEDY = "install a C++17 compiler (g++ or clang++) and then levanter_infer again, beside the jaxlib that is used"
 
 
@@ -43,9 +46,11 @@ def _load() -> ctypes.CDLL | str:
     try:
         library = ctypes.CDLL(spec.origin)
         library.levanter_infer_isa.restype = ctypes.c_char_p
+        library.levanter_infer_sources.restype = ctypes.c_char_p
         library.levanter_infer_panel.argtypes = [ctypes.c_char_p]
         targets = {name: jax.ffi.pycapsule(getattr(library, name)) for name in (f"levanter_infer_{c}" for c in _CALLS)}
         built, here = library.levanter_infer_ffi_api(), _ffi_api()
+        built_from = library.levanter_infer_sources().decode()
     except (OSError, AttributeError) as error:  # of another system, or of an earlier version
         return f"they were built for another system or version ({error})"
     if built > here:  # to register them would make JAX fail when it starts
@@ -54,6 +59,8 @@ def _load() -> ctypes.CDLL | str:
             f"they were built for version {_dotted(built)} of XLA's FFI, and jaxlib {version} has {_dotted(here)}, "
             "which runs its own and older ones"
         )
+    if _SOURCES.is_dir() and built_from != sources.digest(_SOURCES):  # a checkout; they compute something else
+        return "they were built from other sources than this checkout has"
     for name, target in targets.items():
         jax.ffi.register_ffi_target(name, target, platform="cpu")
     return library

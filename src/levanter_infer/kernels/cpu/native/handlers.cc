@@ -499,6 +499,9 @@ extern "C" int levanter_infer_ffi_api() {
   return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR;
 }
 
+// Digest of the sources that this library was built from.
+extern "C" const char* levanter_infer_sources() { return LEVANTER_INFER_SOURCES; }
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_linear, levanter_infer::linear,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
