@@ -328,7 +328,7 @@ def _fill_parts(array: Array, parts: int, size: int) -> Array:
         return xp.pad(split, behind).reshape(*array.shape[:-1], parts * size)
 
     is_placed = isinstance(array, jax.Array) and not isinstance(array, Tracer)
-    return jax.jit(fill, out_shardings=array.sharding)(array) if is_placed else fill(array)
+    return jax.device_put(fill(array), array.sharding) if is_placed else fill(array)
 
 
 def _reshaped(array: Array, shape: tuple[int, ...]) -> Array:
@@ -338,7 +338,7 @@ def _reshaped(array: Array, shape: tuple[int, ...]) -> Array:
     sharding = array.sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: len(shape)]))
-    return jax.jit(lambda array: array.reshape(shape), out_shardings=sharding)(array)
+    return jax.device_put(array.reshape(shape), sharding)
 
 
 def _free(old: Sequence[Array], new: Sequence[Array], donate: bool) -> None:
