@@ -92,6 +92,8 @@ class Backend(ABC):
     """Computations that its kernels fuse; the layers compute the rest in XLA."""
     grouped_ins: ClassVar[int] = 1
     """`grouped_linear` reads weights whose inputs are filled up with zeros to a multiple of this, on each device."""
+    merges_ins: ClassVar[bool] = False
+    """Whether `linear` reads weights whose several input axes are stored as one."""
     is_batch_invariant: ClassVar[bool] = False
     """Whether what a sequence gets depends on it alone, to the bit (docs/numerics.md)."""
     pool_order: ClassVar[tuple[int, ...]] = (0, 1, 2, 3, 4)

@@ -14,6 +14,7 @@ import numpy as np
 from haliax import Axis, NamedArray
 from jax import Array
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
 from levanter_infer.axes import EXPERT, PANEL, PANEL_SIZE
 from levanter_infer.kernels.backend import Backend, Fuse
@@ -52,6 +53,8 @@ class Linear(eqx.Module):
     """Dtype of the weight before a backend stored it, as its bits or packed; None: it is as it was loaded."""
     unpadded_in: int | None = eqx.field(static=True, default=None)
     """Inputs of one device without the zeros that are stored behind them; None: there are none."""
+    merged_ins: tuple[Axis, ...] = eqx.field(static=True, default=())
+    """Input axes that are stored merged with the one before them."""
     layer: Array | None = None
     """i32[], which entry of the stack is meant; None: the weight is not one of a stack, or a scan has picked it."""
     num_rows: Array | None = None
@@ -82,12 +85,16 @@ class Linear(eqx.Module):
     def outs(self) -> tuple[Axis, ...]:
         """Axes of the outputs."""
         axes = self.weight.axes if self.packed_axes is None else self.packed_axes
-        return axes[len(axes) - self.num_in - self.num_out : len(axes) - self.num_in]
+        end = len(axes) - self.num_in + len(self.merged_ins)
+        return axes[end - self.num_out : end]
 
     @property
     def ins(self) -> tuple[Axis, ...]:
         """Axes of the inputs."""
         axes = self.weight.axes if self.packed_axes is None else self.packed_axes
+        if self.merged_ins:
+            size = axes[-1].size // math.prod(axis.size for axis in self.merged_ins)
+            return (axes[-1].resize(size), *self.merged_ins)
         ins = axes[len(axes) - self.num_in :]
         return ins if self.unpadded_in is None else (ins[0].resize(self.unpadded_in),)
 
@@ -104,7 +111,11 @@ class Linear(eqx.Module):
         given = self
         if any(axis.name == EXPERT for axis in self.weight.axes[: -self.num_in - self.num_out]):
             given = self.with_filled_ins(backend.grouped_ins)
-        sizes = (math.prod(axis.size for axis in axes) for axes in (given.outs, given.weight.axes[-self.num_in :]))
+        elif self.num_in > 1 and backend.merges_ins:
+            given = self.with_merged_ins()
+        num_outs = math.prod(axis.size for axis in given.outs)
+        of_one = given.weight.axes[len(self.weight.axes) - self.num_in - self.num_out :]
+        sizes = num_outs, math.prod(axis.size for axis in of_one) // num_outs
         stored = given.stored_as(backend.store(given.weight.array, *sizes), backend)
         _free([self.weight.array, given.weight.array], [stored.weight.array], donate)
         return stored
@@ -121,6 +132,16 @@ class Linear(eqx.Module):
         array = _fill_parts(self.weight.array, parts, filled)
         weight = NamedArray(array, (*lead, last.resize(filled * parts)))
         return dataclasses.replace(self, weight=weight, unpadded_in=size)
+
+    def with_merged_ins(self) -> "Linear":
+        """The same map with its input axes stored as one, which has the name of the first and is sharded as that."""
+        axes, array = self.weight.axes, self.weight.array
+        *lead, first = axes[: len(axes) - self.num_in + 1]
+        rest = axes[len(axes) - self.num_in + 1 :]
+        merged = first.resize(first.size * math.prod(axis.size for axis in rest))
+        shape = tuple(axis.size for axis in (*lead, merged))
+        weight = NamedArray(_reshaped(array, shape), (*lead, merged))
+        return dataclasses.replace(self, weight=weight, merged_ins=rest)
 
     def stored_as(self, array: Array, backend: Backend) -> "Linear":
         """The same map with the weight that `backend` has stored."""
@@ -350,7 +371,17 @@ def _fill_parts(array: Array, parts: int, size: int) -> Array:
         return xp.pad(split, behind).reshape(*array.shape[:-1], parts * size)
 
     is_placed = isinstance(array, jax.Array) and not isinstance(array, Tracer)
-    return jax.jit(fill, out_shardings=array.sharding)(array) if is_placed else fill(array)
+    return jax.device_put(fill(array), array.sharding) if is_placed else fill(array)
+
+
+def _reshaped(array: Array, shape: tuple[int, ...]) -> Array:
+    """The array with its last axes merged; a sharded one stays sharded over the first of them."""
+    if not isinstance(array, jax.Array) or isinstance(array, Tracer):
+        return array.reshape(shape)
+    sharding = array.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: len(shape)]))
+    return jax.device_put(array.reshape(shape), sharding)
 
 
 def _free(old: Sequence[Array], new: Sequence[Array], donate: bool) -> None:
