@@ -48,6 +48,11 @@ def case_of(model_type: str) -> str:
     return max(configs, key=lambda name: len(set(configs[name].blocks)))
 
 
+def load_config(name: str) -> DecoderConfig:
+    """The configuration of a golden case."""
+    return _configs()[name]
+
+
 def one_per_memory() -> list[str]:
     """For every combination of memories, within a layer and among layers, the first that has it of `served_names`."""
     first: dict[frozenset, str] = {}

@@ -148,11 +148,6 @@ def test_the_pure_function_forks_and_samples(name):
         assert made.token_ids[row].tolist() == [expected] * 2
 
 
-def test_batch_invariance_is_refused_by_name(engine):
-    with pytest.raises(ValueError, match='engine.numerics="batch_invariant" is not possible for a model with a'):
-        InferenceEngine(engine.model, config=EngineConfig(max_seqs=2, max_seq_len=32, numerics="batch_invariant"))
-
-
 @pytest.mark.parametrize(
     "attends, counts",
     [

@@ -229,13 +229,6 @@ class DecoderConfig:
         """None: no layer has experts."""
         return None if self.experts is None else self.experts.num_experts
 
-    @functools.cached_property
-    def unfused(self) -> str | None:
-        """A part of the model that no kernel fuses (`Block.unfused`); None: there is none, as in Llama."""
-        return next(filter(None, (block.unfused for block in dict.fromkeys(self.blocks))), None) or (
-            "a soft cap of logits" if self.logits_soft_cap is not None else None
-        )
-
     # Counts
 
     @property
