@@ -321,6 +321,15 @@ def test_published_configurations_are_read():
     assert round(nemotron.num_parameters / 1e7) == 3158
 
 
+@pytest.mark.parametrize("raw", [GRANITE_4_TINY, FALCON_H1_HALF_B, NEMOTRON_3_NANO])
+def test_unlimited_steps_are_read_as_published_and_as_transformers_writes_them(raw):
+    """transformers 5 writes a number that JSON does not have as an object."""
+    for limit in ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}], None):
+        assert config_of({**raw, "time_step_limit": limit}) == config_of(raw)
+    with pytest.raises(ValueError, match="time_step_limit="):
+        config_of({**raw, "time_step_limit": [0.001, {"__float__": "Infinity"}]})
+
+
 @pytest.mark.parametrize(
     "pattern, num_layers, num_bodies",
     [

@@ -1,5 +1,6 @@
 """Granite 4: Mamba-2 in most layers and attention in the others, a dense block or experts, Granite's multipliers."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,9 @@ from levanter_infer.models.tensors import Tensor
 
 MAMBA, LINEAR, ATTENTION = "mamba", "linear_attention", "attention"
 """Entries of `layer_types`: as published, and as transformers 5 names them."""
+
+UNLIMITED = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
+"""Values of `time_step_limit`: as published, and as transformers 5 writes them."""
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -60,8 +64,7 @@ def read_mamba(hf: HfConfig, sizes: Sizes, width: int, out_bias: bool | None = N
     if size * heads != width:
         raise hf.fail("mamba_n_heads", f"with mamba_d_head={size} numbers each, {width} together")
     hf.count("mamba_chunk_size", 256)  # how many tokens HF computes together
-    limits = hf.raw.get("time_step_limit")
-    hf.only("time_step_limit", limits if limits is None or list(limits) == [0.0, float("inf")] else None)
+    hf.only("time_step_limit", None, *UNLIMITED)
     return Mamba2Block(
         num_heads=heads,
         head_size=size,
