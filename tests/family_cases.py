@@ -58,7 +58,7 @@ def one_per_memory() -> list[str]:
     first: dict[frozenset, str] = {}
     for model_type in served_names():
         blocks = _configs()[case_of(model_type)].blocks
-        memories = frozenset(tuple(type(memory) for memory in block.memories) for block in blocks)
+        memories = frozenset(tuple(type(memory) for memory in block.memories) for block in blocks if block.memories)
         first.setdefault(memories, model_type)
     return list(first.values())
 
