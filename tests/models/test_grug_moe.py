@@ -271,7 +271,7 @@ def test_hero_stores_all_layers_alike_and_uses_fewer_heads_in_global_ones(hero):
 
 @pytest.mark.parametrize("name", ["k_proj", "v_proj"])
 def test_heads_that_a_layer_leaves_out_change_nothing(name, hero):
-    """Of a global layer those behind the first two; of a local one all four count."""
+    """A global layer ignores the heads behind its first two; in a local one all four count."""
     prompt = HERO.prompts[-1]
 
     def moved(layer: int, head: int) -> float:
