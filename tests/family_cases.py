@@ -34,7 +34,7 @@ OTHERS = ("grug_moe_hero",)
 
 
 def served_names() -> list[str]:
-    """What tests of all families run over: families, and cases of `OTHERS`."""
+    """Names that tests of all families run over: families, and cases of `OTHERS`."""
     return sorted({*FAMILIES, *OTHERS})
 
 

@@ -209,8 +209,9 @@ def test_other_chunks_and_pages_are_the_same(served):
 
 @pytest.mark.slow
 def test_meshes_are_one_device(served):
-    experts = served.model.config.num_experts
-    meshes = ["data2", "model2", *(["expert2"] if experts and experts % 2 == 0 else [])]
+    config = served.model.config
+    experts, sharded = config.num_experts, config.unsharded_heads is None
+    meshes = ["data2", *["model2"] * sharded, *(["expert2"] if experts and experts % 2 == 0 else [])]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.family_runs", served.case.name, *meshes],
         cwd=Path(__file__).resolve().parents[2],

@@ -271,7 +271,7 @@ def test_hero_stores_all_layers_alike_and_uses_fewer_heads_in_global_ones(hero):
 
 @pytest.mark.parametrize("name", ["k_proj", "v_proj"])
 def test_heads_that_a_layer_leaves_out_change_nothing(name, hero):
-    """Of a global layer those behind the first two; of a local one all four count."""
+    """A global layer ignores the heads behind its first two; in a local one all four count."""
     prompt = HERO.prompts[-1]
 
     def moved(layer: int, head: int) -> float:
@@ -318,8 +318,11 @@ def test_the_options_of_hero_are_written_as_they_were_read(changes):
     assert config_from_hf(config_to_hf(config)) == config
 
 
-def test_a_mesh_that_would_fill_up_groups_of_query_heads_is_refused():
-    config = config_from_hf(HERO.config)
-    with pytest.raises(ValueError, match="mesh.model=8: layers use 2 of 4 stored key and value heads, and their 12"):
-        Layout.of(jax.sharding.AbstractMesh((8,), ("model",)), config)
-    assert Layout.of(jax.sharding.AbstractMesh((2,), ("model",)), config).local_kv_heads(2) == 1
+def test_a_mesh_that_shards_heads_is_refused():
+    """Where keys pass a convolution, or layers leave out heads; other convolutions are of replicated numbers."""
+    mesh, others = jax.sharding.AbstractMesh((2,), ("model",)), {"sconv_sites": ["mlp", "attn"]}
+    with pytest.raises(ValueError, match="mesh.model=2: keys pass a short convolution"):
+        Layout.of(mesh, config_from_hf({**HERO.config, "global_kv_heads": 4}))
+    with pytest.raises(ValueError, match="mesh.model=2: layers leave out some heads of keys"):
+        Layout.of(mesh, config_from_hf({**HERO.config, **others}))
+    Layout.of(mesh, config_from_hf({**HERO.config, **others, "global_kv_heads": 4}))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,6 @@ from levanter_infer.kernels.rules import MASKED, ScoreRules
 from levanter_infer.layers.linear import Fusion, Linear, apply, fold_key, split_key
 from levanter_infer.layers.norm import NormConfig, RMSNorm
 from levanter_infer.layers.rotary import Rope, RopeConfig
-from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
 
 _XSA_EPS = 1e-6
 """Added to the square of a value, by which exclusive self-attention divides."""
@@ -207,8 +205,6 @@ class Attention(eqx.Module):
     gate."""
     sinks: NamedArray | None = None
     """[layers, kv_head, q_heads_per_group], a logit of each query head (`AttentionCall.sinks`)."""
-    shard_axis: ShardAxis = eqx.field(static=True, default=REPLICATED)
-    """How the heads are sharded."""
 
     @staticmethod
     def init(batch: Sequence[Axis], embed: Axis, block: AttentionBlock, *, key: Array | None, dtype) -> "Attention":
@@ -317,36 +313,14 @@ class Attention(eqx.Module):
         maps = {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj, "gate": self.gate_proj}
         maps = {name: part for name, part in maps.items() if part is not None}
         found = dict(zip(maps, apply(x, *maps.values(), norm=around.norm), strict=True))
-        unused = inputs.block.unused_kv_heads
-        if unused or inputs.convolve_keys is not None:
-            found["k"] = self._used(found["k"], inputs.block, inputs.convolve_keys)
-        if unused:
-            found["v"] = self._used(found["v"], inputs.block)
-            for name in {"q", "gate"} & found.keys():
-                found[name] = _grouped(found[name], found["k"].axis_size(KV_HEADS))
+        if inputs.convolve_keys is not None:
+            found["k"] = inputs.convolve_keys(found["k"])
+        if inputs.block.unused_kv_heads:
+            heads = inputs.block.num_kv_heads
+            for name, part in found.items():
+                found[name] = part[KV_HEADS, :heads] if name in ("k", "v") else _grouped(part, heads)
         keys = found.get("k")
         return found["q"], keys, found.get("v", keys), [found["gate"]] if "gate" in found else []
-
-    def _used(
-        self, part: NamedArray, block: AttentionBlock, convolve: Callable[[NamedArray], NamedArray] | None = None
-    ) -> NamedArray:
-        """Keys or values of this device's heads among those that the layer uses, by way of all heads that are stored,
-        which every device gathers: a convolution remembers all of them everywhere.
-
-        Args: part: [..., kv_head, head_size], of the heads that this device stores.
-        """
-        *lead, heads, size = part.axes
-        assert heads.name == KV_HEADS
-        stored, used, parts = block.num_kv_heads + block.unused_kv_heads, block.num_kv_heads, self.shard_axis.parts
-        whole = self.shard_axis.all_gather(part.array, len(lead))
-        whole = NamedArray(whole[..., :: whole.shape[-2] // stored, :], (*lead, heads.resize(stored), size))
-        array = (whole if convolve is None else convolve(whole)).array[..., :used, :]
-        if parts > 1:
-            copies = parts // math.gcd(used, parts)
-            count = used * copies // parts
-            array = jnp.repeat(array, copies, axis=-2)
-            array = jax.lax.dynamic_slice_in_dim(array, self.shard_axis.index * count, count, axis=len(lead))
-        return NamedArray(array, (*lead, heads.resize(array.shape[-2]), size))
 
     def _rotated(
         self, q: NamedArray, k: NamedArray, v: NamedArray, inputs: AttentionInputs

@@ -125,14 +125,11 @@ class Layout:
                 f"{', '.join(map(str, config.head_counts))}, and tensor parallelism of such a model with norms over "
                 "all heads is not implemented; use mesh.data"
             )
-        for mixer in config.kv_attention:
-            used, unused = mixer.num_kv_heads, mixer.unused_kv_heads
-            if unused and any(mixer.num_heads // heads % layout.copies_of(heads) for heads in (used, used + unused)):
-                raise ValueError(
-                    f"mesh.model={layout.model.parts}: layers use {used} of {used + unused} stored key and value "
-                    f"heads, and their {mixer.num_heads} query heads cannot be shared out; use fewer devices, or "
-                    "mesh.expert"
-                )
+        if layout.model.parts > 1 and config.unsharded_heads is not None:
+            raise ValueError(
+                f"mesh.model={layout.model.parts}: {config.unsharded_heads}, and tensor parallelism of such a model is "
+                "not implemented; use mesh.data or mesh.expert"
+            )
         return layout
 
     @property

@@ -120,7 +120,7 @@ def block(state: Array, x: TokenInputs) -> tuple[Array, Array]:
     decay = jnp.exp(between)  # [head, token, earlier token, key_size or 1]
 
     def products(left: Array) -> Array:
-        """Of each token with each, whose key has decayed in between; anything for later ones."""
+        """Each token's dot products with keys of earlier ones, decayed in between; anything for later ones."""
         if x.is_by_channel:
             return jnp.sum(left[:, :, None] * k[:, None] * decay, axis=-1)
         return decay[..., 0] * _matmul("htk,hsk->hts", left, k)

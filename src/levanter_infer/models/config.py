@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from levanter_infer.cache.cache import PoolSpec
 from levanter_infer.cache.memory import Memory
 from levanter_infer.layers.attention import AttentionBlock
+from levanter_infer.layers.branch_conv import KEYS
 from levanter_infer.layers.latent_attention import LatentAttentionBlock
 from levanter_infer.layers.mlp import DenseBlock
 from levanter_infer.layers.moe import ExpertsBlock
@@ -189,6 +190,13 @@ class DecoderConfig:
     def head_counts(self) -> tuple[tuple[int, int], ...]:
         """(heads, key and value heads) of the layers, each pair once."""
         return tuple(dict.fromkeys((mixer.num_heads, mixer.num_kv_heads) for mixer in self.attention))
+
+    @property
+    def unsharded_heads(self) -> str | None:
+        """Why the heads of keys and values cannot be sharded over devices; None: they can."""
+        if any(KEYS in dict(block.convs.channels) for block in self.blocks if block.convs is not None):
+            return "keys pass a short convolution"
+        return "layers leave out some heads of keys" if any(a.unused_kv_heads for a in self.kv_attention) else None
 
     # Sizes of the first layer with attention
 

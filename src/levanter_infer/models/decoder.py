@@ -354,12 +354,6 @@ class DecoderModel(eqx.Module):
             return dataclasses.replace(part, shard_axis=layout.model) if is_sharded else part
 
         stacks = jax.tree.map(sharded, self.stacks, is_leaf=lambda part: isinstance(part, Linear | Moe | RMSNorm))
-        stacks = tuple(
-            dataclasses.replace(stack, attention=dataclasses.replace(stack.attention, shard_axis=layout.model))
-            if isinstance(stack.attention, Attention)
-            else stack
-            for stack in stacks
-        )
         return dataclasses.replace(self, stacks=stacks, shard_axis=layout.model)
 
     def prepare(self, backend: Backend, *, donate: bool = False) -> "DecoderModel":
