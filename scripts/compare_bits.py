@@ -4,6 +4,7 @@ Samples, beam searches, and samples that go on from one another; preempted, and 
 memory and back.
 
     python scripts/compare_bits.py --comparisons 10000
+    python scripts/compare_bits.py --family gemma2 --comparisons 1500
     python scripts/compare_bits.py --digest      # SHA-256 of what each engine gives, to compare two versions
 
 Prints one JSON line, and exits with 1 if any comparison fails. `--digest` prints a line per backend and configuration
@@ -16,14 +17,20 @@ import collections
 import hashlib
 import json
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.engine.comparisons import Resampling, all_kinds, expected, make_engine, serve  # noqa: E402
+from tests.family_cases import case_of  # noqa: E402
+from tests.golden_cases import load_case, write_checkpoint  # noqa: E402
+
+from levanter_infer.checkpoints.load import load_model  # noqa: E402
 
 CONFIGS = (
     dict(max_seqs=8, page_size=4, max_step_tokens=16, max_pages=26),
@@ -42,17 +49,21 @@ def main() -> int:
     parser.add_argument("--comparisons", type=int, default=10000)
     parser.add_argument("--requests", type=int, default=250, help="in each round of comparisons; default 250")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--family", help="a family of the registry, by its golden case; default: the tiny Llama")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--digest", action="store_true", help="digests of one round of comparisons per engine")
     args = parser.parse_args()
     if args.digest:
         return digests(args.dtype, args.requests, args.seed)
     start, compared, differing, rounds = time.time(), 0, 0, 0
-    alone = make_engine(args.dtype, with_beams=True, max_seqs=4, page_size=8, max_step_tokens=256, prefix_cache=False)
-    engines = [make_engine(args.dtype, with_beams=True, **config) for config in CONFIGS]
+    some = family(args.family, args.dtype) if args.family else {"with_beams": True}
+    alone = make_engine(args.dtype, **some, max_seqs=4, page_size=8, max_step_tokens=256, prefix_cache=False)
+    engines = [make_engine(args.dtype, **some, **{"prefix_cache": None, **config}) for config in CONFIGS]
     rng, kinds = np.random.default_rng(args.seed), collections.Counter()
     while compared < args.comparisons:
         cases = all_kinds(args.requests, seed=args.seed + rounds)
+        if args.family:  # not every family has searches
+            cases = [each for each in cases if isinstance(each, Resampling) or each.sampling.num_beams == 1]
         plain = {id(case): expected(alone, case, None) for case in cases if not isinstance(case, Resampling)}
         for engine in engines:
             if rng.random() < _COLD:
@@ -66,9 +77,16 @@ def main() -> int:
         rounds += 1
     names = ("preemptions", "offloaded_pages", "prefix_hits", "forks", "copied_pages")
     totals = {name: sum(engine.stats()[name] for engine in engines) for name in names}
-    line = {"compared": compared, "differing": differing, **kinds, **totals, "dtype": args.dtype}
+    line = {"compared": compared, "differing": differing, **kinds, **totals, "dtype": args.dtype, "family": args.family}
     print(json.dumps({**line, "seconds": round(time.time() - start)}))
     return 1 if differing else 0
+
+
+def family(name: str, dtype: str) -> dict[str, Any]:
+    """The model of a family's golden case, as an argument of `make_engine`."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = write_checkpoint(Path(directory), load_case(case_of(name)))
+        return {"model": load_model(path, dtype=dtype)[0]}
 
 
 def digests(dtype: str, num_requests: int, seed: int) -> int:

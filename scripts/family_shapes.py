@@ -86,6 +86,7 @@ SHAPES: dict[str, tuple[AttentionShape, ...]] = {
     "qwen2_moe": _heads((16, 16, 128), (28, 4, 128)),
     "cohere": _heads((64, 64, 128), (64, 8, 128), (96, 8, 128)),
     "cohere2": _with_and_without(4096, (32, 8, 128), (96, 8, 128)),
+    "glm": _heads((32, 2, 128)),
     "glm4": _heads((32, 2, 128), (48, 8, 128)),
     "glm4_moe": _heads((96, 8, 128)),
     "ernie4_5": _heads((16, 2, 128)),
@@ -109,6 +110,12 @@ SHAPES: dict[str, tuple[AttentionShape, ...]] = {
     "glm4_moe_lite": _latents(20),
     "minicpm3": _latents(40, size=288, value_dim=256),
     "youtu": _latents(16),
+    "arcee": _heads((20, 4, 128)),
+    "helium": _heads((20, 20, 128)),
+    # Minitron 4B and 8B; 340B
+    "nemotron": _heads((24, 8, 128), (48, 8, 128), (96, 8, 192)),
+    # 2 1.6B and 12B; 3B
+    "stablelm": _heads((32, 32, 64), (32, 8, 160), (32, 32, 80)),
     "apertus": _heads((32, 8, 128), (64, 8, 128)),
     # Pythia 160M, 1B, 2.8B and 6.9B; 20B
     "gpt_neox": _heads((12, 12, 64), (8, 8, 256), (32, 32, 80), (32, 32, 128), (64, 64, 96)),

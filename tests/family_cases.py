@@ -15,7 +15,7 @@ from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.decoder import DecoderModel
-from levanter_infer.models.registry import family_for
+from levanter_infer.models.registry import FAMILIES, family_for
 from tests.golden_cases import GOLDEN_DIR, NUM_GREEDY, GoldenCase, GoldenPrompt, write_checkpoint
 
 SIZES: dict[str, Any] = {"page_size": 4, "max_pages": 40, "max_seqs": 4, "max_seq_len": 160, "max_step_tokens": 24}
@@ -29,18 +29,34 @@ def _configs() -> dict[str, DecoderConfig]:
     return {name: family_for(entry["config"]).config_from_hf(entry["config"]) for name, entry in entries.items()}
 
 
+OTHERS = ("grug_moe_hero",)
+"""Golden cases that are served beside those of `case_of`, where a family has models of several kinds."""
+
+
+def served_names() -> list[str]:
+    """What tests of all families run over: families, and cases of `OTHERS`."""
+    return sorted({*FAMILIES, *OTHERS})
+
+
 def case_of(model_type: str) -> str:
     """The golden case of a family whose layers differ most; of several the first."""
+    if model_type in OTHERS:
+        return model_type
     configs = {name: config for name, config in _configs().items() if config.model_type == model_type}
     if not configs:
         raise ValueError(f"family {model_type} has no golden case; add one to scripts/golden/cases")
     return max(configs, key=lambda name: len(set(configs[name].blocks)))
 
 
+def load_config(name: str) -> DecoderConfig:
+    """The configuration of a golden case."""
+    return _configs()[name]
+
+
 def one_per_memory() -> list[str]:
-    """For every combination of memories, within a layer and among layers, the first family that has it."""
+    """For every combination of memories, within a layer and among layers, the first that has it of `served_names`."""
     first: dict[frozenset, str] = {}
-    for model_type in sorted({config.model_type for config in _configs().values()}):
+    for model_type in served_names():
         blocks = _configs()[case_of(model_type)].blocks
         memories = frozenset(tuple(type(memory) for memory in block.memories) for block in blocks)
         first.setdefault(memories, model_type)

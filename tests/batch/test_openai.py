@@ -20,6 +20,12 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 
 
+def called(arguments):
+    """A chat with a call; OpenAI's messages hold its arguments as JSON text, which chat templates do not read."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
 def line(url: str, **body):
     return {"custom_id": "r1", "method": "POST", "url": url, "body": body}
 
@@ -53,6 +59,21 @@ def line(url: str, **body):
             {"id": "r1", "messages": MESSAGES, "sampling": {}, "tools": TOOLS, "chat_template_kwargs": {"a": 1}},
         ),
         (line(CHAT, messages=MESSAGES, tools=[]), {"id": "r1", "messages": MESSAGES, "sampling": {}}),
+        *(
+            (line(CHAT, messages=called(given)), {"id": "r1", "messages": called(read), "sampling": {}})
+            for given, read in [
+                ('{"city": "Köln", "n": 1.5}', {"city": "Köln", "n": 1.5}),
+                ("", {}),
+                ({"a": None}, {"a": None}),
+                ("[1]", "[1]"),
+                ("{a", "{a"),
+                (None, None),
+            ]
+        ),
+        (
+            line(CHAT, messages=[{"role": "assistant", "tool_calls": ["x", {"function": 3}]}, 4]),
+            {"id": "r1", "messages": [{"role": "assistant", "tool_calls": ["x", {"function": 3}]}, 4], "sampling": {}},
+        ),
     ],
 )
 def test_line_becomes_row(given, row):

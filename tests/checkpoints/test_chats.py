@@ -130,6 +130,11 @@ def get_weather(city: str):
             {"chat_template": "{{ x }}"},
             r"has no chat template '{{ x }}'; its templates are default: choose one",
         ),
+        (
+            [USER],
+            {"chat_template": ["rag"]},
+            "chat_template is list; expected the name of one of the model's templates",
+        ),
         ([USER], {"tokenize": False}, "'tokenize' is no variable of a template; the text is returned"),
         ([USER], {"x": object()}, "JSON values only: object is not serializable"),
     ],
@@ -208,6 +213,12 @@ def test_a_chat_that_runs_into_a_limit_fails_alone_however_often():
         with pytest.raises(ValueError, match="takes too long"):
             template.render([{"role": "loop"}])
         assert template.render([{"role": "user", "content": str(i)}]) == f"ok {i}"
+
+
+def test_a_chat_of_many_messages_may_take_longer():
+    source = "{% for m in messages %}{% for a in range(20000) %}{% endfor %}{% endfor %}{{ messages|length }}"
+    template = ChatTemplate(source, cpu_s=0.1)
+    assert template.render([{"role": "user"}] * 500) == "500"
 
 
 def test_a_template_that_cannot_be_compiled_is_tried_three_times(monkeypatch):

@@ -2,6 +2,8 @@
 
 import collections
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -9,10 +11,17 @@ from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.request import Request
+from levanter_infer.engine.row_audit import _joint, joint_arithmetic
 from levanter_infer.kernels.cpu import bindings as cpu
+from levanter_infer.kernels.cpu.backend import CpuBackend
+from levanter_infer.layers.norm import RMSNorm
+from levanter_infer.models.registry import FAMILIES
 from tests.engine.comparisons import all_kinds, expected, make_engine, random_requests, serve
+from tests.family_cases import case_of, load, load_config
+from tests.golden_cases import load_case
 from tests.tiny_models import tiny_model
 
+BY_ROW = CpuBackend(is_apart=True)
 built = pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")
 
 
@@ -81,16 +90,62 @@ def test_it_is_refused_where_the_kernels_do_not_give_it(config):
         make_engine(**config)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "changes", "part"),
-    [
-        ("olmo2", {}, "a norm after a block"),
-        ("gemma", {"hidden_activation": "gelu_pytorch_tanh"}, "a norm with 1 . weight"),
-        ("smollm3", {"no_rope_layer_interval": 2}, "a layer without a rope"),
-        ("granite", {"residual_multiplier": 0.5}, "a residual multiplier"),
-    ],
+FAMILY_ENGINES: tuple[dict, ...] = (
+    dict(max_seqs=6, page_size=4, max_step_tokens=13, max_pages=26),
+    dict(max_seqs=9, page_size=8, max_step_tokens=70),
 )
-def test_it_is_refused_for_what_no_kernel_computes(model_type, changes, part):
-    model = tiny_model(model_type=model_type, **changes)
-    with pytest.raises(ValueError, match=f"batch_invariant.*not possible for a model with {part}: XLA"):
-        InferenceEngine(model, config=EngineConfig(max_seq_len=96, numerics="batch_invariant"))
+"""Chunks and buckets of other sizes than alone, and a pool in which sequences are preempted."""
+QUICK = {"gemma2", "qwen3_next"}
+"""Norms after a block, caps and another activation; a recurrence, a gate of attention, a rope of a part of a head."""
+
+
+@built
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in sorted(FAMILIES)]
+)
+def test_bits_of_a_family_are_those_of_the_request_alone(model_type, tmp_path):
+    """Parts that no kernel computes: XLA computes them row by row."""
+    model = load(load_case(case_of(model_type)), tmp_path)
+    cases = random_requests(20, seed=11)
+    alone = make_engine(model=model, max_seqs=4, page_size=8, max_step_tokens=128, prefix_cache=False)
+    plain = [expected(alone, case, None) for case in cases]
+    preemptions = 0
+    for config in FAMILY_ENGINES:
+        engine = make_engine(model=model, **{"prefix_cache": None, **config})
+        for order in (range(20), np.random.default_rng(0).permutation(20)):
+            for i, (found, _) in zip(order, serve(engine, [cases[i] for i in order]), strict=True):
+                assert found == plain[i], i
+        preemptions += engine.stats()["preemptions"]
+    assert preemptions > 0
+
+
+@built
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_nothing_of_a_family_is_computed_for_all_tokens_together(model_type):
+    assert joint_arithmetic(load_config(case_of(model_type)), jnp.dtype(jnp.float32), BY_ROW, BY_ROW) is None
+
+
+def _at_once(norm, x, rows):
+    """As `RMSNorm.by_rows`, but for all rows together."""
+    return norm(x)
+
+
+@built
+def test_it_is_refused_for_what_is_computed_for_all_tokens_together(monkeypatch):
+    monkeypatch.setattr(RMSNorm, "by_rows", _at_once)
+    joint_arithmetic.cache_clear()
+    with pytest.raises(ValueError, match=r"batch_invariant.*not possible for olmo2: XLA computes .*layers/norm.py:"):
+        InferenceEngine(tiny_model(model_type="olmo2"), config=EngineConfig(max_seq_len=96, numerics="batch_invariant"))
+    joint_arithmetic.cache_clear()
+    found = joint_arithmetic(load_config(case_of("gemma2")), jnp.dtype(jnp.float32), CpuBackend(), CpuBackend())
+    assert found is not None and "layers/" in found  # the default mode
+
+
+def test_a_number_that_is_multiplied_and_added_counts_and_a_sum_does_not():
+    def traced(function):
+        return next(_joint(jax.make_jaxpr(function)(np.ones(3, np.float32), np.ones(3, np.float32)).jaxpr, set()), None)
+
+    assert traced(lambda x, y: x + y) is None and traced(lambda x, y: (x + y) * y) is None
+    assert traced(lambda x, y: x + jnp.where(y > 0, x * y, y)).startswith("add of what was multiplied")
+    assert traced(lambda x, y: jnp.sum(x) * y).startswith("reduce_sum")
+    assert traced(lambda x, y: jax.lax.fori_loop(0, 3, lambda _, z: jnp.exp(z), x)).startswith("exp")

@@ -18,7 +18,6 @@ import pytest
 from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from levanter_infer.models.registry import FAMILIES
 from levanter_infer.policies import Numerics
 from tests.conftest import drop_programs_if_many
 from tests.family_cases import (
@@ -31,6 +30,7 @@ from tests.family_cases import (
     one_per_memory,
     requests_for,
     samples,
+    served_names,
 )
 from tests.golden_cases import load_case
 
@@ -84,7 +84,7 @@ QUICK = {*one_per_memory(), "exaone4", "gpt_oss", "qwen3_next"}
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(FAMILIES)],
+    params=[pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in served_names()],
 )
 def served(request, tmp_path_factory):
     yield Served(request.param, tmp_path_factory.mktemp(request.param))
@@ -183,7 +183,7 @@ def begun(engine, group, count: int) -> None:
         engine.flush()
 
 
-SCORED = [pytest.param(name, marks=() if name in one_per_memory() else pytest.mark.slow) for name in sorted(FAMILIES)]
+SCORED = [pytest.param(name, marks=() if name in one_per_memory() else pytest.mark.slow) for name in served_names()]
 """For every combination of memories one family, and all of them nightly: scoring compiles the round again."""
 
 

@@ -147,11 +147,12 @@ def test_biases_of_experts_and_of_their_choice_act_once_on_a_mesh(kind):
 
 
 @pytest.mark.slow
-def test_experts_whose_inputs_are_filled_up_on_each_device_give_the_tokens_of_one():
+def test_weights_that_are_stored_as_on_a_tpu_give_the_tokens_of_one_device():
     one, *many = runs("sinks_one", "filled_one", "filled_model2", "filled_model2_expert2").values()
-    for found, experts, width in zip(many, (8, 8, 4), (24, 12, 12), strict=True):
+    for found, parts, experts in zip(many, (1, 2, 2), (8, 8, 4), strict=True):
         check_same(one, found)
-        assert found["weights"][1] == f"(2, {experts}, {width}, 40)"  # of 32 inputs
+        # Of 32 inputs of experts, and of 2 kv heads with 2 query heads of 8 each.
+        assert found["weights"] == [f"(2, 32, {32 // parts})", f"(2, {experts}, {24 // parts}, 40)"]
 
 
 def check_swapped(found: dict) -> None:

@@ -148,11 +148,6 @@ def test_the_pure_function_forks_and_samples(name):
         assert made.token_ids[row].tolist() == [expected] * 2
 
 
-def test_batch_invariance_is_refused_by_name(engine):
-    with pytest.raises(ValueError, match='engine.numerics="batch_invariant" is not possible for a model with a'):
-        InferenceEngine(engine.model, config=EngineConfig(max_seqs=2, max_seq_len=32, numerics="batch_invariant"))
-
-
 @pytest.mark.parametrize(
     "attends, counts",
     [
@@ -168,6 +163,19 @@ def test_equal_neighbours_that_share_a_body_are_all_computed(monkeypatch, attend
     config = family_for(raw).config_from_hf(raw)
     assert [body.counts for group in config.groups for body in group.bodies] == counts
     model = jax.tree.map(lambda leaf: 3 * leaf, DecoderModel.init(config, key=jax.random.key(2)))
+    engine = InferenceEngine(model, config=EngineConfig(max_seqs=2, max_seq_len=48, page_size=4, max_step_tokens=9))
+    (output,) = engine.generate([request(text(20))])
+    assert list(output.completions[0].token_ids) == uncached_greedy(model, text(20), 8)
+
+
+def test_layers_without_a_mixer_or_a_feed_forward_block_are_served():
+    """Nemotron-H, in a pattern that repeats too little: bodies that some trips skip."""
+    case = load_case("nemotron_h_dense")
+    config = family_for(case.config).config_from_hf(case.config)
+    (group,) = config.groups
+    assert group.cycle is not None and {len(block.parts) for block in group.cycle} == {1, 2}
+    assert any(block.mixer is None for block in group.cycle) and any(0 in body.counts for body in group.bodies)
+    model = jax.tree.map(lambda leaf: 2 * leaf, DecoderModel.init(config, key=jax.random.key(2)))
     engine = InferenceEngine(model, config=EngineConfig(max_seqs=2, max_seq_len=48, page_size=4, max_step_tokens=9))
     (output,) = engine.generate([request(text(20))])
     assert list(output.completions[0].token_ids) == uncached_greedy(model, text(20), 8)

@@ -155,6 +155,20 @@ def test_preempted_sequences_go_on_from_their_last_snapshot():
     assert engine.stats()["preemptions"] > before["preemptions"] and counts["snapshots_restored"] > 0
 
 
+def test_states_of_other_weights_are_not_used(engine):
+    counted(engine, request(text(30)))
+    other = jax.tree.map(lambda leaf: 0.7 * leaf, model_of(NAME))
+    try:
+        engine.swap_weights(other)
+        before = engine.stats()["snapshots_restored"]
+        for restored in (0, 1):
+            (output,) = engine.generate([request(text(30))])
+            assert list(output.completions[0].token_ids) == uncached_greedy(other, text(30), 8)
+            assert engine.stats()["snapshots_restored"] - before == restored
+    finally:
+        engine.swap_weights(model_of(NAME))
+
+
 def test_without_prefix_caching_no_state_is_kept():
     engine = make_engine(NAME, prefix_cache=False)
     assert engine.state.cache.snapshots == () and engine.describe()["state_snapshots"] == 0

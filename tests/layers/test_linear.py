@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 
+from levanter_infer.kernels.xla.backend import XlaBackend
 from levanter_infer.kernels.xla.linear import to_bits
 from levanter_infer.layers.linear import Linear
 
@@ -38,6 +39,24 @@ def test_linear_equals_numpy_at_any_row_count(rows):
     got = linear(x)
     assert [axis.name for axis in got.axes] == ["token", "embed"]
     np.testing.assert_allclose(np.asarray(got.array), expected, rtol=1e-5, atol=1e-5)
+
+
+class MergingBackend(XlaBackend):
+    merges_ins = True
+
+
+@pytest.mark.parametrize("lead", [(), (LAYERS,)], ids=["one", "stack"])
+def test_input_axes_are_stored_as_one_where_a_backend_wants_it(lead):
+    linear = Linear(weight=_random(*lead, EMBED, HEADS, OUT), bias=_random(*lead, EMBED), num_in=2)
+    stored = linear.prepare(MergingBackend())
+    assert [axis.name for axis in stored.weight.axes] == [*(axis.name for axis in lead), "embed", "kv_head"]
+    assert stored.weight.array.shape[-1] == HEADS.size * OUT.size
+    assert stored.ins == linear.ins and stored.outs == linear.outs and stored.dtype == linear.dtype
+    x = _random(Axis("token", 5), HEADS, OUT)
+    layer = jnp.int32(1) if lead else None
+    got, expected = (each.at(layer, None)(x) for each in (stored, linear))
+    assert got.axes == expected.axes and (got.array == expected.array).all()
+    assert linear.prepare(XlaBackend()).weight.axes == linear.weight.axes
 
 
 def test_bf16_products_are_summed_in_float32(getkey):

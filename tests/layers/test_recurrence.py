@@ -16,7 +16,7 @@ from levanter_infer.layers import recurrence
 from levanter_infer.layers.causal_conv import CausalConv
 from levanter_infer.layers.delta_net import DeltaNet, DeltaNetBlock
 from levanter_infer.layers.kimi_delta import KimiDelta, KimiDeltaBlock
-from levanter_infer.layers.linear import Fusion
+from levanter_infer.layers.linear import Fusion, Linear
 from levanter_infer.layers.recurrence import TokenInputs
 from levanter_infer.layers.rows import RaggedRows
 from levanter_infer.layers.short_conv import ShortConv, ShortConvBlock
@@ -111,6 +111,26 @@ def test_a_block_of_equal_keys_stays_exact():
     np.testing.assert_allclose(recurrence.block(jnp.asarray(zeros), x)[1], by_hand(zeros, x)[1], atol=2e-5)
 
 
+@pytest.mark.parametrize(("delta", "by_channel"), [(True, False), (False, False), (True, True)])
+def test_a_scan_of_packed_rows_has_the_same_bits_wherever_steps_end(delta, by_channel):
+    """A sequence of 23 tokens alone, and in steps with others; in the plain form up to rounding."""
+    x, other = (token_inputs(23, delta=delta, seed=seed, by_channel=by_channel) for seed in (0, 5))
+    scan = jax.jit(recurrence.ragged_scan)
+    zeros = jnp.zeros((4, HEADS, KEY, VALUE), jnp.float32)
+    state, whole = scan(zeros, x, rows_of([(0, 0, 23)], 23))
+    np.testing.assert_allclose(whole, recurrence.scan(x), atol=2e-6)
+    for cuts, before in (((0, 23), 3), ((0, 1, 2, 13, 23), 1), ((0, 9, 10, 22, 23), 5)):
+        kept, parts = zeros, []
+        for begin, end in zip(cuts, cuts[1:], strict=False):
+            count, size = end - begin, before + end - begin + 2
+            step = jax.tree.map(lambda o, a: jnp.concatenate([o[:before], a[begin:end], o[:2]]), other, x)  # noqa: B023
+            kept, result = scan(kept, step, rows_of([(3, 0, before), (0, begin, count)], size))
+            parts.append(result[before : before + count])
+            kept = jnp.stack([zeros[0], kept[1], *zeros[2:]])
+        assert np.concatenate(parts).tobytes() == np.asarray(whole).tobytes()
+        assert np.asarray(kept[1]).tobytes() == np.asarray(state[0]).tobytes()
+
+
 @pytest.mark.parametrize("by_channel", [False, True])
 def test_rows_of_a_packed_batch_do_not_see_each_other(by_channel):
     """One row of many tokens (over two blocks), one of a single token, one of two, and padding."""
@@ -139,11 +159,12 @@ def test_a_convolution_in_chunks_gives_the_whole_to_the_bit(taps):
     padded = np.concatenate([np.zeros((taps - 1, 5)), x])
     want = sum(padded[j : j + 11] * np.asarray(conv.weight.array)[:, j] for j in range(taps))
     np.testing.assert_allclose(whole, want, atol=1e-6)
+    part = Linear.init((), (EMBED_AXIS,), (Axis("mlp", 4),), key=None, dtype=jnp.float32)
     tail, done = jnp.zeros((1, taps - 1, 5)), 0
     for count in (1, 2, 5, 1, 2):  # shorter and longer than the tail
         rows = rows_of([(0, done, count)], 8, num_rows=1)
         chunk = jnp.zeros((8, 5)).at[:count].set(x[done : done + count])
-        result, tail = conv.ragged(chunk, tail, rows)
+        result, tail = conv.ragged(chunk, tail, rows, part)
         assert (np.asarray(result[:count]) == np.asarray(whole[done : done + count])).all()
         done += count
 

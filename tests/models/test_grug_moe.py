@@ -16,6 +16,7 @@ from levanter_infer import from_levanter
 from levanter_infer.axes import POSITION
 from levanter_infer.checkpoints.load import load_model
 from levanter_infer.checkpoints.save import save_model
+from levanter_infer.layers.layout import Layout
 from levanter_infer.layers.norm import NormConfig, RMSNorm
 from levanter_infer.layers.rotary import RopeConfig
 from levanter_infer.layers.router import Score, SelectionBias
@@ -248,3 +249,77 @@ def test_a_live_snowball_of_other_sizes_is_refused(change, message):
     own = jax.tree.map(jax.numpy.asarray, live(make_weights(CASE.name, CASE.config)))
     with pytest.raises(ValueError, match=message):
         from_levanter(own, config)
+
+
+HERO = load_case("grug_moe_hero")
+
+
+@pytest.fixture(scope="module")
+def hero(tmp_path_factory):
+    return load_model(write_checkpoint(tmp_path_factory.mktemp("hero"), HERO), dtype="float32")[0]
+
+
+def test_hero_stores_all_layers_alike_and_uses_fewer_heads_in_global_ones(hero):
+    mixers = [block.mixer for block in hero.config.blocks]
+    is_global = [False, False, True, False, False, True, True]
+    assert [mixer.rope is None for mixer in mixers] == is_global
+    assert [(mixer.num_kv_heads, mixer.unused_kv_heads) for mixer in mixers] == [
+        (2, 2) if g else (4, 0) for g in is_global
+    ]
+    assert len(hero.stacks) == 1 and [len(pool.layers) for pool in hero.config.pools] == [4, 7, 3]
+
+
+@pytest.mark.parametrize("name", ["k_proj", "v_proj"])
+def test_heads_that_a_layer_leaves_out_change_nothing(name, hero):
+    """Of a global layer those behind the first two; of a local one all four count."""
+    prompt = HERO.prompts[-1]
+
+    def moved(layer: int, head: int) -> float:
+        where = lambda model: getattr(model.stacks[0].attention, name).weight.array  # noqa: E731
+        changed = eqx.tree_at(where, hero, where(hero).at[layer, head].multiply(-1))
+        logits = np.asarray(forward(changed, prompt.tokens))[prompt.positions]
+        return np.abs(logits - prompt.logits).max() / prompt.scale
+
+    assert moved(2, 3) < 2e-4 and moved(2, 1) > 1e-3 and moved(1, 3) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"latent_dim": ...}, "config.json: latent_dim missing, expected in grugmoe_artifact_schema_version=2"),
+        ({"local_kv_heads": None}, "local_kv_heads=None, expected with global_kv_heads=2 the larger of both, 4"),
+        ({"global_kv_heads": 5}, "expected with global_kv_heads=5 the larger of both, 4"),
+        ({"global_kv_heads": 3, "num_attention_heads": 8}, "num_attention_heads=8 is no multiple of"),
+        ({"sconv_sites": ["k", "v"]}, "sconv_sites=.*expected a list of k and attn and mlp"),
+        ({"sconv_kernel": 1}, "sconv_kernel=1, expected at least 2"),
+        ({"num_shared_experts": 17}, "num_shared_experts=17, expected a whole number from 1 to 16"),
+        ({"qk_mult_long_scale": 2.0}, "'qk_mult_long_scale' .* is not known here"),
+    ],
+)
+def test_keys_of_hero_that_are_not_implemented_are_refused_by_name(changes, message):
+    config = {key: value for key, value in {**HERO.config, **changes}.items() if value is not ...}
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(config)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sconv": False},
+        {"sconv_sites": ["mlp", "k"], "sconv_kernel": 2},
+        {"global_every": 100, "latent_dim": None},
+        {"global_every": 1},
+        {"num_shared_experts": 5, "local_kv_heads": 2, "global_kv_heads": 4},
+        {"shared_expert_intermediate_size": 0},
+    ],
+)
+def test_the_options_of_hero_are_written_as_they_were_read(changes):
+    config = config_from_hf({**HERO.config, **changes})
+    assert config_from_hf(config_to_hf(config)) == config
+
+
+def test_a_mesh_that_would_fill_up_groups_of_query_heads_is_refused():
+    config = config_from_hf(HERO.config)
+    with pytest.raises(ValueError, match="mesh.model=8: layers use 2 of 4 stored key and value heads, and their 12"):
+        Layout.of(jax.sharding.AbstractMesh((8,), ("model",)), config)
+    assert Layout.of(jax.sharding.AbstractMesh((2,), ("model",)), config).local_kv_heads(2) == 1

@@ -1,15 +1,21 @@
 """Families with recurrences: configurations as they are published, and tensors that only published files have."""
 
 import json
+import math
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from levanter_infer.checkpoints.load import load_model
 from levanter_infer.layers.delta_net import DeltaNetBlock
+from levanter_infer.layers.kimi_delta import KimiDeltaBlock
+from levanter_infer.layers.latent_attention import LatentAttentionBlock
 from levanter_infer.layers.mamba2 import GatedNorm, Mamba2Block
+from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.layers.short_conv import ShortConvBlock
+from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.registry import family_for
 from tests.golden_cases import load_case, write_checkpoint
 
@@ -43,6 +49,60 @@ LFM2_1B = {
     "rope_theta": 1000000.0,
     "use_pos_enc": True,
     "vocab_size": 65536,
+}
+KIMI_LINEAR_48B = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_kimi.KimiLinearConfig",
+        "AutoModel": "modeling_kimi.KimiLinearModel",
+        "AutoModelForCausalLM": "modeling_kimi.KimiLinearForCausalLM",
+    },
+    "bos_token_id": 163584,
+    "dtype": "bfloat16",
+    "eos_token_id": 163586,
+    "first_k_dense_replace": 1,
+    "head_dim": 72,
+    "hidden_act": "silu",
+    "hidden_size": 2304,
+    "initializer_range": 0.02,
+    "intermediate_size": 9216,
+    "kv_lora_rank": 512,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "head_dim": 128,
+        "kda_layers": [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19, 21, 22, 23, 25, 26],
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "mla_use_nope": True,
+    "model_max_length": 1048576,
+    "model_type": "kimi_linear",
+    "moe_intermediate_size": 1024,
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_attention_heads": 32,
+    "num_expert_group": 1,
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 32,
+    "num_nextn_predict_layers": 0,
+    "num_shared_experts": 1,
+    "pad_token_id": 163839,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "routed_scaling_factor": 2.446,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_cache": True,
+    "use_grouped_topk": True,
+    "v_head_dim": 128,
+    "vocab_size": 163840,
 }
 QWEN3_NEXT_80B = {
     "attention_bias": False,
@@ -346,3 +406,52 @@ def test_published_files_of_qwen3_5_are_read(tmp_path):
             assert (np.asarray(getattr(got.mlp, part).weight.array) == want_part).all(), part
         if want.recurrent is not None:
             assert (np.asarray(got.recurrent.a_log.array) == np.asarray(want.recurrent.a_log.array)).all()
+
+
+def parse(config: dict):
+    return family_for(config).config_from_hf(config)
+
+
+def test_kimi_linear_48b_is_read():
+    config = parse(KIMI_LINEAR_48B)
+    delta, full = config.blocks[0].mixer, config.blocks[3].mixer
+    assert delta == KimiDeltaBlock(num_heads=32, head_dim=128, taps=4, norm_eps=1e-5)
+    assert isinstance(full, LatentAttentionBlock) and full.rope is None and full.head_dim == 576
+    assert [block.attention is not None for block in config.blocks].count(True) == 7
+    assert [isinstance(block.feed_forward, ExpertsBlock) for block in config.blocks] == [False, *[True] * 26]
+    assert 48e9 < config.num_parameters < 50e9 and config.max_position_embeddings == 1048576
+    assert config.blocks[26].mixer == full and config.experts.router.groups is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"linear_attn_config": {"use_full_rank_gate": True}}, r"linear_attn_config has \['use_full_rank_gate'\]"),
+        ({"linear_attn_config": {"kda_layers": [1]}}, "expected each of the layers 1 to 27 once"),
+        ({"linear_attn_config": {"kda_layers": 3}}, "kda_layers=3, expected each of the layers 1 to 27 once"),
+        ({"linear_attn_config": {"kda_layers": ["1"], "full_attn_layers": [2]}}, "expected each of the layers 1 to 27"),
+        ({"linear_attn_config": [1]}, "linear_attn_config=.*expected an object"),
+        ({"mla_use_nope": False}, "mla_use_nope=False, expected True"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=True, expected False"),
+        ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func='softmax', expected 'sigmoid'"),
+        ({"hidden_act": "situ"}, "hidden_act='situ', expected one of silu"),
+        ({"layer_types": ["full_attention"]}, "layer_types=.*one entry for each of num_hidden_layers=27"),
+        ({"routed_expert_hidden_size": 3584}, "'routed_expert_hidden_size' .* is not known here"),
+    ],
+)
+def test_what_kimi_linear_does_not_implement_is_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        parse({**KIMI_LINEAR_48B, **changes})
+
+
+def test_layers_of_kimi_linear_without_a_list_are_those_of_transformers():
+    config = {key: value for key, value in KIMI_LINEAR_48B.items() if key != "linear_attn_config"}
+    found = parse({**config, "linear_num_heads": 4, "linear_head_dim": 16, "linear_conv_kernel_dim": 3})
+    assert [i for i, block in enumerate(found.blocks) if block.attention is not None] == [4, 8, 12, 16, 20, 24]
+    assert found.blocks[0].mixer == KimiDeltaBlock(num_heads=4, head_dim=16, taps=3, norm_eps=1e-5)
+
+
+@pytest.mark.parametrize("name", ["kimi_linear", "kimi_linear_biased", "grug_moe_hero", "grug_moe_hero_plain"])
+def test_the_number_of_parameters_is_that_of_the_arrays(name):
+    config = parse(load_case(name).config)
+    assert config.num_parameters == sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(DecoderModel.types(config)))

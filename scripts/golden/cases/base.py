@@ -605,6 +605,7 @@ GRUG_MOE_2 = {
     "global_every": 3,
     "head_dim": 16,
     "shared_expert_intermediate_size": 40,
+    "num_experts": 8,
     "num_shared_experts": 2,
     "latent_dim": 28,
     "rope_fused": True,

@@ -100,7 +100,7 @@ def _row(content: dict[str, Any], name: str, model_names: Sequence[str]) -> dict
     sampling = {key: given[key] for key in _SAME if key in given} | _own_parameters(given, kind)
     if kind == "prompt":
         return {"id": name, "sampling": sampling} | _prompt(given.get(kind))
-    return {"id": name, kind: given.get(kind), "sampling": sampling} | _chat_keys(given)
+    return {"id": name, kind: _messages(given.get(kind)), "sampling": sampling} | _chat_keys(given)
 
 
 def _prompt(value: Any) -> dict[str, Any]:
@@ -110,6 +110,34 @@ def _prompt(value: Any) -> dict[str, Any]:
             raise ValueError(f"body.prompt is a list of {len(value)} prompts; expected one prompt a line: split it")
         value = value[0]
     return {"prompt_token_ids" if isinstance(value, list) else "prompt": value}
+
+
+def _messages(value: Any) -> Any:
+    """Messages with the arguments of tool calls as objects: OpenAI's format has JSON texts, and templates read objects.
+
+    What is not of that form is returned unchanged; the chat's own checks name it.
+    """
+    if not isinstance(value, list):
+        return value
+    return [
+        {**message, "tool_calls": [_call(call) for call in message["tool_calls"]]}
+        if isinstance(message, dict) and isinstance(message.get("tool_calls"), list)
+        else message
+        for message in value
+    ]
+
+
+def _call(call: Any) -> Any:
+    if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
+        return call
+    text = function.get("arguments")
+    if not isinstance(text, str):
+        return call
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _chat_keys(body: Mapping[str, Any]) -> dict[str, Any]:

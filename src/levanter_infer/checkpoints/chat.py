@@ -67,7 +67,7 @@ def check_template_kwargs(kwargs: Any, path: str = "") -> None:
             raise ValueError(f"{where} has the key {reprlib.repr(name)}; expected the name of a template's variable")
         if name in _RESERVED:
             raise ValueError(f"{where}: {name!r} {_RESERVED[name]}")
-        if name == "chat_template" and not isinstance(kwargs[name], str):
+        if name == "chat_template" and not isinstance(kwargs[name], str | None):
             kind = type(kwargs[name]).__name__
             raise ValueError(f"{where}: chat_template is {kind}; expected the name of one of the model's templates")
 

@@ -34,6 +34,8 @@ _WORKER = Path(__file__).with_name("template_worker.py")
 _START_S = 60.0
 _KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
 _MAX_ANSWER_BYTES = 2**27
+_MESSAGE_CPU_S = 0.005
+"""Processor time that a message adds to the limit: published templates look back over all messages at each."""
 _MAX_COMPILATIONS = 3
 """Number of stopped compilations after which a template counts as broken."""
 MAX_TEMPLATE_CHARS = 1_000_000
@@ -45,7 +47,7 @@ class ChatTemplate:
 
     Args:
         source: jinja2 source.
-        cpu_s: processor time that compiling, and each rendering, may take.
+        cpu_s: processor time that compiling, and each rendering, may take; a rendering 5 ms more for each message.
         memory_bytes: address space of the rendering process.
     Raises: ValueError if the source is too long to be a template.
     """
@@ -54,7 +56,12 @@ class ChatTemplate:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise ValueError(f"chat template of {len(source)} characters; expected at most {MAX_TEMPLATE_CHARS}")
         self.source = source
-        self._limits = {"cpu_s": cpu_s, "memory_bytes": memory_bytes, "max_chars": MAX_OUTPUT_CHARS}
+        self._limits = {
+            "cpu_s": cpu_s,
+            "message_cpu_s": _MESSAGE_CPU_S,
+            "memory_bytes": memory_bytes,
+            "max_chars": MAX_OUTPUT_CHARS,
+        }
         self._lock = threading.Lock()
         self._worker: _Worker | None = None
         self._stops = 0
@@ -93,7 +100,7 @@ class ChatTemplate:
                 field = continue_final_message if isinstance(continue_final_message, str) else "content"
                 final = tag_final_message(given, field, self.source)
             line = _as_json({**variables, "tools": tools, "messages": given})
-            text = _text_of(self._ask(worker, line))
+            text = _text_of(self._ask(worker, line, self._limits["cpu_s"] + _MESSAGE_CPU_S * len(given)))
         return text if final is None else cut_at_tag(text, final)
 
     def warn_of_unread(self, names: Iterable[str]) -> None:
@@ -129,9 +136,9 @@ class ChatTemplate:
             self._broken = answer
         return answer
 
-    def _ask(self, worker: "_Worker", line: str) -> dict:
+    def _ask(self, worker: "_Worker", line: str, cpu_s: float) -> dict:
         try:
-            answer = worker.exchange(line, 10 * self._limits["cpu_s"] + 5)
+            answer = worker.exchange(line, 10 * cpu_s + 5)
         except _WorkerStopped as e:
             answer = {"kind": "template", "error": str(e)}
             self._close()

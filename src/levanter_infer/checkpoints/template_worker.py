@@ -40,14 +40,7 @@ def main() -> None:
     template, answer = guarded(jinja2, limits["cpu_s"], lambda: compiled(setup["template"]))
     send(answers, answer)
     while template is not None and (line := sys.stdin.readline()):
-        _, answer = guarded(
-            jinja2,
-            limits["cpu_s"],
-            lambda line=line: (
-                None,
-                {"text": render(template, json.loads(line)["variables"], limits["max_chars"])},
-            ),
-        )
+        _, answer = guarded(jinja2, limits["cpu_s"], lambda line=line: answered(template, line, limits))
         send(answers, answer)
         if answer.get("kind") == "memory":
             return
@@ -71,6 +64,13 @@ def guarded(jinja2, cpu_s: float, function):
     finally:
         limit_time(0)
     return None, {"kind": kind, "error": error[:500]}
+
+
+def answered(template, line: str, limits: dict):
+    """None, and the answer to one line; each message adds to the processor time that the rendering may take."""
+    variables = json.loads(line)["variables"]
+    limit_time(limits["cpu_s"] + limits["message_cpu_s"] * len(variables["messages"]))
+    return None, {"text": render(template, variables, limits["max_chars"])}
 
 
 def send(answers, answer: dict) -> None:

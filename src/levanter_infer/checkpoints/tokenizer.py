@@ -224,7 +224,7 @@ class Tokenizer:
                 names one that the template does not read.
         Raises: ValueError if there is no template, it fails, or it refuses the messages.
         """
-        check_template_kwargs(chat_template_kwargs)
+        check_template_kwargs({**chat_template_kwargs, "chat_template": chat_template})
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         if chat_template is None:

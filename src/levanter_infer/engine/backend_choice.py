@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.instructions import Choice, choose, usable_isas
+from levanter_infer.engine.row_audit import joint_arithmetic
 from levanter_infer.engine.sizes import kv_dtype, page_bytes
 from levanter_infer.kernels.backend import Backend, Platform, Task, Work
 from levanter_infer.kernels.registry import BACKENDS, make_backend, platform_of
@@ -82,12 +83,6 @@ class BackendChoice:
             attention=_resolve(config.attention, attention),
         )
         chosen = chosen._configured(config, matmul.dtype, attention.dtype)
-        outside = model.config.unfused
-        if config.numerics == Numerics.BATCH_INVARIANT and outside is not None:
-            raise ValueError(
-                f'engine.numerics="batch_invariant" is not possible for a model with {outside}: XLA computes that and '
-                "rounds by the size of the step; use default"
-            )
         if layout.mesh.size > 1 and config.preempt == PreemptionPolicy.OFFLOAD:
             raise ValueError(
                 f'engine.preempt="offload" moves pages of one device, and the mesh has {layout.mesh.size}; '
@@ -99,11 +94,19 @@ class BackendChoice:
                 f"matmul={chosen.matmul} and attention={chosen.attention}: "
                 f"{BACKENDS['cpu'].refusal(attention) or 'set to cpu or auto'}"
             )
+        if config.numerics == Numerics.BATCH_INVARIANT:
+            backends = chosen.matmul_backend, chosen.attention_backend
+            joint = joint_arithmetic(model.config, model.dtype, *backends)
+            if joint is not None:
+                raise ValueError(
+                    f'engine.numerics="batch_invariant" is not possible for {model.config.model_type}: XLA computes '
+                    f"{joint} for all tokens of a step together, and rounds by their number; use default"
+                )
         return chosen
 
     def _configured(self, config: EngineConfig, weights, pages) -> "BackendChoice":
         """The same with the options of its backends: instruction set and tiles. Args: the dtypes of weights, pages."""
-        options: dict = {}
+        options: dict = {"rows_apart": config.numerics == Numerics.BATCH_INVARIANT}
         if "tiles" in self.attention_backend.options:
             options["tiles"] = config.tiles
         elif config.tiles is not None:

@@ -92,6 +92,8 @@ class Backend(ABC):
     """Computations that its kernels fuse; the layers compute the rest in XLA."""
     grouped_ins: ClassVar[int] = 1
     """`grouped_linear` reads weights whose inputs are filled up with zeros to a multiple of this, on each device."""
+    merges_ins: ClassVar[bool] = False
+    """Whether `linear` reads weights whose several input axes are stored as one."""
     is_batch_invariant: ClassVar[bool] = False
     """Whether what a sequence gets depends on it alone, to the bit (docs/numerics.md)."""
     pool_order: ClassVar[tuple[int, ...]] = (0, 1, 2, 3, 4)
@@ -169,11 +171,17 @@ class Backend(ABC):
 
     @abstractmethod
     def by_rows(self, compute: Callable, num_rows: Array | None, *rows: Array) -> Any:
-        """`compute(*rows)`, which gives arrays [row, …] for arrays [row, …] and leaves rows apart. A backend that
-        `is_batch_invariant` gives a row the same bits for any number of rows.
+        """`compute(*rows)`, which gives a list of arrays [row, …] for arrays [row, …] and leaves rows apart. With
+        `rows_apart` a row has the same bits for any number of rows.
 
-        Args: num_rows: i32[], how many rows count; the others may give anything. None: all.
+        Args: num_rows: i32[], how many rows count; the others may give anything. None: all, without `rows_apart`.
         """
+
+    @property
+    def rows_apart(self) -> bool:
+        """Whether XLA's code computes one row after the other, so that its bits are those of the row alone
+        (`engine.numerics: batch_invariant`)."""
+        return False
 
     @abstractmethod
     def take_rows(self, table: Array, indices: Array, num_ins: int, dtype) -> Array:

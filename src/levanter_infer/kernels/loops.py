@@ -1,6 +1,6 @@
 """Control flow of device code."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
@@ -20,3 +20,49 @@ def run_if(condition: Array, function: Callable[[Value], Value], value: Value) -
         return jnp.asarray(False), function(carry[1])
 
     return jax.lax.while_loop(lambda carry: carry[0], body, (condition, value))[1]
+
+
+BY_ROWS = "by_rows"
+"""Name scope of `one_by_one`, by which a trace shows what is computed row by row."""
+_BLOCK = 4
+"""Rows that an inner loop of `one_by_one` goes through."""
+
+
+def one_by_one(compute: Callable[..., list[Array]], num_rows: Array, *rows: Array) -> list[Array]:
+    """`compute(*rows)` for one row after the other, so that every row goes through the same code.
+
+    The rows are an inner loop over a block, whose shapes do not depend on the number of rows: XLA merges nothing into
+    the body of a loop, so that programs for different numbers of rows have the same one.
+
+    Args:
+        compute: of arrays [1, …] gives arrays [1, …].
+        num_rows: i32[], rows that count; the others give zeros.
+        rows: [row, …] each.
+    Returns: [row, …] each.
+    """
+    count = rows[0].shape[0]
+    missing = max(_BLOCK - count, 0)
+
+    def slices(arrays: Sequence[Array], start: Array, size: int) -> list[Array]:
+        return [jax.lax.dynamic_slice_in_dim(array, start, size) for array in arrays]
+
+    def written(arrays: Sequence[Array], parts: Sequence[Array], start: Array) -> list[Array]:
+        pairs = zip(arrays, parts, strict=True)
+        return [jax.lax.dynamic_update_slice_in_dim(array, part, start, 0) for array, part in pairs]
+
+    def one_block(number: Array, results: list[Array]) -> list[Array]:
+        start = jnp.minimum(number * _BLOCK, count + missing - _BLOCK)  # the last block may repeat rows of another
+        own = slices(padded, start, _BLOCK)
+
+        def one_row(row: Array, block: list[Array]) -> list[Array]:
+            return written(block, compute(*slices(own, row, 1)), row)
+
+        block = jax.lax.fori_loop(0, jnp.minimum(num_rows - start, _BLOCK), one_row, slices(results, start, _BLOCK))
+        return written(results, block, start)
+
+    with jax.named_scope(BY_ROWS):
+        padded = [jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1)) for array in rows] if missing else rows
+        types = jax.eval_shape(compute, *(jax.ShapeDtypeStruct((1, *array.shape[1:]), array.dtype) for array in rows))
+        zeros = [jnp.zeros((count + missing, *own.shape[1:]), own.dtype) for own in types]
+        results = jax.lax.fori_loop(0, -(-num_rows // _BLOCK), one_block, zeros)
+        return [array[:count] for array in results] if missing else results

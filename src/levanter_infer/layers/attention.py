@@ -1,6 +1,8 @@
 """Grouped-query attention over pages, and over a plain sequence."""
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +24,7 @@ from levanter_infer.kernels.rules import MASKED, ScoreRules
 from levanter_infer.layers.linear import Fusion, Linear, apply, fold_key, split_key
 from levanter_infer.layers.norm import NormConfig, RMSNorm
 from levanter_infer.layers.rotary import Rope, RopeConfig
+from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
 
 _XSA_EPS = 1e-6
 """Added to the square of a value, by which exclusive self-attention divides."""
@@ -174,6 +177,15 @@ class AttentionInputs:
     convolve_keys: Callable[[NamedArray], NamedArray] | None = None
     """Short convolution of keys [..., kv_head, head_size], before their norm; None: there is none."""
 
+    @property
+    def angles(self) -> tuple[NamedArray, ...]:
+        """The arrays of the rope, of each token."""
+        return () if self.rope is None else self.rope.angles
+
+    def at(self, angles: Sequence[NamedArray]) -> "AttentionInputs":
+        """The inputs of other tokens. Args: angles: as `angles`."""
+        return self if self.rope is None else dataclasses.replace(self, rope=self.rope.of(angles))
+
 
 class Attention(eqx.Module):
     """Projections, the optional norms of queries and keys, the rotation, and attention itself.
@@ -195,6 +207,8 @@ class Attention(eqx.Module):
     gate."""
     sinks: NamedArray | None = None
     """[layers, kv_head, q_heads_per_group], a logit of each query head (`AttentionCall.sinks`)."""
+    shard_axis: ShardAxis = eqx.field(static=True, default=REPLICATED)
+    """How the heads are sharded."""
 
     @staticmethod
     def init(batch: Sequence[Axis], embed: Axis, block: AttentionBlock, *, key: Array | None, dtype) -> "Attention":
@@ -261,7 +275,7 @@ class Attention(eqx.Module):
             sinks=None if self.sinks is None else self.sinks.array.reshape(-1),
         )
         attended = kv.backend.attend(call)
-        attended = _finished(NamedArray(attended.reshape(q.array.shape), q.axes), v, gate, inputs.block)
+        attended = self._finished(NamedArray(attended.reshape(q.array.shape), q.axes), v, gate, inputs.block)
         attended = _grouped(attended, self.o_proj.ins[0].size)
         return apply(attended.astype(x.dtype), self.o_proj, residual=around.residual)[0], kv
 
@@ -291,7 +305,7 @@ class Attention(eqx.Module):
         k, v = keys.array, values.array
         sinks = None if self.sinks is None else self.sinks.array.reshape(-1)
         attended = attend_to_all(q.array, k, v, self._rules(k.shape[-1], inputs), sinks)
-        attended = _finished(NamedArray(attended, q.axes), own, gate, inputs.block)
+        attended = self._finished(NamedArray(attended, q.axes), own, gate, inputs.block)
         attended = _grouped(attended, self.o_proj.ins[0].size)
         return apply(attended.astype(x.dtype), self.o_proj, residual=around.residual)[0], (keys, values)
 
@@ -303,34 +317,69 @@ class Attention(eqx.Module):
         maps = {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj, "gate": self.gate_proj}
         maps = {name: part for name, part in maps.items() if part is not None}
         found = dict(zip(maps, apply(x, *maps.values(), norm=around.norm), strict=True))
-        if inputs.convolve_keys is not None:
-            found["k"] = inputs.convolve_keys(found["k"])
-        if inputs.block.unused_kv_heads:
-            heads = inputs.block.num_kv_heads
-            for name, part in found.items():
-                found[name] = part[KV_HEADS, :heads] if name in ("k", "v") else _grouped(part, heads)
+        unused = inputs.block.unused_kv_heads
+        if unused or inputs.convolve_keys is not None:
+            found["k"] = self._used(found["k"], inputs.block, inputs.convolve_keys)
+        if unused:
+            found["v"] = self._used(found["v"], inputs.block)
+            for name in {"q", "gate"} & found.keys():
+                found[name] = _grouped(found[name], found["k"].axis_size(KV_HEADS))
         keys = found.get("k")
         return found["q"], keys, found.get("v", keys), [found["gate"]] if "gate" in found else []
+
+    def _used(
+        self, part: NamedArray, block: AttentionBlock, convolve: Callable[[NamedArray], NamedArray] | None = None
+    ) -> NamedArray:
+        """Keys or values of this device's heads among those that the layer uses, by way of all heads that are stored,
+        which every device gathers: a convolution remembers all of them everywhere.
+
+        Args: part: [..., kv_head, head_size], of the heads that this device stores.
+        """
+        *lead, heads, size = part.axes
+        assert heads.name == KV_HEADS
+        stored, used, parts = block.num_kv_heads + block.unused_kv_heads, block.num_kv_heads, self.shard_axis.parts
+        whole = self.shard_axis.all_gather(part.array, len(lead))
+        whole = NamedArray(whole[..., :: whole.shape[-2] // stored, :], (*lead, heads.resize(stored), size))
+        array = (whole if convolve is None else convolve(whole)).array[..., :used, :]
+        if parts > 1:
+            copies = parts // math.gcd(used, parts)
+            count = used * copies // parts
+            array = jnp.repeat(array, copies, axis=-2)
+            array = jax.lax.dynamic_slice_in_dim(array, self.shard_axis.index * count, count, axis=len(lead))
+        return NamedArray(array, (*lead, heads.resize(array.shape[-2]), size))
 
     def _rotated(
         self, q: NamedArray, k: NamedArray, v: NamedArray, inputs: AttentionInputs
     ) -> tuple[NamedArray, NamedArray, NamedArray]:
         """Queries, keys and values with the norms, the clipping and the rotation."""
-        block = inputs.block
-        if block.v_norm is not None:
-            v = RMSNorm(weight=None, config=block.v_norm, over=(HEAD_SIZE,))(v)
-        k = _placed(k, self._norm(self.k_norm, block), inputs)
-        return self._rotated_queries(q, inputs), k, _clipped(v, block)
+        block, norms = inputs.block, (self._norm(self.q_norm, inputs.block), self._norm(self.k_norm, inputs.block))
+        v_norm = None if block.v_norm is None else RMSNorm(weight=None, config=block.v_norm, over=(HEAD_SIZE,))
+
+        def rotated(q: NamedArray, k: NamedArray, *angles: NamedArray) -> tuple[NamedArray, ...]:
+            own = inputs.at(angles)
+            return _scaled(_placed(q, norms[0], own), own), _placed(k, norms[1], own)
+
+        if norms != (None, None) or inputs.angles:
+            q, k = self.q_proj.by_rows(rotated, q, k, *inputs.angles)
+        else:
+            q, k = rotated(q, k)
+        v = v if v_norm is None else self.q_proj.by_rows(v_norm, v)
+        return q, k, _clipped(v, block)
 
     def _rotated_queries(self, q: NamedArray, inputs: AttentionInputs) -> NamedArray:
         """Queries with the norm, the clipping, the rotation and the factor of their positions."""
-        q = _placed(q, self._norm(self.q_norm, inputs.block), inputs)
-        return q if inputs.rope is None else inputs.rope.scale_queries(q)
+        norm = self._norm(self.q_norm, inputs.block)
+
+        def rotated(q: NamedArray, *angles: NamedArray) -> NamedArray:
+            own = inputs.at(angles)
+            return _scaled(_placed(q, norm, own), own)
+
+        return self.q_proj.by_rows(rotated, q, *inputs.angles)
 
     def _norm(self, own: RMSNorm | None, block: AttentionBlock) -> RMSNorm | None:
         """The norm of queries or keys; those without weights are not stored."""
         if own is not None or block.qk_norm is None:
-            return own
+            return own if own is None else own.picked()
         assert not block.qk_norm_whole, "a norm over all heads without a weight is not implemented: no family has one"
         return RMSNorm(weight=None, config=block.qk_norm, over=(HEAD_SIZE,))
 
@@ -369,6 +418,14 @@ class Attention(eqx.Module):
         assert q_norm is not None and k_norm is not None, f"kernels do not compute {inputs.block.qk_norm}"
         return Rotation(cos, sin, (q_norm, k_norm), self.q_norm.layer)
 
+    def _finished(
+        self, attended: NamedArray, own: NamedArray | None, gate: Sequence[NamedArray], block: AttentionBlock
+    ) -> NamedArray:
+        """`_finished` of every token. Args: own: its values; None: they are another layer's."""
+        assert own is not None or not block.exclusive
+        others = [*([own] if block.exclusive else []), *gate]
+        return self.o_proj.by_rows(functools.partial(_finished, block=block), attended, *others) if others else attended
+
     def _rules(self, head_dim: int, inputs: AttentionInputs) -> ScoreRules:
         block = inputs.block
         return ScoreRules(
@@ -389,6 +446,11 @@ def _placed(side: NamedArray, norm: RMSNorm | None, inputs: AttentionInputs) -> 
     side = _clipped(side, inputs.block)
     side = side if inputs.rope is None else inputs.rope.rotate(side)
     return norm(side) if norm is not None and after else side
+
+
+def _scaled(q: NamedArray, inputs: AttentionInputs) -> NamedArray:
+    """Queries with the factor of their positions."""
+    return q if inputs.rope is None else inputs.rope.scale_queries(q)
 
 
 def _clipped(side: NamedArray, block: AttentionBlock) -> NamedArray:
@@ -429,25 +491,21 @@ def _grouped(heads: NamedArray, num_kv_heads: int) -> NamedArray:
     return NamedArray(heads.array.reshape([axis.size for axis in axes]), tuple(axes))
 
 
-def _finished(
-    attended: NamedArray, own: NamedArray | None, gate: Sequence[NamedArray], block: AttentionBlock
-) -> NamedArray:
+def _finished(attended: NamedArray, *others: NamedArray, block: AttentionBlock) -> NamedArray:
     """The results of the heads as the output projection takes them.
 
     Args:
         attended: [..., kv_head, q_heads_per_group, head_size]
-        own: [..., kv_head, head_size], the values of the same tokens; None: they are another layer's.
-        gate: [..., kv_head, q_heads_per_group] or as `attended`, if there is one.
+        others: of `exclusive` the values of the same tokens [..., kv_head, head_size], then the gate, if there is one,
+            [..., kv_head, q_heads_per_group] or as `attended`.
     """
-    if not block.exclusive and not gate:
-        return attended
     wide = attended.astype(jnp.float32)
     if block.exclusive:
-        assert own is not None
+        own, others = others[0], others[1:]
         value = own.astype(jnp.float32)
         share = hax.sum(wide * value, HEAD_SIZE) / (hax.sum(value * value, HEAD_SIZE) + jnp.float32(_XSA_EPS))
         wide = wide - hax.broadcast_axis(share, value.resolve_axis(HEAD_SIZE)) * value
-    for each in gate:
+    for each in others:
         wide = wide * (hax.nn.sigmoid(each.astype(jnp.float32)) * jnp.float32(2 if block.head_gate else 1))
     return wide.rearrange(attended.axes)
 

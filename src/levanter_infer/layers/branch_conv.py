@@ -9,7 +9,7 @@ from jax import Array
 
 from levanter_infer.cache.memory import FixedState
 from levanter_infer.layers.causal_conv import CausalConv
-from levanter_infer.layers.linear import split_key
+from levanter_infer.layers.linear import Linear, split_key
 from levanter_infer.layers.rows import RaggedRows
 
 KEYS, MIXER, FEED_FORWARD = "keys", "mixer", "feed_forward"
@@ -66,9 +66,19 @@ class Convolve:
     Over plain sequences, or over the packed rows of a step after the state of each row.
     """
 
-    def __init__(self, convs: BranchConvs, stored: dict[str, Array] | None = None, rows: RaggedRows | None = None):
-        """Args: stored: the state before the step, by site; None: sequences are plain, position 0 first."""
-        self._convs, self._stored, self._rows = convs, stored, rows
+    def __init__(
+        self,
+        convs: BranchConvs,
+        stored: dict[str, Array] | None = None,
+        rows: RaggedRows | None = None,
+        part: Linear | None = None,
+    ):
+        """
+        Args:
+            stored: the state before the step, by site; None: sequences are plain, position 0 first.
+            part: a map of the layer, whose backend computes the rows of a step.
+        """
+        self._convs, self._stored, self._rows, self._part = convs, stored, rows, part
         self.state: dict[str, Array] = {}
         """The state after the step, by site."""
 
@@ -82,8 +92,8 @@ class Convolve:
             return x
         lead = x.array.ndim - (2 if site == KEYS else 1)
         flat = x.array.reshape(*x.array.shape[:lead], -1)
-        if self._rows is None or self._stored is None:
+        if self._rows is None or self._stored is None or self._part is None:
             result = conv.dense(flat)
         else:
-            result, self.state[site] = conv.ragged(flat, self._stored[site], self._rows)
+            result, self.state[site] = conv.ragged(flat, self._stored[site], self._rows, self._part)
         return NamedArray(result.reshape(x.array.shape).astype(x.dtype), x.axes)

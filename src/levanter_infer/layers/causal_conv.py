@@ -9,7 +9,7 @@ from haliax import Axis, NamedArray
 from jax import Array
 
 from levanter_infer.axes import CHANNEL, TAP
-from levanter_infer.layers.linear import random_weight
+from levanter_infer.layers.linear import Linear, random_weight
 from levanter_infer.layers.rows import RaggedRows
 
 
@@ -53,12 +53,13 @@ class CausalConv(eqx.Module):
         num = x.shape[-2]
         return self._weighted([padded[..., tap : tap + num, :] for tap in range(self.num_taps)])
 
-    def ragged(self, x: Array, tail: Array, rows: RaggedRows) -> tuple[Array, Array]:
+    def ragged(self, x: Array, tail: Array, rows: RaggedRows, part: Linear) -> tuple[Array, Array]:
         """The packed tokens of a step, after the last inputs of each row.
 
         Args:
             x: [token, channel]
             tail: f32[row, taps - 1, channel], the inputs before the row's first token.
+            part: a map of the same tokens, whose backend computes.
         Returns: f32[token, channel], anything for padding; and the new tails.
         """
         x, before = x.astype(jnp.float32), self.num_taps - 1
@@ -72,7 +73,8 @@ class CausalConv(eqx.Module):
         row = jnp.arange(rows.num_rows, dtype=jnp.int32)[:, None]
         old = tail[row, jnp.minimum(place, before - 1)]
         new = x.at[rows.starts[:, None] + place - before].get(mode="clip")
-        return self._weighted([*inputs, x]), jnp.where((place < before)[:, :, None], old, new)
+        summed = part.backend.by_rows(lambda *each: [self._weighted(list(each))], part.num_rows, *inputs, x)[0]
+        return summed, jnp.where((place < before)[:, :, None], old, new)
 
     def _weighted(self, inputs: list[Array]) -> Array:
         """Sum over taps, in their order."""

@@ -31,8 +31,6 @@ class DeltaNetBlock:
     norm_eps: float
     """Epsilon of the norm of each head's result."""
 
-    unfused = "a recurrence"
-
     def __post_init__(self):
         if self.num_value_heads % self.num_key_heads:
             raise ValueError(
@@ -125,19 +123,25 @@ class DeltaNet(RecurrentMixer):
         q, k, v, z, b, a = apply(x, *maps, norm=around.norm)
         lead = x.array.shape[:-1]
         flat = jnp.concatenate([each.array.reshape(*lead, -1) for each in (q, k, v)], axis=-1)
-        flat = jax.nn.silu(convolve(flat))
         keys = block.num_key_heads * block.key_size
-        q_flat, k_flat, v_flat = jnp.split(flat, [keys, 2 * keys], axis=-1)
-        q_unit, k_unit = (unit(each.reshape(q.array.shape)) for each in (q_flat, k_flat))
-        tokens = TokenInputs(
-            q=repeated(q_unit * jnp.float32(block.key_size**-0.5), block.num_value_heads),
-            k=repeated(k_unit, block.num_value_heads),
-            v=v_flat.reshape(v.array.shape),
-            log_decay=self._log_decay(a.array),
-            beta=jax.nn.sigmoid(b.array.astype(jnp.float32)),
-        )
-        result = self.norm(NamedArray(recur(tokens), v.axes)).array * jax.nn.silu(z.array.astype(jnp.float32))
-        return apply(NamedArray(result.astype(x.dtype), v.axes), self.out_proj, residual=around.residual)[0]
+
+        def inputs(flat: Array, a: Array, b: Array) -> list[Array]:
+            lead = flat.shape[:-1]
+            q_flat, k_flat, v_flat = jnp.split(jax.nn.silu(flat), [keys, 2 * keys], axis=-1)
+            q_unit, k_unit = (unit(each.reshape(*lead, *q.array.shape[-2:])) for each in (q_flat, k_flat))
+            q_heads = repeated(q_unit * jnp.float32(block.key_size**-0.5), block.num_value_heads)
+            k_heads = repeated(k_unit, block.num_value_heads)
+            beta = jax.nn.sigmoid(b.astype(jnp.float32))
+            return [q_heads, k_heads, v_flat.reshape(*lead, *v.array.shape[-2:]), self._log_decay(a), beta]
+
+        def gated(result: NamedArray, z: NamedArray) -> NamedArray:
+            wide = self.norm(result).array * jax.nn.silu(z.array.astype(jnp.float32))
+            return NamedArray(wide.astype(x.dtype), result.axes)
+
+        out = self.out_proj
+        tokens = out.backend.by_rows(inputs, out.num_rows, convolve(flat), a.array, b.array)
+        result = out.by_rows(gated, NamedArray(recur(TokenInputs(*tokens)), v.axes), z)
+        return apply(result, out, residual=around.residual)[0]
 
     def _log_decay(self, a: Array) -> Array:
         rate, bias = (each.array.reshape(*(1,) * (a.ndim - 1), -1) for each in (self.a_log, self.dt_bias))

@@ -11,7 +11,7 @@ from jax import Array
 
 from levanter_infer.axes import NORM_GATE
 from levanter_infer.layers.linear import Linear, apply, fold_key, split_key
-from levanter_infer.layers.norm import NormConfig, RMSNorm
+from levanter_infer.layers.norm import ByRows, NormConfig, RMSNorm
 
 
 class GatedNorm(RMSNorm):
@@ -34,11 +34,22 @@ class GatedNorm(RMSNorm):
 
     def __call__(self, x: NamedArray) -> NamedArray:
         """Args: x: [..., embed]"""
-        normed = super().__call__(x)
+
+        def activated(down: NamedArray) -> NamedArray:
+            return NamedArray(jax.nn.silu(down.array.astype(jnp.float32)).astype(x.dtype), down.axes)
+
+        def gated(normed: NamedArray, gate: NamedArray) -> NamedArray:
+            return (normed.astype(jnp.float32) * NamedArray(jax.nn.sigmoid(gate.array), gate.axes)).astype(x.dtype)
+
+        rows = self.gate_down.by_rows
+        normed = rows(super().__call__, x)
         (down,) = apply(normed, self.gate_down)
-        down = NamedArray(jax.nn.silu(down.array.astype(jnp.float32)).astype(x.dtype), down.axes)
-        (gate,) = apply(down, self.gate_up, dtype=jnp.float32)
-        return (normed.astype(jnp.float32) * NamedArray(jax.nn.sigmoid(gate.array), gate.axes)).astype(x.dtype)
+        (gate,) = apply(rows(activated, down), self.gate_up, dtype=jnp.float32)
+        return rows(gated, normed, gate)
+
+    def by_rows(self, x: NamedArray, rows: ByRows) -> NamedArray:
+        """As of `RMSNorm`; the matmuls are of all rows."""
+        return self(x)
 
 
 def init_norm(

@@ -29,8 +29,6 @@ class KimiDeltaBlock:
     norm_eps: float
     """Epsilon of the norm of each head's result."""
 
-    unfused = "a recurrence"
-
     @property
     def stored(self) -> "KimiDeltaBlock":
         """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""
@@ -139,17 +137,21 @@ class KimiDelta(RecurrentMixer):
         (f,), (g,) = apply(f, self.f_b_proj), apply(g, self.g_b_proj)
         lead = x.array.shape[:-1]
         flat = jnp.concatenate([each.array.reshape(*lead, -1) for each in (q, k, v)], axis=-1)
-        convolved = jnp.split(jax.nn.silu(convolve(flat)), 3, axis=-1)
-        q_array, k_array, v_array = (each.reshape(v.array.shape) for each in convolved)
-        tokens = TokenInputs(
-            q=unit(q_array) * jnp.float32(block.head_dim**-0.5),
-            k=unit(k_array),
-            v=v_array,
-            log_decay=self._log_decay(f.array),
-            beta=jax.nn.sigmoid(b.array.astype(jnp.float32)),
-        )
-        result = self.norm(NamedArray(recur(tokens), v.axes)).array * jax.nn.sigmoid(g.array.astype(jnp.float32))
-        return apply(NamedArray(result.astype(x.dtype), v.axes), self.out_proj, residual=around.residual)[0]
+
+        def inputs(flat: Array, f: Array, b: Array) -> list[Array]:
+            shape = (*flat.shape[:-1], *v.array.shape[-2:])
+            q, k, own = (each.reshape(shape) for each in jnp.split(jax.nn.silu(flat), 3, axis=-1))
+            beta = jax.nn.sigmoid(b.astype(jnp.float32))
+            return [unit(q) * jnp.float32(block.head_dim**-0.5), unit(k), own, self._log_decay(f), beta]
+
+        def gated(result: NamedArray, g: NamedArray) -> NamedArray:
+            wide = self.norm(result).array * jax.nn.sigmoid(g.array.astype(jnp.float32))
+            return NamedArray(wide.astype(x.dtype), result.axes)
+
+        out = self.out_proj
+        tokens = out.backend.by_rows(inputs, out.num_rows, convolve(flat), f.array, b.array)
+        result = out.by_rows(gated, NamedArray(recur(TokenInputs(*tokens)), v.axes), g)
+        return apply(result, out, residual=around.residual)[0]
 
     def _log_decay(self, f: Array) -> Array:
         """[..., head, key_size], of each channel."""

@@ -29,7 +29,7 @@ from levanter_infer.kernels import MIN_ROWS
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import ScoreRules
-from levanter_infer.kernels.xla.backend import XlaBackend
+from levanter_infer.kernels.xla.backend import XLA, XlaBackend
 from levanter_infer.kernels.xla.linear import from_bits
 from levanter_infer.layers.attention import AttentionInputs, attend_to_all
 from levanter_infer.layers.linear import Fusion, Linear, apply, split_key
@@ -87,11 +87,6 @@ class LatentAttentionBlock:
         return None
 
     @property
-    def unfused(self) -> str:
-        """The part that no kernel fuses with the cache."""
-        return "latent attention"
-
-    @property
     def stored(self) -> "LatentAttentionBlock":
         """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""
         return dataclasses.replace(self, rope=None, scale=None)
@@ -113,12 +108,14 @@ class PerHeadLinear(Linear):
 
     float_dtype: jnp.dtype | None = eqx.field(static=True, default=None)
     """Dtype of the weight before `prepare` stored its bits."""
+    row_backend: Backend = eqx.field(static=True, default=XLA)
+    """The backend whose `by_rows` goes around XLA's matmuls."""
 
     def prepare(self, backend: Backend, *, donate: bool = False) -> "PerHeadLinear":
         """As `Linear.prepare`, but never packed: XLA computes one matmul per head."""
         stored = super().prepare(XlaBackend(backend.platform), donate=donate)
         assert isinstance(stored, PerHeadLinear)
-        return dataclasses.replace(stored, float_dtype=self.weight.dtype)
+        return dataclasses.replace(stored, float_dtype=self.weight.dtype, row_backend=backend)
 
     def absorbed(self, x: Array) -> Array:
         """`W[h]ᵀ x[:, h]` for every head: [token, head, head_size] -> [token, head, latent]."""
@@ -129,6 +126,9 @@ class PerHeadLinear(Linear):
         return self._per_head(x, "thl,hdl->thd")
 
     def _per_head(self, x: Array, matmul: str) -> Array:
+        return self.row_backend.by_rows(lambda x: [self._matmul(x, matmul)], self.num_rows, x)[0]
+
+    def _matmul(self, x: Array, matmul: str) -> Array:
         weight = self.weight if self.layer is None else pick_layer(self.weight, self.layer)
         array = from_bits(weight.array, self.float_dtype)
         array = array.reshape(-1, *array.shape[-2:])
@@ -265,10 +265,18 @@ class LatentAttention(eqx.Module):
             (q,) = apply(q, self.q_b_proj, norm=self.q_a_norm)
         block = inputs.block
         assert isinstance(block, LatentAttentionBlock)
-        c = self.kv_a_norm(down[LATENT, : block.latent_dim])
-        q_pe, k_pe = q[HEAD_SIZE, block.nope_dim :], down[LATENT, block.latent_dim :].rename({LATENT: HEAD_SIZE})
-        if inputs.rope is not None:
-            q_pe, k_pe = inputs.rope.rotate(q_pe), inputs.rope.rotate(k_pe)
+        norm = self.kv_a_norm.picked()
+
+        def rotated(c: NamedArray, q_pe: NamedArray, k_pe: NamedArray, *angles: NamedArray) -> tuple[NamedArray, ...]:
+            if inputs.rope is not None:
+                rope = inputs.rope.of(angles)
+                q_pe, k_pe = rope.rotate(q_pe), rope.rotate(k_pe)
+            return norm(c), q_pe, k_pe
+
+        c, q_pe = down[LATENT, : block.latent_dim], q[HEAD_SIZE, block.nope_dim :]
+        k_pe = down[LATENT, block.latent_dim :].rename({LATENT: HEAD_SIZE})
+        angles = () if inputs.rope is None else inputs.rope.angles
+        c, q_pe, k_pe = self.kv_a_proj.by_rows(rotated, c, q_pe, k_pe, *angles)
         return q.array[..., : block.nope_dim], q_pe.array, c.array, k_pe.array
 
     def _rules(self, inputs: AttentionInputs) -> ScoreRules:

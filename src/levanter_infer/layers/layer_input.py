@@ -60,7 +60,7 @@ class LayerInput(eqx.Module):
         """Args: x: [..., embed]; own: [..., layer_input]. Returns: [..., embed]."""
         (gate,) = apply(x, self.gate_proj)
         (result,) = apply(own, self.up_proj, gate=gate, activation=block.activation)
-        return x + self.norm(result)
+        return x + self.norm.by_rows(result, self.up_proj.by_rows)
 
 
 class LayerInputs(eqx.Module):
@@ -91,20 +91,27 @@ class LayerInputs(eqx.Module):
         rows = prepare_rows(self.embeddings, backend, donate=donate)
         return dataclasses.replace(self, embeddings=rows, proj=self.proj.prepare(backend, donate=donate))
 
-    def __call__(self, embedded: NamedArray, take_rows: Callable[[Linear], Array]) -> NamedArray:
+    def __call__(
+        self, embedded: NamedArray, take_rows: Callable[[Linear], Array], num_rows: Array | None
+    ) -> NamedArray:
         """The inputs.
 
         Args:
             embedded: [..., embed], the embeddings of the tokens with their factor.
             take_rows: the rows of a table for the same tokens, in the dtype of the parameters.
+            num_rows: as for `Linear.at`.
         Returns: [depth, ..., layer_input]
         """
         depth, width = self.embeddings.ins
         factor = jnp.asarray(width.size**0.5, self.embeddings.dtype)
-        rows = take_rows(self.embeddings) * factor.astype(embedded.dtype)
         axes = (*embedded.axes[:-1], depth, width)
-        tokens = NamedArray(rows.reshape([axis.size for axis in axes]), axes)
-        (states,) = apply(embedded, self.proj)
-        states = self.norm(states * jnp.asarray(embedded.resolve_axis(EMBED).size ** -0.5, states.dtype))
-        both = (states + tokens) * jnp.asarray(2**-0.5, states.dtype)
-        return both.rearrange((DEPTH, ...))
+        tokens = NamedArray(take_rows(self.embeddings).reshape([axis.size for axis in axes]), axes)
+        proj = self.proj.at(None, num_rows)
+        (states,) = apply(embedded, proj)
+
+        def joined(states: NamedArray, tokens: NamedArray) -> NamedArray:
+            states = self.norm(states * jnp.asarray(embedded.resolve_axis(EMBED).size ** -0.5, states.dtype))
+            tokens = tokens * factor.astype(embedded.dtype)
+            return (states + tokens) * jnp.asarray(2**-0.5, states.dtype)
+
+        return proj.by_rows(joined, states, tokens).rearrange((DEPTH, ...))

@@ -118,18 +118,21 @@ class Layout:
         group = config.num_heads // config.num_kv_heads
         equal = len(config.head_counts) == 1
         layout = Layout(mesh, config.num_kv_heads, group, config.vocab_size, config.num_experts, equal)
-        across = any(mixer.qk_norm_whole or mixer.unused_kv_heads for mixer in config.kv_attention)
+        across = any(mixer.qk_norm_whole for mixer in config.kv_attention)
         if layout.model.parts > 1 and not equal and across:
             raise ValueError(
                 f"mesh.model={layout.model.parts}: layers differ in (heads, key and value heads): "
                 f"{', '.join(map(str, config.head_counts))}, and tensor parallelism of such a model with norms over "
-                "all heads, or with heads that some layers leave out, is not implemented; use mesh.data"
+                "all heads is not implemented; use mesh.data"
             )
-        if layout.model.parts > 1 and config.convolves_keys:
-            raise ValueError(
-                f"mesh.model={layout.model.parts}: keys pass a short convolution, and tensor parallelism of such a "
-                "model is not implemented; use mesh.data or mesh.expert"
-            )
+        for mixer in config.kv_attention:
+            used, unused = mixer.num_kv_heads, mixer.unused_kv_heads
+            if unused and any(mixer.num_heads // heads % layout.copies_of(heads) for heads in (used, used + unused)):
+                raise ValueError(
+                    f"mesh.model={layout.model.parts}: layers use {used} of {used + unused} stored key and value "
+                    f"heads, and their {mixer.num_heads} query heads cannot be shared out; use fewer devices, or "
+                    "mesh.expert"
+                )
         return layout
 
     @property

@@ -1,9 +1,10 @@
 """Linear maps whose weights are stored outputs first, `[layers, out..., in...]`, or as their backend reads them."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
 
 import equinox as eqx
 import haliax as hax
@@ -13,15 +14,18 @@ import numpy as np
 from haliax import Axis, NamedArray
 from jax import Array
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
 from levanter_infer.axes import EXPERT, PANEL, PANEL_SIZE
 from levanter_infer.kernels.backend import Backend, Fuse
 from levanter_infer.kernels.call import GroupedCall, LinearCall
 from levanter_infer.kernels.xla.backend import XLA, XlaBackend
 from levanter_infer.layers.activation import Activation, ClampedSwiglu
-from levanter_infer.layers.norm import RMSNorm
+from levanter_infer.layers.norm import ByRows, RMSNorm
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
 from levanter_infer.layers.stack import pick_layer
+
+Rows = TypeVar("Rows", bound=NamedArray | tuple[NamedArray, ...])
 
 
 class Linear(eqx.Module):
@@ -49,6 +53,8 @@ class Linear(eqx.Module):
     """Dtype of the weight before a backend stored it, as its bits or packed; None: it is as it was loaded."""
     unpadded_in: int | None = eqx.field(static=True, default=None)
     """Inputs of one device without the zeros that are stored behind them; None: there are none."""
+    merged_ins: tuple[Axis, ...] = eqx.field(static=True, default=())
+    """Input axes that are stored merged with the one before them."""
     layer: Array | None = None
     """i32[], which entry of the stack is meant; None: the weight is not one of a stack, or a scan has picked it."""
     num_rows: Array | None = None
@@ -79,12 +85,16 @@ class Linear(eqx.Module):
     def outs(self) -> tuple[Axis, ...]:
         """Axes of the outputs."""
         axes = self.weight.axes if self.packed_axes is None else self.packed_axes
-        return axes[len(axes) - self.num_in - self.num_out : len(axes) - self.num_in]
+        end = len(axes) - self.num_in + len(self.merged_ins)
+        return axes[end - self.num_out : end]
 
     @property
     def ins(self) -> tuple[Axis, ...]:
         """Axes of the inputs."""
         axes = self.weight.axes if self.packed_axes is None else self.packed_axes
+        if self.merged_ins:
+            size = axes[-1].size // math.prod(axis.size for axis in self.merged_ins)
+            return (axes[-1].resize(size), *self.merged_ins)
         ins = axes[len(axes) - self.num_in :]
         return ins if self.unpadded_in is None else (ins[0].resize(self.unpadded_in),)
 
@@ -101,7 +111,11 @@ class Linear(eqx.Module):
         given = self
         if any(axis.name == EXPERT for axis in self.weight.axes[: -self.num_in - self.num_out]):
             given = self.with_filled_ins(backend.grouped_ins)
-        sizes = (math.prod(axis.size for axis in axes) for axes in (given.outs, given.weight.axes[-self.num_in :]))
+        elif self.num_in > 1 and backend.merges_ins:
+            given = self.with_merged_ins()
+        num_outs = math.prod(axis.size for axis in given.outs)
+        of_one = given.weight.axes[len(self.weight.axes) - self.num_in - self.num_out :]
+        sizes = num_outs, math.prod(axis.size for axis in of_one) // num_outs
         stored = given.stored_as(backend.store(given.weight.array, *sizes), backend)
         _free([self.weight.array, given.weight.array], [stored.weight.array], donate)
         return stored
@@ -118,6 +132,16 @@ class Linear(eqx.Module):
         array = _fill_parts(self.weight.array, parts, filled)
         weight = NamedArray(array, (*lead, last.resize(filled * parts)))
         return dataclasses.replace(self, weight=weight, unpadded_in=size)
+
+    def with_merged_ins(self) -> "Linear":
+        """The same map with its input axes stored as one, which has the name of the first and is sharded as that."""
+        axes, array = self.weight.axes, self.weight.array
+        *lead, first = axes[: len(axes) - self.num_in + 1]
+        rest = axes[len(axes) - self.num_in + 1 :]
+        merged = first.resize(first.size * math.prod(axis.size for axis in rest))
+        shape = tuple(axis.size for axis in (*lead, merged))
+        weight = NamedArray(_reshaped(array, shape), (*lead, merged))
+        return dataclasses.replace(self, weight=weight, merged_ins=rest)
 
     def stored_as(self, array: Array, backend: Backend) -> "Linear":
         """The same map with the weight that `backend` has stored."""
@@ -140,6 +164,41 @@ class Linear(eqx.Module):
     def __call__(self, x: NamedArray) -> NamedArray:
         """Args: x: [..., in...], the input axes last and in the order of the weight's."""
         return apply(x, self)[0]
+
+    def by_rows(self, compute: Callable[..., Rows], *rows: NamedArray) -> Rows:
+        """`compute(*rows)`, as `by_rows` of this map's backend, for the rows that count here."""
+        return by_rows(self.backend, self.num_rows, compute, *rows)
+
+
+def by_rows(backend: Backend, num_rows: Array | None, compute: Callable[..., Rows], *rows: NamedArray) -> Rows:
+    """`compute(*rows)`, a named array or a tuple of them, by `Backend.by_rows`: everything that XLA computes of the
+    tokens of a step, except for matmuls, goes through here.
+
+    Args:
+        rows: [row, ...] each, the row first; of the plain forward (`num_rows` None) any axes.
+        compute: of one row as of all; its results have the axis of the first of `rows`.
+    """
+    first = rows[0].axes[0].name
+    found: list[tuple[Axis, ...]] = []
+    is_alone = True
+
+    def on_arrays(*arrays: Array) -> list[Array]:
+        nonlocal is_alone
+        parts = zip(rows, arrays, strict=True)
+        named = [NamedArray(a, (old.axes[0].resize(a.shape[0]), *old.axes[1:])) for old, a in parts]
+        made = compute(*named)
+        is_alone = isinstance(made, NamedArray)
+        results = [made] if isinstance(made, NamedArray) else list(made)
+        results = [each if each.axes[0].name == first else each.rearrange((first, ...)) for each in results]
+        found[:] = [each.axes for each in results]
+        return [each.array for each in results]
+
+    arrays = backend.by_rows(on_arrays, num_rows, *(each.array for each in rows))
+    named = [
+        NamedArray(array, (axes[0].resize(array.shape[0]), *axes[1:]))
+        for array, axes in zip(arrays, found, strict=True)
+    ]
+    return named[0] if is_alone else tuple(named)  # type: ignore[return-value]
 
 
 def split_key(key: Array | None, num: int) -> Sequence[Array | None]:
@@ -203,14 +262,18 @@ class Fusion:
         outside = {name: getattr(self, name) if part is None else None for name, part in inside.items()}
         return Fusion(**inside), Fusion(**outside, activation=self.activation)
 
-    def before(self, x: NamedArray) -> NamedArray:
-        """The input of the matmul, in the dtype of `x`."""
+    def before(self, x: NamedArray, rows: ByRows) -> NamedArray:
+        """The input of the matmul, in the dtype of `x`. Args: rows: `by_rows` for those of `x`."""
+
+        def gated(gate: NamedArray, x: NamedArray) -> NamedArray:
+            wide = self.activation.gated(gate.array.astype(jnp.float32), x.array.astype(jnp.float32))
+            return NamedArray(wide.astype(x.dtype), x.axes)
+
         if self.norm is not None:
-            x = self.norm(x)
+            x = self.norm.by_rows(x, rows)
         if self.gate is not None:
             assert self.gate.axes == x.axes, f"gate has axes {self.gate.axes}, and its partner {x.axes}"
-            gated = self.activation.gated(self.gate.array.astype(jnp.float32), x.array.astype(jnp.float32))
-            x = NamedArray(gated.astype(x.dtype), x.axes)
+            x = rows(gated, self.gate, x)
         return x
 
     def after(self, y: NamedArray) -> NamedArray:
@@ -227,7 +290,7 @@ def apply(x: NamedArray, *maps: Linear, dtype=None, **fusion) -> list[NamedArray
     """
     first, dtype = maps[0], x.dtype if dtype is None else dtype
     inside, outside = Fusion(**fusion).split(first.backend.fuses)
-    x = outside.before(x)
+    x = outside.before(x, first.by_rows)
     ins, rows = first.ins, x.axes[: -first.num_in]
     call = LinearCall(
         x=_matrix(x, rows, ins),
@@ -262,7 +325,8 @@ def apply_grouped(
     first, dtype = maps[0], x.dtype if dtype is None else dtype
     inside, outside = Fusion(**fusion).split(first.backend.fuses)
     assert inside.residual is None and outside.residual is None, "results of several groups belong to one row"
-    x = outside.before(x)
+    num_rows = jnp.sum(counts) if rows is None and first.num_rows is not None else first.num_rows
+    x = outside.before(x, functools.partial(by_rows, first.backend, num_rows))
     ins, before = first.ins, x.axes[: -first.num_in]
     unfilled = 0 if first.unpadded_in is None else first.weight.axes[-1].size - first.unpadded_in
     call = GroupedCall(
@@ -307,7 +371,17 @@ def _fill_parts(array: Array, parts: int, size: int) -> Array:
         return xp.pad(split, behind).reshape(*array.shape[:-1], parts * size)
 
     is_placed = isinstance(array, jax.Array) and not isinstance(array, Tracer)
-    return jax.jit(fill, out_shardings=array.sharding)(array) if is_placed else fill(array)
+    return jax.device_put(fill(array), array.sharding) if is_placed else fill(array)
+
+
+def _reshaped(array: Array, shape: tuple[int, ...]) -> Array:
+    """The array with its last axes merged; a sharded one stays sharded over the first of them."""
+    if not isinstance(array, jax.Array) or isinstance(array, Tracer):
+        return array.reshape(shape)
+    sharding = array.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: len(shape)]))
+    return jax.device_put(array.reshape(shape), sharding)
 
 
 def _free(old: Sequence[Array], new: Sequence[Array], donate: bool) -> None:

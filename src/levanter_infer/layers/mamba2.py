@@ -52,8 +52,6 @@ class Mamba2Block:
     multipliers: tuple[float, ...] = (1.0,) * 5
     """Factors of z, x, B, C and dt."""
 
-    unfused = "a recurrence"
-
     def __post_init__(self):
         if self.num_heads % self.num_groups:
             raise ValueError(f"mamba heads={self.num_heads} is no multiple of mamba groups={self.num_groups}")
@@ -157,27 +155,35 @@ class Mamba2(RecurrentMixer):
         )
         lead = x.array.shape[:-1]
         flat = jnp.concatenate([each.array.reshape(*lead, -1) for each in (inputs, b, c)], axis=-1)
-        flat = jax.nn.silu(convolve(flat))
         sizes = [block.width, block.width + block.num_groups * block.state_size]
-        x_flat, b_flat, c_flat = jnp.split(flat, sizes, axis=-1)
-        values = x_flat.reshape(inputs.array.shape)
         of_heads = (*(1,) * len(lead), -1)
         rate, bias, skip = (each.array.reshape(of_heads) for each in (self.a_log, self.dt_bias, self.skip))
-        step = jax.nn.softplus(dt.array.astype(jnp.float32) + bias)
-        tokens = TokenInputs(
-            q=repeated(c_flat.reshape(c.array.shape), block.num_heads),
-            k=repeated(b_flat.reshape(b.array.shape), block.num_heads),
-            v=step[..., None] * values,
-            log_decay=-jnp.exp(rate) * step,
-            beta=None,
-        )
-        result = recur(tokens) + skip[..., None] * values
-        gate = jax.nn.silu(z.array.astype(jnp.float32))
-        if block.norm is GatedNorm.BEFORE:
-            result = self._normed(result, block) * gate
-        else:
-            result = self._normed(result * gate, block)
-        return apply(NamedArray(result.astype(x.dtype), z.axes), self.out_proj, residual=around.residual)[0]
+
+        def token_inputs(flat: Array, dt: Array) -> list[Array]:
+            lead = flat.shape[:-1]
+            x_flat, b_flat, c_flat = jnp.split(jax.nn.silu(flat), sizes, axis=-1)
+            values = x_flat.reshape(*lead, *inputs.array.shape[-2:])
+            step = jax.nn.softplus(dt.astype(jnp.float32) + bias)
+            q, k = (
+                repeated(flat.reshape(*lead, *shared.array.shape[-2:]), block.num_heads)
+                for flat, shared in ((c_flat, c), (b_flat, b))
+            )
+            return [q, k, step[..., None] * values, -jnp.exp(rate) * step, values]
+
+        def gated(result: Array, values: Array, z: Array) -> list[Array]:
+            result = result + skip[..., None] * values
+            gate = jax.nn.silu(z.astype(jnp.float32))
+            if block.norm is GatedNorm.BEFORE:
+                result = self._normed(result, block) * gate
+            else:
+                result = self._normed(result * gate, block)
+            return [result.astype(x.dtype)]
+
+        out = self.out_proj
+        *tokens, values = out.backend.by_rows(token_inputs, out.num_rows, convolve(flat), dt.array)
+        result = recur(TokenInputs(*tokens, beta=None))
+        (result,) = out.backend.by_rows(gated, out.num_rows, result, values, z.array)
+        return apply(NamedArray(result, z.axes), out, residual=around.residual)[0]
 
     def _normed(self, gated: Array, block: Mamba2Block) -> Array:
         """RMSNorm over the heads of each group, if the block has one."""

@@ -41,13 +41,6 @@ class DenseBlock:
         if self.gated and self.activation is Activation.XIELU:
             raise ValueError("a gated block with xIELU is not implemented: no family has one")
 
-    @property
-    def unfused(self) -> str | None:
-        """The part that no kernel fuses with a matmul; None: there is none, as in Llama."""
-        if self.gate_multiplier != 1 or self.out_multiplier != 1:
-            return "multipliers of a feed-forward block"
-        return self.activation.unfused if self.gated else "a feed-forward block without a gate"
-
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
         inner = 2 if self.gated else 1
@@ -85,12 +78,14 @@ class Mlp(eqx.Module):
         """Args: x: [..., embed]; around: the norm of its input, and what is added. Returns: [..., embed]."""
         if self.gate_proj is None:
             (up,) = apply(x, self.up_proj, norm=around.norm)
-            up = NamedArray((self.xielu or block.activation)(up.array), up.axes)
+            activation = self.xielu or block.activation
+            up = self.up_proj.by_rows(lambda up: NamedArray(activation(up.array), up.axes), up)
             return apply(up, self.down_proj, residual=around.residual)[0]
         gate, up = apply(x, self.gate_proj, self.up_proj, norm=around.norm)
         if block.gate_multiplier != 1:
-            gate = gate * jnp.asarray(block.gate_multiplier, gate.dtype)
+            gate = self.gate_proj.by_rows(lambda gate: gate * jnp.asarray(block.gate_multiplier, gate.dtype), gate)
         if block.out_multiplier != 1:
             (result,) = apply(up, self.down_proj, gate=gate, activation=block.activation)
-            return around.after(result * jnp.asarray(block.out_multiplier, result.dtype))
+            factor = jnp.asarray(block.out_multiplier, result.dtype)
+            return around.after(self.down_proj.by_rows(lambda result: result * factor, result))
         return apply(up, self.down_proj, gate=gate, activation=block.activation, residual=around.residual)[0]

@@ -16,7 +16,7 @@ from jax import Array
 from levanter_infer.axes import EXPERT, EXPERT_LATENT, MLP, ROW, SHARED_GATE
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.activation import Activation, ClampedSwiglu
-from levanter_infer.layers.linear import Fusion, Linear, apply, apply_grouped, fold_key, split_key
+from levanter_infer.layers.linear import Fusion, Linear, apply, apply_grouped, by_rows, fold_key, split_key
 from levanter_infer.layers.mlp import DenseBlock, Mlp
 from levanter_infer.layers.norm import NormConfig, RMSNorm
 from levanter_infer.layers.router import Router, SelectionBias
@@ -65,15 +65,6 @@ class ExpertsBlock:
         """The shared expert as a block of its own. Requires: there is one."""
         assert self.shared_width is not None and isinstance(self.activation, Activation)
         return DenseBlock(self.shared_width, self.activation, gated=self.gated)
-
-    @property
-    def unfused(self) -> str | None:
-        """The part that no kernel fuses with a matmul; None: there is none."""
-        if self.norms is not None or self.router.norm is not None:
-            return "norms within a block of experts"
-        if not self.gated:
-            return "experts without a gate"
-        return "experts with weighted inputs" if self.router.weigh_inputs else self.activation.unfused
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
@@ -224,18 +215,25 @@ class Moe(eqx.Module):
         total = self.sums.sum_in(x.dtype, self._compute(seen, norm, chosen, weights, block)).astype(x.dtype)
         if self.latent_up is not None:
             total = apply(NamedArray(total, seen.axes), self.latent_up)[0].array
-        total = _normed(self.out_norm, total, embed)
+        total = self._normed(self.out_norm, total, embed)
         for shared in (*([] if self.shared is None else [self.shared]), *self.shared_experts):
             result = self._share(shared, rows, around.norm, block)
-            total = total + _normed(self.shared_out_norm, result, embed)
+            total = total + self._normed(self.shared_out_norm, result, embed)
         return around.after(NamedArray(total.reshape(x.array.shape), x.axes))
+
+    def _normed(self, norm: RMSNorm | None, rows: Array, embed: Axis) -> Array:
+        """Rows [row, embed] with a norm, if there is one."""
+        if norm is None:
+            return rows
+        return norm.by_rows(NamedArray(rows, (Axis(ROW, rows.shape[0]), embed)), self.router.by_rows).array
 
     def _latents(self, rows: NamedArray, norm: RMSNorm | None) -> NamedArray:
         """Inputs of the experts, before the norm if they are the rows [row, embed] themselves."""
         if self.latent_down is None:
             return rows
         (latents,) = apply(rows, self.latent_down, norm=norm)
-        return latents if self.latent_norm is None else self.latent_norm(latents)
+        norm = self.latent_norm
+        return latents if norm is None else norm.by_rows(latents, self.latent_down.by_rows)
 
     def _share(self, shared: Mlp, rows: NamedArray, norm: RMSNorm | None, block: ExpertsBlock) -> Array:
         """Result of the shared expert [row, embed]."""
@@ -244,16 +242,16 @@ class Moe(eqx.Module):
             return result
         (gate,) = apply(rows, self.shared_gate, norm=norm, dtype=jnp.float32)
 
-        def gated(gate: Array, result: Array) -> Array:
-            return (jax.nn.sigmoid(gate) * result.astype(jnp.float32)).astype(result.dtype)
+        def gated(gate: Array, result: Array) -> list[Array]:
+            return [(jax.nn.sigmoid(gate) * result.astype(jnp.float32)).astype(result.dtype)]
 
-        return self._backend.by_rows(gated, self.num_rows, gate.array, result)
+        return self._backend.by_rows(gated, self.num_rows, gate.array, result)[0]
 
     def _route(self, rows: NamedArray, norm: RMSNorm | None, block: ExpertsBlock) -> tuple[Array, Array]:
         """Experts of each row i32[row, chosen], and their weights f32[row, chosen]."""
         router = block.router
         if router.float32 and rows.dtype != jnp.float32:  # after the norm, whose result has the dtype of the rows
-            rows, norm = (rows if norm is None else norm(rows)).astype(jnp.float32), None
+            rows, norm = (rows if norm is None else norm.by_rows(rows, self.router.by_rows)).astype(jnp.float32), None
         with jax.default_matmul_precision("highest" if router.float32 else None):
             (own,) = apply(rows, self.router, norm=norm, dtype=jnp.float32 if router.exact_logits else None)
         logits = self.experts.all_gather(own.rearrange((ROW, ...)).array.astype(jnp.float32), 1)
@@ -261,9 +259,10 @@ class Moe(eqx.Module):
             None if part is None else self.experts.all_gather(part.array.astype(jnp.float32), 0)
             for part in (self.selection_bias, self.expert_scale)
         )
-        return self._backend.by_rows(
-            lambda logits: router.choose(logits, block.num_chosen, bias, scale), self.num_rows, logits
+        chosen, weights = self._backend.by_rows(
+            lambda logits: list(router.choose(logits, block.num_chosen, bias, scale)), self.num_rows, logits
         )
+        return chosen, weights
 
     @property
     def _backend(self) -> Backend:
@@ -292,16 +291,19 @@ class Moe(eqx.Module):
         order, counts = self._sorted(chosen)
         pairs, source = Axis(ROW, order.shape[0]), order // chosen.shape[1]
         if block.router.weigh_inputs:
-            rows, norm, source = _weighted(rows if norm is None else norm(rows), weights), None, order
+            normed = rows if norm is None else norm.by_rows(rows, self.router.by_rows)
+            rows, norm, source = _weighted(normed, weights), None, order
             weights = jnp.ones_like(weights)
         grouped = functools.partial(apply_grouped, axis=pairs, counts=counts)
         gate = None
         if self.gate_proj is not None:
             gate, up = grouped(rows, self.gate_proj, self.up_proj, rows=source, norm=norm)
         else:
-            assert isinstance(block.activation, Activation)
+            activation = block.activation
+            assert isinstance(activation, Activation)
             (up,) = grouped(rows, self.up_proj, rows=source, norm=norm)
-            up = NamedArray(block.activation(up.array), up.axes)
+            used = None if self.num_rows is None else jnp.sum(counts)
+            up = by_rows(self._backend, used, lambda up: NamedArray(activation(up.array), up.axes), up)
         down = self._biased_once(self.down_proj)
         (results,) = grouped(up, down, gate=gate, activation=block.activation, dtype=jnp.float32)
         places = jnp.zeros_like(order).at[order].set(jnp.arange(pairs.size, dtype=jnp.int32))
@@ -313,11 +315,6 @@ class Moe(eqx.Module):
             return down
         bias = jnp.where(down.shard_axis.index == 0, down.bias.array, 0)
         return dataclasses.replace(down, bias=NamedArray(bias, down.bias.axes))
-
-
-def _normed(norm: RMSNorm | None, rows: Array, embed: Axis) -> Array:
-    """[row, embed], with the norm if there is one."""
-    return rows if norm is None else norm(NamedArray(rows, (Axis(ROW, rows.shape[0]), embed))).array
 
 
 def _weighted(rows: NamedArray, weights: Array) -> NamedArray:

@@ -1,8 +1,9 @@
 """RMSNorm and LayerNorm, with or without weight and bias."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -12,6 +13,10 @@ from jax import Array
 
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
 from levanter_infer.layers.stack import pick_layer
+
+ByRows = Callable[..., Any]
+"""`by_rows(compute, *rows)` gives `compute(*rows)`, row by row where the backend has them apart
+(`layers.linear.by_rows`)."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,15 @@ class RMSNorm(eqx.Module):
         if bias is not None:
             result = result + bias.astype(jnp.float32)
         return result.rearrange(x.axes).astype(x.dtype)
+
+    def by_rows(self, x: NamedArray, rows: ByRows) -> NamedArray:
+        """The norm of x [row, ...] or, in the plain forward, of any. Args: rows: `linear.by_rows` for those of `x`."""
+        return rows(self.picked(), x)
+
+    def picked(self) -> "RMSNorm":
+        """The norm with the parameters of its layer alone."""
+        weight, bias = self._of_layer(self.weight), self._of_layer(self.bias)
+        return dataclasses.replace(self, weight=weight, bias=bias, layer=None)
 
     def _of_layer(self, parameter: NamedArray | None) -> NamedArray | None:
         return parameter if parameter is None or self.layer is None else pick_layer(parameter, self.layer)

@@ -7,9 +7,9 @@ rule.
 The decay e^{g_t} is one number for a head, or in Kimi delta attention one for each channel of its keys (a row of S).
 
 The same mathematics in three forms: `scan` a token at a time over plain sequences, which is the oracle; one token of
-each row; and blocks of `BLOCK` tokens of one row by matmuls. `ragged` composes the last two over a packed batch. All
-numbers are float32. Sources: Gated DeltaNet, arXiv:2412.06464; Kimi delta attention, arXiv:2510.26692; state space
-duality, arXiv:2405.21060.
+each row; and blocks of `BLOCK` tokens of one row by matmuls. `ragged` composes the last two over a packed batch, and
+`ragged_scan` has the first form there, for equal bits whatever the batch. All numbers are float32. Sources: Gated
+DeltaNet, arXiv:2412.06464; Kimi delta attention, arXiv:2510.26692; state space duality, arXiv:2405.21060.
 """
 
 import abc
@@ -23,8 +23,9 @@ from haliax import NamedArray
 from jax import Array
 
 from levanter_infer.cache.slot_state import SlotState
+from levanter_infer.kernels.loops import BY_ROWS
 from levanter_infer.layers.causal_conv import CausalConv
-from levanter_infer.layers.linear import Fusion
+from levanter_infer.layers.linear import Fusion, Linear
 from levanter_infer.layers.rows import RaggedRows
 
 BLOCK = 64
@@ -67,9 +68,22 @@ def one_token(state: Array, x: TokenInputs) -> tuple[Array, Array]:
     state = jnp.exp(x.channel_log_decay)[..., None] * state
     delta = x.v
     if x.beta is not None:
-        delta = x.beta[..., None] * (x.v - jnp.sum(state * x.k[..., None], axis=-2))
+        delta = x.beta[..., None] * (x.v - _applied(state, x.k))
     state = state + x.k[..., None] * delta[..., None, :]
-    return state, jnp.sum(state * x.q[..., None], axis=-2)
+    return state, _applied(state, x.q)
+
+
+def _applied(state: Array, vector: Array) -> Array:
+    """`stateᵀ vector` of each head, [..., head, value_size]."""
+
+    def as_matmul(state: Array, vector: Array) -> Array:
+        return _matmul("...kv,...k->...v", state, vector)
+
+    def as_sum(state: Array, vector: Array) -> Array:
+        return jnp.sum(state * vector[..., None], axis=-2)
+
+    # XLA's CPU backend has no vectors for a sum over an axis before the last
+    return jax.lax.platform_dependent(state, vector, cpu=as_matmul, default=as_sum)
 
 
 def scan(x: TokenInputs) -> Array:
@@ -125,6 +139,31 @@ def block(state: Array, x: TokenInputs) -> tuple[Array, Array]:
     return state, jnp.swapaxes(result, 0, 1)
 
 
+def ragged_scan(state: Array, x: TokenInputs, rows: RaggedRows) -> tuple[Array, Array]:
+    """As `ragged`, one token after the other by the same code, so that bits do not depend on where steps end."""
+
+    def part(array: Array, start: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(array, start, 1)
+
+    def one_row(row: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        def next_token(item: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            own, result = carry
+            place = rows.starts[row] + item
+            inputs = x.map(lambda array: part(array, place))
+            # A loop of one trip, into whose body XLA merges nothing (`kernels.loops.one_by_one`)
+            step = lambda _, carry: one_token(carry[0], inputs)  # noqa: E731
+            mixed = jnp.zeros((1, *x.v.shape[1:]), jnp.float32)
+            own, mixed = jax.lax.fori_loop(0, jnp.minimum(rows.lens[row], 1), step, (own, mixed))
+            return own, jax.lax.dynamic_update_slice_in_dim(result, mixed, place, 0)
+
+        state, result = carry
+        own, result = jax.lax.fori_loop(0, rows.lens[row], next_token, (part(state, row), result))
+        return jax.lax.dynamic_update_slice_in_dim(state, own, row, 0), result
+
+    with jax.named_scope(BY_ROWS):
+        return jax.lax.fori_loop(0, rows.num_rows, one_row, (state, jnp.zeros(x.v.shape, jnp.float32)))
+
+
 def ragged(state: Array, x: TokenInputs, rows: RaggedRows) -> tuple[Array, Array]:
     """The packed tokens of a step: rows of one token all at once, the tokens of others block by block.
 
@@ -176,6 +215,7 @@ class RecurrentMixer(eqx.Module):
     """A mixer of a short convolution and then a recurrence. Subclasses say what stands around both."""
 
     conv: eqx.AbstractVar[CausalConv]
+    out_proj: eqx.AbstractVar[Linear]
 
     @abc.abstractmethod
     def _mixed(
@@ -205,11 +245,12 @@ class RecurrentMixer(eqx.Module):
         stored, new = state.read(layer, rows.slots, rows.is_new), {}
 
         def convolved(inputs: Array) -> Array:
-            result, new["conv"] = self.conv.ragged(inputs, stored["conv"], rows)
+            result, new["conv"] = self.conv.ragged(inputs, stored["conv"], rows, self.out_proj)
             return result
 
         def recurred(tokens: TokenInputs) -> Array:
-            new["memory"], result = ragged(stored["memory"], tokens, rows)
+            recur = ragged_scan if self.out_proj.backend.rows_apart else ragged
+            new["memory"], result = recur(stored["memory"], tokens, rows)
             return result
 
         mixed = self._mixed(x, around, block, convolved, recurred)

@@ -12,6 +12,7 @@ limit, and equal HF's forward over a sequence of that length (dynamic) or of any
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import haliax as hax
@@ -89,6 +90,15 @@ class Rope:
     """f32[..., head_size / 2], scaled by the attention factor; of a part of a head, half of that."""
     query_scale: NamedArray | None = None
     """f32[...], a factor of the queries."""
+
+    @property
+    def angles(self) -> tuple[NamedArray, ...]:
+        """The arrays, of each token."""
+        return (self.cos, self.sin) if self.query_scale is None else (self.cos, self.sin, self.query_scale)
+
+    def of(self, angles: Sequence[NamedArray]) -> "Rope":
+        """The rope of other tokens. Args: as `angles`."""
+        return Rope(self.config, *angles)
 
     def rotate(self, x: NamedArray) -> NamedArray:
         """Rotate the pairs of x [..., head_size] by the angles, in float32. Returns: as `x`."""

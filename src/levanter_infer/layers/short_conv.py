@@ -25,8 +25,6 @@ class ShortConvBlock:
     bias: bool = False
     """Whether the convolution and both projections have one."""
 
-    unfused = "a short convolution"
-
     @property
     def stored(self) -> "ShortConvBlock":
         """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""
@@ -80,16 +78,23 @@ class ShortConv(eqx.Module):
         """The packed tokens of a step, [token, embed], after the state of each row in `layer` of the pool, i32[]."""
         gate, inputs = self._inputs(x, around)
         stored = state.read(layer, rows.slots, rows.is_new)
-        mixed, tail = self.conv.ragged(inputs.array, stored["conv"], rows)
+        mixed, tail = self.conv.ragged(inputs.array, stored["conv"], rows, self.in_proj)
         return self._gated(gate, mixed, x, around), state.write(layer, rows.slots, {"conv": tail})
 
     def _inputs(self, x: NamedArray, around: Fusion) -> tuple[NamedArray, NamedArray]:
         """The gate c, and b · x; [..., channel] each."""
+
+        def gated(parts: NamedArray) -> tuple[NamedArray, NamedArray]:
+            array, axes = parts.array, (*parts.axes[:-2], parts.axes[-1])
+            b, c, inputs = (NamedArray(array[..., part, :], axes) for part in range(3))
+            return c, b * inputs
+
         (parts,) = apply(x, self.in_proj, norm=around.norm)
-        array, axes = parts.array, (*parts.axes[:-2], parts.axes[-1])
-        b, c, inputs = (NamedArray(array[..., part, :], axes) for part in range(3))
-        return c, b * inputs
+        return self.in_proj.by_rows(gated, parts)
 
     def _gated(self, gate: NamedArray, mixed: Array, x: NamedArray, around: Fusion) -> NamedArray:
-        y = NamedArray((gate.array.astype(mixed.dtype) * mixed).astype(x.dtype), gate.axes)
+        def gated(gate: NamedArray, mixed: NamedArray) -> NamedArray:
+            return NamedArray((gate.array.astype(mixed.dtype) * mixed.array).astype(x.dtype), gate.axes)
+
+        y = self.out_proj.by_rows(gated, gate, NamedArray(mixed, gate.axes))
         return apply(y, self.out_proj, residual=around.residual)[0]

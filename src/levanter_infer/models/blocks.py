@@ -45,11 +45,6 @@ class ParallelMixer:
         return dataclasses.replace(plain, scale=scale * self.key_multiplier)
 
     @property
-    def unfused(self) -> str:
-        """The part that no kernel fuses with a matmul or with the cache."""
-        return self.recurrent.unfused
-
-    @property
     def stored(self) -> "ParallelMixer":
         """The mixer with neutral options that no parameter depends on: layers of equal ones share a stack."""
         return ParallelMixer(self.unscaled_attention.stored, self.recurrent.stored)
@@ -160,20 +155,6 @@ class Block:
         """The memories of the layer: at most one with pages, unless that is an earlier layer's, and one with slots."""
         parts = (None if self.shares_kv else self.attention, self.recurrent, self.convs)
         return tuple(part.memory for part in parts if part is not None)
-
-    @property
-    def unfused(self) -> str | None:
-        """A part that no kernel fuses with a matmul or with the cache, so that XLA computes it: in an order of sums
-        that depends on the number of tokens. None: there is none, as in Llama."""
-        if self.placement in (Placement.AFTER, Placement.BOTH):
-            return "a norm after a block"
-        if self.residual_multiplier != 1:
-            return "a residual multiplier"
-        if self.layer_input is not None or self.layer_scalar:
-            return "an input of each layer" if self.layer_input is not None else "a factor of each layer"
-        if self.convs is not None:
-            return "short convolutions"
-        return self.norm.unfused or next(filter(None, (part.unfused for part in self.parts)), None)
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""

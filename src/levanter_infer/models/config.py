@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from levanter_infer.cache.cache import PoolSpec
 from levanter_infer.cache.memory import Memory
 from levanter_infer.layers.attention import AttentionBlock
-from levanter_infer.layers.branch_conv import KEYS
 from levanter_infer.layers.latent_attention import LatentAttentionBlock
 from levanter_infer.layers.mlp import DenseBlock
 from levanter_infer.layers.moe import ExpertsBlock
@@ -191,11 +190,6 @@ class DecoderConfig:
         """(heads, key and value heads) of the layers, each pair once."""
         return tuple(dict.fromkeys((mixer.num_heads, mixer.num_kv_heads) for mixer in self.attention))
 
-    @property
-    def convolves_keys(self) -> bool:
-        """Whether the keys of a layer pass a short convolution."""
-        return any(KEYS in dict(block.convs.channels) for block in self.blocks if block.convs is not None)
-
     # Sizes of the first layer with attention
 
     @property
@@ -234,13 +228,6 @@ class DecoderConfig:
     def num_experts(self) -> int | None:
         """None: no layer has experts."""
         return None if self.experts is None else self.experts.num_experts
-
-    @functools.cached_property
-    def unfused(self) -> str | None:
-        """A part of the model that no kernel fuses (`Block.unfused`); None: there is none, as in Llama."""
-        return next(filter(None, (block.unfused for block in dict.fromkeys(self.blocks))), None) or (
-            "a soft cap of logits" if self.logits_soft_cap is not None else None
-        )
 
     # Counts
 

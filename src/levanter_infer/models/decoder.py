@@ -30,14 +30,23 @@ from levanter_infer.cache.cache import Cache
 from levanter_infer.cache.slot_state import SlotState
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.attention import Attention, AttentionBlock, AttentionInputs, AttentionSpec
-from levanter_infer.layers.branch_conv import FEED_FORWARD, KEYS, MIXER, BranchConvs, Convolve
+from levanter_infer.layers.branch_conv import FEED_FORWARD, MIXER, BranchConvs, Convolve
 from levanter_infer.layers.delta_net import DeltaNet, DeltaNetBlock
 from levanter_infer.layers.gated_norm import init_norm
 from levanter_infer.layers.kimi_delta import KimiDelta, KimiDeltaBlock
 from levanter_infer.layers.latent_attention import LatentAttention, LatentAttentionBlock
 from levanter_infer.layers.layer_input import LayerInput, LayerInputs
 from levanter_infer.layers.layout import Layout
-from levanter_infer.layers.linear import Fusion, Linear, apply, fold_key, prepare_tables, random_weight, split_key
+from levanter_infer.layers.linear import (
+    Fusion,
+    Linear,
+    apply,
+    by_rows,
+    fold_key,
+    prepare_tables,
+    random_weight,
+    split_key,
+)
 from levanter_infer.layers.mamba2 import Mamba2, Mamba2Block
 from levanter_infer.layers.mlp import Mlp
 from levanter_infer.layers.moe import ExpertsBlock, Moe
@@ -47,8 +56,9 @@ from levanter_infer.layers.rows import RaggedRows
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
 from levanter_infer.layers.short_conv import ShortConv, ShortConvBlock
 from levanter_infer.layers.stack import pick_layer
-from levanter_infer.models.blocks import Block, Mixer, ParallelMixer, Placement, Stack
+from levanter_infer.models.blocks import Block, Mixer, Placement, Stack
 from levanter_infer.models.config import DecoderConfig
+from levanter_infer.models.mixing import mixer_of, with_convolution
 from levanter_infer.models.periods import Body, Group
 
 PLAIN = AttentionSpec()
@@ -113,6 +123,16 @@ class DecoderLayer(eqx.Module):
             convs=block.convs and BranchConvs.init(batch, block.convs, key=fold_key(mixer_key, 2), dtype=dtype),
         )
 
+    @property
+    def some_map(self) -> Linear:
+        """A map of the layer, whose backend computes what stands between its parts."""
+        if self.mlp is not None:
+            return self.mlp.down_proj
+        if self.attention is not None:
+            return self.attention.o_proj
+        assert self.recurrent is not None
+        return self.recurrent.out_proj
+
     def at(self, index: Array, num_rows: Array) -> "DecoderLayer":
         """One layer of a stack, for inputs whose first `num_rows` rows count."""
 
@@ -142,9 +162,12 @@ class DecoderLayer(eqx.Module):
         Returns: [..., embed] and the mixer's states.
         """
         multiplier = block.residual_multiplier
-        mixer_after, mlp_after = self.mixer_out_norm, self.mlp_out_norm
+        rows, norms = self.some_map.by_rows, (self.mixer_out_norm, self.mlp_out_norm)
+        mixer_after, mlp_after = (
+            None if norm is None else functools.partial(norm.by_rows, rows=rows) for norm in norms
+        )
         if convolve is not None:
-            assert mixer_after is None and mlp_after is None, "no family has norms and convolutions of its results"
+            assert not any(norms), "no family has norms and convolutions of its results"
             mixer_after, mlp_after = (functools.partial(convolve, site) for site in (MIXER, FEED_FORWARD))
 
         def around(norm: RMSNorm | None, after: Callable | None, onto: NamedArray) -> Fusion:
@@ -154,25 +177,29 @@ class DecoderLayer(eqx.Module):
             if after is None and multiplier == 1:
                 return result  # with the residual in it
             result = result if after is None else after(result)
-            return onto + (result if multiplier == 1 else result * jnp.asarray(multiplier, result.dtype))
+            if multiplier == 1:
+                return onto + result
+            return rows(lambda onto, result: onto + result * jnp.asarray(multiplier, result.dtype), onto, result)
 
-        mixed, states = x, tuple[Any, ...]()
+        mixed = x
+        states: tuple[Any, ...] = ()
         if block.mixer is not None:
             mixed, states = mix(x, around(self.input_norm, mixer_after, x))
             mixed = added(mixed, mixer_after, x)
-        if self.mlp is None:
-            return mixed, states
-        parallel = block.placement.is_parallel
-        norm = self.input_norm if block.placement is Placement.PARALLEL else self.mlp_norm
-        observed = on_choice is not None and isinstance(self.mlp, Moe)
-        feed = functools.partial(self.mlp, on_choice=on_choice) if observed else self.mlp
-        result = feed(x if parallel else mixed, around(norm, mlp_after, mixed), block.feed_forward)  # type: ignore[arg-type]
-        result = added(result, mlp_after, mixed)
+        result = mixed
+        if self.mlp is not None:
+            parallel = block.placement.is_parallel
+            norm = self.input_norm if block.placement is Placement.PARALLEL else self.mlp_norm
+            observed = on_choice is not None and isinstance(self.mlp, Moe)
+            feed = functools.partial(self.mlp, on_choice=on_choice) if observed else self.mlp
+            result = feed(x if parallel else mixed, around(norm, mlp_after, mixed), block.feed_forward)  # type: ignore[arg-type]
+            result = added(result, mlp_after, mixed)
         if self.layer_input is not None:
             assert own_input is not None and block.layer_input is not None
             result = self.layer_input(result, own_input, block.layer_input)
         if self.layer_scalar is not None:
-            result = result * self.layer_scalar.array.reshape(()).astype(result.dtype)
+            scalar = self.layer_scalar.array.reshape(()).astype(result.dtype)
+            result = rows(lambda result: result * scalar, result)
         return result, states
 
 
@@ -327,6 +354,12 @@ class DecoderModel(eqx.Module):
             return dataclasses.replace(part, shard_axis=layout.model) if is_sharded else part
 
         stacks = jax.tree.map(sharded, self.stacks, is_leaf=lambda part: isinstance(part, Linear | Moe | RMSNorm))
+        stacks = tuple(
+            dataclasses.replace(stack, attention=dataclasses.replace(stack.attention, shard_axis=layout.model))
+            if isinstance(stack.attention, Attention)
+            else stack
+            for stack in stacks
+        )
         return dataclasses.replace(self, stacks=stacks, shard_axis=layout.model)
 
     def prepare(self, backend: Backend, *, donate: bool = False) -> "DecoderModel":
@@ -373,9 +406,9 @@ class DecoderModel(eqx.Module):
         tokens = tokens.rearrange((..., POSITION))
         num_positions = tokens.axis_size(POSITION)
         positions = hax.arange(tokens.resolve_axis(POSITION), dtype=jnp.int32)
-        inputs = self._inputs(positions, attention, attention.max_seq_len or num_positions)
-        x = self._embed(tokens, positions)
-        own_inputs = self._layer_inputs(tokens, x)
+        inputs = self._inputs(positions, attention, attention.max_seq_len or num_positions, None)
+        x = self._embed(tokens, positions, None)
+        own_inputs = self._layer_inputs(tokens, x, None)
         carry = x, self._unshared_kv(tokens)
         for group in self.config.groups:
             places = [self.config.stored_at(group.first + offset) for offset in range(len(group.period))]
@@ -440,8 +473,8 @@ class DecoderModel(eqx.Module):
 
     def _paged(self, batch: PageBatchInfo, cache: Cache, attention: AttentionSpec, chosen: Array | None):
         """`hidden` and, into the array `chosen` unless it is None, `routed`."""
-        inputs = self._inputs(batch.positions, attention, self._max_seq_len(batch, attention))
         num_tokens = batch.cu_q_lens.array[-1]
+        inputs = self._inputs(batch.positions, attention, self._max_seq_len(batch, attention), num_tokens)
         rows = RaggedRows.of(batch) if cache.has_slots else None
 
         def run(group: Group[Block], trip: Array, carry):
@@ -472,7 +505,7 @@ class DecoderModel(eqx.Module):
                 slots, number = at(functools.partial(self.config.remembered_at, is_paged=False))
                 state = cache.pools[slots]
                 assert isinstance(state, SlotState) and rows is not None
-                convolve = Convolve(layer.convs, state.read(number, rows.slots, rows.is_new), rows)
+                convolve = Convolve(layer.convs, state.read(number, rows.slots, rows.is_new), rows, layer.some_map)
                 remember = functools.partial(state.write, number, rows.slots)
             if layer.attention is not None:
                 # Neighbours that share keys and values share those of one layer
@@ -480,7 +513,7 @@ class DecoderModel(eqx.Module):
                 pool, index = at(place, 0 if block.shares_kv else further)
                 attend = functools.partial(
                     layer.attention.paged,
-                    inputs=_with_convolution(inputs(block), convolve),
+                    inputs=with_convolution(inputs(block), convolve),
                     kv=cache.pools[pool],  # type: ignore[arg-type]
                     layer=index,
                     batch=batch.in_group(cache.groups[pool]),
@@ -499,7 +532,7 @@ class DecoderModel(eqx.Module):
             own = None
             if own_inputs is not None:
                 own = pick_layer(own_inputs, _index(body.starts, trip, further))
-            x, remembered = layer(x, block, _mix(block, mixers), on_choice, own, convolve)
+            x, remembered = layer(x, block, mixer_of(block, mixers, layer.some_map), on_choice, own, convolve)
             for pool, new in zip(pools, remembered, strict=True):
                 cache = cache.with_pool(pool, new)
             if convolve is not None:
@@ -509,8 +542,8 @@ class DecoderModel(eqx.Module):
                 chosen = chosen.at[_index(numbers, trip, further)].set(seen.pop())
             return x, cache, chosen
 
-        x = self._embed(batch.tokens, batch.positions)
-        own_inputs = self._layer_inputs(batch.tokens, x)
+        x = self._embed(batch.tokens, batch.positions, num_tokens)
+        own_inputs = self._layer_inputs(batch.tokens, x, num_tokens)
         carry = x, cache, chosen
         for group in self.config.groups:
             trip = functools.partial(run, group)
@@ -528,43 +561,59 @@ class DecoderModel(eqx.Module):
             num_rows: i32[], how many rows count; the others may give anything. None: all.
         Returns: f32[..., vocab], of this device's part of the vocabulary.
         """
-        (logits,) = apply(hidden, self._head.at(None, num_rows), norm=self.norm.at(None, num_rows), dtype=jnp.float32)
-        values, config = logits.array, self.config
-        if config.logits_multiplier != 1:
-            values = values * jnp.float32(config.logits_multiplier)
-        if config.logits_divisor != 1:
-            values = values / jnp.float32(config.logits_divisor)
-        if config.logits_soft_cap is not None:
-            cap = jnp.float32(config.logits_soft_cap)
-            values = cap * jnp.tanh(values / cap)
-        return NamedArray(self.vocab.without_padding(values), logits.axes)
+        head, config = self._head.at(None, num_rows), self.config
+        (logits,) = apply(hidden, head, norm=self.norm.at(None, num_rows), dtype=jnp.float32)
+
+        def scaled(logits: NamedArray) -> NamedArray:
+            values = logits.array
+            if config.logits_multiplier != 1:
+                values = values * jnp.float32(config.logits_multiplier)
+            if config.logits_divisor != 1:
+                values = values / jnp.float32(config.logits_divisor)
+            if config.logits_soft_cap is not None:
+                cap = jnp.float32(config.logits_soft_cap)
+                values = cap * jnp.tanh(values / cap)
+            return NamedArray(values, logits.axes)
+
+        if (config.logits_multiplier, config.logits_divisor, config.logits_soft_cap) != (1, 1, None):
+            logits = head.by_rows(scaled, logits)
+        return NamedArray(self.vocab.without_padding(logits.array), logits.axes)
 
     def _take_rows(self, table: Linear, tokens: NamedArray) -> Array:
         """Rows of a table of the vocabulary, [..., in], in the dtype of the residual stream."""
         rows = self.shard_axis.sum(table.take_rows(self.vocab.local(tokens.array), self.dtype))
         return rows.astype(self.activation_dtype)
 
-    def _layer_inputs(self, tokens: NamedArray, embedded: NamedArray) -> NamedArray | None:
+    def _layer_inputs(self, tokens: NamedArray, embedded: NamedArray, num_rows: Array | None) -> NamedArray | None:
         """The own inputs of all layers, [depth, ..., layer_input]; None: they have none."""
         if self.layer_inputs is None:
             return None
-        return self.layer_inputs(embedded, lambda table: self._take_rows(table, tokens))
+        return self.layer_inputs(embedded, lambda table: self._take_rows(table, tokens), num_rows)
 
-    def _embed(self, tokens: NamedArray, positions: NamedArray) -> NamedArray:
-        rows = self._take_rows(self.embeddings, tokens)
+    def _embed(self, tokens: NamedArray, positions: NamedArray, num_rows: Array | None) -> NamedArray:
+        rows = functools.partial(by_rows, self.backend, num_rows)
+        embedded = NamedArray(self._take_rows(self.embeddings, tokens), (*tokens.axes, self.embed))
         if self.config.embedding_multiplier != 1:
-            rows = rows * jnp.asarray(self.config.embedding_multiplier, self.dtype).astype(rows.dtype)
-        embedded = NamedArray(rows, (*tokens.axes, self.embed))
+            factor = jnp.asarray(self.config.embedding_multiplier, self.dtype).astype(embedded.dtype)
+            embedded = rows(lambda embedded: embedded * factor, embedded)
         if self.position_embeddings is not None:
-            learnt = self.position_embeddings.take_rows(positions.array, self.dtype).astype(rows.dtype)
+            learnt = self.position_embeddings.take_rows(positions.array, self.dtype).astype(embedded.dtype)
             embedded = embedded + NamedArray(learnt, (*positions.axes, self.embed))
-        return embedded if self.embedding_norm is None else self.embedding_norm(embedded)
+        norm = self.embedding_norm
+        return embedded if norm is None else norm.at(None, num_rows).by_rows(embedded, rows)
 
-    def _inputs(self, positions: NamedArray, spec: AttentionSpec, rope_len: int) -> Callable[[Block], AttentionInputs]:
+    def _inputs(
+        self, positions: NamedArray, spec: AttentionSpec, rope_len: int, num_rows: Array | None
+    ) -> Callable[[Block], AttentionInputs]:
         """Inputs of attention in a layer, with the angles of each rope computed once."""
         kinds = dict.fromkeys((mixer.rope, mixer.rope_dim) for mixer in self.config.attention)
+
+        def rope_of(rope: RopeConfig, size: int) -> Rope:
+            angles = lambda positions: rope_at(rope, size, positions, rope_len).angles  # noqa: E731
+            return Rope(rope, *by_rows(self.backend, num_rows, angles, positions))
+
         ropes: dict[tuple[RopeConfig | None, int], Rope] = {
-            (rope, size): rope_at(rope, size, positions, rope_len) for rope, size in kinds if rope is not None
+            (rope, size): rope_of(rope, size) for rope, size in kinds if rope is not None
         }
 
         def inputs(block: Block) -> AttentionInputs:
@@ -591,27 +640,6 @@ def _by_period(own_inputs: NamedArray, group: Group[Block]) -> NamedArray:
     """The own inputs of a group's layers, [layers, period, ..., layer_input]. Args: own_inputs: [depth, ...]."""
     part = own_inputs[DEPTH, group.first : group.first + group.num_layers]
     return part.unflatten_axis(DEPTH, (Axis(LAYERS, group.repeats), Axis(PERIOD, len(group.period))))
-
-
-def _with_convolution(inputs: AttentionInputs, convolve: Convolve | None) -> AttentionInputs:
-    """Inputs of attention whose keys pass a convolution, if the layer has one."""
-    return inputs if convolve is None else dataclasses.replace(inputs, convolve_keys=functools.partial(convolve, KEYS))
-
-
-def _mix(block: Block, mixers: Sequence[Callable[[NamedArray, Fusion], tuple[NamedArray, Any]]]):
-    """The mixer of a layer: its attention, its recurrence, or both side by side. It gives a result and their states."""
-
-    def mix(x: NamedArray, around: Fusion) -> tuple[NamedArray, tuple[Any, ...]]:
-        both = block.mixer if isinstance(block.mixer, ParallelMixer) else None
-        inner = around if both is None else Fusion(norm=around.norm)
-        results, states = zip(*(mixer(x, inner) for mixer in mixers), strict=True)
-        if both is None:
-            return results[0], states
-        factors = both.attention_multiplier, both.recurrent_multiplier
-        first, second = (each * jnp.asarray(factor, each.dtype) for each, factor in zip(results, factors, strict=True))
-        return around.after(first + second), states
-
-    return mix
 
 
 def _index(indices: Sequence[int], trip: Array, further: Array | int = 0) -> Array:
@@ -649,14 +677,14 @@ def _plain_period(
         seen[stack] += 1
         mixers, convolve = [], None if layer.convs is None else Convolve(layer.convs)
         if layer.attention is not None:
-            attend = functools.partial(layer.attention.dense, inputs=_with_convolution(inputs(block), convolve))
+            attend = functools.partial(layer.attention.dense, inputs=with_convolution(inputs(block), convolve))
             if block.shares_kv:
                 attend = functools.partial(attend, shared=shared[config.remembered_at(number, is_paged=True)[0]])
             mixers.append(attend)
         if layer.recurrent is not None:
             mixers.append(functools.partial(layer.recurrent.dense, block=block.recurrent))  # type: ignore[arg-type]
         own = None if own_inputs is None else own_inputs[PERIOD, offset]
-        x, states = layer(x, block, _mix(block, mixers), own_input=own, convolve=convolve)
+        x, states = layer(x, block, mixer_of(block, mixers, layer.some_map), own_input=own, convolve=convolve)
         if shared and block.attention is not None and not block.shares_kv:
             pool = config.remembered_at(number, is_paged=True)[0]
             shared = {**shared, pool: states[0]} if pool in shared else shared

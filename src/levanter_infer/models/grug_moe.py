@@ -160,7 +160,7 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 def _schema_2_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The keys that schema 2 adds."""
-    local = next((mixer for mixer in config.kv_attention if mixer.rope is not None), config.kv_attention[-1])
+    local = next((mixer for mixer in config.kv_attention if mixer.rope is not None), None)
     experts, convs, last = config.experts, config.blocks[0].convs, config.kv_attention[-1]
     assert experts is not None
     sites = [] if convs is None else [site for site, _ in convs.channels]
@@ -168,10 +168,10 @@ def _schema_2_to_hf(config: DecoderConfig) -> dict[str, Any]:
     return {
         "num_shared_experts": experts.num_shared,
         "latent_dim": experts.latent_dim,
-        "local_kv_heads": local.num_kv_heads,
+        "local_kv_heads": last.num_kv_heads + last.unused_kv_heads if local is None else local.num_kv_heads,
         "global_kv_heads": last.num_kv_heads,
         "global_every": every,
-        "rope_fused": local.rope is None or local.rope.interleaved,
+        "rope_fused": local is None or local.rope is None or local.rope.interleaved,
         "sconv": convs is not None,
         "sconv_kernel": 4 if convs is None else convs.taps,
         "sconv_sites": [name for name, site in SITES.items() if site in sites],

@@ -78,18 +78,19 @@ def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(nested, dict):
         raise ValueError(f"config.json: linear_attn_config={nested!r}, expected an object")
     own |= {NESTED[key]: value for key, value in nested.items() if key in NESTED}
-    full, delta = (nested.get(key, []) for key in (FULL_LAYERS, DELTA_LAYERS))
     unknown = set(nested) - {*NESTED, FULL_LAYERS, DELTA_LAYERS}
     if unknown:
         raise ValueError(f"config.json: linear_attn_config has {sorted(unknown)}, which are not implemented")
-    if (full or delta) and raw.get("layer_types") is None:
-        layers = range(1, raw["num_hidden_layers"] + 1)
-        if sorted([*full, *delta]) != list(layers):
+    full, delta = (nested.get(key) or [] for key in (FULL_LAYERS, DELTA_LAYERS))
+    number = raw.get("num_hidden_layers")
+    if (full or delta) and raw.get("layer_types") is None and type(number) is int:
+        listed = [*full, *delta] if isinstance(full, list) and isinstance(delta, list) else []
+        if any(type(layer) is not int for layer in listed) or sorted(listed) != list(range(1, number + 1)):
             raise ValueError(
-                f"config.json: linear_attn_config has {FULL_LAYERS}={full} and {DELTA_LAYERS}={delta}, expected each "
-                f"of the layers 1 to {len(layers)} once"
+                f"config.json: linear_attn_config has {FULL_LAYERS}={full!r} and {DELTA_LAYERS}={delta!r}, expected "
+                f"each of the layers 1 to {number} once"
             )
-        own["layer_types"] = [FULL if layer in full else LINEAR for layer in layers]
+        own["layer_types"] = [FULL if layer in full else LINEAR for layer in range(1, number + 1)]
     return own
 
 

@@ -19,6 +19,7 @@ from levanter_infer.kernels import MIN_ROWS
 from levanter_infer.kernels.backend import Fuse, Platform, Task, Work
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall
 from levanter_infer.kernels.cpu import bindings
+from levanter_infer.kernels.loops import one_by_one
 from levanter_infer.kernels.xla.backend import XlaBackend
 from levanter_infer.kernels.xla.linear import from_bits
 
@@ -33,6 +34,8 @@ class CpuBackend(XlaBackend):
     platform: Platform = CPU
     isa: str | None = None
     """Instruction set that panels are laid out for and that computes; None: the widest (`bindings.isa`)."""
+    is_apart: bool = False
+    """`Backend.rows_apart`."""
 
     name = "cpu"
     home = CPU
@@ -59,7 +62,8 @@ class CpuBackend(XlaBackend):
         return bindings.why_unavailable()
 
     def configured(self, **options) -> "CpuBackend":
-        return dataclasses.replace(self, isa=options["cpu_isa"]) if "cpu_isa" in options else self
+        names = {"cpu_isa": "isa", "rows_apart": "is_apart"}
+        return dataclasses.replace(self, **{names[name]: value for name, value in options.items() if name in names})
 
     @property
     def compiler_options(self) -> Mapping[str, str | bool]:
@@ -99,18 +103,11 @@ class CpuBackend(XlaBackend):
     def by_rows(self, compute: Callable, num_rows: Array | None, *rows: Array) -> Any:
         """One row after the other, because XLA's code for many may round one as it does not round another. Rows that
         do not count give zeros."""
-        count = rows[0].shape[0]
+        return one_by_one(compute, num_rows, *rows) if self.is_apart and num_rows is not None else compute(*rows)
 
-        def one(row: Array):
-            return compute(*(jax.lax.dynamic_slice_in_dim(array, row, 1) for array in rows))
-
-        def body(row: Array, results):
-            return jax.tree.map(lambda all_, own: all_.at[row].set(own[0]), results, one(row))
-
-        zeros = jax.tree.map(
-            lambda own: jnp.zeros((count, *own.shape[1:]), own.dtype), jax.eval_shape(one, jnp.int32(0))
-        )
-        return jax.lax.fori_loop(0, count if num_rows is None else num_rows, body, zeros)
+    @property
+    def rows_apart(self) -> bool:
+        return self.is_apart
 
     def take_rows(self, table: Array, indices: Array, num_ins: int, dtype) -> Array:
         if table.shape[1] == num_ins:  # of a model with a head of its own; a panel holds rows side by side

@@ -1,0 +1,123 @@
+"""`joint_arithmetic`: what XLA computes of a step's tokens together, so that the bits of one may depend on the others.
+
+`numerics: batch_invariant` promises bits that do not. Kernels keep that promise, and so does what is computed row by
+row (`kernels.loops.one_by_one`). The rest XLA rounds by the shapes of the step: it chooses the order of sums, computes
+vectors by one formula and the numbers at their ends by another, and may multiply and add with one rounding. A model is
+served in that mode if its program has nothing of the kind, which is read from the program and not from a list.
+"""
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import NamedArray
+from jax import Array
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from levanter_infer.axes import ROW, ROW_BOUND, SEQ_PAGE, TOKEN
+from levanter_infer.cache.batch_info import PageBatchInfo
+from levanter_infer.cache.cache import Cache
+from levanter_infer.cache.memory import PoolSizes
+from levanter_infer.kernels.backend import Backend
+from levanter_infer.kernels.loops import BY_ROWS
+from levanter_infer.layers.attention import AttentionSpec
+from levanter_infer.models.config import DecoderConfig
+from levanter_infer.models.decoder import DecoderModel
+
+_MOVED = {
+    "bitcast_convert_type", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice",
+    "dynamic_update_slice", "expand_dims", "gather", "neg", "optimization_barrier", "pad", "reshape", "rev", "select_n",
+    "slice", "split", "squeeze", "stack", "transpose",
+}  # fmt: skip
+"""Operations that only move, convert or negate numbers: XLA sees through them when it merges operations."""
+_EXACT = {"abs", "clamp", "div", "ffi_call", "floor", "iota", "max", "min", "round", "scatter", "sign", "top_k"}
+"""Operations with one right result for every number, or of a kernel."""
+_SUMS = {"add", "sub", "add_any"}
+"""Operations that are exact too, unless a number was multiplied before: XLA may round both operations together."""
+_TOKENS, _ROWS, _PAGE = 16, 4, 4
+
+
+@functools.lru_cache(maxsize=16)
+def joint_arithmetic(config: DecoderConfig, dtype, matmul: Backend, attention: Backend) -> str | None:
+    """The first such operation of the paged forward, with its place in the source; None: there is none.
+
+    Args:
+        dtype: of weights and pages.
+        matmul, attention: the backends, with `rows_apart`.
+    """
+    types = jax.eval_shape(lambda model: model.prepare(matmul), DecoderModel.types(config, dtype))
+    sizes = PoolSizes(_TOKENS, _PAGE, num_slots=_ROWS, dtype=jnp.dtype(dtype), backend=attention)
+    cache = jax.eval_shape(lambda: Cache.init(config.pools, sizes))
+    traced = jax.make_jaxpr(_forward)(types, cache, jax.ShapeDtypeStruct((_TOKENS,), jnp.int32))
+    return next(_joint(traced.jaxpr, set()), None)
+
+
+def _forward(model: DecoderModel, cache: Cache, some: Array):
+    """Logits of a step, whose tokens and tables do not matter."""
+
+    def of_rows(axis: str, count: int) -> NamedArray:
+        return hax.named(some[:count], (axis,))
+
+    batch = PageBatchInfo(
+        tokens=of_rows(TOKEN, _TOKENS),
+        positions=of_rows(TOKEN, _TOKENS),
+        slot_ids=of_rows(ROW, _ROWS),
+        cu_q_lens=of_rows(ROW_BOUND, _ROWS + 1),
+        seq_lens=of_rows(ROW, _ROWS),
+        page_indices=hax.named(some.reshape(_ROWS, -1), (ROW, SEQ_PAGE)),
+        num_seqs=hax.named(some[0], ()),
+        new_token_dests=of_rows(TOKEN, _TOKENS),
+        page_size=_PAGE,
+    )
+    hidden, cache = model.hidden(batch, cache, AttentionSpec(max_seq_len=_TOKENS))
+    return model.logits(hidden.rename({TOKEN: ROW}), batch.num_seqs.array).array, cache
+
+
+def _joint(jaxpr: Jaxpr, multiplied: set) -> Iterator[str]:
+    """Such operations in a program. Args: multiplied: its variables that were multiplied last, which are added to."""
+    for equation in jaxpr.eqns:
+        if BY_ROWS in str(equation.source_info.name_stack):
+            continue
+        name, results = equation.primitive.name, equation.outvars
+        found = [each for each in equation.invars if not hasattr(each, "val") and each in multiplied]
+        inner = list(_programs(equation.params.values()))
+        if inner:
+            is_call = len(inner) == 1 and len(inner[0].invars) == len(equation.invars) and name not in ("while", "scan")
+            own = {a for a, b in zip(inner[0].invars, equation.invars, strict=True) if b in found} if is_call else set()
+            for program in inner:
+                yield from _joint(program, own)
+            if is_call:
+                multiplied.update(b for a, b in zip(inner[0].outvars, results, strict=True) if a in own)
+        elif not any(jnp.issubdtype(_dtype(each), jnp.floating) for each in results):
+            continue
+        elif name == "mul" or (name in _MOVED and found):
+            multiplied.update(results)
+        elif name not in _MOVED | _EXACT | _SUMS or (name in _SUMS and found):
+            yield f"{name}{' of what was multiplied' if name in _SUMS else ''} ({_place(equation)})"
+
+
+def _programs(values) -> Iterator[Jaxpr]:
+    """The programs among the parameters of an operation."""
+    for value in values:
+        if isinstance(value, ClosedJaxpr):
+            yield value.jaxpr
+        elif isinstance(value, Jaxpr):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _programs(value)
+
+
+def _dtype(variable):
+    return getattr(variable.aval, "dtype", jnp.dtype(bool))
+
+
+def _place(equation) -> str:
+    """The line of this package that an operation comes from."""
+    home = Path(__file__).parents[1]
+    for frame in equation.source_info.traceback.frames if equation.source_info.traceback else ():
+        if Path(frame.file_name).is_relative_to(home):
+            return f"{Path(frame.file_name).relative_to(home)}:{frame.line_num}"
+    return "in no line of this package"

@@ -1,0 +1,54 @@
+"""`one_by_one` gives a row the same bits, however many rows there are and wherever it stands."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levanter_infer.kernels.loops import one_by_one
+
+OPTIONS = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": "1"}
+"""Those of a round (`CpuBackend.compiler_options`)."""
+WIDTH = 37
+
+
+def norm(x):
+    return [x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * 1.1 + x]
+
+
+def gate(x):
+    return [jax.nn.gelu(x, approximate=True) * jax.nn.sigmoid(x), jnp.argmax(x, axis=-1)]
+
+
+def softmax(x):
+    return [jax.nn.softmax(x), jnp.cumsum(jnp.exp(-jnp.abs(x)), axis=-1)]
+
+
+@functools.cache
+def compiled(compute, count: int):
+    types = jax.ShapeDtypeStruct((count, WIDTH), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+    lowered = jax.jit(lambda x, num: one_by_one(compute, num, x)).lower(*types)
+    return lowered.compile(compiler_options=OPTIONS)
+
+
+@pytest.mark.parametrize("compute", [norm, gate, softmax])
+def test_bits_of_a_row_do_not_depend_on_the_others(compute):
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((67, WIDTH)).astype(np.float32)
+    alone = [np.concatenate(parts) for parts in zip(*(compiled(compute, 1)(row[None], 1) for row in rows), strict=True)]
+    for count in (2, 3, 4, 5, 8, 13, 31, 64, 67):
+        for _ in range(3):
+            order = rng.permutation(67)[:count]
+            for found, own in zip(compiled(compute, count)(rows[order], count), alone, strict=True):
+                assert np.asarray(found).tobytes() == own[order].tobytes(), count
+
+
+def test_rows_that_do_not_count_are_zeros():
+    rows = np.random.default_rng(0).standard_normal((13, WIDTH)).astype(np.float32)
+    for num in (0, 1, 4, 7, 13):
+        (found,) = compiled(norm, 13)(rows, num)
+        (whole,) = compiled(norm, 13)(rows, 13)
+        assert not np.any(found[num:])
+        np.testing.assert_array_equal(found[:num], whole[:num])
