@@ -299,7 +299,7 @@ def test_layers_with_other_pools_may_have_other_heads():
     layout = Layout.of(mesh, config)
     assert (layout.local_kv_heads(2), layout.local_kv_heads(3)) == (1, 3)  # of three each device has a copy
     shapes = [fitted.attention.q_proj.weight.array.shape[1:4] for fitted in layout.fit_model(shapes).stacks]
-    assert shapes == [(2, 2, 4), (6, 1, 4)]
+    assert shapes == [(2, 2, 8), (6, 1, 4)]
     with pytest.raises(ValueError, match="mesh.model=2: layers differ in their heads, and score_mod"):
         layout.head_index(0)
     whole = [

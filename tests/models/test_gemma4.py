@@ -34,12 +34,10 @@ def test_layers_that_share_have_no_pages_and_read_those_of_the_last_layer_of_the
     windows, full = config.pools
     assert windows.memory == WindowKv(1, 16, 6) and windows.layers == (0, 1, 2, 3, 5, 6, 7, 8)
     assert full.memory == FullKv(1, 24) and full.layers == (4, 9)
-    first, second = config.groups
     assert sum(len(group.bodies) for group in config.groups) <= MAX_BODIES
-    assert config.remembered_at(first, 4) == (1, 0, 1)
-    for offset in range(4):
-        assert config.remembered_at(second, offset) == (0, 7, 0)
-    assert config.remembered_at(second, 4) == (1, 1, 0)
+    pages = [config.remembered_at(layer, is_paged=True) for layer in range(20)]
+    assert pages[4] == (1, 0) and pages[9] == (1, 1) and pages[5] == (0, 4)
+    assert pages[10:] == [*[(0, 7)] * 4, (1, 1)] * 2
     alone = config_of({**SHARED, "num_kv_shared_layers": 0})
     assert page_bytes(config, 16, jnp.dtype("float32"))[None] * 2 == page_bytes(alone, 16, jnp.dtype("float32"))[None]
 
