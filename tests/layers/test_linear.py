@@ -57,6 +57,8 @@ def test_input_axes_are_stored_as_one_where_a_backend_wants_it(lead):
     got, expected = (each.at(layer, None)(x) for each in (stored, linear))
     assert got.axes == expected.axes and (got.array == expected.array).all()
     assert linear.prepare(XlaBackend()).weight.axes == linear.weight.axes
+    again = linear.prepare(MergingBackend(), donate=True)
+    assert linear.weight.array.is_deleted() and (again.weight.array == stored.weight.array).all()
 
 
 def test_bf16_products_are_summed_in_float32(getkey):

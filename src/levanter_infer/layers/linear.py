@@ -117,7 +117,8 @@ class Linear(eqx.Module):
         of_one = given.weight.axes[len(self.weight.axes) - self.num_in - self.num_out :]
         sizes = num_outs, math.prod(axis.size for axis in of_one) // num_outs
         stored = given.stored_as(backend.store(given.weight.array, *sizes), backend)
-        _free([self.weight.array, given.weight.array], [stored.weight.array], donate)
+        between = [] if given is self else [given.weight.array]
+        _free([self.weight.array, *between], [stored.weight.array], donate)
         return stored
 
     def with_filled_ins(self, multiple: int) -> "Linear":
