@@ -442,7 +442,7 @@ NESTED_TOOLS = [
                             "properties": {
                                 "from": {"type": "string", "enum": ["Zürich", "東京"], "description": "A city."},
                                 "at": {"type": ["string", "null"], "format": "date-time", "default": None},
-                                "seats": {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+                                "chairs": {"type": "array", "items": {"type": "integer"}, "minItems": 1},
                             },
                             "required": ["from"],
                         },
@@ -480,7 +480,7 @@ FLAT_TOOL = {
     },
 }
 """A tool as Cohere's first templates take it."""
-ARGUMENTS = {"legs": [{"from": "東京", "at": None, "seats": [1, 2]}], "class": "first", "budget": 1.5e21, "ok": True}
+ARGUMENTS = {"legs": [{"from": "東京", "at": None, "chairs": [1, 2]}], "class": "first", "budget": 1.5e21, "ok": True}
 CALLS = [
     {"id": "bookTrip1", "type": "function", "function": {"name": "book_trip", "arguments": ARGUMENTS}},
     {"id": "pingPong2", "type": "function", "function": {"name": "ping", "arguments": {}}},
