@@ -17,7 +17,6 @@ import importlib.metadata
 import importlib.resources
 import importlib.util
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,7 @@ from levanter_infer.kernels.cpu import huge_pages, sources
 _LIBRARY = "levanter_infer.kernels.cpu._native"
 _CALLS = ("linear", "grouped_linear", "combine", "place_tokens", "attention", "logit_stats")
 _DTYPES = (jnp.float32, jnp.bfloat16)
-_SOURCES = Path(__file__).parent / "native"
+_SOURCES = importlib.resources.files("levanter_infer.kernels.cpu") / "native"
 """Sources of the kernels, which only a checkout has."""
 _REMEDY = "install a C++17 compiler (g++ or clang++) and then levanter_infer again, beside the jaxlib that is used"
 

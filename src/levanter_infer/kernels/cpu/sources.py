@@ -4,13 +4,15 @@ Standard library only: `setup.py` runs this file by its path, before the package
 """
 
 import hashlib
-from pathlib import Path
+from importlib.resources.abc import Traversable
 
 
-def digest(folder: Path) -> str:
+def digest(folder: Traversable) -> str:
     """SHA-256 of the names and contents of a folder's C++ files, as hexadecimal digits."""
     sources = hashlib.sha256()
-    for path in sorted(path for path in folder.iterdir() if path.suffix in {".cc", ".h", ".inc"}):
+    for path in sorted(folder.iterdir(), key=lambda path: path.name):
+        if not path.name.endswith((".cc", ".h", ".inc")):
+            continue
         content = path.read_bytes()
         sources.update(f"{path.name}\0{len(content)}\0".encode())
         sources.update(content)
