@@ -425,10 +425,7 @@ CASES |= {
 GLM4 = {**EVERY, "model_type": "glm4", "architectures": ["Glm4ForCausalLM"], "pad_token_id": 0}
 CASES |= {
     "glm4": Case(
-        GLM4,
-        (7, 41),
-        {"partial_rotary_factor": 1.0},
-        changes=({"partial_rotary_factor": 1.0}, {"rope_theta": 100.0}),
+        GLM4, (7, 41), {"partial_rotary_factor": 1.0}, changes=({"partial_rotary_factor": 1.0}, {"rope_theta": 100.0})
     ),
     "glm4_tied": Case(
         {**GLM4, "tie_word_embeddings": True, "attention_bias": False, "partial_rotary_factor": 0.25},
