@@ -25,7 +25,7 @@ NOWHERE = jnp.iinfo(jnp.int32).max
 
 
 class StatePlan(eqx.Module):
-    """What prefix caching asks of the states of fixed size in one step."""
+    """Copies of states of fixed size that prefix caching needs in one step."""
 
     restored: Array
     """i32[seq], snapshot that each slot goes on from; none: from its own state."""

@@ -35,10 +35,10 @@ from levanter_infer.layers.attention import AttentionSpec
 
 
 class StateMoves(NamedTuple):
-    """What becomes of states of fixed size at the end of a step."""
+    """Copies of states of fixed size at the end of a step."""
 
     kept: Array | None
-    """Of `keep_states`."""
+    """The result of `keep_states`."""
     origins: Array
     """i32[seq], the slot that each slot goes on from: another one for a fork that has started, and for a beam that
     continues another."""

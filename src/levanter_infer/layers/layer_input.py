@@ -18,7 +18,7 @@ from levanter_infer.layers.norm import NormConfig, RMSNorm
 
 @dataclass(frozen=True)
 class LayerInputBlock:
-    """What a layer does with its own input, without parameters."""
+    """A layer's use of its own input, without parameters."""
 
     width: int
     """Numbers of a token."""

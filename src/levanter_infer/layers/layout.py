@@ -92,7 +92,7 @@ class Layout:
     """With some of the axes `data`, `model` and `expert`; arrays are whole along any others."""
     num_kv_heads: int
     q_heads_per_group: int
-    """Of the first layer with attention."""
+    """Sizes of the first layer with attention."""
     vocab_size: int
     num_experts: int | None = None
     equal_heads: bool = True

@@ -86,7 +86,7 @@ class DecoderLayer(eqx.Module):
     recurrent: Recurrent | None = None
     """The mixer that remembers a state of fixed size."""
     layer_input: LayerInput | None = None
-    """What adds the layer's own input to its result."""
+    """The part that adds the layer's own input to its result."""
     layer_scalar: NamedArray | None = None
     """[layers, scalar], a factor of the residual stream after the layer."""
     convs: BranchConvs | None = None
@@ -246,7 +246,7 @@ class DecoderModel(eqx.Module):
     embedding_norm: RMSNorm | None
     """Norm of the embeddings."""
     layer_inputs: LayerInputs | None = eqx.field(kw_only=True, default=None)
-    """What gives each layer an input of its own; None: they have none."""
+    """Inputs of the single layers; None: they have none."""
     config: DecoderConfig = eqx.field(static=True)
     shard_axis: ShardAxis = eqx.field(static=True, default=REPLICATED)
     """How the vocabulary is sharded."""

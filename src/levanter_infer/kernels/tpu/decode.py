@@ -157,7 +157,7 @@ def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, pr
         return jnp.where(rules.seen(q_pos, kv_pos, head) & mapped, scores, f32(MASKED))
 
     def carried(value, stretch, init):
-        """What the keys before a stretch have left."""
+        """The running value that the keys before a stretch left."""
         return jnp.where(is_first, init, value) if stretch == 0 else value
 
     def weights_of(group, stretch, scores):
