@@ -1,5 +1,6 @@
 """What the record of compiled shapes rests on: kernels of different tables and pools are the same."""
 
+import haliax as hax
 import jax
 import pytest
 from jax.sharding import AbstractMesh
@@ -9,6 +10,7 @@ from scripts.search_tiles import variants
 from scripts.sweep_tpu import Case, Row, all_cases, family_cases, kernel_digest, other_cases, read, sweep, write
 from scripts.tpu_builders import mixed
 
+from levanter_infer.axes import KV_HEADS, Q_HEADS_PER_GROUP
 from levanter_infer.kernels.tpu.sizes import Tile
 from levanter_infer.layers.layout import Layout
 from levanter_infer.models.registry import FAMILIES
@@ -55,8 +57,10 @@ def test_shapes_of_a_device_are_those_of_the_layout():
     for heads, parts in [((32, 8, 128), 4), ((9, 3, 64), 8), ((14, 2, 64), 8), ((12, 12, 64), 8), ((64, 8, 64), 8)]:
         num_q_heads, num_kv_heads, head_dim = heads
         layout = Layout(AbstractMesh((parts,), ("model",)), num_kv_heads, num_q_heads // num_kv_heads, 64)
-        group = layout._padded_group // layout.kv_copies
-        assert AttentionShape(heads).share(parts).heads == (layout.kv_heads * group, layout.kv_heads, head_dim)
+        queries = hax.zeros({KV_HEADS: num_kv_heads, Q_HEADS_PER_GROUP: num_q_heads // num_kv_heads})
+        all_kv_heads, group = layout.fitted(queries).array.shape
+        kv_heads = all_kv_heads // parts
+        assert AttentionShape(heads).share(parts).heads == (kv_heads * group, kv_heads, head_dim)
     gpt_oss = AttentionShape((64, 8, 64), window=128, sinks=True)
     assert gpt_oss.share(8) == AttentionShape((8, 1, 64), window=128, sinks=True)
 

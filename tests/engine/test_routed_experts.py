@@ -48,7 +48,7 @@ def routes(tokens: list[int]) -> np.ndarray:
 def _plain(model, tokens):
     named = hax.named(tokens, (POSITION,))
     positions = hax.arange(named.axes[0], dtype=jnp.int32)
-    inputs = model._inputs(positions, PLAIN, 96)
+    inputs = model._inputs(positions, PLAIN, 96, None)
     x, seen = model._embed(named, positions), []
     for number, block in enumerate(model.config.blocks):
         stack = next(i for i, stack in enumerate(model.config.stacks) if number in stack.layers)
