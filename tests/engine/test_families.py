@@ -78,8 +78,8 @@ class Served:
         assert stats["pages_free"] == stats["pages_total"] and stats["offloaded_bytes"] == 0
 
 
-QUICK = {*one_per_memory(), "exaone4", "gpt_oss", "qwen3_next"}
-"""Families of CI: one for every combination of memories, and some with much to get wrong. The others are nightly."""
+QUICK = {*one_per_memory()}
+"""Families of CI: one for every combination of memories. The others are nightly."""
 
 
 @pytest.fixture(
@@ -183,7 +183,9 @@ def begun(engine, group, count: int) -> None:
         engine.flush()
 
 
-SCORED = [pytest.param(name, marks=() if name in one_per_memory() else pytest.mark.slow) for name in served_names()]
+ONE_PER_KIND = ("apertus", "cohere2", "deepseek_v2", "granitemoehybrid")
+"""All keys and values, windows, latents, a state of fixed size."""
+SCORED = [pytest.param(name, marks=() if name in ONE_PER_KIND else pytest.mark.slow) for name in served_names()]
 """For every combination of memories one family, and all of them nightly: scoring compiles the round again."""
 
 

@@ -49,7 +49,7 @@ def _plain(model, tokens):
     named = hax.named(tokens, (POSITION,))
     positions = hax.arange(named.axes[0], dtype=jnp.int32)
     inputs = model._inputs(positions, PLAIN, 96, None)
-    x, seen = model._embed(named, positions), []
+    x, seen = model._embed(named, positions, None), []
     for number, block in enumerate(model.config.blocks):
         stack = next(i for i, stack in enumerate(model.config.stacks) if number in stack.layers)
         at = model.config.stacks[stack].layers.index(number)

@@ -24,7 +24,7 @@ from tests.golden_cases import load_case
 from tests.hlo import pool_copies
 from tests.tiny_models import uncached_greedy, uncached_logprobs
 
-FAMILIES = ("lfm2", "qwen3_5")
+FAMILIES = (pytest.param("lfm2", marks=pytest.mark.slow), "qwen3_5")
 LENGTH = 96
 TOLERANCE = 1e-3
 
@@ -151,8 +151,8 @@ def test_the_pure_function_forks_and_samples(name):
 @pytest.mark.parametrize(
     "attends, counts",
     [
-        ([3, 7], [(3, 3), (1, 1)]),  # Granite 4: nine layers of Mamba-2 between two of attention
-        ([1, 2, 5, 7], [(1, 2, 1), (2, 1, 1)]),  # a pattern that does not repeat
+        pytest.param([3, 7], [(3, 3), (1, 1)], marks=pytest.mark.slow),  # Granite 4: Mamba-2 between attention
+        pytest.param([1, 2, 5, 7], [(1, 2, 1), (2, 1, 1)], marks=pytest.mark.slow),  # it does not repeat
         ([2, 5, 6], [(2, 2, 1), (1, 2, 0)]),
     ],
 )
