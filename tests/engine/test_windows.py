@@ -132,9 +132,8 @@ def test_a_model_of_windows_alone_has_no_pages_of_whole_sequences():
 
 
 @built
-@pytest.mark.parametrize(
-    "windows", [(7, 7, None), pytest.param((9, 5), marks=pytest.mark.slow)], ids=["with a full layer", "two windows"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("windows", [(7, 7, None), (9, 5)], ids=["with a full layer", "two windows"])
 def test_bits_are_those_of_the_request_alone(windows):
     """In chunks, cached and cold, preempted, offloaded, forked, searched and resampled."""
     model, done = windowed_model(windows), {}
