@@ -95,7 +95,6 @@ FAMILY_ENGINES: tuple[dict, ...] = (
     dict(max_seqs=9, page_size=8, max_step_tokens=70),
 )
 """Chunks and buckets of other sizes than alone, and a pool in which sequences are preempted."""
-SERVED = sorted(set(FAMILIES) - {"nemotron_h"})
 QUICK = {"gemma2"}
 """Norms after a block, caps and another activation. tests/engine/test_families.py has recurrences."""
 
@@ -103,7 +102,7 @@ QUICK = {"gemma2"}
 @built
 @pytest.mark.parametrize(
     "model_type",
-    [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in SERVED],
+    [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in sorted(FAMILIES)],
 )
 def test_bits_of_a_family_are_those_of_the_request_alone(model_type, tmp_path):
     """Parts that no kernel computes: XLA computes them row by row."""

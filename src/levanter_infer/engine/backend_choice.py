@@ -97,9 +97,6 @@ class BackendChoice:
         if config.numerics == Numerics.BATCH_INVARIANT:
             backends = chosen.matmul_backend, chosen.attention_backend
             joint = joint_arithmetic(model.config, model.dtype, *backends)
-            experts = model.config.experts
-            if joint is None and experts is not None and not experts.gated:  # their bits were found to differ
-                joint = "experts without a gate"
             if joint is not None:
                 raise ValueError(
                     f'engine.numerics="batch_invariant" is not possible for {model.config.model_type}: XLA computes '

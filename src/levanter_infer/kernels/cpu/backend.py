@@ -70,7 +70,9 @@ class CpuBackend(XlaBackend):
         """XLA's own code is control and sampling only, hundreds of small loops that are no faster for what costs a
         third of the compilation (docs/performance.md)."""
         fast = {"xla_cpu_use_fusion_emitters": False}
-        if jax.config.read("jax_disable_most_optimizations"):
+        # Without optimisation LLVM fuses a multiplication with an addition in some copies of a row's code and not in
+        # others (docs/decisions/0040-rows-of-xla-are-computed-apart.md)
+        if jax.config.read("jax_disable_most_optimizations") and not self.is_apart:
             return fast
         return {**fast, "xla_backend_optimization_level": "1"}
 
