@@ -18,8 +18,7 @@ from levanter_infer.models.gemma import GEMMA
 from levanter_infer.models.gemma2 import GEMMA2
 from levanter_infer.models.gemma3 import GEMMA3, GEMMA3_WITH_VISION
 from levanter_infer.models.gemma4 import GEMMA4, GEMMA4_WITH_VISION
-from levanter_infer.models.glm import GLM
-from levanter_infer.models.glm4 import GLM4
+from levanter_infer.models.glm import GLM, GLM4
 from levanter_infer.models.glm4_moe import GLM4_MOE
 from levanter_infer.models.glm4_moe_lite import GLM4_MOE_LITE
 from levanter_infer.models.gpt2 import GPT2
