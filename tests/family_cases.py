@@ -68,9 +68,15 @@ def load(case: GoldenCase, directory: Path) -> DecoderModel:
     return model
 
 
+def sizes_for(config: DecoderConfig) -> dict[str, Any]:
+    """`SIZES`, and sequences that LongRoPE has the short frequencies for, as transformers has for these prompts."""
+    limits = [rope.original_len for rope in config.ropes if rope.kind == "longrope"]
+    return {**SIZES, "max_seq_len": min([SIZES["max_seq_len"], *limits])}
+
+
 def make_engine(model: DecoderModel, *, mesh=None, **config) -> InferenceEngine:
     """An engine that is batch invariant if the model can be served so, and leaves rounding to XLA otherwise."""
-    sizes = {**SIZES, **config}
+    sizes = {**sizes_for(model.config), **config}
     try:
         return InferenceEngine(model, config=EngineConfig(**sizes, numerics="batch_invariant"), mesh=mesh)
     except ValueError as error:

@@ -13,7 +13,7 @@ import jax
 
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
-from tests.family_cases import SIZES, load, requests_for, samples
+from tests.family_cases import load, requests_for, samples, sizes_for
 from tests.golden_cases import load_case
 from tests.mesh_runs import mesh_of
 
@@ -28,7 +28,7 @@ def main(name: str, *meshes: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
         model = load(case, Path(directory))
         for mesh in meshes:
-            engine = InferenceEngine(model, config=EngineConfig(**SIZES), mesh=mesh_of(mesh))
+            engine = InferenceEngine(model, config=EngineConfig(**sizes_for(model.config)), mesh=mesh_of(mesh))
             outputs = engine.generate(requests_for(case, model.config.vocab_size))
             found[mesh] = [[(s.tokens, s.logprobs.tolist()) for s in samples(output)] for output in outputs]
     print(json.dumps(found))

@@ -11,7 +11,7 @@ from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.request import Request
-from levanter_infer.engine.row_audit import _joint, joint_arithmetic
+from levanter_infer.engine.row_audit import _rounded, audit_rows
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.cpu.backend import CpuBackend
 from levanter_infer.layers.norm import RMSNorm
@@ -104,8 +104,10 @@ QUICK = {"gemma2"}
     "model_type",
     [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in sorted(FAMILIES)],
 )
-def test_bits_of_a_family_are_those_of_the_request_alone(model_type, tmp_path):
-    """Parts that no kernel computes: XLA computes them row by row."""
+def test_bits_of_a_family_are_those_of_the_request_alone(model_type, tmp_path, request):
+    """Parts that no kernel computes: XLA computes them row by row. The nightly ones are compiled as users compile."""
+    if model_type not in QUICK:
+        request.getfixturevalue("optimized")
     model = load(load_case(case_of(model_type)), tmp_path)
     cases = random_requests(20, seed=11)
     alone = make_engine(model=model, max_seqs=4, page_size=8, max_step_tokens=128, prefix_cache=False)
@@ -123,7 +125,21 @@ def test_bits_of_a_family_are_those_of_the_request_alone(model_type, tmp_path):
 @built
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_nothing_of_a_family_is_computed_for_all_tokens_together(model_type):
-    assert joint_arithmetic(load_config(case_of(model_type)), jnp.dtype(jnp.float32), BY_ROW, BY_ROW) is None
+    assert audit_rows(load_config(case_of(model_type)), jnp.dtype(jnp.float32), BY_ROW, BY_ROW).joint is None
+
+
+@built
+def test_rows_that_xla_rounds_are_compiled_without_vectors():
+    """LLVM compiles each copy of a row by itself: with vectors of other sizes, and other formulas in them."""
+
+    def options(**family):
+        engine = InferenceEngine(tiny_model(**family), config=EngineConfig(max_seq_len=96, numerics="batch_invariant"))
+        return engine.backend.compiler_options
+
+    assert "xla_cpu_prefer_vector_width" not in options()  # kernels compute all of it
+    found = options(model_type="granite", residual_multiplier=0.5)
+    assert int(found["xla_cpu_prefer_vector_width"]) < 128
+    assert found["xla_cpu_max_isa"] == "AVX"  # without fused multiplications and additions
 
 
 def _at_once(norm, x, rows):
@@ -134,17 +150,18 @@ def _at_once(norm, x, rows):
 @built
 def test_it_is_refused_for_what_is_computed_for_all_tokens_together(monkeypatch):
     monkeypatch.setattr(RMSNorm, "by_rows", _at_once)
-    joint_arithmetic.cache_clear()
+    audit_rows.cache_clear()
     with pytest.raises(ValueError, match=r"batch_invariant.*not possible for olmo2: XLA computes .*layers/norm.py:"):
         InferenceEngine(tiny_model(model_type="olmo2"), config=EngineConfig(max_seq_len=96, numerics="batch_invariant"))
-    joint_arithmetic.cache_clear()
-    found = joint_arithmetic(load_config(case_of("gemma2")), jnp.dtype(jnp.float32), CpuBackend(), CpuBackend())
+    audit_rows.cache_clear()
+    found = audit_rows(load_config(case_of("gemma2")), jnp.dtype(jnp.float32), CpuBackend(), CpuBackend()).joint
     assert found is not None and "layers/" in found  # the default mode
 
 
 def test_a_number_that_is_multiplied_and_added_counts_and_a_sum_does_not():
     def traced(function):
-        return next(_joint(jax.make_jaxpr(function)(np.ones(3, np.float32), np.ones(3, np.float32)).jaxpr, set()), None)
+        jaxpr = jax.make_jaxpr(function)(np.ones(3, np.float32), np.ones(3, np.float32)).jaxpr
+        return next((place for _, place in _rounded(jaxpr, set())), None)
 
     assert traced(lambda x, y: x + y) is None and traced(lambda x, y: (x + y) * y) is None
     assert traced(lambda x, y: x + jnp.where(y > 0, x * y, y)).startswith("add of what was multiplied")

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.instructions import Choice, choose, usable_isas
-from levanter_infer.engine.row_audit import joint_arithmetic
+from levanter_infer.engine.row_audit import audit_rows
 from levanter_infer.engine.sizes import kv_dtype, page_bytes
 from levanter_infer.kernels.backend import Backend, Platform, Task, Work
 from levanter_infer.kernels.registry import BACKENDS, make_backend, platform_of
@@ -95,13 +95,14 @@ class BackendChoice:
                 f"{BACKENDS['cpu'].refusal(attention) or 'set to cpu or auto'}"
             )
         if config.numerics == Numerics.BATCH_INVARIANT:
-            backends = chosen.matmul_backend, chosen.attention_backend
-            joint = joint_arithmetic(model.config, model.dtype, *backends)
-            if joint is not None:
+            audit = audit_rows(model.config, model.dtype, chosen.matmul_backend, chosen.attention_backend)
+            if audit.joint is not None:
                 raise ValueError(
                     f'engine.numerics="batch_invariant" is not possible for {model.config.model_type}: XLA computes '
-                    f"{joint} for all tokens of a step together, and rounds by their number; use default"
+                    f"{audit.joint} for all tokens of a step together, and rounds by their number; use default"
                 )
+            if audit.by_row is not None:
+                chosen = chosen._with_options(uses_vectors=False)
         return chosen
 
     def _configured(self, config: EngineConfig, weights, pages) -> "BackendChoice":

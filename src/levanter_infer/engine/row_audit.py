@@ -1,11 +1,15 @@
-"""`joint_arithmetic`: what XLA computes of a step's tokens together, so that the bits of one may depend on the others.
+"""`RowAudit`: what XLA computes of a step's tokens together, so that the bits of one may depend on the others.
 
 `numerics: batch_invariant` promises bits that do not. Kernels keep that promise, and so does what is computed row by
 row (`kernels.loops.one_by_one`). The rest XLA rounds by the shapes of the step: it chooses the order of sums, computes
 vectors by one formula and the numbers at their ends by another, and may multiply and add with one rounding. A model is
 served in that mode if its program has nothing of the kind, which is read from the program and not from a list.
+
+What is computed row by row has the same text in every program, and LLVM still compiles every copy by itself, with
+vectors of other sizes. Where a row has arithmetic that vectors may round otherwise, the program is compiled without.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,12 +41,25 @@ _EXACT = {"abs", "clamp", "div", "ffi_call", "floor", "iota", "max", "min", "rou
 """Operations with one right result for every number, or of a kernel."""
 _SUMS = {"add", "sub", "add_any"}
 """Operations that are exact too, unless a number was multiplied before: XLA may round both operations together."""
+_ROTATIONS = {"sin", "cos"}
+"""Functions for which LLVM calls the C library, number by number, in a vector too."""
 _TOKENS, _ROWS, _PAGE = 16, 4, 4
 
 
+@dataclasses.dataclass(frozen=True)
+class RowAudit:
+    """What XLA rounds in the paged forward of a model."""
+
+    joint: str | None
+    """The first operation that it computes for all tokens together, with its place in the source; None: there is
+    none."""
+    by_row: str | None
+    """The first one that it computes row by row; None: kernels compute all of them."""
+
+
 @functools.lru_cache(maxsize=16)
-def joint_arithmetic(config: DecoderConfig, dtype, matmul: Backend, attention: Backend) -> str | None:
-    """The first such operation of the paged forward, with its place in the source; None: there is none.
+def audit_rows(config: DecoderConfig, dtype, matmul: Backend, attention: Backend) -> RowAudit:
+    """Trace the paged forward and look for operations whose rounding may depend on how they are compiled.
 
     Args:
         dtype: of weights and pages.
@@ -52,7 +69,10 @@ def joint_arithmetic(config: DecoderConfig, dtype, matmul: Backend, attention: B
     sizes = PoolSizes(_TOKENS, _PAGE, num_slots=_ROWS, dtype=jnp.dtype(dtype), backend=attention)
     cache = jax.eval_shape(lambda: Cache.init(config.pools, sizes))
     traced = jax.make_jaxpr(_forward)(types, cache, jax.ShapeDtypeStruct((_TOKENS,), jnp.int32))
-    return next(_joint(traced.jaxpr, set()), None)
+    found: dict[bool, str] = {}
+    for in_row, place in _rounded(traced.jaxpr, set()):
+        found.setdefault(in_row, place)
+    return RowAudit(found.get(False), found.get(True))
 
 
 def _forward(model: DecoderModel, cache: Cache, some: Array):
@@ -76,27 +96,33 @@ def _forward(model: DecoderModel, cache: Cache, some: Array):
     return model.logits(hidden.rename({TOKEN: ROW}), batch.num_seqs.array).array, cache
 
 
-def _joint(jaxpr: Jaxpr, multiplied: set) -> Iterator[str]:
-    """Such operations in a program. Args: multiplied: its variables that were multiplied last, which are added to."""
+def _rounded(jaxpr: Jaxpr, multiplied: set, in_row: bool = False) -> Iterator[tuple[bool, str]]:
+    """Such operations of a program, and whether each is computed row by row.
+
+    Args:
+        multiplied: variables of the program that were multiplied last, which are added to.
+        in_row: whether the program is computed row by row itself.
+    """
     for equation in jaxpr.eqns:
-        if BY_ROWS in str(equation.source_info.name_stack):
-            continue
         name, results = equation.primitive.name, equation.outvars
         found = [each for each in equation.invars if not hasattr(each, "val") and each in multiplied]
+        by_row = in_row or BY_ROWS in str(equation.source_info.name_stack)
         inner = list(_programs(equation.params.values()))
         if inner:
             is_call = len(inner) == 1 and len(inner[0].invars) == len(equation.invars) and name not in ("while", "scan")
             own = {a for a, b in zip(inner[0].invars, equation.invars, strict=True) if b in found} if is_call else set()
             for program in inner:
-                yield from _joint(program, own)
+                yield from _rounded(program, own, by_row)
             if is_call:
                 multiplied.update(b for a, b in zip(inner[0].outvars, results, strict=True) if a in own)
         elif not any(jnp.issubdtype(_dtype(each), jnp.floating) for each in results):
             continue
         elif name == "mul" or (name in _MOVED and found):
             multiplied.update(results)
-        elif name not in _MOVED | _EXACT | _SUMS or (name in _SUMS and found):
-            yield f"{name}{' of what was multiplied' if name in _SUMS else ''} ({_place(equation)})"
+        elif name in _MOVED | _EXACT or (name in _SUMS and not found) or (by_row and name in _ROTATIONS):
+            continue
+        else:
+            yield by_row, f"{name}{' of what was multiplied' if name in _SUMS else ''} ({_place(equation)})"
 
 
 def _programs(values) -> Iterator[Jaxpr]:

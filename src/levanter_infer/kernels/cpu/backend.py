@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from platform import machine
 from typing import Any
 
 import jax
@@ -36,6 +37,8 @@ class CpuBackend(XlaBackend):
     """Instruction set that panels are laid out for and that computes; None: the widest (`bindings.isa`)."""
     is_apart: bool = False
     """`Backend.rows_apart`."""
+    uses_vectors: bool = True
+    """Whether XLA compiles what it computes itself with vectors, and with multiplications and additions in one."""
 
     name = "cpu"
     home = CPU
@@ -62,19 +65,20 @@ class CpuBackend(XlaBackend):
         return bindings.why_unavailable()
 
     def configured(self, **options) -> "CpuBackend":
-        names = {"cpu_isa": "isa", "rows_apart": "is_apart"}
+        names = {"cpu_isa": "isa", "rows_apart": "is_apart", "uses_vectors": "uses_vectors"}
         return dataclasses.replace(self, **{names[name]: value for name, value in options.items() if name in names})
 
     @property
     def compiler_options(self) -> Mapping[str, str | bool]:
         """XLA's own code is control and sampling only, hundreds of small loops that are no faster for what costs a
         third of the compilation (docs/performance.md)."""
-        fast = {"xla_cpu_use_fusion_emitters": False}
-        # Without optimisation LLVM fuses a multiplication with an addition in some copies of a row's code and not in
-        # others (docs/decisions/0040-rows-of-xla-are-computed-apart.md)
-        if jax.config.read("jax_disable_most_optimizations") and not self.is_apart:
-            return fast
-        return {**fast, "xla_backend_optimization_level": "1"}
+        options: dict[str, str | bool] = {"xla_cpu_use_fusion_emitters": False}
+        if not self.uses_vectors and machine() in ("x86_64", "AMD64"):
+            # No vector is as narrow, and instruction sets up to AVX have no fused multiplication and addition
+            options |= {"xla_cpu_prefer_vector_width": "64", "xla_cpu_max_isa": "AVX"}
+        if not jax.config.read("jax_disable_most_optimizations"):
+            options |= {"xla_backend_optimization_level": "1"}
+        return options
 
     def activation_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
         """float32, which spares the kernels conversions."""
