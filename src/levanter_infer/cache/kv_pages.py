@@ -12,6 +12,7 @@ from levanter_infer.axes import HEAD_SIZE, KV_HEADS, KV_PAIR, LAYERS, PAGE, PAGE
 from levanter_infer.cache.arrays import replace
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.pool import Pool
+from levanter_infer.kernels import scopes
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.kernels.call import KvWrite, PoolShape, Rotation
 from levanter_infer.kernels.xla.backend import XLA
@@ -103,7 +104,8 @@ class KvPages(Pool):
         return KvWrite(keys, values, layer, batch.new_token_dests.array, page, offset, self.dtype)
 
     def _written(self, write: KvWrite) -> tuple[Array | None, "KvPages"]:
-        q, pages = self.backend.write_kv(self.pages.array, write)
+        with jax.named_scope(scopes.KV_WRITE):
+            q, pages = self.backend.write_kv(self.pages.array, write)
         return q, replace(self, pages=pages)
 
     def copy(self, source: Array, target: Array) -> "KvPages":

@@ -26,6 +26,7 @@ from levanter_infer.decode.sampling_draw import draw, num_words, random_words, r
 from levanter_infer.decode.sampling_filters import filter_thresholds
 from levanter_infer.decode.sampling_table import SamplingTable as SamplingTable
 from levanter_infer.decode.sampling_table import stop_match as stop_match
+from levanter_infer.kernels import scopes
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.kernels.loops import run_if
 from levanter_infer.layers.shard_axis import Vocabulary
@@ -144,23 +145,25 @@ def sample(
         z = run_if(jnp.any(banned), lambda z: _ban_stops(z, column, banned, vocab), z)
         z_peak = vocab.shard_axis.max(jnp.max(z, axis=1))
         best = _first_best(z, z_peak, vocab)
-        drawn, drawn_logprobs = jax.lax.cond(
-            jnp.any(~greedy & used),
-            lambda: _draw_tokens(z, z_peak, column, history.positions, greedy, vocab),
-            lambda: (jnp.zeros_like(history.positions), jnp.zeros_like(peak)),
-        )
+        with jax.named_scope(scopes.DRAWN):
+            drawn, drawn_logprobs = jax.lax.cond(
+                jnp.any(~greedy & used),
+                lambda: _draw_tokens(z, z_peak, column, history.positions, greedy, vocab),
+                lambda: (jnp.zeros_like(history.positions), jnp.zeros_like(peak)),
+            )
         return jnp.where(greedy, best, drawn), jnp.where(greedy, 0, drawn_logprobs), jnp.isfinite(z_peak)
 
     # Greedy rows that want nothing else, the commonest, are spared the copy of the logits that processing works on.
-    chosen, processed, possible = jax.lax.cond(
-        jnp.any((penalised | biased | banned | ~greedy) & used),
-        process_and_choose,
-        lambda: (
-            _first_best(logits, peak, vocab) if stats.best is None else stats.best,
-            jnp.zeros_like(peak),
-            jnp.isfinite(peak),
-        ),
-    )
+    with jax.named_scope(scopes.PROCESSED):
+        chosen, processed, possible = jax.lax.cond(
+            jnp.any((penalised | biased | banned | ~greedy) & used),
+            process_and_choose,
+            lambda: (
+                _first_best(logits, peak, vocab) if stats.best is None else stats.best,
+                jnp.zeros_like(peak),
+                jnp.isfinite(peak),
+            ),
+        )
     finite = (stats.total > 0) & possible
     wanted = jnp.where(finite, column["num_logprobs"], 0)
     top_ids, top_logprobs = _top_logprobs(logits, stats, wanted, used, max_top, vocab)
@@ -299,7 +302,8 @@ def _draw_tokens(logits: Array, peak: Array, column: dict[str, Array], positions
         lightest = jnp.full_like(peak, _MIN_EXPONENT)
         return filter_thresholds(logits, lambda z: weights(z, everything, lightest), top_k, top_p, vocab)
 
-    threshold = jax.lax.cond(jnp.any((top_k < vocab.size) | (top_p < 1)), thresholds, lambda: everything)
+    with jax.named_scope(scopes.FILTERED):
+        threshold = jax.lax.cond(jnp.any((top_k < vocab.size) | (top_p < 1)), thresholds, lambda: everything)
 
     def at(ids):
         return vocab.at(logits, ids, -jnp.inf)

@@ -30,6 +30,7 @@ from levanter_infer.decode.scoring import copy_scores, keep_hidden, may_insert, 
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.snapshots import keep_states, restore_states, store_states
 from levanter_infer.decode.state import Counters, DecodeState, GenState
+from levanter_infer.kernels import scopes
 from levanter_infer.kernels.loops import run_if
 from levanter_infer.layers.attention import AttentionSpec
 
@@ -52,14 +53,20 @@ def step(model, state: GenState, ring: OutputRing, shapes: Shapes, attention: At
 
     Returns: the new state and ring.
     """
-    decode, plan, source, target = schedule(state.decode, shapes)
-    cache, scores = copy_on_write(replace(state, decode=decode), source, target, shapes)
-    cache = restore_states(cache, plan.states)
+    with jax.named_scope(scopes.SCHEDULE):
+        decode, plan, source, target = schedule(state.decode, shapes)
+    with jax.named_scope(scopes.COPIES):
+        cache, scores = copy_on_write(replace(state, decode=decode), source, target, shapes)
+        cache = restore_states(cache, plan.states)
     cache, routes, hidden = forward(model, decode, cache, state.routes, plan, shapes, attention)
-    scores, hidden = score_prompts(model, decode, scores, hidden, plan, shapes)
-    sampled = sample_rows(model, decode, hidden, plan, shapes)
-    decode, ring, moves = append(decode, ring, plan, sampled, shapes)
-    cache = copy_states(*store_states(cache, moves.kept, moves.origins))
+    with jax.named_scope(scopes.SCORING):
+        scores, hidden = score_prompts(model, decode, scores, hidden, plan, shapes)
+    with jax.named_scope(scopes.SAMPLING):
+        sampled = sample_rows(model, decode, hidden, plan, shapes)
+    with jax.named_scope(scopes.APPEND):
+        decode, ring, moves = append(decode, ring, plan, sampled, shapes)
+    with jax.named_scope(scopes.COPIES):
+        cache = copy_states(*store_states(cache, moves.kept, moves.origins))
     return GenState(decode, cache, scores, routes), ring
 
 
@@ -127,7 +134,8 @@ def forward(
             return cache, routes, hidden.at[: states.shape[0]].set(states)
 
         fits = (plan.num_tokens > lower) & (plan.num_tokens <= bucket)
-        cache, routes, hidden = run_if(fits, run, (cache, routes, hidden))
+        with jax.named_scope(scopes.forward(bucket)):
+            cache, routes, hidden = run_if(fits, run, (cache, routes, hidden))
     return cache.with_snapshots(snapshots), routes, hidden
 
 

@@ -17,6 +17,7 @@ from levanter_infer.axes import HEAD_SIZE, KV_HEADS, POSITION, Q_HEADS_PER_GROUP
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.cache.memory import FullKv, WindowKv
+from levanter_infer.kernels import scopes
 from levanter_infer.kernels.backend import Fuse
 from levanter_infer.kernels.call import AttentionCall, Rotation
 from levanter_infer.kernels.rules import MASKED, ScoreRules
@@ -270,7 +271,8 @@ class Attention(eqx.Module):
             page_size=batch.page_size,
             sinks=None if self.sinks is None else self.sinks.array.reshape(-1),
         )
-        attended = kv.backend.attend(call)
+        with jax.named_scope(scopes.ATTENTION):
+            attended = kv.backend.attend(call)
         attended = self._finished(NamedArray(attended.reshape(q.array.shape), q.axes), v, gate, inputs.block)
         attended = _grouped(attended, self.o_proj.ins[0].size)
         return apply(attended.astype(x.dtype), self.o_proj, residual=around.residual)[0], kv

@@ -25,7 +25,7 @@ from levanter_infer.axes import HEAD_SIZE, KV_HEADS, LATENT, Q_HEADS_PER_GROUP, 
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.cache.memory import Latents
-from levanter_infer.kernels import MIN_ROWS
+from levanter_infer.kernels import MIN_ROWS, scopes
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import ScoreRules
@@ -233,7 +233,9 @@ class LatentAttention(eqx.Module):
             page_size=batch.page_size,
             value_dim=c.shape[-1],
         )
-        attended = self.v_proj.expanded(kv.backend.attend(call)).astype(x.dtype)
+        with jax.named_scope(scopes.ATTENTION):
+            attended = kv.backend.attend(call)
+        attended = self.v_proj.expanded(attended).astype(x.dtype)
         heads = self.o_proj.ins
         attended = NamedArray(attended.reshape(num_tokens, *(axis.size for axis in heads)), (*x.axes[:-1], *heads))
         return apply(attended, self.o_proj, residual=around.residual)[0], kv

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from levanter_infer.plan.hlo import Collective
 from levanter_infer.plan.spec import EngineSpec
+from levanter_infer.plan.step_budget import StepBudget
 from levanter_infer.plan.targets import Target
 from levanter_infer.runtime.libtpu import compiler_environment, hlo_flags, short_of
 
@@ -37,6 +38,8 @@ class CompiledProgram:
     collectives: tuple[Collective, ...] = ()
     copies: tuple[tuple[int, str, str, int], ...] = ()
     """`hlo.large_moves`"""
+    budgets: tuple[StepBudget, ...] = ()
+    """Cycles of the parts of a step, of the round for TPUs."""
     error: str | None = None
 
     @property
@@ -128,6 +131,7 @@ def _read(line: str) -> CompiledProgram:
     fields = json.loads(line)
     fields["collectives"] = tuple(Collective(**each) for each in fields.get("collectives", ()))
     fields["copies"] = tuple(tuple(each) for each in fields.get("copies", ()))
+    fields["budgets"] = tuple(StepBudget(**each) for each in fields.get("budgets", ()))
     return CompiledProgram(**fields)
 
 

@@ -3,6 +3,7 @@
 `compiled.compile_programs` starts it as a process of its own, because a compiler may end its process.
 """
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -16,6 +17,7 @@ from levanter_infer.decode.programs import Program
 from levanter_infer.plan.compiled import REFUSED
 from levanter_infer.plan.hlo import collectives_of, large_moves
 from levanter_infer.plan.spec import EngineSpec
+from levanter_infer.plan.step_budget import step_budgets
 from levanter_infer.plan.targets import Target
 from levanter_infer.runtime.libtpu import read_hlo
 
@@ -36,6 +38,10 @@ def main() -> int:
     order = sorted(programs, key=lambda name: name != "round")  # it takes longest, and is refused first
     for name in order:
         fields = {"name": name, **_compile(*programs[name], mesh, spec.machine, dumps=sys.argv[1])}
+        if (text := fields.pop("estimates", None)) and name == "round":
+            shapes = blueprint.shapes
+            budgets = step_budgets(text, shapes.max_seqs, shapes.buckets)
+            fields["budgets"] = [dataclasses.asdict(each) for each in budgets]
         print(json.dumps(fields), flush=True)
         if "error" in fields:
             break
@@ -73,6 +79,10 @@ def _compile(program: Program, arguments: tuple, mesh: Mesh, target: Target, *, 
         return {"error": f"{type(error).__name__}: {error}"[:20_000]}
     end = time.perf_counter()
     memory = compiled.memory_analysis()
+    estimates = None
+    if target.chip.platform == "tpu":
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # as `read_hlo` says
+            estimates = compiled.as_text()
     hlo = read_hlo(dumps) if target.chip.platform == "tpu" else compiled.as_text() or ""
     assert memory is not None
     return {
@@ -84,6 +94,7 @@ def _compile(program: Program, arguments: tuple, mesh: Mesh, target: Target, *, 
         "code_bytes": memory.generated_code_size_in_bytes,
         "collectives": [dataclasses.asdict(each) for each in collectives_of(hlo)],
         "copies": large_moves(hlo),
+        "estimates": estimates,
     }
 
 

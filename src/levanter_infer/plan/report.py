@@ -7,6 +7,7 @@ from rich.table import Table
 from levanter_infer.plan.figures import Figures
 from levanter_infer.plan.plan import Plan
 from levanter_infer.plan.search import gib
+from levanter_infer.plan.step_budget import StepBudget
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -99,6 +100,9 @@ def _sections(plan: Plan, figures: Figures):
             yield "collectives (compiled)", _collective_lines(plan, figures)
             copies = [f"{gib(size)} {op} {kind}, {n} times" for size, op, kind, n in plan.programs[0].copies]
             yield "copies of 1 MiB and more in the round (compiled)", copies or ["none"]
+            if plan.programs[0].budgets:
+                title = "cycles of a step (the compiler's estimates; kernels, collectives and waits are not among them)"
+                yield title, [line for budget in plan.programs[0].budgets for line in budget_lines(budget)]
     speed = plan.speed
     if speed is None:
         return
@@ -132,6 +136,17 @@ def _program_line(program) -> str:
         f"{program.name}: traced in {program.trace_s:.1f} s, compiled in {program.compile_s:.1f} s; arguments "
         f"{gib(program.argument_bytes)}, workspace {gib(program.workspace_bytes)}, code {gib(program.code_bytes)}"
     )
+
+
+def budget_lines(budget: StepBudget) -> list[str]:
+    """The parts of a step, each with its share."""
+    kind = "decode and prompts" if budget.has_chunks else "decode"
+    parts = (f"{name} {count / budget.total:.1%}" for name, count in budget.cycles.items() if count)
+    lines = [f"{kind}, {budget.bucket} tokens, {budget.sampled}: {budget.total:,}: {', '.join(parts)}"]
+    if budget.has_chunks or budget.sampled != "greedy":
+        return lines
+    needed = ", ".join(f"{name} {count:,}" for name, count in budget.when_needed.items())
+    return [*lines, f"  loops of it that run when there is something to do, each once: {needed or 'none'}"]
 
 
 def _collective_lines(plan: Plan, figures: Figures) -> list[str]:

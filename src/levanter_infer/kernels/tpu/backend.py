@@ -13,13 +13,14 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import tpu as pltpu
 
+from levanter_infer.kernels import scopes
 from levanter_infer.kernels.backend import Platform, Task, Work
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, PoolShape, checked
 from levanter_infer.kernels.tpu import grouped
 from levanter_infer.kernels.tpu.decode import decode_attention
 from levanter_infer.kernels.tpu.kv_write import write_kv
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool
-from levanter_infer.kernels.tpu.prefill import prefill_attention
+from levanter_infer.kernels.tpu.prefill import prefill_attention, row_of_token
 from levanter_infer.kernels.tpu.tiling import Tiles, TileShape, choose, cut_queries, generation
 from levanter_infer.kernels.xla.backend import XlaBackend, rounded
 
@@ -148,15 +149,15 @@ def tpu_attention(call: AttentionCall, tiles: Tiles | None = None, *, interpret:
     q_lens = call.q_lens
     if call.num_tokens > 1:
         prefill = cut_queries(tiles.prefill, shape, call.num_tokens)
-        row = jnp.searchsorted(call.cu_q_lens[1:], jnp.arange(call.num_tokens, dtype=jnp.int32), side="right")
-        decodes = (q_lens.at[row].get(mode="fill", fill_value=0) == 1)[:, None, None]
 
         def with_prefill(carry):
             prefilled = prefill_attention(call, prefill, operand, interpret=params)
-            return jnp.bool(False), jnp.where(decodes, carry[1], prefilled)
+            decodes = q_lens.at[row_of_token(call)].get(mode="fill", fill_value=0) == 1
+            return jnp.bool(False), jnp.where(decodes[:, None, None], carry[1], prefilled)
 
         # A loop of no or one turn, because a branch (`lax.cond`) would copy what it carries on other devices.
-        _, out = jax.lax.while_loop(lambda carry: carry[0], with_prefill, (jnp.any(q_lens > 1), out))
+        with jax.named_scope(scopes.CHUNKS):
+            _, out = jax.lax.while_loop(lambda carry: carry[0], with_prefill, (jnp.any(q_lens > 1), out))
     live = jnp.arange(call.num_tokens, dtype=jnp.int32) < call.cu_q_lens[call.num_seqs]
     return jnp.where(live[:, None, None], out, jnp.zeros((), out.dtype))
 

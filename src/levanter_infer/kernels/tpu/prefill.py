@@ -76,11 +76,22 @@ def _aligned(call: AttentionCall, align: int) -> tuple[Array, Array, Array]:
     capacity = call.num_tokens + (align - 1) * rows
     aligned = jnp.arange(-(-capacity // align) * align, dtype=jnp.int32)
     last = call.num_rows - 1
-    row = jnp.minimum(jnp.searchsorted(ends, aligned, side="right").astype(jnp.int32), last)
+    row = jnp.minimum(_row_at(ends, aligned), last)
     source = call.cu_q_lens[row] + aligned - q_starts[row]
     token = jnp.arange(call.num_tokens, dtype=jnp.int32)
-    row = jnp.minimum(jnp.searchsorted(call.cu_q_lens[1:], token, side="right").astype(jnp.int32), last)
+    row = jnp.minimum(row_of_token(call), last)
     return q_starts, source, q_starts[row] + token - call.cu_q_lens[row]
+
+
+def row_of_token(call: AttentionCall) -> Array:
+    """The row of each token, i32[T]; R or less for padding."""
+    return _row_at(call.cu_q_lens[1:], jnp.arange(call.num_tokens, dtype=jnp.int32))
+
+
+def _row_at(ends: Array, places: Array) -> Array:
+    """The number of `ends` at or before each place. All pairs are compared at once: a search in steps is a loop of
+    gathers, each of which takes a TPU longer than the comparisons of thousands of rows."""
+    return jnp.searchsorted(ends, places, side="right", method="compare_all").astype(jnp.int32)
 
 
 def attend_prefill(rows: Rows, inputs: Inputs, out_ref, scratch: Scratch, *, call: AttentionCall, sizes: Sizes):

@@ -1,0 +1,211 @@
+"""Cycles of the parts of a step, from the schedule of the TPU compiler.
+
+The compiler writes the cycles that it expects of an instruction beside it (`estimated_cycles`). It says nothing of
+Pallas kernels and of collectives, which are counted here without cycles, nor of waits for memory.
+"""
+
+import collections
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping, Sequence
+
+from levanter_infer.kernels import scopes
+from levanter_infer.plan.hlo import COLLECTIVES, computations
+
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_OPERATION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (?:\(.*?\)|\S+) ([a-z][\w\-]*)\(")
+_LOOP = re.compile(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TRUE_FALSE = re.compile(r"true_computation=%?([\w.\-]+), false_computation=%?([\w.\-]+)")
+_CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
+_CONSTANT = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = s32\[\]\S* constant\((\d+)\)")
+_LIMIT = re.compile(r"^\s*ROOT .* compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT")
+_MATMULS = {"convolution", "dot"}
+_MOVES = {
+    "copy", "transpose", "slice", "reshape", "pad", "bitcast", "concatenate", "dynamic-slice", "reverse", "broadcast",
+    "parameter", "constant", "tuple", "get-tuple-element", "fusion",
+}  # fmt: skip
+
+MATMULS, ATTENTION, KV_WRITE = "matmuls", "attention around its kernels", "KV write around its kernel"
+LAYERS, MOVES, SAMPLING, CONTROL = "norms, ropes, activations, residuals", "copies in layers", "sampling", "control"
+PARTS = (MATMULS, ATTENTION, KV_WRITE, LAYERS, MOVES, SAMPLING, CONTROL)
+
+SAMPLED: Mapping[str, frozenset[str]] = {
+    "greedy": frozenset(),
+    "temperature": frozenset({scopes.PROCESSED, scopes.DRAWN}),
+    "temperature, top_k or top_p": frozenset({scopes.PROCESSED, scopes.DRAWN, scopes.FILTERED}),
+}
+"""What all rows of a step ask for, and the scopes of `lax.cond` that it takes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepBudget:
+    """Cycles of one step of one core."""
+
+    bucket: int
+    """Capacity of the step in tokens."""
+    has_chunks: bool
+    """Whether some rows have several tokens."""
+    sampled: str
+    """A key of `SAMPLED`."""
+    cycles: Mapping[str, int]
+    """By the names of `PARTS`."""
+    when_needed: Mapping[str, int]
+    """Cycles of one trip through each loop that runs only when there is something to do, such as prefixes that are
+    inserted, pages that are evicted and forks, by scope. They are not in `cycles`."""
+    kernels: Mapping[str, int]
+    """Calls of Pallas kernels, by scope; their cycles are not in the schedule."""
+    collectives: Mapping[str, int]
+    """Collectives, by operation."""
+
+    @property
+    def total(self) -> int:
+        """Cycles of all parts."""
+        return sum(self.cycles.values())
+
+
+def step_budgets(hlo: str, max_seqs: int, buckets: Sequence[int]) -> list[StepBudget]:
+    """Budgets of a step of decoding, and of the largest one with prompts, for each kind of sampling.
+
+    Args:
+        hlo: the compiled round, with its estimates.
+        max_seqs: `engine.max_seqs`.
+        buckets: those of the engine, ascending.
+    Raises: ValueError if the text has no estimates or is no round of these buckets.
+    """
+    program = _Program(computations(hlo))
+    if not program.has_estimates:
+        raise ValueError("the program has no estimates of cycles, which the compiler of TPUs writes")
+    decode = next(bucket for bucket in buckets if bucket >= min(max_seqs, buckets[-1]))
+    cases = [(decode, False), (buckets[-1], True)]
+    return [_budget(program, *case, sampled) for case in cases for sampled in SAMPLED]
+
+
+def _budget(program: "_Program", bucket: int, has_chunks: bool, sampled: str) -> StepBudget:
+    counter = _Counter(program, bucket, has_chunks, SAMPLED[sampled])
+    counter.add(program.step_body(scopes.forward(bucket)), 1)
+    cycles = {part: counter.cycles[part] for part in PARTS}
+    counts = (dict(each) for each in (counter.when_needed, counter.kernels, counter.collectives))
+    return StepBudget(bucket, has_chunks, sampled, cycles, *counts)
+
+
+class _Program:
+    """The computations of an HLO text."""
+
+    def __init__(self, lines: dict[str, list[str]]):
+        self.lines = lines
+        self._traits: dict[str, tuple[bool, bool]] = {}
+
+    @functools.cached_property
+    def has_estimates(self) -> bool:
+        return any(_CYCLES.search(line) for lines in self.lines.values() for line in lines)
+
+    def step_body(self, scope: str) -> str:
+        """The computation with the loop of `scope`: the body of the loop over steps."""
+        for name, lines in self.lines.items():
+            for line in lines:
+                if _operation(line) == "while" and _path(line)[-2:] == [scope, "while"]:
+                    return name
+        raise ValueError(f"the program has no loop of {scope}: it is no round, or has no such bucket")
+
+    def trips(self, condition: str) -> int | None:
+        """Trips of a loop that counts to a constant; None for others."""
+        lines = self.lines[condition]
+        limits = [match[1] for line in lines if (match := _LIMIT.match(line))]
+        constants = {match[1]: int(match[2]) for line in lines if (match := _CONSTANT.match(line))}
+        return constants.get(limits[0]) if limits else None
+
+    def traits(self, name: str) -> tuple[bool, bool]:
+        """Whether a fused computation multiplies matrices, and whether it only moves numbers."""
+        if name not in self._traits:
+            lines = self.lines.get(name, [])
+            operations = {operation for line in lines if (operation := _operation(line))}
+            nested = [self.traits(called) for line in lines for called in _CALLED.findall(line)]
+            multiplies = bool(operations & _MATMULS) or any(inner for inner, _ in nested)
+            self._traits[name] = multiplies, operations <= _MOVES and all(inner for _, inner in nested)
+        return self._traits[name]
+
+
+class _Counter:
+    """Adds up what a step executes."""
+
+    def __init__(self, program: _Program, bucket: int, has_chunks: bool, taken: frozenset[str]):
+        self._program, self._bucket, self._has_chunks, self._taken = program, bucket, has_chunks, taken
+        self.cycles: collections.Counter[str] = collections.Counter()
+        self.when_needed: collections.Counter[str] = collections.Counter()
+        self.kernels: collections.Counter[str] = collections.Counter()
+        self.collectives: collections.Counter[str] = collections.Counter()
+
+    def add(self, computation: str, times: int) -> None:
+        """Args: times: how often a step executes the computation."""
+        for line in self._program.lines[computation]:
+            operation = _operation(line)
+            if operation is None:
+                continue
+            if operation == "while":
+                self._add_loop(line, times)
+            elif operation == "conditional":
+                self.add(self._branch(line), times)
+            elif operation == "call":
+                self.add(_CALLED.findall(line)[0], times)
+            elif (name := operation.removesuffix("-start")) in COLLECTIVES:
+                self.collectives[name] += times
+            elif 'custom_call_target="tpu_custom_call"' in line:
+                self.kernels[_name_of(_path(line))] += times
+            if match := _CYCLES.search(line):
+                self.cycles[self._part(line, operation)] += times * int(match[1])
+
+    def _add_loop(self, line: str, times: int) -> None:
+        condition, body = _LOOP.findall(line)[0]
+        trips, path = self._program.trips(condition), _path(line)
+        bucket = next((found for each in path if (found := scopes.bucket_of(each)) is not None), None)
+        if trips is not None:
+            self.add(body, times * trips)
+        elif bucket is None:
+            once = _Counter(self._program, self._bucket, self._has_chunks, self._taken)
+            once.add(body, 1)
+            self.when_needed[_name_of(path)] += once.cycles.total()
+        elif bucket == self._bucket and (self._has_chunks or scopes.CHUNKS not in path):
+            self.add(body, times)
+
+    def _branch(self, line: str) -> str:
+        """The branch of a `lax.cond` that is taken: the false one where no scope of `taken` has the condition."""
+        if match := _TRUE_FALSE.search(line):
+            false, true = match[2], match[1]
+        else:
+            false, true = (name.strip().lstrip("%") for name in _BRANCHES.findall(line)[0].split(","))
+        scope, *_ = _path(line)[-2:]
+        return true if scope in self._taken else false
+
+    def _part(self, line: str, operation: str) -> str:
+        path, called = _path(line), _CALLED.findall(line)
+        multiplies, moves = operation in _MATMULS, operation in _MOVES
+        if operation == "fusion":
+            multiplies, moves = self._program.traits(called[0])
+        if multiplies:
+            return MATMULS
+        for scope, part in ((scopes.ATTENTION, ATTENTION), (scopes.KV_WRITE, KV_WRITE), (scopes.SAMPLING, SAMPLING)):
+            if scope in path:
+                return part
+        if any(scopes.bucket_of(each) is not None for each in path):
+            return MOVES if moves else LAYERS
+        return CONTROL
+
+
+def _operation(line: str) -> str | None:
+    match = _OPERATION.match(line)
+    return match[1] if match else None
+
+
+def _path(line: str) -> list[str]:
+    """The scopes of an instruction, from the outermost."""
+    match = _OP_NAME.search(line)
+    return match[1].split("/") if match else []
+
+
+def _name_of(path: list[str]) -> str:
+    """The scopes of `kernels.scopes` in a path."""
+    known = {value for name, value in vars(scopes).items() if name.isupper() and isinstance(value, str)}
+    return "/".join(dict.fromkeys(each for each in path if each in known)) or "round"

@@ -1,0 +1,94 @@
+"""Budgets of a step, from a text in the form in which the TPU compiler writes a round."""
+
+import pytest
+
+from levanter_infer.plan import step_budget as parts
+from levanter_infer.plan.step_budget import step_budgets
+
+
+def config(cycles: int) -> str:
+    return f'backend_config={{"flag_configs":[],"estimated_cycles":"{cycles}"}}'
+
+
+def instruction(name: str, operation: str, scope: str, cycles: int | None = None, more: str = "") -> str:
+    found = f'  %{name} = f32[8]{{0}} {operation}(%x){more}, metadata={{op_name="jit(one_round)/while/body/{scope}"}}'
+    return found if cycles is None else f"{found}, {config(cycles)}"
+
+
+def loop(name: str, scope: str, body: str) -> str:
+    return instruction(name, "while", f"{scope}/while", more=f", condition=%{body}_condition, body=%{body}")
+
+
+def computation(name: str, *lines: str) -> str:
+    return "\n".join([f"%{name} (x: f32[8]) -> f32[8] {{", *lines, "}"])
+
+
+def counts_to(name: str, trips: int) -> str:
+    limit = f"  %limit.{trips} = s32[]{{:T(128)}} constant({trips})"
+    return computation(f"{name}_condition", limit, f"  ROOT %lt = pred[] compare(%i, %limit.{trips}), direction=LT")
+
+
+def asks(name: str) -> str:
+    return computation(f"{name}_condition", "  ROOT %more = pred[] get-tuple-element(%x), index=0")
+
+
+ROUND = "\n\n".join(
+    [
+        computation("dots", "  ROOT %d = f32[8] convolution(%x, %x)"),
+        computation("moves", "  ROOT %m = f32[8] transpose(%x)"),
+        counts_to("layers", 3),
+        computation(
+            "layers",
+            instruction("a", "fusion", "forward_8/while/body/dot_general", 100, ", calls=%dots"),
+            instruction("b", "fusion", "forward_8/while/body/transpose", 7, ", calls=%moves"),
+            instruction("c", "add", "forward_8/while/body/add", 5),
+            instruction("d", "slice", "forward_8/while/body/attention/slice", 11),
+            instruction("e", "pad", "forward_8/while/body/kv_write/pad", 13),
+            instruction("f", "custom-call", "attention/pallas_call", more=', custom_call_target="tpu_custom_call"'),
+            instruction("g", "all-reduce", "forward_8/while/body/psum"),
+            loop("h", "forward_8/while/body/attention/chunks", "chunks"),
+        ),
+        asks("chunks"),
+        computation("chunks", instruction("i", "add", "forward_8/while/body/attention/chunks/while/body/add", 17)),
+        asks("forward"),
+        computation("forward", loop("j", "forward_8/while/body", "layers")),
+        asks("other"),
+        computation("other", instruction("k", "add", "forward_4/while/body/add", 1000)),
+        asks("evict"),
+        computation("evict", instruction("l", "add", "schedule/while/body/add", 19)),
+        computation("drawn", instruction("m", "exponential", "sampling/processed/drawn/cond/branch_1_fun/exp", 23)),
+        computation("not_drawn", instruction("n", "copy", "sampling/processed/drawn/cond/branch_0_fun/copy", 29)),
+        computation(
+            "steps",
+            loop("o", "forward_8", "forward"),
+            loop("p", "forward_4", "other"),
+            loop("q", "schedule", "evict"),
+            instruction("r", "add", "append/add", 31),
+            instruction(
+                "s", "conditional", "sampling/processed/drawn/cond", more=", branch_computations={%not_drawn, %drawn}"
+            ),
+        ),
+    ]
+)
+
+
+def test_a_step_is_what_its_loops_and_branches_execute():
+    budgets = {(each.has_chunks, each.sampled): each for each in step_budgets(ROUND, 5, (4, 8))}
+    greedy = budgets[False, "greedy"]
+    layers = {parts.MATMULS: 300, parts.MOVES: 21, parts.LAYERS: 15, parts.ATTENTION: 33, parts.KV_WRITE: 39}
+    assert greedy.cycles == {**layers, parts.SAMPLING: 29, parts.CONTROL: 31}
+    assert greedy.total == sum(greedy.cycles.values())
+    assert greedy.when_needed == {"schedule": 19}
+    assert greedy.kernels == {"attention": 3} and greedy.collectives == {"all-reduce": 3}
+    assert budgets[False, "temperature"].cycles[parts.SAMPLING] == 23
+    assert budgets[True, "greedy"].cycles[parts.ATTENTION] == 33 + 3 * 17
+
+
+def test_a_text_without_estimates_is_refused():
+    with pytest.raises(ValueError, match="no estimates of cycles"):
+        step_budgets(computation("steps", loop("o", "forward_8", "forward")), 8, (8,))
+
+
+def test_a_program_without_the_bucket_is_refused():
+    with pytest.raises(ValueError, match="no loop of forward_16"):
+        step_budgets(ROUND, 16, (16,))
