@@ -23,6 +23,7 @@ from levanter_infer.plan.spec import EngineSpec  # noqa: E402
 from levanter_infer.plan.step_budget import PARTS  # noqa: E402
 from levanter_infer.plan.targets import parse_target  # noqa: E402
 
+ENGINE = ("target", "model", "seqs")
 KEYS = ("target", "model", "seqs", "page", "tokens", "step", "sampled")
 FIELDS: tuple[str, ...] = (*KEYS, "total", *PARTS, "libtpu")
 
@@ -52,7 +53,7 @@ def budgets(target: str, seqs: int, model: str, shape: dict) -> list[dict]:
     spec = EngineSpec(target, shape, "bfloat16", engine, {"model": parse_target(target).num_chips})
     program = compile_programs(spec, timeout_s=1800)[0]
     if program.error is not None or not program.budgets:
-        print(f"{target}, {seqs} sequences: {program.error or 'the compiler gives no estimates'}", file=sys.stderr)
+        print(f"{target}, {seqs} sequences: {program.error or program.no_budget or 'no estimates'}", file=sys.stderr)
         return []
     rows = []
     for each in program.budgets:
@@ -66,11 +67,11 @@ def budgets(target: str, seqs: int, model: str, shape: dict) -> list[dict]:
 
 def write(path: Path, rows: list[dict]) -> None:
     """Replace the lines of the same engines."""
-    new = {tuple(str(row[key]) for key in KEYS) for row in rows}
+    new = {tuple(str(row[key]) for key in ENGINE) for row in rows}
     kept = []
     if path.exists():
         with path.open(newline="") as file:
-            kept = [row for row in csv.DictReader(file) if tuple(row[key] for key in KEYS) not in new]
+            kept = [row for row in csv.DictReader(file) if tuple(row[key] for key in ENGINE) not in new]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS)
         writer.writeheader()

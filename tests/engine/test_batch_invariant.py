@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from levanter_infer.decode.invariants import check_invariants
+from levanter_infer.engine import backend_choice
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.request import Request
@@ -95,19 +96,14 @@ FAMILY_ENGINES: tuple[dict, ...] = (
     dict(max_seqs=9, page_size=8, max_step_tokens=70),
 )
 """Chunks and buckets of other sizes than alone, and a pool in which sequences are preempted."""
-QUICK = {"gemma2"}
-"""Norms after a block, caps and another activation. tests/engine/test_families.py has recurrences."""
 
 
 @built
-@pytest.mark.parametrize(
-    "model_type",
-    [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in sorted(FAMILIES)],
-)
-def test_bits_of_a_family_are_those_of_the_request_alone(model_type, tmp_path, request):
-    """Parts that no kernel computes: XLA computes them row by row. The nightly ones are compiled as users compile."""
-    if model_type not in QUICK:
-        request.getfixturevalue("optimized")
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_bits_of_a_family_are_those_of_the_request_alone(model_type, tmp_path, optimized):
+    """Parts that no kernel computes: XLA computes them row by row. Compiled as users compile;
+    tests/engine/test_families.py has some families without optimisation, which compiles faster."""
     model = load(load_case(case_of(model_type)), tmp_path)
     cases = random_requests(20, seed=11)
     alone = make_engine(model=model, max_seqs=4, page_size=8, max_step_tokens=128, prefix_cache=False)
@@ -129,17 +125,22 @@ def test_nothing_of_a_family_is_computed_for_all_tokens_together(model_type):
 
 
 @built
-def test_rows_that_xla_rounds_are_compiled_without_vectors():
+def test_rows_that_xla_rounds_are_compiled_without_vectors(monkeypatch):
     """LLVM compiles each copy of a row by itself: with vectors of other sizes, and other formulas in them."""
 
     def options(**family):
         engine = InferenceEngine(tiny_model(**family), config=EngineConfig(max_seq_len=96, numerics="batch_invariant"))
         return engine.backend.compiler_options
 
+    monkeypatch.setattr(backend_choice, "machine", lambda: "x86_64")
     assert "xla_cpu_prefer_vector_width" not in options()  # kernels compute all of it
     found = options(model_type="granite", residual_multiplier=0.5)
     assert int(found["xla_cpu_prefer_vector_width"]) < 128
     assert found["xla_cpu_max_isa"] == "AVX"  # without fused multiplications and additions
+    monkeypatch.setattr(backend_choice, "machine", lambda: "aarch64")
+    options()
+    with pytest.raises(ValueError, match="batch_invariant.* not possible for granite on aarch64.*on x86-64 alone"):
+        options(model_type="granite", residual_multiplier=0.5)
 
 
 def _at_once(norm, x, rows):

@@ -10,6 +10,7 @@ import pytest
 
 from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams, generate
 from levanter_infer.decode import generate as decode_generate
+from levanter_infer.engine.backend_choice import BackendChoice
 from tests.tiny_models import tiny_model, uncached_greedy
 
 LENGTHS = (5, 9, 2)
@@ -137,3 +138,14 @@ def test_what_it_cannot_do_is_refused(change, message):
     arguments = {"prompt_lens": lens, "sampling": SamplingParams(max_tokens=8), **change}
     with pytest.raises(ValueError, match=message):
         generate(tiny_model(), prompts, **arguments)
+
+
+def test_bits_that_depend_on_how_xla_compiles_are_not_promised():
+    """The caller's `jit` compiles, and not the engine."""
+    prompts, lens = batch()
+    config, sampling = EngineConfig(numerics="batch_invariant"), SamplingParams(max_tokens=2)
+    backend = BackendChoice.choose(config, tiny_model(), has_mods=False)
+    assert not backend.required_options  # kernels compute all of it
+    model = tiny_model(model_type="granite", residual_multiplier=0.5)
+    with pytest.raises(ValueError, match="batch_invariant.* of granite depends on how XLA compiles.*InferenceEngine"):
+        generate(model, prompts, lens, sampling, config=config)

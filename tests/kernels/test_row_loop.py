@@ -10,8 +10,9 @@ import pytest
 from levanter_infer.kernels.cpu.backend import CpuBackend
 from levanter_infer.kernels.loops import one_by_one
 
-OPTIONS = CpuBackend(is_apart=True, uses_vectors=False).compiler_options
-WIDTH = 37
+pytestmark = pytest.mark.usefixtures("optimized")  # as users compile
+WIDTHS = (37, 5376)
+"""For sums over the larger one XLA would call a library."""
 
 
 def norm(x):
@@ -27,28 +28,36 @@ def softmax(x):
 
 
 @functools.cache
-def compiled(compute, count: int):
-    types = jax.ShapeDtypeStruct((count, WIDTH), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+def compiled(compute, count: int, width: int):
+    types = jax.ShapeDtypeStruct((count, width), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
     lowered = jax.jit(lambda x, num: one_by_one(compute, num, x)).lower(*types)
-    return lowered.compile(compiler_options=OPTIONS)
+    return lowered.compile(compiler_options=dict(CpuBackend(is_apart=True, uses_vectors=False).compiler_options))
 
 
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("compute", [norm, gate, softmax])
-def test_bits_of_a_row_do_not_depend_on_the_others(compute):
+def test_bits_of_a_row_do_not_depend_on_the_others(compute, width):
     rng = np.random.default_rng(0)
-    rows = rng.standard_normal((67, WIDTH)).astype(np.float32)
-    alone = [np.concatenate(parts) for parts in zip(*(compiled(compute, 1)(row[None], 1) for row in rows), strict=True)]
+    rows = rng.standard_normal((67, width)).astype(np.float32)
+    alone = [
+        np.concatenate(parts)
+        for parts in zip(*(compiled(compute, 1, width)(row[None], 1) for row in rows), strict=True)
+    ]
     for count in (2, 3, 4, 5, 8, 13, 31, 64, 67):
         for _ in range(3):
             order = rng.permutation(67)[:count]
-            for found, own in zip(compiled(compute, count)(rows[order], count), alone, strict=True):
+            for found, own in zip(compiled(compute, count, width)(rows[order], count), alone, strict=True):
                 assert np.asarray(found).tobytes() == own[order].tobytes(), count
 
 
+def test_no_library_computes_a_wide_row():
+    assert "__ynn" not in compiled(softmax, 4, WIDTHS[1]).as_text()
+
+
 def test_rows_that_do_not_count_are_zeros():
-    rows = np.random.default_rng(0).standard_normal((13, WIDTH)).astype(np.float32)
+    rows = np.random.default_rng(0).standard_normal((13, WIDTHS[0])).astype(np.float32)
     for num in (0, 1, 4, 7, 13):
-        (found,) = compiled(norm, 13)(rows, num)
-        (whole,) = compiled(norm, 13)(rows, 13)
+        (found,) = compiled(norm, 13, WIDTHS[0])(rows, num)
+        (whole,) = compiled(norm, 13, WIDTHS[0])(rows, 13)
         assert not np.any(found[num:])
         np.testing.assert_array_equal(found[:num], whole[:num])

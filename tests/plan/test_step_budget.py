@@ -44,6 +44,7 @@ ROUND = "\n\n".join(
             instruction("c", "add", "forward_8/while/body/add", 5),
             instruction("d", "slice", "forward_8/while/body/attention/slice", 11),
             instruction("e", "pad", "forward_8/while/body/kv_write/pad", 13),
+            f"  %pad.2 = f32[8]{{0}} pad(%x), {config(1)}",  # XLA has lost where it comes from
             instruction("f", "custom-call", "attention/pallas_call", more=', custom_call_target="tpu_custom_call"'),
             instruction("g", "all-reduce", "forward_8/while/body/psum"),
             loop("h", "forward_8/while/body/attention/chunks", "chunks"),
@@ -54,14 +55,37 @@ ROUND = "\n\n".join(
         computation("forward", loop("j", "forward_8/while/body", "layers")),
         asks("other"),
         computation("other", instruction("k", "add", "forward_4/while/body/add", 1000)),
+        asks("head_4"),
+        computation("head_4", instruction("t", "dot", "sampling/head_4/while/body/dot_general", 1000)),
+        asks("head_8"),
+        computation("head_8", instruction("u", "dot", "sampling/head_8/while/body/dot_general", 37)),
+        asks("evict_one"),
+        computation("evict_one", instruction("v", "add", "schedule/while/body/while/body/add", 2)),
         asks("evict"),
-        computation("evict", instruction("l", "add", "schedule/while/body/add", 19)),
-        computation("drawn", instruction("m", "exponential", "sampling/processed/drawn/cond/branch_1_fun/exp", 23)),
+        computation(
+            "evict",
+            instruction("l", "add", "schedule/while/body/add", 19),
+            loop("w", "schedule/while/body", "evict_one"),
+        ),
+        computation("searched", instruction("y", "sort", "sampling/processed/drawn/filtered/found/cond/search", 5000)),
+        computation("found", instruction("z", "copy", "sampling/processed/drawn/filtered/found/cond/copy", 3)),
+        computation(
+            "drawn",
+            instruction("m", "exponential", "sampling/processed/drawn/cond/branch_1_fun/exp", 23),
+            instruction(
+                "x",
+                "conditional",
+                "sampling/processed/drawn/cond/branch_1_fun/filtered/cond/branch_1_fun/found/cond",
+                more=", true_computation=%found, false_computation=%searched",
+            ),
+        ),
         computation("not_drawn", instruction("n", "copy", "sampling/processed/drawn/cond/branch_0_fun/copy", 29)),
         computation(
             "steps",
             loop("o", "forward_8", "forward"),
             loop("p", "forward_4", "other"),
+            loop("p2", "sampling/head_4", "head_4"),
+            loop("p3", "sampling/head_8", "head_8"),
             loop("q", "schedule", "evict"),
             instruction("r", "add", "append/add", 31),
             instruction(
@@ -75,12 +99,12 @@ ROUND = "\n\n".join(
 def test_a_step_is_what_its_loops_and_branches_execute():
     budgets = {(each.has_chunks, each.sampled): each for each in step_budgets(ROUND, 5, (4, 8))}
     greedy = budgets[False, "greedy"]
-    layers = {parts.MATMULS: 300, parts.MOVES: 21, parts.LAYERS: 15, parts.ATTENTION: 33, parts.KV_WRITE: 39}
+    layers = {parts.MATMULS: 337, parts.MOVES: 24, parts.LAYERS: 15, parts.ATTENTION: 33, parts.KV_WRITE: 39}
     assert greedy.cycles == {**layers, parts.SAMPLING: 29, parts.CONTROL: 31}
     assert greedy.total == sum(greedy.cycles.values())
-    assert greedy.when_needed == {"schedule": 19}
-    assert greedy.kernels == {"attention": 3} and greedy.collectives == {"all-reduce": 3}
-    assert budgets[False, "temperature"].cycles[parts.SAMPLING] == 23
+    assert greedy.when_needed == {"schedule": 21}
+    assert greedy.kernels == {"attention": 3} and not greedy.once and greedy.collectives == {"all-reduce": 3}
+    assert budgets[False, "top_k"].cycles[parts.SAMPLING] == 23 + 3
     assert budgets[True, "greedy"].cycles[parts.ATTENTION] == 33 + 3 * 17
 
 

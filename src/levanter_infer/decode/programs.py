@@ -5,8 +5,9 @@ import dataclasses
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -67,14 +68,15 @@ class Program:
         *,
         donate: tuple[int, ...] = (),
         options: Mapping[str, str | bool] | None = None,
+        required: Collection[str] = (),
         fingerprint: bool = False,
     ):
         """
         Args:
-            options: for XLA's compiler; those that it does not know are left out.
+            options: for XLA's compiler; those that it does not know are left out, or an error if they are `required`.
             fingerprint: note one when it is lowered.
         """
-        self._options, self._wants_fingerprint = dict(options or {}), fingerprint
+        self._options, self._required, self._wants_fingerprint = dict(options or {}), required, fingerprint
         self.fingerprint = ""
         """SHA-256 of what the compiler is given, if it was asked for."""
         self.function = function
@@ -124,14 +126,21 @@ class Program:
         """The program for devices of `platform` that are not here; `compile_lowered` goes on with it."""
         return self.jitted.trace(*arguments).lower(lowering_platforms=(platform,))
 
-    def compile_lowered(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        """Compile with those of this program's options that the compiler knows."""
-        options = dict(self._options)
+    def compile_lowered(
+        self, lowered: jax.stages.Lowered, further: Mapping[str, str | bool] = MappingProxyType({})
+    ) -> jax.stages.Compiled:
+        """Compile with those of this program's options, and `further` ones, that the compiler knows."""
+        options = {**self._options, **further}
         while True:
             try:
                 return lowered.compile(compiler_options=options)
             except jax.errors.JaxRuntimeError as error:
                 unknown = re.search("No such compile option: '(.*?)'", str(error))
+                if unknown is not None and unknown[1] in self._required:
+                    raise ValueError(
+                        f"the round needs XLA's option {unknown[1]}, which this jaxlib does not know; install jaxlib "
+                        'of a version that pyproject.toml names, or use engine.numerics="default"'
+                    ) from error
                 if unknown is None or options.pop(unknown[1], None) is None:
                     raise
 
@@ -222,6 +231,8 @@ class ProgramOptions:
     device."""
     compiler_options: Mapping[str, str | bool] | None = None
     """Options for XLA's compiler, where it knows them."""
+    required_options: Collection[str] = ()
+    """Those without which the round does not keep its promises: it is an error if the compiler does not know them."""
     on_recompile: Callable[[str], None] | None = None
     """Called with a message if the round is compiled again, instead of `RecompilationError`."""
     fingerprints: bool = False
@@ -254,16 +265,14 @@ class Programs:
             self.state_types = layout.types(jax.eval_shape(functions["init"]), stacked=True)
         """The types of the state, as `jax.ShapeDtypeStruct`s."""
 
-        def program(name: str, *, donate: tuple[int, ...] = (), compiler_options=None) -> Program:
-            self._programs[name] = Program(
-                functions[name], donate=donate, options=compiler_options, fingerprint=options.fingerprints
-            )
+        def program(name: str, **own) -> Program:
+            self._programs[name] = Program(functions[name], fingerprint=options.fingerprints, **own)
             return self._programs[name]
 
         self._programs: dict[str, Program] = {}
         self._wanted: tuple[str, ...] = ()
         self.init = program("init")
-        self._round = program("round", donate=(1,), compiler_options=options.compiler_options)
+        self._round = program("round", donate=(1,), options=options.compiler_options, required=options.required_options)
         self.reset = program("reset", donate=(0,))
         self.zero_cache = program("zero_cache", donate=(0,))
         self.extend = program("extend", donate=(0,))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.decode.sampling_draw import row_sums
+from levanter_infer.kernels import scopes
 from levanter_infer.layers.shard_axis import Vocabulary
 
 CANDIDATES = 64
@@ -46,11 +47,12 @@ def filter_thresholds(
     found_k = ~wants_k | (top_k <= count)
     complete = wants_k & found_k & (best[:, -1] < kth)  # every token that passes top_k is a candidate
 
-    total = jax.lax.cond(
-        jnp.any(wants_p & ~wants_k),
-        lambda: vocab.shard_axis.sum(row_sums(weigh(logits))),
-        lambda: jnp.zeros(rows, jnp.float32),
-    )
+    with jax.named_scope(scopes.NUCLEUS):
+        total = jax.lax.cond(
+            jnp.any(wants_p & ~wants_k),
+            lambda: vocab.shard_axis.sum(row_sums(weigh(logits))),
+            lambda: jnp.zeros(rows, jnp.float32),
+        )
     kept_mass = row_sums(jnp.where(best >= kth[:, None], mass, 0))
     budget = top_p * jnp.where(wants_k, kept_mass, total)
     # Of equal candidates the first counts only what is likelier, and if it passes the threshold admits them all
@@ -60,11 +62,12 @@ def filter_thresholds(
 
     found = found_k & found_p
     threshold = jnp.maximum(kth, pth)
-    return jax.lax.cond(
-        jnp.all(found),
-        lambda: threshold,
-        lambda: jnp.where(found, threshold, _searched_thresholds(logits, weigh(logits), top_k, top_p, vocab)),
-    )
+    with jax.named_scope(scopes.FOUND):
+        return jax.lax.cond(
+            jnp.all(found),
+            lambda: threshold,
+            lambda: jnp.where(found, threshold, _searched_thresholds(logits, weigh(logits), top_k, top_p, vocab)),
+        )
 
 
 def _mass_before(mass: Array) -> Array:

@@ -5,6 +5,7 @@ import functools
 import logging
 import math
 from collections.abc import Mapping
+from platform import machine
 
 import jax
 from jax.sharding import Mesh
@@ -102,6 +103,12 @@ class BackendChoice:
                     f"{audit.joint} for all tokens of a step together, and rounds by their number; use default"
                 )
             if audit.by_row is not None:
+                if machine() not in ("x86_64", "AMD64"):
+                    raise ValueError(
+                        f'engine.numerics="batch_invariant" is not possible for {model.config.model_type} on '
+                        f"{machine()}: XLA computes {audit.by_row} row by row, and rounds alike in every program on "
+                        "x86-64 alone; use default"
+                    )
                 chosen = chosen._with_options(uses_vectors=False)
         return chosen
 
@@ -180,6 +187,11 @@ class BackendChoice:
     def compiler_options(self) -> Mapping[str, str | bool]:
         """XLA's options for the round: those of the backend that computes all of it, if there is one."""
         return self.matmul_backend.compiler_options if self.matmul_backend == self.attention_backend else {}
+
+    @property
+    def required_options(self) -> Mapping[str, str]:
+        """Those of `compiler_options` without which results do not keep the promise of `engine.numerics`."""
+        return self.matmul_backend.required_options
 
     def prepare(self, model, *, donate: bool = False):
         """The model on the devices, stored as the backend of matmuls reads it. `donate`: its arrays may be freed."""

@@ -90,6 +90,11 @@ def generate(
         )
     _refuse_what_needs_a_host(params, config)
     backend = BackendChoice.choose(config, model, has_mods=score_mod is not None or mask_mod is not None)
+    if backend.required_options:
+        raise ValueError(
+            f'engine.numerics="batch_invariant" of {model.config.model_type} depends on how XLA compiles, and '
+            "generate leaves that to the caller's jit; use InferenceEngine, or default"
+        )
     shapes = backend.adapt(_shapes(config, model, params, prompts.shape, len(eos_token_ids)))
     validate_sampling(params, RequestLimits.of(shapes, config))
     batch, n = prompts.shape[0], params.n

@@ -471,6 +471,7 @@ def programs_for(
         backend.attention_backend,
         backend.layout,
         compiler_options=backend.compiler_options,
+        required_options=backend.required_options,
         on_recompile=logger.warning if config.recompilation == Recompilation.WARN else None,
         fingerprints=fingerprints,
     )

@@ -125,6 +125,11 @@ class Backend(ABC):
         """XLA's options for a round whose matmuls and attention are all this backend's."""
         return {}
 
+    @property
+    def required_options(self) -> Mapping[str, str]:
+        """Those of `compiler_options` without which the round does not keep its promises."""
+        return {}
+
     # Matmuls
 
     @abstractmethod

@@ -20,7 +20,11 @@ DRAWN = "drawn"
 """Rows that are sampled with a temperature."""
 FILTERED = "filtered"
 """Thresholds of top_k and top_p."""
-_FORWARD = "forward_"
+NUCLEUS = "nucleus"
+"""The mass of all tokens, where top_p applies without top_k."""
+FOUND = "found"
+"""Thresholds that are among the likeliest tokens, as most are."""
+_FORWARD, _HEAD = "forward_", "head_"
 
 
 def forward(bucket: int) -> str:
@@ -28,7 +32,21 @@ def forward(bucket: int) -> str:
     return f"{_FORWARD}{bucket}"
 
 
+def head(rows: int) -> str:
+    """The head, for so many rows."""
+    return f"{_HEAD}{rows}"
+
+
 def bucket_of(scope: str) -> int | None:
     """The bucket of a scope that `forward` names; None for others."""
-    size = scope.removeprefix(_FORWARD)
+    return _size(scope, _FORWARD)
+
+
+def rows_of(scope: str) -> int | None:
+    """The rows of a scope that `head` names; None for others."""
+    return _size(scope, _HEAD)
+
+
+def _size(scope: str, prefix: str) -> int | None:
+    size = scope.removeprefix(prefix)
     return int(size) if size != scope and size.isdigit() else None

@@ -40,6 +40,8 @@ class CompiledProgram:
     """`hlo.large_moves`"""
     budgets: tuple[StepBudget, ...] = ()
     """Cycles of the parts of a step, of the round for TPUs."""
+    no_budget: str | None = None
+    """Why there are none, if the program should have some."""
     error: str | None = None
 
     @property

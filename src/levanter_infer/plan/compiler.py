@@ -3,7 +3,6 @@
 `compiled.compile_programs` starts it as a process of its own, because a compiler may end its process.
 """
 
-import contextlib
 import dataclasses
 import json
 import sys
@@ -19,7 +18,7 @@ from levanter_infer.plan.hlo import collectives_of, large_moves
 from levanter_infer.plan.spec import EngineSpec
 from levanter_infer.plan.step_budget import step_budgets
 from levanter_infer.plan.targets import Target
-from levanter_infer.runtime.libtpu import read_hlo
+from levanter_infer.runtime.libtpu import estimate_options, read_estimates, read_hlo
 
 
 def main() -> int:
@@ -38,10 +37,14 @@ def main() -> int:
     order = sorted(programs, key=lambda name: name != "round")  # it takes longest, and is refused first
     for name in order:
         fields = {"name": name, **_compile(*programs[name], mesh, spec.machine, dumps=sys.argv[1])}
-        if (text := fields.pop("estimates", None)) and name == "round":
+        text = fields.pop("estimates", None)
+        if name == "round" and "error" not in fields and spec.machine.chip.platform == "tpu":
             shapes = blueprint.shapes
-            budgets = step_budgets(text, shapes.max_seqs, shapes.buckets)
-            fields["budgets"] = [dataclasses.asdict(each) for each in budgets]
+            try:
+                budgets = step_budgets(text or "", shapes.max_seqs, shapes.buckets)
+                fields["budgets"] = [dataclasses.asdict(each) for each in budgets]
+            except ValueError as error:  # another compiler writes another text; the plan does without
+                fields["no_budget"] = str(error)
         print(json.dumps(fields), flush=True)
         if "error" in fields:
             break
@@ -64,6 +67,7 @@ def devices_of(target: Target) -> list:
 def _compile(program: Program, arguments: tuple, mesh: Mesh, target: Target, *, dumps: str) -> dict:
     """The fields of `CompiledProgram`."""
     everywhere = NamedSharding(mesh, PartitionSpec())
+    is_tpu = target.chip.platform == "tpu"
 
     def with_sharding(leaf):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or everywhere)
@@ -74,16 +78,12 @@ def _compile(program: Program, arguments: tuple, mesh: Mesh, target: Target, *, 
             arguments = jax.tree.map(with_sharding, arguments)
             lowered = program.lower(*arguments, platform=target.chip.platform)
             traced = time.perf_counter()
-            compiled = program.compile_lowered(lowered)
+            compiled = program.compile_lowered(lowered, estimate_options(dumps) if is_tpu else {})
     except Exception as error:  # the compiler's error is the result
         return {"error": f"{type(error).__name__}: {error}"[:20_000]}
     end = time.perf_counter()
     memory = compiled.memory_analysis()
-    estimates = None
-    if target.chip.platform == "tpu":
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # as `read_hlo` says
-            estimates = compiled.as_text()
-    hlo = read_hlo(dumps) if target.chip.platform == "tpu" else compiled.as_text() or ""
+    hlo = read_hlo(dumps) if is_tpu else compiled.as_text() or ""
     assert memory is not None
     return {
         "trace_s": round(traced - begin, 2),
@@ -94,7 +94,7 @@ def _compile(program: Program, arguments: tuple, mesh: Mesh, target: Target, *, 
         "code_bytes": memory.generated_code_size_in_bytes,
         "collectives": [dataclasses.asdict(each) for each in collectives_of(hlo)],
         "copies": large_moves(hlo),
-        "estimates": estimates,
+        "estimates": read_estimates(dumps) if is_tpu else None,
     }
 
 

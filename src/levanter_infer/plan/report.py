@@ -103,6 +103,8 @@ def _sections(plan: Plan, figures: Figures):
             if plan.programs[0].budgets:
                 title = "cycles of a step (the compiler's estimates; kernels, collectives and waits are not among them)"
                 yield title, [line for budget in plan.programs[0].budgets for line in budget_lines(budget)]
+            elif plan.programs[0].no_budget is not None:
+                yield "cycles of a step", [f"not known: {plan.programs[0].no_budget}"]
     speed = plan.speed
     if speed is None:
         return
@@ -146,7 +148,13 @@ def budget_lines(budget: StepBudget) -> list[str]:
     if budget.has_chunks or budget.sampled != "greedy":
         return lines
     needed = ", ".join(f"{name} {count:,}" for name, count in budget.when_needed.items())
-    return [*lines, f"  loops of it that run when there is something to do, each once: {needed or 'none'}"]
+    lines.append(
+        f"  not among them, loops that run when there is something to do, one trip of each: {needed or 'none'}"
+    )
+    if budget.once:
+        once = ", ".join(f"{name} {count:,}" for name, count in budget.once.items())
+        lines.append(f"  among them once, loops whose trips depend on the prompts: {once}")
+    return lines
 
 
 def _collective_lines(plan: Plan, figures: Figures) -> list[str]:

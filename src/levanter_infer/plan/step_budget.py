@@ -35,7 +35,8 @@ PARTS = (MATMULS, ATTENTION, KV_WRITE, LAYERS, MOVES, SAMPLING, CONTROL)
 SAMPLED: Mapping[str, frozenset[str]] = {
     "greedy": frozenset(),
     "temperature": frozenset({scopes.PROCESSED, scopes.DRAWN}),
-    "temperature, top_k or top_p": frozenset({scopes.PROCESSED, scopes.DRAWN, scopes.FILTERED}),
+    "top_k": frozenset({scopes.PROCESSED, scopes.DRAWN, scopes.FILTERED, scopes.FOUND}),
+    "top_p": frozenset({scopes.PROCESSED, scopes.DRAWN, scopes.FILTERED, scopes.FOUND, scopes.NUCLEUS}),
 }
 """What all rows of a step ask for, and the scopes of `lax.cond` that it takes."""
 
@@ -54,7 +55,10 @@ class StepBudget:
     """By the names of `PARTS`."""
     when_needed: Mapping[str, int]
     """Cycles of one trip through each loop that runs only when there is something to do, such as prefixes that are
-    inserted, pages that are evicted and forks, by scope. They are not in `cycles`."""
+    inserted, pages that are evicted and forks, by scope, loops within them included. They are not in `cycles`."""
+    once: Mapping[str, int]
+    """Cycles of loops of layers whose trips depend on the prompts, by scope, one trip of each, which are in `cycles`:
+    the blocks of a recurrence."""
     kernels: Mapping[str, int]
     """Calls of Pallas kernels, by scope; their cycles are not in the schedule."""
     collectives: Mapping[str, int]
@@ -80,14 +84,14 @@ def step_budgets(hlo: str, max_seqs: int, buckets: Sequence[int]) -> list[StepBu
         raise ValueError("the program has no estimates of cycles, which the compiler of TPUs writes")
     decode = next(bucket for bucket in buckets if bucket >= min(max_seqs, buckets[-1]))
     cases = [(decode, False), (buckets[-1], True)]
-    return [_budget(program, *case, sampled) for case in cases for sampled in SAMPLED]
+    return [_budget(program, *case, max_seqs, sampled) for case in cases for sampled in SAMPLED]
 
 
-def _budget(program: "_Program", bucket: int, has_chunks: bool, sampled: str) -> StepBudget:
-    counter = _Counter(program, bucket, has_chunks, SAMPLED[sampled])
-    counter.add(program.step_body(scopes.forward(bucket)), 1)
+def _budget(program: "_Program", bucket: int, has_chunks: bool, max_seqs: int, sampled: str) -> StepBudget:
+    counter = _Counter(program, bucket, has_chunks, max_seqs, SAMPLED[sampled])
+    counter.add(program.step_body(scopes.forward(bucket)), 1, [])
     cycles = {part: counter.cycles[part] for part in PARTS}
-    counts = (dict(each) for each in (counter.when_needed, counter.kernels, counter.collectives))
+    counts = (dict(each) for each in (counter.when_needed, counter.once, counter.kernels, counter.collectives))
     return StepBudget(bucket, has_chunks, sampled, cycles, *counts)
 
 
@@ -110,6 +114,12 @@ class _Program:
                     return name
         raise ValueError(f"the program has no loop of {scope}: it is no round, or has no such bucket")
 
+    @functools.cached_property
+    def head_rows(self) -> set[int]:
+        """Sizes of the head that the program has."""
+        paths = (_path(line) for lines in self.lines.values() for line in lines if " while(" in line)
+        return {rows for path in paths for each in path if (rows := scopes.rows_of(each)) is not None}
+
     def trips(self, condition: str) -> int | None:
         """Trips of a loop that counts to a constant; None for others."""
         lines = self.lines[condition]
@@ -131,56 +141,78 @@ class _Program:
 class _Counter:
     """Adds up what a step executes."""
 
-    def __init__(self, program: _Program, bucket: int, has_chunks: bool, taken: frozenset[str]):
-        self._program, self._bucket, self._has_chunks, self._taken = program, bucket, has_chunks, taken
+    def __init__(self, program: _Program, bucket: int, has_chunks: bool, rows: int, taken: frozenset[str]):
+        self._program, self._bucket, self._has_chunks = program, bucket, has_chunks
+        self._rows, self._taken = rows, taken
         self.cycles: collections.Counter[str] = collections.Counter()
         self.when_needed: collections.Counter[str] = collections.Counter()
+        self.once: collections.Counter[str] = collections.Counter()
         self.kernels: collections.Counter[str] = collections.Counter()
         self.collectives: collections.Counter[str] = collections.Counter()
 
-    def add(self, computation: str, times: int) -> None:
-        """Args: times: how often a step executes the computation."""
+    def add(self, computation: str, times: int, around: list[str]) -> None:
+        """
+        Args:
+            times: how often a step executes the computation.
+            around: scopes of the loop whose body it is, for instructions that have lost theirs.
+        """
         for line in self._program.lines[computation]:
             operation = _operation(line)
             if operation is None:
                 continue
+            path = _path(line) if _known(_path(line)) else around
             if operation == "while":
-                self._add_loop(line, times)
+                self._add_loop(line, times, path)
             elif operation == "conditional":
-                self.add(self._branch(line), times)
+                self.add(self._branch(line), times, path)
             elif operation == "call":
-                self.add(_CALLED.findall(line)[0], times)
+                self.add(_CALLED.findall(line)[0], times, path)
             elif (name := operation.removesuffix("-start")) in COLLECTIVES:
                 self.collectives[name] += times
             elif 'custom_call_target="tpu_custom_call"' in line:
-                self.kernels[_name_of(_path(line))] += times
+                self.kernels[_name_of(path)] += times
             if match := _CYCLES.search(line):
-                self.cycles[self._part(line, operation)] += times * int(match[1])
+                self.cycles[self._part(line, operation, path)] += times * int(match[1])
 
-    def _add_loop(self, line: str, times: int) -> None:
+    def _add_loop(self, line: str, times: int, path: list[str]) -> None:
         condition, body = _LOOP.findall(line)[0]
-        trips, path = self._program.trips(condition), _path(line)
-        bucket = next((found for each in path if (found := scopes.bucket_of(each)) is not None), None)
+        trips = self._program.trips(condition)
+        sizes = [(scopes.bucket_of(each), scopes.rows_of(each)) for each in path]
+        bucket = next((found for found, _ in sizes if found is not None), None)
+        rows = next((found for _, found in sizes if found is not None), None)
         if trips is not None:
-            self.add(body, times * trips)
+            self.add(body, times * trips, path)
+        elif rows is not None:
+            if rows == min(size for size in self._program.head_rows if size >= min(self._rows, self._most_rows)):
+                self.add(body, times, path)
         elif bucket is None:
-            once = _Counter(self._program, self._bucket, self._has_chunks, self._taken)
-            once.add(body, 1)
-            self.when_needed[_name_of(path)] += once.cycles.total()
+            once = self._apart()
+            once.add(body, 1, path)
+            self.when_needed[_name_of(path)] += once.cycles.total() + once.when_needed.total()
         elif bucket == self._bucket and (self._has_chunks or scopes.CHUNKS not in path):
-            self.add(body, times)
+            self.add(body, times, path)
+            if path[-2:-1] != [scopes.forward(bucket)] and scopes.CHUNKS not in path:
+                once = self._apart()
+                once.add(body, 1, path)
+                self.once[_name_of(path)] += times * once.cycles.total()
+
+    def _apart(self) -> "_Counter":
+        return _Counter(self._program, self._bucket, self._has_chunks, self._rows, self._taken)
+
+    @property
+    def _most_rows(self) -> int:
+        return max(self._program.head_rows)
 
     def _branch(self, line: str) -> str:
-        """The branch of a `lax.cond` that is taken: the false one where no scope of `taken` has the condition."""
+        """The branch of a `lax.cond` that is taken: the first, false, where no scope of `taken` has the condition."""
         if match := _TRUE_FALSE.search(line):
-            false, true = match[2], match[1]
+            branches = [match[2], match[1]]
         else:
-            false, true = (name.strip().lstrip("%") for name in _BRANCHES.findall(line)[0].split(","))
-        scope, *_ = _path(line)[-2:]
-        return true if scope in self._taken else false
+            branches = [name.strip().lstrip("%") for name in _BRANCHES.findall(line)[0].split(",")]
+        return branches[-1] if _path(line)[-2:-1] and _path(line)[-2] in self._taken else branches[0]
 
-    def _part(self, line: str, operation: str) -> str:
-        path, called = _path(line), _CALLED.findall(line)
+    def _part(self, line: str, operation: str, path: list[str]) -> str:
+        called = _CALLED.findall(line)
         multiplies, moves = operation in _MATMULS, operation in _MOVES
         if operation == "fusion":
             multiplies, moves = self._program.traits(called[0])
@@ -205,7 +237,13 @@ def _path(line: str) -> list[str]:
     return match[1].split("/") if match else []
 
 
-def _name_of(path: list[str]) -> str:
+_NAMES = {value for name, value in vars(scopes).items() if name.isupper() and isinstance(value, str)}
+
+
+def _known(path: list[str]) -> list[str]:
     """The scopes of `kernels.scopes` in a path."""
-    known = {value for name, value in vars(scopes).items() if name.isupper() and isinstance(value, str)}
-    return "/".join(dict.fromkeys(each for each in path if each in known)) or "round"
+    return [each for each in path if each in _NAMES or scopes.bucket_of(each) is not None]
+
+
+def _name_of(path: list[str]) -> str:
+    return "/".join(dict.fromkeys(_known(path))) or "round"

@@ -51,6 +51,17 @@ def read_hlo(directory: str) -> str:
     return max(written, key=lambda path: path.stat().st_mtime_ns).read_text()
 
 
+def estimate_options(directory: str) -> dict[str, str | bool]:
+    """Compiler options that write the program with estimated cycles into a directory, for `read_estimates`."""
+    return {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}
+
+
+def read_estimates(directory: str) -> str | None:
+    """The last program that was written there with `estimate_options`; None: there is none."""
+    written = list(Path(directory).glob("*.after_codegen.txt"))
+    return max(written, key=lambda path: path.stat().st_mtime_ns).read_text() if written else None
+
+
 def short_of(error: str) -> tuple[str, float, float] | None:
     """(memory space, MiB requested, MiB available) of an out-of-memory error of libtpu; None for another error."""
     for pattern in _OUT_OF_MEMORY:

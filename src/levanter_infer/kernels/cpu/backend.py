@@ -7,7 +7,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from platform import machine
 from typing import Any
 
 import jax
@@ -72,13 +71,17 @@ class CpuBackend(XlaBackend):
     def compiler_options(self) -> Mapping[str, str | bool]:
         """XLA's own code is control and sampling only, hundreds of small loops that are no faster for what costs a
         third of the compilation (docs/performance.md)."""
-        options: dict[str, str | bool] = {"xla_cpu_use_fusion_emitters": False}
-        if not self.uses_vectors and machine() in ("x86_64", "AMD64"):
-            # No vector is as narrow, and instruction sets up to AVX have no fused multiplication and addition
-            options |= {"xla_cpu_prefer_vector_width": "64", "xla_cpu_max_isa": "AVX"}
+        options: dict[str, str | bool] = {"xla_cpu_use_fusion_emitters": False, **self.required_options}
+        if not self.uses_vectors:
+            options["xla_cpu_experimental_ynn_fusion_type"] = ""  # no library computes sums and functions of a row
         if not jax.config.read("jax_disable_most_optimizations"):
-            options |= {"xla_backend_optimization_level": "1"}
+            options["xla_backend_optimization_level"] = "1"
         return options
+
+    @property
+    def required_options(self) -> Mapping[str, str]:
+        # No vector is as narrow, and instruction sets up to AVX have no fused multiplication and addition
+        return {} if self.uses_vectors else {"xla_cpu_prefer_vector_width": "64", "xla_cpu_max_isa": "AVX"}
 
     def activation_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
         """float32, which spares the kernels conversions."""

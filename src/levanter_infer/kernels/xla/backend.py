@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.kernels import int8
+from levanter_infer.kernels import int8, scopes
 from levanter_infer.kernels.backend import Backend, Task
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall, PoolShape, check_pool, checked
 from levanter_infer.kernels.loops import run_if
@@ -79,7 +79,8 @@ class XlaBackend(Backend):
         results = zeros
         for lower, rows in zip((0, *buckets), buckets, strict=False):
             fits = (num_rows > lower) & (num_rows <= rows)
-            results = run_if(fits, lambda results, rows=rows: results.at[:rows].set(compute(rows)), results)
+            with jax.named_scope(scopes.head(rows)):
+                results = run_if(fits, lambda results, rows=rows: results.at[:rows].set(compute(rows)), results)
         return results
 
     def logit_stats(self, logits: Array, num_rows: Array) -> tuple[Array, Array, Array] | None:
