@@ -12,7 +12,7 @@ from levanter_infer.engine import backend_choice
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.request import Request
-from levanter_infer.engine.row_audit import _rounded, audit_rows
+from levanter_infer.engine.row_audit import _rounded, audit_rows, described
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.cpu.backend import CpuBackend
 from levanter_infer.layers.norm import RMSNorm
@@ -162,7 +162,7 @@ def test_it_is_refused_for_what_is_computed_for_all_tokens_together(monkeypatch)
 def test_a_number_that_is_multiplied_and_added_counts_and_a_sum_does_not():
     def traced(function):
         jaxpr = jax.make_jaxpr(function)(np.ones(3, np.float32), np.ones(3, np.float32)).jaxpr
-        return next((place for _, place in _rounded(jaxpr, set())), None)
+        return next((described(equation) for _, equation in _rounded(jaxpr, set())), None)
 
     assert traced(lambda x, y: x + y) is None and traced(lambda x, y: (x + y) * y) is None
     assert traced(lambda x, y: x + jnp.where(y > 0, x * y, y)).startswith("add of what was multiplied")

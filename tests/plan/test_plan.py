@@ -311,6 +311,8 @@ def test_programs_are_compiled_for_a_tpu():
     programs = compile_programs(EngineSpec("v5e-4", raw, "bfloat16", engine, {"model": 4}), timeout_s=900)
     assert [program.error for program in programs] == [None] * 4
     assert {each.parts for each in programs[0].collectives} == {4}
+    assert programs[0].no_budget is None
+    assert all(budget.cycles["matmuls"] > 0 and budget.kernels for budget in programs[0].budgets)
 
 
 def test_without_a_compiler_it_says_what_to_install(monkeypatch, capsys):

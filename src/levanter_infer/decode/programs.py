@@ -7,7 +7,6 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -126,9 +125,7 @@ class Program:
         """The program for devices of `platform` that are not here; `compile_lowered` goes on with it."""
         return self.jitted.trace(*arguments).lower(lowering_platforms=(platform,))
 
-    def compile_lowered(
-        self, lowered: jax.stages.Lowered, further: Mapping[str, str | bool] = MappingProxyType({})
-    ) -> jax.stages.Compiled:
+    def compile_lowered(self, lowered: jax.stages.Lowered, **further: str | bool) -> jax.stages.Compiled:
         """Compile with those of this program's options, and `further` ones, that the compiler knows."""
         options = {**self._options, **further}
         while True:

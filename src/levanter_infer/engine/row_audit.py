@@ -19,14 +19,14 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 from jax import Array
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from levanter_infer.axes import ROW, ROW_BOUND, SEQ_PAGE, TOKEN
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.cache import Cache
 from levanter_infer.cache.memory import PoolSizes
 from levanter_infer.kernels.backend import Backend
-from levanter_infer.kernels.loops import BY_ROWS
+from levanter_infer.kernels.scopes import BY_ROWS
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.decoder import DecoderModel
@@ -48,7 +48,7 @@ _TOKENS, _ROWS, _PAGE = 16, 4, 4
 
 @dataclasses.dataclass(frozen=True)
 class RowAudit:
-    """What XLA rounds in the paged forward of a model."""
+    """Operations of the paged forward of a model whose rounding is XLA's."""
 
     joint: str | None
     """The first operation that it computes for all tokens together, with its place in the source; None: there is
@@ -69,10 +69,11 @@ def audit_rows(config: DecoderConfig, dtype, matmul: Backend, attention: Backend
     sizes = PoolSizes(_TOKENS, _PAGE, num_slots=_ROWS, dtype=jnp.dtype(dtype), backend=attention)
     cache = jax.eval_shape(lambda: Cache.init(config.pools, sizes))
     traced = jax.make_jaxpr(_forward)(types, cache, jax.ShapeDtypeStruct((_TOKENS,), jnp.int32))
-    found: dict[bool, str] = {}
-    for in_row, place in _rounded(traced.jaxpr, set()):
-        found.setdefault(in_row, place)
-    return RowAudit(found.get(False), found.get(True))
+    found: dict[bool, JaxprEqn] = {}
+    for by_row, equation in _rounded(traced.jaxpr, set()):
+        found.setdefault(by_row, equation)
+    joint, by_row = (described(found[each]) if each in found else None for each in (False, True))
+    return RowAudit(joint, by_row)
 
 
 def _forward(model: DecoderModel, cache: Cache, some: Array):
@@ -96,7 +97,7 @@ def _forward(model: DecoderModel, cache: Cache, some: Array):
     return model.logits(hidden.rename({TOKEN: ROW}), batch.num_seqs.array).array, cache
 
 
-def _rounded(jaxpr: Jaxpr, multiplied: set, in_row: bool = False) -> Iterator[tuple[bool, str]]:
+def _rounded(jaxpr: Jaxpr, multiplied: set, in_row: bool = False) -> Iterator[tuple[bool, JaxprEqn]]:
     """Such operations of a program, and whether each is computed row by row.
 
     Args:
@@ -122,7 +123,13 @@ def _rounded(jaxpr: Jaxpr, multiplied: set, in_row: bool = False) -> Iterator[tu
         elif name in _MOVED | _EXACT or (name in _SUMS and not found) or (by_row and name in _ROTATIONS):
             continue
         else:
-            yield by_row, f"{name}{' of what was multiplied' if name in _SUMS else ''} ({_place(equation)})"
+            yield by_row, equation
+
+
+def described(equation: JaxprEqn) -> str:
+    """An operation that `_rounded` found, with its place in the source."""
+    name = equation.primitive.name
+    return f"{name}{' of what was multiplied' if name in _SUMS else ''} ({_place(equation)})"
 
 
 def _programs(values) -> Iterator[Jaxpr]:

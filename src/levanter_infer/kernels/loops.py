@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from levanter_infer.kernels import scopes
+
 Value = TypeVar("Value")
 
 
@@ -22,8 +24,6 @@ def run_if(condition: Array, function: Callable[[Value], Value], value: Value) -
     return jax.lax.while_loop(lambda carry: carry[0], body, (condition, value))[1]
 
 
-BY_ROWS = "by_rows"
-"""Name scope of `one_by_one`, by which a trace shows what is computed row by row."""
 _BLOCK = 4
 """Rows that an inner loop of `one_by_one` goes through."""
 
@@ -60,7 +60,7 @@ def one_by_one(compute: Callable[..., list[Array]], num_rows: Array, *rows: Arra
         block = jax.lax.fori_loop(0, jnp.minimum(num_rows - start, _BLOCK), one_row, slices(results, start, _BLOCK))
         return written(results, block, start)
 
-    with jax.named_scope(BY_ROWS):
+    with jax.named_scope(scopes.BY_ROWS):
         padded = [jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1)) for array in rows] if missing else rows
         types = jax.eval_shape(compute, *(jax.ShapeDtypeStruct((1, *array.shape[1:]), array.dtype) for array in rows))
         zeros = [jnp.zeros((count + missing, *own.shape[1:]), own.dtype) for own in types]

@@ -24,6 +24,8 @@ NUCLEUS = "nucleus"
 """The mass of all tokens, where top_p applies without top_k."""
 FOUND = "found"
 """Thresholds that are among the likeliest tokens, as most are."""
+BY_ROWS = "by_rows"
+"""Numbers that are computed row by row (`loops.one_by_one`)."""
 _FORWARD, _HEAD = "forward_", "head_"
 
 

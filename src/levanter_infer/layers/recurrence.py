@@ -23,7 +23,7 @@ from haliax import NamedArray
 from jax import Array
 
 from levanter_infer.cache.slot_state import SlotState
-from levanter_infer.kernels.loops import BY_ROWS
+from levanter_infer.kernels.scopes import BY_ROWS
 from levanter_infer.layers.causal_conv import CausalConv
 from levanter_infer.layers.linear import Fusion, Linear
 from levanter_infer.layers.rows import RaggedRows

@@ -13,6 +13,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from levanter_infer.decode.programs import Program
+from levanter_infer.decode.shapes import Shapes
 from levanter_infer.plan.compiled import REFUSED
 from levanter_infer.plan.hlo import collectives_of, large_moves
 from levanter_infer.plan.spec import EngineSpec
@@ -37,14 +38,8 @@ def main() -> int:
     order = sorted(programs, key=lambda name: name != "round")  # it takes longest, and is refused first
     for name in order:
         fields = {"name": name, **_compile(*programs[name], mesh, spec.machine, dumps=sys.argv[1])}
-        text = fields.pop("estimates", None)
         if name == "round" and "error" not in fields and spec.machine.chip.platform == "tpu":
-            shapes = blueprint.shapes
-            try:
-                budgets = step_budgets(text or "", shapes.max_seqs, shapes.buckets)
-                fields["budgets"] = [dataclasses.asdict(each) for each in budgets]
-            except ValueError as error:  # another compiler writes another text; the plan does without
-                fields["no_budget"] = str(error)
+            fields |= _budgets(blueprint.shapes, dumps=sys.argv[1])
         print(json.dumps(fields), flush=True)
         if "error" in fields:
             break
@@ -64,6 +59,15 @@ def devices_of(target: Target) -> list:
     return devices
 
 
+def _budgets(shapes: Shapes, *, dumps: str) -> dict:
+    """The fields of `CompiledProgram` about the steps of the round that was compiled last."""
+    try:
+        budgets = step_budgets(read_estimates(dumps), shapes.max_seqs, shapes.buckets)
+    except (FileNotFoundError, ValueError) as error:  # another compiler writes another text; the plan does without
+        return {"no_budget": str(error)}
+    return {"budgets": [dataclasses.asdict(each) for each in budgets]}
+
+
 def _compile(program: Program, arguments: tuple, mesh: Mesh, target: Target, *, dumps: str) -> dict:
     """The fields of `CompiledProgram`."""
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -78,7 +82,7 @@ def _compile(program: Program, arguments: tuple, mesh: Mesh, target: Target, *, 
             arguments = jax.tree.map(with_sharding, arguments)
             lowered = program.lower(*arguments, platform=target.chip.platform)
             traced = time.perf_counter()
-            compiled = program.compile_lowered(lowered, estimate_options(dumps) if is_tpu else {})
+            compiled = program.compile_lowered(lowered, **(estimate_options(dumps) if is_tpu else {}))
     except Exception as error:  # the compiler's error is the result
         return {"error": f"{type(error).__name__}: {error}"[:20_000]}
     end = time.perf_counter()
@@ -94,7 +98,6 @@ def _compile(program: Program, arguments: tuple, mesh: Mesh, target: Target, *, 
         "code_bytes": memory.generated_code_size_in_bytes,
         "collectives": [dataclasses.asdict(each) for each in collectives_of(hlo)],
         "copies": large_moves(hlo),
-        "estimates": read_estimates(dumps) if is_tpu else None,
     }
 
 

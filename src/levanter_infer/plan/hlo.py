@@ -57,7 +57,7 @@ def large_moves(hlo: str, least_bytes: int = 2**20) -> list[tuple[int, str, str,
 
 def _fused_moves(lines: list[str]) -> list[str]:
     """The moves of a fused computation that only moves arrays; none if it computes."""
-    operations = [match[2] for line in lines if (match := _INSTRUCTION.match(line))]
+    operations = [operation for line in lines if (operation := operation_of(line))]
     arrays = [match for line in lines if (match := _INSTRUCTION.match(line)) and _is_array(match[1])]
     if any(match[2] in _WRITES for match in arrays):
         return []
@@ -95,6 +95,19 @@ def computations(hlo: str) -> dict[str, list[str]]:
     return found
 
 
+def operation_of(line: str) -> str | None:
+    """The operation of an instruction; None for other lines."""
+    match = _INSTRUCTION.match(line)
+    return match[2] if match else None
+
+
+def scopes_of(line: str) -> list[str]:
+    """The scopes of an instruction, from the outermost, and then the operation that it was traced as; none if the
+    compiler has lost them."""
+    match = _OP_NAME.search(line)
+    return match[1].split("/") if match else []
+
+
 @dataclasses.dataclass(frozen=True)
 class Collective:
     """A collective instruction of a program, or several equal ones."""
@@ -122,8 +135,7 @@ def collectives_of(hlo: str) -> list[Collective]:
         arrays = [dtype + "[" + dims + "]" for dtype, dims in _ARRAY.findall(match[1])]
         if operation != match[2]:  # its type lists operands too
             arrays = [max(arrays, key=largest_array)]
-        name = _OP_NAME.search(line)
-        depth = name[1].split("/").count("while") if name else 0
+        depth = scopes_of(line).count("while")
         size = sum(map(largest_array, arrays))
         found[Collective(operation, " ".join(arrays), size, _parts(line), depth)] += 1
     counted = [dataclasses.replace(each, count=count) for each, count in found.items()]

@@ -8,14 +8,12 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from levanter_infer.kernels import scopes
-from levanter_infer.plan.hlo import COLLECTIVES, computations
+from levanter_infer.plan.hlo import COLLECTIVES, computations, operation_of, scopes_of
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
-_OPERATION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (?:\(.*?\)|\S+) ([a-z][\w\-]*)\(")
 _LOOP = re.compile(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRUE_FALSE = re.compile(r"true_computation=%?([\w.\-]+), false_computation=%?([\w.\-]+)")
@@ -38,7 +36,7 @@ SAMPLED: Mapping[str, frozenset[str]] = {
     "top_k": frozenset({scopes.PROCESSED, scopes.DRAWN, scopes.FILTERED, scopes.FOUND}),
     "top_p": frozenset({scopes.PROCESSED, scopes.DRAWN, scopes.FILTERED, scopes.FOUND, scopes.NUCLEUS}),
 }
-"""What all rows of a step ask for, and the scopes of `lax.cond` that it takes."""
+"""For each kind of sampling, asked for by all rows of a step, the scopes whose `lax.cond` is taken."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +77,10 @@ def step_budgets(hlo: str, max_seqs: int, buckets: Sequence[int]) -> list[StepBu
         buckets: those of the engine, ascending.
     Raises: ValueError if the text has no estimates or is no round of these buckets.
     """
-    program = _Program(computations(hlo))
-    if not program.has_estimates:
+    if _CYCLES.search(hlo) is None:
         raise ValueError("the program has no estimates of cycles, which the compiler of TPUs writes")
-    decode = next(bucket for bucket in buckets if bucket >= min(max_seqs, buckets[-1]))
-    cases = [(decode, False), (buckets[-1], True)]
+    program = _Program(computations(hlo))
+    cases = [(_fitting(buckets, max_seqs), False), (buckets[-1], True)]
     return [_budget(program, *case, max_seqs, sampled) for case in cases for sampled in SAMPLED]
 
 
@@ -102,22 +99,18 @@ class _Program:
         self.lines = lines
         self._traits: dict[str, tuple[bool, bool]] = {}
 
-    @functools.cached_property
-    def has_estimates(self) -> bool:
-        return any(_CYCLES.search(line) for lines in self.lines.values() for line in lines)
-
     def step_body(self, scope: str) -> str:
         """The computation with the loop of `scope`: the body of the loop over steps."""
         for name, lines in self.lines.items():
             for line in lines:
-                if _operation(line) == "while" and _path(line)[-2:] == [scope, "while"]:
+                if operation_of(line) == "while" and scopes_of(line)[-2:] == [scope, "while"]:
                     return name
         raise ValueError(f"the program has no loop of {scope}: it is no round, or has no such bucket")
 
     @functools.cached_property
     def head_rows(self) -> set[int]:
         """Sizes of the head that the program has."""
-        paths = (_path(line) for lines in self.lines.values() for line in lines if " while(" in line)
+        paths = (scopes_of(line) for lines in self.lines.values() for line in lines if " while(" in line)
         return {rows for path in paths for each in path if (rows := scopes.rows_of(each)) is not None}
 
     def trips(self, condition: str) -> int | None:
@@ -131,7 +124,7 @@ class _Program:
         """Whether a fused computation multiplies matrices, and whether it only moves numbers."""
         if name not in self._traits:
             lines = self.lines.get(name, [])
-            operations = {operation for line in lines if (operation := _operation(line))}
+            operations = {operation for line in lines if (operation := operation_of(line))}
             nested = [self.traits(called) for line in lines for called in _CALLED.findall(line)]
             multiplies = bool(operations & _MATMULS) or any(inner for inner, _ in nested)
             self._traits[name] = multiplies, operations <= _MOVES and all(inner for _, inner in nested)
@@ -157,10 +150,11 @@ class _Counter:
             around: scopes of the loop whose body it is, for instructions that have lost theirs.
         """
         for line in self._program.lines[computation]:
-            operation = _operation(line)
+            operation, path = operation_of(line), scopes_of(line)
             if operation is None:
                 continue
-            path = _path(line) if _known(_path(line)) else around
+            if not _known(path):
+                path = around
             if operation == "while":
                 self._add_loop(line, times, path)
             elif operation == "conditional":
@@ -177,31 +171,22 @@ class _Counter:
     def _add_loop(self, line: str, times: int, path: list[str]) -> None:
         condition, body = _LOOP.findall(line)[0]
         trips = self._program.trips(condition)
-        sizes = [(scopes.bucket_of(each), scopes.rows_of(each)) for each in path]
-        bucket = next((found for found, _ in sizes if found is not None), None)
-        rows = next((found for _, found in sizes if found is not None), None)
+        bucket = next((found for each in path if (found := scopes.bucket_of(each)) is not None), None)
+        rows = next((found for each in path if (found := scopes.rows_of(each)) is not None), None)
         if trips is not None:
             self.add(body, times * trips, path)
         elif rows is not None:
-            if rows == min(size for size in self._program.head_rows if size >= min(self._rows, self._most_rows)):
+            if rows == _fitting(self._program.head_rows, self._rows):
                 self.add(body, times, path)
         elif bucket is None:
-            once = self._apart()
-            once.add(body, 1, path)
-            self.when_needed[_name_of(path)] += once.cycles.total() + once.when_needed.total()
+            apart = _Counter(self._program, self._bucket, self._has_chunks, self._rows, self._taken)
+            apart.add(body, 1, path)
+            self.when_needed[_name_of(path)] += apart.cycles.total() + apart.when_needed.total()
         elif bucket == self._bucket and (self._has_chunks or scopes.CHUNKS not in path):
+            before = self.cycles.total()
             self.add(body, times, path)
             if path[-2:-1] != [scopes.forward(bucket)] and scopes.CHUNKS not in path:
-                once = self._apart()
-                once.add(body, 1, path)
-                self.once[_name_of(path)] += times * once.cycles.total()
-
-    def _apart(self) -> "_Counter":
-        return _Counter(self._program, self._bucket, self._has_chunks, self._rows, self._taken)
-
-    @property
-    def _most_rows(self) -> int:
-        return max(self._program.head_rows)
+                self.once[_name_of(path)] += self.cycles.total() - before
 
     def _branch(self, line: str) -> str:
         """The branch of a `lax.cond` that is taken: the first, false, where no scope of `taken` has the condition."""
@@ -209,7 +194,7 @@ class _Counter:
             branches = [match[2], match[1]]
         else:
             branches = [name.strip().lstrip("%") for name in _BRANCHES.findall(line)[0].split(",")]
-        return branches[-1] if _path(line)[-2:-1] and _path(line)[-2] in self._taken else branches[0]
+        return branches[-1] if self._taken.intersection(scopes_of(line)[-2:-1]) else branches[0]
 
     def _part(self, line: str, operation: str, path: list[str]) -> str:
         called = _CALLED.findall(line)
@@ -226,15 +211,9 @@ class _Counter:
         return CONTROL
 
 
-def _operation(line: str) -> str | None:
-    match = _OPERATION.match(line)
-    return match[1] if match else None
-
-
-def _path(line: str) -> list[str]:
-    """The scopes of an instruction, from the outermost."""
-    match = _OP_NAME.search(line)
-    return match[1].split("/") if match else []
+def _fitting(sizes: Collection[int], needed: int) -> int:
+    """The smallest of some sizes that holds what is needed; the largest if none does."""
+    return min((size for size in sizes if size >= needed), default=max(sizes))
 
 
 _NAMES = {value for name, value in vars(scopes).items() if name.isupper() and isinstance(value, str)}

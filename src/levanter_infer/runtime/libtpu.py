@@ -45,10 +45,7 @@ def read_hlo(directory: str) -> str:
 
     Raises: FileNotFoundError if there is none.
     """
-    written = list(Path(directory).glob("*-TLP-hlo.txt"))
-    if not written:
-        raise FileNotFoundError(f"libtpu wrote no HLO into {directory}")
-    return max(written, key=lambda path: path.stat().st_mtime_ns).read_text()
+    return _last_written(directory, "*-TLP-hlo.txt")
 
 
 def estimate_options(directory: str) -> dict[str, str | bool]:
@@ -56,10 +53,16 @@ def estimate_options(directory: str) -> dict[str, str | bool]:
     return {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}
 
 
-def read_estimates(directory: str) -> str | None:
-    """The last program that was written there with `estimate_options`; None: there is none."""
-    written = list(Path(directory).glob("*.after_codegen.txt"))
-    return max(written, key=lambda path: path.stat().st_mtime_ns).read_text() if written else None
+def read_estimates(directory: str) -> str:
+    """The last program that was written there with `estimate_options`. Raises: FileNotFoundError if there is none."""
+    return _last_written(directory, "*.after_codegen.txt")
+
+
+def _last_written(directory: str, pattern: str) -> str:
+    written = list(Path(directory).glob(pattern))
+    if not written:
+        raise FileNotFoundError(f"libtpu wrote no HLO into {directory}")
+    return max(written, key=lambda path: path.stat().st_mtime_ns).read_text()
 
 
 def short_of(error: str) -> tuple[str, float, float] | None:
