@@ -46,3 +46,29 @@ def scales_of_rows(pipeline: Pipeline, scales: Array, group: int, side: int, hea
         begins = (pipeline.part * sizes.groups + group) * sizes.heads_per_group + i * sizes.q_per_kv
         found = jnp.where(head >= begins, scales[2 * (first + i) + side][None, :], found)
     return found
+
+
+def scales_of_columns(pipeline: Pipeline, codes: Array, group: int, side: int, head: Array) -> Array:
+    """The scales that apply to keys in sublanes and pairs of query and head in lanes: f32[keys, columns].
+
+    The matrix unit copies the code of a key into all lanes.
+
+    Args:
+        codes: of the pool's last slab, [keys, 128], in the operands' dtype.
+        side: `KEYS` or `VALUES`.
+        head: query head of each column, i32[1, columns].
+    """
+    sizes = pipeline.sizes
+    columns, first = head.shape[1], (pipeline.part * sizes.groups + group) * sizes.pool.heads_per_group
+
+    def of(kv_head: Array) -> Array:
+        row = jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0)
+        pick = jnp.where(row == 2 * kv_head + side, jnp.float32(1), jnp.float32(0)).astype(codes.dtype)
+        # Exact: the operands are integers up to 128, and ones.
+        copied = jax.lax.dot_general(codes, pick, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return jnp.concatenate([int8.scale_of(copied)] * (columns // LANES), axis=1)
+
+    found = of(first)
+    for i in range(1, sizes.pool.heads_per_group):
+        found = jnp.where(head >= (first + i) * sizes.q_per_kv, of(first + i), found)
+    return found
