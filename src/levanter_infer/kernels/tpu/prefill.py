@@ -223,11 +223,11 @@ class _Block:
                 late.append(functools.partial(self._add_values, stripe, at, weights, factor if at == 0 else None))
                 if len(late) > 1:
                     late.pop(0)()
-                if number == 0 and at == 0:
-                    prefetch(range(self.sizes.tile.pages))
             self.scratch.l_ref[own] = self.scratch.l_ref[own] * factor + functools.reduce(jnp.add, sums)
             if next_keys is not None:
                 self._put_max(stripe, maxima)
+            if number == 0:  # keys are not loaded past a copy's start, but the second stripe has much else to do
+                prefetch(range(self.sizes.tile.pages))
         late.pop()()
         if next_keys is not None:
             self._put_values(next_keys)

@@ -5,16 +5,54 @@ codes' slab is multiplied with rows that select one lane each, as queries are wi
 transposes it.
 """
 
+import os
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels import int8
 from levanter_infer.kernels.tpu.pipeline import Pipeline
 from levanter_infer.kernels.tpu.pool import LANES
+from levanter_infer.kernels.tpu.sizes import Sizes
 
 KEYS, VALUES = 0, 1
+
+
+def load_numbers(pipeline: Pipeline, slot: Array, first_page: Array | int, pages: int, slab: int) -> Array:
+    """A slab of some pages of a work item in the operands' dtype, [keys, 128]; in the order of `key_order`."""
+    sizes = pipeline.sizes
+    stored = pipeline.kv[slot, pl.ds(first_page, pages), slab].reshape(pages * sizes.page_size, LANES)
+    return _widen_words(stored) if sizes.in_words else stored.astype(sizes.operand)
+
+
+def key_order(sizes: Sizes, place: Array, keys: int) -> Array:
+    """The key at each place of `load_numbers` of so many keys, i32."""
+    if not sizes.in_words:
+        return place
+    in_half = jnp.where(place < keys // 2, place, place - keys // 2)
+    return 4 * (in_half >> 1) + (in_half & 1) + jnp.where(place < keys // 2, 0, 2)
+
+
+def _widen_words(stored: Array) -> Array:
+    """i8[n, 128] -> bf16[n, 128], with the rows in another order.
+
+    A register holds four rows of 8-bit numbers in its words, or two of 16-bit ones. Where the chip has no instruction
+    that moves them apart, words are shifted: of rows 4 i to 4 i + 3 the first two become rows 2 i and 2 i + 1 of the
+    first half, and the others those of the second.
+    """
+    words = pltpu.bitcast(stored, jnp.int32)
+    rows = [((words << (24 - 8 * i)) if i < 3 else words) >> 24 for i in range(4)]
+    if os.environ.get("PK") == "1":
+        f = [r.astype(jnp.float32) for r in rows]
+        halves = [pltpu.pack_elementwise(f[i:i+2], packed_dtype=jnp.bfloat16) for i in (0,2)]
+        return jnp.concatenate([pltpu.bitcast(h, jnp.bfloat16) for h in halves], axis=0)
+    # Integers below 2^8 use the upper half of a 32-bit float alone.
+    bits = [jax.lax.bitcast_convert_type(row.astype(jnp.float32), jnp.int32) for row in rows]
+    halves = [bits[i + 1] | jax.lax.shift_right_logical(bits[i], jnp.int32(16)) for i in (0, 2)]
+    return jnp.concatenate([pltpu.bitcast(half, jnp.bfloat16) for half in halves], axis=0)
 
 
 def load_scales(pipeline: Pipeline, slot: Array, first_page: Array | int, pages: int) -> Array | None:
@@ -27,7 +65,7 @@ def load_scales(pipeline: Pipeline, slot: Array, first_page: Array | int, pages:
     shape = -(-2 * heads // 16) * 16, LANES
     row, lane = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
     pick = jnp.where(lane - row == pipeline.part * (2 * heads), jnp.float32(1), jnp.float32(0)).astype(narrow)
-    codes = pipeline.kv[slot, pl.ds(first_page, pages), sizes.number_slabs].reshape(width, LANES).astype(narrow)
+    codes = load_numbers(pipeline, slot, first_page, pages, sizes.number_slabs).astype(narrow)
     # Exact: the operands are integers up to 128, and ones.
     return int8.scale_of(jax.lax.dot_general(pick, codes, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32))
 

@@ -90,6 +90,8 @@ class Sizes:
     """Rows of a query block for one group of heads: pairs of query and head, padded."""
     operand: jnp.dtype
     """Dtype of the matmuls' operands."""
+    in_words: bool = False
+    """Whether decode converts int8 by shifts of 32-bit words, and so in another order of keys (`scales`)."""
 
     @property
     def columns(self) -> int:
