@@ -125,7 +125,9 @@ def _call(
     seq_pages = -(-context // page)
     pool_shape = functools.partial(_pool_shape, impl, num_kv_heads, head_dim, page, kv_dtype, value_dim is not None)
     page_bytes = math.prod(pool_shape(1)) * kv_dtype.itemsize
-    pool_pages = pool_pages or max(-(-MIN_POOL_BYTES // page_bytes), min(seqs * seq_pages, MAX_POOL_BYTES // page_bytes))
+    pool_pages = pool_pages or max(
+        -(-MIN_POOL_BYTES // page_bytes), min(seqs * seq_pages, MAX_POOL_BYTES // page_bytes)
+    )
 
     def call(*arrays):
         own = dict(sliding_window=window, attention_chunk=attention_chunk, soft_cap=soft_cap)

@@ -13,7 +13,6 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental import pallas as pl
 
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
@@ -48,7 +47,7 @@ def decode_attention(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, int
         q_per_kv=call.heads_per_kv_head,
         rows=rows,
         operand=operand,
-        in_words=pool.scaled and operand == jnp.bfloat16 and call.page_size % 32 == 0 and shifts_words(),
+        in_words=pool.scaled and call.page_size % 32 == 0 and shifts_words(),
     )
 
     def by_group(values: Array) -> Array:

@@ -197,7 +197,9 @@ def run_kernel(
     def own_heads(values: Array | None) -> pl.BlockSpec | None:
         if values is None:
             return None
-        return pl.BlockSpec((sizes.groups, *values.shape[1:]), lambda step, *_: (_part_and_share(step, shares)[0], 0, 0))
+        return pl.BlockSpec(
+            (sizes.groups, *values.shape[1:]), lambda step, *_: (_part_and_share(step, shares)[0], 0, 0)
+        )
 
     per_head = dict(sinks=own_heads(inputs.sinks), slopes=own_heads(inputs.slopes))
     out_shape, tiles_axis = list(inputs.q.shape), 1 if sizes.tile.queries == 1 else 0

@@ -28,7 +28,7 @@ from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
 from levanter_infer.kernels.tpu.pipeline import LOG2_E, Inputs, Item, Pipeline, Rows, mapped_keys, run_kernel
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool, pairs, side_by_side
-from levanter_infer.kernels.tpu.scales import KEYS, VALUES, scales_of_columns
+from levanter_infer.kernels.tpu.scales import KEYS, VALUES, scales_of_keys
 from levanter_infer.kernels.tpu.sizes import SUBLANES, Scratch, Sizes, Tile, align_queries
 
 STRIPE = 256
@@ -188,6 +188,8 @@ class _Block:
             for group in range(sizes.groups)
             for first in starts
         ]
+        self.known_scales: dict = {}
+        """Of int8, by keys, side and head, during one method."""
         self.chunk = CHUNK if sizes.tokens % CHUNK == 0 else sizes.tokens
         self.dot = functools.partial(
             jax.lax.dot_general,
@@ -197,7 +199,7 @@ class _Block:
 
     def prepare(self, item: Array, q_slot: Array) -> None:
         """Compute the scores of an item's keys, m and its factor."""
-        keys = self._keys(item)
+        keys, self.known_scales = self._keys(item), {}
         for stripe in self.stripes:
             maxima = [self._put_scores(q_slot, stripe, keys.part(at, self.chunk)) for at in self._chunks()]
             self._put_max(stripe, maxima)
@@ -209,7 +211,8 @@ class _Block:
         The scores of a stripe and chunk of keys replace those that were just read, and the second matmul of a chunk is
         written behind the scores of the next: so the compiler finds work for the matrix unit while it computes powers.
         """
-        keys, next_keys, late = self._keys(item), None if next_item is None else self._keys(next_item), []
+        keys, next_keys = self._keys(item), None if next_item is None else self._keys(next_item)
+        late, self.known_scales = [], {}
         for number, stripe in enumerate(self.stripes):
             own = stripe.group, slice(None), stripe.columns
             m, factor, sums, maxima = self.scratch.m_ref[own], self.scratch.factor_ref[own], [], []
@@ -237,7 +240,7 @@ class _Block:
         count = self.sizes.subblock_pages * self.sizes.page_size
 
         def one(subblock, carry):
-            keys = _Keys(item, self.pipeline.slot(item), subblock * count, count)
+            keys, self.known_scales = _Keys(item, self.pipeline.slot(item), subblock * count, count), {}
             mapped = mapped_keys(self.pipeline, item, self._positions(keys))
             values = [self._values(keys, group) for group in range(self.sizes.groups)]
             for stripe in self.stripes:
@@ -266,7 +269,11 @@ class _Block:
             assert offset + keys.count <= page_size, "a part of a page and of the next"
             loaded = self.pipeline.kv[keys.slot, page, slab, pl.ds(offset, keys.count)]
         else:
-            first = keys.first // page_size if isinstance(keys.first, int) else jax.lax.div(keys.first, jnp.int32(page_size))
+            first = (
+                keys.first // page_size
+                if isinstance(keys.first, int)
+                else jax.lax.div(keys.first, jnp.int32(page_size))
+            )
             pages = pl.ds(first, keys.count // page_size)
             loaded = self.pipeline.kv[keys.slot, pages, slab].reshape(keys.count, LANES)
         return loaded.astype(sizes.operand)
@@ -314,8 +321,23 @@ class _Block:
         return jnp.where(rules.seen(q_pos, kv_pos, head) & (_widen(mapped, stripe.count) > 0), scores, f32(MASKED))
 
     def _scales(self, stripe: _Stripe, keys: _Keys, side: int, head: Array) -> Array:
-        codes = self._load(keys, self.sizes.number_slabs)
-        return scales_of_columns(self.pipeline, codes, stripe.group, side, head)
+        """The scales of int8 keys or values for a stripe, f32[keys, columns]."""
+        sizes = self.sizes
+        heads = sizes.pool.heads_per_group
+        first = (self.pipeline.part * sizes.groups + stripe.group) * heads
+
+        def of(number: int) -> Array:
+            # All stripes use the same; computed anew they would need as many exponentials as the weights.
+            name = id(keys.item), id(keys.first) if not isinstance(keys.first, int) else keys.first, side
+            if (*name, stripe.group, number) not in self.known_scales:
+                codes = self._load(keys, sizes.number_slabs)
+                self.known_scales[*name, stripe.group, number] = scales_of_keys(codes, first + number, side)
+            return _widen(self.known_scales[*name, stripe.group, number], stripe.count)
+
+        found = of(0)
+        for number in range(1, heads):
+            found = jnp.where(head >= (first + number) * sizes.q_per_kv, of(number), found)
+        return found
 
     def _put_scores(self, q_slot: Array, stripe: _Stripe, keys: _Keys) -> Array:
         """Store scores without masks. Returns: their maxima, f32[8, columns]."""

@@ -57,7 +57,7 @@ class Scratch(NamedTuple):
     kv_sem: Any
     """DMA semaphores [slots]; the copies of all pages of an item signal the same one."""
     out_buf: Any
-    """VMEM [OUT_SLOTS, out_tiles, rows, 128], the dtype of q: outputs of a query block, with as many rows as `q_buf`."""
+    """VMEM [OUT_SLOTS, out_tiles, rows, 128], the dtype of q: outputs of a query block, of as many rows as `q_buf`."""
     out_sem: Any
     """DMA semaphores [OUT_SLOTS]."""
     out_tokens: Any
