@@ -72,6 +72,15 @@ def test_a_gpu_stores_floats_and_samples_all_rows_at_once():
     assert backend.adapt(resolve_shapes(CONFIG, tiny_model(), 1)).sampled_rows is None
 
 
+def test_loops_and_branches_are_in_graphs_unless_xla_flags_say_otherwise(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    backend = BackendChoice.of("gpu", Layout.of(None, tiny_model().config), matmul="gpu", attention="gpu")
+    assert set(backend.compiler_options) == {"xla_gpu_enable_command_buffer", "xla_disable_hlo_passes"}
+    assert str(backend.compiler_options["xla_gpu_enable_command_buffer"]).endswith("CONDITIONAL,WHILE")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer=")
+    assert set(backend.compiler_options) == {"xla_disable_hlo_passes"}
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="of other platforms")
 @pytest.mark.parametrize("key", ["attention", "matmul"])
 def test_other_platforms_refuse_it(key):

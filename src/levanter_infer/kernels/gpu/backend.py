@@ -1,5 +1,6 @@
 """The `gpu` backend: Pallas on Triton, for NVIDIA GPUs."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -11,6 +12,11 @@ from levanter_infer.kernels.gpu import attention, linear, plt
 from levanter_infer.kernels.xla.backend import XlaBackend
 
 GPU = Platform("gpu")
+
+_IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE"
+"""What XLA may put into CUDA graphs: by default it puts no loops there."""
+_NOT_IN_GRAPHS = "fusion-dynamic-memcpy-rewriter"
+"""A pass of XLA that makes a copy of the host's of a layer's slice, which no graph can hold."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,14 @@ class GpuBackend(XlaBackend):
             if kernel.supports_dtype(task.dtype)
             else f"{task.stored} are {task.dtype}, which the kernel does not take"
         )
+
+    @property
+    def compiler_options(self) -> Mapping[str, str | bool]:
+        """Loops and branches in CUDA graphs, so that the round is one graph and the host waits for no condition of a
+        step (docs/decisions/0046)."""
+        if self.interpret:
+            return {}
+        return {"xla_gpu_enable_command_buffer": _IN_GRAPHS, "xla_disable_hlo_passes": _NOT_IN_GRAPHS}
 
     def linear(self, call: LinearCall) -> list[Array]:
         """A single matrix, the head's or that of a layer which a scan has picked, is XLA's."""
