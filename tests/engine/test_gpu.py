@@ -99,8 +99,9 @@ def test_the_round_program_is_lowered_for_a_gpu():
     programs = Programs(model, shapes, ProgramOptions(AttentionSpec(), jnp.bfloat16, backend.attention_backend))
     traced = programs.trace_round(model, jax.eval_shape(programs.init), empty_admission(shapes))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    # In each bucket attention of chunks and of decode tokens, and four matmul: q, k, v; output; gate, up; down.
-    assert text.count("__gpu$xla.gpu.triton") == len(shapes.buckets) * (2 + 4)
+    # In each bucket attention of chunks and of decode tokens, the rotation, and four matmul: q, k, v; output; gate, up;
+    # down. They compute norms and gates too.
+    assert text.count("__gpu$xla.gpu.triton") == len(shapes.buckets) * (2 + 1 + 4)
 
 
 @pytest.mark.slow
