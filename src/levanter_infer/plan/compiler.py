@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from levanter_infer.decode.programs import Program
 from levanter_infer.decode.shapes import Shapes
+from levanter_infer.plan.bundles import Schedules
 from levanter_infer.plan.compiled import REFUSED
 from levanter_infer.plan.hlo import collectives_of, large_moves
 from levanter_infer.plan.launches import step_launches
@@ -72,7 +73,8 @@ def _of_a_step(target: Target, shapes: Shapes, *, dumps: str) -> dict:
     """The fields of `CompiledProgram` about the steps of the round that was compiled last."""
     try:
         if target.chip.platform == "tpu":
-            found = {"budgets": step_budgets(read_estimates(dumps), shapes.max_seqs, shapes.buckets)}
+            cycles = Schedules(dumps, target.generation).cycles
+            found = {"budgets": step_budgets(read_estimates(dumps), shapes.max_seqs, shapes.buckets, cycles)}
         elif target.chip.platform == "gpu":
             written = gpu_compiler.read_written(dumps, "jit_one_round")
             found = {"launches": step_launches(written, shapes.max_seqs, shapes.buckets)}
