@@ -43,7 +43,7 @@ struct AttentionArgs {
   int64_t layer, query_heads, kv_heads, head_dim, num_pages, page_size, max_pages, window;
   int64_t sides, value_dim;      // sides 1: values are the first value_dim numbers of keys, and not stored beside them
   int64_t chunk;                 // positions of an attention chunk; 0: none
-  int64_t num_rows, ahead;       // rows in use; a thread's next row is probably this many rows on
+  int64_t num_rows;              // rows in use
   float scale, soft_cap;         // soft_cap 0: none
   const float *slopes, *sinks;   // [query_heads]; sinks of -inf: none
 };
@@ -419,7 +419,6 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
   const int64_t tokens = q.dimensions()[0];
   const int64_t rows = std::clamp<int64_t>(*num_seqs.typed_data(), 0, page_indices.dimensions()[0]);
   args.num_rows = rows;
-  args.ahead = threads.num_threads();
   struct Piece {
     int32_t row;
     int64_t first, count, head_begin, head_end;
