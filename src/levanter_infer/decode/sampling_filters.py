@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.decode.sampling_draw import row_sums
+from levanter_infer.decode.sampling_draw import LANES, level_widths, row_sums
 from levanter_infer.kernels import scopes
+from levanter_infer.kernels.backend import SamplingKernels
 from levanter_infer.layers.shard_axis import Vocabulary
 
 CANDIDATES = 64
@@ -68,6 +69,48 @@ def filter_thresholds(
             lambda: threshold,
             lambda: jnp.where(found, threshold, _searched_thresholds(logits, weigh(logits), top_k, top_p, vocab)),
         )
+
+
+def thresholds_by_kernels(
+    kernels: SamplingKernels,
+    logits: Array,
+    terms: Array,
+    top_k: Array,
+    top_p: Array,
+    vocab: Vocabulary,
+    num_rows: Array,
+) -> Array:
+    """`filter_thresholds`, by bisection among a few thousand candidates of each row instead of a sort.
+
+    Which path a row takes depends on that row alone. A mass is a sum in another order, so that a token at which it
+    reaches top_p to within rounding may pass one way and not the other.
+
+    Args: terms: of `SamplingKernels.weight_sums`, without a threshold.
+    """
+    wants_k, wants_p = top_k < vocab.size, top_p < 1
+    values, bound = kernels.candidates(logits, vocab.shard_axis.parts, num_rows)
+    values, bound = vocab.shard_axis.all_gather(values, 1), vocab.shard_axis.max(bound)
+
+    def weigh_all() -> Array:
+        sums, _ = kernels.weight_sums(logits, terms, level_widths(logits.shape[1]), num_rows, keep=False)
+        return vocab.shard_axis.sum(sums[:, -LANES])
+
+    with jax.named_scope(scopes.NUCLEUS):
+        total = jax.lax.cond(jnp.any(wants_p & ~wants_k), weigh_all, lambda: jnp.zeros_like(top_p))
+    most = jnp.where(wants_k, top_k, 0).astype(jnp.float32)
+    rules = jnp.stack([terms[:, 0], terms[:, 1], bound, total, most, top_p], axis=1)
+    threshold = kernels.thresholds(values, rules, num_rows)
+    wanted = wants_k | wants_p
+    found = ~wanted | (threshold == threshold)
+
+    def search() -> Array:
+        exponent = (logits - terms[:, :1]) * terms[:, 1:2]
+        weights = jnp.where(exponent >= terms[:, 3:], jnp.exp(exponent), 0)
+        return jnp.where(found, threshold, _searched_thresholds(logits, weights, top_k, top_p, vocab))
+
+    with jax.named_scope(scopes.FOUND):
+        threshold = jax.lax.cond(jnp.all(found), lambda: threshold, search)
+    return jnp.where(wanted, threshold, -jnp.inf)
 
 
 def _mass_before(mass: Array) -> Array:
