@@ -21,6 +21,8 @@ _MAX_DEPTH, _MIN_DEPTH = 16, 4
 """Candidates of a lane: those of all parts together are to be a few thousand."""
 _ROWS = 8
 """Rows of a block: the sublanes of a register of 32-bit numbers."""
+_ROWS_AT_ONCE = 32
+"""Rows of a block where a row is short: what waits for one register's lanes is done beside others."""
 _CHUNK = 512
 """Logits of a row that a trip of a loop reads."""
 _FAN = 16
@@ -64,8 +66,9 @@ def logit_stats(logits: Array, num_rows: Array, *, interpret=False) -> tuple[Arr
     rows, num = logits.shape
     column = jax.ShapeDtypeStruct((rows, 1), jnp.float32)
     outs = (column, column, jax.ShapeDtypeStruct((rows, 1), jnp.int32))
-    kernel = functools.partial(_stats, num=num)
-    return tuple(a[:, 0] for a in _by_blocks("logit_stats", kernel, logits, num_rows, (), outs, (), interpret))
+    kernel, width = functools.partial(_stats, num=num), _padded(num)
+    peak, total, best = _by_blocks("logit_stats", kernel, logits, num_rows, (), outs, (), interpret, width=width)
+    return peak[:, 0], total[:, 0], best[:, 0]
 
 
 def candidates(logits: Array, parts: int, num_rows: Array, *, interpret=False) -> tuple[Array, Array]:
@@ -82,15 +85,20 @@ def candidates(logits: Array, parts: int, num_rows: Array, *, interpret=False) -
         jax.ShapeDtypeStruct((rows, 1), jnp.float32),
     )
     kernel = functools.partial(_candidates, num=num, depth=depth)
-    values, bound = _by_blocks("candidates", kernel, logits, num_rows, (), outs, (), interpret)
+    width = _padded(num)
+    values, bound = _by_blocks("candidates", kernel, logits, num_rows, (), outs, (), interpret, width=width)
     return values, bound[:, 0]
 
 
 def thresholds(values: Array, rules: Array, num_rows: Array, *, interpret=False) -> Array:
     """`SamplingKernels.thresholds`: the largest number, bit by bit, that enough values or enough weight reach."""
     outs = (jax.ShapeDtypeStruct((values.shape[0], 1), jnp.float32),)
-    scratch = (pltpu.VMEM((_ROWS, values.shape[1]), jnp.int32), pltpu.VMEM((_ROWS, values.shape[1]), jnp.float32))
-    return _by_blocks("thresholds", _thresholds, values, num_rows, (rules,), outs, scratch, interpret)[0][:, 0]
+    block = (_ROWS_AT_ONCE, values.shape[1])
+    scratch = (pltpu.VMEM(block, jnp.int32), pltpu.VMEM(block, jnp.float32))
+    found = _by_blocks(
+        "thresholds", _thresholds, values, num_rows, (rules,), outs, scratch, interpret, block=_ROWS_AT_ONCE
+    )
+    return found[0][:, 0]
 
 
 def weight_sums(
@@ -118,7 +126,8 @@ def weight_sums(
     )
     kernel = functools.partial(_sums, num=num, widths=tuple(widths), keep=keep)
     first = pltpu.VMEM((_ROWS, pl.cdiv(widths[0], _CHUNK) * _CHUNK), jnp.float32)
-    upper, lower = _by_blocks("weight_sums", kernel, logits, num_rows, (terms,), outs, (first,), interpret)
+    width = _padded(num)
+    upper, lower = _by_blocks("weight_sums", kernel, logits, num_rows, (terms,), outs, (first,), interpret, width=width)
     return upper, lower
 
 
@@ -138,7 +147,10 @@ def descend(
     outs = (jax.ShapeDtypeStruct((rows, 1), jnp.int32), jax.ShapeDtypeStruct((rows, _FAN), jnp.float32))
     kernel = functools.partial(_descend, widths=tuple(widths))
     clocks = jnp.pad(clocks, ((0, 0), (0, -clocks.shape[1] % LANES)))
-    node, masses = _by_blocks("descend", kernel, upper, num_rows, (lower, clocks), outs, (), interpret)
+    others = (lower, clocks)
+    node, masses = _by_blocks(
+        "descend", kernel, upper, num_rows, others, outs, (), interpret, block=_ROWS_AT_ONCE
+    )
     return node[:, 0], masses
 
 
@@ -147,30 +159,35 @@ def _padded(num: int) -> int:
     return pl.cdiv(num + _CHUNK, _CHUNK) * _CHUNK + _CHUNK
 
 
-def _by_blocks(name, kernel, values, num_rows, others, outs, scratch, interpret) -> list[Array]:
-    """`kernel(values, *others, *outs, *scratch)` for each block of rows that holds one of the first `num_rows`."""
-    rows, num = values.shape
+def _by_blocks(
+    name, kernel, values, num_rows, others, outs, scratch, interpret, *, block=_ROWS, width=None
+) -> list[Array]:
+    """`kernel(values, *others, *outs, *scratch)` for each block of rows that holds one of the first `num_rows`.
 
-    def read(block, count):
-        return jnp.minimum(block, jnp.maximum(pl.cdiv(count[0], _ROWS) - 1, 0)), 0
+    Args: width: lanes of the block of `values`.
+    """
+    rows = values.shape[0]
+    width = values.shape[1] if width is None else width
+
+    def read(index, count):
+        return jnp.minimum(index, jnp.maximum(pl.cdiv(count[0], block) - 1, 0)), 0
 
     def body(count, *refs):
-        @pl.when(pl.program_id(0) * _ROWS < count[0])
+        @pl.when(pl.program_id(0) * block < count[0])
         def _():
             kernel(*refs)
 
-    width = num if name in ("descend", "thresholds") else _padded(num)
     return pl.pallas_call(
         body,
         out_shape=outs,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(pl.cdiv(rows, _ROWS),),
+            grid=(pl.cdiv(rows, block),),
             in_specs=[
-                pl.BlockSpec((_ROWS, width), read),
-                *(pl.BlockSpec((_ROWS, other.shape[1]), read) for other in others),
+                pl.BlockSpec((block, width), read),
+                *(pl.BlockSpec((block, other.shape[1]), read) for other in others),
             ],
-            out_specs=[pl.BlockSpec((_ROWS, out.shape[1]), lambda block, count: (block, 0)) for out in outs],
+            out_specs=[pl.BlockSpec((block, out.shape[1]), lambda index, count: (index, 0)) for out in outs],
             scratch_shapes=scratch,
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
@@ -206,12 +223,13 @@ def _stats(logits, peak_out, total_out, best_out, *, num: int):
 
     def add(carry, chunk, start):
         total, best = carry
-        place = jnp.where(chunk == peak, _lanes(chunk) + start, num)
+        place = jnp.where(chunk == peak, start, num)
         return total + jnp.exp(chunk - shift), jnp.minimum(best, place)
 
     total, best = _chunks(logits, num, (jnp.zeros(shape), jnp.full(shape, num, jnp.int32)), add)
     peak_out[...] = peak
     total_out[...] = jnp.sum(total, axis=1, keepdims=True)
+    best = jnp.where(best < num, best + _lanes(best), num)
     best_out[...] = jnp.min(best, axis=1, keepdims=True)
 
 
@@ -244,7 +262,7 @@ def _thresholds(values, rules, out, keys, weights, *, floor: float = -80.0):
             return jnp.where(reached, tried, key)
 
         bits = jnp.where(jnp.max(jnp.where(is_wanted, 1, 0)) > 0, _KEY_BITS, 0)
-        return _from_key(jax.lax.fori_loop(0, bits, decide, jnp.zeros((_ROWS, 1), jnp.int32)) ^ _SIGN)
+        return _from_key(jax.lax.fori_loop(0, bits, decide, jnp.zeros(peak.shape, jnp.int32)) ^ _SIGN)
 
     keys[...] = _to_key(values[...])
     kth = largest(wants_k, most, lambda reached: jnp.where(reached, 1.0, 0.0))
@@ -377,8 +395,9 @@ def _tree_sum(values: Sequence[Array | None]) -> Array:
 def _descend(upper, lower, clocks, node_out, masses_out, *, widths: tuple[int, ...]):
     counts = [pl.cdiv(width, LANES) for width in widths[1:]]
     firsts = [sum(counts[:level]) for level in range(len(counts))]
-    lane = jax.lax.broadcasted_iota(jnp.int32, (_ROWS, LANES), 1)
-    node = jnp.zeros((_ROWS, 1), jnp.int32)
+    rows = upper.shape[0]
+    lane = jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
+    node = jnp.zeros((rows, 1), jnp.int32)
     steps = [*widths[2:], 1]
 
     def tile_of(ref, number: int) -> Array:
@@ -386,7 +405,7 @@ def _descend(upper, lower, clocks, node_out, masses_out, *, widths: tuple[int, .
 
     def masses_at(entries: Callable[[int], tuple[Sequence[Array], Array]]) -> Array:
         """Lane i has entry number `index` of `tiles`, for (tiles, index) = entries(i); 0 where there is none."""
-        masses = jnp.zeros((_ROWS, LANES))
+        masses = jnp.zeros((rows, LANES))
         for child in range(_FAN):
             tiles, index = entries(child)
             hits = [jnp.where(lane + part * LANES == index, tile, 0.0) for part, tile in enumerate(tiles)]
