@@ -20,7 +20,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from levanter_infer.cache.arrays import gather, scatter, scatter_add
 from levanter_infer.decode.sampling_draw import draw, draw_by_kernels, num_words, random_words, row_sums
@@ -139,7 +138,7 @@ def sample(
         backend: whose kernels sample, if it has some; None: XLA's code does.
     """
     kernels = None if backend is None or stats is None else backend.sampling_kernels(logits)
-    by_rows = row_by_row if kernels is not None else lambda array: array
+    as_read = kernels.as_read if kernels is not None else lambda logits: logits
     vocab = _vocab_of(logits, vocab)
     stats = LogitStats.of(logits, vocab) if stats is None else stats
     column = rows.columns
@@ -165,9 +164,9 @@ def sample(
         return jnp.where(greedy, best, drawn), jnp.where(greedy, 0, drawn_logprobs), jnp.isfinite(peak)
 
     def process_and_choose():
-        z = run_if(jnp.any(biased), lambda z: add_bias(z, column, vocab), by_rows(logits))
+        z = run_if(jnp.any(biased), lambda z: add_bias(z, column, vocab), as_read(logits))
         z = run_if(jnp.any(penalised), lambda z: apply_penalties(z, column, history, vocab, penalised), z)
-        z = by_rows(run_if(jnp.any(banned), lambda z: _ban_stops(z, column, banned, vocab), z))
+        z = as_read(run_if(jnp.any(banned), lambda z: _ban_stops(z, column, banned, vocab), z))
         if kernels is not None and (found := LogitStats.of_kernel(backend, z, num_rows, vocab)) is not None:
             return choose(z, found.peak, found.best)
         z_peak = vocab.shard_axis.max(jnp.max(z, axis=1))
@@ -194,21 +193,15 @@ def sample(
             )
     finite = (stats.total > 0) & possible
     wanted = jnp.where(finite, column["num_logprobs"], 0)
-    top_ids, top_logprobs = _top_logprobs(logits, by_rows, stats, wanted, used, max_top, vocab)
+    top_ids, top_logprobs = _top_logprobs(logits, as_read, stats, wanted, used, max_top, vocab)
     return SampleOutput(
         tokens=jnp.where(finite, chosen, 0),
-        logprobs=jnp.where(finite, logprobs_of(by_rows(logits), chosen, stats, vocab), 0),
+        logprobs=jnp.where(finite, logprobs_of(as_read(logits), chosen, stats, vocab), 0),
         processed_logprobs=jnp.where(finite, processed, 0),
         top_ids=top_ids,
         top_logprobs=top_logprobs,
         finite=finite,
     )
-
-
-def row_by_row(logits: Array) -> Array:
-    """The same array, stored row by row as kernels read it. Within a branch XLA prefers rows in lanes, and every step
-    would store the logits a second time."""
-    return with_layout_constraint(logits, Layout((0, 1)))
 
 
 def _vocab_of(logits: Array, vocab: Vocabulary | None) -> Vocabulary:
@@ -355,7 +348,7 @@ def _draw_tokens(
         threshold = jax.lax.cond(jnp.any((top_k < vocab.size) | (top_p < 1)), thresholds, lambda: everything)
 
     def at(ids):
-        return vocab.at(logits if kernels is None else row_by_row(logits), ids, -jnp.inf)
+        return vocab.at(logits if kernels is None else kernels.as_read(logits), ids, -jnp.inf)
 
     words = random_words(column["seed"], column["sample_index"], positions, num_words(vocab.size))
 
@@ -370,7 +363,7 @@ def _draw_tokens(
     return token, exponents(at(token[:, None]))[:, 0] - jnp.log(total)
 
 
-def _top_logprobs(logits: Array, by_rows, stats: LogitStats, wanted: Array, used: Array, max_top: int, vocab):
+def _top_logprobs(logits: Array, as_read, stats: LogitStats, wanted: Array, used: Array, max_top: int, vocab):
     """The `wanted` likeliest tokens of each row and their log probabilities; none and 0 in further columns."""
     rows = logits.shape[0]
     nothing = (jnp.full((rows, max_top), vocab.size, jnp.int32), jnp.zeros((rows, max_top), jnp.float32))
@@ -378,7 +371,7 @@ def _top_logprobs(logits: Array, by_rows, stats: LogitStats, wanted: Array, used
         return nothing
 
     def best():
-        ids, logprobs = likeliest(by_rows(logits), stats, max_top, vocab)
+        ids, logprobs = likeliest(as_read(logits), stats, max_top, vocab)
         asked = jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1) < wanted[:, None]
         return jnp.where(asked, ids, vocab.size), jnp.where(asked, logprobs, 0)
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from levanter_infer.decode.sampling_draw import LANES, level_widths, row_sums
 from levanter_infer.kernels import scopes
@@ -105,7 +104,7 @@ def thresholds_by_kernels(
     found = ~wanted | (threshold == threshold)
 
     def search() -> Array:
-        stored = with_layout_constraint(logits, Layout((0, 1)))  # not a second time, for this branch
+        stored = kernels.as_read(logits)
         exponent = (stored - terms[:, :1]) * terms[:, 1:2]
         weights = jnp.where(exponent >= terms[:, 3:], jnp.exp(exponent), 0)
         return jnp.where(found, threshold, _searched_thresholds(stored, weights, top_k, top_p, vocab))

@@ -160,9 +160,7 @@ def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes
             seq_lens=lens,
         )
         max_top = shapes.limits.max_logprobs
-        sampled = sample(
-            logits, asked, history, max_top=max_top, stats=stats, vocab=model.vocab, backend=model.backend
-        )
+        sampled = sample(logits, asked, history, max_top=max_top, stats=stats, vocab=model.vocab, backend=model.backend)
         offered = candidates(state.beams, logits, asked, history, stats, model.vocab)
         return dataclasses.replace(sampled, candidates=offered)
 

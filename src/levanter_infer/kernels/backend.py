@@ -80,6 +80,11 @@ class SamplingKernels(Protocol):
     Of the results only the first `num_rows` i32[] rows mean anything.
     """
 
+    def as_read(self, logits: Array) -> Array:
+        """The same logits, stored as the kernels read them. A branch or a loop that does other things with them might
+        have XLA store them a second time."""
+        ...
+
     def candidates(self, logits: Array, parts: int, num_rows: Array) -> tuple[Array, Array]:
         """Large logits of each row, f32[row, n], the largest among them, and a bound of the others, f32[row].
 

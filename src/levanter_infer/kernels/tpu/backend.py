@@ -6,6 +6,7 @@ pages of the full pool, all layers (`pool`); nothing is sliced or copied for the
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -67,6 +68,12 @@ class TpuBackend(XlaBackend):
         if not grouped.supports(call):
             return super().grouped_linear(call)
         return grouped.grouped_matmul(call, interpret=_interpreter(self.interpret))
+
+    def bucketed(self, compute: Callable[[int], Array], num_rows: Array, buckets: Sequence[int], zeros: Array) -> Array:
+        def as_read(rows: int) -> Array:
+            return sampling.as_read(compute(rows))
+
+        return sampling.as_read(super().bucketed(as_read, num_rows, buckets, zeros))
 
     def logit_stats(self, logits: Array, num_rows: Array) -> tuple[Array, Array, Array] | None:
         if not sampling.supports(logits):

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.tpu.pool import LANES
@@ -37,6 +38,9 @@ class TpuSampling:
 
     interpret: pltpu.InterpretParams | bool = False
 
+    def as_read(self, logits: Array) -> Array:
+        return as_read(logits)
+
     def candidates(self, logits: Array, parts: int, num_rows: Array) -> tuple[Array, Array]:
         return candidates(logits, parts, num_rows, interpret=self.interpret)
 
@@ -58,6 +62,11 @@ def supports(logits: Array) -> bool:
     """Whether the kernels take these logits [row, vocab]: eight rows fit VMEM, and there is more than one chunk."""
     num = logits.shape[1]
     return logits.dtype == jnp.float32 and num > _CHUNK and _padded(num) * _ROWS * 4 <= _MAX_BLOCK_BYTES
+
+
+def as_read(logits: Array) -> Array:
+    """The same array, stored row by row: XLA prefers rows in lanes, which need less padding."""
+    return with_layout_constraint(logits, Layout((0, 1)))
 
 
 def logit_stats(logits: Array, num_rows: Array, *, interpret=False) -> tuple[Array, Array, Array]:
@@ -148,9 +157,7 @@ def descend(
     kernel = functools.partial(_descend, widths=tuple(widths))
     clocks = jnp.pad(clocks, ((0, 0), (0, -clocks.shape[1] % LANES)))
     others = (lower, clocks)
-    node, masses = _by_blocks(
-        "descend", kernel, upper, num_rows, others, outs, (), interpret, block=_ROWS_AT_ONCE
-    )
+    node, masses = _by_blocks("descend", kernel, upper, num_rows, others, outs, (), interpret, block=_ROWS_AT_ONCE)
     return node[:, 0], masses
 
 
@@ -342,7 +349,8 @@ def _first_level(logits, terms, first, num: int, width: int) -> None:
         return tuple(rolled_last)
 
     carries = tuple(
-        _rolled(weights(base, LANES, ends), lane) if lane else jnp.zeros((_ROWS, LANES)) for base, lane, ends in stretches
+        _rolled(weights(base, LANES, ends), lane) if lane else jnp.zeros((_ROWS, LANES))
+        for base, lane, ends in stretches
     )
     jax.lax.fori_loop(0, pl.cdiv(width, _CHUNK), chunk, carries)
 
