@@ -352,14 +352,16 @@ def _draw_tokens(
 
     words = random_words(column["seed"], column["sample_index"], positions, num_words(vocab.size))
 
-    def leaf_weights(ids):
-        return weights(at(ids), threshold, floor)
+    if kernels is not None:
 
-    if kernels is None:
-        token, total = draw(weights(logits, threshold, floor), leaf_weights, words, vocab)
-    else:
+        def leaves(ids):
+            z = at(ids)
+            return weights(z, threshold, floor), exponents(z)
+
         own = terms(threshold, floor)
-        token, total = draw_by_kernels(kernels, logits, own, leaf_weights, words, vocab, num_rows)
+        token, total, exponent = draw_by_kernels(kernels, logits, own, leaves, words, vocab, num_rows)
+        return token, exponent - jnp.log(total)
+    token, total = draw(weights(logits, threshold, floor), lambda ids: weights(at(ids), threshold, floor), words, vocab)
     return token, exponents(at(token[:, None]))[:, 0] - jnp.log(total)
 
 

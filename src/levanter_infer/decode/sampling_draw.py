@@ -139,14 +139,17 @@ def draw_by_kernels(
     kernels: SamplingKernels,
     logits: Array,
     terms: Array,
-    leaf_weights: Callable[[Array], Array],
+    leaves: Callable[[Array], tuple[Array, Array]],
     words: Array,
     vocab: Vocabulary,
     num_rows: Array,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, Array]:
     """`draw`, with the same sums in the same order, of the weights that `kernels.weight_sums` gives logits.
 
     Of what a choice needs of other devices all levels but the last two are sent at once.
+
+    Args: leaves: the weights of the tokens i32[row, k], and something else of them, f32[row, k] each.
+    Returns: also what `leaves` says of the token, f32[row].
     """
     widths = level_widths(vocab.size)
     upper, lower = kernels.weight_sums(logits, terms, widths, num_rows, keep=True)
@@ -155,10 +158,11 @@ def draw_by_kernels(
     sizes = _level_sizes(vocab.size)
     node, masses = kernels.descend(upper, lower, clocks, sizes[1:], num_rows)
     masses = vocab.shard_axis.sum(masses)
-    for width, own in ((sizes[2], clocks[:, -2 * FAN : -FAN]), (sizes[1], clocks[:, -FAN:])):
-        masses = leaf_weights(_children(node, width)) if width == sizes[1] else masses
-        node = node + width * _first_child(masses, own)
-    return node, upper[:, -LANES]
+    node = node + sizes[2] * _first_child(masses, clocks[:, -2 * FAN : -FAN])
+    masses, values = leaves(_children(node, sizes[1]))
+    child = _first_child(masses, clocks[:, -FAN:])
+    chosen = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) == child[:, None]
+    return node + sizes[1] * child, upper[:, -LANES], jnp.sum(jnp.where(chosen, values, 0), axis=1)
 
 
 def _children(node: Array, width: int) -> Array:

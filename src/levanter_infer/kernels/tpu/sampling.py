@@ -84,8 +84,8 @@ def candidates(logits: Array, parts: int, num_rows: Array, *, interpret=False) -
     """The largest logits of each lane, of all lanes together f32[row, n], -inf where a lane has fewer, and a bound of
     the other logits of the row, f32[row]. Lane i has the logits i, i + LANES, i + 2 * LANES, …
 
-    The largest logits of a row are spread over its lanes, so that n candidates hold several hundred of the largest, with
-    two comparisons for each that a lane keeps. A bound says what they do not hold.
+    The largest logits of a row are spread over its lanes, so that the candidates hold several hundred of them, at two
+    comparisons of a logit for each that a lane keeps. The bound says what they do not hold.
     """
     rows, num = logits.shape
     depth = min(max(2 * _MAX_DEPTH // parts, _MIN_DEPTH), _MAX_DEPTH)
@@ -341,17 +341,17 @@ def _first_level(logits, terms, first, num: int, width: int) -> None:
                 continue
             values = weights(base + index * per_chunk + 1, _CHUNK, ends)
             rolled = [carry, *(_rolled(values[:, i * LANES : (i + 1) * LANES], lane) for i in range(per_chunk))]
-            pieces.append(jnp.concatenate([_joined(*pair, lane) for pair in zip(rolled, rolled[1:])], axis=1))
+            pieces.append(
+                jnp.concatenate([_joined(*pair, lane) for pair in zip(rolled, rolled[1:], strict=False)], axis=1)
+            )
             rolled_last.append(rolled[-1])
         total = _tree_sum(_filled(pieces))
         start = pl.multiple_of(index * _CHUNK, _CHUNK)
         first[:, pl.ds(start, _CHUNK)] = jnp.where(_lanes(total) + start < width, total, 0.0)
         return tuple(rolled_last)
 
-    carries = tuple(
-        _rolled(weights(base, LANES, ends), lane) if lane else jnp.zeros((_ROWS, LANES))
-        for base, lane, ends in stretches
-    )
+    nothing = jnp.zeros((_ROWS, LANES))
+    carries = tuple(_rolled(weights(base, LANES, ends), lane) if lane else nothing for base, lane, ends in stretches)
     jax.lax.fori_loop(0, pl.cdiv(width, _CHUNK), chunk, carries)
 
 
