@@ -84,7 +84,7 @@ def candidates(logits: Array, parts: int, num_rows: Array, *, interpret=False) -
     """The largest logits of each lane, of all lanes together f32[row, n], -inf where a lane has fewer, and a bound of
     the other logits of the row, f32[row]. Lane i has the logits i, i + LANES, i + 2 * LANES, …
 
-    The largest logits of a row are spread over its lanes, so that the candidates hold several hundred of them, at two
+    The largest logits of a row are in many lanes, so that the candidates hold several hundred of them, at two
     comparisons of a logit for each that a lane keeps. The bound says what they do not hold.
     """
     rows, num = logits.shape
