@@ -181,7 +181,9 @@ class PrefixTable(eqx.Module):
         fitting = ~taken & (free_rank == rank[:, None])
         way = jnp.where(jnp.any(fitting, axis=1), jnp.argmax(fitting, axis=1), serials & (WAYS - 1))
         # Stored row by row, as it is between steps: within a loop XLA prefers columns on a TPU, and copies the table.
-        return replace(self, buckets=with_layout_constraint(scatter(self.buckets, (buckets, way), pages), Layout((0, 1))))
+        return replace(
+            self, buckets=with_layout_constraint(scatter(self.buckets, (buckets, way), pages), Layout((0, 1)))
+        )
 
     def _bucket(self, hashes: Array) -> Array:
         mask = jnp.uint32(self.buckets.shape[0] - 1)

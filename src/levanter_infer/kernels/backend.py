@@ -102,6 +102,15 @@ class SamplingKernels(Protocol):
         """
         ...
 
+    def reached(self, logits: Array, terms: Array, pivots: Array, rows: Array) -> Array:
+        """The weight of the logits from each pivot up, f32[row, n], of rows in the mask `rows`.
+
+        Args:
+            terms: as of `weight_sums`.
+            pivots: i32[row, n], keys in the order of logits (`sampling_filters.signed_keys`).
+        """
+        ...
+
     def weight_sums(
         self, logits: Array, terms: Array, widths: Sequence[int], num_rows: Array, *, keep: bool
     ) -> tuple[Array, Array]:

@@ -22,8 +22,8 @@ _MAX_DEPTH, _MIN_DEPTH = 16, 4
 """Candidates of a lane: those of all parts together are to be a few thousand."""
 _ROWS = 8
 """Rows of a block: the sublanes of a register of 32-bit numbers."""
-_ROWS_AT_ONCE = 32
-"""Rows of a block where a row is short: what waits for one register's lanes is done beside others."""
+_ROWS_AT_ONCE = 64
+"""Rows of a block where a row is short, at most: what waits for one register's lanes is done beside others."""
 _CHUNK = 512
 """Logits of a row that a trip of a loop reads."""
 _FAN = 16
@@ -46,6 +46,9 @@ class TpuSampling:
 
     def thresholds(self, values: Array, rules: Array, num_rows: Array) -> Array:
         return thresholds(values, rules, num_rows, interpret=self.interpret)
+
+    def reached(self, logits: Array, terms: Array, pivots: Array, rows: Array) -> Array:
+        return reached(logits, terms, pivots, rows, interpret=self.interpret)
 
     def weight_sums(
         self, logits: Array, terms: Array, widths: Sequence[int], num_rows: Array, *, keep: bool
@@ -102,12 +105,45 @@ def candidates(logits: Array, parts: int, num_rows: Array, *, interpret=False) -
 def thresholds(values: Array, rules: Array, num_rows: Array, *, interpret=False) -> Array:
     """`SamplingKernels.thresholds`: the largest number, bit by bit, that enough values or enough weight reach."""
     outs = (jax.ShapeDtypeStruct((values.shape[0], 1), jnp.float32),)
-    block = (_ROWS_AT_ONCE, values.shape[1])
-    scratch = (pltpu.VMEM(block, jnp.int32), pltpu.VMEM(block, jnp.float32))
-    found = _by_blocks(
-        "thresholds", _thresholds, values, num_rows, (rules,), outs, scratch, interpret, block=_ROWS_AT_ONCE
-    )
+    block = _rows_at_once(values)
+    scratch = tuple(pltpu.VMEM((block, values.shape[1]), dtype) for dtype in (jnp.int32, jnp.float32))
+    found = _by_blocks("thresholds", _thresholds, values, num_rows, (rules,), outs, scratch, interpret, block=block)
     return found[0][:, 0]
+
+
+def reached(logits: Array, terms: Array, pivots: Array, rows: Array, *, interpret=False) -> Array:
+    """`SamplingKernels.reached`. Blocks without a row that counts are not read."""
+    num_blocks = pl.cdiv(logits.shape[0], _ROWS)
+    of_blocks = jnp.pad(rows, (0, num_blocks * _ROWS - rows.shape[0])).reshape(num_blocks, _ROWS).any(axis=1)
+    # Those with such rows first; the others repeat the last of them.
+    order = jnp.argsort(~of_blocks, stable=True).astype(jnp.int32)
+    count = jnp.sum(of_blocks, dtype=jnp.int32)
+    order = order[jnp.minimum(jnp.arange(num_blocks), jnp.maximum(count - 1, 0))]
+
+    def block(index, count, order):
+        return order[index], 0
+
+    def body(count, order, *refs):
+        @pl.when(pl.program_id(0) < count[0])
+        def _():
+            _reached(*refs, num=logits.shape[1])
+
+    return pl.pallas_call(
+        body,
+        out_shape=jax.ShapeDtypeStruct((logits.shape[0], pivots.shape[1]), jnp.float32),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(num_blocks,),
+            in_specs=[
+                pl.BlockSpec((_ROWS, _padded(logits.shape[1])), block),
+                *(pl.BlockSpec((_ROWS, other.shape[1]), block) for other in (terms, pivots)),
+            ],
+            out_specs=pl.BlockSpec((_ROWS, pivots.shape[1]), block),
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        interpret=interpret,
+        name="reached",
+    )(count[None], order, logits, terms, pivots)
 
 
 def weight_sums(
@@ -156,9 +192,13 @@ def descend(
     outs = (jax.ShapeDtypeStruct((rows, 1), jnp.int32), jax.ShapeDtypeStruct((rows, _FAN), jnp.float32))
     kernel = functools.partial(_descend, widths=tuple(widths))
     clocks = jnp.pad(clocks, ((0, 0), (0, -clocks.shape[1] % LANES)))
-    others = (lower, clocks)
-    node, masses = _by_blocks("descend", kernel, upper, num_rows, others, outs, (), interpret, block=_ROWS_AT_ONCE)
+    others, block = (lower, clocks), _rows_at_once(upper)
+    node, masses = _by_blocks("descend", kernel, upper, num_rows, others, outs, (), interpret, block=block)
     return node[:, 0], masses
+
+
+def _rows_at_once(values: Array) -> int:
+    return min(_ROWS_AT_ONCE, pl.cdiv(values.shape[0], _ROWS) * _ROWS)
 
 
 def _padded(num: int) -> int:
@@ -287,6 +327,25 @@ def _thresholds(values, rules, out, keys, weights, *, floor: float = -80.0):
     found_p = ~wants_p | (pth >= bound)
     threshold = jnp.maximum(kth, jnp.where(wants_p, pth, -jnp.inf))
     out[...] = jnp.where(found_k & found_p, threshold, jnp.nan)
+
+
+def _reached(logits, terms, pivots, out, *, num: int):
+    peak, inverse, threshold, floor = (terms[:, i : i + 1] for i in range(4))
+    count = pivots.shape[1]
+    bounds = [jnp.broadcast_to(pivots[:, i : i + 1], (_ROWS, LANES)) for i in range(count)]
+
+    def add(sums, chunk, _):
+        exponent = (chunk - peak) * inverse
+        kept = (chunk >= threshold) & (exponent >= floor)
+        weights, keys = jnp.where(kept, jnp.exp(exponent), 0.0), _to_key(chunk)
+        for place in range(0, _CHUNK, LANES):
+            own, key = weights[:, place : place + LANES], keys[:, place : place + LANES]
+            sums = tuple(total + jnp.where(key >= bound, own, 0.0) for total, bound in zip(sums, bounds, strict=True))
+        return sums
+
+    sums = _chunks(logits, num, tuple(jnp.zeros((_ROWS, LANES)) for _ in range(count)), add)
+    for i, total in enumerate(sums):
+        out[:, i : i + 1] = jnp.sum(total, axis=1, keepdims=True)
 
 
 def _to_key(values: Array) -> Array:
