@@ -6,6 +6,7 @@ pages of the full pool, all layers (`pool`); nothing is sliced or copied for the
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -17,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from levanter_infer.kernels import scopes
 from levanter_infer.kernels.backend import Platform, Task, Work
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, PoolShape, checked
-from levanter_infer.kernels.tpu import grouped
+from levanter_infer.kernels.tpu import grouped, sampling
 from levanter_infer.kernels.tpu.decode import decode_attention
 from levanter_infer.kernels.tpu.kv_write import write_kv
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool
@@ -68,6 +69,20 @@ class TpuBackend(XlaBackend):
         if not grouped.supports(call):
             return super().grouped_linear(call)
         return grouped.grouped_matmul(call, interpret=_interpreter(self.interpret))
+
+    def bucketed(self, compute: Callable[[int], Array], num_rows: Array, buckets: Sequence[int], zeros: Array) -> Array:
+        def as_read(rows: int) -> Array:
+            return sampling.as_read(compute(rows))
+
+        return sampling.as_read(super().bucketed(as_read, num_rows, buckets, zeros))
+
+    def logit_stats(self, logits: Array, num_rows: Array) -> tuple[Array, Array, Array] | None:
+        if not sampling.supports(logits):
+            return None
+        return sampling.logit_stats(logits, num_rows, interpret=_interpreter(self.interpret))
+
+    def sampling_kernels(self, logits: Array) -> sampling.TpuSampling | None:
+        return sampling.TpuSampling(_interpreter(self.interpret)) if sampling.supports(logits) else None
 
     def pool_shape(self, shape: PoolShape) -> tuple[int, int, int, int, int]:
         return shape.num_layers, shape.num_pages, _layout(shape).slabs, shape.page_size, LANES
