@@ -516,6 +516,7 @@ class Pipeline:
             return item + 1, cursor, goes_on
 
         def begin_several(item):
+            assert prepare is not None
             self.wait_pages(item, True)
             prepare(item, self.wait_queries(item))
 
