@@ -35,7 +35,7 @@ GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this one are greedy: argmax, lowest id on ties."""
 _MIN_EXPONENT = -80.0
 """Tokens e^80 times less likely than the likeliest one have probability 0, which keeps weights out of the denormals."""
-_HISTORY_CHUNK = 1024
+_HISTORY_CHUNK, _PENALISED_ROWS = 1024, 32
 
 
 class LogitStats(eqx.Module):
@@ -164,9 +164,10 @@ def sample(
         return jnp.where(greedy, best, drawn), jnp.where(greedy, 0, drawn_logprobs), jnp.isfinite(peak)
 
     def process_and_choose():
-        z = run_if(jnp.any(biased), lambda z: add_bias(z, column, vocab), as_read(logits))
-        z = run_if(jnp.any(penalised), lambda z: apply_penalties(z, column, history, vocab, penalised), z)
-        z = as_read(run_if(jnp.any(banned), lambda z: _ban_stops(z, column, banned, vocab), z))
+        penalise = apply_penalties if kernels is None else _penalise_by_chunks
+        z = run_if(jnp.any(biased), lambda z: as_read(add_bias(z, column, vocab)), as_read(logits))
+        z = run_if(jnp.any(penalised), lambda z: as_read(penalise(z, column, history, vocab, penalised)), z)
+        z = as_read(run_if(jnp.any(banned), lambda z: as_read(_ban_stops(z, column, banned, vocab)), z))
         if kernels is not None and (found := LogitStats.of_kernel(backend, z, num_rows, vocab)) is not None:
             return choose(z, found.peak, found.best)
         z_peak = vocab.shard_axis.max(jnp.max(z, axis=1))
@@ -265,6 +266,33 @@ def apply_penalties(
     z = z - column["frequency_penalty"][:, None] * generated.astype(jnp.float32)
     z = z - column["presence_penalty"][:, None] * (generated > 0).astype(jnp.float32)
     return jnp.where(is_penalised(column)[:, None], z, logits)
+
+
+def _penalise_by_chunks(
+    logits: Array, column: dict[str, Array], history: History, vocab: Vocabulary, penalised: Array
+) -> Array:
+    """`apply_penalties`, a few rows at a time: counts of all tokens in all rows would be twice the size of the logits.
+    Chunks without a row in the mask are skipped."""
+    rows = penalised.shape[0]
+    size = min(_PENALISED_ROWS, rows)
+    columns = {name: column[name] for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")}
+    per_row = (columns, history._replace(tokens=history.slot_ids), penalised)
+
+    def chunk(index: Array, z: Array) -> Array:
+        # The last chunk may begin earlier: rows that another one has changed are not changed again.
+        first = jnp.minimum(index * size, rows - size)
+        fresh = jnp.arange(size, dtype=jnp.int32) + first >= index * size
+        own_column, own_history, own = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, first, size), per_row)
+        own, own_history = own & fresh, own_history._replace(tokens=history.tokens)
+
+        def changed(z: Array) -> Array:
+            part = jax.lax.dynamic_slice_in_dim(z, first, size)
+            new = apply_penalties(part, own_column, own_history, vocab, own)
+            return jax.lax.dynamic_update_slice_in_dim(z, jnp.where(own[:, None], new, part), first, 0)
+
+        return run_if(jnp.any(own), changed, z)
+
+    return jax.lax.fori_loop(0, -(-rows // size), chunk, logits)
 
 
 def _token_counts(vocab: Vocabulary, tokens: Array, slots: Array, prompt_lens: Array, lens: Array) -> Array:
