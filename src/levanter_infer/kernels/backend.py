@@ -215,7 +215,8 @@ class Backend(ABC):
 
     @abstractmethod
     def linear(self, call: LinearCall) -> list[Array]:
-        """The results of `call`, f32[rows, out] each. Raises: ValueError for dtypes that it does not multiply."""
+        """The results of `call`, [rows, out] each, in f32 or, where the kernel rounds them, in `call.dtype`. Raises:
+        ValueError for dtypes that it does not multiply."""
 
     @abstractmethod
     def grouped_linear(self, call: GroupedCall) -> list[Array]:
@@ -279,7 +280,7 @@ class Backend(ABC):
     def write_kv(self, pool: Array, write: KvWrite) -> tuple[Array | None, Array]:
         """Store keys and values, in place where the pool is donated.
 
-        Returns: the queries that `write` holds, rotated, f32; and the pool.
+        Returns: the queries that `write` holds, rotated, in f32 or their dtype; and the pool.
         """
 
     @abstractmethod
