@@ -252,7 +252,8 @@ def _take_known(state: DecodeState, shapes: Shapes, order: Array, seekers: Array
 
     table = state.sequences
     carry = (jnp.int32(0), table.page_indices, table.num_computed)
-    return jax.lax.while_loop(lambda carry: carry[0] < count, of_block, carry)[1:]
+    _, page_indices, computed = jax.lax.while_loop(lambda carry: carry[0] < count, of_block, carry)
+    return page_indices, computed
 
 
 def _take_window(state: DecodeState, shapes: Shapes, slots: Array, seekers: Array) -> tuple[Array, Array, Array]:

@@ -168,10 +168,9 @@ def sample(
         z = run_if(jnp.any(biased), lambda z: as_read(add_bias(z, column, vocab)), as_read(logits))
         z = run_if(jnp.any(penalised), lambda z: as_read(penalise(z, column, history, vocab, penalised)), z)
         z = as_read(run_if(jnp.any(banned), lambda z: as_read(_ban_stops(z, column, banned, vocab)), z))
-        if kernels is not None and (found := LogitStats.of_kernel(backend, z, num_rows, vocab)) is not None:
-            return choose(z, found.peak, found.best)
-        z_peak = vocab.shard_axis.max(jnp.max(z, axis=1))
-        return choose(z, z_peak, _first_best(z, z_peak, vocab))
+        found = None if backend is None or kernels is None else LogitStats.of_kernel(backend, z, num_rows, vocab)
+        z_peak = vocab.shard_axis.max(jnp.max(z, axis=1)) if found is None else found.peak
+        return choose(z, z_peak, _best(z, z_peak, found, vocab))
 
     # Rows that want nothing else, the commonest, are spared the copy of the logits that processing works on: greedy
     # ones, and where a kernel draws, all whose logits stay as they are.
@@ -181,16 +180,14 @@ def sample(
             chosen, processed, possible = jax.lax.cond(
                 jnp.any((changed | ~greedy) & used),
                 process_and_choose,
-                lambda: (
-                    _first_best(logits, peak, vocab) if stats.best is None else stats.best,
-                    jnp.zeros_like(peak),
-                    jnp.isfinite(peak),
-                ),
+                lambda: (_best(logits, peak, stats, vocab), jnp.zeros_like(peak), jnp.isfinite(peak)),
             )
     else:
         with jax.named_scope(scopes.CHANGED):
             chosen, processed, possible = jax.lax.cond(
-                jnp.any(changed & used), process_and_choose, lambda: choose(logits, peak, stats.best)
+                jnp.any(changed & used),
+                process_and_choose,
+                lambda: choose(logits, peak, _best(logits, peak, stats, vocab)),
             )
     finite = (stats.total > 0) & possible
     wanted = jnp.where(finite, column["num_logprobs"], 0)
@@ -224,7 +221,7 @@ def likeliest(logits: Array, stats: LogitStats, count: int, vocab: Vocabulary | 
     vocab = _vocab_of(logits, vocab)
     log_total = jnp.log(stats.total)
     if count == 1:
-        best = _first_best(logits, stats.peak, vocab) if stats.best is None else stats.best
+        best = _best(logits, stats.peak, stats, vocab)
         return best[:, None], -log_total[:, None]
     values, ids = vocab.largest(logits, count)
     return ids, values - stats.peak[:, None] - log_total[:, None]
@@ -330,9 +327,12 @@ def _ban_stops(logits: Array, column: dict[str, Array], banned: Array, vocab: Vo
     return scatter(logits, (_row_ids(ids), ids), -jnp.inf)
 
 
-def _first_best(logits: Array, peak: Array, vocab: Vocabulary) -> Array:
-    """The lowest id among the tokens of each row whose logit is `peak`, i32[row]; a row of NaN has none."""
-    return vocab.first(logits == peak[:, None])
+def _best(logits: Array, peak: Array, stats: LogitStats | None, vocab: Vocabulary) -> Array:
+    """The lowest id among the tokens of each row whose logit is `peak`, i32[row]; a row of NaN has none.
+
+    Args: stats: of these logits, where they are known.
+    """
+    return vocab.first(logits == peak[:, None]) if stats is None or stats.best is None else stats.best
 
 
 def _draw_tokens(
