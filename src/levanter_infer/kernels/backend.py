@@ -73,7 +73,6 @@ class Task:
         return "weights" if self.work is Work.MATMUL else "pages"
 
 
-@dataclass(frozen=True)
 class SamplingKernels(Protocol):
     """Passes over logits f32[row, vocab], a device's part of the vocabulary, for all rows of a step together.
 
@@ -133,6 +132,7 @@ class SamplingKernels(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class Backend(ABC):
     """One platform's kernels. Frozen and hashable: models and pools hold it as a static field."""
 

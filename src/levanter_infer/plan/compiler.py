@@ -22,7 +22,7 @@ from levanter_infer.plan.spec import EngineSpec
 from levanter_infer.plan.step_budget import step_budgets
 from levanter_infer.plan.targets import Target
 from levanter_infer.runtime import gpu_compiler
-from levanter_infer.runtime.libtpu import estimate_options, read_estimates, read_hlo
+from levanter_infer.runtime.libtpu import estimate_options, read_estimates, read_hlo, topology_options
 
 _LOWERED = {"gpu": "cuda"}
 """JAX's names of platforms for lowering, where they are others."""
@@ -55,7 +55,8 @@ def main() -> int:
 def devices_of(target: Target) -> list:
     """Devices to compile for. Raises: ValueError if the target needs devices on this machine and there are none."""
     if target.topology is not None:
-        return list(topologies.get_topology_desc(target.topology, "tpu").devices)
+        options = topology_options(target.topology)
+        return list(topologies.get_topology_desc(target.topology, "tpu", **options).devices)
     devices, chip = jax.devices(), target.chip
     if chip.platform == "gpu":
         described = gpu_compiler.describe(chip.kind, chip.compute_capability, chip.memory_bytes, chip.memory_gbps)
