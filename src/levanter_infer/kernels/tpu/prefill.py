@@ -193,7 +193,9 @@ class _Block:
         self.depths = pairs(tiles) if sizes.operand.itemsize < 4 else [range(t, t + 1) for t in range(tiles)]
         self.known_scales: dict = {}
         """Of int8, by keys, side and head, during one method."""
-        self.chunk = CHUNK if sizes.tokens % CHUNK == 0 else sizes.tokens
+        page_size = sizes.page_size
+        is_whole = sizes.tokens % CHUNK == 0 and (CHUNK % page_size == 0 or page_size % CHUNK == 0)
+        self.chunk = CHUNK if is_whole else sizes.tokens
         self.dot = functools.partial(
             jax.lax.dot_general,
             preferred_element_type=jnp.float32,
