@@ -56,7 +56,7 @@ def devices_of(target: Target) -> list:
     """Devices to compile for. Raises: ValueError if the target needs devices on this machine and there are none."""
     if target.topology is not None:
         return list(topologies.get_topology_desc(target.topology, "tpu").devices)
-    devices, chip = jax.devices(), target.chip
+    devices, chip = jax.devices(), target.chip  # which makes plugins known
     if chip.platform == "gpu":
         described = gpu_compiler.describe(chip.kind, chip.compute_capability, chip.memory_bytes, chip.memory_gbps)
         shape = dict(topology=f"1x1x{target.num_chips}", target_config=described)
