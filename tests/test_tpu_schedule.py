@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import pytest
-from scripts.tpu.cycles import estimated_cycles
+from scripts.tpu.limits import prefill_limits
 from scripts.tpu_schedule import compile_builder, describe
 
+from levanter_infer.plan.bundles import Schedules, executed, split_bundles
+from levanter_infer.plan.cycles import estimated_cycles
 from levanter_infer.plan.hlo import collectives, large_moves
 from levanter_infer.runtime.libtpu import short_of
-from tests.tpu_kernels import COPIED, VALUES
+from tests.tpu_kernels import COPIED, TRIPS, VALUES
 
 KERNELS = Path(__file__).with_name("tpu_kernels.py")
 BUILDERS = Path(__file__).resolve().parents[1] / "scripts" / "tpu_builders.py"
@@ -16,9 +18,9 @@ MIB = 2**20
 
 
 @pytest.mark.tpu_compile
-def test_loops_spills_and_memory_are_those_of_the_kernels():
+def test_loops_spills_and_memory_are_those_of_the_kernels(tmp_path):
     pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra `test`")
-    schedule = compile_builder(f"{KERNELS}:kernels", "v5e")
+    schedule = compile_builder(f"{KERNELS}:kernels", "v5e", keep=str(tmp_path))
     assert schedule.error is None, schedule.error
 
     nested = schedule.kernel("nested_loops")
@@ -40,6 +42,17 @@ def test_loops_spills_and_memory_are_those_of_the_kernels():
     assert crowded.spills >= VALUES - 64 and crowded.fills >= crowded.spills
     assert 4096 * (VALUES - 64) <= crowded.memory["vmem"]["spill slots"] < crowded.memory["vmem"]["total"]
     assert "nested_loops" in describe(schedule) and "MATMUL" in describe(schedule)
+
+    text = next(tmp_path.glob("*-counted_loop*-final_bundles.txt")).read_text()
+    bundles = split_bundles(text)
+    ran = executed(bundles)
+    assert ran is not None and len(bundles) > schedule.kernel("counted_loop").loops[0].skippable > 0
+    assert sum(bundles[address].count("vst [") for address in ran) == (TRIPS + 2) * COPIED
+    schedules = Schedules(str(tmp_path), "v5e")
+    counted = next(name for name in schedules.names if name.startswith("counted_loop"))
+    assert schedules.cycles(counted) >= len(ran) > 0
+    assert all(schedules.cycles(name) is None for name in schedules.names if name.startswith("nested_loops"))
+    assert schedules.cycles("no_such_instruction") is None
 
 
 @pytest.mark.tpu_compile
@@ -125,3 +138,13 @@ def test_cycles_wait_for_results():
     assert estimated_cycles([matmul, *[other] * 200, pop], "v5e") == 202
     reduced = ["{ %3 = vmax.xlane.f32.xlu0 %v1 }", "{ %v4 = vpop.xlane.xlu0 %3 }"]
     assert estimated_cycles(reduced, "v5e") == 1 + 115
+
+
+def test_the_units_bound_prefill_as_counted_by_hand():
+    # 1,024 keys, 256 queries of 4 heads: 64 passes of 16 keys over 8 stripes of 128 queries, and as many of values.
+    small = prefill_limits("v4", keys=1024, columns=1024, head_dim=128, value_dim=128)
+    assert small["MXU"] == 2 * 64 * 8 * 16 / 4
+    # Keys fill half of a unit of 256 x 256, values with the weights as stationary operand all of it.
+    large = prefill_limits("v6e", keys=1024, columns=1024, head_dim=128, value_dim=128)
+    assert large["MXU"] == (64 * 4 + 8 * 4 * 4) * 8 / 2
+    assert max(large, key=large.get) == "MXU" and large["EUP"] == 1024 == small["EUP"] / 2
