@@ -137,7 +137,7 @@ def profiled(engine: InferenceEngine, call: Callable[[int], float], steps: int) 
     totals = []
     for output in (1, 1 + steps):
         seconds, events = _traced(lambda output=output: call(output))
-        parts: collections.Counter[str] = collections.Counter()
+        parts: dict[str, float] = collections.defaultdict(float)
         for name, ms in events:
             if name in named:
                 parts[named[name]] += ms
