@@ -37,6 +37,7 @@ from levanter_infer.engine.request import Request
 from levanter_infer.kernels.xla.backend import XlaBackend
 from levanter_infer.layers.layout import Layout
 from levanter_infer.layers.shard_axis import ShardAxis, Vocabulary
+from levanter_infer.models import decoder as decoder_module
 from levanter_infer.models.uncached import next_token
 from levanter_infer.runtime.hosts import Hosts
 from tests.decode.sampling_oracle import sampling_table
@@ -448,6 +449,26 @@ def by_head(score, q_pos, kv_pos, head):
     return score - 0.1 * (head + 1).astype(jnp.float32) * (q_pos - kv_pos).astype(jnp.float32)
 
 
+def by_rows(kind: str) -> Callable[[Place], dict]:
+    """Another kind, with the rows of the residual stream sharded, and how often a step was traced so."""
+
+    def compute(place: Place) -> dict:
+        before, seen = decoder_module.row_shards, []
+
+        def noted(*arguments):
+            found = before(*arguments)
+            seen.append(found.parts)
+            return found
+
+        XlaBackend.row_shard, decoder_module.row_shards = 1, noted
+        try:
+            return {**KINDS[kind](place), "row_parts": sorted(set(seen))}
+        finally:
+            XlaBackend.row_shard, decoder_module.row_shards = None, before
+
+    return compute
+
+
 KINDS: dict[str, Callable[[Place], dict]] = {
     "some": lambda place: run(place, 16),
     "many": lambda place: run(place, 200),
@@ -470,6 +491,11 @@ KINDS: dict[str, Callable[[Place], dict]] = {
     "invariant": invariant,
     "stored": stored,
     "live": lambda place: invariant(place, is_live=True),
+}
+
+
+KINDS |= {
+    f"rows{kind}": by_rows(kind) for kind in ("some", "wholenorm", "experts", "latents", "biased", "sinks", "tied")
 }
 
 

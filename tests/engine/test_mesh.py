@@ -155,6 +155,20 @@ def test_weights_that_are_stored_as_on_a_tpu_give_the_tokens_of_one_device():
         assert found["weights"] == [f"(2, 32, {32 // parts})", f"(2, {experts}, {24 // parts}, 40)"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["wholenorm", "experts", "latents", "biased", "sinks", "tied"])
+def test_rows_of_the_residual_stream_on_devices_of_their_own_give_the_tokens_of_one_device(kind):
+    one, many = runs(f"{kind}_one", f"rows{kind}_model4").values()
+    check_same(one, many)
+    assert 4 in many["row_parts"]
+
+
+def test_a_step_with_sharded_rows_gives_the_tokens_of_one_device():
+    one, many = runs("some_one", "rowssome_model2").values()
+    check_same(one, many)
+    assert many["row_parts"] == [2]
+
+
 def check_swapped(found: dict) -> None:
     assert found["wrong"] == 0 and found["tokens"] == 4 * 5 * 12
     assert found["versions"] == [0, 1, 2, 3] and found["mixed"] > 3

@@ -307,6 +307,7 @@ def apply(x: NamedArray, *maps: Linear, dtype=None, **fusion) -> list[NamedArray
     for part, y in zip(maps, first.backend.linear(call), strict=True):
         axes = (*rows, *part.outs)
         y = part.shard_axis.sum_in(x.dtype, y.reshape([axis.size for axis in axes]))
+        axes = (axes[0].resize(y.shape[0]), *axes[1:])  # a part of the rows, where the sum is left in parts
         results.append(outside.after(_biased(NamedArray(y, axes), part).astype(dtype)))
     return results
 

@@ -3,6 +3,7 @@
 What runs on one device is the same code with one part, for which all of this does nothing.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -19,9 +20,20 @@ class ShardAxis:
     mesh_axis: str | tuple[str, ...] | None = None
     """Or several, over which only sums are taken."""
     parts: int = 1
+    scatters_rows: bool = False
+    """Whether a sum is left in parts: each device gets its own of the first axis (reduce-scatter)."""
 
     def sum(self, values: Array) -> Array:
-        return values if self.mesh_axis is None else jax.lax.psum(values, self.mesh_axis)
+        if self.mesh_axis is None:
+            return values
+        if self.scatters_rows:
+            return jax.lax.psum_scatter(values, self.mesh_axis, scatter_dimension=0, tiled=True)
+        return jax.lax.psum(values, self.mesh_axis)
+
+    @property
+    def scattering(self) -> "ShardAxis":
+        """The same axis, whose sums are left in parts; where it has one part, itself."""
+        return self if self.mesh_axis is None else dataclasses.replace(self, scatters_rows=True)
 
     def sum_in(self, dtype, values: Array) -> Array:
         """`sum`, with what each part has sent as `dtype`."""
@@ -40,6 +52,13 @@ class ShardAxis:
         if self.mesh_axis is None:
             return values
         return jax.lax.all_gather(values, self.mesh_axis, axis=axis, tiled=True)
+
+    def own(self, values: Array) -> Array:
+        """This device's part of the first axis of values that all devices have."""
+        if self.mesh_axis is None:
+            return values
+        size = values.shape[0] // self.parts
+        return jax.lax.dynamic_slice_in_dim(values, self.index * size, size)
 
     @property
     def index(self) -> Array:

@@ -60,10 +60,10 @@ from levanter_infer.models.blocks import Block, Mixer, Placement, Stack
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.mixing import mixer_of, with_convolution
 from levanter_infer.models.periods import Body, Group
+from levanter_infer.models.row_shards import all_rows, row_shards, with_rows, with_scattered_sums
 
 PLAIN = AttentionSpec()
 """Attention as the model alone defines it."""
-
 
 Recurrent = ShortConv | DeltaNet | KimiDelta | Mamba2
 """The parameters of mixers that remember a state of fixed size per sequence."""
@@ -149,16 +149,18 @@ class DecoderLayer(eqx.Module):
         on_choice: Callable[[Array], None] | None = None,
         own_input: NamedArray | None = None,
         convolve: Convolve | None = None,
+        shards: ShardAxis = REPLICATED,
     ):
         """The layer.
 
         Args:
-            x: [..., embed]
+            x: [..., embed]; where rows are sharded, this device's.
             block: what it computes.
             mix: the mixer, of the residual stream and what happens around its matmuls; gives its result and its states.
             on_choice: called with the experts of each row, if the layer has some (`Moe`).
             own_input: [..., layer_input], the layer's own input, if it has one.
             convolve: its short convolutions, if it has some.
+            shards: the axis over which rows are sharded (`row_shards`), of a layer `with_scattered_sums`.
         Returns: [..., embed] and the mixer's states.
         """
         multiplier = block.residual_multiplier
@@ -184,7 +186,8 @@ class DecoderLayer(eqx.Module):
         mixed = x
         states: tuple[Any, ...] = ()
         if block.mixer is not None:
-            mixed, states = mix(x, around(self.input_norm, mixer_after, x))
+            seen, norm = all_rows(x, self.input_norm, rows, shards)
+            mixed, states = mix(seen, around(norm, mixer_after, x))
             mixed = added(mixed, mixer_after, x)
         result = mixed
         if self.mlp is not None:
@@ -192,7 +195,8 @@ class DecoderLayer(eqx.Module):
             norm = self.input_norm if block.placement is Placement.PARALLEL else self.mlp_norm
             observed = on_choice is not None and isinstance(self.mlp, Moe)
             feed = functools.partial(self.mlp, on_choice=on_choice) if observed else self.mlp
-            result = feed(x if parallel else mixed, around(norm, mlp_after, mixed), block.feed_forward)  # type: ignore[arg-type]
+            seen, norm = all_rows(x if parallel else mixed, norm, rows, shards)
+            result = feed(seen, around(norm, mlp_after, mixed), block.feed_forward)  # type: ignore[arg-type]
             result = added(result, mlp_after, mixed)
         if self.layer_input is not None:
             assert own_input is not None and block.layer_input is not None
@@ -493,7 +497,7 @@ class DecoderModel(eqx.Module):
             seen: list[Array] = []
             on_choice, block = None if chosen is None else seen.append, body.item
             stack, index = at(self.config.stored_at)
-            layer = self.stacks[stack].at(index, num_tokens)
+            layer = with_scattered_sums(self.stacks[stack].at(index, num_tokens), shards)
             pools, mixers, convolve = [], [], None
             if layer.convs is not None:
                 slots, number = at(functools.partial(self.config.remembered_at, is_paged=False))
@@ -526,7 +530,7 @@ class DecoderModel(eqx.Module):
             own = None
             if own_inputs is not None:
                 own = pick_layer(own_inputs, _index(body.starts, trip, further))
-            x, remembered = layer(x, block, mixer_of(block, mixers, layer.some_map), on_choice, own, convolve)
+            x, remembered = layer(x, block, mixer_of(block, mixers, layer.some_map), on_choice, own, convolve, shards)
             for pool, new in zip(pools, remembered, strict=True):
                 cache = cache.with_pool(pool, new)
             if convolve is not None:
@@ -538,14 +542,16 @@ class DecoderModel(eqx.Module):
 
         x = self._embed(batch.tokens, batch.positions, num_tokens)
         own_inputs = self._layer_inputs(batch.tokens, x, num_tokens)
-        carry = x, cache, chosen
+        shards = row_shards(self.config, self.backend, self.shard_axis, x.array.shape[0])
+        carry = with_rows(shards.own(x.array), x), cache, chosen
         for group in self.config.groups:
             trip = functools.partial(run, group)
             if group.trips > 1:
                 carry = jax.lax.fori_loop(0, group.trips, trip, carry)
             else:  # of an index that XLA knows it would copy the layer's weights, once and for all steps
                 carry = trip(jnp.minimum(num_tokens, 0), carry)
-        return carry
+        x, cache, chosen = carry
+        return with_rows(shards.all_gather(x.array, 0), x), cache, chosen
 
     def logits(self, hidden: NamedArray, num_rows: Array | None = None) -> NamedArray:
         """Final norm and head.
