@@ -19,7 +19,7 @@ from levanter_infer.plan.hlo import collectives_of, large_moves
 from levanter_infer.plan.spec import EngineSpec
 from levanter_infer.plan.step_budget import step_budgets
 from levanter_infer.plan.targets import Target
-from levanter_infer.runtime.libtpu import estimate_options, read_estimates, read_hlo
+from levanter_infer.runtime.libtpu import estimate_options, read_estimates, read_hlo, topology_options
 
 
 def main() -> int:
@@ -49,7 +49,8 @@ def main() -> int:
 def devices_of(target: Target) -> list:
     """Devices to compile for. Raises: ValueError if the target needs devices on this machine and there are none."""
     if target.topology is not None:
-        return list(topologies.get_topology_desc(target.topology, "tpu").devices)
+        options = topology_options(target.topology)
+        return list(topologies.get_topology_desc(target.topology, "tpu", **options).devices)
     devices = jax.devices()
     if devices[0].platform != target.chip.platform:
         raise ValueError(
