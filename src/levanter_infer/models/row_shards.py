@@ -54,7 +54,7 @@ def _is_row_wise(block: Block) -> bool:
     if isinstance(feed_forward, ExpertsBlock):
         own = feed_forward.norms, feed_forward.router.norm, feed_forward.latent_dim, feed_forward.latent_norm
         return isinstance(mixer, _Attention) and own == (None,) * 4 and not feed_forward.shared_gate
-    return isinstance(mixer, _Attention) and isinstance(feed_forward, DenseBlock) and feed_forward.out_multiplier == 1
+    return isinstance(mixer, _Attention) and isinstance(feed_forward, DenseBlock)
 
 
 _Attention = AttentionBlock | LatentAttentionBlock
