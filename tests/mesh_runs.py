@@ -64,6 +64,9 @@ SINKS = {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok":
          "intermediate_size": 24, "rope_theta": 1e4}  # fmt: skip
 """Maps of experts and the router have biases, and query heads have sinks."""
 
+BIASES = {"model_type": "qwen2", "hidden_size": 64}
+"""Queries, keys and values have biases."""
+
 
 def requests(count: int) -> list[Request]:
     """Prompts that partly begin alike, with parameters of every kind."""
@@ -449,22 +452,22 @@ def by_head(score, q_pos, kv_pos, head):
     return score - 0.1 * (head + 1).astype(jnp.float32) * (q_pos - kv_pos).astype(jnp.float32)
 
 
-def by_rows(kind: str) -> Callable[[Place], dict]:
-    """Another kind, with the rows of the residual stream sharded, and how often a step was traced so."""
+def on_ring(kind: str) -> Callable[[Place], dict]:
+    """Another kind, with the columns of the residual stream on a ring of devices, and the devices of the rings."""
 
     def compute(place: Place) -> dict:
-        before, seen = decoder_module.row_shards, []
+        before, seen = decoder_module.ring_of, []
 
         def noted(*arguments):
             found = before(*arguments)
             seen.append(found.parts)
             return found
 
-        XlaBackend.row_shard, decoder_module.row_shards = 1, noted
+        XlaBackend.ring_bytes, decoder_module.ring_of = 1, noted
         try:
-            return {**KINDS[kind](place), "row_parts": sorted(set(seen))}
+            return {**KINDS[kind](place), "ring_parts": sorted(set(seen))}
         finally:
-            XlaBackend.row_shard, decoder_module.row_shards = None, before
+            XlaBackend.ring_bytes, decoder_module.ring_of = None, before
 
     return compute
 
@@ -485,6 +488,7 @@ KINDS: dict[str, Callable[[Place], dict]] = {
     "loadedlatents": lambda place: loaded(place, LATENTS),
     "loadedexperts": lambda place: loaded(place, EXPERTS),
     "tied": lambda place: run(place, 8, {"tie_word_embeddings": True, "dtype": "bfloat16"}),
+    "biases": lambda place: run(place, 8, BIASES),
     "swapped": swapped,
     "studied": studied,
     "levelled": levelled,
@@ -494,9 +498,7 @@ KINDS: dict[str, Callable[[Place], dict]] = {
 }
 
 
-KINDS |= {
-    f"rows{kind}": by_rows(kind) for kind in ("some", "wholenorm", "experts", "latents", "biased", "sinks", "tied")
-}
+KINDS |= {f"ring{kind}": on_ring(kind) for kind in ("some", "heads", "tied", "biases", "experts")}
 
 
 def case(name: str, hosts: Hosts | None = None) -> dict:

@@ -156,17 +156,16 @@ def test_weights_that_are_stored_as_on_a_tpu_give_the_tokens_of_one_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["wholenorm", "experts", "latents", "biased", "sinks", "tied"])
-def test_rows_of_the_residual_stream_on_devices_of_their_own_give_the_tokens_of_one_device(kind):
-    one, many = runs(f"{kind}_one", f"rows{kind}_model4").values()
+@pytest.mark.parametrize("case", ["some_model2", "some_model4", "some_data2_model4", "heads_model4", "biases_model8"])
+def test_columns_of_the_residual_stream_on_a_ring_give_the_tokens_of_one_device(case):
+    one, many = runs(f"{case.split('_')[0]}_one", f"ring{case}").values()
     check_same(one, many)
-    assert 4 in many["row_parts"]
+    assert many["ring_parts"] == [int(case[-1])]
 
 
-def test_a_step_with_sharded_rows_gives_the_tokens_of_one_device():
-    one, many = runs("some_one", "rowssome_model2").values()
-    check_same(one, many)
-    assert many["row_parts"] == [2]
+@pytest.mark.slow
+def test_experts_have_no_ring():
+    assert runs("ringexperts_model4")["ringexperts_model4"]["ring_parts"] == [1]
 
 
 def check_swapped(found: dict) -> None:

@@ -219,8 +219,6 @@ class Moe(eqx.Module):
         for shared in (*([] if self.shared is None else [self.shared]), *self.shared_experts):
             result = self._share(shared, rows, around.norm, block)
             total = total + self._normed(self.shared_out_norm, result, embed)
-        if self.sums.scatters_rows:
-            return around.after(NamedArray(total, (x.axes[0].resize(total.shape[0]), embed)))
         return around.after(NamedArray(total.reshape(x.array.shape), x.axes))
 
     def _normed(self, norm: RMSNorm | None, rows: Array, embed: Axis) -> Array:

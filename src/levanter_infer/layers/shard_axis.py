@@ -3,7 +3,6 @@
 What runs on one device is the same code with one part, for which all of this does nothing.
 """
 
-import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -20,20 +19,9 @@ class ShardAxis:
     mesh_axis: str | tuple[str, ...] | None = None
     """Or several, over which only sums are taken."""
     parts: int = 1
-    scatters_rows: bool = False
-    """Whether a sum is left in parts: each device gets its own of the first axis (reduce-scatter)."""
 
     def sum(self, values: Array) -> Array:
-        if self.mesh_axis is None:
-            return values
-        if self.scatters_rows:
-            return jax.lax.psum_scatter(values, self.mesh_axis, scatter_dimension=0, tiled=True)
-        return jax.lax.psum(values, self.mesh_axis)
-
-    @property
-    def scattering(self) -> "ShardAxis":
-        """The same axis, whose sums are left in parts; where it has one part, itself."""
-        return self if self.mesh_axis is None else dataclasses.replace(self, scatters_rows=True)
+        return values if self.mesh_axis is None else jax.lax.psum(values, self.mesh_axis)
 
     def sum_in(self, dtype, values: Array) -> Array:
         """`sum`, with what each part has sent as `dtype`."""
@@ -53,12 +41,19 @@ class ShardAxis:
             return values
         return jax.lax.all_gather(values, self.mesh_axis, axis=axis, tiled=True)
 
-    def own(self, values: Array) -> Array:
-        """This device's part of the first axis of values that all devices have."""
+    def own(self, values: Array, axis: int) -> Array:
+        """This device's part of an axis of values that all devices have."""
         if self.mesh_axis is None:
             return values
-        size = values.shape[0] // self.parts
-        return jax.lax.dynamic_slice_in_dim(values, self.index * size, size)
+        size = values.shape[axis] // self.parts
+        return jax.lax.dynamic_slice_in_dim(values, self.index * size, size, axis)
+
+    def shifted(self, values: Array, by: int) -> Array:
+        """The values of the device that is `by` places before this one in the ring of all."""
+        if self.mesh_axis is None:
+            return values
+        pairs = [(i, (i + by) % self.parts) for i in range(self.parts)]
+        return jax.lax.ppermute(values, self.mesh_axis, pairs)
 
     @property
     def index(self) -> Array:

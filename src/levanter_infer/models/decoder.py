@@ -60,7 +60,7 @@ from levanter_infer.models.blocks import Block, Mixer, Placement, Stack
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.mixing import mixer_of, with_convolution
 from levanter_infer.models.periods import Body, Group
-from levanter_infer.models.row_shards import all_rows, row_shards, with_rows, with_scattered_sums
+from levanter_infer.models.ring import columns_of, ring_of, with_ring
 
 PLAIN = AttentionSpec()
 """Attention as the model alone defines it."""
@@ -149,18 +149,16 @@ class DecoderLayer(eqx.Module):
         on_choice: Callable[[Array], None] | None = None,
         own_input: NamedArray | None = None,
         convolve: Convolve | None = None,
-        shards: ShardAxis = REPLICATED,
     ):
         """The layer.
 
         Args:
-            x: [..., embed]; where rows are sharded, this device's.
+            x: [..., embed]; of a layer on a ring (`with_ring`), this device's columns.
             block: what it computes.
             mix: the mixer, of the residual stream and what happens around its matmuls; gives its result and its states.
             on_choice: called with the experts of each row, if the layer has some (`Moe`).
             own_input: [..., layer_input], the layer's own input, if it has one.
             convolve: its short convolutions, if it has some.
-            shards: the axis over which rows are sharded (`row_shards`), of a layer `with_scattered_sums`.
         Returns: [..., embed] and the mixer's states.
         """
         multiplier = block.residual_multiplier
@@ -186,8 +184,7 @@ class DecoderLayer(eqx.Module):
         mixed = x
         states: tuple[Any, ...] = ()
         if block.mixer is not None:
-            seen, norm = all_rows(x, self.input_norm, rows, shards)
-            mixed, states = mix(seen, around(norm, mixer_after, x))
+            mixed, states = mix(x, around(self.input_norm, mixer_after, x))
             mixed = added(mixed, mixer_after, x)
         result = mixed
         if self.mlp is not None:
@@ -195,8 +192,7 @@ class DecoderLayer(eqx.Module):
             norm = self.input_norm if block.placement is Placement.PARALLEL else self.mlp_norm
             observed = on_choice is not None and isinstance(self.mlp, Moe)
             feed = functools.partial(self.mlp, on_choice=on_choice) if observed else self.mlp
-            seen, norm = all_rows(x if parallel else mixed, norm, rows, shards)
-            result = feed(seen, around(norm, mlp_after, mixed), block.feed_forward)  # type: ignore[arg-type]
+            result = feed(x if parallel else mixed, around(norm, mlp_after, mixed), block.feed_forward)  # type: ignore[arg-type]
             result = added(result, mlp_after, mixed)
         if self.layer_input is not None:
             assert own_input is not None and block.layer_input is not None
@@ -497,7 +493,7 @@ class DecoderModel(eqx.Module):
             seen: list[Array] = []
             on_choice, block = None if chosen is None else seen.append, body.item
             stack, index = at(self.config.stored_at)
-            layer = with_scattered_sums(self.stacks[stack].at(index, num_tokens), shards)
+            layer = with_ring(self.stacks[stack].at(index, num_tokens), ring)
             pools, mixers, convolve = [], [], None
             if layer.convs is not None:
                 slots, number = at(functools.partial(self.config.remembered_at, is_paged=False))
@@ -530,7 +526,7 @@ class DecoderModel(eqx.Module):
             own = None
             if own_inputs is not None:
                 own = pick_layer(own_inputs, _index(body.starts, trip, further))
-            x, remembered = layer(x, block, mixer_of(block, mixers, layer.some_map), on_choice, own, convolve, shards)
+            x, remembered = layer(x, block, mixer_of(block, mixers, layer.some_map), on_choice, own, convolve)
             for pool, new in zip(pools, remembered, strict=True):
                 cache = cache.with_pool(pool, new)
             if convolve is not None:
@@ -542,8 +538,8 @@ class DecoderModel(eqx.Module):
 
         x = self._embed(batch.tokens, batch.positions, num_tokens)
         own_inputs = self._layer_inputs(batch.tokens, x, num_tokens)
-        shards = row_shards(self.config, self.backend, self.shard_axis, x.array.shape[0])
-        carry = with_rows(shards.own(x.array), x), cache, chosen
+        ring = ring_of(self.config, self.backend, self.shard_axis, x)
+        carry = columns_of(x, ring.own(x.array, 1)), cache, chosen
         for group in self.config.groups:
             trip = functools.partial(run, group)
             if group.trips > 1:
@@ -551,7 +547,7 @@ class DecoderModel(eqx.Module):
             else:  # of an index that XLA knows it would copy the layer's weights, once and for all steps
                 carry = trip(jnp.minimum(num_tokens, 0), carry)
         x, cache, chosen = carry
-        return with_rows(shards.all_gather(x.array, 0), x), cache, chosen
+        return columns_of(x, ring.all_gather(x.array, 1)), cache, chosen
 
     def logits(self, hidden: NamedArray, num_rows: Array | None = None) -> NamedArray:
         """Final norm and head.
