@@ -4,6 +4,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Int32, UInt32
 
 from levanter_infer.cache.arrays import full, gather, replace, scatter
@@ -179,7 +180,10 @@ class PrefixTable(eqx.Module):
         free_rank = jnp.cumsum(~taken, axis=1) - 1
         fitting = ~taken & (free_rank == rank[:, None])
         way = jnp.where(jnp.any(fitting, axis=1), jnp.argmax(fitting, axis=1), serials & (WAYS - 1))
-        return replace(self, buckets=scatter(self.buckets, (buckets, way), pages))
+        # Stored row by row, as it is between steps: within a loop XLA prefers columns on a TPU, and copies the table.
+        return replace(
+            self, buckets=with_layout_constraint(scatter(self.buckets, (buckets, way), pages), Layout((0, 1)))
+        )
 
     def _bucket(self, hashes: Array) -> Array:
         mask = jnp.uint32(self.buckets.shape[0] - 1)

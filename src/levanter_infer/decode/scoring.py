@@ -126,7 +126,8 @@ def _score_tokens(
         before = jnp.where((position > of_row(rows.begin))[:, None], own, kept.astype(own.dtype))
         num_valid = jnp.minimum(total - start, _TOKENS)
         logits = model.logits(hax.named(before, (ROW, model.embed)), num_valid).rearrange((ROW, ...)).array
-        stats = LogitStats.of_kernel(model.backend, logits, num_valid) or LogitStats.of(logits, model.vocab)
+        stats = LogitStats.of_kernel(model.backend, logits, num_valid, model.vocab)
+        stats = stats or LogitStats.of(logits, model.vocab)
         tokens = gather(table.tokens, (slots, position), 0)
         logprobs = logprobs_of(logits, tokens, stats, model.vocab)
         new = pack_scores(logprobs, *likeliest(logits, stats, scores.num_top, model.vocab))

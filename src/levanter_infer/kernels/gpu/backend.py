@@ -1,16 +1,25 @@
 """The `gpu` backend: Pallas on Triton, for NVIDIA GPUs."""
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.kernels.backend import Platform, Task, Work
-from levanter_infer.kernels.call import AttentionCall, LinearCall
+from levanter_infer.kernels.backend import Fuse, Platform, Task, Work
+from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall
 from levanter_infer.kernels.gpu import attention, linear, plt
+from levanter_infer.kernels.gpu.kv_write import rotate_and_write
 from levanter_infer.kernels.xla.backend import XlaBackend
 
 GPU = Platform("gpu")
+
+_IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE"
+"""What XLA may put into CUDA graphs: by default it puts no loops there."""
+_NOT_IN_GRAPHS = "fusion-dynamic-memcpy-rewriter"
+"""A pass of XLA that makes a copy of the host's of a layer's slice, which no graph can hold."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +34,7 @@ class GpuBackend(XlaBackend):
     name = "gpu"
     home = GPU
     kernels = frozenset({Work.MATMUL, Work.ATTENTION})
+    fuses = frozenset(Fuse)
 
     @classmethod
     def refusal(cls, task: Task) -> str | None:
@@ -46,9 +56,39 @@ class GpuBackend(XlaBackend):
             else f"{task.stored} are {task.dtype}, which the kernel does not take"
         )
 
+    @property
+    def compiler_options(self) -> Mapping[str, str | bool]:
+        """Loops and branches in CUDA graphs, so that the round is one graph and the host waits for no condition of a
+        step (docs/decisions/0046)."""
+        if self.interpret:
+            return {}
+        return {"xla_gpu_enable_command_buffer": _IN_GRAPHS, "xla_disable_hlo_passes": _NOT_IN_GRAPHS}
+
     def linear(self, call: LinearCall) -> list[Array]:
         """A single matrix, the head's or that of a layer which a scan has picked, is XLA's."""
-        return super().linear(call) if call.layer is None else linear.stacked_matmul(call, interpret=self.interpret)
+        if call.layer is not None:
+            return linear.stacked_matmul(call, interpret=self.interpret)
+        results = super().linear(dataclasses.replace(call, x=_prepared(call), norm=None, gate=None, residual=None))
+        return results if call.residual is None else [call.residual.astype(jnp.float32) + each for each in results]
+
+    def grouped_linear(self, call: GroupedCall) -> list[Array]:
+        """Norm and gate are computed once for all groups."""
+        return super().grouped_linear(dataclasses.replace(call, x=_prepared(call), norm=None, gate=None))
+
+    def write_kv(self, pool: Array, write: KvWrite) -> tuple[Array | None, Array]:
+        """Norms, rotation and write in one launch."""
+        if write.rotation is None:
+            return super().write_kv(pool, write)
+        return rotate_and_write(pool, write, interpret=self.interpret)
 
     def _attend(self, call: AttentionCall) -> Array:
         return attention.gpu_attention(call, interpret=self.interpret)
+
+
+def _prepared(call: LinearCall | GroupedCall) -> Array:
+    """The input of a matmul with its norm or gate, by XLA."""
+    x = call.x if call.gate is None else linear.gated(call.x, call.gate)
+    if call.norm is None:
+        return x
+    weight, eps = call.norm
+    return linear.normed(x, weight if call.layer is None else weight[call.layer], eps)
