@@ -86,8 +86,17 @@ class Program:
             else:
                 took = max(self._cycles(name), self._us(self._weights(line) / (self._chip.memory_gbps * 1e3)))
                 computed, now = computed + took, now + took
-        rows = [int(n) for n in re.findall(r"bf16\[(\d+),\d+\]", "".join(self.bodies[body]))]
-        return {"total": now, "computed": computed, "sent": sent, "waited": waited, "rows": max(rows, default=0)}
+        sizes = (
+            re.search(r"bf16\[(\d+),", line) for line in self.bodies[body] if "collective" in line or "psum" in line
+        )
+        rows = [int(match[1]) for match in sizes if match is not None]
+        return {
+            "total": now,
+            "computed": computed,
+            "sent": sent,
+            "waited": waited,
+            "rows": max(rows, key=rows.count, default=0),
+        }
 
     def _us(self, microseconds: float) -> float:
         return microseconds * self._cycles_per_us

@@ -1,5 +1,6 @@
 """Many devices: the results of one. Devices are forced in a process of their own (`tests.mesh_runs`)."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from levanter_infer.axes import DATA, EMBED, HEAD_SIZE, KV_HEADS, LAYERS, MODEL, Q_HEADS_PER_GROUP, VOCAB
 from levanter_infer.engine.engine import InferenceEngine
-from levanter_infer.engine.mesh import MeshConfig, make_mesh
+from levanter_infer.engine.mesh import MeshConfig, in_rings, make_mesh
 from levanter_infer.engine.runner import Gather
 from levanter_infer.engine.stats import RankSteps
 from levanter_infer.kernels.cpu import bindings as cpu
@@ -298,3 +299,18 @@ def test_idle_shares_are_of_the_longest_rank_of_each_round():
     assert steps.idle_shares == {"0": 6 / 20, "1": 4 / 20}
     steps.on_reset()
     assert steps.on_round([2, 2]) == 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    coords: tuple[int, int, int]
+
+
+def test_four_chips_of_a_group_are_in_the_order_of_a_ring():
+    square = [Chip((x, y, 0)) for x in range(2) for y in range(2)]  # as a v4's or v5p's come
+    found = in_rings(np.asarray([square, [Chip((x + 2, y, 0)) for x in range(2) for y in range(2)]]))
+    assert [chip.coords[:2] for chip in found[0]] == [(0, 0), (0, 1), (1, 1), (1, 0)]
+    assert [chip.coords[:2] for chip in found[1]] == [(2, 0), (2, 1), (3, 1), (3, 0)]
+    assert (in_rings(found) == found).all()
+    others = np.asarray([[object() for _ in range(4)]])
+    assert in_rings(others) is others
