@@ -35,7 +35,7 @@ GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this one are greedy: argmax, lowest id on ties."""
 _MIN_EXPONENT = -80.0
 """Tokens e^80 times less likely than the likeliest one have probability 0, which keeps weights out of the denormals."""
-_HISTORY_CHUNK = 1024
+_HISTORY_CHUNK, _PENALISED_ROWS = 1024, 32
 
 
 class LogitStats(eqx.Module):
@@ -164,13 +164,13 @@ def sample(
         return jnp.where(greedy, best, drawn), jnp.where(greedy, 0, drawn_logprobs), jnp.isfinite(peak)
 
     def process_and_choose():
-        z = run_if(jnp.any(biased), lambda z: add_bias(z, column, vocab), as_read(logits))
-        z = run_if(jnp.any(penalised), lambda z: apply_penalties(z, column, history, vocab, penalised), z)
-        z = as_read(run_if(jnp.any(banned), lambda z: _ban_stops(z, column, banned, vocab), z))
-        if kernels is not None and (found := LogitStats.of_kernel(backend, z, num_rows, vocab)) is not None:
-            return choose(z, found.peak, found.best)
-        z_peak = vocab.shard_axis.max(jnp.max(z, axis=1))
-        return choose(z, z_peak, _first_best(z, z_peak, vocab))
+        penalise = apply_penalties if kernels is None else _penalise_by_chunks
+        z = run_if(jnp.any(biased), lambda z: as_read(add_bias(z, column, vocab)), as_read(logits))
+        z = run_if(jnp.any(penalised), lambda z: as_read(penalise(z, column, history, vocab, penalised)), z)
+        z = as_read(run_if(jnp.any(banned), lambda z: as_read(_ban_stops(z, column, banned, vocab)), z))
+        found = None if backend is None or kernels is None else LogitStats.of_kernel(backend, z, num_rows, vocab)
+        z_peak = vocab.shard_axis.max(jnp.max(z, axis=1)) if found is None else found.peak
+        return choose(z, z_peak, _best(z, z_peak, found, vocab))
 
     # Rows that want nothing else, the commonest, are spared the copy of the logits that processing works on: greedy
     # ones, and where a kernel draws, all whose logits stay as they are.
@@ -180,16 +180,14 @@ def sample(
             chosen, processed, possible = jax.lax.cond(
                 jnp.any((changed | ~greedy) & used),
                 process_and_choose,
-                lambda: (
-                    _first_best(logits, peak, vocab) if stats.best is None else stats.best,
-                    jnp.zeros_like(peak),
-                    jnp.isfinite(peak),
-                ),
+                lambda: (_best(logits, peak, stats, vocab), jnp.zeros_like(peak), jnp.isfinite(peak)),
             )
     else:
         with jax.named_scope(scopes.CHANGED):
             chosen, processed, possible = jax.lax.cond(
-                jnp.any(changed & used), process_and_choose, lambda: choose(logits, peak, stats.best)
+                jnp.any(changed & used),
+                process_and_choose,
+                lambda: choose(logits, peak, _best(logits, peak, stats, vocab)),
             )
     finite = (stats.total > 0) & possible
     wanted = jnp.where(finite, column["num_logprobs"], 0)
@@ -223,7 +221,7 @@ def likeliest(logits: Array, stats: LogitStats, count: int, vocab: Vocabulary | 
     vocab = _vocab_of(logits, vocab)
     log_total = jnp.log(stats.total)
     if count == 1:
-        best = _first_best(logits, stats.peak, vocab) if stats.best is None else stats.best
+        best = _best(logits, stats.peak, stats, vocab)
         return best[:, None], -log_total[:, None]
     values, ids = vocab.largest(logits, count)
     return ids, values - stats.peak[:, None] - log_total[:, None]
@@ -267,6 +265,33 @@ def apply_penalties(
     return jnp.where(is_penalised(column)[:, None], z, logits)
 
 
+def _penalise_by_chunks(
+    logits: Array, column: dict[str, Array], history: History, vocab: Vocabulary, penalised: Array
+) -> Array:
+    """`apply_penalties`, a few rows at a time: counts of all tokens in all rows would be twice the size of the logits.
+    Chunks without a row in the mask are skipped."""
+    rows = penalised.shape[0]
+    size = min(_PENALISED_ROWS, rows)
+    columns = {name: column[name] for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")}
+    per_row = (columns, history._replace(tokens=history.slot_ids), penalised)
+
+    def chunk(index: Array, z: Array) -> Array:
+        # The last chunk may begin earlier: rows that another one has changed are not changed again.
+        first = jnp.minimum(index * size, rows - size)
+        fresh = jnp.arange(size, dtype=jnp.int32) + first >= index * size
+        own_column, own_history, own = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, first, size), per_row)
+        own, own_history = own & fresh, own_history._replace(tokens=history.tokens)
+
+        def changed(z: Array) -> Array:
+            part = jax.lax.dynamic_slice_in_dim(z, first, size)
+            new = apply_penalties(part, own_column, own_history, vocab, own)
+            return jax.lax.dynamic_update_slice_in_dim(z, jnp.where(own[:, None], new, part), first, 0)
+
+        return run_if(jnp.any(own), changed, z)
+
+    return jax.lax.fori_loop(0, -(-rows // size), chunk, logits)
+
+
 def _token_counts(vocab: Vocabulary, tokens: Array, slots: Array, prompt_lens: Array, lens: Array) -> Array:
     """Occurrences of each token in the output, and in the prompt, i32[2, row, vocab], of this device's part.
 
@@ -302,9 +327,12 @@ def _ban_stops(logits: Array, column: dict[str, Array], banned: Array, vocab: Vo
     return scatter(logits, (_row_ids(ids), ids), -jnp.inf)
 
 
-def _first_best(logits: Array, peak: Array, vocab: Vocabulary) -> Array:
-    """The lowest id among the tokens of each row whose logit is `peak`, i32[row]; a row of NaN has none."""
-    return vocab.first(logits == peak[:, None])
+def _best(logits: Array, peak: Array, stats: LogitStats | None, vocab: Vocabulary) -> Array:
+    """The lowest id among the tokens of each row whose logit is `peak`, i32[row]; a row of NaN has none.
+
+    Args: stats: of these logits, where they are known.
+    """
+    return vocab.first(logits == peak[:, None]) if stats is None or stats.best is None else stats.best
 
 
 def _draw_tokens(

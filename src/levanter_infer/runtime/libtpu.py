@@ -33,8 +33,8 @@ def compiler_environment(generation: str) -> dict[str, str]:
 
 
 def topology_options(topology: str) -> dict[str, str]:
-    """Options of `jax.experimental.topologies.get_topology_desc` with which a chip is one device, as on a machine. The
-    two cores of a v4 are two devices without."""
+    """Options of `jax.experimental.topologies.get_topology_desc` with which a chip is one device, as on a machine. A v4
+    has one for each of its two cores otherwise."""
     return {"chip_config_name": "megacore"} if topology.startswith("v4:") else {}
 
 

@@ -32,11 +32,14 @@ _MAX_BLOCK_BYTES = 6 * 2**20
 """Of a block of logits, of which two are in VMEM."""
 
 
+Interpret = pltpu.InterpretParams | bool
+
+
 @dataclass(frozen=True)
 class TpuSampling:
     """`SamplingKernels` for a TPU."""
 
-    interpret: pltpu.InterpretParams | bool = False
+    interpret: Interpret = False
 
     def as_read(self, logits: Array) -> Array:
         return as_read(logits)
@@ -72,7 +75,7 @@ def as_read(logits: Array) -> Array:
     return with_layout_constraint(logits, Layout((0, 1)))
 
 
-def logit_stats(logits: Array, num_rows: Array, *, interpret=False) -> tuple[Array, Array, Array]:
+def logit_stats(logits: Array, num_rows: Array, *, interpret: Interpret = False) -> tuple[Array, Array, Array]:
     """The largest logit of each row of f32[row, vocab], the sum of e^(logit - largest), NaN where a logit is NaN or
     +inf and 0 where all are -inf, and the first index of the largest. Rows from `num_rows` i32[] on are anything."""
     rows, num = logits.shape
@@ -83,7 +86,7 @@ def logit_stats(logits: Array, num_rows: Array, *, interpret=False) -> tuple[Arr
     return peak[:, 0], total[:, 0], best[:, 0]
 
 
-def candidates(logits: Array, parts: int, num_rows: Array, *, interpret=False) -> tuple[Array, Array]:
+def candidates(logits: Array, parts: int, num_rows: Array, *, interpret: Interpret = False) -> tuple[Array, Array]:
     """The largest logits of each lane, of all lanes together f32[row, n], -inf where a lane has fewer, and a bound of
     the other logits of the row, f32[row]. Lane i has the logits i, i + LANES, i + 2 * LANES, …
 
@@ -102,7 +105,7 @@ def candidates(logits: Array, parts: int, num_rows: Array, *, interpret=False) -
     return values, bound[:, 0]
 
 
-def thresholds(values: Array, rules: Array, num_rows: Array, *, interpret=False) -> Array:
+def thresholds(values: Array, rules: Array, num_rows: Array, *, interpret: Interpret = False) -> Array:
     """`SamplingKernels.thresholds`: the largest number, bit by bit, that enough values or enough weight reach."""
     outs = (jax.ShapeDtypeStruct((values.shape[0], 1), jnp.float32),)
     block = _rows_at_once(values)
@@ -111,7 +114,7 @@ def thresholds(values: Array, rules: Array, num_rows: Array, *, interpret=False)
     return found[0][:, 0]
 
 
-def reached(logits: Array, terms: Array, pivots: Array, rows: Array, *, interpret=False) -> Array:
+def reached(logits: Array, terms: Array, pivots: Array, rows: Array, *, interpret: Interpret = False) -> Array:
     """`SamplingKernels.reached`. Blocks without a row that counts are not read."""
     num_blocks = pl.cdiv(logits.shape[0], _ROWS)
     of_blocks = jnp.pad(rows, (0, num_blocks * _ROWS - rows.shape[0])).reshape(num_blocks, _ROWS).any(axis=1)
@@ -147,7 +150,7 @@ def reached(logits: Array, terms: Array, pivots: Array, rows: Array, *, interpre
 
 
 def weight_sums(
-    logits: Array, terms: Array, widths: Sequence[int], num_rows: Array, *, keep: bool, interpret=False
+    logits: Array, terms: Array, widths: Sequence[int], num_rows: Array, *, keep: bool, interpret: Interpret = False
 ) -> tuple[Array, Array]:
     """Levels of sums of the weights of a row's logits: e^((logit - peak) * inverse), and 0 for logits below a threshold
     and exponents below a floor.
@@ -177,7 +180,7 @@ def weight_sums(
 
 
 def descend(
-    upper: Array, lower: Array, clocks: Array, widths: Sequence[int], num_rows: Array, *, interpret=False
+    upper: Array, lower: Array, clocks: Array, widths: Sequence[int], num_rows: Array, *, interpret: Interpret = False
 ) -> tuple[Array, Array]:
     """Choose a child at every level of `upper`, from the last, and give the children of the last choice.
 
