@@ -16,6 +16,7 @@ import re
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
@@ -140,7 +141,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="tpu_transfers_") as scratch:
         if arguments.compiled is None:
             mesh = {name: int(size) for name, size in (part.split("=") for part in arguments.mesh.split(","))}
-            keywords = {name: literal(value) for name, value in (word.split("=", 1) for word in arguments.keywords)}
+            keywords: dict[str, Any] = {
+                name: literal(value) for name, value in (word.split("=", 1) for word in arguments.keywords)
+            }
             builder = str(ROOT / "scripts" / "tpu_builders.py") + ":program"
             found = compile_builder(
                 builder, generation, topology=arguments.topology, mesh=mesh, keep=scratch, **keywords
