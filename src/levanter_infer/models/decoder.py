@@ -523,9 +523,7 @@ class DecoderModel(eqx.Module):
                     rows=rows,  # type: ignore[arg-type]
                 )
                 pools, mixers = [*pools, pool], [*mixers, recur]
-            own = None
-            if own_inputs is not None:
-                own = pick_layer(own_inputs, _index(body.starts, trip, further))
+            own = None if own_inputs is None else pick_layer(own_inputs, _index(body.starts, trip, further))
             x, remembered = layer(x, block, mixer_of(block, mixers, layer.some_map), on_choice, own, convolve)
             for pool, new in zip(pools, remembered, strict=True):
                 cache = cache.with_pool(pool, new)
