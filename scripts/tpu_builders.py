@@ -70,6 +70,8 @@ MODELS = {
     ),
 }
 LAYERS = 2
+MIN_POOL_BYTES = 2**28
+"""More than the VMEM of any generation: XLA would put a smaller pool there, and a copy from it is a loop."""
 MAX_POOL_BYTES = 2**31
 
 
@@ -158,7 +160,9 @@ def _call(
     seq_pages = -(-context // page)
     pool_shape = functools.partial(_pool_shape, impl, num_kv_heads, head_dim, page, kv_dtype, value_dim is not None)
     page_bytes = math.prod(pool_shape(1)) * kv_dtype.itemsize
-    pool_pages = pool_pages or max(1, min(seqs * seq_pages, MAX_POOL_BYTES // page_bytes))
+    pool_pages = pool_pages or max(
+        -(-MIN_POOL_BYTES // page_bytes), min(seqs * seq_pages, MAX_POOL_BYTES // page_bytes)
+    )
 
     def call(*arrays):
         own = dict(sliding_window=window, attention_chunk=attention_chunk, soft_cap=soft_cap)

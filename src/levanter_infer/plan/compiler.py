@@ -57,7 +57,7 @@ def devices_of(target: Target) -> list:
     if target.topology is not None:
         options = topology_options(target.topology)
         return list(topologies.get_topology_desc(target.topology, "tpu", **options).devices)
-    devices, chip = jax.devices(), target.chip
+    devices, chip = jax.devices(), target.chip  # which makes plugins known
     if chip.platform == "gpu":
         described = gpu_compiler.describe(chip.kind, chip.compute_capability, chip.memory_bytes, chip.memory_gbps)
         shape = dict(topology=f"1x1x{target.num_chips}", target_config=described)

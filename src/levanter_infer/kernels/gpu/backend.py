@@ -1,7 +1,7 @@
 """The `gpu` backend: Pallas on Triton, for NVIDIA GPUs."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -12,6 +12,7 @@ from levanter_infer.kernels.backend import Fuse, Platform, Task, Work
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall
 from levanter_infer.kernels.gpu import attention, linear, plt
 from levanter_infer.kernels.gpu.kv_write import rotate_and_write
+from levanter_infer.kernels.gpu.logits import logit_stats
 from levanter_infer.kernels.xla.backend import XlaBackend
 
 GPU = Platform("gpu")
@@ -74,6 +75,13 @@ class GpuBackend(XlaBackend):
     def grouped_linear(self, call: GroupedCall) -> list[Array]:
         """Norm and gate are computed once for all groups."""
         return super().grouped_linear(dataclasses.replace(call, x=_prepared(call), norm=None, gate=None))
+
+    def bucketed(self, compute: Callable[[int], Array], num_rows: Array, buckets: Sequence[int], zeros: Array) -> Array:
+        """The largest: fewer rows would read the same weights, and the results of several would be copied."""
+        return compute(buckets[-1])
+
+    def logit_stats(self, logits: Array, num_rows: Array) -> tuple[Array, Array, Array] | None:
+        return logit_stats(logits, interpret=self.interpret)
 
     def write_kv(self, pool: Array, write: KvWrite) -> tuple[Array | None, Array]:
         """Norms, rotation and write in one launch."""

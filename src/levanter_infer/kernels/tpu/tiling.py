@@ -76,6 +76,11 @@ def generation() -> str | None:
     return GENERATIONS.get(kind)
 
 
+def shifts_words() -> bool:
+    """Whether the chip has no instruction from 8-bit to 16-bit numbers, so that shifts are quicker."""
+    return generation() == "v4"
+
+
 def propose(shape: TileShape) -> Tiles:
     """Tiles that are expected to fit into VMEM and to run near the best."""
     pool, page_size, page_bytes = shape.pool, shape.page_size, shape.page_bytes
