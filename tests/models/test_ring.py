@@ -95,10 +95,22 @@ def test_matmuls_beside_transfers_are_those_of_all_columns(parts):
     np.testing.assert_allclose(np.concatenate(list(summed), 1), expected, rtol=1e-4, atol=1e-4)
 
 
+class Apart(Ring):
+    """The same in `numerics: batch_invariant`."""
+
+    rows_apart = True
+
+
 @pytest.mark.parametrize(
     "changes, axis, backend",
-    [({}, ShardAxis(), Ring()), ({}, AXIS, XlaBackend()), (EXPERTS, AXIS, Ring()), (BOTH_NORMS, AXIS, Ring())],
-    ids=["one device", "backend", "experts", "norms of results"],
+    [
+        ({}, AXIS, Apart()),
+        ({}, ShardAxis(), Ring()),
+        ({}, AXIS, XlaBackend()),
+        (EXPERTS, AXIS, Ring()),
+        (BOTH_NORMS, AXIS, Ring()),
+    ],
+    ids=["batch_invariant", "one device", "backend", "experts", "norms of results"],
 )
 def test_there_is_no_ring(changes, axis, backend):
     x = hax.zeros((Axis(POSITION, ROWS), tiny_model(**changes).embed))

@@ -31,6 +31,8 @@ def ring_of(config: DecoderConfig, backend: Backend, shard_axis: ShardAxis, x: N
     rows, width = x.array.shape
     if shard_axis.parts == 1 or backend.ring_bytes is None or not all(map(_is_plain, config.blocks)):
         return REPLICATED
+    if backend.rows_apart:  # sums have the order that this mode gives them
+        return REPLICATED
     size, rest = divmod(width, shard_axis.parts)
     least = min(backend.ring_bytes, 2 * _LANES)  # transfers of half a device's columns are whole tiles
     if rest or size % 2 or size % least or rows * size * x.dtype.itemsize < backend.ring_bytes:
