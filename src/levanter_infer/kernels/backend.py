@@ -153,6 +153,9 @@ class Backend(ABC):
     """`grouped_linear` reads weights whose inputs are filled up with zeros to a multiple of this, on each device."""
     merges_ins: ClassVar[bool] = False
     """Whether `linear` reads weights whose several input axes are stored as one."""
+    ring_bytes: ClassVar[int | None] = None
+    """Fewest bytes of a device's columns of the residual stream for which the sums of tensor parallelism go around a
+    ring beside the matmuls (`layers.collective_matmul`); None: they never do."""
     is_batch_invariant: ClassVar[bool] = False
     """Whether what a sequence gets depends on it alone, to the bit (docs/numerics.md)."""
     pool_order: ClassVar[tuple[int, ...]] = (0, 1, 2, 3, 4)

@@ -41,6 +41,20 @@ class ShardAxis:
             return values
         return jax.lax.all_gather(values, self.mesh_axis, axis=axis, tiled=True)
 
+    def own(self, values: Array, axis: int) -> Array:
+        """This device's part of an axis of values that all devices have."""
+        if self.mesh_axis is None:
+            return values
+        size = values.shape[axis] // self.parts
+        return jax.lax.dynamic_slice_in_dim(values, self.index * size, size, axis)
+
+    def shifted(self, values: Array, by: int) -> Array:
+        """The values of the device that is `by` places before this one in the ring of all."""
+        if self.mesh_axis is None:
+            return values
+        pairs = [(i, (i + by) % self.parts) for i in range(self.parts)]
+        return jax.lax.ppermute(values, self.mesh_axis, pairs)
+
     @property
     def index(self) -> Array:
         """Which part this device has, i32[]."""
