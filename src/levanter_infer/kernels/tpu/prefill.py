@@ -8,6 +8,7 @@ another.
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +29,16 @@ _MAX_PAIRS = 2**22
 """Up to so many pairs a comparison of all takes fewer cycles than a search."""
 
 
-def prefill_attention(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, interpret) -> Array:
+def prefill_attention(
+    call: AttentionCall, tile: Tile, operand: jnp.dtype, *, invariant: bool = False, interpret
+) -> Array:
     """Attention of rows with two or more queries.
 
     Args:
         operand: dtype of the matmuls' operands.
+        invariant: compute all rows, and every query by the same operations in the same order, whatever other queries
+            stand in its query block and whichever keys they see: sub-block of keys after sub-block, which begin at
+            multiples of their width. A sub-block of which a query sees nothing changes none of its bits.
         interpret: as `pallas_call` takes it.
     Returns: `call.out_shape`; unspecified at the tokens of other rows.
     """
@@ -46,8 +52,9 @@ def prefill_attention(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, in
         q_per_kv=call.heads_per_kv_head,
         rows=tile.queries * per_group,
         operand=operand,
+        invariant=invariant,
     )
-    q_starts, source, target = _aligned(call, align_queries(per_group))
+    q_starts, source, target = _aligned(call, align_queries(per_group), sizes.least_queries)
 
     def by_row(values: Array) -> Array:
         """[Hq] -> [groups, rows, 128]"""
@@ -65,16 +72,16 @@ def prefill_attention(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, in
     return pool.unpack_outputs(out.reshape(num_tokens, groups, per_group, pool.value_tiles * LANES))
 
 
-def _aligned(call: AttentionCall, align: int) -> tuple[Array, Array, Array]:
-    """A layout of the tokens of rows with two or more, in which each row begins at a multiple of `align`.
+def _aligned(call: AttentionCall, align: int, least: int) -> tuple[Array, Array, Array]:
+    """A layout of the tokens of rows with `least` or more, in which each row begins at a multiple of `align`.
 
     Returns: the first position of each row in it, i32[R]; the token at each position; the position of each token,
         i32[T].
     """
-    q_lens = jnp.where(call.q_lens > 1, call.q_lens, 0)
+    q_lens = jnp.where(call.q_lens >= least, call.q_lens, 0)
     ends = jnp.cumsum((q_lens + (align - 1)) // align * align)
     q_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]]).astype(jnp.int32)
-    rows = min(call.num_rows, call.num_tokens // 2)
+    rows = min(call.num_rows, call.num_tokens // least)
     capacity = call.num_tokens + (align - 1) * rows
     aligned = jnp.arange(-(-capacity // align) * align, dtype=jnp.int32)
     last = call.num_rows - 1
@@ -156,6 +163,9 @@ def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, pr
     value_tiles = sizes.pool.value_tiles
     masked = subblock is not None
     pages, first_page = (sizes.subblock_pages, subblock * sizes.subblock_pages) if masked else (sizes.tile.pages, 0)
+    if sizes.invariant:
+        pages = sizes.subblock_pages
+    stretches = 1 if masked else sizes.tile.pages // pages
     width = pages * sizes.page_size
     rules = dataclasses.replace(call.rules, sliding_window=pipeline.window)
     plain = rules.soft_cap is None and rules.alibi_slopes is None and rules.score_mod is None
@@ -164,17 +174,18 @@ def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, pr
     per_group = sizes.heads_per_group
     stripe_rows = STRIPE if sizes.rows % STRIPE == 0 else sizes.rows
     stripes = sizes.rows // stripe_rows
-    kv_pos = start + jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
-    mapped = mask_unmapped(pipeline, item, kv_pos) if masked else None
-    scales = load_scales(pipeline, slot, first_page, pages)
+    first_kv_pos = start + jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
+    mapped = mask_unmapped(pipeline, item, first_kv_pos) if masked else None
+    all_scales = [load_scales(pipeline, slot, first_page + i * pages, pages) for i in range(stretches)]
     dot = functools.partial(
         jax.lax.dot_general,
         preferred_element_type=f32,
         precision=None if sizes.operand.itemsize < 4 else jax.lax.Precision.HIGHEST,
     )
 
-    def load(slab):
-        return pipeline.kv[slot, pl.ds(first_page, pages), slab].reshape(width, LANES).astype(sizes.operand)
+    def load(slab, stretch):
+        own = pl.ds(first_page + stretch * pages, pages)
+        return pipeline.kv[slot, own, slab].reshape(width, LANES).astype(sizes.operand)
 
     def rows_of(stripe):
         at = stripe * stripe_rows
@@ -186,18 +197,19 @@ def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, pr
         query = jnp.floor((row.astype(f32) + f32(0.5)) * f32(1 / per_group)).astype(jnp.int32)
         return first_pos + query, (pipeline.part * sizes.groups + group) * per_group + row - query * per_group
 
-    def scores_of(group, stripe):
+    def scores_of(stretch, group, stripe):
         """f32[stripe_rows, width]"""
         matmul = [
             dot(
                 side_by_side([scratch.q_buf[q_slot, group * tiles + t, rows_of(stripe)] for t in pair]),
-                side_by_side([load(sizes.keys(group, t)) for t in pair]),
+                side_by_side([load(sizes.keys(group, t), stretch) for t in pair]),
                 (((1,), (1,)), ((), ())),
             )
             for pair in pairs(tiles)
         ]
         matmul = functools.reduce(jnp.add, matmul)
         q_pos, head = positions(group, stripe)
+        scales, kv_pos = all_scales[stretch], first_kv_pos + stretch * width if stretch else first_kv_pos
         if scales is not None:
             matmul = matmul * scales_of_rows(pipeline, scales, group, KEYS, head)
         if plain:
@@ -209,13 +221,15 @@ def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, pr
             return scores
         return jnp.where(rules.seen(q_pos, kv_pos, head) & mapped, scores, f32(MASKED))
 
-    def weights_of(group, stripe, scores):
+    def weights_of(stretch, group, stripe, scores):
         """The weights [stripe_rows, width] and alpha; updates m and l."""
-        rows = rows_of(stripe)
+        rows, scales = rows_of(stripe), all_scales[stretch]
         m_prev = scratch.m_ref[group, rows]
         m_new = jnp.maximum(m_prev, jnp.max(scores, axis=1, keepdims=True))
         weights = jnp.exp2(scores - m_new[:, :1])
         alpha = jnp.exp2(m_prev - m_new)
+        if sizes.invariant:  # exactly, whatever the unit for exponentials gives for 0
+            alpha = jnp.where(m_prev == m_new, f32(1), alpha)
         scratch.m_ref[group, rows] = m_new
         columns = [weights[:, at : at + LANES] for at in range(0, width, LANES)]
         if width % LANES:
@@ -225,9 +239,9 @@ def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, pr
             weights = weights * scales_of_rows(pipeline, scales, group, VALUES, positions(group, stripe)[1])
         return weights.astype(sizes.operand), alpha
 
-    def add_values(group, stripe, weights, alpha):
+    def add_values(stretch, group, stripe, weights, alpha):
         for pair in pairs(value_tiles):
-            loaded = [load(sizes.values(group, t)) for t in pair]
+            loaded = [load(sizes.values(group, t), stretch) for t in pair]
             if rules.mask_mod is not None:
                 seen = _seen_by_any(rules, pipeline, item, group, start, width)
                 loaded = [jnp.where(seen, values, jnp.zeros((), values.dtype)) for values in loaded]
@@ -241,19 +255,20 @@ def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, pr
         for group in range(sizes.groups):
 
             def one(stripe, carry, group=group):
-                add_values(group, stripe, *weights_of(group, stripe, scores_of(group, stripe)))
+                unit = 0, group, stripe
+                add_values(*unit, *weights_of(*unit, scores_of(*unit)))
                 return carry
 
             jax.lax.fori_loop(0, stripes, one, 0)
         return
     # The matmuls of a stripe are written before the softmax of the one before it, so that they overlap.
-    order = [(group, stripe) for group in range(sizes.groups) for stripe in range(stripes)]
+    order = list(itertools.product(range(stretches), range(sizes.groups), range(stripes)))
     scores = scores_of(*order[0])
     if prefetch is not None:
         prefetch(range(sizes.tile.pages))
-    for step, group_stripe in enumerate(order):
+    for step, unit in enumerate(order):
         next_scores = scores_of(*order[step + 1]) if step + 1 < len(order) else None
-        add_values(*group_stripe, *weights_of(*group_stripe, scores))
+        add_values(*unit, *weights_of(*unit, scores))
         scores = next_scores
 
 

@@ -31,6 +31,9 @@ _PREFILL_TOKENS = 1024
 """Keys per KV block of the prefill path: the work that is done once per stripe of queries and KV block weighs less with
 more keys."""
 
+_INVARIANT_ROWS = 32
+"""Rows per query block where decode tokens are chunks too (`invariant_tile`)."""
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -147,6 +150,15 @@ def _smaller(shape: TileShape, tile: Tile) -> Tile:
     if tile.queries > max(align, 2):
         return replace(tile, queries=tile.queries // 2)
     return tile
+
+
+def invariant_tile(tiles: Tiles, shape: TileShape) -> Tile:
+    """The one tile of a call whose decode tokens are chunks of one token: the KV blocks of the decode path, which bounds
+    decoding, and query blocks so small that those of one token compute little more than it."""
+    per_group = shape.q_per_kv * shape.pool.heads_per_group
+    align = align_queries(per_group)
+    queries = align * _floor_power(max(1, _INVARIANT_ROWS // per_group // align))
+    return replace(tiles.decode, queries=max(queries, 2))
 
 
 def cut_queries(tile: Tile, shape: TileShape, max_tokens: int) -> Tile:
