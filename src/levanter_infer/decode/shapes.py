@@ -123,6 +123,11 @@ class Shapes:
         return tuple(sorted({lone, max(lone, self.max_rows), max(lone, self.max_rows, self.max_step_tokens)}))
 
     @property
+    def forward_tokens(self) -> tuple[int, ...]:
+        """Token capacities that the forward is compiled for, ascending: the buckets, or the size of a block."""
+        return self.buckets if self.block_tokens is None else (self.block_tokens,)
+
+    @property
     def row_buckets(self) -> tuple[int, ...]:
         """Row capacities of the head: few sequences, and all that run."""
         return tuple(sorted({self.rows(self.buckets[0]), self.max_rows}))

@@ -13,6 +13,9 @@ from jax import Array
 
 from levanter_infer.axes import VOCAB_GROUPS
 
+_LANES = 128
+"""Numbers that a TPU stores side by side; of shorter stretches each would be filled up to so many."""
+
 
 @dataclass(frozen=True)
 class ShardAxis:
@@ -37,14 +40,14 @@ class ShardAxis:
         return self.sum(values.astype(dtype)).astype(values.dtype)
 
     def _sum_in_order(self, values: Array) -> Array:
-        """The sum in float32, rounded once. Each device adds up a stretch of the last axis, where that has one for each,
-        and all send their stretches to all: as many bytes as an all-reduce."""
+        """The sum in float32, rounded once. Of wide arrays each device adds up a stretch of the last axis, and all send
+        their stretches to all: as many bytes as an all-reduce."""
         wide = jnp.float32 if jnp.issubdtype(values.dtype, jnp.floating) else values.dtype
 
         def added(parts: Array) -> Array:
             return functools.reduce(operator.add, [parts[i].astype(wide) for i in range(self.parts)])
 
-        if values.ndim < 2 or values.shape[-1] % self.parts:
+        if values.ndim < 2 or values.shape[-1] % (self.parts * _LANES):
             return added(jax.lax.all_gather(values, self.mesh_axis)).astype(values.dtype)
         split = values.reshape(*values.shape[:-1], self.parts, -1)
         own = jax.lax.all_to_all(split, self.mesh_axis, split.ndim - 2, 0, tiled=False)

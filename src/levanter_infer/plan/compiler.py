@@ -62,7 +62,7 @@ def devices_of(target: Target) -> list:
 def _budgets(shapes: Shapes, *, dumps: str) -> dict:
     """The fields of `CompiledProgram` about the steps of the round that was compiled last."""
     try:
-        budgets = step_budgets(read_estimates(dumps), shapes.max_seqs, shapes.buckets)
+        budgets = step_budgets(read_estimates(dumps), shapes.max_seqs, shapes.forward_tokens)
     except (FileNotFoundError, ValueError) as error:  # another compiler writes another text; the plan does without
         return {"no_budget": str(error)}
     return {"budgets": [dataclasses.asdict(each) for each in budgets]}

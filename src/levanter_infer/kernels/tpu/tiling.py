@@ -31,7 +31,7 @@ _PREFILL_TOKENS = 1024
 """Keys per KV block of the prefill path: the work that is done once per stripe of queries and KV block weighs less with
 more keys."""
 
-_INVARIANT_ROWS = 32
+_INVARIANT_ROWS = 64
 """Rows per query block where decode tokens are chunks too (`invariant_tile`)."""
 
 
