@@ -3,7 +3,7 @@
     python scripts/search_tiles.py --heads 32,8,128 --page 16 [--gens v5e] [--kv-dtype int8] [--write]
 
 For both paths what `kernels.tpu.tiling` proposes, and what is twice or half as large, is compiled; the loops of those
-that fit are compared by the cycles for a token (modelled, scripts/tpu/cycles.py). A quarter of a minute for each.
+that fit are compared by the cycles for a token (modelled, plan/cycles.py). A quarter of a minute for each.
 `--write` puts the best into the table, src/levanter_infer/kernels/tpu/tiling.py.
 """
 

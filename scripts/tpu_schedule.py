@@ -7,8 +7,8 @@ A builder is a function `builder(mesh, **keywords)` that gives `(function, argum
 keywords of jax.jit)`. Arguments are a pytree of `jax.ShapeDtypeStruct`; those without a sharding are on every device.
 It runs in a process of its own, because the compiler may end the process it runs in.
 
-The counts are exact for a version of libtpu; `cycles` is a model (`tpu/cycles.py`). Nothing here is measured on a chip:
-waits for DMAs, the efficiency of HBM, time between chips and trip counts are not known.
+The counts are exact for a version of libtpu; `cycles` is a model (`plan/cycles.py`). Nothing here is measured: waits
+for DMAs, the efficiency of HBM, time between chips and trip counts are not known.
 """
 
 import argparse
@@ -31,7 +31,17 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 from scripts.tpu.bundles import Kernel, read_kernels  # noqa: E402
 
 from levanter_infer.plan.hlo import collectives, large_moves  # noqa: E402
-from levanter_infer.runtime.libtpu import TARGETS, compiler_environment, hlo_flags, read_hlo, short_of  # noqa: E402
+from levanter_infer.runtime.libtpu import (  # noqa: E402
+    TARGETS,
+    compiler_environment,
+    hlo_flags,
+    read_hlo,
+    schedule_flags,
+    short_of,
+)
+
+PASSES = "final_hlo-static-per-bundle", "post-delay-converter"
+"""Passes of the compiler that `read_kernels` reads beside the schedule."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +103,7 @@ def compile_builder(
         report = os.path.join(directory, "report.json")
         Path(report).unlink(missing_ok=True)
         environment = compiler_environment(generation)
-        environment["LIBTPU_INIT_ARGS"] = _dump_flags(directory) if schedules else hlo_flags(directory)
+        environment["LIBTPU_INIT_ARGS"] = schedule_flags(directory, *PASSES) if schedules else hlo_flags(directory)
         command = [sys.executable, "-W", "ignore", __file__, "--compile", json.dumps(job), "--report", report]
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
@@ -108,14 +118,6 @@ def compile_builder(
         fields["moves"] = tuple(tuple(move) for move in fields["moves"])
         kernels = read_kernels(directory, generation) if schedules else []
         return Schedule(generation, seconds, kernels=tuple(kernels), **fields)
-
-
-def _dump_flags(directory: str) -> str:
-    passes = "final_bundles|final_hlo-static-per-bundle|post-delay-converter"
-    return (
-        f"--xla_jf_dump_to={directory} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=true "
-        f"--xla_jf_emit_annotations=true --xla_jf_dump_llo_pass_label_regex={passes}"
-    )
 
 
 def _compile(job: dict) -> dict:

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
-from scripts.tpu.cycles import estimated_cycles
 from scripts.tpu_schedule import compile_builder, describe
 
+from levanter_infer.plan.bundles import Schedules, executed, split_bundles
+from levanter_infer.plan.cycles import estimated_cycles
 from levanter_infer.plan.hlo import collectives, large_moves
 from levanter_infer.runtime.libtpu import short_of
-from tests.tpu_kernels import COPIED, VALUES
+from tests.tpu_kernels import COPIED, TRIPS, VALUES
 
 KERNELS = Path(__file__).with_name("tpu_kernels.py")
 BUILDERS = Path(__file__).resolve().parents[1] / "scripts" / "tpu_builders.py"
@@ -16,9 +17,9 @@ MIB = 2**20
 
 
 @pytest.mark.tpu_compile
-def test_loops_spills_and_memory_are_those_of_the_kernels():
+def test_loops_spills_and_memory_are_those_of_the_kernels(tmp_path):
     pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra `test`")
-    schedule = compile_builder(f"{KERNELS}:kernels", "v5e")
+    schedule = compile_builder(f"{KERNELS}:kernels", "v5e", keep=str(tmp_path))
     assert schedule.error is None, schedule.error
 
     nested = schedule.kernel("nested_loops")
@@ -40,6 +41,17 @@ def test_loops_spills_and_memory_are_those_of_the_kernels():
     assert crowded.spills >= VALUES - 64 and crowded.fills >= crowded.spills
     assert 4096 * (VALUES - 64) <= crowded.memory["vmem"]["spill slots"] < crowded.memory["vmem"]["total"]
     assert "nested_loops" in describe(schedule) and "MATMUL" in describe(schedule)
+
+    text = next(tmp_path.glob("*-counted_loop*-final_bundles.txt")).read_text()
+    bundles = split_bundles(text)
+    ran = executed(bundles)
+    assert ran is not None and len(bundles) > schedule.kernel("counted_loop").loops[0].skippable > 0
+    assert sum(bundles[address].count("vst [") for address in ran) == (TRIPS + 2) * COPIED
+    schedules = Schedules(str(tmp_path), "v5e")
+    counted = next(name for name in schedules.names if name.startswith("counted_loop"))
+    assert schedules.cycles(counted) >= len(ran) > 0
+    assert all(schedules.cycles(name) is None for name in schedules.names if name.startswith("nested_loops"))
+    assert schedules.cycles("no_such_instruction") is None
 
 
 @pytest.mark.tpu_compile

@@ -9,6 +9,8 @@ VALUES = 96
 """Registers' worth of values that `many_values` holds at once; there are 64 registers."""
 COPIED = 8
 """Registers that the inner loop of `nested_loops` copies."""
+TRIPS, LONGER = 6, 4
+"""Trips of `counted_loop`, and the one that does more."""
 
 
 def nested_loops(count_ref, x_ref, out_ref):
@@ -48,8 +50,24 @@ def many_values(x_ref, out_ref):
         out_ref[pl.ds(8 * i, 8)] = value * peak
 
 
+def counted_loop(count_ref, x_ref, out_ref):
+    """A loop of TRIPS trips that copies COPIED registers in each, and twice as many again in the trip LONGER."""
+
+    def trip(i, carry):
+        rows = pl.ds(i * 8 * COPIED, 8 * COPIED)
+        out_ref[rows] = x_ref[rows] * 2.0
+
+        @pl.when(i == LONGER)
+        def more():
+            out_ref[pl.ds(0, 16 * COPIED)] = x_ref[pl.ds(0, 16 * COPIED)] * 3.0
+
+        return carry
+
+    jax.lax.fori_loop(0, TRIPS, trip, 0)
+
+
 def kernels(mesh):
-    """All three in one program."""
+    """All of them in one program."""
     i32, f32 = jnp.int32, jnp.float32
     smem, vmem = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pltpu.VMEM)
     rows = jax.ShapeDtypeStruct((8 * VALUES, 128), f32)
@@ -58,7 +76,8 @@ def kernels(mesh):
     def program(count, x, stack):
         copied = pl.pallas_call(nested_loops, rows, in_specs=[smem, vmem], name="nested_loops")(count, x)
         matmul = pl.pallas_call(product_loop, square, in_specs=[smem, vmem, vmem], name="product_loop")
-        return pl.pallas_call(many_values, rows, name="many_values")(copied), matmul(count, stack, stack)
+        counted = pl.pallas_call(counted_loop, rows, in_specs=[smem, vmem], name="counted_loop")(count, x)
+        return pl.pallas_call(many_values, rows, name="many_values")(copied), matmul(count, stack, stack), counted
 
     return program, (jax.ShapeDtypeStruct((4,), i32), rows, jax.ShapeDtypeStruct((3, 256, 256), jnp.bfloat16))
 

@@ -11,11 +11,11 @@ import glob
 import os
 import re
 
-from scripts.tpu.cycles import estimated_cycles
+from levanter_infer.plan.bundles import split_bundles
+from levanter_infer.plan.cycles import estimated_cycles
 
 _FILE = re.compile(r"(?P<kernel>\d+-(?P<name>.+))-\d+-final_bundles\.txt")
 _NOT_KERNELS = ("TLP", "<late")  # the program around the kernels, and what it does before and after
-_BUNDLE = re.compile(r"\s*(?:0x)?(?P<address>[0-9a-f]+)\s+(?:[A-Z]{2}:)?\s*:?[\s>]*\{")
 _REGION = re.compile(r"(Start|End) region (\d+)")
 _BRANCH = re.compile(r"sbr\.\w+[^;}]*target = \$region(\d+)")
 _ALLOCATION = re.compile(r"space=(vmem|smem), size = 0x([0-9a-f]+)[^\n]*?scoped, tag = '([^']*)")
@@ -127,18 +127,6 @@ def parse_kernel(name: str, schedule: str, usage: str, allocations: str, generat
         )
     total = {slot: sum(row[k] for row in table) for k, slot in enumerate(slots)}
     return Kernel(name, len(bundles), total.get(SPILL, 0), total.get(FILL, 0), _memory(allocations), tuple(loops))
-
-
-def split_bundles(schedule: str) -> list[str]:
-    """The text of every bundle, by its address; comments may go on over several lines."""
-    bundles: list[str] = []
-    for line in schedule.splitlines():
-        match = _BUNDLE.match(line)
-        if match is not None and int(match["address"], 16) == len(bundles):
-            bundles.append(line)
-        elif bundles:
-            bundles[-1] += "\n" + line
-    return bundles
 
 
 def _control_flow(bundles: list[str]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

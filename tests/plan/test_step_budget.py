@@ -96,23 +96,41 @@ ROUND = "\n\n".join(
 )
 
 
+def unscheduled(name: str) -> None:
+    """No instruction has a schedule."""
+
+
 def test_a_step_is_what_its_loops_and_branches_execute():
-    budgets = {(each.has_chunks, each.sampled): each for each in step_budgets(ROUND, 5, (4, 8))}
+    budgets = {(each.has_chunks, each.sampled): each for each in step_budgets(ROUND, 5, (4, 8), unscheduled)}
     greedy = budgets[False, "greedy"]
     layers = {parts.MATMULS: 337, parts.MOVES: 24, parts.LAYERS: 15, parts.ATTENTION: 33, parts.KV_WRITE: 39}
     assert greedy.cycles == {**layers, parts.SAMPLING: 29, parts.CONTROL: 31}
-    assert greedy.total == sum(greedy.cycles.values())
+    assert greedy.total == sum(greedy.cycles.values()) and greedy.expected == greedy.cycles
     assert greedy.when_needed == {"schedule": 21}
     assert greedy.kernels == {"attention": 3} and not greedy.once and greedy.collectives == {"all-reduce": 3}
     assert budgets[False, "top_k"].cycles[parts.SAMPLING] == 23 + 3
     assert budgets[True, "greedy"].cycles[parts.ATTENTION] == 33 + 3 * 17
 
 
+def test_a_schedule_goes_before_what_the_compiler_expected():
+    """`y2` and `z2` compute the same as `c`, whose schedule is theirs; `z3` does not."""
+    more = [instruction(name, "add", "append/add", 1000) for name in ("y2", "z2")]
+    more.append(instruction("z3", "add", "append/add", 1000).replace("f32[8]", "f32[16]"))
+    hlo = ROUND.replace("%steps (x: f32[8]) -> f32[8] {", "\n".join(["%steps (x: f32[8]) -> f32[8] {", *more]))
+    assert hlo != ROUND
+    greedy = step_budgets(hlo, 5, (4, 8), {"c": 2, "a": 60, "e": 0, "f": 9}.get)[0]
+    assert greedy.cycles[parts.MATMULS] == 3 * 60 + 37
+    assert greedy.cycles[parts.CONTROL] == 3 * 2 + 1000  # `r`, `y2` and `z2`, and `z3`
+    assert greedy.expected[parts.CONTROL] == 1000 and greedy.expected[parts.MATMULS] == 37
+    assert greedy.cycles[parts.KV_WRITE] == 0
+    assert greedy.cycles[parts.ATTENTION] == 3 * (11 + 9) and not greedy.kernels
+
+
 def test_a_text_without_estimates_is_refused():
     with pytest.raises(ValueError, match="no estimates of cycles"):
-        step_budgets(computation("steps", loop("o", "forward_8", "forward")), 8, (8,))
+        step_budgets(computation("steps", loop("o", "forward_8", "forward")), 8, (8,), unscheduled)
 
 
 def test_a_program_without_the_bucket_is_refused():
     with pytest.raises(ValueError, match="no loop of forward_16"):
-        step_budgets(ROUND, 16, (16,))
+        step_budgets(ROUND, 16, (16,), unscheduled)

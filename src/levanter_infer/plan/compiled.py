@@ -15,7 +15,7 @@ from levanter_infer.plan.hlo import Collective
 from levanter_infer.plan.spec import EngineSpec
 from levanter_infer.plan.step_budget import StepBudget
 from levanter_infer.plan.targets import Target
-from levanter_infer.runtime.libtpu import compiler_environment, hlo_flags, short_of
+from levanter_infer.runtime.libtpu import compiler_environment, schedule_flags, short_of
 
 REFUSED = 3
 """Exit status of a compiler process that refuses the spec; Python's own for an exception is another."""
@@ -138,7 +138,11 @@ def _read(line: str) -> CompiledProgram:
 
 
 def environment_for(target: Target, dumps: str | None = None) -> dict[str, str]:
-    """Environment of a process that compiles for a target, and writes HLO into `dumps`. Raises: NoCompiler."""
+    """Environment of a process that compiles for a target.
+
+    Args: dumps: a directory into which the compiler writes HLO and schedules; None: it writes none.
+    Raises: NoCompiler.
+    """
     package = str(Path(__file__).resolve().parents[2])  # the package as imported here
     path = {"PYTHONPATH": os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])}
     if target.chip.platform == "tpu":
@@ -147,7 +151,7 @@ def environment_for(target: Target, dumps: str | None = None) -> dict[str, str]:
                 "programs for TPUs are compiled by libtpu, which is not installed: pip install libtpu (it needs no "
                 "TPU), or say --no-compile for the figures that need no compiler"
             )
-        flags = {} if dumps is None else {"LIBTPU_INIT_ARGS": hlo_flags(dumps)}
+        flags = {} if dumps is None else {"LIBTPU_INIT_ARGS": schedule_flags(dumps)}
         return compiler_environment(target.generation) | path | flags
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"} | path
     if target.chip.platform == "cpu":

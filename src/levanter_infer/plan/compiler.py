@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from levanter_infer.decode.programs import Program
 from levanter_infer.decode.shapes import Shapes
+from levanter_infer.plan.bundles import Schedules
 from levanter_infer.plan.compiled import REFUSED
 from levanter_infer.plan.hlo import collectives_of, large_moves
 from levanter_infer.plan.spec import EngineSpec
@@ -39,7 +40,7 @@ def main() -> int:
     for name in order:
         fields = {"name": name, **_compile(*programs[name], mesh, spec.machine, dumps=sys.argv[1])}
         if name == "round" and "error" not in fields and spec.machine.chip.platform == "tpu":
-            fields |= _budgets(blueprint.shapes, dumps=sys.argv[1])
+            fields |= _budgets(blueprint.shapes, spec.machine, dumps=sys.argv[1])
         print(json.dumps(fields), flush=True)
         if "error" in fields:
             break
@@ -59,10 +60,11 @@ def devices_of(target: Target) -> list:
     return devices
 
 
-def _budgets(shapes: Shapes, *, dumps: str) -> dict:
+def _budgets(shapes: Shapes, target: Target, *, dumps: str) -> dict:
     """The fields of `CompiledProgram` about the steps of the round that was compiled last."""
     try:
-        budgets = step_budgets(read_estimates(dumps), shapes.max_seqs, shapes.forward_tokens)
+        schedules = Schedules(dumps, target.generation)
+        budgets = step_budgets(read_estimates(dumps), shapes.max_seqs, shapes.forward_tokens, schedules.cycles)
     except (FileNotFoundError, ValueError) as error:  # another compiler writes another text; the plan does without
         return {"no_budget": str(error)}
     return {"budgets": [dataclasses.asdict(each) for each in budgets]}

@@ -2,8 +2,10 @@
 
 import collections
 import dataclasses
+import functools
 import math
 import re
+from collections.abc import Mapping, Sequence
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _MOVES = {
@@ -14,6 +16,9 @@ _INDEXING = {"add", "compare", "select", "convert", "clamp", "minimum", "maximum
 _WRITES = {"dynamic-update-slice", "scatter"}
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-<>]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([a-z][\w\-]*)\(")
+_DEFINITION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) [a-z][\w\-]*\(")
+_REFERENCE = re.compile(r"%[\w.\-]+")
+_APPLIED = re.compile(r"(calls|to_apply)=%?([\w.\-]+)")
 _CALLED = re.compile(r"calls=%?([\w.\-]+)")
 _ARRAY = re.compile(r"([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]+)\]")
 _BITS = re.compile(r"\d+")
@@ -106,6 +111,31 @@ def scopes_of(line: str) -> list[str]:
     compiler has lost them."""
     match = _OP_NAME.search(line)
     return match[1].split("/") if match else []
+
+
+def codes(bodies: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """What each instruction computes, by its name: a text that instructions share which differ in names and origins
+    alone. Args: bodies: `computations` of a program."""
+    kinds = {match[1]: match[2] for lines in bodies.values() for line in lines if (match := _DEFINITION.match(line))}
+
+    @functools.cache
+    def body(name: str) -> str:
+        numbers: dict[str, str] = {}
+        texts = (line.partition(", metadata=")[0].partition(", backend_config=")[0] for line in bodies.get(name, ()))
+        number = lambda match: numbers.setdefault(match[0], f"%{len(numbers)}")  # noqa: E731
+        return "\n".join(_REFERENCE.sub(number, called(text)) for text in texts)
+
+    def called(text: str) -> str:
+        return _APPLIED.sub(lambda match: f"{match[1]}={{{body(match[2])}}}", text)
+
+    found = {}
+    for line in (line for lines in bodies.values() for line in lines):
+        if match := _DEFINITION.match(line):
+            text = line[match.start(2) :].partition(", metadata=")[0].partition(", backend_config=")[0]
+            operands, brace, rest = text.partition("), ")
+            typed = _REFERENCE.sub(lambda each: kinds.get(each[0].lstrip("%"), each[0]), operands)
+            found[match[1]] = typed + brace + called(rest)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,7 +101,7 @@ def _sections(plan: Plan, figures: Figures):
             copies = [f"{gib(size)} {op} {kind}, {n} times" for size, op, kind, n in plan.programs[0].copies]
             yield "copies of 1 MiB and more in the round (compiled)", copies or ["none"]
             if plan.programs[0].budgets:
-                title = "cycles of a step (the compiler's estimates; kernels, collectives and waits are not among them)"
+                title = "cycles of a step (modelled; attention, collectives and waits for HBM are not among them)"
                 yield title, [line for budget in plan.programs[0].budgets for line in budget_lines(budget)]
             elif plan.programs[0].no_budget is not None:
                 yield "cycles of a step", [f"not known: {plan.programs[0].no_budget}"]
@@ -147,6 +147,8 @@ def budget_lines(budget: StepBudget) -> list[str]:
     lines = [f"{kind}, {budget.bucket} tokens, {budget.sampled}: {budget.total:,}: {', '.join(parts)}"]
     if budget.has_chunks or budget.sampled != "greedy":
         return lines
+    expected = ", ".join(f"{name} {count:,}" for name, count in budget.expected.items())
+    lines.append(f"  as the compiler expected, since no schedule tells them: {expected or 'none'}")
     needed = ", ".join(f"{name} {count:,}" for name, count in budget.when_needed.items())
     lines.append(
         f"  not among them, loops that run when there is something to do, one trip of each: {needed or 'none'}"

@@ -1,19 +1,22 @@
-"""Cycles of the parts of a step, from the schedule of the TPU compiler.
+"""Cycles of the parts of a step, from the schedules of the TPU compiler.
 
-The compiler writes the cycles that it expects of an instruction beside it (`estimated_cycles`). It says nothing of
-Pallas kernels and of collectives, which are counted here without cycles, nor of waits for memory.
+An instruction takes the cycles of its schedule (`bundles.Schedules`). Where data decide how often a loop of it runs, as
+in gathers and scatters, it takes those that the compiler expected of it while it compiled (`estimated_cycles` in the
+text of the program); these are up to ten times as many as the schedule has for other instructions. Attention kernels
+and collectives have neither, and are counted without cycles. Waits for HBM are not known.
 """
 
 import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from levanter_infer.kernels import scopes
-from levanter_infer.plan.hlo import COLLECTIVES, computations, operation_of, scopes_of
+from levanter_infer.plan.hlo import COLLECTIVES, codes, computations, operation_of, scopes_of
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_NAME = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = ")
 _LOOP = re.compile(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRUE_FALSE = re.compile(r"true_computation=%?([\w.\-]+), false_computation=%?([\w.\-]+)")
@@ -51,6 +54,8 @@ class StepBudget:
     """A key of `SAMPLED`."""
     cycles: Mapping[str, int]
     """By the names of `PARTS`."""
+    expected: Mapping[str, int]
+    """Cycles among these that the compiler expected, by part, of instructions whose schedule does not tell them."""
     when_needed: Mapping[str, int]
     """Cycles of one trip through each loop that runs only when there is something to do, such as prefixes that are
     inserted, pages that are evicted and forks, by scope, loops within them included. They are not in `cycles`."""
@@ -58,7 +63,7 @@ class StepBudget:
     """Cycles of loops of layers whose trips depend on the prompts, by scope, one trip of each, which are in `cycles`:
     the blocks of a recurrence."""
     kernels: Mapping[str, int]
-    """Calls of Pallas kernels, by scope; their cycles are not in the schedule."""
+    """Calls of Pallas kernels whose cycles depend on data, by scope."""
     collectives: Mapping[str, int]
     """Collectives, by operation."""
 
@@ -68,18 +73,21 @@ class StepBudget:
         return sum(self.cycles.values())
 
 
-def step_budgets(hlo: str, max_seqs: int, buckets: Sequence[int]) -> list[StepBudget]:
+def step_budgets(
+    hlo: str, max_seqs: int, buckets: Sequence[int], scheduled: Callable[[str], int | None]
+) -> list[StepBudget]:
     """Budgets of a step of decoding, and of the largest one with prompts, for each kind of sampling.
 
     Args:
         hlo: the compiled round, with its estimates.
         max_seqs: `engine.max_seqs`.
         buckets: `Shapes.forward_tokens` of the engine.
+        scheduled: `Schedules.cycles` of the round.
     Raises: ValueError if the text has no estimates or is no round of these buckets.
     """
     if _CYCLES.search(hlo) is None:
         raise ValueError("the program has no estimates of cycles, which the compiler of TPUs writes")
-    program = _Program(computations(hlo))
+    program = _Program(computations(hlo), scheduled)
     cases = [(_fitting(buckets, max_seqs), False), (buckets[-1], True)]
     return [_budget(program, *case, max_seqs, sampled) for case in cases for sampled in SAMPLED]
 
@@ -88,15 +96,17 @@ def _budget(program: "_Program", bucket: int, has_chunks: bool, max_seqs: int, s
     counter = _Counter(program, bucket, has_chunks, max_seqs, SAMPLED[sampled])
     counter.add(program.step_body(scopes.forward(bucket)), 1, [])
     cycles = {part: counter.cycles[part] for part in PARTS}
-    counts = (dict(each) for each in (counter.when_needed, counter.once, counter.kernels, counter.collectives))
+    others = counter.expected, counter.when_needed, counter.once, counter.kernels, counter.collectives
+    counts = (dict(each) for each in others)
     return StepBudget(bucket, has_chunks, sampled, cycles, *counts)
 
 
 class _Program:
-    """The computations of an HLO text."""
+    """The computations of an HLO text, and the cycles of its instructions."""
 
-    def __init__(self, lines: dict[str, list[str]]):
+    def __init__(self, lines: dict[str, list[str]], scheduled: Callable[[str], int | None]):
         self.lines = lines
+        self._scheduled = scheduled
         self._traits: dict[str, tuple[bool, bool]] = {}
 
     def step_body(self, scope: str) -> str:
@@ -120,6 +130,27 @@ class _Program:
         constants = {match[1]: int(match[2]) for line in lines if (match := _CONSTANT.match(line))}
         return constants.get(limits[0]) if limits else None
 
+    def cycles(self, line: str) -> tuple[int, bool] | None:
+        """Cycles of an instruction, and whether the compiler expected them; None if neither it nor the schedule tells
+        them."""
+        name, expected = _NAME.match(line), _CYCLES.search(line)
+        # Instructions that compute the same have one schedule, which bears the name of one of them.
+        for each in self._twins[self._codes[name[1]]] if name else ():
+            if (scheduled := self._scheduled(each)) is not None:
+                return scheduled, False
+        return (int(expected[1]), True) if expected else None
+
+    @functools.cached_property
+    def _codes(self) -> dict[str, str]:
+        return codes(self.lines)
+
+    @functools.cached_property
+    def _twins(self) -> Mapping[str, list[str]]:
+        found = collections.defaultdict(list)
+        for name, code in self._codes.items():
+            found[code].append(name)
+        return found
+
     def traits(self, name: str) -> tuple[bool, bool]:
         """Whether a fused computation multiplies matrices, and whether it only moves numbers."""
         if name not in self._traits:
@@ -138,6 +169,7 @@ class _Counter:
         self._program, self._bucket, self._has_chunks = program, bucket, has_chunks
         self._rows, self._taken = rows, taken
         self.cycles: collections.Counter[str] = collections.Counter()
+        self.expected: collections.Counter[str] = collections.Counter()
         self.when_needed: collections.Counter[str] = collections.Counter()
         self.once: collections.Counter[str] = collections.Counter()
         self.kernels: collections.Counter[str] = collections.Counter()
@@ -163,10 +195,14 @@ class _Counter:
                 self.add(_CALLED.findall(line)[0], times, path)
             elif (name := operation.removesuffix("-start")) in COLLECTIVES:
                 self.collectives[name] += times
+            elif found := self._program.cycles(line):
+                cycles, is_expected = found
+                part = self._part(line, operation, path)
+                self.cycles[part] += times * cycles
+                if is_expected:
+                    self.expected[part] += times * cycles
             elif 'custom_call_target="tpu_custom_call"' in line:
                 self.kernels[_name_of(path)] += times
-            if match := _CYCLES.search(line):
-                self.cycles[self._part(line, operation, path)] += times * int(match[1])
 
     def _add_loop(self, line: str, times: int, path: list[str]) -> None:
         condition, body = _LOOP.findall(line)[0]

@@ -32,9 +32,18 @@ def compiler_environment(generation: str) -> dict[str, str]:
     }
 
 
-def hlo_flags(directory: str) -> str:
+def hlo_flags(directory: str, *, llo: bool = False) -> str:
     """LIBTPU_INIT_ARGS that write the optimised HLO of every program into a directory, for `read_hlo`."""
-    return f"--xla_jf_dump_to={directory} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=false"
+    return f"--xla_jf_dump_to={directory} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text={str(llo).lower()}"
+
+
+def schedule_flags(directory: str, *passes: str) -> str:
+    """`hlo_flags` that write the schedule of every instruction as well, for `plan.bundles.Schedules`. Args: passes: of
+    the compiler, whose results they write too."""
+    return (
+        f"{hlo_flags(directory, llo=True)} --xla_jf_emit_annotations=true "
+        f"--xla_jf_dump_llo_pass_label_regex={'|'.join(['final_bundles', *passes])}"
+    )
 
 
 def read_hlo(directory: str) -> str:

@@ -9,6 +9,7 @@ of VMEM, the length of the queues.
 import collections
 import dataclasses
 import re
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +110,15 @@ class _Core:
         return max([self.now, *self._busy.values(), *self._pushed.values()])
 
 
-def estimated_cycles(bundles: list[str], generation: str) -> int:
-    """Cycles of these bundles, issued once in their order, until the units are free again."""
-    program = [_instructions(bundle) for bundle in bundles]
+def estimated_cycles(bundles: Sequence[str], generation: str) -> int:
+    """Cycles of these bundles, issued in their order, until the units are free again.
+
+    Args:
+        bundles: as `bundles.split_bundles` gives them; a loop lists those of every trip.
+        generation: a key of `LATENCIES`.
+    """
+    parsed = {bundle: _instructions(bundle) for bundle in set(bundles)}
+    program = [parsed[bundle] for bundle in bundles]
     groups, pops = collections.Counter(), collections.Counter()
     for instruction in (instruction for bundle in program for instruction in bundle):
         if instruction.name.startswith("vmatmul"):

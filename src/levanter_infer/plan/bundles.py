@@ -1,0 +1,228 @@
+"""Bundles that the instructions of a compiled program issue, from the schedules that libtpu writes.
+
+A core of a TPU issues one bundle (a VLIW word) a cycle at best. A schedule lists the bundles of an instruction once.
+Its scalar instructions decide which of them run and how often, and are executed here: every trip of a loop over tiles
+counts, and what a trip skips does not. Waits for memory, for other chips and for results of the matrix, transpose and
+transcendental units are not in a schedule.
+"""
+
+import dataclasses
+import operator
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from levanter_infer.plan.cycles import estimated_cycles
+
+_FILE = re.compile(r"\d+-(?P<name>.+)-\d+-final_bundles\.txt")
+_BUNDLE = re.compile(r"\s*(?:0x)?(?P<address>[0-9a-f]+)\s+(?:[A-Z]{2}:)?\s*:?[\s>]*\{")
+_REGION = re.compile(r"(Start|End|Start/End empty) region (\d+)")
+_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
+_SCALAR = re.compile(
+    r"%\w+_(?P<result>[sp]\d+) = (?P<name>[a-z_]+)(?P<form>[.\w]*) "
+    r"(?:\((?P<negated>!?)%\w+_(?P<predicate>p\d+)(?:, (?P<otherwise>[^)]+))?\),? ?)?(?P<operands>.*)"
+)
+_BRANCH = re.compile(r"sbr\.\w+ (?:\((?P<negated>!?)%\w+_(?P<predicate>p\d+)\) )?target = \$region(?P<region>\d+)")
+_REGISTER = re.compile(r"%\w+_([sp]\d+)$")
+_DELAY_SLOTS = 4
+"""Bundles after a branch that issue in any case."""
+_MOST_BUNDLES = 4_000_000
+
+Operand = str | int | None
+"""A register, a number, or what is not known here."""
+_Operation = Callable[..., int | bool | None]
+
+
+def _wrapped(operation: Callable[..., int]) -> _Operation:
+    """An operation of integers of 32 bits."""
+    return lambda *values: (operation(*values) + 2**31) % 2**32 - 2**31
+
+
+_OPERATIONS: dict[str, _Operation] = {
+    "sadd": _wrapped(operator.add),
+    "ssub": _wrapped(operator.sub),
+    "smul": _wrapped(operator.mul),
+    "sand": _wrapped(operator.and_),
+    "sor": _wrapped(operator.or_),
+    "sxor": _wrapped(operator.xor),
+    "sshll": _wrapped(lambda value, by: value << (by & 31)),
+    "sshrl": _wrapped(lambda value, by: value % 2**32 >> (by & 31)),
+    "sshra": _wrapped(lambda value, by: value >> (by & 31)),
+    "smin": lambda a, b: min(a % 2**32, b % 2**32),
+    "smov": lambda value: value,
+    "pmov": bool,
+    "scmp.lt": operator.lt,
+    "scmp.le": operator.le,
+    "scmp.gt": operator.gt,
+    "scmp.ge": operator.ge,
+    "scmp.eq": operator.eq,
+    "scmp.ne": operator.ne,
+}
+"""Results of scalar instructions whose operands are all known; others give what is not known."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scalar:
+    result: str
+    name: str
+    operands: tuple[Operand, ...]
+    predicate: str | None
+    negated: bool
+    otherwise: Operand
+    """What the result is where the predicate does not hold."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Branch:
+    region: str
+    predicate: str | None
+    negated: bool
+
+
+class Schedules:
+    """The schedules of one program."""
+
+    def __init__(self, directory: str, generation: str):
+        """
+        Args:
+            directory: what libtpu wrote with `runtime.libtpu.schedule_flags`, for one program.
+            generation: of the TPUs, a key of `cycles.LATENCIES`.
+        """
+        found = ((_FILE.fullmatch(path.name), path) for path in Path(directory).iterdir())
+        self._paths = {match["name"]: path for match, path in found if match}
+        self._generation = generation
+        self._cycles: dict[str, int | None] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Instructions that have a schedule."""
+        return sorted(self._paths)
+
+    def cycles(self, instruction: str) -> int | None:
+        """Cycles of an instruction, by its name, waits for the units included; None if it has no schedule, or if data
+        decide how often a loop of it runs."""
+        if instruction not in self._cycles:
+            path = self._paths.get(instruction)
+            bundles = [] if path is None else split_bundles(path.read_text())
+            ran = executed(bundles)
+            self._cycles[instruction] = estimated_cycles([bundles[i] for i in ran], self._generation) if ran else None
+        return self._cycles[instruction]
+
+
+def split_bundles(schedule: str) -> list[str]:
+    """The text of every bundle, by its address; comments may go on over several lines."""
+    bundles: list[str] = []
+    for line in schedule.splitlines():
+        match = _BUNDLE.match(line)
+        if match is not None and int(match["address"], 16) == len(bundles):
+            bundles.append(line)
+        elif bundles:
+            bundles[-1] += "\n" + line
+    return bundles
+
+
+def executed(bundles: Sequence[str]) -> list[int] | None:
+    """Addresses of the bundles that run until the end of a schedule, in their order; None where data decide how often a
+    loop runs, or where it runs too often.
+
+    Stretches that data decide about count as run.
+    """
+    program = [_parse(text) for text in bundles]
+    starts = _region_starts(bundles)
+    registers: dict[str, int | bool | None] = {}
+    ran: list[int] = []
+    address = 0
+    while address < len(program):
+        if len(ran) > _MOST_BUNDLES:
+            return None
+        scalars, branches = program[address]
+        _execute(scalars, registers)
+        ran.append(address)
+        target = address + 1
+        for branch in branches:
+            taken, begin = _holds(branch, registers), starts.get(branch.region, len(program))
+            if taken is None and begin <= address:
+                return None
+            if taken:
+                target = begin
+                for slot in range(address + 1, min(address + 1 + _DELAY_SLOTS, len(program))):
+                    _execute(program[slot][0], registers)
+                    ran.append(slot)
+        address = target
+    return ran
+
+
+def _region_starts(bundles: Sequence[str]) -> dict[str, int]:
+    """The address at which each region starts, by its number; branches name regions."""
+    starts: dict[str, int] = {}
+    for address, text in enumerate(bundles):
+        for kind, region in _REGION.findall(text):
+            if kind != "End":
+                starts.setdefault(region, address)
+    return starts
+
+
+def _parse(bundle: str) -> tuple[list[_Scalar], list[_Branch]]:
+    """The scalar instructions and the branches of a bundle."""
+    scalars, branches = [], []
+    for text in _COMMENT.sub("", bundle.partition("{")[2]).split(";;"):
+        text = text.strip().rstrip("} ")
+        if match := _BRANCH.search(text):
+            branches.append(_Branch(match["region"], match["predicate"], bool(match["negated"])))
+        elif match := _SCALAR.match(text):
+            form = match["form"].split(".")[1:2] if match["name"] == "scmp" else []
+            operands = tuple(map(_operand, match["operands"].split(",")))
+            otherwise = None if match["otherwise"] is None else _operand(match["otherwise"])
+            name = ".".join([match["name"], *form])
+            scalars.append(
+                _Scalar(match["result"], name, operands, match["predicate"], bool(match["negated"]), otherwise)
+            )
+    return scalars, branches
+
+
+def _operand(text: str) -> Operand:
+    text = text.strip()
+    if match := _REGISTER.match(text):
+        return match[1]
+    try:
+        number = int(text, 0)
+    except ValueError:
+        return None
+    return (number + 2**31) % 2**32 - 2**31
+
+
+def _execute(scalars: Sequence[_Scalar], registers: dict[str, int | bool | None]) -> None:
+    """Run the scalar instructions of a bundle: all read their operands before any writes its result."""
+    results = {each.result: _result(each, registers) for each in scalars if each.name not in ("sphi", "pphi")}
+    registers.update(results)
+
+
+def _result(scalar: _Scalar, registers: dict[str, int | bool | None]) -> int | bool | None:
+    taken = _holds(scalar, registers)
+    values = [registers.get(each) if isinstance(each, str) else each for each in scalar.operands]
+    otherwise = registers.get(scalar.otherwise) if isinstance(scalar.otherwise, str) else scalar.otherwise
+    if taken is False:
+        return otherwise if scalar.otherwise is not None else registers.get(scalar.result)
+    value = _computed(scalar.name, values)
+    return value if taken or value == otherwise else None
+
+
+def _computed(name: str, values: list[int | bool | None]) -> int | bool | None:
+    if name == "pnand":
+        return True if False in values else None if None in values else False
+    if name == "por":
+        return True if True in values else None if None in values else False
+    if name == "pneg":
+        return None if values[0] is None else not values[0]
+    if name == "scalar_select":
+        return None if values[0] is None else values[1] if values[0] else values[2]
+    operation = _OPERATIONS.get(name)
+    return None if operation is None or None in values else operation(*values)
+
+
+def _holds(step: _Scalar | _Branch, registers: dict[str, int | bool | None]) -> bool | None:
+    """Whether an instruction runs; None: data decide."""
+    if step.predicate is None:
+        return True
+    value = registers.get(step.predicate)
+    return None if value is None else bool(value) != step.negated
