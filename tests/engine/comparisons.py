@@ -39,33 +39,35 @@ class Blocks:
 
     def chosen(self, model) -> contextlib.AbstractContextManager:
         """Engines that are made in this context compute like this."""
-        own = dict(is_apart=self.is_apart, block_size=self.tokens)
-        choice = BackendChoice.of(
-            self.platform, Layout.of(None, model.config), matmul=self.matmul, attention=self.attention
-        )
-        parts = {name: getattr(choice, name) for name in ("matmul_backend", "attention_backend")}
-        parts = {name: dataclasses.replace(part, **own) for name, part in parts.items()}
-        choice = dataclasses.replace(choice, **parts)
-        if self.tiles is not None:
-            choice = choice._with_options(tiles=self.tiles)
-        return mock.patch.object(BackendChoice, "choose", lambda *_, **__: choice)
+
+        def choose(config, types, *, mesh=None, **_) -> BackendChoice:
+            layout = dataclasses.replace(Layout.of(mesh, model.config), sums_in_order=self.is_apart)
+            choice = BackendChoice.of(self.platform, layout, matmul=self.matmul, attention=self.attention)
+            parts = {name: getattr(choice, name) for name in ("matmul_backend", "attention_backend")}
+            own = dict(is_apart=self.is_apart, block_size=self.tokens)
+            parts = {name: dataclasses.replace(part, **own) for name, part in parts.items()}
+            choice = dataclasses.replace(choice, **parts)
+            return choice if self.tiles is None else choice._with_options(tiles=self.tiles)
+
+        return mock.patch.object(BackendChoice, "choose", choose)
 
 
 def make_engine(
     dtype: str = "float32", *, model=None, with_beams: bool = False, family: Mapping[str, Any] = NONE,
-    blocks: "Blocks | None" = None, **config,
+    blocks: Blocks | None = None, mesh=None, **config,
 ) -> InferenceEngine:  # fmt: skip
     """
     Args:
         model: None for the tiny one of `dtype`.
         blocks: compute as on a TPU; None: by the kernels for CPUs.
+        mesh: as of an engine.
         with_beams: compile for searches at once, and not again with the first one.
         family: changes to the tiny Llama.
     """
     sizes = dict(max_seq_len=96, numerics="batch_invariant", prefix_cache=True)
     model = model or tiny_model(dtype=dtype, **family)
     with contextlib.nullcontext() if blocks is None else blocks.chosen(model):
-        engine = InferenceEngine(model, config=EngineConfig(**{**sizes, **config}))
+        engine = InferenceEngine(model, config=EngineConfig(**{**sizes, **config}), mesh=mesh)
     if with_beams:
         sampling = SamplingParams(num_beams=_MOST_BEAMS, max_tokens=1)
         assert engine.generate([Request(prompt_token_ids=[1], sampling=sampling)])[0].error is None
