@@ -45,6 +45,7 @@ FORMS: dict[str, Blocks | None] = {
     "cpu": None,
     "xla": Blocks(),
     "tpu": Blocks(matmul="tpu_interpret", attention="tpu_interpret"),
+    "gpu": Blocks("gpu", matmul="gpu_interpret", attention="gpu_interpret"),
 }
 _COLD = 0.4
 """Probability that an engine forgets all pages before a round of comparisons."""

@@ -3,6 +3,7 @@
 import collections
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,10 +14,11 @@ from levanter_infer.engine.sizes import resolve_shapes
 from levanter_infer.kernels.tpu.sizes import Tile
 from levanter_infer.kernels.tpu.tiling import Tiles
 from levanter_infer.layers.layout import one_device_mesh
+from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.registry import FAMILIES
 from tests.engine.comparisons import Blocks, expected, make_engine, random_requests, serve
 from tests.engine.test_batch_invariant import MIXTURES
-from tests.family_cases import case_of, load
+from tests.family_cases import case_of, load, load_config
 from tests.golden_cases import load_case
 from tests.tiny_models import tiny_model
 
@@ -68,16 +70,23 @@ def test_bits_of_the_kernel_for_tpus_are_those_of_the_request_alone():
 
 
 @pytest.mark.slow
+def test_bits_of_the_kernels_for_gpus_are_those_of_the_request_alone():
+    blocks = Blocks("gpu", matmul="gpu_interpret", attention="gpu_interpret")
+    config = dict(max_seqs=8, page_size=8, max_step_tokens=32, max_pages=14)
+    assert differing(tiny_model(dtype="bfloat16", num_hidden_layers=1), blocks, 4, (config,))[0] == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_bits_of_a_family_are_those_of_the_request_alone(model_type, tmp_path):
     model = load(load_case(case_of(model_type)), tmp_path)
     assert differing(model, Blocks(), 8, CONFIGS[:1])[0] == 0
 
 
-def chosen(platform: str, **config):
+def chosen(platform: str, model=None, **config):
     device = SimpleNamespace(platform=platform, device_kind="TPU v5 lite", compute_capability="9.0")
     engine = EngineConfig(numerics="batch_invariant", max_seqs=4, max_seq_len=64, max_step_tokens=16, **config)
-    model = tiny_model(dtype="bfloat16")
+    model = model or tiny_model(dtype="bfloat16")
     backend = BackendChoice.choose(engine, model, has_mods=False, mesh=one_device_mesh(), device=device)
     return backend, backend.adapt(resolve_shapes(engine, model, 1))
 
@@ -90,6 +99,15 @@ def test_a_tpu_computes_every_step_in_blocks_of_one_size(attention):
     assert shapes.block_tokens == 256 and shapes.buckets == (256,) and shapes.forward_tokens == (256,)
 
 
-def test_a_gpu_refuses_it():
-    with pytest.raises(ValueError, match="batch_invariant.* not possible with matmul=gpu and attention=gpu on gpu: "):
-        chosen("gpu")
+def test_a_gpu_takes_the_kernels_for_all_matmuls():
+    backend, shapes = chosen("gpu")
+    assert (backend.matmul, backend.attention, shapes.block_tokens) == ("gpu", "gpu", 256)
+    assert backend.compiler_options["xla_gpu_deterministic_ops"] is True
+    for config in ({"matmul": "xla"}, {"attention": "xla"}):
+        with pytest.raises(ValueError, match="batch_invariant.* not possible with .*=xla.* on gpu: its libraries"):
+            chosen("gpu", **config)
+
+
+def test_a_gpu_refuses_models_with_matmuls_of_its_libraries():
+    with pytest.raises(ValueError, match="not possible for minicpm3 on a GPU: XLA computes dot_general .layers/latent"):
+        chosen("gpu", model=DecoderModel.types(load_config(case_of("minicpm3")), jnp.dtype("bfloat16")))

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.instructions import Choice, choose, usable_isas
-from levanter_infer.engine.row_audit import audit_rows
+from levanter_infer.engine.row_audit import audit_rows, library_matmul
 from levanter_infer.engine.sizes import kv_dtype, page_bytes
 from levanter_infer.kernels.backend import Backend, Platform, Task, Work
 from levanter_infer.kernels.registry import BACKENDS, make_backend, platform_of
@@ -113,6 +113,13 @@ class BackendChoice:
                 f"attention={self.attention} on {self.platform.name}: {refusals[0]}; use default"
             )
         if self.matmul_backend.block_tokens is not None:
+            place = library_matmul(model.config, model.dtype, *backends) if self.platform.name == "gpu" else None
+            if place is not None:
+                raise ValueError(
+                    f'engine.numerics="batch_invariant" is not possible for {model.config.model_type} on a GPU: XLA '
+                    f"computes {place}, and its libraries may sum a row in an order that depends on its place; use "
+                    "default"
+                )
             return self
         audit = audit_rows(model.config, model.dtype, *backends)
         if audit.joint is not None:
@@ -202,7 +209,7 @@ class BackendChoice:
         return self.matmul_backend.compiler_options if self.matmul_backend == self.attention_backend else {}
 
     @property
-    def required_options(self) -> Mapping[str, str]:
+    def required_options(self) -> Mapping[str, str | bool]:
         """Those of `compiler_options` without which results do not keep the promise of `engine.numerics`."""
         return self.matmul_backend.required_options
 

@@ -124,7 +124,7 @@ class Backend(ABC):
         return {}
 
     @property
-    def required_options(self) -> Mapping[str, str]:
+    def required_options(self) -> Mapping[str, str | bool]:
         """Those of `compiler_options` without which the round does not keep its promises."""
         return {}
 

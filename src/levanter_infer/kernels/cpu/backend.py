@@ -84,7 +84,7 @@ class CpuBackend(XlaBackend):
         return options
 
     @property
-    def required_options(self) -> Mapping[str, str]:
+    def required_options(self) -> Mapping[str, str | bool]:
         # No vector is as narrow, and instruction sets up to AVX have no fused multiplication and addition
         return {} if self.uses_vectors else {"xla_cpu_prefer_vector_width": "64", "xla_cpu_max_isa": "AVX"}
 

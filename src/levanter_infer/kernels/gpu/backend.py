@@ -1,8 +1,11 @@
 """The `gpu` backend: Pallas on Triton, for NVIDIA GPUs."""
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.kernels.backend import Platform, Task, Work
@@ -46,9 +49,26 @@ class GpuBackend(XlaBackend):
             else f"{task.stored} are {task.dtype}, which the kernel does not take"
         )
 
+    def why_not_invariant(self, task: Task) -> str | None:
+        """All matmuls are the kernel's, in one tile, and all of attention is in one lane."""
+        return None
+
+    @property
+    def compiler_options(self) -> Mapping[str, str | bool]:
+        return self.required_options
+
+    @property
+    def required_options(self) -> Mapping[str, str | bool]:
+        # No atomic additions, and the same code whenever the round is compiled
+        return {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": "0"} if self.is_apart else {}
+
     def linear(self, call: LinearCall) -> list[Array]:
-        """A single matrix, the head's or that of a layer which a scan has picked, is XLA's."""
+        """A single matrix, the head's or that of a layer which a scan has picked, is XLA's, unless rows are apart: its
+        libraries may sum a row in an order that depends on its place."""
+        if call.layer is None and self.is_apart:
+            weights = [weight[None] for weight in call.weights]
+            call = dataclasses.replace(call, weights=weights, layer=jnp.int32(0))
         return super().linear(call) if call.layer is None else linear.stacked_matmul(call, interpret=self.interpret)
 
     def _attend(self, call: AttentionCall) -> Array:
-        return attention.gpu_attention(call, interpret=self.interpret)
+        return attention.gpu_attention(call, invariant=self.is_apart, interpret=self.interpret)
